@@ -133,7 +133,7 @@ def check(engine: Engine, case: Case, ids: npt.NDArray[np.int32], wanted: Any) -
     prompt, rest = ids[N_HELD : N_HELD + case.n], ids[N_HELD + case.n :]
     before, (kind, share) = contents(engine), case.event
     batch = SweepBatch(prompt)
-    sweep = engine.passes.begin_prompt(batch)
+    sweep = engine.passes.begin_prompts([batch])
     due, n_steps, others = round(share * sweep.n_steps), 0, []
     while engine.passes.step_prompt(sweep, None):
         n_steps += 1
@@ -147,7 +147,7 @@ def check(engine: Engine, case: Case, ids: npt.NDArray[np.int32], wanted: Any) -
                 engine.passes.step_prompt(sweep, cancel)
             if not same(contents(engine), before):
                 return f"cancelled after {n_steps} steps, the sequence is another one"
-            sweep = engine.passes.begin_prompt(batch)
+            sweep = engine.passes.begin_prompts([batch])
     assert sweep.output is not None
     if not same(contents(engine), wanted[0]):
         return "states, keys or values differ"

@@ -162,6 +162,9 @@ SIMULATE_JSON = {
     "rows[].uploaded_bytes_per_token": "null if the size of an expert is not known",
     "rows[].token_us, rows[].decode_tps": "predicted; null where the machine's experts are of a "
     "far other size",
+    "rows[].stages[], rows[].sequences[]": "with --split: of each device, `layers` (first, and the "
+    "one after the last), `hit_rate`, `token_us`; and estimates for several sequences in groups: "
+    "`n`, `n_groups`, `tokens_per_s`, `busy` (share of their time in which devices compute)",
     "rows[].prompts[]": "estimated for prompts of some lengths, from an empty context and with the "
     "slots filled as at the start: `n_tokens`, `n_sweeps` (parts that go through all layers), "
     "`sent_bytes` (of missing experts), `link_s` (seconds of sending them), `seconds`, "

@@ -299,12 +299,12 @@ def load_engine(
     benchmarks. warned: warnings that were printed before, to which this adds. is_chosen: whether
     the user chose the settings, and not the program. text: whether the tokenizer will be needed.
     """
-    from ..engine import Engine
-
     with ui.Bars() as bars:
         ids = None if routing is None else routing.ids.astype("int32")
         model = open_header(target) if isinstance(target, (str, Path)) else target
         tokenizer = open_soon(model) if text and has_vocabulary(model) else None
+        from ..engine import Engine  # a tenth of a second, in which the tokenizer goes on
+
         engine = Engine(model, config, bars, ids, tokenizer)
     warned = set() if warned is None else warned
     idle = [*_idle_settings(engine), *idle_drafts(engine.config)] if is_chosen else []
@@ -312,6 +312,7 @@ def load_engine(
         if warning not in warned:
             ui.note(f"warning: {warning}")
             warned.add(warning)
+    show_messages(engine)
     return engine
 
 
@@ -346,7 +347,7 @@ def idle_drafts(config: EngineConfig) -> list[str]:
 
 
 def show_messages(engine: Engine) -> None:
-    """Print what changed while the engine ran, such as that the cache was bypassed."""
+    """Print what the engine has to say, such as that the cache was bypassed."""
     for line in engine.drain_messages():
         ui.note(f"note: {line}")
 

@@ -224,7 +224,7 @@ def _replay(need: Footprint, budget: Budget, job: _Job) -> Simulation | None:
     return simulate(
         trace, budget.plan.n_slots, job.policy, job.sizes.machine or job.machine,
         mode=job.config.miss, profile=job.profile, profile_class=job.profile_class,
-        slot_bytes=need.slot_bytes,
+        slot_bytes=need.slot_bytes, stages=[stage.layers for stage in budget.stages],
         skip=_N_WARM if trace.n_tokens - trace.n_prompt > 2 * _N_WARM else 0,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from ..config import settings as engine_settings
 from ..units import GiB, MiB, format_bytes, format_share, parse_bytes
 from . import options, ui
 from .outputs import OutputFile
+from .stagerows import shares_option, show_stages, stage_fields
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
@@ -102,6 +103,7 @@ def heat_options(command: Any) -> Any:
     metavar="NAME[:PARAMETER=N]",
     help="Policy to replay, such as lru or lfu:half_life=64,hysteresis=1.5; repeatable.",
 )
+@shares_option
 @options.setting_option(next(s for s in engine_settings() if s.name == "miss"))
 @click.option(
     "--machine",
@@ -141,7 +143,8 @@ def heat_options(command: Any) -> Any:
 @heat_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate_command(
-    trace_path: Path, resident: tuple[float, ...], policies: tuple[str, ...], miss: str,
+    trace_path: Path, resident: tuple[float, ...], policies: tuple[str, ...],
+    shares: tuple[float, ...] | None, miss: str,
     machine: str, target: str | None, expert_size: str | None, skip: int,
     profile_path: Path | None, profile_class: str | None, plot_path: Path | None,
     heat_path: Path | None, heat_order: str, as_json: bool,
@@ -158,11 +161,13 @@ def simulate_command(
     Examples:
       moegraph simulate routing.trace
       moegraph simulate routing.trace --resident 25,60 --policy lfu --policy adaptive --skip 64
+      moegraph simulate routing.trace --resident 60 --split 1,1
       moegraph simulate routing.trace --machine mine.json --plot hits.svg --json
     """
     from ..experts.cost import find_machine
     from ..experts.policy import parse_policy
     from ..placement.profile import read_profile
+    from ..placement.split import by_shares
     from ..placement.trace import read_trace
 
     with ExitStack() as stack:
@@ -175,17 +180,20 @@ def simulate_command(
             raise click.UsageError("--profile-class needs --profile")
         plot = stack.enter_context(OutputFile(plot_path)) if plot_path else None
         heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
+        stages = by_shares(trace.shape.n_layer, shares) if shares else []
         rows = list(_replays(
-            trace, resident, chosen, sizes, times, miss, profile, profile_class, skip
+            trace, resident, chosen, sizes, times, miss, profile, profile_class, skip, stages
         ))  # fmt: skip
         if plot:
             plot.write(_plot(trace, times, sizes, rows).encode())
         if heat:
             heat.write(heat_map(trace, heat_order).encode())
         if as_json:
-            click.echo(json.dumps(_report(trace, times, sizes, miss, rows)))
+            click.echo(json.dumps(_report(trace, times, sizes, miss, rows, stages)))
         else:
             _show(trace, times, sizes, rows, profile is not None)
+            first = {row.share: row.found for row in reversed(rows)}
+            show_stages(first, stages, sizes.machine is not None)
 
 
 def _given_sizes(
@@ -225,6 +233,7 @@ def find_sizes(machine: Machine, trace: Trace, slot_bytes: tuple[int, ...]) -> S
 def _replays(
     trace: Trace, resident: tuple[float, ...], policies: dict[str, Policy], sizes: Sizes,
     machine: Machine, mode: str, profile: Profile | None, profile_class: str | None, skip: int,
+    stages: Sequence[range],
 ) -> Iterator[_Row]:  # fmt: skip
     from ..placement.simulate import even_slots, simulate
 
@@ -237,6 +246,7 @@ def _replays(
                 found = simulate(
                     trace, n_slots, policy, sizes.machine or machine, mode=mode, profile=profile,
                     profile_class=profile_class, skip=skip, slot_bytes=sizes.slot_bytes or None,
+                    stages=stages,
                 )  # fmt: skip
                 prompts = prompts_of(trace, n_slots, policy, sizes, profile, profile_class)
                 yield _Row(percent / 100, name, found, prompts)
@@ -419,8 +429,9 @@ def _reasons(notes: Sequence[str], has_profile: bool) -> list[str]:
 
 
 def _report(
-    trace: Trace, machine: Machine, sizes: Sizes, mode: str, rows: Sequence[_Row]
-) -> dict[str, Any]:
+    trace: Trace, machine: Machine, sizes: Sizes, mode: str, rows: Sequence[_Row],
+    stages: Sequence[range],
+) -> dict[str, Any]:  # fmt: skip
     has_times = sizes.machine is not None
     return {
         "trace": trace_fields(trace),
@@ -431,6 +442,7 @@ def _report(
             {
                 "resident_share": round(row.share, 6), "policy": row.policy,
                 **simulation_fields(row.found, has_times, bool(sizes.slot_bytes)),
+                **stage_fields(row.found, stages, has_times),
                 "prompts": [prompt_fields(prompt) for prompt in row.prompts],
             }
             for row in rows

@@ -137,9 +137,9 @@ class MtpDrafter:
     def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         """Enqueue K and V of tokens that a sequence took; copies of its state have them too.
 
-        Nothing is done if the target's sequence does not end with them: it has no pages for others.
+        Nothing is done if the target's sequence does not hold as many: it has no pages for them.
         """
-        if self._state.n_past[slot] == first + len(tokens):
+        if self._state.n_past[slot] >= first + len(tokens):
             self._compute(slot, first, tokens)
 
     def _compute(self, slot: int, first: int, tokens: Sequence[int]) -> None:

@@ -27,7 +27,12 @@ from .steps import SEQ, Drawn, Steps
 
 
 class DraftedSteps(Steps):
-    """Steps of a generation with drafts; a step without a draft is one of `Steps`."""
+    """Steps of a generation with drafts; a step without a draft is one of `Steps`.
+
+    The device is idle from the results of a pass to the launch of the next one. So whether the next
+    step rests from drafting is decided before, if the step before it was a plain one, and then what
+    the sequence took is noted later.
+    """
 
     def __init__(
         self,
@@ -44,6 +49,8 @@ class DraftedSteps(Steps):
         self._proposal: Proposal | None = None  # before the pass in flight
         self._tree: DraftTree | None = None  # that this pass verifies; None: the anchor alone
         self._n_missing = 0  # until that pass
+        self._rests = False  # the next step drafts nothing
+        self._taken: list[int] = []  # tokens of which the drafters were not told
         # what there is to learn from the last step, while the device computes
         self._done: tuple[Proposal | None, list[Drawn], StepSeconds, int] | None = None
 
@@ -55,22 +62,35 @@ class DraftedSteps(Steps):
 
     def submit(self) -> None:
         """Draft, and start the pass of the last token and of what is drafted after it."""
-        speculation, sequence = self._speculation, self._sequence
-        anchor, race = sequence.tokens[-1], self._drawing.sampler.race
-        proposal = speculation.propose(SEQ, anchor, sequence.n_left, sequence.n_room, race)
-        if proposal and (tree := self._drawing.cut(proposal.tree)) is not proposal.tree:
-            proposal = replace(proposal, tree=tree)
-        self._proposal = proposal
+        self._proposal = proposal = None if self._rests else self._propose()
         self._tree = proposal.tree if proposal and proposal.tree.n_rows > 1 else None
-        self._n_missing = speculation.n_missing()
+        self._n_missing = self._speculation.n_missing()
         self._clock.launch()
         if self._tree:
             self._verify(self._tree)
         else:
             self._decode()
         self._drawing.prepare(self._tree)
+        self._note_taken()
         self._learn()
+        self._rests = not proposal and self._speculation.rests(self._sequence.n_left - 1)
         self._clock.leave()
+
+    def _propose(self) -> Proposal | None:
+        """Draft; the sequence has all tokens but the last."""
+        self._note_taken()
+        sequence, race = self._sequence, self._drawing.sampler.race
+        args = SEQ, sequence.tokens[-1], sequence.n_left, sequence.n_room, race
+        proposal = self._speculation.propose(*args)
+        if proposal and (tree := self._drawing.cut(proposal.tree)) is not proposal.tree:
+            proposal = replace(proposal, tree=tree)
+        return proposal
+
+    def _note_taken(self) -> None:
+        """Tell the drafters, sooner or later, what the sequence took."""
+        taken, self._taken = self._taken, []
+        if taken:
+            self._speculation.committed(SEQ, taken)
 
     def _verify(self, tree: DraftTree) -> None:
         draws = self._drawing.words_of(tree)
@@ -91,18 +111,17 @@ class DraftedSteps(Steps):
         self._clock.arrive()
         tree, speculation = self._tree, self._speculation
         if tree is None:
-            tokens, path, drawn = [anchor], [0], super().first(output)
+            drawn, self._taken = super().first(output), [anchor]
         else:
             path, drawn = self._walk(output, tree)
-            tokens = [tree.tokens[row] for row in path]
-        # a cancellation empties the sequence; the text has these tokens, and the next step raises
-        with suppress(Cancelled):
-            if tree:
+            # a cancellation empties the sequence; the text has these tokens; the next step raises
+            with suppress(Cancelled):
                 self._passes.commit({SEQ: path})
-            speculation.committed(SEQ, tokens)
+                self._taken = [tree.tokens[row] for row in path]
         n_missing = speculation.n_missing() - self._n_missing
         self._done = self._proposal, drawn, self._clock.end(), n_missing
         if self._sequence.finish_reason:
+            self._note_taken()
             self._learn()
         return drawn
 

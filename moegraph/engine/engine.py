@@ -23,7 +23,7 @@ from ..experts.cachestats import ExpertStats
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile, open_model, resolve_target
 from ..placement.profilefile import ProfileUpdate
-from ..runner import Output
+from ..runner import Output, StagedRunner
 from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
@@ -125,6 +125,8 @@ class Engine:
         self.state = loaded.sequences
         self.threads = loaded.threads
         self.runner = loaded.runner
+        runner = loaded.runner
+        self._to_say = runner.lines if isinstance(runner, StagedRunner) else []
         self.passes = passes_of(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
         self.speculation = open_speculation(
             loaded.drafters, loaded.config, loaded.runner, loaded.pass_times
@@ -227,10 +229,11 @@ class Engine:
         return [line for drafter in found for line in drafter.describe()]
 
     def drain_messages(self) -> list[str]:
-        """Return messages about misses, drafters and saved prompts since the last call."""
+        """Return messages about devices, misses, drafters, saved prompts since the last call."""
+        said, self._to_say = self._to_say, []
         found = self.speculation.drain_messages() if self.speculation else []
         found += self.prefixes.disk.drain_messages() if self.prefixes.disk else []
-        return found + self._use.drain_messages()
+        return said + found + self._use.drain_messages()
 
     def hand_over(self) -> None:
         """Release the engine from this thread; the next thread that calls owns it.

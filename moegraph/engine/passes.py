@@ -138,10 +138,9 @@ class Passes:
         self._start(batch, cancel, self._runner.submit)
 
     def _start(self, batch: Batch, cancel: Cancel, submit: Callable[..., None]) -> None:
-        cancelled = cancelled_of(cancel, len(batch.slots))
         self._to_truncate.update(batch.slots)  # until everything is recorded
         try:
-            self._run(batch, cancelled, submit)
+            self._run(batch, cancel, submit)
             for slot, row in zip(batch.slots, batch.tokens.tolist()):
                 self._held[slot].extend(row)
         except BaseException:
@@ -273,10 +272,9 @@ class Passes:
         rows, slots = self._given(tokens, seq)
         batch = Batch.verify(rows, slots, parents, lengths, greedy, draws)
         self._checked(batch)
-        cancelled = cancelled_of(cancel, len(batch.slots))
         self._to_truncate.update(batch.slots)  # until the pass is launched
         try:
-            self._run(batch, cancelled, self._runner.submit)
+            self._run(batch, cancel, self._runner.submit)
         except BaseException:
             self._clean_up()
             self._files.check()
@@ -369,10 +367,9 @@ class Passes:
         self._held[seq] = list(ids)
         self._unfinished.discard(seq)
 
-    def _run(
-        self, batch: Batch, cancelled: Callable[[], bool], submit: Callable[..., None]
-    ) -> None:
+    def _run(self, batch: Batch, cancel: Cancel, submit: Callable[..., None]) -> None:
         """Submit a pass to the runner, with the threads for it."""
+        cancelled = cancelled_of(cancel, len(batch.slots))
         self._batch = batch
         n_built = self._runner.n_built
         self._threads.begin(batch.tokens.size)

@@ -3,7 +3,7 @@
 Drafters follow what each sequence holds. A generation says what its prompt is, and which tokens its
 sequence takes. A drafter is told of these tokens before it drafts, or when there are many, because
 it computes many at once nearly as fast as one. If that fails, it does not know what the sequence
-holds, and `begin` has it start anew.
+holds: nothing drafts for it until `begin` has the drafters start anew.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ class Speculation:
     def prompt_taps(self, slot: int, ids: Ids) -> dict[int, Tap]:
         """Return the taps of a sweep that has a sequence hold these ids too."""
         self.settle(slot)
+        if slot not in self._followed:
+            return {}
         before = self._followed.pop(slot).ids
         found: dict[int, list[Tap]] = {}
         for drafter in self.drafters.values():
@@ -140,7 +142,9 @@ class Speculation:
 
     def committed(self, slot: int, tokens: Sequence[int]) -> None:
         """Note that a sequence took tokens, whose rows the last pass computed."""
-        followed = self._followed[slot]
+        followed = self._followed.get(slot)
+        if followed is None:
+            return
         followed.ids.extend(tokens)
         if len(followed.ids) > followed.least + MOST_BEHIND:
             self.settle(slot)
@@ -215,6 +219,8 @@ class Speculation:
         Raises:
             NativeError: the device failed.
         """
+        if slot not in self._followed:
+            return None
         without, most_rows = set(self._failed), min(self.max_rows, n_room)
         start = time.perf_counter()
         while most_rows > 1 and n_left > 1:
@@ -233,6 +239,10 @@ class Speculation:
                 self._begin_watch(slot, plan.source, draft)
             return Proposal(plan, draft, tree.cut(most_rows), time.perf_counter() - start, odds)
         return None
+
+    def rests(self, n_left: int) -> bool:
+        """Return whether by all that is known nothing will be drafted with n_left tokens left."""
+        return n_left <= 1 or not self.controller.choose(n_left, self._failed).source
 
     def _draft(
         self, slot: int, anchor: int, plan: Plan, most_rows: int, race: Race | None

@@ -86,6 +86,7 @@ class mg_remote_counts_ptr:
     n_received: int
     n_graphs_sent: int
     n_graphs_stored: int
+    n_waits: int
 
 class Lib:
     GGML_MAX_SRC: Final[int]
@@ -539,6 +540,17 @@ class Lib:
         a3: Tensor,
         a4: int,
         a5: int,
+        /,
+    ) -> None: ...
+    def mg_copy_across(
+        self,
+        a0: ggml_backend_ptr,
+        a1: ggml_backend_ptr,
+        a2: Tensor,
+        a3: int,
+        a4: Tensor,
+        a5: int,
+        a6: int,
         /,
     ) -> None: ...
     def mg_upload_launch(

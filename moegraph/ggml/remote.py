@@ -34,13 +34,14 @@ class Traffic:
     """What a connection has carried.
 
     n_sent, n_received: bytes. n_graphs_sent: graphs that were sent. n_graphs_stored: launches of
-    graphs that the worker had.
+    graphs that the worker had. n_waits: how often answers were waited for.
     """
 
     n_sent: int
     n_received: int
     n_graphs_sent: int
     n_graphs_stored: int
+    n_waits: int
 
 
 def load_rpc() -> None:
@@ -132,8 +133,9 @@ class RemoteLink:
         counts = ffi.new("struct mg_remote_counts *")
         C.mg_remote_count(self._endpoint, counts)
         return Traffic(
-            counts.n_sent, counts.n_received, counts.n_graphs_sent, counts.n_graphs_stored
-        )
+            counts.n_sent, counts.n_received, counts.n_graphs_sent, counts.n_graphs_stored,
+            counts.n_waits,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Give up one user; with the last one, end the connection."""

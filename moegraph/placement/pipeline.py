@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from ..experts.rowlaw import pass_time
 
+# From a stage to the next one on two cards of one machine, through host memory (two H200).
+HOP_S = 50e-6
+
 
 @dataclass(frozen=True)
 class Throughput:

@@ -1,8 +1,8 @@
 """Replay a routing trace under a policy and a placement: hit rates, bytes, and predicted speed.
 
-The replay drives the `Residency` of a run, with the ids that the trace holds. So it decides what a
-run decides, apart from bypassing the cache and from prefetching, which it never does. Only the
-times are predicted (experts/cost.py).
+The replay drives the `Residency` of a run, one for each device, with the ids that the trace holds.
+So it decides what a run decides, apart from bypassing the cache and from prefetching, which it
+never does. Only the times are predicted (experts/cost.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..experts.cost import Machine, choose_ways, machine_costs
 from ..experts.policy import Policy
 from ..experts.residency import Residency
 from ..kinds import Kind
+from .pipeline import HOP_S
 from .profile import Profile
 from .trace import Trace
 
@@ -34,7 +35,8 @@ class Simulation:
     missing: distinct missing experts, numpy [n_tokens, n_layer]. step_s [n_tokens]: predicted
     seconds of each token. n_streamed: experts uploaded or fetched for the token that missed them.
     n_cpu, n_promoted: experts computed on the CPU, and promoted. uploaded_bytes: bytes of all
-    experts that crossed to the device.
+    experts that crossed to the device. stage_s [n_stages]: mean seconds of a token in each stage;
+    hops are in step_s alone.
     """
 
     stats: CacheStats
@@ -44,6 +46,7 @@ class Simulation:
     n_cpu: int
     n_promoted: int
     uploaded_bytes: int
+    stage_s: npt.NDArray[np.float64]
 
     @property
     def n_tokens(self) -> int:
@@ -73,22 +76,21 @@ class Simulation:
 
 
 class _Replay:
-    """Drives the residency of a run, pass by pass, and counts.
+    """Drives the residency of a stage, pass by pass, and counts.
 
-    n_streamed, n_cpu, n_promoted: as in `Simulation`. uploaded [n_layer]: experts that crossed to
-    the device.
+    layers: of the stage. n_streamed, n_cpu, n_promoted: as in `Simulation`. uploaded [n_layer]:
+    experts that crossed to the device.
     """
 
-    def __init__(self, residency: Residency, machine: Machine) -> None:
-        self.residency = residency
+    def __init__(self, residency: Residency, machine: Machine, layers: range) -> None:
+        self.residency, self.layers = residency, layers
         self.cache = residency.cache
         n_used = self.cache.n_expert_used
         n_fetching = len(residency.miss_mode(Kind.DECODE, 1).fetch_layers)
         n_by_host = sum(n < self.cache.n_expert for n in self.cache.n_slots) - n_fetching
         # seconds of a token that misses nothing
-        self.base = (
-            machine.whole + machine.host_layer * n_by_host + machine.fetch_layer * n_fetching
-        )
+        whole = machine.whole * (len(layers) / len(self.cache.n_slots))
+        self.base = whole + machine.host_layer * n_by_host + machine.fetch_layer * n_fetching
         # tables, because every miss needs them: stalls[n missing][c of them on the CPU]
         self.stalls = [[machine.stall(c, n - c) for c in range(n + 1)] for n in range(n_used + 1)]
         self.fetches = [machine.fetch(n) for n in range(n_used + 1)]
@@ -100,7 +102,8 @@ class _Replay:
         residency, seconds = self.residency, self.base
         fetch_layers = residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers
         residency.begin_fetch(fetch_layers)
-        for il, ids in enumerate(row):
+        for il in self.layers:
+            ids = row[il]
             if il in fetch_layers:
                 n = len(residency.fetched(il, ids).experts)
                 self.n_streamed += n
@@ -125,7 +128,7 @@ class _Replay:
             rows = ids[start : start + PROMPT_ROWS]
             fetch_layers = self.residency.begin_pass(Kind.PREFILL, len(rows)).mode.fetch_layers
             self.residency.begin_fetch(fetch_layers)  # only of a short piece
-            for il in range(ids.shape[1]):
+            for il in self.layers:
                 take = self.residency.fetched if il in fetch_layers else self.residency.routed
                 take(il, rows[:, il].reshape(-1))
         # a run exchanges when the first token begins; here, no token counts what that moves
@@ -136,6 +139,7 @@ def simulate(
     trace: Trace, n_slots: Sequence[int], policy: Policy, machine: Machine, *, mode: str = "auto",
     profile: Profile | None = None, profile_class: str | None = None, skip: int = 0,
     slot_bytes: Sequence[int] | None = None, exchange: bool = True, is_pinned: bool = True,
+    stages: Sequence[range] = (),
 ) -> Simulation:  # fmt: skip
     """Replay a trace.
 
@@ -144,6 +148,7 @@ def simulate(
     are replayed but not counted. slot_bytes [n_layer]: bytes of one expert of each layer; default:
     those of the trace, else of the machine. exchange: after the prompt, give slots to the experts
     that the policy then prefers. is_pinned: the experts are in pinned memory, so graphs may fetch.
+    stages: the layers of each device, if there are several; each takes the machine's times.
 
     Raises:
         RequestError: the trace does not fit the placement, or all its tokens are prompt or skipped.
@@ -157,25 +162,40 @@ def simulate(
             f"the trace has {trace.n_tokens} tokens, and the first {first} are not counted "
             f"(prompt {trace.n_prompt}, skipped {skip}); record a longer trace or skip fewer"
         )
-    cache = warm_cache(trace, n_slots, policy, profile, profile_class)
-    costs = machine_costs(machine, shape.n_expert_used)
-    ways = choose_ways(mode, costs, n_slots, shape.n_expert_used, shape.n_expert)
-    fetchable = range(shape.n_layer) if is_pinned else ()
-    replay = _Replay(Residency(cache, ways, fetchable=fetchable, exchanges=exchange), machine)
+    stages = stages or (range(shape.n_layer),)
+    replays = []
+    for layers in stages:
+        own = [n if il in layers else shape.n_expert for il, n in enumerate(n_slots)]
+        cache = warm_cache(trace, own, policy, profile, profile_class)
+        costs = machine_costs(machine, shape.n_expert_used)
+        ways = choose_ways(mode, costs, own, shape.n_expert_used, shape.n_expert)
+        fetchable = layers if is_pinned else ()
+        residency = Residency(cache, ways, fetchable=fetchable, exchanges=exchange)
+        replays.append(_Replay(residency, machine, layers))
     ids = trace.ids.astype(np.int32)
-    replay.prompt(ids[: trace.n_prompt])
     missing = np.zeros((trace.n_tokens - first, shape.n_layer), dtype=np.int64)
     unseen = np.zeros(shape.n_layer, dtype=np.int64)
-    for row in ids[trace.n_prompt : first]:
-        replay.token(row, unseen)
-    before = cache.stats
-    replay.n_streamed = replay.n_cpu = replay.n_promoted = 0
-    replay.uploaded = [0] * shape.n_layer
-    step_s = [replay.token(row, missing[at]) for at, row in enumerate(ids[first:])]
+    before = []
+    for replay in replays:
+        replay.prompt(ids[: trace.n_prompt])
+        for row in ids[trace.n_prompt : first]:
+            replay.token(row, unseen)
+        before.append(replay.cache.stats)
+        replay.n_streamed = replay.n_cpu = replay.n_promoted = 0
+        replay.uploaded = [0] * shape.n_layer
+    seconds = np.array(
+        [
+            [replay.token(row, missing[at]) for replay in replays]
+            for at, row in enumerate(ids[first:])
+        ]
+    )
     sizes = slot_bytes or trace.slot_bytes or [machine.expert_bytes] * shape.n_layer
+    stats = CacheStats.joined([r.cache.stats.since(old) for r, old in zip(replays, before)])
     return Simulation(
-        cache.stats.since(before), missing, np.array(step_s), replay.n_streamed, replay.n_cpu,
-        replay.n_promoted, sum(n * size for n, size in zip(replay.uploaded, sizes)),
+        stats, missing, seconds.sum(axis=1) + HOP_S * (len(stages) - 1),
+        sum(r.n_streamed for r in replays), sum(r.n_cpu for r in replays),
+        sum(r.n_promoted for r in replays),
+        sum(n * size for r in replays for n, size in zip(r.uploaded, sizes)), seconds.mean(axis=0),
     )  # fmt: skip
 
 

@@ -86,6 +86,17 @@ class Runner(ABC):
         """Have `has_results` know the results of the passes from now on."""
         self._results.is_watched = True
 
+    def keep_logits(self) -> bool:
+        """Have `logits` return rows of now until `release_logits`, whatever is computed meanwhile.
+
+        Return False if there is no device memory for a copy.
+        """
+        return self._results.keep()
+
+    def release_logits(self) -> None:
+        """End what `keep_logits` began."""
+        self._results.release()
+
     def has_results(self) -> bool:
         """Whether `collect` would not wait; may be false although it would not."""
         return self._results.have_arrived()
@@ -312,7 +323,7 @@ class Runner(ABC):
         Raises:
             InternalError: something was computed since, or there is no such row.
         """
-        if self._pending is not None:
+        if self._pending is not None and not self._results.is_kept:
             raise InternalError(f"the logits of row {row} are not computed yet")
         return self._results.logits(row)
 

@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, closing
 
 from ..ggml.device import Device
+from ..ggml.handles import Context
 from ..ggml.lib import C
-from ..ggml.ops import Tensor
+from ..ggml.memory import place
+from ..ggml.ops import F32, Tensor
 
 # Bytes of a piece of a long copy; one goes to the second device while the next leaves the first.
 _PIECE = 4 << 20
 _N_PIECES = 2
+# ggml lets CUDA devices read each other's memory only if this is set: some mainboards fail at it.
+PEERS = "GGML_CUDA_P2P"
+
+
+def is_direct(source: Device, to: Device) -> bool:
+    """Return whether rows are copied without host memory between."""
+    return to.can_wait_for(source) and (source.name == to.name or PEERS in os.environ)
 
 
 class Boundary:
-    """Copies from one device to another through host memory, pinned if a driver can pin it.
+    """Copies from one device to another.
 
+    That is done directly (`is_direct`), or else through host memory, pinned if a driver can pin it.
     If each device can wait for the other's events, the host waits for neither. Otherwise it waits
     until the first device has computed what is copied.
     """
 
     def __init__(self, source: Device, to: Device) -> None:
-        """Allocate the host memory.
+        """Allocate the memory between.
 
         Raises:
             NativeError: there is none.
         """
         self._source, self._to = source, to
         self._follows = to.can_wait_for(source)
+        self._between: Tensor | None = None  # on the second device, for direct copies
         with ExitStack() as stack:
             own = stack.enter_context
-            owner = to if to.can.own_memory else source
-            self._host = own(closing(owner.host_buffer(_N_PIECES * _PIECE)))
+            if is_direct(source, to):
+                context = own(closing(Context(1)))
+                size = _N_PIECES * _PIECE
+                memory = own(closing(to.buffer(size, "rows of another device", "lower -c")))
+                self._between = C.ggml_new_tensor_1d(context.ptr, F32, size // 4)
+                place(memory, self._between, 0)
+            else:
+                owner = to if to.can.own_memory else source
+                self._host = own(closing(owner.host_buffer(_N_PIECES * _PIECE)))
             self._left = [source.event() for _ in range(_N_PIECES)]
             self._arrived = [to.event() for _ in range(_N_PIECES)]
             for event in (*self._left, *self._arrived):
@@ -39,6 +58,15 @@ class Boundary:
                     own(closing(event))
             self._opened = stack.pop_all()
         self._turn = 0
+
+    def line(self) -> str:
+        """Return how rows are copied, in words."""
+        names = f"{self._source.name} to {self._to.name}"
+        if self._between is not None:
+            return f"{names}: rows are copied directly"
+        if self._follows:
+            return f"{names}: rows are copied through pinned host memory; {PEERS}=1 avoids that"
+        return f"{names}: rows are copied through host memory"
 
     def copy(
         self, source: Tensor, to: Tensor, n_bytes: int, source_at: int = 0, to_at: int = 0
@@ -49,20 +77,33 @@ class Boundary:
         """
         for at in range(0, n_bytes, _PIECE):
             n = min(_PIECE, n_bytes - at)
-            self._copy(source, source_at + at, to, to_at + at, n)
+            turn, self._turn = self._turn, (self._turn + 1) % _N_PIECES
+            self._wait_for_piece(turn)
+            if self._between is not None:
+                between, middle = self._between, turn * _PIECE
+                first, second = self._source.compute.ptr, self._to.compute.ptr
+                C.mg_copy_across(first, second, source, source_at + at, between, middle, n)
+                # on its own stream, because what the second device computes may still read `to`
+                C.mg_copy_bytes(second, between, middle, to, to_at + at, n)
+            else:
+                self._copy(turn, source, source_at + at, to, to_at + at, n)
+            arrived = self._arrived[turn]
+            if arrived:
+                C.ggml_backend_event_record(arrived.ptr, self._to.compute.ptr)
 
-    def _copy(self, source: Tensor, source_at: int, to: Tensor, to_at: int, n: int) -> None:
-        turn, self._turn = self._turn, (self._turn + 1) % _N_PIECES
-        first, second = self._source.compute.ptr, self._to.compute.ptr
-        host, left, arrived = (
-            self._host.address(turn * _PIECE),
-            self._left[turn],
-            self._arrived[turn],
-        )
+    def _wait_for_piece(self, turn: int) -> None:
+        """Have the next copy wait until the memory between is free."""
+        arrived = self._arrived[turn]
         if arrived and self._follows:
-            C.ggml_backend_event_wait(first, arrived.ptr)
+            C.ggml_backend_event_wait(self._source.compute.ptr, arrived.ptr)
         elif arrived:
             arrived.wait()
+
+    def _copy(
+        self, turn: int, source: Tensor, source_at: int, to: Tensor, to_at: int, n: int
+    ) -> None:
+        first, second = self._source.compute.ptr, self._to.compute.ptr
+        host, left = self._host.address(turn * _PIECE), self._left[turn]
         C.ggml_backend_tensor_get_async(first, source, host, source_at, n)
         if left and self._follows:
             C.ggml_backend_event_record(left.ptr, first)
@@ -71,8 +112,6 @@ class Boundary:
             C.ggml_backend_synchronize(first)
             self._source.check_alive()
         C.ggml_backend_tensor_set_async(second, to, host, to_at, n)
-        if arrived:
-            C.ggml_backend_event_record(arrived.ptr, second)
 
     def close(self) -> None:
         """Wait for both devices, then free the memory."""

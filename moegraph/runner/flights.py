@@ -106,14 +106,15 @@ class Flights:
     ) -> None:
         """Start a pass in the first stage, and have earlier ones go on.
 
-        Errors as in `Runner.submit`, of this pass. keeps_logits: after `collect` no pass enters the
-        last stage before the next call here, so that `Runner.logits` has its rows until then.
+        Errors as in `Runner.submit`, of this pass. keeps_logits: after `collect`, `Runner.logits`
+        has its rows until the next call here: they are copied before a pass enters the last stage,
+        or if there is no memory for that, none enters before.
 
         Raises:
             RequestError: as many passes are in flight as there are stages.
         """
         self.require_idle()
-        self._was_kept = False
+        self._release()
         for part in self._parts:
             part.watch_results()
         if not self._flights:
@@ -211,8 +212,7 @@ class Flights:
                 self._end(flight)
             return
         is_taken = any(other.at == i and not other.is_done for other in self._flights)
-        is_kept = self._was_kept or any(f.is_done and f.keeps_logits for f in self._flights)
-        if is_taken or (i == last and is_kept):
+        if is_taken or (i == last and not self._may_enter_last()):
             return
         try:
             self._enter(flight, i, lambda: False, lambda: None)
@@ -220,6 +220,19 @@ class Flights:
             self._fail(flight, error)
         else:
             self._step(flight)
+
+    def _may_enter_last(self) -> bool:
+        """Whether the logits of the pass before are not wanted, or a copy of them is kept."""
+        if any(flight.is_done and flight.keeps_logits for flight in self._flights):
+            return False  # they will be wanted
+        if self._was_kept and self._parts[-1].keep_logits():
+            self._was_kept = False
+        return not self._was_kept
+
+    def _release(self) -> None:
+        """Note that the logits of the pass that was collected last are not wanted any more."""
+        self._was_kept = False
+        self._parts[-1].release_logits()
 
     def _end(self, flight: _Flight) -> None:
         """Read the results of a pass that is launched in the last stage."""
@@ -240,7 +253,7 @@ class Flights:
         """
         if not self._flights:
             raise RequestError("no pass is in flight; submit one first")
-        self._was_kept = False
+        self._release()
         oldest = self._flights[0]
         self._run(oldest)
         self._flights.popleft()
@@ -270,7 +283,7 @@ class Flights:
     def drop(self, slot: int) -> None:
         """Have a sequence not be in flight; the results of all passes are kept, logits are not."""
         if any(slot in flight.batch.slots for flight in self._flights):
-            self._was_kept = False
+            self._release()
             for flight in self._flights:
                 flight.keeps_logits = False
             for flight in self._flights:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InternalError, NativeError
+from ..errors import InternalError, NativeError, OutOfDeviceMemory
 from ..ggml.choose import TOTAL_WORD
 from ..ggml.device import Device, HostBuffer
+from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
+from ..ggml.memory import place
+from ..ggml.ops import F32, Tensor
 from ..graphs.head import HeadOutputs, Results
 from ..units import round_up
 
@@ -58,6 +62,57 @@ class NotFinite(NativeError):
         self.output = output
 
 
+class KeptLogits:
+    """A copy of logits on the device, to be read while the next pass computes.
+
+    n_rows: of the copy; 0 if there is none.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._opened = ExitStack()
+        self._all: Tensor | None = None
+        self._copied = device.event()
+        self.n_rows = 0
+
+    def keep(self, logits: Tensor) -> bool:
+        """Enqueue the copy of logits F32 [n_vocab, n]; return False if there is no memory."""
+        n_bytes, compute = C.ggml_nbytes(logits), self._device.compute.ptr
+        if self._all is None or C.ggml_nbytes(self._all) < n_bytes:
+            self._device.synchronize()
+            self._opened.close()
+            self._all = None
+            try:
+                memory = self._device.buffer(n_bytes, "logits that are kept", "lower --parallel")
+            except OutOfDeviceMemory:
+                return False
+            context = self._opened.enter_context(closing(Context(1)))
+            self._opened.enter_context(closing(memory))
+            self._all = C.ggml_new_tensor_1d(context.ptr, F32, n_bytes // 4)
+            place(memory, self._all, 0)
+        C.mg_copy_bytes(compute, logits, 0, self._all, 0, n_bytes)
+        if self._copied:
+            C.ggml_backend_event_record(self._copied.ptr, compute)
+        self.n_rows = logits.ne[1]
+        return True
+
+    def read(self, row: int, to: HostBuffer) -> None:
+        """Copy a row to host memory, on the stream for uploads, and wait."""
+        stream, size = self._device.upload.ptr, to.array.nbytes
+        if self._all is None:
+            raise InternalError("no logits were kept")
+        if self._copied:
+            C.ggml_backend_event_wait(stream, self._copied.ptr)
+        C.ggml_backend_tensor_get_async(stream, self._all, to.address(), row * size, size)
+        C.ggml_backend_synchronize(stream)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._opened.close()
+        if self._copied:
+            self._copied.close()
+
+
 class ResultMemory:
     """Pinned memory for the results of one head at a time; it grows when it must.
 
@@ -74,6 +129,7 @@ class ResultMemory:
         # where they arrive: F32 [n_out], and 32-bit words
         self._check, self._main = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
         self._logits: HostBuffer | None = None  # a row that `logits` has read
+        self._kept = KeptLogits(device)
 
     def forget(self) -> None:
         """Note that something is computed: the logits on the device are lost."""
@@ -128,14 +184,31 @@ class ResultMemory:
         finite &= np.isfinite(rows[:, TOTAL_WORD : TOTAL_WORD + 1].view(np.float32)[:, 0])
         return Output(candidates=rows), finite
 
-    def logits(self, row: int) -> npt.NDArray[np.float32]:
-        """Return the logits of a row of the head that was launched last, F32 [n_vocab].
+    def keep(self) -> bool:
+        """Have `logits` know the rows of now until `release`; return whether there is memory."""
+        return self._head is not None and self._kept.keep(self._head.logits)
 
-        The memory is used again by the next call.
+    def release(self) -> None:
+        """End what `keep` began."""
+        self._kept.n_rows = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether `logits` returns rows that were kept."""
+        return self._kept.n_rows > 0
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a row that was kept, or else of the head that was launched last.
+
+        F32 [n_vocab]. The memory is used again by the next call.
 
         Raises:
             InternalError: something was computed since, or there is no such row.
         """
+        if 0 <= row < self._kept.n_rows:
+            self._logits = self._logits or self._device.host_buffer(4 * self._n_vocab)
+            self._kept.read(row, self._logits)
+            return self._logits.array.view(np.float32)
         head, n_vocab = self._head, self._n_vocab
         if head is None or not 0 <= row < head.logits.ne[1]:
             raise InternalError(f"the logits of row {row} are not on the device any more")
@@ -153,3 +226,4 @@ class ResultMemory:
         self._host.close()
         if self._logits:
             self._logits.close()
+        self._kept.close()

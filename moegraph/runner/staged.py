@@ -71,6 +71,11 @@ class StagedRunner:
         """Device bytes of inputs, intermediates and rows, on all devices."""
         return sum(part.compute_bytes for part in self.parts)
 
+    @property
+    def lines(self) -> list[str]:
+        """Return how rows come from each stage to the next one, a line each."""
+        return list(dict.fromkeys(boundary.line() for boundary in self._boundaries))
+
     def require_idle(self) -> None:
         """Check that no pass is in flight; see `Runner.require_idle`."""
         if not self.flights.is_empty:

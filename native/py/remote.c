@@ -59,7 +59,8 @@ int mg_remote_failure(const char * endpoint) {
 void mg_remote_count(const char * endpoint, struct mg_remote_counts * counts) {
     struct moegraph_rpc_counts found;
     rpc.count(endpoint, &found);
-    *counts = (struct mg_remote_counts) { found.n_sent, found.n_received, found.n_graphs_sent, found.n_graphs_stored };
+    *counts = (struct mg_remote_counts) { found.n_sent, found.n_received, found.n_graphs_sent, found.n_graphs_stored,
+        found.n_waits };
 }
 
 void mg_remote_serve(int fd, const char * cache_dir, ggml_backend_t * backends, int n_backends) {

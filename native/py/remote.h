@@ -19,12 +19,14 @@ ggml_backend_dev_t mg_remote_device(const char * endpoint, int index);
 // 0, or the errno of the exchange that failed. Later ones fail at once: reads give zeros, graphs a failed status.
 int mg_remote_failure(const char * endpoint);
 
-// What the connection has carried: bytes in both directions, graphs sent, and stored graphs computed again.
+// What the connection has carried: bytes in both directions, graphs sent, stored graphs computed again, and how often
+// answers were waited for.
 struct mg_remote_counts {
     uint64_t n_sent;
     uint64_t n_received;
     uint64_t n_graphs_sent;
     uint64_t n_graphs_stored;
+    uint64_t n_waits;
 };
 
 void mg_remote_count(const char * endpoint, struct mg_remote_counts * counts);

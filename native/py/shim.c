@@ -218,7 +218,7 @@ bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n) {
     return ids_arrived(ids, n);
 }
 
-void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size_t from_offset,
+void mg_copy_across(ggml_backend_t source, ggml_backend_t target, const struct ggml_tensor * from, size_t from_offset,
         const struct ggml_tensor * to, size_t to_offset, size_t size) {
     // ggml copies only tensors, so describe the bytes as two; ggml keeps no pointer to them
     struct ggml_tensor tensors[2] = { *from, *to };
@@ -233,7 +233,12 @@ void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size
             t->nb[d] = d == 0 ? 1 : size;
         }
     }
-    ggml_backend_tensor_copy_async(backend, backend, &tensors[0], &tensors[1]);
+    ggml_backend_tensor_copy_async(source, target, &tensors[0], &tensors[1]);
+}
+
+void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size_t from_offset,
+        const struct ggml_tensor * to, size_t to_offset, size_t size) {
+    mg_copy_across(backend, backend, from, from_offset, to, to_offset, size);
 }
 
 enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,

@@ -61,6 +61,11 @@ bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n);
 void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size_t from_offset,
         const struct ggml_tensor * to, size_t to_offset, size_t size);
 
+// The same from a device to another: after what `source` computes now, and before what `target` computes next. The caller
+// sees to it that the target's bytes are not in use.
+void mg_copy_across(ggml_backend_t source, ggml_backend_t target, const struct ggml_tensor * from, size_t from_offset,
+        const struct ggml_tensor * to, size_t to_offset, size_t size);
+
 // Enqueue on the compute stream: a copy of `size` bytes of slot numbers to `slots`; a wait (ev_uploaded, if given) for all
 // uploads enqueued so far; `graph`; ev_free, if given. The caller keeps `numbers` unchanged until the copy is done.
 enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,

@@ -16,6 +16,7 @@ from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
+from moegraph.engine.groupchoice import GroupChoice
 from moegraph.ggml.device import Device, gpu_names
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
@@ -137,19 +138,26 @@ def test_prompts_and_text_are_near_those_of_one_device(
     assert cut.device_name == devices
 
 
+@pytest.mark.parametrize("n_groups", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_are_answered_as_if_alone(
-    load: Callable[..., Engine], devices: str, mode: str
-) -> None:
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, devices: str, mode: str,
+    n_groups: int,
+) -> None:  # fmt: skip
+    """In one pass of all requests, and in two groups, one on each card."""
+    monkeypatch.setattr(GroupChoice, "n_groups", lambda self, n_rows: min(n_rows, n_groups))
     engine = load(device=devices, n_seq=6, **MODES[mode])
     with serving(engine) as service:
         clients = [
-            Client(service, prompt(engine, n, seed=i), max_tokens=24)
+            Client(service, prompt(engine, n, seed=i).tolist(), max_tokens=24)
             for i, n in enumerate((3, 30, 300, 5, 20, 17, 130, 1))
         ]
         for client in clients:
             client.wait()
+        service.drain()
+        n_passes = service.status().group_passes
     assert all(len(client.tokens) == 24 for client in clients)
+    assert (n_passes > 0) == (n_groups > 1)
     single = load(device=devices, **MODES[mode])
     # up to 32 rows of a pass do not depend on company
     short = [client for client in clients if len(client.request.prompt) <= 32]

@@ -184,6 +184,14 @@ class Shape:
         return il >= self.n_layer or (il + 1) % self.interval == 0
 
 
+# Sizes of the real 35B-A3B, with its MTP block.
+REAL_35B: dict[str, Any] = {
+    "n_embd": 2048, "n_layer": 40, "n_nextn": 1, "n_head": 16, "n_head_kv": 2, "head_dim": 256,
+    "n_rot": 64, "sections": (11, 11, 10, 0), "n_expert": 256, "n_used": 8, "n_ff_exp": 512,
+    "n_ff_shexp": 512, "d_state": 128, "n_v_heads": 32, "n_k_heads": 16,
+}  # fmt: skip
+
+
 def key(suffix: str) -> str:
     """Return a key of the architecture."""
     return f"qwen35moe.{suffix}"

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from helpers.reading import read
 
 from moegraph.engine import Engine, prefixes
 from moegraph.engine.prefixtree import n_common
-from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]
 ONE = {"cpu_reference": True, "n_ctx": 2048, "n_ubatch": 256}
@@ -59,17 +59,6 @@ class Saved:
         return max(known, default=0)
 
 
-def read(engine: Engine, seq: int, ids: np.ndarray, marks: tuple[int, ...]) -> tuple:
-    """Read a prompt as a service does; return logits, and how many tokens were known."""
-    n = engine.prefixes.resume(seq, ids)
-    kept = engine.prefixes.begin(ids, marks, n)
-    cuts = tuple(mark for mark in kept if n < mark < len(ids))
-    output, saved = engine.passes.read(SweepBatch(ids[n:], seq, False, False, None, cuts), None)
-    for states in saved:
-        engine.prefixes.save(seq, states)
-    return output.require_logits()[-1], n
-
-
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Note the bytes in use, and the limit, after everything that is kept."""
@@ -100,7 +89,7 @@ def converse(engine: Engine, alone: Engine, n_clients: int, saved: Saved | None)
         seq = engine.prefixes.choose(ids, used)
         used = [*(other for other in used if other != seq), seq]
         engine.prefixes.free(8, [other for other in used if other != seq])
-        logits, n = read(engine, seq, ids, marks)
+        logits, n = read(engine, seq, ids, *marks)
         if saved is not None:
             assert n >= saved.longest(ids), turn
             saved.places += [ids[:mark] for mark in marks]

@@ -16,7 +16,7 @@ from moegraph.errors import Cancelled, ConfigError, NativeError
 from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
-from moegraph.runner import LayeredRunner, StagedRunner, WholeRunner
+from moegraph.runner import LayeredRunner, StagedRunner, WholeRunner, boundary
 from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]
@@ -189,3 +189,22 @@ def test_auto_takes_more_devices_only_if_more_experts_fit(
     assert engine.device_name == ("cpu,cpu:1" if is_wider else "cpu")
     assert len(engine.stages) == 1 + is_wider
     engine.close()
+
+
+def test_direct_copies_give_the_same_bits(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts, whose rows cross in several pieces, and answers."""
+    one = open_engine()
+    ids = prompt(one, 300)
+    monkeypatch.setattr(boundary, "_PIECE", 1 << 14)
+    ways = []
+    for direct in (False, True):
+        monkeypatch.setattr(boundary, "is_direct", lambda source, to, direct=direct: direct)
+        cut = open_engine(device=TWO)
+        assert_same(answer(cut, ids), answer(one, ids))
+        ways += [line for line in cut.drain_messages() if "rows are copied" in line]
+        assert not cut.drain_messages()
+    assert ways == [
+        "cpu to cpu: rows are copied through host memory", "cpu to cpu: rows are copied directly"
+    ]  # fmt: skip

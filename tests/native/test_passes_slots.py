@@ -229,3 +229,18 @@ def test_rows_of_odd_size_need_an_engine_with_one_sequence(open_engine: Open) ->
         State(engine.device, odd, engine.stage.layers, Positions(two), "q8_0", "q8_0")
     one = PoolShape(256, 1, 256, 1)
     State(engine.device, odd, engine.stage.layers, Positions(one), "q8_0", "q8_0").close()
+
+
+@pytest.mark.parametrize("n", [20, 60, 200])
+def test_a_follow_up_leaves_most_of_what_a_conversation_uses(open_engine, n: int) -> None:
+    """A few rows as a pass, more of them layer by layer."""
+    settings = {"cache_slots": 60, "pin_layers": 0, "miss": "stream", "policy": "lfu"}
+    engine = open_engine("mini35b", n_ctx=1024, n_ubatch=128, **settings)
+    ids = prompt(engine, 100 + n, seed=20)
+    list(engine.generate(ids[:100], max_tokens=100, text=False, ignore_eos=True))
+    used = engine.runner.cache.tables >= 0
+    engine.prefill(ids[100:], greedy=True)
+    for token in ids[:3]:
+        engine.forward([token])
+    kept = used & (engine.runner.cache.tables >= 0)
+    assert kept.sum() > 0.85 * used.sum()

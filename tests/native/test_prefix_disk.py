@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.drafters import write_small
+from helpers.reading import read
 from helpers.shared import prompt
 
 from moegraph.engine import Engine, prefixes
@@ -17,7 +18,6 @@ from moegraph.engine.prefixdisk import PrefixDisk
 from moegraph.engine.prefixfile import DamagedFile, read_head, read_rows
 from moegraph.errors import ConfigError
 from moegraph.resident.hostcopies import HostCopies
-from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]
 ONE = {"cpu_reference": True, "n_ctx": 1024, "n_ubatch": 128, "cache_ram": 64}
@@ -28,17 +28,6 @@ GIB = 1 << 30
 def every_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short prompts have marks near each other."""
     monkeypatch.setattr(prefixes, "_WORTH", 1)
-
-
-def read(engine: Engine, ids: np.ndarray, *marks: int) -> tuple[np.ndarray, int]:
-    """Have the sequence hold ids; return the logits after them, and how many were known."""
-    n = engine.prefixes.resume(0, ids)
-    kept = engine.prefixes.begin(ids, marks, n)
-    cuts = tuple(mark for mark in kept if n < mark < len(ids))
-    output, saved = engine.passes.read(SweepBatch(ids[n:], 0, False, False, None, cuts), None)
-    for states in saved:
-        engine.prefixes.save(0, states)
-    return output.require_logits()[-1], n
 
 
 def cold(engine: Engine, ids: np.ndarray) -> np.ndarray:
@@ -56,8 +45,8 @@ def fill(open_engine: Open, folder: Path, **settings: Any) -> tuple[np.ndarray, 
     engine.keep_prefixes(folder, GIB)
     ids, other = prompt(engine, 500), prompt(engine, 200, seed=1)
     second = np.concatenate([ids[:200], other])
-    read(engine, ids, 200, 450)
-    read(engine, second, 200, 350)
+    read(engine, 0, ids, 200, 450)
+    read(engine, 0, second, 200, 350)
     assert files(folder) == []  # memory has room for all
     engine.close()
     return ids, second
@@ -79,7 +68,7 @@ def test_another_process_goes_on_where_this_one_was(
     assert engine.drain_messages() == [] and engine.prefixes.disk.n_places == 4
     for asked, n_known in ((ids[:480], 450), (second[:380], 350), (np.append(ids[:300], 5), 200)):
         assert engine.prefixes.n_saved(asked) == n_known
-        logits, n = read(engine, asked)
+        logits, n = read(engine, 0, asked)
         assert n == n_known
         np.testing.assert_array_equal(logits, cold(alone, asked))
         engine.reset()
@@ -152,13 +141,13 @@ def test_a_damaged_file_is_not_used_and_costs_one_line(
     bad.write_bytes(data)
     engine, alone = open_engine(**ONE), open_engine(**ONE)
     engine.keep_prefixes(tmp_path, GIB)
-    logits, n = read(engine, ids)
+    logits, n = read(engine, 0, ids)
     assert n in (0, 200)
     np.testing.assert_array_equal(logits, cold(alone, ids))
     [line] = engine.drain_messages()
     assert line.startswith(f"{bad}: ") and line.endswith("; the file is not used")
     assert not bad.exists()
-    assert read(engine, second[:390])[1] == 350
+    assert read(engine, 0, second[:390])[1] == 350
 
 
 def test_without_its_beginning_a_file_goes_too(open_engine: Open, tmp_path: Path) -> None:
@@ -178,13 +167,13 @@ def test_what_memory_has_no_room_for_comes_back_from_disk(
     engine.keep_prefixes(tmp_path, GIB)
     asked = [prompt(engine, 120, seed=seed) for seed in range(12)]
     for ids in asked:
-        read(engine, ids, 100)
+        read(engine, 0, ids, 100)
         assert engine.prefixes.n_bytes <= 1 << 20
     engine.prefixes.disk.wait()
     assert engine.prefixes.n_places < 12
     for ids in asked[:3]:
         engine.reset()
-        logits, n = read(engine, ids)
+        logits, n = read(engine, 0, ids)
         assert n == 100 and engine.prefixes.n_bytes <= 1 << 20
         np.testing.assert_array_equal(logits, cold(alone, ids))
 
@@ -195,7 +184,7 @@ def test_the_folder_has_a_limit_and_the_latest_stay(open_engine: Open, tmp_path:
         engine = open_engine(**{**ONE, "cache_ram": 1})
         engine.keep_prefixes(tmp_path, limit)
         for seed in range(n_seen * 10, n_seen * 10 + 10):
-            read(engine, prompt(engine, 120, seed=seed), 100)
+            read(engine, 0, prompt(engine, 120, seed=seed), 100)
             engine.prefixes.disk.wait()
             assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
         engine.close()
@@ -208,7 +197,7 @@ def test_the_folder_has_a_limit_and_the_latest_stay(open_engine: Open, tmp_path:
     other = open_engine("float32", **{**ONE, "cache_ram": 1})
     other.keep_prefixes(tmp_path, limit)
     for seed in range(8):
-        read(other, prompt(other, 120, seed=seed), 100)
+        read(other, 0, prompt(other, 120, seed=seed), 100)
         other.prefixes.disk.wait()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
     assert other.prefixes.disk.n_places > 0
@@ -226,7 +215,7 @@ def test_a_disk_that_fails_costs_one_line(
     monkeypatch.setattr(os, "replace", full)
     monkeypatch.setattr(Path, "replace", full)
     for seed in range(8):
-        read(engine, prompt(engine, 120, seed=seed), 100)
+        read(engine, 0, prompt(engine, 120, seed=seed), 100)
         engine.prefixes.disk.wait()
     [line] = engine.drain_messages()
     assert "cannot be kept on disk any more: [Errno 28] No space left" in line

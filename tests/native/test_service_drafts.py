@@ -15,7 +15,9 @@ from helpers.shared import prompt
 from moegraph.draft.plan import Plan
 from moegraph.draft.stats import SpecStats
 from moegraph.engine import Engine
+from moegraph.engine.requests import Request
 from moegraph.engine.speculation import Speculation
+from moegraph.errors import NativeError
 from moegraph.sampling import SamplingParams
 
 Open = Callable[..., Engine]
@@ -190,3 +192,37 @@ def test_drafts_after_a_prompt_that_was_read_in_pieces(
     assert chat.last.usage.n_drafted > 10
     for client in (chat, long):
         assert client.tokens == alone(plain, client.request)[0]
+
+
+def test_a_drafter_that_fails_where_nobody_asked_it_only_ends_drafts(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told of tokens when the state after one is kept; the answer does not depend on that."""
+    engine = drafting(open_engine)
+    ids, sampling = prompt(engine, 40, seed=3), SamplingParams(temperature=0.0)
+    wanted = alone(engine, Request([int(i) for i in ids], max_tokens=30, sampling=sampling,
+                                   text=False, ignore_eos=True))[0]  # fmt: skip
+    drafter, save, fails = engine.speculation.drafters["mtp"], engine.prefixes.save, [0]
+    committed = drafter.committed
+
+    def fail(*args: Any) -> None:
+        if fails[0] == 1:
+            fails[0] = 2
+            raise NativeError("no more")
+        committed(*args)
+
+    def saving(seq: int, states: Any = None) -> bool:
+        fails[0] = fails[0] or 1
+        try:
+            return save(seq, states)
+        finally:
+            fails[0] = 2 if fails[0] == 1 else fails[0]
+
+    monkeypatch.setattr(drafter, "committed", fail)
+    with serving(engine) as service:
+        monkeypatch.setattr(engine.prefixes, "save", saving)
+        client = Client(service, ids, max_tokens=30, keep_after=frozenset(wanted[5:20])).wait()
+        assert fails == [2] and service.failure is None
+        assert (client.tokens, client.reason) == (wanted, "length")
+        again = Client(service, ids, max_tokens=30).wait()
+        assert (again.tokens, again.reason) == (wanted, "length")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.reading import read
 from helpers.sequence_machine import NAMES, SETTINGS
 from helpers.shared import prompt
 
@@ -20,17 +21,6 @@ from moegraph.runner.sweep_batch import SweepBatch
 Open = Callable[..., Engine]
 ONE = {"cpu_reference": True, "n_ctx": 1024, "n_ubatch": 128}
 SHARED = {**ONE, "n_seq": 3, "n_kv": -1}
-
-
-def read(engine: Engine, seq: int, ids: np.ndarray, *marks: int) -> tuple[np.ndarray, int]:
-    """Have a sequence hold ids; return the logits after them, and how many were not computed."""
-    n = engine.prefixes.resume(seq, ids)
-    kept = engine.prefixes.begin(ids, marks, n)
-    cuts = tuple(mark for mark in kept if n < mark < len(ids))
-    output, saved = engine.passes.read(SweepBatch(ids[n:], seq, False, False, None, cuts), None)
-    for states in saved:
-        engine.prefixes.save(seq, states)
-    return output.require_logits()[-1], n
 
 
 def cold(engine: Engine, ids: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess, working
@@ -18,6 +19,10 @@ from helpers.workers import WorkerProcess, working
 from moegraph.errors import DeviceLost, MoegraphError, NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Context
+from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.memory import place
+from moegraph.ggml.ops import F32
 from moegraph.link.hello import question_of
 from moegraph.modelfile import ModelFile, open_model
 
@@ -125,6 +130,26 @@ def test_a_worker_that_ends_while_weights_are_sent(
         for _ in range(100):
             device.buffer(1 << 20, "weights", "").close()
     device.close()
+
+
+def test_a_worker_that_freezes_while_weights_are_sent(
+    worker: WorkerProcess, stack: ExitStack
+) -> None:
+    """More than the system keeps for it: the time limit is that of an answer."""
+    n = 64 << 20
+    device = stack.enter_context(closing(Device(f"{worker.url}?timeout={TIMEOUT_S}", 1)))
+    buffer = stack.enter_context(closing(device.buffer(n, "weights", "")))
+    context = stack.enter_context(closing(Context(1)))
+    tensor = C.ggml_new_tensor_1d(context.ptr, F32, n // 4)
+    place(buffer, tensor, 0)
+    worker.signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    data = np.zeros(n, np.uint8)
+    C.ggml_backend_tensor_set_async(device.upload.ptr, tensor, ffi.from_buffer(data), 0, n)
+    with pytest.raises(DeviceLost, match="did not answer within 2 s"):
+        device.check_alive()
+    assert TIMEOUT_S <= time.monotonic() - begin < TIMEOUT_S + PATIENCE_S
+    worker.signal(signal.SIGCONT)
 
 
 def test_no_worker_there() -> None:

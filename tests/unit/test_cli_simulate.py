@@ -301,3 +301,23 @@ def test_cumulative_lines_stand_where_the_choices_are_reached() -> None:
     assert len(lines) == 3
     eighty = [float(point.split(",")[0]) for point in lines[1].split()]
     assert eighty[0] - 64 == pytest.approx(3 * (eighty[2] - 64), rel=0.01)
+
+
+def test_several_devices(cli: Cli, trace: Path) -> None:
+    given = ("simulate", trace, "--resident", "50", "--policy", "lru", "--miss", "stream")
+    one = json.loads(cli(*given, "--json").stdout)["rows"][0]
+    row = json.loads(cli(*given, "--split", "1,3", "--json").stdout)["rows"][0]
+    assert "stages" not in one and [stage["layers"] for stage in row["stages"]] == [[0, 1], [1, 4]]
+    assert row["hits"] == one["hits"] and row["misses"] == one["misses"]
+    assert row["token_us"] == pytest.approx(one["token_us"] + 50.0, abs=0.1)
+    total = sum(stage["token_us"] for stage in row["stages"])
+    assert total == pytest.approx(one["token_us"], abs=0.1)
+    lone, eight, many = row["sequences"]
+    assert (lone["n"], lone["n_groups"]) == (1, 1)
+    assert lone["tokens_per_s"] < eight["tokens_per_s"] < many["tokens_per_s"]
+    even = json.loads(cli(*given, "--split", "1,1", "--json").stdout)["rows"][0]
+    assert even["sequences"][2]["n_groups"] == 2
+    result = cli(*given, "--split", "1,3")
+    assert "1 to 3" in result.stdout and "Several sequences" in result.stdout
+    for wrong in ("1", "a,b", "0,0", "1,-1"):
+        assert "--split" in cli(*given, "--split", wrong).stderr

@@ -36,9 +36,17 @@ class Part:
         self.world, self.at, self.seconds, self.mode = world, at, seconds, mode
         self.end = self.ready = 0.0  # when its device is done; when the rows are there
         self.is_idle, self.fails_for = True, -1
+        self.has_memory, self.n_kept = False, 0
         self.n_given_up = 0
 
     def watch_results(self) -> None:
+        pass
+
+    def keep_logits(self) -> bool:
+        self.n_kept += self.has_memory
+        return self.has_memory
+
+    def release_logits(self) -> None:
         pass
 
     def prepare(self, batch: Batch) -> None:
@@ -137,15 +145,22 @@ def test_a_group_goes_on_while_the_results_of_the_other_are_read(mode: str) -> N
     assert mode == "whole" or one.counts.bubbles > 0.5
 
 
-def test_the_logits_of_a_pass_stay_until_the_next_call() -> None:
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_the_logits_of_a_pass_stay_until_the_next_call(has_memory: bool) -> None:
+    """They are copied before the next pass enters the last stage, or that pass waits."""
     world = World()
-    flights, _ = flights_of(world, [1.0, 1.0], "layered")
+    flights, parts = flights_of(world, [1.0, 1.0], "layered")
+    parts[1].has_memory = has_memory
     flights.submit(batch_of(0), keeps_logits=True)
     flights.submit(batch_of(1))
     flights.collect()
-    assert [at for at, slot, _ in world.seen if slot == 1] == [0]
+    assert [at for at, slot, _ in world.seen if slot == 1] == ([0, 1] if has_memory else [0])
     flights.submit(batch_of(2))
     assert [at for at, slot, _ in world.seen if slot == 1] == [0, 1]
+    assert parts[1].n_kept == has_memory
+    flights.collect()
+    flights.collect()
+    assert parts[1].n_kept == has_memory
 
 
 @pytest.mark.parametrize("stage", [0, 1])

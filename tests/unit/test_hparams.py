@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.ggufbytes import Shape, T, key, kv, kv_array, model_pairs
+from helpers.ggufbytes import REAL_35B, Shape, T, key, kv, kv_array, model_pairs
 
 from moegraph.errors import ModelFileError, UnsupportedModel
 from moegraph.modelfile.hparams import HParams, read_hparams
@@ -54,25 +54,7 @@ def text(suffix: str, v: str) -> bytes:
 
 
 def test_the_35b_shape_gives_the_sizes_of_the_real_model(read: Read) -> None:
-    hp = read(
-        Shape(
-            n_embd=2048,
-            n_layer=40,
-            n_nextn=1,
-            n_head=16,
-            n_head_kv=2,
-            head_dim=256,
-            n_rot=64,
-            sections=(11, 11, 10, 0),
-            n_expert=256,
-            n_used=8,
-            n_ff_exp=512,
-            n_ff_shexp=512,
-            d_state=128,
-            n_v_heads=32,
-            n_k_heads=16,
-        )
-    )
+    hp = read(Shape(**REAL_35B))
     assert (hp.n_layer, hp.n_layer_nextn, hp.n_layer_recurrent) == (40, 1, 30)
     assert [il for il in range(40) if not hp.is_recurrent(il)] == list(range(3, 40, 4))
     assert (hp.head_k_dim, hp.head_v_dim, hp.n_k_heads, hp.n_v_heads) == (128, 128, 16, 32)

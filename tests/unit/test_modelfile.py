@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.ggufbytes import (
+    REAL_35B,
     File,
     Q,
     Shape,
@@ -411,21 +412,8 @@ def test_shipped_names_and_paths_resolve(tmp_path: Path, monkeypatch: pytest.Mon
 def full_size() -> File:
     """Return the header of the real 35B-A3B shape: 22 GB, 248,320 tokens, 247,587 merges."""
     shape = Shape(
+        **REAL_35B,
         n_vocab=248_320,
-        n_embd=2048,
-        n_layer=40,
-        n_nextn=1,
-        n_head=16,
-        head_dim=256,
-        n_rot=64,
-        sections=(11, 11, 10, 0),
-        n_expert=256,
-        n_used=8,
-        n_ff_exp=512,
-        n_ff_shexp=512,
-        d_state=128,
-        n_v_heads=32,
-        n_k_heads=16,
         matrix_type=Q.Q8_0,
         expert_type=Q.Q4_K,
     )

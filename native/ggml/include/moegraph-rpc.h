@@ -9,12 +9,14 @@
 extern "C" {
 #endif
 
-// What a connection has carried: bytes in both directions, graphs sent, and stored graphs computed again.
+// What a connection has carried: bytes in both directions, graphs sent, stored graphs computed again, and how often
+// answers were waited for.
 struct moegraph_rpc_counts {
     uint64_t n_sent;
     uint64_t n_received;
     uint64_t n_graphs_sent;
     uint64_t n_graphs_stored;
+    uint64_t n_waits;
 };
 
 // Use a connected socket, which is closed after a failure, as the connection to an endpoint of a new name, NAME:NUMBER.

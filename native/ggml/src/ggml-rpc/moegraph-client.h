@@ -18,10 +18,24 @@ static bool moegraph_write(const socket_ptr & sock, const uint8_t cmd, const siz
     return sock->send_data(&cmd, sizeof(cmd)) && sock->send_data(&size, sizeof(size));
 }
 
-// Requests go out as long as there are some, and then their answers are read: several reads take one round trip.
+// Whether somebody waits for the end of a request. Results are looked at only after that of a later one.
+static bool moegraph_is_awaited(const int cmd) {
+    switch (cmd) {
+        case MOEGRAPH_CMD_STORE:
+        case MOEGRAPH_CMD_RUN:
+        case MOEGRAPH_CMD_FORGET:
+        case MOEGRAPH_CMD_SET:
+        case MOEGRAPH_CMD_GET:
+            return false;
+    }
+    return true;
+}
+
+// Requests go out at once. Answers are read when somebody waits: several reads take one round trip.
 void rpc_dispatcher::work() {
     std::vector<rpc_msg_ptr> waiting;
     size_t n_answers = 0; // bytes
+    bool   is_awaited = false;
     const auto read_answer = [this](const rpc_msg & msg) {
         uint64_t size;
         if (!sock->recv_data(&size, sizeof(size))) {
@@ -30,8 +44,13 @@ void rpc_dispatcher::work() {
         return size == msg.output_size ? sock->recv_data(msg.output, size) : endpoint->fail(EPROTO);
     };
     while (running) {
-        if (queue.empty() || waiting.size() >= MOEGRAPH_MAX_WAITING || n_answers > MOEGRAPH_MAX_ANSWERS) {
+        const bool is_empty = queue.empty();
+        if (is_empty) {
             sock->flush();
+        }
+        if ((is_empty && is_awaited) || waiting.size() >= MOEGRAPH_MAX_WAITING || n_answers > MOEGRAPH_MAX_ANSWERS) {
+            sock->flush();
+            endpoint->n_waits += n_answers > 0;
             for (auto & msg : waiting) {
                 if (msg->output && !read_answer(*msg)) {
                     memset(msg->output, 0, msg->output_size);
@@ -39,7 +58,8 @@ void rpc_dispatcher::work() {
                 msg->completion.set_value();
             }
             waiting.clear();
-            n_answers = 0;
+            n_answers  = 0;
+            is_awaited = false;
         }
         rpc_msg_ptr msg;
         if (!queue.pop(&msg)) {
@@ -53,6 +73,7 @@ void rpc_dispatcher::work() {
             (void) (moegraph_write(sock, (uint8_t) msg->cmd, msg->input_size)
                 && sock->send_data(msg->input.get(), msg->input_size));
         }
+        is_awaited = is_awaited || moegraph_is_awaited(msg->cmd);
         n_answers += msg->output_size;
         waiting.push_back(std::move(msg));
     }
@@ -228,5 +249,6 @@ int moegraph_rpc_failure(const char * name) {
 
 void moegraph_rpc_count(const char * name, struct moegraph_rpc_counts * counts) {
     const moegraph_endpoint & endpoint = moegraph_endpoint::find(name);
-    *counts = { endpoint.n_sent, endpoint.n_received, endpoint.n_graphs_sent, endpoint.n_graphs_stored };
+    *counts = { endpoint.n_sent, endpoint.n_received, endpoint.n_graphs_sent, endpoint.n_graphs_stored,
+        endpoint.n_waits };
 }

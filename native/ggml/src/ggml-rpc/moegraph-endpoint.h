@@ -31,7 +31,7 @@ public:
     bool     keeps     = false;
 
     moegraph_known_graphs graphs;
-    std::atomic<uint64_t> n_sent = 0, n_received = 0, n_graphs_sent = 0, n_graphs_stored = 0;
+    std::atomic<uint64_t> n_sent = 0, n_received = 0, n_graphs_sent = 0, n_graphs_stored = 0, n_waits = 0;
 
 private:
     bool write_all(const uint8_t * data, size_t size);

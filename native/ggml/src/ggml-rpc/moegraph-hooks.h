@@ -29,8 +29,6 @@ struct moegraph_server_graphs {
     std::vector<moegraph_dep> *  wanted = nullptr;
     std::vector<moegraph_dep_id> deps; // of the last one
 
-    std::vector<uint8_t> spare; // memory for a message
-
     // A new graph. Its uid lets the backend replay it without comparing nodes.
     enum ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
         if (wanted == nullptr) {
@@ -42,7 +40,18 @@ struct moegraph_server_graphs {
         return GGML_STATUS_SUCCESS;
     }
 
-    // Bytes that a backend may still read; afterwards their memory serves the next message.
+    // Memory for bytes of the client. Large ones are used again, because new memory costs as much as a copy.
+    std::vector<uint8_t> take(const size_t size) {
+        std::vector<uint8_t> found;
+        if (size > MOEGRAPH_LARGE && !spares.empty()) {
+            found.swap(spares.back());
+            spares.pop_back();
+        }
+        found.resize(size);
+        return found;
+    }
+
+    // Bytes that a backend may still read.
     void hold(std::vector<uint8_t> && bytes, const std::vector<ggml_backend_t> & backends) {
         n_held += bytes.size();
         held.push_back(std::move(bytes));
@@ -56,8 +65,10 @@ struct moegraph_server_graphs {
         for (ggml_backend_t backend : backends) {
             ggml_backend_synchronize(backend);
         }
-        if (!held.empty()) {
-            spare.swap(held.back());
+        for (auto & bytes : held) {
+            if (bytes.size() > MOEGRAPH_LARGE && spares.size() < MOEGRAPH_MAX_SPARES) {
+                spares.push_back(std::move(bytes));
+            }
         }
         held.clear();
         n_held = 0;
@@ -70,9 +81,9 @@ struct moegraph_server_graphs {
     }
 
 private:
-    static constexpr size_t MOEGRAPH_MAX_HELD = 1024 * 1024;
+    static constexpr size_t MOEGRAPH_MAX_HELD = 32 * 1024 * 1024, MOEGRAPH_LARGE = 64 * 1024, MOEGRAPH_MAX_SPARES = 8;
 
-    std::vector<std::vector<uint8_t>> held;
+    std::vector<std::vector<uint8_t>> held, spares;
     size_t                            n_held = 0;
 
     static void add_dep(void * wanted, ggml_tensor * tensor, ggml_tensor * until) {

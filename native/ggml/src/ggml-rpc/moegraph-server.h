@@ -84,20 +84,20 @@ private:
 
     // The bytes are kept until the backend has them.
     bool set() {
-        std::vector<uint8_t> message;
-        message.swap(server.graphs.spare);
+        uint64_t      size;
         moegraph_part part;
-        if (!recv_msg(sock, message) || message.size() < sizeof(part)) {
+        if (!sock->recv_data(&size, sizeof(size)) || size < sizeof(part) || !sock->recv_data(&part, sizeof(part))
+                || part.size != size - sizeof(part)) {
             return false;
         }
-        memcpy(&part, message.data(), sizeof(part));
-        if (part.size != message.size() - sizeof(part)) {
+        auto bytes = server.graphs.take(part.size);
+        if (!sock->recv_data(bytes.data(), bytes.size())) {
             return false;
         }
         const bool ok = with(part, [&](ggml_backend_t backend, ggml_tensor * tensor) {
-            ggml_backend_tensor_set_async(backend, tensor, message.data() + sizeof(part), part.offset, part.size);
+            ggml_backend_tensor_set_async(backend, tensor, bytes.data(), part.offset, part.size);
         });
-        server.graphs.hold(std::move(message), server.backends);
+        server.graphs.hold(std::move(bytes), server.backends);
         return ok;
     }
 
