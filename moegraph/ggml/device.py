@@ -391,6 +391,17 @@ class Device:
             raise NativeError(_cannot_pin(size))
         return host
 
+    def host_memory(self, size: int) -> HostBuffer:
+        """Allocate `size` bytes of ordinary host memory, to and from which copies are slower.
+
+        Raises:
+            NativeError: there is no memory.
+        """
+        ptr = C.ggml_backend_buft_alloc_buffer(C.ggml_backend_cpu_buffer_type(), size)
+        if ptr == ffi.NULL:
+            raise NativeError(f"cannot allocate {format_bytes(size)} of host memory")
+        return HostBuffer(ptr, size, self.compute)
+
     def transfer_memory(self, size: int) -> HostBuffer:
         """Allocate a large block for transfers, fast: pinned if the driver can pin it.
 

@@ -250,7 +250,8 @@ class InputBlock:
         """Write the inputs of a pass and enqueue their upload.
 
         tokens: numpy shape [n_seqs, n_seq_tokens]. slots: the sequence of each row of tokens; they
-        have pages for the rows. If the pass has more sequences, the others are padding. draws: numpy shape [n_out, DRAW_WORDS]. The call waits for the
+        have pages for the rows. If the pass has more sequences, the others are padding. draws:
+        numpy shape [n_out, DRAW_WORDS], without padding. The call waits for the
         previous upload, not for the device.
         """
         if self._uploaded:

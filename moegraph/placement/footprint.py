@@ -9,6 +9,7 @@ from ..modelfile import ModelFile
 from ..modelfile.hparams import HParams
 from ..modelfile.summary import kv_bytes_per_layer, state_bytes
 from ..resident.layout import (
+    GRAPH_BYTES,
     MAX_PAGED_ROWS,
     N_GROUPS,
     N_STAGING,
@@ -18,6 +19,7 @@ from ..resident.layout import (
     draft_room,
     draft_widths,
     expert_tensors,
+    graph_bytes,
     group_size,
     is_dense,
     most_terms,
@@ -35,7 +37,7 @@ from .planner import Footprint
 SWEEP_ROWS = 8192
 # Patterns of masks, and what aligns the inputs of chunks.
 _SWEEP_CONSTANTS = 256 << 10
-# Kernel images, captured graphs and the backend's scratch pool.
+# Kernel images, captured graphs of one sequence, and the backend's scratch pool.
 _OTHER_BYTES = 224 << 20
 # Bytes; no device aligns tensors to more.
 _ALIGN = 128
@@ -80,7 +82,7 @@ def needed_bytes(
         compute += 4 * hp.n_embd * rows
     each = kv_bytes_per_layer(hp, config.type_k, config.type_v)
     n_sweep = sweep_rows(n_ubatch, padded)
-    compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded)
+    compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded, config.n_seq)
     if config.n_seq > 1:  # the rows that one layer's attention gathers
         compute += each * n_kv + 4 * n_kv
     state = state_bytes(hp, config.n_seq + 1) // max(hp.n_layer_recurrent, 1) * n_recurrent
@@ -93,7 +95,7 @@ def needed_bytes(
         # a snapshot too, to undo a prompt
         state=state + zeros_bytes(hp) + _draft_bytes(hp, drafted, n_recurrent),
         compute=compute,
-        other=_OTHER_BYTES,
+        other=_OTHER_BYTES + graph_bytes(config.n_seq) - GRAPH_BYTES,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
         + lacking_bytes(hp, n_sweep, n_ubatch),
         ring_groups=N_GROUPS,
@@ -116,9 +118,10 @@ def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
     return max(n_ubatch, min(n_ctx, SWEEP_ROWS))
 
 
-def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int) -> int:
+def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int) -> int:
     """Return a bound on what a sweep of n_rows rows holds: hidden states, inputs, and a mask."""
-    inputs = 4 * (n_rows + n_ubatch + 256) * (4 + n_ctx // PAGE) + 4 * n_ctx
+    n_words, n_lists = (4, 1) if n_seq == 1 else (7, 6)  # of a row, and of KV rows
+    inputs = 4 * (n_rows + n_ubatch + 256) * (n_words + n_ctx // PAGE) + 4 * n_lists * n_ctx
     return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + _SWEEP_CONSTANTS
 
 

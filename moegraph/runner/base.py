@@ -17,7 +17,7 @@ from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.paged import can_page
 from ..kinds import Kind
-from ..resident.layout import MAX_PAGED_ROWS
+from ..resident.layout import MAX_PAGED_ROWS, graph_bytes
 from ..resident.stage import Stage
 from .batch import Batch
 from .commit import Commits
@@ -54,7 +54,7 @@ class Runner(ABC):
         self.hp = stage.hp
         self.n_ubatch = n_ubatch
         self.hidden = hidden
-        self.graphs = GraphCache(device)
+        self.graphs = GraphCache(device, graph_bytes(stage.state.n_seq))
         self.max_rows = stage.state.shape.pass_rows(n_ubatch)
         self._inputs = InputBlock(stage, n_ubatch, hidden)
         self._results = ResultMemory(device, stage.hp.n_vocab)
