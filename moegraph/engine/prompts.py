@@ -59,7 +59,17 @@ class Prompts:
             for slot in sweep.slots:
                 self._runner.drop(slot)
             sweep.cancel()
+            if not sweep.is_undone:  # it had ended, and an interrupt came before that was noted
+                self._note_ended(sweep)
+                for prompt in sweep.prompts:
+                    prompt.close(True)  # nobody else will
             self._sweep, self._is_stepping = None, False
+
+    def _note_ended(self, sweep: Sweep) -> None:
+        """Note what the sequences of a sweep that has ended hold; a second call changes nothing."""
+        for prompt in sweep.prompts:
+            if prompt.output and prompt.is_kept:
+                self._held[prompt.slot][prompt.n_past :] = prompt.batch.tokens.tolist()
 
     def leave(self, sweep: Sweep, slot: int) -> bool:
         """Note that nobody wants a prompt of several; return whether that undid them all.
@@ -129,10 +139,9 @@ class Prompts:
         more = sweep.step(cancel.is_set if cancel else bool)
         if not more:
             self._files.check()
+            self._note_ended(sweep)
             for prompt in sweep.prompts:
-                if prompt.output and not prompt.has_left:
-                    self._held[prompt.slot].extend(prompt.batch.tokens.tolist())
-                elif prompt.error:
+                if prompt.error and not prompt.has_left:
                     prompt.error = self._located(prompt.error, prompt)
             self._sweep = None
         return more

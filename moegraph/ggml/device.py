@@ -371,14 +371,16 @@ class Device:
             f"{format_bytes(free)} free; {remedy}"
         )
 
-    def host_buffer(self, size: int, must_pin: bool = False) -> HostBuffer:
+    def host_buffer(self, size: int, must_pin: bool = False, may_pin: bool = True) -> HostBuffer:
         """Allocate `size` bytes of host memory for transfers: pinned if the driver can pin it.
+
+        may_pin: False for ordinary memory, which is there at once, and slower to copy.
 
         Raises:
             NativeError: there is no memory, or must_pin is set and it was not pinned.
         """
         buft = C.ggml_backend_dev_host_buffer_type(self._dev)
-        if buft == ffi.NULL:  # the device pins nothing
+        if buft == ffi.NULL or not may_pin:
             buft = C.ggml_backend_cpu_buffer_type()
         ptr = C.ggml_backend_buft_alloc_buffer(buft, size)
         if ptr == ffi.NULL:
@@ -390,17 +392,6 @@ class Device:
             host.close()
             raise NativeError(_cannot_pin(size))
         return host
-
-    def host_memory(self, size: int) -> HostBuffer:
-        """Allocate `size` bytes of ordinary host memory, to and from which copies are slower.
-
-        Raises:
-            NativeError: there is no memory.
-        """
-        ptr = C.ggml_backend_buft_alloc_buffer(C.ggml_backend_cpu_buffer_type(), size)
-        if ptr == ffi.NULL:
-            raise NativeError(f"cannot allocate {format_bytes(size)} of host memory")
-        return HostBuffer(ptr, size, self.compute)
 
     def transfer_memory(self, size: int) -> HostBuffer:
         """Allocate a large block for transfers, fast: pinned if the driver can pin it.

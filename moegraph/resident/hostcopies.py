@@ -195,7 +195,7 @@ class HostCopies:
             return StatesCopy(n_past, self._spare.pop(), self._spare, most)
         if self._pinner:  # ordinary memory is there at once
             size = max(1, self.states_bytes)
-            return StatesCopy(n_past, self._parts[0].device.host_memory(size), [], 0)
+            return StatesCopy(n_past, self._parts[0].device.host_buffer(size, may_pin=False), [], 0)
         return StatesCopy(n_past, self._new_buffer(), self._spare, _MAX_SPARE)
 
     def pin_ahead(self) -> None:

@@ -50,7 +50,7 @@ _ROW_PIECE = 512
 
 
 def graph_bytes(n_seq: int) -> int:
-    """Return the host memory that built graphs may take, and a bound on the device's for them.
+    """Return the host memory that built graphs may take; captured ones take as much of the device.
 
     Several sequences have passes of several widths, and prompts of several lengths. To build the
     graphs of one again takes as long as ten passes.

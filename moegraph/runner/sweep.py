@@ -42,7 +42,8 @@ class Sweep:
     """Prompts under way, each of its own sequence; `Runner.sweep` makes it.
 
     prompts: what is computed. n_steps, n_done: steps in total as far as is known, and those that
-    are enqueued. upcoming: the next step, from `begin` on; None after the last one.
+    are enqueued. upcoming: the next step, from `begin` on; None after the last one. is_undone: it
+    was cancelled before the last step had ended.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Sweep:
         flows = len(each) > 1 and not self._is_tapped and all(one.ring is None for one in each)
         n_rows = max_rows_of(memory, batches) if flows else memory.n_rows
         self._parts = cut_parts(chunks, n_rows, memory.inputs.n_chunks)
-        self.is_open = False
+        self.is_open = self.is_undone = False
         form = form_of(memory, batches, chunks)
         self._stages = [StageSweep(one, self.prompts, mine, form) for one, mine in zip(each, taps)]
         self.n_steps = each[0].stage.hp.n_layer * len(chunks)
@@ -223,27 +224,28 @@ class Sweep:
             self.prompts[0].output = outputs[0] if len(outputs) == 1 else _joined(outputs)
         for prompt in self.prompts:
             prompt.end()
-        self.is_open = False
+        self.is_open = False  # from here on nothing is undone
+        self._free()
+
+    def _free(self) -> None:
+        """Free what was taken to go back; a second call does nothing."""
         for prompt in self.prompts:
-            if prompt.error or prompt.has_left:
-                prompt.close()
+            prompt.close(self.is_undone or not prompt.is_kept)
 
     def cancel(self) -> None:
-        """Make the sequences what they were before the sweep; does nothing after the last step.
+        """Make the sequences what they were before the sweep, unless the last step has ended.
 
         Safe to call again if it was interrupted.
         """
-        if not self.is_open:
-            return
-        self._work.close()  # it holds graphs
-        self.upcoming = None
-        for stage in self._stages:
-            stage.cancel()
-        for prompt in self.prompts:
-            prompt.undo()
-        self.is_open = False
-        for prompt in self.prompts:
-            prompt.close()
+        if self.is_open:
+            self._work.close()  # it holds graphs
+            self.upcoming = None
+            for stage in self._stages:
+                stage.cancel()
+            for prompt in self.prompts:
+                prompt.undo()
+            self.is_undone, self.is_open = True, False
+        self._free()
 
 
 def max_rows_of(memory: SweepMemory, batches: Sequence[SweepBatch]) -> int:

@@ -50,16 +50,19 @@ class SweptPrompt:
                 break
         sequences.pool.grow(self.slot, self.n_end)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the sequence keeps the rows, once the sweep has ended."""
+        return not (self.error or self.has_left)
+
     def end(self) -> None:
         """Have the sequence have the rows; what it was if there are no results."""
-        if self.error or self.has_left:
+        if not self.is_kept:
             self.undo()
             return
         if self.output is None:
             raise InternalError("a prompt has ended without results")
         self._sequences.n_past[self.slot] = self.n_end
-        if self._before:
-            self._before.close()
 
     def undo(self) -> None:
         """Make the sequence what it was; safe to call again if it was interrupted."""
@@ -70,9 +73,9 @@ class SweptPrompt:
         else:
             self._sequences.reset(self.slot)
 
-    def close(self) -> None:
-        """Free what was taken for a prompt that was undone."""
-        for copy in self.saved:
+    def close(self, is_undone: bool) -> None:
+        """Free what was taken to go back, which is impossible then; is_undone: all of it."""
+        for copy in self.saved if is_undone else ():
             copy.close()
         if self._before:
             self._before.close()

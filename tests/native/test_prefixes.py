@@ -266,6 +266,7 @@ def test_no_limit_and_no_memory(open_engine: Open, monkeypatch: pytest.MonkeyPat
         tokens, _, _ = answer(engine, ids)
         assert answer(engine, [*ids, *tokens, 5])[2] == 65
     assert off.runner.graphs.n_built <= unlimited.runner.graphs.n_built
+    monkeypatch.setattr(prefixes, "_FRESH_S", 0.0)
     monkeypatch.setattr(prefixes, "host_memory", lambda: HostMemory(8 << 30, 1 << 29, None))
     answer(unlimited, prompt(off, 60, seed=1), marks=(40,))
     assert unlimited.prefixes.n_bytes == 0
