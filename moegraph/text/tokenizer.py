@@ -7,6 +7,7 @@ the vocabulary of the model file.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from array import array
@@ -222,6 +223,8 @@ def _load_llama() -> ModuleType:
     from ..ggml import lib
 
     folder = lib.library_dir()
+    # Until the block ends, ggml logs through this package, also what other threads do.
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL + 1)
     with _kept_ggml_log(folder), _environment("LLAMA_CPP_LIB_PATH", str(folder)):
         try:
             from llama_cpp import llama_cpp

@@ -254,6 +254,17 @@ def test_an_error_of_another_thread_is_kept_while_a_vocabulary_is_read() -> None
     assert lib.last_error() == "no memory for a graph"
 
 
+def test_what_others_log_while_the_package_is_imported_is_not_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Opening a GPU logs two lines, and the package prints what ggml logs until it is told not to."""
+    tokenizer_module._load_llama()
+    from llama_cpp import _logger
+
+    _logger.llama_log_callback(1, b"ggml_cuda_init: found 1 CUDA devices\n", None)
+    assert capfd.readouterr().err == ""
+
+
 def test_an_engine_takes_over_a_tokenizer_that_is_being_opened() -> None:
     config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
     model = open_model(TINY)
