@@ -27,9 +27,10 @@ class LoggedProcess:
     def __init__(self, *args: object, **env: str) -> None:
         command = [sys.executable, "-m", "moegraph", *map(str, args)]
         given = {k: v for k, v in os.environ.items() if not k.startswith("MOEGRAPH_")}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            cwd=ROOT, env={**given, "PYTHONPATH": str(ROOT), **env}, text=True,
+            cwd=ROOT, env={**given, "PYTHONPATH": path, **env}, text=True,
             preexec_fn=heed_ctrl_c,  # noqa: PLW1509 - the tests start no threads before
         )  # fmt: skip
         self._lines: list[str] = []
