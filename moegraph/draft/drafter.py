@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -107,6 +108,27 @@ class Race:
 
     params: SamplingParams
     key: Callable[[int], int]
+
+
+class KeepsNoRows(ABC):
+    """What a drafter does that has nothing of positions in caches of its own (`Drafter`)."""
+
+    @abstractmethod
+    def restart(self, slot: int, ids: Ids) -> None:
+        """Forget a sequence; it now holds ids."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def take_rows(self, slot: int, first: int, n: int) -> Parts:
+        """Return nothing."""
+        return []
+
+    def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
+        """Have a sequence hold ids."""
+        self.restart(slot, ids)
 
 
 class Drafter(Protocol):

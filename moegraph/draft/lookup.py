@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .drafter import Draft, Ids, Parts, Piece, Race, empty_draft
+from .drafter import Draft, Ids, KeepsNoRows, Race, empty_draft
 
 if TYPE_CHECKING:
     from ..runner.sweep_batch import Tap
@@ -17,7 +17,7 @@ _BITS = 32  # of a token in a key
 _MOST_PLACES, _MOST_TOKENS = 16, 32
 
 
-class LookUp:
+class LookUp(KeepsNoRows):
     """A drafter that needs no model; it works well where the answer repeats the prompt.
 
     n_min: so many tokens before a place must be the last ones of the text. Of the latest such
@@ -69,19 +69,6 @@ class LookUp:
         text = self._texts[slot]
         if n_past < len(text.ids):
             self._texts[slot] = _Text(self._n_min, text.ids[:n_past])
-
-    @property
-    def row_bytes(self) -> int:
-        """Return 0: it keeps nothing on the device."""
-        return 0
-
-    def take_rows(self, slot: int, first: int, n: int) -> Parts:
-        """Return nothing: it keeps nothing on the device."""
-        return []
-
-    def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
-        """Have a sequence hold ids."""
-        self.restart(slot, ids)
 
     def close(self) -> None:
         """Forget everything."""

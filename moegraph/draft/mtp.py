@@ -27,7 +27,7 @@ from ..graphs.paged import can_page
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
-from .drafter import Draft, Ids, Parts, Piece, Race, empty_draft
+from .drafter import Draft, Ids, KeepsNoRows, Race, empty_draft
 from .drawn import drawn
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
@@ -36,7 +36,7 @@ _N_NODES = 128
 _USUAL, _N_CAPTURED = 8, 3
 
 
-class MtpDrafter:
+class MtpDrafter(KeepsNoRows):
     """A drafter (`Drafter`) that runs the MTP block as chains of tokens.
 
     Its K and V are in the target's caches, and the output that a chain starts from is one of the
@@ -152,18 +152,6 @@ class MtpDrafter:
             rows = self._block.stage.taps.ring_rows(slot, first + at, len(ids))
             self.memory.send_known(slot, ids, first + at, n_padded, rows)
             self._launch(built, "the MTP block over accepted tokens")
-
-    @property
-    def row_bytes(self) -> int:
-        """Return 0: its K and V are in the target's caches."""
-        return 0
-
-    def take_rows(self, slot: int, first: int, n: int) -> Parts:
-        """Return nothing: its K and V are in the target's caches."""
-        return []
-
-    def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
-        """Do nothing: what was copied back has the drafter's K and V too."""
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor: one chain, and one wait.

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from helpers.clients import Client, alone, serving
+from helpers.faults import FAULTS, faulty
 from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
+from moegraph.errors import MoegraphError
 from moegraph.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +98,36 @@ def test_requests_are_answered_as_if_alone_on_one_device(
     single = open_engine(cpu_reference=True)
     for client in clients:
         assert client.tokens == alone(single, client.request)[0]
+
+
+@pytest.mark.parametrize("settings", [{}, PARTIAL], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", ["mg_launch", "mg_graph_alloc", "ggml_init"])
+def test_a_native_call_that_fails_ends_only_that_generation(
+    name: str, settings: dict[str, Any]
+) -> None:
+    """In any stage and in the drafter: the next text is what it is without the failure."""
+    chosen = {"spec": "dflash", "budget": 5, "cpu_reference": True, **settings}
+    config = EngineConfig(device=TWO, n_threads=1, n_ctx=256, n_ubatch=64, **chosen)
+    result, kind = FAULTS[name]
+
+    def text(engine: Engine) -> list[int]:
+        ids = engine.tokenizer.encode(PROMPT)[:40]
+        return [e.token for e in engine.generate(ids, max_tokens=8, ignore_eos=True)]
+
+    with Engine.load("tiny", config) as engine:
+        wanted, at, n_failed = text(engine), 0, 0
+        while True:
+            at = at + 1 if at < 6 else at + at // 2
+            with faulty(name, at, result) as library:
+                try:
+                    assert text(engine) == wanted
+                except MoegraphError as error:
+                    assert isinstance(error, kind)
+                    n_failed += 1
+            assert text(engine) == wanted, at
+            if library.n_calls < at:
+                break
+    assert n_failed or name != "mg_launch"
 
 
 def test_the_program_runs_on_two_devices() -> None:
