@@ -257,7 +257,7 @@ def test_an_error_of_another_thread_is_kept_while_a_vocabulary_is_read() -> None
 def test_what_others_log_while_the_package_is_imported_is_not_printed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Opening a GPU logs two lines, and the package prints what ggml logs until it is told not to."""
+    """Opening a GPU logs two lines, and the package prints what ggml logs until told not to."""
     tokenizer_module._load_llama()
     from llama_cpp import _logger
 
