@@ -108,7 +108,7 @@ def test_rows_in_pieces_or_taken_together_are_near_rows_alone(
     for n, (expected, cut) in zip(lengths, wanted):
         found, logits = first_layer(other, n)
         # kernels for few rows round activations in another way
-        assert error(found, expected) < max(LIMIT, TIMES * error(cut, expected), 2e-5), n
+        assert error(found, expected) < max(LIMIT, TIMES * error(cut, expected), 5e-5), n
         assert np.isfinite(logits).all()
 
 

@@ -85,7 +85,6 @@ def test_rows_whose_experts_are_computed_in_pieces(
         return real(*args)
 
     monkeypatch.setattr(experts, "_in_pieces", build)
-    monkeypatch.setattr(experts, "_MAX_PIECES", 2)
     for more in ({}, MISSING):
         found = first_layer(open_engine(preset, **settings, **more), ids)
         assert ((found - expected) ** 2).sum() < 1e-6 * (expected**2).sum()
