@@ -164,9 +164,9 @@ class EngineConfig:
         "path",
         "",
         ("--profile",),
-        "Routing profile: which experts earlier runs chose. It fills the slots at the start; run, "
-        "chat, serve and daemon create or update it. Default: MODEL.routing.json if that file "
-        "exists.",
+        "Routing profile: which experts earlier runs chose, and how right drafts were. It fills "
+        "the slots at the start; run, chat, serve and daemon create or update it. Default: "
+        "MODEL.routing.json if that file exists.",
         metavar="FILE|none",
         group="Expert",
     )

@@ -17,6 +17,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from ..placement.draftcounts import DraftCounts
 from .candidate import KNOWN, Candidate
 from .drafter import Draft, confidence
 from .firsttimes import Excused, FirstTimes
@@ -39,7 +40,7 @@ _SETTLED = 6
 # Both accounts: what they begin with, and their limit, in plain steps; their share of all time, and
 # that while drafting is clearly faster by all that is known, so that bad luck is soon forgotten.
 _CREDIT, _MOST_CREDIT = 4.0, 12.0
-_SHARE, _CLEAR_SHARE = 0.012, 0.04
+_SHARE, _CLEAR_SHARE = 0.009, 0.04
 # A step that takes so many times as long as expected was paused; what is above that is not charged.
 _PAUSED = 1.5
 # What a trial may lose against plain steps at the cost of its own account alone.
@@ -49,7 +50,7 @@ _WIDER = 2
 # Drafting begins if it is this much faster than plain decoding, and ends if it is slower than that.
 _BEGIN, _END = 1.02, 0.99
 # Plain steps between two trials of drafting, at first and at most; depths of a trial, at least.
-_INTERVAL, _LONGEST, _TRIAL_DRAFT = 8, 64, 2
+_INTERVAL, _LONGEST, _TRIAL_DRAFT = 8, 128, 2
 # Steps between two trials of a drafter that is new, or another one than the best.
 _NEW_INTERVAL = 1
 # Drafts that were watched or verified before `auto` relies on a drafter. Watched trials before one
@@ -60,7 +61,7 @@ _ASSURED, _WATCHES, _WATCHED = 2, 3, 2
 _FREE, _NEARLY = 0.05, 0.9
 # Drafting steps between two plain ones, which only keep the time of a plain step up to date: if
 # drafting is this much faster than plain decoding, and otherwise.
-_CLEAR, _REFRESH, _OFTEN = 1.3, 192, 24
+_CLEAR, _REFRESH, _OFTEN = 1.3, 192, 40
 # Most rows of a pass of several sequences that draft: attention over pages takes no more.
 MAX_SHARED_ROWS = 32
 # Steps between two plans, with drafts and without; the first steps are planned one by one.
@@ -93,6 +94,7 @@ class Controller:
         self._ranked = list(self._drafters.values())
         self._account_s = self._trials_s = 0.0
         self._is_drafting = False
+        self._is_calibrated = False  # verified trials need not show what passes cost
         self._since_trial = self._since_plain = 0
         self._interval = _INTERVAL
         self._plain_value = 0.0
@@ -119,7 +121,8 @@ class Controller:
         for drafter in self._ranked:
             drafter.acceptance.forget(_KEPT_BEGIN)
             drafter.n_known = min(drafter.n_known, KNOWN - 1)
-        self._interval = self._since_trial = _INTERVAL
+        self._interval = max(self._interval // 2, _INTERVAL)
+        self._since_trial = self._interval
         self._n_steps = min(self._n_steps, _FIRST_PLAIN)
 
     def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
@@ -190,8 +193,17 @@ class Controller:
             self.passes.calibrate(n_rows, seconds)
             self._first_times.know(n_rows)
         self.widths.have(verify_s)
-        self._n_steps, self._n_unsure = _FIRST_PLAIN, _SETTLED
+        self._n_steps, self._n_unsure, self._is_calibrated = _FIRST_PLAIN, _SETTLED, True
         self._account_s = self._trials_s = _CREDIT * plain_s
+        self._plan()
+
+    def remember(self, known: DraftCounts) -> None:
+        """Begin with what drafters of earlier runs were; later calls count for more."""
+        for name, (seen, right) in known.items():
+            drafter = self._drafters.get(name)
+            if drafter and seen and seen[0]:
+                n = drafter.acceptance.remember(seen, right)
+                drafter.n_known = min(max(drafter.n_known, int(n)), KNOWN)
         self._plan()
 
     def _pays(self, best: Candidate, limit: float | None = None) -> bool:
@@ -239,7 +251,8 @@ class Controller:
         is_free = drafter.cost(1, self.passes.plain_s) < _FREE * self.passes.plain_s
         if self._since_trial < (_NEW_INTERVAL if is_free or drafter.is_new else self._interval):
             return None
-        if drafter.n_watched < _WATCHES or drafter.value < _NEARLY * self._plain_value:
+        is_far = drafter.value < _NEARLY * self._plain_value
+        if self._is_calibrated or is_far or drafter.n_watched < _WATCHES:
             return self._watched(drafter)
         return self._trial_of(drafter, self._plain_value, self._account_s)
 
@@ -415,6 +428,7 @@ class Controller:
 
     def observe_watched(self, watched: Watched) -> None:
         """Learn how right a draft was that no pass has verified."""
+        self._recorder.add_ranks(watched.source, watched.ranks)
         self._count(self._drafters[watched.source], watched.ranks, watched.log_p)
         self._plan()
 

@@ -36,6 +36,8 @@ from ..resident.weights import TokenEmbedding
 from ..runner.sweep_batch import Tap
 from .drafter import Draft, Ids, Parts, Piece, Race, empty_draft
 
+# Lengths of drafts that have graphs, where graphs are dear.
+_LENGTHS = (3, 7, 11)
 # Nodes of a layer over a block, and of a layer's K and V.
 _N_LAYER, _N_KEYS = 48, 16
 
@@ -272,8 +274,9 @@ class DFlashDrafter:
         n = min(n, self.max_draft)
         if n < 1:
             return empty_draft()
-        results = self.run_block(slot, anchor, n, partial(self._draft_graph, slot, n))
-        tokens, log_p = likeliest_rows(results.rows[0], n_top)
+        n_rows = self._n_built(n)
+        results = self.run_block(slot, anchor, n_rows, partial(self._draft_graph, slot, n_rows))
+        tokens, log_p = likeliest_rows(results.rows[0][:n], n_top)
         return self.as_draft(tokens if self._d2t is None else self._d2t[tokens], log_p, results)
 
     def run_block(
@@ -304,6 +307,16 @@ class DFlashDrafter:
         return Draft(
             np.asarray(tokens), np.asarray(log_p), None if sure is None else sure[:n].copy()
         )
+
+    def _n_built(self, n: int) -> int:
+        """Return the length of the draft whose graph drafts n tokens.
+
+        A block takes nearly the same time for any length, and a device that captures graphs takes
+        long for a new one.
+        """
+        if not self._device.can.streams:
+            return n
+        return next((at for at in _LENGTHS if n <= at < self.max_draft), self.max_draft)
 
     def _n_rows(self, n: int) -> int:
         """Return the rows of a block that proposes n tokens."""

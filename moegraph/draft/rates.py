@@ -25,6 +25,8 @@ _LEAVES = (0.30, 0.10)
 _LEAF_PRIOR = 12.0
 # Standard deviations by which a rate may well be higher than it seems.
 _HOPE = 1.0
+# Drafts that those of earlier runs count for, at most.
+_REMEMBERED = 20.0
 # What is kept of older counts at each observation: in a run of drafts, and in a single trial.
 STEADY, TRIAL = 0.985, 0.80
 
@@ -53,6 +55,17 @@ class Acceptance:
         """Have what was seen count only `kept` times as much: the text may be another now."""
         self._seen = [kept * n for n in self._seen]
         self._hits = [kept * n for n in self._hits]
+
+    def remember(self, seen: Sequence[int], right: Sequence[int]) -> float:
+        """Begin with counts of earlier runs, by depth; return the weight that they got.
+
+        It is small, so that the text at hand soon counts for more.
+        """
+        scale = min(1.0, _REMEMBERED / seen[0])
+        for depth, (n, hits) in enumerate(zip(seen[: len(self._seen)], right)):
+            self._seen[depth], self._hits[depth] = scale * n, scale * hits
+        self._infer()
+        return scale * seen[0]
 
     def observe(
         self, ranks: Sequence[int], log_p: Sequence[float] = (), kept: float = STEADY

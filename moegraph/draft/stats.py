@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..placement.draftcounts import MAX_DEPTH, Counts, DraftCounts, less
 from .plan import Step
 
 
@@ -20,6 +21,7 @@ class SpecStats:
     those in which it was accepted. timed_steps: drafting steps whose times are known;
     drafter_s, verify_s, commit_s: of these. seconds, plain_seconds: of all steps whose times are
     known, and what as many tokens would have taken one by one. chosen: steps by source and rows.
+    drafts: how often the drafts of each source were right, also of those that no pass verified.
     """
 
     steps: int = 0
@@ -36,6 +38,7 @@ class SpecStats:
     seconds: float = 0.0
     plain_seconds: float = 0.0
     chosen: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    drafts: DraftCounts = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -78,7 +81,7 @@ class SpecStats:
             self.timed_steps - earlier.timed_steps, self.drafter_s - earlier.drafter_s,
             self.verify_s - earlier.verify_s, self.commit_s - earlier.commit_s,
             self.seconds - earlier.seconds, self.plain_seconds - earlier.plain_seconds,
-            {key: n for key, n in chosen.items() if n},
+            {key: n for key, n in chosen.items() if n}, less(self.drafts, earlier.drafts),
         )  # fmt: skip
 
     def report(self) -> dict[str, Any]:
@@ -118,6 +121,7 @@ class Recorder:
         self._verified_at: list[int] = []
         self._accepted_at: list[int] = []
         self._chosen = Counter[tuple[str, int]]()
+        self._drafts: dict[str, tuple[list[int], list[int]]] = {}
 
     def add(self, step: Step, plain_s: float) -> None:
         """Count a step. plain_s: of a plain one, 0 if not known."""
@@ -139,7 +143,18 @@ class Recorder:
         self._chosen[step.source, step.n_rows] += 1
         self._count_positions(step)
 
+    def add_ranks(self, source: str, ranks: Sequence[int]) -> None:
+        """Count how right a draft was; ranks: as in `Step`."""
+        seen, right = self._drafts.setdefault(source, ([], []))
+        for at, rank in enumerate(ranks[:MAX_DEPTH]):
+            if at == len(seen):
+                seen.append(0)
+                right.append(0)
+            seen[at] += 1
+            right[at] += rank == 0
+
     def _count_positions(self, step: Step) -> None:
+        self.add_ranks(step.source, step.ranks)
         n_more = step.n_spine - len(self._verified_at)
         self._verified_at += [0] * n_more
         self._accepted_at += [0] * n_more
@@ -153,5 +168,10 @@ class Recorder:
         """The sums so far."""
         return SpecStats(
             **self._sums, verified_at=tuple(self._verified_at),
-            accepted_at=tuple(self._accepted_at), chosen=dict(self._chosen),
+            accepted_at=tuple(self._accepted_at), chosen=dict(self._chosen), drafts=self._counts(),
         )  # fmt: skip
+
+    def _counts(self) -> dict[str, Counts]:
+        """Return how often drafts of each source were right."""
+        known = {name: (tuple(a), tuple(b)) for name, (a, b) in self._drafts.items()}
+        return {name: counts for name, counts in known.items() if counts[0]}

@@ -19,6 +19,8 @@ from ..threads import SLEEP, Threads, Tuner, usable_cpus, waiting, ways
 _MEASURE_S = 1.0
 # After so many seconds without a token, the load may be another one.
 _GAP_S = 1.0
+# Rows of a pass that waits for its threads nearly as often, for the work in it, as one of one row.
+_FEW_ROWS = 8
 
 
 class CpuThreads:
@@ -30,6 +32,7 @@ class CpuThreads:
         n_batch = config.n_threads_batch or device.n_threads
         self._batch = Threads(n_batch, waiting(n_batch) if config.poll is None else config.poll)
         self._may_sleep = config.poll is None
+        self._may_be_fewer = self._may_sleep and config.n_threads_batch is None
         choices = [Threads(device.n_threads, 0)]  # with a GPU: for CPU experts
         if device.can.cpu_threads:
             choices = ways(device.n_threads, config.n_threads, config.poll)
@@ -44,7 +47,7 @@ class CpuThreads:
         if not self._device.can.cpu_threads:
             return
         if n_rows > 1:
-            self._use(self._for_prompt())
+            self._use(self._for_rows(n_rows))
             return
         if time.perf_counter() - self._ended > _GAP_S:
             self.tuner.resume()
@@ -55,11 +58,18 @@ class CpuThreads:
         for device in self._cpus:
             device.use_threads(threads)
 
-    def _for_prompt(self) -> Threads:
-        """Return the batch threads; they sleep while they share a core with another program."""
+    def _for_rows(self, n_rows: int) -> Threads:
+        """Return the batch threads; while they would share a core with another program, they sleep.
+
+        Few rows then have the threads of a single one: to wake sleepers at each node takes longer
+        than what these compute.
+        """
         free = LOAD.free() if self._may_sleep else None
-        is_crowded = free is not None and self._batch.n > free
-        return self._batch._replace(poll=SLEEP) if is_crowded else self._batch
+        if free is None or self._batch.n <= free:
+            return self._batch
+        if n_rows <= _FEW_ROWS and self._may_be_fewer:
+            return self.tuner.current
+        return self._batch._replace(poll=SLEEP)
 
     def end(self) -> None:
         """Record the time since `begin`; call it when the pass has been computed."""

@@ -17,6 +17,7 @@ from ..draft.widths import FIRST_WIDTH
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
 from ..modelfile.vocab import frequent_ids
+from ..placement.draftcounts import DraftCounts
 from ..placement.drafters import Sources, tap_rows
 from ..placement.footprint import sweep_rows
 from ..resident.drafthead import DraftHead
@@ -109,10 +110,12 @@ def open_speculation(
     config: EngineConfig,
     runner: AnyRunner,
     times: PassTimes | None = None,
+    known: DraftCounts | None = None,
 ) -> Speculation | None:
     """Return what drafts for a runner's sequences; None without drafters.
 
     config: `n_draft` says for how many drafted rows there is memory. times: of passes, if known.
+    known: how right the drafters were in earlier runs.
     """
     if not drafters:
         return None
@@ -127,6 +130,8 @@ def open_speculation(
     controller = open_controller(drafters, config, max_rows, experts, captures)
     if times and not controller.settings.is_fixed:
         controller.calibrate(times.plain, times.verify)
+    if known and not config.deterministic:  # what was drafted earlier must not matter
+        controller.remember(known)
     speculation = Speculation(drafters, controller, hp.n_vocab, max_rows)
     if misses:
         caches = [one.residency.cache for one in misses]

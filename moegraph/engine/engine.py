@@ -129,8 +129,9 @@ class Engine:
         self._to_say = runner.lines if isinstance(runner, StagedRunner) else []
         self.passes = passes_of(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
         self.speculation = open_speculation(
-            loaded.drafters, loaded.config, loaded.runner, loaded.pass_times
-        )
+            loaded.drafters, loaded.config, loaded.runner, loaded.pass_times,
+            loaded.profile.profile.drafts if loaded.profile else {},
+        )  # fmt: skip
         self.copies = SequenceCopies(self.passes, self.state.copies, lambda: self.speculation)
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.copies, limit)
@@ -147,12 +148,13 @@ class Engine:
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
 
-        Returns None if there is no profile, or if no expert can be missing.
+        How right drafts were is added too. Returns None if there is no profile, or if no expert can
+        be missing and nothing was drafted.
         """
-        counts = self._use.counts()
-        if self._profile is None or counts is None:
+        if self._profile is None:
             return None
-        return self._profile.add_new(counts)
+        stats = self.spec_stats()
+        return self._profile.add_new(self._use.counts(), stats.drafts if stats else {})
 
     @property
     def load_times(self) -> dict[str, float]:

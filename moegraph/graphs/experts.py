@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from ..errors import InternalError
 from ..ggml.ops import Builder, Tensor
+from ..modelfile.hparams import HParams
 from ..resident.bank import Bank, ExpertBanks
 from ..resident.stage import Stage
 from ..resident.weights import LayerWeights
 from ..units import round_up
 
-# Rows of a pass for which CUDA's tiles are worth being narrowed: fewer have other kernels, and more
-# fill the tiles. Tiles are then for so many times as many rows as an expert has on average (popular
-# ones have more), and for at least _MIN_TILE: fewer tokens go to kernels that multiply vectors.
-# Of 256 experts, 8 used, on an H200, a layer of 128, 256, 512 rows took 0.82, 0.88, 0.96 of its
-# time; 2,048 rows took as long with this spread, and 1.08 times as long with half of it.
-_MIN_GROUPED, _MAX_GROUPED = 96, 512
+# CUDA's kernels for few rows take so many choices of experts at once (MOEGRAPH_MAX_SLOTS). Up to
+# _MAX_PIECES times as many, they are faster than tiles, although they read experts several times.
+_FEW_CHOICES, _MAX_PIECES = 512, 1
+# Rows up to which tiles are worth being narrowed: more fill them. Tiles are then for so many times
+# as many rows as an expert has on average (popular ones have more), and for at least _MIN_TILE:
+# fewer tokens go to kernels that multiply vectors. Of 256 experts, 8 used, on an H200, a pass of
+# 128, 256, 512 rows took 0.82, 0.88, 0.96 of its time; 2,048 rows took as long with this spread,
+# and 1.08 times as long with half of it.
+_MAX_GROUPED = 512
 _TILE_SPREAD = 4
 _MIN_TILE = 16
 
@@ -98,29 +102,67 @@ def build_expert_sum(b: Builder, rows: Tensor, il: int) -> Tensor:
     return b.name(out, "ffn_moe_out", il)
 
 
-def rows_together(stage: Stage, n_tokens: int) -> int:
+def build_routed_experts(
+    b: Builder, stage: Stage, cur: Tensor, slots: Tensor, weights: Tensor, il: int
+) -> Tensor:
+    """Append the weighted sum of each row's experts in routing order: F32 [n_embd, n_tokens].
+
+    The layer has slots. cur F32 [n_embd, n_tokens]; slots I32 [n_expert_used, n_tokens], where a
+    slot < 0 adds nothing; weights F32 [1, n_expert_used, n_tokens].
+    """
+    bank, n = stage.banks.layer(il), slots.ne[1]
+    n_pieces = -(-n * slots.ne[0] // _FEW_CHOICES)
+    if stage.device.can.exact_sums or n_pieces == 1:
+        return build_expert_sum(b, build_expert_rows(b, bank, cur, slots, weights, il), il)
+    if n_pieces <= _MAX_PIECES:
+        return _in_pieces(b, bank, cur, slots, weights, -(-n // n_pieces), il)
+    n_group = rows_together(stage.hp, n)
+    if n_group > 1:
+        return build_grouped_experts(b, bank, cur, slots, weights, n_group, il)
+    return build_expert_sum(b, build_expert_rows(b, bank, cur, slots, weights, il), il)
+
+
+def _in_pieces(
+    b: Builder, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, n_each: int, il: int
+) -> Tensor:
+    """Append the same, for n_each rows at a time."""
+    found, k = None, slots.ne[0]
+    weights = b.reshape(weights, k, slots.ne[1])
+    for at in range(0, slots.ne[1], n_each):
+        n = min(n_each, slots.ne[1] - at)
+
+        def piece(rows: Tensor, at: int = at, n: int = n) -> Tensor:
+            return b.view(rows, (rows.ne[0], n), (rows.nb[1],), at * rows.nb[1])
+
+        its_weights = b.reshape(piece(weights), 1, k, n)
+        rows = build_expert_rows(b, bank, piece(cur), piece(slots), its_weights, il)
+        total = build_expert_sum(b, rows, il)
+        found = b.concat(found, total, 1) if found else total
+    if found is None:
+        raise InternalError("a pass without rows")
+    return found
+
+
+def rows_together(hp: HParams, n_tokens: int) -> int:
     """Return how many rows `build_grouped_experts` should take as one; 1: it is of no use.
 
     CUDA makes tiles for as many rows of an expert as there are tokens, and leaves most of a tile
     empty where there are many experts.
     """
-    if stage.device.can.exact_sums or not _MIN_GROUPED <= n_tokens <= _MAX_GROUPED:
+    if n_tokens > _MAX_GROUPED:
         return 1
-    most = stage.hp.n_expert // (_TILE_SPREAD * stage.hp.n_expert_used)
+    most = hp.n_expert // (_TILE_SPREAD * hp.n_expert_used)
     return max(1, min(most, n_tokens // _MIN_TILE))
 
 
 def build_grouped_experts(
     b: Builder, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, n_group: int, il: int
 ) -> Tensor:
-    """Append the weighted sum of each row's experts in routing order: F32 [n_embd, n_tokens].
+    """Do as `build_routed_experts`, with narrower tiles.
 
     n_group rows count as one token that chose n_group * n_expert_used experts, so that CUDA's tiles
     are for fewer rows. Its kernels cope with an expert that a token chose several times. If the
     last group is not full, the first rows are computed in it again.
-
-    cur F32 [n_embd, n_tokens]; slots I32 [n_expert_used, n_tokens], where a slot < 0 adds nothing;
-    weights F32 [1, n_expert_used, n_tokens].
     """
     n_embd, k, n = cur.ne[0], slots.ne[0], slots.ne[1]
     n_full = round_up(n, n_group)

@@ -14,13 +14,7 @@ from ..ggml.ops import Builder, Tensor
 from ..resident.stage import Stage
 from .attention import build_attention
 from .deltanet import build_deltanet
-from .experts import (
-    build_expert_rows,
-    build_expert_sum,
-    build_grouped_experts,
-    build_shared_expert,
-    rows_together,
-)
+from .experts import build_routed_experts, build_shared_expert
 from .inputs import PassInputs, PassShape
 from .router import Routing, build_router
 from .tree import build_tree_deltanet
@@ -124,12 +118,8 @@ def build_moe(
     slots I32 [n_expert_used, n_tokens]; weights F32 [1, n_expert_used, n_tokens].
     """
     bank, moe = stage.banks.layer(il), None
-    n_group = rows_together(stage, slots.ne[1])
-    if bank.n_slots and n_group > 1:
-        moe = build_grouped_experts(b, bank, post_norm, slots, weights, n_group, il)
-    elif bank.n_slots:
-        rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
-        moe = build_expert_sum(b, rows, il)
+    if bank.n_slots:
+        moe = build_routed_experts(b, stage, post_norm, slots, weights, il)
     return build_layer_end(b, stage, residual, post_norm, moe, il)
 
 

@@ -5,7 +5,10 @@ than another:
 
     {"format": "moegraph routing profile", "version": 1, "n_layer": .., "n_expert": ..,
      "n_expert_used": .., "model": "<router fingerprint>",
-     "classes": {"default": {"n_tokens": .., "counts": [[.. n_expert ..] .. n_layer ..]}}}
+     "classes": {"default": {"n_tokens": .., "counts": [[.. n_expert ..] .. n_layer ..]}},
+     "drafts": {"mtp": {"seen": [..], "right": [..]}}}
+
+`drafts` says how often drafts of the model were right, if there were any (draftcounts.py).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy.typing as npt
 
 from ..errors import RequestError
 from ..units import KiB, format_bytes
+from .draftcounts import MAX_LISTS, MAX_NUMBERS, DraftCounts, added, from_fields, to_fields
 from .identity import RouterShape
 from .trace import replace_file
 
@@ -45,11 +49,16 @@ class RoutingClass:
 
 
 class Profile:
-    """Routing statistics of one model, by class of prompts."""
+    """Routing statistics of one model, by class of prompts; drafts: how right its drafts were."""
 
     def __init__(self, shape: RouterShape) -> None:
         self.shape = shape
         self.classes: dict[str, RoutingClass] = {}
+        self.drafts: DraftCounts = {}
+
+    def add_drafts(self, more: DraftCounts) -> None:
+        """Add how often drafts were right."""
+        self.drafts = added(self.drafts, more)
 
     def add(self, name: str, counts: npt.ArrayLike, n_tokens: int) -> None:
         """Add the choices of n_tokens tokens, [n_layer, n_expert], to a class, which may be new.
@@ -116,6 +125,8 @@ class Profile:
                 for name, c in self.classes.items()
             },
         }  # fmt: skip
+        if self.drafts:
+            content["drafts"] = to_fields(self.drafts)
         replace_file(path, (json.dumps(content, separators=(",", ":")).encode(), b"\n"))
 
 
@@ -160,6 +171,10 @@ def read_profile(path: str | Path, model: RouterShape) -> Profile:
     shape.require(model, f"{path}: the profile")
     profile = Profile(shape)
     profile.classes = _classes(path, shape, content.get("classes"))
+    drafts = from_fields(content.get("drafts"))
+    if drafts is None:
+        raise _damaged(path, "its drafts are no counts")
+    profile.drafts = drafts
     return profile
 
 
@@ -171,7 +186,8 @@ def _read_bounded(path: str | Path, model: RouterShape) -> bytes:
     """
     n_rows = _MAX_CLASSES * model.n_layer
     n_counts = n_rows * model.n_expert
-    limit = max(n_counts * _COUNT_BYTES + _MAX_CLASSES * _CLASS_BYTES, _SMALL_FILE)
+    n_bytes = (n_counts + MAX_NUMBERS) * _COUNT_BYTES + (_MAX_CLASSES + MAX_LISTS) * _CLASS_BYTES
+    limit = max(n_bytes, _SMALL_FILE)
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -184,7 +200,10 @@ def _read_bounded(path: str | Path, model: RouterShape) -> bytes:
             f"{path}: a routing profile of {format_bytes(size)}; one of this model has at most "
             f"{format_bytes(limit)}"
         )
-    most = {b"[": n_rows + _MAX_CLASSES, b"{": _MAX_CLASSES + 2, b",": n_counts + 8 * _MAX_CLASSES}
+    most = {
+        b"[": n_rows + _MAX_CLASSES + MAX_LISTS, b"{": _MAX_CLASSES + 2 + MAX_LISTS,
+        b",": n_counts + 8 * _MAX_CLASSES + MAX_NUMBERS + MAX_LISTS,
+    }  # fmt: skip
     for char, n in most.items():
         if data.count(char) > n:
             raise RequestError(

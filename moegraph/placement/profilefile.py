@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, MoegraphError
+from .draftcounts import DraftCounts, less
 from .identity import RouterShape
 from .profile import Profile, read_profile, require_class_name
 
@@ -28,6 +29,7 @@ DEFAULT_CLASS = "default"
 # Adding to a file takes milliseconds, so a run does not wait longer for other processes.
 _LOCK_SECONDS = 2.0
 _LOCK_POLL_SECONDS = 0.01
+_NONE: DraftCounts = {}
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class ProfileFile:
         self._is_named = is_named
         self._shape = shape
         self._n_added: npt.NDArray[np.int64] | int = 0  # by `add_new`
+        self._drafts_added: DraftCounts = {}
         self._ignored = ""  # why the file is ignored
         try:
             self.profile = self._read(path)
@@ -124,33 +127,43 @@ class ProfileFile:
         ranking, shares = self.profile.ranking(self._reads), self.profile.shares(self._reads)
         return list(zip(ranking.tolist(), shares.tolist()))
 
-    def update(self, counts: npt.NDArray[np.int64]) -> ProfileUpdate:
+    def update(self, counts: npt.NDArray[np.int64], drafts: DraftCounts = _NONE) -> ProfileUpdate:
         """Add choices [n_layer, n_expert] to the class in the file; never raise.
 
-        The file is read again first, because other runs may have updated it.
+        drafts: how right drafts were, to add too. The file is read again first, because other runs
+        may have updated it.
         """
         n_tokens = int(counts[0].sum()) // self._shape.n_expert_used
         where = (str(self.path), self.class_name, n_tokens)
-        if not n_tokens:
+        if not n_tokens and not drafts:
             return ProfileUpdate(*where, "the run computed no token", is_expected=True)
         if self._ignored:
             return ProfileUpdate(*where, f"it was ignored: {self._ignored}", is_expected=True)
         try:
-            return self._add(counts, where)
+            return self._add(counts, drafts, where)
         except (MoegraphError, OSError, RuntimeError) as error:  # RuntimeError: circular links
             return ProfileUpdate(*where, str(error))
 
-    def add_new(self, counts: npt.NDArray[np.int64]) -> ProfileUpdate:
-        """Add the choices of a run that the last call has not added; as `update`.
+    def add_new(
+        self, counts: npt.NDArray[np.int64] | None, drafts: DraftCounts
+    ) -> ProfileUpdate | None:
+        """Add the choices and drafts of a run that the last call has not added; as `update`.
 
-        counts: all choices of the run so far [n_layer, n_expert].
+        counts: all choices of the run so far [n_layer, n_expert]; None if they are not counted.
+        Returns None if nothing is counted.
         """
-        update = self.update(counts - self._n_added)
+        if counts is None and not drafts:
+            return None
+        if counts is None:
+            counts = np.zeros(self._shape.sizes[:2], np.int64)
+        update = self.update(counts - self._n_added, less(drafts, self._drafts_added))
         if not update.why:
-            self._n_added = counts
+            self._n_added, self._drafts_added = counts, drafts
         return update
 
-    def _add(self, counts: npt.NDArray[np.int64], where: tuple[str, str, int]) -> ProfileUpdate:
+    def _add(
+        self, counts: npt.NDArray[np.int64], drafts: DraftCounts, where: tuple[str, str, int]
+    ) -> ProfileUpdate:
         path = self.path.resolve()  # do not replace a symbolic link
         if not path.exists() and not self._is_named:
             return ProfileUpdate(*where, f"{path} was removed during the run", is_expected=True)
@@ -164,7 +177,9 @@ class ProfileFile:
                 why = f"another process has locked the folder {path.parent} for {_LOCK_SECONDS:g} s"
                 return ProfileUpdate(*where, why)
             profile = self._read(path)
-            profile.add(self.class_name, counts, where[2])
+            if where[2]:
+                profile.add(self.class_name, counts, where[2])
+            profile.add_drafts(drafts)
             profile.save(path)
         return ProfileUpdate(*where)
 

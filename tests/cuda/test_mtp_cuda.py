@@ -13,7 +13,11 @@ from helpers.mtp import MtpModel
 from modelgen.build import write_model
 from modelgen.presets import PRESETS
 
+from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.ops import Builder
+from moegraph.runner import Batch
+from moegraph.runner.inspect import read_tensor
 
 N = 6
 
@@ -124,3 +128,37 @@ def test_experts_that_are_fetched_change_no_draft(
                 rows.append(model.logits(1 + turn % 5))
             found.append(np.concatenate(rows))
     np.testing.assert_array_equal(*found)
+
+
+def test_the_ring_has_the_taps_of_what_a_sequence_took(with_block: Callable[[str], Path]) -> None:
+    """After decode passes, also those that are replayed, and after commits of paths of trees."""
+    ids = random_ids(40)
+    with MtpModel(with_block("mini35b"), 256, device="cuda") as model:
+        taps, device, runner = model.stage.taps, model.stage.device, model.runner
+        runner.graphs.clear()
+        layers = (0, 1, model.hp.n_layer - 1)
+        taps.reserve(layers, 32, 1)
+
+        def check(rows: list[int], first: int) -> None:
+            device.synchronize()
+            with Context(16) as context:
+                b = Builder(context, 16)
+                ring = read_tensor(taps._ring(b))
+                for at, il in enumerate(layers):
+                    wanted = read_tensor(taps.leaf(b, il))[rows]
+                    got = ring[at][taps.ring_rows(0, first, len(rows))]
+                    assert wanted.any()
+                    np.testing.assert_array_equal(got, wanted, err_msg=f"tap {il} at {first}")
+
+        for turn in range(30):
+            first = model.state.n_past[0]
+            runner.submit(Batch(ids[turn : turn + 1][None], (0,)))
+            runner.collect()
+            check([0], first)
+            if turn % 3 == 2:
+                runner.submit(Batch.verify(ids[:6][None], (0,), [[-1, 0, 0, 1, 2, 4]]))
+                runner.collect()
+                path = [[0], [0, 2, 4, 5], [0, 1, 3]][turn // 3 % 3]
+                runner.commit({0: path})
+                check(path, first + 1)
+        assert model.state.n_past[0] > 50

@@ -94,6 +94,7 @@ class MtpModel:
         """Return the block's K and V rows of the positions of a sequence, and its last output."""
         from moegraph.runner.inspect import read_tensor
 
+        self.stage.device.synchronize()  # what the drafter was told last may be under way
         state, il = self.state, self.hp.n_layer
         assert state.last_out is not None
         rows = state.pool.rows(np.array(slot), np.arange(state.n_past[slot]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -13,6 +15,7 @@ from helpers.shared import prompt
 from helpers.workers import WorkerProcess, working
 
 from moegraph.engine import Engine
+from moegraph.engine.groupchoice import GroupChoice
 from moegraph.runner import LayeredRunner, WholeRunner
 
 Open = Callable[..., Engine]
@@ -63,9 +66,13 @@ def test_text_over_two_workers_is_that_of_one_device(
     assert_same(cut, open_engine())
 
 
+@pytest.mark.parametrize("n_groups", [1, 2])
 def test_requests_are_answered_over_two_workers(
-    workers: tuple[WorkerProcess, WorkerProcess], open_engine: Open
-) -> None:
+    workers: tuple[WorkerProcess, WorkerProcess], open_engine: Open,
+    monkeypatch: pytest.MonkeyPatch, n_groups: int,
+) -> None:  # fmt: skip
+    """In one pass, and in groups, one on each worker."""
+    monkeypatch.setattr(GroupChoice, "n_groups", lambda self, n_rows: min(n_rows, n_groups))
     found = []
     for device in ("cpu", ",".join(worker.url for worker in workers)):
         engine = open_engine("mini35b", device=device, n_seq=3, deterministic=True)
@@ -75,6 +82,28 @@ def test_requests_are_answered_over_two_workers(
                 client.wait()
         found.append([client.tokens for client in clients])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("at", ["{0},cpu", "cpu,{0}"])
+def test_a_worker_that_is_lost_while_groups_are_in_flight(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Every request ends with an error that names it, and so does the service."""
+    monkeypatch.setattr(GroupChoice, "n_groups", lambda self, n_rows: min(n_rows, 2))
+    with working() as worker:
+        names = at.format(worker.url)
+        engine = open_engine("mini35b", device=names, n_seq=4, n_ctx=2048)
+        with serving(engine) as service:
+            clients = [Client(service, [n + 1], max_tokens=2000) for n in range(4)]
+            while any(len(client.tokens) < 8 for client in clients):
+                time.sleep(0.001)
+            address = worker.url.removeprefix("rpc://")
+            worker.signal(signal.SIGKILL)
+            for client in clients:
+                client.wait(30)
+            assert all(client.reason == "error" for client in clients)
+            assert any(address in str(client.last.error) for client in clients)
+            assert service.failure and address in service.failure
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -210,6 +210,46 @@ def test_the_threads_of_a_prompt_sleep_beside_a_busy_core(
         assert used == [Threads(2, expected)]
 
 
+@pytest.mark.parametrize(
+    ("n_rows", "free", "n_batch", "expected"),
+    [(2, 1, None, Threads(1, SPIN)), (8, 1, None, Threads(1, SPIN)),
+     (9, 1, None, Threads(2, SLEEP)), (2, 1, 2, Threads(2, SLEEP)), (2, 2, None, Threads(2, SPIN))],
+)  # fmt: skip
+def test_few_rows_have_the_threads_of_one_beside_a_busy_core(
+    model_path, monkeypatch, n_rows: int, free: int, n_batch: int | None, expected: Threads
+) -> None:
+    monkeypatch.setattr(LOAD, "free", lambda: free)
+    monkeypatch.setattr(cputhreads, "waiting", lambda _: SPIN)
+    config = EngineConfig(device="cpu", n_threads=2, n_threads_batch=n_batch, n_ctx=256)
+    with Engine.load(model_path("legacy32"), config) as engine:
+        engine.threads.tuner.current = Threads(1, SPIN)
+        used = noted(monkeypatch)
+        engine.forward(np.arange(n_rows, dtype=np.int32))
+        assert used == [expected]
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "mini35b"])
+def test_few_rows_have_the_same_bits_on_any_number_of_threads(
+    model_path, monkeypatch, preset: str
+) -> None:
+    monkeypatch.setattr(LOAD, "free", lambda: 1)
+    config = EngineConfig(device="cpu", n_threads=3, n_ctx=768, n_seq=2)
+    found = []
+    with Engine.load(model_path(preset), config) as engine:
+        ids = np.random.default_rng(3).integers(0, engine.hparams.n_vocab, 540).astype(np.int32)
+        for threads in (Threads(3, SLEEP), Threads(1, SLEEP), Threads(2, SLEEP)):
+            engine.reset()
+            engine.prefill(ids)
+            engine.reset(1)
+            engine.forward(ids[:20], seq=1)
+            engine.threads.tuner.current = threads
+            rows = [engine.forward(ids[:n_rows]).logits for n_rows in (2, 5, 8)]
+            found.append([*rows, engine.forward(ids[:2].reshape(2, 1), seq=[0, 1]).logits])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def test_the_report_says_how_many_cpus_are_taken(model_path, monkeypatch) -> None:
     config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
     with Engine.load(model_path("legacy32"), config) as engine:

@@ -1,0 +1,139 @@
+"""What a profile remembers of drafts: kept, bounded, and used by the next start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.drafting import Rates, Text, Tool, World, auto, simulate
+
+from moegraph.draft.controller import Controller
+from moegraph.draft.plan import DraftSettings, Source, Step
+from moegraph.draft.watch import Watched
+from moegraph.errors import RequestError
+from moegraph.placement.draftcounts import MAX_DEPTH, MAX_DRAFTERS, added, from_fields, less
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.profile import Profile, read_profile
+from moegraph.placement.profilefile import ProfileFile
+
+SHAPE = RouterShape(2, 4, 2, "abc")
+COUNTS = np.array([[8, 0, 1, 1], [0, 5, 5, 0]])
+GOOD = {"mtp": ((40, 36, 30), (36, 30, 20)), "dflash": ((5,), (1,))}
+
+
+def test_counts_are_added_and_older_ones_fade() -> None:
+    twice = added(GOOD, {"mtp": ((10, 9, 8, 7), (9, 8, 7, 6)), "lookup": ((3,), (2,))})
+    assert twice["mtp"] == ((50, 45, 38, 7), (45, 38, 27, 6))
+    assert twice["dflash"] == GOOD["dflash"] and twice["lookup"] == ((3,), (2,))
+    assert less(twice, GOOD) == {
+        "mtp": ((10, 9, 8, 7), (9, 8, 7, 6)), "lookup": ((3,), (2,)),
+    }  # fmt: skip
+    assert less(GOOD, GOOD) == {} and added({}, {"mtp": ((), ())}) == {}
+    many = {"mtp": ((4000, 3000), (3000, 2000))}
+    for _ in range(50):
+        many = added(many, {"mtp": ((900, 100), (90, 10))})
+    (first, second), (right, _) = many["mtp"]
+    assert first <= 4096 + 900 and second < first and right / first < 0.15
+
+
+def test_there_are_never_too_many() -> None:
+    known: dict[str, Any] = {}
+    for i in range(2 * MAX_DRAFTERS):
+        known = added(known, {f"d{i}": ((1,) * (2 * MAX_DEPTH), (0,) * (2 * MAX_DEPTH))})
+    assert len(known) == MAX_DRAFTERS
+    assert all(len(seen) == len(right) == MAX_DEPTH for seen, right in known.values())
+
+
+def test_a_profile_keeps_them(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    opened = ProfileFile(path, "", True, SHAPE)
+    assert opened.profile.drafts == {}
+    kept = opened.add_new(COUNTS, GOOD)
+    assert kept and not kept.why
+    more = added(GOOD, {"mtp": ((2,), (1,))})
+    assert opened.add_new(2 * COUNTS, more) and read_profile(path, SHAPE).drafts == more
+    # a run in which no expert can be missing has no choices to add
+    again = ProfileFile(path, "", True, SHAPE)
+    assert again.add_new(None, GOOD) and again.add_new(None, {}) is None
+    found = read_profile(path, SHAPE)
+    assert found.drafts == added(more, GOOD) and found.classes["default"].n_tokens == 10
+    assert "drafts" in path.read_text()
+    # a profile of choices alone has none
+    opened = ProfileFile(tmp_path / "q.json", "", True, SHAPE)
+    opened.add_new(COUNTS, {})
+    assert "drafts" not in (tmp_path / "q.json").read_text()
+
+
+def test_the_largest_profile_can_be_read(tmp_path: Path) -> None:
+    profile = Profile(SHAPE)
+    for i in range(MAX_DRAFTERS):
+        profile.add_drafts({f"d{i}": ((4000,) * MAX_DEPTH, (3000,) * MAX_DEPTH)})
+    for i in range(64):
+        profile.add(f"class-{i}", COUNTS, 5)
+    profile.save(tmp_path / "p.json")
+    assert len(read_profile(tmp_path / "p.json", SHAPE).drafts) == MAX_DRAFTERS
+
+
+@pytest.mark.parametrize("drafts", [
+    [], {"mtp": []}, {"mtp": {"seen": [1]}}, {"mtp": {"seen": [1], "right": [2]}},
+    {"mtp": {"seen": [1, 2], "right": [1]}}, {"mtp": {"seen": [-1], "right": [-1]}},
+    {"mtp": {"seen": [1.5], "right": [1]}}, {"a b": {"seen": [1], "right": [1]}},
+    {"mtp": {"seen": [1] * 33, "right": [1] * 33}}, {"mtp": {"seen": [], "right": []}},
+    {"mtp": {"seen": [1 << 31], "right": [1]}},
+    {f"d{i}": {"seen": [1], "right": [1]} for i in range(9)},
+])  # fmt: skip
+def test_a_damaged_file_is_refused(tmp_path: Path, drafts: Any) -> None:
+    assert from_fields(drafts) is None
+    path = tmp_path / "p.json"
+    Profile(SHAPE).save(path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "drafts": drafts}))
+    with pytest.raises(RequestError, match="its drafts are no counts"):
+        read_profile(path, SHAPE)
+
+
+STEP = 2.4e-3
+SOURCE = Source("mtp", 8, 0.02, 0.17, 0.75, 3)
+
+
+def begun(rates: tuple[float, ...], known: bool) -> Controller:
+    """Return a controller before its second start, which may know what the first one learned."""
+    world = World([Text(600, {"mtp": Rates(rates)})], [Tool(SOURCE, 0.05e-3, 0.38e-3)],
+                  lambda n: 1.0 + 0.13 * (n - 1), STEP)  # fmt: skip
+    before, after = auto(world), Controller([SOURCE], DraftSettings())
+    simulate(world, before)
+    after.calibrate(STEP, {2: 1.2 * STEP, 4: 1.5 * STEP})
+    if known:
+        after.remember(before.stats.drafts)
+    after.begin()
+    return after
+
+
+def test_the_next_start_begins_with_what_was_learned() -> None:
+    good = begun((0.9, 0.88, 0.86), known=True)
+    plan = good.choose(500)
+    assert plan.source == "mtp" and not plan.is_watched and plan.n_draft >= 2
+    assert begun((0.9, 0.88, 0.86), known=False).choose(500).is_watched
+
+    def n_tried(controller: Controller) -> int:
+        n = 0
+        for _ in range(100):
+            plan = controller.choose(500)
+            n += bool(plan.source)
+            if plan.is_watched:
+                controller.observe_watched(Watched("mtp", (-1,), ()))
+            controller.observe(Step(plan.source, STEP, n_draft=plan.n_draft, is_trial=True))
+        return n
+
+    assert n_tried(begun((0.1, 0.1), known=True)) < n_tried(begun((0.1, 0.1), known=False))
+
+
+def test_what_is_remembered_is_soon_outweighed() -> None:
+    controller = begun((0.1, 0.1), known=True)
+    for _ in range(40):
+        controller.observe_watched(Watched("mtp", (0, 0), ()))
+    assert controller.choose(500).source == "mtp"
+    controller.remember({"gone": ((9,), (9,)), "mtp": ((), ())})  # nothing of use
