@@ -32,7 +32,8 @@ class Answers:
     """Requests by slot, and what is to be told of them.
 
     sweeping: the requests whose prompts a sweep reads. One that ends meanwhile keeps its slot until
-    the sweep has ended, unless it is alone in it.
+    the sweep has ended, unless it is alone in it. worthless: idle slots that hold what nobody is to
+    go on from.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Answers:
         self._slots: list[Answer | None] = [None] * n_slots
         self._given_back = [0] * n_slots  # when, as a running number
         self._clock = 0
+        self.worthless: set[int] = set()
         self._to_tell: list[Answer] = []
         self._left: list[Answer] = []
         self._n_failures = 0
@@ -61,6 +63,7 @@ class Answers:
     def enter_slot(self, answer: Answer, slot: int) -> None:
         """Give an idle slot to a request."""
         self._slots[slot], answer.slot = answer, slot
+        self.worthless.discard(slot)
 
     def leave_slot(self, answer: Answer) -> None:
         """Take the slot of a request back, if it has one; what the slot holds stays."""
@@ -68,6 +71,8 @@ class Answers:
         if slot >= 0 and self._slots[slot] is answer:
             self._clock += 1
             self._slots[slot], self._given_back[slot] = None, self._clock
+            if not answer.request.reuse:
+                self.worthless.add(slot)
 
     def take_left(self) -> list[Answer]:
         """Return the requests that need no more work since the last call."""

@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 _CHUNK, _CHUNK_STREAMS = 8, 512
 
 
-# To what rows are rounded on a device with streams: few lengths, because each has graphs of its
-# own, and to build those takes longer than the rows.
-_STEP = 64
 # A sweep reads several prompts only if they have as many rows at most: so many chunks if experts
 # may be missing, which then cross once for all, else one chunk.
 _JOINT_CHUNKS = 4
+# Most prompts of a sweep; 1: each is read alone.
+_MOST_PROMPTS = 32
 # A prompt that shares more than so many tokens with another one waits until that is read.
 _SHARED = 64
 
@@ -61,7 +60,8 @@ class Reading:
         self._n_joint = min(self._n_ubatch * (_JOINT_CHUNKS if may_lack else 1), self._n_sweep)
         self._joins = engine.speculation is None  # drafters take the taps of one prompt
         self._streams = engine.device.can.streams
-        self._step_rows = _STEP if self._streams and engine.config.n_seq > 1 else 1
+        # each length has graphs of its own, and to build those takes longer than some more rows
+        self._rounds = self._streams and engine.config.n_seq > 1
         self._answers, self._tally = answers, answers.tally
         self._drafting, self._swapping = drafting, swapping
         self._read: list[Answer] = []
@@ -137,7 +137,11 @@ class Reading:
             PoolFull: there is no memory for it now; the request has no slot.
             MoegraphError: the device failed.
         """
-        known = answer.ids if answer.request.reuse else answer.ids[:0]
+        known, worthless = answer.ids, self._answers.worthless
+        if not answer.request.reuse:
+            known = known[:0]
+        while worthless:
+            self._passes.reset(worthless.pop())
         slot = self._prefixes.choose(known, self._answers.idle_slots())
         self._swapping.make_room(answer, slot)
         batch, marks = self._batch(answer, slot)
@@ -161,6 +165,8 @@ class Reading:
         if memory is None or not self._joins:
             return
         for other in others:
+            if len(group) == _MOST_PROMPTS:
+                return
             n_left = self._n_joint - sum(len(batch.tokens) for batch in group.values())
             if self.n_rest(other) > n_left or any(self._shares(other, one) for one in group):
                 continue
@@ -242,7 +248,7 @@ class Reading:
         words = drawing.words()
         draws = None if words is None else words[None]
         rest, greedy = ids[n_cached:], drawing.greedy
-        return SweepBatch(rest, slot, False, greedy, draws, cuts, step=self._step_rows), marks
+        return SweepBatch(rest, slot, False, greedy, draws, cuts, is_rounded=self._rounds), marks
 
     def read(self, seconds: float) -> float | None:
         """Run a step of the sweep that is under way, and more if they take so long in all.
@@ -331,6 +337,8 @@ class Reading:
         slot, n_held = answer.slot, len(self._passes.held(answer.slot))
         most = self._taps.n_rows if self._taps.layers else self._n_ubatch
         n = min([n_rows, most, *(cut - n_held for cut in batch.cuts)])
+        if self._rounds:
+            n = 1 << (min(n, len(batch.tokens)).bit_length() - 1)
         is_last = n >= len(batch.tokens)
         piece = replace(batch, tokens=batch.tokens[:n], cuts=(), as_pass=True)
         if not is_last:

@@ -94,6 +94,10 @@ class ServiceLoop:
     def _turn(self) -> bool:
         """Do what comes next; return whether to go on."""
         with self.lock:
+            fresh = [answer for answer in self.scheduler.requests() if answer.n_rest is None]
+        for answer in fresh:  # without the lock, because it may look into files
+            self._reading.n_rest(answer)
+        with self.lock:
             if self.is_closing:
                 return False
             ended = self._due()

@@ -371,14 +371,16 @@ class Device:
             f"{format_bytes(free)} free; {remedy}"
         )
 
-    def host_buffer(self, size: int, must_pin: bool = False) -> HostBuffer:
+    def host_buffer(self, size: int, must_pin: bool = False, may_pin: bool = True) -> HostBuffer:
         """Allocate `size` bytes of host memory for transfers: pinned if the driver can pin it.
+
+        may_pin: False for ordinary memory, which is there at once, and slower to copy.
 
         Raises:
             NativeError: there is no memory, or must_pin is set and it was not pinned.
         """
         buft = C.ggml_backend_dev_host_buffer_type(self._dev)
-        if buft == ffi.NULL:  # the device pins nothing
+        if buft == ffi.NULL or not may_pin:
             buft = C.ggml_backend_cpu_buffer_type()
         ptr = C.ggml_backend_buft_alloc_buffer(buft, size)
         if ptr == ffi.NULL:

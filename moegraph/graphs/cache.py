@@ -11,12 +11,9 @@ from ..ggml.device import Device
 from ..ggml.handles import Context, GraphAllocator
 from ..ggml.lib import C, ffi, last_error
 from ..ggml.ops import Builder, name_of, shape
+from ..resident.layout import GRAPH_BYTES
 from ..units import format_bytes
 from .length import Span, set_length
-
-# Host memory of all graphs. Those of a pass take 3 MiB with a 35B. A server with 32 slots has as
-# many widths of passes, and prompts of many lengths; to build one again takes 30 to 60 ms.
-_MAX_BYTES = 512 << 20
 
 
 class BuiltGraph:
@@ -54,8 +51,9 @@ class GraphCache:
     graphs that were built, and that were dropped to save memory, so far. n_host_bytes: their size.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, max_bytes: int = GRAPH_BYTES) -> None:
+        """max_bytes: most host memory of all graphs; those of a pass take 3 MiB with a 35B."""
+        self._device, self._max_bytes = device, max_bytes
         self._allocator = GraphAllocator(device.buft, device.compute)
         self._graphs: OrderedDict[Hashable, BuiltGraph] = OrderedDict()
         self.n_host_bytes = 0
@@ -94,7 +92,7 @@ class GraphCache:
         self._graphs[key] = built
         self.n_built += 1
         self.n_host_bytes += built.n_bytes
-        while self.n_host_bytes > _MAX_BYTES and len(self._graphs) > 1:
+        while self.n_host_bytes > self._max_bytes and len(self._graphs) > 1:
             _, oldest = self._graphs.popitem(last=False)
             self.n_host_bytes -= oldest.n_bytes
             self.n_dropped += 1

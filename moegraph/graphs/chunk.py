@@ -39,8 +39,9 @@ _ALIGN = 64  # words
 MAX_SEQS = _ALIGN
 # Chunks that a sweep may have beyond the fewest: those beside other requests are short.
 _MORE_CHUNKS = 512
-# Rows of a chunk of several sequences are rounded up to a multiple of so many steps.
-_FEWER = 4
+# To what rows, places and sequences of chunks are rounded up if that is asked for.
+_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_SEQS = (1, 2, 4, 8, 16, 32, MAX_SEQS)
 # Chunks whose KV rows have room, if each attends to a whole context.
 _JOINT_CHUNKS = 4
 
@@ -78,10 +79,25 @@ class _Sizes:
         self.draws = round_up(DRAW_WORDS, _ALIGN)
         self.kv_rows = n_ctx if n_seq > 1 else 0
         self.n_chunks = -(-n_rows // max_rows) + _MORE_CHUNKS
-        self.all = round_up(n_rows * self.row, _ALIGN) + n_parts * _ALIGN * self.n_chunks
+        self.all = round_up(n_rows * self.row, _ALIGN) + 3 * _ALIGN * self.n_chunks
         # sequences and KV rows of chunks of several sequences
         self.all += _JOINT_CHUNKS * (self.slot + self.kv_rows) if n_seq > 1 else 0
         self.total = self.current + self.slot + self.draws + self.kv_rows + self.all
+
+
+def _rounded(n: int, sizes: Sequence[int]) -> int:
+    """Return the first size that is at least n, or n if it is larger than all of them."""
+    return next((size for size in sizes if size >= n), n)
+
+
+def rounded_seqs(n_seqs: int) -> int:
+    """Return how many sequences a rounded chunk has, empty ones included."""
+    return _rounded(n_seqs, _SEQS)
+
+
+def rounded_places(most: int) -> int:
+    """Return the largest rounded number of places that is not above most; 0: there is none."""
+    return max((size for size in _ROWS if size <= most), default=0)
 
 
 class _Parts(NamedTuple):
@@ -139,20 +155,18 @@ class ChunkInputs:
         self._uploaded = device.event()
         self._at: list[tuple[int, int]] = []  # (first word, words) of each chunk
         self._joint: list[tuple[int, int]] = []  # sequences and KV rows after that, if it has any
-        self._max_rows, self._step = max_rows, 1
+        self._max_rows, self._is_rounded = max_rows, False
 
-    def shape_of(self, segments: Sequence[Segment], step: int) -> tuple[int, PassShape]:
+    def shape_of(self, segments: Sequence[Segment], is_rounded: bool) -> tuple[int, PassShape]:
         """Return the rows of a chunk, with copies of the first one, and its rectangle.
 
-        step: both are rounded up to multiples of it, as far as there is memory; 0: the chunk has
-        one sequence, and its rows are all that there are.
+        is_rounded: rows, places and sequences are rounded up, as far as there is room.
         """
         n, t = sum(segment.n for segment in segments), max(segment.n for segment in segments)
         n_kv, n_seqs = max(kv_length(self._state, one.end) for one in segments), len(segments)
-        if not step:
-            return n, PassShape(n, 1, kv_length(self._state, segments[0].end), 0)
-        n = min(round_up(n, step if n_seqs == 1 else _FEWER * step), self._max_rows)
-        t = n if n_seqs == 1 else min(round_up(t, step), self._max_rows // n_seqs)
+        if is_rounded:
+            n, n_seqs = min(_rounded(n, _ROWS), self._max_rows), rounded_seqs(n_seqs)
+            t = n if n_seqs == 1 else min(_rounded(t, _ROWS), self._max_rows // n_seqs)
         return n, PassShape(t, n_seqs, n_kv, 0, is_ragged=True)
 
     def begin(self, slot: int, n_kv: int) -> None:
@@ -214,18 +228,18 @@ class ChunkInputs:
 
     # chunks of several sequences
 
-    def begin_joint(self, step: int) -> None:
-        """Begin a sweep whose chunks come from `add_joint`; step: as in `shape_of`."""
-        self._at, self._joint, self._step = [], [], step
+    def begin_joint(self, is_rounded: bool) -> None:
+        """Begin a sweep whose chunks come from `add_joint`; is_rounded: as in `shape_of`."""
+        self._at, self._joint, self._is_rounded = [], [], is_rounded
 
-    def fits(self, segments: Sequence[Segment], step: int) -> bool:
+    def fits(self, segments: Sequence[Segment], is_rounded: bool) -> bool:
         """Return whether there is room for what a chunk of several sequences attends to."""
-        _, shape = self.shape_of(segments, step)
+        _, shape = self.shape_of(segments, is_rounded)
         return shape.n_kv * shape.n_seqs <= self._sizes.kv_rows
 
-    def fit(self, chunks: Sequence[Sequence[Segment]], step: int) -> bool:
+    def fit(self, chunks: Sequence[Sequence[Segment]], is_rounded: bool) -> bool:
         """Return whether there is room for the inputs of such chunks together."""
-        n = sum(sum(self._joint_words(*self.shape_of(each, step))) for each in chunks)
+        n = sum(sum(self._joint_words(*self.shape_of(each, is_rounded))) for each in chunks)
         return n <= self._sizes.all
 
     def _joint_words(self, n: int, shape: PassShape) -> tuple[int, int]:
@@ -245,7 +259,7 @@ class ChunkInputs:
 
         Each sequence has one segment. Others: as in `add`.
         """
-        state, (n, shape) = self._state, self.shape_of(segments, self._step)
+        state, (n, shape) = self._state, self.shape_of(segments, self._is_rounded)
         n_real, t, n_pages = len(tokens), shape.n_seq_tokens, shape.n_kv // PAGE
         places = np.concatenate([np.arange(s.first, s.end) for s in segments])
         slots = np.concatenate([np.full(s.n, s.slot) for s in segments])
@@ -263,8 +277,10 @@ class ChunkInputs:
         seen[in_rect] = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
         words[parts.mask :][: seen.size] = seen.reshape(-1)
         own = tuple(segment.slot for segment in segments)
+        words[n_first : n_first + _ALIGN] = -1  # no sequence
         words[n_first : n_first + len(own)] = own
         if self._sizes.kv_rows:
+            own += own[:1] * (shape.n_seqs - len(own))
             rows = gathered_rows(state.pool, own, shape.n_kv)
             words[n_first + _ALIGN :] = rows.reshape(-1)
         at = sum(self._joint[-1]) if self._joint else self._chunks_at

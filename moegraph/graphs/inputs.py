@@ -250,16 +250,19 @@ class InputBlock:
         """Write the inputs of a pass and enqueue their upload.
 
         tokens: numpy shape [n_seqs, n_seq_tokens]. slots: the sequence of each row of tokens; they
-        have pages for the rows. draws: numpy shape [n_out, DRAW_WORDS]. The call waits for the
+        have pages for the rows. If the pass has more sequences, the others are padding. draws:
+        numpy shape [n_out, DRAW_WORDS], without padding. The call waits for the
         previous upload, not for the device.
         """
         if self._uploaded:
             self._uploaded.wait()
-        n_tokens = tokens.size
+        n_tokens = shape.n_tokens
         if n_tokens > 1 or tree:
             self._one = None
             at = self._layout(n_tokens)
-            self._fill_rows(at, shape, tokens, slots, tree)
+            self._fill_rows(at, shape, slots, tree)
+            if len(slots) < shape.n_seqs:
+                tokens = tokens[np.minimum(np.arange(shape.n_seqs), len(slots) - 1)]
             if self._embedding:
                 rows = self._region(at.embd, n_tokens * self._n_embd, np.float32)
                 self._embedding.rows(tokens.reshape(-1), rows.reshape(n_tokens, self._n_embd))
@@ -294,26 +297,30 @@ class InputBlock:
         return self._host.array[start : start + n * np.dtype(dtype).itemsize].view(dtype)
 
     def _fill_rows(
-        self, at: _Layout, shape: PassShape, tokens: npt.NDArray[np.int32],
-        slots: tuple[int, ...], tree: Tree | None,
-    ) -> None:  # fmt: skip
+        self, at: _Layout, shape: PassShape, slots: tuple[int, ...], tree: Tree | None
+    ) -> None:
         """Write all inputs but the embeddings."""
         region, state, n_tokens, n = self._region, self._state, shape.n_tokens, shape.n_seq_tokens
+        n_pad, n_real = shape.n_seqs - len(slots), n * len(slots)
+        padded, slots = slots + (-1,) * n_pad, slots + slots[:1] * n_pad
         pos0 = [state.n_past[slot] for slot in slots]
         first, steps = np.array(pos0)[:, None], np.arange(n)
         pos = first + (steps if tree is None else tree.depths)
         region(at.pos, n_tokens, np.int32)[:] = pos.reshape(-1)
-        region(at.kv_idx, n_tokens, np.int64)[:] = self._kv_idx(slots, first + steps, tree)
+        kv_idx = region(at.kv_idx, n_tokens, np.int64)
+        kv_idx[:] = self._kv_idx(slots, first + steps, tree)
+        kv_idx[n_real:] = state.spare_row
         if shape.n_out == n_tokens:
             region(at.out_ids, n_tokens, np.int32)[:] = np.arange(n_tokens)
         elif shape.n_out:
             region(at.out_ids, shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n - 1
         if tree is not None:
             region(at.parents, n_tokens, np.int32)[:] = tree.parents.reshape(-1)
-            if shape.is_ragged:
-                region(at.padding, n_tokens, np.int32)[:] = tree.padding
-                region(at.absent, self._n_expert_used * n_tokens, np.int32)[:] = -1
-        region(at.slots, shape.n_seqs, np.int32)[:] = slots
+        if shape.is_ragged:
+            padding = tree.padding if tree else np.maximum(np.arange(n_tokens), n_real)
+            region(at.padding, n_tokens, np.int32)[:] = padding
+            region(at.absent, self._n_expert_used * n_tokens, np.int32)[:] = -1
+        region(at.slots, shape.n_seqs, np.int32)[:] = padded
         if self._keeps(shape):
             kept = [self._taps.ring_rows(slot, state.n_past[slot], n) for slot in slots]
             region(at.taps, n_tokens, np.int32)[:] = np.concatenate(kept)
@@ -322,7 +329,7 @@ class InputBlock:
             n_pages = table.shape[1]
             region(at.attention, n_pages * shape.n_seqs, np.int32)[:] = table[[*slots]].reshape(-1)
             rows = region(at.rows(shape, n_pages), ROW_WORDS * n_tokens, np.int32)
-            fill_rows(rows, pos0, n, tree)
+            fill_rows(rows, pos0, n, tree, n_pad)
             return
         n_gathered = _n_gathered(state, shape)
         mask = region(at.mask(n_gathered), shape.n_kv * n_tokens, np.float16)

@@ -44,9 +44,16 @@ def can_page(stage: Stage) -> bool:
 
 
 def fill_rows(
-    out: npt.NDArray[np.int32], pos0: list[int], n_seq_tokens: int, tree: Tree | None
+    out: npt.NDArray[np.int32],
+    pos0: list[int],
+    n_seq_tokens: int,
+    tree: Tree | None,
+    n_pad: int = 0,
 ) -> None:
-    """Describe the rows of a pass: I32 numpy [n_tokens, ROW_WORDS]; pos0: first positions."""
+    """Describe the rows of a pass: I32 numpy [n_tokens, ROW_WORDS]; pos0: first positions.
+
+    n_pad: sequences at the end that are padding.
+    """
     if out.size == ROW_WORDS and tree is None:  # one row of decode: the device waits for it
         out[_SEQ], out[_N_PAST], out[_N_KEYS], out[_PATH] = 0, pos0[0], pos0[0] + 1, 0
         return
@@ -57,6 +64,8 @@ def fill_rows(
     words[:, :, _N_KEYS] = first + np.arange(1, n_seq_tokens + 1)
     words[:, :, _N_KEYS + 1] = 0
     words[:, :, _PATH:] = _CHAIN
+    if n_pad:
+        words[-n_pad:, :, _N_KEYS] = 0
     if tree is None:
         return
     words[:, :, _PATH : _PATH + n_seq_tokens] = tree.paths

@@ -81,7 +81,7 @@ def needed_bytes(
         compute += 4 * hp.n_embd * rows
     each = kv_bytes_per_layer(hp, config.type_k, config.type_v)
     n_sweep = sweep_rows(n_ubatch, padded)
-    compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded)
+    compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded, config.n_seq)
     if config.n_seq > 1:  # the rows that one layer's attention gathers
         compute += each * n_kv + 4 * n_kv
     state = state_bytes(hp, config.n_seq + 1) // max(hp.n_layer_recurrent, 1) * n_recurrent
@@ -117,9 +117,10 @@ def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
     return max(n_ubatch, min(n_ctx, SWEEP_ROWS))
 
 
-def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int) -> int:
+def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int) -> int:
     """Return a bound on what a sweep of n_rows rows holds: hidden states, inputs, and a mask."""
-    inputs = 4 * (n_rows + n_ubatch + 256) * (4 + n_ctx // PAGE) + 4 * n_ctx
+    n_words, n_lists = (4, 1) if n_seq == 1 else (7, 6)  # of a row, and of KV rows
+    inputs = 4 * (n_rows + n_ubatch + 256) * (n_words + n_ctx // PAGE) + 4 * n_lists * n_ctx
     return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + _SWEEP_CONSTANTS
 
 

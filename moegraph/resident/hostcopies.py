@@ -30,17 +30,18 @@ Parts = list[npt.NDArray[np.uint8]]
 # Blocks that wait for the next copies.
 _MAX_SPARE = 2
 # Blocks that a thread keeps ready where several sequences take turns.
-_AHEAD = 4
+_AHEAD = 8
 
 
 class StatesCopy:
     """The recurrent states of a sequence after its first n_past positions."""
 
-    def __init__(self, n_past: int, buffer: HostBuffer, spare: list[HostBuffer]) -> None:
+    def __init__(self, n_past: int, buffer: HostBuffer, spare: list[HostBuffer], most: int) -> None:
+        """spare: where the memory goes in the end, if there are fewer than `most` blocks."""
         self.n_past = n_past
         self.buffer: HostBuffer | None = buffer
         self.n_bytes = buffer.array.nbytes
-        self._spare = spare
+        self._spare, self._most = spare, most
 
     @property
     def is_finite(self) -> bool:
@@ -53,7 +54,7 @@ class StatesCopy:
         buffer, self.buffer = self.buffer, None
         if buffer is None:
             return
-        if len(self._spare) < _MAX_SPARE:
+        if len(self._spare) < self._most:
             self._spare.append(buffer)
         else:
             buffer.close()
@@ -188,17 +189,27 @@ class HostCopies:
         Raises:
             NativeError: there is no host memory.
         """
-        if self._pinning and (self._pinning.done() or not self._spare):
-            self._take_pinned()
-        buffer = self._spare.pop() if self._spare else self._new_buffer()
-        if self._pinner and not self._pinning and len(self._spare) < _AHEAD:
-            self._pinning = self._pinner.submit(self._new_buffer)
-        return StatesCopy(n_past, buffer, self._spare)
+        self._pin_more()
+        if self._spare:
+            most = _AHEAD if self._pinner else _MAX_SPARE
+            return StatesCopy(n_past, self._spare.pop(), self._spare, most)
+        if self._pinner:  # ordinary memory is there at once
+            size = max(1, self.states_bytes)
+            return StatesCopy(n_past, self._parts[0].device.host_buffer(size, may_pin=False), [], 0)
+        return StatesCopy(n_past, self._new_buffer(), self._spare, _MAX_SPARE)
 
     def pin_ahead(self) -> None:
-        """From now on have a thread pin memory for the next copies, until `close`."""
+        """From now on have a thread pin memory for the next copies; nobody waits for it."""
         if self._parts[0].device.can.streams and not self._pinner:
             self._pinner = ThreadPoolExecutor(1, "pin")
+            self._pin_more()
+
+    def _pin_more(self) -> None:
+        """Take what the thread has pinned, and have it pin more if there is too little."""
+        if self._pinning and self._pinning.done():
+            self._take_pinned()
+        if self._pinner and not self._pinning and len(self._spare) < _AHEAD:
+            self._pinning = self._pinner.submit(self._new_buffer)
 
     def _take_pinned(self) -> None:
         """Take what the thread has pinned, once it has."""

@@ -27,6 +27,8 @@ MAX_PAGED_ROWS = 32
 _MIN_DRAFT_ROWS = 32
 # Of attention over pages: steps in which splits grow, and splits of all heads of keys together.
 _SPLIT_LEVELS, _MOST_SPLITS = 6, 128
+# Host memory of built graphs, with one sequence.
+GRAPH_BYTES = 128 << 20
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
 # Groups of the ring through which prompts send experts, at least: one is computed, one has arrived,
@@ -45,6 +47,15 @@ NEXTN_EMBD = "nextn.embed_tokens.weight"
 _PART_ALIGNMENT = 128
 # Numbers of a quantized row that CUDA's tiles read at once, at most.
 _ROW_PIECE = 512
+
+
+def graph_bytes(n_seq: int) -> int:
+    """Return the host memory that built graphs may take; captured ones take as much of the device.
+
+    Several sequences have passes of several widths, and prompts of several lengths. To build the
+    graphs of one again takes as long as ten passes.
+    """
+    return GRAPH_BYTES if n_seq == 1 else 2 * GRAPH_BYTES
 
 
 def zeros_bytes(hp: HParams) -> int:

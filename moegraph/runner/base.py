@@ -17,7 +17,7 @@ from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.paged import can_page
 from ..kinds import Kind
-from ..resident.layout import MAX_PAGED_ROWS
+from ..resident.layout import MAX_PAGED_ROWS, graph_bytes
 from ..resident.stage import Stage
 from .batch import Batch
 from .commit import Commits
@@ -26,7 +26,10 @@ from .sweep import Sweep
 from .sweep_batch import SweepBatch
 from .sweeps import Sweeps
 
-_PREFILL = Kind.PREFILL  # members of an Enum are slow to look up
+_PREFILL, _DECODE = Kind.PREFILL, Kind.DECODE  # members of an Enum are slow to look up
+# Sequences of decode passes on a device with streams; where others end, padding begins. Each number
+# has graphs of its own, and to build and record them takes as long as tens of passes.
+_WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class Runner(ABC):
@@ -37,7 +40,8 @@ class Runner(ABC):
     hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
     rows of a pass there before `submit`; a stage without the head leaves them there. The device is
     `stage.device`. sweeps: what computes prompts layer by layer; None if it was not asked for.
-    max_rows: most rows of a pass. sequences: of all stages.
+    max_rows: most rows of a pass. sequences: of all stages. widths: numbers of sequences to which
+    decode passes are padded; without any, none is.
     """
 
     mode: str
@@ -50,12 +54,13 @@ class Runner(ABC):
         self.hp = stage.hp
         self.n_ubatch = n_ubatch
         self.hidden = hidden
-        self.graphs = GraphCache(device)
+        self.graphs = GraphCache(device, graph_bytes(stage.state.n_seq))
         self.max_rows = stage.state.shape.pass_rows(n_ubatch)
         self._inputs = InputBlock(stage, n_ubatch, hidden)
         self._results = ResultMemory(device, stage.hp.n_vocab)
         self._commits = Commits(stage, self.graphs)
         self._can_page = can_page(stage)
+        self.widths = _WIDTHS if self.device.can.streams and not stage.taps.layers else ()
         self._has_head = stage.has_head
         self._begins: Callable[[], object] = lambda: None  # call it before the first graph
         self._shape: PassShape  # of the pass that was prepared last
@@ -146,9 +151,18 @@ class Runner(ABC):
         n_out, tree = n_seqs * n_seq_tokens if batch.all_rows else n_seqs, batch.tree
         if not self._has_head:
             n_out = 0
+        if tree is None and batch.kind is _DECODE and n_seqs > 1:
+            n_pad = self._width(n_seqs) - n_seqs
+            n_out += n_pad if n_out else 0
+            return PassShape(n_seq_tokens, n_seqs + n_pad, n_kv, n_out, False, n_pad > 0)
         if tree is None:
             return PassShape(n_seq_tokens, n_seqs, n_kv, n_out)
         return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, True, tree.is_ragged)
+
+    def _width(self, n_seqs: int) -> int:
+        """Return how many sequences a decode pass of n_seqs has, padding included."""
+        width = next((width for width in self.widths if width >= n_seqs), n_seqs)
+        return width if width <= self.stage.state.n_seq else n_seqs
 
     def longest(self, shape: PassShape) -> PassShape:
         """Return the shape whose graphs serve this one too, with `BuiltGraph.set_length`.

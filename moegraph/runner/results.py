@@ -173,11 +173,11 @@ class ResultMemory:
             smaller.close()
 
     def read(self, kind: Results, n_out: int) -> tuple[Output, npt.NDArray[np.bool_]]:
-        """Return the results that have arrived, and which rows of them are finite."""
-        finite = np.isfinite(self._check)
+        """Return the first results that have arrived, and which rows of them are finite."""
+        finite = np.isfinite(self._check[:n_out])
         if kind is _ARGMAX:
-            return Output(argmax=self._main.copy()), finite
-        rows = self._main.reshape(n_out, -1).copy()
+            return Output(argmax=self._main[:n_out].copy()), finite
+        rows = self._main.reshape(len(self._check), -1)[:n_out].copy()
         if kind is _LOGITS:
             logits = rows.view(np.float32)
             return Output(logits=logits), finite & np.isfinite(logits.sum(axis=1))

@@ -31,7 +31,7 @@ from ..graphs.inputs import PassShape
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from ..resident.hostcopies import StatesCopy
 from .results import NotFinite, Output
-from .sweep_batch import Chunk, SweepBatch, Tap
+from .sweep_batch import Chunk, Form, SweepBatch, Tap
 from .sweeps import MAX_AHEAD, Sweeps
 from .swept import SweptPrompt
 
@@ -52,14 +52,14 @@ class StageSweep:
     """What one stage does of a sweep.
 
     prompts: what is computed; their states at the cuts go to `saved`. taps: of the only prompt, as
-    the stage calls them. step: as in `ChunkInputs.shape_of`. n_done: chunks of layers that are
-    enqueued.
+    the stage calls them. n_done: chunks of layers that are enqueued.
     """
 
     def __init__(
-        self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], taps: Mapping[int, Tap], step: int
+        self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], taps: Mapping[int, Tap], form: Form
     ) -> None:
-        self._s, self._taps, self._n_step = sweeps, taps, step
+        self._s, self._taps = sweeps, taps
+        self._is_plain, self._is_rounded = form is Form.PLAIN, form is Form.ROUNDED
         self._prompts = {prompt.slot: prompt for prompt in prompts}
         self._state = sweeps.stage.state
         self._n_rows = sum(len(prompt.batch.tokens) for prompt in prompts)
@@ -113,11 +113,11 @@ class StageSweep:
 
     def _layers(self, part: list[Chunk]) -> Iterator[SweepStep]:
         s = self._s
-        if not self._n_step:
+        if self._is_plain:
             last = part[-1].segments[0]
             s.memory.inputs.begin(last.slot, kv_length(self._state, last.end))
         else:
-            s.memory.inputs.begin_joint(self._n_step)
+            s.memory.inputs.begin_joint(self._is_rounded)
         for il in s.stage.layers:
             lacks = s.stage.banks.n_slots[il] < s.stage.hp.n_expert
             yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
@@ -130,7 +130,7 @@ class StageSweep:
         segments, inputs = chunk.segments, self._s.memory.inputs
         tokens = np.concatenate([self._tokens(segment) for segment in segments])
         to = embedding, memory.hidden, chunk.row
-        if not self._n_step:
+        if self._is_plain:
             inputs.add(segments[0].slot, segments[0].first, tokens, *to)
         else:
             inputs.add_joint(segments, tokens, *to)
@@ -153,12 +153,14 @@ class StageSweep:
         if il == s.stage.layers.start:
             self._send_inputs(chunk)
         s.memory.copy(s.memory.hidden, chunk.row, s.carried("l_out"), 0, chunk.n)
-        if not s.stage.hp.is_recurrent(il) or self._n_step:
+        if not s.stage.hp.is_recurrent(il) or not self._is_plain:
             s.memory.inputs.select(at)
         return self._shape_of(chunk)
 
     def _shape_of(self, chunk: Chunk) -> tuple[int, PassShape]:
-        return self._s.memory.inputs.shape_of(chunk.segments, self._n_step)
+        if self._is_plain:
+            return chunk.n, PassShape(chunk.n, 1, kv_length(self._state, chunk.segments[0].end), 0)
+        return self._s.memory.inputs.shape_of(chunk.segments, self._is_rounded)
 
     def _read_ids(self, ids: Tensor | None, turn: int, chunk: Chunk) -> tuple[object, int]:
         """Return the copies of a chunk's choice to the host."""

@@ -24,7 +24,7 @@ from ..resident.sequences import Sequences
 from .boundary import Boundary
 from .results import NotFinite, Output
 from .stage_sweep import StageSweep
-from .sweep_batch import Chunk, Cut, SweepBatch, Tap, cut_chunks, cut_parts, cut_together
+from .sweep_batch import Chunk, Cut, Form, SweepBatch, Tap, cut_chunks, cut_parts, cut_together
 from .sweep_memory import SweepMemory
 from .sweeps import Sweeps
 from .swept import SweptPrompt
@@ -71,8 +71,8 @@ class Sweep:
         n_rows = max_rows_of(memory, batches) if flows else memory.n_rows
         self._parts = cut_parts(chunks, n_rows, memory.inputs.n_chunks)
         self.is_open = self.is_undone = False
-        step = step_of(memory, batches, chunks)
-        self._stages = [StageSweep(one, self.prompts, mine, step) for one, mine in zip(each, taps)]
+        form = form_of(memory, batches, chunks)
+        self._stages = [StageSweep(one, self.prompts, mine, form) for one, mine in zip(each, taps)]
         self.n_steps = each[0].stage.hp.n_layer * len(chunks)
         self._work = self._run()
         self.upcoming: SweepStep | None = None
@@ -260,16 +260,18 @@ def cut(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences
         batch = batches[0]
         return cut_chunks(len(batch.tokens), n_past[batch.slot], most, batch.cuts, batch.slot)
     prompts = [(one.slot, n_past[one.slot], len(one.tokens), one.cuts) for one in batches]
-    step = batches[0].step
-    return cut_together(prompts, most, lambda cut: memory.inputs.fits(cut, step), step)
+    is_rounded = batches[0].is_rounded
+    return cut_together(
+        prompts, most, lambda found: memory.inputs.fits(found, is_rounded), is_rounded
+    )
 
 
-def step_of(memory: SweepMemory, batches: Sequence[SweepBatch], chunks: Sequence[Cut]) -> int:
-    """Return to what rows are rounded; 0 for a single prompt whose chunks are as they are."""
-    step = batches[0].step
-    if len(batches) > 1:
-        return step
-    return step if step > 1 and memory.inputs.fit(chunks, step) else 0
+def form_of(memory: SweepMemory, batches: Sequence[SweepBatch], chunks: Sequence[Cut]) -> Form:
+    """Return the form of the chunks of some prompts."""
+    is_rounded = batches[0].is_rounded
+    if len(batches) > 1 or (is_rounded and memory.inputs.fit(chunks, True)):
+        return Form.ROUNDED if is_rounded else Form.JOINT
+    return Form.PLAIN
 
 
 def may_join(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences) -> bool:
@@ -277,5 +279,5 @@ def may_join(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequ
     if sum(len(batch.tokens) for batch in batches) > memory.n_rows:
         return False
     chunks, inputs = cut(memory, batches, sequences), memory.inputs
-    fit = inputs.fit(chunks, batches[0].step)
+    fit = inputs.fit(chunks, batches[0].is_rounded)
     return len(batches) == 1 or (len(chunks) <= inputs.n_chunks and fit)

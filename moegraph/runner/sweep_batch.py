@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from ..ggml.ops import Tensor
-from ..graphs.chunk import MAX_SEQS, Segment
+from ..graphs.chunk import MAX_SEQS, Segment, rounded_places, rounded_seqs
 from ..graphs.head import Results
 
 Tap = Callable[[Tensor, int, int], None]
@@ -25,7 +26,7 @@ class SweepBatch:
     in `Sweep.saved` once it has ended, as far as there was memory for them.
     as_pass: compute it as one pass.
     max_rows: most rows of a chunk, if fewer than there is memory for; 0: as many as that.
-    step: rows of chunks are rounded up to a multiple of it, so that few graphs serve many prompts.
+    is_rounded: rows of chunks are rounded up, so that few graphs serve prompts of all lengths.
     taps: layer -> called with the outputs of that layer for some rows: F32 [n_embd, at least n], n,
     and the position of the first row. The call enqueues on the compute stream what it wants of
     them, because the next layer overwrites them.
@@ -39,7 +40,7 @@ class SweepBatch:
     cuts: Sequence[int] = ()
     as_pass: bool = False
     max_rows: int = 0
-    step: int = 1
+    is_rounded: bool = False
     taps: Mapping[int, Tap] = field(default_factory=dict)
 
     @property
@@ -48,6 +49,18 @@ class SweepBatch:
         if self.greedy:
             return Results.ARGMAX
         return Results.LOGITS if self.draws is None else Results.CANDIDATES
+
+
+class Form(Enum):
+    """How the rows of chunks are given to graphs.
+
+    PLAIN: those of one sequence, as many as there are. JOINT: of several (graphs/joint.py).
+    ROUNDED: of one or several, rounded up.
+    """
+
+    PLAIN = "plain"
+    JOINT = "joint"
+    ROUNDED = "rounded"
 
 
 @dataclass(frozen=True)
@@ -90,19 +103,19 @@ def cut_together(
     prompts: Sequence[tuple[int, int, int, Sequence[int]]],
     max_rows: int,
     fits: Callable[[Cut], bool],
-    step: int = 1,
+    is_rounded: bool = False,
 ) -> list[Cut]:
     """Return chunks that have the rows of several prompts.
 
     prompts: slot, first position, tokens and cuts of each. fits: whether there is memory for such a
     chunk; there is for one segment. The rows of a chunk, and the places of its rectangle (see
-    `JointRows`), are at most max_rows, also if both are rounded up to multiples of step.
+    `JointRows`), are at most max_rows, also if both are rounded up.
     """
     left = {slot: _spans(n, first, cuts) for slot, first, n, cuts in prompts}
     found: list[Cut] = []
     while left:
         firsts = {slot: (spans[0][0], spans[0][1] - spans[0][0]) for slot, spans in left.items()}
-        cut = _widest(firsts, max_rows, fits, step)
+        cut = _widest(firsts, max_rows, fits, is_rounded)
         for segment in cut:
             spans = left[segment.slot]
             spans[0] = (segment.end, spans[0][1])
@@ -115,15 +128,18 @@ def cut_together(
 
 
 def _widest(
-    firsts: Mapping[int, tuple[int, int]], max_rows: int, fits: Callable[[Cut], bool], step: int
+    firsts: Mapping[int, tuple[int, int]],
+    max_rows: int,
+    fits: Callable[[Cut], bool],
+    is_rounded: bool,
 ) -> Cut:
     """Return the chunk with most rows; firsts: slot -> position and number of the next rows."""
     longest = sorted(firsts, key=lambda slot: -firsts[slot][1])
     best: Cut = ()
     for n_seqs in range(1, min(len(longest), MAX_SEQS, max_rows) + 1):
         most = max_rows // n_seqs
-        if n_seqs > 1:
-            most -= most % step
+        if is_rounded and n_seqs > 1:
+            most = rounded_places(max_rows // rounded_seqs(n_seqs))
         if not most:
             break
         cut = tuple(

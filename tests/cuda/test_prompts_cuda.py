@@ -29,7 +29,8 @@ Rows = npt.NDArray[np.float32]
 DEVICE = "cuda"
 # Squared error over squared outputs of the first layer, where no router has parted yet: what is
 # always allowed, and how many times the yardstick.
-LIMIT, TIMES = 2e-6, 2
+# FEW: between kernels for few rows, which round activations to eight bits, and tiles.
+LIMIT, FEW, TIMES = 2e-6, 1e-4, 2
 
 
 @pytest.fixture
@@ -136,11 +137,11 @@ def layer_rows(engine: Engine, batches: list[SweepBatch]) -> list[Rows]:
     return [np.concatenate(each) for each in found]
 
 
-@pytest.mark.parametrize("step", [1, 64])
+@pytest.mark.parametrize("is_rounded", [False, True])
 @pytest.mark.parametrize("slots", [None, 60], ids=["whole", "missing"])
 @pytest.mark.parametrize("preset", ["mini35b", "kquant40", "legacy32"])
 def test_prompts_read_together_are_near_each_alone(
-    open_engine: Open, preset: str, slots: int | None, step: int
+    open_engine: Open, preset: str, slots: int | None, is_rounded: bool
 ) -> None:
     place: dict[str, Any] = {"mode": "whole"}
     if slots is not None:
@@ -157,10 +158,12 @@ def test_prompts_read_together_are_near_each_alone(
     for one in (engine, cut, uncut):
         one.prefill(ids[3], 4, greedy=True)  # a sequence that goes on
     batches = [SweepBatch(each, i, cuts=(20,) if i == 2 else ()) for i, each in enumerate(ids)]
-    batches = [replace(batch, step=step) for batch in batches]
+    batches = [replace(batch, is_rounded=is_rounded) for batch in batches]
     together = layer_rows(engine, batches)
     for batch, found in zip(batches, together, strict=True):
-        alone = replace(batch, cuts=(), step=1)
+        alone = replace(batch, cuts=(), is_rounded=False)
         expected, other = layer_rows(uncut, [alone])[0], layer_rows(cut, [alone])[0]
-        limit = max(LIMIT, TIMES * error(other, expected))
+        # alone, kernels for few rows compute a short prompt, which no cut changes
+        least = FEW if len(batch.tokens) <= 64 else LIMIT
+        limit = max(least, TIMES * error(other, expected))
         assert error(found, expected) <= limit, (batch.slot, error(found, expected), limit)

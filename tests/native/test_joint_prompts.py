@@ -58,15 +58,15 @@ def open_joint(open_engine: Open, preset: str, **settings: Any) -> Engine:
     return open_engine(preset, **settings)
 
 
-@pytest.mark.parametrize("step", [1, 16, 64])
+@pytest.mark.parametrize("is_rounded", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("preset", ["kquant40", "mini35b"])
 def test_prompts_read_together_have_the_bits_of_each_alone(
-    open_engine: Open, preset: str, placement: dict[str, Any], step: int
+    open_engine: Open, preset: str, placement: dict[str, Any], is_rounded: bool
 ) -> None:
     engine = open_joint(open_engine, preset, **placement)
     other = open_joint(open_engine, preset)
-    batches = [replace(batch, step=step) for batch in mixed(engine)]
+    batches = [replace(batch, is_rounded=is_rounded) for batch in mixed(engine)]
     mixed(other)
     sweep = engine.passes.begin_prompts(batches)
     assert any(len(chunk.segments) > 1 for part in sweep._parts for chunk in part)
@@ -104,7 +104,7 @@ def test_rows_that_are_rounded_up_change_nothing(
     for n in (1, 40, 63, 70, 250):
         ids, before = prompt(engine, n, seed=n), engine.runner.n_built
         counts.clear()
-        sweep = engine.passes.begin_prompts([SweepBatch(ids, 2, cuts=(n // 2,), step=32)])
+        sweep = engine.passes.begin_prompts([SweepBatch(ids, 2, cuts=(n // 2,), is_rounded=True)])
         while engine.passes.step_prompt(sweep):
             pass
         assert sweep.output is not None
@@ -205,16 +205,17 @@ def test_a_prompt_whose_results_are_not_finite_ends_alone(
     assert [len(engine.held(slot)) for slot in range(6)] == [40, 0, 150, 300, 90, 1]
 
 
-@pytest.mark.parametrize(("max_rows", "step"), [(7, 1), (64, 1), (1000, 1), (256, 64), (1000, 64)])
-def test_rows_of_prompts_are_cut_into_few_chunks(max_rows: int, step: int) -> None:
+@pytest.mark.parametrize(
+    ("max_rows", "is_rounded"), [(7, False), (64, False), (1000, False), (256, True), (1000, True)]
+)
+def test_rows_of_prompts_are_cut_into_few_chunks(max_rows: int, is_rounded: bool) -> None:
     prompts = [(0, 0, 400, (100,)), (3, 50, 30, ()), (1, 0, 1, ()), (2, 7, 200, (10, 206))]
-    chunks = cut_together(prompts, max_rows, lambda cut: len(cut) < 4, step)
+    chunks = cut_together(prompts, max_rows, lambda cut: len(cut) < 4, is_rounded)
     found: dict[int, list[int]] = {}
     for chunk in chunks:
         slots = [segment.slot for segment in chunk]
         assert len(set(slots)) == len(slots) < 4
-        most = -(-max(segment.n for segment in chunk) // step) * step
-        assert most * len(chunk) <= max_rows or len(chunk) == 1
+        assert max(segment.n for segment in chunk) * len(chunk) <= max_rows
         for segment in chunk:
             found.setdefault(segment.slot, []).extend(range(segment.first, segment.end))
     for slot, first, n, cuts in prompts:
@@ -222,7 +223,7 @@ def test_rows_of_prompts_are_cut_into_few_chunks(max_rows: int, step: int) -> No
         ends = {segment.end for chunk in chunks for segment in chunk if segment.slot == slot}
         assert ends.issuperset(cuts)
     n_rows = sum(n for _, _, n, _ in prompts)
-    assert len(chunks) <= 1.8 * n_rows / max_rows + 4
+    assert len(chunks) <= 2.2 * n_rows / max_rows + 4
 
 
 # in a service
@@ -258,16 +259,16 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("step", [1, 64])
+@pytest.mark.parametrize("is_rounded", [False, True])
 @pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[3]], ids=str)
 def test_requests_that_wait_are_read_together(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch, placement: dict[str, Any], step: int
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, placement: dict[str, Any], is_rounded: bool
 ) -> None:
     engine = open_joint(open_engine, "mini35b", n_ubatch=512, **placement)
     swept = watched(engine, monkeypatch)
     lengths = (140, 35, 20, 90, 3, 60)
     with serving(engine) as service:
-        service._loop._reading._step_rows = step  # as on a device with streams
+        service._loop._reading._rounds = is_rounded  # as on a device with streams
         requests = [
             partial(Client, service, prompt(engine, n, seed=n), max_tokens=12,
                     n_logprobs=i % 2 or None, sampling=SAMPLINGS[i % 3],
