@@ -40,8 +40,8 @@ PURE = (
     "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.missing",
     "draft.plan", "draft.race", "draft.rates", "draft.scripted", "draft.shapes", "draft.stats",
     "draft.stepcost", "draft.tree",
-    "engine.chat", "engine.costs", "engine.ownership", "engine.prefixtree", "engine.proposal",
-    "engine.requests", "engine.scheduler", "engine.sequence", "engine.servicestatus",
+    "engine.chat", "service.costs", "engine.ownership", "engine.prefixtree", "engine.proposal",
+    "engine.requests", "service.scheduler", "engine.sequence", "service.servicestatus",
     "engine.speculation", "engine.stepclock",
 )  # fmt: skip
 
