@@ -214,6 +214,21 @@ def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def even(row: dict[str, Any], plain_tps: float) -> str:
+    """Return how often each token of a fixed draft must be right for the speed without drafts."""
+    n, drafts = row["way"].partition(" ")[2], row["drafts"]
+    if not n.isdigit():
+        return ""
+    step_s = drafts["tokens_per_step"] / row["tps"]
+    needed = step_s * plain_tps  # tokens of a step that make up for its time
+    low, high = 0.0, 1.0
+    while high - low > 1e-4:
+        rate = (low + high) / 2
+        is_enough = sum(rate**depth for depth in range(int(n) + 1)) > needed
+        low, high = (low, rate) if is_enough else (rate, high)
+    return f"  even at {high:.2f}"
+
+
 def drafting(config: EngineConfig, spec: str, draft: str, n: int = 0) -> EngineConfig:
     """Return settings that draft n tokens with a source; 0: as many as it likes."""
     return replace(config, spec=spec, draft=draft, draft_max=n or None)
@@ -263,7 +278,7 @@ def main() -> int:
                 f"  slots {one['slots']:.0%}"
                 f"  {drafts['tokens_per_step']:.2f} a step, "
                 f"ms {drafts['drafter_ms']:.2f} {drafts['verify_ms']:.2f} {drafts['commit_ms']:.2f}"
-                f"  {drafts['plain_steps']} plain",
+                f"  {drafts['plain_steps']} plain{even(one, off)}",
                 flush=True,
             )
     return 0

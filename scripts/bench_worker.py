@@ -57,7 +57,6 @@ def measure(args: argparse.Namespace, device: str) -> dict[str, Any]:
             n_bytes = last.n_sent + last.n_received - first.n_sent - first.n_received
             found["bytes_per_token"] = n_bytes / n
             found["graphs_sent"] = last.n_graphs_sent - first.n_graphs_sent
-            found["waits_per_token"] = (last.n_waits - first.n_waits) / n
             found["graphs_stored_per_token"] = (last.n_graphs_stored - first.n_graphs_stored) / n
             found["bytes_at_load"] = traffic[0].n_sent if traffic[0] else 0
         return found

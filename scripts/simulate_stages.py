@@ -2,8 +2,8 @@
 
     scripts/simulate_stages.py --token-ms 2.334 --hop-us 30 --hop-us 300
 
-A hop is the time from the end of a stage to the beginning of the next: 15 to 40 us between two
-cards of a machine, and 100 us or more between machines.
+A hop is the time from the end of a stage to the beginning of the next: 50 us or more between two
+cards of a machine (two H200), and 100 us or more between machines.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
     "n_threads",
     type=click.IntRange(1, MAX_THREADS),
     metavar="N",
-    help="CPU threads of a CPU device. Default: the physical cores.",
+    help="CPU threads of a CPU device. Default: the physical cores that other programs leave free "
+    "when a client comes.",
 )
 def worker(
     devices: str, listen: str, keys: Path | None, new_keys: Path | None,

@@ -94,14 +94,13 @@ class Controller:
         self._ranked = list(self._drafters.values())
         self._account_s = self._trials_s = 0.0
         self._is_drafting = False
-        self._is_calibrated = False  # verified trials need not show what passes cost
         self._since_trial = self._since_plain = 0
         self._interval = _INTERVAL
         self._plain_value = 0.0
         self._n_steps = 0
         self._n_unsure = 0  # plain steps until their time is one of texts, not one before the first
         self._recorder = Recorder()
-        self._first_times = FirstTimes()
+        self._first_times = FirstTimes(self.widths.are_dear)
 
     def _most(self, source: Source) -> int:
         """Return the most depths that this source may draft."""
@@ -193,7 +192,7 @@ class Controller:
             self.passes.calibrate(n_rows, seconds)
             self._first_times.know(n_rows)
         self.widths.have(verify_s)
-        self._n_steps, self._n_unsure, self._is_calibrated = _FIRST_PLAIN, _SETTLED, True
+        self._n_steps, self._n_unsure = _FIRST_PLAIN, _SETTLED
         self._account_s = self._trials_s = _CREDIT * plain_s
         self._plan()
 
@@ -251,8 +250,7 @@ class Controller:
         is_free = drafter.cost(1, self.passes.plain_s) < _FREE * self.passes.plain_s
         if self._since_trial < (_NEW_INTERVAL if is_free or drafter.is_new else self._interval):
             return None
-        is_far = drafter.value < _NEARLY * self._plain_value
-        if self._is_calibrated or is_far or drafter.n_watched < _WATCHES:
+        if drafter.n_watched < _WATCHES or drafter.value < _NEARLY * self._plain_value:
             return self._watched(drafter)
         return self._trial_of(drafter, self._plain_value, self._account_s)
 

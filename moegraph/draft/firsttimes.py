@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-# Launches of a graph that may take longer than later ones.
+# Launches of a graph that may take longer than later ones, where graphs are dear.
 _N_NEW = 3
 # A step of a new graph is excused if it takes so many times as long as was expected.
 _DEAR = 1.3
@@ -36,7 +36,9 @@ class Excused:
 class FirstTimes:
     """Counts how often graphs were launched; tells what time is theirs alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, are_dear: bool = True) -> None:
+        """are_dear: the device records graphs; otherwise only the first launch builds one."""
+        self._n_new = _N_NEW if are_dear else 1
         self._seen = Counter[Hashable]()
         self._credit = _CREDIT
 
@@ -58,7 +60,7 @@ class FirstTimes:
         passes: list[Hashable] = [("verify", n_rows), ("commit", n_taken)] if n_rows > 1 else []
         found = []
         for keys, seconds, usual in zip((drafts, passes), spent, expected):
-            may_be_new = any(self._seen[key] < _N_NEW for key in keys)
+            may_be_new = any(self._seen[key] < self._n_new for key in keys)
             is_dear = seconds > _DEAR * usual and seconds - usual > 0.1 * plain_s
             found.append(seconds - usual if may_be_new and is_dear else 0.0)
             self._seen.update(keys)

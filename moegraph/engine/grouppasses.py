@@ -39,7 +39,8 @@ class GroupPasses(Passes):
     ) -> None:  # fmt: skip
         """Start a pass of one row of each sequence, I32 numpy [n_seqs, 1], beside other groups.
 
-        keeps_logits: see `Flights.submit`; the rest, and errors, are as in `submit`.
+        keeps_logits: see `Flights.submit`; the rest, and errors, are as in `submit`. An interrupt
+        empties all sequences in flight.
         """
         self._clean_up()
         self.flights.require_idle()
@@ -48,7 +49,13 @@ class GroupPasses(Passes):
         if not taken.isdisjoint(slots):
             raise RequestError("a sequence has a row in flight; collect its group first")
         batch = self._checked(Batch(rows, slots, Kind.DECODE, False, greedy, draws=draws))
-        self._start(batch, cancel, partial(self.flights.submit, keeps_logits=keeps_logits))
+        try:
+            self._start(batch, cancel, partial(self.flights.submit, keeps_logits=keeps_logits))
+        except Exception:
+            raise
+        except BaseException:
+            self.give_up_groups()
+            raise
         self._groups.append(batch)
 
     def collect_group(self) -> Output:

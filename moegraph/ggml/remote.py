@@ -34,14 +34,13 @@ class Traffic:
     """What a connection has carried.
 
     n_sent, n_received: bytes. n_graphs_sent: graphs that were sent. n_graphs_stored: launches of
-    graphs that the worker had. n_waits: how often answers were waited for.
+    graphs that the worker had.
     """
 
     n_sent: int
     n_received: int
     n_graphs_sent: int
     n_graphs_stored: int
-    n_waits: int
 
 
 def load_rpc() -> None:
@@ -93,6 +92,7 @@ class RemoteLink:
         # ggml closes its copy; ours ends the connection early
         n = C.mg_remote_adopt(self._endpoint, os.dup(self._connection.sock.fileno()))
         if n != len(self.devices):
+            C.mg_remote_close(self._endpoint)
             self._connection.close()
             raise NativeError(f"worker {self.worker} ended the connection at once")
 
@@ -133,9 +133,8 @@ class RemoteLink:
         counts = ffi.new("struct mg_remote_counts *")
         C.mg_remote_count(self._endpoint, counts)
         return Traffic(
-            counts.n_sent, counts.n_received, counts.n_graphs_sent, counts.n_graphs_stored,
-            counts.n_waits,
-        )  # fmt: skip
+            counts.n_sent, counts.n_received, counts.n_graphs_sent, counts.n_graphs_stored
+        )
 
     def close(self) -> None:
         """Give up one user; with the last one, end the connection."""
@@ -145,6 +144,7 @@ class RemoteLink:
                 del _open[self._key]
             with suppress(OSError):  # it has ended already
                 self._connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a read that waits
+            C.mg_remote_close(self._endpoint)
             self._connection.close()
 
 

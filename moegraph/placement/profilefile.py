@@ -110,7 +110,8 @@ class ProfileFile:
             )
         known = ", ".join(sorted(self.profile.classes))
         if not known:
-            return f"{self.path}: no profile yet; this run creates it"
+            is_new = not self.profile.drafts
+            return f"{self.path}: no profile yet; this run creates it" if is_new else ""
         if class_name and self._reads is None:
             return f"{self.path}: no class {class_name!r} yet (it has: {known}); all are used"
         return ""

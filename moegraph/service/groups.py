@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -135,7 +136,8 @@ class Groups:
         """Forget the passes in flight; nothing is drawn."""
         self._flying.clear()
         self._to_save.clear()
-        self._passes.give_up_groups()
+        with suppress(MoegraphError):  # of a device that is lost; whoever uses it next is told
+            self._passes.give_up_groups()
 
 
 def _goes_on(answer: Answer) -> bool:

@@ -13,12 +13,16 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
+from ..cpuload import LOAD, LOOK_S
 from ..errors import MoegraphError
 from ..ggml.device import Device
 from ..ggml.remote import load_rpc, serve, this_build
 from ..link.hello import RemoteDevice
+from ..threads import Threads, waiting
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,6 +38,20 @@ def _report(devices: list[Device]) -> dict[str, object]:
     ]
     free = [d.memory()[0] for d in devices]
     return {"build": asdict(this_build()), "devices": [asdict(d) for d in found], "free": free}
+
+
+def leave_busy_cpus(devices: Sequence[Device]) -> None:
+    """Let CPU devices use as many threads as there are CPUs that other programs leave free now.
+
+    Threads that wait for one that shares its CPU make a token many times as long. That changes no
+    bit: the graph says into how many parts attention is divided.
+    """
+    LOAD.taken()  # of the time since the last client; what counts is the load now
+    time.sleep(2 * LOOK_S)
+    free = LOAD.free()
+    for device in devices:
+        if device.can.cpu_threads and free is not None and free < device.n_threads:
+            device.use_threads(Threads(free, waiting(free)))
 
 
 def main(job: str) -> int:
@@ -52,6 +70,8 @@ def main(job: str) -> int:
     said, fds, _, _ = socket.recv_fds(worker, 1, 1)
     if not said or not fds:
         return 0
+    if n_threads is None:
+        leave_busy_cpus(devices)
     serve(socket.socket(fileno=fds[0]), cache_dir, [device.compute.ptr for device in devices])
     os._exit(0)  # the system frees memory faster
 

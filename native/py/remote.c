@@ -10,6 +10,7 @@
 static struct {
     __typeof__(ggml_backend_rpc_add_server) * add_server;
     __typeof__(moegraph_rpc_adopt)          * adopt;
+    __typeof__(moegraph_rpc_close)          * close;
     __typeof__(moegraph_rpc_failure)        * failure;
     __typeof__(moegraph_rpc_count)          * count;
     __typeof__(moegraph_rpc_serve)          * serve;
@@ -26,6 +27,7 @@ const char * mg_remote_load(const char * path) {
     const struct { const char * name; void ** to; } functions[] = {
         { "ggml_backend_rpc_add_server", (void **) &rpc.add_server },
         { "moegraph_rpc_adopt",          (void **) &rpc.adopt },
+        { "moegraph_rpc_close",          (void **) &rpc.close },
         { "moegraph_rpc_failure",        (void **) &rpc.failure },
         { "moegraph_rpc_count",          (void **) &rpc.count },
         { "moegraph_rpc_serve",          (void **) &rpc.serve },
@@ -48,6 +50,10 @@ int mg_remote_adopt(const char * endpoint, int fd) {
     return reg == NULL ? 0 : (int) ggml_backend_reg_dev_count(reg);
 }
 
+void mg_remote_close(const char * endpoint) {
+    rpc.close(endpoint);
+}
+
 ggml_backend_dev_t mg_remote_device(const char * endpoint, int index) {
     return ggml_backend_reg_dev_get(rpc.add_server(endpoint), (size_t) index);
 }
@@ -59,8 +65,7 @@ int mg_remote_failure(const char * endpoint) {
 void mg_remote_count(const char * endpoint, struct mg_remote_counts * counts) {
     struct moegraph_rpc_counts found;
     rpc.count(endpoint, &found);
-    *counts = (struct mg_remote_counts) { found.n_sent, found.n_received, found.n_graphs_sent, found.n_graphs_stored,
-        found.n_waits };
+    *counts = (struct mg_remote_counts) { found.n_sent, found.n_received, found.n_graphs_sent, found.n_graphs_stored };
 }
 
 void mg_remote_serve(int fd, const char * cache_dir, ggml_backend_t * backends, int n_backends) {

@@ -11,22 +11,23 @@ extern "C" {
 // Load libggml-rpc from `path`. NULL, or what the dynamic linker says.
 const char * mg_remote_load(const char * path);
 
-// Use a connected socket, closed after a failure, as the connection to an endpoint of a new name, NAME:NUMBER. Returns how many devices it
+// Use a connected socket as the connection to an endpoint of a new name, NAME:NUMBER. Returns how many devices it
 // has; 0 if the exchange failed. Time limits are those of the socket (SO_RCVTIMEO, SO_SNDTIMEO).
 int mg_remote_adopt(const char * endpoint, int fd);
+
+// Close that socket when the last backend and buffer of the endpoint have been freed.
+void mg_remote_close(const char * endpoint);
 ggml_backend_dev_t mg_remote_device(const char * endpoint, int index);
 
 // 0, or the errno of the exchange that failed. Later ones fail at once: reads give zeros, graphs a failed status.
 int mg_remote_failure(const char * endpoint);
 
-// What the connection has carried: bytes in both directions, graphs sent, stored graphs computed again, and how often
-// answers were waited for.
+// What the connection has carried: bytes in both directions, graphs sent, and stored graphs computed again.
 struct mg_remote_counts {
     uint64_t n_sent;
     uint64_t n_received;
     uint64_t n_graphs_sent;
     uint64_t n_graphs_stored;
-    uint64_t n_waits;
 };
 
 void mg_remote_count(const char * endpoint, struct mg_remote_counts * counts);

@@ -51,7 +51,7 @@ class Faulty:
             self.n_calls += 1
             if self.n_calls != self._at:
                 return real(*args)
-            if isinstance(self._result, Exception):
+            if isinstance(self._result, BaseException):
                 raise self._result
             return self._result
 

@@ -349,3 +349,21 @@ def test_closing_with_passes_in_flight_ends_every_request(open_engine: Open) -> 
             time.sleep(0.001)
     assert all(client.reason == "error" for client in clients)
     assert len(engine.prefill(prompt(engine, 9)).require_logits()) == 1
+
+
+@pytest.mark.parametrize("at", [1, 3, 8, 13])
+def test_an_interrupt_leaves_nothing_in_flight(open_engine: Open, at: int) -> None:
+    settings = {"n_seq": 4, "deterministic": True, "device": TWO}
+    cut = open_engine(**settings, **MODES["stream"])
+    wanted = begun(cut, 4)
+    groups = Groups(cut, wanted.copy(), [2, 2])
+    groups.run(1)
+    with faulty("mg_launch", at, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        groups.run(4)
+    cut.runner.require_idle()
+    assert isinstance(cut.passes, GroupPasses)
+    with pytest.raises(RequestError, match="no group is in flight"):
+        cut.passes.collect_group()
+    for seq in range(4):
+        cut.reset(seq)
+    np.testing.assert_array_equal(begun(cut, 4), wanted)

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cable import Cable
 from helpers.clients import Client, serving
 from helpers.shared import prompt
 from helpers.workers import WorkerProcess, working
 
 from moegraph.engine import Engine
+from moegraph.engine.grouppasses import GroupPasses
+from moegraph.kinds import Kind
 from moegraph.runner import LayeredRunner, WholeRunner
 from moegraph.service.groupchoice import GroupChoice
 
@@ -82,6 +85,48 @@ def test_requests_are_answered_over_two_workers(
                 client.wait()
         found.append([client.tokens for client in clients])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("device", ["cpu,{}", "{},cpu", "cpu,{},cpu"])
+def test_a_token_takes_one_round_trip(
+    workers: tuple[WorkerProcess, WorkerProcess], open_engine: Open, stack: ExitStack, device: str
+) -> None:
+    """Inputs, launch and all results share it, on a cable so long that nothing else counts."""
+    cable = Cable(workers[0].address, stack)
+    engine = open_engine("mini35b", device=device.format(cable.url), profile="none")
+    cable.delay_s = 0.1
+    ids, times = np.arange(20, dtype=np.int32), []
+    for event in engine.generate(ids, max_tokens=12, text=False, ignore_eos=True):
+        times.append(event.decode_s)
+    cable.delay_s = 0.0
+    engine.close()
+    assert 0.2 <= np.median(np.diff(times)) < 0.36
+
+
+@pytest.mark.parametrize("device", ["cpu,{0}", "{0},cpu", "{0},cpu,{1}"])
+def test_groups_of_sequences_have_the_bits_of_one(
+    workers: tuple[WorkerProcess, WorkerProcess], open_engine: Open, device: str
+) -> None:
+    """Passes of several groups are in the stages at once."""
+    names = device.format(*(worker.url for worker in workers))
+    settings: dict[str, Any] = {"n_seq": 6, "deterministic": True}
+    one, cut = open_engine(**settings), open_engine(device=names, **settings)
+    rows = []
+    for engine in (one, cut):
+        logits = [engine.prefill(prompt(engine, 5 + 7 * seq, seed=seq), seq) for seq in range(6)]
+        rows.append([int(out.require_logits()[-1].argmax()) for out in logits])
+    assert rows[0] == rows[1]
+    tokens = np.array(rows[0], np.int32)
+    passes, groups = cut.passes, [[0, 1, 2], [3, 4, 5]]
+    assert isinstance(passes, GroupPasses)
+    for _ in range(6):
+        one.passes.submit(tokens[:, None], range(6), False, False, None, Kind.DECODE)
+        wanted = one.passes.collect().require_logits()
+        for slots in groups:
+            passes.submit_group(tokens[slots][:, None], slots, False, None)
+        found = [passes.collect_group().require_logits() for _ in groups]
+        np.testing.assert_array_equal(np.concatenate(found), wanted)
+        tokens = wanted.argmax(1).astype(np.int32)
 
 
 @pytest.mark.parametrize("at", ["{0},cpu", "cpu,{0}"])

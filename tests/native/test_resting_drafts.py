@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -134,3 +135,23 @@ def test_the_device_does_not_wait_for_drafters_that_rest(open_engine: Open, tmp_
     resting = calls_between_passes(engine, ids)
     assert controller.stats.steps == 0 and controller.stats.plain_steps > 50
     assert resting - plain < 9
+
+
+def test_a_profile_keeps_how_right_drafts_were(open_engine: Open, tmp_path: Path) -> None:
+    """Also where no expert can be missing; the next engine begins with it, and adds its own."""
+    path, found = tmp_path / "p.json", []
+    for _ in range(2):
+        engine = opened(open_engine, tmp_path, "mtp", profile=str(path))
+        assert engine.speculation and isinstance(engine.speculation.controller, Controller)
+        begins = engine.speculation.controller._drafters["mtp"].acceptance.rates[:]
+        text(engine, prompt(engine, 30), 60)
+        stats = engine.spec_stats()
+        assert stats and stats.drafts["mtp"][0][0] == stats.steps > 10
+        kept_now = engine.save_profile()
+        assert kept_now and not kept_now.why
+        found.append((begins, stats, json.loads(path.read_text())["drafts"]["mtp"]["seen"][0]))
+        assert engine.save_profile().is_expected  # nothing new since
+    (fresh, first, n_first), (informed, second, n_both) = found
+    assert n_first == first.steps and n_both == first.steps + second.steps
+    (seen, right) = first.drafts["mtp"]
+    assert (informed[0] < fresh[0]) == (right[0] / seen[0] < fresh[0])

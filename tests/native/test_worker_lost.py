@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.cable import Cable
 from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess, working
 
@@ -22,7 +22,6 @@ from moegraph.errors import NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
 from moegraph.link import hello
-from moegraph.link.relay import relay
 from moegraph.modelfile import ModelFile, open_model
 
 ModelPath = Callable[[str], Path]
@@ -44,42 +43,15 @@ def file(model_path: ModelPath, stack: ExitStack) -> ModelFile:
     return stack.enter_context(closing(open_model(model_path("mini35b"))))
 
 
-class Cable:
-    """A connection to a worker that can be cut; `url` leads through it."""
-
-    def __init__(self, worker: WorkerProcess, stack: ExitStack) -> None:
-        self._worker = worker
-        self._listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self._ends: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._carry)
-        self._thread.start()
-        stack.callback(self._thread.join)
-        stack.callback(self.cut)
-        port = self._listening.getsockname()[1]
-        self.url = f"rpc://127.0.0.1:{port}?timeout={TIMEOUT_S}"
-
-    def _carry(self) -> None:
-        near, _ = self._listening.accept()
-        far = socket.create_connection(self._worker.address)
-        self._ends = [near, far]
-        relay(near, far)
-
-    def cut(self) -> None:
-        """End the connection on both sides, as a machine between them does that restarts."""
-        for end in self._ends:
-            if end.fileno() >= 0:
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                end.shutdown(socket.SHUT_RDWR)
-
-
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
 def test_a_connection_that_is_cut_while_a_pass_waits(
     worker: WorkerProcess, file: ModelFile, stack: ExitStack, kind: str
 ) -> None:
     """The error comes at once, without the timeout; the worker serves the next client."""
     with ExitStack() as inner:
-        cable = Cable(worker, inner)
-        stages = Stages(file, [], new_config(device=cable.url), inner)
+        cable = Cable(worker.address, inner)
+        url = f"{cable.url}?timeout={TIMEOUT_S}"
+        stages = Stages(file, [], new_config(device=url), inner)
         stages.run(batch_of(kind))
         worker.signal(signal.SIGSTOP)
         stages.runner.submit(batch_of(kind))

@@ -15,6 +15,7 @@ from moegraph.kinds import SweepStep
 from moegraph.service.scheduler import (
     Begin,
     Decode,
+    Read,
     Scheduler,
 )
 
@@ -423,3 +424,34 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 TestRequests.settings = hypothesis_settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_sweep_may_take_along_the_requests_that_wait() -> None:
+    scheduler = Scheduler[str](4, 100)
+    for name in "abcdef":
+        scheduler.add(name)
+    work = scheduler.next(lambda name: 100)
+    assert work == Begin("a", ("b", "c", "d"))  # as many as there are slots, by arrival
+    scheduler.began("a", 300, ["a", "c", "d"])  # b does not fit
+    assert (scheduler.n_running, scheduler.n_waiting) == (3, 3)
+    read = scheduler.next(lambda name: 1000)
+    assert isinstance(read, Read) and read.key == "a"
+    scheduler.end("a")  # its sweep goes on for the others
+    read = scheduler.next(lambda name: 1000)
+    assert isinstance(read, Read) and read.key == "c"
+    for name in "cd":
+        scheduler.is_read(name)
+    assert scheduler.n_running == 2
+    for name in "cd":
+        scheduler.end(name)
+    assert scheduler.next(lambda name: 100) == Begin("b", ("e", "f"))
+
+
+def test_a_short_prompt_waits_for_a_sweep_that_ends_soon() -> None:
+    for row_s, begins in ((1e-5, False), (1e-3, True)):
+        scheduler = Scheduler[str](4, 100)
+        scheduler.add("a")
+        scheduler.began("a", 1000)
+        scheduler.costs.note_rows(10, 10 * row_s)
+        scheduler.add("b")
+        assert isinstance(scheduler.next(lambda name: 40), Begin) == begins

@@ -9,20 +9,18 @@
 extern "C" {
 #endif
 
-// What a connection has carried: bytes in both directions, graphs sent, stored graphs computed again, and how often
-// answers were waited for.
+// What a connection has carried: bytes in both directions, graphs sent, and stored graphs computed again.
 struct moegraph_rpc_counts {
     uint64_t n_sent;
     uint64_t n_received;
     uint64_t n_graphs_sent;
     uint64_t n_graphs_stored;
-    uint64_t n_waits;
 };
 
-// Use a connected socket, which is closed after a failure, as the connection to an endpoint of a new name, NAME:NUMBER.
-// It stays that of the endpoint until the process ends. Returns whether the server has
-// answered.
+// Use a connected socket as the connection to an endpoint of a new name, NAME:NUMBER. Returns whether the server has
+// answered. `close` closes the socket when the last backend and buffer of the endpoint have been freed.
 GGML_BACKEND_API bool moegraph_rpc_adopt(const char * endpoint, int fd);
+GGML_BACKEND_API void moegraph_rpc_close(const char * endpoint);
 
 // 0, or the errno of the exchange that failed. Every later one fails at once: a graph has a failed status, an allocation
 // is NULL, and what would be read is 0. With SO_RCVTIMEO and SO_SNDTIMEO on the socket, EAGAIN means that the server did

@@ -3,9 +3,6 @@
 #include "moegraph-messages.h"
 #include "moegraph-rpc.h"
 
-// Answers that may be under way together: few enough that a server never waits for room to write them.
-static constexpr size_t MOEGRAPH_MAX_WAITING = 64, MOEGRAPH_MAX_ANSWERS = 32 * 1024;
-
 // A part whose bytes are where the caller has them; the caller waits until they are sent.
 struct moegraph_borrowed {
     moegraph_part part;
@@ -18,50 +15,33 @@ static bool moegraph_write(const socket_ptr & sock, const uint8_t cmd, const siz
     return sock->send_data(&cmd, sizeof(cmd)) && sock->send_data(&size, sizeof(size));
 }
 
-// Whether somebody waits for the end of a request. Results are looked at only after that of a later one.
-static bool moegraph_is_awaited(const int cmd) {
-    switch (cmd) {
-        case MOEGRAPH_CMD_STORE:
-        case MOEGRAPH_CMD_RUN:
-        case MOEGRAPH_CMD_FORGET:
-        case MOEGRAPH_CMD_SET:
-        case MOEGRAPH_CMD_GET:
-            return false;
-    }
-    return true;
-}
-
-// Requests go out at once. Answers are read when somebody waits: several reads take one round trip.
+// Requests go out as they come, and another thread reads the answers: several reads take one round trip, and what comes
+// after a read does not wait for its answer.
 void rpc_dispatcher::work() {
-    std::vector<rpc_msg_ptr> waiting;
-    size_t n_answers = 0; // bytes
-    bool   is_awaited = false;
-    const auto read_answer = [this](const rpc_msg & msg) {
+    rpc_msg_queue sent;
+    const socket_ptr sock = this->sock; // the destructor gives its own up while this runs
+    const auto read_answer = [this, &sock](const rpc_msg & msg) {
         uint64_t size;
         if (!sock->recv_data(&size, sizeof(size))) {
             return false;
         }
         return size == msg.output_size ? sock->recv_data(msg.output, size) : endpoint->fail(EPROTO);
     };
-    while (running) {
-        const bool is_empty = queue.empty();
-        if (is_empty) {
-            sock->flush();
-        }
-        if ((is_empty && is_awaited) || waiting.size() >= MOEGRAPH_MAX_WAITING || n_answers > MOEGRAPH_MAX_ANSWERS) {
-            sock->flush();
-            endpoint->n_waits += n_answers > 0;
-            for (auto & msg : waiting) {
-                if (msg->output && !read_answer(*msg)) {
-                    memset(msg->output, 0, msg->output_size);
-                }
-                msg->completion.set_value();
-            }
-            waiting.clear();
-            n_answers  = 0;
-            is_awaited = false;
-        }
+    std::thread reader([&] {
         rpc_msg_ptr msg;
+        while (sent.pop(&msg)) {
+            if (msg->output && !read_answer(*msg)) {
+                memset(msg->output, 0, msg->output_size);
+            }
+            msg->completion.set_value();
+            msg = nullptr;
+        }
+    });
+    rpc_msg_ptr msg;
+    while (running) {
+        if (queue.empty()) {
+            sock->flush();
+        }
         if (!queue.pop(&msg)) {
             break;
         }
@@ -73,10 +53,10 @@ void rpc_dispatcher::work() {
             (void) (moegraph_write(sock, (uint8_t) msg->cmd, msg->input_size)
                 && sock->send_data(msg->input.get(), msg->input_size));
         }
-        is_awaited = is_awaited || moegraph_is_awaited(msg->cmd);
-        n_answers += msg->output_size;
-        waiting.push_back(std::move(msg));
+        sent.push(msg);
     }
+    sent.interrupt();
+    reader.join();
 }
 
 template <typename T>
@@ -228,19 +208,46 @@ static const bool moegraph_is_hooked = [] {
     return true;
 }();
 
+// Dispatchers of open endpoints: there is no second connection, so they outlive what uses them. Not destroyed when the
+// process ends, so that it ends without waiting for their threads.
+struct moegraph_kept_dispatchers {
+    std::lock_guard<std::mutex> lock;
+    std::unordered_map<std::string, std::shared_ptr<rpc_dispatcher>> & all;
+
+    moegraph_kept_dispatchers() : lock(mutex()), all(map()) {}
+
+private:
+    static std::mutex & mutex() {
+        static auto * mutex = new std::mutex;
+        return *mutex;
+    }
+
+    static std::unordered_map<std::string, std::shared_ptr<rpc_dispatcher>> & map() {
+        static auto * map = new std::unordered_map<std::string, std::shared_ptr<rpc_dispatcher>>;
+        return *map;
+    }
+};
+
 bool moegraph_rpc_adopt(const char * name, const int fd) {
     moegraph_endpoint & endpoint = moegraph_endpoint::add(name, fd);
-    // kept, because there is no second connection
-    static auto * kept = new std::vector<std::shared_ptr<rpc_dispatcher>>;
-    static std::mutex mutex;
     auto dispatcher = get_dispatcher(name);
     moegraph_features features = {};
     dispatcher->send((rpc_cmd) MOEGRAPH_CMD_FEATURES, nullptr, 0, &features, sizeof(features));
     endpoint.optimizes = features.optimizes;
     endpoint.keeps     = features.keeps != 0;
-    std::lock_guard<std::mutex> lock(mutex);
-    kept->push_back(std::move(dispatcher));
+    moegraph_kept_dispatchers kept;
+    kept.all[name] = std::move(dispatcher);
     return endpoint.failure() == 0;
+}
+
+void moegraph_rpc_close(const char * name) {
+    std::shared_ptr<rpc_dispatcher> ended; // after the lock
+    moegraph_kept_dispatchers kept;
+    auto it = kept.all.find(name);
+    if (it != kept.all.end()) {
+        ended = std::move(it->second);
+        kept.all.erase(it);
+    }
 }
 
 int moegraph_rpc_failure(const char * name) {
@@ -249,6 +256,5 @@ int moegraph_rpc_failure(const char * name) {
 
 void moegraph_rpc_count(const char * name, struct moegraph_rpc_counts * counts) {
     const moegraph_endpoint & endpoint = moegraph_endpoint::find(name);
-    *counts = { endpoint.n_sent, endpoint.n_received, endpoint.n_graphs_sent, endpoint.n_graphs_stored,
-        endpoint.n_waits };
+    *counts = { endpoint.n_sent, endpoint.n_received, endpoint.n_graphs_sent, endpoint.n_graphs_stored };
 }

@@ -52,8 +52,7 @@ moegraph_endpoint & moegraph_endpoint::find(const std::string & name) {
 bool moegraph_endpoint::fail(const int code) {
     int none = 0;
     if (failed.compare_exchange_strong(none, code != 0 ? code : EIO) && fd >= 0) {
-        shutdown(fd, SHUT_RDWR);
-        close(fd);
+        shutdown(fd, SHUT_RDWR); // not closed: the other thread may be using it
     }
     return false;
 }
@@ -130,8 +129,24 @@ bool moegraph_endpoint::read(void * data, size_t size) {
     return size == 0;
 }
 
+void moegraph_endpoint::release() {
+    fail(ENOTCONN);
+    if (fd >= 0) {
+        close(fd);
+    }
+    fd = -1;
+    in = {};
+    in_begin = in_end = 0;
+}
+
 struct socket_t::impl {
     moegraph_endpoint & endpoint;
+
+    explicit impl(moegraph_endpoint & endpoint) : endpoint(endpoint) {}
+
+    ~impl() {
+        endpoint.release();
+    }
 };
 
 socket_t::socket_t(std::unique_ptr<impl> p) : pimpl(std::move(p)) {}
@@ -139,7 +154,7 @@ socket_t::~socket_t() = default;
 
 socket_ptr socket_t::connect(const char * host, const int port) {
     auto & endpoint = moegraph_endpoint::find(std::string(host) + ":" + std::to_string(port));
-    return socket_ptr(new socket_t(std::unique_ptr<impl>(new impl{endpoint})));
+    return socket_ptr(new socket_t(std::make_unique<impl>(endpoint)));
 }
 
 bool socket_t::send_data(const void * data, const size_t size) {

@@ -17,7 +17,7 @@ public:
     // An endpoint of another name has failed.
     static moegraph_endpoint & find(const std::string & name);
 
-    // Sends bytes with those that follow, or at `flush`.
+    // One thread writes and one reads. Sends bytes with those that follow, or at `flush`.
     bool write(const void * data, size_t size);
     bool flush();
     bool read(void * data, size_t size);
@@ -26,12 +26,15 @@ public:
     bool fail(int code);
     int  failure() const { return failed; }
 
+    // Closes the socket, once no thread uses it.
+    void release();
+
     // What the server has said: a bit for each device whose backend optimizes graphs; whether it keeps weights by hash.
     uint64_t optimizes = 0;
     bool     keeps     = false;
 
     moegraph_known_graphs graphs;
-    std::atomic<uint64_t> n_sent = 0, n_received = 0, n_graphs_sent = 0, n_graphs_stored = 0, n_waits = 0;
+    std::atomic<uint64_t> n_sent = 0, n_received = 0, n_graphs_sent = 0, n_graphs_stored = 0;
 
 private:
     bool write_all(const uint8_t * data, size_t size);

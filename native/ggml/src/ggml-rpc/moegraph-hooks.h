@@ -29,11 +29,12 @@ struct moegraph_server_graphs {
     std::vector<moegraph_dep> *  wanted = nullptr;
     std::vector<moegraph_dep_id> deps; // of the last one
 
-    // A new graph. Its uid lets the backend replay it without comparing nodes.
+    // A new graph. Its uid lets the backend replay it without comparing nodes. Nothing waits for its end: the inputs of the
+    // next one come meanwhile.
     enum ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
         if (wanted == nullptr) {
             graph->uid = ggml_graph_next_uid();
-            return ggml_backend_graph_compute(backend, graph);
+            return ggml_backend_graph_compute_async(backend, graph);
         }
         struct ggml_backend_graph_optimize_params params = { add_dep, wanted };
         backend->iface.graph_optimize(backend, graph, &params);
