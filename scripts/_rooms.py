@@ -25,6 +25,7 @@ ROOMS = (
     ("runner",),
     ("draft",),
     ("engine",),
+    ("service",),
     ("server",),
     ("worker",),
     ("bench",),

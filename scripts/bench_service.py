@@ -24,7 +24,7 @@ import _bench as bench
 
 from moegraph import Engine, EngineConfig, SamplingParams
 from moegraph.engine.requests import Request, Step
-from moegraph.engine.service import Service
+from moegraph.service.service import Service
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -46,7 +46,7 @@ class Ticket(Protocol):
 
 
 class Service(Protocol):
-    """Computes the requests of many clients on one engine; see `engine.service.Service`."""
+    """Computes the requests of many clients on one engine; see `service.service.Service`."""
 
     @property
     def failure(self) -> str | None:

@@ -16,7 +16,6 @@ from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.engine.groupchoice import GroupChoice
 from moegraph.ggml.device import Device, gpu_names
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
@@ -24,6 +23,7 @@ from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, Tensor
 from moegraph.resident.rates import measure_rates
 from moegraph.runner.boundary import Boundary
+from moegraph.service.groupchoice import GroupChoice
 
 SAME, OTHER = "cuda:0,cuda:0", "cuda:0,cuda:1"
 SLOTS = {"pin_layers": 0, "cache_slots": 76, "miss": "stream"}

@@ -9,8 +9,8 @@ from typing import Any
 
 from moegraph.engine import Engine
 from moegraph.engine.requests import Request, Step
-from moegraph.engine.service import Service, Ticket
 from moegraph.sampling import SamplingParams
+from moegraph.service.service import Service, Ticket
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from moegraph.engine.chat import ChatRequest, Prepared, TextRequest
 from moegraph.engine.requests import Request, Step, TokenLogprobs, Usage
-from moegraph.engine.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.errors import ContextOverflow, MoegraphError, RequestError
 from moegraph.sampling import SamplingParams
 from moegraph.server.backend import Loaded, ModelFacts
+from moegraph.service.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.text.chat import AnswerParser
 
 N_CTX = 4096

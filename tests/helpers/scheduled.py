@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moegraph.engine.scheduler import (
+from moegraph.kinds import SweepStep
+from moegraph.service.scheduler import (
     Begin,
     Decode,
     Piece,
@@ -15,7 +16,6 @@ from moegraph.engine.scheduler import (
     Scheduler,
     Work,
 )
-from moegraph.kinds import SweepStep
 
 SHORT = 32
 LAYERS = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from helpers.interrupts import Interrupt, interrupted
 from helpers.shared import prompt
 
@@ -13,10 +14,11 @@ from moegraph.engine import Engine
 OURS = "runner/sweep.py", "runner/swept.py"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])
 def test_an_interrupt_before_the_first_lines_and_the_last_ones(
-    open_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine], device: str
 ) -> None:
-    engine, alone = (open_engine(cpu_reference=True) for _ in range(2))
+    engine, alone = (open_engine(cpu_reference=True, device=name) for name in (device, "cpu"))
     ids = prompt(engine, 90)
     alone.forward(ids[:1])
     wanted = alone.prefill(ids[1:60]).logits, alone.forward(ids[60:61]).logits

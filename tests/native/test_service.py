@@ -15,11 +15,12 @@ from helpers.faults import FAULTS, faulty
 from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine, costs
+from moegraph.engine import Engine
 from moegraph.engine.requests import Request
 from moegraph.errors import ContextOverflow, QueueFull, RequestError, ServiceClosed
 from moegraph.ggml.lib import C, ffi
 from moegraph.sampling import SamplingParams
+from moegraph.service import costs
 
 Open = Callable[..., Engine]
 SLOTS = {"pin_layers": 0, "cache_slots": 48, "policy": "lru", "deterministic": True}

@@ -14,9 +14,9 @@ from helpers.served import served
 from helpers.server_case import Case
 from helpers.server_process import serving
 
-from moegraph.engine.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.errors import NativeError, QueueFull
 from moegraph.server.guards import Guard, Keys
+from moegraph.service.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 
 PHONE: Any = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 NASTY = (

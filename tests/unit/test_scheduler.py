@@ -10,14 +10,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moegraph.engine.scheduler import (
+from moegraph.errors import QueueFull
+from moegraph.kinds import SweepStep
+from moegraph.service.scheduler import (
     Begin,
     Decode,
     Read,
     Scheduler,
 )
-from moegraph.errors import QueueFull
-from moegraph.kinds import SweepStep
 
 
 def test_a_request_alone_reads_and_decodes_without_pause() -> None:

@@ -19,7 +19,7 @@ from .swapping import Swapping
 from .tally import Tally
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..engine.engine import Engine
 
 CLOSED = "the server is ending; it takes no more requests"
 # Seconds between two accounts of what the service is doing.

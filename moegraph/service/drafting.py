@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
+from ..engine.proposal import Proposal, step_of
+from ..engine.speculation import Speculation
+from ..engine.stepclock import StepClock, StepSeconds
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
-from .proposal import Proposal, step_of
-from .speculation import Speculation
-from .stepclock import StepClock, StepSeconds
 
 _UNKNOWN = StepSeconds(0.0, 0.0, 0.0)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from ..draft.rejection import Odds
+from ..engine.passes import Passes
 from ..errors import (
     Cancelled,
     DeviceLost,
@@ -20,7 +21,6 @@ from ..errors import (
 from ..ggml.device import Device
 from ..runner import Output
 from .answer import Answer
-from .passes import Passes
 from .servicestatus import SlotStatus
 from .tally import Tally
 

@@ -11,6 +11,9 @@ import numpy.typing as npt
 from ..draft.acceptance import walk
 from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
+from ..engine.grouppasses import GroupPasses
+from ..engine.passes import Passes
+from ..engine.prefixes import Prefixes
 from ..errors import MoegraphError, RequestError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..kinds import Kind
@@ -19,10 +22,7 @@ from ..runner.flights import FlightCounts
 from .answer import Answer
 from .answers import Answers
 from .drafting import Drafting
-from .grouppasses import GroupPasses
 from .groups import Groups
-from .passes import Passes
-from .prefixes import Prefixes
 
 
 class Decoding:

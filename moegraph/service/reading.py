@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..engine.prefixtree import n_common
 from ..errors import InternalError, MoegraphError, PoolFull
 from ..kinds import SHORT_PROMPT
 from ..resident.hostcopies import StatesCopy
@@ -18,11 +19,10 @@ from .answer import Answer
 from .answers import Answers
 from .costs import PIECES
 from .drafting import Drafting
-from .prefixtree import n_common
 from .swapping import Swapping
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..engine.engine import Engine
 
 
 # Fewest rows of a chunk beside other requests, on the CPU and on a device with streams. There, a

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..engine.drawing import Drawing
+from ..engine.ids import checked_ids
+from ..engine.requests import Request, Step
+from ..engine.sequence import Sequence
 from ..errors import QueueFull, RequestError, ServiceClosed
 from .answer import Answer
-from .drawing import Drawing
-from .ids import checked_ids
-from .requests import Request, Step
 from .scheduler import Scheduler
-from .sequence import Sequence
 from .serviceloop import CLOSED, ServiceLoop
 from .servicestatus import ServiceStatus
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..engine.engine import Engine
 
 # Requests that may wait for a slot, unless the caller says otherwise.
 N_WAITING = 128

@@ -14,7 +14,7 @@ from .answer import Answer
 from .answers import Answers
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..engine.engine import Engine
 
 
 class Swapping:

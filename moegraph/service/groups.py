@@ -14,12 +14,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from ..engine.grouppasses import GroupPasses
 from ..errors import MoegraphError
 from ..runner import NotFinite, Output
 from .answer import Answer
 from .answers import Answers
 from .groupchoice import GroupChoice
-from .grouppasses import GroupPasses
 
 Batch = Sequence[Answer]
 Draws = Callable[[Batch], tuple[bool, npt.NDArray[np.int32] | None]]

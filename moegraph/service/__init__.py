@@ -1,0 +1,1 @@
+"""Answers many requests with one engine: which of them runs next, and what each gets."""
