@@ -84,7 +84,7 @@ class LaunchPlans:
         self._readback = readback
         self._sums_last = sums_last
         # upper bounds; the second one also holds for add_uploaded and sum_rows
-        self._n_nodes_mixer_router, self._n_nodes_moe = 160, 64 + 5 * stage.hp.n_expert_used
+        self._n_nodes_mixer_router, self._n_nodes_moe = 160, 128 + 10 * stage.hp.n_expert_used
         self._plans: OrderedDict[tuple[PassShape, Results, MissMode], LaunchPlan] = OrderedDict()
         self.n_planned = 0
         self._n_dropped = 0  # graphs that the cache had dropped when `_plans` was last cleared

@@ -54,7 +54,7 @@ class SweepGraphs:
         self._stage, self._graphs, self._hidden = stage, graphs, hidden
         self._memory, self._ring, self._layer_graphs = memory, ring, layer_graphs
         self._sums_last, self._reads_ids = sums_last, reads_ids
-        self._n_nodes_mixer, self._n_nodes_moe = 160, 64 + 5 * stage.hp.n_expert_used
+        self._n_nodes_mixer, self._n_nodes_moe = 160, 128 + 10 * stage.hp.n_expert_used
 
     @property
     def _carry(self) -> CarryBuffers:

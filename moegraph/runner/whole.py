@@ -53,7 +53,7 @@ def build_whole(
 
 def n_nodes_whole(stage: Stage) -> int:
     """Return an upper bound on the nodes of a pass in one graph."""
-    return len(stage.layers) * (112 + 5 * stage.hp.n_expert_used) + 64
+    return len(stage.layers) * (176 + 10 * stage.hp.n_expert_used) + 64
 
 
 class WholeRunner(Runner):

