@@ -163,7 +163,7 @@ def test_prompts_read_together_are_near_each_alone(
     for batch, found in zip(batches, together, strict=True):
         alone = replace(batch, cuts=(), is_rounded=False)
         expected, other = layer_rows(uncut, [alone])[0], layer_rows(cut, [alone])[0]
-        # alone, kernels for few rows compute a short prompt, which no cut changes
-        least = FEW if len(batch.tokens) <= 64 else LIMIT
+        # alone, kernels for few rows compute a short prompt, in pieces or not; no cut changes that
+        least = FEW if len(batch.tokens) <= 256 else LIMIT
         limit = max(least, TIMES * error(other, expected))
         assert error(found, expected) <= limit, (batch.slot, error(found, expected), limit)
