@@ -278,9 +278,13 @@ class Device:
             self._unlink()
             raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
         self.is_invariant = invariant and not self.can.exact_sums
-        self.compute = Backend(self._dev)
-        # weights and experts are uploaded on this stream
-        self.upload = Backend(self._dev) if self.can.streams else self.compute
+        try:
+            self.compute = Backend(self._dev)
+            # weights and experts are uploaded on this stream
+            self.upload = Backend(self._dev) if self.can.streams else self.compute
+        except NativeError:
+            self._unlink()
+            raise
         self.buft = C.ggml_backend_dev_buffer_type(self._dev)
         self.alignment: int = C.ggml_backend_buft_get_alignment(self.buft)
         self.n_threads = n_threads or default_threads()

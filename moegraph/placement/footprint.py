@@ -35,9 +35,11 @@ from .planner import Footprint
 SWEEP_ROWS = 8192
 # Patterns of masks, and what aligns the inputs of chunks.
 _SWEEP_CONSTANTS = 256 << 10
-# Kernel images, captured graphs and the backend's scratch pool. A prompt of 32,768 tokens in chunks
-# of 256 took 381 MiB of an H200: 400 graphs of attention layers.
-_OTHER_BYTES = 480 << 20
+# Kernel images, captured graphs of passes and the backend's scratch pool.
+_OTHER_BYTES = 224 << 20
+# A captured graph of an attention layer on an H200, of which each chunk of a prompt has its own,
+# and what all of them take at most, because the cache of graphs drops some.
+_CHUNK_GRAPH_BYTES, _CHUNK_GRAPHS_BYTES = 640 << 10, 256 << 20
 # Bytes; no device aligns tensors to more.
 _ALIGN = 128
 
@@ -94,7 +96,7 @@ def needed_bytes(
         # a snapshot too, to undo a prompt
         state=state + zeros_bytes(hp) + _draft_bytes(hp, drafted, n_recurrent),
         compute=compute,
-        other=_OTHER_BYTES,
+        other=_OTHER_BYTES + _chunk_graphs(len(layers) - n_recurrent, padded, n_ubatch),
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
         + lacking_bytes(hp, n_sweep, n_ubatch),
         ring_groups=N_GROUPS,
@@ -110,6 +112,12 @@ def _dense_bytes(model: ModelFile, layers: range, has_head: bool) -> int:
     if has_head and "output.weight" not in model.tensors:
         dense.append(model.tensors["token_embd.weight"])
     return sum(info.nbytes for info in dense)
+
+
+def _chunk_graphs(n_attention: int, n_ctx: int, n_ubatch: int) -> int:
+    """Return what captured graphs of a prompt's chunks take in attention layers, at most."""
+    n_chunks = -(-n_ctx // n_ubatch)
+    return min(n_attention * n_chunks * _CHUNK_GRAPH_BYTES, _CHUNK_GRAPHS_BYTES)
 
 
 def sweep_rows(n_ubatch: int, n_ctx: int) -> int:

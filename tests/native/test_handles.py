@@ -24,6 +24,7 @@ def test_close_frees_once_and_use_after_close_is_an_error():
 
 
 def test_a_forgotten_handle_is_freed_by_the_collector():
+    gc.collect()  # what other tests have forgotten
     before = live_handles()
     context = Context(4)
     assert live_handles() != before

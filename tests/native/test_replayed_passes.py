@@ -76,7 +76,8 @@ def test_a_replay_moves_the_experts_of_the_run_token_by_token(
     ids, states = recorded(engine, n_prompt)
 
     ways = MissWays(split, settings["miss"] == "cpu", MAX_FETCH_ROWS if way == "fetched" else 0)
-    replay = _Replay(Residency(cache, ways, fetchable=range(N_LAYER)), MACHINES["h200"])
+    residency = Residency(cache, ways, fetchable=range(N_LAYER))
+    replay = _Replay(residency, MACHINES["h200"], range(N_LAYER))
     replay.prompt(ids[:n_prompt])
     missing = np.zeros((N_TOKENS, N_LAYER), np.int64)
     for at, expected in enumerate(states):

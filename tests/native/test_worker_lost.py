@@ -121,6 +121,7 @@ def test_a_worker_that_answers_nonsense_is_refused(
     answer: bytes, together: bool, stack: ExitStack
 ) -> None:
     """Whatever comes after its hello: an error, not the end of this process."""
+    before = dict(remote._open)
     listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
     def work() -> None:
@@ -140,4 +141,4 @@ def test_a_worker_that_answers_nonsense_is_refused(
     stack.callback(thread.join)
     with pytest.raises(NativeError, match=r"127.0.0.1:\d+"):
         Device(f"rpc://127.0.0.1:{listening.getsockname()[1]}", 1)
-    assert not remote._open
+    assert remote._open == before
