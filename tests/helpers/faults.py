@@ -1,4 +1,4 @@
-"""A native library in which the k-th call of one function fails."""
+"""A native library in which the k-th call of one function fails, and a state that is spoilt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from moegraph.engine import Engine
 from moegraph.errors import MoegraphError, NativeError, OutOfDeviceMemory
 from moegraph.ggml.capabilities import Capabilities
 from moegraph.ggml.lib import C, ffi
@@ -103,3 +106,10 @@ def _in_place(library_of: Callable[[Any], Any]) -> Iterator[Any]:
     finally:
         for module, old in before.items():
             module.C = old
+
+
+def poison(engine: Engine, slot: int) -> None:
+    """Put a NaN into a recurrent state of a sequence."""
+    tensor = next(iter(engine.state.ssm.values()))
+    value = np.array([np.nan], np.float32)
+    C.ggml_backend_tensor_set(tensor, ffi.from_buffer(value), slot * tensor.nb[1], 4)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.clients import Client, alone, serving
-from helpers.faults import FAULTS, faulty
+from helpers.faults import FAULTS, faulty, poison
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.engine.grouppasses import GroupPasses
 from moegraph.errors import NativeError, RequestError
-from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.lib import C
 from moegraph.kinds import Kind
 from moegraph.sampling import SamplingParams
 from moegraph.service.groupchoice import GroupChoice
@@ -278,18 +278,15 @@ def test_a_cancellation_or_a_nan_in_one_group_touches_no_other(
     engine = open_engine(n_seq=4, cpu_reference=True, device=TWO)
     poisoned = threading.Event()
 
-    def poison(step: Any) -> None:
+    def spoil(step: Any) -> None:
         if len(clients[1].tokens) == 5 and not poisoned.is_set():
             poisoned.set()
-            slot = next(s.id for s in service._loop._answers.slots() if s.name == "bad")
-            tensor = next(iter(engine.state.ssm.values()))
-            value = np.array([np.nan], np.float32)
-            C.ggml_backend_tensor_set(tensor, ffi.from_buffer(value), slot * tensor.nb[1], 4)
+            poison(engine, next(s.id for s in service._loop._answers.slots() if s.name == "bad"))
 
     clients: list[Client] = []
     with in_groups(engine) as service:
         for i, name in enumerate(("a", "bad", "ends", "c")):
-            more: dict[str, Any] = {"on_step": poison} if name == "bad" else {}
+            more: dict[str, Any] = {"on_step": spoil} if name == "bad" else {}
             clients.append(
                 Client(
                     service,

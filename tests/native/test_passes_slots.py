@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.faults import poison
 from helpers.shared import prompt, resident_bytes
 
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ContextOverflow, RequestError
 from moegraph.ggml.handles import live_handles
-from moegraph.ggml.lib import C, ffi
 from moegraph.resident.kvpool import PAGE
 from moegraph.resident.poolshape import PoolShape
 from moegraph.resident.positions import Positions
@@ -40,13 +40,6 @@ def logits_alone(engine: Engine, ids: np.ndarray, chunk: int = 64) -> np.ndarray
         for at in range(0, len(ids), chunk)
     ]
     return np.concatenate(parts)
-
-
-def poison(engine: Engine, slot: int) -> None:
-    """Put a NaN into a recurrent state of a sequence."""
-    tensor = next(iter(engine.state.ssm.values()))
-    value = np.array([np.nan], np.float32)
-    C.ggml_backend_tensor_set(tensor, ffi.from_buffer(value), slot * tensor.nb[1], 4)
 
 
 @pytest.mark.parametrize("settings", MODES, ids=NAMES)

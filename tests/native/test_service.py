@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.clients import Client, alone, serving
-from helpers.faults import FAULTS, faulty
+from helpers.faults import FAULTS, faulty, poison
 from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.engine.requests import Request
 from moegraph.errors import ContextOverflow, QueueFull, RequestError, ServiceClosed
-from moegraph.ggml.lib import C, ffi
 from moegraph.sampling import SamplingParams
 from moegraph.service import costs
 
@@ -165,19 +164,16 @@ def test_a_nan_in_one_sequence_touches_no_other(open_engine: Open) -> None:
     engine = open_engine(n_seq=3, cpu_reference=True)
     poisoned = threading.Event()
 
-    def poison(step: Any) -> None:
+    def spoil(step: Any) -> None:
         if len(clients[1].tokens) == 5 and not poisoned.is_set():
             poisoned.set()
-            slot = next(s.id for s in service._loop._answers.slots() if s.name == "bad")
-            tensor = next(iter(engine.state.ssm.values()))
-            value = np.array([np.nan], np.float32)
-            C.ggml_backend_tensor_set(tensor, ffi.from_buffer(value), slot * tensor.nb[1], 4)
+            poison(engine, next(s.id for s in service._loop._answers.slots() if s.name == "bad"))
 
     clients: list[Client] = []
     with serving(engine) as service:
         for i, name in enumerate(("a", "bad", "c")):
             sampling = SAMPLINGS[(0, 2)[i % 2]]
-            more = {"on_step": poison} if name == "bad" else {}
+            more = {"on_step": spoil} if name == "bad" else {}
             clients.append(
                 Client(service, prompt(engine, 40 + i, seed=i), max_tokens=60, name=name,
                        sampling=sampling, **more)
