@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 from moegraph import Engine, EngineConfig
-from moegraph.experts.cost import find_machine
+from moegraph.experts.machines import find_machine
 from moegraph.experts.policy import parse_policy
 from moegraph.placement.identity import router_shape
 from moegraph.placement.simulate import even_slots, simulate

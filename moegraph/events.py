@@ -39,7 +39,7 @@ class CancelToken:
         self.flag = np.zeros(1, dtype=np.int32)
 
     def set(self) -> None:
-        """Request the end. The engine checks between layers, the CPU device between nodes."""
+        """Request the end: of a prompt between layers (CPU: nodes), of an answer between steps."""
         self.flag[0] = 1
 
     def is_set(self) -> bool:

@@ -60,7 +60,14 @@ class Clock:
 
 
 def add_common(p: argparse.ArgumentParser, samples: int = 5) -> None:
-    """Add the options that every bench script has."""
+    """Add the options of every bench script whose raw lines begin with a description of the run."""
+    add_samples(p, samples)
+    p.add_argument("--commit", default="", help="commit of moegraph, if the folder has no .git")
+    add_basic(p)
+
+
+def add_samples(p: argparse.ArgumentParser, samples: int) -> None:
+    """Add the number of samples."""
     p.add_argument(
         "--samples",
         type=positive,
@@ -68,15 +75,18 @@ def add_common(p: argparse.ArgumentParser, samples: int = 5) -> None:
         metavar="N",
         help="counted samples of each test and system, after one that is not counted",
     )
+
+
+def add_basic(p: argparse.ArgumentParser) -> None:
+    """Add the options that every bench script has: limit, output, device, threads."""
     p.add_argument(
         "--time-limit",
         type=float,
         default=0,
         metavar="SECONDS",
-        help="stop after S seconds and keep the samples so far; 0: no limit",
+        help="stop after so many seconds and keep the samples so far; 0: no limit",
     )
     p.add_argument("--out", type=Path, metavar="FILE", help="append raw JSON lines here")
-    p.add_argument("--commit", default="", help="commit of moegraph, if the folder has no .git")
     p.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"))
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads of every system")
 
@@ -426,6 +436,8 @@ def guarded(name: str, run: Callable[[], None]) -> int:
 
     try:
         run()
+    except TimeUp:
+        print(f"{name}: stopped at its time limit", file=sys.stderr)
     except BenchError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

@@ -61,7 +61,7 @@ class MemoryWatch:
 
 def used_device_bytes() -> int:
     """Return the memory in use on all GPUs, as the driver counts it; 0 without a driver."""
-    from moegraph.ggml.free_memory import gpu_used_bytes
+    from moegraph.ggml.nvml import gpu_used_bytes
 
     return sum(gpu_used_bytes().values())
 

@@ -70,7 +70,7 @@ def cublas_headers(toolkit: Path, major: int, cache: Path) -> Path:
     folder = cache / f"cublas-{major}"
     if (folder / "cublas_v2.h").is_file():
         return folder
-    name = "nvidia-cublas" if major >= 13 else f"nvidia-cublas-cu{major}"
+    name = _cuda.wheel_name(major)
     with tempfile.TemporaryDirectory() as tmp:
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
         command += ["--quiet", "--no-deps", "--only-binary", ":all:", "-d", tmp]

@@ -38,7 +38,8 @@ from gguf.quants import dequantize
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.experts.cache import ExpertCache
-from moegraph.experts.cost import MACHINES, choose_ways, machine_costs
+from moegraph.experts.cost import choose_ways, machine_costs
+from moegraph.experts.machines import MACHINES
 from moegraph.experts.policy import POLICIES
 from moegraph.experts.residency import Residency
 from moegraph.kinds import Kind

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Measure several devices against one: decode, passes over several sequences, and prompts.
 
     scripts/bench_devices.py MODEL cuda:0 cuda:0,cuda:1 --share 0.6 --share 1
@@ -23,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import moegraph
 from moegraph.config import EngineConfig
@@ -120,7 +123,7 @@ def in_groups(passes: GroupPasses, rows: Ids, n: int) -> tuple[float, float]:
         rows[slots] = passes.collect_group().argmax  # type: ignore[assignment]
         waiting.append(slots)
         n_ended += 1
-        if n_ended == n // 4 * passes.most:
+        if n_ended == max(n // 4, 1) * passes.most:
             start, n_first = time.perf_counter(), n_ended
             before, busy = counts.seconds, sum(counts.busy_s)
     seconds = time.perf_counter() - start
@@ -181,7 +184,9 @@ def measure(args: argparse.Namespace, device: str, share: float) -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("devices", nargs="+")
     parser.add_argument("--share", type=float, action="append", default=None)

@@ -108,8 +108,8 @@ class ByPlan:
     def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
         return self._controller.choose_for(n_seqs, n_left, without)
 
-    def observe_shared(self, n_seqs: int, seconds: float) -> None:
-        self._controller.observe_shared(n_seqs, seconds)
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
+        self._controller.observe_shared(n_seqs, n_tokens, seconds, drafted)
 
     def shape(self, plan: Plan, draft: Draft) -> Shape:
         return self._controller.shape(plan, draft)
@@ -164,14 +164,20 @@ def texts(engine: Engine, args: argparse.Namespace) -> tuple[list[float], list[i
 
     The first text may build graphs.
     """
-    ids, found, text = prompt(engine, args), [], list[int]()
+    found, text = [], list[int]()
     for _ in range(args.repeat + 1):
-        events = [*engine.generate(
-            ids, SamplingParams(temperature=0.0), args.tokens, ignore_eos=True, text=False
-        )]  # fmt: skip
-        found.append(events[-1].decode_tps)
-        text = [*ids.tolist(), *(e.token for e in events if e.token is not None)]
+        tps, text = one_text(engine, args)
+        found.append(tps)
     return found, text
+
+
+def one_text(engine: Engine, args: argparse.Namespace) -> tuple[float, list[int]]:
+    """Return the tokens a second of a text, and the text with its prompt."""
+    ids = prompt(engine, args)
+    events = [*engine.generate(
+        ids, SamplingParams(temperature=0.0), args.tokens, ignore_eos=True, text=False
+    )]  # fmt: skip
+    return events[-1].decode_tps, [*ids.tolist(), *(e.token for e in events if e.token is not None)]
 
 
 def row(engine: Engine, args: argparse.Namespace, **about: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ positions, the slowest of the four tokens around it is compared with the median 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -61,10 +62,9 @@ def crossings(times: Sequence[float], every: int) -> dict[int, float]:
     }  # fmt: skip
 
 
-def main() -> int:
+def measure(args: argparse.Namespace) -> None:
     """Measure, print a table, and append the raw lines."""
-    args = parser().parse_args()
-    raw = bench.Raw("bench_gaps", args)
+    clock, raw = bench.Clock(args.time_limit), bench.Raw("bench_gaps", args)
     given = {"device": args.device, "vram": args.vram, "n_ctx": args.tokens + 16}
     if args.threads:
         given["n_threads"] = args.threads
@@ -73,13 +73,19 @@ def main() -> int:
         print("| sample | median, ms | slowest, times | around (times the median) |")
         print("|---|---|---|---|")
         for at in range(args.samples):
+            clock.left()
             times = token_times(engine, args.tokens)
             median = statistics.median(times)
             around = {n: t / median for n, t in crossings(times, args.every).items()}
             raw.add("gaps", at=at, median_ms=median, max_ms=max(times), around=around)
             shown = ", ".join(f"{n}: {ratio:.2f}" for n, ratio in around.items())
             print(f"| {at} | {median:.3f} | {max(times) / median:.2f} | {shown} |", flush=True)
-    return 0
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    return bench.guarded("bench_gaps.py", lambda: measure(args))
 
 
 if __name__ == "__main__":

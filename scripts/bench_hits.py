@@ -23,7 +23,7 @@ import _bench as bench
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.experts.cost import MACHINES
+from moegraph.experts.machines import MACHINES
 from moegraph.experts.policy import parse_policy
 from moegraph.placement.identity import router_shape
 from moegraph.placement.simulate import simulate

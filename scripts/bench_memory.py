@@ -15,6 +15,7 @@ grew.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -32,13 +33,14 @@ from moegraph import Engine, EngineConfig
 # What may be added to host memory after the first fifth of the requests.
 _MAX_GROWTH = 64 << 20
 _NEW = 4  # tokens of an answer
+NAME = "bench_memory.py"
 
 
 def parser() -> bench.Parser:
     """Return the command line."""
     p = bench.Parser(__doc__)
     p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
-    bench.add_common(p)
+    bench.add_basic(p)
     p.add_argument("--vram", nargs="+", default=["6", "8", "12"], metavar="GIB|whole")
     p.add_argument("--requests", type=bench.positive, default=200)
     p.add_argument("--longest", type=bench.positive, default=32768, metavar="TOKENS")
@@ -53,7 +55,7 @@ def host_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def lengths(args: Any) -> list[int]:
+def lengths(args: argparse.Namespace) -> list[int]:
     """Return the prompt length of each request: from one token to the longest, mostly short."""
     rng = np.random.default_rng(0)
     most = args.longest - _NEW
@@ -62,7 +64,7 @@ def lengths(args: Any) -> list[int]:
     return [max(1, int(n)) for n in found]
 
 
-def measure(args: Any, budget: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, budget: str) -> dict[str, Any]:
     """Send all requests to an engine with one budget."""
     config: dict[str, Any] = {
         "device": args.device, "n_ctx": args.longest, "profile": "none", "cache_ram": 256,
@@ -102,14 +104,11 @@ def measure(args: Any, budget: str) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def main() -> int:
-    """Measure every budget."""
-    args = parser().parse_args()
-    if args.one:
-        print(json.dumps(measure(args, args.one)), flush=True)
-        return 0
-    is_good = True
+def measure_all(args: argparse.Namespace) -> int:
+    """Measure every budget in a process of its own; return the exit code."""
+    clock, is_good = bench.Clock(args.time_limit), True
     for budget in args.vram:
+        clock.left()
         command = [sys.executable, __file__, *sys.argv[1:], "--one", budget]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
@@ -121,6 +120,18 @@ def main() -> int:
         row = json.loads(done.stdout)
         is_good = is_good and row["is_within"] and row["is_flat"]
     return 0 if is_good else 1
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    if args.one:
+        return bench.guarded(NAME, lambda: print(json.dumps(measure(args, args.one)), flush=True))
+    try:
+        return measure_all(args)
+    except bench.TimeUp:
+        print(f"{NAME}: stopped at its time limit", file=sys.stderr)
+        return 0
 
 
 if __name__ == "__main__":

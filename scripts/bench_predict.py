@@ -29,7 +29,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import _bench as bench
 
-from moegraph.experts.cost import MACHINES, Curve, Machine
+from moegraph.experts.cost import Curve, Machine
+from moegraph.experts.machines import MACHINES
 from moegraph.experts.policy import POLICIES
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.simulate import simulate

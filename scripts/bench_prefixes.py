@@ -13,6 +13,7 @@ second what the copies to host memory and back cost.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -118,10 +119,9 @@ def copies(engine: Engine, n: int) -> dict[str, tuple[int, float]]:
     }
 
 
-def main() -> int:
+def measure(args: argparse.Namespace) -> None:
     """Measure, print two tables, and append the raw lines."""
-    args = parser().parse_args()
-    raw = bench.Raw("bench_prefixes", args)
+    clock, raw = bench.Clock(args.time_limit), bench.Raw("bench_prefixes", args)
     longest = args.system + args.turns * (args.question + args.answer) + _HEADER
     given = {"device": args.device, "vram": args.vram, "n_ctx": max(longest, 512)}
     if args.threads:
@@ -133,6 +133,7 @@ def main() -> int:
         runs: dict[str, list[list[tuple[float, int]]]] = {way: [] for way in WAYS}
         for at in range(args.samples + 1):
             for way in WAYS:
+                clock.left()
                 found = conversation(engine, way, *sizes)
                 raw.add("turns", at=at, way=way, turns=found)
                 runs[way] += [found] if at else []
@@ -147,7 +148,12 @@ def main() -> int:
         for name, (n_bytes, ms) in copies(engine, args.samples).items():
             raw.add("copy", name=name, n_bytes=n_bytes, ms=ms)
             print(f"| {name} | {n_bytes / 2**20:.1f} | {ms:.2f} | {1e-6 * n_bytes / ms:.1f} |")
-    return 0
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    return bench.guarded("bench_prefixes.py", lambda: measure(args))
 
 
 if __name__ == "__main__":

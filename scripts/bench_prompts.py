@@ -19,6 +19,7 @@ bytes that were sent, the measured link, and the time of the same prompt with al
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -40,7 +41,8 @@ def parser() -> bench.Parser:
     """Return the command line."""
     p = bench.Parser(__doc__)
     p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
-    bench.add_common(p, samples=3)
+    bench.add_samples(p, 3)
+    bench.add_basic(p)
     p.add_argument("--settings", nargs="+", default=["whole", "60", "25"], metavar="whole|PERCENT")
     p.add_argument("--prompt", type=int, nargs="+", default=[512, 2048, 8192], metavar="LENGTH")
     p.add_argument("--depth", type=int, nargs="+", default=[0])
@@ -137,7 +139,7 @@ class Samples:
         if setting == "whole" and 0 < at <= self._args.samples:
             known = self.whole_s.get((n, depth), row["seconds"])
             self.whole_s[n, depth] = min(known, row["seconds"])
-        elif (n, depth) in self.whole_s:
+        elif setting != "whole" and (n, depth) in self.whole_s:
             row["predicted_s"] = round(predicted(engine, row, self.whole_s[n, depth]), 5)
         row["device_peak_gib"] = engine.device.note_peak() / 2**30
         print(json.dumps(row), flush=True)
@@ -145,10 +147,9 @@ class Samples:
             print(json.dumps(row), file=self._out, flush=True)
 
 
-def main() -> int:
-    """Run all samples."""
-    args = parser().parse_args()
-    samples = Samples(args)
+def measure(args: argparse.Namespace) -> None:
+    """Take all samples."""
+    clock, samples = bench.Clock(args.time_limit), Samples(args)
     for setting in args.settings:
         with engine_for(args, setting) as engine:
             for times in [1] if setting == "whole" else args.link_times:
@@ -159,8 +160,14 @@ def main() -> int:
                 for depth in args.depth:
                     for n in args.prompt:
                         for at in range(args.samples + 1 + args.profile):
+                            clock.left()
                             samples.take(engine, setting, n, depth, times, at)
-    return 0
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    return bench.guarded("bench_prompts.py", lambda: measure(args))
 
 
 if __name__ == "__main__":

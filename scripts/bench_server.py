@@ -4,7 +4,8 @@
 One server after the other: tokens a second and the time between tokens for several numbers of
 clients; with --long also while a long prompt comes in, and the second turn of a long conversation.
 Prompts are token ids, answers are greedy and have a fixed length. A character that takes several
-tokens comes as one piece of a stream, so times between tokens are those between pieces.
+tokens comes as one piece of a stream: the time before it counts as that of several tokens, if the
+server says how many there are (`timings_per_token`).
 
     scripts/bench_server.py 35b.gguf --llama-server bin/llama-server --long --out server.jsonl
     scripts/bench_server.py tiny --device cpu --clients 1 4 --tokens 30
@@ -39,11 +40,15 @@ LOADING_S = 240
 
 
 class Stream(threading.Thread):
-    """One streamed request; times: when its pieces came, begun: when it was sent."""
+    """One streamed request.
+
+    times: when its pieces came; counts: tokens up to each of them; begun: when it was sent.
+    """
 
     def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
         self.times: list[float] = []
+        self.counts: list[int] = []
         self.text = ""
         self.usage: dict[str, Any] = {}
         self.error = ""
@@ -69,16 +74,21 @@ class Stream(threading.Thread):
             self.error = answer.read().decode(errors="replace")[:300]
         while not (self.error or self._leaves.is_set()):
             line = answer.readline()
-            if not line or line.startswith(b"data: [DONE]"):
+            if line.startswith(b"data: [DONE]"):
                 break
+            if not line:
+                self.error = "the answer ended without its last line"
             if line.startswith(b"data: "):
                 self._note(line[6:])
         connection.close()
         if not self.times:  # tokens without text alone
             self.times.append(time.perf_counter())
+            self.counts.append(1)
 
     def _note(self, data: bytes) -> None:
         piece = json.loads(data)
+        if "error" in piece:
+            self.error = str(piece["error"])[:300]
         self.usage = piece.get("usage") or self.usage
         for choice in piece.get("choices", ()):
             delta = choice.get("delta", {})
@@ -86,6 +96,8 @@ class Stream(threading.Thread):
             self.text += text or ""
             if text is not None:
                 self.times.append(time.perf_counter())
+                n = (piece.get("timings") or {}).get("predicted_n")
+                self.counts.append(n or (self.counts[-1] if self.counts else 0) + 1)
 
     def leave(self) -> None:
         """Close the connection after the next piece."""
@@ -108,7 +120,7 @@ def completion(port: int, n_prompt: int, n_tokens: int, seed: int) -> Stream:
     """Send random ids, to be continued by a fixed number of tokens."""
     ids = random.Random(seed).choices(IDS, k=n_prompt)
     body = {"prompt": ids, "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True,
-            "cache_prompt": False}  # fmt: skip
+            "cache_prompt": False, "timings_per_token": True}  # fmt: skip
     return Stream(port, "/v1/completions", body)
 
 
@@ -119,10 +131,13 @@ def ms(values: list[float], share: float) -> float:
 
 
 def gaps(streams: list[Stream], start: float = 0.0, end: float = 1e18) -> list[float]:
-    """Return the times between pieces that came between two moments."""
-    return [
-        b - a for s in streams for a, b in zip(s.times, s.times[1:]) if start <= b <= end
-    ]  # fmt: skip
+    """Return the times between tokens that came between two moments."""
+    found: list[float] = []
+    for s in streams:
+        for a, b, n in zip(s.times, s.times[1:], map(int.__sub__, s.counts[1:], s.counts)):
+            if start <= b <= end:
+                found += [(b - a) / max(n, 1)] * max(n, 1)
+    return found
 
 
 def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float]:
@@ -163,6 +178,8 @@ def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]
     time.sleep(0.5)
     for one in streams:
         one.leave()
+        if one.error:
+            raise RuntimeError(one.error)
     # contexts grow, so what is usual is measured before and after
     usual = gaps(streams, settled, begun) + gaps(streams, ended + 0.1)
     beside = gaps(streams, begun, first.times[0])
@@ -234,6 +251,8 @@ def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[None]
         end = time.monotonic() + LOADING_S
         while not _is_healthy(port):
             if server.poll() is not None or time.monotonic() > end:
+                if server.poll() is not None:
+                    reader.join(1.0)  # its last words
                 shown = b"".join(said[-15:]).decode(errors="replace")
                 raise RuntimeError(f"{command[0]} does not come up:\n{shown}")
             time.sleep(0.2)
@@ -244,6 +263,7 @@ def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[None]
             server.wait(15)
         except subprocess.TimeoutExpired:
             server.kill()
+            server.wait()  # its memory on the device is free for the next one
 
 
 def _is_healthy(port: int) -> bool:
@@ -312,18 +332,23 @@ def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], 
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     found = {"moegraph": (ours, {**env, "PYTHONPATH": path})}
     if args.llama_server:
-        folder = str(Path(args.llama_server).resolve().parent)
         theirs = [args.llama_server, "-m", args.model, "--kv-unified", "-fa", "on", *common,
                   "-b", str(max(args.ubatch, 2048)), *args.theirs.split()]  # fmt: skip
-        libraries = os.pathsep.join(filter(None, [folder, env.get("LD_LIBRARY_PATH")]))
-        found["llama-server"] = (theirs, {**env, "LD_LIBRARY_PATH": libraries})
+        found["llama-server"] = (theirs, with_libraries(args.llama_server))
     return found
+
+
+def with_libraries(server: str | Path) -> dict[str, str]:
+    """Return the environment in which a server finds the libraries beside it."""
+    folders = [str(Path(server).resolve().parent), os.environ.get("LD_LIBRARY_PATH")]
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
 
 
 def plot(raw: Path) -> str:
     """Return a plot (SVG) of tokens a second over the number of clients, a curve for each server.
 
-    raw: lines of --out; with "tree", what a line of moegraph was measured on.
+    raw: lines of --out. Of one server, curves are told apart by "experts" and "tree", where lines
+    have them: how many experts were on the device, and what was measured.
     """
     sys.path.insert(0, str(ROOT))
     from moegraph.cli.svg import line_chart
@@ -332,7 +357,8 @@ def plot(raw: Path) -> str:
     for text in raw.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         if line["what"] == "clients" and "tokens_per_s" in line:
-            name = " ".join(filter(None, [line["server"], line.get("tree")]))
+            parts = line["server"], line.get("experts"), line.get("tree")
+            name = ", ".join(part for part in parts if part)
             series.setdefault(name, []).append((line["clients"], line["tokens_per_s"]))
     ordered = {name: sorted(points) for name, points in series.items()}
     return line_chart("Many clients, 35B-A3B shape", "clients", "tokens per second", ordered)
@@ -352,6 +378,7 @@ def main() -> int:
     p.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     p.add_argument("--tokens", type=int, default=128, help="of each answer")
     p.add_argument("--samples", type=int, default=1)
+    p.add_argument("--settle", type=float, default=2.0, help="seconds from loading to the start")
     p.add_argument("--long", action="store_true", help="a long prompt, and a second turn")
     p.add_argument("--beside", type=int, default=8, help="clients beside the long prompt")
     p.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt")
@@ -370,6 +397,7 @@ def main() -> int:
         if args.only not in (None, name):
             continue
         with served(command, port, env):
+            time.sleep(args.settle)
             for line in measure(name, port, args):
                 print(json.dumps(line), flush=True)
                 if args.out:

@@ -11,6 +11,7 @@ to the first token, and what it takes alone. Prompts are random; nothing is reus
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 import time
@@ -30,10 +31,11 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Client:
-    """One request; times: when each of its steps came."""
+    """One request; tokens: of the answer so far. times: when each of them came."""
 
     def __init__(self, service: Service, prompt: list[int], n_tokens: int) -> None:
         self.times: list[float] = []
+        self.tokens: list[int] = []
         self.last: Step | None = None
         self._done = threading.Event()
         self.begun = time.perf_counter()
@@ -44,6 +46,7 @@ class Client:
 
     def _take(self, step: Step) -> None:
         self.times += [time.perf_counter()] * len(step.tokens)
+        self.tokens += step.tokens
         if step.finish_reason:
             self.last = step
             self._done.set()
@@ -121,10 +124,9 @@ def parser() -> bench.Parser:
     return p
 
 
-def main() -> int:
+def measure(args: argparse.Namespace) -> None:
     """Measure, print lines, and append the raw ones."""
-    args = parser().parse_args()
-    raw = bench.Raw("bench_service", args)
+    clock, raw = bench.Clock(args.time_limit), bench.Raw("bench_service", args)
     n_seq = max(*args.clients, args.beside + 1)
     n_ctx = args.prompt + 2048 * (args.beside + 1)
     given = {"device": args.device, "vram": args.vram, "n_ctx": n_ctx, "spec": args.spec}
@@ -136,10 +138,12 @@ def main() -> int:
         try:
             for at in range(args.samples + 1):  # graphs are built in the first
                 for n in args.clients:
+                    clock.left()
                     speed = throughput(service, engine, n, args.tokens, 1000 * at)
                     if at:
                         raw.add("throughput", at=at, clients=n, tokens_per_s=speed)
                         print(f"{n} clients: {speed:.1f} tok/s", flush=True)
+                clock.left()
                 found = beside(service, engine, args.beside, args.prompt, 1000 * at + 500)
                 if at:
                     raw.add("beside", at=at, clients=args.beside, **found)
@@ -147,7 +151,12 @@ def main() -> int:
                     print(f"{args.prompt} tokens beside {args.beside}: {shown}", flush=True)
         finally:
             service.close()
-    return 0
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    return bench.guarded("bench_service.py", lambda: measure(args))
 
 
 if __name__ == "__main__":

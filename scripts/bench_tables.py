@@ -243,13 +243,21 @@ def render(page: str, folder: Path) -> str:
         start, name, files, _, end = match.groups()
         if name not in TABLES:
             raise bench.BenchError(f"no table {name!r}; there are {', '.join(TABLES)}")
-        paths = [folder / file for file in files.split()]
-        missing = [path.name for path in paths if not path.is_file()]
-        if missing:
-            raise bench.BenchError(f"{folder} has no raw file {missing[0]}")
-        return f"{start}\n{TABLES[name](bench.read_lines(paths))}\n{end}"
+        return f"{start}\n{TABLES[name](read_raw(folder, files.split()))}\n{end}"
 
     return MARK.sub(write, page)
+
+
+def read_raw(folder: Path, names: Sequence[str]) -> Lines:
+    """Return the lines of raw files.
+
+    Raises:
+        BenchError: one does not exist, or has a line that is none.
+    """
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise bench.BenchError(f"{folder} has no raw file {missing[0]}")
+    return bench.read_lines([folder / name for name in names])
 
 
 def curve(lines: Lines) -> str:
@@ -285,8 +293,7 @@ def main() -> int:
         nonlocal changed
         folder = args.folder or args.page.with_suffix("")
         if args.plot:
-            lines = bench.read_lines([bench.existing(str(folder / name)) for name in args.raw])
-            args.plot.write_text(curve(lines), encoding="utf-8")
+            args.plot.write_text(curve(read_raw(folder, args.raw)), encoding="utf-8")
             return
         before = args.page.read_text(encoding="utf-8")
         after = render(before, folder)

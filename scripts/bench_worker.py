@@ -1,9 +1,11 @@
+#!/usr/bin/env python3
 """Measure a worker on this machine against the same split in one process.
 
     scripts/bench_worker.py MODEL --local cuda:0,cuda:1 --lent cuda:1
 
-The worker lends the last device of --local. Both engines hold all experts and half of the layers on
-each device. They are measured in turn, at a depth, and the turns repeated.
+In the second engine, the worker's device --lent takes the place of the last device of --local. Both
+engines hold all experts and half of the layers on each device. They are measured in turn, at a
+depth, and the turns repeated.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 
@@ -28,7 +33,7 @@ def start_worker(device: str, threads: int | None) -> tuple[subprocess.Popen[str
     """Start a worker; return its process, and the spelling of its device."""
     command = [sys.executable, "-m", "moegraph", "worker", "--device", device]
     command += ["--listen", "127.0.0.1:0", *(["-t", str(threads)] if threads else [])]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stderr
     for line in process.stderr:
         found = re.search(r"listening on (\S+),", line)
@@ -64,7 +69,9 @@ def measure(args: argparse.Namespace, device: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--local", default="cpu,cpu", help="the devices in one process")
     parser.add_argument("--lent", default="cpu", help="what the worker lends")
@@ -73,6 +80,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
+    if args.tokens < _WARM + 2:
+        parser.error(f"--tokens {args.tokens}: the first {_WARM} do not count; name more")
     process, lent = start_worker(args.lent, args.threads)
     try:
         remote = ",".join([*args.local.split(",")[:-1], lent])

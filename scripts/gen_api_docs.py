@@ -123,4 +123,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(PAGE, page))
+    sys.exit(write_or_check(__doc__, PAGE, page))

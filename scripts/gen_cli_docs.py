@@ -139,9 +139,10 @@ PLAN_JSON = {
     "path, n_layer, n_expert, n_expert_used": "the model",
     "n_ctx, type_k, type_v, policy, miss": "the settings",
     "slot_bytes_by_layer": "bytes of one expert of each layer",
-    "machine, trace": "name of the machine; the routing trace as `moegraph trace --json` has it",
+    "trace": "the routing trace as `moegraph trace --json` has it",
     "budgets[]": "one for each --vram: `budget_bytes`, `refusal` (null or one line), "
-    "`upstream_n_cpu_moe`, `n_ubatch`, `cards`, `plan`, `predicted`, `prompts`, `drafters`",
+    "`upstream_n_cpu_moe`, `n_ubatch`, `cards`, `plan`, `machine` (the name of the machine of "
+    "`predicted` and `prompts`), `predicted`, `prompts`, `drafters`",
     "budgets[].cards[]": "empty for one card, else of each `budget_bytes`, `layers` (first, and "
     "the one after the last), `resident_share`, `left_over`",
     "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, "
@@ -317,4 +318,4 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(PAGE, page))
+    sys.exit(write_or_check(__doc__, PAGE, page))

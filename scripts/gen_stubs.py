@@ -17,7 +17,9 @@ import cffi
 from cffi import model
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
+from _pages import write_or_check
+
 from moegraph.ggml._build import declarations
 
 STUB = ROOT / "moegraph" / "ggml" / "_native.pyi"
@@ -140,4 +142,4 @@ def stub() -> str:
 
 
 if __name__ == "__main__":
-    STUB.write_text(stub(), encoding="utf-8")
+    sys.exit(write_or_check(__doc__, STUB, stub))

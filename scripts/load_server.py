@@ -27,6 +27,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -307,6 +308,30 @@ def report(result: Result, memory: list[Memory], grows: float) -> int:
     return int(bool(result.wrong) or not result.counts["equal"] or growth > grows)
 
 
+class Said:
+    """What a server writes to stderr, read all the time: a full pipe would stop it."""
+
+    def __init__(self, server: subprocess.Popen[str]) -> None:
+        assert server.stderr is not None
+        self._stderr, self._lines = server.stderr, list[str]()
+        self._reader = threading.Thread(target=lambda: self._lines.extend(self._stderr))
+
+    def address(self) -> str:
+        """Print lines up to the one with the server's address, and return that; "" without one."""
+        for line in self._stderr:
+            if found := re.search(r"served at (\S+)$", line):
+                self._reader.start()
+                return found[1]
+            print(line, end="", file=sys.stderr)
+        return ""
+
+    def rest(self) -> str:
+        """Return the lines after the one with the address; the server has ended."""
+        if self._reader.ident is not None:
+            self._reader.join()
+        return "".join(self._lines)
+
+
 def main() -> int:
     """Start a server, load it, and say what came of it."""
     p = argparse.ArgumentParser(
@@ -334,24 +359,20 @@ def main() -> int:
         *(["--cpu-reference"] if args.reference else []), "--log-format", "off", *more,
     ]  # fmt: skip
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    said = Said(server)
     try:
-        url = ""
-        for line in server.stderr or ():
-            if found := re.search(r"served at (\S+)$", line):
-                url = found[1]
-                break
-            print(line, end="", file=sys.stderr)
+        url = said.address()
         if not url:
             return 1
         result, memory = asyncio.run(run(url, server.pid, args))
     finally:
         server.terminate()
-        said, code = server.communicate(timeout=60)[1], server.wait()
+        code, text = server.wait(60), said.rest()
     status = report(result, memory, args.grows)
     print(f"the server ended with status {code}")
     # nobody asks any more: if it waits for requests, it has lost count of them
-    is_late = "waiting up to" in said
-    print(said, end="", file=sys.stderr)
+    is_late = "waiting up to" in text
+    print(text, end="", file=sys.stderr)
     return status or int(is_late)
 
 

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Print what several devices or machines in a row do to the speed of answers, by simulation.
 
     scripts/simulate_stages.py --token-ms 2.334 --hop-us 30 --hop-us 300
@@ -9,6 +10,10 @@ cards of a machine (two H200), and 100 us or more between machines.
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moegraph.placement.pipeline import throughput
 
@@ -18,7 +23,9 @@ _ROW_BYTES = 4 * 2048
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--token-ms", type=float, default=2.334, help="a token on one device")
     parser.add_argument("--hop-us", type=float, action="append")
     parser.add_argument("--stages", type=int, nargs="*", default=[1, 2, 4, 10])

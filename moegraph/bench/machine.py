@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..engine import Engine
-from ..experts.cost import Curve, Machine, machine_fields
+from ..experts.cost import Curve, Machine
+from ..experts.machines import machine_fields
 from ..placement.footprint import slot_bytes
 from ..placement.identity import RouterShape
 from ..placement.prompttime import compute_seconds

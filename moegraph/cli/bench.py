@@ -178,7 +178,7 @@ def bench(
     samplings = _samplings(given, n_run)
     spec = replace(spec, samplings=samplings.params)
     if ttft:
-        spec = _spec_of_ttft(spec, samplings, trace_path, phases_path)
+        spec = _spec_of_ttft(spec, trace_path, phases_path)
     if not spec.tests:
         raise RequestError(
             "nothing to measure: all lengths are 0; raise one of -p, -n, -pg and --run"
@@ -209,9 +209,7 @@ def bench(
             plot.write(phases.plot().encode())
 
 
-def _spec_of_ttft(
-    spec: BenchSpec, samplings: _Samplings, trace_path: Path | None, phases_path: Path | None
-) -> BenchSpec:
+def _spec_of_ttft(spec: BenchSpec, trace_path: Path | None, phases_path: Path | None) -> BenchSpec:
     """Return the spec with the prompts alone; refuse what cannot be measured in other processes."""
     wrong = {
         "-pg": spec.pairs, "-d": any(spec.depth), "--run": spec.n_run, "--routing": trace_path,

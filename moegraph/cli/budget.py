@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 RESERVE_BYTES = 512 * MiB
 # Device memory of usual cards.
 _CARDS = tuple(n * GiB for n in (6, 8, 12, 16, 24))
+# Cards of one size differ by less than this share of it.
+_ALIKE = 0.03
 _PURPOSES = {
     "weights": "weights outside experts", "kv": "KV cache", "state": "recurrent state",
     "compute": "compute buffers", "other": "kernels and tables", "staging": "staging of experts",
@@ -52,14 +54,18 @@ class Budget:
         return " + ".join(map(format_bytes, self.cards or (self.n_bytes,)))
 
 
-def default_budgets(need: Footprint, config: EngineConfig, reserve: int) -> list[int]:
+def default_budgets(
+    need: Footprint, config: EngineConfig, reserve: int, own: int | None = None
+) -> list[int]:
     """Return budgets in bytes worth a look: usual cards, or parts of a model that fits into all.
 
-    reserve: device memory that the driver takes for itself, in bytes.
+    reserve: device memory that the driver takes for itself, in bytes. own: of this machine's card.
     """
     whole = reserve + need.fixed + need.experts
     if whole > _CARDS[0] or config.pin_layers >= 0 or config.cache_slots >= 0:
-        return list(_CARDS)
+        if own is None or any(abs(own - n) < n * _ALIKE for n in _CARDS):
+            return list(_CARDS)
+        return sorted((*_CARDS, own))
     # staging is not needed once all experts are resident
     parts = [
         whole - need.experts * missing // 4 + need.staging + need.ring for missing in (3, 2, 1)

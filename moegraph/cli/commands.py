@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import RequestError
+from ..errors import ConfigError, RequestError
 from ..sampling import settings as sampling_settings
 from ..setting import Setting
 from ..text.chat import Message
@@ -129,6 +129,8 @@ def _list_sampling(talk: Conversation) -> None:
 
 
 def _save(talk: Conversation, name: str) -> None:
+    from ..placement.trace import replace_file
+
     path = Path(_one_path(name))
     if os.path.lexists(path) and not _is_saved(path):
         raise RequestError(f"{path}: exists and holds no conversation; choose another name")
@@ -136,9 +138,9 @@ def _save(talk: Conversation, name: str) -> None:
     saved = {"format": _FORMAT, "version": _VERSION, "messages": messages}
     text = json.dumps(saved, ensure_ascii=False, indent=1) + "\n"
     try:
-        path.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot write: {error.strerror}") from error
+        replace_file(path, [text.encode(errors="replace")])
+    except ConfigError as error:
+        raise RequestError(str(error)) from error
     turns = talk.history.n_turns
     ui.note(f"saved {turns} turn{'' if turns == 1 else 's'} to {path}")
 

@@ -17,7 +17,8 @@ class OutputFile:
     """A file that is opened at once but truncated only by the first write.
 
     If the command fails before its first write, an old file keeps its content and a new file is
-    removed. Devices and pipes such as /dev/null also work.
+    removed. A new file is also removed if a write fails: nobody should take it for the whole.
+    Devices and pipes such as /dev/null also work.
 
     Raises:
         ConfigError: the file cannot be opened or written.
@@ -25,7 +26,7 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._written = False
+        self._written = self._failed = False
         self._created = not os.path.lexists(path)
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -48,6 +49,7 @@ class OutputFile:
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
+            self._failed = True
             raise ConfigError(f"{self.path}: cannot write: {error.strerror}") from error
 
     def rewrite_start(self, data: bytes) -> None:
@@ -64,11 +66,11 @@ class OutputFile:
             raise ConfigError(f"{self.path}: cannot write an array to a device or a pipe")
 
     def close(self) -> None:
-        """Close the file, and remove it if it is new and nothing was written."""
+        """Close the file, and remove it if it is new and nothing, or not all, was written."""
         if self._file.closed:
             return
         self._file.close()
-        if self._created and not self._written and self._is_regular:
+        if self._created and self._is_regular and (self._failed or not self._written):
             self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> OutputFile:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from ..errors import OutOfDeviceMemory
 from ..ggml.free_memory import host_memory
 from ..units import format_bytes, format_share, parse_bytes
 from . import options, ui
+from .assumed import AUTO, Assumption, assumed_text
 from .budget import (
     CARD_HEADER,
     Budget,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from ..modelfile import ModelFile
     from ..placement.draftchoice import Choice
     from ..placement.identity import RouterShape
-    from ..placement.planner import Footprint
+    from ..placement.planner import Footprint, Plan
     from ..placement.profile import Profile
     from ..placement.prompttime import PromptEstimate
     from ..placement.simulate import Simulation
@@ -82,8 +84,8 @@ def _plan_options(command: Any) -> Any:
     multiple=True,
     metavar="SIZE",
     help="Device memory of the card, such as 8 (in GiB) or 8192MiB, or of several cards, such as "
-    "8,12; repeatable. Default: 6, 8, 12, 16 and 24; if the model fits into 6, sizes that hold 25 "
-    "to 100 % of its experts.",
+    "8,12; repeatable. Default: 6, 8, 12, 16, 24 and this machine's card; if the model fits into "
+    "6, sizes that hold 25 to 100 % of its experts.",
 )
 @click.option(
     "--driver-memory",
@@ -111,9 +113,11 @@ def _plan_options(command: Any) -> Any:
 )
 @click.option(
     "--machine",
-    default="desktop",
-    metavar="NAME|FILE",
-    help="Machine to predict for: h200, desktop, rtx3060, or the output of doctor --measure.",
+    default=AUTO,
+    metavar="auto|NAME|FILE",
+    help="Machine to predict for: auto, h200, rtx2060, rtx4060, rtx3060, rtx4060ti, desktop, or "
+    "the output of doctor --measure. auto: the card of this machine if it has so much memory, or "
+    "else a usual card of that size.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
@@ -124,7 +128,8 @@ def plan_command(
 
     A full layer has all its experts on the device; the other layers share the slots. The last
     column is the -ncmoe (number of layers whose experts stay in host memory) with which llama.cpp
-    needs the same device memory.
+    needs the same device memory. The speeds are predicted for one machine, or for a usual card of
+    each size; the line "machine" says which.
 
     \b
     Examples:
@@ -134,7 +139,6 @@ def plan_command(
       moegraph plan model.gguf --vram 12 --profile model.gguf.routing.json --routing my.trace
       moegraph plan model.gguf --draft dflash.gguf --draft-vocab 32768
     """
-    from ..experts.cost import find_machine
     from ..experts.policy import parse_policy
     from ..placement.drafters import with_drafts
     from ..placement.identity import router_shape
@@ -149,7 +153,7 @@ def plan_command(
             raise click.UsageError(f"--split has {len(shares)} entries for {len(cards)} cards")
     if profile_class is not None and profile_path is None:
         raise click.UsageError("--profile-class needs --profile")
-    reserve, times = parse_bytes(driver_memory), find_machine(machine)
+    reserve, assumed = parse_bytes(driver_memory), Assumption.of(machine)
     with options.open_header(target) as model, ExitStack() as stack:
         shape = router_shape(model)
         profile = read_profile(profile_path, shape) if profile_path else None
@@ -157,10 +161,11 @@ def plan_command(
         need_of = plain_need(model, config)
         need = need_of(config.n_rows)
         job = _Job(
-            config, parse_policy(config.policy), times, find_sizes(times, trace, need.slot_bytes),
-            trace, profile, profile_class,
+            config, parse_policy(config.policy), assumed, need.slot_bytes, trace, profile,
+            profile_class,
         )  # fmt: skip
-        sizes = given_sizes or [[n] for n in default_budgets(need, config, reserve)]
+        own = assumed.card.n_bytes if assumed.card else None
+        sizes = given_sizes or [[n] for n in default_budgets(need, config, reserve, own)]
         demand = profile.demand().tolist() if profile else None
         choice_of = chooser(model, config, demand, stack, shares)
         rows = []
@@ -171,8 +176,7 @@ def plan_command(
             else:
                 beside = choice.need_of if choice else need_of
                 budget = plan_budget(beside, config, cards[0], reserve, demand)
-            found, prompts = _replay(need, budget, job), _prompts(need, budget, job)
-            rows.append(_Row(budget, found, prompts, choice))
+            rows.append(_predict(budget, cards, job, choice))
         if len(rows) == 1 and rows[0].budget.refusal:
             raise OutOfDeviceMemory(rows[0].budget.refusal)
         if as_json:
@@ -183,12 +187,12 @@ def plan_command(
 
 @dataclass(frozen=True)
 class _Job:
-    """What all budgets have in common. sizes: of the experts, with the machine's times."""
+    """What all budgets have in common. slot_bytes: of an expert of each layer."""
 
     config: EngineConfig
     policy: Policy
-    machine: Machine
-    sizes: Sizes
+    assumed: Assumption
+    slot_bytes: tuple[int, ...]
     trace: Trace
     profile: Profile | None
     profile_class: str | None
@@ -196,9 +200,14 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Row:
-    """A budget, the speeds predicted for it, and what drafts; None where nothing fits."""
+    """A budget, the speeds predicted for it, and what drafts; None where nothing fits.
+
+    machine: for which they are predicted. sizes: of the experts, with its times for them.
+    """
 
     budget: Budget
+    machine: Machine
+    sizes: Sizes
     found: Simulation | None
     prompts: list[PromptEstimate]
     drafts: Choice | None
@@ -215,36 +224,41 @@ def _trace(path: Path | None, shape: RouterShape) -> Trace:
     return trace
 
 
-def _replay(need: Footprint, budget: Budget, job: _Job) -> Simulation | None:
-    from ..placement.simulate import simulate
-
+def _predict(budget: Budget, cards: Sequence[int], job: _Job, drafts: Choice | None) -> _Row:
+    """Return a budget with the speeds on its machine; cards: the bytes of each card."""
+    machine = job.assumed.machine(cards)
+    sizes = find_sizes(machine, job.trace, job.slot_bytes)
     if budget.plan is None:
-        return None
-    trace = job.trace
-    return simulate(
-        trace, budget.plan.n_slots, job.policy, job.sizes.machine or job.machine,
-        mode=job.config.miss, profile=job.profile, profile_class=job.profile_class,
-        slot_bytes=need.slot_bytes, stages=[stage.layers for stage in budget.stages],
-        skip=_N_WARM if trace.n_tokens - trace.n_prompt > 2 * _N_WARM else 0,
+        return _Row(budget, machine, sizes, None, [], drafts)
+    return _Row(
+        budget, machine, sizes, _replay(budget, budget.plan, sizes.machine or machine, job),
+        prompts_of(
+            job.trace, budget.plan.n_slots, job.policy, sizes, job.profile, job.profile_class,
+            budget.n_ubatch,
+        ), drafts,
     )  # fmt: skip
 
 
-def _prompts(need: Footprint, budget: Budget, job: _Job) -> list[PromptEstimate]:
-    """Return what prompts take in the slots of a budget, as they are filled at the start."""
-    if budget.plan is None:
-        return []
-    return prompts_of(
-        job.trace, budget.plan.n_slots, job.policy, replace(job.sizes, slot_bytes=need.slot_bytes),
-        job.profile, job.profile_class, budget.n_ubatch,
+def _replay(budget: Budget, plan: Plan, machine: Machine, job: _Job) -> Simulation:
+    from ..placement.simulate import simulate
+
+    trace = job.trace
+    return simulate(
+        trace, plan.n_slots, job.policy, machine, mode=job.config.miss, profile=job.profile,
+        profile_class=job.profile_class, slot_bytes=job.slot_bytes,
+        stages=[stage.layers for stage in budget.stages],
+        skip=_N_WARM if trace.n_tokens - trace.n_prompt > 2 * _N_WARM else 0,
     )  # fmt: skip
 
 
 def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> None:
     ui.heading("Plan")
-    ui.table(_head(model, need, job))
+    ui.table(_head(model, need, job, rows))
     click.echo()
     budgets = [row.budget for row in rows]
-    ui.table([_cells(row, job) for row in rows], _HEADER)
+    are_several = len({row.machine.name for row in rows}) > 1
+    columns = (*_HEADER, "predicted for") if are_several else _HEADER
+    ui.table([_cells(row)[: len(columns)] for row in rows], columns)
     if job.config.spec != "off":
         _show_drafts(rows)
     prompts = [
@@ -252,7 +266,7 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> Non
         for row in rows
         if row.prompts
     ]
-    if job.sizes.machine and job.sizes.machine.prompt and prompts:
+    if prompts and all(row.sizes.machine and row.machine.prompt for row in rows):
         click.echo()
         ui.heading("Prompts, estimated")
         ui.table(prompts, ("budget", "-ub", *prompt_header()))
@@ -270,7 +284,7 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> Non
             ui.table([("experts", host_text(plan, host_memory().spare))])
     for line in refusals(budgets):
         ui.note(line)
-    if not job.sizes.machine:
+    if not rows[0].sizes.machine:
         ui.note("no speed; `moegraph doctor --measure TARGET` measures this machine and this model")
 
 
@@ -284,38 +298,37 @@ def _show_drafts(rows: list[_Row]) -> None:
             ui.note(f"{row.budget.title}: {line}")
 
 
-def _head(model: ModelFile, need: Footprint, job: _Job) -> list[tuple[str, str]]:
+def _head(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> list[tuple[str, str]]:
     """Return the rows that describe model, context, machine, routing and policy."""
     hp, config = model.hparams, job.config
     name = model.kv.get("general.name") or model.path.name
-    machine = job.sizes.machine
+    why = rows[0].sizes.why
     kinds = config.type_k if config.type_k == config.type_v else f"{config.type_k}/{config.type_v}"
     return [
         ("model", f"{name}: {hp.n_layer} layers of {hp.n_expert} experts, {hp.n_expert_used} used; "
                   f"{format_bytes(model.n_bytes)}"),
         ("context", f"{config.n_ctx or hp.n_ctx_train:,} positions, KV cache {kinds}, "
                     f"{format_bytes(need.kv)}"),
-        ("machine", machine.title if machine else f"none: {job.sizes.why}"),
+        ("machine", f"none: {why}" if why else assumed_text([row.machine for row in rows])),
         ("routing", job.trace.source or "as recorded"),
         ("policy", f"{config.policy}, missing experts: {config.miss}"),
     ]  # fmt: skip
 
 
-def _cells(row: _Row, job: _Job) -> list[str]:
+def _cells(row: _Row) -> list[str]:
     budget, found = row.budget, row.found
     upstream = ui.NONE if budget.n_cpu_layers is None else f"{budget.n_cpu_layers}"
     plan = budget.plan
     if plan is None or found is None:
-        return [budget.title, *[ui.NONE] * 6, upstream]
+        return [budget.title, *[ui.NONE] * 6, upstream, row.machine.name]
     return [
         budget.title, format_share(plan.resident_share), f"{len(plan.pinned)}",
         slots_text(plan), format_bytes(plan.margin or 0), f"{found.hit_rate:.3f}",
-        f"{found.tokens_per_s:.0f}" if job.sizes.machine else ui.NONE, upstream,
+        f"{found.tokens_per_s:.0f}" if row.sizes.machine else ui.NONE, upstream, row.machine.name,
     ]  # fmt: skip
 
 
 def _report(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> dict[str, Any]:
-    has_times = job.sizes.machine is not None
     return {
         "path": str(model.path),
         "n_layer": need.n_layer, "n_expert": need.n_expert, "n_expert_used": need.n_expert_used,
@@ -323,12 +336,14 @@ def _report(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> d
         "type_k": job.config.type_k, "type_v": job.config.type_v,
         "policy": job.config.policy, "miss": job.config.miss,
         "slot_bytes_by_layer": list(need.slot_bytes),
-        "machine": job.machine.name,
         "trace": trace_fields(job.trace),
         "budgets": [
             {
                 **budget_fields(row.budget),
-                "predicted": row.found and simulation_fields(row.found, has_times),
+                "machine": row.machine.name,
+                "predicted": row.found and simulation_fields(
+                    row.found, row.sizes.machine is not None
+                ),
                 "prompts": [prompt_fields(prompt) for prompt in row.prompts],
                 "drafters": draft_fields(row.drafts),
             }

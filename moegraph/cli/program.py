@@ -22,7 +22,7 @@ from .doctor import doctor
 from .inspect import inspect
 from .plan import plan_command
 from .pull import pull
-from .refused import refuse_foreign, with_close_guesses
+from .refused import refuse_command, refuse_foreign, with_close_guesses
 from .run import run
 from .serve import serve
 from .simulate import simulate_command
@@ -67,6 +67,8 @@ class Program(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command; refuse options of other programs, and letters that are run together."""
+        if args[0] not in self.commands and not ctx.resilient_parsing:
+            refuse_command(args[0], list(self.commands), ctx)
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and not ctx.resilient_parsing:
             own = click.Context(command, info_name=name, parent=ctx)

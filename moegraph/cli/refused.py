@@ -92,9 +92,33 @@ _NOT_HERE: dict[str, str] = {
     "--models-dir --models-preset --models-max": "a server has one model; start one for each",
 }
 NOT_HERE = {flag: reason for flags, reason in _NOT_HERE.items() for flag in flags.split()}
+# Commands of Ollama, llama.cpp and mlx-lm that people try, by what does it here.
+_NO_COMMANDS = {
+    "list ls": "a model is a file; what `pull` downloaded is in the folder that HF_HUB_CACHE names",
+    "show info": "`moegraph inspect TARGET` shows what is in a model file",
+    "rm cp": "a model is a file; move or delete it as one",
+    "ps stop": "a server has one model; its /health and /metrics say what it does",
+    "create push": "moegraph runs a GGUF file as it is",
+    "generate complete completions cli main": "`moegraph run TARGET -p TEXT` continues a text",
+    "server start up": "`moegraph serve TARGET` is the server",
+    "perplexity quantize convert": "llama.cpp has programs for that",
+}
+NO_COMMANDS = {name: hint for names, hint in _NO_COMMANDS.items() for name in names.split()}
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.I | re.A)
 # An option is suggested if its similarity to the unknown one, without dashes, is at least this.
 _ALIKE = 0.75
+
+
+def refuse_command(name: str, known: Sequence[str], ctx: click.Context) -> None:
+    """Refuse a command that does not exist, with what to write instead if that is known.
+
+    Raises:
+        UsageError: names the command.
+    """
+    near = difflib.get_close_matches(name, known, 1, _ALIKE)
+    hint = NO_COMMANDS.get(name) or (f"did you mean {near[0]}?" if near else "")
+    if hint:
+        raise click.UsageError(f"there is no command {name!r}: {hint}", ctx)
 
 
 def refuse_foreign(command: click.Command, ctx: click.Context, args: Sequence[str]) -> None:

@@ -36,7 +36,9 @@ def stats_line(
         line += f"; seed {sampling.seed}"
     if memory["device_peak_bytes"]:
         line += f"; peak {format_bytes(memory['device_peak_bytes'])} on the device"
-    return f"{line}; peak {format_bytes(memory['host_peak_bytes'])} on the host"
+    line += f"; peak {format_bytes(memory['host_peak_bytes'])} on the host"
+    copies = memory["host_pinned_bytes"]
+    return f"{line}, {format_bytes(copies)} of it copies of experts" if copies else line
 
 
 def _tokens(n: int) -> str:

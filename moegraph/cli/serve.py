@@ -141,7 +141,12 @@ def _hosts(given: dict[str, Any], has_key: bool) -> frozenset[str]:
             f"--host {host} lets other machines use the server; give --api-key-file FILE or "
             "MOEGRAPH_API_KEY, or --insecure-no-key if everyone may"
         )
-    names = [*_LOOPBACK, host, *given["alias_hosts"]]
+    for name in given["alias_hosts"]:
+        if not re.fullmatch(r"[^/:\s]+|\[[^/\s]+\]", name):
+            raise ConfigError(
+                f"--alias-host {name!a}: give the name alone, without scheme, port or path"
+            )
+    names = [*_LOOPBACK, host, *(name.strip("[]") for name in given["alias_hosts"])]
     if not _is_local(host):
         names.append(socket.gethostname())
     return frozenset(name.lower() for name in names)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,23 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 def _option(*flags: str, **described: Any) -> Callable[[Any], Any]:
     return click.option(*flags, cls=Option, group="Server", **described)
+
+
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://[^/?#@\s]+)/?", re.I)
+
+
+def _origins(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> tuple[str, ...]:
+    """Return origins as browsers send them: in small letters, without a slash at the end."""
+    found = []
+    for text in texts:
+        match = _ORIGIN.fullmatch(text)
+        if match is None and text != "*":
+            raise click.BadParameter(
+                f"{text!r}; write scheme and host, such as https://chat.example or "
+                "http://localhost:3000"
+            )
+        found.append(match[1].lower() if match else text)
+    return tuple(found)
 
 
 _OPTIONS = (
@@ -78,8 +96,10 @@ _OPTIONS = (
         "--cors-origin",
         "cors_origins",
         multiple=True,
+        callback=_origins,
         metavar="ORIGIN",
-        help="Let pages of this origin use the server, such as https://chat.example; repeatable.",
+        help="Let pages of this origin use the server, such as https://chat.example, or * for "
+        "all; repeatable.",
     ),
     _option(
         "-n",

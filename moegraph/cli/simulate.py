@@ -109,7 +109,8 @@ def heat_options(command: Any) -> Any:
     "--machine",
     default="desktop",
     metavar="NAME|FILE",
-    help="Machine to predict for: h200, desktop, rtx3060, or the output of doctor --measure.",
+    help="Machine to predict for: h200, rtx2060, rtx4060, rtx3060, rtx4060ti, desktop (24 GB), "
+    "or the output of doctor --measure.",
 )
 @click.option(
     "--model",
@@ -164,7 +165,7 @@ def simulate_command(
       moegraph simulate routing.trace --resident 60 --split 1,1
       moegraph simulate routing.trace --machine mine.json --plot hits.svg --json
     """
-    from ..experts.cost import find_machine
+    from ..experts.machines import find_machine
     from ..experts.policy import parse_policy
     from ..placement.profile import read_profile
     from ..placement.split import by_shares
@@ -191,7 +192,7 @@ def simulate_command(
         if as_json:
             click.echo(json.dumps(_report(trace, times, sizes, miss, rows, stages)))
         else:
-            _show(trace, times, sizes, rows, profile is not None)
+            _show(trace, sizes, rows, profile is not None)
             first = {row.share: row.found for row in reversed(rows)}
             show_stages(first, stages, sizes.machine is not None)
 
@@ -339,9 +340,7 @@ def _plot(trace: Trace, machine: Machine, sizes: Sizes, rows: Sequence[_Row]) ->
     )  # fmt: skip
 
 
-def _show(
-    trace: Trace, machine: Machine, sizes: Sizes, rows: Sequence[_Row], has_profile: bool
-) -> None:
+def _show(trace: Trace, sizes: Sizes, rows: Sequence[_Row], has_profile: bool) -> None:
     from ..placement.tracestats import trace_stats
 
     ui.note(trace_stats(trace).line())

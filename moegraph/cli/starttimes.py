@@ -27,8 +27,8 @@ class StartTimes:
     """
 
     def __init__(self) -> None:
-        self._watch = Stopwatch()
         self.process_s = process_age()
+        self._watch = Stopwatch()  # after it, so that no time counts twice
         self.first_token_s: float | None = None
 
     def lap(self, phase: str) -> None:

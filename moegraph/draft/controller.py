@@ -25,6 +25,7 @@ from .missing import Experts
 from .plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from .rates import STEADY, TRIAL, Acceptance
 from .shapes import Growth, grow
+from .shared import SharedPasses
 from .stats import Recorder, SpecStats
 from .stepcost import DraftCost, PassCost
 from .watch import Watched
@@ -40,7 +41,7 @@ _SETTLED = 6
 # Both accounts: what they begin with, and their limit, in plain steps; their share of all time, and
 # that while drafting is clearly faster by all that is known, so that bad luck is soon forgotten.
 _CREDIT, _MOST_CREDIT = 4.0, 12.0
-_SHARE, _CLEAR_SHARE = 0.009, 0.04
+_SHARE, _CLEAR_SHARE = 0.008, 0.01
 # A step that takes so many times as long as expected was paused; what is above that is not charged.
 _PAUSED = 1.5
 # What a trial may lose against plain steps at the cost of its own account alone.
@@ -62,13 +63,16 @@ _FREE, _NEARLY = 0.05, 0.9
 # Drafting steps between two plain ones, which only keep the time of a plain step up to date: if
 # drafting is this much faster than plain decoding, and otherwise.
 _CLEAR, _REFRESH, _OFTEN = 1.3, 192, 40
-# Most rows of a pass of several sequences that draft: attention over pages takes no more.
-MAX_SHARED_ROWS = 32
 # Steps between two plans, with drafts and without; the first steps are planned one by one.
 _PLAN_INTERVAL, _IDLE_INTERVAL, _FIRST_PLANS = 4, 32, 16
+# A width without graphs must be so many times as fast to count as missed: estimates vary.
+_GAIN = 1.03
+# Standard deviations by which the rates of a drafter may well be higher than they seem: of one that
+# is new, and of others. All rates of a draft are that high at once, so this is not a small hope.
+_NEW_HOPE, _HOPE = 1.0, 0.3
 # What is kept of counts of acceptance when another text begins, and at each step without their
 # drafter.
-_KEPT_BEGIN, _KEPT_IDLE = 0.5, 0.9975
+_KEPT_BEGIN, _KEPT_IDLE = 0.75, 0.999
 
 
 class Controller:
@@ -101,6 +105,7 @@ class Controller:
         self._n_unsure = 0  # plain steps until their time is one of texts, not one before the first
         self._recorder = Recorder()
         self._first_times = FirstTimes(self.widths.are_dear)
+        self._shared = SharedPasses()
 
     def _most(self, source: Source) -> int:
         """Return the most depths that this source may draft."""
@@ -161,24 +166,18 @@ class Controller:
         The rows of a pass cost less, the more there are; but a draft costs as much for each.
         """
         usable = [d for d in self._ranked if d.source.name not in without]
-        passes = self.passes
-        if not usable or n_left <= 1 or not passes.plain_s:
+        if not usable or n_left <= 1 or not self.passes.plain_s:
             return PLAIN
-        drafter, best = usable[0], PLAIN
-        most = _BEGIN * n_seqs / passes.at(n_seqs)
-        rates = drafter.acceptance.rates
-        for n in range(1, min(drafter.most, n_left - 1, MAX_SHARED_ROWS // n_seqs - 1) + 1):
-            draft_s = n_seqs * drafter.cost(n, passes.plain_s)
-            tokens = grow(rates[:n], (), n).tokens[-1]
-            value = n_seqs * tokens / (draft_s + passes.at(n_seqs * (n + 1)))
-            if value > most:
-                best, most = Plan(drafter.source.name, n, is_whole=True), value
-        return best
+        if self.settings.is_timed and not self._shared.may_draft(n_seqs):
+            return PLAIN
+        return self._shared.plan(usable[0], self.passes, n_seqs, n_left, _BEGIN)
 
-    def observe_shared(self, n_seqs: int, seconds: float) -> None:
-        """Learn from a plain pass of several sequences, if nothing is known of single ones."""
-        if not self.passes.plain_s and seconds:
-            self.passes.observe_plain(seconds / self.passes.by_law(n_seqs, 0), 0)
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
+        """Learn from a pass of several sequences. seconds: with its drafts; 0 if not known."""
+        like_one_s = seconds / self.passes.by_law(n_seqs, 0)
+        self._shared.observe(n_seqs, n_tokens, like_one_s, drafted)
+        if not (self.passes.plain_s or drafted) and seconds:
+            self.passes.observe_plain(like_one_s, 0)
 
     def calibrate(self, plain_s: float, verify_s: Mapping[int, float]) -> None:
         """Learn what passes take before the first text; their graphs exist now.
@@ -342,7 +341,7 @@ class Controller:
             if gain > most and width in self.widths.open:
                 best, most = width, gain
         if most > -math.inf and self._first_times.has_credit:
-            self.widths.miss(other, more - most)
+            self.widths.miss(other, more - most - (_GAIN - 1.0) * growth.tokens[other - 1])
         return best
 
     def observe(self, step: Step) -> None:
@@ -462,6 +461,7 @@ class Controller:
         """Work out the best plan of each drafter, and whether drafting pays."""
         passes = self.passes
         passes.update()
+        self._shared.forget_plans()
         if not passes.plain_s:
             return
         self._plain_value = 1.0 / passes.plain_s
@@ -477,10 +477,10 @@ class Controller:
             value, _, width = drafter.best(growth, passes, self._usable(self.widths.every))
             open_ = self._usable(self.widths.open)
             drafter.value, drafter.plan, _ = drafter.best(growth, passes, open_)
-            lost = value - max(drafter.value, self._plain_value)
+            lost = value / _GAIN - max(drafter.value, self._plain_value)
             if self._first_times.has_credit:
                 self.widths.miss(width, lost * self._planned_s)
-            hopes = grow(known.hopes(), leaf, most)
+            hopes = grow(known.hopes(_NEW_HOPE if drafter.is_new else _HOPE), leaf, most)
             drafter.hope, best, _ = drafter.best(hopes, passes, open_)
             drafter.hoped = best.n_draft
         self._planned_s, self._since_plan = 0.0, 0

@@ -34,7 +34,7 @@ from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
 from ..runner.sweep_batch import Tap
-from .drafter import Draft, Ids, Parts, Piece, Race, empty_draft
+from .drafter import N_CAPTURED, Draft, Ids, Parts, Piece, Race, empty_draft
 
 # Lengths of drafts that have graphs, where graphs are dear.
 _LENGTHS = (3, 7, 11)
@@ -139,6 +139,12 @@ class DFlashDrafter:
         n = min(self._chunk, self._memory.features.ne[1])
         self._fuse_graph(self._memory.features, self.taps[-1], 0, n)
         self._prompt_graph(0, n)
+
+    def warm_up(self) -> None:
+        """Run the graphs of drafts of a short text until a device has captured them."""
+        for n in [at for at in _LENGTHS if at < self.max_draft] + [self.max_draft]:
+            for _ in range(N_CAPTURED):
+                self.draft(0, 0, n, 1)
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget a sequence; it now holds ids, I32 numpy [n_past], of which there is no K and V."""

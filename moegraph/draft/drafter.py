@@ -16,6 +16,9 @@ from ..sampling import SamplingParams
 if TYPE_CHECKING:  # the room below needs the native libraries, drafts do not
     from ..runner.sweep_batch import Tap
 
+# Launches of a graph until a device that captures graphs has captured it.
+N_CAPTURED = 3
+
 Ids = npt.NDArray[np.int32]
 Parts = list[npt.NDArray[np.uint8]]
 Piece = tuple[int, int, Parts]

@@ -27,13 +27,13 @@ from ..graphs.paged import can_page
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
-from .drafter import Draft, Ids, KeepsNoRows, Race, empty_draft
+from .drafter import N_CAPTURED, Draft, Ids, KeepsNoRows, Race, empty_draft
 from .drawn import drawn
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
 _N_NODES = 128
-# Longest draft that is usual; launches until a graph is captured.
-_USUAL, _N_CAPTURED = 8, 3
+# Longest draft that is usual.
+_USUAL = 8
 
 
 class MtpDrafter(KeepsNoRows):
@@ -89,7 +89,7 @@ class MtpDrafter(KeepsNoRows):
 
     def warm_up(self) -> None:
         """Run the graphs of usual drafts until a device has captured them; empties sequence 0."""
-        for _ in range(_N_CAPTURED):
+        for _ in range(N_CAPTURED):
             for n in range(1, min(_USUAL, self.max_draft) + 1):
                 self.draft(0, 0, n, 1)
             for n in (1, 2, 4, _USUAL):  # sequence 0 has pages for as many by now

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 # Weight of an inferred rate against an observed one, in observations.
-_PRIOR = 3.0
+_PRIOR = 6.0
 # How a depth that was never reached differs from the one before it.
 _DEEPER = 0.98
 # Limits of a rate: nothing is certain.
@@ -23,12 +23,10 @@ _CLASS_PRIOR = 6.0
 # Probability of the candidates of rank 1 and 2 where the likeliest one was wrong, before any count.
 _LEAVES = (0.30, 0.10)
 _LEAF_PRIOR = 12.0
-# Standard deviations by which a rate may well be higher than it seems.
-_HOPE = 1.0
 # Drafts that those of earlier runs count for, at most.
 _REMEMBERED = 20.0
 # What is kept of older counts at each observation: in a run of drafts, and in a single trial.
-STEADY, TRIAL = 0.985, 0.80
+STEADY, TRIAL = 0.99, 0.80
 
 
 class Acceptance:
@@ -118,15 +116,18 @@ class Acceptance:
         self.rates = rates
         self.leaf = tuple(n / self._wrong for n in self._ranked)
 
-    def hopes(self) -> list[float]:
-        """Return the rates as high as they may well be, by how often each was observed."""
+    def hopes(self, deviations: float) -> list[float]:
+        """Return the rates as high as they may well be, by how often each was observed.
+
+        deviations: standard deviations by which each rate may be higher than it seems.
+        """
         found: list[float] = []
         inferred = self._prior
         for hits, seen in zip(self._hits, self._seen):
             rate = (hits + _PRIOR * inferred) / (seen + _PRIOR)
             # a depth that was not observed is inferred from what is hoped of the one before it
             known = seen / (seen + 1.0) if found else 1.0
-            rate += _HOPE * known * math.sqrt(rate * (1.0 - rate) / (seen + _PRIOR))
+            rate += deviations * known * math.sqrt(rate * (1.0 - rate) / (seen + _PRIOR))
             found.append(min(max(rate, _LOW), _HIGH))
             inferred = found[-1] * _DEEPER
         return found

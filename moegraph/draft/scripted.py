@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from ..errors import RequestError
 
 MAX_RATES = 64
+# Drafts after which the rates have come true.
+STRATA = 32
 
 
 class ScriptedAccept:
@@ -19,6 +21,11 @@ class ScriptedAccept:
 
     rates: how often the token at position 1, 2, ... is accepted, 0 to 1, never rising. Further
     positions go on as the last two do. The same seed gives the same script.
+
+    A draft is decided by one number between 0 and 1: tokens at positions of which the rate is above
+    it are accepted. Of each `STRATA` drafts in a row, one number is from each `STRATA`th of the
+    range, in an order by chance. So drafts are right by chance, and rates come true in short texts
+    too.
     """
 
     def __init__(self, rates: Sequence[float], seed: int = 1) -> None:
@@ -30,20 +37,27 @@ class ScriptedAccept:
         if not 1 <= len(rates) <= MAX_RATES:
             raise RequestError(f"{len(rates)} rates of acceptance; allowed: 1 to {MAX_RATES}")
         before = 1.0
-        self._each: list[float] = []  # rates if all positions before are accepted
         for rate in rates:
             if not 0.0 <= rate <= before:
                 raise RequestError(
                     f"rate of acceptance {rate:g}; allowed: 0 to {before:g}, because a position "
                     "counts only if all before it are accepted"
                 )
-            self._each.append(rate / before if before else 0.0)
             before = rate
+        self._rates = tuple(rates)
+        self._further = rates[-1] / ([1.0, *rates][-2] or 1.0)
         self._random = random.Random(seed)
+        self._strata: list[int] = []
 
     def __call__(self, n_spine: int) -> int:
         """Return how many of n_spine tokens are accepted."""
-        for at in range(n_spine):
-            if self._random.random() >= self._each[min(at, len(self._each) - 1)]:
-                return at
-        return n_spine
+        if not self._strata:
+            self._strata = self._random.sample(range(STRATA), STRATA)
+        limit = (self._strata.pop() + self._random.random()) / STRATA
+        n, rate = 0, 1.0
+        while n < n_spine:
+            rate = self._rates[n] if n < len(self._rates) else rate * self._further
+            if rate <= limit:
+                break
+            n += 1
+        return n

@@ -24,6 +24,8 @@ _MEMORY, _LAW_WEIGHT = 12.0, 0.5
 # Weight of a time that was measured before the first text, and how far it may be from the law, a
 # logarithm: the machine may have been busy.
 _CALIBRATED, _MOST = 3.0, math.log(2.0)
+# The longest draft of which the law of drafts says something.
+_FAR = 8
 # A single time may be off by this factor: the process may have been paused, or a graph built.
 _OUTLIER = 1.5
 # How much a measured ratio says of wider and of narrower passes, and how far that reaches, in
@@ -162,12 +164,15 @@ def _nearness(a: int, b: int) -> float:
 
 
 class DraftCost:
-    """Seconds of a draft: a fixed part and one for each token, fitted to what was measured."""
+    """Seconds of a draft: a fixed part and one for each token, fitted to what was measured.
+
+    As long as few lengths were measured, the law says how lengths compare, not what they cost.
+    """
 
     def __init__(self, fixed: float, per_token: float, max_draft: int) -> None:
         """fixed, per_token: the law, in plain steps."""
         self._fixed, self._per_token = fixed, per_token
-        self._ends = (1, max(max_draft, 2))
+        self._ends = (1, max(min(max_draft, _FAR), 2))
         self._sums: tuple[float, ...] = (0.0,) * 5  # weights, n, n * n, seconds, n * seconds
         self._is_new = True
 
@@ -186,12 +191,15 @@ class DraftCost:
         if n_draft <= 0:
             return 0.0
         weight, n, nn, s, ns = self._sums
-        for end in self._ends:
-            law = (self._fixed + self._per_token * end) * plain_s
+        laws = [(self._fixed + self._per_token * end) * plain_s for end in self._ends]
+        told = _LAW_WEIGHT * sum(laws)
+        measured_by_law = (self._fixed * weight + self._per_token * n) * plain_s
+        ratio = (s + told) / (measured_by_law + told) if told else 1.0
+        for end, law in zip(self._ends, laws):
             weight += _LAW_WEIGHT
             n += _LAW_WEIGHT * end
             nn += _LAW_WEIGHT * end * end
-            s += _LAW_WEIGHT * law
-            ns += _LAW_WEIGHT * end * law
+            s += _LAW_WEIGHT * law * ratio
+            ns += _LAW_WEIGHT * end * law * ratio
         slope = max(0.0, (weight * ns - n * s) / (weight * nn - n * n))
         return max(0.0, (s - slope * n) / weight + slope * n_draft)

@@ -8,7 +8,6 @@ logits differ from those of a pass of one row as much as a prompt's do: by round
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -62,6 +61,9 @@ class DraftedSteps(Steps):
 
     def submit(self) -> None:
         """Draft, and start the pass of the last token and of what is drafted after it."""
+        if self._cancel.is_set():
+            self._end()
+            raise Cancelled("cancelled")
         self._proposal = proposal = None if self._rests else self._propose()
         self._tree = proposal.tree if proposal and proposal.tree.n_rows > 1 else None
         self._n_missing = self._speculation.n_missing()
@@ -97,7 +99,7 @@ class DraftedSteps(Steps):
         # without draws, the walk reads the logits of each row that it comes to
         argmax = draws is None and not self._drawing.keep_logits
         tokens, parents = np.array([tree.tokens], dtype=np.int32), np.array([tree.parents])
-        self._passes.verify(tokens, SEQ, parents, None, argmax, self._cancel, draws)
+        self._passes.verify(tokens, SEQ, parents, None, argmax, None, draws)
 
     def collect(self) -> list[Drawn]:
         """Wait for the pass and draw; the sequence takes the rows that are what was drawn.
@@ -114,16 +116,18 @@ class DraftedSteps(Steps):
             drawn, self._taken = super().first(output), [anchor]
         else:
             path, drawn = self._walk(output, tree)
-            # a cancellation empties the sequence; the text has these tokens; the next step raises
-            with suppress(Cancelled):
-                self._passes.commit({SEQ: path})
-                self._taken = [tree.tokens[row] for row in path]
+            self._passes.commit({SEQ: path})
+            self._taken = [tree.tokens[row] for row in path]
         n_missing = speculation.n_missing() - self._n_missing
         self._done = self._proposal, drawn, self._clock.end(), n_missing
         if self._sequence.finish_reason:
-            self._note_taken()
-            self._learn()
+            self._end()
         return drawn
+
+    def _end(self) -> None:
+        """Note what is left to note, because no step follows."""
+        self._note_taken()
+        self._learn()
 
     def _results(self) -> Output:
         try:

@@ -30,7 +30,7 @@ from .speculation import Speculation
 from .warmup import PassTimes
 
 # Rows of verify passes that are ready before the first text.
-_CAPTURED, _BUILT = (2, FIRST_WIDTH, 8), (FIRST_WIDTH,)
+_CAPTURED, _BUILT = (2, FIRST_WIDTH, 8, 12), (FIRST_WIDTH,)
 
 
 def open_drafters(
@@ -73,8 +73,8 @@ def open_drafters(
         for drafter in drafters:
             if isinstance(drafter, MtpDrafter | DFlashDrafter):
                 drafter.reserve()
-            if isinstance(drafter, MtpDrafter) and stage.device.can.streams:
-                drafter.warm_up()
+                if stage.device.can.streams:
+                    drafter.warm_up()
     return tuple(drafters)
 
 
@@ -129,7 +129,10 @@ def open_speculation(
     captures = runner.device.can.streams
     controller = open_controller(drafters, config, max_rows, experts, captures)
     if times and not controller.settings.is_fixed:
-        controller.calibrate(times.plain, times.verify)
+        if times.plain:
+            controller.calibrate(times.plain, times.verify)
+        else:
+            controller.widths.have(times.built)
     if known and not config.deterministic:  # what was drafted earlier must not matter
         controller.remember(known)
     speculation = Speculation(drafters, controller, hp.n_vocab, max_rows)

@@ -133,6 +133,7 @@ class Engine:
             loaded.profile.profile.drafts if loaded.profile else {},
         )  # fmt: skip
         self.copies = SequenceCopies(self.passes, self.state.copies, lambda: self.speculation)
+        self._stack.callback(self.copies.close)
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.copies, limit)
         self._stack.callback(self.prefixes.close)
@@ -264,7 +265,7 @@ class Engine:
         Raises:
             RequestError: there is no such sequence.
         """
-        return self.passes.held(seq)
+        return list(self.passes.held(seq))
 
     def forward(
         self,
@@ -416,6 +417,8 @@ class Engine:
         prompt: token ids, or text for `tokenizer.encode`.
         sampling: None for greedy decoding.
         max_tokens: limit of generated tokens; None: until the context is full.
+        cancel: ends a prompt at once, and the sequence is what it was; ends an answer after the
+            step under way, and the sequence keeps it.
         keep_logits: each event carries the logits computed since the last event.
         progress: called with ("prefill", rows done, rows in total) after each chunk of the prompt.
         ignore_eos: continue after an end-of-generation token.
@@ -475,7 +478,10 @@ class Engine:
         return self._stack.enter_context(ChatModel.of(self))
 
     def close(self) -> None:
-        """Free everything in reverse order of loading; a second call does nothing."""
+        """Free everything in reverse order of loading; a second call does nothing.
+
+        The mapping of the file goes with the last reference to the engine.
+        """
         self.ownership.is_closed = True
         self._stack.close()
 

@@ -118,15 +118,12 @@ class Generation:
         self.n_reused = self.n_read = n_reused
         if self.speculation:
             self.speculation.begin(SEQ, passes.held(SEQ))
-        for device in devices:
-            device.bind_cancel(self.cancel.flag)
+        self._bind(self.cancel.flag)
         finished = False
         try:
             yield from self._steps(n_reused)
             finished = True
         except Cancelled:
-            if not self.is_reading:
-                passes.reset(SEQ)
             finished = True
             self._clock()
             text = self.sequence.cancel()
@@ -137,14 +134,18 @@ class Generation:
             if is_lost:
                 passes.abandon(SEQ)
             if not devices[-1].compute.is_closed:
-                for device in devices:
-                    device.bind_cancel(None)
+                self._bind(None)
                 if is_lost and self.ownership.is_here:
                     passes.reset(SEQ)
+
+    def _bind(self, flag: npt.NDArray[np.int32] | None) -> None:
+        for device in self.model.devices:
+            device.bind_cancel(flag)
 
     def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
         sequence, steps = self.sequence, self.steps
         output = self._prefill(n_reused)
+        self._bind(None)  # what is left are passes of a few rows; see `Steps.submit`
         self._clock()
         if sequence.finish_reason:  # nothing to generate
             logits = output.logits if self.keep_logits else None

@@ -21,6 +21,7 @@ from ..modelfile import ModelFile
 from ..modelfile.draftfile import DraftFile
 from ..placement.draftchoice import Choice, Room, choose
 from ..placement.drafters import Sources, open_draft_file, with_drafts
+from ..placement.footprint import captured_graphs
 from ..placement.identity import router_shape
 from ..placement.planner import Plan
 from ..placement.profile import profile_path
@@ -157,6 +158,7 @@ class _Loading:
         runner = open_runners(
             stages, rings, self._stack, config, self._profile, routing, self._times
         )
+        self._limit_graphs(runner, choice)
         runner.reserve_graphs(config.n_draft)
         if runner.mode == "whole":
             warm_up(runner)
@@ -176,6 +178,16 @@ class _Loading:
             choice.stages, runner, self._times.seconds, drafters, config, tuple(self._warnings),
             times,
         )  # fmt: skip
+
+    def _limit_graphs(self, runner: AnyRunner, choice: Choice) -> None:
+        """Let captured graphs take what the plan has for them, and half of what it leaves over."""
+        for part, planned in zip(runner.parts, choice.stages):
+            spare = planned.plan.margin
+            if part.device.can.streams and spare is not None:
+                planned_bytes = captured_graphs(
+                    self.hparams, self.config, self.n_ctx, planned.layers
+                )
+                part.graphs.max_device_bytes = planned_bytes + max(0, spare) // 2
 
     def _open_stages(
         self, choice: Choice, n_prefetch_slots: int, progress: Progress | None

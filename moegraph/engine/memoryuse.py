@@ -13,13 +13,15 @@ def memory_use(model: LoadedModel) -> dict[str, int]:
     """Return bytes: peaks of device and host, parts on the host, and parts on the device."""
     stages, runner = model.stages, model.runner
     misses = [part.misses for part in runner.parts if isinstance(part, LayeredRunner)]
+    rings = [part.sweeps.ring for part in runner.parts if part.sweeps]  # experts pass through them
     scale = 1 if sys.platform == "darwin" else 1024
     return {
         "device_peak_bytes": _peak(model),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
         "host_mapped_bytes": sum(stage.mapped_bytes for stage in stages),
         "host_pinned_bytes": sum(one.pinned_bytes for one in misses if one),
-        "weights_bytes": sum(s.weights.n_bytes + s.banks.n_bytes for s in stages),
+        "weights_bytes": sum(s.weights.n_bytes + s.banks.n_bytes for s in stages)
+        + sum(ring.n_bytes for ring in rings if ring),
         "kv_bytes": model.sequences.kv_bytes,
         "state_bytes": sum(s.state.recurrent_bytes + s.state.drafts.n_bytes for s in stages),
         "compute_bytes": runner.compute_bytes,

@@ -8,8 +8,11 @@ files; everything else happens on the engine's thread.
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,10 @@ from .prefixtree import n_common
 
 Ids = npt.NDArray[np.int32]
 _SUFFIX = ".prefix"
+# How files are named here; others in the folder are somebody else's. With an end, one is half done.
+_NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{32}}{re.escape(_SUFFIX)}(\.[0-9]+\.part)?")
+# A half-done file of this age has no writer any more, in seconds.
+_ABANDONED_S = 3600.0
 
 
 @dataclass(eq=False)
@@ -74,18 +81,15 @@ class PrefixDisk:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefixes")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = sorted(folder.glob(f"*{_SUFFIX}"))
-            for part in folder.glob(f"*{_SUFFIX}.*.part"):
-                part.unlink(missing_ok=True)
+            found = _files(folder)
         except OSError as error:
-            raise ConfigError(f"{folder}: cannot keep prompts there: {error}") from error
+            raise ConfigError(f"{folder}: cannot keep prompts there: {error.strerror}") from error
         for path in found:
             self._open(path)
         if self._others:
-            self.messages.append(
-                f"{folder}: {len(self._others)} files are of another model or other settings; "
-                "not used"
-            )
+            n = len(self._others)
+            files = "1 file is" if n == 1 else f"{n} files are"
+            self.messages.append(f"{folder}: {files} of another model or other settings; not used")
         self._drop_orphans()
         self._shrink(0)
 
@@ -297,6 +301,20 @@ class PrefixDisk:
         """Write what waits, and end the thread."""
         self.wait()
         self._thread.shutdown()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files that were written here, and delete what was left half done."""
+    found: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        name = _NAME.fullmatch(path.name)
+        if name and not name[1]:
+            found.append(path)
+        elif name:
+            with suppress(FileNotFoundError):  # its writer may end just now
+                if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                    path.unlink()
+    return found
 
 
 def _touch(path: Path) -> int:

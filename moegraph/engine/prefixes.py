@@ -28,6 +28,7 @@ from .passes import Passes
 from .prefixdisk import PrefixDisk
 from .prefixspill import PrefixSpill
 from .prefixtree import Path, PrefixTree, n_common
+from .prompts import keep_nothing
 from .sequencecopies import SequenceCopies
 
 Ids = npt.NDArray[np.int32]
@@ -164,7 +165,8 @@ class Prefixes:
         if n_kept == n_held < len(ids) and n_kept >= n_saved:
             return n_kept
         if not path or path[-1].states is None:
-            self._passes.reset(seq)
+            if n_held:
+                self._passes.reset(seq)
             return 0
         n_kept, n_live, end, rows = min(n_kept, n_saved), min(n_live, n_saved), 0, []
         source = (longest, n_live) if n_live > n_kept else None
@@ -279,7 +281,7 @@ class Prefixes:
     def _drop_spare(self, limit: int) -> None:
         """Free the memory that waits for the next states, if all is more than the limit."""
         if self.n_bytes > limit:
-            self._copies.memory.close()
+            self._copies.memory.free_spare()
 
     def _make_room(self, n_bytes: int, kept: Path) -> bool:
         """Remove older beginnings until there is room for n_bytes; none if that is impossible."""
@@ -308,11 +310,12 @@ class Prefixes:
             self._spill.close()
             self._spill = None
         self.clear()
+        self._passes.keep_cancelled(keep_nothing)
 
     def clear(self) -> None:
         """Forget everything that is kept; what sequences hold stays."""
         self.tree.clear()
-        self._copies.memory.close()
+        self._copies.memory.free_spare()
 
 
 def _length(path: Path) -> int:

@@ -27,6 +27,10 @@ def is_short(batch: SweepBatch, n_ubatch: int) -> bool:
     return len(batch.tokens) <= min(SHORT_PROMPT, n_ubatch) and not batch.cuts
 
 
+def keep_nothing(sweep: Sweep) -> None:
+    """Let a cancelled sweep go."""
+
+
 class Prompts:
     """The prompts under way, which one sweep reads, if there are any, and what undoes them.
 
@@ -40,7 +44,7 @@ class Prompts:
         self._held = held
         self._sweep: Sweep | None = None
         self._is_stepping = False  # it failed, or was interrupted, unless a step is under way
-        self.keep: Callable[[Sweep], None] = lambda sweep: None  # before a cancelled one is undone
+        self.keep: Callable[[Sweep], None] = keep_nothing  # before a cancelled one is undone
 
     def require_read(self, *slots: int) -> None:
         """Check that the prompt of none of these sequences is under way.

@@ -54,6 +54,10 @@ class SequenceCopies:
         self._speculation = speculation
         self.states_bytes = copies.states_bytes
 
+    def close(self) -> None:
+        """Forget what drafts; no copies are made any more."""
+        self._speculation = lambda: None
+
     @property
     def row_bytes(self) -> int:
         """Return the most bytes of the rows of a position."""

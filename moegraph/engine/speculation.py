@@ -63,8 +63,8 @@ class Controller(Protocol):
     def observe_watched(self, watched: Watched) -> None:
         """Learn how right a draft was that no pass verified."""
 
-    def observe_shared(self, n_seqs: int, seconds: float) -> None:
-        """Learn from a pass of several sequences of which none drafted."""
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
+        """Learn from a pass of several sequences. seconds: with its drafts; 0 if not known."""
 
 
 @dataclass

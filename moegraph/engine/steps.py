@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import Cancelled
 from ..events import CancelToken
 from ..kinds import Kind
 from ..runner import Output
@@ -48,12 +49,14 @@ class Steps:
         return [Drawn(token, output.logits if self._drawing.keep_logits else None)]
 
     def submit(self) -> None:
-        """Start the pass of the last token.
+        """Start the pass of the last token. It runs to its end, so that no pass is half done.
 
         Raises:
-            Cancelled: the generation was cancelled.
+            Cancelled: the generation was cancelled; the sequence has all tokens but the last.
             NativeError: the device failed.
         """
+        if self._cancel.is_set():
+            raise Cancelled("cancelled")
         self._decode()
         # the device computes: now there is time for the rest
         self._drawing.prepare()
@@ -70,4 +73,4 @@ class Steps:
     def _decode(self) -> None:
         row, drawing = np.array([[self._sequence.tokens[-1]]], dtype=np.int32), self._drawing
         keep, greedy = drawing.keep_logits, drawing.greedy
-        self._passes.submit(row, SEQ, keep, greedy, self._cancel, Kind.DECODE, self.draws())
+        self._passes.submit(row, SEQ, keep, greedy, None, Kind.DECODE, self.draws())

@@ -24,12 +24,12 @@ class Turn:
     head_ids: Sequence[int]
 
     def keep_turn(self, text: str, tokens: Sequence[int]) -> None:
-        """Remember the tokens of an answer; the last is its end token, or else it was cut."""
-        if not tokens or tokens[-1] not in self.tokenizer.eog_ids:
-            return
+        """Remember the tokens of an answer; the last is its end token, unless it was cut."""
+        if tokens and tokens[-1] in self.tokenizer.eog_ids:
+            tokens = tokens[:-1]
         # a stop string cuts the text, and a control token is none of it
-        if self.tokenizer.decode(tokens[:-1], special=True) == text:
-            self.encoder.keep(self.head + text, [*self.head_ids, *tokens[:-1]])
+        if tokens and self.tokenizer.decode(tokens, special=True) == text:
+            self.encoder.keep(self.head + text, [*self.head_ids, *tokens])
 
     def keep_call(self, name: str, arguments: str, raw: Mapping[str, str]) -> None:
         """Remember how the values of a call were written."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ..ggml.choose import DRAW_WORDS
 from ..runner import AnyRunner, Batch, NotFinite
@@ -25,11 +24,13 @@ _N_TIMED, _APART = 3, 7919
 class PassTimes:
     """Seconds of passes over an empty sequence, before the first text.
 
-    plain: of a decode pass of one row. verify: by rows, of a verify pass and its commit.
+    plain: of a decode pass of one row, 0 if none was timed. verify: by rows, of a verify pass and
+    its commit. built: rows of the verify passes whose graphs exist.
     """
 
     plain: float
     verify: Mapping[int, float]
+    built: tuple[int, ...]
 
 
 def warm_up(runner: AnyRunner) -> None:
@@ -59,14 +60,20 @@ def warm_up(runner: AnyRunner) -> None:
 def time_verify(runner: AnyRunner, widths: Sequence[int]) -> PassTimes | None:
     """Build the graphs of verify passes of these rows and of their commits, and time them.
 
-    Then sequence 0 is reset. None for a runner whose experts may be missing, as above.
+    Then sequence 0 is reset. If experts may be missing, graphs of passes are built and nothing is
+    timed, as above.
     """
-    if runner.mode != "whole" or not widths:
+    if not widths:
         return None
-    row = Batch(_tokens(runner, 1), greedy=True)
+    if runner.mode != "whole":
+        for batch in (batch for n_rows in widths for batch in _chains(runner, n_rows)):
+            runner.build_ahead(batch)
+        return PassTimes(0.0, {}, tuple(widths))
+    row = Batch(np.full((1, 1), _APART % runner.hp.n_vocab, dtype=np.int32), greedy=True)
     try:
         plain = min(_timed(runner, row, 0) for _ in range(_N_TIMED))
-        return PassTimes(plain, {n_rows: _time_width(runner, n_rows) for n_rows in widths})
+        verify = {n_rows: _time_width(runner, n_rows) for n_rows in widths}
+        return PassTimes(plain, verify, tuple(widths))
     except NotFinite:
         return None  # as above
     finally:
@@ -75,23 +82,21 @@ def time_verify(runner: AnyRunner, widths: Sequence[int]) -> PassTimes | None:
 
 def _time_width(runner: AnyRunner, n_rows: int) -> float:
     """Return the seconds of a chain's pass whose graphs exist, greedy or not."""
-    captures, tokens = runner.device.can.streams, _tokens(runner, n_rows)
-    chain = Batch.verify(tokens, (0,), greedy=True)
+    captures, (chain, raced) = runner.device.can.streams, _chains(runner, n_rows)
     paths = range(1, n_rows + 1) if captures else [n_rows]
     seconds = [_timed(runner, chain, n) for n in paths for _ in range(_N_PASSES)]
     if captures:
-        draws = np.full((n_rows, DRAW_WORDS), -1, dtype=np.int32)
-        draws[:, :1] = 0
-        raced = Batch.verify(tokens, (0,), draws=draws)
         for _ in range(_N_PASSES):
             _timed(runner, raced, 1)
     return min(seconds)
 
 
-def _tokens(runner: AnyRunner, n_rows: int) -> npt.NDArray[np.int32]:
-    """Return tokens that choose different experts, numpy shape [1, n_rows]."""
-    tokens: npt.NDArray[np.int32] = np.arange(1, n_rows + 1, dtype=np.int32)[None] * _APART
-    return tokens % runner.hp.n_vocab
+def _chains(runner: AnyRunner, n_rows: int) -> tuple[Batch, Batch]:
+    """Return verify passes of a chain whose tokens choose different experts: greedy, and not."""
+    tokens = np.arange(1, n_rows + 1, dtype=np.int32)[None] * _APART % runner.hp.n_vocab
+    draws = np.full((n_rows, DRAW_WORDS), -1, dtype=np.int32)
+    draws[:, :1] = 0
+    return Batch.verify(tokens, (0,), greedy=True), Batch.verify(tokens, (0,), draws=draws)
 
 
 def _timed(runner: AnyRunner, batch: Batch, n_taken: int) -> float:

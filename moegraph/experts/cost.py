@@ -13,21 +13,14 @@ If the layer's graph fetches the experts, the layer takes fetch(n) longer, a cur
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ..errors import RequestError
 from ..kinds import MAX_FETCH_ROWS
-
-_MAX_FILE = 64 * 1024
-_MAX_POINTS = 64
 
 
 @dataclass(frozen=True)
@@ -108,45 +101,6 @@ class Machine:
             cpu=stretched(self.cpu), fetch=stretched(self.fetch),
             prompt=self.prompt and stretched(self.prompt, ratio * n_layer / self.n_layer),
         )  # fmt: skip
-
-
-def _line(first: float, slope: float) -> Curve:
-    """Return a curve of `first` for one expert and `slope` for each further one."""
-    return Curve(((1, first), (2, first + slope)))
-
-
-# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds measured with 16 threads of a
-# Xeon; it predicts them within 3 % where graphs fetched the missing experts and within 10 % where
-# the host handled them (docs/benchmarks.md). desktop: computed for 24 GB at 936 GB/s, PCIe 4.0 at
-# 25 GB/s and DDR5 at 60 GB/s; prompts guessed, from what users of such cards report. rtx3060: the
-# same with 12 GB at 360 GB/s, and prompts by the ratio of the cards' arithmetic, 1 to 2.8.
-MACHINES = {
-    machine.name: machine
-    for machine in (
-        Machine(
-            "h200", 40, 1_900_000, whole=2.334e-3, host_layer=10e-6, fixed=53e-6, overlap=0.0,
-            stream=Curve(((1, 45e-6), (2, 82e-6), (8, 306e-6))),
-            cpu=Curve(((1, 43e-6), (2, 63e-6), (4, 107e-6), (8, 189e-6))),
-            fetch_layer=0.9e-6, fetch=Curve(((1, 43e-6), (2, 81e-6), (8, 300e-6))),
-            about="H200 and 16 threads of a Xeon, measured",
-            prompt=Curve(((32, 9e-3), (512, 72e-3), (2048, 188e-3))),
-        ),
-        Machine(
-            "desktop", 40, 1_900_000, whole=7.0e-3, host_layer=8e-6, fixed=45e-6, overlap=30e-6,
-            stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
-            fetch_layer=2e-6, fetch=_line(86e-6, 76e-6),
-            about="24 GB card with 936 GB/s, PCIe 4.0, DDR5; computed from data sheets",
-            prompt=Curve(((32, 27e-3), (512, 190e-3), (2048, 680e-3))),
-        ),
-        Machine(
-            "rtx3060", 40, 1_900_000, whole=18.2e-3, host_layer=8e-6, fixed=45e-6, overlap=78e-6,
-            stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
-            fetch_layer=5e-6, fetch=_line(86e-6, 76e-6),
-            about="12 GB card with 360 GB/s, PCIe 4.0, DDR5; computed from data sheets",
-            prompt=Curve(((32, 76e-3), (512, 530e-3), (2048, 1.9))),
-        ),
-    )
-}  # fmt: skip
 
 
 def best_split(on_cpu: Sequence[float], streamed: Sequence[float]) -> list[int]:
@@ -358,109 +312,3 @@ def machine_costs(machine: Machine, n_expert_used: int) -> MissCosts:
     """Return what a machine takes for 0, 1, ... n_expert_used experts."""
     counts = range(n_expert_used + 1)
     return MissCosts(tuple(map(machine.cpu, counts)), tuple(map(machine.stream, counts)))
-
-
-def find_machine(name: str) -> Machine:
-    """Return a machine by name, or from a JSON file.
-
-    Raises:
-        RequestError: there is no machine of that name, and no file that describes one.
-    """
-    if name in MACHINES:
-        return MACHINES[name]
-    try:
-        with open(name, "rb") as file:
-            data = file.read(_MAX_FILE + 1)
-    except OSError as error:
-        raise RequestError(
-            f"{name}: not a built-in machine ({', '.join(MACHINES)}), and cannot read it as a "
-            f"file: {error.strerror}"
-        ) from error
-    try:
-        content = json.loads(data[:_MAX_FILE])
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise RequestError(f"{name}: not a machine file: it has no JSON object")
-    return _machine(name, content)
-
-
-def machine_fields(machine: Machine) -> dict[str, Any]:
-    """Return the fields of a machine's JSON file, times in microseconds."""
-    sizes = {name: getattr(machine, name) for name in _SIZES}
-    times = {key: _us(getattr(machine, name)) for key, name in _TIMES.items()}
-    curves = {
-        key: [[n, _us(s)] for n, s in getattr(machine, name).points]
-        for key, name in _CURVES.items()
-        if getattr(machine, name) is not None
-    }
-    return {"name": machine.name, "about": machine.about, **sizes, **times, **curves}
-
-
-def _us(seconds: float) -> float:
-    """Return microseconds, rounded so that 8e-6 s becomes 8.0."""
-    return round(seconds * 1e6, 6)
-
-
-_SIZES = ("n_layer", "expert_bytes")
-# Field of the file -> attribute of Machine.
-_TIMES = {
-    "whole_us": "whole", "host_layer_us": "host_layer", "fetch_layer_us": "fetch_layer",
-    "fixed_us": "fixed", "overlap_us": "overlap",
-}  # fmt: skip
-_CURVES = {"stream_us": "stream", "cpu_us": "cpu", "fetch_us": "fetch", "prompt_us": "prompt"}
-# For people; nothing is computed from them.
-_WORDS = ("name", "about", "measured")
-
-
-def _machine(path: str, content: dict[str, Any]) -> Machine:
-    def wrong(field: str, expected: str) -> RequestError:
-        return RequestError(f"{path}: {field} is {content.get(field)!r}; expected {expected}")
-
-    known = {*_WORDS, *_SIZES, *_TIMES, *_CURVES}
-    unknown = sorted(set(content) - known)
-    if unknown:
-        listed = ", ".join(sorted(known))
-        raise RequestError(f"{path}: unknown field {unknown[0]!r}; known: {listed}")
-    name = content.get("name", Path(path).stem)
-    sizes = {field: content.get(field) for field in _SIZES}
-    for field, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise wrong(field, "a positive integer")
-    texts = {"name": name, "about": content.get("about", "")}
-    for field, text in texts.items():
-        if not isinstance(text, str) or len(text) > 200:
-            raise wrong(field, "a short text")
-    times = {}
-    for field, attribute in _TIMES.items():
-        value = content.get(field, 0.0)
-        if not _is_time(value) or (field == "whole_us" and not value):
-            raise wrong(field, "microseconds")
-        times[attribute] = value / 1e6
-    curves: dict[str, Curve] = {}
-    for field, attribute in _CURVES.items():
-        points: Any = content.get(field)
-        if field == "prompt_us" and field not in content:
-            continue  # the speed of prompts is not predicted
-        if field == "fetch_us" and field not in content:
-            curves[attribute] = curves["stream"]  # a fetch copies the same bytes over the same link
-            continue
-        if not _is_curve(points):
-            raise wrong(field, "[[n, microseconds], ...], both rising")
-        curves[attribute] = Curve(tuple((n, us / 1e6) for n, us in points))
-    fields: dict[str, Any] = {**texts, **sizes, **times, **curves}
-    return Machine(**fields)
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
-
-
-def _is_curve(points: Any) -> bool:
-    """Return whether points is a list of [n, microseconds] that a Curve accepts."""
-    if not isinstance(points, list) or not 1 <= len(points) <= _MAX_POINTS:
-        return False
-    if not all(isinstance(p, list) and len(p) == 2 and all(map(_is_time, p)) for p in points):
-        return False
-    rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in zip(points, points[1:]))
-    return rising and points[0][0] >= 1 and points[0][1] > 0

@@ -282,8 +282,8 @@ def few_slots_warning(n_slots: Sequence[int], n_expert_used: int) -> str:
         return ""
     return (
         f"{len(short)} of {len(n_slots)} layers have fewer slots (least {min(short)}) than a "
-        f"token chooses experts ({n_expert_used}), where LRU never hits, so they use "
-        f"decayed frequency; try at least {n_expert_used * 2} slots a layer"
+        f"token chooses experts ({n_expert_used}): most choices miss, and lru and adaptive act as "
+        f"lfu there; try at least {n_expert_used * 2} slots a layer"
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +81,7 @@ class Residency:
         self._short_layers: dict[int, frozenset[int]] = {}  # by the number of ids
         self.guard: CacheGuard | None = None
         if move_s is not None and cache.partial:
-            self.guard = CacheGuard(self._counters, move_s)
+            self.guard = CacheGuard(partial(_counters, cache), move_s)
         self._may_prefetch = n_prefetch_slots > 0 and not self._fetch_layers
         n_predictable = sum(n < cache.n_expert for n in cache.n_slots[1:])
         self.prefetcher = PrefetchController(n_predictable if n_prefetch_slots else 0)
@@ -89,7 +90,9 @@ class Residency:
         self._pass: PassPlan | None = None
         self._is_trial = False  # the time of the pass counts for the prefetch trial
         self._is_stale = False  # a prompt changed the scores, but not the slots
-        self._victim_layers = _NO_LAYERS  # victims are listed on the device
+        self._is_prompt = False  # the pass under way, or the one that others came in between
+        self._victim_layers = _NO_LAYERS  # of the pass: their graphs fetch
+        self._listed: set[int] = set()  # the list of victims on the device is that of the slots
         self._n_victims = self._n_used  # so many for each layer, or all
         self._n_narrower = 0  # passes in turn that needed fewer
         self._learning = 0, 0  # rows of the pass, misses before it
@@ -100,11 +103,12 @@ class Residency:
         """Return how a pass of this kind would deal with missing experts now."""
         return self._mode(rules_of(kind, n_tokens), n_tokens, self._is_active)
 
-    def begin_pass(self, kind: Kind, n_tokens: int) -> PassPlan:
+    def begin_pass(self, kind: Kind, n_tokens: int, n_seqs: int = 1) -> PassPlan:
         """Decide how a pass of n_tokens rows deals with missing experts; the last pass has ended.
 
-        Promoted experts become resident, slots are exchanged after a prompt, and victims are
-        planned for the layers whose graph fetches.
+        Promoted experts become resident, and victims are planned for the layers whose graph
+        fetches. After a prompt slots are exchanged, unless several sequences decode: what the
+        prompt of one prefers is not what the others choose.
         """
         self._pass = None
         self._prefetched = -1, {}
@@ -117,8 +121,9 @@ class Residency:
         self._learn(n_tokens if rules.fetches else 0)
         is_active = self._is_active
         mode = self._mode(rules, n_tokens, is_active)
-        exchanged = self._exchange() if mode.admits and self._is_stale else []
-        self._is_stale = not rules.admits
+        exchanged = self._exchange() if mode.admits and self._is_stale and n_seqs == 1 else []
+        self._is_stale = self._is_stale and not rules.admits
+        self._is_prompt = not rules.admits
         waits = bool(self._promoted)
         for il, expert in self._promoted:
             self._layers[il].mark_resident(expert)
@@ -144,7 +149,7 @@ class Residency:
             self._learning = (n_tokens, total) if learns else (0, 0)
 
     def exchange(self) -> None:
-        """Exchange slots now, if the last pass was of a prompt, and not when the next pass begins.
+        """Exchange slots now, if the last pass that ended was of a prompt, and not later.
 
         For a replay, which uploads nothing.
         """
@@ -249,6 +254,7 @@ class Residency:
         if self._pass is None:
             raise InternalError("a pass ended that did not begin")
         self._pass = None
+        self._is_stale = self._is_stale or self._is_prompt
         if self._is_trial:
             self.prefetcher.end_token(seconds)
         if self.guard:
@@ -299,33 +305,31 @@ class Residency:
             )
         return found
 
-    def _counters(self) -> Counters:
-        layers = self.cache.partial
-        hits = sum(layer.n_hits for layer in layers)
-        misses = sum(layer.n_misses for layer in layers)
-        return Counters(hits + misses, hits, sum(layer.n_admitted for layer in layers))
-
     def _changed_rows(self, victim_layers: frozenset[int], n_ids: int) -> list[TableRow]:
         """Return the rows that are out of date on the device, with victims of these layers.
 
         n_ids: that the pass looks up in each of them.
         """
-        if not self._victim_layers:  # listed experts may have been chosen since
-            self._dirty.update(victim_layers)
-        elif n_ids > self._n_victims:
-            layers = self._layers
-            self._dirty.update(il for il in victim_layers if not layers[il].lists_enough(n_ids))
         self._victim_layers = victim_layers
-        self._n_narrower = self._n_narrower + 1 if n_ids < self._n_victims else 0
-        if n_ids > self._n_victims or self._n_narrower > _PATIENCE:
-            self._n_victims, self._n_narrower = n_ids, 0
+        if victim_layers:  # other passes leave the lists as they are
+            layers = self._layers
+            self._dirty.update(victim_layers - self._listed)
+            if n_ids > self._n_victims:
+                self._dirty.update(il for il in victim_layers if not layers[il].lists_enough(n_ids))
+            self._n_narrower = self._n_narrower + 1 if n_ids < self._n_victims else 0
+            if n_ids > self._n_victims or self._n_narrower > _PATIENCE:
+                self._n_victims, self._n_narrower = n_ids, 0
         return [self._row(self._layers[il]) for il in sorted(self._dirty)]
 
     def _row(self, layer: LayerSlots) -> TableRow:
-        is_listed = layer.il in self._victim_layers
-        victims = layer.plan_victims(self._n_victims) if is_listed else None
-        self._dirty.discard(layer.il)
-        return layer.il, layer.table, victims
+        il, victims = layer.il, None
+        if il in self._victim_layers:
+            victims = layer.plan_victims(self._n_victims)
+            self._listed.add(il)
+        else:
+            self._listed.discard(il)
+        self._dirty.discard(il)
+        return il, layer.table, victims
 
     def _layer_plan(
         self, plan: PassPlan, layer: LayerSlots, missing: list[int], ids: npt.NDArray[np.int32]
@@ -408,3 +412,10 @@ def wanted(layer: LayerSlots, limit: int) -> list[int]:
             break
         found.append(absent.pop())
     return found
+
+
+def _counters(cache: ExpertCache) -> Counters:
+    layers = cache.partial
+    hits = sum(layer.n_hits for layer in layers)
+    misses = sum(layer.n_misses for layer in layers)
+    return Counters(hits + misses, hits, sum(layer.n_admitted for layer in layers))

@@ -18,9 +18,10 @@ from ..link import REMOTE
 from ..threads import Threads, default_threads, waiting
 from ..units import format_bytes
 from .capabilities import Capabilities
-from .free_memory import gpu_used_bytes, host_memory
+from .free_memory import host_memory
 from .handles import Buffer, Event, Handle
 from .lib import C, ffi, last_error
+from .nvml import gpu_used_bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -122,8 +122,30 @@ class Handle(Generic[Ptr]):
         raise InternalError(f"a {type(self).__name__} cannot be pickled")
 
 
+# Blocks of closed contexts by size, and most of one size. CUDA keeps what it recorded of a graph
+# under the address of its first node, until another graph has that or ten seconds are over.
+_blocks: defaultdict[int, list[Any]] = defaultdict(list)
+_MOST_BLOCKS = 512
+_new_block = ffi.new_allocator(should_clear_after_alloc=False)  # type: ignore[attr-defined]
+
+
+def _take_block(size: int) -> Any:
+    try:
+        return _blocks[size].pop()
+    except IndexError:
+        return _new_block("char[]", size)
+
+
+def _keep_block(size: int, block: Any) -> None:
+    if len(_blocks[size]) < _MOST_BLOCKS:
+        _blocks[size].append(block)
+
+
 class Context(Handle["_native.ggml_context_ptr"]):
-    """Memory for tensor and graph records (not for tensor data)."""
+    """Memory for tensor and graph records (not for tensor data).
+
+    A block of a closed context serves the next one of the same size.
+    """
 
     __slots__ = ()
 
@@ -132,8 +154,14 @@ class Context(Handle["_native.ggml_context_ptr"]):
         size = n_tensors * C.ggml_tensor_overhead() + 1024
         if n_nodes:
             size += 2 * C.ggml_graph_overhead_custom(n_nodes, False)
-        params = {"mem_size": size, "mem_buffer": ffi.NULL, "no_alloc": True}
-        super().__init__(C.ggml_init(ffi.new("struct ggml_init_params *", params)[0]), C.ggml_free)
+        block = _take_block(size)
+        params = {"mem_size": size, "mem_buffer": block, "no_alloc": True}
+
+        def free(ptr: _native.ggml_context_ptr) -> None:
+            C.ggml_free(ptr)
+            _keep_block(size, block)
+
+        super().__init__(C.ggml_init(ffi.new("struct ggml_init_params *", params)[0]), free)
 
 
 class Buffer(Handle["_native.ggml_backend_buffer_ptr"]):

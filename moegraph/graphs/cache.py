@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from ..errors import OutOfDeviceMemory, UnsupportedModel
@@ -11,7 +12,7 @@ from ..ggml.device import Device
 from ..ggml.handles import Context, GraphAllocator
 from ..ggml.lib import C, ffi, last_error
 from ..ggml.ops import Builder, name_of, shape
-from ..resident.layout import GRAPH_BYTES
+from ..resident.layout import CAPTURED_NODE_BYTES, GRAPH_BYTES
 from ..units import format_bytes
 from .length import Span, set_length
 
@@ -19,18 +20,26 @@ from .length import Span, set_length
 class BuiltGraph:
     """A graph whose tensors have memory; it can be launched any number of times.
 
-    outputs: what the build function returned, such as tensors to read or inputs to set.
+    outputs: what the build function returned, such as tensors to read or inputs to set. n_bytes:
+    its host memory. n_device_bytes: about what the device keeps once it has captured the graph.
+    key: in its cache.
     """
 
-    __slots__ = ("context", "graph", "outputs", "n_bytes", "_spans", "_n_kv")
+    __slots__ = (
+        "key", "context", "graph", "outputs", "n_bytes", "n_device_bytes", "_spans", "_n_kv"
+    )  # fmt: skip
 
-    def __init__(self, context: Context, graph: Any, outputs: Any, spans: list[Span]) -> None:
+    def __init__(
+        self, key: Hashable, context: Context, graph: Any, outputs: Any, spans: list[Span]
+    ) -> None:
+        self.key = key
         self.context = context
         self.graph = graph
         self.outputs = outputs
         self._spans = spans
         self._n_kv = 0
         self.n_bytes = C.ggml_used_mem(context.ptr)
+        self.n_device_bytes = C.ggml_graph_n_nodes(graph) * CAPTURED_NODE_BYTES
 
     def set_length(self, n_kv: int) -> None:
         """Have attention read n_kv positions, at most as many as the graph was built for.
@@ -49,20 +58,31 @@ class GraphCache:
     tensors that must outlive a graph are in fixed memory. If a larger graph makes the block move,
     all earlier graphs are stale: the cache drops them and `generation` changes. n_built, n_dropped:
     graphs that were built, and that were dropped to save memory, so far. n_host_bytes: their size.
+    n_device_bytes: what they take of the device if it captures them all; it does so with those that
+    are launched twice. max_device_bytes: most of that. CUDA keeps what it captured under the
+    address of a first node, where the next graph at the same address finds it (`Context`). So it
+    has no more captured graphs than were alive at once, and all count, launched twice or not.
     """
 
     def __init__(self, device: Device, max_bytes: int = GRAPH_BYTES) -> None:
         """max_bytes: most host memory of all graphs; those of a pass take 3 MiB with a 35B."""
         self._device, self._max_bytes = device, max_bytes
+        self.max_device_bytes: float = math.inf
         self._allocator = GraphAllocator(device.buft, device.compute)
         self._graphs: OrderedDict[Hashable, BuiltGraph] = OrderedDict()
-        self.n_host_bytes = 0
+        self.n_host_bytes = self.n_device_bytes = 0
         self.generation = self.n_built = self.n_dropped = 0
 
     @property
     def n_bytes(self) -> int:
         """Device bytes of the shared block."""
         return self._allocator.size
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether the graphs take half of the memory that they may take."""
+        is_half = 2 * self.n_host_bytes > self._max_bytes
+        return is_half or 2 * self.n_device_bytes > self.max_device_bytes
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -88,15 +108,29 @@ class GraphCache:
             C.moegraph_keep_rows_apart(builder.graph)
         _check_supported(self._device, builder.graph)
         self._allocate(context, builder.graph)
-        built = BuiltGraph(context, builder.graph, outputs, builder.spans)
+        built = BuiltGraph(key, context, builder.graph, outputs, builder.spans)
         self._graphs[key] = built
         self.n_built += 1
         self.n_host_bytes += built.n_bytes
-        while self.n_host_bytes > self._max_bytes and len(self._graphs) > 1:
+        self.n_device_bytes += built.n_device_bytes
+        self._shrink()
+        return built
+
+    def used(self, graphs: Iterable[BuiltGraph]) -> None:
+        """Note that a caller launches graphs again that it kept; what was dropped stays dropped."""
+        for built in graphs:
+            if self._graphs.get(built.key) is built:
+                self._graphs.move_to_end(built.key)
+
+    def _shrink(self) -> None:
+        """Drop the graphs that were not used for longest, but for the newest, until others fit."""
+        while len(self._graphs) > 1 and (
+            self.n_host_bytes > self._max_bytes or self.n_device_bytes > self.max_device_bytes
+        ):
             _, oldest = self._graphs.popitem(last=False)
             self.n_host_bytes -= oldest.n_bytes
+            self.n_device_bytes -= oldest.n_device_bytes
             self.n_dropped += 1
-        return built
 
     def _allocate(self, context: Context, graph: Any) -> None:
         """Assign memory to a graph; drop all other graphs if the block moved.
@@ -104,7 +138,8 @@ class GraphCache:
         The other graphs are out of the cache until the allocator has returned, so an interrupt
         cannot leave graphs there that have addresses of the old block.
         """
-        kept, before = (self.n_host_bytes, self._graphs, self.generation), self._allocator.size
+        kept = self.n_host_bytes, self.n_device_bytes, self._graphs, self.generation
+        before = self._allocator.size
         self._graphs = OrderedDict()
         self.clear()
         ok = C.mg_graph_alloc(self._allocator.ptr, self._device.compute.ptr, context.ptr, graph)
@@ -115,12 +150,12 @@ class GraphCache:
                 f"({format_bytes(self._device.memory()[0])} free; {detail}); lower -ub or -c"
             )
         if self._allocator.size == before:
-            self.n_host_bytes, self._graphs, self.generation = kept
+            self.n_host_bytes, self.n_device_bytes, self._graphs, self.generation = kept
 
     def clear(self) -> None:
         """Drop all graphs and change `generation`; callers must get their graphs again."""
         self._graphs.clear()
-        self.n_host_bytes = 0
+        self.n_host_bytes = self.n_device_bytes = 0
         self.generation += 1
 
     def close(self) -> None:

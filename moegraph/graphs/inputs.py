@@ -322,8 +322,10 @@ class InputBlock:
             region(at.absent, self._n_expert_used * n_tokens, np.int32)[:] = -1
         region(at.slots, shape.n_seqs, np.int32)[:] = padded
         if self._keeps(shape):
-            kept = [self._taps.ring_rows(slot, state.n_past[slot], n) for slot in slots]
-            region(at.taps, n_tokens, np.int32)[:] = np.concatenate(kept)
+            taps = region(at.taps, n_tokens, np.int32)
+            kept = [self._taps.ring_rows(slot, past, n) for slot, past in zip(slots, pos0)]
+            taps[:] = np.concatenate(kept)
+            taps[n_real:] = self._taps.spare_row
         if shape.is_paged:
             table = state.pool.table
             n_pages = table.shape[1]

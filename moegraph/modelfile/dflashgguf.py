@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import UnsupportedModel
 from .drafter import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
+from .hparams import refuse_mtp_alone
 from .metadata import Metadata
 from .scan import TensorInfo
 
@@ -38,6 +39,7 @@ def read_dialect(
         UnsupportedModel: not a DFlash drafter, or a variant that moegraph does not run.
     """
     arch = meta.string(ARCHITECTURE)
+    refuse_mtp_alone(meta.path, tensors)
     if arch not in DIALECTS:
         raise UnsupportedModel(
             f"{meta.path}: architecture {arch!r} is no DFlash drafter; these are: "

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from ..errors import InternalError, ModelFileError, UnsupportedModel
-from .hparams import ARCH, HParams, read_hparams
+from .hparams import ARCH, HParams, read_hparams, refuse_mtp_alone
 from .metadata import Metadata
 from .scan import Part, TensorInfo, scan_part
 from .tensors import check_tensors
@@ -333,6 +333,7 @@ def _validate(
     """Check hyper-parameters, vocabulary and tensors; return hparams and warnings."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
+        refuse_mtp_alone(path, tensors)
         what = "the file holds no tensors" if not tensors else "tensor token_embd.weight missing"
         raise ModelFileError(f"{path}: {what}; the file is incomplete")
     hparams = read_hparams(meta, check_vocab(meta, embedding.ne[1]))

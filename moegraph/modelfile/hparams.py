@@ -8,7 +8,9 @@ the same results for the same file.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -351,3 +353,16 @@ def _yarn_attn_factor(freq_scale: float) -> np.floating[Any]:
     mscale = one if factor <= one else tenth * log + one
     result: np.floating[Any] = mscale * (one / (one + tenth * log))
     return result
+
+
+def refuse_mtp_alone(path: PathLike[str] | str, names: Collection[str]) -> None:
+    """Refuse a file with the tensors of a prediction (MTP) block and not those of its model.
+
+    Raises:
+        UnsupportedModel: names has tensors of such a block, and no token embedding.
+    """
+    if "token_embd.weight" not in names and any(".nextn." in name for name in names):
+        raise UnsupportedModel(
+            f"{path}: this is a prediction (MTP) block alone; it drafts only as a part of its "
+            "model's file (docs/drafting.md)"
+        )

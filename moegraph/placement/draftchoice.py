@@ -79,7 +79,10 @@ def choose(
         ModelFileError: they name the MTP block, and the file lacks it.
         OutOfDeviceMemory: the part without experts does not fit.
     """
-    return _Choosing(model, config, n_ctx, room).choose(sources_of(model, config, draft))
+    choosing = _Choosing(model, config, n_ctx, room)
+    found = choosing.choose(sources_of(model, config, draft))
+    choosing.forget()
+    return found
 
 
 class _Choosing:
@@ -108,6 +111,10 @@ class _Choosing:
                 if _is_worth_it(tried[-1]):
                     return replace(tried[-1], notes=_left_out(sources, choices, tried))
         return replace(self._plain, notes=_left_out(Sources(), choices, tried))
+
+    def forget(self) -> None:
+        """Drop what refers to this object, which would keep the model file in a cycle."""
+        vars(self).pop("_plain", None)
 
     def _planned(self, sources: Sources) -> Choice:
         config, room = self._config, self._room

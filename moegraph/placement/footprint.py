@@ -12,9 +12,11 @@ from ..resident.layout import (
     MAX_PAGED_ROWS,
     N_GROUPS,
     N_STAGING,
+    PADDED_WIDTHS,
     PAGE,
     UNIT_SHARE,
     Packing,
+    captured_bytes,
     draft_room,
     draft_widths,
     expert_tensors,
@@ -35,8 +37,10 @@ from .planner import Footprint
 SWEEP_ROWS = 8192
 # Patterns of masks, and what aligns the inputs of chunks.
 _SWEEP_CONSTANTS = 256 << 10
-# Kernel images, captured graphs of passes and the backend's scratch pool.
-_OTHER_BYTES = 224 << 20
+# Kernel images and the backend's scratch pool.
+_OTHER_BYTES = 100 << 20
+# Numbers of rows of passes that verify drafts, most of the time.
+_DRAFT_WIDTHS = 3
 # A captured graph of an attention layer on an H200, of which each chunk of a prompt has its own,
 # and what all of them take at most, because the cache of graphs drops some.
 _CHUNK_GRAPH_BYTES, _CHUNK_GRAPHS_BYTES = 640 << 10, 256 << 20
@@ -96,7 +100,7 @@ def needed_bytes(
         # a snapshot too, to undo a prompt
         state=state + zeros_bytes(hp) + _draft_bytes(hp, drafted, n_recurrent),
         compute=compute,
-        other=_OTHER_BYTES + _chunk_graphs(len(layers) - n_recurrent, padded, n_ubatch),
+        other=_OTHER_BYTES + captured_graphs(hp, config, n_ctx, layers),
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
         + lacking_bytes(hp, n_sweep, n_ubatch),
         ring_groups=N_GROUPS,
@@ -114,10 +118,16 @@ def _dense_bytes(model: ModelFile, layers: range, has_head: bool) -> int:
     return sum(info.nbytes for info in dense)
 
 
-def _chunk_graphs(n_attention: int, n_ctx: int, n_ubatch: int) -> int:
-    """Return what captured graphs of a prompt's chunks take in attention layers, at most."""
-    n_chunks = -(-n_ctx // n_ubatch)
-    return min(n_attention * n_chunks * _CHUNK_GRAPH_BYTES, _CHUNK_GRAPHS_BYTES)
+def captured_graphs(hp: HParams, config: EngineConfig, n_ctx: int, layers: range) -> int:
+    """Return the device memory that captured graphs of a stage's layers may take."""
+    n_widths = min(config.n_draft, _DRAFT_WIDTHS)
+    if config.n_seq > 1:
+        n_widths += sum(width <= config.n_seq for width in PADDED_WIDTHS)
+    n_ctx = PoolShape.of(config, n_ctx).n_ctx
+    n_chunks = -(-n_ctx // min(config.n_rows, n_ctx))
+    n_attention = sum(not hp.is_recurrent(il) for il in layers)
+    chunks = min(n_attention * n_chunks * _CHUNK_GRAPH_BYTES, _CHUNK_GRAPHS_BYTES)
+    return captured_bytes(len(layers), n_widths) + chunks
 
 
 def sweep_rows(n_ubatch: int, n_ctx: int) -> int:

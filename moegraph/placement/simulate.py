@@ -131,6 +131,7 @@ class _Replay:
             for il in self.layers:
                 take = self.residency.fetched if il in fetch_layers else self.residency.routed
                 take(il, rows[:, il].reshape(-1))
+            self.residency.end_pass(0.0)
         # a run exchanges when the first token begins; here, no token counts what that moves
         self.residency.exchange()
 

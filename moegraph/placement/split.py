@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 
 from ..errors import ConfigError, OutOfDeviceMemory
@@ -166,38 +165,55 @@ def _fastest(
     n_layer: int, places: Sequence[Place], need_of: NeedOf, settings: SplitSettings
 ) -> list[range]:
     """Return the ranges with which a token takes least time."""
-    quick = SplitSettings(settings.pin_layers, settings.cache_slots)
-    everything = need_of(0, range(n_layer))
-    alone = min(_read_seconds(place, everything) for place in places)
-    failed: list[Exception] = []
+    search = _Search(n_layer, places, need_of, settings)
+    ranges = search.best(0, 0)[1]
+    if not ranges:
+        raise search.failed[-1]
+    return list(ranges)
 
-    @cache
-    def best(at: int, first: int) -> tuple[float, tuple[range, ...]]:
+
+class _Search:
+    """Finds the ranges with which a token takes least time; failed: why ranges do not fit."""
+
+    def __init__(
+        self, n_layer: int, places: Sequence[Place], need_of: NeedOf, settings: SplitSettings
+    ) -> None:
+        self._n_layer, self._places, self._need_of = n_layer, places, need_of
+        self._settings = SplitSettings(settings.pin_layers, settings.cache_slots)
+        everything = need_of(0, range(n_layer))
+        self._alone = min(_read_seconds(place, everything) for place in places)
+        self._known: dict[tuple[int, int], tuple[float, tuple[range, ...]]] = {}
+        self.failed: list[Exception] = []
+
+    def best(self, at: int, first: int) -> tuple[float, tuple[range, ...]]:
         """Return the least seconds of layers from first on in the places from `at` on."""
+        if (at, first) not in self._known:
+            self._known[at, first] = self._best(at, first)
+        return self._known[at, first]
+
+    def _best(self, at: int, first: int) -> tuple[float, tuple[range, ...]]:
         found: tuple[float, tuple[range, ...]] = (float("inf"), ())
-        is_last, n_after = at == len(places) - 1, len(places) - 1 - at
-        for stop in [n_layer] if is_last else range(first + 1, n_layer - n_after + 1):
+        n_after = len(self._places) - 1 - at
+        last = self._n_layer - n_after
+        for stop in range(first + 1 if n_after else last, last + 1):
             layers = range(first, stop)
             try:
-                need = need_of(at, layers)
-                plan = plan_stage(places[at], need, layers, n_layer, quick)
+                seconds = self._seconds(at, layers)
             except (ConfigError, OutOfDeviceMemory) as error:
-                failed.append(error)
+                self.failed.append(error.with_traceback(None))  # its frames know us
                 continue
-            seconds = stage_seconds(places[at], need, plan)
-            seconds += _BALANCE * seconds**2 / alone  # least where all are equal
-            rest: tuple[range, ...] = ()
-            if not is_last:
-                more, rest = best(at + 1, stop)
-                seconds += more
-            if seconds < found[0] and (is_last or rest):
+            more, rest = self.best(at + 1, stop) if n_after else (0.0, ())
+            seconds += more
+            if seconds < found[0] and (rest or not n_after):
                 found = seconds, (layers, *rest)
         return found
 
-    ranges = best(0, 0)[1]
-    if not ranges:
-        raise failed[-1]
-    return list(ranges)
+    def _seconds(self, at: int, layers: range) -> float:
+        """Return what these layers cost in a place: least where all places are equal."""
+        need, place = self._need_of(at, layers), self._places[at]
+        plan = plan_stage(place, need, layers, self._n_layer, self._settings)
+        seconds = stage_seconds(place, need, plan)
+        return seconds + _BALANCE * seconds**2 / self._alone
 
 
 def stage_seconds(place: Place, need: Footprint, plan: Plan) -> float:

@@ -16,6 +16,10 @@ from ..modelfile.drafter import DFlashHParams
 from ..units import round_up
 from .ringshape import Mask, Span, ring_shapes
 
+# Rows that graphs read at least where they are dear, because the device captures each. Attention to
+# so many takes no time that could be measured, and a short text needs no second graph.
+_LEAST = 1024
+
 
 class DraftRings:
     """Device memory for K and V of every layer of a drafter, of n_seq sequences; F16.
@@ -30,6 +34,7 @@ class DraftRings:
             OutOfDeviceMemory: they do not fit.
         """
         self._device = device
+        self._least = _LEAST if device.can.streams else 0
         self.shapes = ring_shapes(hp, n_ctx)
         windows = [shape.window for shape in self.shapes]
         self.kind = [windows.index(hp.window(il)) for il in range(hp.n_layer)]
@@ -54,7 +59,8 @@ class DraftRings:
 
     def lengths(self, slot: int) -> tuple[int, ...]:
         """Return how many rows of each ring a graph reads to draft for a sequence."""
-        return tuple(shape.length(self.spans[slot].n_past) for shape in self.shapes)
+        n_past = self.spans[slot].n_past
+        return tuple(shape.length(n_past, self._least) for shape in self.shapes)
 
     def rows(self, kind: int, slot: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return the rows of positions of a sequence in the tensors of a kind's layers."""

@@ -49,17 +49,19 @@ class ExpertCopies:
         model: ModelFile,
         layers: Mapping[int, Layer],
         pin: str,
+        beside: int,
         report: Callable[[int], None],
     ) -> None:
         """Copy and pin; pin: 'all', or 'auto' for as many layers as leave the host some memory.
 
-        report: called with the bytes of each layer.
+        beside: bytes of host memory that are needed too if some layer is not copied. report: called
+        with the bytes of each layer.
         """
         self.blocks: dict[int, HostBuffer] = {}
         self.why = ""
         self._device, self._layers, self._must = device, layers, pin == "all"
         self._n_expert = model.hparams.n_expert
-        self._report = report
+        self._report, self._beside = report, beside
         if self._must:
             short = shortage(sum(map(self._size, layers)), host_memory().available)
             if short:
@@ -82,11 +84,12 @@ class ExpertCopies:
     ) -> None:
         """Copy layer by layer until all are done or one cannot be."""
         taken, free = 0, host_memory().available
-        for il, layer in self._layers.items():
+        for n_seen, (il, layer) in enumerate(self._layers.items(), 1):
             size = self._size(il)
             # count what we took as well: a control group may not see what the driver pins
             at_most = None if free is None else free - taken
-            short = "" if self._must else shortage(size, at_most)
+            wanted = size + (self._beside if n_seen < len(self._layers) else 0)
+            short = "" if self._must else shortage(wanted, at_most)
             if short:
                 self.why = f"the next layer needs {short}"
                 break

@@ -28,7 +28,15 @@ _THREADED_BYTES = 256 << 10
 # Uploads that may be under way at once; each has an event.
 _N_UPLOADS = 4
 
+# Blocks of a ring: half of them wait or are read while the others are copied.
+_N_BLOCKS = 2 * N_STAGING
+
 Key = tuple[int, int]  # (layer, expert)
+
+
+def file_ring_bytes(n_bytes: int) -> int:
+    """Return the host memory of a ring; n_bytes: of the largest expert."""
+    return _N_BLOCKS * n_bytes
 
 
 class _Read:
@@ -40,7 +48,7 @@ class _Read:
 
 
 class FileRing:
-    """2 * N_STAGING blocks of host memory. One thread uses it, except for the reads themselves.
+    """Blocks of host memory. One thread uses it, except for the reads themselves.
 
     A block is free, or an expert is being read into it or waits there, or it is being copied to the
     device. Which blocks are in use is found from what uses them, so an interrupt loses none.
@@ -55,7 +63,7 @@ class FileRing:
             NativeError: there is no host memory.
         """
         self._device, self._read = device, read
-        self._blocks = [device.host_buffer(n_bytes) for _ in range(2 * N_STAGING)]
+        self._blocks = [device.host_buffer(n_bytes) for _ in range(_N_BLOCKS)]
         self._events = deque(device.event() for _ in range(_N_UPLOADS))
         self._is_threaded = n_bytes >= _THREADED_BYTES and usable_cpus() > 1
         self._pool: ThreadPoolExecutor | None = None
@@ -70,11 +78,16 @@ class FileRing:
         return sum(block.array.nbytes for block in self._blocks)
 
     def ahead(self, wanted: Iterable[Key]) -> None:
-        """Begin to read experts that will be asked for soon, as far as blocks are free."""
+        """Begin to read experts that will be asked for soon, as far as there are blocks.
+
+        The uploads before the last one have mostly ended, so it waits for them: else no block would
+        be free, and experts would be read one at a time, as they are asked for.
+        """
         for key in wanted if self._is_threaded else ():
             if key in self._reads:
                 continue
-            at = self._free()
+            while (at := self._free()) is None and len(self._copied) > 1:
+                self._wait_for_oldest()
             if at is None:
                 return
             self._begin(key, at)

@@ -302,9 +302,14 @@ class HostCopies:
             n_rows += min(first + n - position, PAGE - position % PAGE)
         yield at, start, n_rows
 
-    def close(self) -> None:
+    def free_spare(self) -> None:
         """Free the memory of closed copies; those that are not closed stay."""
         self._take_pinned()
         for buffer in self._spare:
             buffer.close()
         self._spare.clear()
+
+    def close(self) -> None:
+        """Free the memory of closed copies, and forget the layers; there are no more copies."""
+        self.free_spare()
+        self._parts.clear()

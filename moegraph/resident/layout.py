@@ -29,6 +29,14 @@ _MIN_DRAFT_ROWS = 32
 _SPLIT_LEVELS, _MOST_SPLITS = 6, 128
 # Host memory of built graphs, with one sequence.
 GRAPH_BYTES = 128 << 20
+# Sequences of decode passes on a device with streams; where others end, padding begins. Each number
+# has graphs of its own, and to build and record them takes as long as tens of passes.
+PADDED_WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Device memory that CUDA takes for a captured graph, for each of its nodes, and nodes of a layer:
+# 640 KiB for an attention layer over many rows on an H200, less where nodes are fused.
+CAPTURED_NODE_BYTES, _LAYER_NODES = 9 << 10, 70
+# Forms of passes and of chunks whose captured graphs are kept beside those of the usual widths.
+_OTHER_FORMS = 6
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
 # Groups of the ring through which prompts send experts, at least: one is computed, one has arrived,
@@ -49,13 +57,20 @@ _PART_ALIGNMENT = 128
 _ROW_PIECE = 512
 
 
-def graph_bytes(n_seq: int) -> int:
-    """Return the host memory that built graphs may take; captured ones take as much of the device.
+def graph_bytes(n_seq: int, is_fast: bool) -> int:
+    """Return the host memory that built graphs may take.
 
-    Several sequences have passes of several widths, and prompts of several lengths. To build the
-    graphs of one again takes as long as ten passes.
+    Several sequences have passes of several widths, and prompts of several lengths. On a fast
+    device, to build the graphs of one again takes as long as ten passes; on the CPU, a part of one.
     """
+    if not is_fast:
+        return GRAPH_BYTES // 2
     return GRAPH_BYTES if n_seq == 1 else 2 * GRAPH_BYTES
+
+
+def captured_bytes(n_layer: int, n_widths: int) -> int:
+    """Return the device memory to keep for captured graphs; n_widths: usual widths of passes."""
+    return (n_widths + _OTHER_FORMS) * n_layer * _LAYER_NODES * CAPTURED_NODE_BYTES
 
 
 def zeros_bytes(hp: HParams) -> int:

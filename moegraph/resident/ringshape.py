@@ -38,9 +38,12 @@ class RingShape:
         """Positions that the ring holds."""
         return self.n_rows - self.n_block
 
-    def length(self, n_past: int) -> int:
-        """Return how many rows a graph reads to see n_past positions, of few different numbers."""
-        n = self.n_block + min(n_past, self.n_cells)
+    def length(self, n_past: int, least: int = 0) -> int:
+        """Return how many rows a graph reads to see n_past positions, of few different numbers.
+
+        least: rows that it reads if the ring has so many.
+        """
+        n = max(self.n_block + min(n_past, self.n_cells), least)
         step = max(PAGE, (1 << (n - 1).bit_length()) // 8)
         return min(self.n_rows, round_up(n, step))
 

@@ -153,3 +153,4 @@ class Sequences(Positions):
         """Free snapshots and copies; the stages free their states."""
         self.copies.close()
         self.snapshots.close()
+        self.states.clear()  # they know us

@@ -163,3 +163,4 @@ class Snapshots:
         for copy in (copy for copies in self._spare for copy in copies):
             copy.close()
         self._spare.clear()
+        self._rows.clear()

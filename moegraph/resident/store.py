@@ -24,7 +24,7 @@ from ..ggml.ops import F32, Tensor
 from ..modelfile import ModelFile, TensorInfo
 from ..units import format_bytes, round_up
 from .expertcopies import ExpertCopies, Layer
-from .filering import FileRing, Key
+from .filering import FileRing, Key, file_ring_bytes
 from .layout import Packing, expert_tensors
 
 
@@ -72,20 +72,20 @@ class ExpertStore:
         self.rows: dict[int, Tensor] = {}
         self._context = Context(len(self._infos) + 1)
         self._pinned: dict[int, HostBuffer] = {}
+        size = max((packing.n_bytes for packing in self._packing.values()), default=0)
         if pin == "all" or (pin == "auto" and device.can.own_memory):
-            self._pin(pin, report)
+            self._pin(pin, file_ring_bytes(size), report)
         left = [il for il in layers if il not in self._pinned]
         if left:
-            size = max(packing.n_bytes for packing in self._packing.values())
             self._ring = FileRing(device, size, self._read)
         self.pinned_bytes = sum(block.array.nbytes for block in self._pinned.values())
         self.pinned_bytes += self._ring.n_bytes if self._ring else 0
         self.in_place = frozenset(info.name for il in left for info in self._infos[il].values())
 
-    def _pin(self, pin: str, report: Callable[[int], None]) -> None:
-        """Copy as many layers as may be."""
+    def _pin(self, pin: str, beside: int, report: Callable[[int], None]) -> None:
+        """Copy as many layers as may be; beside: bytes of the ring, if that is not all."""
         layers = {il: Layer(infos, self._packing[il]) for il, infos in self._infos.items()}
-        copies = ExpertCopies(self._device, self._model, layers, pin, report)
+        copies = ExpertCopies(self._device, self._model, layers, pin, beside, report)
         self._pinned = copies.blocks
         for il, block in self._pinned.items():
             self._base[il] = block.address()
@@ -183,5 +183,6 @@ class ExpertStore:
             handle.close()
         if self._ring:
             self._ring.close()
+            self._ring = None  # it knows us
         self._pinned.clear()
         self._context.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,9 @@ from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.paged import can_page
 from ..kinds import Kind
-from ..resident.layout import MAX_PAGED_ROWS, graph_bytes
+from ..resident.layout import MAX_PAGED_ROWS, PADDED_WIDTHS, graph_bytes
 from ..resident.stage import Stage
-from .batch import Batch
+from .batch import Batch, Callback, Predicate
 from .commit import Commits
 from .results import NotFinite, Output, ResultMemory
 from .sweep import Sweep
@@ -27,9 +27,6 @@ from .sweep_batch import SweepBatch
 from .sweeps import Sweeps
 
 _PREFILL, _DECODE = Kind.PREFILL, Kind.DECODE  # members of an Enum are slow to look up
-# Sequences of decode passes on a device with streams; where others end, padding begins. Each number
-# has graphs of its own, and to build and record them takes as long as tens of passes.
-_WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class Runner(ABC):
@@ -54,15 +51,15 @@ class Runner(ABC):
         self.hp = stage.hp
         self.n_ubatch = n_ubatch
         self.hidden = hidden
-        self.graphs = GraphCache(device, graph_bytes(stage.state.n_seq))
+        self.graphs = GraphCache(device, graph_bytes(stage.state.n_seq, device.can.streams))
         self.max_rows = stage.state.shape.pass_rows(n_ubatch)
         self._inputs = InputBlock(stage, n_ubatch, hidden)
         self._results = ResultMemory(device, stage.hp.n_vocab)
         self._commits = Commits(stage, self.graphs)
         self._can_page = can_page(stage)
-        self.widths = _WIDTHS if self.device.can.streams and not stage.taps.layers else ()
+        self.widths = PADDED_WIDTHS if self.device.can.streams else ()
         self._has_head = stage.has_head
-        self._begins: Callable[[], object] = lambda: None  # call it before the first graph
+        self._begins: Callback = lambda: None  # call it before the first graph
         self._shape: PassShape  # of the pass that was prepared last
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
@@ -160,9 +157,14 @@ class Runner(ABC):
         return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, True, tree.is_ragged)
 
     def _width(self, n_seqs: int) -> int:
-        """Return how many sequences a decode pass of n_seqs has, padding included."""
+        """Return how many sequences a decode pass of n_seqs has, padding included.
+
+        Padding does not keep a pass from leaving its rows to drafters.
+        """
         width = next((width for width in self.widths if width >= n_seqs), n_seqs)
-        return width if width <= self.stage.state.n_seq else n_seqs
+        taps = self.stage.taps
+        is_lost = n_seqs <= taps.n_rows < width
+        return n_seqs if is_lost or width > self.stage.state.n_seq else width
 
     def longest(self, shape: PassShape) -> PassShape:
         """Return the shape whose graphs serve this one too, with `BuiltGraph.set_length`.
@@ -192,8 +194,8 @@ class Runner(ABC):
     def submit(
         self,
         batch: Batch,
-        cancelled: Callable[[], bool] = lambda: False,
-        begins: Callable[[], object] = lambda: None,
+        cancelled: Predicate = lambda: False,
+        begins: Callback = lambda: None,
     ) -> None:
         """Start a pass. The caller has checked token ids and context length.
 
@@ -225,9 +227,7 @@ class Runner(ABC):
         """Enqueue the upload of the inputs of the pass that was prepared; `launch` follows."""
         self.fill_inputs(batch, self._shape)
 
-    def launch(
-        self, batch: Batch, cancelled: Callable[[], bool], begins: Callable[[], object]
-    ) -> None:
+    def launch(self, batch: Batch, cancelled: Predicate, begins: Callback) -> None:
         """Start the pass whose inputs are on their way; see `submit`."""
         for _ in self.launching(batch, cancelled, begins):
             pass
@@ -235,9 +235,9 @@ class Runner(ABC):
     def launching(
         self,
         batch: Batch,
-        cancelled: Callable[[], bool],
-        begins: Callable[[], object],
-        may_pause: Callable[[], bool] | None = None,
+        cancelled: Predicate,
+        begins: Callback,
+        may_pause: Predicate | None = None,
     ) -> Generator[None, None, None]:
         """Do `launch`, with pauses: the host would wait for the device, and may do other work.
 
@@ -245,7 +245,7 @@ class Runner(ABC):
         before its end, the pass has failed.
         """
         self._begins = begins
-        yield from self._launch(self._shape, batch, cancelled, may_pause)
+        yield from self._launch(self._shape, cancelled, may_pause)
         self.advance(batch)
         self._dropped.clear()
         self._pending = batch
@@ -275,7 +275,7 @@ class Runner(ABC):
             state.drafts.reserve(n_rows)
 
     def commit(
-        self, paths: Mapping[int, list[int]], begins: Callable[[], None] = lambda: None
+        self, paths: Mapping[int, list[int]], begins: Callback = lambda: None
     ) -> dict[int, list[int]]:
         """Enqueue the commit of verified rows; see `Commits.commit`.
 
@@ -389,11 +389,7 @@ class Runner(ABC):
 
     @abstractmethod
     def _launch(
-        self,
-        shape: PassShape,
-        batch: Batch,
-        cancelled: Callable[[], bool],
-        may_pause: Callable[[], bool] | None,
+        self, shape: PassShape, cancelled: Predicate, may_pause: Predicate | None
     ) -> Iterable[None]:
         """Enqueue the graphs of the pass and the copies of its results; see `launching`."""
 

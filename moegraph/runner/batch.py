@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +14,10 @@ from ..graphs.head import Results
 from ..graphs.rows import Tree
 from ..graphs.tree import PADDING, check_parents
 from ..kinds import Kind, MissRules, rules_of
+
+# Asked in the middle of a pass: whether it is cancelled, or may pause. Called at some moment of it.
+Predicate = Callable[[], bool]
+Callback = Callable[[], object]
 
 # members of an Enum are slow to look up
 _VERIFY = Kind.VERIFY

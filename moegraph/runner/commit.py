@@ -8,7 +8,7 @@ number of sequences, whose paths may differ in length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from ..graphs.deltanet import DeltaRows
 from ..graphs.tree import build_commit
 from ..resident.stage import Stage
 from ..units import round_up
-from .batch import Batch
+from .batch import Batch, Callback
 
 _ALIGN = 256
 
@@ -91,9 +91,7 @@ class Commits:
         """Note that a sequence has changed, so that its verified rows do not fit any more."""
         self._verified.pop(slot, None)
 
-    def commit(
-        self, paths: Mapping[int, list[int]], begins: Callable[[], None]
-    ) -> dict[int, list[int]]:
+    def commit(self, paths: Mapping[int, list[int]], begins: Callback) -> dict[int, list[int]]:
         """Enqueue that sequences take the rows of a path each; return their tokens.
 
         paths: by sequence, rows of it in the last verify pass, from a root on, each the child of
@@ -125,7 +123,7 @@ class Commits:
             raise RequestError(f"sequence {slot}: {path} is not a path of its tree: {wrong}")
         return [int(batch.tokens[seq, row]) for row in path]
 
-    def _launch(self, paths: Mapping[int, list[int]], begins: Callable[[], None]) -> None:
+    def _launch(self, paths: Mapping[int, list[int]], begins: Callback) -> None:
         """Enqueue the commit of paths of at least one row each."""
         state = self._stage.state
         at = _Inputs(max(map(len, paths.values())), len(paths))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ..errors import InternalError, RequestError
 from .base import Runner
-from .batch import Batch
+from .batch import Batch, Callback, Predicate
 from .results import Output
 
 # Seconds without results after which the host waits for one device at a time, as it does for a
@@ -100,8 +100,8 @@ class Flights:
     def submit(
         self,
         batch: Batch,
-        cancelled: Callable[[], bool] = lambda: False,
-        begins: Callable[[], object] = lambda: None,
+        cancelled: Predicate = lambda: False,
+        begins: Callback = lambda: None,
         keeps_logits: bool = False,
     ) -> None:
         """Start a pass in the first stage, and have earlier ones go on.
@@ -136,13 +136,7 @@ class Flights:
             self._may_pause = self._clock() < end
         self._may_pause = True
 
-    def _enter(
-        self,
-        flight: _Flight,
-        i: int,
-        cancelled: Callable[[], bool],
-        begins: Callable[[], object],
-    ) -> None:
+    def _enter(self, flight: _Flight, i: int, cancelled: Predicate, begins: Callback) -> None:
         """Begin a pass in a stage; the one before it has left."""
         part = self._parts[i]
         self._leave(i)

@@ -43,7 +43,7 @@ from ..graphs.inputs import PassShape
 from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
-from .batch import Batch
+from .batch import Batch, Predicate
 from .clock import PassClock
 from .layer_graphs import LayerGraphs
 from .misses import MissHandler
@@ -131,7 +131,7 @@ class LayeredRunner(Runner):
         self._is_unfinished = True
         try:
             start = time.perf_counter()
-            plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
+            plan = self.residency.begin_pass(batch.kind, shape.n_tokens, shape.n_seqs)
             self._add_phase("launch", start)
             launches = self.plans.get(self.longest(shape), batch.results, plan.mode)
             launches.set_length(shape.n_kv)
@@ -141,14 +141,10 @@ class LayeredRunner(Runner):
             raise
 
     def _launch(
-        self,
-        shape: PassShape,
-        batch: Batch,
-        cancelled: Callable[[], bool],
-        may_pause: Callable[[], bool] | None,
+        self, shape: PassShape, cancelled: Predicate, may_pause: Predicate | None
     ) -> Iterator[None]:
         try:
-            yield from self._launch_all(shape, batch, cancelled, may_pause)
+            yield from self._launch_all(shape, cancelled, may_pause)
         except BaseException:
             self._roll_back()
             raise
@@ -168,11 +164,7 @@ class LayeredRunner(Runner):
         self._is_unfinished = False
 
     def _launch_all(
-        self,
-        shape: PassShape,
-        batch: Batch,
-        cancelled: Callable[[], bool],
-        may_pause: Callable[[], bool] | None,
+        self, shape: PassShape, cancelled: Predicate, may_pause: Predicate | None
     ) -> Iterator[None]:
         start = self.clock.start()
         if self._current is None:
@@ -230,11 +222,7 @@ class LayeredRunner(Runner):
         return now
 
     def _read_routing(
-        self,
-        step: LaunchStep,
-        shape: PassShape,
-        start: float,
-        may_pause: Callable[[], bool] | None,
+        self, step: LaunchStep, shape: PassShape, start: float, may_pause: Predicate | None
     ) -> Generator[None, None, float]:
         """Read the ids of a step's layers, and handle missing experts of the last one.
 

@@ -7,6 +7,7 @@ into one graph, in which only the last layer may lack experts.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +27,8 @@ _MAX_PLANS = 1024
 # between graphs. Few rows are quick, and each graph boundary costs about 5 us on CUDA.
 MERGED, MERGED_LATER = 4, 64
 _QUICK_ROWS = 32
+# Launches of a plan between two at which the cache is told that its graphs are in use.
+_TOLD_EVERY = 64
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,31 @@ class LaunchStep:
     prediction: HostIds | None = None
     sum_rows: BuiltGraph | None = None
 
+    def graphs(self) -> Iterator[BuiltGraph]:
+        """Yield the graphs that each launch has."""
+        yield self.graph
+        if self.sum_rows:
+            yield self.sum_rows
 
-@dataclass(frozen=True)
+
+@dataclass
 class LaunchPlan:
     """All graphs of one pass in order; valid while `GraphCache.generation` is the same.
 
-    head: None if the stage has none.
+    head: None if the stage has none. n_uses: passes so far.
     """
 
     steps: list[LaunchStep]
     head: BuiltGraph | None
     generation: int
+    n_uses: int = 0
+
+    def graphs(self) -> Iterator[BuiltGraph]:
+        """Yield the graphs that each pass launches."""
+        for step in self.steps:
+            yield from step.graphs()
+        if self.head:
+            yield self.head
 
     def set_length(self, n_kv: int) -> None:
         """Do `BuiltGraph.set_length` for all graphs with attention."""
@@ -107,6 +124,9 @@ class LaunchPlans:
                 self._plans = OrderedDict({key: plan})
                 self._n_dropped = graphs.n_dropped
         self._plans.move_to_end(key)
+        plan.n_uses += 1
+        if plan.n_uses % _TOLD_EVERY == 2:
+            graphs.used(plan.graphs())
         while len(self._plans) > _MAX_PLANS:
             self._plans.popitem(last=False)
         return plan
@@ -186,8 +206,9 @@ class LaunchPlans:
     def _head(self, shape: PassShape, results: Results) -> BuiltGraph | None:
         if not self._stage.has_head:
             return None
+        # the rows of a tree are not kept for drafters before some of them are committed
         return self._graphs.get(
-            ("head", shape.n_tokens, shape.n_out, results),
+            ("head", shape.n_tokens, shape.n_out, shape.is_tree, results),
             64,
             lambda b: self._layer_graphs.head(b, shape, results),
         )

@@ -73,7 +73,9 @@ class StageSweep:
         self._books: list[_Book] = []  # not recorded yet
         self._n_enqueued = 0
         self.n_done = 0
-        self._upcoming: tuple[int, Chunk] | None = None  # layer and chunk of the next step
+        # layers and chunks of the part in order, the next of them, and the first without graphs
+        self._order: list[tuple[int, Chunk]] = []
+        self._at = self._n_ahead = 0
 
     def run(self, part: list[Chunk], is_last: bool) -> Iterator[SweepStep]:
         """Enqueue all layers for a part of the prompt, whose rows are here; yield before each step.
@@ -118,6 +120,8 @@ class StageSweep:
             s.memory.inputs.begin(last.slot, kv_length(self._state, last.end))
         else:
             s.memory.inputs.begin_joint(self._is_rounded)
+        self._order = [(il, chunk) for il in s.stage.layers for chunk in part]
+        self._at = self._n_ahead = 0
         for il in s.stage.layers:
             lacks = s.stage.banks.n_slots[il] < s.stage.hp.n_expert
             yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
@@ -171,21 +175,16 @@ class StageSweep:
         read = {"src": ids, "dst": address, "size": 4 * k * chunk.n}
         return ffi.new("struct mg_readback[1]", [read]), 1
 
-    def build_ahead(self) -> None:
-        """Build the graphs of the next step, if it is a chunk; also while a pass is in flight."""
-        if self._upcoming is None:
-            return
-        s, (il, chunk) = self._s, self._upcoming
-        n, shape = self._shape_of(chunk)
-        if s.stage.banks.n_slots[il] == s.stage.hp.n_expert:
-            s.graphs.layer(il, n, shape)
-        else:
-            s.graphs.mixer(il, n, shape)
-            s.graphs.experts(il, n)
-        self._upcoming = None
+    def build_ahead(self, seconds: float) -> None:
+        """Build graphs of the next chunks for so long; also while a pass is in flight."""
+        end = time.perf_counter() + seconds
+        self._n_ahead = max(self._n_ahead, self._at)
+        while self._n_ahead < len(self._order) and time.perf_counter() < end:
+            il, chunk = self._order[self._n_ahead]
+            self._s.build_chunk(il, *self._shape_of(chunk))
+            self._n_ahead += 1
 
     def _step(self, il: int, chunk: Chunk) -> SweepStep:
-        self._upcoming = il, chunk
         if self._s.stage.hp.is_recurrent(il):
             return SweepStep("recurrent", chunk.n)
         return SweepStep("attention", chunk.n, self._shape_of(chunk)[1].n_kv)
@@ -194,6 +193,7 @@ class StageSweep:
         s, turn = self._s, il % 2
         for at, chunk in enumerate(part):
             yield self._step(il, chunk)
+            self._at += 1
             start = time.perf_counter()
             built = s.graphs.layer(il, *self._load(il, at, chunk))
             start = s.spent("build", start)
@@ -214,6 +214,7 @@ class StageSweep:
         waiting: tuple[int, Chunk, npt.NDArray[np.int32]] | None = None
         for at, chunk in enumerate(part):
             yield self._step(il, chunk)
+            self._at += 1
             self._launch_chunk(il, at, chunk)
             launched = at, chunk, s.cache_table(il).copy()
             if at == 0:

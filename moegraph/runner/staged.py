@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from ..errors import InternalError, RequestError
 from ..graphs.inputs import PassShape
 from .base import Runner
-from .batch import Batch
+from .batch import Batch, Callback, Predicate
 from .boundary import Boundary
 from .flights import Flights
 from .relay import Relay
@@ -53,7 +54,9 @@ class StagedRunner:
                 if not {*part.stage.layers}.isdisjoint(last.stage.taps.layers):
                     self._relays[i] = own(closing(Relay(part.stage, last.stage)))
             self._opened = stack.pop_all()
-        self.flights = Flights(self.parts, self.hand_over)
+        n_bytes = 4 * self.hp.n_embd
+        self._hand_over = partial(_hand_over, self.parts, self._boundaries, n_bytes)
+        self.flights = Flights(self.parts, self._hand_over)
 
     @property
     def mode(self) -> str:
@@ -110,13 +113,14 @@ class StagedRunner:
     def submit(
         self,
         batch: Batch,
-        cancelled: Callable[[], bool] = lambda: False,
-        begins: Callable[[], object] = lambda: None,
+        cancelled: Predicate = lambda: False,
+        begins: Callback = lambda: None,
     ) -> None:
         """Start a pass; see `Runner.submit`."""
         self.require_idle()
         try:
             for part in self.parts:
+                part.give_up()  # left there if the clean-up of an earlier pass was interrupted
                 part.prepare(batch)
             for part in self.parts:  # before the host may have to wait for a stage
                 part.fill(batch)
@@ -134,10 +138,7 @@ class StagedRunner:
 
     def hand_over(self, i: int, n_rows: int) -> None:
         """Enqueue the copy of a pass's rows to a stage from the one before."""
-        source, to = self.parts[i - 1].hidden, self.parts[i].hidden
-        if source is None or to is None:
-            raise InternalError("a stage has no memory for the rows of another one")
-        self._boundaries[i - 1].copy(source.all, to.all, 4 * self.hp.n_embd * n_rows)
+        self._hand_over(i, n_rows)
 
     def collect(self) -> Output:
         """Wait for the pass in flight and return its results; see `Runner.collect`."""
@@ -150,7 +151,7 @@ class StagedRunner:
         return output
 
     def commit(
-        self, paths: Mapping[int, list[int]], begins: Callable[[], None] = lambda: None
+        self, paths: Mapping[int, list[int]], begins: Callback = lambda: None
     ) -> dict[int, list[int]]:
         """Enqueue the commit of verified rows in all stages; see `Runner.commit`."""
         tokens: dict[int, list[int]] = {}
@@ -189,6 +190,15 @@ class StagedRunner:
     def close(self) -> None:
         """Wait for all devices, then free the copies' memory; the caller closes the parts."""
         self._opened.close()
+
+
+def _hand_over(
+    parts: Sequence[Runner], boundaries: Sequence[Boundary], row_bytes: int, i: int, n_rows: int
+) -> None:
+    source, to = parts[i - 1].hidden, parts[i].hidden
+    if source is None or to is None:
+        raise InternalError("a stage has no memory for the rows of another one")
+    boundaries[i - 1].copy(source.all, to.all, row_bytes * n_rows)
 
 
 AnyRunner = Runner | StagedRunner

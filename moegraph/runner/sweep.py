@@ -13,7 +13,7 @@ chunks at once. Otherwise parts are as long as possible, so that experts are sen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ..errors import Cancelled, RequestError
 from ..kinds import SweepStep
 from ..resident.hostcopies import StatesCopy
 from ..resident.sequences import Sequences
+from .batch import Predicate
 from .boundary import Boundary
 from .results import NotFinite, Output
 from .stage_sweep import StageSweep
@@ -122,7 +123,7 @@ class Sweep:
             prompt.begin()
         self.upcoming = next(self._work, None)
 
-    def step(self, cancelled: Callable[[], bool] = lambda: False) -> bool:
+    def step(self, cancelled: Predicate = lambda: False) -> bool:
         """Enqueue the next step; return whether there are more. After an error call `cancel`.
 
         Raises:
@@ -137,10 +138,10 @@ class Sweep:
         self.upcoming = next(self._work, None)
         return self.upcoming is not None
 
-    def build_ahead(self) -> None:
-        """Build the graphs of the next step of each stage; also while a pass is in flight."""
+    def build_ahead(self, seconds: float) -> None:
+        """Build graphs of the next steps for about so long; also while a pass is in flight."""
         for stage in self._stages:
-            stage.build_ahead()
+            stage.build_ahead(seconds / len(self._stages))
 
     def _run(self) -> Generator[SweepStep]:
         """Do all the work; before each step, yield what it is."""

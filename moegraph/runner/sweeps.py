@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor
 from ..graphs.cache import GraphCache
-from ..graphs.chunk import kv_length
+from ..graphs.chunk import Segment, kv_length
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PassShape
 from ..resident.layout import N_GROUPS, PAGE, group_size
@@ -151,6 +151,24 @@ class Sweeps:
         now = time.perf_counter()
         self.phases[phase] += now - start
         return now
+
+    def takes(self, segments: Sequence[Segment]) -> bool:
+        """Return whether there is memory for such a chunk, rounded up."""
+        inputs, n = self.memory.inputs, sum(segment.n for segment in segments)
+        if n > self.memory.max_rows or max(one.end for one in segments) > self.stage.state.n_ctx:
+            return False
+        return inputs.fits(segments, True)
+
+    def build_chunk(self, il: int, n: int, shape: PassShape) -> None:
+        """Build the graphs of a chunk of n rows in a layer, if they are not built.
+
+        shape: of the rectangle of the chunk.
+        """
+        if self.stage.banks.n_slots[il] == self.stage.hp.n_expert:
+            self.graphs.layer(il, n, shape)
+        else:
+            self.graphs.mixer(il, n, shape)
+            self.graphs.experts(il, n)
 
     def reserve(self) -> None:
         """Build the largest graphs, so that the shared block never grows later.

@@ -99,8 +99,8 @@ class Uploader:
 
     def fill(self, il: int, placed: Pairs) -> None:
         """Upload experts into slots of their layer and wait."""
-        for start in range(0, len(placed), N_STAGING):
-            self.send(il, self._banks.layer(il), placed[start : start + N_STAGING])
+        if placed:
+            self.send(il, self._banks.layer(il), placed)
             self._device.synchronize()
 
     def exchange(self, exchanged: Sequence[tuple[int, Pairs]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from ..errors import Cancelled, InternalError
 from ..ggml.lib import C
@@ -22,7 +22,7 @@ from ..graphs.router import build_absent
 from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
-from .batch import Batch
+from .batch import Batch, Predicate
 from .sweeps import Sweeps
 
 
@@ -91,11 +91,7 @@ class WholeRunner(Runner):
         self._built = self._get(shape, batch.results)
 
     def _launch(
-        self,
-        shape: PassShape,
-        batch: Batch,
-        cancelled: Callable[[], bool],
-        may_pause: Callable[[], bool] | None,
+        self, shape: PassShape, cancelled: Predicate, may_pause: Predicate | None
     ) -> Iterable[None]:
         if cancelled():
             raise Cancelled("cancelled")

@@ -31,7 +31,8 @@ _INSTEAD = {
 async def explain(request: HttpRequest) -> Response:
     """Refuse with what to use instead."""
     path = request.url.path
-    raise ApiError(501, f"{path} is not served: {_INSTEAD[path]}", code="not_served")
+    # not 501: OpenAI's clients would ask again, twice, and then tell of a fault of the server
+    raise ApiError(404, f"{path} is not served: {_INSTEAD[path]}", code="not_served")
 
 
 TABLE = RouteTable([Route(path, explain, methods=["POST"]) for path in _INSTEAD])

@@ -48,8 +48,8 @@ def build_app(state: ServerState, tables: Sequence[RouteTable], guard: Guard) ->
     if guard.origins:
         middleware.append(
             Middleware(
-                CORSMiddleware, allow_origins=list(guard.origins), allow_methods=["GET", "POST"],
-                allow_headers=["*"], expose_headers=list(_EXPOSED),
+                CORSMiddleware, allow_origins=list(guard.origins), allow_headers=["*"],
+                allow_methods=["GET", "POST", "DELETE"], expose_headers=list(_EXPOSED),
             )
         )  # fmt: skip
     # Errors are answered here: starlette would answer them outside of all middleware, and raise

@@ -25,7 +25,6 @@ _KINDS = {
     403: "permission_error",
     429: "rate_limit_error",
     500: "server_error",
-    501: "not_supported_error",
     503: "unavailable_error",
     504: "timeout_error",
 }

@@ -157,6 +157,11 @@ class Gate:
         if scope["method"] == "POST" and _media_type(headers) != _JSON:
             message = f"a POST needs the header Content-Type: {_JSON}"
             return ApiError(415, message, code="unsupported_media_type")
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            return ApiError(
+                415, "compressed bodies are not read; send the body without Content-Encoding",
+                code="unsupported_media_type",
+            )  # fmt: skip
         return None
 
 

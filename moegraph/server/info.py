@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -32,7 +33,8 @@ async def models(request: HttpRequest) -> Response:
     """List the one model."""
     state = state_of(request)
     found = model_object(state)
-    return reply({"object": "list", "data": [found]})
+    ends = {"has_more": False, "first_id": found["id"], "last_id": found["id"]}
+    return reply({"object": "list", "data": [found], **ends})
 
 
 async def model(request: HttpRequest) -> Response:
@@ -46,13 +48,18 @@ async def model(request: HttpRequest) -> Response:
 
 
 def model_object(state: ServerState) -> dict[str, Any]:
-    """Return OpenAI's model object, with the fields that llama-server and vLLM add."""
+    """Return OpenAI's model object, with the fields of Anthropic, llama-server and vLLM."""
     facts = state.backend.facts
+    created = facts.created or state.started
     return {
         "id": facts.name,
         "object": "model",
-        "created": facts.created or state.started,
+        "created": created,
         "owned_by": "moegraph",
+        "type": "model",
+        "display_name": facts.name,
+        "created_at": _time(created),
+        "max_input_tokens": facts.n_ctx,
         "max_model_len": facts.n_ctx,
         "meta": {
             "n_vocab": facts.n_vocab,
@@ -62,6 +69,10 @@ def model_object(state: ServerState) -> dict[str, Any]:
             "size": facts.n_bytes,
         },
     }
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 async def props(request: HttpRequest) -> Response:

@@ -22,6 +22,8 @@ from .guards import is_address
 HEAD_S = 20.0
 _MAX_HEAD_BYTES = 64 << 10
 MAX_CONNECTIONS = 1024
+# So many are accepted before the first of them is looked at.
+_AT_A_TIME = 128
 _KEEP_ALIVE_S = 75
 # After the requests have ended, connections get this time to send what is left.
 _LINGER_S = 5
@@ -98,7 +100,7 @@ class PatientProtocol(H11Protocol):
         super().connection_made(transport)
         self._heard_at = self.loop.time()
         self._await_head()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > _most_connections():
             self._make_room()
 
     def _make_room(self) -> None:
@@ -176,6 +178,12 @@ class PatientProtocol(H11Protocol):
             self.transport.close()
 
 
+def _most_connections() -> int:
+    """Return how many connections there may be: half of what the process may open, at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
+
+
 class QuietServer(uvicorn.Server):
     """Uvicorn without its signal handlers: `running` decides what signals mean."""
 
@@ -183,6 +191,12 @@ class QuietServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to serve; what is not accepted yet waits in the system, in its own number."""
+        await super().startup(sockets=sockets)
+        for sock in sockets or ():
+            sock.listen(MAX_CONNECTIONS)  # asyncio has set it to `backlog`
 
 
 def web_server(app: Starlette) -> QuietServer:
@@ -193,6 +207,7 @@ def web_server(app: Starlette) -> QuietServer:
         access_log=False, server_header=False, proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_LINGER_S,
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+        backlog=max(1, min(_AT_A_TIME, _most_connections() // 4)),
     )  # fmt: skip
     return QuietServer(config)
 

@@ -134,7 +134,7 @@ class _Process:
             )
         self._is_drained = await host.drain(self._ways.drain_s)
         if not self._is_drained:
-            log.warning("%d requests are cut off", host.n_users)
+            log.warning("requests that are cut off: %d", host.n_users)
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -24,7 +24,8 @@ from .answer import Answer
 from .servicestatus import SlotStatus
 from .tally import Tally
 
-# Failures of the device one after another after which nothing more is tried.
+# Failures of the device one after another, without any success between them, after which nothing
+# more is tried.
 _MOST_FAILURES = 3
 
 
@@ -33,7 +34,7 @@ class Answers:
 
     sweeping: the requests whose prompts a sweep reads. One that ends meanwhile keeps its slot until
     the sweep has ended, unless it is alone in it. worthless: idle slots that hold what nobody is to
-    go on from.
+    go on from. ahead_s: seconds for which a pass may build graphs that are needed later.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Answers:
         self._passes, self._devices = passes, devices
         self.tally = tally
         self.sweeping: list[Answer] = []
+        self.ahead_s = 0.0
         self._slots: list[Answer | None] = [None] * n_slots
         self._given_back = [0] * n_slots  # when, as a running number
         self._clock = 0
@@ -170,7 +172,7 @@ class Answers:
         sweep = self.sweeping[0].sweep if self.sweeping else None
         if sweep and sweep.is_open:
             with suppress(NativeError):  # then it comes up with the step
-                sweep.build_ahead()
+                sweep.build_ahead(self.ahead_s)
 
     def swept(self, answer: Answer) -> None:
         """Note that the sweep of a request's prompt is over."""

@@ -11,12 +11,24 @@ from .stepcosts import StepCosts
 # How much a measurement counts beside those before it; a pass that took longer than usual counts
 # less, because it may have built a graph.
 _NEWEST, _LONGER = 0.25, 0.1
-# A step of a sweep beside decode passes is to take at most this share of one.
-_STEP_SHARE = 0.65
+# What a decode pass earns for prompts, of its own time: usually, and at most.
+SHARE, MOST_SHARE = 0.65, 12.0
+# What a row of a prompt takes counts as if it were known from so many rows: steps of several kinds
+# take turns.
+_KNOWN_ROWS = 512
 # Each length of a chunk has graphs of its own; so there are few, each this times shorter.
 _FEWER = 2
 # Rows of a pass over a piece of a prompt.
 PIECES = (32, 128, 512)
+
+
+def prompt_share(n_reading: int, n_decoding: int) -> float:
+    """Return what a decode pass earns for prompts, of its own time.
+
+    n_reading: requests whose prompts are read, or wait for that and have a slot. The more they are
+    beside those that decode, the more it is.
+    """
+    return min(max(1.0, n_reading / max(n_decoding, 1)) * SHARE, MOST_SHARE)
 
 
 class Costs:
@@ -55,17 +67,20 @@ class Costs:
         """Return what a step of a sweep takes, by what such steps took."""
         return self._steps.seconds(step)
 
-    def chunk_rows(self, most: int, least: int, n_rows: int, n_kv: int) -> int:
+    def chunk_rows(
+        self, most: int, least: int, n_rows: int, n_kv: int, share: float = SHARE
+    ) -> int:
         """Return the rows of a chunk, in these limits, for a sweep beside passes of n_rows rows.
 
-        n_kv: positions that the last chunk attends to. Chunks are short if nothing was measured.
-        If none is short enough, they are the shortest that is allowed.
+        n_kv: positions that the last chunk attends to. share: what a step may take of a pass.
+        Chunks are short if nothing was measured. If none is short enough, they are the shortest
+        that is allowed.
         """
         pass_s, rows = self.pass_s(n_rows), most
         while pass_s and rows // _FEWER >= least:
             steps = SweepStep("recurrent", rows), SweepStep("attention", rows, n_kv)
             found = [self.of_step(step) for step in steps]
-            if all(seconds is not None and seconds <= _STEP_SHARE * pass_s for seconds in found):
+            if all(seconds is not None and seconds <= share * pass_s for seconds in found):
                 break
             rows //= _FEWER
         return rows
@@ -75,19 +90,28 @@ class Costs:
     ) -> None:
         """Learn from some steps of a sweep, and a decode pass after them; n_rows 0: no pass.
 
-        has_built: graphs were built meanwhile, so it counts only if nothing else is known.
+        has_built: graphs were built meanwhile, so the work itself took less. Each layer has graphs
+        of its own, so the first sweep of a kind has hardly any other rounds: all that they tell is
+        that the steps took no longer than the round.
         """
         pass_s = self.pass_s(n_rows) if n_rows else 0.0
         if steps and pass_s is not None:
-            if not has_built or self._steps.seconds(steps[0]) is None:
+            is_known = self._steps.seconds(steps[0]) is not None
+            if has_built and is_known:
+                self._steps.note(steps, seconds, at_most=True)
+            else:
                 self._steps.note(steps, max(0.0, seconds - pass_s))
-        elif n_rows and (not has_built or pass_s is None):
-            self._pass_s[n_rows] = _mean(self._pass_s.get(n_rows), seconds, _LONGER)
+        elif n_rows and (not has_built or pass_s is None or seconds < pass_s):
+            before = self._pass_s.get(n_rows)
+            if before is not None and seconds < before / 2:
+                before = None  # a graph was built then
+            self._pass_s[n_rows] = _mean(before, seconds, _LONGER)
 
     def note_rows(self, n_rows: int, seconds: float) -> None:
         """Learn from steps that amount to so many rows in all layers."""
         if n_rows > 0:
-            self.row_s = _mean(self.row_s, seconds / n_rows, _NEWEST)
+            before = seconds / n_rows if self.row_s is None else self.row_s
+            self.row_s = (_KNOWN_ROWS * before + seconds) / (_KNOWN_ROWS + n_rows)
 
     # pieces of prompts
 
@@ -100,6 +124,17 @@ class Costs:
         size = _size(n_rows)
         near = _nearest(self._piece_s, size)
         return None if near is None else float(self._piece_s[near] * (size / near) ** 0.5)
+
+    def pieces_s(self, n_rows: int) -> float:
+        """Return what a prompt takes in pieces of 512 rows and of powers of two below.
+
+        Each of them reads nearly all weights, so if none was measured, one counts as 512 rows of a
+        sweep; 0 if nothing was measured at all.
+        """
+        guess_s = PIECES[-1] * (self.row_s or 0.0)
+        sizes = [PIECES[-1]] * (n_rows // PIECES[-1])
+        sizes += [1 << bit for bit in range(PIECES[-1].bit_length() - 1) if n_rows >> bit & 1]
+        return sum(self.piece_s(size) or guess_s for size in sizes)
 
     def piece_rows(self, n_left: int, most_s: float) -> int:
         """Return the rows of the next piece of a prompt with n_left rows left.

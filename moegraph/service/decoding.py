@@ -79,11 +79,12 @@ class Decoding:
         if self.groups and self.groups.is_flying:
             self.groups.give_up()
 
-    def _note(self, n_rows: int, n_groups: int) -> None:
-        """Note that requests have got a token each."""
+    def _note(self, n_rows: int, n_groups: int) -> float | None:
+        """Note that requests have got a token each; return the seconds that took, if known."""
         seconds = self._answers.tally.end_round(n_rows)
         if self.groups and seconds is not None:
             self.groups.choice.note(n_rows, n_groups, seconds)
+        return seconds
 
     def decode(self, batch: Sequence[Answer]) -> None:
         """Run the next row of some requests; deliver what was drawn before while it runs.
@@ -107,9 +108,10 @@ class Decoding:
                 answers.build_ahead()
                 self._drafting.launched()
                 output = self._collect(batch, trees)
-                self._note(len(batch), 1)
+                seconds, n_tokens = self._note(len(batch), 1), len(batch)
                 if trees:
-                    self._take(batch, trees, output)
+                    n_tokens = self._take(batch, trees, output)
+                self._drafting.shared(len(batch), n_tokens, seconds, trees is not None)
         except MoegraphError as error:
             answers.failed(batch, error)
             return
@@ -219,8 +221,11 @@ class Decoding:
             greedy, tuple(answer.cancel for answer in batch), draws,
         )  # fmt: skip
 
-    def _take(self, batch: Sequence[Answer], trees: Sequence[DraftTree], output: Output) -> None:
-        """Draw along the trees; the sequences take the rows that are what was drawn."""
+    def _take(self, batch: Sequence[Answer], trees: Sequence[DraftTree], output: Output) -> int:
+        """Draw along the trees; the sequences take the rows that are what was drawn.
+
+        Return how many tokens were drawn.
+        """
         n = max(tree.n_rows for tree in trees)
         walks = {a: _Walk(self._answers, a, trees[i], i * n) for i, a in enumerate(batch)}
         for answer, one in walks.items():
@@ -236,6 +241,7 @@ class Decoding:
             answer.n_drafted += one.tree.n_rows - 1
             answer.n_accepted += len(one.path) - 1
             self._answers.keep(answer)
+        return sum(len(one.drawn) for one in walks.values())
 
 
 class _Walk:

@@ -17,7 +17,7 @@ from ..runner.sweep import Sweep, may_join
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 from .answers import Answers
-from .costs import PIECES
+from .costs import PIECES, prompt_share
 from .drafting import Drafting
 from .swapping import Swapping
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _CHUNK, _CHUNK_STREAMS = 8, 512
 
 
-# A sweep reads several prompts only if they have as many rows at most: so many chunks if experts
-# may be missing, which then cross once for all, else one chunk.
+# A sweep reads several prompts only if they have at most as many rows as so many chunks. Prompts
+# fill one chunk poorly, and several chunks well; missing experts cross once for all.
 _JOINT_CHUNKS = 4
 # Most prompts of a sweep; 1: each is read alone.
 _MOST_PROMPTS = 32
@@ -56,8 +56,7 @@ class Reading:
         self._n_chunks = sweeps.memory.inputs.n_chunks if sweeps else 1
         self._memory = sweeps.memory if sweeps else None
         self._sequences = engine.state
-        may_lack = any(part.sweeps and part.sweeps.ring for part in engine.runner.parts)
-        self._n_joint = min(self._n_ubatch * (_JOINT_CHUNKS if may_lack else 1), self._n_sweep)
+        self._n_joint = min(self._n_ubatch * _JOINT_CHUNKS, self._n_sweep)
         self._joins = engine.speculation is None  # drafters take the taps of one prompt
         self._streams = engine.device.can.streams
         # each length has graphs of its own, and to build those takes longer than some more rows
@@ -76,7 +75,8 @@ class Reading:
         if answer.n_rest is None:
             known = [0]
             if answer.request.reuse:
-                known = [self._n_kept(slot, answer) for slot in self._answers.idle_slots()]
+                idle = set(self._answers.idle_slots()) - self._answers.worthless
+                known = [self._n_kept(slot, answer) for slot in idle] or [0]
                 known.append(self._prefixes.n_saved(answer.ids))
             answer.n_rest = len(answer.ids) - max(known)
         return answer.n_rest
@@ -140,9 +140,11 @@ class Reading:
         known, worthless = answer.ids, self._answers.worthless
         if not answer.request.reuse:
             known = known[:0]
-        while worthless:
-            self._passes.reset(worthless.pop())
-        slot = self._prefixes.choose(known, self._answers.idle_slots())
+        idle = self._answers.idle_slots()
+        empty = [slot for slot in idle if slot in worthless][:1]
+        for slot in empty:
+            self._empty(slot)
+        slot = self._prefixes.choose(known, [*empty, *(s for s in idle if s not in worthless)])
         self._swapping.make_room(answer, slot)
         batch, marks = self._batch(answer, slot)
         answer.n_rest = n = len(batch.tokens)
@@ -158,6 +160,12 @@ class Reading:
             self._answers.leave_slot(answer)
             raise
         return batch
+
+    def _empty(self, slot: int) -> None:
+        """Empty an idle slot; nothing is enqueued if it is empty."""
+        self._answers.worthless.discard(slot)
+        if self._passes.held(slot):
+            self._passes.reset(slot)
 
     def _join(self, group: dict[Answer, SweepBatch], others: Sequence[Answer]) -> None:
         """Add others to a group whose prompts one sweep is going to read, as far as they fit."""
@@ -203,7 +211,8 @@ class Reading:
         n_busy = self._answers.n_busy - len(batches)
         n_kv = max(len(self._passes.held(one.slot)) + len(one.tokens) for one in batches)
         most = min(self._n_ubatch, n_rows)
-        return self._tally.costs.chunk_rows(most, least, n_busy, n_kv)
+        share = prompt_share(len(batches), n_busy)
+        return self._tally.costs.chunk_rows(most, least, n_busy, n_kv, share)
 
     def _begin_sweep(self, group: dict[Answer, SweepBatch]) -> None:
         """Begin the sweep of some prompts.
@@ -243,7 +252,7 @@ class Reading:
             n_cached = self._prefixes.resume(slot, ids)
             marks = self._prefixes.begin(ids, request.marks, n_cached)
         else:
-            self._passes.reset(slot)
+            self._empty(slot)
         cuts = tuple(mark for mark in marks if n_cached < mark < len(ids))
         words = drawing.words()
         draws = None if words is None else words[None]
@@ -253,6 +262,7 @@ class Reading:
     def read(self, seconds: float) -> float | None:
         """Run a step of the sweep that is under way, and more if they take so long in all.
 
+        None comes after a step that built graphs: what these take is not in the expected time.
         Return what such steps take; None: not known.
 
         Raises:
@@ -267,10 +277,13 @@ class Reading:
         try:
             with self._answers.cancelling(*group):
                 while more:
+                    n_built = self._tally.n_built
                     more = self._step(sweep, group)
                     costs.upcoming = step = sweep.upcoming
                     next_s = costs.step_s if step else None
                     if next_s is None or took_s + next_s > seconds:
+                        break
+                    if n_built != self._tally.n_built:
                         break
                     took_s += next_s
                 if not (more and self._streams):
@@ -292,6 +305,7 @@ class Reading:
         """Run a step; return whether there are more."""
         step = sweep.upcoming
         more = self._passes.step_prompt(sweep, group[0].cancel if len(group) == 1 else None)
+        self._answers.succeeded()
         if step:
             self._tally.stepped(step)
         for answer in group:

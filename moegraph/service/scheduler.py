@@ -9,8 +9,9 @@ Requests whose prompts are read decode together, one pass after another.
 
 Decode passes earn time for prompts, two thirds of what they take themselves, and hardly more is
 kept. So while a long prompt is read, others wait less than twice as long for a token as usual,
-unless a single step of a sweep takes as long as a pass. But while requests with free slots wait
-behind a prompt that is soon read, prompts go first: then all decode together sooner.
+unless a single step of a sweep takes as long as a pass. But if more prompts are read than requests
+decode, or if requests with free slots wait behind a prompt that is soon read, prompts go first:
+then all decode together sooner.
 
 If memory for KV rows runs out, the youngest requests are moved to host memory. They come back in
 the order of their arrival, and before that no prompt begins.
@@ -26,19 +27,20 @@ from typing import Generic, TypeVar
 
 from ..errors import QueueFull
 from ..kinds import SHORT_PROMPT
-from .costs import PIECES, Costs
+from .costs import MOST_SHARE, PIECES, SHARE, Costs, prompt_share
 
 T = TypeVar("T")
 
 # Seconds of a sweep between two looks at other requests while nothing decodes.
 _ALONE_S = 0.02
-# What a decode pass earns for prompts, of its own time: usually, and while other requests wait
-# behind a prompt that has at most so many rows left. A little more than one pass earns is kept.
-_SHARE, _SHARE_WAITING, _KEPT = 0.65, 12.0, 0.05
-_SOON = 1024
+# A little more time for prompts than one decode pass earns is kept, as a share of a pass. Even if
+# prompts go first, they have hardly more than so many seconds until the next pass. Requests wait
+# behind a prompt that is soon read if so many rows of it are left.
+_KEPT, _FIRST_S, _SOON = 0.05, 0.1, 1024
 # A prompt is read in pieces beside a sweep that has this many times as many rows left, and that
-# takes as many seconds at least: otherwise it waits, to be read together with others.
-_MUCH_MORE, _LASTS_S = 2, 0.15
+# takes so many seconds and so many times as long as the pieces: otherwise it waits, to be read
+# together with others.
+_MUCH_MORE, _LASTS_S, _LONGER = 2, 0.15, 4
 # Seconds that a sweep may be ahead of prompts in pieces that come later.
 _AHEAD_S = 0.25
 # After so many decode passes beside a sweep, one without a step before it is measured.
@@ -216,6 +218,8 @@ class Scheduler(Generic[T]):
         for one in self._sweeping:
             self._waiting.pop(one, None)
         self._lead_s, self._n_beside = 0.0, 0
+        pass_s = self.costs.pass_s(len(self._decoding)) or 0.0
+        self._credit_s = min(self._credit_s, self._earned_s(pass_s))
 
     def in_pieces(self, key: T) -> None:
         """Note that the prompt of a request is going to be read in pieces."""
@@ -299,10 +303,15 @@ class Scheduler(Generic[T]):
 
         None takes the last slot from an older prompt.
         """
-        if self.costs.row_s is not None and self._n_left * self.costs.row_s < _LASTS_S:
+        left_s = self._n_left * (self.costs.row_s or 0.0)
+        if left_s < _LASTS_S:
             return None
         most = max(SHORT_PROMPT, min(self._n_left // _MUCH_MORE, PIECES[-1]))
-        found = next((key for key in self._waiting if n_rest(key) <= most), None)
+
+        def pays(n_rows: int) -> bool:
+            return n_rows <= most and _LONGER * self.costs.pieces_s(n_rows) <= left_s
+
+        found = next((key for key in self._waiting if pays(n_rest(key))), None)
         is_last = self.n_running == self._n_slots - 1
         return None if is_last and found != next(iter(self._waiting)) else found
 
@@ -312,7 +321,7 @@ class Scheduler(Generic[T]):
         if key is not None and is_turn:
             most_s = math.inf
             if self._decoding:
-                most_s = self._share * (self.costs.pass_s(len(self._decoding)) or 0.0)
+                most_s = self._earned_s(self.costs.pass_s(len(self._decoding)) or 0.0)
             if not self._decoding or self._credit_s > 0.0:
                 return Piece(key, self.costs.piece_rows(n_rest(key), most_s))
         if self._sweeping and (seconds := self._for_sweep()) is not None:
@@ -332,9 +341,17 @@ class Scheduler(Generic[T]):
 
     @property
     def _share(self) -> float:
+        """What a decode pass earns for prompts, of its own time."""
+        n_reading = len(self._sweeping) + (self._in_pieces is not None)
+        n_behind = min(len(self._waiting), self._n_slots - self.n_running)
         is_soon = not self._sweeping or self._n_left <= _SOON
-        others_wait = self._waiting and self.n_running < self._n_slots
-        return _SHARE_WAITING if others_wait and is_soon else _SHARE
+        if n_behind and is_soon:
+            return MOST_SHARE
+        return prompt_share(n_reading + n_behind, len(self._decoding))
+
+    def _earned_s(self, pass_s: float) -> float:
+        """Return how much time for prompts a decode pass of pass_s seconds earns."""
+        return max(SHARE * pass_s, min(self._share * pass_s, _FIRST_S))
 
     def swept(self, n_left: int, seconds: float | None) -> None:
         """Note that steps of the sweep have run, of which n_left rows of the prompt are left.
@@ -358,6 +375,7 @@ class Scheduler(Generic[T]):
     def decoded(self, n_rows: int) -> None:
         """Note that a decode pass of so many rows has run; it earns time for prompts."""
         pass_s, step_s = self.costs.pass_s(n_rows) or 0.0, self.costs.step_s or 0.0
-        most = max((self._share + _KEPT) * pass_s, step_s)
-        self._credit_s = min(self._credit_s + self._share * pass_s, most)
+        earned_s = self._earned_s(pass_s)
+        most = max(earned_s + _KEPT * pass_s, step_s)
+        self._credit_s = min(self._credit_s + earned_s, most)
         self._n_beside += bool(self._sweeping)

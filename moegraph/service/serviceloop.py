@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import InternalError, MoegraphError, PoolFull, ServiceClosed
 from .answer import Answer
 from .answers import Answers
+from .building import Building
 from .decoding import Decoding
 from .drafting import Drafting
 from .reading import Reading
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 CLOSED = "the server is ending; it takes no more requests"
 # Seconds between two accounts of what the service is doing.
 _STATUS_S = 0.25
+# Seconds for which a pass may build graphs for later: if it is one graph, so that the host has
+# nothing else to do meanwhile, and if the host has to answer each layer.
+_AHEAD_S, _AHEAD_BUSY_S = 0.002, 0.0002
+# Seconds for which graphs are built between two looks for requests.
+_BUILD_S = 0.01
 
 
 class ServiceLoop:
@@ -47,10 +53,14 @@ class ServiceLoop:
         self.busy_since: float | None = None
         self._tally = Tally(scheduler.costs, lambda: engine.runner.n_built)
         self._answers = Answers(engine.passes, engine.devices, engine.config.n_seq, self._tally)
+        self._answers.ahead_s = _AHEAD_S if engine.runner.mode == "whole" else _AHEAD_BUSY_S
         drafting = Drafting(engine.speculation, engine.device.can.streams)
         self._swapping = Swapping(engine, self._answers)
         self._reading = Reading(engine, self._answers, drafting, self._swapping)
         self._decoding = Decoding(engine.passes, engine.prefixes, self._answers, drafting)
+        # a graph costs much only where a device captures it
+        self._building = Building(engine.runner, engine.config.n_seq)
+        self._building.is_done = not engine.device.can.streams
         self._status_at = 0.0
         self.status = self._account()
 
@@ -199,17 +209,22 @@ class ServiceLoop:
         self._tally.begin_round()
 
     def _rest(self) -> None:
-        """Tell what is left to tell, then wait for a request or the end."""
+        """Tell what is left to tell, then build graphs, or wait for a request or the end."""
         self._answers.tell()
         self._publish()
         self.busy_since = None
         with self.lock:
             self._note_done()
-            if self.scheduler.is_idle and not (self.to_cancel or self.is_closing):
-                self._is_resting = True
+            has_work = self.to_cancel or self.is_closing or not self.scheduler.is_idle
+            self._is_resting = not has_work
+            if self._is_resting:
                 self.lock.notify_all()
-                self.lock.wait()
-                self._is_resting = False
+                if self._building.is_done:
+                    self.lock.wait()
+        if self._is_resting:
+            self._building.run(_BUILD_S)
+        with self.lock:
+            self._is_resting = False
         self._tally.begin_round()
 
     def _note_done(self) -> None:

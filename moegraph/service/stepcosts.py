@@ -58,8 +58,11 @@ class StepCosts:
 
         return min(found, key=distance, default=None)
 
-    def note(self, steps: Sequence[SweepStep], seconds: float) -> None:
-        """Learn from some steps that took so many seconds together."""
+    def note(self, steps: Sequence[SweepStep], seconds: float, at_most: bool = False) -> None:
+        """Learn from some steps that took so many seconds together.
+
+        at_most: something else took part of the time, so what is known only can be too much.
+        """
         expected = [self.seconds(step) for step in steps]
         known = [one for one in expected if one is not None]
         if not known:
@@ -70,6 +73,8 @@ class StepCosts:
         usual = sum(known) / len(known)
         total = sum(known) + usual * (len(expected) - len(known))
         factor = seconds / total if total else 1.0
+        if at_most and factor >= 1.0:
+            return
         factor = min(max(factor, 1 / _FACTOR), _FACTOR)
         weight = _LONGER if factor > 1.0 else _SHORTER
         for step, before in zip(steps, expected):

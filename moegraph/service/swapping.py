@@ -63,6 +63,11 @@ class Swapping:
 
     def _reclaim(self, n_pages: int, kept: int = -1) -> bool:
         """Empty idle slots, those unused for longest first, until so many pages are free."""
+        worthless = self._answers.worthless - {kept}
+        while worthless and self._passes.room.n_free_pages < n_pages:
+            slot = worthless.pop()
+            self._answers.worthless.discard(slot)
+            self._passes.reset(slot)
         idle = [slot for slot in self._answers.idle_slots() if slot != kept]
         return self._prefixes.free(n_pages, idle)
 

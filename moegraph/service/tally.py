@@ -34,6 +34,11 @@ class Tally:
             dict(self._ended), prompt_s=self._prompt_s, decode_s=self._decode_s, **self._sums
         )
 
+    @property
+    def n_built(self) -> int:
+        """How many graphs were built so far."""
+        return self._n_built()
+
     def begin_round(self) -> None:
         """Note that the device has no work, and that the time until now does not count."""
         self._since, self._steps = time.perf_counter(), list[SweepStep]()

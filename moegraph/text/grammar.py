@@ -41,6 +41,8 @@ _MAX_OPTIONAL, _ITEMS_PER_ROW = 2_000, 40_000
 _SEVERAL = '{"grammars":'
 _JSON = json.JSONDecoder(parse_float=Decimal)
 _OBJECT, _MAX_OTHERS = re.compile(r'\{(?=\s*["}])'), 256
+# A backslash and what it stands before; llguidance knows neither \u nor \U of GBNF.
+_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 # llguidance's mark of a token that no text can be.
 _SPECIAL = b"\xff"
 
@@ -179,6 +181,8 @@ class _Tokens:
             _check_lark(text)
             if text.startswith(_SEVERAL):
                 return text
+        if kind == "gbnf":
+            text = _ESCAPE.sub(_unescaped, text)
         return str(self._library.grammar_from(kind, text))
 
 
@@ -229,6 +233,20 @@ def _check_schema(text: str) -> None:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     _check_states(schema)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """Return the character of a number; what is no number stays as it is."""
+    digits = found[1] or found[2]
+    if not digits:
+        return found[0]
+    number = int(digits, 16)
+    if number < 0x80:
+        return f"\\x{number:02x}"  # it may be a quote or a bracket
+    try:
+        return chr(number).encode().decode()
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{found[0]} is no character") from error
 
 
 def _check_lark(text: str) -> None:

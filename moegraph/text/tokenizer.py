@@ -207,8 +207,12 @@ def _utf8(text: str) -> bytes:
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
+            code = ord(text[error.start])
+            # what Python makes of a byte of the command line or of stdin that is not UTF-8
+            is_byte = 0xDC80 <= code <= 0xDCFF
+            what = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if is_byte else "lone surrogate"
             raise RequestError(
-                f"the prompt is not valid text: lone surrogate at character {error.start}"
+                f"the prompt is not valid text: {what} (character {error.start})"
             ) from error
         if len(data) <= MAX_PROMPT_BYTES:
             return data

@@ -54,7 +54,7 @@ class Text:
 
     def __init__(self, tokens: Tensor, recipe: Recipe) -> None:
         self.tokens, self.recipe = tokens, recipe
-        self.own = torch.zeros(0, recipe.generated_time, dtype=torch.int16, device=tokens.device)
+        self.own = torch.zeros(0, recipe.generated_time, dtype=torch.int32, device=tokens.device)
 
     def windows(self, batch: int, length: int) -> Tensor:
         """Return random windows [batch, length] of the corpus."""
@@ -75,7 +75,7 @@ class Text:
         greedy = torch.rand(n, device=ids.device) < r.greedy_share
         warm = 0.3 + 0.7 * torch.rand(n, device=ids.device)
         text = target.generate(ids, n_prompt, torch.where(greedy, 0.0, warm))
-        self.own = torch.cat([self.own, text.to(torch.int16)])
+        self.own = torch.cat([self.own, text.to(torch.int32)])
 
     def batch(self, step: int, r: Recipe) -> Tensor:
         """Return the ids [batch, time] of a step: mixed, or long windows of the corpus."""

@@ -51,7 +51,7 @@ def check_sound(engine: Engine) -> None:
     if not tables._is_due:
         on_device = engine.stage.banks.all_tables
         C.ggml_backend_tensor_get(on_device, ffi.from_buffer(sent), 0, sent.nbytes)
-    for il in set(range(N_LAYER)) - cache.dirty:
+    for il in set(range(len(cache.tables))) - cache.dirty:
         np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
         if il in fetching & engine.runner.residency._victim_layers:
             landing = sent[il, cache.n_expert :][: 2 * engine.stage.banks.n_victims].reshape(-1, 2)

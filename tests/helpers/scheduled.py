@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moegraph.kinds import SweepStep
+from moegraph.service.costs import prompt_share
 from moegraph.service.scheduler import (
     Begin,
     Decode,
@@ -25,8 +26,9 @@ class Machine:
     """A device without streams that does what a scheduler says; times are made up.
 
     Requests are names; their prompts have so many rows, their answers so many tokens. pass_s: a
-    decode pass. step_s: a step of a sweep, of 40 rows; step_of: of other kinds. piece_s: a pass
-    over a piece of a prompt, by its rows.
+    decode pass; pass_of: by its rows. step_s: a step of a sweep, of 40 rows; step_of: of other
+    kinds. piece_s: a pass over a piece of a prompt, by its rows. most_joint: rows of prompts that
+    one sweep takes together. lacks: each layer of a sweep has a step for missing experts.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Machine:
     ) -> None:
         self.scheduler = Scheduler[str](n_slots, n_waiting)
         self.pass_s = pass_s
+        self.pass_of: Callable[[int], float] = lambda n_rows: self.pass_s
         self.step_of: Callable[[SweepStep], float] = lambda step: step_s * step.n_rows / 40
         self.piece_s: Callable[[int], float] = lambda n_rows: 2 * pass_s
         self.now = 0.0
@@ -43,7 +46,9 @@ class Machine:
         self.prompts: dict[str, int] = {}
         self.n_rest: dict[str, int] = {}  # rows of prompts that are not read
         self.left: dict[str, int] = {}  # tokens of the answer
-        self.steps: dict[str, list[SweepStep]] = {}  # of the sweep under way
+        self.steps: list[SweepStep] = []  # of the sweep under way
+        self.swept: list[str] = []  # whose prompts it reads
+        self.most_joint, self.lacks, self.is_rounded = 0, False, False
         self.most_rows, self.least_rows = 40, 8  # of a chunk
         self.n_layers = LAYERS
         self.log: list[tuple[float, str, tuple[str, ...]]] = []
@@ -59,7 +64,7 @@ class Machine:
         scheduler = self.scheduler
         work = scheduler.next(lambda name: self.n_rest[name], self.fits)
         if isinstance(work, Begin):
-            self.begin(work.key)
+            self.begin(work.key, work.others)
         elif isinstance(work, Preempt):
             self.preempt(work.key)
         elif isinstance(work, Restore):
@@ -76,8 +81,8 @@ class Machine:
 
     def read(self, name: str, seconds: float) -> None:
         """Run steps as `Reading.read` does."""
-        costs, steps, done = self.scheduler.costs, self.steps[name], []
-        expected_s = costs.step_s
+        costs, steps, done = self.scheduler.costs, self.steps, []
+        expected_s, n_before = costs.step_s, len(self.steps)
         took_s = expected_s or 0.0
         while steps:
             done.append(steps.pop(0))
@@ -88,13 +93,19 @@ class Machine:
         really_s = sum(self.step_of(step) for step in done)
         self.spend("read", name, seconds=really_s)
         costs.note_round(done, 0, really_s)
-        self.n_rest[name] = sum(step.n_rows for step in steps) // self.n_layers
+        for one in self.swept:
+            self.n_rest[one] = self.n_rest[one] * len(steps) // n_before
+        n_left = sum(self.n_rest[one] for one in self.swept)
         if not steps:
-            del self.steps[name]
-            self.draw(name)
-        self.scheduler.swept(self.n_rest[name], None if expected_s is None else took_s)
+            swept, self.swept = self.swept, []
+            for one in swept:
+                self.draw(one)
+        self.scheduler.swept(n_left, None if expected_s is None else took_s)
 
     def piece(self, name: str, n_rows: int) -> None:
+        n_rows = min(n_rows, self.n_rest[name])
+        if self.is_rounded:
+            n_rows = 1 << (n_rows.bit_length() - 1)
         seconds = self.piece_s(n_rows)
         self.spend("piece", name, seconds=seconds)
         self.scheduler.costs.note_piece(n_rows, seconds)
@@ -111,8 +122,9 @@ class Machine:
             names.remove(name)
         if not names:
             return
-        self.spend("decode", *names, seconds=self.pass_s)
-        self.scheduler.costs.note_round((), len(names), self.pass_s)
+        seconds = self.pass_of(len(names))
+        self.spend("decode", *names, seconds=seconds)
+        self.scheduler.costs.note_round((), len(names), seconds)
         self.scheduler.decoded(len(names))
         for name in names:
             self.rows[name] += 1
@@ -131,27 +143,35 @@ class Machine:
         self.swapped[name] = self.rows.pop(name)
         self.scheduler.preempted(name)
 
-    def begin(self, name: str) -> None:
-        self.rows[name] = n = self.prompts[name]
-        self.spend("begin", name, seconds=0.0)
-        if n <= SHORT or self.steps:
+    def begin(self, name: str, others: Sequence[str] = ()) -> None:
+        """Begin a prompt, and with it the others that fit."""
+        group, n = [name], self.prompts[name]
+        for other in () if self.steps else others:
+            if n + self.prompts[other] <= self.most_joint:
+                group.append(other)
+                n += self.prompts[other]
+        self.rows.update((one, self.prompts[one]) for one in group)
+        self.spend("begin", *group, seconds=0.0)
+        if self.steps or (len(group) == 1 and n <= SHORT):
             self.scheduler.in_pieces(name)
             return
-        costs, n_busy = self.scheduler.costs, len(self.rows) - 1
-        n_rows = (
-            costs.chunk_rows(min(self.most_rows, n), self.least_rows, n_busy, n)
-            if n_busy
-            else self.most_rows
-        )
+        costs, n_busy = self.scheduler.costs, len(self.rows) - len(group)
+        n_rows, longest = min(self.most_rows, n), max(self.prompts[one] for one in group)
+        if n_busy:
+            share = prompt_share(len(group), n_busy)
+            n_rows = costs.chunk_rows(n_rows, self.least_rows, n_busy, longest, share)
         chunks = [min(n_rows, n - at) for at in range(0, n, n_rows)]
-        self.steps[name] = [self.step(il, at, rows) for il in range(self.n_layers)
-                            for at, rows in enumerate(chunks)]  # fmt: skip
-        costs.upcoming = self.steps[name][0]
-        self.scheduler.began(name, n)
+        self.steps, self.swept = [], group
+        for il in range(self.n_layers):
+            n_kv = longest if len(group) > 1 else 0
+            self.steps += [self.step(il, at, rows, n_kv) for at, rows in enumerate(chunks)]
+            self.steps += [SweepStep("experts", n)] if self.lacks else []
+        costs.upcoming = self.steps[0]
+        self.scheduler.began(name, n, group)
 
-    def step(self, il: int, at: int, n_rows: int) -> SweepStep:
+    def step(self, il: int, at: int, n_rows: int, n_kv: int = 0) -> SweepStep:
         if il % 2:
-            return SweepStep("attention", n_rows, (at + 1) * n_rows)
+            return SweepStep("attention", n_rows, n_kv or (at + 1) * n_rows)
         return SweepStep("recurrent", n_rows)
 
     def draw(self, name: str) -> None:
@@ -165,8 +185,11 @@ class Machine:
 
     def end(self, name: str) -> None:
         self.scheduler.end(name)
-        for books in (self.rows, self.swapped, self.steps):
+        for books in (self.rows, self.swapped):
             books.pop(name, None)
+        if name in self.swept:
+            self.swept.remove(name)
+            self.steps = self.steps if self.swept else []
 
     def spend(self, what: str, *names: str, seconds: float) -> None:
         self.now += seconds

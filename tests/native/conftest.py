@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from helpers.shared import model_writer
+from helpers.workers import WorkerProcess, working
 
 from moegraph.config import EngineConfig
 from moegraph.modelfile import ModelFile, open_model
@@ -53,6 +54,19 @@ def stack() -> Iterator[ExitStack]:
 def opened(model_path: Callable[[str], Path], stack: ExitStack) -> Callable[[str], ModelFile]:
     """Return a function that opens a model file, which is closed after the test."""
     return lambda preset: stack.enter_context(closing(open_model(model_path(preset))))
+
+
+@pytest.fixture
+def mini35b(opened: Callable[[str], ModelFile]) -> ModelFile:
+    """Return a small model of the 35B-A3B's kind."""
+    return opened("mini35b")
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerProcess]:
+    """Yield a worker that lends the CPU."""
+    with working() as running:
+        yield running
 
 
 @pytest.fixture

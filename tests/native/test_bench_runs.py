@@ -212,6 +212,32 @@ def test_turns_of_a_conversation_are_timed_three_ways(tmp_path: Path) -> None:
     assert "| 3 |" in done.stdout and "states back" in done.stdout
 
 
+def test_the_parts_of_the_hosts_time_add_up_to_a_token(tmp_path: Path) -> None:
+    out, n = tmp_path / "host.jsonl", 24
+    done = run("bench_host.py", "tiny", *COMMON, "--samples", 2, "--tokens", n, "--out", out)
+    found = {x["way"]: x for x in lines_of(out) if x["kind"] == "host"}
+    assert list(found) == ["passes", "greedy", "sampled"]
+    for way, line in found.items():
+        launches, seconds = line["calls"]["mg_launch"]
+        assert n - 1 <= launches <= n and 0.0 < seconds < line["timed_s"]
+        # only sampling on the host draws from candidates
+        assert ("mg_choose" in line["calls"]) == (way == "sampled")
+        assert sum(s for _, s in line["calls"].values()) < line["timed_s"]
+    tables = done.stdout.split("\n\n")[:3]
+    for table in tables:
+        cells = {x.split("|")[1].strip(): float(x.split("|")[2]) for x in table.splitlines()[2:]}
+        host = cells.pop("host")
+        waits = sum(us for name, us in cells.items() if name.endswith("(waits)"))
+        assert sum(cells.values()) == pytest.approx(host + waits, abs=0.1 * len(cells))
+
+
+def test_a_measurement_stops_at_its_time_limit() -> None:
+    for script in ("bench_gaps.py", "bench_host.py", "bench_prompts.py", "bench_memory.py"):
+        given = ["--vram", "whole"] if script == "bench_memory.py" else []
+        done = run(script, "tiny", *COMMON, *given, "--time-limit", "0.000001")
+        assert done.stderr == f"{script}: stopped at its time limit\n"
+
+
 def test_bench_ahead_predicts_experts_of_verify_passes() -> None:
     done = run("bench_ahead.py", "tiny", "--tokens", 160, "--rows", 4, "--share", 50)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]

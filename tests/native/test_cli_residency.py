@@ -21,7 +21,7 @@ from moegraph.cli.budget import default_budgets
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError
-from moegraph.experts.cost import MACHINES, find_machine
+from moegraph.experts.machines import MACHINES, find_machine
 from moegraph.experts.policy import parse_policy
 from moegraph.modelfile import open_model, resolve_target
 from moegraph.placement.footprint import needed_bytes, slot_bytes
@@ -187,7 +187,7 @@ def test_a_plan_table_has_a_row_for_each_budget(recorded: Path, need: Footprint)
 
 
 def test_a_plan_prices_drafters(need: Footprint) -> None:
-    few = mib_for(need, 0.4) + 4
+    few = mib_for(need, 0.4) + 16
     sizes = ("--vram", "100MiB", "--vram", f"{few}MiB", "--vram", "1", "--driver-memory", "0")
     result = invoke("plan", "tiny", *sizes, *SMALL, "--spec", "auto", "--json")
     assert result.exit_code == 0, result.output

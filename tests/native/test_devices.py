@@ -185,7 +185,7 @@ def test_auto_takes_more_devices_only_if_more_experts_fit(
 
     monkeypatch.setattr(devices, "gpu_names", lambda: names)
     monkeypatch.setattr(devices, "open_device", opened)
-    engine = open_engine(device="auto", vram="258MiB", host_pin="none", n_ubatch=32)
+    engine = open_engine(device="auto", vram="163MiB", host_pin="none", n_ubatch=32)
     assert engine.device_name == ("cpu,cpu:1" if is_wider else "cpu")
     assert len(engine.stages) == 1 + is_wider
     engine.close()

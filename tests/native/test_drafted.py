@@ -260,18 +260,18 @@ def test_a_cancelled_generation_tells_what_it_drew(open_engine: Open) -> None:
     ids = prompt(engine, 9).tolist()
     plain = plain_text(engine, ids)
     for n in (1, 4, 9):
-        drafter, token = scripted(engine, ids, plain, right=1.0), CancelToken()
-        speculate(engine, drafter, shapes=["chain"], seed=n)
-        events = []
+        speculate(engine, scripted(engine, ids, plain, right=1.0), shapes=["chain"], seed=n)
+        token, events = CancelToken(), []
         for event in engine.generate(ids, max_tokens=24, text=False, cancel=token):
             events.append((event.token, event.text, event.n_generated, event.finish_reason))
             if len(events) == n:
                 token.set()
-        assert events[-1][0] is None and events[-1][3] == "cancelled"
-        assert events[-1][2] == len(events) - 1  # every drawn token was told
-        assert n <= len(events) - 1 <= n + 7 + 7
-        assert events[:-1] == plain[: len(events) - 1]
-        assert engine.held(0) == []
+        last, told = events.pop(), [*ids, *(event[0] for event in events)]
+        assert (last[0], last[2], last[3]) == (None, len(events), "cancelled"), "all were told"
+        assert n <= len(events) <= n + 7 + 7 and events == plain[: len(events)]
+        assert engine.held(0) == told[:-1], "all but the last token"
+        (event,) = engine.generate(told, max_tokens=1, text=False, reuse=True)
+        assert (event.n_reused, event.token) == (len(told) - 1, plain[len(events)][0])
         assert events_of(engine, ids) == plain
 
 

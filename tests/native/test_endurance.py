@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 from helpers.shared import greedy_tokens, prompt, resident_bytes
+from helpers.shipped import TINY, TINY_DFLASH, merged_tiny
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -79,3 +81,42 @@ def test_200_requests_with_misses_leave_memory_and_handles_flat(model_path, miss
         engine.runner.cache.check()
     assert len(set(handles[60:])) == 1
     assert max(sizes[150:]) - max(sizes[80:100]) < 2 << 20
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"device": "cpu,cpu"},
+        {"spec": "dflash", "draft": str(TINY_DFLASH)},
+        {"spec": "mtp"},
+        {"pin_layers": 0, "cache_slots": 20, "miss": "stream"},
+    ],
+    ids=str,
+)
+def test_a_closed_engine_leaves_with_its_last_reference(settings, tmp_path) -> None:
+    path = merged_tiny(tmp_path) if settings.get("spec") == "mtp" else TINY
+    made = EngineConfig(**{"device": "cpu", "n_ctx": N_CTX, "cache_ram": 64, **settings})
+    gc.collect()
+    before = live_handles()
+    gc.disable()
+    try:
+        engine = Engine.load(path, made)
+        engine.keep_prefixes(tmp_path / "prefixes", 64 << 20)
+        said = engine.chat([{"role": "user", "content": "def add(a, b):"}], max_tokens=6)
+        assert "".join(getattr(part, "text", "") for part in said)
+        for _ in zip(range(3), engine.generate("import os\n" * 60, reuse=True, marks=[100])):
+            pass
+        engine.close()
+        assert live_handles() == before
+        gone = weakref.ref(engine), weakref.ref(engine.file)
+        del engine, said
+        assert [reference() for reference in gone] == [None, None]
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kinds = {type(one).__module__ for one in gc.garbage}
+        assert [kind for kind in kinds if kind.startswith("moegraph")] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

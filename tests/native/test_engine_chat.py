@@ -116,6 +116,31 @@ def test_the_next_turn_has_the_tokens_that_were_drawn(engine: Engine, seed: int)
     assert last.n_prompt - last.n_computed == first.n_prompt + first.n_generated - 1
 
 
+@pytest.mark.parametrize("how", ["cancelled", "length"])
+def test_after_a_cut_answer_only_what_is_new_is_read(engine: Engine, how: str) -> None:
+    cancel = CancelToken()
+    limit = 24 if how == "length" else 200
+    words = Format("regex", "[a-z]{3,8}(,[a-z_]{2,9}){150}")
+    sampling = SamplingParams(temperature=1.5, seed=1)
+    answer = engine.chat(ASKED, sampling=sampling, format=words, max_tokens=limit, cancel=cancel)
+    while answer.event is None or answer.event.n_generated < 20:
+        next(answer)
+    if how == "cancelled":
+        cancel.set()
+    answer.whole()
+    assert answer.finish_reason == how and answer.event is not None
+    held = engine.held(0)
+    assert len(held) == answer.event.n_prompt + answer.event.n_generated - 1
+    asked = [*ASKED, answer.reply.message(), {"role": "user", "content": "And now?"}]
+    second = engine.chat(asked, sampling=GREEDY, max_tokens=30)
+    text = second.whole().content
+    assert engine.held(0)[: len(held)] == held and len(engine.held(0)) > len(held)
+    assert second.event is not None and second.event.n_reused == len(held)
+    engine.reset()
+    anew = engine.chat(asked, sampling=GREEDY, max_tokens=30, reuse=False)
+    assert anew.whole().content == text
+
+
 def test_a_cut_call_is_told_as_cut(engine: Engine) -> None:
     answer = engine.chat(ASKED, [PICK], tool_choice="required", sampling=WARM, max_tokens=34)
     reply = answer.whole()

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers.clients import Client, alone, serving
+from helpers.placements import PLACEMENTS
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
@@ -25,14 +26,6 @@ from moegraph.service.service import Service
 
 Open = Callable[..., Engine]
 Floats = npt.NDArray[np.float32]
-
-PLACEMENTS: list[dict[str, Any]] = [
-    {"mode": "whole"},
-    {"mode": "layered"},
-    {"cache_slots": 0, "pin_layers": 0, "miss": "stream"},
-    {"cache_slots": 60, "miss": "stream", "host_pin": "all"},
-    {"cache_slots": 40, "pin_layers": 0, "miss": "cpu"},
-]
 
 
 def mixed(engine: Engine, n_held: int = 300) -> list[SweepBatch]:

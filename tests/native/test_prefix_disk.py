@@ -150,6 +150,17 @@ def test_a_damaged_file_is_not_used_and_costs_one_line(
     assert read(engine, 0, second[:390])[1] == 350
 
 
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    name = f"{'a' * 16}-{'b' * 32}.prefix"
+    foreign, fresh, old = (tmp_path / n for n in ("foo.prefix", f"{name}.1.part", f"{name}.2.part"))
+    for path in (foreign, fresh, old):
+        path.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    disk = PrefixDisk(tmp_path, "m", GIB)
+    disk.close()
+    assert disk.messages == [] and sorted(tmp_path.iterdir()) == sorted([foreign, fresh])
+
+
 def test_without_its_beginning_a_file_goes_too(open_engine: Open, tmp_path: Path) -> None:
     ids, _ = fill(open_engine, tmp_path)
     [first] = [path for path in files(tmp_path) if not read_head(path).first]

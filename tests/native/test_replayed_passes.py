@@ -11,7 +11,8 @@ from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.experts.cache import ExpertCache
-from moegraph.experts.cost import MACHINES, MissSplit, MissWays
+from moegraph.experts.cost import MissSplit, MissWays
+from moegraph.experts.machines import MACHINES
 from moegraph.experts.policy import POLICIES
 from moegraph.experts.residency import Residency
 from moegraph.kinds import MAX_FETCH_ROWS

@@ -15,7 +15,7 @@ from fit_routing import lru_curve, popularity_curve
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.experts.cost import MACHINES
+from moegraph.experts.machines import MACHINES
 from moegraph.experts.policy import POLICIES
 from moegraph.placement.generator import PRESETS, generate_trace
 from moegraph.placement.identity import RouterShape, router_shape

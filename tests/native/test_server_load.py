@@ -14,6 +14,10 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from load_server import Said
+
 # A minute of it in reference mode, where every answer must be that of the request alone; with one
 # thread, as another process runs tests meanwhile. MOEGRAPH_LOAD_S asks for other times.
 SECONDS = os.environ.get("MOEGRAPH_LOAD_S")
@@ -36,3 +40,21 @@ def test_no_answer_is_lost_or_mixed(mode: str, seconds: int, n_clients: int, n_s
     found = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
     assert json.loads(found["wrong"]) == []
     assert json.loads(found["requests"])["equal"] > 3
+
+
+@pytest.mark.parametrize("n_lines", [1, 20_000])
+def test_a_server_that_says_much_is_not_stopped_by_it(n_lines: int) -> None:
+    code = "import sys; print('served at http://x', 'line\\n' * int(sys.argv[1]), sep='\\n', "
+    command = [sys.executable, "-c", code + "file=sys.stderr)", str(n_lines)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    said = Said(server)
+    assert said.address() == "http://x"
+    assert server.wait(20) == 0 and said.rest().count("line") == n_lines
+
+
+def test_a_server_that_does_not_start_has_no_address(capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    said = Said(server)
+    assert said.address() == "" and server.wait(20) == 1 and said.rest() == ""
+    assert "no such model" in capfd.readouterr().err

@@ -19,6 +19,7 @@ from moegraph.engine.requests import Request
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import NativeError
 from moegraph.sampling import SamplingParams
+from moegraph.service import scheduler
 
 Open = Callable[..., Engine]
 RESIDENCIES: dict[str, dict[str, Any]] = {
@@ -43,7 +44,7 @@ class SharedController(AnyController):
         self.n_shared += 1
         return self.choose(n_left, without)
 
-    def observe_shared(self, n_seqs: int, seconds: float) -> None:
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
         assert n_seqs > 1 and seconds >= 0.0
 
 
@@ -179,8 +180,10 @@ def test_texts_drafted_at_random_end_and_greedy_ones_are_those_without_drafts(
 
 @pytest.mark.parametrize("settings", RESIDENCIES.values(), ids=RESIDENCIES)
 def test_drafts_after_a_prompt_that_was_read_in_pieces(
-    open_engine: Open, settings: dict[str, Any]
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
+    monkeypatch.setattr(scheduler, "_LASTS_S", 0.0)  # whatever pieces cost
+    monkeypatch.setattr(scheduler, "_LONGER", 0)
     engine = drafting(open_engine, **settings)
     plain = open_engine("mini35b", cpu_reference=True, n_ctx=256)
     with serving(engine) as service:

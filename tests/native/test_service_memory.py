@@ -159,3 +159,24 @@ def test_random_requests_cancellations_and_faults(open_engine: Open, seed: int) 
         tokens, got = alone(single, client.request)[0], client.tokens
         assert got == tokens[: len(got)]
         assert (client.reason == "length") == (got == tokens and client.last.error is None)
+
+
+def test_a_slot_that_nobody_goes_on_from_is_emptied_once_and_when_it_is_needed(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(n_seq=4, n_ctx=2048)
+    emptied, reset = list[int](), engine.passes.reset
+    monkeypatch.setattr(engine.passes, "reset", lambda seq: (emptied.append(seq), reset(seq)))
+    with serving(engine) as service:
+        for turn in range(3):
+            clients = [
+                Client(service, prompt(engine, 40, seed=i), max_tokens=3, reuse=False)
+                for i in range(4)
+            ]
+            for client in clients:
+                client.wait()
+                assert client.reason == "length" and client.last.usage.n_cached == 0
+            assert len(emptied) == 4 * turn
+        again = Client(service, prompt(engine, 40, seed=0), max_tokens=3).wait()
+        assert again.last.usage.n_cached == 0, "what such a slot holds is nobody's"
+    assert len(emptied) == 9

@@ -121,6 +121,31 @@ def test_one_stage_is_what_the_engine_runs(
         np.testing.assert_array_equal(got.logits, wanted.logits)
 
 
+@pytest.mark.parametrize("mode", ["whole", "stream"])
+def test_a_pass_after_one_whose_clean_up_was_interrupted(
+    opened: Callable[[str], ModelFile],
+    stack: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+) -> None:
+    """The first interrupt ends the pass in the last stage, the second one the clean-up."""
+    stages = Stages(opened("legacy32"), [5], new_config(**MODES[mode]), stack)
+    first, last = stages.runners
+    prefill = Batch(np.arange(9, dtype=np.int32)[None, :], (0,), Kind.PREFILL)
+    wanted = stages.run(prefill)
+
+    def interrupts(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(last, "launch", interrupts)
+        patch.setattr(first.device, "synchronize", interrupts)
+        stages.run(prefill)
+    assert not first.is_idle
+    stages.sequences.reset(0)
+    assert_same(stages.run(prefill), wanted, prefill)
+
+
 @pytest.mark.parametrize("layers", [range(0), range(3, 3), range(2, 9), range(0, 8, 2)])
 def test_a_range_that_the_model_does_not_have_is_refused(
     opened: Callable[[str], ModelFile], no_leak: None, layers: range

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers import placements
 from helpers.fetching_engines import check_sound
+from helpers.placements import SOME_FULL
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
@@ -25,15 +27,7 @@ from moegraph.runner.sweep_batch import SweepBatch, cut_chunks, cut_parts
 Open = Callable[..., Engine]
 Floats = npt.NDArray[np.float32]
 
-PLACEMENTS: list[dict[str, Any]] = [
-    {"mode": "whole"},
-    {"mode": "layered"},
-    {"cache_slots": 0, "pin_layers": 0, "miss": "stream"},
-    {"cache_slots": 60, "miss": "stream", "host_pin": "all"},
-    {"cache_slots": 30, "pin_layers": 2, "miss": "stream"},
-    {"cache_slots": 40, "pin_layers": 0, "miss": "cpu"},
-]
-MISSING = PLACEMENTS[2:]
+PLACEMENTS, MISSING = [*placements.PLACEMENTS, SOME_FULL], [*placements.MISSING, SOME_FULL]
 
 
 def in_passes(engine: Engine, ids: npt.NDArray[np.int32], seq: int = 0) -> Floats:
@@ -135,7 +129,7 @@ def test_every_missing_expert_crosses_the_link_once(open_engine: Open) -> None:
 def test_a_slowed_link_copies_as_often_as_asked_and_changes_nothing(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, other = open_engine(**MISSING[2]), open_engine(**MISSING[2])
+    engine, other = open_engine(**SOME_FULL), open_engine(**SOME_FULL)
     ids, copies = prompt(engine, 150, seed=5), []
     engine.runner.misses.slow_link(3)
     real = upload.C
@@ -230,6 +224,30 @@ def test_other_sequences_run_between_any_two_steps(open_engine: Open, placement)
     np.testing.assert_array_equal(
         *(e.forward([1], 1).require_logits() for e in (engine, plain)),
     )
+
+
+@pytest.mark.parametrize("placement", [{"mode": "whole"}, {"cache_slots": 60, "miss": "stream"}])
+def test_graphs_of_all_chunks_can_be_built_ahead(
+    open_engine: Open, placement: dict[str, Any]
+) -> None:
+    engine, plain = (
+        open_engine(n_ctx=1024, n_ubatch=64, cpu_reference=True, **placement) for _ in range(2)
+    )
+    ids, built = prompt(engine, 600), engine.runner.parts[0].graphs
+    sweep = begin(engine, ids, 0, False, False)
+    n_before = built.n_built
+    sweep.build_ahead(0.0)
+    assert built.n_built == n_before
+    while engine.passes.step_prompt(sweep) and sweep.n_done < 20:
+        sweep.build_ahead(0.002)
+    sweep.build_ahead(60.0)
+    keys, mixers = set(built._graphs), ("sweep mixer", "sweep experts", "sweep layer")
+    while engine.passes.step_prompt(sweep):
+        sweep.build_ahead(60.0)
+    assert not [key for key in set(built._graphs) - keys if key[0] in mixers]
+    assert sweep.output is not None
+    wanted = plain.prefill(ids).require_logits()
+    np.testing.assert_array_equal(sweep.output.require_logits(), wanted)
 
 
 def states(engine: Engine, seq: int) -> list[Floats]:

@@ -101,11 +101,16 @@ def ring_of(runner: Runner, layers: list[int]) -> dict[int, np.ndarray]:
         return dict(zip(layers, read_tensor(taps._ring(b)).copy()))
 
 
+@pytest.mark.parametrize("widths", [(), (N_SEQ,)], ids=["", "padded"])
 @pytest.mark.parametrize(
     ("mode", "cuts"), [*((mode, []) for mode in MODES), ("whole", [4]), ("stream", [3])]
 )
 def test_the_ring_has_what_sequences_took(
-    opened: Callable[[str], ModelFile], stack: ExitStack, mode: str, cuts: list[int]
+    opened: Callable[[str], ModelFile],
+    stack: ExitStack,
+    mode: str,
+    cuts: list[int],
+    widths: tuple[int, ...],
 ) -> None:
     """Rows of decode and verify passes and of short pieces of prompts; longer ones are left out."""
     file, config = opened("legacy32"), new_config(**MODES[mode])
@@ -113,6 +118,8 @@ def test_the_ring_has_what_sequences_took(
     kv = {"type_k": config.type_k, "type_v": config.type_v}
     [plain] = Stages(file, [], new_config(**kv), stack).runners
     stages = Stages(file, cuts, config, stack)
+    for runner in stages.runners:
+        runner.widths = widths
     last = stages.runners[-1]
     layers = [il for il in (2, 5, n_layer - 1, n_layer) if il + 1 > last.stage.layers.start]
     keep(last, layers, n_seq=N_SEQ)
@@ -137,6 +144,24 @@ def test_the_ring_has_what_sequences_took(
             got = ring[il][list(rows)]
             np.testing.assert_array_equal(got, np.array(list(rows.values())), err_msg=f"tap {il}")
     assert plain.sequences.n_past[0] > taps.n_kept
+
+
+@pytest.mark.parametrize("mode", ["whole", "layered", "stream", "fetch"])
+def test_a_tree_leaves_the_ring_alone_after_a_pass_of_as_many_rows(
+    opened: Callable[[str], ModelFile], stack: ExitStack, mode: str
+) -> None:
+    [runner] = Stages(opened("legacy32"), [], new_config(**MODES[mode]), stack).runners
+    layers = [2, runner.hp.n_layer - 1]
+    keep(runner, layers, n_seq=N_SEQ)
+    rows, tree = np.array([[7], [8]], np.int32), np.array([[7, 8]], np.int32)
+    passes = Batch(rows, (0, 1)), Batch.verify(tree, (2,), [[-1, 0]], [2])
+    for batch in 2 * passes:  # a graph that needs more memory has others built anew
+        before = ring_of(runner, layers)
+        runner.submit(batch)
+        runner.collect()
+        after, changes = ring_of(runner, layers), batch.tree is None
+        for il in layers:
+            assert np.array_equal(before[il], after[il]) != changes
 
 
 def test_a_ring_adds_one_node_to_a_pass_in_one_graph(

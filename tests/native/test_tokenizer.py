@@ -93,8 +93,10 @@ def test_text_that_is_too_long_or_no_text(tokenizer: Tokenizer) -> None:
     for text in ("x" * (MAX_PROMPT_BYTES + 1), "\u00e9" * (MAX_PROMPT_BYTES // 2 + 1)):
         with pytest.raises(RequestError, match="at most 16"):
             tokenizer.encode(text)
-    with pytest.raises(RequestError, match="lone surrogate at character 2"):
+    with pytest.raises(RequestError, match=r"lone surrogate \(character 2\)"):
         tokenizer.encode("ab\ud800")
+    with pytest.raises(RequestError, match=r"byte 0xff is not UTF-8 \(character 1\)"):
+        tokenizer.encode(b"a\xff".decode(errors="surrogateescape"))
 
 
 def test_a_closed_tokenizer_says_so() -> None:

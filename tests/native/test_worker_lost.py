@@ -6,15 +6,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.cable import Cable
 from helpers.stages import Stages, batch_of, new_config
-from helpers.workers import WorkerProcess, working
+from helpers.workers import WorkerProcess
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -22,7 +22,7 @@ from moegraph.errors import NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
 from moegraph.link import hello
-from moegraph.modelfile import ModelFile, open_model
+from moegraph.modelfile import ModelFile
 
 ModelPath = Callable[[str], Path]
 TIMEOUT_S = 20
@@ -30,28 +30,15 @@ TIMEOUT_S = 20
 SOON_S = 10
 
 
-@pytest.fixture
-def worker() -> Iterator[WorkerProcess]:
-    """Yield a worker that lends the CPU."""
-    with working() as running:
-        yield running
-
-
-@pytest.fixture
-def file(model_path: ModelPath, stack: ExitStack) -> ModelFile:
-    """Return a small model."""
-    return stack.enter_context(closing(open_model(model_path("mini35b"))))
-
-
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
 def test_a_connection_that_is_cut_while_a_pass_waits(
-    worker: WorkerProcess, file: ModelFile, stack: ExitStack, kind: str
+    worker: WorkerProcess, mini35b: ModelFile, stack: ExitStack, kind: str
 ) -> None:
     """The error comes at once, without the timeout; the worker serves the next client."""
     with ExitStack() as inner:
         cable = Cable(worker.address, inner)
         url = f"{cable.url}?timeout={TIMEOUT_S}"
-        stages = Stages(file, [], new_config(device=url), inner)
+        stages = Stages(mini35b, [], new_config(device=url), inner)
         stages.run(batch_of(kind))
         worker.signal(signal.SIGSTOP)
         stages.runner.submit(batch_of(kind))
@@ -63,15 +50,15 @@ def test_a_connection_that_is_cut_while_a_pass_waits(
         assert 0.2 < time.monotonic() - begin < SOON_S
         cutting.join()
         worker.signal(signal.SIGCONT)
-    Stages(file, [], new_config(device=worker.url), stack).run(batch_of(kind))
+    Stages(mini35b, [], new_config(device=worker.url), stack).run(batch_of(kind))
 
 
 def test_a_worker_that_is_lost_before_a_commit(
-    worker: WorkerProcess, file: ModelFile, stack: ExitStack
+    worker: WorkerProcess, mini35b: ModelFile, stack: ExitStack
 ) -> None:
     """A commit has no answer of its own: the next pass, or the copy of a state, says it."""
     with ExitStack() as inner:
-        stages = Stages(file, [], new_config(device=worker.url), inner)
+        stages = Stages(mini35b, [], new_config(device=worker.url), inner)
         stages.run(batch_of("verify"))
         worker.signal(signal.SIGKILL)
         begin = time.monotonic()
@@ -79,7 +66,7 @@ def test_a_worker_that_is_lost_before_a_commit(
             stages.runner.commit({0: [0, 1]})
             stages.run(batch_of("decode"))
         assert time.monotonic() - begin < SOON_S
-    Stages(file, [], new_config(device=worker.url), stack).run(batch_of("decode"))
+    Stages(mini35b, [], new_config(device=worker.url), stack).run(batch_of("decode"))
 
 
 @pytest.mark.parametrize("first", [True, False])

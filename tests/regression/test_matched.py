@@ -105,6 +105,27 @@ def test_a_prompt_in_chunks_equals_upstreams_at_the_same_ubatch(
         assert_logits_equal(our_logits(engine, ids, 48), theirs, f"{name} ubatch 48")
 
 
+@pytest.mark.parametrize("name, deep", [("legacy32", 8192), ("mini35b", 3000)])
+def test_rows_after_a_deep_prompt_equal_upstreams(
+    name: str, deep: int, models: Models, upstream: Upstream
+) -> None:
+    """The prompt is computed layer by layer, with missing experts; then a chunk and single rows."""
+    path, n_ctx = models.path(name), deep + 256
+    missing = {"pin_layers": 1, "cache_slots": 40, "miss": "stream"}
+    with open_engine(path, n_ctx=n_ctx, n_ubatch=512, profile="none", **missing) as engine:
+        ids = random_ids(engine.hparams.n_vocab, deep + 64 + 4, seed=deep)
+        parts = [ids[:deep], ids[deep : deep + 64], *([token] for token in ids[deep + 64 :])]
+        steps = [Step(parts[0], "none"), *(Step(part) for part in parts[1:])]
+        cfg = {"n_ctx": n_ctx, "n_batch": deep, "n_ubatch": 512, "threads": THREADS}
+        theirs = upstream.oracle.run(path, steps, **cfg)
+        engine.prefill(parts[0])
+        at = deep
+        for part, result in zip(parts[1:], theirs[1:], strict=True):
+            ours = engine.forward_logits(part, pos0=at)
+            assert_logits_equal(ours, result.logits, f"{name} {len(part)} rows at {at}")
+            at += len(part)
+
+
 @pytest.mark.parametrize("type_k, type_v", [("q8_0", "f16"), ("f16", "q4_0"), ("q4_0", "q8_0")])
 @pytest.mark.parametrize("name", ("legacy32", "mini35b"))
 def test_caches_of_two_types_equal_upstreams(

@@ -50,6 +50,14 @@ def test_a_message_at_once() -> None:
     assert case.model.chats[0].variables == {"enable_thinking": True}
 
 
+def test_the_list_of_models_has_its_fields() -> None:
+    with client_of(Case()) as client:
+        (found,) = client.models.list()
+        assert found.type == "model" and found.id == found.display_name == "fake"
+        assert found.created_at.tzinfo is not None
+        assert client.models.retrieve("fake") == found
+
+
 def test_the_model_reasons_only_if_someone_asks_for_it() -> None:
     for variables, thinks in (({}, False), ({"enable_thinking": True}, True)):
         case = Case(state={"variables": variables})

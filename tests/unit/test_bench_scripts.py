@@ -6,6 +6,7 @@ Runs from end to end are in tests/native/test_bench_runs.py.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,7 +27,8 @@ import fit_routing
 from _traces import ModelFacts, find_trace, write_routing
 
 from moegraph.errors import RequestError
-from moegraph.experts.cost import MACHINES, Curve
+from moegraph.experts.cost import Curve
+from moegraph.experts.machines import MACHINES
 from moegraph.experts.policy import POLICIES
 from moegraph.placement.generator import PRESETS, RoutingModel, generate_trace
 from moegraph.placement.identity import RouterShape
@@ -35,6 +37,7 @@ from moegraph.placement.trace import read_trace
 
 FAKE = str(ROOT / "tests" / "helpers" / "fake_llama_bench.py")
 BIG = RouterShape(40, 256, 8)
+SCRIPT_FILES = sorted(p for p in SCRIPTS.iterdir() if p.is_file() and p.name[0] != "_")
 
 
 def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
@@ -43,14 +46,31 @@ def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "name", sorted(p.name for g in ("bench_*.py", "make_*.py", "fit_*.py") for p in SCRIPTS.glob(g))
-)
-def test_a_script_has_help_that_begins_with_its_purpose(name: str) -> None:
-    done = run(name, "--help")
-    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
-    purpose = (SCRIPTS / name).read_text().split('"""')[1].splitlines()[0]
+@pytest.mark.parametrize("path", SCRIPT_FILES, ids=lambda path: path.name)
+def test_a_script_has_help_that_begins_with_its_purpose(path: Path) -> None:
+    done = run(path.name, "--help")
+    assert done.returncode == 0, done.stderr
+    purpose = path.read_text().split('"""')[1].splitlines()[0]
     assert purpose.split(".")[0] in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("path", SCRIPT_FILES, ids=lambda path: path.name)
+def test_a_script_can_be_called_by_its_name(path: Path) -> None:
+    assert path.read_text().startswith("#!/usr/bin/env python3\n")
+    assert os.access(path, os.X_OK)
+
+
+def test_every_script_is_named_on_a_page() -> None:
+    folders = (ROOT, ROOT / "docs", ROOT / "docs" / "benchmarks", ROOT / "patches")
+    pages = "".join(page.read_text() for folder in folders for page in folder.glob("*.md"))
+    assert len(SCRIPT_FILES) > 40
+    assert [path.name for path in SCRIPT_FILES if f"scripts/{path.name}" not in pages] == []
+
+
+@pytest.mark.parametrize("script", ["lint", "docs"])
+def test_a_script_without_options_takes_none(script: str) -> None:
+    done = run(script, "--fix")
+    assert done.returncode == 2 and "unrecognized arguments: --fix" in done.stderr
 
 
 @pytest.mark.parametrize("script, args, said", [
@@ -71,6 +91,7 @@ def test_a_script_has_help_that_begins_with_its_purpose(name: str) -> None:
      "none: cannot read the trace"),
     ("bench_predict.py", [FAKE], "line 1 is not a raw line"),
     ("bench_tables.py", ["--page", FAKE, "--folder", "/nowhere"], "/nowhere does not exist"),
+    ("bench_tables.py", ["--plot", "/dev/null", "--raw", "none.jsonl"], "has no raw file none"),
     ("bench_hits.py", ["tiny", "/nowhere"], "/nowhere does not exist"),
     ("bench_hits.py", ["tiny", FAKE, "--warm", "100000"], "name a longer text or lower --warm"),
     ("bench_cpu_experts.py", ["--repeat", "0"], "not a whole number of 1 or more"),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+from helpers.disk import file_limit
 from helpers.fake_engine import FakeEngine
 
 from moegraph.cli import typed, ui
@@ -157,6 +158,15 @@ def test_a_conversation_can_be_saved_and_continued(cli: Cli, talk: Talk, tmp_pat
     assert "holds no conversation" in talk(f"/save {tmp_path / 'notes'}").stderr
     assert (tmp_path / "notes").read_text() == "mine"
     assert "cannot write: No such file" in talk(f"/save {tmp_path / 'no' / 'x'}").stderr
+
+
+def test_a_full_disk_does_not_cost_a_saved_conversation(talk: Talk, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    talk("a", f"/save {path}")
+    before = path.read_text()
+    with file_limit(16):
+        assert "cannot write: File too large" in talk(f"/load {path}", "b", f"/save {path}").stderr
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

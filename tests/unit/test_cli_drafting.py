@@ -216,6 +216,16 @@ class TestScriptedAcceptance:
             assert sum(c >= position for c in counts) / n == pytest.approx(rate, abs=0.02)
         assert max(accept(1) for _ in range(50)) == 1
 
+    def test_the_rates_come_true_in_a_short_text(self) -> None:
+        rates = (0.85, 0.72, 0.58)
+        for seed in range(20):
+            accept = ScriptedAccept(rates, seed)
+            counts = [accept(3) for _ in range(96)]
+            assert sum(counts) / 96 == pytest.approx(sum(rates), abs=0.06)
+            # still by chance: what comes next does not follow from what came before
+            again = sum(a == b for a, b in zip(counts, counts[1:]))
+            assert 20 < again < 60
+
     def test_a_seed_gives_the_same_script(self) -> None:
         first, second = ScriptedAccept((0.5, 0.4), 3), ScriptedAccept((0.5, 0.4), 3)
         assert [first(4) for _ in range(50)] == [second(4) for _ in range(50)]

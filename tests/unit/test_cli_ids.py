@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from helpers.disk import file_limit
 from helpers.fake_engine import END, N_VOCAB, FakeEngine, ids_file
 
 from moegraph.errors import ModelFileError
@@ -132,6 +133,13 @@ class TestOutputs:
     def test_a_full_disk_is_one_line(self, cli: Cli, tmp_path: Path) -> None:
         line = cli.refused("run", "m", ids_file(tmp_path / "in", 1), 1, "/dev/full")
         assert "/dev/full: cannot write: No space left on device" in line
+
+    def test_no_half_of_a_file_is_left_on_a_full_disk(self, cli: Cli, tmp_path: Path) -> None:
+        ids = ids_file(tmp_path / "in", 97)
+        for args in ((ids, 1, tmp_path / "ids"), ("-p", "x", "--logits-out", tmp_path / "l.npy")):
+            with file_limit(6):
+                assert "cannot write: File too large" in cli.refused("run", "m", *args)
+        assert list(tmp_path.iterdir()) == [ids]
 
     def test_logits_have_a_row_for_every_position_that_was_computed(
         self, cli: Cli, tmp_path: Path

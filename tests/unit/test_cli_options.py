@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from moegraph.cli import main
 from moegraph.cli.command import group_of
-from moegraph.cli.refused import NOT_HERE
+from moegraph.cli.refused import NO_COMMANDS, NOT_HERE
 from moegraph.config import GROUPS
 from moegraph.config import settings as engine_settings
 
@@ -48,6 +48,14 @@ class TestRefused:
         for reason in NOT_HERE.values():
             for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", reason):
                 assert flag in there or f"moegraph{flag}" in reason, reason
+
+    def test_commands_of_other_programs_say_what_does_it_here(self, cli: Cli) -> None:
+        for name, hint in NO_COMMANDS.items():
+            assert name not in main.commands
+            assert f"there is no command {name!r}: {hint}" in cli.refused(name)
+            for shown in re.findall(r"`(?:moegraph )?(\w+)", hint):
+                assert shown in main.commands
+        assert "did you mean simulate?" in cli.refused("simulat", "x.trace")
 
     def test_none_of_them_hides_an_option_that_is_here(self) -> None:
         for name in COMMANDS:

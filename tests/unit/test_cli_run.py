@@ -143,6 +143,14 @@ class TestText:
         event = GenerationEvent(None, "", 9, 0, 0.5, 0.0, "cancelled", n_read=n_read)
         assert stats_line(event, FakeEngine("").memory()).startswith(line + "peak")
 
+    def test_the_statistics_say_what_copies_of_experts_take(self):
+        event = GenerationEvent(None, "", 9, 1, 0.5, 0.0, "length")
+        memory = {"device_peak_bytes": 8 << 30, "host_peak_bytes": 20 << 30}
+        line = stats_line(event, memory | {"host_pinned_bytes": 18 << 30})
+        assert line.endswith("8.00 GiB on the device; peak 20.0 GiB on the host, 18.0 GiB of it "
+                             "copies of experts")  # fmt: skip
+        assert stats_line(event, memory | {"host_pinned_bytes": 0}).endswith("GiB on the host")
+
     def test_a_model_without_vocabulary_says_how_to_use_ids(self, cli: Cli) -> None:
         cli.engine = FakeEngine("", vocabulary=False)
         assert "PROMPT_IDS N_GEN OUT_IDS" in cli.refused("run", "m", "-p", "x", code=3)

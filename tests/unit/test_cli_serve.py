@@ -78,11 +78,33 @@ def test_keys_and_names_guard_the_server(ran: Ran, monkeypatch: pytest.MonkeyPat
     assert ran.guard.admits_host("localhost:1") and not ran.guard.admits_host("a.example")
     assert start("--alias-host", "A.example", "--cors-origin", "https://b").exit_code == 0
     assert ran.guard.admits_host("a.example") and ran.guard.origins == ("https://b",)
+    assert start("--cors-origin", "HTTP://B:80", "--cors-origin", "*").exit_code == 0
+    assert [*ran.guard.origins] == ["http://b:80", "*"]
     monkeypatch.setenv("MOEGRAPH_API_KEY", "secret")
     assert start("--host", "0.0.0.0").exit_code == 0
     assert ran.guard.keys.fit(b"secret") and ran.guard.admits_host("10.0.0.1")
     assert start("--api-key", "other").exit_code == 0
     assert ran.guard.keys.fit(b"other") and not ran.guard.keys.fit(b"secret")
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("--alias-host", "gpu.example:8080"), ("--alias-host", "http://gpu.example"),
+    ],
+)  # fmt: skip
+def test_what_no_browser_sends_is_refused(option: str, value: str) -> None:
+    error = failure(option, value)
+    assert isinstance(error, ConfigError) and f"{option} '{value}'" in str(error)
+
+
+def test_origins_are_as_browsers_send_them(ran: Ran) -> None:
+    """A slash at the end, or a bare name, would never match."""
+    given = ("--cors-origin", "https://Chat.Example/", "--cors-origin", "http://localhost:3000")
+    assert start(*given, "--cors-origin", "*").exit_code == 0
+    assert ran.guard.origins == ("https://chat.example", "http://localhost:3000", "*")
+    for wrong in ("chat.example", "https://a/b", "https://a b", "https://", ""):
+        assert "write scheme and host" in start("--cors-origin", wrong).output
 
 
 def test_other_machines_need_a_key(ran: Ran) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from moegraph.cli import svg
-from moegraph.experts.cost import MACHINES, machine_fields
+from moegraph.experts.machines import MACHINES, machine_fields
 from moegraph.placement.generator import generate_trace
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.profile import Profile

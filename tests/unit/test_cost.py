@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.experts.cost import (
-    MACHINES,
     Curve,
     Machine,
     MissCosts,
@@ -24,6 +23,7 @@ from moegraph.experts.cost import (
     usual_slots,
 )
 from moegraph.experts.fetchchoice import FetchChoice
+from moegraph.experts.machines import MACHINES
 from moegraph.kinds import MAX_FETCH_ROWS
 
 N_EXPERT = 256

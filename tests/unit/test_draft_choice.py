@@ -115,8 +115,8 @@ def test_auto_loads_nothing_that_costs_too_much_and_says_so(files: tuple[Path, P
 
 
 def test_auto_loads_what_is_worth_its_slots(files: tuple[Path, Path]) -> None:
-    """At 7.75 GiB a block with a quarter of its experts; the file costs more slots."""
-    choice = chosen(files, 7.75, spec="auto")
+    """At 8 GiB a block with a quarter of its experts; the file costs more slots."""
+    choice = chosen(files, 8, spec="auto")
     assert choice.sources.mtp and choice.sources.n_kept == 64 and not choice.sources.draft
     assert choice.price and choice.price.is_worth_it and choice.price.n_slots > 100
     (line,) = choice.notes

@@ -72,10 +72,10 @@ def test_the_candidates_beside_the_spine_are_counted_where_it_was_wrong() -> Non
 
 def test_hopes_are_above_rates_and_come_down_to_them() -> None:
     known = Acceptance(4, 0.6)
-    before = [hope - rate for hope, rate in zip(known.hopes(), known.rates)]
+    before = [hope - rate for hope, rate in zip(known.hopes(1.0), known.rates)]
     for _ in range(200):
         known.observe([0, -1] if _ % 3 else [-1])
-    after = [hope - rate for hope, rate in zip(known.hopes(), known.rates)]
+    after = [hope - rate for hope, rate in zip(known.hopes(1.0), known.rates)]
     assert all(gap > 0 for gap in before + after)
     assert after[0] < before[0] / 3 and after[1] < before[1] / 3
 

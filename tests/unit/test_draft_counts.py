@@ -125,7 +125,9 @@ def test_the_next_start_begins_with_what_was_learned() -> None:
             n += bool(plan.source)
             if plan.is_watched:
                 controller.observe_watched(Watched("mtp", (-1,), ()))
-            controller.observe(Step(plan.source, STEP, n_draft=plan.n_draft, is_trial=True))
+            draft_s = 0.2 * plan.n_draft * STEP
+            controller.observe(Step(plan.source, STEP + draft_s, n_draft=plan.n_draft,
+                                    drafter_s=draft_s, is_trial=bool(plan.source)))  # fmt: skip
         return n
 
     assert n_tried(begun((0.1, 0.1), known=True)) < n_tried(begun((0.1, 0.1), known=False))

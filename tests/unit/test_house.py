@@ -32,6 +32,7 @@ PURE = (
     "text.chat", "text.constraint", "text.grammar", "text.stream",
     "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",
+    "experts.machines",
     "experts.passplan", "experts.policy", "experts.prefetch", "experts.ranking",
     "experts.residency", "experts.routing", "experts.slots",
     "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity",

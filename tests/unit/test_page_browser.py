@@ -470,11 +470,14 @@ def test_the_shipped_model_answers_in_the_browser(browser: Any) -> None:
         try:
             visit.ask("Tell me about cats")
             visit.page.wait_for_selector(".answer .text > *")
-            visit.wait_for("/answering/.test(document.getElementById('slots').innerText)")
+            # what they say is told by a test with a slow answer; this one may be over already
+            visit.wait_for("document.querySelectorAll('#slots li').length === 2")
             if visit.page.is_visible("#stop"):
                 visit.page.click("#stop")
             visit.wait_until_idle()
-            assert "tokens/s" in visit.page.inner_text(".figures")
+            figures = visit.page.inner_text(".figures")
+            # the model may end after a token, or the stop come so soon: no speed is told then
+            assert figures.startswith("1 token ·") != ("tokens/s" in figures)
             assert visit.page.locator("#slots li").count() == 2
             assert visit.complaints == []
         finally:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moegraph.experts.cost import MACHINES, Curve, Machine
+from moegraph.experts.cost import Curve, Machine
+from moegraph.experts.machines import MACHINES
 from moegraph.placement.generator import generate_trace
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.prompttime import (

@@ -332,6 +332,7 @@ def test_an_exchange_that_failed_is_made_in_the_next_pass() -> None:
     residency = residency_of([4], policy=Lfu(hysteresis=1.0))
     residency.begin_pass(Kind.PREFILL, 40)
     residency.routed(0, rows(*[[9, 8, 7, 1]] * 40))
+    residency.end_pass(0.0)
     wanted = residency.begin_pass(Kind.DECODE, 1).exchanged
     residency.rollback()
     assert residency.cache.layers[0].residents() == [1]
@@ -344,6 +345,7 @@ def test_a_replay_exchanges_when_it_says_so_or_never() -> None:
         residency = residency_of([4], policy=Lfu(hysteresis=1.0), exchanges=exchanges)
         residency.begin_pass(Kind.PREFILL, 40)
         residency.routed(0, rows(*[[9, 8, 7, 1]] * 40))
+        residency.end_pass(0.0)
         residency.exchange()
         held = {1, 7, 8, 9} if exchanges else {0, 1, 2, 3}
         assert set(residency.cache.layers[0].residents()) == held

@@ -154,6 +154,23 @@ def test_log_probabilities_are_beside_the_text() -> None:
     assert next(e for e in events if e["type"].endswith("text.delta"))["logprobs"] == [entry]
 
 
+def test_probabilities_of_held_back_tokens_come_with_their_text() -> None:
+    first, second, thought, end = ({"token": word} for word in (" ", "x", "hm", "</think>"))
+    made = writer()
+    made.start()
+    made.take([ReasoningPart("hm")], [thought])
+    made.take([ReasoningPart("."), ContentPart("a")], [end])
+    made.take([], [first])
+    events = made.take([ContentPart(" x")], [second])
+    assert [event["logprobs"] for event in events] == [[first, second]]
+    (message,) = (item for item in made.output() if item["type"] == "message")
+    assert message["content"][0]["logprobs"] == [end, first, second]
+    made.take([], [first])
+    made.take([ReasoningPart("hm")], [thought])
+    made.take([ContentPart("b")], [second])
+    assert made.output()[-1]["content"][0]["logprobs"] == [second]
+
+
 def test_a_failure_in_the_middle_ends_the_stream_with_both_events() -> None:
     made = writer()
     events = [*made.start(), *made.take([ContentPart("x")])]

@@ -320,7 +320,7 @@ def test_prompts_that_come_at_once_are_read_one_after_another() -> None:
         machine.add(f"{i}", 600, 400)
     while not all(machine.tokens.values()):
         machine.turn()
-    assert machine.now < 1.3 * 8 * 40 * machine.step_of(layer(600))
+    assert machine.now < 1.5 * 8 * 40 * machine.step_of(layer(600))
 
 
 def test_a_request_may_end_anywhere() -> None:
@@ -412,7 +412,7 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def slots_suffice(self) -> None:
         assert self.machine.scheduler.n_running <= 3
-        assert len(self.machine.steps) <= 1
+        assert len(self.machine.swept) <= 1
         assert self.machine.n_used <= 450
 
     def teardown(self) -> None:
@@ -451,7 +451,7 @@ def test_a_short_prompt_waits_for_a_sweep_that_ends_soon() -> None:
     for row_s, begins in ((1e-5, False), (1e-3, True)):
         scheduler = Scheduler[str](4, 100)
         scheduler.add("a")
-        scheduler.began("a", 1000)
+        scheduler.began("a", 10_000)
         scheduler.costs.note_rows(10, 10 * row_s)
         scheduler.add("b")
         assert isinstance(scheduler.next(lambda name: 40), Begin) == begins

@@ -159,6 +159,26 @@ def test_a_conversation_with_a_tool_reaches_the_model_as_it_is() -> None:
     assert chat.tools == [TOOL] and chat.tool_choice == "required"
 
 
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
+
+
+def test_only_tools_that_are_allowed_are_shown() -> None:
+    for names, mode in ("f", "auto"), ("fg", "required"):
+        case = Case()
+        case.chat(tools=TOOLS, tool_choice=allowed(*names, mode=mode))
+        (chat,) = case.model.chats
+        assert [tool["function"]["name"] for tool in chat.tools] == list(names)
+        assert chat.tool_choice == mode
+    case = Case()
+    case.chat(tools=TOOLS, tool_choice=TOOLS[1])
+    assert case.model.chats[0].tool_choice == "g" and case.model.chats[0].tools == TOOLS
+
+
 TEXT_PART = {"type": "text", "text": "short"}
 
 
@@ -231,17 +251,29 @@ def test_probabilities_stand_beside_their_tokens() -> None:
     assert "".join(t["token"] for f in found if f for t in f["content"]) == "abc"
 
 
+# What no grammar can hold an answer to is passed over, unless the client wants it strict.
+LOOSE = {"x-guidance": {"lenient": True}}
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "source"),
     [
         ({"response_format": {"type": "json_object"}}, "json_object", None),
-        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, "json_schema", {"a": 1}),
+        (
+            {"response_format": {"type": "json_object", "schema": {"a": 1}}},
+            "json_schema", {"a": 1, **LOOSE},
+        ),
         (
             {"response_format": {"type": "json_schema",
                                  "json_schema": {"name": "x", "schema": {"b": 2}}}},
+            "json_schema", {"b": 2, **LOOSE},
+        ),
+        (
+            {"response_format": {"type": "json_schema",
+                                 "json_schema": {"schema": {"b": 2}, "strict": True}}},
             "json_schema", {"b": 2},
         ),
-        ({"json_schema": {"c": 3}}, "json_schema", {"c": 3}),
+        ({"json_schema": {"c": 3}}, "json_schema", {"c": 3, **LOOSE}),
         ({"grammar": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
         ({"grammar": "%llguidance {}\nstart: /a/"}, "lark", "%llguidance {}\nstart: /a/"),
     ],
@@ -265,6 +297,7 @@ def test_text_is_no_format() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content",
@@ -288,6 +321,13 @@ def test_text_is_no_format() -> None:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tool_choice": "maybe"}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [3]}}},
+            "tool_choice",
+        ),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("f", mode="none")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("f", "h")}, "tool_choice"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"grammar": "x", "json_schema": {}}, "grammar"),

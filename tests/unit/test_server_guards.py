@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import json
 import logging
@@ -87,12 +88,19 @@ def test_a_post_must_be_json(kind: str | None) -> None:
     assert response.status_code == 415 and "application/json" in response.text
 
 
+def test_a_compressed_body_is_refused_as_such() -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    response = Case().client.post(PATH, content=gzip.compress(b"{}"), headers=headers)
+    assert response.status_code == 415 and "compressed" in response.json()["error"]["message"]
+
+
 def test_pages_of_other_origins_are_refused_unless_named() -> None:
     ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     assert Case().client.options(PATH, headers=ask).status_code == 405
     case = Case(guard=Guard(Keys(["k"]), hosts=None, origins=("https://a.example",)))
     response = case.client.options(PATH, headers=ask)
     assert response.headers["access-control-allow-origin"] == "https://a.example"
+    assert "DELETE" in response.headers["access-control-allow-methods"]  # of stored responses
     other = case.client.options(PATH, headers={**ask, "Origin": "https://b.example"})
     assert "access-control-allow-origin" not in other.headers
     answer = case.client.get("/props", headers={"Origin": "https://a.example", "X-Api-Key": "k"})

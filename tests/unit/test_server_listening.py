@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import resource
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -53,10 +54,15 @@ def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert with_server(lambda port: sent(port)) == b""
 
 
+@pytest.mark.parametrize("limit", ["connections", "open files"])
 def test_of_too_many_connections_the_longest_idle_one_gives_way(
-    monkeypatch: pytest.MonkeyPatch,
+    limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moegraph.server.listening.MAX_CONNECTIONS", 3)
+    if limit == "connections":
+        monkeypatch.setattr("moegraph.server.listening.MAX_CONNECTIONS", 3)
+    else:  # and it cannot be raised
+        monkeypatch.setattr(resource, "getrlimit", lambda what: (6, 6))
+        monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
     async def go(port: int) -> None:
@@ -89,6 +95,16 @@ def test_a_connection_that_is_too_many_is_told_so(monkeypatch: pytest.MonkeyPatc
 
     found = with_server(go, Case(["a"] * 10_000, step_s=0.001))
     assert found.startswith(b"HTTP/1.1 503") and b"Retry-After" in found
+
+
+def test_many_clients_may_come_while_the_server_is_busy() -> None:
+    async def go(port: int) -> bytes:
+        with ExitStack() as opened:  # nothing is accepted meanwhile
+            for _ in range(300):
+                opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        return await sent(port, b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+
+    assert with_server(go).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_vanished_is_found_out() -> None:

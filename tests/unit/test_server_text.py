@@ -144,7 +144,7 @@ def test_the_page_of_the_server_names_every_figure() -> None:
 @pytest.mark.parametrize("path", ["/completion", "/v1/embeddings", "/api/chat"])
 def test_paths_of_other_servers_say_what_to_use(path: str) -> None:
     response = Case().post(path, {})
-    assert response.status_code == 501 and response.json()["error"]["code"] == "not_served"
+    assert response.status_code == 404 and response.json()["error"]["code"] == "not_served"
 
 
 def test_no_path_is_served_twice() -> None:

@@ -10,6 +10,7 @@ import pytest
 from helpers.shipped import TINY, TINY_DFLASH, TINY_MTP, merged_tiny
 from merge_mtp import merge
 
+from moegraph.errors import UnsupportedModel
 from moegraph.modelfile import open_model
 from moegraph.modelfile.draftfile import open_drafter
 
@@ -39,6 +40,13 @@ def test_the_merged_model_has_its_old_tensors_and_a_block(tmp_path: Path) -> Non
         np.testing.assert_array_equal(tensor.data, after[name].data)
     block = {t.name for t in gguf.GGUFReader(str(TINY_MTP)).tensors}
     assert set(after) - set(before) == block
+
+
+def test_a_block_alone_is_neither_a_model_nor_a_drafter() -> None:
+    with pytest.raises(UnsupportedModel, match=r"a prediction \(MTP\) block alone; it drafts only"):
+        open_model(TINY_MTP)
+    with pytest.raises(UnsupportedModel, match=r"a prediction \(MTP\) block alone; it drafts only"):
+        open_drafter(TINY_MTP)
 
 
 def test_a_block_is_merged_once_and_only_where_it_fits(tmp_path: Path) -> None:

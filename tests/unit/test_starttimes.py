@@ -59,3 +59,20 @@ def test_only_the_first_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     report = times.report()
     assert (report["process_s"], report["first_token_s"]) == (0.5, 2.0)
     assert list(report) == ["process_s", "load_s", "first_token_s"]
+
+
+def test_no_time_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def slow_age() -> float:
+        clock[0] += 0.5  # a busy machine may stop a process anywhere
+        return clock[0]
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(starttimes, "process_age", slow_age)
+    times = StartTimes()
+    clock[0] += 1.0
+    times.lap("load")
+    times.token()
+    found = times.report()
+    assert found["process_s"] == 0.5 and found["load_s"] == 1.0 and found["first_token_s"] == 2.0

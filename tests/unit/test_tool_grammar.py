@@ -75,6 +75,45 @@ def call(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>"
 
 
+NAMED: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "mixed": ({"enum": ["x", 3, None, "3", "", "true"]}, ["x", 3, None, "3", "", "true"]),
+    "maybe": (
+        {"anyOf": [{"type": "string", "enum": ["m", "k m"]}, {"type": "null"}]},
+        ["k m", None],
+    ),
+    "const": ({"const": "only"}, ["only"]),
+    "either": ({"type": ["string", "boolean"], "enum": ["p", True]}, ["p", True]),
+    "other": ({"$ref": "#/$defs/u"}, ["q", "r"]),
+    "plain": ({"type": "string", "enum": ["s", None, "null"]}, ["s", "null"]),
+}
+
+
+@pytest.mark.parametrize("key", NAMED)
+def test_values_that_a_schema_names_are_the_only_ones(key: str) -> None:
+    schema, values = NAMED[key]
+    parameters = {
+        "properties": {key: schema}, "required": [key], "$defs": {"u": {"enum": ["q", "r"]}},
+    }  # fmt: skip
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    case = Case(tools=[tool], tool_choice="required")
+    for value in values:
+        # a string that could be another value is written in quotes
+        text = value if isinstance(value, str) and value != "3" else json.dumps(value)
+        given = call("f", **{key: text})
+        assert case.allows(given) and case.calls(given) == [("f", {key: value})], text
+        case = Case(tools=[tool], tool_choice="required")
+    for text in ("y", "5", '"x', "None"):
+        assert not case.allows(call("f", **{key: text})), text
+
+
+def test_a_schema_beside_tools_may_be_loose() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    with pytest.raises(RequestError, match="uniqueItems"):
+        Case(tools=[STOP], format=Format("json_schema", schema))
+    loose = {**schema, "x-guidance": {"lenient": True}}
+    assert Case(tools=[STOP], format=Format("json_schema", loose)).allows("[1, 1]")
+
+
 WHOLE = call("add", text="a </b>\n", n="5", unit="km", more='{"a": true}')
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from moegraph.experts.cache import ExpertCache
 from moegraph.experts.cost import MissSplit, MissWays
+from moegraph.experts.passplan import PassPlan
 from moegraph.experts.policy import Lru
 from moegraph.experts.residency import Residency
 from moegraph.kinds import MAX_FETCH_ROWS, Kind
@@ -44,3 +45,29 @@ def test_lists_stay_long_while_passes_of_many_and_of_few_rows_take_turns() -> No
     lengths = [len(layer.victims) for layer in residency.cache.layers]
     assert lengths == [N_USED, 3 * N_USED], "where another list was due, it is a short one"
     assert n_planned(3) == 1
+
+
+def test_passes_between_the_steps_of_a_prompt_exchange_nothing_and_keep_their_lists() -> None:
+    residency = fetching([6, 6, 6])
+
+    def decode() -> PassPlan:
+        plan = residency.begin_pass(Kind.DECODE, 2, n_seqs=2)
+        residency.begin_fetch(plan.mode.fetch_layers)
+        for il in plan.mode.fetch_layers:
+            residency.fetched(il, np.array([5, 4, 5, 4] * 2, np.int32))
+        residency.end_pass(1e-3)
+        return plan
+
+    assert [il for il, *_ in decode().rows] == [0, 1, 2]
+    for il in range(3):
+        residency.begin_pass(Kind.PREFILL, 40)
+        residency.routed(il, np.array([9, 8, 7, 1] * 40, np.int32))
+        plan = decode()
+        assert plan.exchanged == [] and [row[0] for row in plan.rows] == [il]
+        assert plan.rows[0][2], "victims, by what the prompt chose too"
+        residency.begin_pass(Kind.PREFILL, 40)
+        assert decode().rows == [], "no list is due while nothing has changed"
+    residency.begin_pass(Kind.PREFILL, 40)
+    residency.end_pass(0.0)
+    assert decode().exchanged == [], "other sequences decode, which choose other experts"
+    assert residency.begin_pass(Kind.DECODE, 1).exchanged == [], "too late"

@@ -13,7 +13,6 @@ _KINDS = {
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
-    501: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
     529: "overloaded_error",

@@ -92,7 +92,7 @@ function progressText({ processed, total }) {
 }
 
 function figuresText(t) {
-  const words = [`${t.predicted_n} tokens`];
+  const words = [t.predicted_n === 1 ? "1 token" : `${t.predicted_n} tokens`];
   if (t.predicted_n > 1) words.push(`${t.predicted_per_second.toFixed(1)} tokens/s`);
   const kept = t.cache_n ? ` and ${t.cache_n} kept` : "";
   words.push(`prompt: ${t.prompt_n}${kept}, ${(t.prompt_ms / 1000).toFixed(2)} s`);

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...engine.chat import ChatRequest, Format
 from ..limits import LIMITS
 from ..schemas.fields import Defaults
+from ..schemas.formats import schema_format
 from ..schemas.parts import read, refuse
 from ..schemas.responses import ItemReference, ResponsesBody, TextFormat
 from ..thinking import template_variables
@@ -111,4 +112,4 @@ def _format(asked: TextFormat | None) -> Format | None:
         return Format("json_object")
     if asked.schema_ is None:
         refuse("text.format.schema", "this field is required")
-    return Format("json_schema", asked.schema_)
+    return schema_format(asked.schema_, asked.strict is True)

@@ -40,6 +40,7 @@ class ResponseWriter:
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
         self._n_reasoning = 0
+        self._held: list[dict[str, Any]] = []
         self._ended: dict[str, Any] = {"status": "in_progress"}
 
     def response(self) -> dict[str, Any]:
@@ -62,12 +63,16 @@ class ResponseWriter:
     def take(
         self, parts: Sequence[Part], logprobs: Logprobs = (), n_tokens: int = 0
     ) -> list[Event]:
-        """Take the parts of a step of n tokens; logprobs: of these, if the client wants them."""
+        """Take the parts of a step of n tokens; logprobs: of these, if the client wants them.
+
+        Those of tokens whose text is held back are told with the text that comes of them.
+        """
         events: list[Event] = []
+        held = [*self._held, *logprobs]
         for part in parts:
-            events += self._part(part, logprobs)
-            if isinstance(part, ContentPart):
-                logprobs = ()
+            events += self._part(part, held)
+            held = [] if isinstance(part, ContentPart) or not held else list(logprobs)
+        self._held = [] if parts else held
         self._n_reasoning += _reasoning_share(parts, n_tokens)
         return self._numbered(events)
 

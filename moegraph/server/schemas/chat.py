@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ...engine.chat import ChatRequest
 from ..body import json_depth
@@ -68,6 +68,12 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
+    @model_validator(mode="after")
+    def _asks(self) -> Message:
+        if self.role == "user" and self.content is None:
+            raise wrong("a message of the user needs content")
+        return self
+
     def plain(self) -> dict[str, Any]:
         """Return the message in OpenAI's form, without empty fields."""
         found = self.model_dump(exclude_none=True, exclude={"reasoning"})
@@ -94,16 +100,39 @@ class Tool(Body):
     function: Function
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """The functions that may be called. mode: auto, required, or None: the only one must be."""
+
+    names: tuple[str, ...]
+    mode: str | None = None
+
+
+_CHOICE = "an object that names a function, or allowed_tools"
+
+
 def _chosen(value: object) -> object:
-    """Return "auto", "none", "required", or the name of the function that must be called."""
+    """Return a choice of tools: a word, or the functions that may be called."""
     if value is None or value in ("auto", "none", "required"):
         return value
-    if isinstance(value, dict) and value.get("type") == "function":
-        function = value.get("function", value)
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str):
-            return {"name": name}
-    raise wrong("expected auto, none, required, or an object that names a function")
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and kind == "function":
+        return Allowed((_named(value),))
+    if isinstance(value, dict) and kind == "allowed_tools":
+        given = value.get("allowed_tools")
+        found = given if isinstance(given, dict) else {}
+        tools, mode = found.get("tools"), found.get("mode", "auto")
+        if isinstance(tools, list) and tools and mode in ("auto", "required"):
+            return Allowed(tuple(map(_named, tools)), mode)
+    raise wrong(f"expected auto, none, required, or {_CHOICE}")
+
+
+def _named(tool: object) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise wrong(f"a tool has no name; expected {_CHOICE}")
+    return name
 
 
 def _few(value: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +160,7 @@ class ChatBody(Sampled, Formatted, Streamed):
     top_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
     tools: Tools | None = None
     tool_choice: Annotated[
-        Literal["auto", "none", "required"] | dict[str, str] | None, BeforeValidator(_chosen)
+        Literal["auto", "none", "required"] | Allowed | None, BeforeValidator(_chosen)
     ] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
@@ -169,22 +198,29 @@ class ChatBody(Sampled, Formatted, Streamed):
             ApiError: it names a function that is not among the tools.
         """
         chosen, names = self.tool_choice, {tool.function.name for tool in self.tools or ()}
-        name = chosen["name"] if isinstance(chosen, Mapping) else chosen or "auto"
-        if (isinstance(chosen, Mapping) and name not in names) or (
-            name == "required" and not names
-        ):
+        wanted = chosen.names if isinstance(chosen, Allowed) else []
+        if not names.issuperset(wanted) or (chosen == "required" and not names):
             raise ApiError(
                 400, "tool_choice asks for a tool that is not among tools",
                 param="tool_choice", code="invalid_value",
             )  # fmt: skip
-        return name
+        if isinstance(chosen, Allowed):
+            return chosen.mode or chosen.names[0]
+        return chosen or "auto"
+
+    def _callable(self) -> list[dict[str, Any]]:
+        """Return the tools that may be called."""
+        chosen, tools = self.tool_choice, self.tools or ()
+        if isinstance(chosen, Allowed) and chosen.mode:
+            tools = [tool for tool in tools if tool.function.name in chosen.names]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     def chat(self, defaults: Defaults, name: str) -> ChatRequest:
         """Return the request of one answer; name: for logs."""
         return ChatRequest(
             messages=[message.plain() for message in self.messages],
             sampling=self.sampling(defaults.sampling),
-            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            tools=self._callable(),
             tool_choice=self.choice_of_tool(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             format=self.format(),

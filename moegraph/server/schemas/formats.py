@@ -30,6 +30,16 @@ Schema = Annotated[dict[str, Any], AfterValidator(bounded)]
 Grammar = Annotated[str, Field(max_length=LIMITS.grammar_bytes)]
 
 
+def schema_format(schema: dict[str, Any], is_strict: bool) -> Format:
+    """Return the form of a schema.
+
+    Keywords that no grammar can hold an answer to are an error if it is strict, as with OpenAI;
+    otherwise they are passed over, as llama-server does.
+    """
+    loose = {} if is_strict else {"x-guidance": {"lenient": True}}
+    return Format("json_schema", {**loose, **schema})
+
+
 class NamedSchema(Body):
     """OpenAI's wrapper of a JSON schema."""
 
@@ -54,11 +64,11 @@ class ResponseFormat(Body):
                 400, "response_format.type is not text, json_object or json_schema",
                 param="response_format.type", code="invalid_value",
             )  # fmt: skip
-        schema = self.schema_
+        schema, is_strict = self.schema_, False
         if self.json_schema is not None and self.json_schema.schema_ is not None:
-            schema = self.json_schema.schema_
+            schema, is_strict = self.json_schema.schema_, self.json_schema.strict is True
         if schema is not None:
-            return Format("json_schema", schema)
+            return schema_format(schema, is_strict)
         if self.type == "json_object":
             return Format("json_object")
         raise ApiError(
@@ -82,7 +92,7 @@ class Formatted(Body):
         """
         found = [] if self.response_format is None else [self.response_format.format()]
         if self.json_schema is not None:
-            found.append(Format("json_schema", self.json_schema))
+            found.append(schema_format(self.json_schema, is_strict=False))
         if self.grammar:
             kind = "lark" if self.grammar.lstrip().startswith(_LARK) else "gbnf"
             found.append(Format(kind, self.grammar))

@@ -22,7 +22,7 @@ class TurnMemory(Protocol):
     """Remembers how a model wrote its answers."""
 
     def keep_turn(self, text: str, tokens: Sequence[int]) -> None:
-        """Remember the tokens of a whole answer."""
+        """Remember the tokens of an answer, which may have been cut."""
 
     def keep_call(self, name: str, arguments: str, raw: Mapping[str, str]) -> None:
         """Remember the values of a call; see `CallMemory.keep`."""
@@ -102,7 +102,7 @@ class AnswerParser:
             found += self._reason(reasoning) + self._content(content)
         scanner = self._scanners[ContentPart]
         rest = self._parts(ContentPart, scanner.flush(is_cut)) if scanner else []
-        if self._memory and not is_cut:
+        if self._memory:
             self._memory.keep_turn("".join(self._texts), self._tokens)
         return found + self._end_reasoning(is_cut) + rest
 

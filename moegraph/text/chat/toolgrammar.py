@@ -7,11 +7,11 @@ from typing import Any
 
 from .calls import CALL, END_OF_CALL, END_OF_FUNCTION, END_OF_PARAMETER, FUNCTION, PARAMETER
 from .rawjson import dumps
-from .toolschema import STRING, Tools
+from .toolschema import Tools
 
 # Keywords that llguidance does not know are passed over in tools, whose schemas are many people's.
-_LOOSE = {"x-guidance": {"lenient": True, "whitespace_pattern": r"[ ]?|\n{1,2}[ \t]{0,20}"}}
-_STRICT = {"x-guidance": {"whitespace_pattern": _LOOSE["x-guidance"]["whitespace_pattern"]}}
+_STRICT = {"whitespace_pattern": r"[ ]?|\n{1,2}[ \t]{0,20}"}
+_LOOSE = {"x-guidance": {"lenient": True, **_STRICT}}
 _END_OF_VALUE = f"\n{END_OF_PARAMETER}\n"
 
 
@@ -45,7 +45,10 @@ class CallGrammar:
         begin = f"{self._tag(CALL)} calls"
         if other is None:
             return self._grammar(begin)
-        return self._grammar(f"({begin}) | other", f"other: %json {dumps({**other, **_STRICT})}")
+        options = other.get("x-guidance")
+        options = {**(options if isinstance(options, Mapping) else {}), **_STRICT}
+        schema = dumps({**other, "x-guidance": options})
+        return self._grammar(f"({begin}) | other", f"other: %json {schema}")
 
     def _grammar(self, start: str, *more: str) -> str:
         names = [f"function_{n}" for n in range(len(self._functions))]
@@ -111,9 +114,8 @@ class CallGrammar:
         if name in self._inputs:
             n = next(n for n, one in enumerate(self._functions) if one["name"] == name)
             return [f"{rule}: @{_part(n)} {end}"]
-        words = schema.get("enum") if isinstance(schema, Mapping) else None
-        if types == STRING and isinstance(words, Sequence) and words:
-            return [f"{rule}: ({' | '.join(dumps(str(word)) for word in words)}) {end}"]
+        if texts := self._tools.texts(name, key):
+            return [f"{rule}: ({' | '.join(map(dumps, texts))}) {end}"]
         if types is None or "string" in types or not isinstance(schema, Mapping):
             return [f"{rule}: text"]
         whole = {**schema, **_definitions(root), **_LOOSE}

@@ -48,6 +48,19 @@ class Tools:
             return None
         return _TypeFinder(schema).types(schema["properties"][parameter])
 
+    def texts(self, name: str, parameter: str) -> list[str]:
+        """Return what a model may write for a parameter, some of whose values are strings.
+
+        Nothing, if the schema does not name each value. `json_of` makes the values of the texts.
+        """
+        types = self.types(name, parameter)
+        if types is None or "string" not in types:
+            return []
+        schema = self._parameters[name]
+        values = _ValueFinder(schema).values(schema["properties"][parameter])
+        fitting = [value for value in values or () if _fits(value, types)]
+        return list(dict.fromkeys(_written(value, types) for value in fitting))
+
 
 class _TypeFinder:
     """Finds the types that a part of a schema allows."""
@@ -91,6 +104,37 @@ class _TypeFinder:
         for step in ref.removeprefix("#").strip("/").split("/"):
             found = found.get(step) if isinstance(found, Mapping) else None
         return found
+
+
+class _ValueFinder(_TypeFinder):
+    """Finds the values that a part of a schema allows, if it names them all."""
+
+    def values(self, schema: object) -> list[Any] | None:
+        self._n_left -= 1
+        if not isinstance(schema, Mapping) or self._n_left < 0:
+            return None
+        if isinstance(ref := schema.get("$ref"), str):
+            return self.values(self._referred(ref))
+        if "const" in schema:
+            return [schema["const"]]
+        if named := _list(schema.get("enum")):
+            return list(named)
+        if schema.get("type") in ("null", "boolean"):
+            return [None] if schema["type"] == "null" else [True, False]
+        found: list[Any] = []
+        for choice in _list(schema.get("anyOf")) or _list(schema.get("oneOf")):
+            values = self.values(choice)
+            if values is None:
+                return None
+            found += values
+        return found or None
+
+
+def _written(value: object, types: Types) -> str:
+    """Return the text of a value; a string is in quotes where it would be taken for another."""
+    if isinstance(value, str) and (types == STRING or json_of(value, types) == dumps(value)):
+        return value
+    return dumps(value)
 
 
 def _list(value: object) -> Sequence[Any]:

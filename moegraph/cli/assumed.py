@@ -1,0 +1,71 @@
+"""For which machine `moegraph plan` predicts: the one that was named, this one, or a usual one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..units import format_bytes
+
+if TYPE_CHECKING:
+    from ..experts.cost import Machine
+    from ..ggml.nvml import Card
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """What speeds are predicted for: a machine that was named, or else this one's card, if any."""
+
+    named: Machine | None
+    card: Card | None
+
+    @classmethod
+    def of(cls, asked: str) -> Assumption:
+        """Return what --machine asks for; `auto` takes the fastest card here.
+
+        Raises:
+            RequestError: there is no machine of that name, and no file that describes one.
+        """
+        from ..experts.machines import find_machine
+        from ..ggml.nvml import gpu_cards
+
+        if asked != AUTO:
+            return cls(find_machine(asked), None)
+        return cls(None, max(gpu_cards(), key=lambda card: card.memory_rate, default=None))
+
+    def machine(self, cards: Sequence[int]) -> Machine:
+        """Return the machine for a budget: the bytes of one card, or of several.
+
+        Unless one was named, it is this machine's if its card has so much memory, or else one with
+        a usual card of that size; of several cards, the smallest decides.
+        """
+        from ..experts.machines import CARD_SHARE, usual_card
+
+        if self.named:
+            return self.named
+        if self.card and max(cards) * CARD_SHARE <= self.card.n_bytes:
+            return _machine(self.card)
+        return usual_card(min(cards))
+
+
+def _machine(card: Card) -> Machine:
+    """Return the times of a card of this machine: measured for its kind, or computed."""
+    from ..experts.machines import MACHINES, card_machine
+
+    if "H200" in card.name:
+        return MACHINES["h200"]
+    about = (
+        f"this machine's card: {format_bytes(card.n_bytes)} with {card.memory_rate / 1e9:.0f} "
+        f"GB/s, {card.link}; computed, with DDR5 assumed"
+    )
+    return card_machine(card.name, about, card.memory_rate, card.link_rate, card.arithmetic)
+
+
+def assumed_text(machines: Sequence[Machine]) -> str:
+    """Return in a line for which machines the speeds of budgets are predicted."""
+    if len({machine.name for machine in machines}) == 1:
+        return machines[0].title
+    return "by size, the one in the last column; all but h200 are computed from data sheets"

@@ -1,0 +1,138 @@
+"""What NVIDIA's driver says of its cards, without a CUDA context and without a native library."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+# Bytes a second of one lane by PCIe generation, and the share of it that copies reach.
+_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+_COPIED = 0.8
+# 8-bit operations of one core in one cycle on tensor cores, by compute capability; 16 for others.
+_OPERATIONS = {(7, 5): 32, (8, 0): 64, (9, 0): 64, (10, 0): 64}
+# Cards do not hold their highest clock under load.
+_HELD_CLOCK = 0.8
+_SM_CLOCK, _MEMORY_CLOCK = 1, 2
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card as its driver describes it.
+
+    n_bytes: memory. memory_rate: bytes a second out of it. link_rate: bytes a second that a copy
+    from the host reaches. link: the PCIe generation and the number of lanes that card and slot
+    share. arithmetic: 8-bit operations a second.
+    """
+
+    name: str
+    n_bytes: int
+    memory_rate: float
+    link_rate: float
+    link: str
+    arithmetic: float
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _Pci(ctypes.Structure):
+    _fields_ = [
+        ("legacy", ctypes.c_char * 16), ("domain", ctypes.c_uint), ("bus", ctypes.c_uint),
+        ("device", ctypes.c_uint), ("ids", ctypes.c_uint * 2), ("name", ctypes.c_char * 32),
+    ]  # fmt: skip
+
+
+def gpu_used_bytes() -> dict[str, int]:
+    """Return the bytes in use by all processes on each GPU, by PCI address such as 0000:c1:00.0.
+
+    The driver tells it without a CUDA context. A context takes some hundred MiB, which CUDA cannot
+    report: its own figures exist only once the context is open. The driver and CUDA may number GPUs
+    differently, but the address is the same. Empty if there is no driver or it does not tell.
+    """
+    with _devices() as (nvml, handles):
+        return dict(found for found in (_used(nvml, handle) for handle in handles) if found)
+
+
+def gpu_cards() -> list[Card]:
+    """Return the cards that the driver describes in full; empty without a driver."""
+    with _devices() as (nvml, handles):
+        return [card for card in (_card(nvml, handle) for handle in handles) if card]
+
+
+@contextmanager
+def _devices() -> Iterator[tuple[Any, list[ctypes.c_void_p]]]:
+    """Open the driver's library; no handles if there is none, or one that is too old."""
+    nvml: Any = None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        is_open = nvml.nvmlInit_v2() == 0
+    except (OSError, AttributeError):
+        is_open = False
+    if not is_open:
+        yield None, []
+        return
+    try:
+        yield nvml, _handles(nvml)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _handles(nvml: Any) -> list[ctypes.c_void_p]:
+    count = ctypes.c_uint()
+    if not _call(nvml, "nvmlDeviceGetCount_v2", ctypes.byref(count)):
+        return []
+    found = [(index, ctypes.c_void_p()) for index in range(count.value)]
+    name = "nvmlDeviceGetHandleByIndex_v2"
+    return [handle for index, handle in found if _call(nvml, name, index, ctypes.byref(handle))]
+
+
+def _call(nvml: Any, name: str, *args: Any) -> bool:
+    """Call a function and return whether it succeeded; an old driver lacks some."""
+    try:
+        return bool(getattr(nvml, name)(*args) == 0)
+    except AttributeError:
+        return False
+
+
+def _used(nvml: Any, handle: ctypes.c_void_p) -> tuple[str, int] | None:
+    memory, pci = _Memory(), _Pci()
+    ok = _call(nvml, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory)) and _call(
+        nvml, "nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(pci)
+    )
+    return (f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0", memory.used) if ok else None
+
+
+def _card(nvml: Any, handle: ctypes.c_void_p) -> Card | None:
+    name, memory = ctypes.create_string_buffer(96), _Memory()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+
+    def number(function: str, *args: int) -> int:
+        found = ctypes.c_uint()
+        return found.value if _call(nvml, function, handle, *args, ctypes.byref(found)) else 0
+
+    bus = number("nvmlDeviceGetMemoryBusWidth")
+    memory_mhz = number("nvmlDeviceGetMaxClockInfo", _MEMORY_CLOCK)
+    generation = number("nvmlDeviceGetMaxPcieLinkGeneration")
+    width = number("nvmlDeviceGetMaxPcieLinkWidth")
+    cores, mhz = number("nvmlDeviceGetNumGpuCores"), number("nvmlDeviceGetMaxClockInfo", _SM_CLOCK)
+    known = all((bus, memory_mhz, generation in _LANE, width, cores, mhz))
+    if not (
+        known
+        and _call(nvml, "nvmlDeviceGetName", handle, name, ctypes.c_uint(len(name)))
+        and _call(nvml, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        and _call(
+            nvml, "nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major),
+            ctypes.byref(minor),
+        )
+    ):  # fmt: skip
+        return None
+    operations = _OPERATIONS.get((major.value, minor.value), 16)
+    return Card(
+        name.value.decode(errors="replace"), memory.total, 2 * memory_mhz * 1e6 * bus / 8,
+        _LANE[generation] * width * _COPIED, f"PCIe {generation}.0 x{width}",
+        cores * mhz * 1e6 * operations * _HELD_CLOCK,
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Builds graphs of usual passes and chunks while a service has nothing to do.
+
+The first pass of a shape, and each layer's first chunk of one, build a graph. Without this, the
+first requests would wait for hundreds of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from ..errors import MoegraphError
+from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
+from ..graphs.chunk import Segment
+from ..runner import AnyRunner, Batch
+from ..runner.sweeps import Sweeps
+
+# Rows of the sequences in chunks that prompts usually begin with.
+_CHUNKS = (
+    (128,), (256,), (384,), (512,), (768,), (1024,),
+    (256,) * 4, (256, 256, 192, 64), (512,) * 2, (384,) * 2, (128,) * 8, (256,) * 2, (128,) * 4,
+)  # fmt: skip
+# A long prompt has chunks of so many rows, up to so many positions.
+_LONG_CHUNKS, _LONG = (1024, 512), 8192
+
+
+class Building:
+    """Graphs that are built one at a time, as long as others need not give way for them."""
+
+    def __init__(self, runner: AnyRunner, n_seq: int) -> None:
+        """n_seq: most sequences of a pass."""
+        self._runner, self._n_seq = runner, n_seq
+        self._work = self._all()
+        self.is_done = False
+
+    def run(self, seconds: float) -> None:
+        """Build graphs for about so long."""
+        end = time.perf_counter() + seconds
+        while not self.is_done and time.perf_counter() < end:
+            self.step()
+
+    def step(self) -> None:
+        """Build a graph, or find that it is there; nothing happens if all are built."""
+        work = None if self._is_full else next(self._work, None)
+        try:
+            if work:
+                work()
+        except MoegraphError:  # it comes up again with the request that needs the graph
+            work = None
+        self.is_done = work is None
+
+    @property
+    def _is_full(self) -> bool:
+        return any(part.graphs.is_half_full for part in self._runner.parts)
+
+    def _all(self) -> Iterator[Callable[[], object]]:
+        """Yield the work, passes of answers first."""
+        widths = {min(width, self._n_seq) for part in self._runner.parts for width in part.widths}
+        for n in sorted(widths):
+            yield from self._passes(n, n)
+            if n - 1 not in {1, *widths}:
+                yield from self._passes(n - 1, n)
+        usual = [[Segment(slot, 0, n) for slot, n in enumerate(each)] for each in _CHUNKS]
+        long = [[Segment(0, at, n)] for n in _LONG_CHUNKS for at in range(n, _LONG, n)]
+        for segments in usual + long:
+            if len(segments) <= self._n_seq:
+                for part in self._runner.parts:
+                    yield from self._chunks(part.sweeps, segments)
+
+    def _passes(self, n: int, width: int) -> Iterator[Callable[[], object]]:
+        """Yield the work for n sequences, padded to width."""
+        rows, draws = np.zeros((n, 1), np.int32), np.full((n, DRAW_WORDS), -1, np.int32)
+        draws[:, 0] = 0  # no race; the graph is the same with one
+        slots = tuple(range(n))
+        yield partial(self._runner.build_ahead, Batch(rows, slots, greedy=True))
+        if width <= DRAW_ROWS:
+            yield partial(self._runner.build_ahead, Batch(rows, slots, draws=draws))
+
+    def _chunks(
+        self, sweeps: Sweeps | None, segments: Sequence[Segment]
+    ) -> Iterator[Callable[[], object]]:
+        if sweeps is None or not sweeps.takes(segments):
+            return
+        n, shape = sweeps.memory.inputs.shape_of(segments, True)
+        for il in sweeps.stage.layers:
+            yield partial(sweeps.build_chunk, il, n, shape)

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Measure --spec auto with several requests at a time, with drafts that are right by a script.
+
+Each client continues a prompt of its own, greedily. First nothing drafts; then each draft has the
+next tokens of the text that this client got without drafts, up to a token that is wrong, as often
+as scripts/bench_drafts.py says for the kind of text. So the model itself accepts them, and all
+passes and drafts cost what they cost. Where rounding makes a text part from the one without drafts,
+its later drafts are wrong; the share of texts that are equal is shown. So that they are, the engine
+is a deterministic one, with drafts and without.
+
+    scripts/bench_drafts_clients.py 35b.gguf --clients 1 2 4 8 16
+    scripts/bench_drafts_clients.py 35b.gguf --draft dflash.gguf --share 60 --kind structured
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import _bench as bench
+import bench_drafts as drafts
+import numpy as np
+from bench_service import Client
+
+from moegraph import Engine, EngineConfig, SamplingParams
+from moegraph.draft.drafter import Draft, Drafter, Race
+from moegraph.engine.drafters import first_widths, open_speculation
+from moegraph.engine.warmup import time_verify
+from moegraph.modelfile import open_model
+from moegraph.service.service import Service
+
+# Tokens by which prompts are told apart.
+_NAMED = 8
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class OfClient(drafts.Scripted):
+    """A drafter whose drafts are right by a script, for sequences that continue known texts."""
+
+    def __init__(
+        self, drafter: Drafter, kind: str, texts: Sequence[Sequence[int]],
+        held_by: Callable[[int], Sequence[int]],
+    ) -> None:  # fmt: skip
+        """texts: prompt and answer of each client. held_by: what a sequence holds."""
+        super().__init__(drafter, kind, texts[0], lambda: 0)
+        self._by_prompt = {tuple(text[:_NAMED]): np.asarray(text, np.int32) for text in texts}
+        self._held_by = held_by
+
+    def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
+        """Return a draft of as many tokens as the drafter makes."""
+        held = self._held_by(slot)
+        self._text, self._held = self._by_prompt[tuple(held[:_NAMED])], lambda: len(held)
+        return super().draft(slot, anchor, n, n_top, race)
+
+
+def serve(
+    engine: Engine, prompts: Sequence[list[int]], n_tokens: int, n_times: int
+) -> list[tuple[float, list[list[int]]]]:
+    """Return tokens a second of all clients together, and their texts, of several times."""
+    service, found = Service(engine), []
+    service.start()
+    try:
+        for _ in range(n_times):
+            clients = [Client(service, prompt, n_tokens) for prompt in prompts]
+            for client in clients:
+                client.wait()
+            # from when all decode to when the first ends
+            start, end = max(c.times[0] for c in clients), min(c.times[-1] for c in clients)
+            n = sum(sum(start < at <= end for at in client.times) for client in clients)
+            found.append((n / max(end - start, 1e-9), [c.tokens for c in clients]))
+    finally:
+        service.close()
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = bench.Parser(__doc__)
+    p.add_argument("model", type=bench.model_path, help="a GGUF file with an MTP block")
+    p.add_argument("--draft", default="", help="a DFlash file instead of the MTP block")
+    p.add_argument("--clients", type=bench.positive, nargs="+", default=[1, 2, 4, 8])
+    p.add_argument("--kind", default="code", choices=drafts.RATES)
+    p.add_argument("--share", type=bench.share, default=100.0, metavar="PERCENT")
+    p.add_argument("--tokens", type=bench.positive, default=192)
+    p.add_argument("--depth", type=bench.positive, default=64, help="tokens of the prompts")
+    p.add_argument("--samples", type=bench.positive, default=3)
+    p.add_argument("--device", default="auto")
+    p.add_argument("--threads", type=bench.positive)
+    p.add_argument("--out", type=Path, help="append rows here, as JSON lines")
+    return p
+
+
+def settings(args: argparse.Namespace) -> EngineConfig:
+    """Return the settings of the engine."""
+    n_seq, each = max(args.clients), args.depth + args.tokens + 64
+    config = EngineConfig(
+        device=args.device, profile="none", n_draft=31, n_threads=args.threads, n_seq=n_seq,
+        n_ctx=each * n_seq, spec="dflash" if args.draft else "mtp", draft=args.draft,
+        deterministic=True,
+    )  # fmt: skip
+    if args.share == 100:
+        return config
+    file = open_model(args.model)
+    hp = file.hparams
+    file.close()
+    n_slots = int(args.share / 100 * hp.n_layer * hp.n_expert)
+    return replace(config, pin_layers=0, cache_slots=n_slots)
+
+
+def measure(engine: Engine, config: EngineConfig, args: argparse.Namespace, n: int) -> Any:
+    """Return the row of a number of clients."""
+    assert engine.speculation is not None
+    own, drafters = engine.speculation, list(engine.speculation.drafters.values())
+    rng = np.random.default_rng(n)
+    prompts = rng.integers(0, engine.hparams.n_vocab, (n, args.depth)).tolist()
+    try:
+        engine.speculation = None
+        plain = serve(engine, prompts, args.tokens, args.samples + 1)
+        texts = [[*prompt, *text] for prompt, text in zip(prompts, plain[-1][1])]
+        told: list[Any] = [
+            OfClient(d, args.kind, texts, engine.passes.held)
+            for d in drafters
+            if d.name != "lookup"
+        ]
+        engine.reset(0)  # what comes next computes over this sequence
+        times = time_verify(engine.runner, first_widths(config, engine.runner.device.can.streams))
+        timed = replace(config, spec="auto", deterministic=False)
+        engine.speculation = open_speculation(told, timed, engine.runner, times)
+        assert engine.speculation is not None
+        ours = serve(engine, prompts, args.tokens, args.samples + 1)
+        report = engine.speculation.controller.stats.report()
+    finally:
+        engine.speculation = own
+    equal = [a == b for _, found in ours[1:] for a, b in zip(found, plain[-1][1])]
+    return {
+        "clients": n, "kind": args.kind, "share": args.share,
+        "plain": [tps for tps, _ in plain[1:]], "auto": [tps for tps, _ in ours[1:]],
+        "equal": float(np.mean(equal)), "drafts": report,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Measure each number of clients; print a table."""
+    args = parser().parse_args()
+    config = settings(args)
+    print("| clients | plain, tok/s | auto, tok/s | over plain | tokens a step | drafted | "
+          "equal texts |\n" + "|---" * 7 + "|", flush=True)  # fmt: skip
+    with Engine.load(args.model, config) as engine:
+        for n in args.clients:
+            row = measure(engine, config, args, n)
+            plain, ours = (float(np.median(row[name])) for name in ("plain", "auto"))
+            made = row["drafts"]
+            print(f"| {n} | {plain:.1f} | {ours:.1f} | {ours / plain:.2f}x | "
+                  f"{made['tokens_per_step']:.2f} | {made['chosen']} | {row['equal']:.0%} |",
+                  flush=True)  # fmt: skip
+            if args.out:
+                with args.out.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps(row) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The cache of built graphs: what it keeps, and what it drops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from moegraph.engine import Engine
+from moegraph.ggml.device import Device
+from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.ops import F32, Builder
+from moegraph.graphs.cache import BuiltGraph, GraphCache
+from moegraph.resident.layout import CAPTURED_NODE_BYTES
+
+N_NODES = 5
+
+
+@pytest.fixture
+def graphs() -> Iterator[GraphCache]:
+    device = Device("cpu", n_threads=1)
+    with closing(device), closing(GraphCache(device)) as found:
+        yield found
+
+
+def get(graphs: GraphCache, key: int) -> BuiltGraph:
+    def build(b: Builder) -> Any:
+        leaf = out = b.leaf(F32, (4,), "x")
+        for _ in range(N_NODES):
+            out = b.add(out, leaf)
+        return b.expand(out)
+
+    return graphs.get(key, 64, build)
+
+
+def first_node(built: BuiltGraph) -> int:
+    return int(ffi.cast("uintptr_t", C.ggml_graph_node(built.graph, 0)))
+
+
+def test_graphs_stay_within_the_limit_of_the_device(graphs: GraphCache) -> None:
+    graphs.max_device_bytes = 3 * N_NODES * CAPTURED_NODE_BYTES
+    for key in range(8):
+        get(graphs, key)
+        assert graphs.n_device_bytes == min(key + 1, 3) * N_NODES * CAPTURED_NODE_BYTES
+        assert graphs.is_half_full == (key > 0)
+    assert (len(graphs), graphs.n_dropped) == (3, 5)
+    n_built = graphs.n_built
+    for key in (5, 6, 7):  # those used last are there
+        get(graphs, key)
+    assert graphs.n_built == n_built
+    graphs.clear()
+    assert graphs.n_device_bytes == 0
+
+
+def test_one_graph_is_kept_whatever_it_takes(graphs: GraphCache) -> None:
+    graphs.max_device_bytes = 1
+    assert get(graphs, 0) is get(graphs, 0) is get(graphs, 0)
+
+
+def test_new_graphs_are_where_dropped_ones_were(graphs: GraphCache) -> None:
+    """CUDA knows a captured graph by its first node; so it keeps no more than are alive."""
+    graphs.max_device_bytes = 4 * N_NODES * CAPTURED_NODE_BYTES
+    places = {first_node(get(graphs, key)) for key in range(200)}
+    assert len(places) <= 6
+
+
+def test_graphs_that_a_caller_keeps_count_as_used(graphs: GraphCache) -> None:
+    kept, dropped = get(graphs, 0), get(graphs, 1)
+    graphs.max_device_bytes = 3 * N_NODES * CAPTURED_NODE_BYTES
+    graphs.used([kept, dropped])
+    for key in range(2, 9):
+        get(graphs, key)
+        graphs.used([kept])
+    n_built = graphs.n_built
+    assert get(graphs, 0) is kept and graphs.n_built == n_built
+    graphs.used([dropped])  # is not there any more
+    assert get(graphs, 1) is not dropped
+
+
+@pytest.mark.parametrize("settings", [{"mode": "layered"}, {"cache_slots": 60, "miss": "stream"}])
+def test_graphs_of_a_plan_are_known_to_be_in_use(
+    open_engine: Callable[..., Engine], settings: dict[str, Any]
+) -> None:
+    """A launch plan keeps its graphs and does not ask the cache for them."""
+    engine = open_engine(n_ctx=256, **settings)
+    [part] = engine.runner.parts
+    engine.prefill([1, 2, 3])
+    engine.forward([5], greedy=True)
+    for at in range(140):  # what nobody asks for is used last
+        engine.forward([5], greedy=True)
+        get(part.graphs, at)
+    newest = list(part.graphs._graphs)[-90:]
+    assert {key[0] for key in newest if isinstance(key, tuple)} >= {"layers", "head"}

@@ -1,0 +1,105 @@
+"""A service whose device fails: which requests end, and when nothing more is tried."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from helpers.clients import GREEDY, Client, alone, serving
+from helpers.faults import FAULTS, faulty
+from helpers.shared import prompt
+
+from moegraph.engine import Engine
+from moegraph.engine.requests import Request
+from moegraph.errors import NativeError, ServiceClosed
+from moegraph.service import scheduler
+
+Open = Callable[..., Engine]
+SLOTS = {"pin_layers": 0, "cache_slots": 48, "policy": "lru", "deterministic": True}
+
+REQUEST_FAULTS = ("mg_launch", "mg_wait_ids", "mg_upload_launch", "mg_graph_alloc")
+
+
+@pytest.mark.parametrize("name", REQUEST_FAULTS)
+def test_a_failed_call_ends_requests_with_an_error_and_the_next_are_right(
+    open_engine: Open, name: str
+) -> None:
+    engine = open_engine(n_seq=3, cpu_reference=True, **SLOTS, miss="stream")
+    single = open_engine(cpu_reference=True)
+    ids = [prompt(engine, n, seed=n) for n in (45, 10, 70, 20)]
+    expected = [alone(single, Request(one, GREEDY, 8, text=False, ignore_eos=True))[0]
+                for one in ids]  # fmt: skip
+    n_failed = 0
+    with serving(engine) as service:
+        for at in (1, 2, 3, 5, 9, 17, 33, 65, 129, 257):
+            with faulty(name, at, FAULTS[name][0]):
+                clients = [Client(service, one, max_tokens=8) for one in ids]
+                for client in clients:
+                    client.wait()
+            for client, tokens in zip(clients, expected):
+                if client.reason == "error":
+                    n_failed += 1
+                    assert isinstance(client.last.error, FAULTS[name][1])
+                    assert client.tokens == tokens[: len(client.tokens)]
+                else:
+                    assert (client.reason, client.tokens) == ("length", tokens)
+            assert service.failure is None
+    assert n_failed
+
+
+def test_a_device_that_fails_again_and_again_ends_the_service(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2)
+    with serving(engine) as service:
+        running = Client(service, [1, 2], max_tokens=100)
+        while not running.steps:
+            time.sleep(0.001)
+        with faulty("mg_launch", 1, FAULTS["mg_launch"][0]) as library:
+            library._at = _Always()
+            clients = [running]
+            with suppress(ServiceClosed):  # it may have failed by then
+                for n in range(8):
+                    clients.append(Client(service, [n], max_tokens=100))
+            for client in clients:
+                assert client.wait().reason == "error"
+        assert service.failure and not service.is_ready
+        with pytest.raises(ServiceClosed, match="failed"):
+            Client(service, [1])
+        assert service.status().failure == service.failure
+
+
+def test_failures_between_steps_of_a_prompt_that_succeed_end_no_service(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_LASTS_S", 0.0)  # pieces beside the prompt, however fast it is
+    monkeypatch.setattr(scheduler, "_LONGER", 0)
+    engine = open_engine(n_seq=2, n_ctx=4096, n_ubatch=32)
+
+    def fail(*_: Any) -> None:
+        raise NativeError("no")
+
+    with serving(engine) as service:
+        long = Client(service, prompt(engine, 3000), max_tokens=2)
+        monkeypatch.setattr(engine.passes, "read", fail)
+        for n in range(5):
+            n_steps = len(long.steps)
+            while len(long.steps) == n_steps:
+                time.sleep(0.0005)
+            assert Client(service, [n], max_tokens=2).wait().reason == "error"
+        assert not long.tokens, "it was still being read"
+        monkeypatch.undo()
+        assert long.wait().reason == "length" and service.failure is None
+
+
+class _Always(int):
+    """The number of every call."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__

@@ -1,0 +1,191 @@
+"""For which card speeds are predicted: named, found by the driver, or usual for the size."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import CliRunner
+
+from moegraph.cli import main
+from moegraph.cli.assumed import Assumption, assumed_text
+from moegraph.errors import RequestError
+from moegraph.experts.machines import MACHINES, card_machine, usual_card
+from moegraph.ggml import nvml
+from moegraph.ggml.nvml import Card, gpu_cards, gpu_used_bytes
+from moegraph.units import GiB
+
+RTX3060 = Card("NVIDIA GeForce RTX 3060", 12 * GiB, 360e9, 25.2e9, "PCIe 4.0 x16", 100e12)
+
+
+def have(monkeypatch: pytest.MonkeyPatch, *cards: Card) -> None:
+    monkeypatch.setattr(nvml, "gpu_cards", lambda: list(cards))
+
+
+@pytest.mark.parametrize(
+    "gib, name",
+    [(1, "rtx2060"), (6, "rtx2060"), (8, "rtx4060"), (8.2, "rtx4060"), (10, "rtx3060"),
+     (12, "rtx3060"), (16, "rtx4060ti"), (24, "desktop"), (80, "desktop")],
+)  # fmt: skip
+def test_without_a_card_the_size_decides(
+    monkeypatch: pytest.MonkeyPatch, gib: float, name: str
+) -> None:
+    have(monkeypatch)
+    assert usual_card(int(gib * GiB)).name == name
+    assert Assumption.of("auto").machine([int(gib * GiB)]).name == name
+
+
+def test_of_several_cards_the_smallest_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch)
+    assert Assumption.of("auto").machine([12 * GiB, 8 * GiB]).name == "rtx4060"
+
+
+def test_the_card_of_this_machine_is_taken_up_to_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    have(monkeypatch, RTX3060)
+    assume = Assumption.of("auto").machine
+    mine = assume([8 * GiB])
+    assert mine.name == RTX3060.name and assume([12 * GiB]) == mine
+    assert "this machine's card: 12.0 GiB with 360 GB/s, PCIe 4.0 x16" in mine.title
+    assert mine.whole == pytest.approx(MACHINES["rtx3060"].whole, rel=0.01)
+    assert mine.stream(8) == pytest.approx(MACHINES["rtx3060"].stream(8), rel=0.02)
+    assert assume([16 * GiB]).name == "rtx4060ti", "it has less memory than that"
+    assert Assumption.of("h200").machine([8 * GiB]).name == "h200", "a name overrules it"
+    have(monkeypatch, RTX3060, Card("NVIDIA H200", 141 * GiB, 4.9e12, 5e10, "PCIe 5.0 x16", 2e15))
+    assert Assumption.of("auto").machine([8 * GiB]) is MACHINES["h200"], (
+        "measured, and the fastest card"
+    )
+
+
+def test_a_machine_that_is_unknown_is_refused() -> None:
+    with pytest.raises(RequestError, match="not a built-in machine .h200, rtx2060"):
+        Assumption.of("rtx9999")
+
+
+def test_the_line_names_one_machine_or_says_that_they_differ() -> None:
+    one, other = MACHINES["rtx4060"], MACHINES["rtx3060"]
+    assert assumed_text([one, one]) == one.title and "8 GB card with 272 GB/s" in one.title
+    assert "last column" in assumed_text([one, other])
+
+
+def test_times_of_a_card_follow_its_memory_and_its_link() -> None:
+    slow, fast = MACHINES["rtx4060"], MACHINES["desktop"]
+    assert fast.whole == pytest.approx(7.0e-3, rel=0.01)
+    assert slow.whole > 2.5 * fast.whole and slow.stream(8) > 1.8 * fast.stream(8)
+    assert slow.cpu == fast.cpu, "the same host"
+    like = card_machine("x", "", 4.9e12, 50e9, 2e15)
+    assert like.whole == pytest.approx(MACHINES["h200"].whole, rel=0.01)
+    assert like.stream(8) == pytest.approx(MACHINES["h200"].stream(8), rel=0.1)
+
+
+def test_the_card_of_this_machine_is_among_the_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that fits into the smallest usual card, parts are shown instead."""
+
+    def titles(*cards: Card) -> list[int]:
+        have(monkeypatch, *cards)
+        args = ["plan", "tiny", "--pin-layers", "8", "--json"]  # then not only parts are shown
+        done = CliRunner().invoke(main, args)
+        assert done.exit_code == 0, done.output
+        return [row["budget_bytes"] >> 30 for row in json.loads(done.stdout)["budgets"]]
+
+    assert titles() == titles(RTX3060) == [6, 8, 12, 16, 24]
+    assert titles(replace(RTX3060, n_bytes=10 * GiB)) == [6, 8, 10, 12, 16, 24]
+
+
+def test_plan_says_for_which_card_it_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch)
+
+    def machines(*args: str) -> list[str]:
+        done = CliRunner().invoke(main, ["plan", "tiny", "--json", *args])
+        assert done.exit_code == 0, done.output
+        return [budget["machine"] for budget in json.loads(done.stdout)["budgets"]]
+
+    assert machines("--vram", "8", "--vram", "12", "--vram", "8,12") == [
+        "rtx4060", "rtx3060", "rtx4060",
+    ]  # fmt: skip
+    assert machines("--vram", "8", "--machine", "desktop") == ["desktop"]
+    have(monkeypatch, RTX3060)
+    assert machines("--vram", "8", "--vram", "24") == [RTX3060.name, "desktop"]
+
+
+class FakeDriver:
+    """NVML with one RTX 3060; what is in `missing` fails."""
+
+    NUMBERS: ClassVar = {
+        "nvmlDeviceGetMemoryBusWidth": 192, "nvmlDeviceGetMaxPcieLinkGeneration": 4,
+        "nvmlDeviceGetMaxPcieLinkWidth": 8, "nvmlDeviceGetNumGpuCores": 3584,
+        "nvmlDeviceGetCount_v2": 1,
+    }  # fmt: skip
+
+    def __init__(self, *missing: str) -> None:
+        self.missing, self.n_open = missing, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.missing:
+            raise AttributeError(name)
+        return lambda *args: self._call(name, args)
+
+    def _call(self, name: str, args: tuple[Any, ...]) -> int:
+        out: Any = getattr(args[-1], "_obj", None) if args else None
+        if name in ("nvmlInit_v2", "nvmlShutdown"):
+            self.n_open += 1 if name == "nvmlInit_v2" else -1
+        elif name in self.NUMBERS:
+            out.value = self.NUMBERS[name]
+        elif name == "nvmlDeviceGetMaxClockInfo":
+            out.value = {1: 2100, 2: 7501}[args[1]]
+        elif name == "nvmlDeviceGetCudaComputeCapability":
+            args[1]._obj.value, out.value = 8, 6
+        elif name == "nvmlDeviceGetName":
+            args[1].value = b"NVIDIA GeForce RTX 3060"
+        elif name == "nvmlDeviceGetMemoryInfo":
+            out.total, out.used = 12 * GiB, 5
+        elif name == "nvmlDeviceGetPciInfo_v3":
+            out.domain, out.bus, out.device = 0, 0xC1, 0
+        return 0
+
+
+def drive(monkeypatch: pytest.MonkeyPatch, *missing: str) -> FakeDriver:
+    driver = FakeDriver(*missing)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
+    return driver
+
+
+def test_the_driver_describes_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = drive(monkeypatch)
+    (card,) = gpu_cards()
+    assert (card.name, card.n_bytes) == ("NVIDIA GeForce RTX 3060", 12 * GiB)
+    assert card.memory_rate == pytest.approx(360e9, rel=0.01)
+    assert card.link == "PCIe 4.0 x8" and card.link_rate == pytest.approx(12.6e9, rel=0.01)
+    assert card.arithmetic == pytest.approx(100e12, rel=0.1)
+    assert gpu_used_bytes() == {"0000:c1:00.0": 5}
+    assert driver.n_open == 0, "closed again"
+
+
+@pytest.mark.parametrize("missing", ["nvmlDeviceGetMemoryBusWidth", "nvmlDeviceGetName"])
+def test_a_driver_that_does_not_tell_all_describes_no_card(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    driver = drive(monkeypatch, missing)
+    assert gpu_cards() == [] and gpu_used_bytes() == {"0000:c1:00.0": 5}
+    assert driver.n_open == 0
+
+
+def test_without_a_driver_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive(monkeypatch, "nvmlInit_v2")
+    assert gpu_cards() == [] and gpu_used_bytes() == {}
+
+    def none(_name: str) -> None:
+        raise OSError("no such library")
+
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    assert gpu_cards() == [] and gpu_used_bytes() == {}
+
+
+def test_the_page_of_residency_names_all_machines() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "residency.md").read_text()
+    assert [name for name in MACHINES if f"`{name}`" not in page] == []

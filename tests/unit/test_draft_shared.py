@@ -1,0 +1,74 @@
+"""Passes of several sequences: drafts rest where they give fewer tokens a second."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moegraph.draft.shared import SharedPasses
+
+
+def serve(
+    passes: SharedPasses, n_passes: int, n_seqs: int, drafted_s: float, tokens_each: float
+) -> tuple[float, int]:
+    """Return the seconds of a token beside those without drafts, and the passes with drafts.
+
+    A pass without drafts takes a second; tokens_each: of a pass with drafts, of each sequence.
+    """
+    rng, seconds, n_tokens, n_drafted = random.Random(1), 0.0, 0, 0
+    for at in range(n_passes):
+        drafts = passes.may_draft(n_seqs)
+        n = n_seqs
+        if drafts:
+            n = sum(1 + (rng.random() < tokens_each - 1) for _ in range(n_seqs))
+        took = (drafted_s if drafts else 1.0) * rng.uniform(0.95, 1.05)
+        passes.observe(n_seqs, n, took if at % 5 else 0.0, drafts)  # now and then it is not known
+        seconds, n_tokens, n_drafted = seconds + took, n_tokens + n, n_drafted + drafts
+    return seconds / n_tokens * n_seqs, n_drafted
+
+
+def test_drafts_that_gain_go_on() -> None:
+    cost, n_drafted = serve(SharedPasses(), 1000, 4, 1.4, 1.9)
+    assert cost < 0.76 and n_drafted > 970
+
+
+@pytest.mark.parametrize("drafted_s", [1.5, 2.0, 4.0])
+def test_drafts_that_lose_are_tried_ever_less_often(drafted_s: float) -> None:
+    cost, n_drafted = serve(SharedPasses(), 2000, 4, drafted_s, 1.4)
+    assert 10 < n_drafted < 400
+    assert cost < 1.04
+
+
+def test_numbers_of_sequences_count_apart() -> None:
+    passes = SharedPasses()
+    serve(passes, 40, 8, 3.0, 1.2)
+    serve(passes, 40, 2, 1.1, 1.9)
+    assert passes.may_draft(2) and not passes.may_draft(8) and not passes.may_draft(9)
+
+
+def test_where_times_are_not_known_drafts_go_on() -> None:
+    passes = SharedPasses()
+    for _ in range(100):
+        passes.observe(2, 3, 0.0, passes.may_draft(2))
+    assert passes.may_draft(2)
+
+
+def test_drafts_begin_again_where_they_gain_later() -> None:
+    passes = SharedPasses()
+    serve(passes, 300, 2, 3.0, 1.2)
+    cost, _ = serve(passes, 2000, 2, 1.1, 1.9)
+    assert cost < 0.8
+
+
+def test_sequences_that_come_and_go_do_not_change_what_drafts_are_worth() -> None:
+    """A pass of seven takes longer than one of four, and gives more tokens."""
+    for tokens_each, n_least, n_most in ((1.9, 1900, 2000), (1.2, 8, 400)):
+        passes, rng, n_drafted = SharedPasses(), random.Random(1), 0
+        for at in range(2000):
+            n = 4 if at // 50 % 2 else 7
+            drafts = passes.may_draft(n)
+            n_tokens = sum(1 + (drafts and rng.random() < tokens_each - 1) for _ in range(n))
+            passes.observe(n, n_tokens, 1.4 if drafts else 1.0, drafts)  # of one row
+            n_drafted += drafts
+        assert n_least < n_drafted < n_most

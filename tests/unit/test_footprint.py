@@ -1,0 +1,50 @@
+"""What a model needs of a device beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moegraph.config import EngineConfig
+from moegraph.modelfile import ModelFile, open_model
+from moegraph.placement.footprint import captured_graphs, needed_bytes
+
+TINY = Path(__file__).resolve().parents[2] / "moegraph" / "models" / "tiny.gguf"
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[ModelFile]:
+    with open_model(TINY) as found:
+        yield found
+
+
+def captured(model: ModelFile, n_ctx: int = 512, **given: int) -> int:
+    hp = model.hparams
+    return captured_graphs(hp, EngineConfig(**given), n_ctx, range(hp.n_layer))
+
+
+def test_each_usual_width_of_passes_has_captured_graphs(model: ModelFile) -> None:
+    one = captured(model)
+    widths = {n: captured(model, n_seq=n) - one for n in (2, 4, 8, 32)}
+    each = widths[2]
+    assert each > 0
+    # 2, 3, 4, 6, 8, 12, 16, 24 and 32 sequences
+    assert {n: found / each for n, found in widths.items()} == {2: 1, 4: 3, 8: 5, 32: 9}
+    assert captured(model, n_draft=2) - one == 2 * each
+    # trees of more rows come in few widths
+    assert captured(model, n_draft=15) == captured(model, n_draft=30) > captured(model, n_draft=2)
+
+
+def test_each_chunk_of_a_prompt_has_captured_graphs_of_attention(model: ModelFile) -> None:
+    found = [captured(model, n_ctx, n_ubatch=512) for n_ctx in (512, 1024, 2048, 1 << 20)]
+    assert found[1] - found[0] == (found[2] - found[1]) / 2 > 0
+    assert found[3] - found[0] <= 256 << 20
+
+
+def test_captured_graphs_are_part_of_what_a_model_needs(model: ModelFile) -> None:
+    plain, drafts = EngineConfig(), EngineConfig(n_draft=4)
+    more = captured(model, n_draft=4) - captured(model)
+    others = [needed_bytes(model, config, 512).other for config in (plain, drafts)]
+    assert others[1] - others[0] == more > 0
