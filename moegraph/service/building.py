@@ -61,7 +61,7 @@ class Building:
         widths = {min(width, self._n_seq) for part in self._runner.parts for width in part.widths}
         for n in sorted(widths):
             yield from self._passes(n, n)
-            if n - 1 not in {1, *widths}:
+            if n - 1 > 1 and n - 1 not in widths:
                 yield from self._passes(n - 1, n)
         usual = [[Segment(slot, 0, n) for slot, n in enumerate(each)] for each in _CHUNKS]
         long = [[Segment(0, at, n)] for n in _LONG_CHUNKS for at in range(n, _LONG, n)]

@@ -102,6 +102,17 @@ def test_a_graph_that_cannot_be_built_ends_only_the_building(
         assert Client(service, [3], max_tokens=3).wait().reason == "length"
 
 
+def test_one_sequence_has_no_passes_of_others(open_engine: Open) -> None:
+    engine = open_engine("mini35b", n_ctx=1024, n_ubatch=512)
+    engine.runner.widths = (2, 4, 6)
+    work = Building(engine.runner, 1)
+    while not work.is_done:
+        work.step()
+    n_built = engine.runner.n_built
+    engine.forward(np.ones((1, 1), np.int32), [0], greedy=True)
+    assert engine.runner.n_built == n_built
+
+
 def test_more_sequences_than_candidates_are_listed_for(open_engine: Open) -> None:
     engine = open_engine(n_seq=DRAW_ROWS + 8, n_ctx=512, n_kv=512)
     engine.runner.widths = (2, DRAW_ROWS, DRAW_ROWS + 8)
