@@ -122,44 +122,51 @@ class Handle(Generic[Ptr]):
         raise InternalError(f"a {type(self).__name__} cannot be pickled")
 
 
-# Blocks of closed contexts by size, and most of one size. CUDA keeps what it recorded of a graph
-# under the address of its first node, until another graph has that or ten seconds are over.
-_blocks: defaultdict[int, list[Any]] = defaultdict(list)
-_MOST_BLOCKS = 512
+class ContextBlocks:
+    """Memory of closed contexts, which later contexts of the same size get.
+
+    CUDA keeps what it recorded of a graph under the address of its first node, until another graph
+    has that or ten seconds are over.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Any]] = defaultdict(list)
+
+    def take(self, size: int) -> Any:
+        """Return a block of so many bytes, which may hold anything."""
+        return self._free[size].pop() if self._free[size] else _new_block("char[]", size)
+
+    def give_back(self, size: int, block: Any) -> None:
+        """Have another context get the block."""
+        self._free[size].append(block)
+
+
+# Most of a block is never used, so it is not cleared.
 _new_block = ffi.new_allocator(should_clear_after_alloc=False)  # type: ignore[attr-defined]
 
 
-def _take_block(size: int) -> Any:
-    try:
-        return _blocks[size].pop()
-    except IndexError:
-        return _new_block("char[]", size)
-
-
-def _keep_block(size: int, block: Any) -> None:
-    if len(_blocks[size]) < _MOST_BLOCKS:
-        _blocks[size].append(block)
-
-
 class Context(Handle["_native.ggml_context_ptr"]):
-    """Memory for tensor and graph records (not for tensor data).
-
-    A block of a closed context serves the next one of the same size.
-    """
+    """Memory for tensor and graph records (not for tensor data)."""
 
     __slots__ = ()
 
-    def __init__(self, n_tensors: int, n_nodes: int = 0) -> None:
-        """Make room for n_tensors tensors and, if n_nodes is not 0, two graphs of n_nodes nodes."""
+    def __init__(
+        self, n_tensors: int, n_nodes: int = 0, blocks: ContextBlocks | None = None
+    ) -> None:
+        """Make room for n_tensors tensors and, if n_nodes is not 0, two graphs of n_nodes nodes.
+
+        blocks: where the memory comes from and goes; None: from ggml.
+        """
         size = n_tensors * C.ggml_tensor_overhead() + 1024
         if n_nodes:
             size += 2 * C.ggml_graph_overhead_custom(n_nodes, False)
-        block = _take_block(size)
+        block = blocks.take(size) if blocks else ffi.NULL
         params = {"mem_size": size, "mem_buffer": block, "no_alloc": True}
 
         def free(ptr: _native.ggml_context_ptr) -> None:
             C.ggml_free(ptr)
-            _keep_block(size, block)
+            if blocks:
+                blocks.give_back(size, block)
 
         super().__init__(C.ggml_init(ffi.new("struct ggml_init_params *", params)[0]), free)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import OutOfDeviceMemory, UnsupportedModel
 from ..ggml.device import Device
-from ..ggml.handles import Context, GraphAllocator
+from ..ggml.handles import Context, ContextBlocks, GraphAllocator
 from ..ggml.lib import C, ffi, last_error
 from ..ggml.ops import Builder, name_of, shape
 from ..resident.layout import CAPTURED_NODE_BYTES, GRAPH_BYTES
@@ -59,9 +59,9 @@ class GraphCache:
     all earlier graphs are stale: the cache drops them and `generation` changes. n_built, n_dropped:
     graphs that were built, and that were dropped to save memory, so far. n_host_bytes: their size.
     n_device_bytes: what they take of the device if it captures them all; it does so with those that
-    are launched twice. max_device_bytes: most of that. CUDA keeps what it captured under the
-    address of a first node, where the next graph at the same address finds it (`Context`). So it
-    has no more captured graphs than were alive at once, and all count, launched twice or not.
+    are launched twice. max_device_bytes: most of that. A new graph gets the memory of one that was
+    dropped (`ContextBlocks`), and then CUDA replaces what it captured of that one. So it has hardly
+    more captured graphs than were alive at once.
     """
 
     def __init__(self, device: Device, max_bytes: int = GRAPH_BYTES) -> None:
@@ -69,6 +69,7 @@ class GraphCache:
         self._device, self._max_bytes = device, max_bytes
         self.max_device_bytes: float = math.inf
         self._allocator = GraphAllocator(device.buft, device.compute)
+        self._blocks = ContextBlocks()
         self._graphs: OrderedDict[Hashable, BuiltGraph] = OrderedDict()
         self.n_host_bytes = self.n_device_bytes = 0
         self.generation = self.n_built = self.n_dropped = 0
@@ -101,7 +102,7 @@ class GraphCache:
             self._graphs.move_to_end(key)
             return found
         # room for nodes, leaves, and the views that mg_graph_alloc adds
-        context = Context(4 * n_nodes, 2 * n_nodes)
+        context = Context(4 * n_nodes, 2 * n_nodes, self._blocks)
         builder = Builder(context, n_nodes)
         outputs = build(builder)
         if self._device.is_invariant:

@@ -104,7 +104,8 @@ class LaunchPlans:
         self._n_nodes_mixer_router, self._n_nodes_moe = 160, 128 + 10 * stage.hp.n_expert_used
         self._plans: OrderedDict[tuple[PassShape, Results, MissMode], LaunchPlan] = OrderedDict()
         self.n_planned = 0
-        self._n_dropped = 0  # graphs that the cache had dropped when `_plans` was last cleared
+        # of the cache when `_plans` was last cleared: its generation, and graphs it had dropped
+        self._seen = graphs.generation, graphs.n_dropped
 
     def get(self, shape: PassShape, results: Results, mode: MissMode) -> LaunchPlan:
         """Return the launch plan of a pass.
@@ -119,10 +120,10 @@ class LaunchPlans:
                 self._steps(shape, mode), self._head(shape, results), generation
             )
             self.n_planned += 1
-            if self._n_dropped != graphs.n_dropped:
-                # no plan keeps a graph that the cache has dropped; the others are found again
+            if self._seen != (graphs.generation, graphs.n_dropped):
+                # no plan keeps a graph that the cache has not; the others are found again
                 self._plans = OrderedDict({key: plan})
-                self._n_dropped = graphs.n_dropped
+                self._seen = graphs.generation, graphs.n_dropped
         self._plans.move_to_end(key)
         plan.n_uses += 1
         if plan.n_uses % _TOLD_EVERY == 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from moegraph.engine import Engine
 from moegraph.ggml.device import Device
+from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import BuiltGraph, GraphCache
@@ -93,3 +95,30 @@ def test_graphs_of_a_plan_are_known_to_be_in_use(
         get(part.graphs, at)
     newest = list(part.graphs._graphs)[-90:]
     assert {key[0] for key in newest if isinstance(key, tuple)} >= {"layers", "head"}
+
+
+def test_plans_keep_no_graph_that_the_cache_has_not(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine(n_ctx=256, mode="layered")
+    [part] = engine.runner.parts
+
+    def others() -> int:
+        return live_handles()["Context"] - len(part.graphs)
+
+    engine.prefill([1, 2, 3])
+    engine.forward([5], greedy=True)
+    before = others()
+    part.graphs.clear()  # as if the shared block had moved
+    engine.forward([5], greedy=True)
+    assert others() == before
+
+
+def test_a_closed_cache_frees_the_memory_of_its_graphs() -> None:
+    device = Device("cpu", n_threads=1)
+    with closing(device), closing(GraphCache(device)) as graphs:
+        get(graphs, 0)
+        graphs.clear()
+        [(_, free)] = graphs._blocks._free.items()
+        block = weakref.ref(free[0])
+        del free
+    del graphs
+    assert block() is None
