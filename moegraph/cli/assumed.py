@@ -55,7 +55,7 @@ def _machine(card: Card) -> Machine:
     """Return the times of a card of this machine: measured for its kind, or computed."""
     from ..experts.machines import MACHINES, card_machine
 
-    if "H200" in card.name:
+    if card.name.startswith("NVIDIA H200"):  # a GH200 has another host
         return MACHINES["h200"]
     about = (
         f"this machine's card: {format_bytes(card.n_bytes)} with {card.memory_rate / 1e9:.0f} "

@@ -58,7 +58,10 @@ def gpu_used_bytes() -> dict[str, int]:
 
 
 def gpu_cards() -> list[Card]:
-    """Return the cards that the driver describes in full; empty without a driver."""
+    """Return the cards that the driver describes in full; empty without a driver.
+
+    Not those that are divided (MIG), of which a program gets a part.
+    """
     with _devices() as (nvml, handles):
         return [card for card in (_card(nvml, handle) for handle in handles) if card]
 
@@ -122,6 +125,7 @@ def _card(nvml: Any, handle: ctypes.c_void_p) -> Card | None:
     known = all((bus, memory_mhz, generation in _LANE, width, cores, mhz))
     if not (
         known
+        and not _is_divided(nvml, handle)
         and _call(nvml, "nvmlDeviceGetName", handle, name, ctypes.c_uint(len(name)))
         and _call(nvml, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         and _call(
@@ -136,3 +140,9 @@ def _card(nvml: Any, handle: ctypes.c_void_p) -> Card | None:
         _LANE[generation] * width * _COPIED, f"PCIe {generation}.0 x{width}",
         cores * mhz * 1e6 * operations * _HELD_CLOCK,
     )  # fmt: skip
+
+
+def _is_divided(nvml: Any, handle: ctypes.c_void_p) -> bool:
+    now, next_start = ctypes.c_uint(), ctypes.c_uint()
+    name = "nvmlDeviceGetMigMode"  # fails for a card that cannot be divided
+    return _call(nvml, name, handle, ctypes.byref(now), ctypes.byref(next_start)) and now.value == 1

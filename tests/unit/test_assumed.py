@@ -62,6 +62,13 @@ def test_the_card_of_this_machine_is_taken_up_to_its_memory(
     )
 
 
+def test_a_card_with_another_host_is_not_the_one_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    have(monkeypatch, Card("NVIDIA GH200 480GB", 96 * GiB, 4e12, 5e10, "PCIe 5.0 x16", 2e15))
+    assert "computed" in Assumption.of("auto").machine([8 * GiB]).about
+
+
 def test_a_machine_that_is_unknown_is_refused() -> None:
     with pytest.raises(RequestError, match="not a built-in machine .h200, rtx2060"):
         Assumption.of("rtx9999")
@@ -114,7 +121,9 @@ def test_plan_says_for_which_card_it_predicts(monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakeDriver:
-    """NVML with one RTX 3060; what is in `missing` fails."""
+    """NVML with one RTX 3060; what is in `missing` fails. is_divided: as with MIG."""
+
+    is_divided = False
 
     NUMBERS: ClassVar = {
         "nvmlDeviceGetMemoryBusWidth": 192, "nvmlDeviceGetMaxPcieLinkGeneration": 4,
@@ -140,6 +149,8 @@ class FakeDriver:
             out.value = {1: 2100, 2: 7501}[args[1]]
         elif name == "nvmlDeviceGetCudaComputeCapability":
             args[1]._obj.value, out.value = 8, 6
+        elif name == "nvmlDeviceGetMigMode":
+            args[1]._obj.value = int(self.is_divided)
         elif name == "nvmlDeviceGetName":
             args[1].value = b"NVIDIA GeForce RTX 3060"
         elif name == "nvmlDeviceGetMemoryInfo":
@@ -173,6 +184,13 @@ def test_a_driver_that_does_not_tell_all_describes_no_card(
     driver = drive(monkeypatch, missing)
     assert gpu_cards() == [] and gpu_used_bytes() == {"0000:c1:00.0": 5}
     assert driver.n_open == 0
+
+
+def test_a_divided_card_is_not_what_programs_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive(monkeypatch).is_divided = True
+    assert gpu_cards() == []
+    drive(monkeypatch, "nvmlDeviceGetMigMode")  # an old driver
+    assert len(gpu_cards()) == 1
 
 
 def test_without_a_driver_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
