@@ -522,6 +522,7 @@ class Lib:
         a3: ggml_cgraph_ptr,
         /,
     ) -> bool: ...
+    def mg_graph_forget(self, a0: ggml_backend_ptr, a1: ggml_cgraph_ptr, /) -> None: ...
     def mg_launch(
         self,
         a0: ggml_backend_ptr,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -122,53 +122,18 @@ class Handle(Generic[Ptr]):
         raise InternalError(f"a {type(self).__name__} cannot be pickled")
 
 
-class ContextBlocks:
-    """Memory of closed contexts, which later contexts of the same size get.
-
-    CUDA keeps what it recorded of a graph under the address of its first node, until another graph
-    has that or ten seconds are over.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[Any]] = defaultdict(list)
-
-    def take(self, size: int) -> Any:
-        """Return a block of so many bytes, which may hold anything."""
-        return self._free[size].pop() if self._free[size] else _new_block("char[]", size)
-
-    def give_back(self, size: int, block: Any) -> None:
-        """Have another context get the block."""
-        self._free[size].append(block)
-
-
-# Most of a block is never used, so it is not cleared.
-_new_block = ffi.new_allocator(should_clear_after_alloc=False)  # type: ignore[attr-defined]
-
-
 class Context(Handle["_native.ggml_context_ptr"]):
     """Memory for tensor and graph records (not for tensor data)."""
 
     __slots__ = ()
 
-    def __init__(
-        self, n_tensors: int, n_nodes: int = 0, blocks: ContextBlocks | None = None
-    ) -> None:
-        """Make room for n_tensors tensors and, if n_nodes is not 0, two graphs of n_nodes nodes.
-
-        blocks: where the memory comes from and goes; None: from ggml.
-        """
+    def __init__(self, n_tensors: int, n_nodes: int = 0) -> None:
+        """Make room for n_tensors tensors and, if n_nodes is not 0, two graphs of n_nodes nodes."""
         size = n_tensors * C.ggml_tensor_overhead() + 1024
         if n_nodes:
             size += 2 * C.ggml_graph_overhead_custom(n_nodes, False)
-        block = blocks.take(size) if blocks else ffi.NULL
-        params = {"mem_size": size, "mem_buffer": block, "no_alloc": True}
-
-        def free(ptr: _native.ggml_context_ptr) -> None:
-            C.ggml_free(ptr)
-            if blocks:
-                blocks.give_back(size, block)
-
-        super().__init__(C.ggml_init(ffi.new("struct ggml_init_params *", params)[0]), free)
+        params = {"mem_size": size, "mem_buffer": ffi.NULL, "no_alloc": True}
+        super().__init__(C.ggml_init(ffi.new("struct ggml_init_params *", params)[0]), C.ggml_free)
 
 
 class Buffer(Handle["_native.ggml_backend_buffer_ptr"]):

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..errors import OutOfDeviceMemory, UnsupportedModel
 from ..ggml.device import Device
-from ..ggml.handles import Context, ContextBlocks, GraphAllocator
+from ..ggml.handles import Context, GraphAllocator
 from ..ggml.lib import C, ffi, last_error
 from ..ggml.ops import Builder, name_of, shape
-from ..resident.layout import CAPTURED_NODE_BYTES, GRAPH_BYTES
+from ..resident.layout import CAPTURED_NODE_BYTES, GRAPH_BYTES, RECORDED_NODE_BYTES
 from ..units import format_bytes
 from .length import Span, set_length
 
@@ -21,8 +21,8 @@ class BuiltGraph:
     """A graph whose tensors have memory; it can be launched any number of times.
 
     outputs: what the build function returned, such as tensors to read or inputs to set. n_bytes:
-    its host memory. n_device_bytes: about what the device keeps once it has captured the graph.
-    key: in its cache.
+    its host memory, that of records included. n_device_bytes: about what the device keeps once it
+    has captured the graph. key: in its cache.
     """
 
     __slots__ = (
@@ -30,16 +30,18 @@ class BuiltGraph:
     )  # fmt: skip
 
     def __init__(
-        self, key: Hashable, context: Context, graph: Any, outputs: Any, spans: list[Span]
-    ) -> None:
+        self, key: Hashable, context: Context, graph: Any, outputs: Any, spans: list[Span],
+        is_recorded: bool,
+    ) -> None:  # fmt: skip
         self.key = key
         self.context = context
         self.graph = graph
         self.outputs = outputs
         self._spans = spans
         self._n_kv = 0
-        self.n_bytes = C.ggml_used_mem(context.ptr)
-        self.n_device_bytes = C.ggml_graph_n_nodes(graph) * CAPTURED_NODE_BYTES
+        n_nodes = C.ggml_graph_n_nodes(graph)
+        self.n_bytes = C.ggml_used_mem(context.ptr) + is_recorded * n_nodes * RECORDED_NODE_BYTES
+        self.n_device_bytes = n_nodes * CAPTURED_NODE_BYTES
 
     def set_length(self, n_kv: int) -> None:
         """Have attention read n_kv positions, at most as many as the graph was built for.
@@ -58,10 +60,9 @@ class GraphCache:
     tensors that must outlive a graph are in fixed memory. If a larger graph makes the block move,
     all earlier graphs are stale: the cache drops them and `generation` changes. n_built, n_dropped:
     graphs that were built, and that were dropped to save memory, so far. n_host_bytes: their size.
-    n_device_bytes: what they take of the device if it captures them all; it does so with those that
-    are launched twice. max_device_bytes: most of that. A new graph gets the memory of one that was
-    dropped (`ContextBlocks`), and then CUDA replaces what it captured of that one. So it has hardly
-    more captured graphs than were alive at once.
+    n_device_bytes: what they take of the device once it has captured them all; it captures a graph
+    when it is launched a second time. max_device_bytes: most of that. CUDA would keep what it
+    captured for ten seconds after the last use, so it is told to forget what is dropped.
     """
 
     def __init__(self, device: Device, max_bytes: int = GRAPH_BYTES) -> None:
@@ -69,7 +70,6 @@ class GraphCache:
         self._device, self._max_bytes = device, max_bytes
         self.max_device_bytes: float = math.inf
         self._allocator = GraphAllocator(device.buft, device.compute)
-        self._blocks = ContextBlocks()
         self._graphs: OrderedDict[Hashable, BuiltGraph] = OrderedDict()
         self.n_host_bytes = self.n_device_bytes = 0
         self.generation = self.n_built = self.n_dropped = 0
@@ -102,14 +102,15 @@ class GraphCache:
             self._graphs.move_to_end(key)
             return found
         # room for nodes, leaves, and the views that mg_graph_alloc adds
-        context = Context(4 * n_nodes, 2 * n_nodes, self._blocks)
+        context = Context(4 * n_nodes, 2 * n_nodes)
         builder = Builder(context, n_nodes)
         outputs = build(builder)
         if self._device.is_invariant:
             C.moegraph_keep_rows_apart(builder.graph)
         _check_supported(self._device, builder.graph)
         self._allocate(context, builder.graph)
-        built = BuiltGraph(key, context, builder.graph, outputs, builder.spans)
+        is_recorded = self._device.can.streams
+        built = BuiltGraph(key, context, builder.graph, outputs, builder.spans, is_recorded)
         self._graphs[key] = built
         self.n_built += 1
         self.n_host_bytes += built.n_bytes
@@ -129,9 +130,17 @@ class GraphCache:
             self.n_host_bytes > self._max_bytes or self.n_device_bytes > self.max_device_bytes
         ):
             _, oldest = self._graphs.popitem(last=False)
+            self._forget([oldest])
             self.n_host_bytes -= oldest.n_bytes
             self.n_device_bytes -= oldest.n_device_bytes
             self.n_dropped += 1
+
+    def _forget(self, graphs: Iterable[BuiltGraph]) -> None:
+        """Have the device free what it keeps of graphs; it may still be running them."""
+        if self._device.compute.is_closed:
+            return
+        for built in graphs:
+            C.mg_graph_forget(self._device.compute.ptr, built.graph)
 
     def _allocate(self, context: Context, graph: Any) -> None:
         """Assign memory to a graph; drop all other graphs if the block moved.
@@ -140,21 +149,24 @@ class GraphCache:
         cannot leave graphs there that have addresses of the old block.
         """
         kept = self.n_host_bytes, self.n_device_bytes, self._graphs, self.generation
-        before = self._allocator.size
+        before, others = self._allocator.size, self._graphs.values()
         self._graphs = OrderedDict()
         self.clear()
         ok = C.mg_graph_alloc(self._allocator.ptr, self._device.compute.ptr, context.ptr, graph)
+        if ok and self._allocator.size == before:
+            self.n_host_bytes, self.n_device_bytes, self._graphs, self.generation = kept
+            return
+        self._forget(others)
         if not ok:
             detail = last_error()
             raise OutOfDeviceMemory(
                 f"{self._device.name} cannot hold the intermediates of a pass "
                 f"({format_bytes(self._device.memory()[0])} free; {detail}); lower -ub or -c"
             )
-        if self._allocator.size == before:
-            self.n_host_bytes, self.n_device_bytes, self._graphs, self.generation = kept
 
     def clear(self) -> None:
         """Drop all graphs and change `generation`; callers must get their graphs again."""
+        self._forget(self._graphs.values())
         self._graphs.clear()
         self.n_host_bytes = self.n_device_bytes = 0
         self.generation += 1

@@ -35,6 +35,8 @@ PADDED_WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Device memory that CUDA takes for a captured graph, for each of its nodes, and nodes of a layer:
 # 640 KiB for an attention layer over many rows on an H200, less where nodes are fused.
 CAPTURED_NODE_BYTES, _LAYER_NODES = 9 << 10, 70
+# Host memory of ggml-cuda's record of a node, by which it sees whether a graph has changed.
+RECORDED_NODE_BYTES = 1056
 # Forms of passes and of chunks whose captured graphs are kept beside those of the usual widths.
 _OTHER_FORMS = 6
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.

@@ -104,8 +104,11 @@ class LaunchPlans:
         self._n_nodes_mixer_router, self._n_nodes_moe = 160, 128 + 10 * stage.hp.n_expert_used
         self._plans: OrderedDict[tuple[PassShape, Results, MissMode], LaunchPlan] = OrderedDict()
         self.n_planned = 0
-        # of the cache when `_plans` was last cleared: its generation, and graphs it had dropped
-        self._seen = graphs.generation, graphs.n_dropped
+        self._seen = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        """Return what changes when the cache drops a graph."""
+        return self._graphs.generation, self._graphs.n_dropped
 
     def get(self, shape: PassShape, results: Results, mode: MissMode) -> LaunchPlan:
         """Return the launch plan of a pass.
@@ -113,17 +116,17 @@ class LaunchPlans:
         Building a graph can move the shared block and make earlier graphs stale: then try again.
         """
         key, graphs = (shape, results, mode), self._graphs
+        if self._seen != self._state():
+            self._plans.clear()  # no plan keeps a graph that the cache has not
         plan = self._plans.get(key)
         while plan is None or plan.generation != graphs.generation:
-            generation = graphs.generation
-            plan = self._plans[key] = LaunchPlan(
-                self._steps(shape, mode), self._head(shape, results), generation
-            )
+            before = self._state()
+            plan = LaunchPlan(self._steps(shape, mode), self._head(shape, results), before[0])
             self.n_planned += 1
-            if self._seen != (graphs.generation, graphs.n_dropped):
-                # no plan keeps a graph that the cache has not; the others are found again
-                self._plans = OrderedDict({key: plan})
-                self._seen = graphs.generation, graphs.n_dropped
+            if self._state() != before:
+                self._plans.clear()
+            self._plans[key] = plan
+        self._seen = self._state()
         self._plans.move_to_end(key)
         plan.n_uses += 1
         if plan.n_uses % _TOLD_EVERY == 2:

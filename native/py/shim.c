@@ -1,6 +1,7 @@
 #include "shim.h"
 
 #include "ggml-backend-impl.h"
+#include "ggml-cuda/moegraph-forget.h"
 #include "ggml-impl.h"
 
 #include <pthread.h>
@@ -11,6 +12,9 @@
 
 // Reads of memory that the device writes, before the host synchronizes: 10 to 50 ms in all.
 #define SPINS 1000000
+
+// libggml-cuda has it; a build for the CPU has no such library, and then it is NULL.
+#pragma weak moegraph_forget_graph
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -181,6 +185,12 @@ bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_c
     free(list.items);
     graph->uid = ggml_graph_next_uid();
     return ok;
+}
+
+void mg_graph_forget(ggml_backend_t backend, const struct ggml_cgraph * graph) {
+    if (moegraph_forget_graph != NULL && graph->n_nodes > 0) {
+        moegraph_forget_graph(backend, graph->nodes[0]);
+    }
 }
 
 static void enqueue_reads(ggml_backend_t backend, const struct mg_readback * reads, int n_reads) {

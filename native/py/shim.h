@@ -47,6 +47,9 @@ void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag);
 // then replay the unchanged graph without comparing its nodes. False if allocation fails.
 bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_context * ctx, struct ggml_cgraph * graph);
 
+// Free what the backend keeps of a graph beside the graph itself; the device may still be running it.
+void mg_graph_forget(ggml_backend_t backend, const struct ggml_cgraph * graph);
+
 // Enqueue a graph and, after it on the same stream, its read-backs.
 enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads);
 

@@ -10,7 +10,7 @@ import mmap
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,32 @@ def graphs_after_a_pause() -> None:
     device.close()
 
 
+def graphs_that_are_forgotten() -> None:
+    """Each is forgotten while it runs. Captured and kept, they would take hundreds of megabytes."""
+    device, n_nodes, n_graphs = Device("cuda"), 1000, 100
+    ones, found, free = np.ones(256, np.float32), np.empty(256, np.float32), list[int]()
+    with ExitStack() as stack:
+        for _ in range(n_graphs):  # all at addresses of their own
+            context = stack.enter_context(Context(n_nodes + 8, n_nodes + 8))
+            build = Builder(context, n_nodes + 8)
+            x = y = build.leaf(F32, (256,), "x")
+            for _ in range(n_nodes):
+                y = build.scale(y, 1.0)
+            build.expand(y)
+            with allocated(device, context.ptr):
+                C.ggml_backend_tensor_set(x, ffi.from_buffer(ones), 0, ones.nbytes)
+                for _ in range(4):
+                    device.check(C.mg_launch(device.compute.ptr, build.graph, ffi.NULL, 0), "graph")
+                C.mg_graph_forget(device.compute.ptr, build.graph)
+                launch(device, build.graph)  # as if it were new
+                C.mg_graph_forget(device.compute.ptr, build.graph)
+                C.ggml_backend_tensor_get(y, ffi.from_buffer(found), 0, found.nbytes)
+            np.testing.assert_array_equal(found, ones)
+            free.append(device.memory()[0])
+    assert free[9] - free[-1] < 64 << 20, f"{free[9] - free[-1]} bytes were not freed"
+    device.close()
+
+
 def products_of_an_odd_number_of_rows() -> None:
     """A checker of memory watches: weights end where their allocation does."""
     device = Device("cuda")
@@ -124,7 +150,7 @@ def products_of_an_odd_number_of_rows() -> None:
 
 CASES = {f.__name__: f for f in (
     graph_that_ends_with_the_weights, pin_ordinary_memory, graphs_after_a_pause,
-    products_of_an_odd_number_of_rows,
+    graphs_that_are_forgotten, products_of_an_odd_number_of_rows,
 )}  # fmt: skip
 
 if __name__ == "__main__":

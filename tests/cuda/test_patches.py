@@ -43,6 +43,10 @@ def test_captured_graphs_survive_a_pause() -> None:
     assert log.count("CUDA graph warmup complete") == 1, "captured once, not once more after it"
 
 
+def test_graphs_that_are_forgotten_take_no_memory() -> None:
+    run_case("graphs_that_are_forgotten")
+
+
 def test_vector_kernels_do_not_read_behind_the_last_row() -> None:
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():

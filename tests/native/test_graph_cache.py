@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moegraph.engine import Engine
+from moegraph.errors import OutOfDeviceMemory
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
@@ -61,11 +64,66 @@ def test_one_graph_is_kept_whatever_it_takes(graphs: GraphCache) -> None:
     assert get(graphs, 0) is get(graphs, 0) is get(graphs, 0)
 
 
-def test_new_graphs_are_where_dropped_ones_were(graphs: GraphCache) -> None:
-    """CUDA knows a captured graph by its first node; so it keeps no more than are alive."""
-    graphs.max_device_bytes = 4 * N_NODES * CAPTURED_NODE_BYTES
-    places = {first_node(get(graphs, key)) for key in range(200)}
-    assert len(places) <= 6
+class Told:
+    """The native library; `forgotten` lists the first nodes of graphs that a device forgets."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(C, name)
+
+    def mg_graph_forget(self, backend: Any, graph: Any) -> None:
+        self.forgotten.append(int(ffi.cast("uintptr_t", C.ggml_graph_node(graph, 0))))
+        C.mg_graph_forget(backend, graph)
+
+    def take(self) -> list[int]:
+        """Return what was forgotten since the last call."""
+        taken, self.forgotten = self.forgotten, []
+        return taken
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    library = Told()
+    monkeypatch.setattr("moegraph.graphs.cache.C", library)
+    return library
+
+
+def test_a_device_forgets_what_is_dropped_and_nothing_else(graphs: GraphCache, told: Told) -> None:
+    """CUDA would keep what it captured of a graph for ten seconds after its last use."""
+    graphs.max_device_bytes = 3 * N_NODES * CAPTURED_NODE_BYTES
+    kept = [get(graphs, key) for key in range(3)]
+    assert not told.take()
+    get(graphs, 0)
+    kept += [get(graphs, key) for key in (3, 4)]
+    assert told.take() == [first_node(kept[1]), first_node(kept[2])]
+    graphs.clear()
+    assert told.take() == [first_node(kept[at]) for at in (0, 3, 4)]
+
+
+def test_a_device_forgets_graphs_that_are_stale(graphs: GraphCache, told: Told) -> None:
+    """A graph that needs more memory moves the block; one that finds none fails."""
+    small = get(graphs, 0)
+
+    def build(b: Builder, n: int) -> Any:
+        leaf = b.leaf(F32, (n,), "x")
+        return b.expand(b.add(b.add(leaf, leaf), leaf))
+
+    large = graphs.get("large", 64, lambda b: build(b, 1 << 16))
+    assert told.take() == [first_node(small)] and len(graphs) == 1
+    with pytest.raises(OutOfDeviceMemory):
+        graphs.get("too large", 64, lambda b: build(b, 1 << 58))
+    assert told.take() == [first_node(large)] and len(graphs) == 0
+
+
+def test_a_closed_device_has_nothing_to_forget(told: Told) -> None:
+    device = Device("cpu", n_threads=1)
+    graphs = GraphCache(device)
+    get(graphs, 0)
+    device.close()
+    graphs.close()
+    assert not told.take()
 
 
 def test_graphs_that_a_caller_keeps_count_as_used(graphs: GraphCache) -> None:
@@ -112,13 +170,21 @@ def test_plans_keep_no_graph_that_the_cache_has_not(open_engine: Callable[..., E
     assert others() == before
 
 
-def test_a_closed_cache_frees_the_memory_of_its_graphs() -> None:
-    device = Device("cpu", n_threads=1)
-    with closing(device), closing(GraphCache(device)) as graphs:
-        get(graphs, 0)
-        graphs.clear()
-        [(_, free)] = graphs._blocks._free.items()
-        block = weakref.ref(free[0])
-        del free
-    del graphs
-    assert block() is None
+@pytest.mark.parametrize("settings", [{"mode": "layered"}, {"cache_slots": 60, "miss": "stream"}])
+def test_no_plan_keeps_a_dropped_graph(
+    open_engine: Callable[..., Engine], settings: dict[str, Any]
+) -> None:
+    """Whatever had it dropped, it is built again for the next pass, and counts again."""
+    engine = open_engine(n_ctx=256, **settings)
+    [part] = engine.runner.parts
+    expected = engine.forward([1, 2, 3], greedy=True), engine.forward([5], greedy=True)
+    head = next(key for key in reversed(part.graphs._graphs) if "head" in key)
+    dropped = weakref.ref(part.graphs._graphs[head].context)
+    part.graphs.max_device_bytes = 1
+    get(part.graphs, 0)
+    part.graphs.max_device_bytes = math.inf
+    assert len(part.graphs) == 1
+    engine.reset()
+    found = engine.forward([1, 2, 3], greedy=True), engine.forward([5], greedy=True)
+    np.testing.assert_array_equal(found, expected)
+    assert dropped() is None and head in part.graphs._graphs
