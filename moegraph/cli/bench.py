@@ -47,7 +47,7 @@ class _Samplings(NamedTuple):
     chosen: frozenset[str]
 
 
-@click.command(cls=Command, short_help="Measure speed as llama-bench does.")
+@click.command(cls=Command)
 @click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
 @lists.list_option(
     "-m",

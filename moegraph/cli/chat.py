@@ -61,7 +61,7 @@ class _Talk:
     reasoning: str
 
 
-@click.command(cls=Command, short_help="Talk with a model.")
+@click.command(cls=Command)
 @click.argument("args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [QUESTION]")
 @click.option(
     "-m", "--model", type=MODEL_TARGET, metavar="TARGET",

@@ -29,7 +29,7 @@ class ModelTarget(click.ParamType[str]):
 MODEL_TARGET = ModelTarget()
 
 
-@click.command(short_help="Print the completion script of a shell.")
+@click.command()
 @click.argument("shell", type=click.Choice(SHELLS), metavar="SHELL")
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MAX_LINE = 64 << 10
 
 
-@click.command("daemon", cls=Command, short_help="Answer requests that come as lines on stdin.")
+@click.command("daemon", cls=Command)
 @target_argument
 @click.option(
     "--stream-fd", type=click.INT, metavar="FD",

@@ -46,7 +46,7 @@ class Check:
     required: bool = True
 
 
-@click.command(short_help="Check the installation and the machine.")
+@click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--measure",

@@ -44,7 +44,7 @@ _MAX_RUNS = 5
 _TEMPLATE = "tokenizer.chat_template"
 
 
-@click.command(short_help="Show what a model file holds and what fits.")
+@click.command()
 @target_argument
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
 @click.option(

@@ -77,7 +77,7 @@ def _plan_options(command: Any) -> Any:
     return command
 
 
-@click.command("plan", short_help="Show what fits on a card, and the predicted speed.")
+@click.command("plan")
 @target_argument
 @click.option(
     "--vram",

@@ -6,7 +6,9 @@ import io
 import os
 import sys
 import traceback
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping
+from importlib import import_module
+from typing import Any, cast
 
 import click
 
@@ -14,27 +16,54 @@ from .. import __version__
 from ..config import debug_level
 from ..errors import Cancelled, InternalError, MoegraphError, NativeError
 from . import ui
-from .bench import bench
-from .chat import chat
-from .completion import completion
-from .daemon import daemon
-from .doctor import doctor
-from .inspect import inspect
-from .plan import plan_command
-from .pull import pull
 from .refused import refuse_command, refuse_foreign, with_close_guesses
-from .run import run
-from .serve import serve
-from .simulate import simulate_command
-from .trace import trace_command
-from .worker import worker
 
+# The function of each command, and what the list of commands says about it. A command's module
+# is imported when it is used: all of them together take a quarter of a second.
+COMMANDS = {
+    "run": ("run.run", "Continue a prompt."),
+    "chat": ("chat.chat", "Talk with a model."),
+    "serve": ("serve.serve", "Answer clients over HTTP."),
+    "inspect": ("inspect.inspect", "Show what a model file holds and what fits."),
+    "plan": ("plan.plan_command", "Show what fits on a card, and the predicted speed."),
+    "trace": ("trace.trace_command", "Record which experts a run chooses."),
+    "simulate": (
+        "simulate.simulate_command",
+        "Replay a routing trace with other cache sizes and policies.",
+    ),
+    "bench": ("bench.bench", "Measure speed as llama-bench does."),
+    "doctor": ("doctor.doctor", "Check the installation and the machine."),
+    "pull": ("pull.pull", "Download a model, or check the one that is there."),
+    "daemon": ("daemon.daemon", "Answer requests that come as lines on stdin."),
+    "worker": ("worker.worker", "Lend this machine's devices to another one."),
+    "completion": ("completion.completion", "Print the completion script of a shell."),
+}
 # The exit code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
 
 
 class _ReaderGone(Exception):
     """The reader of stdout has closed the pipe."""
+
+
+class _Commands(Mapping[str, click.Command]):
+    """The commands by name; each is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        place, summary = COMMANDS[name]
+        module, _, function = place.partition(".")
+        command: click.Command = getattr(import_module(f"{__package__}.{module}"), function)
+        command.short_help = summary
+        return command
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
 
 
 class Program(click.Group):
@@ -63,12 +92,17 @@ class Program(click.Group):
         except BrokenPipeError:
             raise _ReaderGone from None
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in sorted(COMMANDS)])
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command; refuse options of other programs, and letters that are run together."""
-        if args[0] not in self.commands and not ctx.resilient_parsing:
-            refuse_command(args[0], list(self.commands), ctx)
+        if args[0] not in COMMANDS and not ctx.resilient_parsing:
+            refuse_command(args[0], list(COMMANDS), ctx)
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and not ctx.resilient_parsing:
             own = click.Context(command, info_name=name, parent=ctx)
@@ -159,6 +193,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 @click.group(
     cls=Program, name="moegraph", invoke_without_command=True,
+    commands=cast("MutableMapping[str, click.Command]", _Commands()),
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )  # fmt: skip
 @click.option(
@@ -178,9 +213,3 @@ def main(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
-
-for command in (
-    run, chat, serve, inspect, plan_command, trace_command, simulate_command, bench, doctor, pull,
-    daemon, worker, completion,
-):  # fmt: skip
-    main.add_command(command)

@@ -9,7 +9,7 @@ from ..modelfile.hubnames import parse_hub_name
 from . import ui
 
 
-@click.command(short_help="Download a model, or check the one that is there.")
+@click.command()
 @click.argument("name", metavar="OWNER/REPO[:QUANT]")
 def pull(name: str) -> None:
     """Download a GGUF model of Hugging Face into the cache, and print the path of its file.

@@ -71,7 +71,7 @@ class _Job:
     from_file: dict[str, float] = field(default_factory=dict)
 
 
-@click.command(cls=Command, short_help="Continue a prompt.")
+@click.command(cls=Command)
 @click.argument(
     "args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [[DRAFT] PROMPT_IDS N_GEN OUT_IDS]"
 )

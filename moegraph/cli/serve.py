@@ -44,7 +44,7 @@ class _Job:
     given: dict[str, Any]
 
 
-@click.command(cls=Command, short_help="Answer clients over HTTP.")
+@click.command(cls=Command)
 @target_argument
 @server_options
 @options.engine_options_but(cache_ram=_CACHE_MIB)

@@ -86,7 +86,7 @@ def heat_options(command: Any) -> Any:
     return path(order(command))
 
 
-@click.command("simulate", short_help="Replay a routing trace with other cache sizes and policies.")
+@click.command("simulate")
 @click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
 @click.option(
     "--resident",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..sampling import SamplingParams
 
 
-@click.command("trace", cls=Command, short_help="Record which experts a run chooses.")
+@click.command("trace", cls=Command)
 @target_argument
 @click.option(
     "-o",

@@ -48,7 +48,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-@click.command("worker", cls=Command, short_help="Lend this machine's devices to another one.")
+@click.command("worker", cls=Command)
 @click.option(
     "--device",
     "devices",

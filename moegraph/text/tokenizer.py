@@ -7,8 +7,9 @@ the vocabulary of the model file.
 from __future__ import annotations
 
 import ctypes
-import logging
+import importlib.util
 import os
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -223,21 +224,29 @@ def _utf8(text: str) -> bytes:
 
 
 def _load_llama() -> ModuleType:
-    """Import llama_cpp with our libraries and keep ggml's log callback."""
+    """Import llama.cpp's bindings with our libraries, without the package around them.
+
+    The package imports chat formats, Jinja and a cache on disk, which takes longer than to read the
+    vocabulary of a small model, and it sends what ggml logs to stderr.
+    """
     from ..ggml import lib
 
-    folder = lib.library_dir()
-    # Until the block ends, ggml logs through this package, also what other threads do.
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL + 1)
-    with _kept_ggml_log(folder), _environment("LLAMA_CPP_LIB_PATH", str(folder)):
+    name = "llama_cpp"
+    with _environment("LLAMA_CPP_LIB_PATH", str(lib.library_dir())):
         try:
-            from llama_cpp import llama_cpp
+            spec = None if name in sys.modules else importlib.util.find_spec(name)
+            if spec is None:  # the caller uses the package, or it is missing
+                return importlib.import_module(f"{name}.{name}")
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            try:
+                return importlib.import_module(f"{name}.{name}")
+            finally:
+                del sys.modules[name]
         except ImportError as error:
             raise ConfigError(
                 "text needs llama-cpp-python: pip install llama-cpp-python==0.3.36 with "
                 f"CMAKE_ARGS=-DLLAMA_BUILD=OFF, or give token ids ({error})"
             ) from error
-        return llama_cpp
 
 
 @contextmanager

@@ -256,15 +256,24 @@ def test_an_error_of_another_thread_is_kept_while_a_vocabulary_is_read() -> None
     assert lib.last_error() == "no memory for a graph"
 
 
-def test_what_others_log_while_the_package_is_imported_is_not_printed(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """Opening a GPU logs two lines, and the package prints what ggml logs until told not to."""
-    tokenizer_module._load_llama()
-    from llama_cpp import _logger
-
-    _logger.llama_log_callback(1, b"ggml_cuda_init: found 1 CUDA devices\n", None)
-    assert capfd.readouterr().err == ""
+def test_the_bindings_come_without_the_package_around_them() -> None:
+    """Its other modules take longer to import than the vocabulary of a small model to read."""
+    code = (
+        "import sys\n"
+        "from moegraph.text.tokenizer import Tokenizer\n"
+        f"with Tokenizer({str(TINY)!r}) as tokenizer:\n"
+        "    ids = tokenizer.encode('def f')\n"
+        "print(sorted(name for name in sys.modules if 'llama_cpp' in name or name == 'jinja2'))\n"
+        "import llama_cpp\n"
+        "print(llama_cpp.llama_tokenize is sys.modules['llama_cpp.llama_cpp'].llama_tokenize)\n"
+        f"with Tokenizer({str(TINY)!r}) as tokenizer:\n"
+        "    print(tokenizer.encode('def f') == ids)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "['llama_cpp._ctypes_extensions', 'llama_cpp.llama_cpp']", "True", "True",
+    ]  # fmt: skip
 
 
 def test_an_engine_takes_over_a_tokenizer_that_is_being_opened() -> None:
