@@ -10,7 +10,18 @@ from pathlib import Path
 # Low to high: a room imports only rooms above it in this list. The first line is one room: the
 # single files that everything may use.
 ROOMS = (
-    ("errors", "units", "threads", "cpuload", "events", "kinds", "setting", "config", "sampling"),
+    (
+        "errors",
+        "units",
+        "threads",
+        "cpuload",
+        "events",
+        "kinds",
+        "lazypackage",
+        "setting",
+        "config",
+        "sampling",
+    ),
     ("modelfile",),
     # connections to other machines; no native libraries
     ("link",),

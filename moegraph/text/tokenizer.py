@@ -7,9 +7,7 @@ the vocabulary of the model file.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
-import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigError, InternalError, ModelFileError, RequestError
+from ..lazypackage import import_lazily
 from ..modelfile import ModelFile
 from ..units import MiB, format_bytes
 
@@ -231,22 +230,16 @@ def _load_llama() -> ModuleType:
     """
     from ..ggml import lib
 
-    name = "llama_cpp"
     with _environment("LLAMA_CPP_LIB_PATH", str(lib.library_dir())):
         try:
-            spec = None if name in sys.modules else importlib.util.find_spec(name)
-            if spec is None:  # the caller uses the package, or it is missing
-                return importlib.import_module(f"{name}.{name}")
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            try:
-                return importlib.import_module(f"{name}.{name}")
-            finally:
-                del sys.modules[name]
+            import_lazily("llama_cpp")
+            import llama_cpp.llama_cpp as llama
         except ImportError as error:
             raise ConfigError(
                 "text needs llama-cpp-python: pip install llama-cpp-python==0.3.36 with "
                 f"CMAKE_ARGS=-DLLAMA_BUILD=OFF, or give token ids ({error})"
             ) from error
+        return llama
 
 
 @contextmanager

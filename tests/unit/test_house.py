@@ -210,6 +210,21 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    heavy = {"numpy", "gguf", "moegraph.cli.run", "moegraph.engine"}
+    code = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from moegraph.cli import main\n"
+        "shown = CliRunner().invoke(main, ['--help']).stdout\n"
+        f"print('simulate' in shown, {heavy!r} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("True set()\n", "")
+
+
 def test_files_stay_small() -> None:
     lengths = {short(p): len(p.read_text(encoding="utf-8").splitlines()) for p in EVERYTHING}
     assert {name: n for name, n in lengths.items() if n > FILE_CAP} == {}
