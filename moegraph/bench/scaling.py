@@ -32,7 +32,7 @@ def scaling_config(config: EngineConfig) -> EngineConfig:
     return replace(config, spec="off", draft="", n_draft=MAX_VERIFY_ROWS - 1)
 
 
-def measure_scaling(engine: Engine, seed: int = 1) -> Iterator[WidthTime]:
+def measure_scaling(engine: Engine) -> Iterator[WidthTime]:
     """Yield the time of a pass of each width, as far as context and -ub allow.
 
     One row is a decode pass, up to MAX_VERIFY_ROWS a verify pass, more are a prompt. The rows are
@@ -42,7 +42,7 @@ def measure_scaling(engine: Engine, seed: int = 1) -> Iterator[WidthTime]:
     Raises:
         NativeError, ModelFileError: a pass failed.
     """
-    rng, n_vocab = np.random.default_rng(seed), engine.hparams.n_vocab
+    rng, n_vocab = np.random.default_rng(1), engine.hparams.n_vocab
     n_held = min(_N_HELD, engine.n_ctx // 4)
     most = min(engine.runner.n_ubatch, engine.n_ctx - n_held)
     engine.reset()

@@ -97,9 +97,9 @@ class Drawing:
         return "\n".join([*self._parts, "</svg>"]) + "\n"
 
 
-def text_width(text: str, size: int = FONT_SIZE) -> float:
+def text_width(text: str) -> float:
     """Return the approximate width of a text in pixels."""
-    return CHAR_WIDTH * len(text) * size / FONT_SIZE
+    return CHAR_WIDTH * len(text)
 
 
 def _cut(text: str, width: float, size: int) -> str:

@@ -141,9 +141,8 @@ def heading(text: str) -> None:
 
 
 def table(
-    rows: Iterable[Sequence[object]], header: Sequence[str] = (), indent: int = 2,
-    is_text: bool = False,
-) -> None:  # fmt: skip
+    rows: Iterable[Sequence[object]], header: Sequence[str] = (), is_text: bool = False
+) -> None:
     """Print aligned columns to stdout; text is made printable. An empty row is an empty line.
 
     A column is aligned to the right if all its cells are numbers, empty, or NONE. is_text: align
@@ -168,7 +167,7 @@ def table(
         line = "  ".join(padded).rstrip()
         if header and at == 0:
             line = styled(line, "columns", sys.stdout)
-        click.echo(" " * indent + line)
+        click.echo("  " + line)
 
 
 def _is_numeric(column: Sequence[str]) -> bool:

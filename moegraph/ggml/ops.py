@@ -264,10 +264,6 @@ class Builder:
         _require(sorted(axes) == [0, 1, 2, 3], f"permute{axes}", a)
         return C.ggml_permute(self.ctx, a, *axes)
 
-    def transpose(self, a: Tensor) -> Tensor:
-        """Swap ne0 and ne1."""
-        return C.ggml_transpose(self.ctx, a)
-
     def cont(self, a: Tensor, *ne: int) -> Tensor:
         """Copy into contiguous memory, with the same or a new two-dimensional shape."""
         if not ne:

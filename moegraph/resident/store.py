@@ -125,11 +125,6 @@ class ExpertStore:
             address % 32 == 0 for il in self._infos for _, address, _, _ in self.stacks(il).values()
         )
 
-    @property
-    def uses_ring(self) -> bool:
-        """Whether experts of some layers pass through the ring."""
-        return self._ring is not None
-
     def infos(self, il: int) -> dict[str, TensorInfo]:
         """Return a layer's expert stacks in the file, by part."""
         return self._infos[il]

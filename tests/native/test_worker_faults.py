@@ -246,6 +246,25 @@ def test_bytes_after_the_hello_end_the_process_at_most(worker: WorkerProcess) ->
     assert worker.process.poll() is None
 
 
+@pytest.mark.parametrize("command", ["store", "optimize", "set", "get"])
+def test_a_size_that_no_tensor_has_takes_no_memory(worker: WorkerProcess, command: str) -> None:
+    """The connection ends at once; the process neither waits for the bytes nor dies for memory."""
+    number = {"store": 21, "optimize": 24, "set": 26, "get": 27}[command]
+    n_bytes = 1 << (40 if command == "get" else 31)
+    part = b"\0" * (4 + 296 + 8) + n_bytes.to_bytes(8, "little")  # its tensor has no buffer
+    sent = part if command in ("set", "get") else b""
+    size = {"set": len(part) + n_bytes, "get": len(part)}.get(command, n_bytes)
+    with closing(socket.create_connection(worker.address, PATIENCE_S)) as sock:
+        sock.sendall(question_of(remote.this_build()))
+        assert b"devices" in sock.recv(4096)
+        sock.sendall(b"\x0e" + (24).to_bytes(8, "little") + b"\0" * 24)  # upstream's hello
+        assert sock.recv(4096)
+        sock.sendall(bytes([number]) + size.to_bytes(8, "little") + sent)
+        while sock.recv(4096):
+            pass
+    worker.await_line("has left")  # it ended by itself, not by a signal
+
+
 def test_a_worker_needs_keys_for_other_machines() -> None:
     worker = WorkerProcess("--device", "cpu", "--listen", "0.0.0.0:0")
     assert worker.process.wait(60) == 2

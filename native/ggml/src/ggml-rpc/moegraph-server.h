@@ -13,10 +13,10 @@ struct moegraph_session {
         moegraph_part        part;
         switch (cmd) {
             case MOEGRAPH_CMD_FEATURES: return recv_msg(sock, nullptr, 0) && features();
-            case MOEGRAPH_CMD_STORE:    return recv_msg(sock, graph) && store(graph);
+            case MOEGRAPH_CMD_STORE:    return receive(graph) && store(graph);
             case MOEGRAPH_CMD_RUN:      return recv_msg(sock, &id, sizeof(id)) && run(id);
             case MOEGRAPH_CMD_FORGET:   return recv_msg(sock, &id, sizeof(id)) && forget(id);
-            case MOEGRAPH_CMD_OPTIMIZE: return recv_msg(sock, graph) && optimize(graph);
+            case MOEGRAPH_CMD_OPTIMIZE: return receive(graph) && optimize(graph);
             case MOEGRAPH_CMD_DEPS:     return recv_msg(sock, nullptr, 0)
                     && send_msg(sock, server.graphs.deps.data(), server.graphs.deps.size()*sizeof(moegraph_dep_id));
             case MOEGRAPH_CMD_SET:      return set();
@@ -27,6 +27,20 @@ struct moegraph_session {
     }
 
 private:
+    // Receives a graph. The client sends none that is larger than what may be stored.
+    bool receive(std::vector<uint8_t> & graph) {
+        uint64_t size;
+        if (!sock->recv_data(&size, sizeof(size))) {
+            return false;
+        }
+        if (size > MOEGRAPH_STORED_SIZE) {
+            GGML_LOG_ERROR("[%s] a graph of %" PRIu64 " bytes\n", __func__, size);
+            return false;
+        }
+        graph.resize(size);
+        return sock->recv_data(graph.data(), size);
+    }
+
     bool features() {
         moegraph_features found = { 0, server.cache_dir != nullptr };
         for (size_t i = 0; i < server.backends.size() && i < 64; ++i) {
@@ -82,7 +96,7 @@ private:
         return true;
     }
 
-    // The bytes are kept until the backend has them.
+    // Memory is taken once it is known that the tensor has so many bytes. They are kept until the backend has them.
     bool set() {
         uint64_t      size;
         moegraph_part part;
@@ -90,26 +104,27 @@ private:
                 || part.size != size - sizeof(part)) {
             return false;
         }
-        auto bytes = server.graphs.take(part.size);
-        if (!sock->recv_data(bytes.data(), bytes.size())) {
-            return false;
-        }
-        const bool ok = with(part, [&](ggml_backend_t backend, ggml_tensor * tensor) {
-            ggml_backend_tensor_set_async(backend, tensor, bytes.data(), part.offset, part.size);
+        return with(part, [&](ggml_backend_t backend, ggml_tensor * tensor) {
+            auto       bytes = server.graphs.take(part.size);
+            const bool ok    = sock->recv_data(bytes.data(), bytes.size());
+            if (ok) {
+                ggml_backend_tensor_set_async(backend, tensor, bytes.data(), part.offset, part.size);
+            }
+            server.graphs.hold(std::move(bytes), server.backends);
+            return ok;
         });
-        server.graphs.hold(std::move(bytes), server.backends);
-        return ok;
     }
 
     bool get(const moegraph_part & part) {
-        std::vector<uint8_t> answer(part.size);
-        const bool ok = with(part, [&](ggml_backend_t backend, ggml_tensor * tensor) {
+        return with(part, [&](ggml_backend_t backend, ggml_tensor * tensor) {
+            std::vector<uint8_t> answer(part.size);
             ggml_backend_tensor_get_async(backend, tensor, answer.data(), part.offset, part.size);
+            server.graphs.finish(server.backends);
+            return send_msg(sock, answer.data(), answer.size());
         });
-        server.graphs.finish(server.backends);
-        return ok && send_msg(sock, answer.data(), answer.size());
     }
 
+    // Calls `use` for the tensor of a part that lies in its buffer; returns what it returns, else false.
     template <typename Use>
     bool with(const moegraph_part & part, const Use & use) {
         ggml_context_ptr ctx { ggml_init({ ggml_tensor_overhead(), nullptr, true }) };
@@ -124,8 +139,7 @@ private:
             GGML_LOG_ERROR("[%s] not in the buffer\n", __func__);
             return false;
         }
-        use(server.backends[part.device], tensor);
-        return true;
+        return use(server.backends[part.device], tensor);
     }
 
     bool optimize(const std::vector<uint8_t> & message) {
