@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers.drafters import write_small
 from helpers.fetching_engines import fetch_layers
+from helpers.smallest import smallest
 
 from moegraph.bench.machine import _machine, _Segment, measure_machine
 from moegraph.cli import main
@@ -187,7 +188,8 @@ def test_a_plan_table_has_a_row_for_each_budget(recorded: Path, need: Footprint)
 
 
 def test_a_plan_prices_drafters(need: Footprint) -> None:
-    few = mib_for(need, 0.4) + 16
+    given = (*SMALL, "--driver-memory", "0", "--spec", "auto")
+    few = smallest(lambda n: not invoke("plan", "tiny", "--vram", f"{n}MiB", *given).exit_code)
     sizes = ("--vram", "100MiB", "--vram", f"{few}MiB", "--vram", "1", "--driver-memory", "0")
     result = invoke("plan", "tiny", *sizes, *SMALL, "--spec", "auto", "--json")
     assert result.exit_code == 0, result.output

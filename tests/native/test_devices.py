@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.faults import faulty
 from helpers.shared import greedy_tokens, prompt
+from helpers.smallest import smallest
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, devices, prefixes
-from moegraph.errors import Cancelled, ConfigError, NativeError
+from moegraph.errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
 from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
+from moegraph.modelfile import open_model
+from moegraph.placement.footprint import needed_bytes
+from moegraph.placement.planner import Footprint, make_plan
 from moegraph.runner import LayeredRunner, StagedRunner, WholeRunner, boundary
 from moegraph.runner.sweep_batch import SweepBatch
 
@@ -170,11 +175,24 @@ def test_more_devices_than_layers_are_refused(open_engine: Open, no_leak: None) 
         open_engine(device=",".join(["cpu"] * 9))
 
 
+def fits(need: Footprint, mib: int) -> bool:
+    try:
+        make_plan(need, mib << 20)
+    except OutOfDeviceMemory:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("is_wider", [True, False])
 def test_auto_takes_more_devices_only_if_more_experts_fit(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch, no_leak: None, is_wider: bool
-) -> None:
+    open_engine: Open, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch,
+    no_leak: None, is_wider: bool,
+) -> None:  # fmt: skip
     """The second device stands for another GPU."""
+    with open_model(model_path("legacy32")) as model:
+        need = needed_bytes(model, EngineConfig(n_ctx=512, n_ubatch=32), 512)
+    mib = smallest(lambda n: fits(need, n)) + 1
+    assert not make_plan(need, mib << 20).all_resident
     names = ["cpu:1"] if is_wider else []
     real = devices.open_device
 
@@ -185,7 +203,7 @@ def test_auto_takes_more_devices_only_if_more_experts_fit(
 
     monkeypatch.setattr(devices, "gpu_names", lambda: names)
     monkeypatch.setattr(devices, "open_device", opened)
-    engine = open_engine(device="auto", vram="163MiB", host_pin="none", n_ubatch=32)
+    engine = open_engine(device="auto", vram=f"{mib}MiB", host_pin="none", n_ubatch=32)
     assert engine.device_name == ("cpu,cpu:1" if is_wider else "cpu")
     assert len(engine.stages) == 1 + is_wider
     engine.close()
