@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from .patience import PATIENCE_S
+
 # Debian's, Ubuntu's, and that of GitHub's runners.
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE_MS = 30_000
+PATIENCE_MS = 1000 * PATIENCE_S
 
 
 @contextmanager
@@ -66,9 +68,9 @@ class Visit:
 
     def wait_for(self, condition: str) -> None:
         """Wait until an expression is true; Playwright's own way is against the page's policy."""
-        until = time.monotonic() + PATIENCE_MS / 1000
+        end = time.monotonic() + PATIENCE_S
         while not self.page.evaluate(condition):
-            assert time.monotonic() < until, f"not true: {condition}"
+            assert time.monotonic() < end, f"not true: {condition}"
             self.page.wait_for_timeout(20)
 
     @property

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from .patience import until
 
 
 @contextmanager
@@ -23,9 +24,8 @@ def served(app: ASGIApp) -> Iterator[str]:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [free]}, daemon=True)
         thread.start()
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            time.sleep(0.005)
+        until(lambda: server.started or not thread.is_alive())
+        assert server.started, "the server did not start"
         try:
             yield f"http://127.0.0.1:{free.getsockname()[1]}"
         finally:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from helpers.patience import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,7 +127,7 @@ class TestAttacks:
         start = time.perf_counter()
         line = refusal(source, seconds=0.5)
         assert "more than 0.5 seconds" in line or "recursion" in line
-        assert time.perf_counter() - start < 10
+        assert time.perf_counter() - start < PATIENCE_S  # without the limit, it takes hours
 
     @pytest.mark.parametrize(
         "source",

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from helpers.patience import PATIENCE_S, until
 
 from moegraph import __version__
 from moegraph.cli import doctor, main, ui
@@ -203,7 +204,11 @@ class TestDrawing:
         # Hidden while a bar is drawn, and shown again at the end.
         assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
 
-    def test_no_bar_for_work_that_is_quickly_done(self, terminal: FakeTerminal) -> None:
+    def test_no_bar_for_work_that_is_quickly_done(
+        self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = iter(1000.0 + i * ui._BAR_DELAY_S / 10 for i in range(10))
+        monkeypatch.setattr(ui, "time", SimpleNamespace(monotonic=lambda: next(now)))
         with ui.Bars() as bars:
             for done in range(10):
                 bars("load", done, 10)
@@ -215,20 +220,19 @@ class TestDrawing:
         monkeypatch.setattr(ui, "_BAR_DELAY_S", 0.01)
         with ui.Bars() as bars:
             bars.expect("prefill", 512)
-            until = time.monotonic() + 20
-            while "Reading the prompt" not in terminal.getvalue():
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            until(lambda: "Reading the prompt" in terminal.getvalue())
         assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
 
     def test_no_bar_after_work_that_was_expected_and_quick(
         self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ui, "_BAR_DELAY_S", 0.05)
+        monkeypatch.setattr(ui, "_BAR_DELAY_S", PATIENCE_S)
         with ui.Bars() as bars:
             bars.expect("prefill", 512)
+            timer = bars._timer
             bars.clear()
-            time.sleep(0.2)
+            assert timer is not None and timer.finished.is_set()
+            timer.function(*timer.args)  # it was on its way already
         assert terminal.getvalue() == ""
 
     def test_nothing_is_drawn_into_a_pipe(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+from helpers.patience import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,15 +117,15 @@ def test_a_line_is_bounded_in_bytes_and_time() -> None:
     one, other = socket.socketpair()
     with one, other:
         one.sendall(b"hello\n")
-        assert read_line(other, 6, 5) == b"hello\n"
+        assert read_line(other, 6, PATIENCE_S) == b"hello\n"
         one.sendall(b"hello!\n")
         with pytest.raises(HelloRefused):
-            read_line(other, 6, 5)
+            read_line(other, 6, PATIENCE_S)
     one, other = socket.socketpair()
     with one, other:
         one.sendall(b"a\nb")
         with pytest.raises(HelloRefused):
-            read_line(other, 100, 5)
+            read_line(other, 100, PATIENCE_S)
     one, other = socket.socketpair()
     with one, other:
         stop, begin = threading.Event(), time.monotonic()
@@ -137,7 +138,7 @@ def test_a_line_is_bounded_in_bytes_and_time() -> None:
         dripping.start()
         with pytest.raises(TimeoutError):
             read_line(other, 1 << 20, 0.5)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < PATIENCE_S
         stop.set()
         dripping.join()
 
@@ -150,7 +151,7 @@ def piped(use: Callable[[socket.socket, socket.socket], None]) -> None:
     joining.start()
     with a, b:
         use(a, b)
-    joining.join(20)
+    joining.join(PATIENCE_S)
     assert not joining.is_alive()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import numpy as np
@@ -67,13 +68,15 @@ def test_a_prompt_that_was_undone_is_forgotten() -> None:
     drafter.close()
 
 
-@pytest.mark.alone
 def test_it_takes_microseconds() -> None:
     """A draft and a token more, after a long text with many places to compare."""
     rng, drafter = np.random.default_rng(0), LookUp(max_draft=8)
     drafter.restart(0, rng.integers(0, 30, 100_000).astype(np.int32))
-    start = time.perf_counter()
+    times = []
     for at, token in enumerate(rng.integers(0, 30, 1000).tolist(), 100_000):
+        start = time.perf_counter()
         drafter.draft(0, token, 8, 1)
         drafter.committed(0, at, [token])
-    assert time.perf_counter() - start < 0.2  # 200 us each; it takes about 10
+        times.append(time.perf_counter() - start)
+    # the middle one, however busy the machine is: about 10 us; a search of the text takes 10 ms
+    assert statistics.median(times) < 1e-3

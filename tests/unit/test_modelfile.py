@@ -275,9 +275,7 @@ def test_paths_that_are_no_files_are_refused_in_words(tmp_path: Path) -> None:
     assert refused(tmp_path / "no.gguf").endswith("no such file")
     assert "is a directory" in refused(tmp_path)
     os.mkfifo(tmp_path / "fifo")
-    started = time.monotonic()
-    assert "is a pipe" in refused(tmp_path / "fifo")
-    assert time.monotonic() - started < 5
+    assert "is a pipe" in refused(tmp_path / "fifo")  # to open it would wait for a writer
     assert "is a device" in refused(Path("/dev/null"))
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(os.path.relpath(tmp_path / "s"))

@@ -8,11 +8,11 @@ import io
 import json
 import logging
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.patience import until
 from helpers.server_case import CHAT, Case
 
 from moegraph.errors import ConfigError, NativeError
@@ -140,8 +140,7 @@ def test_bodies_have_a_limit_together() -> None:
     ]
     for one in asking:
         one.start()
-    while len(case.service.tickets) < 2:
-        time.sleep(0.005)
+    until(lambda: len(case.service.tickets) == 2)
     refused = case.post("/v1/completions", body)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_large_together"
     assert case.service.hold is not None

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 import pytest
 from helpers.fake_service import FakeChatModel, FakeService
+from helpers.patience import PATIENCE_S, until_so
 
 from moegraph.errors import ConfigError, ModelFileError
 from moegraph.server.backend import Loaded, ModelFacts
@@ -34,7 +34,7 @@ class Loader:
         self.service = FakeService()
 
     def __call__(self) -> Loaded:
-        self.gate.wait(5)
+        self.gate.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
         self.n_loaded += 1
@@ -42,15 +42,6 @@ class Loader:
 
     def _close(self) -> None:
         self.n_closed += 1
-
-
-async def until(is_so: Callable[[], Any]) -> None:
-    """Wait until something is so."""
-    for _ in range(1000):
-        if is_so():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never was so")
 
 
 def _has(values: list[None], n: int) -> bool:
@@ -113,7 +104,7 @@ def test_free_memory_is_given_back_once_after_requests(monkeypatch: pytest.Monke
             await asyncio.sleep(0.1)
             assert len(given) == n - 1
             host.leave()
-            await until(partial(_has, given, n))
+            await until_so(partial(_has, given, n))
         await asyncio.sleep(0.1)
         assert len(given) == 2
         watching.cancel()
@@ -134,7 +125,7 @@ def test_an_idle_model_sleeps_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None
         await asyncio.sleep(0.15)
         assert host.condition == "ready"
         host.leave()
-        await until(lambda: host.condition == "sleeping" and loader.n_closed == 1)
+        await until_so(lambda: host.condition == "sleeping" and loader.n_closed == 1)
         assert host.peek() is None
         host.enter()
         both = await asyncio.gather(host.loaded(), host.loaded())
@@ -153,10 +144,11 @@ def test_a_model_that_cannot_wake_is_tried_again(monkeypatch: pytest.MonkeyPatch
         host = ModelHost(loader, FACTS, sleep_s=0.01)
         await host.start()
         watching = asyncio.ensure_future(host.watch())
-        await until(lambda: host.condition == "sleeping")
+        await until_so(lambda: host.condition == "sleeping")
         loader.error = ModelFileError("the file is gone")
         assert "the file is gone" in (await refusal(host)).message
         loader.error = None
+        host.enter()
         assert await host.loaded() and host.condition == "ready"
         watching.cancel()
         await host.close()
@@ -193,11 +185,11 @@ def test_an_engine_that_is_stuck_is_waited_for_and_one_that_ended_is_not(
         await host.start()
         watching = asyncio.ensure_future(host.watch())
         loader.service.failure, loader.service.busy_s = "busy for 300 s", 300.0
-        await until(lambda: "no answers: busy for 300 s" in caplog.text)
+        await until_so(lambda: "no answers: busy for 300 s" in caplog.text)
         loader.service.failure = None
-        await until(lambda: "works again" in caplog.text or watching.done())
+        await until_so(lambda: "works again" in caplog.text or watching.done())
         loader.service.failure, loader.service.busy_s = "broken", 0.0
-        assert await asyncio.wait_for(watching, 5) == "broken"
+        assert await asyncio.wait_for(watching, PATIENCE_S) == "broken"
         await host.close()
 
     asyncio.run(go())
@@ -208,7 +200,7 @@ def test_draining_waits_for_requests_and_refuses_new_ones() -> None:
         host = ModelHost(Loader(), FACTS)
         await host.start()
         host.enter()
-        draining = asyncio.ensure_future(host.drain(5))
+        draining = asyncio.ensure_future(host.drain(PATIENCE_S))
         await asyncio.sleep(0.02)
         assert not draining.done() and (await refusal(host)).code == "closing"
         host.leave()
@@ -227,7 +219,7 @@ def test_closing_does_not_wait_for_a_model_that_is_being_loaded() -> None:
         host = ModelHost(loader, FACTS)
         loading = asyncio.ensure_future(host.start())
         await asyncio.sleep(0.01)
-        await asyncio.wait_for(host.close(), 1)
+        await asyncio.wait_for(host.close(), PATIENCE_S / 2)
         assert host.is_loading and host.condition == "closing"
         loader.gate.set()
         await loading
@@ -253,4 +245,4 @@ def test_an_address_of_another_machine_is_refused(host: str) -> None:
 def test_an_address_for_all_is_shown_as_one_that_works() -> None:
     with closing(listen("0.0.0.0", 0)) as sock:
         assert url_of(sock, "0.0.0.0").startswith("http://127.0.0.1:")
-        socket.create_connection(("127.0.0.1", sock.getsockname()[1]), 1).close()
+        socket.create_connection(("127.0.0.1", sock.getsockname()[1]), PATIENCE_S).close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.fake_service import FakeChatModel, FakeService
+from helpers.patience import PATIENCE_S
 from helpers.server_case import CHAT, Case
 
 from moegraph.engine.chat import TextRequest
@@ -114,7 +115,7 @@ def test_a_talk_is_free_when_it_is_closed(is_read: bool) -> None:
                 if not is_read:
                     break
         ticket = service.tickets.pop()
-        assert await asyncio.to_thread(ticket.ended.wait, 5)
+        assert await asyncio.to_thread(ticket.ended.wait, PATIENCE_S)
         await asyncio.sleep(0.01)  # the last step is delivered
         return weakref.ref(made)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.fake_service import FakeChatModel, FakeService
+from helpers.patience import PATIENCE_S, until_so
 
 from moegraph.engine.chat import Prepared, TextRequest
 from moegraph.errors import QueueFull
@@ -48,8 +49,7 @@ def test_steps_that_wait_are_merged() -> None:
     async def go() -> int:
         service = FakeService([["a"] * 100])
         talk = Talk(service, prepared("x"))
-        while not service.tickets[0].ended.is_set():
-            await asyncio.sleep(0.005)
+        await until_so(service.tickets[0].ended.is_set)
         await asyncio.sleep(0.005)
         steps = [said async for said in talk]
         assert "".join(said.step.text for said in steps) == "a" * 100
@@ -120,12 +120,13 @@ class Wire:
     """An ASGI connection: what is sent, and a client that leaves after some messages.
 
     n_taken: messages that the client takes; then it stops reading. leaves: whether it goes then.
+    heard: set when two comments have come.
     """
 
     def __init__(self, n_taken: int = 1 << 30, leaves: bool = False) -> None:
         self.sent: list[dict[str, Any]] = []
         self.n_taken, self.leaves = n_taken, leaves
-        self.gone = asyncio.Event()
+        self.gone, self.heard = asyncio.Event(), asyncio.Event()
 
     async def receive(self) -> dict[str, Any]:
         await self.gone.wait()
@@ -137,6 +138,8 @@ class Wire:
                 self.gone.set()
             await asyncio.sleep(3600)
         self.sent.append(message)
+        if self.body.count(b": ping") >= 2:
+            self.heard.set()
 
     @property
     def body(self) -> bytes:
@@ -144,15 +147,19 @@ class Wire:
 
 
 class Source:
-    """Frames for a stream; `is_closed` tells whether its `finally` ran."""
+    """Frames for a stream; `is_closed` tells whether its `finally` ran.
 
-    def __init__(self, n: int, wait_s: float = 0.0, silent_s: float = 0.0) -> None:
-        self.n, self.wait_s, self.silent_s = n, wait_s, silent_s
+    silent: none comes before it is set.
+    """
+
+    def __init__(self, n: int, wait_s: float = 0.0, silent: asyncio.Event | None = None) -> None:
+        self.n, self.wait_s, self.silent = n, wait_s, silent
         self.is_closed = False
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         try:
-            await asyncio.sleep(self.silent_s)
+            if self.silent is not None:
+                await self.silent.wait()
             for i in range(self.n):
                 await asyncio.sleep(self.wait_s)
                 yield data(i)
@@ -163,7 +170,7 @@ class Source:
 def play(source: Source, wire: Wire, **given: Any) -> None:
     async def go() -> None:
         stream = EventStream(source.frames(), **given)
-        await asyncio.wait_for(stream({"type": "http"}, wire.receive, wire.send), 5)
+        await asyncio.wait_for(stream({"type": "http"}, wire.receive, wire.send), PATIENCE_S)
 
     asyncio.run(go())
 
@@ -177,8 +184,8 @@ def test_a_stream_sends_all_frames_and_ends() -> None:
 
 
 def test_a_silent_stream_sends_comments() -> None:
-    source, wire = Source(1, silent_s=0.6), Wire()
-    play(source, wire, ping_s=0.02)
+    wire = Wire()
+    play(Source(1, silent=wire.heard), wire, ping_s=0.02)
     assert wire.body.startswith(b": ping\n\n: ping\n\n") and wire.body.endswith(b"data: 0\n\n")
 
 
@@ -190,12 +197,12 @@ def test_a_client_that_leaves_ends_the_source() -> None:
 
 def test_a_client_that_leaves_while_nothing_is_sent_ends_the_source() -> None:
     async def go() -> None:
-        source, wire = Source(1, silent_s=3600), Wire()
+        source, wire = Source(1, silent=asyncio.Event()), Wire()
         stream = EventStream(source.frames())
         running = asyncio.ensure_future(stream({"type": "http"}, wire.receive, wire.send))
         await asyncio.sleep(0.01)
         wire.gone.set()
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, PATIENCE_S)
         assert source.is_closed
 
     asyncio.run(go())
@@ -220,7 +227,7 @@ def test_a_stream_whose_frames_are_never_asked_for_is_closed_too() -> None:
     async def go() -> None:
         source, wire, ends = Source(3), Wire(n_taken=0, leaves=True), list[int]()
         stream = EventStream(source.frames(), close=lambda: ends.append(1))
-        await asyncio.wait_for(stream({"type": "http"}, wire.receive, wire.send), 5)
+        await asyncio.wait_for(stream({"type": "http"}, wire.receive, wire.send), PATIENCE_S)
         assert ends == [1] and not source.is_closed
 
     asyncio.run(go())
@@ -263,7 +270,7 @@ def test_no_call_is_lost_between_threads() -> None:
         for thread in threads:
             await asyncio.get_running_loop().run_in_executor(None, thread.join)
         box.put(done.set)
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), PATIENCE_S)
         assert sorted(found) == list(range(15_000))
         assert [i for i in found if i < 5000] == list(range(5000))
 

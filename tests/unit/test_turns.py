@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+from helpers.patience import PATIENCE_S, until
 from helpers.turns import Turns
 
 
@@ -29,20 +30,17 @@ def test_who_is_alone_waits_for_those_before_and_is_not_passed_by_those_after(
     lone = threading.Thread(target=take, args=("lone", True))
     with first.take(alone=False):
         early.start()
-        early.join(10)
+        early.join(PATIENCE_S)
         assert order == ["early begins", "early ends"], "ordinary turns are not shared"
         order.clear()
         lone.start()
-        until = time.monotonic() + 10
         with (tmp_path / "gate").open() as gate:
-            while not is_locked(gate.fileno()):
-                assert time.monotonic() < until, "the one alone does not wait at the gate"
-                time.sleep(0.001)
+            until(lambda: is_locked(gate.fileno()))
         late.start()
         time.sleep(0.05)
         assert order == []
     for thread in (lone, late):
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert order == ["lone begins", "lone ends", "late begins", "late ends"]
     first.close()
 
