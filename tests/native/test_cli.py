@@ -8,8 +8,10 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +20,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from helpers.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def fibonacci(n):\n"
@@ -28,8 +31,9 @@ ENV = {
     **{k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "MOEGRAPH_DEBUG")},
     "TERM": "xterm", "PYTHONPATH": str(ROOT),
 }  # fmt: skip
-# Loading and compiling caches on a busy machine; a hang is what this finds.
-PATIENCE_S = 120
+# Tokens that no test waits for. A reader that stops reading stops the program before they are over.
+ENDLESS = ["-n", 8000, "-c", 16384, "--ignore-eos", *CPU]
+SMALLEST_PIPE = 4096
 
 
 def moegraph(*args: object, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
@@ -47,10 +51,10 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start(*args: object) -> subprocess.Popen[bytes]:
+def start(*args: object, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*COMMAND, *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=ENV, cwd=ROOT, bufsize=0,
+        [*COMMAND, *map(str, args)], stdin=subprocess.DEVNULL, stdout=stdout,
+        stderr=subprocess.PIPE, env=ENV, cwd=ROOT, bufsize=0, pipesize=SMALLEST_PIPE,
         preexec_fn=heed_ctrl_c,  # noqa: PLW1509 - the tests start no threads
     )  # fmt: skip
 
@@ -79,8 +83,8 @@ class TestRun:
         times = report["timings"]
         phases = [times[f"{name}_s"] for name in ("process", "load", "tokenizer", "prefill")]
         assert min(phases) > 0
-        # the clock of processes has steps of 10 ms
-        assert sum(phases) - 0.02 < times["first_token_s"] < sum(phases) + 1
+        # the clock of processes has steps of 10 ms; there may be any time between the phases
+        assert sum(phases) - 0.02 < times["first_token_s"]
         assert list(times["load"]) == [
             "device", "plan", "weights", "banks", "state", "tokenizer", "graphs", "threads"
         ]  # fmt: skip
@@ -114,16 +118,16 @@ class TestRun:
         assert runs[0] == runs[1] != runs[2]
 
     def test_text_streams(self) -> None:
-        child = start("run", "tiny", "-p", PROMPT, "-n", 200, "--ignore-eos", *CPU)
-        assert child.stdout is not None
-        arrivals = []
-        while os.read(child.stdout.fileno(), 1 << 16):
-            arrivals.append(time.monotonic())
+        # such a socket keeps what is written apart, however late it is read
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            child = start("run", "tiny", "-p", PROMPT, "-n", 200, "--ignore-eos", *CPU,
+                          stdout=theirs.fileno())  # fmt: skip
+            theirs.close()
+            n_pieces = sum(1 for _ in iter(lambda: ours.recv(1 << 16), b""))
         child.communicate()
         assert child.returncode == 0
-        # Many pieces over the whole run, not one at its end.
-        assert len(arrivals) > 50
-        assert arrivals[-1] - arrivals[0] > 20 * (arrivals[1] - arrivals[0]) / len(arrivals)
+        assert n_pieces > 50
 
     def test_characters_that_the_output_cannot_show_do_not_stop_it(self) -> None:
         done = moegraph("run", "tiny", "-p", "# 日本é", "-n", 4, "--display-prompt", *CPU,
@@ -172,7 +176,7 @@ class TestRefusals:
         assert b"Traceback" not in done.stderr
 
     def test_a_reader_that_leaves(self) -> None:
-        child = start("run", "tiny", "-p", PROMPT, "-n", 300, "--ignore-eos", *CPU)
+        child = start("run", "tiny", "-p", PROMPT, *ENDLESS)
         assert child.stdout is not None
         child.stdout.read(5)
         child.stdout.close()
@@ -196,7 +200,7 @@ def wait_for_map(pid: int, name: str) -> None:
 class TestInterrupt:
     @pytest.mark.parametrize("moment", ["multiarray", "libggml-cpu", "tiny.gguf", "text", "twice"])
     def test_ctrl_c_at_any_moment(self, moment: str) -> None:
-        child = start("run", "tiny", "-p", PROMPT, "-n", 4000, "-c", 8192, "--ignore-eos", *CPU)
+        child = start("run", "tiny", "-p", PROMPT, *ENDLESS)
         assert child.stdout is not None
         if moment in ("text", "twice"):
             assert child.stdout.read(1)
@@ -234,13 +238,32 @@ class Terminal:
 
     def wait_for(self, pattern: str) -> str:
         """Read until a pattern appears; return what came before its end and forget it."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not (match := re.search(pattern, self.seen)):
-            assert time.monotonic() < deadline, self.seen
-            if select.select([self.fd], [], [], 1)[0]:
-                self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+        assert self.shows(pattern, PATIENCE_S), self.seen
+        match = re.search(pattern, self.seen)
+        assert match is not None
         shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return shown
+
+    def shows(self, pattern: str, seconds: float) -> bool:
+        """Read until a pattern appears; return whether it did in time."""
+        end = time.monotonic() + seconds
+        while not re.search(pattern, self.seen):
+            if time.monotonic() > end:
+                return False
+            if select.select([self.fd], [], [], min(1, seconds))[0]:
+                self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+        return True
+
+    def wait_for_prompt(self, pattern: str = ">>> ") -> None:
+        """Wait until readline listens; before that, the terminal itself echoes what is typed."""
+        self.wait_for(pattern)
+        until(lambda: not termios.tcgetattr(self.fd)[3] & termios.ICANON)
+
+    def wait_for_answer(self) -> None:
+        """Wait until some words of an answer are shown, or an answer and a progress bar before."""
+        self.wait_for(r"\r\n")
+        escapes = r"(\x1b\[[?\d;]*[a-zA-Z]|\s|Reading the prompt[^\r\n]*)*"
+        self.wait_for(rf"^{escapes}[^\x1b\s]{{1,40}}\s+\S")
 
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
@@ -254,7 +277,7 @@ class Terminal:
 
 @pytest.fixture
 def chat() -> Iterator[Terminal]:
-    terminal = Terminal("chat", "tiny", "-n", 500, "--ignore-eos", "--temp", 0, *CPU)
+    terminal = Terminal("chat", "tiny", "--temp", 0, *ENDLESS)
     yield terminal
     os.close(terminal.fd)
 
@@ -262,21 +285,19 @@ def chat() -> Iterator[Terminal]:
 class TestChat:
     def test_a_session_at_a_terminal(self, chat: Terminal) -> None:
         chat.wait_for("/help for help")
-        chat.wait_for(">>> ")
+        chat.wait_for_prompt()
         chat.type("/help\r")
         chat.wait_for("/clear ")
-        chat.wait_for(">>> ")
+        chat.wait_for_prompt()
         chat.type("def f(x):\r")
-        # What readline sends at the end of a line is no answer yet.
-        chat.wait_for(r"def f\(x\):\r\n(\x1b\[\?2004l\r)?[^\x1b\r]")
+        chat.wait_for_answer()
         chat.type("\x03")
         assert "stopped" in chat.wait_for(r"wrote \d+, [\d.]+ tok/s")
-        chat.wait_for(">>> ")
+        chat.wait_for_prompt()
         # Python's readline loses a signal between drawing the prompt and waiting for a key.
-        time.sleep(0.5)
-        chat.type("\x03")
-        chat.wait_for("Ctrl-D or /quit")
-        chat.wait_for(">>> ")
+        while not chat.shows("Ctrl-D or /quit", 2.0):
+            chat.type("\x03")
+        chat.wait_for_prompt()
         chat.type("\x04")
         assert chat.exit_code() == 0
         assert "Traceback" not in chat.seen
@@ -289,20 +310,19 @@ class TestChat:
 
     def test_pasted_lines_are_one_message(self) -> None:
         terminal = Terminal("chat", "tiny", "-n", 4, "--ignore-eos", *CPU)
-        terminal.wait_for(">>> ")
-        time.sleep(0.5)  # until readline listens; before that, the terminal itself echoes
+        terminal.wait_for_prompt()
         terminal.type("\x1b[200~def f(x):\r    return x\r\x1b[201~\r")
         terminal.wait_for(r"wrote 4, [\d.]+ tok/s")
-        terminal.wait_for(">>> ")
+        terminal.wait_for_prompt()
         terminal.type("/show\r")
         assert "so far: 1" in terminal.wait_for(r"so far: \d+")
-        terminal.wait_for(">>> ")
+        terminal.wait_for_prompt()
         # Ctrl-D ends the block, and the block is one message.
         terminal.type('"""one\r')
-        terminal.wait_for(r"\.\.\. ")
+        terminal.wait_for_prompt(r"\.\.\. ")
         terminal.type("\x04")
         terminal.wait_for(r"wrote 4, [\d.]+ tok/s")
-        terminal.wait_for(">>> ")
+        terminal.wait_for_prompt()
         terminal.type("\x04")
         assert terminal.exit_code() == 0
         os.close(terminal.fd)

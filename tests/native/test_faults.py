@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.faults import FAULTS, faulty
+from helpers.patience import PATIENCE_S
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
@@ -71,11 +72,11 @@ def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
 
 
 def n_threads(expected: int = 0) -> int:
-    """Return how many threads this process has, once it has `expected` ones or a second later.
+    """Return how many threads this process has, once it has `expected` ones or after a long time.
 
     A thread that was joined may be listed for a moment longer.
     """
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + PATIENCE_S
     while (n := len(os.listdir("/proc/self/task"))) > expected > 0 and time.monotonic() < end:
         time.sleep(0.001)
     return n
