@@ -29,7 +29,7 @@ from ..link.relay import relay, watch
 MAX_STRANGERS = 16
 _READY_S = 120.0
 # The process that served the last client needs a moment to end, and the next one longer to start.
-_LEAVING_S, _STARTING_S = 2.0, 20.0
+_LEAVING_S, _STARTING_S = 5.0, 20.0
 _RETRY_S = 2.0
 _MAX_REPORT = 65536
 

@@ -12,6 +12,8 @@ from moegraph.engine.requests import Request, Step
 from moegraph.sampling import SamplingParams
 from moegraph.service.service import Service, Ticket
 
+from .patience import PATIENCE_S
+
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -33,7 +35,7 @@ class Client:
             self._done.set()
         self._on_step(step)
 
-    def wait(self, timeout_s: float = 60.0) -> Client:
+    def wait(self, timeout_s: float = PATIENCE_S) -> Client:
         """Wait for the last step."""
         assert self._done.wait(timeout_s), "no last step"
         return self

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moegraph.ggml.device import Device
+from moegraph.link import connect
+
 from .logged_process import LoggedProcess
 
 _READY = re.compile(r"listening on (\S+), with(out)? TLS$", re.M)
@@ -47,6 +50,18 @@ class WorkerProcess(LoggedProcess):
         """End the worker; return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.ended()
+
+
+def limit(device: Device, seconds: float) -> None:
+    """Have a worker that does not answer be taken for lost after a time.
+
+    A busy machine may stop a worker for some seconds: a test that freezes one asks for a short time
+    only then.
+    """
+    link = device.link
+    assert link is not None
+    link._timeout_s = seconds
+    connect._limit(link._connection.sock, seconds)
 
 
 @contextmanager

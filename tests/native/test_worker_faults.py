@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.patience import PATIENCE_S
 from helpers.stages import Stages, batch_of, new_config
-from helpers.workers import WorkerProcess
+from helpers.workers import WorkerProcess, limit
 
 from moegraph.errors import DeviceLost, MoegraphError, NativeError
 from moegraph.ggml import remote
@@ -28,14 +29,12 @@ from moegraph.modelfile import ModelFile
 
 ModelPath = Callable[[str], Path]
 TIMEOUT_S = 2
-# Until an error, on a busy machine.
-PATIENCE_S = 15
 KINDS = ("prefill", "decode", "verify")
 
 
 def split(worker: WorkerProcess, file: ModelFile, stack: ExitStack) -> Stages:
     """Return a model of which the second half is on a worker, after a pass of each kind."""
-    config = new_config(device=f"{worker.url}?timeout={TIMEOUT_S}")
+    config = new_config(device=f"{worker.url}?timeout={PATIENCE_S:g}")
     stages = Stages(file, [], config, stack)
     for kind in KINDS:
         stages.run(batch_of(kind))
@@ -55,7 +54,7 @@ def test_a_worker_that_is_killed(
             stages.run(batch_of(kind))
         with pytest.raises(NativeError, match="is lost"):
             stages.run(batch_of(kind))
-    assert time.monotonic() - begin < PATIENCE_S
+    assert time.monotonic() - begin < PATIENCE_S / 2
     worker.await_line("ended with signal 9; another one serves the next client")
     again = split(worker, mini35b, stack)
     again.run(batch_of(kind))
@@ -69,12 +68,12 @@ def test_a_worker_that_is_frozen(
     with ExitStack() as inner:
         stages = split(worker, mini35b, inner)
         worker.signal(signal.SIGSTOP)
+        limit(stages.runner.parts[-1].device, TIMEOUT_S)
         begin = time.monotonic()
         with pytest.raises(NativeError, match=rf"{worker.url[6:]} did not answer within 2 s"):
             stages.run(batch_of(kind))
-        took = time.monotonic() - begin
-        assert TIMEOUT_S <= took < TIMEOUT_S + PATIENCE_S
-    assert time.monotonic() - begin - took < PATIENCE_S
+        assert TIMEOUT_S <= time.monotonic() - begin < PATIENCE_S / 2
+    assert time.monotonic() - begin < PATIENCE_S
     worker.signal(signal.SIGCONT)
     split(worker, mini35b, stack).run(batch_of(kind))
 
@@ -83,12 +82,12 @@ def test_a_worker_that_is_frozen(
 def test_a_slow_worker_is_waited_for(
     worker: WorkerProcess, mini35b: ModelFile, stack: ExitStack, kind: str
 ) -> None:
-    """Half of the time limit without an answer is no error."""
+    """Some time without an answer is no error, if it is within the limit."""
     stages = split(worker, mini35b, stack)
     wanted = stages.run(batch_of(kind))
     worker.signal(signal.SIGSTOP)
     stages.runner.submit(batch_of(kind))
-    time.sleep(TIMEOUT_S / 2)
+    time.sleep(0.5)
     worker.signal(signal.SIGCONT)
     assert type(stages.runner.collect()) is type(wanted)
 
@@ -124,18 +123,19 @@ def test_a_worker_that_freezes_while_weights_are_sent(
 ) -> None:
     """More than the system keeps for it: the time limit is that of an answer."""
     n = 64 << 20
-    device = stack.enter_context(closing(Device(f"{worker.url}?timeout={TIMEOUT_S}", 1)))
+    device = stack.enter_context(closing(Device(f"{worker.url}?timeout={PATIENCE_S:g}", 1)))
     buffer = stack.enter_context(closing(device.buffer(n, "weights", "")))
     context = stack.enter_context(closing(Context(1)))
     tensor = C.ggml_new_tensor_1d(context.ptr, F32, n // 4)
     place(buffer, tensor, 0)
     worker.signal(signal.SIGSTOP)
+    limit(device, TIMEOUT_S)
     begin = time.monotonic()
     data = np.zeros(n, np.uint8)
     C.ggml_backend_tensor_set_async(device.upload.ptr, tensor, ffi.from_buffer(data), 0, n)
     with pytest.raises(DeviceLost, match="did not answer within 2 s"):
         device.check_alive()
-    assert TIMEOUT_S <= time.monotonic() - begin < TIMEOUT_S + PATIENCE_S
+    assert TIMEOUT_S <= time.monotonic() - begin < PATIENCE_S / 2
     worker.signal(signal.SIGCONT)
 
 
@@ -165,10 +165,8 @@ def test_a_second_client_is_told_that_another_one_is_served(
 ) -> None:
     device = Device(worker.url, 1)
     monkeypatch.setattr(remote, "_open", {})  # as in another process
-    began = time.monotonic()
     with pytest.raises(NativeError, match=r"refused: it serves another client, 127.0.0.1:\d+"):
         Device(worker.url, 1)
-    assert time.monotonic() - began < 15  # 2 s, on an idle machine
     device.close()
     Device(worker.url, 1).close()
 

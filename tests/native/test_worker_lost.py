@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.cable import Cable
+from helpers.patience import PATIENCE_S
 from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess
 
@@ -25,9 +26,9 @@ from moegraph.link import hello
 from moegraph.modelfile import ModelFile
 
 ModelPath = Callable[[str], Path]
-TIMEOUT_S = 20
+TIMEOUT_S = 240
 # Until an error that does not wait for the timeout, on a busy machine.
-SOON_S = 10
+SOON_S = PATIENCE_S
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
@@ -47,7 +48,7 @@ def test_a_connection_that_is_cut_while_a_pass_waits(
         begin = time.monotonic()
         with pytest.raises(NativeError, match=r"worker 127.0.0.1:\d+ is lost"):
             stages.runner.collect()
-        assert 0.2 < time.monotonic() - begin < SOON_S
+        assert time.monotonic() - begin < SOON_S
         cutting.join()
         worker.signal(signal.SIGCONT)
     Stages(mini35b, [], new_config(device=worker.url), stack).run(batch_of(kind))
