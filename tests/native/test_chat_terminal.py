@@ -7,11 +7,12 @@ import pty
 import re
 import select
 import sys
-import time
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.patience import PATIENCE_S, until
 
 # The shipped model is made to end each answer at once.
 CHAT = ("chat", "tiny", "--device", "cpu", "-t", "1", "-c", "512", "--temp", "0")
@@ -29,18 +30,30 @@ class Terminal:
             os.execve(sys.executable, command, {**os.environ, "TERM": "xterm", **env})
         self._seen = b""
 
-    def until(self, mark: bytes, seconds: float = 60) -> str:
-        """Read up to a mark; return what came, without escape codes."""
-        end = time.monotonic() + seconds
+    def until(self, mark: bytes) -> str:
+        """Read up to a mark; return what came, without escape codes.
+
+        After a prompt, wait until readline listens; before, the terminal echoes what is typed.
+        """
         while mark not in self._seen:
-            ready, _, _ = select.select([self._fd], [], [], max(0, end - time.monotonic()))
-            assert ready, f"no {mark!r} in {self._seen!r}"
-            try:
-                self._seen += os.read(self._fd, 1 << 16)
-            except OSError as error:  # the program ended
-                raise AssertionError(f"no {mark!r} in {self._seen!r}") from error
+            self._read(mark)
         found, _, self._seen = self._seen.partition(mark)
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", found.decode(errors="replace"))
+        if mark == PROMPT:
+            until(lambda: not termios.tcgetattr(self._fd)[3] & termios.ICANON)
+        return plain(found)
+
+    def until_words(self) -> None:
+        """Read until some words are shown that are not those of a progress bar."""
+        while len(re.sub(r"Reading the prompt[^\r\n]*", "", plain(self._seen)).split()) < 4:
+            self._read(b"words")
+
+    def _read(self, wanted: bytes) -> None:
+        ready, _, _ = select.select([self._fd], [], [], PATIENCE_S)
+        assert ready, f"no {wanted!r} in {self._seen!r}"
+        try:
+            self._seen += os.read(self._fd, 1 << 16)
+        except OSError as error:  # the program ended
+            raise AssertionError(f"no {wanted!r} in {self._seen!r}") from error
 
     def send(self, text: str) -> None:
         """Type text."""
@@ -63,6 +76,11 @@ class Terminal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def plain(shown: bytes) -> str:
+    """Return what is shown without escape codes."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode(errors="replace"))
 
 
 @pytest.fixture
@@ -112,10 +130,11 @@ def test_up_recalls_what_was_typed_in_the_conversation_before(
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(history: Path) -> None:
-    terminal = Terminal(*CHAT, "--ignore-eos", "-n", "400", MOEGRAPH_HISTORY="")
+    endless = ("--ignore-eos", "-n", "8000", "-c", "16384")
+    terminal = Terminal(*CHAT, *endless, MOEGRAPH_HISTORY="")
     terminal.until(PROMPT)
     terminal.type("write\n", b"\n")
-    time.sleep(0.3)
+    terminal.until_words()
     assert "stopped" in terminal.type("\x03")
     assert "cleared" in terminal.type("/clear\n")
     terminal.send("\x04")
