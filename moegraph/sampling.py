@@ -31,6 +31,9 @@ BoolArray = npt.NDArray[np.bool_]
 # llama.cpp takes this seed as a request for a random one; -1 is the same number in 32 bits.
 RANDOM_SEED = 0xFFFFFFFF
 
+# More tokens than a context has: the penalties look back on all of them.
+_ALL_TOKENS = 1 << 22
+
 # Columns that `_top_k` folds a row into; their maxima give a lower bound of the top k.
 _N_COLUMNS = 1024
 # Candidates that top-p tries first; each further try has so many times more.
@@ -109,9 +112,9 @@ class SamplingParams:
         "int",
         64,
         ("--repeat-last-n",),
-        "Tokens the penalties look back on; 0 is off.",
-        minimum=0,
-        maximum=1 << 22,
+        "Tokens the penalties look back on; 0 is off, -1 is all of them.",
+        minimum=-1,
+        maximum=_ALL_TOKENS,
     )
     presence_penalty: float = _setting(
         "float",
@@ -147,11 +150,16 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether recent tokens change the logits."""
-        return self.repeat_last_n > 0 and (
+        return self.n_recent > 0 and (
             self.repeat_penalty != 1.0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+    @property
+    def n_recent(self) -> int:
+        """Number of tokens that the penalties look back on."""
+        return _ALL_TOKENS if self.repeat_last_n < 0 else self.repeat_last_n
 
     @property
     def needs_logits(self) -> bool:
@@ -223,7 +231,7 @@ class Sampler:
         self.params = params = params.validate(n_vocab).seeded()
         self.n_vocab = n_vocab
         self.position = 0
-        self.recent: deque[int] = deque(maxlen=params.repeat_last_n)
+        self.recent: deque[int] = deque(maxlen=params.n_recent)
         self._seed = _mixed(params.seed or 0)
         bias = params.logit_bias
         self.bias_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
@@ -237,7 +245,7 @@ class Sampler:
     def accept_all(self, tokens: Sequence[int]) -> None:
         """Record the tokens of a prompt, oldest first."""
         self.position += len(tokens)
-        self.recent.extend(tokens[-self.params.repeat_last_n :] if self.recent.maxlen else ())
+        self.recent.extend(tokens[-self.params.n_recent :] if self.recent.maxlen else ())
 
     @property
     def key(self) -> int:

@@ -41,7 +41,7 @@ class RowSampler:
         self._fits = n_bias <= DRAW_IDS
         self._words = np.full(DRAW_WORDS, _NO_ID, dtype=np.int32)
         # the ids: those with a bias, then a ring of the recent tokens
-        self._n_recent = params.repeat_last_n if params.has_penalties else 0
+        self._n_recent = params.n_recent if params.has_penalties else 0
         self._n_bias = n_bias if self._fits else 0
         self._n_ring = min(self._n_recent, DRAW_IDS - self._n_bias)
         # without a race where the list of the likeliest has enough, whatever changes

@@ -273,6 +273,8 @@ class TestPenalties:
         out = self.adjusted([0, 0, 0], [0, 1, 2, 1], presence_penalty=1, repeat_last_n=2)
         assert out == [0, -1, -1]
         assert self.adjusted([0, 0], [0, 1], presence_penalty=1, repeat_last_n=0) == [0, 0]
+        longer = [0, *[1] * 100]
+        assert self.adjusted([0, 0], longer, presence_penalty=1, repeat_last_n=-1) == [-1, -1]
 
     def test_the_logits_of_the_caller_stay_as_they_are(self) -> None:
         logits = np.ones(4, dtype=np.float32)
@@ -302,7 +304,7 @@ class TestBias:
     [
         ("temperature", math.nan), ("temperature", 1e9), ("top_k", -2), ("top_k", 1.5),
         ("top_k", True), ("top_p", 1.01), ("top_p", -0.1), ("min_p", 2), ("typical_p", -1),
-        ("repeat_penalty", 0), ("repeat_penalty", math.inf), ("repeat_last_n", -1),
+        ("repeat_penalty", 0), ("repeat_penalty", math.inf), ("repeat_last_n", -2),
         ("presence_penalty", math.nan), ("frequency_penalty", math.inf), ("seed", 2**32),
         ("seed", "7"),
     ],

@@ -204,7 +204,7 @@ def test_names_of_other_servers_are_known() -> None:
     case = Case()
     case.chat(repetition_penalty=1.2, repeat_last_n=-1, n_predict=3, top_k=-1)
     (request,) = case.service.requests
-    assert request.sampling.repeat_penalty == 1.2 and request.sampling.repeat_last_n > 10**6
+    assert request.sampling.repeat_penalty == 1.2 and request.sampling.n_recent > 10**6
     assert request.max_tokens == 3
     response = case.post("/v1/chat/completions", {**CHAT, "repeat_last_n": -2})
     assert response.json()["error"]["param"] == "repeat_last_n"

@@ -82,11 +82,6 @@ def _limited(name: str, *aliases: str) -> Any:
     return Field(default=None, ge=low, le=high, validation_alias=names)
 
 
-def _whole_context(value: object) -> object:
-    """Return a number of tokens for llama-server's -1, which means all of them."""
-    return _SETTINGS["repeat_last_n"].maximum if type(value) is int and value == -1 else value
-
-
 class Sampled(Body):
     """Fields that say how tokens are drawn; None leaves what the server was started with."""
 
@@ -96,9 +91,7 @@ class Sampled(Body):
     min_p: float | None = _limited("min_p")
     typical_p: float | None = _limited("typical_p")
     repeat_penalty: float | None = _limited("repeat_penalty", "repetition_penalty")
-    repeat_last_n: Annotated[int | None, BeforeValidator(_whole_context)] = _limited(
-        "repeat_last_n"
-    )
+    repeat_last_n: int | None = _limited("repeat_last_n")
     presence_penalty: float | None = _limited("presence_penalty")
     frequency_penalty: float | None = _limited("frequency_penalty")
     seed: int | None = Field(default=None, ge=-_MAX_SEED, le=_MAX_SEED)
