@@ -52,6 +52,14 @@ class TestUse:
             for text in ("one", "tw\u00f6", "3\n\u2028"):
                 assert template.render([Message("user", text)]) == text
 
+    def test_a_renderer_that_somebody_ended_is_replaced(self) -> None:
+        """Where memory runs out, the kernel may choose it."""
+        with ChatTemplate("{{ messages[-1].content }}") as template:
+            assert template._child is not None
+            template._child.kill()
+            template._child.wait()
+            assert template.render([Message("user", "one")]) == "one"
+
     def test_helpers_that_hub_templates_call(self) -> None:
         assert render("{{ strftime_now('%Y') }}") == time.strftime("%Y")
         assert render("{{ {'b': '<\u00e9>', 'a': 1} | tojson }}") == '{"b": "<\u00e9>", "a": 1}'

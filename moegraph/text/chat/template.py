@@ -126,7 +126,8 @@ class ChatTemplate:
             RequestError: the template refuses these messages.
             MoegraphError: of the class `refusal`, if the template fails or exceeds a limit.
         """
-        if self._child is None:
+        if self._child is None or self._child.poll() is not None:
+            self.close()  # somebody ended it, such as the kernel when memory ran out
             self._start()
         values = {
             **self._tokens,
