@@ -22,7 +22,7 @@ from .typed import BLOCK
 
 _FORMAT, _VERSION = "moegraph conversation", 1
 _MAX_BYTES = 64 * MiB
-_COMMAND = re.compile(r"/([a-z]+|\?)")
+_COMMAND = re.compile(r"/([a-z]*|\?)")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def find_command(message: str) -> tuple[ChatCommand, str] | None:
         return None
     command, argument = COMMANDS.get(word), argument.strip()
     if command is None or (argument and not command.takes):
-        wrong = f"there is no {word}" if command is None else f"{word} takes no argument"
+        is_known = command is not None or word in QUIT
+        wrong = f"{word} takes no argument" if is_known else f"there is no {word}"
         raise RequestError(f"{wrong}; see /help; a line that begins with a blank is a message")
     return command, argument
 

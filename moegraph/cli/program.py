@@ -120,9 +120,13 @@ class Program(click.Group):
         except click.UsageError as error:
             if isinstance(error, click.NoSuchOption):
                 error = with_close_guesses(error)
-            where = error.ctx.command_path if error.ctx else name
+            words = list(sys.argv[1:] if args is None else args)
+            own = f"{name} {words[0]}" if words and words[0] in COMMANDS else name
+            where = error.ctx.command_path if error.ctx else own
             # click puts each choice on its own line
             message = " ".join(error.format_message().split())
+            if isinstance(error, click.NoSuchOption) and where == name and not error.possibilities:
+                message += " A command comes first, as in moegraph run TARGET -p TEXT."
             return _say(f"{message} (see {where} -h)", error.exit_code)
         except click.ClickException as error:
             return _say(error.format_message(), error.exit_code)

@@ -115,8 +115,13 @@ def refuse_command(name: str, known: Sequence[str], ctx: click.Context) -> None:
     Raises:
         UsageError: names the command.
     """
+    from ..modelfile.hubnames import is_hub_name
+    from ..modelfile.resolve import SHIPPED
+
     near = difflib.get_close_matches(name, known, 1, _ALIKE)
     hint = NO_COMMANDS.get(name) or (f"did you mean {near[0]}?" if near else "")
+    if name in SHIPPED or name.endswith(".gguf") or is_hub_name(name):
+        hint = f"a command comes before the model, as in moegraph chat {name}"
     if hint:
         raise click.UsageError(f"there is no command {name!r}: {hint}", ctx)
 

@@ -39,6 +39,11 @@ def is_hub_name(target: str) -> bool:
     return target.startswith(PREFIX)
 
 
+def looks_like_hub_name(name: str) -> bool:
+    """Return whether what should be a path is rather a model on a hub without its "hf:"."""
+    return not name.endswith(".gguf") and _NAME.fullmatch(name) is not None
+
+
 def parse_hub_name(text: str) -> HubName:
     """Parse OWNER/REPO, OWNER/REPO:QUANT or OWNER/REPO:FILE.gguf, with or without "hf:".
 

@@ -84,8 +84,8 @@ def test_a_message_may_begin_with_a_slash(cli: Cli, talk: Talk, line: str) -> No
 
 @pytest.mark.parametrize(
     "line, wrong",
-    [("/dance", "there is no /dance"), ("/exit now", "there is no /exit"),
-     ("/help me", "/help takes no argument")],
+    [("/dance", "there is no /dance"), ("/exit now", "/exit takes no argument"),
+     ("/", "there is no /"), ("/help me", "/help takes no argument")],
 )  # fmt: skip
 def test_a_wrong_command_is_no_message(cli: Cli, talk: Talk, line: str, wrong: str) -> None:
     shown = talk(line).stderr

@@ -78,6 +78,19 @@ class TestRefused:
     def test_letters_run_together(self, cli: Cli, args: list[str], line: str) -> None:
         assert line in cli.refused(*args)
 
+    @pytest.mark.parametrize(
+        ("args", "line"),
+        [
+            (["tiny"], "a command comes before the model, as in moegraph chat tiny"),
+            (["dir/x.gguf", "-p", "x"], "as in moegraph chat dir/x.gguf (see moegraph -h)"),
+            (["hf:owner/repo"], "as in moegraph chat hf:owner/repo"),
+            (["-m", "x.gguf"], "'-m'. A command comes first, as in moegraph run TARGET -p TEXT."),
+            (["run", "m", "--stop"], "requires an argument. (see moegraph run -h)"),
+        ],
+    )
+    def test_a_command_line_of_another_program(self, cli: Cli, args: list[str], line: str) -> None:
+        assert line in cli.refused(*args)
+
     def test_a_number_may_follow_its_letter(self, cli: Cli) -> None:
         assert cli("run", "m", "-p", "-xy", "-n5", "-s-1", "-t2").exit_code == 0
         call = cli.engine.calls[0]

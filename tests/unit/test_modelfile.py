@@ -405,6 +405,12 @@ def test_shipped_names_and_paths_resolve(tmp_path: Path, monkeypatch: pytest.Mon
         resolve_target("tny")
     with pytest.raises(ModelFileError, match="name is empty"):
         resolve_target("")
+    for name in ("Owner/Repo-GGUF", "owner/repo:UD-Q4_K_XL"):
+        with pytest.raises(ModelFileError, match=f"a model of Hugging Face is hf:{name}$"):
+            resolve_target(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    assert resolve_target("owner/repo") == Path("owner/repo")
 
 
 def full_size() -> File:
