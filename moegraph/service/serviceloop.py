@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..errors import InternalError, MoegraphError, PoolFull, ServiceClosed
@@ -89,10 +90,13 @@ class ServiceLoop:
     def _end_all(self, error: MoegraphError) -> None:
         with self.lock:
             self.is_closing = True
-        self._decoding.give_up()
-        self._answers.tell()
+        for work in (self._decoding.give_up, self._answers.tell):
+            with suppress(Exception):  # what ended the loop may come again
+                work()
         for answer in self.scheduler.requests():
-            self._answers.end(answer, "error", error)
+            with suppress(Exception):
+                self._answers.end(answer, "error", error)
+            answer.end("error", error)  # if it was not told
         with self.lock:
             self._note_done()
             self.lock.notify_all()

@@ -93,6 +93,27 @@ def test_failures_between_steps_of_a_prompt_that_succeed_end_no_service(
         assert long.wait().reason == "length" and service.failure is None
 
 
+def test_an_error_of_ours_that_comes_again_tells_every_request(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To end a prompt that is being read asks the same passes once more."""
+    engine = open_engine(n_seq=3, n_ctx=4096, n_ubatch=32)
+    step_prompt, n_steps = engine.passes.step_prompt, iter(range(1000))
+
+    def fail(*given: Any) -> bool:
+        if next(n_steps) < 40:
+            return step_prompt(*given)
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(engine.passes, "step_prompt", fail)
+    with serving(engine) as service:
+        clients = [Client(service, prompt(engine, 3000)), *(Client(service, [n]) for n in range(6))]
+        for client in clients:
+            assert client.wait().reason == "error", client.reason
+        assert "KeyError" in str(service.failure)
+    monkeypatch.undo()
+
+
 class _Always(int):
     """The number of every call."""
 
