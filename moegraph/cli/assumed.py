@@ -50,6 +50,14 @@ class Assumption:
             return _machine(self.card)
         return usual_card(min(cards))
 
+    def whatever_size(self) -> Machine:
+        """Return the machine for cards of any size: this one's, or `desktop` if it has no card."""
+        from ..experts.machines import MACHINES
+
+        if self.named:
+            return self.named
+        return _machine(self.card) if self.card else MACHINES["desktop"]
+
 
 def _machine(card: Card) -> Machine:
     """Return the times of a card of this machine: measured for its kind, or computed."""

@@ -17,6 +17,7 @@ from ..config import CPU_ROWS
 from ..config import settings as engine_settings
 from ..units import GiB, MiB, format_bytes, format_share, parse_bytes
 from . import options, ui
+from .assumed import AUTO, Assumption
 from .outputs import OutputFile
 from .stagerows import shares_option, show_stages, stage_fields
 
@@ -107,10 +108,10 @@ def heat_options(command: Any) -> Any:
 @options.setting_option(next(s for s in engine_settings() if s.name == "miss"))
 @click.option(
     "--machine",
-    default="desktop",
-    metavar="NAME|FILE",
-    help="Machine to predict for: h200, rtx2060, rtx4060, rtx3060, rtx4060ti, desktop (24 GB), "
-    "or the output of doctor --measure.",
+    default=AUTO,
+    metavar="auto|NAME|FILE",
+    help="Machine to predict for: auto, h200, rtx2060, rtx4060, rtx3060, rtx4060ti, desktop "
+    "(24 GB), or the output of doctor --measure. auto: the card of this machine, or else desktop.",
 )
 @click.option(
     "--model",
@@ -165,7 +166,6 @@ def simulate_command(
       moegraph simulate routing.trace --resident 60 --split 1,1
       moegraph simulate routing.trace --machine mine.json --plot hits.svg --json
     """
-    from ..experts.machines import find_machine
     from ..experts.policy import parse_policy
     from ..placement.profile import read_profile
     from ..placement.split import by_shares
@@ -173,7 +173,7 @@ def simulate_command(
 
     with ExitStack() as stack:
         chosen = {text: parse_policy(text) for text in policies}
-        times = find_machine(machine)
+        times = Assumption.of(machine).whatever_size()
         trace = read_trace(trace_path)
         sizes = find_sizes(times, trace, _given_sizes(trace, trace_path, target, expert_size))
         profile = read_profile(profile_path, trace.shape) if profile_path else None

@@ -11,15 +11,24 @@ import pytest
 
 from moegraph.cli import svg
 from moegraph.experts.machines import MACHINES, machine_fields
+from moegraph.ggml import nvml
+from moegraph.ggml.nvml import Card
 from moegraph.placement.generator import generate_trace
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.profile import Profile
 from moegraph.placement.trace import Trace, write_trace
+from moegraph.units import GiB
 
 if TYPE_CHECKING:
     from conftest import Cli
 
 SHAPE = RouterShape(4, 32, 4, "abc")
+
+
+@pytest.fixture(autouse=True)
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have predictions be for the machine that is taken without a card."""
+    monkeypatch.setattr(nvml, "gpu_cards", list)
 
 
 @pytest.fixture
@@ -321,3 +330,17 @@ def test_several_devices(cli: Cli, trace: Path) -> None:
     assert "1 to 3" in result.stdout and "Several sequences" in result.stdout
     for wrong in ("1", "a,b", "0,0", "1,-1"):
         assert "--split" in cli(*given, "--split", wrong).stderr
+
+
+def test_times_are_those_of_this_machines_card(
+    cli: Cli, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def machine(*args: str) -> str:
+        found: str = json.loads(cli("simulate", trace, "--json", *args).stdout)["machine"]
+        return found
+
+    assert machine() == machine("--machine", "auto") == "desktop"
+    card = Card("NVIDIA GeForce RTX 3060", 12 * GiB, 360e9, 25.2e9, "PCIe 4.0 x16", 100e12)
+    monkeypatch.setattr(nvml, "gpu_cards", lambda: [card])
+    assert machine() == machine("--machine", "auto") == card.name
+    assert machine("--machine", "desktop") == "desktop"
