@@ -288,7 +288,7 @@ def _measure(
         if spec.n_run:
             file, n_vocab = engine.file, engine.hparams.n_vocab
             ours = tuple(
-                (words, recommended(params, file.kv, samplings.chosen, n_vocab)[0])
+                (words, recommended(params, file.kv, samplings.chosen, n_vocab, warned)[0])
                 for words, params in samplings.params
             )
             spec = replace(spec, samplings=ours, text=options.has_vocabulary(file))

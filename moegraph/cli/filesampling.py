@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..errors import RequestError
 from ..sampling import SamplingParams
+from . import ui
 
 # Keys of general.sampling and the fields of SamplingParams they fill.
 _FIELDS = {
@@ -25,24 +27,41 @@ _DECIMALS = 6
 
 
 def recommended(
-    params: SamplingParams, kv: Mapping[str, object], chosen: Collection[str], n_vocab: int
-) -> tuple[SamplingParams, dict[str, float]]:
+    params: SamplingParams, kv: Mapping[str, object], chosen: Collection[str], n_vocab: int,
+    warned: set[str] | None = None,
+) -> tuple[SamplingParams, dict[str, float]]:  # fmt: skip
     """Return params with the values that a file recommends, and those values by field.
 
-    kv: metadata of the file. chosen: fields that the user has set; they stay as they are. A value
-    out of range is ignored.
+    kv: metadata of the file. chosen: fields that the user has set; they stay as they are. Values
+    out of range are left out, with one warning. warned: as in `options.load_engine`.
     """
     taken: dict[str, float] = {}
+    wrong = []
     for key, name in _FIELDS.items():
         value = kv.get(f"general.sampling.{key}")
-        if name in chosen or isinstance(value, bool) or not isinstance(value, (int, float)):
+        if name in chosen or value is None:
             continue
-        if not math.isfinite(value) or (name in _WHOLE and value != int(value)):
-            continue
-        number: Any = int(value) if name in _WHOLE else round(float(value), _DECIMALS)
         try:
+            number = _number(value, name in _WHOLE)
             params = replace(params, **{name: number}).validate(n_vocab)
-        except RequestError:
+        except (RequestError, ValueError):
+            wrong.append(f"general.sampling.{key} {reprlib.repr(value)}")
             continue
         taken[name] = number
+    line = f"warning: out of range in the model file, and ignored: {', '.join(wrong)}"
+    if wrong and line not in (warned or ()):
+        ui.note(line)
+        if warned is not None:
+            warned.add(line)
     return params, taken
+
+
+def _number(value: object, is_whole: bool) -> Any:
+    """Return the value of a key; a ValueError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError
+    if not is_whole:
+        return round(float(value), _DECIMALS)
+    if value != int(value):
+        raise ValueError
+    return int(value)

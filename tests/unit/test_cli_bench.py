@@ -215,9 +215,12 @@ class TestBench:
         ]  # fmt: skip
 
     def test_run_rows_sample_as_run_does(self, cli: Cli, specs: list[BenchSpec]) -> None:
-        cli.engine = FakeEngine("", kv={"general.sampling.top_k": 20})
+        kv = {"general.sampling.top_k": 20, "general.sampling.top_p": 2.0}
+        cli.engine = FakeEngine("", kv=kv)
         args = ("-p", "0", "-n", "8", "--run", "16,32", "--temp", "0,0.5", "--seed", "7")
-        rows = json.loads(cli("bench", "m", *args, "-o", "json").stdout)
+        done = cli("bench", "m", *args, "-o", "json")
+        assert done.stderr.count("general.sampling.top_p 2.0") == 1  # not for each setting again
+        rows = json.loads(done.stdout)
         assert [row["test"] for row in rows] == [
             "tg8", "run16 temperature 0.0", "run16 temperature 0.5", "run32 temperature 0.0",
             "run32 temperature 0.5",

@@ -332,9 +332,14 @@ class TestJson:
             "general.sampling.top_p": 2.0, "general.sampling.min_p": float("nan"),
             "general.sampling.penalty_last_n": "many", "general.sampling.penalty_repeat": 1.5,
         })  # fmt: skip
-        sampling = self.report(cli, "-p", "x", "--top-k", "40")["sampling"]
+        done = cli("run", "m", "-p", "x", "--json", "--top-k", "40")
+        sampling = json.loads(done.stdout)["sampling"]
         assert (sampling["temperature"], sampling["top_k"]) == (0.7, 40)
-        # What is out of range is left alone.
+        # What is out of range is left alone, with one line.
+        assert [line for line in done.stderr.splitlines() if "warning" in line] == [
+            "warning: out of range in the model file, and ignored: general.sampling.top_p 2.0, "
+            "general.sampling.min_p nan, general.sampling.penalty_last_n 'many'"
+        ]
         assert (sampling["top_p"], sampling["min_p"], sampling["repeat_last_n"]) == (0.95, 0.05, 64)
         assert sampling["repeat_penalty"] == 1.5
         assert sampling["from_file"] == ["temperature", "repeat_penalty"]
