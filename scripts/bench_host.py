@@ -5,7 +5,8 @@ Each way of decoding runs --samples times as it is; the median is the time of a 
 runs time every call of a native function, which costs about 0.3 us a call. The fastest of these is
 the table: microseconds and calls a token of each native function; `Python` is what is left of a
 token's time. On a GPU a launch only enqueues; the host waits for the device in the functions marked
-`waits`, and `host` is the time of a token without these. On the CPU device a launch computes.
+`waits`, and `host` is the time of a token without these. `idle` is the time from the end of a wait
+to the next launch, in which the device has nothing to do. On the CPU device a launch computes.
 
 --profile also lists the Python functions that take longest. The profiler makes short functions look
 slower than they are.
@@ -50,31 +51,41 @@ _WAITS = ("synchronize", "mg_wait_ids")
 class TimedLibrary:
     """The native library; it counts the calls of each function, and the seconds in them.
 
-    calls: by name, [number, seconds].
+    calls: by name, [number, seconds]. idle_s: seconds from the end of waits to the next launch.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, list[float]] = {}
+        self.idle_s = 0.0
+        self._waited: float | None = None  # end of the last wait, until the next launch
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(C, name)
         if not callable(real):
             return real
         count, clock = self.calls.setdefault(name, [0, 0.0]), time.perf_counter
+        is_launch, waits = name == "mg_launch", is_wait(name)
 
         def call(*args: Any) -> Any:
             start = clock()
+            if is_launch and self._waited is not None:
+                self.idle_s += start - self._waited
+                self._waited = None
             try:
                 return real(*args)
             finally:
-                count[1] += clock() - start
+                end = clock()
+                count[1] += end - start
                 count[0] += 1
+                if waits:
+                    self._waited = end
 
         setattr(self, name, call)  # from now on the attribute is found without this method
         return call
 
     def clear(self) -> None:
         """Begin to count anew."""
+        self.idle_s, self._waited = 0.0, None
         for count in self.calls.values():
             count[:] = [0, 0.0]
 
@@ -129,8 +140,8 @@ def timed(engine: Engine, way: Way, n: int, begin: Callable[[], object] = lambda
     return time.perf_counter() - start
 
 
-def rows(calls: Calls, seconds: float, n: int) -> Iterator[tuple[str, float, str]]:
-    """Yield name, microseconds and calls a token: native functions, Python, and both.
+def rows(calls: Calls, seconds: float, idle_s: float, n: int) -> Iterator[tuple[str, float, str]]:
+    """Yield name, microseconds and calls a token: native functions, Python, both, and `idle`.
 
     seconds: of n tokens, in which the calls were made.
     """
@@ -140,6 +151,7 @@ def rows(calls: Calls, seconds: float, n: int) -> Iterator[tuple[str, float, str
         yield name + " (waits)" * is_wait(name), 1e6 * s / n, f"{count / n:.2f}"
     yield "Python", 1e6 * (seconds - sum(s for s, _, _ in native)) / n, ""
     yield "host", 1e6 * (seconds - waits) / n, ""
+    yield "idle", 1e6 * idle_s / n, ""
 
 
 def is_wait(name: str) -> bool:
@@ -167,16 +179,18 @@ def measure(engine: Engine, name: str, samples: int, n: int, raw: bench.Raw) -> 
     way = WAYS[name]
     timed(engine, way, n)
     plain = [timed(engine, way, n) for _ in range(samples)]
-    split: list[tuple[float, Calls]] = []
+    split: list[tuple[float, float, Calls]] = []
     with timed_library() as library:
         for _ in range(samples):
             seconds = timed(engine, way, n, library.clear)
-            split.append((seconds, {key: (*count,) for key, count in library.calls.items()}))
-    seconds, calls = min(split, key=lambda run: run[0])
+            calls = {key: (*count,) for key, count in library.calls.items()}
+            split.append((seconds, library.idle_s, calls))
+    seconds, idle_s, counted = min(split, key=lambda run: run[0])
     token_us = 1e6 * statistics.median(plain) / n
-    raw.add("host", way=name, n_tokens=n, seconds=plain, timed_s=seconds, calls=calls)
+    raw.add("host", way=name, n_tokens=n, seconds=plain, timed_s=seconds, idle_s=idle_s,
+            calls=counted)  # fmt: skip
     print(f"| {name}, {token_us:.1f} us a token | us | calls |\n|---|---|---|")
-    for row, us, count in rows(calls, seconds, n):
+    for row, us, count in rows(counted, seconds, idle_s, n):
         print(f"| {row} | {us:.1f} | {count} |", flush=True)
     print()
 

@@ -100,7 +100,7 @@ class RowSampler:
             for i, token in enumerate(ahead):
                 self._put(words, self._n_taken + i, token)
         key = self._sampler.key_at(self._sampler.position + len(ahead))
-        words[1:3].view(np.uint32)[:] = key & 0xFFFFFFFF, key >> 32
+        words[1:3].view(np.uint64)[0] = key
 
     def draw_each(self, aheads: Sequence[Sequence[int]]) -> npt.NDArray[np.int32] | None:
         """Return what a pass needs to know of several rows, I32 numpy [n_rows, DRAW_WORDS].

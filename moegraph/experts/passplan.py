@@ -11,8 +11,7 @@ import numpy.typing as npt
 Pairs = list[tuple[int, int]]  # (expert, slot)
 
 
-@dataclass(frozen=True)
-class MissMode:
+class MissMode(NamedTuple):
     """How a pass deals with missing experts; decided once, by `Residency`. Graphs depend on it.
 
     fetch_layers: layers whose graph fetches them. short_layers: those of them whose slots may not

@@ -56,16 +56,17 @@ class ThreadPool(Handle["_native.ggml_threadpool_ptr"]):
 class HostBuffer(Buffer):
     """Host memory, pinned if the device can pin; `array` is its bytes, uint8 [size]."""
 
-    __slots__ = ("array",)
+    __slots__ = ("array", "_first")
 
     def __init__(self, ptr: _native.ggml_backend_buffer_ptr, size: int, *parents: object) -> None:
         super().__init__(ptr, *parents)
-        address = C.ggml_backend_buffer_get_base(ptr)
-        self.array = np.frombuffer(ffi.buffer(address, size), dtype=np.uint8)
+        self._first = ffi.cast("char *", C.ggml_backend_buffer_get_base(ptr))
+        self.array = np.frombuffer(ffi.buffer(self._first, size), dtype=np.uint8)
 
     def address(self, offset: int = 0) -> Any:
         """Return a pointer to the byte at `offset`."""
-        return ffi.cast("char *", self.base + offset)
+        _ = self.ptr  # it is open
+        return self._first + offset
 
 
 class _Pages(Handle["_native.mg_pages_ptr"]):
@@ -442,9 +443,7 @@ class Device:
     def bind_cancel(self, flag: npt.NDArray[np.int32] | None) -> None:
         """Let a nonzero I32 word stop CPU threads between two nodes; None unbinds.
 
-        It has no effect on other devices.
-
-        The caller keeps the array alive until it unbinds it.
+        It has no effect on other devices. The caller keeps the array alive until it unbinds it.
         """
         if self.can.cpu_threads:
             word = ffi.NULL if flag is None else ffi.cast("int32_t *", flag.ctypes.data)

@@ -268,7 +268,7 @@ class TokenEmbedding:
         self._model = model
         self._data = model.map(info)
         self._row_bytes = info.nbytes // self.n_vocab
-        self._base = self._data.ctypes.data
+        self._table = ffi.cast("void *", self._data.ctypes.data)
         traits = C.ggml_get_type_traits(int(info.type))
         # what the CPU backend has for F16 takes a third of the time
         is_f16 = info.type.name == "F16"
@@ -284,9 +284,9 @@ class TokenEmbedding:
             return
         chosen = np.ascontiguousarray(tokens, dtype=np.int32)
         C.mg_rows_to_float(
-            self._to_float, ffi.cast("void *", self._base), self._row_bytes,
-            ffi.cast("int32_t *", chosen.ctypes.data), len(chosen), self.n_embd,
-            ffi.cast("float *", out.ctypes.data),
+            self._to_float, self._table, self._row_bytes,
+            ffi.from_buffer("int32_t *", chosen), len(chosen), self.n_embd,
+            ffi.from_buffer("float *", out),
         )  # fmt: skip
 
 

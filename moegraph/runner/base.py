@@ -306,7 +306,7 @@ class Runner(ABC):
         output, finite = self._results.read(batch.results, n_out)
         if batch.tree:
             finite = finite | ~batch.tree.real.reshape(-1)  # padding rows have no results
-        if not finite.all():
+        if not all(finite.tolist()):
             n_each = n_out // len(batch.slots)
             seqs = dict.fromkeys((np.flatnonzero(~finite) // n_each).tolist())
             bad = [batch.slots[seq] for seq in seqs if batch.slots[seq] not in self._dropped]

@@ -27,7 +27,7 @@ _MISSING = 0x7FC0DEAD
 _ALIGN = 64
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Output:
     """Results of one pass: argmax I32 [n_out], logits F32, numpy shape [n_out, n_vocab], or
     candidates I32 [n_out, n]; none of them if the stage has no head.
@@ -181,7 +181,7 @@ class ResultMemory:
         if kind is _LOGITS:
             logits = rows.view(np.float32)
             return Output(logits=logits), finite & np.isfinite(logits.sum(axis=1))
-        finite &= np.isfinite(rows[:, TOTAL_WORD : TOTAL_WORD + 1].view(np.float32)[:, 0])
+        finite &= np.isfinite(rows[:, TOTAL_WORD].view(np.float32))
         return Output(candidates=rows), finite
 
     def keep(self) -> bool:

@@ -220,6 +220,7 @@ def test_the_parts_of_the_hosts_time_add_up_to_a_token(tmp_path: Path) -> None:
     for way, line in found.items():
         launches, seconds = line["calls"]["mg_launch"]
         assert n - 1 <= launches <= n and 0.0 < seconds < line["timed_s"]
+        assert 0.0 < line["idle_s"] < line["timed_s"] - seconds
         # only sampling on the host draws from candidates
         assert ("mg_choose" in line["calls"]) == (way == "sampled")
         assert sum(s for _, s in line["calls"].values()) < line["timed_s"]
@@ -227,6 +228,7 @@ def test_the_parts_of_the_hosts_time_add_up_to_a_token(tmp_path: Path) -> None:
     for table in tables:
         cells = {x.split("|")[1].strip(): float(x.split("|")[2]) for x in table.splitlines()[2:]}
         host = cells.pop("host")
+        assert 0.0 < cells.pop("idle") < host
         waits = sum(us for name, us in cells.items() if name.endswith("(waits)"))
         assert sum(cells.values()) == pytest.approx(host + waits, abs=0.1 * len(cells))
 
