@@ -7,6 +7,7 @@ Several test processes (pytest -n 2) take turns: see helpers/turns.py.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -87,6 +88,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def folder_of(path: Path) -> str:
     """Return the folder under tests/ that holds a file, "" for others."""
     return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what is there for all tests: many call it."""
+    gc.collect()
+    gc.freeze()
 
 
 class Unavailable(pytest.Module):

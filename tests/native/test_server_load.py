@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.patience import PATIENCE_S
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
@@ -18,17 +19,20 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from load_server import Said
 
-# A minute of it in reference mode, where every answer must be that of the request alone; with one
-# thread, as another process runs tests meanwhile. MOEGRAPH_LOAD_S asks for other times.
+# Some seconds in reference mode, where every answer must be that of the request alone; with one
+# thread, as another process runs tests meanwhile. MOEGRAPH_LOAD_S asks for other times. What grows
+# while graphs are built is no leak, and a busy machine may build most of them late.
 SECONDS = os.environ.get("MOEGRAPH_LOAD_S")
 
 
 @pytest.mark.parametrize(
-    ("mode", "seconds", "n_clients", "n_slots"), [("reference", 60, 32, 8), ("default", 10, 12, 5)]
+    ("mode", "seconds", "n_clients", "n_slots"), [("reference", 20, 32, 8), ("default", 10, 12, 5)]
 )
 def test_no_answer_is_lost_or_mixed(mode: str, seconds: int, n_clients: int, n_slots: int) -> None:
     argv = ["tiny", "--device", "cpu", "-np", str(n_slots), "-c", "2048", "--clients",
             str(n_clients), "--requests", "10", "--seconds", SECONDS or str(seconds)]  # fmt: skip
+    if not SECONDS:
+        argv += ["--grows", "200"]
     if mode == "reference":
         argv.append("--reference")
     done = subprocess.run(
@@ -49,12 +53,12 @@ def test_a_server_that_says_much_is_not_stopped_by_it(n_lines: int) -> None:
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     said = Said(server)
     assert said.address() == "http://x"
-    assert server.wait(20) == 0 and said.rest().count("line") == n_lines
+    assert server.wait(PATIENCE_S) == 0 and said.rest().count("line") == n_lines
 
 
 def test_a_server_that_does_not_start_has_no_address(capfd: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     said = Said(server)
-    assert said.address() == "" and server.wait(20) == 1 and said.rest() == ""
+    assert said.address() == "" and server.wait(PATIENCE_S) == 1 and said.rest() == ""
     assert "no such model" in capfd.readouterr().err

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,18 +41,49 @@ BIG = RouterShape(40, 256, 8)
 SCRIPT_FILES = sorted(p for p in SCRIPTS.iterdir() if p.is_file() and p.name[0] != "_")
 
 
+# Runs scripts one after another, each as its own call would: most of a call is importing.
+SEVERAL = """
+import contextlib, io, json, runpy, sys
+calls, found = json.load(sys.stdin), []
+sys.path[0] = calls["folder"]
+for script, *args in calls["calls"]:
+    sys.argv, code = [f"{calls['folder']}/{script}", *args], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(
+        io.StringIO()
+    ) as err:
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+                code = 1
+    found.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(found))
+"""
+
+
 def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(SCRIPTS / script), *args], capture_output=True, text=True, check=False
     )
 
 
-@pytest.mark.parametrize("path", SCRIPT_FILES, ids=lambda path: path.name)
-def test_a_script_has_help_that_begins_with_its_purpose(path: Path) -> None:
-    done = run(path.name, "--help")
-    assert done.returncode == 0, done.stderr
-    purpose = path.read_text().split('"""')[1].splitlines()[0]
-    assert purpose.split(".")[0] in " ".join(done.stdout.split())
+def run_several(calls: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
+    """Return status, output and errors of calls of scripts, made by one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL], capture_output=True, text=True, check=True,
+        input=json.dumps({"folder": str(SCRIPTS), "calls": calls}),
+    )  # fmt: skip
+    return [(code or 0, out, errors) for code, out, errors in json.loads(done.stdout)]
+
+
+def test_a_script_has_help_that_begins_with_its_purpose() -> None:
+    found = run_several([[path.name, "--help"] for path in SCRIPT_FILES])
+    for path, (code, out, errors) in zip(SCRIPT_FILES, found, strict=True):
+        assert code == 0, (path, errors)
+        purpose = path.read_text().split('"""')[1].splitlines()[0]
+        assert purpose.split(".")[0] in " ".join(out.split()), path
 
 
 @pytest.mark.parametrize("path", SCRIPT_FILES, ids=lambda path: path.name)
@@ -73,7 +105,7 @@ def test_a_script_without_options_takes_none(script: str) -> None:
     assert done.returncode == 2 and "unrecognized arguments: --fix" in done.stderr
 
 
-@pytest.mark.parametrize("script, args, said", [
+WRONG: list[tuple[str, list[str], str]] = [
     ("bench_trees.py", ["tiny"], "required: SYSTEM"),
     ("bench_trees.py", ["nowhere", "a=."], "nowhere does not exist"),
     ("bench_trees.py", ["tiny", "a"], "'a' is not NAME=FOLDER"),
@@ -98,12 +130,15 @@ def test_a_script_without_options_takes_none(script: str) -> None:
     ("fit_routing.py", ["/nowhere"], "cannot read the trace"),
     ("make_trace.py", ["t", "--preset", "round"], "invalid choice: 'round'"),
     ("make_trace.py", ["t", "--used", "300"], "--used at most --experts"),
-])  # fmt: skip
-def test_a_wrong_argument_is_named_in_one_line(script: str, args: list[str], said: str) -> None:
-    done = run(script, *args)
-    assert done.returncode == 2 and done.stdout == ""
-    assert said in done.stderr and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"{script}: ")
+]  # fmt: skip
+
+
+def test_a_wrong_argument_is_named_in_one_line() -> None:
+    found = run_several([(script, *args) for script, args, _ in WRONG])
+    for (script, args, said), (code, out, errors) in zip(WRONG, found, strict=True):
+        assert (code, out) == (2, ""), (script, args, errors)
+        assert said in errors and errors.count("\n") == 1, (script, args, errors)
+        assert errors.startswith(f"{script}: ")
 
 
 def sample(system: str, at: int, value: float, **more: object) -> _bench.Line:

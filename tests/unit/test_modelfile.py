@@ -31,7 +31,7 @@ from helpers.ggufbytes import (
     model_tensors,
     vocab_pairs,
 )
-from helpers.modelfiles import Write, refused, write
+from helpers.modelfiles import Write, n_open, refused, write
 
 from moegraph.errors import InternalError, ModelFileError, UnsupportedModel
 from moegraph.modelfile import open_model, resolve, resolve_target
@@ -442,11 +442,12 @@ def _seconds(path: Path) -> float:
 
 
 def test_a_model_cannot_be_copied_and_closes_itself(write: Write) -> None:
-    n_open = len(os.listdir("/proc/self/fd"))
-    model = open_model(write(model_file()))
+    path = write(model_file())
+    model = open_model(path)
+    assert n_open(path) == 1
     for copier in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied"):
             copier(model)
     del model
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert n_open(path) == 0
