@@ -90,7 +90,7 @@ next(stream)
 def run(script: str, argument: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", script, argument]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers.clients import Client, alone, serving
 from helpers.faults import FAULTS, faulty, poison
+from helpers.patience import PATIENCE_S
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
@@ -252,7 +253,7 @@ def test_requests_in_groups_are_answered_as_if_alone(
             service, prompt(engine, n, seed=i).tolist(), max_tokens=60 + 20 * (i % 3),
             sampling=SAMPLINGS[i % 4], n_logprobs=2 if i == 4 else None,
             keep_after=frozenset(range(0, 1024, 9)) if i == 5 else frozenset(),
-            on_step=lambda step: are_there.wait(30),
+            on_step=lambda step: are_there.wait(PATIENCE_S),
         )  # fmt: skip
 
     are_there = threading.Event()

@@ -86,6 +86,7 @@ with Engine.load(path, config(host_pin=pin)) as engine:
             engine.forward(token, greedy=True)
     ended.set()
     thread.join()
+    most = max(most, taken())
     said = engine.memory()
     print(json.dumps({
         "grown": most - before, "given": given[0] if given else spare,

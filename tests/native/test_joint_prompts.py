@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers.clients import Client, alone, serving
+from helpers.patience import PATIENCE_S
 from helpers.placements import PLACEMENTS
 from helpers.shared import prompt
 
@@ -232,7 +233,7 @@ SAMPLINGS = (
 def held(service: Service, *clients: Callable[[], Client]) -> list[Client]:
     """Send requests while the engine's thread is busy, so that all of them wait."""
     gate = threading.Event()
-    first = Client(service, [1, 2, 3], max_tokens=1, on_step=lambda step: gate.wait(30))
+    first = Client(service, [1, 2, 3], max_tokens=1, on_step=lambda step: gate.wait(PATIENCE_S))
     while not first.steps:
         time.sleep(0.0005)
     found = [client() for client in clients]

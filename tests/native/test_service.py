@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from helpers.clients import Client, alone, serving
 from helpers.faults import poison
+from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.engine.requests import Request
+from moegraph.engine.requests import Request, Step
 from moegraph.errors import ContextOverflow, QueueFull, RequestError, ServiceClosed
 from moegraph.sampling import SamplingParams
 from moegraph.service import costs, scheduler
@@ -113,16 +114,16 @@ def test_wrong_requests_are_refused_at_once(open_engine: Open) -> None:
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(open_engine: Open) -> None:
-    engine = open_engine(n_seq=1)
+    engine, go_on = open_engine(n_seq=1), threading.Event()
     with serving(engine, n_waiting=2) as service:
-        running = Client(service, [1, 2], max_tokens=400)
-        while not running.steps:
-            time.sleep(0.001)
+        running = Client(service, [1, 2], max_tokens=400, on_step=lambda step: go_on.wait())
+        until(lambda: running.steps)
         waiting = [Client(service, [3], max_tokens=1) for _ in range(2)]
         with pytest.raises(QueueFull) as caught:
             Client(service, [4], max_tokens=1)
         assert caught.value.retry_after_s >= 1.0
         running.ticket.cancel()
+        go_on.set()
         for client in waiting:
             assert client.wait().reason == "length"
         Client(service, [4], max_tokens=1).wait()
@@ -227,8 +228,8 @@ def test_work_that_does_not_end_is_a_failure_until_it_does(open_engine: Open) ->
     engine, go_on = open_engine(n_seq=1), threading.Event()
     with serving(engine, stuck_s=0.05) as service:
         client = Client(service, [1], max_tokens=3, on_step=lambda step: go_on.wait())
-        time.sleep(0.3)
-        assert service.failure and "busy" in service.failure and not service.is_ready
+        until(lambda: service.failure)
+        assert "busy" in str(service.failure) and not service.is_ready
         go_on.set()
         client.wait()
         service.drain()
@@ -407,10 +408,17 @@ def test_a_cancelled_prompt_leaves_what_its_earlier_sweeps_have_read(open_engine
     with serving(engine) as service:
         service._loop._reading._n_sweep = 512
         other = Client(service, [1, 2], max_tokens=100)
-        first = Client(service, ids, max_tokens=3)
-        while not (first.steps and first.last.usage.n_read > 700):
-            time.sleep(0.001)
+        is_there, go_on = threading.Event(), threading.Event()
+
+        def stay(step: Step) -> None:
+            if step.usage.n_read > 700 and not is_there.is_set():
+                is_there.set()
+                go_on.wait()
+
+        first = Client(service, ids, max_tokens=3, on_step=stay)
+        assert is_there.wait(PATIENCE_S)
         first.ticket.cancel()
+        go_on.set()
         assert first.wait().reason == "cancelled" and not first.tokens
         n_read = first.last.usage.n_read
         second = Client(service, ids, max_tokens=5, marks=(1024, 1100, 1700)).wait()
