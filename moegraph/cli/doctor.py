@@ -260,7 +260,7 @@ def _threads_line(threads: dict[str, Any] | None) -> str:
         return "unknown; the shipped model does not run"
     if not threads["tried"]:
         return f"{threads['n_threads']}; nothing else to try"
-    tried = ", ".join(f"{_way(t)} {t['tokens_per_s']:,.0f} tok/s" for t in threads["tried"])
+    tried = ", ".join(f"{_way(t)}: {t['tokens_per_s']:,.0f} tok/s" for t in threads["tried"])
     line = f"{_way(threads)} for the shipped model now ({tried})"
     if threads["cpus_taken"]:
         line += f"; other programs take {threads['cpus_taken']} CPUs"

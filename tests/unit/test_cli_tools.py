@@ -81,13 +81,13 @@ class TestDoctor:
                     {"n_threads": 2, "poll": 0, "tokens_per_s": 87.2},
                 ]},
                 "2 sleeping for the shipped model now "
-                "(2 spinning 1,810 tok/s, 1 1,525 tok/s, 2 sleeping 87 tok/s)",
+                "(2 spinning: 1,810 tok/s, 1: 1,525 tok/s, 2 sleeping: 87 tok/s)",
             ),
             (
                 {"n_threads": 1, "poll": 50, "cpus_taken": 1.0, "tried": [
                     {"n_threads": 1, "poll": 50, "tokens_per_s": 1388.0},
                 ]},
-                "1 for the shipped model now (1 1,388 tok/s); other programs take 1.0 CPUs",
+                "1 for the shipped model now (1: 1,388 tok/s); other programs take 1.0 CPUs",
             ),
         ],
     )  # fmt: skip
