@@ -30,6 +30,17 @@ class BuildError(Exception):
     """The build cannot continue; the message is the one line that the user sees."""
 
 
+class Told(Exception):
+    """A script that this one ran has failed or was interrupted, and has said so.
+
+    code: the exit status.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 # Errors that a script reports as one line.
 FAILURES = (BuildError, fetch.FetchError, unified.PatchError, OSError)
 
@@ -73,6 +84,15 @@ def check_compilers() -> None:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         raise BuildError(f"{header} is missing; install Python's C headers (python3-dev)")
+
+
+def check_space(folder: Path, n_bytes: int) -> None:
+    """Raise BuildError unless the disk of a folder has room for n_bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < n_bytes:
+        raise BuildError(
+            f"{folder} has {free / 1e9:.1f} GB of free space; a build needs {n_bytes / 1e9:.1f} GB"
+        )
 
 
 def find_cmake() -> str:

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import _progress
 import _tools
-from _tools import MIN_CMAKE, ROOT, BuildError, built_device, fetch, say
+from _tools import MIN_CMAKE, ROOT, BuildError, Told, built_device, fetch, say
 
 VENV = ROOT / ".venv"
 ORACLE = ROOT / ".oracle"
 STAMP = ".moegraph-stamp"
+# Bytes of .venv and of a build for the CPU, together.
+BUILD_BYTES = 600_000_000
+# Seconds that an interrupted build has to end.
+_END_S = 10
 # Folders of tests that compare with nothing but themselves.
 WITHOUT_ORACLE = ("unit", "native", "fuzz")
 
@@ -23,6 +27,19 @@ WITHOUT_ORACLE = ("unit", "native", "fuzz")
 def check_python() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 - an older one must be told so
         raise BuildError(f"Python {sys.version.split()[0]} is too old; 3.10 or newer is needed")
+
+
+def check_machine() -> None:
+    """Check what a first build needs, before anything is downloaded.
+
+    Raises:
+        BuildError: Python is too old, a compiler or Python's headers are missing, or the disk is
+            nearly full.
+    """
+    check_python()
+    _tools.check_compilers()
+    if not built_device():
+        _tools.check_space(ROOT, BUILD_BYTES)
 
 
 def python() -> Path:
@@ -33,6 +50,26 @@ def run_step(what: str, command: list[str | Path], env: dict[str, str] | None = 
     """Run one command with its output on the terminal; raise BuildError when it fails."""
     if subprocess.run([str(c) for c in command], env=env, cwd=ROOT, check=False).returncode != 0:
         raise BuildError(f"{what} failed (see above)")
+
+
+def run_build(arguments: list[str]) -> None:
+    """Run scripts/build with the Python of .venv.
+
+    Raises:
+        Told: it failed, or was interrupted; a line on stderr says so.
+    """
+    command = [str(python()), str(ROOT / "scripts" / "build"), *arguments]
+    with subprocess.Popen(command, cwd=ROOT) as build:
+        try:
+            code = build.wait()
+        except KeyboardInterrupt:  # which a terminal sends to both
+            try:
+                build.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                build.kill()
+            code = 130
+    if code != 0:
+        raise Told(code)
 
 
 def pip(*arguments: str) -> list[str | Path]:
@@ -52,7 +89,7 @@ def make_venv() -> None:
     tools = ["scikit-build-core>=0.10", "cffi>=1.17"]
     tools += [] if shutil.which("ninja") else ["ninja"]
     tools += [] if cmake_is_new_enough() else ["cmake"]
-    run_step("installing build tools", pip(*tools))
+    run_step("installing build tools with pip", pip(*tools))
     (VENV / STAMP).write_text("")
 
 
@@ -75,11 +112,11 @@ def prepare(build_arguments: list[str], extras: str = "") -> None:
 
     Raises:
         BuildError: a step failed; its output has been printed.
+        Told: scripts/build failed or was interrupted.
     """
     check_python()
     make_venv()
-    arguments = build_arguments or built_device()
-    run_step("scripts/build", [python(), ROOT / "scripts" / "build", *arguments])
+    run_build(build_arguments or built_device())
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + extras.encode()).hexdigest()
     if (VENV / STAMP).read_text() == wanted:
         return
