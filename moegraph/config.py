@@ -256,7 +256,7 @@ class EngineConfig:
     draft: str = _setting(
         "path",
         "",
-        ("-md", "--model-draft", "--draft"),
+        ("-md", "--spec-draft-model", "--model-draft", "--draft"),
         "Model that drafts: a DFlash or DSpark file (GGUF, or a folder with safetensors), or "
         "hf:OWNER/REPO[:QUANT], a GGUF file on Hugging Face.",
         metavar="FILE",

@@ -82,6 +82,10 @@ class _Talk:
     "-sys", "--system", "--system-prompt", "system", metavar="TEXT", help="System prompt."
 )
 @click.option(
+    "-sysf", "--system-prompt-file", "system_file", type=click.Path(), metavar="FILE",
+    help="Read the system prompt from FILE.",
+)  # fmt: skip
+@click.option(
     "--chat-template-file", type=click.Path(path_type=Path), metavar="FILE",
     help="Use this Jinja template instead of the model's own.",
 )  # fmt: skip
@@ -158,7 +162,6 @@ def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> 
     question = _question(given)
     if given["each"] and (question is not None or ui.stdin_is_terminal()):
         raise click.UsageError("--each is for questions that are piped in, one a line", ctx)
-    system = given["system"]
     return _Talk(
         target=model,
         config=options.build_config(given),
@@ -166,7 +169,7 @@ def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> 
         chosen=options.chosen_sampling(ctx),
         max_tokens=options.max_tokens(given["n_predict"]),
         stop=tuple(options.argument_text(text, given["escape"]) for text in given["stop"]),
-        system=None if system is None else options.argument_text(system, given["escape"]),
+        system=_system(given),
         question=question,
         each=given["each"],
         ignore_eos=given["ignore_eos"],
@@ -174,6 +177,16 @@ def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> 
         quiet=given["quiet"],
         reasoning=given["reasoning"],
     )
+
+
+def _system(given: dict[str, Any]) -> str | None:
+    """Return the system prompt of the command line; None if there is none."""
+    text, file = given["system"], given["system_file"]
+    if text is not None and file is not None:
+        raise click.UsageError("both -sys and -sysf give a system prompt; use one of them")
+    if file is not None:
+        return options.read_text(file)
+    return None if text is None else options.argument_text(text, given["escape"])
 
 
 def _question(given: dict[str, Any]) -> str | None:

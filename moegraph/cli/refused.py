@@ -26,16 +26,17 @@ _DRAFTER = "the drafter has the devices, threads and context of the model"
 # list, click would read -ngl 99 as -n gl. An option that a command has is not looked up.
 _NOT_HERE: dict[str, str] = {
     "-ngl --gpu-layers --n-gpu-layers": f"{_PLACED}, --device cpu uses no GPU",
-    "-ncmoe --n-cpu-moe -ot --override-tensor -fit --fit": _PLACED,
+    "-ncmoe --n-cpu-moe -ot --override-tensor -fit --fit -fitt --fit-target -fitc --fit-ctx "
+    "-ncffn --n-cpu-ffn": _PLACED,
     "-cmoe --cpu-moe": f"{_PLACED}, --cache-slots 0 keeps no experts there",
     "-fa --flash-attn": "flash attention is always on",
     "-b --batch-size": "-ub N sets the number of prompt tokens that are computed at a time",
     "-tb --threads-batch": "-t N sets the threads for prompts and for decode",
     "--mlock": "--host-pin all keeps the experts in memory",
-    "-nommap --no-mmap -mmp --mmap": "the file is always mapped; moegraph copies what the device "
-    "needs when it loads",
-    "--keep": "when the context is full, run stops, and chat forgets the oldest turns but keeps "
-    "the system prompt",
+    "-nommap --no-mmap -mmp --mmap -lm --load-mode": "the file is always mapped; moegraph copies "
+    "what the device needs when it loads",
+    "--keep --context-shift --no-context-shift": "when the context is full, run stops, and chat "
+    "forgets the oldest turns but keeps the system prompt",
     "--samplers --sampling-seq --sampler-seq": "the order of the samplers is fixed",
     "--mirostat --mirostat-lr --mirostat-ent": "there is no Mirostat; see --temp, --top-p",
     "--dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n "
@@ -43,26 +44,35 @@ _NOT_HERE: dict[str, str] = {
     "--xtc-probability --xtc-threshold --top-nsigma --top-n-sigma --dynatemp-range "
     "--dynatemp-exp": "there is no such sampler; see --temp, --top-p, --min-p",
     "--grammar --grammar-file": _FREE_TEXT,
-    "-j --json-schema --json-schema-file": f"{_FREE_TEXT}; --json sets the format of the report",
+    "-j -jf --json-schema --json-schema-file": f"{_FREE_TEXT}; --json sets the format of the "
+    "report",
     "-hff --hf-file -mu --model-url": _DOWNLOAD,
     "-hft --hf-token": "set HF_TOKEN, which other users of the machine cannot read",
     "--prompt-cache --prompt-cache-all --prompt-cache-ro --slot-save-path": "moegraph serve "
     "--cache-dir DIR keeps beginnings of prompts on disk; nothing else does",
     "-cram --cache-ram --cache-reuse --cache-prompt --no-cache-prompt -ctxcp --ctx-checkpoints "
     "-sps --slot-prompt-similarity": _KEPT,
+    "--rpc": "--device rpc://HOST:PORT names a device that moegraph worker lends",
+    "-cl --cache-list": "what was downloaded is in the folder that HF_HUB_CACHE names",
+    "--offline": "set HF_HUB_OFFLINE=1",
     "-mg --main-gpu -dev --list-devices": f"{_DEVICES}; moegraph doctor lists them",
     "-sm --split-mode -ts --tensor-split": f"{_DEVICES}, which divide the layers; --split N,... "
     "sets their shares",
-    "-nkvo --no-kv-offload": "the KV cache is always on the device",
-    "-md --model-draft --draft": "only run, chat, serve, daemon and bench draft",
+    "-nkvo --no-kv-offload -kvo --kv-offload": "the KV cache is always on the device",
+    "-hfd -hfrd --hf-repo-draft --spec-draft-hf": "--draft hf:OWNER/REPO[:QUANT] downloads it",
+    "-md --spec-draft-model --model-draft --draft": "only run, chat, serve, daemon and bench draft",
     "--draft-min --spec-draft-n-min": "--draft-p-min ends drafts early; short ones are used",
     "--spec-type": "--spec chooses what drafts",
     "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic": "--spec lookup drafts from the text",
     "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl -devd --device-draft "
-    "-td --threads-draft -cd --ctx-size-draft": _DRAFTER,
-    "-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft": "the caches of a drafter have a "
-    "fixed type",
-    "-st --single-turn -cnv --conversation -i --interactive": _CHAT,
+    "--spec-draft-device -td --threads-draft --spec-draft-threads -tbd --threads-batch-draft "
+    "--spec-draft-threads-batch -cd --ctx-size-draft": _DRAFTER,
+    "-ctkd --cache-type-k-draft --spec-draft-type-k -ctvd --cache-type-v-draft "
+    "--spec-draft-type-v": "the caches of a drafter have a fixed type",
+    "-sys --system --system-prompt -sysf --system-prompt-file": "use moegraph chat --system TEXT; "
+    "in a request to the server, a system prompt is the first message",
+    "-st --single-turn -cnv --conversation -i --interactive -if --interactive-first -mli "
+    "--multiline-input --in-prefix --in-suffix": _CHAT,
     "-no-cnv --no-conversation": "moegraph run never uses a chat template",
     "--jinja --no-jinja": "chat templates are always Jinja",
     "--chat-template": "--chat-template-file FILE replaces the template of the model",
@@ -71,22 +81,28 @@ _NOT_HERE: dict[str, str] = {
     "--reasoning-budget": "--reasoning off asks the template for no reasoning; -n N ends an answer",
     "--reasoning-format": "reasoning is always apart from the answer",
     "--lora --lora-scaled --control-vector": "adapters are not applied; merge them into the file",
-    "-mm --mmproj --mmproj-url --image": "moegraph reads text only",
+    "-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --image --audio "
+    "--video": "moegraph reads text only",
     "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx "
     "--yarn-ext-factor": _ROPE,
     "--override-kv": "metadata are what the model file says",
-    "--numa --prio --cpu-mask --cpu-strict": "start moegraph with numactl, nice or taskset",
+    "--numa --prio -C --cpu-mask -Cr --cpu-range --cpu-strict": "start moegraph with numactl, nice "
+    "or taskset",
     "--warmup --no-warmup": "loading builds and measures what is needed; nothing else warms up",
-    "-lv --verbosity -v --verbose": "MOEGRAPH_DEBUG=1 shows tracebacks of errors, 2 also native "
-    "logs",
+    "-lv --verbosity --log-verbosity -v --verbose --log-verbose "
+    "--verbose-prompt": "MOEGRAPH_DEBUG=1 shows tracebacks of errors, 2 also native logs",
     "--log-disable --log-file --log-colors --log-prefix --log-timestamps": _LOG,
     "-co --color": "colours appear on a terminal; NO_COLOR turns them off",
-    "--perf --no-perf": "-q drops the line about speed",
-    "-cb --cont-batching -nocb --no-cont-batching -kvu --kv-unified": _SHARED,
-    "--metrics --slots --props --webui": _ALWAYS,
-    "--no-slots --no-webui --path --api-prefix": f"{_ALWAYS}; a proxy can hide or rename them",
+    "--perf --no-perf --show-timings --no-show-timings": "-q drops the line about speed",
+    "-cb --cont-batching -nocb --no-cont-batching -kvu --kv-unified -no-kvu "
+    "--no-kv-unified": _SHARED,
+    "--metrics --slots --props --webui --ui": _ALWAYS,
+    "--no-slots --no-webui --no-ui --path --api-prefix": f"{_ALWAYS}; a proxy can hide or rename "
+    "them",
     "--ssl-key-file --ssl-cert-file": _TLS,
     "--threads-http": "HTTP needs no threads of its own",
+    "--tools --agent -ag --mcp-servers-config --mcp-servers-json": "the server runs no tools; "
+    "a request may have tools, which its client runs",
     "-to": "--timeout SECONDS ends each answer after that time",
     "--embedding --embeddings --rerank --reranking --pooling": "the model makes no embeddings",
     "--models-dir --models-preset --models-max": "a server has one model; start one for each",

@@ -24,7 +24,7 @@ _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://[^/?#@\s]+)/?", re.I)
 def _origins(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> tuple[str, ...]:
     """Return origins as browsers send them: in small letters, without a slash at the end."""
     found = []
-    for text in texts:
+    for text in ",".join(texts).split(",") if texts else ():
         match = _ORIGIN.fullmatch(text)
         if match is None and text != "*":
             raise click.BadParameter(
@@ -94,12 +94,13 @@ _OPTIONS = (
     ),
     _option(
         "--cors-origin",
+        "--cors-origins",
         "cors_origins",
         multiple=True,
         callback=_origins,
         metavar="ORIGIN",
         help="Let pages of this origin use the server, such as https://chat.example, or * for "
-        "all; repeatable.",
+        "all; several with commas, or repeat it.",
     ),
     _option(
         "-n",
@@ -141,6 +142,7 @@ _OPTIONS = (
     ),
     _option(
         "--sleep-idle",
+        "--sleep-idle-seconds",
         "sleep_s",
         type=click.FloatRange(0.001),
         metavar="SECONDS",

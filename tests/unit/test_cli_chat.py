@@ -68,6 +68,15 @@ class TestPiped:
         cli("chat", "m", "--system", "Be brief.", stdin="hi\n")
         assert prompts(cli) == ["[system]Be brief.[user]hi[assistant]"]
 
+    def test_a_system_prompt_in_a_file(self, cli: Cli, tmp_path: Path) -> None:
+        (tmp_path / "s").write_text("Be brief:\\n\n")
+        cli.engine = FakeEngine("ok", kv=KV)
+        cli("chat", "m", "-sysf", tmp_path / "s", stdin="hi\n")
+        assert prompts(cli) == ["[system]Be brief:\\n[user]hi[assistant]"]
+        line = cli.refused("chat", "m", "-sysf", tmp_path / "s", "-sys", "x", "-p", "hi")
+        assert "both -sys and -sysf give a system prompt" in line
+        assert "no: cannot read" in cli.refused("chat", "m", "-sysf", tmp_path / "no", "-p", "hi")
+
     @pytest.mark.parametrize("line", ["/clear", "/quit", "/help", "/etc/hosts, what is it?"])
     def test_a_line_is_a_question_whatever_it_begins_with(self, cli: Cli, line: str) -> None:
         cli.engine = FakeEngine("ok", kv=KV)

@@ -100,7 +100,7 @@ def test_what_no_browser_sends_is_refused(option: str, value: str) -> None:
 
 def test_origins_are_as_browsers_send_them(ran: Ran) -> None:
     """A slash at the end, or a bare name, would never match."""
-    given = ("--cors-origin", "https://Chat.Example/", "--cors-origin", "http://localhost:3000")
+    given = ("--cors-origins", "https://Chat.Example/,http://localhost:3000")
     assert start(*given, "--cors-origin", "*").exit_code == 0
     assert ran.guard.origins == ("https://chat.example", "http://localhost:3000", "*")
     for wrong in ("chat.example", "https://a/b", "https://a b", "https://", ""):
