@@ -60,10 +60,14 @@ class MemoryWatch:
 
 
 def used_device_bytes() -> int:
-    """Return the memory in use on all GPUs, as the driver counts it; 0 without a driver."""
+    """Return the memory in use on all GPUs, as the driver counts it; 0 without a driver.
+
+    BENCH_GPU, the PCI address of one, leaves out the others, on which something else may run.
+    """
     from moegraph.ggml.nvml import gpu_used_bytes
 
-    return sum(gpu_used_bytes().values())
+    used, only = gpu_used_bytes(), os.environ.get("BENCH_GPU")
+    return used.get(only, 0) if only else sum(used.values())
 
 
 class LlamaBench:

@@ -72,8 +72,11 @@ def cpu_options(portable: str | None) -> list[str]:
     return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in INSTRUCTION_SETS[portable])]
 
 
-def check_compilers() -> None:
-    """Raise BuildError unless a C compiler, a C++ compiler and Python's C headers are installed."""
+def check_compilers(headers: bool = True) -> None:
+    """Raise BuildError unless a C compiler, a C++ compiler and Python's C headers are installed.
+
+    headers: whether those of Python are needed.
+    """
     for variable, names in (("CC", ("cc", "gcc", "clang")), ("CXX", ("c++", "g++", "clang++"))):
         wanted = os.environ.get(variable)
         if not any(shutil.which(name.split()[0]) for name in ([wanted] if wanted else names)):
@@ -82,7 +85,7 @@ def check_compilers() -> None:
                 f" {wanted or ', '.join(names)}); install gcc and g++, or set {variable}"
             )
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.is_file():
+    if headers and not header.is_file():
         raise BuildError(f"{header} is missing; install Python's C headers (python3-dev)")
 
 

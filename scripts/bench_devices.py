@@ -52,7 +52,8 @@ class Lines:
 
     def say(self, what: str, value: object, **more: Any) -> None:
         """Print a line, and begin the next measurement."""
-        print(f"{self._share:5.0%}  {self._device:24} {what:14} {value}", flush=True)
+        idle = f" (idle {more['idle']:.1%})" if "idle" in more else ""
+        print(f"{self._share:5.0%}  {self._device:24} {what:14} {value}{idle}", flush=True)
         if self._out:
             line = {"device": self._device, "share": self._share, "what": what, "value": value}
             with self._out.open("a", encoding="utf-8") as file:
@@ -170,7 +171,7 @@ def measure(args: argparse.Namespace, device: str, share: float) -> None:
                 found = [in_groups(engine.passes, rows[:n], args.passes) for _ in range(2)]
                 speed, idle = max(found)
                 more = {"unit": "tok/s", "idle": round(idle, 3), "all": found}
-                lines.say(f"{n} in groups", f"{speed:.1f} (idle {idle:.1%})", **more)
+                lines.say(f"{n} in groups", round(speed, 1), **more)
         for seq in range(n_seq):
             engine.reset(seq)
         for n in args.prompts:

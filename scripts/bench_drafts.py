@@ -149,6 +149,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="auto")
     p.add_argument("--draft-vocab", type=int, default=0)
     p.add_argument("--json", action="store_true")
+    p.add_argument("--out", type=Path, metavar="FILE", help="append rows here, as JSON lines")
     return p
 
 
@@ -190,13 +191,28 @@ def row(engine: Engine, args: argparse.Namespace, **about: Any) -> dict[str, Any
     return {**about, "tps": tps, "first": first, "samples": samples, "drafts": drafts}
 
 
+class Rows(list[dict[str, Any]]):
+    """Rows that are written to a file as they come, if there is one."""
+
+    def __init__(self, out: Path | None) -> None:
+        super().__init__()
+        self._out = out
+
+    def append(self, one: dict[str, Any]) -> None:
+        """Add a row."""
+        super().append(one)
+        if self._out:
+            with self._out.open("a", encoding="utf-8") as file:
+                file.write(bench.json_line(one))
+
+
 def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of one limit of memory."""
     config = EngineConfig(
         vram=vram, device=args.device, profile="none", draft_vocab=args.draft_vocab,
         n_ctx=args.depth + args.tokens + 64, n_draft=15,
     )  # fmt: skip
-    rows = []
+    rows = Rows(args.out)
     with Engine.load(args.model, config) as engine:
         rows.append(row(engine, args, vram=vram, kind="", way="off", slots=slots(engine)))
         _, text = texts(engine, args)

@@ -56,7 +56,8 @@ class DraftShape:
         return len(self.windows)
 
 
-# Both published revisions of the drafter of Qwen3.6-35B-A3B, and DSpark of that shape.
+# Both published revisions of the drafter of Qwen3.6-35B-A3B, DSpark of that shape, and drafters for
+# half of its layers and for make_model.py's mini35b.
 PRESETS = {
     "35b-current": DraftShape(),
     "35b-april": DraftShape(
@@ -64,6 +65,11 @@ PRESETS = {
         yarn_factor=64.0,
     ),
     "35b-dspark": DraftShape(windows="fffff", n_swa=0, block_size=7, markov_rank=256),
+    "half": DraftShape(taps=(1, 3, 6, 8, 11, 13, 16, 18)),
+    "mini": DraftShape(
+        n_vocab=1024, n_embd=512, windows="sf", n_head=4, n_head_kv=2, head_dim=64, n_ff=256,
+        n_ctx_train=65536, n_swa=128, taps=(0, 1, 2), mask_id=1023, block_size=8,
+    ),
 }  # fmt: skip
 
 

@@ -130,6 +130,7 @@ def test_rows_whose_graphs_fetch_equal_whole(open_cuda, preset, n):
     assert engine.runner.cache.stats.admitted.sum() > 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("settings", [{"mode": "whole"}, {"mode": "layered"}, {"cache_slots": 60}])
 def test_requests_repeat_and_memory_is_flat(open_cuda, settings):
     engine = open_cuda(**settings)
@@ -178,6 +179,7 @@ def test_too_large_a_context_is_refused_with_numbers(model_file):
     assert live_handles() == before
 
 
+@pytest.mark.alone
 def test_the_driver_never_sees_more_than_the_budget(open_cuda):
     """Captured graphs included: passes of many widths, then single tokens."""
     for slots in (20, 60, 120):

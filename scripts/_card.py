@@ -1,0 +1,249 @@
+"""What scripts/measure_card measures with: machine, model, and the values of commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import _card_upstream
+import _cuda
+import _venv
+from _bench import Line, commit_of, machine
+from _tools import ROOT, BuildError, fetch
+
+# Where settings, models and packages are; tests take another place.
+WORK = Path(os.environ.get("MEASURE_CARD_WORK") or ROOT / "build" / "card")
+SITE, BINDINGS = WORK / "site", WORK / "bindings"
+_SETTINGS = WORK / "settings.json"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A card as nvidia-smi lists it. n_bytes: its memory. address: PCI, as 0000:c1:00.0."""
+
+    name: str
+    arch: int
+    n_bytes: int
+    uuid: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `prepare` and `model` decided; `run` reads it.
+
+    options: of scripts/build. before: an older tree to compare with, or "".
+    """
+
+    options: tuple[str, ...] = ("--cpu",)
+    model: str = ""
+    draft: str = ""
+    quick: bool = False
+    before: str = ""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether this is a try-out without a card."""
+        return self.options == ("--cpu",)
+
+    @classmethod
+    def load(cls) -> Settings:
+        """Return what was kept, or the defaults."""
+        if not _SETTINGS.is_file():
+            return cls()
+        kept = json.loads(_SETTINGS.read_text(encoding="utf-8"))
+        return cls(**{**kept, "options": tuple(kept["options"])})
+
+    def keep(self, **changes: object) -> Settings:
+        """Write and return settings with changes."""
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        WORK.mkdir(parents=True, exist_ok=True)
+        _SETTINGS.write_text(json.dumps(asdict(changed)), encoding="utf-8")
+        return changed
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Parse nvidia-smi's list (csv, noheader, nounits); lines of another form are skipped."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 5 or not fields[2].isdigit():
+            continue
+        name, capability, mib, uuid, address = fields
+        domain, _, rest = address.lower().partition(":")
+        arch = int(capability.replace(".", ""))
+        found.append(Gpu(name, arch, int(mib) << 20, uuid, f"{domain[-4:]}:{rest}"))
+    return found
+
+
+def find_gpus() -> list[Gpu]:
+    """Return the cards of this machine; none without nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = "--query-gpu=name,compute_cap,memory.total,uuid,pci.bus_id"
+    command = [program, query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return parse_gpus(done.stdout)
+
+
+def python() -> Path:
+    """Return the Python that runs the parts: that of .venv, unless packages lie in SITE."""
+    own = SITE.is_dir() or not _venv.python().exists()
+    return Path(sys.executable) if own else _venv.python()
+
+
+def environment(gpu: Gpu | None) -> dict[str, str]:
+    """Return the environment of a part that has a card for itself; None: of one without a card."""
+    env = dict(os.environ)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process compiles all modules again
+    paths = [str(ROOT), *(map(str, (SITE, BINDINGS)) if SITE.is_dir() else ())]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, env.get("PYTHONPATH")]))
+    libraries = [*cuda_libraries(), env.get("LD_LIBRARY_PATH", "")]
+    env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
+    if (_card_upstream.UPSTREAM / "built").is_file():
+        env["MOEGRAPH_ORACLE"] = str(_card_upstream.UPSTREAM)
+    if gpu:
+        env |= {"CUDA_VISIBLE_DEVICES": gpu.uuid, "BENCH_GPU": gpu.address}
+    return env
+
+
+def cuda_libraries() -> list[str]:
+    """Return where cudart and cuBLAS are, for libraries that were built on another machine."""
+    wheels = sorted(str(folder) for folder in SITE.glob("nvidia/*/lib"))
+    try:
+        toolkit, (major, _) = _cuda.find_toolkit()
+        cublas = _cuda.find_cublas(toolkit, major)
+    except (BuildError, OSError):
+        return wheels
+    return [str(toolkit / "lib64"), str(cublas.lib), *wheels]
+
+
+def cores(allowed: Sequence[int], siblings: Mapping[int, str]) -> list[list[int]]:
+    """Return the CPUs of each physical core. siblings: by CPU, what shares its core."""
+    found: dict[str, list[int]] = {}
+    for cpu in sorted(allowed):
+        found.setdefault(siblings.get(cpu, str(cpu)), []).append(cpu)
+    return list(found.values())
+
+
+def find_cores() -> list[list[int]]:
+    """Return the CPUs of each physical core that this process may use."""
+    allowed, siblings = os.sched_getaffinity(0), {}
+    for cpu in allowed:
+        note = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        if note.is_file():
+            siblings[cpu] = note.read_text().strip()
+    return cores(sorted(allowed), siblings)
+
+
+def split_cores(found: list[list[int]], n: int) -> list[list[list[int]]]:
+    """Divide cores between lanes, as equal as can be, neighbours together."""
+    each, more = divmod(len(found), n)
+    ends = [at * each + min(at, more) for at in range(n + 1)]
+    return [found[a:b] for a, b in zip(ends, ends[1:])]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What commands need to know of a model file; bytes."""
+
+    n_layer: int
+    n_expert: int
+    n_bytes: int
+    expert_bytes: int
+    has_mtp: bool
+
+    @classmethod
+    def of(cls, path: str) -> Model:
+        """Read the header of a file."""
+        sys.path.insert(0, str(ROOT))
+        from moegraph.modelfile import open_model
+
+        with open_model(Path(path)) as model:
+            hp = model.hparams
+            experts = sum(x.nbytes for x in model.tensors.values() if "_exps." in x.name)
+        size = Path(path).stat().st_size
+        return cls(hp.n_layer, hp.n_expert, size, experts, hp.n_layer_nextn > 0)
+
+    def device_gib(self, share: float) -> float:
+        """Return about how much memory a share of the experts and all else take on the device."""
+        return (self.n_bytes + (share - 1) * self.expert_bytes) / GIB + 0.3
+
+    def slots(self, share: float) -> int:
+        """Return how many expert slots a share of the experts is."""
+        return round(share * self.n_layer * self.n_expert)
+
+    def ncmoe(self, share: float) -> int:
+        """Return -ncmoe with which llama.cpp has that share of the experts on the device."""
+        return round((1 - share) * self.n_layer)
+
+
+# Sizes of the measurements, and of a try-out on a small model.
+FULL = {
+    "requests": "200", "mid": "2000", "long": "32768", "tokens": "192", "samples": "3",
+    "few": "2", "kinds": "code structured hopeless", "mtp": "1 2 3 4", "dflash": "3 5 7",
+    "gen": "128", "prompts": "512 8192", "prompt": "512", "depths": "8192 32768",
+    "ub": "2048", "server_ub": "1024", "clients": "1 4 8 16 32", "clients_60": "1 4 8",
+    "many_60": "16 32", "ctx": "40960", "long_prompt": "--long --beside 8 --prompt 8192"
+    " --turn 20000", "rows": "1 2 4 8 16 32", "seqs": "8 16 32", "seqs_comma": "8,16,32",
+    "traces": "sticky flat recorded", "warm": "96", "first": "32 512", "runs": "128,512",
+    "draft_clients": "1 4 8", "depth": "256", "vocab": "32768",
+}  # fmt: skip
+QUICK = {
+    **FULL, "requests": "4", "mid": "60", "long": "200", "tokens": "8", "samples": "1", "few": "1",
+    "kinds": "code", "mtp": "2", "dflash": "3", "gen": "4", "prompts": "24", "prompt": "24",
+    "depths": "40", "ub": "32", "server_ub": "32", "clients": "1 2", "clients_60": "1",
+    "many_60": "2", "ctx": "4096", "long_prompt": "", "rows": "1 2", "seqs": "2 3",
+    "seqs_comma": "2,3", "traces": "sticky", "warm": "2", "first": "8", "runs": "8",
+    "draft_clients": "2", "depth": "24", "vocab": "0",
+}  # fmt: skip
+
+
+def values(s: Settings, model: Model, gpu: Gpu | None, n_threads: int) -> dict[str, str]:
+    """Return what stands for each name in braces in the commands of parts."""
+    found = dict(QUICK if s.quick else FULL)
+    budgets = [n for n in (6, 8, 12) if gpu is None or n + 0.7 < gpu.n_bytes / GIB]
+    whole = gpu is None or not budgets
+    found |= {
+        "model": shlex.quote(s.model), "draft": shlex.quote(s.draft),
+        "draft_option": f"--draft {shlex.quote(s.draft)}" if s.draft else "",
+        "device": "--device cuda:0" if gpu else "--device cpu", "root": shlex.quote(str(ROOT)),
+        "before": shlex.quote(s.before), "bin": shlex.quote(str(_card_upstream.programs())),
+        "budget": "whole" if whole else str(min(8, max(budgets))),
+        "budgets": "whole" if whole else " ".join(map(str, budgets)),
+        "threads": str(n_threads), "ngl": "-ngl 99" if gpu else "-ngl 0",
+        "sweep": " ".join(str(n) for n in sorted({max(1, n_threads * k // 4) for k in (2, 3, 4)})),
+        "test_processes": str(test_processes(gpu, n_threads)),
+    }  # fmt: skip
+    for name, share in (("whole", 1.0), ("60", 0.6), ("25", 0.25), ("none", 0.0)):
+        gib = "auto" if gpu is None or share == 1 else f"{model.device_gib(share):.1f}"
+        found |= {
+            f"slots_{name}": str(model.slots(share)), f"ncmoe_{name}": str(model.ncmoe(share)),
+            f"gib_{name}": gib,
+        }  # fmt: skip
+    return found
+
+
+def test_processes(gpu: Gpu | None, n_threads: int) -> int:
+    """Return how many test processes memory and cores allow: 3 GiB of each for one."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = min(host, gpu.n_bytes if gpu else host)
+    return max(1, min(n_threads, memory // (3 * GIB), 12))
+
+
+def describe(s: Settings) -> Line:
+    """Return what figures depend on, for the first line of the results."""
+    return {
+        "machine": machine(), "commit": commit_of(ROOT), "patchset": fetch.patchset(),
+        "model": Path(s.model).name, "model_bytes": Path(s.model).stat().st_size,
+        "draft": Path(s.draft).name if s.draft else "", "options": list(s.options),
+    }  # fmt: skip

@@ -1,0 +1,352 @@
+"""Figures that the parts of scripts/measure_card show, from their raw lines, with bars beside them.
+
+A bar is the least that this project wants of a figure, a goal what it would like.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from _bench import Line
+
+# Lines by the name of the part.
+Lines = Mapping[str, Sequence[Line]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure. less: whether less is better. of: what stands behind the ratio."""
+
+    name: str
+    value: float
+    bar: float | None = None
+    goal: float | None = None
+    unit: str = "x"
+    less: bool = False
+    of: str = ""
+
+    def reaches(self, limit: float | None) -> bool:
+        """Return whether the figure is as good as a limit."""
+        if limit is None:
+            return False
+        return self.value <= limit if self.less else self.value >= limit
+
+    @property
+    def verdict(self) -> str:
+        """Return goal, met or missed; "" without a bar."""
+        if self.bar is None:
+            return ""
+        return "goal" if self.reaches(self.goal) else "met" if self.reaches(self.bar) else "missed"
+
+
+Shows = Callable[[Lines, str], Iterable[Figure]]
+
+
+def mid(found: Iterable[float]) -> float | None:
+    """Return the median; None of nothing."""
+    values = list(found)
+    return statistics.median(values) if values else None
+
+
+def samples(lines: Iterable[Line], **wanted: object) -> float | None:
+    """Return the median of counted samples whose fields are as wanted."""
+    return mid(
+        line["value"] for line in lines
+        if line.get("kind") == "sample" and line["at"]
+        and all(line[name] == value for name, value in wanted.items())
+    )  # fmt: skip
+
+
+def ratio(
+    name: str, ours: float | None, theirs: float | None, bar: float | None = None,
+    goal: float | None = None, less: bool = False,
+) -> Iterator[Figure]:  # fmt: skip
+    """Yield how many times theirs ours is, if both are known."""
+    if ours is not None and theirs:
+        of = f"{ours:.4g} / {theirs:.4g}"
+        yield Figure(name, ours / theirs, bar, goal, less=less, of=of)
+
+
+def memory(lines: Lines, part: str) -> Iterator[Figure]:
+    """Peaks against budgets, and what host memory grew."""
+    for row in lines[part]:
+        budget = row["budget_gib"]
+        if budget is not None:
+            name = f"peak of the device, budget {budget:g} GiB"
+            yield Figure(name, row["peak_gib"], budget, unit=" GiB", less=True)
+        grown = 1024 * (row["host_last_gib"] - row["host_early_gib"])
+        name = f"host memory grown, {row['requests']} requests, longest {row['longest']}"
+        yield Figure(name, grown, 64, unit=" MiB", less=True)
+
+
+def tests(lines: Lines, part: str) -> Iterator[Figure]:
+    """Tests that failed, and how many there were."""
+    for row in lines[part]:
+        bad = row["failures"] + row["errors"]
+        of = f"{row['tests'] - bad - row['skipped']} passed, {row['skipped']} skipped"
+        yield Figure("tests that failed", bad, 0, 0, unit="", less=True, of=of)
+
+
+# By share of the experts: what drafts must bring for code and structured text.
+_DRAFT_BARS = {"100": (1.5, 2.2), "60": (1.3, 1.8), "25": (1.15, 1.4)}
+
+
+def drafts(lines: Lines, part: str) -> Iterator[Figure]:
+    """Drafted decoding over plain decoding: auto, and the best of fixed lengths."""
+    rows = [row for row in lines[part] if "way" in row]
+    plain = next((row["tps"] for row in rows if row["way"] == "off"), None)
+    bars = _DRAFT_BARS.get(part.rpartition("-")[2], (None, None))
+    for row in rows:
+        if row["way"] == "loaded, off":
+            yield from ratio("drafters loaded, none used", row["tps"], plain, 0.97, 0.985)
+    for kind in dict.fromkeys(row["kind"] for row in rows if row["kind"]):
+        speeds = {row["way"]: row["tps"] for row in rows if row["kind"] == kind}
+        auto, is_hopeless = speeds.pop("auto", None), kind == "hopeless"
+        limits = (0.97, 0.99) if is_hopeless else bars
+        yield from ratio(f"{kind}: auto over plain", auto, plain, *limits)
+        for source in dict.fromkeys(way.split()[0] for way in speeds):
+            way = max((w for w in speeds if w.startswith(source)), key=speeds.__getitem__)
+            yield from ratio(f"{kind}: {way} over plain", speeds[way], plain)
+        if speeds and not is_hopeless:
+            way = max(speeds, key=speeds.__getitem__)
+            yield from ratio(f"{kind}: auto over {way}", auto, speeds[way], 0.97, 1.0)
+
+
+def drafts_upstream(lines: Lines, part: str) -> Iterator[Figure]:
+    """Drafted decoding beside llama-server's, and what drafts bring on each side."""
+    rows = list(lines[part])
+    plain = next((row for row in rows if not row["kind"]), None)
+    for row in rows:
+        theirs = row.get("theirs_at_rates", row["theirs_tps"])
+        name = f"{row['kind'] or 'no drafts'} {row['theirs']}".strip()
+        yield from ratio(f"{name}: over llama-server", row["ours_tps"], theirs)
+        if plain and row is not plain:
+            yield from ratio(f"{name}: over plain", row["ours_tps"], plain["ours_tps"])
+            yield from ratio(f"{name}: llama-server over plain", theirs, plain["theirs_tps"])
+
+
+def drafts_clients(lines: Lines, part: str) -> Iterator[Figure]:
+    """Drafted decoding of several clients over plain decoding."""
+    for row in lines[part]:
+        name = f"{row['clients']} clients, {row['kind']}: auto over plain"
+        yield from ratio(name, mid(row["auto"]), mid(row["plain"]), 0.97)
+
+
+def lookup(lines: Lines, part: str) -> Iterator[Figure]:
+    """Look-up in a text that repeats itself."""
+    by = {row["spec"]: row["avg_ts"] for row in lines[part] if row["test"].startswith("run")}
+    yield from ratio("text that repeats: look-up over plain", by.get("lookup"), by.get("off"))
+
+
+def measured(rows: Iterable[Line], unit: str = "") -> Iterable[tuple[str, str]]:
+    """Return the settings and tests of samples, each pair once; unit: only those in it."""
+    chosen = (row for row in rows if row.get("kind") == "sample" and unit in ("", row["unit"]))
+    return dict.fromkeys((row["setting"], row["test"]) for row in chosen)
+
+
+def _served(
+    rows: Sequence[Line], server: str, what: str, field: str, **wanted: object
+) -> float | None:
+    """Return the median of a field of a server's lines."""
+    return mid(
+        row[field] for row in rows
+        if row["server"] == server and row["what"] == what and field in row
+        and all(row[name] == value for name, value in wanted.items())
+    )  # fmt: skip
+
+
+# Eight clients, and 16 or more, over llama-server: with all experts, and with some on the host.
+_CLIENT_BARS = {"server-all": (1.8, 2.2), "server-60": (3.0, 4.0)}
+
+
+def server(lines: Lines, part: str) -> Iterator[Figure]:
+    """Many clients beside llama-server; the wait beside a long prompt; a second turn."""
+    rows = lines[part]
+    for n in sorted({row["clients"] for row in rows if row["what"] == "clients"}):
+        mine = _served(rows, "moegraph", "clients", "tokens_per_s", clients=n)
+        theirs = _served(rows, "llama-server", "clients", "tokens_per_s", clients=n)
+        bars = _CLIENT_BARS.get(part, (None, None)) if n == 8 else (None, None)
+        yield from ratio(f"{n} clients: tok/s over llama-server", mine, theirs, *bars)
+        if mine is not None and theirs is None:
+            yield Figure(f"{n} clients", mine, unit=" tok/s", of="llama-server: none")
+    wait = _served(rows, "moegraph", "long prompt", "p99_over_usual")
+    if wait is not None:
+        name = "p99 between tokens beside a long prompt, over the usual"
+        yield Figure(name, wait, 2.0, 1.6, less=True)
+    for what, field, bars in (
+        ("long prompt", "first_s", (None, None)), ("second turn", "second_turn_s", (1.0, 0.5)),
+        ("chat beside a prompt", "short_first_s", (None, None)),
+    ):  # fmt: skip
+        mine, theirs = (_served(rows, who, what, field) for who in ("moegraph", "llama-server"))
+        name = f"{what}: time to the first token over llama-server's"
+        yield from ratio(name, mine, theirs, bars[0], bars[1], less=True)
+
+
+def run_rows(lines: Lines, part: str) -> Iterator[Figure]:
+    """Generations through sampler and text over the loop of `moegraph bench`."""
+    rows = lines[part]
+    loop = mid(row["avg_ts"] for row in rows if row["test"].startswith("tg"))
+    for row in rows:
+        if row["test"].startswith("run"):
+            yield from ratio(row["test"], row["avg_ts"], loop, 0.97, 1.0)
+
+
+def shell(lines: Lines, part: str) -> Iterator[Figure]:
+    """`moegraph run` as a process over the loop of `moegraph bench`."""
+    loop = mid(row["tps"] for row in lines[part] if row["row"] == "bench loop")
+    for row in lines[part]:
+        if row["row"].startswith("run "):
+            name = f"moegraph {row['row'].strip()}"
+            yield from ratio(name, row["tps"], loop, 0.97, 1.0)
+            yield from ratio(f"{name}, after the first tokens", row["tps_between"], loop)
+
+
+def trees(lines: Lines, part: str) -> Iterator[Figure]:
+    """Each test of this tree over the older one."""
+    times = set(measured(lines[part], "ms"))
+    for setting, test in measured(lines[part]):
+        before, after = (
+            samples(lines[part], setting=setting, test=test, system=name)
+            for name in ("before", "after")
+        )
+        if (setting, test) in times:
+            before, after = after, before
+        yield from ratio(f"{setting}, {test}: after over before", after, before, 0.98, 1.0)
+
+
+def depth(lines: Lines, part: str) -> Iterator[Figure]:
+    """Prompts at depth, with all experts, over llama-bench at its best -ub."""
+    rows = [row for row in lines[part] if row.get("kind") == "sample"]
+    bars = {"pp512 @": (1.2, 1.6), "pp8192": (1.0, 1.15), "tg": (1.85, 2.2)}
+    for test in dict.fromkeys(row["test"] for row in rows):
+        best = {}
+        for system in ("upstream", "whole"):
+            by_ub = [
+                samples(rows, test=test, system=system, setting=setting)
+                for setting in dict.fromkeys(row["setting"] for row in rows)
+            ]
+            best[system] = max((x for x in by_ub if x is not None), default=None)
+        limits = next((bars[k] for k in bars if test.startswith(k)), (None, None))
+        limits = (None, None) if test.startswith("pp8192 @") else limits
+        name = f"{test}, all experts: over llama-bench"
+        yield from ratio(name, best["whole"], best["upstream"], *limits)
+
+
+def prompts(lines: Lines, part: str) -> Iterator[Figure]:
+    """Prompts with some experts over llama-bench with the same memory."""
+    for setting, test in measured(lines[part]):
+        ours, theirs = (
+            samples(lines[part], setting=setting, test=test, system=name)
+            for name in ("moegraph", "upstream")
+        )
+        bars = (4.0, 4.5) if test == "pp8192" else (None, None)
+        yield from ratio(f"{test}, {setting}: over llama-bench", ours, theirs, *bars)
+
+
+def links(lines: Lines, part: str) -> Iterator[Figure]:
+    """Prompts with some experts over links made slower: against all experts, upstream, the law."""
+    rows = [row for row in lines[part] if not row["first"]]
+    theirs = [row for row in lines.get("prompts", ()) if row.get("kind") == "sample"]
+    ncmoe = dict(zip(("60", "25"), dict.fromkeys(row["setting"] for row in theirs)))
+    keys = dict.fromkeys((row["setting"], row["prompt"], row["link_times"]) for row in rows)
+    speeds = {
+        key: mid(r["tok_s"] for r in rows if (r["setting"], r["prompt"], r["link_times"]) == key)
+        for key in keys
+    }
+    for (setting, n, times), speed in speeds.items():
+        if setting == "whole":
+            continue
+        slower = f", link {times} times slower" if times > 1 else ""
+        name, is_long = f"pp{n} at {setting} %{slower}", n > 2048
+        beside = samples(theirs, setting=ncmoe.get(setting), test=f"pp{n}", system="upstream")
+        bars = (3.5, 4.0) if is_long and times > 1 else (None, None)
+        yield from ratio(f"{name}: over llama-bench", speed, beside, *bars)
+        bars = (0.90, 0.97) if is_long and (setting, times) == ("60", 1) else (None, None)
+        yield from ratio(f"{name}: over all experts", speed, speeds.get(("whole", n, 1)), *bars)
+        law = mid(
+            r["seconds"] / r["predicted_s"] for r in rows
+            if (r["setting"], r["prompt"], r["link_times"]) == (setting, n, times)
+            and "predicted_s" in r
+        )  # fmt: skip
+        if law is not None and not is_long:
+            yield Figure(f"{name}: time over the law", law, 1.25, 1.1, less=True)
+
+
+def sequences(lines: Lines, part: str) -> Iterator[Figure]:
+    """Sequences that decode together over llama-batched-bench."""
+    theirs = {row["pl"]: row["speed_tg"] for row in lines[part] if "speed_tg" in row}
+    ours = {
+        (setting, test): samples(lines[part], setting=setting, test=test)
+        for setting, test in measured(lines[part])
+    }
+    for (setting, test), speed in ours.items():
+        n = int(test.partition(" ")[2])
+        if setting == "60 %":
+            bar = 4.7 if n <= 8 else 4.0
+            name = f"{n} sequences at 60 %: over llama-batched-bench"
+            yield from ratio(name, speed, theirs.get(n), bar, 6.0)
+    eight, most = ours.get(("0 %", "seqs 8")), ours.get(("0 %", "seqs 32"))
+    yield from ratio("no expert resident: 32 sequences over 8", most, eight, 1.5, 2.0)
+
+
+def rows_alone(lines: Lines, part: str) -> Iterator[Figure]:
+    """Decoding by share of the experts, and passes of a few rows over llama-bench's."""
+    rows = [row for row in lines[part] if row.get("kind") == "sample"]
+    theirs = {
+        (row["n_cpu_moe"], row["n_prompt"]): row["n_prompt"] / row["avg_ts"] * 1e3
+        for row in lines[part] if row.get("n_prompt")
+    }  # fmt: skip
+    shares = dict(zip(("whole", "60 %", "25 %"), sorted({ncmoe for ncmoe, _ in theirs})))
+    whole = samples(rows, setting="whole", unit="tok/s")
+    for setting in ("60 %", "25 %", "0 %"):
+        bars = (0.90, 0.97) if setting == "60 %" else (None, None)
+        speed = samples(rows, setting=setting, unit="tok/s")
+        yield from ratio(f"decode at {setting}: over all experts", speed, whole, *bars)
+    for setting, test in measured(rows, "ms"):
+        n = int(test.partition(" ")[2])
+        bars = (4.5, 6.0) if (setting, n) == ("25 %", 8) else (None, None)
+        mine = samples(rows, setting=setting, test=test)
+        yield from ratio(f"{n} rows at {setting}: speed over llama-bench's",
+                         theirs.get((shares.get(setting, -1), n)), mine, *bars)  # fmt: skip
+
+
+def residency(lines: Lines, part: str) -> Iterator[Figure]:
+    """Decoding with some experts, by routing, over llama-bench with the same memory."""
+    rows = [row for row in lines[part] if row.get("kind") == "sample"]
+    ways = dict.fromkeys(row["system"] for row in rows if row["system"].startswith("moegraph,"))
+    for setting, test in measured(rows):
+        theirs = samples(rows, setting=setting, test=test, system="upstream")
+        for system in ways:
+            is_judged = (part, system) == ("residency-none", "moegraph, sticky")
+            bars = (1.5, 2.0) if is_judged else (None, None)
+            mine = samples(rows, setting=setting, test=test, system=system)
+            name = f"{test}, {setting}, {system.partition(', ')[2]}: over llama-bench"
+            yield from ratio(name, mine, theirs, *bars)
+
+
+def first(lines: Lines, part: str) -> Iterator[Figure]:
+    """From the start of a process to its first text, over llama-completion's time."""
+    keys = dict.fromkeys((row["n_prompt"], row["system"]) for row in lines[part])
+    by = {
+        key: mid(r["seconds"] for r in lines[part] if (r["n_prompt"], r["system"]) == key)
+        for key in keys
+    }
+    for n in dict.fromkeys(n for n, _ in by):
+        ours, theirs = by.get((n, "moegraph")), by.get((n, "upstream"))
+        name = f"first text, prompt of {n}: time over llama-completion's"
+        yield from ratio(name, ours, theirs, 1.3, 1.0, less=True)
+
+
+def devices(lines: Lines, part: str) -> Iterator[Figure]:
+    """Two cards over one with the same share of the experts."""
+    by = {(row["device"], row["what"]): row["value"] for row in lines[part]}
+    names = [*dict.fromkeys(device for device, _ in by), ""]
+    wanted = {
+        "1 sequence": ("1 sequence", 0.9, 1.0), "8 sequences": ("8 in groups", 1.2, None),
+        "32 sequences": ("32 in groups", 1.4, None),
+    }  # fmt: skip
+    for what, (together, bar, goal) in wanted.items():
+        one, two = by.get((names[0], what)), by.get((names[1], together))
+        yield from ratio(f"{what}: two cards over one", two, one, bar, goal)

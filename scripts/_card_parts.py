@@ -1,0 +1,164 @@
+"""The parts of scripts/measure_card, the most wanted first: commands, times, what they show.
+
+A command names a script of this folder, `moegraph`, `pytest` or a program of llama.cpp. Names in
+braces stand for the values of `_card.values`. A command with {out} writes its lines there;
+otherwise the lines of JSON that it prints are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import _card_figures as figures
+
+
+@dataclass(frozen=True)
+class Part:
+    """One measurement.
+
+    seconds: what it takes on an H200 with the 35B. share: of the experts that must fit on the card.
+    needs: upstream (unpatched llama.cpp), mtp, draft (a drafter's file), before (an older tree),
+    cuda, cards (two of them).
+    """
+
+    name: str
+    about: str
+    steps: tuple[str, ...]
+    seconds: int
+    shows: figures.Shows
+    share: float = 0.0
+    needs: tuple[str, ...] = ()
+
+
+def part(name: str, seconds: int, about: str, *steps: str, shows: figures.Shows,
+         share: float = 0.0, needs: str = "") -> Part:  # fmt: skip
+    """Return a part; needs are separated by spaces."""
+    return Part(name, about, steps, seconds, shows, share, tuple(needs.split()))
+
+
+_DRAFTS = (
+    "bench_drafts.py {model} {draft_option} {device} --tokens {tokens} --depth {depth}"
+    " --repeat {samples} --mtp {mtp} --dflash {dflash} --out {out}"
+)
+_UPSTREAM_DRAFTS = (
+    "bench_drafts_upstream.py {model} {draft_option} {device} --llama-server {bin}/llama-server"
+    " --theirs '{ngl} -fa on -t {threads}' --samples {samples} --tokens {tokens} --depth {depth}"
+    " --out {out}"
+)
+_CLIENTS = (
+    "bench_drafts_clients.py {model} {device} --clients {draft_clients} --tokens {tokens}"
+    " --samples {few} --out {out}"
+)
+_SERVER = (
+    "bench_server.py {model} {device} --llama-server {bin}/llama-server -ub {server_ub} -c {ctx}"
+    " --out {out}"
+)
+_RESIDENCY = (
+    "bench_residency.py {model} --llama-bench {bin}/llama-bench {device} --samples {samples}"
+    " --gen {gen} --warm {warm} --first-token 0 --out {out}"
+)
+_DECODE = _RESIDENCY + " --ubatch 512 --prompt --traces {traces} --sweep {sweep}"
+_TREES = "bench_trees.py {model} now={root} {device} --samples {samples}"
+_BATCHED = (
+    "llama-batched-bench -m {model} {ngl} -t {threads} -fa on -npp 16 -ntg 32 -npl {seqs_comma}"
+    " -c 4096 --output-format jsonl"
+)
+
+PARTS: Sequence[Part] = (
+    part("memory", 60, "200 requests within 8 GiB: device memory, growth of host memory",
+         "bench_memory.py {model} {device} --vram {budget} --requests {requests}"
+         " --longest {mid} --out {out}", shows=figures.memory),
+    part("peaks", 90, "prompts of 32,768 tokens within 6, 8 and 12 GiB",
+         "bench_memory.py {model} {device} --vram {budgets} --requests 3 --longest {long}"
+         " --out {out}", shows=figures.memory),
+    part("tests", 200, "tests/cuda, many at a time",
+         "pytest {root}/tests/cuda -q -n {test_processes} --dist worksteal -m 'not alone'"
+         " -p no:cacheprovider --junitxml {xml}", shows=figures.tests, needs="cuda tests"),
+    part("tests-alone", 40, "tests of tests/cuda that need the card for themselves",
+         "pytest {root}/tests/cuda -q -m alone -p no:cacheprovider --junitxml {xml}",
+         shows=figures.tests, needs="cuda tests"),
+    part("drafts-100", 100, "drafting with all experts: fixed lengths, auto, none",
+         _DRAFTS + " --kind {kinds}", shows=figures.drafts, share=1.0, needs="mtp"),
+    part("drafts-60", 110, "drafting with 60 % of the experts",
+         _DRAFTS + " --kind {kinds} --vram {gib_60}", shows=figures.drafts, share=0.6, needs="mtp"),
+    part("drafts-25", 130, "drafting with 25 % of the experts",
+         _DRAFTS + " --kind {kinds} --vram {gib_25}", shows=figures.drafts, share=0.25,
+         needs="mtp"),
+    part("drafts-vocab", 60, "drafting with all experts and a smaller vocabulary of drafts",
+         _DRAFTS + " --kind code --draft-vocab {vocab}", shows=figures.drafts, share=1.0,
+         needs="mtp"),
+    part("lookup", 25, "look-up in text that repeats itself, all experts",
+         "moegraph bench {model} {device} -p 0 -n 0 --run {gen} --temp 0 --spec off,lookup"
+         " --draft-accept 0.9,0.8,0.7,0.6 -r {samples} -o jsonl", shows=figures.lookup, share=1.0),
+    part("upstream-drafts-100", 80, "drafting beside llama-server's, all experts",
+         _UPSTREAM_DRAFTS + " --share 100 --ncmoe 0", shows=figures.drafts_upstream, share=1.0,
+         needs="mtp upstream"),
+    part("upstream-drafts-60", 120, "the same with 60 % of the experts",
+         _UPSTREAM_DRAFTS + " --share 60 --ncmoe {ncmoe_60}", shows=figures.drafts_upstream,
+         share=0.6, needs="mtp upstream"),
+    part("upstream-drafts-25", 160, "the same with 25 % of the experts",
+         _UPSTREAM_DRAFTS + " --share 25 --ncmoe {ncmoe_25}", shows=figures.drafts_upstream,
+         share=0.25, needs="mtp upstream"),
+    part("clients-100", 70, "drafting for several clients, all experts",
+         _CLIENTS + " --kind structured", shows=figures.drafts_clients, share=1.0, needs="mtp"),
+    part("clients-60", 90, "the same with 60 % of the experts",
+         _CLIENTS + " --kind structured --share 60", shows=figures.drafts_clients, share=0.6,
+         needs="mtp"),
+    part("server-all", 170, "many clients beside llama-server, a long prompt, a second turn",
+         _SERVER + " --clients {clients} {long_prompt} --theirs '{ngl} -t {threads}'",
+         shows=figures.server, share=1.0, needs="upstream"),
+    part("server-60", 200, "the same with 60 % of the experts",
+         _SERVER + " --clients {clients_60} {long_prompt} --ours '--pin-layers 0 --cache-slots"
+         " {slots_60}' --theirs '{ngl} -t {threads} -ncmoe {ncmoe_60}'",
+         shows=figures.server, share=0.6, needs="upstream"),
+    part("server-60-many", 220, "16 and 32 clients with 60 % of the experts",
+         _SERVER + " --clients {many_60} --tokens 64 --ours '--pin-layers 0 --cache-slots"
+         " {slots_60}' --theirs '{ngl} -t {threads} -ncmoe {ncmoe_60}'",
+         shows=figures.server, share=0.6, needs="upstream"),
+    part("run", 40, "generations through sampler and text beside the loop of bench",
+         "moegraph bench {model} {device} -p 0 -n {gen} --run {runs} --temp 0,1 --top-k 0,40"
+         " -r {samples} -o jsonl", shows=figures.run_rows),
+    part("shell", 60, "`moegraph run` from the shell beside the loop of bench",
+         "bench_sampling.py {model} {device} --cli -n {gen} --rounds {samples} --only greedy",
+         shows=figures.shell),
+    part("trees", 250, "this tree beside an older one",
+         "bench_trees.py {model} before={before} after={root} {device} --miss stream"
+         " --settings whole 60 25 0"
+         " --gen {gen} --rows {rows} --prompt {prompts} --samples {samples} --warm {warm}"
+         " --out {out}", shows=figures.trees, share=1.0, needs="before"),
+    part("depth", 150, "prompts and decoding at depth beside llama-bench at its best -ub",
+         "bench_vs_upstream.py {model} --llama-bench {bin}/llama-bench {device} --threads {threads}"
+         " --depth 0 {depths} --prompt {prompts} --gen {gen} --ubatch {ub} 512"
+         " --samples {few} --out {out}",
+         shows=figures.depth, share=1.0, needs="upstream"),
+    part("prompts", 130, "prompts with 60 and 25 % of the experts beside llama-bench",
+         _RESIDENCY + " --ncmoe {ncmoe_60} {ncmoe_25} --ubatch {ub} --prompt {prompts} --traces",
+         shows=figures.prompts, share=0.6, needs="upstream"),
+    part("links", 110, "prompts over links made 2 and 4 times slower",
+         "bench_prompts.py {model} {device} --settings whole 60 25 --link-times 1 2 4"
+         " --prompt {prompts} --ubatch {ub} --samples {few} --out {out}",
+         shows=figures.links, share=1.0),
+    part("sequences", 120, "sequences that decode together beside llama-batched-bench",
+         _TREES + " --settings 60 0 --seqs {seqs} --gen 32 --out {out}",
+         _BATCHED + " -ncmoe {ncmoe_60}", shows=figures.sequences, share=0.6, needs="upstream"),
+    part("rows", 100, "passes of a few rows, decoding by share of the experts",
+         _TREES + " --settings whole 60 25 0 --gen {gen} --rows {rows} --prompt --warm {warm}"
+         " --out {out}",
+         "llama-bench -m {model} {ngl} -t {threads} -fa 1 -p 8,16 -n 0"
+         " -ncmoe 0,{ncmoe_60},{ncmoe_25} -r 3 -o jsonl",
+         shows=figures.rows_alone, share=1.0, needs="upstream"),
+    part("residency-60", 110, "decoding with 60 % of the experts by routing, beside llama-bench",
+         _DECODE + " --ncmoe {ncmoe_60}", shows=figures.residency, share=0.6, needs="upstream"),
+    part("residency-25", 110, "the same with 25 % of the experts",
+         _DECODE + " --ncmoe {ncmoe_25}", shows=figures.residency, share=0.25, needs="upstream"),
+    part("residency-none", 110, "the same with no expert on the card",
+         _DECODE + " --ncmoe {ncmoe_none}", shows=figures.residency, needs="upstream"),
+    part("first", 60, "from the start of a process to its first text, beside llama-completion",
+         "bench_first.py {model} {device} --llama-completion {bin}/llama-completion"
+         " --prompt {first} --vram {gib_25} --theirs '{ngl} -t {threads} -ncmoe {ncmoe_25}'"
+         " --samples {few} --out {out}", shows=figures.first, share=0.25, needs="upstream"),
+    part("devices", 120, "two cards beside one",
+         "bench_devices.py {model} cuda:0 cuda:0,cuda:1 --share 0.6 --out {out}",
+         shows=figures.devices, share=0.6, needs="cuda cards"),
+)  # fmt: skip

@@ -1,0 +1,179 @@
+"""The results of scripts/measure_card: a folder with JSON lines, and the table made of them.
+
+results.jsonl has one line for what was measured with ({"card": ...}), the lines of each part
+({"part": NAME, "run": N, "line": ...}), and one for the end of each run of a part ({"part": NAME,
+"run": N, "state": ..., "seconds": ...}): done, cut (by its limit or by the end of the time), or
+failed. Of a part that ran several times, the last run that is done counts, else the last.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from _bench import Line, json_line
+from _card_figures import Figure
+from _card_parts import PARTS, Part
+
+DONE, CUT, FAILED = "done", "cut", "failed"
+
+
+@dataclass
+class Outcome:
+    """One run of a part. beside: whether another part ran at the same time."""
+
+    state: str = CUT
+    seconds: float = 0.0
+    why: str = ""
+    beside: bool = False
+    lines: list[Line] = field(default_factory=list)
+
+
+class Results:
+    """A folder of results; lanes append to it at the same time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._lock = folder, threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "results.jsonl"
+        known = [line["run"] for line in self._read() if "run" in line]
+        self._n_runs = max(known, default=0)
+
+    def _read(self) -> list[Line]:
+        """Return all lines but one that was cut off."""
+        found = []
+        texts = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
+        for text in texts:
+            try:
+                found.append(json.loads(text))
+            except ValueError:
+                continue
+        return found
+
+    def describe(self, card: Line) -> None:
+        """Note what is measured with."""
+        self._append([{"card": card, "t": round(time.time())}])
+
+    def begin(self) -> int:
+        """Return the number of a new run of a part."""
+        with self._lock:
+            self._n_runs += 1
+            return self._n_runs
+
+    def raw(self, part: str) -> Path:
+        """Return the file to which a part appends its lines while it runs."""
+        return self.folder / f"{part}.jsonl"
+
+    def end(self, part: str, run: int, outcome: Outcome, log: str) -> None:
+        """Keep a run of a part: its lines, how it ended, and what it printed."""
+        about = {"part": part, "run": run}
+        lines = [{**about, "line": line} for line in take(self.raw(part))]
+        ended = {"state": outcome.state, "seconds": round(outcome.seconds, 1), "why": outcome.why}
+        self._append([*lines, {**about, **ended, "beside": outcome.beside}])
+        self.raw(part).unlink(missing_ok=True)
+        with self._lock, (self.folder / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"==== {part}: {outcome.state} after {outcome.seconds:.0f} s\n{log}\n")
+
+    def _append(self, lines: Sequence[Line]) -> None:
+        with self._lock, self._file.open("a", encoding="utf-8") as file:
+            file.write("".join(map(json_line, lines)))
+
+    def card(self) -> Line:
+        """Return what was measured with, as the last run noted it."""
+        return next((line["card"] for line in reversed(self._read()) if "card" in line), {})
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """Return the run of each part that counts."""
+        runs: dict[tuple[str, int], Outcome] = {}
+        for line in self._read():
+            if "part" not in line:
+                continue
+            one = runs.setdefault((line["part"], line["run"]), Outcome())
+            if "line" in line:
+                one.lines.append(line["line"])
+            else:
+                one.state, one.seconds = line["state"], line["seconds"]
+                one.why, one.beside = line["why"], line["beside"]
+        found: dict[str, Outcome] = {}
+        for (name, _), one in sorted(runs.items(), key=lambda item: item[0][1]):
+            if name not in found or one.state == DONE or found[name].state != DONE:
+                found[name] = one
+        for part in PARTS:  # of a machine that went away
+            one = found.get(part.name, Outcome())
+            if self.raw(part.name).is_file() and one.state != DONE:
+                found[part.name] = Outcome(why="it did not end", lines=take(self.raw(part.name)))
+        return found
+
+
+def take(path: Path) -> list[Line]:
+    """Return the lines of a part's file; a last one that was cut off is left out."""
+    found: list[Line] = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found
+
+
+def table(
+    outcomes: dict[str, Outcome], unable: dict[str, str], parts: Sequence[Part] = PARTS
+) -> list[str]:
+    """Return the table in Markdown. unable: why parts cannot run here."""
+    rows = ["| part | figure | value | bar | goal | |", "|---|---|---:|---:|---:|---|"]
+    lines = {name: one.lines for name, one in outcomes.items()}
+    for part in parts:
+        one = outcomes.get(part.name)
+        if one is None:
+            why = unable.get(part.name)
+            note = f"not run: {why}" if why else "not run"
+            rows.append(f"| {part.name} | {part.about} | | | | {note} |")
+            continue
+        figures = [_row(part.name, figure) for figure in _figures(part, lines)]
+        if one.state != DONE or not figures:
+            reason = f": {one.why}" if one.why else ""
+            note = f"{one.state} after {one.seconds:.0f} s{reason}".replace("|", "/")
+            figures.append(f"| {part.name} | {part.about} | | | | {note} |")
+        rows += figures
+    return rows
+
+
+def _figures(part: Part, lines: dict[str, list[Line]]) -> list[Figure]:
+    """Return what a part shows; nothing of lines that are not as it writes them."""
+    try:
+        return list(part.shows(lines, part.name))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return [Figure(f"its lines are not understood: {type(error).__name__} {error}", 0, unit="")]
+
+
+def _row(name: str, figure: Figure) -> str:
+    digits = f"{figure.value:.3f}" if figure.unit == "x" else f"{figure.value:.4g}"
+    shown = digits + figure.unit + (f" ({figure.of})" if figure.of else "")
+    sign = "≤ " if figure.less else ""
+    limits = [
+        f"{sign}{limit:g}{figure.unit}" if limit is not None else ""
+        for limit in (figure.bar, figure.goal)
+    ]
+    verdict = f"**{figure.verdict}**" if figure.verdict == "missed" else figure.verdict
+    return f"| {name} | {figure.name} | {shown} | {' | '.join(limits)} | {verdict} |"
+
+
+def page(results: Results, unable: dict[str, str]) -> str:
+    """Return machine and table, to paste into an issue."""
+    card = results.card()
+    about = card.get("machine", {})
+    size = card.get("model_bytes", 0) / 1e9
+    beside = any(one.beside for one in results.outcomes().values())
+    note = "Two parts ran at a time, each on a card and on cores of its own.\n" if beside else ""
+    return (
+        f"{', '.join(about.get('gpu', ['unknown']))}; {about.get('n_cpus')} CPUs of"
+        f" {about.get('cpu')}; {about.get('host_bytes', 0) / 2**30:.0f} GiB.\n"
+        f"{card.get('model')} ({size:.1f} GB), commit {str(card.get('commit'))[:12]}, patch set"
+        f" {card.get('patchset')}.\n{note}\n" + "\n".join(table(results.outcomes(), unable)) + "\n"
+    )

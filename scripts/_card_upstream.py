@@ -1,0 +1,121 @@
+"""Build unpatched llama.cpp's programs for a comparison, in a folder that tests can use too."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import _cuda
+import _progress
+import _tools
+from _tools import ROOT, fetch, say
+
+# What is compared with: rows, sequences together, a server, the time to the first token.
+PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-server", "llama-completion")
+# llama_cpp/lib: libraries and programs; llama_cpp: the Python bindings that tests/oracle loads.
+UPSTREAM = ROOT / "build" / "upstream"
+# The name by which a library asks for another: libggml.so.0 of libggml.so.0.9.4.
+_SONAME = re.compile(r"\.so(\.\d+)?$")
+
+
+def programs(folder: Path = UPSTREAM) -> Path:
+    """Return the folder of the programs and their libraries."""
+    return folder / "llama_cpp" / "lib"
+
+
+def stamp(options: list[str]) -> str:
+    """Return what a build depends on: the pinned source and the options of scripts/build."""
+    return f"{fetch.PIN['sha256']} {' '.join(options)}"
+
+
+def is_built(options: list[str]) -> bool:
+    """Return whether the programs were built with these options."""
+    note = UPSTREAM / "built"
+    return note.is_file() and note.read_text() == stamp(options)
+
+
+def build(options: list[str], portable: str | None, sdist: str | None, jobs: int | None) -> None:
+    """Build the programs. options: --cpu, or --cuda-arch and what follows it in scripts/build.
+
+    Only the downloaded source and the links to the toolkit are shared with our build: the patches
+    change headers that every CUDA file includes. ccache, if there is one, shares what is equal.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
+    if is_built(options):
+        say(f"unpatched llama.cpp is built: {programs()}")
+        return
+    build_dir, cache = ROOT / "build", ROOT / "build" / "cache"
+    source, work = build_dir / "upstream-source", build_dir / "upstream-work"
+    archive = fetch.find_sdist(sdist, cache)
+    fetch.provide(source, cache, str(archive), pristine=True)
+    cuda = options[0] == "--cuda-arch"
+    given = _cuda.options(options[1:], build_dir) if cuda else ["-DGGML_CUDA=OFF"]
+    command = [_tools.find_cmake(), "-S", str(source), "-B", str(work), *_tools.generator()]
+    command += ["-DCMAKE_BUILD_TYPE=Release", *_tools.cpu_options(portable), *_settings(given)]
+    # git would answer with the state of this repository
+    env = dict(_tools.environment(), GIT_CEILING_DIRECTORIES=str(build_dir))
+    _progress.run("configure unpatched llama.cpp", command, build_dir / "upstream.log", env)
+    n_jobs = jobs or _tools.default_jobs(cuda)
+    command = [command[0], "--build", str(work), "--parallel", str(n_jobs), "--target", *PROGRAMS]
+    title = f"compile unpatched llama.cpp ({n_jobs} at a time)"
+    _progress.run(title, command, build_dir / "upstream.log", env)
+    collect(work / "bin", archive)
+    (UPSTREAM / "built").write_text(stamp(options))
+
+
+def _settings(given: Iterable[str]) -> list[str]:
+    """Return CMake's options; given: of the CUDA build, in which our folders become the rpath."""
+    found, rpath = [], ["$ORIGIN"]
+    for option in given:
+        name, _, value = option.partition("=")
+        if name == "-DMOEGRAPH_CUDA_RPATH":
+            rpath += value.split(";")
+        else:
+            found.append(option)
+    found += ["-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON"]
+    found += [f"-DCMAKE_INSTALL_RPATH={';'.join(rpath)}", "-DGGML_CUDA_NCCL=OFF"]
+    # the source distribution has no history to ask for the commit
+    found += [f"-DLLAMA_BUILD_COMMIT={fetch.PIN['llama_cpp_commit']}"]
+    parts = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "BUILD_UI", "USE_PREBUILT_UI", "OPENSSL")
+    return [*found, *(f"-DLLAMA_{part}=OFF" for part in parts)]
+
+
+def collect(bin_dir: Path, sdist: Path) -> None:
+    """Copy programs, libraries and Python bindings, without symbolic links, into UPSTREAM."""
+    shutil.rmtree(UPSTREAM, ignore_errors=True)
+    target = programs()
+    target.mkdir(parents=True)
+    names = [*PROGRAMS, *libraries(path.name for path in bin_dir.glob("lib*.so*"))]
+    for name in names:
+        shutil.copy2(bin_dir / name, target / name)  # what a link leads to
+    if strip := shutil.which("strip"):
+        subprocess.run([strip, *(str(target / name) for name in names)], check=False)
+    for name in ("libllama.so", "libggml-base.so"):  # as the bindings spell them
+        if not (target / name).exists():
+            os.link(target / f"{name}.0", target / name)
+    bindings(sdist, UPSTREAM)
+
+
+def libraries(names: Iterable[str]) -> list[str]:
+    """Return of each library the name by which others ask for it."""
+    asked = sorted(name for name in names if _SONAME.search(name))
+    return [name for name in asked if not any(other.startswith(f"{name}.") for other in asked)]
+
+
+def bindings(sdist: Path, folder: Path) -> None:
+    """Unpack the Python files of llama_cpp from the source distribution into folder/llama_cpp."""
+    with tarfile.open(sdist) as tar:
+        for member in tar:
+            path = Path(*Path(member.name).parts[1:])
+            if path.parts[:1] == ("llama_cpp",) and member.isfile() and ".." not in path.parts:
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                content = tar.extractfile(member)
+                assert content is not None
+                (folder / path).write_bytes(content.read())

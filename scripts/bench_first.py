@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Time `moegraph run` from the start of its process to its first text, beside llama-completion.
+
+Each sample is a process of its own that reads a prompt of about so many tokens and writes some
+text; the time ends with the first byte of it. Both get the same prompt, in turn, and are ended
+then. The first sample of each is not counted: it brings the file into the page cache.
+
+    scripts/bench_first.py 35b.gguf --llama-completion bin/llama-completion --vram 7.7 \\
+        --theirs "-ngl 99 -ncmoe 30" --prompt 32 512
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import _bench as bench
+from bench_server import with_libraries
+
+from moegraph.text.tokenizer import Tokenizer
+
+# Tokens of an answer: those of random weights may be no whole character.
+_ANSWER = 16
+
+
+def parser() -> bench.Parser:
+    """Return the command line."""
+    p = bench.Parser(__doc__)
+    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
+    p.add_argument("--llama-completion", type=bench.existing, required=True, metavar="FILE")
+    p.add_argument("--theirs", default="-ngl 99", metavar="OPTIONS", help="of llama-completion")
+    p.add_argument("--prompt", type=bench.positive, nargs="+", default=[32, 512], metavar="TOKENS")
+    p.add_argument("--vram", default="auto", help="limit of device memory of moegraph, in GiB")
+    p.add_argument("--samples", type=bench.positive, default=3)
+    p.add_argument("--device", default="auto", help="of moegraph")
+    p.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines here")
+    return p
+
+
+def first_text(command: Sequence[str], env: Mapping[str, str]) -> float:
+    """Return the seconds from the start of a process to the first byte that it writes.
+
+    Raises:
+        BenchError: it ended without a word.
+    """
+    with tempfile.TemporaryFile() as errors:
+        begin = time.perf_counter()
+        process = subprocess.Popen(
+            command, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+        )
+        assert process.stdout is not None
+        found = os.read(process.stdout.fileno(), 1)
+        seconds = time.perf_counter() - begin
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        if not found:
+            errors.seek(0)
+            said = errors.read().decode(errors="replace").strip().splitlines()
+            raise bench.BenchError(f"{command[0]}: {said[-1] if said else 'it wrote nothing'}")
+    return seconds
+
+
+def prompt_text(model: Path, n_tokens: int) -> str:
+    """Return a text of about n tokens."""
+    words = "return the value of each name in this list or range and print it with a str".split()
+    many = [words[at * at % len(words)] for at in range(n_tokens)]
+    with Tokenizer(model) as tokenizer:
+        n = len(tokenizer.encode(" ".join(many)))
+    return " ".join(many[: max(1, n_tokens * n_tokens // n)])
+
+
+def commands(args: argparse.Namespace, prompt: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Return the command and the environment of each side."""
+    common = ["-f", str(prompt), "-n", str(_ANSWER), "--ignore-eos", "--temp", "0"]
+    ours = [sys.executable, "-m", "moegraph", "run", str(args.model), *common, "--device",
+            args.device, "--vram", args.vram, "--profile", "none"]  # fmt: skip
+    path = os.pathsep.join(filter(None, [str(bench.ROOT), os.environ.get("PYTHONPATH")]))
+    theirs = [str(args.llama_completion), "-m", str(args.model), *common, "-no-cnv",
+              "--no-display-prompt", "--simple-io", *args.theirs.split()]  # fmt: skip
+    return {
+        "moegraph": (ours, {**os.environ, "PYTHONPATH": path}),
+        "upstream": (theirs, with_libraries(args.llama_completion)),
+    }
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Take all samples and print a table."""
+    print("| prompt | system | s, median (least .. most) |\n|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for n in args.prompt:
+            prompt = Path(folder) / "prompt.txt"
+            prompt.write_text(prompt_text(args.model, n), encoding="utf-8")
+            found: dict[str, list[float]] = {}
+            for at in range(args.samples + 1):
+                for name, (command, env) in commands(args, prompt).items():
+                    seconds = round(first_text(command, env), 3)
+                    if not at:
+                        continue
+                    found.setdefault(name, []).append(seconds)
+                    line = {"system": name, "n_prompt": n, "vram": args.vram, "seconds": seconds}
+                    if args.out:
+                        with args.out.open("a", encoding="utf-8") as file:
+                            file.write(bench.json_line(line))
+            for name, values in found.items():
+                print(f"| {n} | {name} | {statistics.median(values):.2f} "
+                      f"({min(values):.2f} .. {max(values):.2f}) |", flush=True)  # fmt: skip
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    return bench.guarded("bench_first.py", lambda: measure(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,396 @@
+"""scripts/measure_card: which part is next, limits and ends, results, tables, packs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import _card
+import _card_figures as figures
+import _card_run
+import _card_upstream
+from _card_parts import PARTS, Part
+from _card_results import CUT, DONE, FAILED, Outcome, Results, table
+from _card_run import Lane, Pace, Runner, limit_s, next_part, why_not
+
+GPU = _card.Gpu("a card", 86, 24 << 30, "GPU-1", "0000:01:00.0")
+MODEL = _card.Model(40, 256, 22_500_000_000, 19_500_000_000, True)
+SETTINGS = _card.Settings(("--cuda-arch", "86"), "/m/35b.gguf", "/m/a draft.gguf")
+
+
+def nothing(lines: figures.Lines, part: str) -> Iterable[figures.Figure]:
+    return ()
+
+
+def a_part(name: str, *steps: str, seconds: int = 10, needs: str = "", share: float = 0) -> Part:
+    return Part(name, f"about {name}", steps, seconds, nothing, share, tuple(needs.split()))
+
+
+def test_parts_have_names_of_their_own_and_known_needs() -> None:
+    assert len({part.name for part in PARTS}) == len(PARTS) >= 25
+    for part in PARTS:
+        everything = {"upstream", "mtp", "before", "cuda", "cards", "tests"}
+        assert why_not(part, everything, 1.0) == ""
+        assert bool(why_not(part, (), 1.0)) == bool(part.needs)
+        assert 0 < part.seconds <= 300, "two of them fit into ten minutes"
+
+
+def test_the_first_part_that_should_end_in_time_is_next() -> None:
+    parts = [a_part("long", seconds=100), a_part("short", seconds=30), a_part("tiny", seconds=5)]
+    assert [next_part(parts, left, 1.0) for left in (100, 99, 29, 4)] == [*parts, None]
+    assert next_part(parts, 100, 2.0) is parts[1]
+    assert next_part(parts, float("inf"), 9.0) is parts[0]
+
+
+def test_a_slow_machine_gets_longer_limits() -> None:
+    part, pace = a_part("a", seconds=50), Pace()
+    assert limit_s(part, 1000, pace.times) == 155 and limit_s(part, 40, pace.times) == 40
+    pace.note(part, Outcome(DONE, 25.0))
+    assert pace.times == 1.0, "a quick one does not shorten limits"
+    pace.note(part, Outcome(CUT, 275.0))
+    assert pace.times == 3.0 and limit_s(part, 1000, pace.times) == 405
+    pace.note(part, Outcome(FAILED, 1.0))
+    assert pace.times == 3.0
+
+
+@pytest.mark.parametrize("share, fits, why", [
+    (0.6, 0.6, ""), (1.0, 0.6, "the card is too small for 100% of the experts"), (0.0, 0.0, ""),
+])  # fmt: skip
+def test_a_part_that_does_not_fit_is_not_run(share: float, fits: float, why: str) -> None:
+    assert why_not(a_part("a", share=share), (), fits) == why
+
+
+def test_what_a_card_is_and_which_cores_a_lane_gets() -> None:
+    text = (
+        "NVIDIA GeForce RTX 3090, 8.6, 24576, GPU-1, 00000000:0A:00.0\nno card\n"
+        "Quadro, 7.5, [N/A], GPU-2, 00000000:0B:00.0\n"
+    )
+    (gpu,) = _card.parse_gpus(text)
+    assert gpu == _card.Gpu("NVIDIA GeForce RTX 3090", 86, 24 << 30, "GPU-1", "0000:0a:00.0")
+    cores = _card.cores([0, 1, 2, 3, 5], {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"})
+    assert cores == [[0, 2], [1, 3], [5]]
+    assert _card.split_cores(cores, 2) == [[[0, 2], [1, 3]], [[5]]]
+    assert _card.split_cores(cores, 1) == [cores]
+
+
+def test_budgets_follow_the_card_and_the_model() -> None:
+    large = _card.values(SETTINGS, MODEL, GPU, 16)
+    assert (large["gib_60"], large["gib_25"], large["gib_whole"]) == ("14.0", "7.6", "auto")
+    assert (large["ncmoe_60"], large["ncmoe_25"], large["ncmoe_none"]) == ("16", "30", "40")
+    assert large["slots_60"] == "6144" and large["sweep"] == "8 12 16"
+    assert large["budgets"] == "6 8 12" and large["budget"] == "8"
+    small = _card.values(SETTINGS, MODEL, _card.Gpu("", 75, 8 << 30, "", ""), 4)
+    assert small["budgets"] == "6" and small["budget"] == "6"
+    assert _card.values(SETTINGS, MODEL, None, 4)["budgets"] == "whole"
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_the_scripts_take_the_options_of_the_parts(
+    part: Part, quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: tmp_path / name for name in ("m odel.gguf", "draft.gguf", "before", "out")}
+    for file in files.values():
+        file.write_text("")
+    monkeypatch.setattr(_card_upstream, "UPSTREAM", tmp_path)
+    monkeypatch.setattr(_card_upstream, "programs", lambda: tmp_path)
+    for program in _card_upstream.PROGRAMS:
+        (tmp_path / program).write_text("")
+    model, draft, before, out = map(str, files.values())
+    settings = _card.Settings(("--cpu",), model, draft, quick, before)
+    values = _card.values(settings, MODEL, None, 4)
+    values |= {"out": out, "xml": out}
+    for step in part.steps:
+        program, *_ = step.split()
+        command = _card_run.arguments(step, values)
+        assert model in command or program == "pytest"
+        if program.endswith(".py"):
+            module = importlib.import_module(program.removesuffix(".py"))
+            if hasattr(module, "parser"):
+                module.parser().parse_args(command[2:])
+
+
+@pytest.fixture
+def python_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the steps of parts be programs in Python; `out` is their only argument."""
+
+    def arguments(step: str, values: dict[str, str]) -> list[str]:
+        return [sys.executable, "-c", step.replace("{out}", values["out"])]
+
+    monkeypatch.setattr(_card_run, "arguments", arguments)
+
+
+def lane(name: str = "here") -> Lane:
+    return Lane(name, (), os.environ, {})
+
+
+def run(folder: Path, *parts: Part, lanes: int = 1) -> dict[str, Outcome]:
+    Runner(Results(folder), list(parts)).run([lane(str(at)) for at in range(lanes)])
+    return Results(folder).outcomes()
+
+
+@pytest.mark.usefixtures("python_steps")
+def test_lines_of_a_part_are_what_it_writes_or_what_it_prints(tmp_path: Path) -> None:
+    writes = "open('{out}', 'a').write('{\"a\": 1}\\n{\"a\": 2}\\n{\"cut'); print('{\"b\": 0}')"
+    prints = "print('{\"a\": 3}'); print('words')"
+    found = run(tmp_path, a_part("writes", writes), a_part("prints", prints))
+    assert {name: (one.state, one.lines) for name, one in found.items()} == {
+        "writes": (DONE, [{"a": 1}, {"a": 2}]), "prints": (DONE, [{"a": 3}]),
+    }  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "log.txt"}
+    assert "words" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.usefixtures("python_steps")
+def test_a_part_that_fails_says_why_and_the_next_one_runs(tmp_path: Path) -> None:
+    bad = "import sys; print('{\"a\": 1}'); sys.exit('no memory')"
+    found = run(tmp_path, a_part("bad", bad, "raise SystemExit(0)"), a_part("good", ""))
+    assert (found["bad"].state, found["bad"].why) == (FAILED, "no memory")
+    assert found["bad"].lines == [{"a": 1}] and found["good"].state == DONE
+
+
+# Starts a process that would stay, writes its number and a line, and waits.
+STAYS = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print('{"other": %d}' % other.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("python_steps")
+def test_a_part_ends_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_card_run, "_GRACE_S", 0.2)
+    runner = Runner(Results(tmp_path), [a_part("stays", STAYS), a_part("never", "")])
+    thread = threading.Thread(target=runner.run, args=([lane()],))
+    thread.start()
+    raw = tmp_path / "stays.jsonl"
+    while not (raw.is_file() and raw.read_text().endswith("\n")):
+        time.sleep(0.01)
+    runner.stop.set()
+    thread.join()
+    found = Results(tmp_path).outcomes()
+    assert list(found) == ["stays"] and (found["stays"].state, found["stays"].why) == (
+        CUT,
+        "stopped",
+    )
+    assert is_gone(found["stays"].lines[0]["other"])
+
+
+def is_gone(pid: int) -> bool:
+    """Wait until a process has ended: whoever reaps orphans may be slow."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(1000):
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.usefixtures("python_steps")
+def test_a_limit_cuts_a_part_and_keeps_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_card_run, "limit_s", lambda part, left, pace: 1.0)
+    long = "import time; print('{\"a\": 1}', flush=True); time.sleep(600)"
+    found = run(tmp_path, a_part("long", long), a_part("short", ""))
+    assert (found["long"].state, found["long"].why) == (CUT, "its limit")
+    # a busy machine may not even start it in that time
+    assert found["long"].lines in ([], [{"a": 1}])
+    ended = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [x["part"] for x in ended if "state" in x] == ["long", "short", "long"], "once more"
+
+
+@pytest.mark.usefixtures("python_steps")
+def test_two_lanes_run_two_parts_at_a_time(tmp_path: Path) -> None:
+    def waits(mine: str, other: str) -> str:
+        return (
+            f"import pathlib, time; pathlib.Path({mine!r}).touch()\n"
+            f"while not pathlib.Path({other!r}).exists(): time.sleep(0.01)"
+        )
+
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    both = a_part("both", "", needs="cards")
+    parts = [both, a_part("a", waits(a, b)), a_part("b", waits(b, a))]
+    found = run(tmp_path / "out", *parts, lanes=2)
+    assert {name: one.state for name, one in found.items()} == dict.fromkeys(
+        ("a", "b", "both"), DONE
+    )
+    assert list(found)[-1] == "both", "what needs both cards comes last"
+    assert found["a"].beside or found["b"].beside
+
+
+def test_the_last_run_that_is_done_counts(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    for state, value in ((CUT, 1), (DONE, 2), (CUT, 3)):
+        run = results.begin()
+        results.raw("a").write_text(json.dumps({"v": value}) + "\n")
+        results.end("a", run, Outcome(state, 1.0), "")
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"part": "a", "ru')  # the machine went away
+    (one,) = Results(tmp_path).outcomes().values()
+    assert (one.state, one.lines) == (DONE, [{"v": 2}])
+    assert Results(tmp_path).begin() == 4
+
+
+def test_a_folder_of_a_machine_that_went_away_keeps_the_lines_of_the_last_part(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "results.jsonl").write_text("")
+    (tmp_path / "memory.jsonl").write_text('{"v": 1}\n{"v"')
+    (one,) = Results(tmp_path).outcomes().values()
+    assert (one.state, one.lines) == (CUT, [{"v": 1}])
+
+
+def test_a_table_has_the_bar_beside_each_figure() -> None:
+    def shows(lines: figures.Lines, part: str) -> list[figures.Figure]:
+        return [
+            figures.Figure("more", 1.5, 1.0, 2.0), figures.Figure("less", 3.0, 2.0, less=True),
+            figures.Figure("reached", 0.5, 2.0, 1.0, " s", less=True), figures.Figure("bare", 7.0),
+        ]  # fmt: skip
+
+    def breaks(lines: figures.Lines, part: str) -> list[figures.Figure]:
+        return [figures.Figure("x", lines[part][0]["missing"])]
+
+    parts = [
+        Part("a", "of a", (), 1, shows), Part("b", "of b", (), 1, nothing),
+        Part("c", "of c", (), 1, nothing), Part("d", "of d", (), 1, breaks),
+    ]  # fmt: skip
+    outcomes = {"a": Outcome(DONE, 5.0), "d": Outcome(FAILED, 2.0, "a | b", lines=[{}])}
+    assert table(outcomes, {"b": "no card"}, parts)[2:] == [
+        "| a | more | 1.500x | 1x | 2x | met |", "| a | less | 3.000x | ≤ 2x |  | **missed** |",
+        "| a | reached | 0.5 s | ≤ 2 s | ≤ 1 s | goal |", "| a | bare | 7.000x |  |  |  |",
+        "| b | of b | | | | not run: no card |", "| c | of c | | | | not run |",
+        "| d | its lines are not understood: KeyError 'missing' | 0 |  |  |  |",
+        "| d | of d | | | | failed after 2 s: a / b |",
+    ]  # fmt: skip
+
+
+def sample(setting: str, test: str, system: str, *values: float, unit: str = "tok/s") -> list[Any]:
+    about = {"kind": "sample", "setting": setting, "test": test, "system": system, "unit": unit}
+    return [{**about, "at": at, "value": value} for at, value in enumerate((1.0, *values))]
+
+
+def shown(shows: figures.Shows, lines: list[Any], part: str = "p") -> dict[str, tuple[float, str]]:
+    found = shows({part: lines}, part)
+    return {figure.name: (round(figure.value, 3), figure.verdict) for figure in found}
+
+
+def test_depth_takes_the_ubatch_that_is_best_for_each_side() -> None:
+    lines = [
+        *sample("ub 512", "pp512 @ d8192", "upstream", 100, 110, 120),
+        *sample("ub 2048", "pp512 @ d8192", "upstream", 90),
+        *sample("ub 512", "pp512 @ d8192", "whole", 80),
+        *sample("ub 2048", "pp512 @ d8192", "whole", 165),
+    ]
+    assert shown(figures.depth, lines) == {
+        "pp512 @ d8192, all experts: over llama-bench": (1.5, "met")
+    }
+
+
+def test_drafts_are_compared_with_plain_text_and_with_the_best_fixed_length() -> None:
+    def row(kind: str, way: str, tps: float) -> dict[str, Any]:
+        return {"kind": kind, "way": way, "tps": tps}
+
+    lines = [
+        row("", "off", 100), row("", "loaded, off", 98), row("code", "mtp 2", 120),
+        row("code", "mtp 3", 150), row("code", "dflash 5", 140), row("code", "auto", 144),
+        row("hopeless", "dflash 5", 20), row("hopeless", "auto", 96),
+    ]  # fmt: skip
+    assert shown(figures.drafts, lines, "drafts-100") == {
+        "drafters loaded, none used": (0.98, "met"), "code: auto over plain": (1.44, "missed"),
+        "code: mtp 3 over plain": (1.5, ""), "code: dflash 5 over plain": (1.4, ""),
+        "code: auto over mtp 3": (0.96, "missed"), "hopeless: auto over plain": (0.96, "missed"),
+        "hopeless: dflash 5 over plain": (0.2, ""),
+    }  # fmt: skip
+
+
+def test_servers_are_compared_where_both_answered() -> None:
+    def line(server: str, n: int, **found: float) -> dict[str, Any]:
+        return {"server": server, "what": "clients", "clients": n, **found}
+
+    lines = [
+        line("moegraph", 8, tokens_per_s=460), line("llama-server", 8, tokens_per_s=200),
+        line("moegraph", 32, tokens_per_s=900), {**line("llama-server", 32), "error": "it died"},
+        {"server": "moegraph", "what": "long prompt", "clients": 8, "p99_over_usual": 2.5,
+         "first_s": 2.0},
+    ]  # fmt: skip
+    assert shown(figures.server, lines, "server-all") == {
+        "8 clients: tok/s over llama-server": (2.3, "goal"), "32 clients": (900, ""),
+        "p99 between tokens beside a long prompt, over the usual": (2.5, "missed"),
+    }  # fmt: skip
+
+
+def test_rows_sequences_and_links_meet_their_other_side() -> None:
+    bench = {"n_cpu_moe": 30, "n_prompt": 8, "avg_ts": 160.0}
+    lines = [
+        *sample("whole", "tg128", "now", 400), *sample("60 %", "tg128", "now", 380),
+        *sample("25 %", "rows 8", "now", 10, unit="ms"), {**bench, "n_cpu_moe": 0},
+        {**bench, "n_cpu_moe": 16}, bench,
+    ]  # fmt: skip
+    assert shown(figures.rows_alone, lines) == {
+        "decode at 60 %: over all experts": (0.95, "met"),
+        "8 rows at 25 %: speed over llama-bench's": (5.0, "met"),
+    }
+    lines = [
+        *sample("60 %", "seqs 8", "now", 500), {"pl": 8, "speed_tg": 100},
+        *sample("0 %", "seqs 8", "now", 200), *sample("0 %", "seqs 32", "now", 280),
+    ]  # fmt: skip
+    assert shown(figures.sequences, lines) == {
+        "8 sequences at 60 %: over llama-batched-bench": (5.0, "met"),
+        "no expert resident: 32 sequences over 8": (1.4, "missed"),
+    }
+
+    def link(setting: str, times: int, speed: float) -> dict[str, Any]:
+        return {"setting": setting, "prompt": 8192, "link_times": times, "tok_s": speed,
+                "first": False}  # fmt: skip
+
+    beside = sample("ncmoe 16, ub 2048", "pp8192", "upstream", 2000)
+    slow = {"links": [link("whole", 1, 10000), link("60", 1, 9500), link("60", 4, 8000)],
+            "prompts": beside}  # fmt: skip
+    found = {f.name: (f.value, f.verdict) for f in figures.links(slow, "links")}
+    assert found == {
+        "pp8192 at 60 %: over llama-bench": (4.75, ""),
+        "pp8192 at 60 %: over all experts": (0.95, "met"),
+        "pp8192 at 60 %, link 4 times slower: over llama-bench": (4.0, "goal"),
+        "pp8192 at 60 %, link 4 times slower: over all experts": (0.8, ""),
+    }
+
+
+def test_what_pytest_counted_is_read(tmp_path: Path) -> None:
+    xml = tmp_path / "x.xml"
+    xml.write_text(
+        '<testsuites><testsuite tests="4" failures="1" errors="0" skipped="1">'
+        '<testcase classname="tests.cuda.test_a" name="test_b"><failure/></testcase>'
+        '<testcase classname="tests.cuda.test_a" name="test_c"/></testsuite></testsuites>'
+    )
+    row = _card_run.junit(xml)
+    assert row["failed"] == ["tests.cuda.test_a.test_b"]
+    assert shown(figures.tests, [row]) == {"tests that failed": (1, "missed")}
+
+
+def test_settings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_card, "WORK", tmp_path)
+    monkeypatch.setattr(_card, "_SETTINGS", tmp_path / "settings.json")
+    assert _card.Settings.load().on_cpu
+    _card.Settings.load().keep(options=("--cuda-arch", "86"), model="m")
+    kept = _card.Settings.load()
+    assert kept.model == "m" and kept.options == ("--cuda-arch", "86") and not kept.on_cpu
