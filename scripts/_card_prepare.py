@@ -91,10 +91,12 @@ def build_ours(options: list[str], portable: str | None, sdist: str | None) -> N
 
     Raises:
         BuildError: a step failed.
+        Told: scripts/build failed, and has said so.
     """
     given = [*options, *(["--portable", portable] if portable else [])]
     given += ["--sdist", sdist] if sdist else []
     if not SITE.is_dir():
+        _venv.check_machine()
         if options[0] == "--cuda-arch":
             _venv.make_venv()
             _gpu.bring_cublas()
