@@ -91,7 +91,7 @@ class Generation:
         self.keep_logits = keep_logits
         self.progress = progress
         self.prefixes = prefixes
-        self.marks = list(marks) if prefixes else []
+        self.marks = [int(mark) for mark in marks] if prefixes else []  # also those of numpy
         n_vocab = model.file.hparams.n_vocab
         drawing = Drawing(passes, sequence, sampling, n_vocab, keep_logits, constraint)
         self.greedy = drawing.greedy

@@ -25,9 +25,9 @@ class Room:
     """The device memory that a model and its drafters may use.
 
     n_bytes: None without a limit. source: what sets it, for messages. is_own: the device has memory
-    of its own, which chunks of a prompt share with experts. demand: as of `make_plan`. places: the
-    devices, if there are several; n_bytes is then what they have together. shares: of the layers
-    that each gets, if the user set them.
+    of its own, which kernels take too, and which chunks of a prompt share with experts. demand: as
+    of `make_plan`. places: the devices, if there are several; n_bytes is then what they have
+    together. shares: of the layers that each gets, if the user set them.
     """
 
     n_bytes: int | None
@@ -157,7 +157,7 @@ class _Choosing:
             if self._room.places and sources.draft:  # copies of taps of other stages
                 n_sweep = sweep_rows(min(rows.n_rows, n_ctx), n_ctx)
                 drafters += 4 * self._model.hparams.n_embd * n_sweep * (len(self._room.places) - 1)
-        return needed_bytes(self._model, rows, n_ctx, drafters, layers)
+        return needed_bytes(self._model, rows, n_ctx, drafters, layers, self._room.is_own)
 
     def _price(self, found: Choice) -> Price:
         plain, limit = self._plain, max(self._config.n_draft, 1)

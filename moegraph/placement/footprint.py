@@ -50,7 +50,7 @@ _ALIGN = 128
 
 def needed_bytes(
     model: ModelFile, config: EngineConfig, n_ctx: int, drafters: int = 0,
-    layers: range | None = None,
+    layers: range | None = None, is_own: bool = True,
 ) -> Footprint:  # fmt: skip
     """Return the bytes that a model needs under a configuration, with a context of n_ctx.
 
@@ -59,7 +59,8 @@ def needed_bytes(
     included: logits of all rows of a prompt (--logits-out), n_ubatch * n_vocab * 4 bytes.
 
     drafters: what drafters take (drafters.py). layers: of a stage, which alone are counted, and the
-    head if the last layer is one of them; None: all.
+    head if the last layer is one of them; None: all. is_own: the device has memory of its own,
+    which its kernels and the graphs that it captures take too.
     """
     hp = model.hparams
     layers = range(hp.n_layer) if layers is None else layers
@@ -100,9 +101,9 @@ def needed_bytes(
         # a snapshot too, to undo a prompt
         state=state + zeros_bytes(hp) + _draft_bytes(hp, drafted, n_recurrent),
         compute=compute,
-        other=_OTHER_BYTES + captured_graphs(hp, config, n_ctx, layers),
+        other=_OTHER_BYTES + captured_graphs(hp, config, n_ctx, layers) if is_own else 0,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
-        + lacking_bytes(hp, n_sweep, n_ubatch),
+        + lacking_bytes(hp, n_sweep, n_ubatch, is_own),
         ring_groups=N_GROUPS,
         ring=ring_bytes(kinds.values(), group_size(hp.n_expert)),
         drafters=drafters,
@@ -142,11 +143,13 @@ def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int
     return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + _SWEEP_CONSTANTS
 
 
-def lacking_bytes(hp: HParams, n_rows: int, n_ubatch: int) -> int:
+def lacking_bytes(hp: HParams, n_rows: int, n_ubatch: int, is_own: bool = True) -> int:
     """Return what a sweep holds beside that if experts may be missing."""
     n_terms = most_terms(hp.n_expert_used, hp.n_expert)
     unit = 4 * (4 + n_terms) * padded(hp.n_expert_used * n_ubatch // UNIT_SHARE + 64)
-    return 4 * (hp.n_embd + hp.n_expert_used) * (n_rows + 1) + unit
+    # only the CPU keeps the results of all experts, to add them in routing order
+    n_kept = hp.n_expert_used * (1 if is_own else hp.n_embd + 1)
+    return 4 * (hp.n_embd + n_kept) * (n_rows + 1) + unit
 
 
 def slot_bytes(model: ModelFile) -> tuple[int, ...]:

@@ -55,12 +55,8 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Books:
 
 def planned(engine: Engine) -> int:
     """Return what the plan grants to buffers: on the CPU, weights stay where the file is mapped."""
-    plan, hp = engine.plan.bytes, engine.hparams
-    granted = engine.plan.total - plan["weights"] - plan["other"] - plan["pinned"]
-    if plan["staging"]:  # only the CPU keeps the results of all experts, to add them in order
-        n_rows = engine.runner.sweeps.memory.n_rows
-        granted += 4 * hp.n_embd * hp.n_expert_used * (n_rows + 1)
-    return granted
+    plan = engine.plan.bytes
+    return engine.plan.total - plan["weights"] - plan["other"] - plan["pinned"]
 
 
 @pytest.mark.parametrize("share", [None, 0.3], ids=["whole", "missing"])
@@ -72,7 +68,7 @@ def test_marks_and_turns_take_no_device_memory(
     path = model_path("mini35b")
     if share is not None:
         with open_model(path) as model:
-            need = needed_bytes(model, EngineConfig(**settings), 1024)
+            need = needed_bytes(model, EngineConfig(**settings), 1024, is_own=False)
         budget = need.fixed + need.staging + need.ring + int(share * need.experts)
         settings |= {"vram": f"{budget}B", "pin_layers": 0}
     with Engine.load(path, EngineConfig(**settings)) as engine:
@@ -117,7 +113,7 @@ def test_a_prompt_of_32768_positions_stays_within_the_budget(
         "miss": "stream",
     }  # fmt: skip
     with open_model(path) as model:
-        need = needed_bytes(model, EngineConfig(**settings), n)
+        need = needed_bytes(model, EngineConfig(**settings), n, is_own=False)
     settings["vram"] = f"{need.fixed + need.staging + need.ring + need.experts // 4}B"
     with Engine.load(path, EngineConfig(**settings)) as engine:
         graphs, loaded = engine.runner.graphs, books.n_bytes

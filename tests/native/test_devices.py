@@ -190,7 +190,7 @@ def test_auto_takes_more_devices_only_if_more_experts_fit(
 ) -> None:  # fmt: skip
     """The second device stands for another GPU."""
     with open_model(model_path("legacy32")) as model:
-        need = needed_bytes(model, EngineConfig(n_ctx=512, n_ubatch=32), 512)
+        need = needed_bytes(model, EngineConfig(n_ctx=512, n_ubatch=32), 512, is_own=False)
     mib = smallest(lambda n: fits(need, n)) + 1
     assert not make_plan(need, mib << 20).all_resident
     names = ["cpu:1"] if is_wider else []

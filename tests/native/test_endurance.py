@@ -40,7 +40,7 @@ REQUESTS = [
 def test_ten_engines_with_changed_budgets_keep_them_and_leave_nothing(model_path):
     path = model_path("mini35b")
     with open_model(path) as model:
-        need = needed_bytes(model, config(), N_CTX)
+        need = needed_bytes(model, config(), N_CTX, is_own=False)
     with Engine.load(path, config()) as engine:
         ids = prompt(engine, 70, seed=1)
         expected = greedy_tokens(engine, ids, 12)

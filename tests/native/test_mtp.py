@@ -434,7 +434,7 @@ def test_auto_leaves_the_block_where_experts_need_the_memory(
 ) -> None:
     with open_model(model_path("mini35b")) as file:
         config = EngineConfig(n_ctx=512, n_ubatch=64, n_draft=15)
-        need = needed_bytes(file, config, 512)
+        need = needed_bytes(file, config, 512, is_own=False)
         kept = kept_experts(file.hparams.n_expert)
         drafters, fewer = (mtp_bytes(file, config, 512, n) for n in (None, kept))
     assert fewer < drafters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ def every_mark(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer(
-    engine: Engine, ids: object, n: int = 6, reuse: bool = True, marks: tuple[int, ...] = ()
+    engine: Engine, ids: object, n: int = 6, reuse: bool = True, marks: Sequence[Any] = ()
 ) -> tuple[list[int], np.ndarray, int]:
     """Return tokens, logits of the first, and how many prompt tokens were not computed."""
     events = list(
@@ -70,7 +70,7 @@ def test_a_conversation_in_reference_mode_equals_cold_runs(
     other = open_engine(cpu_reference=True)
     last_mark = 0
     for ids, mark in turns(engine):
-        tokens, logits, n_reused = answer(engine, ids, marks=(30, mark))
+        tokens, logits, n_reused = answer(engine, ids, marks=(np.int64(30), mark))
         expected, cold, _ = answer(other, ids, reuse=False)
         assert (tokens, n_reused) == (expected, last_mark)
         np.testing.assert_array_equal(logits, cold)
