@@ -38,6 +38,7 @@ from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.speculation import Controller
 from moegraph.engine.warmup import time_verify
+from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
 
 # How often the token at each position is accepted, by kind of text and drafter: fitted to tokens a
@@ -254,6 +255,17 @@ def even(row: dict[str, Any], plain_tps: float) -> str:
 def drafting(config: EngineConfig, spec: str, draft: str, n: int = 0) -> EngineConfig:
     """Return settings that draft n tokens with a source; 0: as many as it likes."""
     return replace(config, spec=spec, draft=draft, draft_max=n or None)
+
+
+def with_share(config: EngineConfig, model: Path, percent: float) -> EngineConfig:
+    """Return settings in which so many of the experts have slots, spread over all layers."""
+    if percent == 100:
+        return config
+    file = open_model(model)
+    hp = file.hparams
+    file.close()
+    n_slots = int(percent / 100 * hp.n_layer * hp.n_expert)
+    return replace(config, pin_layers=0, cache_slots=n_slots)
 
 
 def use(

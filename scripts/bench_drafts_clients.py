@@ -33,7 +33,6 @@ from moegraph import Engine, EngineConfig, SamplingParams
 from moegraph.draft.drafter import Draft, Drafter, Race
 from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.warmup import time_verify
-from moegraph.modelfile import open_model
 from moegraph.service.service import Service
 
 # Tokens by which prompts are told apart.
@@ -105,13 +104,7 @@ def settings(args: argparse.Namespace) -> EngineConfig:
         n_ctx=each * n_seq, spec="dflash" if args.draft else "mtp", draft=args.draft,
         deterministic=True,
     )  # fmt: skip
-    if args.share == 100:
-        return config
-    file = open_model(args.model)
-    hp = file.hparams
-    file.close()
-    n_slots = int(args.share / 100 * hp.n_layer * hp.n_expert)
-    return replace(config, pin_layers=0, cache_slots=n_slots)
+    return drafts.with_share(config, args.model, args.share)
 
 
 def measure(engine: Engine, config: EngineConfig, args: argparse.Namespace, n: int) -> Any:

@@ -35,7 +35,6 @@ from bench_server import free_port, served
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.modelfile import open_model
 
 # Drafted tokens of llama-server, by source: as many as rates are known for, and its usual ones.
 LENGTHS = {"mtp": 3, "dflash": 7}
@@ -153,12 +152,7 @@ def measure(args: argparse.Namespace, share: float, ncmoe: int, end: float) -> I
         vram="auto", device=args.device, profile="none", n_draft=15, n_threads=args.threads,
         n_ctx=args.depth + args.tokens + 64,
     )  # fmt: skip
-    if share < 100:
-        file = open_model(args.model)
-        hp = file.hparams
-        file.close()
-        n_slots = int(share / 100 * hp.n_layer * hp.n_expert)
-        config = replace(config, pin_layers=0, cache_slots=n_slots)
+    config = drafts.with_share(config, args.model, share)
     draft = str(args.draft or "")
     spec = "auto" if len(args.source) > 1 else args.source[0]
     with Engine.load(args.model, drafts.drafting(config, spec, draft)) as engine:
