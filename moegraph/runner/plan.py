@@ -28,7 +28,7 @@ _MAX_PLANS = 1024
 MERGED, MERGED_LATER = 4, 64
 _QUICK_ROWS = 32
 # Launches of a plan between two at which the cache is told that its graphs are in use.
-_TOLD_EVERY = 64
+_TOLD_EVERY = 16
 
 
 @dataclass(frozen=True)
