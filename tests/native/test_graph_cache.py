@@ -148,7 +148,7 @@ def test_graphs_of_a_plan_are_known_to_be_in_use(
     [part] = engine.runner.parts
     engine.prefill([1, 2, 3])
     engine.forward([5], greedy=True)
-    for at in range(140):  # what nobody asks for is used last
+    for at in range(120):  # what nobody asks for is used last
         engine.forward([5], greedy=True)
         get(part.graphs, at)
     newest = list(part.graphs._graphs)[-40:]
