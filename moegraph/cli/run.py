@@ -156,6 +156,8 @@ def _check(
     """Check all that can be checked before the model file is opened."""
     rest = list(args)
     model = only_target(given["model"], given["hf_repo"])
+    if model and len(rest) == 1:
+        raise click.UsageError(f"give one model, not {model} and {rest[0]}", ctx)
     model = model or require_target(rest.pop(0) if rest else None)
     if len(rest) == 4:
         given["draft"] = _draft_argument(ctx, rest.pop(0))

@@ -187,6 +187,7 @@ class TestSettings:
             (["--top-p", "1.5"], "top_p is 1.5 (--top-p); allowed: 0 to 1"),
             (["--temp", "nan"], "temperature is nan"),
             (["--repeat-last-n", "-2"], "repeat_last_n is -2"),
+            (["-m", "other"], "give one model, not other and "),
             (["-s", "-2"], "seed is -2"),
             (["-c", "-1"], "n_ctx is -1 (-c/--max-ctx/--ctx-size)"),
             (["-t", "0"], "n_threads is 0"),
