@@ -328,15 +328,20 @@ def residency(lines: Lines, part: str) -> Iterator[Figure]:
 
 def first(lines: Lines, part: str) -> Iterator[Figure]:
     """From the start of a process to its first text, over llama-completion's time."""
-    keys = dict.fromkeys((row["n_prompt"], row["system"]) for row in lines[part])
+    rows = [row for row in lines[part] if "system" in row]
+    keys = dict.fromkeys((row["n_prompt"], row["system"]) for row in rows)
     by = {
-        key: mid(r["seconds"] for r in lines[part] if (r["n_prompt"], r["system"]) == key)
-        for key in keys
+        key: mid(r["seconds"] for r in rows if (r["n_prompt"], r["system"]) == key) for key in keys
     }
     for n in dict.fromkeys(n for n, _ in by):
         ours, theirs = by.get((n, "moegraph")), by.get((n, "upstream"))
         name = f"first text, prompt of {n}: time over llama-completion's"
         yield from ratio(name, ours, theirs, 1.3, 1.0, less=True)
+    for row in lines[part]:
+        if "load_ms" in row:
+            of = ", ".join(f"{at} {row[at + '_ms']:.0f}" for at in ("process", "load", "prefill"))
+            name = f"moegraph's first token, prompt of {row['n_prompt']}"
+            yield Figure(name, row["avg_ns"] / 1e6, unit=" ms", of=of)
 
 
 def devices(lines: Lines, part: str) -> Iterator[Figure]:

@@ -80,9 +80,9 @@ PARTS: Sequence[Part] = (
          shows=figures.tests, needs="cuda tests"),
     part("drafts-100", 100, "drafting with all experts: fixed lengths, auto, none",
          _DRAFTS + " --kind {kinds}", shows=figures.drafts, share=1.0, needs="mtp"),
-    part("drafts-60", 110, "drafting with 60 % of the experts",
+    part("drafts-60", 130, "drafting with 60 % of the experts",
          _DRAFTS + " --kind {kinds} --vram {gib_60}", shows=figures.drafts, share=0.6, needs="mtp"),
-    part("drafts-25", 130, "drafting with 25 % of the experts",
+    part("drafts-25", 160, "drafting with 25 % of the experts",
          _DRAFTS + " --kind {kinds} --vram {gib_25}", shows=figures.drafts, share=0.25,
          needs="mtp"),
     part("drafts-vocab", 60, "drafting with all experts and a smaller vocabulary of drafts",
@@ -108,11 +108,11 @@ PARTS: Sequence[Part] = (
     part("server-all", 170, "many clients beside llama-server, a long prompt, a second turn",
          _SERVER + " --clients {clients} {long_prompt} --theirs '{ngl} -t {threads}'",
          shows=figures.server, share=1.0, needs="upstream"),
-    part("server-60", 200, "the same with 60 % of the experts",
+    part("server-60", 220, "the same with 60 % of the experts",
          _SERVER + " --clients {clients_60} {long_prompt} --ours '--pin-layers 0 --cache-slots"
          " {slots_60}' --theirs '{ngl} -t {threads} -ncmoe {ncmoe_60}'",
          shows=figures.server, share=0.6, needs="upstream"),
-    part("server-60-many", 220, "16 and 32 clients with 60 % of the experts",
+    part("server-60-many", 160, "16 and 32 clients with 60 % of the experts",
          _SERVER + " --clients {many_60} --tokens 64 --ours '--pin-layers 0 --cache-slots"
          " {slots_60}' --theirs '{ngl} -t {threads} -ncmoe {ncmoe_60}'",
          shows=figures.server, share=0.6, needs="upstream"),
@@ -154,10 +154,13 @@ PARTS: Sequence[Part] = (
          _DECODE + " --ncmoe {ncmoe_25}", shows=figures.residency, share=0.25, needs="upstream"),
     part("residency-none", 110, "the same with no expert on the card",
          _DECODE + " --ncmoe {ncmoe_none}", shows=figures.residency, needs="upstream"),
-    part("first", 60, "from the start of a process to its first text, beside llama-completion",
+    part("first", 80, "from the start of a process to its first text, beside llama-completion",
          "bench_first.py {model} {device} --llama-completion {bin}/llama-completion"
          " --prompt {first} --vram {gib_25} --theirs '{ngl} -t {threads} -ncmoe {ncmoe_25}'"
-         " --samples {few} --out {out}", shows=figures.first, share=0.25, needs="upstream"),
+         " --samples {few} --out {out}",
+         "moegraph bench {model} {device} --ttft -p {first_comma} --vram {gib_25} -r {few}"
+         " -o jsonl",
+         shows=figures.first, share=0.25, needs="upstream"),
     part("devices", 120, "two cards beside one",
          "bench_devices.py {model} cuda:0 cuda:0,cuda:1 --share 0.6 --out {out}",
          shows=figures.devices, share=0.6, needs="cuda cards"),
