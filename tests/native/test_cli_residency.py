@@ -282,7 +282,7 @@ def test_a_measured_machine_says_what_it_is(measured: Path) -> None:
     assert machine.whole > 0 and machine.host_layer >= 0 and machine.fetch_layer >= 0
     for curve in (machine.stream, machine.cpu, machine.fetch):
         assert 0 < curve(1) <= curve(4)
-    assert machine.prompt is not None and 0 < machine.prompt(64) < machine.prompt(512)
+    assert machine.prompt is not None and 0 < machine.prompt(64) <= machine.prompt(512)
     told = fields["measured"]
     assert "an upload is a copy within host memory" in told["notes"][0]
     assert "link_bytes_per_s" not in told, "there is no link"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.faults import events_on_cpu
 from helpers.interrupts import interrupted
+from helpers.patience import PATIENCE_S
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
@@ -29,7 +30,7 @@ SETTINGS = {"pin_layers": 0, "cache_slots": 40, "miss": "stream", "deterministic
 
 
 class SlowFile:
-    """Every read of the model file takes a while.
+    """Every read of the model file takes a while, and the first ones until four are under way.
 
     n_now, most: reads under way, and the most at a time. n_asked, n_ahead: experts that were asked
     for, and those whose read had begun before.
@@ -38,6 +39,7 @@ class SlowFile:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.n_now = self.most = self.n_asked = self.n_ahead = self.n_reads = 0
         self.fails_at = 0
+        are_four = threading.Event()
         lock, read, take = threading.Lock(), ModelFile.read, FileRing.take
 
         def slow_read(model: ModelFile, info: Any, out: np.ndarray, start: int = 0) -> None:
@@ -45,7 +47,10 @@ class SlowFile:
                 self.n_now += 1
                 self.n_reads += 1
                 self.most = max(self.most, self.n_now)
+                if self.most >= 4:
+                    are_four.set()
                 fails = self.n_reads == self.fails_at
+            are_four.wait(PATIENCE_S)
             time.sleep(seconds)
             with lock:
                 self.n_now -= 1
@@ -96,12 +101,15 @@ def check_prompt(
 def test_every_batch_of_uploads_is_read_by_several_threads(threaded: None) -> None:
     """Blocks whose upload has ended are free again before the next batch is asked for."""
     device, lock, n_now, most = Device("cpu", 1), threading.Lock(), [0], [0]
+    are_four = threading.Event()
 
     def read(il: int, expert: int, target: np.ndarray) -> None:
         with lock:
             n_now[0] += 1
             most[0] = max(most[0], n_now[0])
-        time.sleep(0.005)
+            if most[0] >= 4:
+                are_four.set()
+        are_four.wait(PATIENCE_S)
         target[:2] = il, expert
         with lock:
             n_now[0] -= 1
@@ -109,6 +117,7 @@ def test_every_batch_of_uploads_is_read_by_several_threads(threaded: None) -> No
     with closing(device), closing(FileRing(device, 64, read)) as ring:
         for il in range(8):
             most[0] = 0
+            are_four.clear()
             ring.ahead((il, expert) for expert in range(N_STAGING))
             for expert in range(N_STAGING):
                 address = ring.take(il, expert)

@@ -186,7 +186,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
     with client_of(case) as client:
         with client.messages.stream(**ASK) as stream:
             next(stream.text_stream)
-        assert case.service.tickets[0].gone.wait(10)
+        assert case.service.tickets[0].gone.wait(120)
 
 
 def test_an_unknown_path_is_an_error_in_anthropics_form() -> None:

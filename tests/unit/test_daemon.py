@@ -156,7 +156,7 @@ class Scripted:
             deliver(Step(usage, tuple(tokens[:n])))
             tokens, n = tokens[n:], n % 3 + 1
         if self.endless:
-            assert ticket.cancelled.wait(20)
+            assert ticket.cancelled.wait(120)
             reason = "cancelled"
         if self.fails is not None:
             deliver(Step(usage, finish_reason="error", error=self.fails))

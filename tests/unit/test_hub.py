@@ -261,7 +261,7 @@ def test_two_processes_download_a_file_once(hub: FakeHub) -> None:
 
     def slow(stage: str, done: int, _: int) -> None:
         began.set()
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(120)
 
     def say(line: str) -> None:
         lines.append(line)
@@ -270,7 +270,7 @@ def test_two_processes_download_a_file_once(hub: FakeHub) -> None:
 
     first = threading.Thread(target=get_model, args=(HubName(REPO), slow))
     first.start()
-    assert began.wait(20)
+    assert began.wait(120)
     path = get_model(HubName(REPO), say=say)
     first.join()
     assert path.read_bytes() == DATA and hub.ranges == [None]

@@ -186,11 +186,11 @@ def test_a_lock_that_is_never_given_up_is_a_warning(
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with ThreadPoolExecutor(1) as pool:
-        kept = pool.submit(opened.update, COUNTS).result(timeout=20)
+        kept = pool.submit(opened.update, COUNTS).result(timeout=120)
         assert f"another process has locked the folder {tmp_path} for 0.2 s" in kept.warning
         assert read_profile(path, SHAPE).classes["default"].n_tokens == 5
         os.close(descriptor)
-        assert pool.submit(opened.update, COUNTS).result(timeout=20).warning == ""
+        assert pool.submit(opened.update, COUNTS).result(timeout=120).warning == ""
     assert read_profile(path, SHAPE).classes["default"].n_tokens == 10
 
 
@@ -201,7 +201,7 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         kept = pool.submit(opened.update, COUNTS)
         threading.Timer(0.1, os.close, [descriptor]).start()
-        assert kept.result(timeout=20).warning == ""
+        assert kept.result(timeout=120).warning == ""
 
 
 def test_what_is_read_is_what_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,11 +157,17 @@ def test_one(i: int, alone: bool) -> None:
 def test_two_processes_skip_and_refuse_as_one_does_and_take_turns(tree: Path) -> None:
     two = ("-p", "xdist.plugin", "-n", "2", "--dist", "worksteal")
     write(tree, {"tests/unit/test_timed.py": TIMED_TEST})
-    code, said = run(tree, *two)
-    assert code == 0 and "16 passed, 1 skipped" in said, said
-    assert "SKIPPED [1]" in said and ": tests/cuda: no CUDA device" in said
-    runs = [[float(x) for x in line.split()] for line in (tree / "times").read_text().splitlines()]
-    assert len({process for process, *_ in runs}) == 2
+    for _ in range(5):  # on a busy machine one process may run all before the other begins
+        (tree / "times").unlink(missing_ok=True)
+        code, said = run(tree, *two)
+        assert code == 0 and "16 passed, 1 skipped" in said, said
+        assert "SKIPPED [1]" in said and ": tests/cuda: no CUDA device" in said
+        text = (tree / "times").read_text()
+        runs = [[float(x) for x in line.split()] for line in text.splitlines()]
+        if len({process for process, *_ in runs}) == 2:
+            break
+    else:
+        raise AssertionError("one process ran all tests")
     for process, alone, begin, end in runs:
         others = [r for r in runs if r[0] != process and r[2] < end and r[3] > begin]
         assert not others or not (alone or any(r[1] for r in others))
