@@ -14,6 +14,12 @@ PREFIX = "hf:"
 DEFAULT_QUANT = "Q4_K_M"
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?::(?P<pick>[^:\\\s]{{1,200}}))?", re.A)
+# Of a page, or what Ollama takes.
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:huggingface|hf)\.co/"
+    rf"(?P<name>{_PART}/{_PART}(?::[^:/\\\s]{{1,200}})?)(?:/.*)?",
+    re.A,
+)
 _QUANT = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:IQ\d\w*|T?Q\d\w*|BF16|F16|F32|MXFP4\w*|NVFP4\w*))$", re.I | re.A
 )
@@ -39,9 +45,11 @@ def is_hub_name(target: str) -> bool:
     return target.startswith(PREFIX)
 
 
-def looks_like_hub_name(name: str) -> bool:
-    """Return whether what should be a path is rather a model on a hub without its "hf:"."""
-    return not name.endswith(".gguf") and _NAME.fullmatch(name) is not None
+def name_in(text: str) -> str | None:
+    """Return OWNER/REPO[:QUANT] if that is what a text seems to mean, as a name or an address."""
+    match = _ADDRESS.fullmatch(text)
+    is_name = match or (_NAME.fullmatch(text) and not text.endswith(".gguf"))
+    return (match["name"] if match else text) if is_name else None
 
 
 def parse_hub_name(text: str) -> HubName:

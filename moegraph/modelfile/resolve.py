@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ModelFileError
 from .hub import Say, get_model
-from .hubnames import PREFIX, is_hub_name, looks_like_hub_name, parse_hub_name
+from .hubnames import PREFIX, is_hub_name, name_in, parse_hub_name
 
 if TYPE_CHECKING:
     from ..events import Progress
@@ -41,8 +41,8 @@ def resolve_target(
     if not name:
         raise ModelFileError("the model's name is empty; give a GGUF file or a shipped model")
     path = Path(name)
-    if looks_like_hub_name(name) and not os.path.lexists(path.parent):
-        raise ModelFileError(f"{name}: no such file; a model of Hugging Face is {PREFIX}{name}")
+    if (meant := name_in(name)) and not os.path.lexists(path.parent):
+        raise ModelFileError(f"{name}: no such file; a model of Hugging Face is {PREFIX}{meant}")
     if os.sep not in name and not path.suffix and not os.path.lexists(path):
         known = ", ".join(SHIPPED)
         raise ModelFileError(f"{name}: no such file, and no shipped model ({known}) has that name")

@@ -405,9 +405,14 @@ def test_shipped_names_and_paths_resolve(tmp_path: Path, monkeypatch: pytest.Mon
         resolve_target("tny")
     with pytest.raises(ModelFileError, match="name is empty"):
         resolve_target("")
-    for name in ("Owner/Repo-GGUF", "owner/repo:UD-Q4_K_XL"):
+    for text, name in (
+        ("Owner/Repo-GGUF", "Owner/Repo-GGUF"),
+        ("owner/repo:UD-Q4_K_XL", "owner/repo:UD-Q4_K_XL"),
+        ("hf.co/owner/repo:Q8_0", "owner/repo:Q8_0"),
+        ("https://huggingface.co/owner/repo/tree/main", "owner/repo"),
+    ):
         with pytest.raises(ModelFileError, match=f"a model of Hugging Face is hf:{name}$"):
-            resolve_target(name)
+            resolve_target(text)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner").mkdir()
     assert resolve_target("owner/repo") == Path("owner/repo")
