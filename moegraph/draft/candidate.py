@@ -32,11 +32,17 @@ class Candidate:
     n_steps: int = 0
     n_known: int = 0
     n_watched: int = 0  # trials in a row
+    tried_at: int = 0  # the step of the last trial
+    counted_at: int = 0  # the step at which a draft was last found right or wrong
 
     @property
     def is_new(self) -> bool:
         """Whether too little of it is known to judge single drafts."""
         return self.n_known < KNOWN
+
+    def draft_s(self, n_draft: int, passes: PassCost) -> float:
+        """Return the seconds of a draft of so many tokens."""
+        return self.cost(n_draft, passes.base_s)
 
     def best(
         self, growth: Growth, passes: PassCost, widths: Sequence[int]
@@ -45,9 +51,8 @@ class Candidate:
 
         widths: of which it takes one, in order.
         """
-        plain_s, source = passes.plain_s, self.source
-        fixed_s = self.cost(1, plain_s)
-        token_s = self.cost(2, plain_s) - fixed_s
+        source, fixed_s = self.source, self.draft_s(1, passes)
+        token_s = self.draft_s(2, passes) - fixed_s
         value, plan_depth, best_width, depth, done = 0.0, 0, 1, 0, 0
         for width in widths:
             if width > len(growth.tokens):

@@ -5,10 +5,7 @@ come from acceptance by depth, seconds from the measured cost of drafts and of v
 includes the missing experts that further rows would need.
 
 What is not tried is not known, so now and then a step tries another way. Two accounts keep that
-cheap, and each earns a small share of all time. One is charged what drafting loses against plain
-decoding and credited what it gains; without credit every step is a plain one, so drafting cannot
-cost more than that share, however wrong the estimates are. The other is charged what trials of
-other drafters lose against the best one.
+cheap (accounts.py).
 """
 
 from __future__ import annotations
@@ -18,16 +15,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ..placement.draftcounts import DraftCounts
+from .accounts import Accounts
 from .candidate import KNOWN, Candidate
 from .drafter import Draft, confidence
-from .firsttimes import Excused, FirstTimes
+from .firsttimes import Excused
 from .missing import Experts
 from .plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from .rates import STEADY, TRIAL, Acceptance
-from .shapes import Growth, grow
+from .shapes import Growth, confident, grow
 from .shared import SharedPasses
 from .stats import Recorder, SpecStats
 from .stepcost import DraftCost, PassCost
+from .steptimes import StepTimes, by_law
 from .watch import Watched
 from .widths import Widths
 
@@ -38,10 +37,6 @@ WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 _FIRST_PLAIN = 2
 # Plain steps of texts until statistics rely on their time, if one was measured before them.
 _SETTLED = 6
-# Both accounts: what they begin with, and their limit, in plain steps; their share of all time, and
-# that while drafting is clearly faster by all that is known, so that bad luck is soon forgotten.
-_CREDIT, _MOST_CREDIT = 4.0, 12.0
-_SHARE, _CLEAR_SHARE = 0.008, 0.01
 # A step that takes so many times as long as expected was paused; what is above that is not charged.
 _PAUSED = 1.5
 # What a trial may lose against plain steps at the cost of its own account alone.
@@ -50,16 +45,19 @@ _TRIAL_LOSS = 3.0
 _WIDER = 2
 # Drafting begins if it is this much faster than plain decoding, and ends if it is slower than that.
 _BEGIN, _END = 1.02, 0.99
-# Plain steps between two trials of drafting, at first and at most; depths of a trial, at least.
-_INTERVAL, _LONGEST, _TRIAL_DRAFT = 8, 128, 2
+# While nothing drafts, what trials of a drafter may be expected to lose, as a share of all time.
+_TRIAL_SHARE = 0.004
+# Depths of a trial, at least.
+_TRIAL_DRAFT = 2
 # Steps between two trials of a drafter that is new, or another one than the best.
 _NEW_INTERVAL = 1
 # Drafts that were watched or verified before `auto` relies on a drafter. Watched trials before one
 # that is verified, while they say that it may pay.
 _ASSURED, _WATCHES, _WATCHED = 2, 3, 2
-# A draft is free if it takes less than this share of a plain step. A drafter that is so much slower
-# than plain steps may be worth another look at what its passes cost.
-_FREE, _NEARLY = 0.05, 0.9
+# A draft that is watched is longer if that costs little more, up to so many tokens.
+_LITTLE_MORE, _WATCHED_MOST = 1.2, 3
+# A drafter that is so much slower than plain steps may be worth another look at what passes cost.
+_NEARLY = 0.9
 # Drafting steps between two plain ones, which only keep the time of a plain step up to date: if
 # drafting is this much faster than plain decoding, and otherwise.
 _CLEAR, _REFRESH, _OFTEN = 1.3, 192, 40
@@ -68,8 +66,9 @@ _PLAN_INTERVAL, _IDLE_INTERVAL, _FIRST_PLANS = 4, 32, 16
 # A width without graphs must be so many times as fast to count as missed: estimates vary.
 _GAIN = 1.03
 # Standard deviations by which the rates of a drafter may well be higher than they seem: of one that
-# is new, and of others. All rates of a draft are that high at once, so this is not a small hope.
-_NEW_HOPE, _HOPE = 1.0, 0.3
+# is new, and of others without credit for trials and with all of it. All rates of a draft are that
+# high at once, so this is not a small hope.
+_NEW_HOPE, _HOPE, _SAVED_HOPE = 1.0, 0.3, 2.0
 # What is kept of counts of acceptance when another text begins, and at each step without their
 # drafter.
 _KEPT_BEGIN, _KEPT_IDLE = 0.75, 0.999
@@ -96,15 +95,17 @@ class Controller:
         wanted = [s for s in sources if spec == "auto" or s.name == spec] if spec != "off" else []
         self._drafters = {s.name: self._drafter(s) for s in wanted if self._most(s) > 0}
         self._ranked = list(self._drafters.values())
-        self._account_s = self._trials_s = 0.0
+        self._absent: Collection[str] = ()  # drafters without a draft in this step
+        self._accounts = Accounts()
+        self._risk_s = 0.0  # what the trial at hand is expected to lose against the best drafter
         self._is_drafting = False
+        self._clock = 0  # steps
         self._since_trial = self._since_plain = 0
-        self._interval = _INTERVAL
         self._plain_value = 0.0
         self._n_steps = 0
         self._n_unsure = 0  # plain steps until their time is one of texts, not one before the first
         self._recorder = Recorder()
-        self._first_times = FirstTimes(self.widths.are_dear)
+        self._times = StepTimes(self.passes, self.widths.are_dear)
         self._shared = SharedPasses()
 
     def _most(self, source: Source) -> int:
@@ -125,8 +126,7 @@ class Controller:
         for drafter in self._ranked:
             drafter.acceptance.forget(_KEPT_BEGIN)
             drafter.n_known = min(drafter.n_known, KNOWN - 1)
-        self._interval = max(self._interval // 2, _INTERVAL)
-        self._since_trial = self._interval
+        self._since_trial = _NEW_INTERVAL
         self._n_steps = min(self._n_steps, _FIRST_PLAIN)
 
     def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
@@ -135,6 +135,7 @@ class Controller:
         n_left: tokens until the text must end. without: sources that have nothing to draft now;
         call again with those whose draft was empty.
         """
+        self._absent = without
         usable = [d for d in self._ranked if d.source.name not in without]
         if not usable or n_left <= 1:
             return PLAIN
@@ -145,7 +146,8 @@ class Controller:
             return PLAIN
         elif self._pays(usable[0]) and usable[0].n_known >= _ASSURED:
             plan = self._other(usable) or self._affordable(usable[0])
-            if self._since_plain >= (_REFRESH if self._pays(usable[0], _CLEAR) else _OFTEN):
+            often = _REFRESH if self._pays(usable[0], _CLEAR) else _OFTEN
+            if self._since_plain >= often or self._times.pace.is_doubted:
                 plan = PLAIN
         else:
             plan = self._trial(usable) or PLAIN
@@ -189,10 +191,10 @@ class Controller:
         self.passes.update()
         for n_rows, seconds in verify_s.items():
             self.passes.calibrate(n_rows, seconds)
-            self._first_times.know(n_rows)
+            self._times.graphs.know(n_rows)
         self.widths.have(verify_s)
         self._n_steps, self._n_unsure = _FIRST_PLAIN, _SETTLED
-        self._account_s = self._trials_s = _CREDIT * plain_s
+        self._accounts.open(plain_s)
         self._plan()
 
     def remember(self, known: DraftCounts) -> None:
@@ -203,6 +205,11 @@ class Controller:
                 n = drafter.acceptance.remember(seen, right)
                 drafter.n_known = min(max(drafter.n_known, int(n)), KNOWN)
         self._plan()
+
+    @property
+    def _best(self) -> Candidate | None:
+        """The best drafter of those that have something to draft in this step."""
+        return next((d for d in self._ranked if d.source.name not in self._absent), None)
 
     def _pays(self, best: Candidate, limit: float | None = None) -> bool:
         """Return whether drafting is faster than plain decoding, `limit` times as fast if given."""
@@ -215,7 +222,7 @@ class Controller:
         At worst a step gives one token, as a plain step does in less time.
         """
         plan, plain_s = drafter.plan, self.passes.plain_s
-        most_s = plain_s + self._account_s
+        most_s = plain_s + self._accounts.drafting_s
         lengths = [w - 1 for w in self.widths.open if w <= plan.n_draft]
         lengths = [n for n in (*lengths, plan.n_draft) if self._seconds(drafter, n) <= most_s]
         n = max(lengths, default=0)
@@ -243,20 +250,30 @@ class Controller:
 
     def _trial(self, usable: Sequence[Candidate]) -> Plan | None:
         """Return a trial of the drafter that was tried least, if one is due and there is credit."""
-        drafter = min(usable, key=lambda d: (not d.is_new, d.n_steps))
-        if drafter.hope <= self._plain_value:
+        if self._since_trial < _NEW_INTERVAL:
             return None
-        is_free = drafter.cost(1, self.passes.plain_s) < _FREE * self.passes.plain_s
-        if self._since_trial < (_NEW_INTERVAL if is_free or drafter.is_new else self._interval):
-            return None
-        if drafter.n_watched < _WATCHES or drafter.value < _NEARLY * self._plain_value:
-            return self._watched(drafter)
-        return self._trial_of(drafter, self._plain_value, self._account_s)
+        hopeful = [d for d in usable if d.hope > self._plain_value]
+        for drafter in sorted(hopeful, key=lambda d: (not d.is_new, d.n_steps)):
+            if drafter.n_watched < _WATCHES or drafter.value < _NEARLY * self._plain_value:
+                plan = self._watched(drafter)
+                loss_s = drafter.draft_s(plan.n_draft, self.passes) if plan else 0.0
+            else:
+                plan = self._trial_of(drafter, self._plain_value, self._accounts.drafting_s)
+                loss_s = self._loss_s(drafter, plan.n_draft, self._plain_value) if plan else 0.0
+            earned_s = _TRIAL_SHARE * (self._clock - drafter.tried_at) * self.passes.plain_s
+            if plan and (drafter.is_new or earned_s >= loss_s):
+                return plan
+        return None
 
     def _watched(self, drafter: Candidate) -> Plan | None:
         """Return a draft that is not verified, if it may pay and there is credit for it."""
-        plain_s, n = self.passes.plain_s, min(drafter.most, _WATCHED)
-        while n and drafter.cost(n, plain_s) > 0.5 * max(self._account_s, 0.0):
+        n = min(drafter.most, _WATCHED)
+        most_s = _LITTLE_MORE * drafter.draft_s(n, self.passes)
+        while (
+            n < min(drafter.most, _WATCHED_MOST) and drafter.draft_s(n + 1, self.passes) <= most_s
+        ):
+            n += 1
+        while n and drafter.draft_s(n, self.passes) > 0.5 * max(self._accounts.drafting_s, 0.0):
             n -= 1
         if n == 0:
             return None
@@ -264,24 +281,31 @@ class Controller:
 
     def _other(self, usable: Sequence[Candidate]) -> Plan | None:
         """Return a trial of another drafter, or of longer drafts, if that may be better."""
-        if self._since_trial < _NEW_INTERVAL or self._account_s < 0.0:
+        if self._since_trial < _NEW_INTERVAL or self._accounts.drafting_s < 0.0:
             return None
         best = usable[0]
         others = [d for d in usable if d is not best or d.hoped > d.plan.n_draft]
         other = max(others, key=lambda d: d.hope, default=best)
-        return self._trial_of(other, _BEGIN * best.value, self._trials_s)
+        plan = self._trial_of(other, _BEGIN * best.value, self._accounts.trials_s)
+        if plan is None or (other is best and plan.n_draft <= best.plan.n_draft):
+            return None  # the latter is what is done anyway
+        self._risk_s = max(self._loss_s(other, plan.n_draft, best.value), 0.0)
+        return plan
 
     def _trial_of(self, drafter: Candidate, value: float, credit_s: float) -> Plan | None:
         """Return a trial of a drafter that may be better than `value`, as long as credit allows.
 
-        At worst it gives one token; that may cost half of the credit.
+        What it is expected to lose may be half of the credit.
         """
         if drafter.hope <= value:
             return None
-        most_s = 1.0 / value + 0.5 * credit_s
-        n = min(max(drafter.hoped, _TRIAL_DRAFT), drafter.most, self.widths.open[-1] - 1)
+        # a draft much longer than what seems best would tell little, and cost much
+        widths = self.widths.open
+        wider = next((w for w in widths if w > drafter.plan.n_draft + 1), widths[-1])
+        most = min(drafter.most, wider - 1)
+        n = min(max(drafter.hoped, _TRIAL_DRAFT), most)
         least = min(max(n // 2, _TRIAL_DRAFT), n)  # a shorter one would tell little
-        while n >= least and self._seconds(drafter, n) > most_s:
+        while n >= least and self._loss_s(drafter, n, value) > 0.5 * credit_s:
             n -= 1
         if n < least:
             return None
@@ -290,6 +314,11 @@ class Controller:
             if not n:
                 return None
         return Plan(drafter.source.name, n, drafter.source.n_top, is_trial=True)
+
+    def _loss_s(self, drafter: Candidate, n_draft: int, value: float) -> float:
+        """Return what a chain is expected to lose, in seconds, against `value` tokens a second."""
+        tokens = grow(drafter.acceptance.rates[:n_draft], (), n_draft).tokens[-1]
+        return self._seconds(drafter, n_draft) - tokens / value
 
     @property
     def _widest(self) -> int:
@@ -302,13 +331,13 @@ class Controller:
     def _seconds(self, drafter: Candidate, n_draft: int) -> float:
         """Return what a step takes that verifies a chain."""
         width = next((w for w in self.widths.every if w > n_draft), self.widths.every[-1])
-        return drafter.cost(n_draft, self.passes.plain_s) + self.passes.seconds[width]
+        return drafter.draft_s(n_draft, self.passes) + self.passes.seconds[width]
 
     def shape(self, plan: Plan, draft: Draft) -> Shape:
         """Return the rows to verify of a draft, of a plan without a DDTree."""
         n_depth, log_p = min(draft.n_depth, plan.n_draft), confidence(draft)
         if log_p and self.settings.p_min > 0.0:
-            n_depth = _confident(log_p[:n_depth], self.settings.p_min)
+            n_depth = confident(log_p[:n_depth], self.settings.p_min)
         if n_depth == 0:
             return Shape()
         drafter = self._drafters[plan.source]
@@ -340,7 +369,7 @@ class Controller:
                 other, more = width, gain
             if gain > most and width in self.widths.open:
                 best, most = width, gain
-        if most > -math.inf and self._first_times.has_credit:
+        if most > -math.inf and self._times.graphs.has_credit:
             self.widths.miss(other, more - most - (_GAIN - 1.0) * growth.tokens[other - 1])
         return best
 
@@ -350,32 +379,32 @@ class Controller:
             self._recorder.add(step, 0.0 if self._n_unsure else self.passes.plain_s)
         else:
             self._recorder.add(step, 0.0)
-            step = self._by_law(step)
+            step = by_law(step, self._drafters.get(step.source), self.passes)
         plain_s = self.passes.plain_s
         if step.source:
             step = self._learn(step)
         elif step.seconds:
+            self._times.plain(step)
             self.passes.observe_plain(step.seconds, step.n_missing)
             self._since_plain, self._n_unsure = 0, max(self._n_unsure - 1, 0)
         self._since_trial = 0 if step.is_trial else self._since_trial + 1
         if step.seconds:
             self._book(step, plain_s)
         self._n_steps += 1
+        self._clock += 1
         self._since_plan += 1
         self._planned_s += step.seconds
         if plain_s:
-            self._first_times.earn(step.n_tokens - step.seconds / plain_s)
+            self._times.graphs.earn(step.n_tokens - step.seconds / plain_s)
         interval = _PLAN_INTERVAL if step.source or self._is_drafting else _IDLE_INTERVAL
         if self._n_steps < _FIRST_PLANS or self._since_plan >= interval:
             self._plan()
 
     def _learn(self, step: Step) -> Step:
         """Learn from a step with a draft; return it without what does not count of its times."""
-        excused = self._excused(step)
-        step = replace(
-            step, seconds=step.seconds - excused.draft - excused.verify,
-            drafter_s=step.drafter_s - excused.draft,
-        )  # fmt: skip
+        drafter, excused = self._drafters[step.source], Excused()
+        if self.settings.is_timed:
+            step, excused = self._times.usual(step, drafter)
         if step.n_rows > 1:
             self._since_plain += 1
             if step.seconds and excused.verify:
@@ -383,78 +412,58 @@ class Controller:
             elif step.seconds:
                 seconds = step.seconds - step.drafter_s
                 self.passes.observe_verify(step.n_rows, seconds, step.n_missing)
-        self._observe_draft(self._drafters[step.source], step, not excused.draft)
+        self._observe_draft(drafter, step, not excused.draft)
         return step
-
-    def _by_law(self, step: Step) -> Step:
-        """Return a step with the times that it should take."""
-        drafter, seconds = self._drafters.get(step.source), 0.0
-        if drafter:
-            seconds = drafter.source.fixed + drafter.source.per_token * step.n_draft
-        verify_s = self.passes.by_law(step.n_rows, step.n_missing)
-        return replace(step, seconds=seconds + verify_s, drafter_s=seconds)
 
     @property
     def stats(self) -> SpecStats:
         """What was drafted so far."""
         return self._recorder.stats
 
-    def _excused(self, step: Step) -> Excused:
-        """Return what of a step's time no later step takes, because its graphs were new."""
-        drafter, plain_s = self._drafters.get(step.source), self.passes.plain_s
-        if not (drafter and plain_s and step.seconds and self.settings.is_timed):
-            return Excused()
-        usual = self.passes.seconds.get(step.n_rows, step.seconds) if step.n_rows > 1 else plain_s
-        return self._first_times.observe(
-            step.source, step.n_draft, step.n_rows, step.n_tokens,
-            (step.drafter_s, step.seconds - step.drafter_s),
-            (drafter.cost(step.n_draft, plain_s), usual), plain_s,
-        )  # fmt: skip
-
     def _observe_draft(self, drafter: Candidate, step: Step, is_usual: bool) -> None:
         """Learn from a draft. is_usual: its time is what drafts take."""
         drafter.n_steps += 1
         if step.n_draft and step.seconds and self.passes.plain_s and is_usual:
-            drafter.cost.observe(step.n_draft, step.drafter_s, self.passes.plain_s)
+            drafter.cost.observe(step.n_draft, step.drafter_s, self.passes.base_s)
         if step.n_spine:
             self._count(drafter, step.ranks, step.log_p)
         if step.is_trial:
             drafter.n_watched = 0 if step.n_spine else drafter.n_watched + 1
-        if step.is_trial and not self._is_drafting:
-            self._interval = min(2 * self._interval, _LONGEST)
+            drafter.tried_at = self._clock
 
     def observe_watched(self, watched: Watched) -> None:
         """Learn how right a draft was that no pass has verified."""
         self._recorder.add_ranks(watched.source, watched.ranks)
-        self._count(self._drafters[watched.source], watched.ranks, watched.log_p)
+        drafter = self._drafters[watched.source]
+        self._count(drafter, watched.ranks, watched.log_p)
+        drafter.n_known += len(watched.ranks) > 1 and not any(watched.ranks)  # it says more
         self._plan()
 
     def _count(self, drafter: Candidate, ranks: Sequence[int], log_p: Sequence[float]) -> None:
         drafter.n_known += 1
-        kept = STEADY if self._is_drafting or drafter.is_new else TRIAL
+        kept = STEADY
+        if not (self._is_drafting or drafter.is_new):  # what was seen before is long ago
+            kept = max(math.pow(STEADY, self._clock - drafter.counted_at), TRIAL)
+        drafter.counted_at = self._clock
         drafter.acceptance.observe(ranks, log_p, kept)
 
     def _book(self, step: Step, plain_s: float) -> None:
         """Charge the accounts for what a step lost, credit what it gained."""
         if not plain_s:
-            self._account_s = self._trials_s = _CREDIT * self.passes.plain_s
+            self._accounts.open(self.passes.plain_s)
             return
-        most = _MOST_CREDIT * plain_s
-        best = self._ranked[0] if self._ranked else None
-        is_clear = best and not best.is_new and self._pays(best, _CLEAR)
-        earned = (_CLEAR_SHARE if is_clear else _SHARE) * step.seconds
-        spent = min(step.seconds, _PAUSED * self._expected(step, plain_s))
-        gained = step.n_tokens * plain_s - spent if step.source else 0.0
+        best, risk_s = self._best, 0.0
+        pays = best is not None and best.n_known >= _ASSURED and self._pays(best)
+        spent_s = min(step.seconds, _PAUSED * self._expected(step))
+        gained_s = step.n_tokens * plain_s - spent_s if step.source else 0.0
         if self._is_drafting and step.is_trial:
-            gained = min(0.0, gained + _TRIAL_LOSS * plain_s)
-            self._trials_s += step.n_tokens / self._ranked[0].value - step.seconds
-        self._trials_s = min(self._trials_s + earned, most)
-        self._account_s = min(self._account_s + earned + gained, most)
+            gained_s, risk_s = min(0.0, gained_s + _TRIAL_LOSS * plain_s), self._risk_s
+        self._accounts.book(plain_s, step.seconds, gained_s, risk_s, pays)
 
-    def _expected(self, step: Step, plain_s: float) -> float:
+    def _expected(self, step: Step) -> float:
         """Return what a step should have taken."""
         drafter = self._drafters.get(step.source)
-        draft_s = drafter.cost(step.n_draft, plain_s) if drafter else 0.0
+        draft_s = drafter.draft_s(step.n_draft, self.passes) if drafter else 0.0
         return draft_s + self.passes.at(step.n_rows)
 
     def _plan(self) -> None:
@@ -465,7 +474,8 @@ class Controller:
         if not passes.plain_s:
             return
         self._plain_value = 1.0 / passes.plain_s
-        first = self._ranked[0] if self._ranked else None
+        first = self._best
+        hope = _HOPE + (_SAVED_HOPE - _HOPE) * self._accounts.saved(passes.plain_s)
         for drafter in self._ranked:
             known, source = drafter.acceptance, drafter.source
             if drafter is not first:
@@ -478,20 +488,13 @@ class Controller:
             open_ = self._usable(self.widths.open)
             drafter.value, drafter.plan, _ = drafter.best(growth, passes, open_)
             lost = value / _GAIN - max(drafter.value, self._plain_value)
-            if self._first_times.has_credit:
+            if self._times.graphs.has_credit:
                 self.widths.miss(width, lost * self._planned_s)
-            hopes = grow(known.hopes(_NEW_HOPE if drafter.is_new else _HOPE), leaf, most)
-            drafter.hope, best, _ = drafter.best(hopes, passes, open_)
-            drafter.hoped = best.n_draft
+            deviations = max(_NEW_HOPE, hope) if drafter.is_new else hope
+            hopes = grow(known.hopes(deviations), leaf, most)
+            drafter.hope, hoped, _ = drafter.best(hopes, passes, open_)
+            drafter.hoped = hoped.n_draft
         self._planned_s, self._since_plan = 0.0, 0
         self._ranked.sort(key=lambda drafter: -drafter.value)
-        was_drafting = self._is_drafting
-        self._is_drafting = bool(self._ranked) and self._pays(self._ranked[0])
-        if self._is_drafting != was_drafting:
-            self._interval = _INTERVAL
-
-
-def _confident(log_p: Sequence[float], p_min: float) -> int:
-    """Return how many tokens come before the first that is less probable than p_min."""
-    limit = math.log(p_min)
-    return next((depth for depth, p in enumerate(log_p) if p < limit), len(log_p))
+        best = self._best
+        self._is_drafting = best is not None and self._pays(best)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 # Weight of an inferred rate against an observed one, in observations.
-_PRIOR = 6.0
+_PRIOR = 4.0
 # How a depth that was never reached differs from the one before it.
 _DEEPER = 0.98
 # Limits of a rate: nothing is certain.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,3 +62,9 @@ def grow(accept: Sequence[float], leaf: Sequence[float], most: int) -> Growth:
     for _, _, worth in nodes:
         tokens.append(tokens[-1] + worth)
     return Growth(tuple(depth for _, depth, _ in nodes), tuple(tokens))
+
+
+def confident(log_p: Sequence[float], p_min: float) -> int:
+    """Return how many tokens come before the first that is less probable than p_min."""
+    limit = math.log(p_min)
+    return next((depth for depth, p in enumerate(log_p) if p < limit), len(log_p))

@@ -125,7 +125,7 @@ def best_for(drafter: Candidate, passes: PassCost, n_seqs: int, n_left: int, lea
     best, most = PLAIN, least * n_seqs / passes.at(n_seqs)
     rates = drafter.acceptance.rates
     for n in range(1, min(drafter.most, n_left - 1, MAX_SHARED_ROWS // n_seqs - 1) + 1):
-        draft_s = n_seqs * drafter.cost(n, passes.plain_s)
+        draft_s = n_seqs * drafter.draft_s(n, passes)
         tokens = grow(rates[:n], (), n).tokens[-1]
         value = n_seqs * tokens / (draft_s + passes.at(n_seqs * (n + 1)))
         if value > most:

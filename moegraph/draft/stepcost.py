@@ -37,15 +37,15 @@ class PassCost:
     """Seconds of plain steps and of verify passes.
 
     widths: rows that a verify pass may have, in order. plain_s: a plain step; 0 if none has been
-    measured. seconds: by width, of its verify pass; empty as long as plain_s is 0. widest: the most
-    rows of a verify pass so far, 1 before the first one.
+    measured. base_s: that without its missing experts. seconds: by width, of its verify pass; empty
+    as long as plain_s is 0. widest: the most rows of a verify pass so far, 1 before the first one.
     """
 
     def __init__(self, widths: Sequence[int], experts: Experts | None = None) -> None:
         self.widths = tuple(widths)
         self._experts = experts
         self._missing = Missing(experts, self.widths) if experts else None
-        self._base = self.plain_s = 0.0
+        self.base_s = self.plain_s = 0.0
         self._n_plain = 0.0
         self._law = {w: pass_time(w) for w in (1, *self.widths)}
         self._weight = dict.fromkeys(self.widths, 0.0)
@@ -61,8 +61,7 @@ class PassCost:
 
     def by_law(self, n_rows: int, n_missing: int) -> float:
         """Return what a pass takes by the law, if a plain step without missing experts takes 1."""
-        lacked = n_missing * self._experts.miss_s if self._experts else 0.0
-        return pass_time(n_rows) + lacked
+        return pass_time(n_rows) + self._miss_s(n_missing)
 
     def at(self, n_rows: int) -> float:
         """Return the seconds of a pass of so many rows, also of widths that are not planned."""
@@ -74,27 +73,35 @@ class PassCost:
         ratio = pass_time(n_rows) / pass_time(near)
         return self.seconds.get(near, self.plain_s) * ratio
 
+    def usual(self, n_rows: int, n_missing: int) -> float:
+        """Return the seconds of a pass that lacks so many experts, if a plain step was measured."""
+        law = self._law[n_rows] if n_rows in self._law else pass_time(n_rows)
+        ratio = self._ratio(n_rows) if n_rows in self._log_ratio else 0.0
+        return (self.base_s * law + self._miss_s(n_missing)) * math.exp(ratio)
+
+    def _miss_s(self, n_missing: int) -> float:
+        return n_missing * self._experts.miss_s if self._experts else 0.0
+
     def observe_plain(self, seconds: float, n_missing: int) -> None:
         """Count a plain decode step."""
         self._observe_missing(1, n_missing)
-        miss_s = n_missing * self._experts.miss_s if self._experts else 0.0
-        base = max(seconds - miss_s, 0.2 * seconds)
+        base = max(seconds - self._miss_s(n_missing), 0.2 * seconds)
         if self._n_plain < 2:  # the first may have built graphs
-            self._base = min(base, self._base or base)
+            self.base_s = min(base, self.base_s or base)
         else:
-            base = min(base, _OUTLIER * self._base)
-            self._base += (base - self._base) / min(self._n_plain, 2 * _MEMORY)
+            base = min(base, _OUTLIER * self.base_s)
+            self.base_s += (base - self.base_s) / min(self._n_plain, 2 * _MEMORY)
         self._n_plain += 1
         if not self.plain_s:
             self.update()
 
     def observe_verify(self, n_rows: int, seconds: float, n_missing: int) -> None:
         """Count a verify pass with all that surrounds it, but for the draft."""
-        if n_rows not in self._weight or not self._base:
+        if n_rows not in self._weight or not self.base_s:
             return
         self._observe_missing(n_rows, n_missing)
-        lacked = n_missing * self._experts.miss_s if self._experts else 0.0
-        found = math.log(max(seconds, 1e-9) / (self._base * self._law[n_rows] + lacked))
+        lacked_s = self._miss_s(n_missing)
+        found = math.log(max(seconds, 1e-9) / (self.base_s * self._law[n_rows] + lacked_s))
         self.widest = max(self.widest, n_rows)
         limit, known = math.log(_OUTLIER), self._ratio(n_rows)
         if n_rows in self._unmeasured:
@@ -114,14 +121,14 @@ class PassCost:
         """Learn what a pass without missing experts takes, once a plain step's time is known."""
         if n_rows in self._weight:
             self._unmeasured.discard(n_rows)
-            found = math.log(seconds / (self._base * self._law[n_rows]))
+            found = math.log(seconds / (self.base_s * self._law[n_rows]))
             self._log_ratio[n_rows] = min(max(found, -_MOST), _MOST)
             self._weight[n_rows] = _CALIBRATED
             self.widest = max(self.widest, n_rows)
 
     def note_width(self, n_rows: int, n_missing: int) -> None:
         """Count a verify pass whose time says nothing."""
-        if n_rows in self._weight and self._base:
+        if n_rows in self._weight and self.base_s:
             self._observe_missing(n_rows, n_missing)
             self.widest = max(self.widest, n_rows)
 
@@ -145,9 +152,9 @@ class PassCost:
 
     def update(self) -> None:
         """Have plain_s and seconds follow from all that was counted."""
-        self.plain_s = self._base + self._lacking(1)
+        self.plain_s = self.base_s + self._lacking(1)
         self.seconds = {
-            w: (self._base * self._law[w] + self._lacking(w)) * math.exp(self._ratio(w))
+            w: (self.base_s * self._law[w] + self._lacking(w)) * math.exp(self._ratio(w))
             for w in self.widths
         }
 
@@ -167,34 +174,39 @@ class DraftCost:
     """Seconds of a draft: a fixed part and one for each token, fitted to what was measured.
 
     As long as few lengths were measured, the law says how lengths compare, not what they cost.
+    Times are kept in plain steps without missing experts (`PassCost.base_s`): if the machine slows
+    down, it slows down both.
     """
 
     def __init__(self, fixed: float, per_token: float, max_draft: int) -> None:
         """fixed, per_token: the law, in plain steps."""
         self._fixed, self._per_token = fixed, per_token
         self._ends = (1, max(min(max_draft, _FAR), 2))
-        self._sums: tuple[float, ...] = (0.0,) * 5  # weights, n, n * n, seconds, n * seconds
+        self._sums: tuple[float, ...] = (0.0,) * 5  # weights, n, n * n, steps, n * steps
+        self._line = (fixed, per_token)  # fitted
         self._is_new = True
+        self.is_known = False  # drafts were measured
 
-    def observe(self, n_draft: int, seconds: float, plain_s: float) -> None:
-        """Count a draft of n_draft depths."""
+    def observe(self, n_draft: int, seconds: float, base_s: float) -> None:
+        """Count a draft of n_draft depths; base_s: of a plain step without missing experts."""
+        steps = seconds / base_s
         if self._is_new:
             self._is_new = False
-            if seconds > _OUTLIER * max(self(n_draft, plain_s), 0.1 * plain_s):
+            if steps > _OUTLIER * max(self(n_draft, 1.0), 0.1):
                 return
         kept = 1.0 - 1.0 / (4 * _MEMORY)
-        found = (1.0, n_draft, n_draft * n_draft, seconds, n_draft * seconds)
+        found = (1.0, n_draft, n_draft * n_draft, steps, n_draft * steps)
         self._sums = tuple(kept * old + new for old, new in zip(self._sums, found))
+        self._line = self._fit()
+        self.is_known = True
 
-    def __call__(self, n_draft: int, plain_s: float) -> float:
-        """Return the seconds of a draft of n_draft depths; plain_s: of a plain step."""
-        if n_draft <= 0:
-            return 0.0
+    def _fit(self) -> tuple[float, float]:
+        """Return the steps of a draft of no token, and those of each token."""
         weight, n, nn, s, ns = self._sums
-        laws = [(self._fixed + self._per_token * end) * plain_s for end in self._ends]
+        laws = [self._fixed + self._per_token * end for end in self._ends]
         told = _LAW_WEIGHT * sum(laws)
-        measured_by_law = (self._fixed * weight + self._per_token * n) * plain_s
-        ratio = (s + told) / (measured_by_law + told) if told else 1.0
+        by_law = self._fixed * weight + self._per_token * n
+        ratio = (s + told) / (by_law + told) if told else 1.0
         for end, law in zip(self._ends, laws):
             weight += _LAW_WEIGHT
             n += _LAW_WEIGHT * end
@@ -202,4 +214,9 @@ class DraftCost:
             s += _LAW_WEIGHT * law * ratio
             ns += _LAW_WEIGHT * end * law * ratio
         slope = max(0.0, (weight * ns - n * s) / (weight * nn - n * n))
-        return max(0.0, (s - slope * n) / weight + slope * n_draft)
+        return (s - slope * n) / weight, slope
+
+    def __call__(self, n_draft: int, base_s: float) -> float:
+        """Return the seconds of a draft of n_draft depths."""
+        fixed, slope = self._line
+        return max(0.0, fixed + slope * n_draft) * base_s if n_draft > 0 else 0.0

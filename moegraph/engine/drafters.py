@@ -30,7 +30,7 @@ from .speculation import Speculation
 from .warmup import PassTimes
 
 # Rows of verify passes that are ready before the first text.
-_CAPTURED, _BUILT = (2, FIRST_WIDTH, 8, 12), (FIRST_WIDTH,)
+_CAPTURED, _BUILT = (2, 3, FIRST_WIDTH, 8, 12), (FIRST_WIDTH,)
 
 
 def open_drafters(

@@ -6,8 +6,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
 
-# Time of a pass over that of one row, with every expert resident; measured on a 35B-A3B.
-_TIMES = ((1, 1.0), (2, 1.17), (4, 1.5), (8, 1.92), (16, 2.48), (23, 2.9), (32, 3.4), (65, 5.2))
+# Time of a pass over that of one row, with every expert resident: up to 16 rows as measured of a
+# 35B-A3B (docs/benchmarks/drafts.jsonl), beyond as measured of an earlier version, scaled to that.
+_TIMES = (
+    (1, 1.0), (2, 1.28), (3, 1.43), (4, 1.56), (8, 2.03), (12, 2.38), (16, 2.7), (23, 3.15),
+    (32, 3.7), (65, 5.7),
+)  # fmt: skip
 # Rows that choose their experts independently and choose as many as these rows of a text do.
 _INDEPENDENT = ((1, 1.0), (2, 1.71), (4, 2.86), (8, 4.62), (16, 7.11), (32, 10.33), (65, 15.0))
 

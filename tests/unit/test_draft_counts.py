@@ -125,9 +125,11 @@ def test_the_next_start_begins_with_what_was_learned() -> None:
             n += bool(plan.source)
             if plan.is_watched:
                 controller.observe_watched(Watched("mtp", (-1,), ()))
-            draft_s = 0.2 * plan.n_draft * STEP
-            controller.observe(Step(plan.source, STEP + draft_s, n_draft=plan.n_draft,
-                                    drafter_s=draft_s, is_trial=bool(plan.source)))  # fmt: skip
+            draft_s, m = 0.2 * plan.n_draft * STEP, 0 if plan.is_watched else plan.n_draft
+            pass_s = (1.0 + 0.17 * m) * STEP
+            ranks = (-1,) * min(m, 1)
+            controller.observe(Step(plan.source, pass_s + draft_s, 1, 1 + m, plan.n_draft, m, 0,
+                                    ranks, (), draft_s, is_trial=plan.is_trial))  # fmt: skip
         return n
 
     assert n_tried(begun((0.1, 0.1), known=True)) < n_tried(begun((0.1, 0.1), known=False))
