@@ -13,7 +13,7 @@ chunks at once. Otherwise parts are as long as possible, so that experts are sen
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from .sweep_batch import (
     Cut,
     Form,
     SweepBatch,
-    Tap,
+    Taps,
     cut_chunks,
     cut_growing,
     cut_parts,
@@ -63,13 +63,13 @@ class Sweep:
         each: Sequence[Sweeps],
         batches: Sequence[SweepBatch],
         boundaries: Sequence[Boundary] = (),
-        taps: Sequence[Mapping[int, Tap]] = (),
+        taps: Sequence[Taps] = (),
     ) -> None:
-        """each: of the stages, in order of layers. boundaries: between them. taps: of the only
-        batch, as each stage calls them; empty if there is one stage.
+        """each: of the stages, in order of layers. boundaries: between them. taps: as each stage
+        calls them; empty if there is one stage.
 
-        The caller has checked token ids and context length. Several batches have neither taps nor
-        results of all rows, and `may_join` was true of them. Only one may have `rows_of`, where
+        The caller has checked token ids and context length. Several batches have no results of all
+        rows, and `may_join` was true of them. Only one may have `rows_of`, where
         `is_flexible`.
         """
         self._each, self._boundaries = each, boundaries
@@ -77,9 +77,9 @@ class Sweep:
         self.prompts = [SweptPrompt(batch, sequences) for batch in batches]
         memory = each[0].memory
         chunks = cut(memory, batches, sequences)
-        taps = taps or [batches[0].taps]
+        taps = taps or [{batch.slot: batch.taps for batch in batches}]
         # a drafter takes the taps of one part after another
-        self._is_tapped = any(taps[:-1])
+        self._is_tapped = any(tap for mine in taps[:-1] for tap in mine.values())
         no_ring = all(one.ring is None for one in each)
         self._flows = len(each) > 1 and not self._is_tapped and no_ring
         n_rows = max_rows_of(memory, batches) if self._flows else memory.n_rows

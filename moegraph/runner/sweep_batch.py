@@ -13,7 +13,9 @@ from ..ggml.ops import Tensor
 from ..graphs.chunk import MAX_SEQS, Segment, rounded_places, rounded_seqs
 from ..graphs.head import Results
 
-Tap = Callable[[Tensor, int, int], None]
+Tap = Callable[[Tensor, int, int, int], None]
+# Sequence -> layer -> its tap.
+Taps = Mapping[int, Mapping[int, Tap]]
 
 # A part of a prompt that may be cut again has so many times the rows of all parts before it.
 _GROWTH = 3
@@ -33,9 +35,10 @@ class SweepBatch:
     rows of its chunks; None: `max_rows`. The first part then is one chunk, and later ones are
     longer.
     is_rounded: rows of chunks are rounded up, so that few graphs serve prompts of all lengths.
-    taps: layer -> called with the outputs of that layer for some rows: F32 [n_embd, at least n], n,
-    and the position of the first row. The call enqueues on the compute stream what it wants of
-    them, because the next layer overwrites them.
+    taps: layer -> called with the outputs of that layer for some rows of the prompt: F32 [n_embd,
+    n_rows], the first of these rows in it, their number n, and the position of the first one. The
+    rows come in order of position. The call enqueues on the compute stream what it wants of them,
+    because the next layer overwrites them.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -86,6 +89,15 @@ class Chunk:
     def end(self) -> int:
         """Return the row after the last one."""
         return self.row + self.n
+
+    @property
+    def rows(self) -> list[tuple[int, Segment]]:
+        """Return each segment, and the row of its first position."""
+        found, row = [], self.row
+        for segment in self.segments:
+            found.append((row, segment))
+            row += segment.n
+        return found
 
 
 Cut = tuple[Segment, ...]

@@ -58,7 +58,6 @@ class Reading:
         self._memory = sweeps.memory if sweeps else None
         self._sequences = engine.state
         self._n_joint = min(self._n_ubatch * _JOINT_CHUNKS, self._n_sweep)
-        self._joins = engine.speculation is None  # drafters take the taps of one prompt
         self._streams = engine.device.can.streams
         self._is_flexible = is_flexible([part.sweeps for part in engine.runner.parts])
         # each length has graphs of its own, and to build those takes longer than some more rows
@@ -185,7 +184,7 @@ class Reading:
     def _join(self, group: dict[Answer, SweepBatch], others: Sequence[Answer]) -> None:
         """Add others to a group whose prompts one sweep is going to read, as far as they fit."""
         memory = self._memory
-        if memory is None or not self._joins:
+        if memory is None:
             return
         for other in others:
             if len(group) == _MOST_PROMPTS:
@@ -249,7 +248,8 @@ class Reading:
                 batches = [replace(batches[0], rows_of=rows_of)]
         if len(group) == 1:
             (answer,) = group
-            batches = [self._drafting.tapped(self._first_part(answer, batches[0]))]
+            batches = [self._first_part(answer, batches[0])]
+        batches = [self._drafting.tapped(batch) for batch in batches]
         sweep = self._passes.begin_prompts(batches)
         for answer, swept in zip(group, sweep.prompts):
             answer.sweep, answer.swept = sweep, swept

@@ -198,7 +198,7 @@ def test_sums_that_are_finished_first_differ_in_last_bits_only(
     """The way of CUDA, on the CPU: experts in the ring are added to a finished sum."""
     rows: list[npt.NDArray[np.float32]] = []
 
-    def tap(hidden: Tensor, n: int, first: int) -> None:
+    def tap(hidden: Tensor, row: int, n: int, first: int) -> None:
         rows.append(read_tensor(hidden)[:n].copy())
 
     ids = np.arange(300, dtype=np.int32) % 50
@@ -350,9 +350,9 @@ def test_a_tap_sees_the_rows_of_its_layer(open_engine: Open) -> None:
     ids, seen = prompt(engine, 150, seed=11), {}
     parts = [plain.forward_nodes(ids[at : at + 64], at) for at in range(0, 150, 64)]
 
-    def tap(il: int) -> Callable[[Tensor, int, int], None]:
-        def take(hidden: Tensor, n: int, first: int) -> None:
-            seen[il] = first, read_tensor(hidden)[:n].copy()
+    def tap(il: int) -> Callable[[Tensor, int, int, int], None]:
+        def take(hidden: Tensor, row: int, n: int, first: int) -> None:
+            seen[il] = first, read_tensor(hidden)[row : row + n].copy()
 
         return take
 
