@@ -178,20 +178,20 @@ class DFlashDrafter:
             self._rings.restart(slot, first)
         return {il: partial(self._read_rows, slot, il) for il in self.taps}
 
-    def _read_rows(self, slot: int, il: int, hidden: Tensor, n: int, first: int) -> None:
+    def _read_rows(self, slot: int, il: int, hidden: Tensor, row: int, n: int, first: int) -> None:
         """Fuse the outputs of a tapped layer for rows of a prompt; after the last, make K and V."""
-        chunks = [(row, min(self._chunk, n - row)) for row in range(0, n, self._chunk)]
-        for row, m in chunks:
-            built = self._fuse_graph(hidden, il, row, m)
+        chunks = [(row + at, min(self._chunk, n - at)) for at in range(0, n, self._chunk)]
+        for at, m in chunks:
+            built = self._fuse_graph(hidden, il, at, m)
             self._launch(built, "the drafter's features of a prompt")
         if il != self.taps[-1]:
             return
         places = first + np.arange(n)
-        self._memory.send_prompt(places, self._cells(slot, places))
+        self._memory.send_prompt(row, places, self._cells(slot, places))
         self._rings.truncate(slot, first)
         self._rings.spans[slot].grow(n)  # before the rows are written, so that they are cleared
-        for row, m in chunks:
-            self._launch(self._prompt_graph(row, m), "the drafter's K and V of a prompt")
+        for at, m in chunks:
+            self._launch(self._prompt_graph(at, m), "the drafter's K and V of a prompt")
 
     def _fuse_graph(self, hidden: Tensor, il: int, row: int, n: int) -> BuiltGraph:
         """Return the graph that adds rows [row, row + n) of a tap, hidden, to the features."""

@@ -108,11 +108,12 @@ class MtpDrafter(KeepsNoRows):
         return {self._layer: partial(self._read_rows, slot, tokens, first)}
 
     def _read_rows(
-        self, slot: int, ids: npt.NDArray[np.int32], start: int, hidden: Tensor, n: int, first: int
-    ) -> None:
-        """Enqueue K and V of n positions from first on; hidden: l_out of the last layer there.
+        self, slot: int, ids: npt.NDArray[np.int32], start: int,
+        hidden: Tensor, row: int, n: int, first: int,
+    ) -> None:  # fmt: skip
+        """Enqueue K and V of n positions from first on, whose l_out of the last layer is in hidden.
 
-        ids: the tokens of the positions from start on.
+        ids: the tokens of the positions from start on. row: of the first position in hidden.
         """
         memory, most = self.memory, self.memory.max_rows
         for at in range(0, n, most):
@@ -121,7 +122,7 @@ class MtpDrafter(KeepsNoRows):
             if at == 0:  # the position before these was computed earlier
                 self._copy(self._last_out, slot, memory.before, 0, 1)
                 skipped = 1
-            self._copy(hidden, at - 1 + skipped, memory.before, skipped, m - skipped)
+            self._copy(hidden, row + at - 1 + skipped, memory.before, skipped, m - skipped)
             n_padded = self._padded(m)
             built = self._known(n_padded)
             tokens = ids[first - start + at :][:m]

@@ -320,8 +320,8 @@ class Speculation:
 def _all_of(taps: list[Tap]) -> Tap:
     """Return a tap that calls several ones."""
 
-    def call(rows: Tensor, n: int, first: int) -> None:
+    def call(rows: Tensor, row: int, n: int, first: int) -> None:
         for tap in taps:
-            tap(rows, n, first)
+            tap(rows, row, n, first)
 
     return taps[0] if len(taps) == 1 else call

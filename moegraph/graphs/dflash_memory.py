@@ -171,10 +171,14 @@ class DraftMemory:
         pos, taken, *cells = self._word_leaves(b, self._at.rows, n, n, 2)
         return pos, taken, cells
 
-    def send_prompt(self, places: Longs, cells: Sequence[Ints]) -> None:
-        """Enqueue the upload of positions of rows of a prompt, and where K and V go."""
+    def send_prompt(self, row: int, places: Longs, cells: Sequence[Ints]) -> None:
+        """Enqueue the upload of positions of rows of a prompt, and where K and V go.
+
+        row: the first of these rows.
+        """
         words = np.zeros((1 + self._n_rings, self._n_sweep), np.int32)
-        words[:, : len(places)] = np.stack([places, *(cell.astype(np.int64) for cell in cells)])
+        found = np.stack([places, *(cell.astype(np.int64) for cell in cells)])
+        words[:, row : row + len(places)] = found
         self._send_words(self._at.prompt, [words.reshape(-1)])
 
     def prompt_leaves(self, b: Builder, row: int, n: int) -> tuple[Tensor, list[Tensor]]:

@@ -255,7 +255,7 @@ class Runner(ABC):
     def sweep(self, *batches: SweepBatch) -> Sweep:
         """Return a sweep over prompts of different sequences; `Sweep.begin` begins it.
 
-        Several have neither taps nor results of all rows, and `may_join` is true of them.
+        Several have no results of all rows, and `may_join` is true of them.
 
         Raises:
             InternalError: there is no memory for sweeps.

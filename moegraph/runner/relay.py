@@ -35,11 +35,12 @@ class Relay:
     def relayed(self, tap: Tap) -> Tap:
         """Return what calls a tap of a prompt with a copy of its rows."""
 
-        def call(rows: Tensor, n: int, first: int) -> None:
+        def call(rows: Tensor, row: int, n: int, first: int) -> None:
             if self._rows is None:
                 raise InternalError("there is no memory for the taps of a prompt")
-            self._boundary.copy(rows, self._rows.all, 4 * self._stage.hp.n_embd * n)
-            tap(self._rows.all, n, first)
+            size = 4 * self._stage.hp.n_embd
+            self._boundary.copy(rows, self._rows.all, size * n, size * row, size * row)
+            tap(self._rows.all, row, n, first)
 
         return call
 

@@ -12,7 +12,7 @@ is sent once, through a ring of groups of slots, and then computed for all rows 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from ..graphs.inputs import PassShape
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from ..resident.hostcopies import StatesCopy
 from .results import NotFinite, Output
-from .sweep_batch import Chunk, Form, SweepBatch, Tap
+from .sweep_batch import Chunk, Form, SweepBatch, Taps
 from .sweeps import MAX_AHEAD, Sweeps
 from .swept import SweptPrompt
 
@@ -51,12 +51,12 @@ class _Book(NamedTuple):
 class StageSweep:
     """What one stage does of a sweep.
 
-    prompts: what is computed; their states at the cuts go to `saved`. taps: of the only prompt, as
-    the stage calls them. n_done: chunks of layers that are enqueued.
+    prompts: what is computed; their states at the cuts go to `saved`. taps: as the stage
+    calls them. n_done: chunks of layers that are enqueued.
     """
 
     def __init__(
-        self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], taps: Mapping[int, Tap], form: Form
+        self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], taps: Taps, form: Form
     ) -> None:
         self._s, self._taps = sweeps, taps
         self._is_plain, self._is_rounded = form is Form.PLAIN, form is Form.ROUNDED
@@ -401,31 +401,35 @@ class StageSweep:
 
     def _end_layer(self, il: int, part: list[Chunk], lacks: bool) -> None:
         s, n_rows = self._s, part[-1].end
-        tap = self._taps.get(il)
-        if tap:
-            tap(s.memory.hidden, n_rows, part[0].segments[0].first)
-        if self._state.last_out is not None and il == s.stage.layers[-1]:
-            self._keep_last_out(self._state.last_out, part)
+        rows = [one for chunk in part for one in chunk.rows]
+        last_out = self._state.last_out if il == s.stage.layers[-1] else None
+        # those of one prompt lie together
+        for group in [rows] if len(self._prompts) == 1 else [[one] for one in rows]:
+            row, (slot, first, _) = group[0]
+            tap = self._taps.get(slot, {}).get(il)
+            if tap:
+                tap(s.memory.hidden, row, sum(segment.n for _, segment in group), first)
+            if last_out is not None:
+                self._keep_last_out(last_out, group)
         if s.residency is not None:
             done = None if lacks else s.layer_done[il % 2]  # the host has read what a layer lacks
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)
             self._books.append(_Book(il, n_rows, done))
 
-    def _keep_last_out(self, last_out: Tensor, part: list[Chunk]) -> None:
-        """Enqueue copies of the output of each sequence's last row, and of those before cuts."""
+    def _keep_last_out(self, last_out: Tensor, rows: list[tuple[int, Segment]]) -> None:
+        """Enqueue copies of the output of a prompt's last row of these, and of those before cuts.
+
+        A tap of rows that come later reads it.
+        """
         memory = self._s.memory
-        ends = {segment.slot: segment.end for chunk in part for segment in chunk.segments}
-        for chunk in part:
-            row = chunk.row - 1
-            for slot, first, n in chunk.segments:
-                row += n
-                copies = self._prompts[slot].saved
-                copy = next((copy for copy in copies if copy.n_past == first + n), None)
-                if copy or ends[slot] == first + n:
-                    memory.copy(memory.hidden, row, last_out, slot, 1)
-                if copy:
-                    self._save(copy, slot, [last_out])
+        for row, (slot, first, n) in rows:
+            copies = self._prompts[slot].saved
+            copy = next((copy for copy in copies if copy.n_past == first + n), None)
+            if copy or row == rows[-1][0]:
+                memory.copy(memory.hidden, row + n - 1, last_out, slot, 1)
+            if copy:
+                self._save(copy, slot, [last_out])
 
     def _record_books(self) -> None:
         """Record the choice in the last layer, while the device computes the next one."""

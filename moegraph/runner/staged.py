@@ -18,7 +18,7 @@ from .flights import Flights
 from .relay import Relay
 from .results import Output
 from .sweep import Sweep
-from .sweep_batch import SweepBatch, Tap
+from .sweep_batch import SweepBatch, Taps
 
 
 class StagedRunner:
@@ -168,12 +168,15 @@ class StagedRunner:
         each = [part.sweeps for part in self.parts if part.sweeps]
         if len(each) < len(self.parts):
             raise InternalError("a stage has no memory for prompts")
-        taps: list[dict[int, Tap]] = [{} for _ in self.parts]
-        last = batches[0].taps
+        taps: list[Taps] = [{} for _ in self.parts]
+        taps[-1] = {batch.slot: batch.taps for batch in batches}
         for i, relay in self._relays.items():
             mine = self.parts[i].stage.layers
-            taps[i] = {il: relay.relayed(tap) for il, tap in last.items() if il in mine}
-        return Sweep(each, batches, self._boundaries, [*taps[:-1], last])
+            taps[i] = {
+                slot: {il: relay.relayed(tap) for il, tap in found.items() if il in mine}
+                for slot, found in taps[-1].items()
+            }
+        return Sweep(each, batches, self._boundaries, taps)
 
     def reserve_graphs(self, n_draft: int = 0) -> None:
         """Build the graphs of the largest passes; see `Runner.reserve_graphs`."""

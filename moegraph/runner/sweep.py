@@ -13,7 +13,7 @@ chunks at once. Otherwise parts are as long as possible, so that experts are sen
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -25,7 +25,18 @@ from .batch import Predicate
 from .boundary import Boundary
 from .results import NotFinite, Output
 from .stage_sweep import StageSweep
-from .sweep_batch import Chunk, Cut, Form, SweepBatch, Tap, cut_chunks, cut_parts, cut_together
+from .sweep_batch import (
+    Chunk,
+    Cut,
+    Form,
+    SweepBatch,
+    Taps,
+    cut_chunks,
+    cut_growing,
+    cut_parts,
+    cut_together,
+    part_end,
+)
 from .sweep_memory import SweepMemory
 from .sweeps import Sweeps
 from .swept import SweptPrompt
@@ -52,29 +63,32 @@ class Sweep:
         each: Sequence[Sweeps],
         batches: Sequence[SweepBatch],
         boundaries: Sequence[Boundary] = (),
-        taps: Sequence[Mapping[int, Tap]] = (),
+        taps: Sequence[Taps] = (),
     ) -> None:
-        """each: of the stages, in order of layers. boundaries: between them. taps: of the only
-        batch, as each stage calls them; empty if there is one stage.
+        """each: of the stages, in order of layers. boundaries: between them. taps: as each stage
+        calls them; empty if there is one stage.
 
-        The caller has checked token ids and context length. Several batches have neither taps nor
-        results of all rows, and `may_join` was true of them.
+        The caller has checked token ids and context length. Several batches have no results of all
+        rows, and `may_join` was true of them. Only one may have `rows_of`, where
+        `is_flexible`.
         """
         self._each, self._boundaries = each, boundaries
         sequences = each[0].stage.sequences
         self.prompts = [SweptPrompt(batch, sequences) for batch in batches]
         memory = each[0].memory
         chunks = cut(memory, batches, sequences)
-        taps = taps or [batches[0].taps]
+        taps = taps or [{batch.slot: batch.taps for batch in batches}]
         # a drafter takes the taps of one part after another
-        self._is_tapped = any(taps[:-1])
-        flows = len(each) > 1 and not self._is_tapped and all(one.ring is None for one in each)
-        n_rows = max_rows_of(memory, batches) if flows else memory.n_rows
+        self._is_tapped = any(tap for mine in taps[:-1] for tap in mine.values())
+        no_ring = all(one.ring is None for one in each)
+        self._flows = len(each) > 1 and not self._is_tapped and no_ring
+        n_rows = max_rows_of(memory, batches) if self._flows else memory.n_rows
         self._parts = cut_parts(chunks, n_rows, memory.inputs.n_chunks)
         self.is_open = self.is_undone = False
         form = form_of(memory, batches, chunks)
         self._stages = [StageSweep(one, self.prompts, mine, form) for one, mine in zip(each, taps)]
-        self.n_steps = each[0].stage.hp.n_layer * len(chunks)
+        self._n_layer = each[0].stage.hp.n_layer
+        self.n_steps = self._n_layer * len(chunks)
         self._work = self._run()
         self.upcoming: SweepStep | None = None
 
@@ -152,6 +166,8 @@ class Sweep:
         while ended[-1] < len(parts):
             for i in reversed(range(n)):
                 if work[i] is None and self._may_begin(i, begun, ended):
+                    if i == 0:
+                        self._cut_rest(begun[0])
                     self._take_rows(i, parts[begun[i]])
                     begun[i] += 1
                     work[i] = self._stages[i].run(parts[begun[i] - 1], begun[i] == len(parts))
@@ -178,6 +194,19 @@ class Sweep:
         if self._is_tapped and i == 0:
             is_free = ended[-1] == begun[0]
         return begun[i] < len(self._parts) and has_rows and is_free
+
+    def _cut_rest(self, n_begun: int) -> None:
+        """Cut the parts that have not begun again, if chunks may get another length."""
+        batch, memory, n_past = self.batch, self._each[0].memory, self.prompts[0].n_past
+        if not batch.rows_of:
+            return
+        n_done = sum(part[-1].end for part in self._parts[:n_begun])
+        max_rows = min(batch.rows_of(n_past + part_end(batch, n_done)), memory.max_rows)
+        n_rows = max_rows if self._flows else memory.n_rows
+        self._parts[n_begun:] = cut_growing(
+            batch, n_past, n_done, max_rows, n_rows, memory.inputs.n_chunks
+        )
+        self.n_steps = self._n_layer * sum(map(len, self._parts))
 
     def _take_rows(self, i: int, part: list[Chunk]) -> None:
         """Enqueue the copy of the rows of a part from the stage before."""
@@ -247,6 +276,14 @@ class Sweep:
                 prompt.undo()
             self.is_undone, self.is_open = True, False
         self._free()
+
+
+def is_flexible(each: Iterable[Sweeps | None]) -> bool:
+    """Return whether the chunks of a prompt may get another length while it is read.
+
+    A device with streams has graphs for few lengths, and missing experts are sent for whole parts.
+    """
+    return all(one and one.ring is None and not one.device.can.streams for one in each)
 
 
 def max_rows_of(memory: SweepMemory, batches: Sequence[SweepBatch]) -> int:

@@ -13,7 +13,12 @@ from ..ggml.ops import Tensor
 from ..graphs.chunk import MAX_SEQS, Segment, rounded_places, rounded_seqs
 from ..graphs.head import Results
 
-Tap = Callable[[Tensor, int, int], None]
+Tap = Callable[[Tensor, int, int, int], None]
+# Sequence -> layer -> its tap.
+Taps = Mapping[int, Mapping[int, Tap]]
+
+# A part of a prompt that may be cut again has so many times the rows of all parts before it.
+_GROWTH = 3
 
 
 @dataclass(frozen=True)
@@ -26,10 +31,14 @@ class SweepBatch:
     in `Sweep.saved` once it has ended, as far as there was memory for them.
     as_pass: compute it as one pass.
     max_rows: most rows of a chunk, if fewer than there is memory for; 0: as many as that.
+    rows_of: called when a part begins with the positions before which it ends, returns the most
+    rows of its chunks; None: `max_rows`. The first part then is one chunk, and later ones are
+    longer.
     is_rounded: rows of chunks are rounded up, so that few graphs serve prompts of all lengths.
-    taps: layer -> called with the outputs of that layer for some rows: F32 [n_embd, at least n], n,
-    and the position of the first row. The call enqueues on the compute stream what it wants of
-    them, because the next layer overwrites them.
+    taps: layer -> called with the outputs of that layer for some rows of the prompt: F32 [n_embd,
+    n_rows], the first of these rows in it, their number n, and the position of the first one. The
+    rows come in order of position. The call enqueues on the compute stream what it wants of them,
+    because the next layer overwrites them.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -40,6 +49,7 @@ class SweepBatch:
     cuts: Sequence[int] = ()
     as_pass: bool = False
     max_rows: int = 0
+    rows_of: Callable[[int], int] | None = None
     is_rounded: bool = False
     taps: Mapping[int, Tap] = field(default_factory=dict)
 
@@ -79,6 +89,15 @@ class Chunk:
     def end(self) -> int:
         """Return the row after the last one."""
         return self.row + self.n
+
+    @property
+    def rows(self) -> list[tuple[int, Segment]]:
+        """Return each segment, and the row of its first position."""
+        found, row = [], self.row
+        for segment in self.segments:
+            found.append((row, segment))
+            row += segment.n
+        return found
 
 
 Cut = tuple[Segment, ...]
@@ -163,4 +182,31 @@ def cut_parts(chunks: Sequence[Cut], n_rows: int, n_chunks: int) -> list[list[Ch
             n_used = 0
         parts[-1].append(Chunk(n_used, segments))
         n_used += n
+    return parts
+
+
+def part_end(batch: SweepBatch, n_done: int) -> int:
+    """Return how many rows a prompt has at most after the part that begins after n_done rows.
+
+    The first part is one chunk; this counts as if it had no rows.
+    """
+    return min(len(batch.tokens), (1 + _GROWTH) * n_done)
+
+
+def cut_growing(
+    batch: SweepBatch, n_past: int, n_done: int, max_rows: int, n_rows: int, n_chunks: int
+) -> list[list[Chunk]]:
+    """Return the parts of what is left of a prompt after n_done rows; others: as in `cut_parts`.
+
+    The first part is one chunk, and each later one is longer than all before it: so the length of
+    chunks can soon follow what they take, and all weights are read only a few times.
+    """
+    parts: list[list[Chunk]] = []
+    n = len(batch.tokens)
+    while n_done < n:
+        size = max_rows * max(1, (part_end(batch, n_done) - n_done) // max_rows)
+        size = min(size, n - n_done)
+        chunks = cut_chunks(size, n_past + n_done, max_rows, batch.cuts, batch.slot)
+        parts += cut_parts(chunks, n_rows, n_chunks)
+        n_done += size
     return parts

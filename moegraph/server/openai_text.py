@@ -60,6 +60,8 @@ class _Run(Exchange):
     def usage(self) -> Usage:
         """Return the sum over all prompts."""
         n, usages = self.body.n_choices, self.talk.usages
+        if len(usages) == 1:
+            return usages[0]
         sums = [total(usages[i : i + n]) for i in range(0, len(usages), n)]
         return replace(
             total(sums),

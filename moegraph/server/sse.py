@@ -17,11 +17,13 @@ PING_S = 10.0
 # A client that takes nothing for so long has gone, or never will.
 STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
+# json.dumps would make an encoder for each event
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def encode(value: object) -> str:
     """Return JSON in one line, as every answer of the server is written."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 def data(value: object) -> bytes:

@@ -179,6 +179,8 @@ class Talk:
 def total(usages: Sequence[Usage]) -> Usage:
     """Return what several choices for one prompt have cost together; times are the longest."""
     first = usages[0]
+    if len(usages) == 1:  # as for nearly every token that is told
+        return first
     return replace(
         first,
         n_generated=sum(u.n_generated for u in usages),

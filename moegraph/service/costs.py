@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..kinds import SweepStep
 from .stepcosts import StepCosts
@@ -11,29 +11,23 @@ from .stepcosts import StepCosts
 # How much a measurement counts beside those before it; a pass that took longer than usual counts
 # less, because it may have built a graph.
 _NEWEST, _LONGER = 0.25, 0.1
-# What a decode pass earns for prompts, of its own time: usually, and at most.
-SHARE, MOST_SHARE = 0.65, 12.0
+# What a decode pass earns for prompts, of its own time: usually, if each piece of work is measured
+# by itself, and at most.
+SHARE, MEASURED_SHARE, MOST_SHARE = 0.65, 0.8, 12.0
 # What a row of a prompt takes counts as if it were known from so many rows: steps of several kinds
 # take turns.
 _KNOWN_ROWS = 512
-# Each length of a chunk has graphs of its own; so there are few, each this times shorter.
-_FEWER = 2
+# Lengths of chunks, the longest first. Each has graphs of its own; so there are few where to build
+# these takes long: each half as long as the one before.
+_SIZES = tuple(size for bit in range(14, 2, -1) for size in (1 << bit, 3 << bit - 2))
 # Rows of a pass over a piece of a prompt.
 PIECES = (32, 128, 512)
-
-
-def prompt_share(n_reading: int, n_decoding: int) -> float:
-    """Return what a decode pass earns for prompts, of its own time.
-
-    n_reading: requests whose prompts are read, or wait for that and have a slot. The more they are
-    beside those that decode, the more it is.
-    """
-    return min(max(1.0, n_reading / max(n_decoding, 1)) * SHARE, MOST_SHARE)
 
 
 class Costs:
     """Running means, in seconds; None where nothing was measured.
 
+    share: what a decode pass usually earns for prompts, of its own time.
     upcoming: the next step of the sweep under way; None without one. row_s: a row of a prompt in
     all layers. request_s: a request from the start of its prompt to its end.
 
@@ -42,6 +36,7 @@ class Costs:
     """
 
     def __init__(self) -> None:
+        self.share = SHARE
         self.upcoming: SweepStep | None = None
         self.request_s: float | None = None
         self.row_s: float | None = None
@@ -56,6 +51,14 @@ class Costs:
         near = _nearest(self._pass_s, n_rows)
         return None if near is None else self._pass_s[near]
 
+    def prompt_share(self, n_reading: int, n_decoding: int) -> float:
+        """Return what a decode pass earns for prompts, of its own time.
+
+        n_reading: requests whose prompts are read, or wait for that and have a slot. The more they
+        are beside those that decode, the more it is.
+        """
+        return min(max(1.0, n_reading / max(n_decoding, 1)) * self.share, MOST_SHARE)
+
     # sweeps
 
     @property
@@ -68,21 +71,34 @@ class Costs:
         return self._steps.seconds(step)
 
     def chunk_rows(
-        self, most: int, least: int, n_rows: int, n_kv: int, share: float = SHARE
+        self,
+        most: int,
+        least: int,
+        n_rows: int,
+        n_kv: int,
+        share: float | None = None,
+        is_fine: bool = False,
     ) -> int:
         """Return the rows of a chunk, in these limits, for a sweep beside passes of n_rows rows.
 
-        n_kv: positions that the last chunk attends to. share: what a step may take of a pass.
+        n_kv: positions that the last chunk attends to. share: what a step may take of a pass, if
+        not the usual share.
+        is_fine: there may be chunks of many lengths.
         Chunks are short if nothing was measured. If none is short enough, they are the shortest
         that is allowed.
         """
-        pass_s, rows = self.pass_s(n_rows), most
-        while pass_s and rows // _FEWER >= least:
+        pass_s = self.pass_s(n_rows) if n_rows else None
+        if not pass_s:
+            return most
+        lengths = (size for size in _SIZES if size < most) if is_fine else _halves(most)
+        rows, most_s = most, pass_s * (self.share if share is None else share)
+        for shorter in lengths:
             steps = SweepStep("recurrent", rows), SweepStep("attention", rows, n_kv)
             found = [self.of_step(step) for step in steps]
-            if all(seconds is not None and seconds <= share * pass_s for seconds in found):
+            fits = all(seconds is not None and seconds <= most_s for seconds in found)
+            if fits or shorter < least:
                 break
-            rows //= _FEWER
+            rows = shorter
         return rows
 
     def note_round(
@@ -158,6 +174,13 @@ class Costs:
     def note_request(self, seconds: float) -> None:
         """Learn from a request that has ended by itself."""
         self.request_s = _mean(self.request_s, seconds, _NEWEST)
+
+
+def _halves(n: int) -> Iterator[int]:
+    """Yield half of n, a quarter and so on."""
+    while n > 1:
+        n //= 2
+        yield n
 
 
 def _size(n_rows: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,11 +14,11 @@ from ..errors import InternalError, MoegraphError, PoolFull
 from ..kinds import SHORT_PROMPT
 from ..resident.hostcopies import StatesCopy
 from ..runner import Output
-from ..runner.sweep import Sweep, may_join
+from ..runner.sweep import Sweep, is_flexible, may_join
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 from .answers import Answers
-from .costs import PIECES, prompt_share
+from .costs import PIECES
 from .drafting import Drafting
 from .swapping import Swapping
 
@@ -57,8 +58,8 @@ class Reading:
         self._memory = sweeps.memory if sweeps else None
         self._sequences = engine.state
         self._n_joint = min(self._n_ubatch * _JOINT_CHUNKS, self._n_sweep)
-        self._joins = engine.speculation is None  # drafters take the taps of one prompt
         self._streams = engine.device.can.streams
+        self._is_flexible = is_flexible([part.sweeps for part in engine.runner.parts])
         # each length has graphs of its own, and to build those takes longer than some more rows
         self._rounds = self._streams and engine.config.n_seq > 1
         self._answers, self._tally = answers, answers.tally
@@ -111,7 +112,7 @@ class Reading:
             group[answer] = batch
             if not is_sweeping:
                 self._join(group, others)
-            if is_sweeping or (len(group) == 1 and len(batch.tokens) <= SHORT_PROMPT):
+            if is_sweeping or (len(group) == 1 and self._is_piece(len(batch.tokens))):
                 answer.rest = batch
                 return
             with self._answers.cancelling(*group):
@@ -127,6 +128,19 @@ class Reading:
             self._answers.failed([answer], error)
         except MoegraphError as error:
             self._answers.failed(list(group) or [answer], error)
+
+    def _is_piece(self, n_rows: int) -> bool:
+        """Return whether a prompt is so short that it is read as one pass.
+
+        Unless others wait for that too long, and a sweep costs no more.
+        """
+        if n_rows > SHORT_PROMPT:
+            return False
+        costs, n_others = self._tally.costs, self._answers.n_busy - 1
+        if not (self._is_flexible and n_others):
+            return True
+        piece_s, pass_s = costs.piece_s(n_rows), costs.pass_s(n_others)
+        return None not in (piece_s, pass_s) and (piece_s or 0.0) <= costs.share * (pass_s or 0.0)
 
     def _enter(self, answer: Answer, most: int) -> SweepBatch | None:
         """Give a request a slot, which holds what is known of its prompt; return the rest of it.
@@ -170,7 +184,7 @@ class Reading:
     def _join(self, group: dict[Answer, SweepBatch], others: Sequence[Answer]) -> None:
         """Add others to a group whose prompts one sweep is going to read, as far as they fit."""
         memory = self._memory
-        if memory is None or not self._joins:
+        if memory is None:
             return
         for other in others:
             if len(group) == _MOST_PROMPTS:
@@ -199,20 +213,25 @@ class Reading:
         n_cached = len(answer.ids) - self.n_rest(answer)
         return n_common(answer.ids, other.ids) > n_cached + _SHARED
 
-    def _chunk_rows(self, batches: Sequence[SweepBatch]) -> int:
+    def _chunk_rows(self, batches: Sequence[SweepBatch], n_kv: int = 0) -> int:
         """Return the rows of a chunk beside other requests: so few that steps take a short time.
 
-        But not so few that the chunks would need one more sweep.
+        But not so few that the chunks would need one more sweep, unless they get longer later.
+        n_kv: positions that the last chunk attends to; 0: those after the prompts.
         """
         n_rows = sum(len(batch.tokens) for batch in batches)
         n_chunks = self._n_chunks - sum(len(batch.cuts) + 1 for batch in batches)
-        fewest = _CHUNK_STREAMS if self._streams else _CHUNK
-        least = max(fewest, -(-min(n_rows, self._n_sweep) // max(n_chunks, 1)))
+        least = _CHUNK_STREAMS if self._streams else _CHUNK
+        is_flexible = self._is_flexible and len(batches) == 1
+        if not is_flexible:
+            least = max(least, -(-min(n_rows, self._n_sweep) // max(n_chunks, 1)))
         n_busy = self._answers.n_busy - len(batches)
-        n_kv = max(len(self._passes.held(one.slot)) + len(one.tokens) for one in batches)
+        for one in () if n_kv else batches:
+            n_kv = max(n_kv, len(self._passes.held(one.slot)) + len(one.tokens))
         most = min(self._n_ubatch, n_rows)
-        share = prompt_share(len(batches), n_busy)
-        return self._tally.costs.chunk_rows(most, least, n_busy, n_kv, share)
+        costs = self._tally.costs
+        share = costs.prompt_share(len(batches), n_busy)
+        return costs.chunk_rows(most, least, n_busy, n_kv, share, is_flexible)
 
     def _begin_sweep(self, group: dict[Answer, SweepBatch]) -> None:
         """Begin the sweep of some prompts.
@@ -224,9 +243,13 @@ class Reading:
         if self._answers.n_busy > len(group):
             max_rows = self._chunk_rows(batches)
             batches = [replace(batch, max_rows=max_rows) for batch in batches]
+            if self._is_flexible and len(batches) == 1:
+                rows_of = partial(self._chunk_rows, batches)
+                batches = [replace(batches[0], rows_of=rows_of)]
         if len(group) == 1:
             (answer,) = group
-            batches = [self._drafting.tapped(self._first_part(answer, batches[0]))]
+            batches = [self._first_part(answer, batches[0])]
+        batches = [self._drafting.tapped(batch) for batch in batches]
         sweep = self._passes.begin_prompts(batches)
         for answer, swept in zip(group, sweep.prompts):
             answer.sweep, answer.swept = sweep, swept
@@ -263,7 +286,7 @@ class Reading:
         """Run a step of the sweep that is under way, and more if they take so long in all.
 
         None comes after a step that built graphs: what these take is not in the expected time.
-        Return what such steps take; None: not known.
+        Return what such steps take; None: not known, so others go first now.
 
         Raises:
             MoegraphError: nothing more can be computed.
@@ -281,9 +304,10 @@ class Reading:
                     more = self._step(sweep, group)
                     costs.upcoming = step = sweep.upcoming
                     next_s = costs.step_s if step else None
-                    if next_s is None or took_s + next_s > seconds:
-                        break
                     if n_built != self._tally.n_built:
+                        expected_s = None
+                        break
+                    if next_s is None or took_s + next_s > seconds:
                         break
                     took_s += next_s
                 if not (more and self._streams):
@@ -325,7 +349,8 @@ class Reading:
         if not (sweep and swept):
             return
         n_new = len(swept.batch.tokens)
-        answer.n_read = swept.n_past + n_new * sweep.n_done // sweep.n_steps
+        n_read = swept.n_past + n_new * sweep.n_done // sweep.n_steps
+        answer.n_read = max(answer.n_read, n_read)  # chunks may have become shorter
         answer.n_rest = len(answer.ids) - answer.n_read
         answer.tell_progress()
 

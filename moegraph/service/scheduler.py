@@ -7,11 +7,11 @@ that is alone is read in *pieces* instead, each a pass of its own; so is one of 
 a sweep that has much more left. Sweep and pieces share the time for prompts equally.
 Requests whose prompts are read decode together, one pass after another.
 
-Decode passes earn time for prompts, two thirds of what they take themselves, and hardly more is
-kept. So while a long prompt is read, others wait less than twice as long for a token as usual,
-unless a single step of a sweep takes as long as a pass. But if more prompts are read than requests
-decode, or if requests with free slots wait behind a prompt that is soon read, prompts go first:
-then all decode together sooner.
+Decode passes earn time for prompts, two thirds of what they take themselves (on a CPU four fifths),
+and hardly more is kept. So while a long prompt is read, others wait less than twice as long for a
+token as usual, unless a single step of a sweep takes as long as a pass. But if more prompts are
+read than requests decode, or if requests with free slots wait behind a prompt that is soon read,
+prompts go first: then all decode together sooner.
 
 If memory for KV rows runs out, the youngest requests are moved to host memory. They come back in
 the order of their arrival, and before that no prompt begins.
@@ -27,7 +27,7 @@ from typing import Generic, TypeVar
 
 from ..errors import QueueFull
 from ..kinds import SHORT_PROMPT
-from .costs import MOST_SHARE, PIECES, SHARE, Costs, prompt_share
+from .costs import MOST_SHARE, PIECES, Costs
 
 T = TypeVar("T")
 
@@ -347,11 +347,11 @@ class Scheduler(Generic[T]):
         is_soon = not self._sweeping or self._n_left <= _SOON
         if n_behind and is_soon:
             return MOST_SHARE
-        return prompt_share(n_reading + n_behind, len(self._decoding))
+        return self.costs.prompt_share(n_reading + n_behind, len(self._decoding))
 
     def _earned_s(self, pass_s: float) -> float:
         """Return how much time for prompts a decode pass of pass_s seconds earns."""
-        return max(SHARE * pass_s, min(self._share * pass_s, _FIRST_S))
+        return max(self.costs.share * pass_s, min(self._share * pass_s, _FIRST_S))
 
     def swept(self, n_left: int, seconds: float | None) -> None:
         """Note that steps of the sweep have run, of which n_left rows of the prompt are left.

@@ -80,11 +80,6 @@ class Service:
         self._thread.start()
 
     @property
-    def is_ready(self) -> bool:
-        """Whether requests are accepted."""
-        return self._thread.is_alive() and not self._is_draining and self.failure is None
-
-    @property
     def failure(self) -> str | None:
         """Return why requests are not answered any more; None if they are.
 

@@ -12,6 +12,7 @@ from ..errors import InternalError, MoegraphError, PoolFull, ServiceClosed
 from .answer import Answer
 from .answers import Answers
 from .building import Building
+from .costs import MEASURED_SHARE
 from .decoding import Decoding
 from .drafting import Drafting
 from .reading import Reading
@@ -52,6 +53,8 @@ class ServiceLoop:
         self.is_closing = self._is_resting = False
         self.failure: str | None = None
         self.busy_since: float | None = None
+        if not engine.device.can.streams:
+            scheduler.costs.share = MEASURED_SHARE
         self._tally = Tally(scheduler.costs, lambda: engine.runner.n_built)
         self._answers = Answers(engine.passes, engine.devices, engine.config.n_seq, self._tally)
         self._answers.ahead_s = _AHEAD_S if engine.runner.mode == "whole" else _AHEAD_BUSY_S

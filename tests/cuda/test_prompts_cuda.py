@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ def first_layer(engine: Engine, n: int) -> tuple[Rows, Rows]:
     """Compute a prompt of n tokens; return the outputs of the first layer, and the last logits."""
     rows: list[Rows] = []
 
-    def tap(hidden: Tensor, m: int, first: int) -> None:
+    def tap(hidden: Tensor, row: int, m: int, first: int) -> None:
         engine.device.synchronize()
-        rows.append(read_tensor(hidden)[:m].copy())
+        rows.append(read_tensor(hidden)[row : row + m].copy())
 
     ids = np.random.default_rng(n).integers(0, engine.hparams.n_vocab, n).astype(np.int32)
     engine.reset()
@@ -114,23 +115,16 @@ def test_rows_in_pieces_or_taken_together_are_near_rows_alone(
 
 def layer_rows(engine: Engine, batches: list[SweepBatch]) -> list[Rows]:
     """Compute prompts in one sweep; return the outputs of its first layer, of each prompt."""
-    rows: list[Rows] = []
+    found: list[list[Rows]] = [[] for _ in batches]
 
-    def tap(hidden: Tensor, m: int, first: int) -> None:
+    def tap(at: int, hidden: Tensor, row: int, m: int, first: int) -> None:
         engine.device.synchronize()
-        rows.append(read_tensor(hidden)[:m].copy())
+        found[at].append(read_tensor(hidden)[row : row + m].copy())
 
-    sweep = engine.passes.begin_prompts([replace(batches[0], taps={0: tap}), *batches[1:]])
+    tapped = [replace(batch, taps={0: partial(tap, at)}) for at, batch in enumerate(batches)]
+    sweep = engine.passes.begin_prompts(tapped)
     while engine.passes.step_prompt(sweep):
         pass
-    found: list[list[Rows]] = [[] for _ in batches]
-    for part, of_part in zip(sweep._parts, rows, strict=True):
-        for chunk in part:
-            row = chunk.row
-            for segment in chunk.segments:
-                at = [batch.slot for batch in batches].index(segment.slot)
-                found[at].append(of_part[row : row + segment.n])
-                row += segment.n
     for batch, swept in zip(batches, sweep.prompts, strict=True):
         assert swept.output is not None and np.isfinite(swept.output.require_logits()).all()
         engine.forward([5], batch.slot)  # it goes on from there

@@ -88,7 +88,7 @@ class FedDrafter:
             for il in sorted(taps):
                 data = self._of(features, il)
                 C.ggml_backend_tensor_set(hidden, ffi.from_buffer(data), 0, data.nbytes)
-                taps[il](hidden, n, first)
+                taps[il](hidden, 0, n, first)
                 self.stage.device.synchronize()
             self.drafter._graphs.clear()  # they have the address of this memory
 

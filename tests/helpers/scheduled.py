@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moegraph.kinds import SweepStep
-from moegraph.service.costs import prompt_share
 from moegraph.service.scheduler import (
     Begin,
     Decode,
@@ -158,7 +157,7 @@ class Machine:
         costs, n_busy = self.scheduler.costs, len(self.rows) - len(group)
         n_rows, longest = min(self.most_rows, n), max(self.prompts[one] for one in group)
         if n_busy:
-            share = prompt_share(len(group), n_busy)
+            share = costs.prompt_share(len(group), n_busy)
             n_rows = costs.chunk_rows(n_rows, self.least_rows, n_busy, longest, share)
         chunks = [min(n_rows, n - at) for at in range(0, n, n_rows)]
         self.steps, self.swept = [], group

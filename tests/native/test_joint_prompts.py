@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers.clients import Client, alone, serving
+from helpers.drafters import write_small
 from helpers.patience import PATIENCE_S
 from helpers.placements import PLACEMENTS
 from helpers.shared import prompt
@@ -84,6 +86,52 @@ def test_prompts_read_together_have_the_bits_of_each_alone(
             expected.close()
             copy.close()
     engine.state.pool.check()
+
+
+def drafts_after(engine: Engine, batches: list[SweepBatch], together: bool) -> list[Floats]:
+    """Read prompts; return the likeliest tokens and their logarithms of a draft after each."""
+    speculation = engine.speculation
+    assert speculation is not None
+    for batch in batches:
+        speculation.begin(batch.slot, engine.passes.held(batch.slot))
+    for group in [batches] if together else [[batch] for batch in batches]:
+        sweep = engine.passes.begin_prompts(
+            [replace(b, taps=speculation.prompt_taps(b.slot, b.tokens)) for b in group]
+        )
+        while engine.passes.step_prompt(sweep):
+            pass
+        for one in sweep.prompts:
+            for copy in one.saved:
+                copy.close()
+    drafters, found = speculation.drafters.values(), list[Floats]()
+    for batch in batches:
+        engine.forward([5], batch.slot)
+        speculation.committed(batch.slot, [5])
+        speculation.settle(batch.slot)
+        for drafter in drafters:
+            draft = drafter.draft(batch.slot, 9, 4, 3)
+            found += [draft.tokens.astype(np.float32), draft.log_p]
+    return found
+
+
+@pytest.mark.parametrize(("device", "placement", "is_rounded"), [
+    ("cpu", PLACEMENTS[0], False), ("cpu", PLACEMENTS[3], True), ("cpu,cpu", PLACEMENTS[0], True),
+], ids=["whole", "few", "two devices"])  # fmt: skip
+@pytest.mark.parametrize("spec", ["mtp", "dflash"])
+def test_drafters_read_each_of_several_prompts(
+    open_engine: Open, tmp_path: Path, spec: str, device: str, placement: dict[str, Any],
+    is_rounded: bool,
+) -> None:  # fmt: skip
+    preset, settings = "mini35b", {"spec": spec, "n_draft": 4, "device": device, **placement}
+    if spec == "dflash":
+        preset, settings = "legacy32", {**settings, "draft": str(write_small(tmp_path))}
+    engine, other = (open_joint(open_engine, preset, **settings) for _ in range(2))
+    batches = [replace(batch, is_rounded=is_rounded) for batch in mixed(engine)]
+    mixed(other)
+    found = [drafts_after(one, batches, one is engine) for one in (engine, other)]
+    assert len(found[0]) == 2 * len(batches)
+    for a, b in zip(*found):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
@@ -281,6 +329,25 @@ def test_requests_that_wait_are_read_together(
         for step in client.steps:
             assert [one.token for one in step.logprobs] in ([], list(step.tokens))
     engine.state.pool.check()
+
+
+def test_requests_are_read_together_beside_a_drafter(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_joint(open_engine, "mini35b", n_ubatch=512, spec="mtp", n_draft=4)
+    swept = watched(engine, monkeypatch)
+    with serving(engine) as service:
+        requests = [
+            partial(Client, service, prompt(engine, n, seed=n), max_tokens=12)
+            for n in (140, 35, 60)
+        ]
+        clients = held(service, *requests)
+        for client in clients:
+            client.wait()
+    assert swept[0] == [140, 35, 60]
+    single = open_engine("mini35b", cpu_reference=True, n_ctx=2048)
+    for client in clients:
+        assert client.tokens == alone(single, client.request)[0]
 
 
 def test_a_cancelled_request_leaves_those_that_are_read_with_it(

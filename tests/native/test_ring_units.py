@@ -40,8 +40,8 @@ def first_layer(engine: Engine, ids: np.ndarray) -> np.ndarray:
     """Return the outputs of the first layer for a prompt, F32 numpy [n, n_embd]."""
     rows: list[np.ndarray] = []
 
-    def tap(hidden: Tensor, n: int, first: int) -> None:
-        rows.append(read_tensor(hidden)[:n].copy())
+    def tap(hidden: Tensor, row: int, n: int, first: int) -> None:
+        rows.append(read_tensor(hidden)[row : row + n].copy())
 
     sweep = engine.passes.begin_prompts([SweepBatch(ids, greedy=True, taps={0: tap})])
     while engine.passes.step_prompt(sweep):

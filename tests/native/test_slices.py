@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.clients import Client, serving
+from helpers.clients import Client, alone, serving
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
+from moegraph.kinds import SweepStep
+from moegraph.runner.sweep import Sweep
 from moegraph.service.costs import Costs
 from moegraph.service.reading import Reading
+from moegraph.service.scheduler import Decode, Read, Scheduler
 
 
 @pytest.mark.parametrize(
@@ -23,11 +27,14 @@ def test_a_step_that_builds_graphs_is_the_last_of_its_slice(
     """Otherwise a prompt of a new length stops all others for as long as tens of builds take."""
     engine = open_engine(n_seq=2, n_ctx=1024, n_ubatch=64, **settings)
     slices: list[list[bool]] = []
+    known: list[bool] = []
     read, step = Reading.read, Reading._step
 
     def noted_read(self: Reading, seconds: float) -> float | None:
         slices.append([])
-        return read(self, 10.0)  # so that nothing else ends it
+        took_s = read(self, 10.0)  # so that nothing else ends it
+        known.append(took_s is not None)
+        return took_s
 
     def noted_step(self: Reading, *given: Any) -> bool:
         before = self._tally.n_built
@@ -39,7 +46,59 @@ def test_a_step_that_builds_graphs_is_the_last_of_its_slice(
     monkeypatch.setattr(Reading, "_step", noted_step)
     monkeypatch.setattr(Costs, "step_s", property(lambda self: 1e-6 if self.upcoming else None))
     with serving(engine) as service:
-        Client(service, prompt(engine, 700, seed=1), max_tokens=2).wait()
+        for seed in (1, 2):  # the second one finds all graphs
+            Client(service, prompt(engine, 700, seed=seed), max_tokens=2).wait()
     assert any(any(one) for one in slices)
     assert not any(any(one[:-1]) for one in slices)
     assert max(map(len, slices)) > 1  # others go on
+    # and the scheduler does not go on at once with what it took to be left
+    assert not any(is_known and one[-1] for is_known, one in zip(known, slices))
+    assert any(known)
+
+
+def test_after_a_slice_of_unknown_length_others_go_first() -> None:
+    scheduler = Scheduler[str](4, 10)
+    for name in "ab":
+        scheduler.add(name)
+        scheduler.is_read(name)
+    step = scheduler.costs.upcoming = SweepStep("recurrent", 512)
+    scheduler.costs.note_round((), 2, 0.01)
+    scheduler.costs.note_round([step], 0, 0.001)
+    scheduler.add("long")
+    scheduler.began("long", 1000)
+    scheduler.decoded(2)
+    assert isinstance(scheduler.next(lambda name: 1000), Read)
+    scheduler.swept(990, 0.001)
+    assert isinstance(scheduler.next(lambda name: 990), Read)  # 5.5 ms are left
+    scheduler.swept(980, None)
+    assert isinstance(scheduler.next(lambda name: 980), Decode)
+
+
+def test_chunks_beside_others_follow_what_they_take(
+    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the prompt is read; and an answer does not depend on it."""
+    settings = {"n_ctx": 1024, "n_ubatch": 256, "cpu_reference": True}
+    engine, single = open_engine(n_seq=3, n_kv=-1, **settings), open_engine(**settings)
+    found, lengths = list[int](), iter([8, 24, 64, *[96] * 99])
+
+    def chunk_rows(self: Costs, most: int, *given: Any) -> int:
+        return next(lengths)
+
+    def noted(self: Reading, sweep: Sweep, *given: Any) -> bool:
+        if sweep.upcoming and sweep.upcoming.kind != "head":
+            found.append(sweep.upcoming.n_rows)
+        return step(self, sweep, *given)
+
+    step = Reading._step
+    monkeypatch.setattr(Reading, "_step", noted)
+    with serving(engine) as service:
+        first = Client(service, prompt(engine, 100), max_tokens=900)
+        while not first.steps:
+            time.sleep(0.001)
+        found.clear()
+        monkeypatch.setattr(Costs, "chunk_rows", chunk_rows)
+        second = Client(service, prompt(engine, 400, seed=1), max_tokens=9).wait()
+        first.ticket.cancel()
+    assert {24, 64, 96} <= set(found)
+    assert second.tokens == alone(single, second.request)[0]

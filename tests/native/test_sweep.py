@@ -99,6 +99,34 @@ def test_a_prompt_may_need_several_sweeps(open_engine: Open, monkeypatch, n_rows
     assert len(sweep._parts) == -(-500 // (n_rows // 64 * 64))
 
 
+@pytest.mark.parametrize("placement", [{}, {"devices": 2}], ids=["one stage", "two"])
+@pytest.mark.parametrize("cuts", [(), (70, 200)])
+def test_chunks_may_get_another_length_at_each_part(
+    open_engine: Open, placement: dict[str, int], cuts: tuple[int, ...]
+) -> None:
+    settings = {"device": "cpu,cpu"} if placement else {}
+    plain, engine = open_engine(), open_engine(**settings)
+    ids, lengths = prompt(plain, 500, seed=3), [8, 12, 64, 16, 48, 999]
+    asked = iter(lengths + [24] * 99)
+    sweep = begin(engine, ids, 0, True, False, rows_of=lambda n_kv: next(asked), cuts=cuts)
+    while engine.passes.step_prompt(sweep):
+        pass
+    chunks = [segment for part in sweep._parts for chunk in part for segment in chunk.segments]
+    assert [chunk.first for chunk in chunks[1:]] == [chunk.end for chunk in chunks[:-1]]
+    assert chunks[-1].end == 500 and sweep.n_done == sweep.n_steps
+    n_parts = len(sweep._parts)
+    assert n_parts > 3 and [part[0].n for part in sweep._parts[:2]] == lengths[:2]
+    assert set(cuts) <= {chunk.end for chunk in chunks}
+    expected = [plain.forward(ids[c.first : c.end], all_rows=True) for c in chunks]
+    logits = np.concatenate([one.require_logits() for one in expected])
+    np.testing.assert_array_equal(sweep.output.require_logits(), logits)
+    for copy in sweep.saved:
+        copy.close()
+    for token in ids[:4]:
+        found = [e.forward([token]).require_logits() for e in (engine, plain)]
+        np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize("preset", ["legacy32", "mini35b"])
 def test_reference_mode_is_bit_equal_for_every_chunk_size(open_engine: Open, preset: str) -> None:
     plain = open_engine(preset, cpu_reference=True)
@@ -170,7 +198,7 @@ def test_sums_that_are_finished_first_differ_in_last_bits_only(
     """The way of CUDA, on the CPU: experts in the ring are added to a finished sum."""
     rows: list[npt.NDArray[np.float32]] = []
 
-    def tap(hidden: Tensor, n: int, first: int) -> None:
+    def tap(hidden: Tensor, row: int, n: int, first: int) -> None:
         rows.append(read_tensor(hidden)[:n].copy())
 
     ids = np.arange(300, dtype=np.int32) % 50
@@ -322,9 +350,9 @@ def test_a_tap_sees_the_rows_of_its_layer(open_engine: Open) -> None:
     ids, seen = prompt(engine, 150, seed=11), {}
     parts = [plain.forward_nodes(ids[at : at + 64], at) for at in range(0, 150, 64)]
 
-    def tap(il: int) -> Callable[[Tensor, int, int], None]:
-        def take(hidden: Tensor, n: int, first: int) -> None:
-            seen[il] = first, read_tensor(hidden)[:n].copy()
+    def tap(il: int) -> Callable[[Tensor, int, int, int], None]:
+        def take(hidden: Tensor, row: int, n: int, first: int) -> None:
+            seen[il] = first, read_tensor(hidden)[row : row + n].copy()
 
         return take
 

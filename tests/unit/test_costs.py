@@ -40,6 +40,39 @@ def test_a_step_is_taken_to_cost_what_similar_ones_do_until_it_is_measured() -> 
     assert costs.of_step(SweepStep("head", 1)) is None
 
 
+def test_a_chunk_takes_what_lies_between_those_measured() -> None:
+    costs = Costs()
+    costs.note_round([layer(512)], 0, 0.0331)
+    costs.note_round([layer(8)], 0, 0.0008)
+    assert costs.of_step(layer(64)) == pytest.approx(0.0008 + 56 / 504 * 0.0323)
+    assert costs.of_step(layer(1024)) == pytest.approx(1.5 * 0.0331)
+    assert costs.of_step(layer(4)) == pytest.approx(0.75 * 0.0008)
+    assert costs.of_step(layer(64, 1000)) == costs.of_step(layer(64))
+
+
+def test_a_chunk_that_took_long_by_chance_is_tried_again() -> None:
+    costs = Costs()
+    for n_rows, seconds in ((8, 0.001), (16, 0.009), (24, 0.0024)):
+        costs.note_round([layer(n_rows)], 0, seconds)
+    assert costs.of_step(layer(16)) == pytest.approx(0.0024)
+    costs.note_round([layer(8)], 0, 0.001)
+    assert costs.of_step(layer(16)) == pytest.approx(0.002)
+    costs.note_round([layer(16)], 0, 0.004)  # it is so
+    assert costs.of_step(layer(16)) == pytest.approx(0.003)
+
+
+def test_a_cpu_has_chunks_of_more_lengths() -> None:
+    costs = Costs()
+    costs.note_round((), 2, 0.0024)
+    assert costs.chunk_rows(300, 8, 2, 300, is_fine=True) == 8
+    for _ in range(4):
+        costs.note_round([layer(8), layer(8, 300)], 0, 0.0016)
+        costs.note_round([layer(300), layer(300, 300)], 0, 0.04)
+    assert costs.chunk_rows(300, 8, 2, 300, is_fine=True) == 16  # 1.3 ms; 24 would take 1.9
+    assert costs.chunk_rows(300, 8, 2, 300) == 18
+    assert costs.chunk_rows(300, 8, 0, 300, is_fine=True) == 300  # nobody decodes
+
+
 def test_rows_of_pieces() -> None:
     costs = Costs()
     assert costs.piece_rows(900, 1.0) == costs.piece_rows(900, 0.0) == PIECES[-1]
