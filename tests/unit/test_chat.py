@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -59,6 +62,22 @@ class TestUse:
             template._child.kill()
             template._child.wait()
             assert template.render([Message("user", "one")]) == "one"
+
+    def test_a_renderer_that_the_system_stops_for_a_while_is_waited_for(self) -> None:
+        """The limit is one of CPU time: a busy machine makes no template wrong."""
+        source = "{% for i in range(99999) %}{{ i % 7 }}{% endfor %}"
+        with ChatTemplate(source, max_seconds=1) as template:
+            assert template._child is not None
+            pid = template._child.pid
+            pauses = [
+                threading.Timer(delay, os.kill, (pid, number))
+                for delay, number in ((0.02, signal.SIGSTOP), (1.2, signal.SIGCONT))
+            ]
+            for pause in pauses:
+                pause.start()
+            assert len(template.render(HELLO)) == 99999
+            for pause in pauses:
+                pause.join()
 
     def test_helpers_that_hub_templates_call(self) -> None:
         assert render("{{ strftime_now('%Y') }}") == time.strftime("%Y")

@@ -6,8 +6,8 @@ rendered in this process, whose limits the kernel enforces and which holds nothi
 
 Protocol: one JSON value per line. In: limits, template; then the variables of each rendering.
 Out: ``{"ready": true}``; then ``{"text": ...}`` for each rendering. Any of these may be replaced by
-``{"error": ..., "kind": "syntax" | "refused" | "failed" | "limit"}``. SIGALRM ends the process if a
-rendering takes too long. This file runs as a script and imports nothing of moegraph.
+``{"error": ..., "kind": "syntax" | "refused" | "failed" | "limit"}``. SIGPROF ends the process if a
+rendering takes too much CPU time. This file runs as a script and imports nothing of moegraph.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
     limits = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (limits["bytes"], limits["bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
+    signal.setitimer(signal.ITIMER_PROF, limits["seconds"])
     try:
         template = build_environment().from_string(json.loads(sys.stdin.readline()))
     except jinja2.TemplateSyntaxError as error:
@@ -120,12 +120,12 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - constant folding runs expressions while compiling
         _send(_error("syntax", f"{type(error).__name__}: {error}"))
         return
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
     _send({"ready": True})
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, limits["seconds"])
         answer = render(template, json.loads(line), limits["chars"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _send(answer)
 
 

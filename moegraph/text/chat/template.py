@@ -48,7 +48,7 @@ class ChatTemplate:
         origin: its source, for messages.
         refusal: the class of error to raise if the template is at fault.
         tokens: variables of every rendering, such as bos_token.
-        max_seconds: time limit of one rendering.
+        max_seconds: CPU time limit of one rendering; a busy machine may take longer.
 
     Raises:
         MoegraphError: of the class `refusal`, if the template is too large or not valid.
@@ -196,8 +196,9 @@ class ChatTemplate:
 
     def _cause_of_death(self, child: subprocess.Popen[str]) -> dict[str, str]:
         status = child.wait()
-        if status == -signal.SIGALRM:
-            return {"kind": "limit", "error": f"more than {self._max_seconds:g} seconds"}
+        if status == -signal.SIGPROF:
+            took = f"more than {self._max_seconds:g} seconds of CPU time"
+            return {"kind": "limit", "error": took}
         return {"kind": "limit", "error": f"its process ended with status {status}"}
 
     def _fail(self, kind: str, reason: str) -> None:
