@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -148,7 +149,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--depth", type=bench.positive, default=256, help="tokens of the prompt")
     p.add_argument("--repeat", type=bench.positive, default=3)
     p.add_argument("--device", default="auto")
-    p.add_argument("--draft-vocab", type=int, default=0)
+    p.add_argument(
+        "--draft-vocab", type=int, nargs="+", default=[0],
+        help="drafts of so many tokens, one after the other; 0: of all; the script accepts as many",
+    )  # fmt: skip
     p.add_argument("--json", action="store_true")
     p.add_argument("--out", type=Path, metavar="FILE", help="append rows here, as JSON lines")
     return p
@@ -207,10 +211,10 @@ class Rows(list[dict[str, Any]]):
                 file.write(bench.json_line(one))
 
 
-def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of one limit of memory."""
+def measure(vram: str, n_vocab: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of one limit of memory. n_vocab: tokens that drafts are made of; 0: all."""
     config = EngineConfig(
-        vram=vram, device=args.device, profile="none", draft_vocab=args.draft_vocab,
+        vram=vram, device=args.device, profile="none", draft_vocab=n_vocab,
         n_ctx=args.depth + args.tokens + 64, n_draft=15,
     )  # fmt: skip
     rows = Rows(args.out)
@@ -225,7 +229,7 @@ def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 print(f"{vram} GiB: {source} loads no drafter", file=sys.stderr)
                 continue
             drafters = list(engine.speculation.drafters.values())
-            more = {"vram": vram, "slots": slots(engine)}
+            more = {"vram": vram, "draft_vocab": n_vocab, "slots": slots(engine)}
             if source == "auto":
                 use(engine, drafters, replace(config, spec="off"))
                 rows.append(row(engine, args, **more, kind="", way="loaded, off"))
@@ -297,13 +301,15 @@ def slots(engine: Engine) -> float:
 def main() -> int:
     """Measure all limits and print a table."""
     args = parser().parse_args()
-    for vram in args.vram:
-        rows = measure(vram, args)
+    for vram, n_vocab in itertools.product(args.vram, args.draft_vocab):
+        rows = measure(vram, n_vocab, args)
         if args.json:
             for one in rows:
                 print(json.dumps(one), flush=True)
         off = rows[0]["tps"]
-        print(f"{vram} GiB, {rows[0]['slots']:.0%} of the experts: {off:.1f} tok/s without drafts")
+        of = f", drafts of {n_vocab} tokens" if n_vocab else ""
+        share = f"{rows[0]['slots']:.0%} of the experts"
+        print(f"{vram} GiB, {share}{of}: {off:.1f} tok/s without drafts")
         for one in rows[1:]:
             drafts = one["drafts"]
             print(

@@ -240,9 +240,16 @@ class Speculation:
             return Proposal(plan, draft, tree.cut(most_rows), time.perf_counter() - start, odds)
         return None
 
-    def rests(self, n_left: int) -> bool:
-        """Return whether by all that is known nothing will be drafted with n_left tokens left."""
-        return n_left <= 1 or not self.controller.choose(n_left, self._failed).source
+    def rests(self, n_left: int, n_seqs: int = 1) -> bool:
+        """Return whether by all that is known nothing will be drafted with n_left tokens left.
+
+        n_seqs: how many sequences share the pass; n_left is of the one that goes on for longest.
+        """
+        if n_left <= 1:
+            return True
+        if n_seqs > 1:
+            return not self.controller.choose_for(n_seqs, n_left, self._failed).source
+        return not self.controller.choose(n_left, self._failed).source
 
     def _draft(
         self, slot: int, anchor: int, plan: Plan, most_rows: int, race: Race | None

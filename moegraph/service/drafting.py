@@ -68,8 +68,12 @@ class Drafting:
         elif self._lone is not batch[0]:
             self._lone = batch[0]
             self._clock.begin()
-        found = [self._tree(self._speculation, answer, len(batch)) for answer in batch]
-        self._n_missing = self._speculation.n_missing()
+        found, n = list[DraftTree](), len(batch)
+        # asked once for all: while drafts rest, a pass must not cost more than without drafters
+        if n == 1 or not self._speculation.rests(max(a.sequence.n_left for a in batch), n):
+            found = [self._tree(self._speculation, answer, n) for answer in batch]
+        if n == 1:  # otherwise no step is measured
+            self._n_missing = self._speculation.n_missing()
         self._clock.launch()
         return found if any(tree.n_rows > 1 for tree in found) else None
 
