@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..worker.service import Child
 
 _PORT = 50052
+# Seconds after a signal to end until it comes again; ending a child takes up to 5.
+_AGAIN_S = 6.0
 
 
 def _split(listen: str) -> tuple[str, int]:
@@ -45,6 +47,9 @@ def _make_keys(folder: Path) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    # Python drops what a handler raises while an object is finalized, so this comes once more
+    signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     raise SystemExit(0)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -192,3 +194,29 @@ def test_a_relay_ends_when_either_side_does(side: int) -> None:
 )  # fmt: skip
 def test_an_address_to_listen_on_is_read(listen: str, wanted: tuple[str, int]) -> None:
     assert _split(listen) == wanted
+
+
+_DROPPED = """
+import os, signal, time
+from moegraph.cli import worker
+worker._AGAIN_S = 0.1
+signal.signal(signal.SIGTERM, worker._stop)
+class Leaving:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+        print("dropped", flush=True)
+Leaving()
+print("goes on", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_signal_to_end_that_python_drops_comes_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _DROPPED],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stdout == "goes on\n" and "SystemExit" in done.stderr
