@@ -28,7 +28,7 @@ from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
 from ..resident import ringcopies
 from ..resident.drafthead import DraftHead
-from ..resident.draftlayout import CHUNK, N_TAKEN
+from ..resident.draftlayout import CHUNK, N_TAKEN, built_length
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
@@ -36,8 +36,6 @@ from ..resident.weights import TokenEmbedding
 from ..runner.sweep_batch import Tap
 from .drafter import N_CAPTURED, Draft, Ids, Parts, Piece, Race, empty_draft
 
-# Lengths of drafts that have graphs, where graphs are dear.
-_LENGTHS = (3, 7, 11)
 # Nodes of a layer over a block, and of a layer's K and V.
 _N_LAYER, _N_KEYS = 48, 16
 
@@ -140,9 +138,16 @@ class DFlashDrafter:
         self._fuse_graph(self._memory.features, self.taps[-1], 0, n)
         self._prompt_graph(0, n)
 
-    def warm_up(self) -> None:
-        """Run the graphs of drafts of a short text until a device has captured them."""
-        for n in [at for at in _LENGTHS if at < self.max_draft] + [self.max_draft]:
+    def limit_graphs(self, n_bytes: float) -> None:
+        """Have graphs take at most so many bytes of the device once it has captured them."""
+        self._graphs.max_device_bytes = n_bytes
+
+    def warm_up(self, longest: int) -> None:
+        """Run the graphs of drafts of a short text until a device has captured them.
+
+        longest: tokens of the longest draft that there will be.
+        """
+        for n in sorted({self._n_built(at) for at in range(1, longest + 1)}):
             for _ in range(N_CAPTURED):
                 self.draft(0, 0, n, 1)
 
@@ -315,14 +320,8 @@ class DFlashDrafter:
         )
 
     def _n_built(self, n: int) -> int:
-        """Return the length of the draft whose graph drafts n tokens.
-
-        A block takes nearly the same time for any length, and a device that captures graphs takes
-        long for a new one.
-        """
-        if not self._device.can.streams:
-            return n
-        return next((at for at in _LENGTHS if n <= at < self.max_draft), self.max_draft)
+        """Return the length of the draft whose graph drafts n tokens."""
+        return built_length(n, self.max_draft) if self._device.can.streams else n
 
     def _n_rows(self, n: int) -> int:
         """Return the rows of a block that proposes n tokens."""

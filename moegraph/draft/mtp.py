@@ -24,7 +24,7 @@ from ..graphs.mtp import (
 )
 from ..graphs.mtp_memory import MtpMemory
 from ..graphs.paged import can_page
-from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS
+from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
 from .drafter import N_CAPTURED, Draft, Ids, KeepsNoRows, Race, empty_draft
@@ -32,8 +32,6 @@ from .drawn import drawn
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
 _N_NODES = 128
-# Longest draft that is usual.
-_USUAL = 8
 
 
 class MtpDrafter(KeepsNoRows):
@@ -87,12 +85,19 @@ class MtpDrafter(KeepsNoRows):
         for races in (False, True):
             self._chain(self.max_draft, n_kv, races)
 
-    def warm_up(self) -> None:
-        """Run the graphs of usual drafts until a device has captured them; empties sequence 0."""
+    def limit_graphs(self, n_bytes: float) -> None:
+        """Have graphs take at most so many bytes of the device once it has captured them."""
+        self._graphs.max_device_bytes = n_bytes
+
+    def warm_up(self, longest: int) -> None:
+        """Run the graphs of usual drafts until a device has captured them; empties sequence 0.
+
+        longest: tokens of the longest draft that there will be.
+        """
         for _ in range(N_CAPTURED):
-            for n in range(1, min(_USUAL, self.max_draft) + 1):
+            for n in range(1, min(USUAL_MTP_DRAFT, longest, self.max_draft) + 1):
                 self.draft(0, 0, n, 1)
-            for n in (1, 2, 4, _USUAL):  # sequence 0 has pages for as many by now
+            for n in (1, 2, 4, USUAL_MTP_DRAFT):  # sequence 0 has pages for as many by now
                 self._compute(0, 0, [0] * n)
         self._block.stage.sequences.reset(0)
 

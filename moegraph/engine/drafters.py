@@ -16,9 +16,11 @@ from ..draft.opening import open_controller
 from ..draft.widths import FIRST_WIDTH
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
+from ..modelfile.hparams import HParams
 from ..modelfile.vocab import frequent_ids
 from ..placement.draftcounts import DraftCounts
 from ..placement.drafters import Sources, tap_rows
+from ..placement.draftgraphs import dflash_graph_bytes, longest_draft, mtp_graph_bytes
 from ..placement.footprint import sweep_rows
 from ..resident.drafthead import DraftHead
 from ..resident.layout import head_tensor
@@ -74,8 +76,22 @@ def open_drafters(
             if isinstance(drafter, MtpDrafter | DFlashDrafter):
                 drafter.reserve()
                 if stage.device.can.streams:
-                    drafter.warm_up()
+                    drafter.warm_up(longest_draft(config, drafter.max_draft))
     return tuple(drafters)
+
+
+def limit_graphs(
+    drafters: Sequence[Drafter], hp: HParams, config: EngineConfig, n_ctx: int
+) -> None:
+    """Let the graphs of drafters that a device captures take what the plan has for them.
+
+    hp: of the model. config: after `with_drafts`.
+    """
+    for drafter in drafters:
+        if isinstance(drafter, MtpDrafter):
+            drafter.limit_graphs(mtp_graph_bytes(hp, config))
+        elif isinstance(drafter, DFlashDrafter):
+            drafter.limit_graphs(dflash_graph_bytes(drafter.hparams, config, n_ctx))
 
 
 def _reserve_taps(

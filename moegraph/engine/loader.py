@@ -33,7 +33,7 @@ from ..resident.stage import Stage, open_stage
 from ..runner import AnyRunner
 from .cputhreads import CpuThreads
 from .devices import joined_name, open_device, open_more, places_of
-from .drafters import first_widths, open_drafters
+from .drafters import first_widths, limit_graphs, open_drafters
 from .runners import open_runners
 from .warmup import PassTimes, time_verify, warm_up
 
@@ -158,7 +158,7 @@ class _Loading:
         runner = open_runners(
             stages, rings, self._stack, config, self._profile, routing, self._times
         )
-        self._limit_graphs(runner, choice)
+        self._limit_graphs(runner, choice, drafters)
         runner.reserve_graphs(config.n_draft)
         if runner.mode == "whole":
             warm_up(runner)
@@ -179,8 +179,13 @@ class _Loading:
             times,
         )  # fmt: skip
 
-    def _limit_graphs(self, runner: AnyRunner, choice: Choice) -> None:
-        """Let captured graphs take what the plan has for them, and half of what it leaves over."""
+    def _limit_graphs(
+        self, runner: AnyRunner, choice: Choice, drafters: tuple[Drafter, ...]
+    ) -> None:
+        """Let captured graphs take what the plan has for them.
+
+        Those of the model's layers may take half of what it leaves over, too.
+        """
         for part, planned in zip(runner.parts, choice.stages):
             spare = planned.plan.margin
             if part.device.can.streams and spare is not None:
@@ -188,6 +193,8 @@ class _Loading:
                     self.hparams, self.config, self.n_ctx, planned.layers
                 )
                 part.graphs.max_device_bytes = planned_bytes + max(0, spare) // 2
+        if runner.parts[-1].device.can.streams and choice.stages[-1].plan.margin is not None:
+            limit_graphs(drafters, self.hparams, self.config, self.n_ctx)
 
     def _open_stages(
         self, choice: Choice, n_prefetch_slots: int, progress: Progress | None

@@ -14,6 +14,7 @@ from ..resident.layout import MAX_MTP_DRAFT
 from ..units import format_bytes
 from .chunksize import choose_rows
 from .drafters import Sources, drafters_bytes, is_fitting, sources_of
+from .draftgraphs import captured_drafts
 from .draftprice import Price, price_of
 from .footprint import needed_bytes, sweep_rows
 from .planner import Demand, Footprint, Plan
@@ -154,6 +155,8 @@ class _Choosing:
         drafters = 0
         if layers is None or layers.stop == self._model.hparams.n_layer:
             drafters = drafters_bytes(self._model, rows, n_ctx, sources)
+            if self._room.is_own:
+                drafters += captured_drafts(self._model.hparams, rows, n_ctx, sources)
             if self._room.places and sources.draft:  # copies of taps of other stages
                 n_sweep = sweep_rows(min(rows.n_rows, n_ctx), n_ctx)
                 drafters += 4 * self._model.hparams.n_embd * n_sweep * (len(self._room.places) - 1)

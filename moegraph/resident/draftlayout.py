@@ -22,8 +22,19 @@ EMBEDDING = "token_embd.weight"
 CHUNK = 512
 # Tokens that a sequence took whose K and V one graph makes, at most.
 N_TAKEN = 64
+# Lengths of drafts that have graphs, where graphs are dear.
+_LENGTHS = (3, 7, 11)
 # Of inputs of candidates and alignment, for each row of a block, and in all.
 _ROW_BYTES, _SMALL = 4096, 16 << 10
+
+
+def built_length(n: int, most: int) -> int:
+    """Return the length of the draft whose graph drafts n tokens, where graphs are dear.
+
+    A block takes nearly the same time for any length, and a device that captures graphs takes long
+    for a new one. most: the longest draft.
+    """
+    return next((at for at in _LENGTHS if n <= at < most), most)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,9 @@ N_GROUPS = 4
 # A graph over experts in the ring computes at most such a share of the choices of a chunk: one part
 # in so many. What it needs on the device is then not more than what a chunk needs.
 UNIT_SHARE = 2
-# Most tokens that the MTP block drafts at once; few drafts are right for so long.
-MAX_MTP_DRAFT = 16
+# Most tokens that the MTP block drafts at once; few drafts are right for so long. And how many are
+# usual.
+MAX_MTP_DRAFT, USUAL_MTP_DRAFT = 16, 8
 # Known rows whose K and V the MTP block computes at a time.
 MTP_ROWS = 256
 # Embeddings that an MTP block has for itself, after `blk.N.`.

@@ -22,7 +22,7 @@ from moegraph.modelfile.tensors import require_nextn
 from moegraph.modelfile.vocab import frequent_ids
 from moegraph.placement.drafters import kept_experts, mtp_bytes
 from moegraph.placement.footprint import needed_bytes
-from moegraph.resident.layout import MTP_ROWS
+from moegraph.resident.layout import MAX_MTP_DRAFT, MTP_ROWS
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
 from moegraph.runner.inspect import read_tensor
@@ -145,7 +145,7 @@ def test_warming_up_leaves_nothing(model_path: ModelPath) -> None:
         model.read(ids)
         wanted, cache = model.drafter.draft(0, 3, 4, 2), model.cache()
         model.state.reset(0)
-        model.drafter.warm_up()
+        model.drafter.warm_up(MAX_MTP_DRAFT)
         assert model.state.pool.n_free == model.state.pool.n_pages
         model.read(ids)
         assert_same(model.cache(), cache)

@@ -125,6 +125,24 @@ def test_auto_loads_what_is_worth_its_slots(files: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("spec", ["mtp", "dflash"])
+def test_graphs_that_a_device_captures_are_part_of_a_drafter(
+    files: tuple[Path, Path], spec: str
+) -> None:
+    """Shorter drafts have fewer graphs; the host has none in the memory that a budget counts."""
+
+    def taken(is_own: bool, draft_max: int, n_seq: int = 1) -> int:
+        settings = {"spec": spec, "draft_max": draft_max, "n_seq": n_seq, "n_ubatch": 512}
+        choice = chosen(files, 64, is_own, **settings)
+        return choice.plan.bytes["drafters"]
+
+    graphs = {n: taken(True, n) - taken(False, n) for n in (3, 7, 15)}
+    assert 1 << 20 < graphs[3] < graphs[7] < graphs[15] < 128 << 20
+    # a chain is for any sequence, a block for one
+    more = taken(True, 3, 4) - taken(False, 3, 4) - graphs[3]
+    assert more == 0 if spec == "mtp" else more > 1 << 20
+
+
+@pytest.mark.parametrize("spec", ["mtp", "dflash"])
 def test_a_named_source_is_loaded_at_any_price(files: tuple[Path, Path], spec: str) -> None:
     choice = chosen(files, 5, spec=spec)
     assert (choice.sources.mtp, bool(choice.sources.draft)) == (spec == "mtp", spec == "dflash")

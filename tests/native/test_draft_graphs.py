@@ -1,0 +1,124 @@
+"""Graphs of drafters: what a plan sets aside for those that a device captures is what they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.drafters import write_small
+from helpers.faults import events_on_cpu
+from helpers.mtp import MtpModel
+
+from moegraph.config import EngineConfig
+from moegraph.draft.dflash import DFlashDrafter
+from moegraph.draft.dspark import DSparkDrafter
+from moegraph.draft.mtp import MtpDrafter
+from moegraph.engine import Engine
+from moegraph.engine.drafters import limit_graphs
+from moegraph.modelfile.draftfile import open_drafter
+from moegraph.placement.draftgraphs import dflash_graph_bytes, mtp_graph_bytes
+from moegraph.resident.draftlayout import built_length
+from moegraph.resident.layout import MTP_ROWS, USUAL_MTP_DRAFT
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "current": {"windows": "sssssf", "n_swa": 64, "taps": (0, 1, 2, 3, 4, 5)},
+    "april": {"windows": "ffffffff", "n_swa": 0, "taps": (0, 1, 2, 3, 5)},
+    "dspark": {"windows": "fffff", "n_swa": 0, "markov_rank": 32, "taps": (0, 1, 2, 3, 5)},
+    "reduced": {"windows": "fffff", "markov_rank": 32, "n_vocab_draft": 300, "taps": (1, 3)},
+}
+
+
+@pytest.mark.parametrize("n_seq", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_graphs_of_a_block_in_use_fit(
+    open_engine: Callable[..., Engine], stack: ExitStack, tmp_path: Path, shape: str, n_seq: int
+) -> None:
+    """Every length for every sequence, tokens taken in any number, and a prompt in two parts."""
+    n_ctx = 2048
+    engine = open_engine("float32", n_seq=n_seq, n_ctx=n_ctx, n_ubatch=512)
+    changes = {"block_size": 7 if "markov_rank" in SHAPES[shape] else 16, **SHAPES[shape]}
+    file = open_drafter(write_small(tmp_path, **changes))
+    stack.callback(file.close)
+    engine.runner.graphs.clear()
+    taps = tuple(sorted(changes["taps"]))
+    engine.stage.taps.reserve(taps, 64, n_seq)
+    kind = DSparkDrafter if "markov_rank" in changes else DFlashDrafter
+    drafter = kind(engine.stage, file, n_ctx)
+    stack.callback(drafter.close)
+    config = EngineConfig(n_seq=n_seq, n_ctx=n_ctx, n_ubatch=512, n_draft=15)
+    planned, graphs = dflash_graph_bytes(file.hparams, config, n_ctx), drafter._graphs
+    limit_graphs([drafter], engine.hparams, config, n_ctx)
+    assert graphs.max_device_bytes == planned
+    longest = drafter.max_draft
+    lengths = sorted({built_length(n, longest) for n in range(1, longest + 1)})
+    for _ in range(3):  # in the first time, the block of intermediates grows
+        n_built = graphs.n_built
+        for slot in range(n_seq):
+            drafter.restart(slot, np.arange(4, dtype=np.int32))
+            for n in lengths:
+                drafter._draft_graph(slot, n, drafter._full_lengths)
+            for n in range(1, longest + 1) if isinstance(drafter, DSparkDrafter) else ():
+                drafter._drawn_graph(slot, n, drafter._full_lengths)
+                if slot == 0:
+                    drafter._lists_graph(slot, n, drafter._full_lengths)
+        for n in (1, 2, 4, 8, 16, 32, 64):
+            drafter._keys_graph(n)
+        for read in drafter.prompt_taps(0, np.zeros(n_ctx, dtype=np.int32), 0).values():
+            read(drafter._memory.features, 0, n_ctx, 0)  # as if that were the output of a layer
+    assert graphs.n_dropped == 0 and graphs.n_built == n_built
+    assert graphs.n_device_bytes <= planned <= 1.3 * graphs.n_device_bytes
+
+
+@pytest.mark.parametrize(("n_kept", "n_vocab"), [(None, 0), (8, 700)])
+@pytest.mark.parametrize("n_draft", [3, 8, 15])
+def test_graphs_of_the_mtp_block_in_use_fit(
+    model_path: Callable[[str], Path], n_draft: int, n_kept: int | None, n_vocab: int
+) -> None:
+    """Chains of every length, or usual ones of both kinds; and known rows in any number."""
+    settings = {"n_seq": 2, "n_kept": n_kept, "n_vocab": n_vocab}
+    with MtpModel(model_path("mini35b"), MTP_ROWS, **settings) as model:
+        drafter, graphs = model.drafter, model.drafter._graphs
+        config = EngineConfig(n_seq=2, n_ctx=512, n_draft=n_draft)
+        limit_graphs([drafter], model.hp, config, 512)
+        planned, most = mtp_graph_bytes(model.hp, config), 0
+        assert graphs.max_device_bytes == planned
+        usual = min(n_draft, USUAL_MTP_DRAFT)
+        for kinds in (range(1, n_draft + 1), ()), (range(1, usual + 1), range(1, usual + 1)):
+            graphs.clear()
+            for _ in range(3):  # in the first time, the block of intermediates grows
+                n_built = graphs.n_built
+                for races, lengths in enumerate(kinds):
+                    for n in lengths:
+                        drafter._chain(n, 512, bool(races))
+                for n in [1 << at for at in range(9)]:
+                    drafter._known(n)
+                    drafter._accepted(n)
+            assert graphs.n_dropped == 0 and graphs.n_built == n_built
+            most = max(most, graphs.n_device_bytes)
+        assert most <= planned <= 1.3 * most
+
+
+@pytest.mark.parametrize(("streams", "vram"), [(True, "1"), (True, "auto"), (False, "1")])
+def test_loading_limits_the_graphs_of_drafters(
+    model_path: Callable[[str], Path], streams: bool, vram: str
+) -> None:
+    """Where a device captures graphs and its memory is limited."""
+    config = EngineConfig(
+        device="cpu", n_threads=1, n_ctx=512, n_ubatch=64, spec="mtp", draft_max=3, vram=vram
+    )
+    path = model_path("mini35b")
+    with events_on_cpu() if streams else nullcontext(), Engine.load(path, config) as engine:
+        [drafter] = engine._loaded.drafters
+        assert isinstance(drafter, MtpDrafter)
+        planned = mtp_graph_bytes(engine.hparams, engine._loaded.config)
+        limited = streams and vram != "auto"
+        assert drafter._graphs.max_device_bytes == (planned if limited else math.inf)
+        if streams:  # no longer chains are warm than there will be
+            drafter._graphs._shrink()
+            lengths = {key[1] for key in drafter._graphs._graphs if key[0] == "mtp chain"}
+            assert lengths - {drafter.max_draft} == {1, 2, 3}
