@@ -64,6 +64,10 @@ class LookUp(KeepsNoRows):
             drafted.append(drafted[-back])
         return Draft(np.array(drafted, dtype=np.int32)[:, None])
 
+    def has(self, slot: int, anchor: int) -> bool:
+        """Return whether `draft` would return a draft; it takes a microsecond."""
+        return self._texts[slot].latest(anchor) > 0
+
     def truncate(self, slot: int, n_past: int) -> None:
         """Forget the tokens of a sequence from position n_past on; others are added anew."""
         text = self._texts[slot]
@@ -103,13 +107,16 @@ class _Text:
             last[key] = end
         self._key = key
 
+    def latest(self, anchor: int) -> int:
+        """Return where the run of the last tokens and the anchor ended before; 0 if nowhere."""
+        if len(self.ids) < self._n:
+            return 0
+        return self._last.get(((self._key << _BITS) | anchor) & self._mask, 0)
+
     def find(self, anchor: int) -> int | None:
         """Return the position after the best match of the last tokens and the anchor, or None."""
-        ids, n = self.ids, self._n
-        if len(ids) < n:
-            return None
+        n, end = self._n, self.latest(anchor)
         best, longest = None, 0
-        end = self._last.get(((self._key << _BITS) | anchor) & self._mask, 0)
         for _ in range(_MOST_PLACES):
             if not end:
                 break

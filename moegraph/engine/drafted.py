@@ -29,8 +29,8 @@ class DraftedSteps(Steps):
     """Steps of a generation with drafts; a step without a draft is one of `Steps`.
 
     The device is idle from the results of a pass to the launch of the next one. So whether the next
-    step rests from drafting is decided before, if the step before it was a plain one, and then what
-    the sequence took is noted later.
+    step rests from drafting is decided before (`Speculation.foresee`), if the step before it was a
+    plain one, and then what the sequence took is noted later.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DraftedSteps(Steps):
         self._drawing.prepare(self._tree)
         self._note_taken()
         self._learn()
-        self._rests = not proposal and self._speculation.rests(self._sequence.n_left - 1)
+        self._rests = not proposal and self._speculation.foresee(SEQ, self._sequence.n_left - 1)
         self._clock.leave()
 
     def _propose(self) -> Proposal | None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.drafter import Draft, Drafter, Parts, Race, confidence
+from ..draft.lookup import LookUp
 from ..draft.plan import Plan, Shape, Step
 from ..draft.race import N_RUNNERS, raced
 from ..draft.rejection import Odds, offer, offered_race
@@ -110,10 +111,14 @@ class Speculation:
         self._said: set[str] = set()
         self._followed: dict[int, _Followed] = {}
         self._watch = Watch()
+        self._lookups = {d.name: d for d in drafters if isinstance(d, LookUp)}
+        # of `foresee`: slot, n_left, and without a draft of which of the look-ups nothing drafts
+        self._foreseen: tuple[int, int, Sequence[str]] | None = None
 
     def begin(self, slot: int, held: Sequence[int]) -> None:
         """Begin another text: have the drafters know what a sequence holds."""
         self.controller.begin()
+        self._foreseen = None
         self._watch.forget(slot)
         before, n = self._followed.pop(slot, None), len(held)
         ids, known = np.asarray(held, dtype=np.int32), dict.fromkeys(self.drafters, n)
@@ -150,6 +155,7 @@ class Speculation:
             self.settle(slot)
         for watched in self._watch.seen(slot, followed.ids):
             self.controller.observe_watched(watched)
+            self._foreseen = None
 
     def settle(self, slot: int) -> None:
         """Tell the drafters all of a sequence, such as before its state is copied."""
@@ -219,8 +225,15 @@ class Speculation:
         Raises:
             NativeError: the device failed.
         """
+        foreseen, self._foreseen = self._foreseen, None
         if slot not in self._followed:
             return None
+        if n_seqs == 1 and foreseen and foreseen[:2] == (slot, n_left):
+            for name in foreseen[2]:
+                if self._finds(name, slot, anchor):
+                    break
+            else:
+                return None
         without, most_rows = set(self._failed), min(self.max_rows, n_room)
         start = time.perf_counter()
         while most_rows > 1 and n_left > 1:
@@ -240,16 +253,41 @@ class Speculation:
             return Proposal(plan, draft, tree.cut(most_rows), time.perf_counter() - start, odds)
         return None
 
-    def rests(self, n_left: int, n_seqs: int = 1) -> bool:
+    def rests(self, n_left: int, n_seqs: int) -> bool:
         """Return whether by all that is known nothing will be drafted with n_left tokens left.
 
         n_seqs: how many sequences share the pass; n_left is of the one that goes on for longest.
         """
-        if n_left <= 1:
-            return True
-        if n_seqs > 1:
-            return not self.controller.choose_for(n_seqs, n_left, self._failed).source
-        return not self.controller.choose(n_left, self._failed).source
+        return n_left <= 1 or not self.controller.choose_for(n_seqs, n_left, self._failed).source
+
+    def foresee(self, slot: int, n_left: int) -> bool:
+        """Work out what a lone sequence drafts after the pass in flight, which gives a token.
+
+        The device is idle while `propose` runs, and not now. n_left: tokens that will be left
+        then. Return whether nothing will be drafted, whatever the pass gives. If it is only
+        certain that nothing is drafted where look-up finds nothing, `propose` asks that first.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        followed, names = self._followed.get(slot), list[str]()
+        if followed and len(followed.ids) >= followed.least + MOST_BEHIND:
+            self.settle(slot)  # the next token would have it done while the device is idle
+        self._foreseen = None
+        while n_left > 1:
+            source = self.controller.choose(n_left, {*self._failed, *names}).source
+            if not source:
+                break
+            if source not in self._lookups:
+                return False
+            names.append(source)
+        self._foreseen = slot, n_left, names
+        return not names
+
+    def _finds(self, name: str, slot: int, anchor: int) -> bool:
+        """Return whether a look-up has a draft."""
+        self._tell(slot, [name])
+        return self._lookups[name].has(slot, anchor)
 
     def _draft(
         self, slot: int, anchor: int, plan: Plan, most_rows: int, race: Race | None

@@ -105,12 +105,18 @@ class Drafting:
         self._proposals = {}
 
     def launched(self) -> None:
-        """Note that the pass runs: there is time to learn from the last one."""
+        """Note that the pass runs: there is time to learn from the last one, and to look ahead.
+
+        Raises:
+            NativeError: the device failed.
+        """
         if self._speculation:
             done, self._done = self._done, []
             for proposal, drawn, seconds, n_missing in done:
                 step = step_of(proposal, drawn, seconds, n_missing)
                 self._speculation.controller.observe(step)
+            if self._lone and not self._proposals:
+                self._speculation.foresee(self._lone.slot, self._lone.sequence.n_left - 1)
             self._clock.leave()
 
     def waits(self) -> None:

@@ -46,6 +46,7 @@ def test_drafts_are_those_of_a_search(n_vocab: int) -> None:
             anchor, n = int(rng.integers(0, n_vocab)), int(rng.integers(1, 12))
             draft = drafter.draft(1, anchor, n, 4)
             assert draft.tokens.shape[1] == 1 and draft.problem(n_vocab) == ""
+            assert drafter.has(1, anchor) == (draft.n_depth > 0)
             assert draft.tokens[:, 0].tolist() == searched([*text, anchor], n)
             taken = [anchor, *rng.integers(0, n_vocab, rng.integers(0, 3)).tolist()]
             drafter.committed(1, len(text), taken)

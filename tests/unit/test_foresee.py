@@ -1,0 +1,84 @@
+"""What `Speculation` works out while the device computes: the decisions are those without it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pytest
+from helpers.scripted_drafts import AnyController
+
+from moegraph.draft.lookup import LookUp
+from moegraph.draft.plan import PLAIN, Plan
+from moegraph.engine.speculation import Speculation
+
+
+class FirstOf(AnyController):
+    """Drafts with the first drafter that may have something; counts how often it is asked."""
+
+    n_asked = 0
+
+    def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
+        self.n_asked += 1
+        names = [name for name in self.names if name not in without]
+        return Plan(names[0], 3) if names else PLAIN
+
+
+def opened() -> tuple[Speculation, FirstOf]:
+    controller = FirstOf(["lookup"], ["chain"])
+    speculation = Speculation([LookUp(n_seq=2)], controller, 50, 8)
+    speculation.begin(0, [1, 2, 3])
+    return speculation, controller
+
+
+@pytest.mark.parametrize("n_kinds", [2, 5, 40])
+def test_drafts_are_those_of_a_loop_that_foresees_nothing(n_kinds: int) -> None:
+    rng, n_drafted = np.random.default_rng(n_kinds), 0
+    (ahead, _), (plain, _) = opened(), opened()
+    anchor = 4
+    for n_left in range(300, 0, -1):
+        found = [each.propose(0, anchor, n_left, 99) for each in (ahead, plain)]
+        drafts = [one and one.draft.tokens.tolist() for one in found]
+        assert drafts[0] == drafts[1]
+        n_drafted += drafts[0] is not None
+        if not found[0]:
+            assert ahead.foresee(0, n_left - 1) == (n_left <= 2)
+        for each in (ahead, plain):
+            each.committed(0, [anchor])
+        anchor = int(rng.integers(n_kinds))
+    assert n_drafted > (5 if n_kinds < 40 else 0)
+
+
+def test_a_step_without_repetition_asks_no_controller() -> None:
+    """The controller was asked while the device computed."""
+    speculation, controller = opened()
+    speculation.foresee(0, 9)
+    controller.n_asked = 0
+    assert speculation.propose(0, 7, 9, 99) is None
+    assert controller.n_asked == 0
+    # what was foreseen holds for one step, of this sequence, with so many tokens left
+    assert speculation.propose(0, 7, 9, 99) is None and controller.n_asked == 2
+    for slot, n_left in ((0, 8), (1, 9)):
+        speculation.begin(1, [1, 2, 3])
+        speculation.foresee(0, 9)
+        controller.n_asked = 0
+        assert speculation.propose(slot, 7, n_left, 99) is None and controller.n_asked == 2
+
+
+def test_what_a_drafter_was_not_told_is_told_while_the_device_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that no step has it done before its launch."""
+    speculation, _ = opened()
+    told: list[int] = []
+
+    def committed(slot: int, first: int, tokens: Sequence[int]) -> None:
+        told.append(len(tokens))
+
+    monkeypatch.setattr(speculation.drafters["lookup"], "committed", committed)
+    for n in range(200):
+        speculation.foresee(0, 1)
+        before = len(told)
+        speculation.committed(0, [n])
+        assert len(told) == before
+    assert told == [64] * 3
