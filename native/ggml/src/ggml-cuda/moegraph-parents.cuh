@@ -20,6 +20,6 @@ static __device__ __forceinline__ int moegraph_n_rows(const int32_t * lengths, c
 
 // Whether a kernel may read slots before the preceding kernel has ended: only copies write an input, and a copy has ended
 // before any kernel behind it starts.
-static bool moegraph_is_input(const ggml_tensor * slots) {
+static inline bool moegraph_is_input(const ggml_tensor * slots) {
     return slots->op == GGML_OP_NONE && slots->view_src == nullptr && (slots->flags & GGML_TENSOR_FLAG_INPUT) != 0;
 }

@@ -4,30 +4,9 @@
 constexpr int MOEGRAPH_CHAIN_COLUMNS = 4; // of the state, a block has
 constexpr int MOEGRAPH_CHAIN_SEQS    = 65535; // blocks in y
 
-// Strides in floats.
-struct moegraph_chain_args {
-    const float   * q;
-    const float   * k;
-    const float   * v;
-    const float   * gate;
-    const float   * beta;
-    float         * pool;
-    const int32_t * slots;
-    const int32_t * lengths;
-    float         * dst;
-    int     n_tokens;
-    int     n_slots;
-    int     early;    // slots may be read before the preceding kernel has ended
-    uint3   n_head_k;
-    float   scale;
-    int64_t sq1, sq2, sq3;
-    int64_t sv1, sv2, sv3;
-    int64_t pool_s;
-};
-
 // Grid: heads, sequences, columns of the state. The lanes of a row of threads hold one column, element i in lane
 // i % width, from the first row to the last. The sums have the order of GATED_DELTA_NET. What is contracted is spelled
-// out, as in the kernel for trees: a row has the same bits in both. ragged: there are lengths.
+// out, as in the kernels for long chains and for trees: a row has the same bits in all. ragged: there are lengths.
 template <int S, bool ragged>
 static __global__ void __launch_bounds__((S < WARP_SIZE ? S : WARP_SIZE)*MOEGRAPH_CHAIN_COLUMNS, 2)
 moegraph_chain_kernel(const moegraph_chain_args a) {
@@ -126,6 +105,10 @@ bool moegraph_delta_net_supported(const ggml_tensor * dst) {
 
 template <int S>
 static void moegraph_chain_launch(const moegraph_chain_args & a, const int n_head, const int n_seqs, cudaStream_t stream) {
+    if (a.n_tokens >= MOEGRAPH_LONG_CHAIN) {
+        moegraph_long_chain<S>(a, n_head, n_seqs, stream);
+        return;
+    }
     const ggml_cuda_kernel_launch_params params(dim3(n_head, n_seqs, S/MOEGRAPH_CHAIN_COLUMNS),
         dim3(S < WARP_SIZE ? S : WARP_SIZE, MOEGRAPH_CHAIN_COLUMNS), (size_t) 0, stream);
     if (a.lengths) {

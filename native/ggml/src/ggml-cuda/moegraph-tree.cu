@@ -1,3 +1,4 @@
+#include "moegraph-columns.cuh"
 #include "moegraph-parents.cuh"
 #include "moegraph-recurrence.cuh"
 
@@ -114,59 +115,13 @@ struct tree_delta_args {
     float   scale;
 };
 
-constexpr int TREE_LANES = 8;                         // that hold one column of the state
-constexpr int TREE_COLS  = TREE_THREADS/TREE_LANES;   // of a block
-constexpr int TREE_CHUNK = 4;                         // rows that are read at once
-
-// The element i of a column lies in lane i % 8. The order of sums is that of the kernel for plain sequences, where a
-// lane has every 32nd element and the first two steps of a reduction add the lanes 16 and 8 away.
-template <int S>
-struct tree_layout {
-    static constexpr int width    = S < 32 ? S : 32;
-    static constexpr int n_sums   = width/TREE_LANES;
-    static constexpr int n_rounds = S/width;
-    static constexpr int n        = n_sums*n_rounds;   // elements of a lane
-    static constexpr int pitch    = n > 4 ? n + 4 : n; // keeps the lanes of a column in other banks
-    static constexpr int size     = TREE_LANES*pitch;
-
-    static __device__ __forceinline__ int offset(const int i) { // in shared memory
-        return i % TREE_LANES*pitch + i/width*n_sums + i % width/TREE_LANES;
-    }
-    static __device__ __forceinline__ int index(const int lane, const int e) { // of a lane's element e
-        return e/n_sums*width + e % n_sums*TREE_LANES + lane;
-    }
-    static __device__ __forceinline__ void load(float * x, const float * shared) {
-        constexpr int step = n < 4 ? n : 4;
-#pragma unroll
-        for (int e = 0; e < n; e += step) {
-            ggml_cuda_memcpy_1<step*sizeof(float)>(x + e, shared + e);
-        }
-    }
-    static __device__ __forceinline__ float dot(const float * x, const float * y) {
-        float sum[n_sums];
-#pragma unroll
-        for (int m = 0; m < n_sums; ++m) {
-            sum[m] = 0.0f;
-#pragma unroll
-            for (int r = 0; r < n_rounds; ++r) {
-                sum[m] = __fmaf_rn(x[r*n_sums + m], y[r*n_sums + m], sum[m]);
-            }
-        }
-#pragma unroll
-        for (int half = n_sums/2; half > 0; half /= 2) {
-#pragma unroll
-            for (int m = 0; m < half; ++m) {
-                sum[m] += sum[m + half];
-            }
-        }
-        return warp_reduce_sum<TREE_LANES>(sum[0]);
-    }
-};
+constexpr int TREE_COLS  = TREE_THREADS/MOEGRAPH_COLUMN_LANES; // of a block
+constexpr int TREE_CHUNK = 4;                                  // rows that are read at once
 
 template <int S>
 struct alignas(16) tree_chunk {
-    float k[TREE_CHUNK][tree_layout<S>::size];
-    float q[TREE_CHUNK][tree_layout<S>::size];
+    float k[TREE_CHUNK][moegraph_columns<S>::size];
+    float q[TREE_CHUNK][moegraph_columns<S>::size];
     float v[TREE_CHUNK][TREE_COLS];
     float decay[TREE_CHUNK];
     float beta[TREE_CHUNK];
@@ -210,8 +165,8 @@ struct tree_fetch {
         for (int l = 0; l < n; ++l) {
             const int c = l*stride + tid/S;
             if (c < TREE_CHUNK) {
-                to.k[c][tree_layout<S>::offset(tid % S)] = k[l];
-                to.q[c][tree_layout<S>::offset(tid % S)] = q[l];
+                to.k[c][moegraph_columns<S>::offset(tid % S)] = k[l];
+                to.q[c][moegraph_columns<S>::offset(tid % S)] = q[l];
             }
         }
         const int i = tid/TREE_CHUNK;
@@ -229,7 +184,7 @@ struct tree_fetch {
 template <int S, int n_saved>
 static __global__ void __launch_bounds__(TREE_THREADS, n_saved <= 3 ? 4 : 3)
 moegraph_tree_delta_kernel(const tree_delta_args a) {
-    typedef tree_layout<S> layout;
+    typedef moegraph_columns<S> layout;
     __shared__ tree_order order;
     __shared__ tree_chunk<S> chunks[2];
 
@@ -244,12 +199,12 @@ moegraph_tree_delta_kernel(const tree_delta_args a) {
     const int n_head   = gridDim.x;
     const int sequence = blockIdx.y;
     const int column0  = blockIdx.z*TREE_COLS;
-    const int column   = threadIdx.x/TREE_LANES;
-    const int lane     = threadIdx.x % TREE_LANES;
+    const int column   = threadIdx.x/MOEGRAPH_COLUMN_LANES;
+    const int lane     = threadIdx.x % MOEGRAPH_COLUMN_LANES;
 
     float * dst = a.dst + ((int64_t) sequence*a.n_tokens*n_head + head)*S + column0 + column;
     if (slot < 0 || slot >= a.n_slots) {
-        for (int row = lane; row < a.n_tokens; row += TREE_LANES) {
+        for (int row = lane; row < a.n_tokens; row += MOEGRAPH_COLUMN_LANES) {
             dst[row*n_head*S] = 0.0f;
         }
         return;
@@ -264,7 +219,7 @@ moegraph_tree_delta_kernel(const tree_delta_args a) {
     }
 
     const int n_steps = tree_make_order(order, a.parents + (int64_t) sequence*a.n_tokens, a.n_tokens);
-    for (int row = lane; row < a.n_tokens; row += TREE_LANES) {
+    for (int row = lane; row < a.n_tokens; row += MOEGRAPH_COLUMN_LANES) {
         if (order.parent[row] == MOEGRAPH_PADDING) {
             dst[row*n_head*S] = 0.0f;
         }
