@@ -10,15 +10,13 @@ from ..resident.stage import Stage
 from ..resident.weights import LayerWeights
 from ..units import round_up
 
-# CUDA's kernels for few rows take so many choices of experts at once (MOEGRAPH_MAX_SLOTS). Up to
-# _MAX_PIECES times as many, they are faster than tiles, although they read experts several times:
-# of 256 experts, 8 used, on an H200, a prompt of 80, 128, 192, 256 rows took 0.71, 0.64, 0.80, 0.83
-# of its time, and one of 320 rows 0.93 (0.95 with narrower tiles).
-_FEW_CHOICES, _MAX_PIECES = 512, 4
-# Rows up to which tiles are worth being narrowed: more fill them. Tiles are then for so many times
-# as many rows as an expert has on average (popular ones have more), and for at least _MIN_TILE:
-# fewer tokens go to kernels that multiply vectors. There, 320 and 512 rows took 0.95 and 0.97;
-# 2,048 rows took as long with this spread, and 1.08 times as long with half of it.
+# CUDA's kernels for few rows compute so many choices of experts at most, and so many of each expert
+# on average (MOEGRAPH_MAX_SLOTS and MOEGRAPH_MAX_ROWS, native/ggml/src/ggml-cuda).
+_MAX_CHOICES, _MAX_ROWS = 8192, 32
+# Beyond these, rows up to which tiles are worth being narrowed: more fill them. Tiles are then for
+# so many times as many rows as an expert has on average (popular ones have more), and for at least
+# _MIN_TILE: fewer tokens go to kernels that multiply vectors. There, 320 and 512 rows took 0.95 and
+# 0.97; 2,048 rows took as long with this spread, and 1.08 times as long with half of it.
 _MAX_GROUPED = 512
 _TILE_SPREAD = 4
 _MIN_TILE = 16
@@ -112,36 +110,12 @@ def build_routed_experts(
     slot < 0 adds nothing; weights F32 [1, n_expert_used, n_tokens].
     """
     bank, n = stage.banks.layer(il), slots.ne[1]
-    n_pieces = -(-n * slots.ne[0] // _FEW_CHOICES)
-    if stage.device.can.exact_sums or n_pieces == 1:
-        return build_expert_sum(b, build_expert_rows(b, bank, cur, slots, weights, il), il)
-    if n_pieces <= _MAX_PIECES:
-        return _in_pieces(b, bank, cur, slots, weights, -(-n // n_pieces), il)
-    n_group = rows_together(stage.hp, n)
+    n_choices = n * slots.ne[0]
+    few = n_choices <= min(_MAX_CHOICES, _MAX_ROWS * bank.n_slots)
+    n_group = 1 if few or stage.device.can.exact_sums else rows_together(stage.hp, n)
     if n_group > 1:
         return build_grouped_experts(b, bank, cur, slots, weights, n_group, il)
     return build_expert_sum(b, build_expert_rows(b, bank, cur, slots, weights, il), il)
-
-
-def _in_pieces(
-    b: Builder, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, n_each: int, il: int
-) -> Tensor:
-    """Append the same, for n_each rows at a time."""
-    found, k = None, slots.ne[0]
-    weights = b.reshape(weights, k, slots.ne[1])
-    for at in range(0, slots.ne[1], n_each):
-        n = min(n_each, slots.ne[1] - at)
-
-        def piece(rows: Tensor, at: int = at, n: int = n) -> Tensor:
-            return b.view(rows, (rows.ne[0], n), (rows.nb[1],), at * rows.nb[1])
-
-        its_weights = b.reshape(piece(weights), 1, k, n)
-        rows = build_expert_rows(b, bank, piece(cur), piece(slots), its_weights, il)
-        total = build_expert_sum(b, rows, il)
-        found = b.concat(found, total, 1) if found else total
-    if found is None:
-        raise InternalError("a pass without rows")
-    return found
 
 
 def rows_together(hp: HParams, n_tokens: int) -> int:

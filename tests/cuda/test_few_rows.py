@@ -13,7 +13,7 @@ import pytest
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
-from moegraph.ggml.ops import F32, Builder
+from moegraph.ggml.ops import F32, I32, Builder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -62,6 +62,36 @@ def test_a_product_does_not_depend_on_the_number_of_rows(
         return run(device, build)
 
     assert product(n_rows) == product(32)[: 4 * N_OUT * n_rows]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_the_product_of_an_expert_does_not_depend_on_the_number_of_rows(
+    kind: str, device: Device
+) -> None:
+    """9 tokens: the least of all devices. 100 and 500: groups of up to 32 rows of an expert."""
+    rng = np.random.default_rng(6)
+    n_expert, n_used, n_out = 128, 8, 48
+    x = rng.standard_normal((500, N_IN)).astype(np.float32)
+    ids = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(500)]).astype(np.int32)
+    ids[::7, 3], ids[:, 0] = -1, 5  # some are absent, and one is popular
+    n_elements = n_expert * n_out * N_IN
+    weights = TYPES[kind].fill(rng, n_elements // TYPES[kind].n_elem, 0.5).tobytes()
+
+    def product(first: int, n: int) -> bytes:
+        def build(b: Builder) -> tuple[Any, Leaves]:
+            w = b.leaf(TYPES[kind].ggml_id, (N_IN, n_out, n_expert), "w")
+            rows = b.leaf(F32, (N_IN, 1, n), "x")
+            slots = b.leaf(I32, (n_used, n), "ids")
+            some = slice(first, first + n)
+            leaves = [(w, weights), (rows, x[some].tobytes()), (slots, ids[some].tobytes())]
+            return b.mul_mat_id(w, rows, slots), leaves
+
+        return run(device, build)
+
+    row = 4 * n_out * n_used
+    expected = product(0, 500)
+    for first, n in ((0, 9), (491, 9), (100, 64), (3, 100), (0, 499)):
+        assert product(first, n) == expected[first * row : (first + n) * row], (first, n)
 
 
 def test_the_first_of_equal_logits_is_the_argmax(device: Device) -> None:

@@ -92,17 +92,17 @@ def test_a_layer_with_missing_experts_is_near_the_whole_one(
         missing.close()
 
 
-@pytest.mark.parametrize(("pieces", "spread"), [(2, 4), (4, 4), (0, 1), (0, 2), (0, 4)])
+@pytest.mark.parametrize(("choices", "spread"), [(8192, 4), (0, 1), (0, 2), (0, 4)])
 @pytest.mark.parametrize("preset", ["mini35b", "kquant40", "legacy32", "iq64", "mxfp256"])
-def test_rows_in_pieces_or_taken_together_are_near_rows_alone(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch, preset: str, pieces: int, spread: int
+def test_rows_that_are_taken_together_are_near_rows_alone(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, preset: str, choices: int, spread: int
 ) -> None:
-    monkeypatch.setattr(experts, "_MAX_PIECES", 0)
+    monkeypatch.setattr(experts, "_MAX_CHOICES", 0)
     monkeypatch.setattr(experts, "_MAX_GROUPED", 0)
     plain, uncut = (open_engine(preset, mode="whole", n_ubatch=n) for n in (256, 1000))
     lengths = 100, 128, 300, 1000
     wanted = [(first_layer(plain, n)[0], first_layer(uncut, n)[0]) for n in lengths]
-    monkeypatch.setattr(experts, "_MAX_PIECES", pieces)
+    monkeypatch.setattr(experts, "_MAX_CHOICES", choices)
     monkeypatch.setattr(experts, "_MAX_GROUPED", 1 << 20)
     monkeypatch.setattr(experts, "_TILE_SPREAD", spread)
     other = open_engine(preset, mode="whole")

@@ -1,4 +1,4 @@
-"""Products of experts in CUDA's ways, on the CPU: units of missing ones, and rows in pieces."""
+"""Products of experts in CUDA's ways, on the CPU: units of missing ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from moegraph.engine import Engine
 from moegraph.ggml.capabilities import Capabilities
 from moegraph.ggml.lib import ffi
 from moegraph.ggml.ops import Tensor
-from moegraph.graphs import experts
 from moegraph.resident.ring import Ring
 from moegraph.runner import sweep_graphs
 from moegraph.runner.inspect import read_tensor
@@ -63,32 +62,6 @@ def test_groups_of_the_ring_may_have_any_number_of_slots(
     expected = first_layer(open_engine(preset, mode="whole", **settings), ids)
     found = first_layer(engine, ids)
     assert ((found - expected) ** 2).sum() < 1e-6 * (expected**2).sum()
-
-
-@pytest.mark.parametrize("preset", ["mini35b", "kquant40", "legacy32", "float32"])
-def test_rows_whose_experts_are_computed_in_pieces(
-    open_engine: Open, monkeypatch, without_exact_sums: None, preset: str
-) -> None:
-    settings = {"n_ctx": 1024, "n_ubatch": 512}
-    with monkeypatch.context() as patch:
-        patch.setattr(experts, "_MAX_PIECES", 0)
-        patch.setattr(experts, "_MAX_GROUPED", 0)
-        plain = open_engine(preset, **settings)
-        n = 2 * 512 // plain.hparams.n_expert_used - 5
-        ids = prompt(plain, n, seed=2)
-        expected = first_layer(plain, ids)
-    each: list[int] = []
-    real = experts._in_pieces
-
-    def build(*args: Any) -> Tensor:
-        each.append(args[5])
-        return real(*args)
-
-    monkeypatch.setattr(experts, "_in_pieces", build)
-    for more in ({}, MISSING):
-        found = first_layer(open_engine(preset, **settings, **more), ids)
-        assert ((found - expected) ** 2).sum() < 1e-6 * (expected**2).sum()
-    assert -(-n // 2) in each
 
 
 def behind(ring: Ring, packing: Any, il: int, group: int, slot: int) -> list[np.ndarray]:

@@ -490,7 +490,7 @@ def test_rows_that_are_taken_together_have_the_bits_of_rows_alone(
         return real(*args)
 
     monkeypatch.setattr(experts, "build_grouped_experts", build)
-    monkeypatch.setattr(experts, "_MAX_PIECES", 0)
+    monkeypatch.setattr(experts, "_MAX_CHOICES", 0)
     engine = inexact(open_engine, monkeypatch, preset, **settings)
     np.testing.assert_array_equal(swept(engine, ids), expected[0])
     np.testing.assert_array_equal(engine.forward(ids, all_rows=True).require_logits(), expected[1])

@@ -213,9 +213,7 @@ static __device__ __forceinline__ void moegraph_rows_store(
 
 // Grid: (blocks of tiles, groups or 1). Block: (32, n_warps), k_split neighbouring warps share a tile.
 template <ggml_type type, int n_tiles, bool glu>
-__launch_bounds__(MOEGRAPH_MAX_WARPS*32, MOEGRAPH_MIN_BLOCKS)
-static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
-#ifdef TURING_MMA_AVAILABLE
+static __device__ __forceinline__ void moegraph_rows_block(const moegraph_rows_args & args) {
     typedef moegraph_x<type> X;
     constexpr int n_mats      = glu ? 2 : 1;
     constexpr int stage_bytes = MOEGRAPH_TILE_ROWS*X::pitch;
@@ -338,6 +336,35 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
         return;
     }
     moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, expert, n, row);
+}
+
+template <ggml_type type, int n_tiles, bool glu>
+__launch_bounds__(MOEGRAPH_MAX_WARPS*32, MOEGRAPH_MIN_BLOCKS)
+static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
+#ifdef TURING_MMA_AVAILABLE
+    moegraph_rows_block<type, n_tiles, glu>(args);
+#else
+    GGML_UNUSED(args);
+    NO_DEVICE_CODE;
+#endif // TURING_MMA_AVAILABLE
+}
+
+// The same for groups of up to MOEGRAPH_MAX_COLS slots, each with as many tiles as it has slots for.
+template <ggml_type type, bool glu>
+__launch_bounds__(MOEGRAPH_GROUP_WARPS*32, MOEGRAPH_WIDE_BLOCKS)
+static __global__ void moegraph_rows_wide_kernel(const moegraph_rows_args args) {
+#ifdef TURING_MMA_AVAILABLE
+    ggml_cuda_pdl_sync();
+    if ((int) blockIdx.y >= *args.n_groups) {
+        return;
+    }
+    static_assert(MOEGRAPH_MAX_COLS == 4*MOEGRAPH_TILE_COLS, "four numbers of tiles");
+    switch ((args.groups[blockIdx.y].n - 1)/MOEGRAPH_TILE_COLS) {
+        case 0:  moegraph_rows_block<type, 1, glu>(args); break;
+        case 1:  moegraph_rows_block<type, 2, glu>(args); break;
+        case 2:  moegraph_rows_block<type, 3, glu>(args); break;
+        default: moegraph_rows_block<type, 4, glu>(args); break;
+    }
 #else
     GGML_UNUSED(args);
     NO_DEVICE_CODE;

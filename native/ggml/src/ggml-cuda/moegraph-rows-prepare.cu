@@ -2,9 +2,9 @@
 #include "moegraph-rows.cuh"
 #include "moegraph-rows-types.cuh"
 
-constexpr int MOEGRAPH_PREP_WARPS = MOEGRAPH_MAX_SLOTS/32;
+constexpr int MOEGRAPH_PREP_WARPS = MOEGRAPH_PREP_THREADS/32;
 
-// Exclusive sum over the threads of a block of MOEGRAPH_MAX_SLOTS threads; *total is the sum of all.
+// Exclusive sum over the threads of a block of MOEGRAPH_PREP_THREADS threads; *total is the sum of all.
 static __device__ __forceinline__ int moegraph_block_scan(const int value, int * total) {
     __shared__ int warp_sums[MOEGRAPH_PREP_WARPS];
     int sum = value;
@@ -27,39 +27,59 @@ static __device__ __forceinline__ int moegraph_block_scan(const int value, int *
     return before + sum - value;
 }
 
-// Lists the experts in use with their slots, at most MOEGRAPH_GROUP_COLS a group. Ids outside of the experts go to
-// groups of their own. One block, a thread for each slot. Which slots meet in a group does not change any result.
+// Lists the experts in use with their slots, at most `cols` a group. Ids outside of the experts go to groups of their
+// own. One block, a thread for each n_own slots. Which slots meet in a group does not change any result.
+template <int n_own>
 static __device__ void moegraph_list_groups(
         const int32_t * ids, const int stride_ids, const int n_used, const int n_slots, const int n_experts,
-        moegraph_group * groups, int * n_groups) {
+        const int cols, moegraph_group * groups, int * n_groups) {
     extern __shared__ int counts[]; // [n_experts + 1], then the first group of each
     int * first = counts + n_experts + 1;
-    const int slot = threadIdx.x;
 
     for (int i = threadIdx.x; i <= n_experts; i += blockDim.x) {
         counts[i] = 0;
     }
-    int id = 0;
-    if (slot < n_slots) {
-        id = ids[(slot / n_used)*stride_ids + slot % n_used];
-        id = (uint32_t) id < (uint32_t) n_experts ? id : n_experts;
+    int id[n_own];
+    int rank[n_own];
+#pragma unroll
+    for (int j = 0; j < n_own; ++j) {
+        const int slot = threadIdx.x + j*MOEGRAPH_PREP_THREADS;
+        id[j] = 0;
+        if (slot < n_slots) {
+            id[j] = ids[(slot / n_used)*stride_ids + slot % n_used];
+            id[j] = (uint32_t) id[j] < (uint32_t) n_experts ? id[j] : n_experts;
+        }
     }
     __syncthreads();
-    const int rank = slot < n_slots ? atomicAdd(&counts[id], 1) : -1;
+#pragma unroll
+    for (int j = 0; j < n_own; ++j) {
+        rank[j] = (int) threadIdx.x + j*MOEGRAPH_PREP_THREADS < n_slots ? atomicAdd(&counts[id[j]], 1) : -1;
+    }
     __syncthreads();
+    int n_here = 0;
+#pragma unroll
+    for (int j = 0; j < n_own; ++j) {
+        n_here += rank[j] == 0 ? (counts[id[j]] + cols - 1) / cols : 0;
+    }
     int total;
-    const int n_here = rank == 0 ? (counts[id] + MOEGRAPH_GROUP_COLS - 1) / MOEGRAPH_GROUP_COLS : 0;
-    const int before = moegraph_block_scan(n_here, &total);
-    if (rank == 0) {
-        first[id] = before;
+    int before = moegraph_block_scan(n_here, &total);
+#pragma unroll
+    for (int j = 0; j < n_own; ++j) {
+        if (rank[j] == 0) {
+            first[id[j]] = before;
+            before += (counts[id[j]] + cols - 1) / cols;
+        }
     }
     __syncthreads();
-    if (rank >= 0) {
-        moegraph_group * group = groups + first[id] + rank/MOEGRAPH_GROUP_COLS;
-        group->slots[rank % MOEGRAPH_GROUP_COLS] = slot;
-        if (rank % MOEGRAPH_GROUP_COLS == 0) {
-            group->expert = id < n_experts ? id : -1;
-            group->n      = min(MOEGRAPH_GROUP_COLS, counts[id] - rank);
+#pragma unroll
+    for (int j = 0; j < n_own; ++j) {
+        if (rank[j] >= 0) {
+            moegraph_group * group = groups + first[id[j]] + rank[j]/cols;
+            group->slots[rank[j] % cols] = threadIdx.x + j*MOEGRAPH_PREP_THREADS;
+            if (rank[j] % cols == 0) {
+                group->expert = id[j] < n_experts ? id[j] : -1;
+                group->n      = min(cols, counts[id[j]] - rank[j]);
+            }
         }
     }
     if (threadIdx.x == 0) {
@@ -68,18 +88,19 @@ static __device__ void moegraph_list_groups(
 }
 
 // Quantizes rows of floats, 8 threads a block of 32 values, in one format or both. With ids the first block lists the
-// groups instead.
+// groups instead, n_own slots a thread.
+template <int n_own>
 static __global__ void moegraph_prepare_kernel(
         const float * x, moegraph_block_y * y, block_q8_1 * q8_1, const int64_t stride_row, const int64_t stride_token,
         const int n_values, const int n_rows, const int n_y,
         const int32_t * ids, const int stride_ids, const int n_used, const int n_slots, const int n_experts,
-        moegraph_group * groups, int * n_groups) {
+        const int cols, moegraph_group * groups, int * n_groups) {
     ggml_cuda_pdl_lc(); // the product that follows loads weights meanwhile
     ggml_cuda_pdl_sync();
     int block = blockIdx.x;
     if (ids != nullptr) {
         if (block == 0) {
-            moegraph_list_groups(ids, stride_ids, n_used, n_slots, n_experts, groups, n_groups);
+            moegraph_list_groups<n_own>(ids, stride_ids, n_used, n_slots, n_experts, cols, groups, n_groups);
             return;
         }
         --block;
@@ -134,6 +155,9 @@ void moegraph_rows_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cg
         }
         if ((node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) &&
                 moegraph_rows_supported(node, nullptr, cc)) {
+            if (node->op == GGML_OP_MUL_MAT_ID && ggml_nelements(node->src[2]) > MOEGRAPH_FEW_SLOTS) {
+                continue; // quantized in the pool: these rows would take much memory for good
+            }
             state.wanted.insert(moegraph_origin(node->src[1]));
         } else if (node->op == GGML_OP_MUL_MAT_ID && ggml_is_quantized(node->src[0]->type) &&
                 ggml_nrows(node->src[1]) == 1 &&
@@ -197,7 +221,7 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     const int     n_slots  = ids ? ids->ne[0]*ids->ne[1] : 0;
     const int     n_experts = src0->ne[2];
     const size_t  size_y      = n_rows_y*n_values/32*sizeof(moegraph_block_y);
-    const size_t  size_groups = sizeof(int) + n_slots*sizeof(moegraph_group);
+    const size_t  size_groups = sizeof(int) + moegraph_max_groups(n_slots, n_experts)*sizeof(moegraph_group);
 
     // other streams than the first would race for the cached buffers
     moegraph_rows_state & state = moegraph_get_context(ctx).rows;
@@ -208,8 +232,12 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     bool have_groups = ids == nullptr;
     if (cached) {
         moegraph_rows_state::entry * e;
-        have_y = moegraph_rows_find(state, state.y, moegraph_rows_state::N_CACHED, src1, 0, size_y, &e);
-        y = (char *) e->data;
+        if (n_slots <= MOEGRAPH_FEW_SLOTS) {
+            have_y = moegraph_rows_find(state, state.y, moegraph_rows_state::N_CACHED, src1, 0, size_y, &e);
+            y = (char *) e->data;
+        } else {
+            y = result.pool_y.alloc(size_y);
+        }
         if (ids) {
             have_groups = moegraph_rows_find(state, state.groups, 2, ids, n_experts, size_groups, &e);
             groups = (char *) e->data;
@@ -224,18 +252,21 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     moegraph_group * groups_d   = ids ? (moegraph_group *) (groups + sizeof(int)) : nullptr;
 
     if (!have_y || !have_groups) {
-        const int64_t n_blocks_y = have_y ? 0 : (n_rows_y*n_values/4 + MOEGRAPH_MAX_SLOTS - 1) / MOEGRAPH_MAX_SLOTS;
+        const int64_t n_blocks_y = have_y ? 0 : (n_rows_y*n_values/4 + MOEGRAPH_PREP_THREADS - 1) / MOEGRAPH_PREP_THREADS;
         const int64_t n_blocks = n_blocks_y + !have_groups;
         const size_t  smem     = have_groups ? 0 : 2*(n_experts + 1)*sizeof(int);
         const int64_t stride_y = src1->nb[1]/sizeof(float);
         const int64_t stride_t = (ids ? src1->nb[2] : src1->nb[1])/sizeof(float);
-        const ggml_cuda_kernel_launch_params params(dim3(n_blocks), dim3(MOEGRAPH_MAX_SLOTS), smem, ctx.stream());
+        const ggml_cuda_kernel_launch_params params(dim3(n_blocks), dim3(MOEGRAPH_PREP_THREADS), smem, ctx.stream());
         void * q8_1 = have_y ? nullptr : moegraph_q8_1_reserve(ctx, src1);
-        ggml_cuda_kernel_launch(moegraph_prepare_kernel, params,
+        constexpr int n_own = MOEGRAPH_MAX_SLOTS/MOEGRAPH_PREP_THREADS;
+        const auto kernel = n_slots <= MOEGRAPH_FEW_SLOTS ? moegraph_prepare_kernel<1> : moegraph_prepare_kernel<n_own>;
+        ggml_cuda_kernel_launch(kernel, params,
             (const float *) src1->data, (moegraph_block_y *) y, (block_q8_1 *) q8_1, stride_y, stride_t, (int) n_values,
             (int) n_rows_y, (int) n_y,
             have_groups ? (const int32_t *) nullptr : (const int32_t *) ids->data,
-            have_groups ? 0 : (int) (ids->nb[1]/sizeof(int32_t)), n_used, n_slots, n_experts, groups_d, n_groups_d);
+            have_groups ? 0 : (int) (ids->nb[1]/sizeof(int32_t)), n_used, n_slots, n_experts,
+            moegraph_group_cols(n_slots, n_experts), groups_d, n_groups_d);
     }
     result.y        = (const moegraph_block_y *) y;
     result.groups   = groups_d;
@@ -274,12 +305,12 @@ const void * moegraph_q8_1(ggml_backend_cuda_context & ctx, const ggml_tensor * 
         void *        y        = moegraph_rows_reserve(ctx, src1);
         const int     n_values = src1->ne[0];
         const ggml_cuda_kernel_launch_params params(
-            dim3((n_values/4 + MOEGRAPH_MAX_SLOTS - 1)/MOEGRAPH_MAX_SLOTS), dim3(MOEGRAPH_MAX_SLOTS), (size_t) 0,
+            dim3((n_values/4 + MOEGRAPH_PREP_THREADS - 1)/MOEGRAPH_PREP_THREADS), dim3(MOEGRAPH_PREP_THREADS), (size_t) 0,
             ctx.stream());
-        ggml_cuda_kernel_launch(moegraph_prepare_kernel, params,
+        ggml_cuda_kernel_launch(moegraph_prepare_kernel<1>, params,
             (const float *) src1->data, (moegraph_block_y *) y, (block_q8_1 *) e->data, (int64_t) 0, (int64_t) 0,
             n_values, 1, 1,
-            (const int32_t *) nullptr, 0, 0, 0, 0, (moegraph_group *) nullptr, (int *) nullptr);
+            (const int32_t *) nullptr, 0, 0, 0, 0, 0, (moegraph_group *) nullptr, (int *) nullptr);
     }
     return e->data;
 }

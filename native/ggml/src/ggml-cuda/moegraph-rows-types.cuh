@@ -8,11 +8,16 @@
 
 constexpr int MOEGRAPH_CHUNK      = 256; // values per weight row and step
 constexpr int MOEGRAPH_TILE_ROWS  = 16;
-constexpr int MOEGRAPH_GROUP_COLS = 8;   // activation rows per tile, and slots per group of an expert
-constexpr int MOEGRAPH_MAX_COLS   = 32;  // activation rows of a dense product
+constexpr int MOEGRAPH_TILE_COLS  = 8;   // activation rows per tile
+constexpr int MOEGRAPH_MAX_COLS   = 32;  // activation rows of a dense product, slots of a group of an expert
 constexpr int MOEGRAPH_MAX_WARPS  = 8;
-constexpr int MOEGRAPH_MAX_SLOTS  = 512; // tokens*slots of MUL_MAT_ID, threads of the kernel that lists them
+constexpr int MOEGRAPH_PREP_THREADS = 512; // of the kernel that quantizes and lists
+constexpr int MOEGRAPH_FEW_SLOTS  = 512;  // tokens*slots of MUL_MAT_ID, one for each of these threads
+constexpr int MOEGRAPH_MAX_SLOTS  = 8192;
+constexpr int MOEGRAPH_MAX_ROWS   = 32;   // of an expert on average, if there are more than a few slots
 constexpr int MOEGRAPH_MIN_BLOCKS = 2;   // 128 registers a thread; 80 are 5 to 10 % slower with experts
+constexpr int MOEGRAPH_GROUP_WARPS = 4;  // that a block has at most if there are groups
+constexpr int MOEGRAPH_WIDE_BLOCKS = 3;  // 168 registers a thread, for up to 32 rows
 constexpr int MOEGRAPH_STAGES     = 2;
 
 // 32 activations. Lane c of a quad reads the values 4c..4c+3 and 16+4c..16+4c+3 of each block: they lie side by side.
@@ -27,8 +32,19 @@ static_assert(sizeof(moegraph_block_y) == 40, "bad block size");
 struct moegraph_group {
     int expert;
     int n;
-    int slots[MOEGRAPH_GROUP_COLS];
+    int slots[MOEGRAPH_MAX_COLS];
 };
+
+// How many slots a group may have: one tile, or as many as a block can multiply if experts have many rows.
+static int moegraph_group_cols(const int n_slots, const int n_experts) {
+    return n_slots > 4*n_experts ? MOEGRAPH_MAX_COLS : MOEGRAPH_TILE_COLS;
+}
+
+// How many groups there can be; one more expert takes the ids outside of the experts.
+static int moegraph_max_groups(const int n_slots, const int n_experts) {
+    const int n = n_experts + 1 + n_slots/moegraph_group_cols(n_slots, n_experts);
+    return n < n_slots ? n : n_slots;
+}
 
 // One of the products of the same activations that share a launch.
 struct moegraph_segment {
@@ -50,6 +66,7 @@ struct moegraph_rows_args {
     const moegraph_block_y * y;
     const moegraph_group   * groups;   // nullptr: dense
     const int              * n_groups;
+    int                      group_cols;    // slots that a group may have
     int64_t                  stride_row;    // bytes
     int64_t                  stride_expert; // bytes
     int64_t                  stride_dst_token; // floats
