@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gguf.constants import GGMLQuantizationType
+
 from ..errors import InternalError
 from ..ggml.ops import Builder, Tensor
 from ..modelfile.hparams import HParams
@@ -10,11 +12,12 @@ from ..resident.stage import Stage
 from ..resident.weights import LayerWeights
 from ..units import round_up
 
-# CUDA's kernels for few rows compute so many choices of experts at most, and so many of each expert
-# on average (MOEGRAPH_MAX_SLOTS and MOEGRAPH_MAX_ROWS, native/ggml/src/ggml-cuda).
-_MAX_CHOICES, _MAX_ROWS = 8192, 32
-# Beyond these, rows up to which tiles are worth being narrowed: more fill them. Tiles are then for
-# so many times as many rows as an expert has on average (popular ones have more), and for at least
+# What CUDA's kernels for few rows compute: types, choices of experts, how many of each expert on
+# average (moegraph_rows_type, MOEGRAPH_MAX_SLOTS, MOEGRAPH_MAX_ROWS in native/ggml/src/ggml-cuda).
+_FEW_TYPES = {GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")}
+_MAX_CHOICES, _MAX_ROWS = 16384, 64
+# Elsewhere, rows up to which tiles are worth being narrowed: more fill them. Tiles are then for so
+# many times as many rows as an expert has on average (popular ones have more), and for at least
 # _MIN_TILE: fewer tokens go to kernels that multiply vectors. There, 320 and 512 rows took 0.95 and
 # 0.97; 2,048 rows took as long with this spread, and 1.08 times as long with half of it.
 _MAX_GROUPED = 512
@@ -110,12 +113,18 @@ def build_routed_experts(
     slot < 0 adds nothing; weights F32 [1, n_expert_used, n_tokens].
     """
     bank, n = stage.banks.layer(il), slots.ne[1]
-    n_choices = n * slots.ne[0]
-    few = n_choices <= min(_MAX_CHOICES, _MAX_ROWS * bank.n_slots)
-    n_group = 1 if few or stage.device.can.exact_sums else rows_together(stage.hp, n)
+    n_group = 1
+    if not stage.device.can.exact_sums and not _are_few(bank, n * slots.ne[0]):
+        n_group = rows_together(stage.hp, n)
     if n_group > 1:
         return build_grouped_experts(b, bank, cur, slots, weights, n_group, il)
     return build_expert_sum(b, build_expert_rows(b, bank, cur, slots, weights, il), il)
+
+
+def _are_few(bank: Bank, n_choices: int) -> bool:
+    """Return whether CUDA's kernels for few rows compute so many choices of a bank's experts."""
+    fit = n_choices <= min(_MAX_CHOICES, _MAX_ROWS * bank.n_slots)
+    return fit and all(part.type in _FEW_TYPES for part in bank.parts.values())
 
 
 def rows_together(hp: HParams, n_tokens: int) -> int:

@@ -10,7 +10,8 @@ part only.
 Compute is the time of a prompt with all experts resident, which a machine knows. On an H200 this
 law was within 9 % of prompts of 512 to 8,192 tokens with 60 and 25 % of the experts resident, also
 over a link 2 and 4 times slower, and on another one, to which it was not fitted, within 6 %
-(docs/benchmarks.md).
+(docs/benchmarks.md). Since then the kernels for experts became faster; this is measured for
+resident ones only.
 """
 
 from __future__ import annotations

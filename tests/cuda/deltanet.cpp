@@ -506,7 +506,7 @@ static void print_times() {
                 ggml_tensor * slots, * tree;
                 more(g, which, &slots, &tree);
                 return ggml_silu(g.ctx, moegraph_conv(g.ctx, g.leaf(GGML_TYPE_F32, { 8192, n, 1 }, nullptr), w,
-                    g.leaf(GGML_TYPE_F32, { 3*8192, 1 }, nullptr), slots, tree));
+                    g.leaf(GGML_TYPE_F32, { 3*8192, 1 }, nullptr), slots, tree, nullptr));
             };
             printf("%6d %8s", n, TREE_NAMES[kind]);
             for (const op which : { UPSTREAM, OURS_CHAIN, OURS_TREE }) {

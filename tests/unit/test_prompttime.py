@@ -22,6 +22,8 @@ from moegraph.placement.trace import Trace
 
 SHAPE = RouterShape(40, 256, 8)
 H200 = MACHINES["h200"]
+# Before the kernels of few rows computed the experts of prompts: the measurements are of then.
+BEFORE = replace(H200, prompt=Curve(((32, 9e-3), (512, 72e-3), (2048, 188e-3))))
 SIZES = [1_900_000] * 40
 
 
@@ -50,10 +52,17 @@ MEASURED = [
 def test_measured_prompts_follow_from_the_built_in_machine(
     trace: Trace, share: float, n: int, speed: float, sent: float
 ) -> None:
-    found = estimate(trace, share, n)
+    found = estimate(trace, share, n, BEFORE)
     assert found.tokens_per_s == pytest.approx(speed, rel=0.12)
     # the routing of the measured file is a little more skewed than the trace
     assert found.sent_bytes / 1e9 == pytest.approx(sent, rel=0.18)
+
+
+@pytest.mark.parametrize(("n", "seconds"), [(80, 0.0190), (192, 0.0273), (768, 0.0659)])
+def test_prompts_with_all_experts_follow_from_their_neighbours(
+    trace: Trace, n: int, seconds: float
+) -> None:
+    assert estimate(trace, 1.0, n).seconds == pytest.approx(seconds, rel=0.08)
 
 
 def test_a_slower_link_is_hidden_until_it_takes_longer_than_computing(trace: Trace) -> None:
