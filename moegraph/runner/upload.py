@@ -4,9 +4,10 @@
     upload:                       experts ............... | event
 
 Overwriting a victim's slot is safe: this pass did not choose the victim, and earlier passes have
-finished, or the ids of this pass would not have arrived. Experts without a slot go through two
-staging banks in turn, up to N_STAGING at a time. An upload into a bank waits for the event after
-the last `add_uploaded` that read the bank.
+finished, or the ids of this pass would not have arrived. An exchange, which comes before any ids,
+waits for what is enqueued. Experts without a slot go through two staging banks in turn, up to
+N_STAGING at a time. An upload into a bank waits for the event after the last `add_uploaded` that
+read the bank.
 
 `add_uploaded` gets its slots as an input. Their host copy may be rewritten once the ids of a later
 layer have arrived: by then the device has read it.
@@ -46,7 +47,7 @@ class Uploader:
         self.n_bytes, self.n_copies = 0, 1
         # row 0: slots of the layer's own bank; one row for each wave through a staging bank
         self._slots = HostRows(device, 1 + -(-self._n_expert // N_STAGING), max_ids)
-        self._uploaded = device.event()
+        self._uploaded, self._enqueued = device.event(), device.event()
         self._staging_free = [device.event(), device.event()]
         self._staging_turn = 0
 
@@ -106,8 +107,12 @@ class Uploader:
     def exchange(self, exchanged: Sequence[tuple[int, Pairs]]) -> None:
         """Upload (layer, experts and slots) before a pass.
 
-        The compute stream waits for these uploads; the host does not.
+        Steps of a prompt that are enqueued may read what the victims' slots hold, so the uploads
+        wait for them. The compute stream waits for the uploads; the host does not.
         """
+        if self._enqueued:
+            C.ggml_backend_event_record(self._enqueued.ptr, self._device.compute.ptr)
+            C.ggml_backend_event_wait(self._device.upload.ptr, self._enqueued.ptr)
         for il, pairs in exchanged:
             self.send(il, self._banks.layer(il), pairs)
         if self._uploaded:
@@ -192,6 +197,6 @@ class Uploader:
 
     def close(self) -> None:
         """Free the events and the host rows."""
-        for handle in (self._slots, self._uploaded, *self._staging_free):
+        for handle in (self._slots, self._uploaded, self._enqueued, *self._staging_free):
             if handle:
                 handle.close()
