@@ -7,8 +7,9 @@
 A request is one JSON object on a line of stdin: "do" names the operation, the other fields are its
 arguments. The reply is one JSON object on stdout, with "ok" and, if that is false, "error". Both
 kinds compute the same token ids from a seed. The worker uses only the public names of moegraph
-(`Engine`, `EngineConfig`, `SamplingParams`) and documented methods, so that it can serve different
-versions of the package. Times are seconds; output of libraries goes to stderr.
+(`Engine`, `EngineConfig`, `SamplingParams`) and documented methods, except in `counting`, so that
+it can serve different versions of the package. Times are seconds; output of libraries goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +106,35 @@ class Side:
         seconds = time.perf_counter() - begin
         return {"seconds": seconds, "experts": self._report(before)}
 
+    def answer(
+        self, n: int, seed: int, then: list[int], routing: str | None = None
+    ) -> dict[str, Any]:
+        """Time a prompt of n tokens, and the single rows after it.
+
+        then: numbers of rows, rising; "then_seconds" has the time of the first so many for each.
+        routing: a .npy file, numpy shape [n, n_layer, n_expert_used]; the expert cache counts the
+        prompt, of more than 32 tokens, as if its rows had chosen these ids. "experts" counts the
+        rows after the prompt.
+        """
+        ids = token_ids(seed, n + then[-1], self.n_vocab)
+        self.forget()
+        with self.counting(routing):
+            begin = time.perf_counter()
+            self.read(ids[:n], False)
+            seconds = time.perf_counter() - begin
+        before, ends, begin = self.stats(), [], time.perf_counter()
+        for at in range(n, len(ids)):
+            self.step(ids[at : at + 1], False)
+            ends.append(time.perf_counter() - begin)
+        return {
+            "seconds": seconds, "then_seconds": [ends[count - 1] for count in then],
+            "experts": self._report(before),
+        }  # fmt: skip
+
+    def counting(self, routing: str | None) -> AbstractContextManager[None]:
+        """Count prompts as if their rows had chosen recorded experts, if there is a cache."""
+        return nullcontext()
+
     def read(self, ids: Ids, logits: bool) -> None:
         """Compute a prompt that continues the sequence."""
         for start in range(0, len(ids), self.chunk):
@@ -123,6 +155,24 @@ class Side:
             self.step(ids, logits, all_rows)
             times.append(time.perf_counter() - begin)
         return {"times": times, "experts": self._report(before)}
+
+
+def recorded_touch(policy: Any, recorded: Ids) -> Callable[[Any, Any, int], None]:
+    """Return `policy.touch_batch` with the next of the recorded rows instead of those it is given.
+
+    recorded: ids of one layer, numpy [n_rows, n_expert_used].
+    """
+    touch, at = policy.touch_batch, 0
+
+    def replayed(chosen: npt.NDArray[np.int64], last: object, n_tokens: int) -> None:
+        nonlocal at
+        rows, n_expert = recorded[at : at + n_tokens], len(chosen)
+        at += n_tokens
+        newest = np.full(n_expert, -1, dtype=np.int64)
+        newest[rows.reshape(-1)] = np.repeat(np.arange(len(rows)), rows.shape[1])
+        touch(np.bincount(rows.reshape(-1), minlength=n_expert), newest, n_tokens)
+
+    return replayed
 
 
 class Ours(Side):
@@ -193,6 +243,22 @@ class Ours(Side):
             self.engine.prefill(ids, greedy=not logits)
         else:  # other versions have only passes
             super().read(ids, logits)
+
+    @contextmanager
+    def counting(self, routing: str | None) -> Iterator[None]:
+        """Replace what the policies of the layers are told of prompts; see `answer`.
+
+        An engine replays the choice of single rows only.
+        """
+        told = self.engine.runner.cache.partial if routing else []
+        recorded: Ids = np.load(routing) if routing else np.empty(0, np.int32)
+        for layer in told:
+            layer.policy.touch_batch = recorded_touch(layer.policy, recorded[:, layer.il])
+        try:
+            yield
+        finally:
+            for layer in told:
+                del layer.policy.touch_batch
 
     def stats(self) -> Any:
         """Return counters of the expert cache, or None."""

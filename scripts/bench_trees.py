@@ -14,9 +14,14 @@ model of 22 GB takes up to 20 GB of host memory for each system and setting.
 All systems get the same token ids at the same positions; every pass of --rows starts from an empty
 sequence. moegraph copies only the argmax of a pass to the host, unless --results says otherwise.
 
+--then 8 32 128 times the first tokens after each prompt instead. Every prompt is another one of the
+trace's model, and so are the tokens after it: the cache counts the prompt as if its rows had chosen
+what the trace says, although its graphs compute what the file's router chooses.
+
     scripts/bench_trees.py 35b.gguf before=../old after=. --out rows.jsonl
     scripts/bench_trees.py 35b.gguf upstream=.oracle now=. --results logits argmax --gen 0 --prompt
     scripts/bench_trees.py tiny before=../old after=. --device cpu --gen 16 --prompt 64 --rows 1 4
+    scripts/bench_trees.py 35b.gguf before=../old after=. --settings 60 25 --then 8 32 128
 """
 
 from __future__ import annotations
@@ -30,10 +35,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import _bench as bench
+
+if TYPE_CHECKING:
+    from _traces import ModelFacts
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,6 +78,14 @@ def parser() -> argparse.ArgumentParser:
         "the engine has memory for so many sequences; not for upstream",
     )
     p.add_argument(
+        "--then",
+        type=bench.positive,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="time the first N tokens after each prompt; then no other test runs; not for upstream",
+    )
+    p.add_argument(
         "--repeat",
         type=bench.positive,
         default=7,
@@ -97,6 +114,12 @@ def parser() -> argparse.ArgumentParser:
         choices=("auto", "stream", "cpu"),
         help="as of moegraph; auto depends on what each system measures while it loads, and they "
         "load at the same time",
+    )
+    p.add_argument(
+        "--host-pin",
+        default="auto",
+        choices=("auto", "all", "none"),
+        help="as of moegraph; only graphs of layers in pinned memory fetch missing experts",
     )
     p.add_argument("--trace", default="sticky", help="preset of the replayed routing")
     return p
@@ -149,6 +172,8 @@ def tests(args: argparse.Namespace) -> list[Test]:
 
         return Test(f"rows {n}", "ms", sample)
 
+    if args.then:
+        return []
     if args.seqs:
         return [together(n) for n in args.seqs]
     generation = [decode(depth) for depth in args.depth] if args.gen else []
@@ -158,7 +183,8 @@ def tests(args: argparse.Namespace) -> list[Test]:
 def config_for(args: argparse.Namespace, name: str, setting: str, n_all: int) -> dict[str, object]:
     """Return the settings with which a worker loads."""
     decoded = max(args.gen, args.warm) + max(args.depth, default=0)
-    longest = max([decoded, *args.prompt, *args.rows, 256])
+    n_then = max(args.then, default=0)
+    longest = max([decoded, *(n + n_then for n in args.prompt), *args.rows, 256])
     common = {"n_ctx": longest, "n_ubatch": args.ubatch}
     if bench.is_upstream(name):
         place = {"device": "cpu" if args.device == "cpu" else "gpu"}
@@ -171,18 +197,30 @@ def config_for(args: argparse.Namespace, name: str, setting: str, n_all: int) ->
     if setting == "whole":
         return config | {"mode": "whole"}
     slots = round(float(setting.split()[0]) / 100 * n_all)
-    return config | {"pin_layers": 0, "cache_slots": slots, "miss": args.miss}
+    config |= {"pin_layers": 0, "cache_slots": slots}
+    return config | {"miss": args.miss, "host_pin": args.host_pin}
+
+
+def routings(
+    args: argparse.Namespace, raw: bench.Raw, facts: ModelFacts, folder: Path
+) -> tuple[Path, list[Path]]:
+    """Write the routing of single rows, and with --then that of each prompt; see _traces.py."""
+    from _traces import write_prompts, write_routing
+
+    if args.then:
+        lengths = [n for n in args.prompt for _ in range(args.samples + 1)]
+        return write_prompts(folder, facts, args.trace, args.warm, lengths, max(args.then))
+    raw.add("traces", **write_routing(folder / "routing.npy", facts, [args.trace], 2048))
+    return folder / "routing.npy", []
 
 
 def measure(args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker]) -> None:
     """Take all samples of all settings."""
-    from _traces import ModelFacts, write_routing
+    from _traces import ModelFacts
 
     facts = ModelFacts.of(args.model)
     with tempfile.TemporaryDirectory() as scratch:
-        routing = Path(scratch) / "routing.npy"
-        trace = write_routing(routing, facts, [args.trace], 2048)
-        raw.add("traces", **trace)
+        routing, read = routings(args, raw, facts, Path(scratch))
         for setting in args.settings:
             partial = setting != "whole"
             # upstream has no such setting: -ncmoe keeps whole layers on the CPU
@@ -197,6 +235,8 @@ def measure(args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker
             if partial:
                 for worker in taking:
                     worker.ask("decode", n=args.warm, seed=0)
+            if args.then:
+                run_answers(args, raw, taking, setting, read if partial else [])
             for test in tests(args):
                 run_test(args, raw, taking, setting, test)
             for worker in taking:
@@ -220,6 +260,29 @@ def run_test(
                 raw.sample(setting, test.name, name, at, value, test.unit, **more)
 
 
+def run_answers(
+    args: argparse.Namespace,
+    raw: bench.Raw,
+    workers: list[bench.Worker],
+    setting: str,
+    read: list[Path],
+) -> None:
+    """Time the first tokens after prompts, the systems in turn.
+
+    read: the routing of each prompt, in the order in which the prompts come; [] for the router's.
+    """
+    then, n_each = sorted(args.then), args.samples + 1
+    for at in range(n_each * len(args.prompt)):
+        n, sample = args.prompt[at // n_each], at % n_each
+        routing = str(read[at]) if read else None
+        for worker in workers if at % 2 else reversed(workers):
+            found = worker.ask("answer", n=n, seed=at, then=then, routing=routing)
+            more = {"prompt_s": found["seconds"], "experts": found["experts"]}
+            for count, seconds in zip(then, found["then_seconds"]):
+                name = f"{count} after pp{n}"
+                raw.sample(setting, name, worker.name, sample, 1e3 * seconds, "ms", **more)
+
+
 def main() -> int:
     """Run the comparison."""
     args = parser().parse_args()
@@ -228,6 +291,8 @@ def main() -> int:
         bench.check_systems(args.systems)
         if args.seqs and any(map(bench.is_upstream, args.systems)):
             raise bench.BenchError("--seqs: upstream's batches of several sequences are not timed")
+        if args.then and (args.seqs or any(map(bench.is_upstream, args.systems))):
+            raise bench.BenchError("--then: not with --seqs, and not of upstream")
         clock, raw = bench.Clock(args.time_limit), bench.Raw("trees", args)
 
         def compare() -> None:

@@ -13,13 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from moegraph.modelfile import open_model, resolve_target
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 FAKE = ROOT / "tests" / "helpers" / "fake_llama_bench.py"
 sys.path.insert(0, str(SCRIPTS))
 
+import _bench_worker
 import _llama_bench
 import bench_residency
 
@@ -84,6 +88,57 @@ def test_two_trees_take_turns_and_every_sample_is_kept(tmp_path: Path) -> None:
     for at in (0, 1, 2):
         assert by_turn[at, "before"] == by_turn[at, "after"], "both replay the same routing"
     assert done.stdout.count("\n| ") == 2 * 3 * 4 and "times before" in done.stdout
+
+
+def test_tokens_after_prompts_are_those_of_one_trace_in_both_trees(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    run(
+        "bench_trees.py", "tiny", f"before={ROOT}", f"after={ROOT}", *COMMON, *SHORT, "--then", 5,
+        2, "--settings", "whole", "50", "--prompt", 40, 70, "--warm", 3, "--ubatch", 32,
+        "--miss", "stream", "--host-pin", "all", "--out", out,
+    )  # fmt: skip
+    lines = lines_of(out)
+    tests = {(s, f"{n} after pp{m}") for s in ("whole", "50 %") for n in (2, 5) for m in (40, 70)}
+    assert keys(lines) == {(*test, system) for test in tests for system in ("before", "after")}
+    samples = [x for x in lines if x["kind"] == "sample"]
+    assert len(samples) == 3 * len(keys(lines)) and all(x["prompt_s"] > 0 for x in samples)
+    by_key = {(x["setting"], x["test"], x["system"], x["at"]): x for x in samples}
+    for setting, test in tests:
+        for at in (0, 1, 2):
+            one, other = (by_key[setting, test, system, at] for system in ("before", "after"))
+            if setting == "50 %":
+                assert one["experts"]["n_passes"] == 5 and one["experts"]["misses"] > 0
+                assert one["experts"]["misses"] == other["experts"]["misses"]
+            shorter = by_key[setting, test.replace("5 after", "2 after"), "after", at]
+            assert shorter is other or shorter["value"] < other["value"]
+    assert len({x["experts"]["misses"] for x in samples if x["setting"] == "50 %"}) > 2
+
+
+def test_the_cache_counts_the_recorded_choice_of_a_prompt(tmp_path: Path) -> None:
+    side, hp = _bench_worker.Ours(), read_hparams()
+    shape, rng = (hp.n_layer, hp.n_expert_used), np.random.default_rng(3)
+    chosen = rng.permuted(np.tile(np.arange(24, 32), (50, hp.n_layer, 1)), axis=-1)[..., : shape[1]]
+    np.save(tmp_path / "read.npy", chosen)
+    np.save(tmp_path / "decoded.npy", np.tile(np.arange(20, 20 + shape[1]), (1, hp.n_layer, 1)))
+    config = {"device": "cpu", "n_threads": 1, "n_ctx": 256, "n_ubatch": 64, "pin_layers": 0,
+              "cache_slots": 10 * hp.n_layer, "miss": "stream", "profile": "none"}  # fmt: skip
+    side.load("tiny", config, str(tmp_path / "decoded.npy"))
+    try:
+        layers = side.engine.runner.cache.partial
+        assert len(layers) == hp.n_layer
+        for routing in (str(tmp_path / "read.npy"), None):
+            found = side.answer(50, 1, [2, 4], routing)
+            assert 0 < found["then_seconds"][0] < found["then_seconds"][1] and found["seconds"] > 0
+            counted = [{e for e, s in enumerate(layer.policy.score) if s > 0.5} for layer in layers]
+            recorded = set(range(20, 20 + shape[1])) | set(range(24, 32))
+            assert all(experts == recorded for experts in counted) == (routing is not None)
+    finally:
+        side.unload()
+
+
+def read_hparams() -> Any:
+    with open_model(resolve_target("tiny")) as model:
+        return model.hparams
 
 
 def test_a_time_limit_keeps_what_is_done(tmp_path: Path) -> None:

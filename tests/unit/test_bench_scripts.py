@@ -25,7 +25,7 @@ import bench_gaps
 import bench_predict
 import bench_tables
 import fit_routing
-from _traces import ModelFacts, find_trace, write_routing
+from _traces import ModelFacts, find_trace, write_prompts, write_routing
 
 from moegraph.errors import RequestError
 from moegraph.experts.cost import Curve
@@ -115,6 +115,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("bench_trees.py", ["tiny", f"a={ROOT / 'docs'}"], "has no folder moegraph"),
     ("bench_trees.py", ["tiny", f"a={ROOT}", "--settings", "101"], "'101' is not a percentage"),
     ("bench_trees.py", ["tiny", f"upstream={ROOT}", "--seqs", "2"], "--seqs: upstream's"),
+    ("bench_trees.py", ["tiny", f"upstream={ROOT}", "--then", "8"], "--then: not with --seqs"),
     ("bench_trees.py", ["tiny", f"a={ROOT}", "--samples", "0"], "not a whole number of 1 or more"),
     ("bench_vs_upstream.py", ["tiny"], "required: --llama-bench"),
     ("bench_vs_upstream.py", ["tiny", "--llama-bench", "/nowhere"], "/nowhere does not exist"),
@@ -285,6 +286,19 @@ def test_traces_are_put_end_to_end(tmp_path: Path) -> None:
     assert len({trace.sha256 for trace in two}) == 2, "another prompt"
     with pytest.raises(RequestError, match="nowhere: cannot read the trace"):
         find_trace("nowhere", facts.shape, 10)
+
+
+def test_prompts_and_the_tokens_after_them_are_parts_of_one_trace(tmp_path: Path) -> None:
+    facts = ModelFacts(4, 16, 2, 100, 1000)
+    decoded, read = write_prompts(tmp_path, facts, "flat", 5, [30, 20], 3)
+    rows = np.load(decoded)
+    assert rows.shape == (5 + 2 * 3, 4, 2) and rows.dtype == np.int32 and len(read) == 2
+    for at, n in enumerate((30, 20)):
+        trace = find_trace(f"flat:{at + 1}", facts.shape, n + 3)
+        assert (np.load(read[at]) == trace.ids[:n]).all()
+        assert (rows[5 + 3 * at : 8 + 3 * at] == trace.ids[n:]).all()
+    with pytest.raises(RequestError, match="'flat:1': name a preset, .*flat"):
+        write_prompts(tmp_path, facts, "flat:1", 5, [30], 3)
 
 
 def test_what_ran_before_a_trace_hardly_matters_after_its_warm_tokens() -> None:
