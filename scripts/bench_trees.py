@@ -14,9 +14,9 @@ model of 22 GB takes up to 20 GB of host memory for each system and setting.
 All systems get the same token ids at the same positions; every pass of --rows starts from an empty
 sequence. moegraph copies only the argmax of a pass to the host, unless --results says otherwise.
 
---then 8 32 128 times the first tokens after each prompt instead. Every prompt is another one of the
-trace's model, and so are the tokens after it: the cache counts the prompt as if its rows had chosen
-what the trace says, although its graphs compute what the file's router chooses.
+--then 8 32 128 times prompts and the first tokens after each, and nothing else. Every prompt is
+another one of the trace's model, and so are the tokens after it: the cache counts the prompt as if
+its rows had chosen what the trace says, although its graphs compute what the file's router chooses.
 
     scripts/bench_trees.py 35b.gguf before=../old after=. --out rows.jsonl
     scripts/bench_trees.py 35b.gguf upstream=.oracle now=. --results logits argmax --gen 0 --prompt
@@ -277,6 +277,7 @@ def run_answers(
         routing = str(read[at]) if read else None
         for worker in workers if at % 2 else reversed(workers):
             found = worker.ask("answer", n=n, seed=at, then=then, routing=routing)
+            raw.sample(setting, f"pp{n}", worker.name, sample, n / found["seconds"])
             more = {"prompt_s": found["seconds"], "experts": found["experts"]}
             for count, seconds in zip(then, found["then_seconds"]):
                 name = f"{count} after pp{n}"
