@@ -67,7 +67,7 @@ class Residency:
 
         fetchable: layers whose graph could fetch, given slots. n_prefetch_slots: for prefetched
         experts. move_s: seconds to upload one expert; None for no guard. exchanges: give slots to
-        the experts that the policy prefers after a prompt.
+        the experts that the policy prefers after a prompt, in layers that do not fetch.
         """
         self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
@@ -107,21 +107,25 @@ class Residency:
         """Decide how a pass of n_tokens rows deals with missing experts; the last pass has ended.
 
         Promoted experts become resident, and victims are planned for the layers whose graph
-        fetches. After a prompt slots are exchanged, unless several sequences decode: what the
-        prompt of one prefers is not what the others choose.
+        fetches. After a prompt the other layers exchange slots, unless several sequences decode:
+        what the prompt of one prefers is not what the others choose.
         """
         self._pass = None
         self._prefetched = -1, {}
         self.prefetcher.discard()
         # only passes of equal work can be compared
-        if self.guard and self.guard.begin_pass(kind is Kind.DECODE and n_tokens == 1):
-            self._is_stale = True
+        is_single = kind is Kind.DECODE and n_tokens == 1
+        is_back = self.guard is not None and self.guard.begin_pass(is_single)
         self.cache.begin_pass()
         rules = rules_of(kind, n_tokens)
         self._learn(n_tokens if rules.fetches else 0)
         is_active = self._is_active
         mode = self._mode(rules, n_tokens, is_active)
-        exchanged = self._exchange() if mode.admits and self._is_stale and n_seqs == 1 else []
+        exchanged: list[tuple[int, Pairs]] = []
+        if is_back:  # the guard soon judges the cache, with the experts that it would hold
+            exchanged = self._exchange(_NO_LAYERS)
+        elif self._is_stale and mode.admits and n_seqs == 1:
+            exchanged = self._exchange(mode.fetch_layers)
         self._is_stale = self._is_stale and not rules.admits
         self._is_prompt = not rules.admits
         waits = bool(self._promoted)
@@ -151,20 +155,24 @@ class Residency:
     def exchange(self) -> None:
         """Exchange slots now, if the last pass that ended was of a prompt, and not later.
 
-        For a replay, which uploads nothing.
+        For a replay, which uploads nothing, and whose next pass decodes one row.
         """
         if self._is_stale:
-            self._exchange()
+            self._exchange(self.miss_mode(Kind.DECODE, 1).fetch_layers)
         self._is_stale = False
 
-    def _exchange(self) -> list[tuple[int, Pairs]]:
-        """After a prompt, give slots to the experts that the policy now prefers.
+    def _exchange(self, fetch_layers: frozenset[int]) -> list[tuple[int, Pairs]]:
+        """Give slots to the experts that the policy prefers, except in layers that fetch.
 
-        Experts that the prompt missed only went through staging. Returns (layer, experts to upload
-        and their slots), in this order.
+        Experts that a prompt missed only went through staging. Many of those that the policy
+        prefers then are not chosen for a while, so fetching each when it is chosen sends fewer of
+        them before the first tokens. Returns (layer, experts to upload and their slots), in this
+        order.
         """
         found: list[tuple[int, Pairs]] = []
         for layer in self.cache.partial if self._exchanges else []:
+            if layer.il in fetch_layers:
+                continue
             pairs = []
             for expert in wanted(layer, layer.n_slots):
                 slot = layer.reserve_slot(expert, ())

@@ -183,7 +183,7 @@ def test_a_slowed_link_copies_as_often_as_asked_and_changes_nothing(
 
 
 def test_what_a_prompt_used_most_has_slots_afterwards(open_engine: Open) -> None:
-    engine = open_engine("mini35b", **MISSING[1])
+    engine = open_engine("mini35b", **MISSING[1] | {"host_pin": "none"})
     ids = prompt(engine, 300, seed=6)
     engine.prefill(ids, greedy=True)
     engine.forward([5])
