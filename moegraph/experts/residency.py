@@ -50,7 +50,7 @@ class Residency:
 
     routing: how often each expert was chosen. split: how many missing experts the CPU computes.
     guard: bypasses the cache when moving experts takes longer than it saves; None if not guarded,
-    or if no slot can change. n_exchanged, n_prefetched: experts, summed over all passes.
+    or if no slot can change. n_exchanged, n_kept, n_prefetched: experts, summed over all passes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Residency:
         self._may_prefetch = n_prefetch_slots > 0 and not self._fetch_layers
         n_predictable = sum(n < cache.n_expert for n in cache.n_slots[1:])
         self.prefetcher = PrefetchController(n_predictable if n_prefetch_slots else 0)
-        self.n_exchanged = self.n_prefetched = 0
+        self.n_exchanged = self.n_kept = self.n_prefetched = 0
         self._exchanges = exchanges
         self._pass: PassPlan | None = None
         self._is_trial = False  # the time of the pass counts for the prefetch trial
@@ -155,19 +155,19 @@ class Residency:
     def exchange(self) -> None:
         """Exchange slots now, if the last pass that ended was of a prompt, and not later.
 
-        For a replay, which uploads nothing, and whose next pass decodes one row.
+        For a replay, which uploads nothing and keeps nothing while a prompt is computed.
         """
         if self._is_stale:
-            self._exchange(self.miss_mode(Kind.DECODE, 1).fetch_layers)
+            self._exchange(_NO_LAYERS)
         self._is_stale = False
 
     def _exchange(self, fetch_layers: frozenset[int]) -> list[tuple[int, Pairs]]:
         """Give slots to the experts that the policy prefers, except in layers that fetch.
 
-        Experts that a prompt missed only went through staging. Many of those that the policy
-        prefers then are not chosen for a while, so fetching each when it is chosen sends fewer of
-        them before the first tokens. Returns (layer, experts to upload and their slots), in this
-        order.
+        A sweep kept what it sent and the policy preferred, unless other sequences decoded
+        meanwhile. Many of the others are not chosen for a while, so fetching each when it is chosen
+        sends fewer of them before the first tokens. Returns (layer, experts to upload and their
+        slots), in this order.
         """
         found: list[tuple[int, Pairs]] = []
         for layer in self.cache.partial if self._exchanges else []:
@@ -183,6 +183,29 @@ class Residency:
                 found.append((layer.il, pairs))
                 self.n_exchanged += len(pairs)
         return found
+
+    def wanted(self, il: int) -> set[int]:
+        """Return absent experts of layer il that the policy prefers, now that a prompt is recorded.
+
+        Empty while the cache is bypassed.
+        """
+        layer = self._layers[il]
+        keeps = self._exchanges and self._is_active and not layer.full
+        return set(wanted(layer, layer.n_slots)) if keeps else set()
+
+    def keep(self, il: int, experts: Iterable[int]) -> Pairs:
+        """Give slots to experts of layer il that a prompt has on the device; return both.
+
+        experts: some that `wanted` returned. They count as resident at once.
+        """
+        layer, pairs = self._layers[il], []
+        for expert in experts:
+            slot = layer.reserve_slot(expert, ())
+            if slot is not None:
+                layer.mark_resident(expert)
+                pairs.append((expert, slot))
+        self.n_kept += len(pairs)
+        return pairs
 
     def begin_fetch(self, layers: Iterable[int]) -> None:
         """Note that a graph that fetches in these layers is launched next.

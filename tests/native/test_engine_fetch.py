@@ -183,30 +183,6 @@ def test_single_rows_copy_what_is_missing_and_no_more(open_engine, policy: str) 
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "adaptive"])
-def test_a_prompt_leaves_the_slots_and_the_next_tokens_fetch_what_they_miss(
-    open_engine, policy: str
-) -> None:
-    plain = open_engine(PRESET)
-    engine = open_fetching(open_engine, policy=policy, cache_slots=N_LAYER * 3 * N_USED)
-    handler, cache, ids = engine.runner.misses, engine.runner.cache, prompt(engine, 90, seed=4)
-    sizes = np.array([handler.store.packing(il).n_bytes for il in range(N_LAYER)])
-    for at in (0, 45):
-        tables = cache.tables.copy()
-        for one in (plain, engine):
-            one.prefill(ids[at : at + 40], greedy=True)
-        assert (cache.tables == tables).all()
-        sent, missing = handler.n_bytes_to_device, cache.stats.missing
-        for pos in range(at + 40, at + 45):
-            token = ids[pos : pos + 1]
-            wanted = plain.forward_logits(token, pos)
-            np.testing.assert_array_equal(engine.forward_logits(token, pos), wanted)
-            check_sound(engine)
-        n_fetched = cache.stats.missing - missing
-        assert handler.n_bytes_to_device - sent == (sizes * n_fetched).sum() > 0
-    assert handler.residency.n_exchanged == 0
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu", "adaptive"])
 @pytest.mark.parametrize("more", [0, 1, 7, 27])
 def test_passes_of_several_rows_between_change_nothing(
     open_engine, expected, policy: str, more: int

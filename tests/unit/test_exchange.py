@@ -1,4 +1,4 @@
-"""What a prompt changes in the slots: of layers whose graphs fetch nothing, of others much."""
+"""What a prompt changes in the slots: what it keeps, what is exchanged, and what that is worth."""
 
 from __future__ import annotations
 
@@ -85,12 +85,38 @@ def test_layers_that_fetch_exchange_once_the_cache_is_no_longer_bypassed() -> No
     assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
 
 
-def test_a_replay_exchanges_where_a_token_would() -> None:
-    residency = residency_of([6, 6], fetchable=[1])
+def test_what_a_prompt_has_on_the_device_gets_slots_if_the_policy_prefers_it() -> None:
+    residency = residency_of([6, 6, N_EXPERT], fetchable=[1])
+    residency.begin_pass(Kind.PREFILL, 40)
+    for il in (0, 1, 2):
+        residency.routed(il, np.array([9, 8, 7, 1] * 40, np.int32))
+    assert [residency.wanted(il) for il in (0, 1, 2)] == [{7, 8, 9}, {7, 8, 9}, set()]
+    assert [e for e, _ in residency.keep(0, [7, 9])] == [7, 9]
+    layer = residency.cache.layers[0]
+    assert layer.resident >= {7, 9, 1} and residency.wanted(0) == {8}
+    residency.end_pass(0.0)
+    plan = residency.begin_pass(Kind.DECODE, 1)
+    assert [(il, [e for e, _ in pairs]) for il, pairs in plan.exchanged] == [(0, [8])]
+    assert residency.n_kept == 2 and residency.n_exchanged == 1
+
+
+def test_a_prompt_that_fails_leaves_empty_slots_where_it_kept_experts() -> None:
+    residency = residency_of([6], fetchable=[0])
+    residency.begin_pass(Kind.PREFILL, 40)
+    residency.routed(0, np.array([9, 8, 7, 1] * 40, np.int32))
+    slots = [slot for _, slot in residency.keep(0, [9, 8])]
+    residency.rollback()
+    layer = residency.cache.layers[0]
+    assert [layer.owner[slot] for slot in slots] == [-1, -1] and len(layer.resident) == 4
+    layer.check()
+
+
+def test_nothing_is_kept_while_the_cache_is_bypassed() -> None:
+    residency = residency_of([6], fetchable=[0], move_s=1e-3)
+    assert residency.guard
+    residency.guard._settle(True, "")
     read(residency, 9, 8, 7, 1)
-    residency.exchange()
-    assert [layer.resident >= {9, 8, 7} for layer in residency.cache.layers] == [True, False]
-    assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
+    assert residency.wanted(0) == set()
 
 
 SHAPE = RouterShape(6, 128, 8)
@@ -136,22 +162,22 @@ def text(seed: int, n: int) -> Ids:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("n_prompt", [64, 512])
-def test_after_a_prompt_fetching_sends_less_at_first_and_no_more_later(
+def test_kept_experts_save_fetches_and_an_exchange_costs_more_than_it_saves(
     policy: str, n_prompt: int
 ) -> None:
-    sent: list[list[int]] = []
-    for exchanges in (True, False):
-        texts = Texts(policy, exchanges)
+    """What crosses the link after a prompt: kept experts did so before."""
+    found = {}
+    for name in ("exchanged", "fetched", "kept"):
+        texts = Texts(policy, exchanges=name != "fetched")
         for seed in (1, 2):
             ids = text(seed, n_prompt + 384)
-            n_first = texts.read(ids[:n_prompt])
-            fetched = texts.decode(ids[n_prompt:])
-        sent.append(np.cumsum([n_first + fetched[0], *fetched[1:]]).tolist())
-    exchanged, kept = sent
-    assert kept[7] < 0.75 * exchanged[7]
-    assert kept[31] < 0.9 * exchanged[31]
-    assert kept[-1] < 1.02 * exchanged[-1]
-    assert kept[31] - kept[23] < 8 * kept[0] / 3, "what the prompt used most is soon there"
+            n_moved = texts.read(ids[:n_prompt])
+            tokens = texts.decode(ids[n_prompt:])
+        found[name] = np.cumsum(tokens) + (n_moved if name == "exchanged" else 0)
+    exchanged, fetched, kept = (found[name] for name in ("exchanged", "fetched", "kept"))
+    assert fetched[7] < 0.75 * exchanged[7] and fetched[31] < 0.9 * exchanged[31]
+    assert fetched[-1] < 1.02 * exchanged[-1]
+    assert kept[7] < 0.75 * fetched[7] and kept[127] < 0.9 * fetched[127]
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
