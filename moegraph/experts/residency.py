@@ -50,7 +50,7 @@ class Residency:
 
     routing: how often each expert was chosen. split: how many missing experts the CPU computes.
     guard: bypasses the cache when moving experts takes longer than it saves; None if not guarded,
-    or if no slot can change. n_exchanged, n_prefetched: experts, summed over all passes.
+    or if no slot can change. n_exchanged, n_kept, n_prefetched: experts, summed over all passes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Residency:
 
         fetchable: layers whose graph could fetch, given slots. n_prefetch_slots: for prefetched
         experts. move_s: seconds to upload one expert; None for no guard. exchanges: give slots to
-        the experts that the policy prefers after a prompt.
+        the experts that the policy prefers after a prompt, in layers that do not fetch.
         """
         self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
@@ -85,7 +85,7 @@ class Residency:
         self._may_prefetch = n_prefetch_slots > 0 and not self._fetch_layers
         n_predictable = sum(n < cache.n_expert for n in cache.n_slots[1:])
         self.prefetcher = PrefetchController(n_predictable if n_prefetch_slots else 0)
-        self.n_exchanged = self.n_prefetched = 0
+        self.n_exchanged = self.n_kept = self.n_prefetched = 0
         self._exchanges = exchanges
         self._pass: PassPlan | None = None
         self._is_trial = False  # the time of the pass counts for the prefetch trial
@@ -107,21 +107,25 @@ class Residency:
         """Decide how a pass of n_tokens rows deals with missing experts; the last pass has ended.
 
         Promoted experts become resident, and victims are planned for the layers whose graph
-        fetches. After a prompt slots are exchanged, unless several sequences decode: what the
-        prompt of one prefers is not what the others choose.
+        fetches. After a prompt the other layers exchange slots, unless several sequences decode:
+        what the prompt of one prefers is not what the others choose.
         """
         self._pass = None
         self._prefetched = -1, {}
         self.prefetcher.discard()
         # only passes of equal work can be compared
-        if self.guard and self.guard.begin_pass(kind is Kind.DECODE and n_tokens == 1):
-            self._is_stale = True
+        is_single = kind is Kind.DECODE and n_tokens == 1
+        is_back = self.guard is not None and self.guard.begin_pass(is_single)
         self.cache.begin_pass()
         rules = rules_of(kind, n_tokens)
         self._learn(n_tokens if rules.fetches else 0)
         is_active = self._is_active
         mode = self._mode(rules, n_tokens, is_active)
-        exchanged = self._exchange() if mode.admits and self._is_stale and n_seqs == 1 else []
+        exchanged: list[tuple[int, Pairs]] = []
+        if is_back:  # the guard soon judges the cache, with the experts that it would hold
+            exchanged = self._exchange(_NO_LAYERS)
+        elif self._is_stale and mode.admits and n_seqs == 1:
+            exchanged = self._exchange(mode.fetch_layers)
         self._is_stale = self._is_stale and not rules.admits
         self._is_prompt = not rules.admits
         waits = bool(self._promoted)
@@ -151,20 +155,24 @@ class Residency:
     def exchange(self) -> None:
         """Exchange slots now, if the last pass that ended was of a prompt, and not later.
 
-        For a replay, which uploads nothing.
+        For a replay, which uploads nothing and keeps nothing while a prompt is computed.
         """
         if self._is_stale:
-            self._exchange()
+            self._exchange(_NO_LAYERS)
         self._is_stale = False
 
-    def _exchange(self) -> list[tuple[int, Pairs]]:
-        """After a prompt, give slots to the experts that the policy now prefers.
+    def _exchange(self, fetch_layers: frozenset[int]) -> list[tuple[int, Pairs]]:
+        """Give slots to the experts that the policy prefers, except in layers that fetch.
 
-        Experts that the prompt missed only went through staging. Returns (layer, experts to upload
-        and their slots), in this order.
+        A sweep kept what it sent and the policy preferred, unless other sequences decoded
+        meanwhile. Many of the others are not chosen for a while, so fetching each when it is chosen
+        sends fewer of them before the first tokens. Returns (layer, experts to upload and their
+        slots), in this order.
         """
         found: list[tuple[int, Pairs]] = []
         for layer in self.cache.partial if self._exchanges else []:
+            if layer.il in fetch_layers:
+                continue
             pairs = []
             for expert in wanted(layer, layer.n_slots):
                 slot = layer.reserve_slot(expert, ())
@@ -175,6 +183,29 @@ class Residency:
                 found.append((layer.il, pairs))
                 self.n_exchanged += len(pairs)
         return found
+
+    def wanted(self, il: int) -> set[int]:
+        """Return absent experts of layer il that the policy prefers, now that a prompt is recorded.
+
+        Empty while the cache is bypassed.
+        """
+        layer = self._layers[il]
+        keeps = self._exchanges and self._is_active and not layer.full
+        return set(wanted(layer, layer.n_slots)) if keeps else set()
+
+    def keep(self, il: int, experts: Iterable[int]) -> Pairs:
+        """Give slots to experts of layer il that a prompt has on the device; return both.
+
+        experts: some that `wanted` returned. They count as resident at once.
+        """
+        layer, pairs = self._layers[il], []
+        for expert in experts:
+            slot = layer.reserve_slot(expert, ())
+            if slot is not None:
+                layer.mark_resident(expert)
+                pairs.append((expert, slot))
+        self.n_kept += len(pairs)
+        return pairs
 
     def begin_fetch(self, layers: Iterable[int]) -> None:
         """Note that a graph that fetches in these layers is launched next.

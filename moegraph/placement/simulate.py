@@ -123,7 +123,7 @@ class _Replay:
         return seconds
 
     def prompt(self, ids: npt.NDArray[np.int32]) -> None:
-        """Replay a prompt in chunks, and exchange slots after it."""
+        """Replay a prompt in chunks, and keep what the policy prefers."""
         for start in range(0, len(ids), PROMPT_ROWS):
             rows = ids[start : start + PROMPT_ROWS]
             fetch_layers = self.residency.begin_pass(Kind.PREFILL, len(rows)).mode.fetch_layers
@@ -132,7 +132,7 @@ class _Replay:
                 take = self.residency.fetched if il in fetch_layers else self.residency.routed
                 take(il, rows[:, il].reshape(-1))
             self.residency.end_pass(0.0)
-        # a run exchanges when the first token begins; here, no token counts what that moves
+        # a run gives slots to what a prompt sends, layer by layer
         self.residency.exchange()
 
 

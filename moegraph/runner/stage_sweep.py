@@ -69,10 +69,11 @@ class StageSweep:
         # the layer that it foresees comes second
         self._forecast, self._foreseen = Forecast(self._n_rows), -1
         self._plan: PassPlan | None = None
-        self._is_entering = False
+        self._is_entering = self._keeps = False
+        self._wanted: set[int] = set()  # experts of the layer that get slots after their use
         self._books: list[_Book] = []  # not recorded yet
         self._n_enqueued = 0
-        self.n_done = 0
+        self.n_done, self._recorded = 0, -1
         # layers and chunks of the part in order, the next of them, and the first without graphs
         self._order: list[tuple[int, Chunk]] = []
         self._at = self._n_ahead = 0
@@ -83,6 +84,8 @@ class StageSweep:
         is_last: no part comes after this one.
         """
         work = self._layers(part)
+        # what others choose is not what one prompt prefers
+        self._keeps = is_last and len(self._prompts) == 1
         is_long = len(part) > 1 or not is_last or self._is_cut_short
         n_ahead = _AHEAD if is_long else MAX_AHEAD
         step = next(work, None)
@@ -105,6 +108,8 @@ class StageSweep:
         if residency is None or (self._plan and residency.is_current(self._plan)):
             return
         self._foreseen = -1  # experts may have gained or lost slots
+        self._keeps = self._keeps and self._plan is None
+        self._wanted.clear()
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
         # a few rows would get slots, which is for passes
         n_tokens = max(self._n_rows, SHORT_PROMPT + 1)
@@ -228,6 +233,10 @@ class StageSweep:
             self._ask(il, ids, absent, *waiting)
         missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
         self._send_ahead(il + 1)
+        if self._keeps and s.residency is not None:
+            s.record(il, ids)
+            self._wanted = s.residency.wanted(il)
+            self._recorded = il
         for i, group in enumerate(self._groups(il, len(part))):
             if i:
                 yield SweepStep("experts", n_rows)
@@ -354,6 +363,8 @@ class StageSweep:
             self._launch(inputs, f"the inputs of missing experts of layer {il}")
             s.memory.sent_unit(turn)
             self._launch(unit, f"the missing experts of layer {il}")
+        if self._wanted:
+            s.keep(il, group, self._wanted)
         if free:
             C.ggml_backend_event_record(free.ptr, s.device.compute.ptr)
         self._crossing.give_back(group)
@@ -411,7 +422,7 @@ class StageSweep:
                 tap(s.memory.hidden, row, sum(segment.n for _, segment in group), first)
             if last_out is not None:
                 self._keep_last_out(last_out, group)
-        if s.residency is not None:
+        if s.residency is not None and self._recorded != il:
             done = None if lacks else s.layer_done[il % 2]  # the host has read what a layer lacks
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)

@@ -134,6 +134,20 @@ class Sweeps:
         if self.misses and self.ring:
             self.misses.send(il, self.ring.bank(il, group), pairs)
 
+    def keep(self, il: int, group: Group, wanted: set[int]) -> None:
+        """Copy the wanted experts of a group into slots of their layer, on the device.
+
+        The slots' last readers and the next ones are on the same stream.
+        """
+        if self.residency is None or self.misses is None or self.ring is None:
+            return
+        pairs = self.residency.keep(il, [expert for expert in group.experts if expert in wanted])
+        packing, stream = self.misses.store.packing(il), self.device.compute.ptr
+        source, to = self.ring.bank(il, group.index).to_fill, self.stage.banks.layer(il)
+        for expert, slot in pairs:
+            at = group.experts.index(expert) * packing.stride
+            C.mg_copy_bytes(stream, source, at, to.to_fill, slot * packing.stride, packing.n_bytes)
+
     def read_ahead(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Begin to read experts (layer, expert) that will be sent soon, unless they are pinned."""
         if self.misses:

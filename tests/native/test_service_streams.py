@@ -86,9 +86,12 @@ def test_an_exchange_waits_for_the_steps_of_another_prompt(
     """They read what the slots held when they were enqueued."""
     settings = {"cache_slots": 60, "pin_layers": 0, "miss": "stream", "host_pin": "none"}
     with events_on_cpu():
-        engine = open_engine("mini35b", n_seq=2, **settings)
+        engine = open_engine("mini35b", n_seq=3, **settings)
         ids = prompt(engine, 300, seed=9)
-        engine.prefill(ids[:100], greedy=True)
+        together = [SweepBatch(ids[:100], 0), SweepBatch(ids[:90], 2)]  # so they keep nothing
+        sweep = engine.passes.begin_prompts(together)
+        while engine.passes.step_prompt(sweep):
+            pass
         sweep = engine.passes.begin_prompts([SweepBatch(ids[100:], 1)])
         for _ in range(3):
             assert engine.passes.step_prompt(sweep)

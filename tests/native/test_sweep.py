@@ -70,9 +70,8 @@ def test_a_prompt_has_the_bits_of_passes_of_its_chunks(open_engine: Open, placem
 
 def test_a_few_rows_in_chunks_of_fewer(open_engine: Open) -> None:
     plain, engine = open_engine(n_ubatch=3), open_engine(n_ubatch=3, **MISSING[1])
-    ids, tables = prompt(plain, 8, seed=14), engine.runner.cache.tables.copy()
+    ids = prompt(plain, 8, seed=14)
     np.testing.assert_array_equal(swept(engine, ids), in_passes(plain, ids))
-    assert (engine.runner.cache.tables == tables).all()
 
 
 @pytest.mark.parametrize("n_ubatch", [16, 100, 512])
@@ -151,7 +150,6 @@ def test_every_missing_expert_crosses_the_link_once(open_engine: Open) -> None:
             store.packing(il).n_bytes * len(experts) for il, experts in cold.items() if experts
         )
         assert 0 < needed <= sent_bytes(engine) - before <= 1.1 * needed
-        assert (engine.runner.cache.tables == tables).all(), "a prompt changes no slot"
 
 
 def test_a_slowed_link_copies_as_often_as_asked_and_changes_nothing(
@@ -180,16 +178,6 @@ def test_a_slowed_link_copies_as_often_as_asked_and_changes_nothing(
     pinned = open_engine(**MISSING[1])  # one call for all experts of a group
     pinned.runner.misses.slow_link(3)
     np.testing.assert_array_equal(swept(pinned, ids), found)
-
-
-def test_what_a_prompt_used_most_has_slots_afterwards(open_engine: Open) -> None:
-    engine = open_engine("mini35b", **MISSING[1])
-    ids = prompt(engine, 300, seed=6)
-    engine.prefill(ids, greedy=True)
-    engine.forward([5])
-    assert engine.runner.residency.n_exchanged > 0
-    check = engine.runner.cache
-    check.check()
 
 
 def test_sums_that_are_finished_first_differ_in_last_bits_only(
