@@ -197,6 +197,7 @@ FULL = {
     " --turn 20000", "rows": "1 2 4 8 16 32", "seqs": "8 16 32", "seqs_comma": "8,16,32",
     "traces": "sticky flat recorded", "warm": "96", "first": "32 512", "runs": "128,512",
     "first_comma": "32,512", "draft_clients": "1 4 8", "depth": "256", "vocab": "32768",
+    "lengths": "64 128 256 512 1024 2048", "then_prompts": "512 2048", "then": "8 32 128",
 }  # fmt: skip
 QUICK = {
     **FULL, "requests": "4", "mid": "60", "long": "200", "tokens": "8", "samples": "1", "few": "1",
@@ -204,7 +205,8 @@ QUICK = {
     "depths": "40", "ub": "32", "server_ub": "32", "clients": "1 2", "clients_60": "1",
     "many_60": "2", "ctx": "4096", "long_prompt": "", "rows": "1 2", "seqs": "2 3",
     "seqs_comma": "2,3", "traces": "sticky", "warm": "2", "first": "8", "runs": "8",
-    "first_comma": "8", "draft_clients": "2", "depth": "24", "vocab": "0",
+    "first_comma": "8", "draft_clients": "2", "depth": "24", "vocab": "0", "lengths": "8 24",
+    "then_prompts": "24", "then": "2 4",
 }  # fmt: skip
 
 

@@ -127,6 +127,14 @@ PARTS: Sequence[Part] = (
          " --settings whole 60 25 0"
          " --gen {gen} --rows {rows} --prompt {prompts} --samples {samples} --warm {warm}"
          " --out {out}", shows=figures.trees, share=1.0, needs="before"),
+    part("then", 90, "the first tokens after prompts beside an older tree",
+         "bench_trees.py {model} before={before} after={root} {device} --settings 60 25"
+         " --prompt {then_prompts} --then {then} --samples {samples} --warm {warm} --out {out}",
+         shows=figures.trees, share=0.6, needs="before"),
+    part("lengths", 60, "prompts of 64 to 2,048 tokens, all experts, beside llama-bench",
+         "bench_vs_upstream.py {model} --llama-bench {bin}/llama-bench {device} --threads {threads}"
+         " --prompt {lengths} --gen 0 --ubatch {ub} --samples {samples} --out {out}",
+         shows=figures.depth, share=1.0, needs="upstream"),
     part("depth", 150, "prompts and decoding at depth beside llama-bench at its best -ub",
          "bench_vs_upstream.py {model} --llama-bench {bin}/llama-bench {device} --threads {threads}"
          " --depth 0 {depths} --prompt {prompts} --gen {gen} --ubatch {ub} 512"
