@@ -24,17 +24,17 @@ class Assumption:
 
     @classmethod
     def of(cls, asked: str) -> Assumption:
-        """Return what --machine asks for; `auto` takes the fastest card here.
+        """Return what --machine asks for; `auto` takes the card that the engine would.
 
         Raises:
             RequestError: there is no machine of that name, and no file that describes one.
         """
         from ..experts.machines import find_machine
-        from ..ggml.nvml import gpu_cards
+        from ..ggml.nvml import gpu_card
 
         if asked != AUTO:
             return cls(find_machine(asked), None)
-        return cls(None, max(gpu_cards(), key=lambda card: card.memory_rate, default=None))
+        return cls(None, gpu_card())
 
     def machine(self, cards: Sequence[int]) -> Machine:
         """Return the machine for a budget: the bytes of one card, or of several.

@@ -162,8 +162,10 @@ def _cuda(devices: list[dict[str, Any]]) -> Check:
     if _driver() is None:
         return Check("CUDA", False, "no NVIDIA driver; models run on the CPU", required=False)
     built = any(Path(__file__).parent.parent.joinpath("lib").glob("libggml-cuda*"))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     reason = (
         "the driver shows no device"
+        + ("" if chosen is None else f" with CUDA_VISIBLE_DEVICES={chosen!r}")
         if built
         else "this build has no CUDA; build it with scripts/build --cuda-arch"
     )

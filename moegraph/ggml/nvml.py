@@ -57,13 +57,32 @@ def gpu_used_bytes() -> dict[str, int]:
         return dict(found for found in (_used(nvml, handle) for handle in handles) if found)
 
 
-def gpu_cards() -> list[Card]:
-    """Return the cards that the driver describes in full; empty without a driver.
+def gpu_card() -> Card | None:
+    """Return the card of CUDA's first device, which `--device auto` takes; None without one.
 
-    Not those that are divided (MIG), of which a program gets a part.
+    CUDA is asked for it because CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER are for it to read.
+    None also if the driver does not describe it in full, or if it is divided (MIG) and a program
+    gets a part of it.
     """
+    first = _first_address()
     with _devices() as (nvml, handles):
-        return [card for card in (_card(nvml, handle) for handle in handles) if card]
+        mine = [handle for handle in handles if first and _address(nvml, handle) == first]
+        return _card(nvml, mine[0]) if mine else None
+
+
+def _first_address() -> str:
+    """Return the PCI address of CUDA's first device, without a context; empty if it shows none."""
+    try:
+        cuda, found = ctypes.CDLL("libcuda.so.1"), ctypes.create_string_buffer(32)
+    except OSError:
+        return ""
+    device = ctypes.c_int()
+    is_found = (
+        _call(cuda, "cuInit", 0)  # fails if all are hidden
+        and _call(cuda, "cuDeviceGet", ctypes.byref(device), 0)
+        and _call(cuda, "cuDeviceGetPCIBusId", found, len(found), device)
+    )
+    return found.value.decode().lower() if is_found else ""
 
 
 @contextmanager
@@ -93,20 +112,25 @@ def _handles(nvml: Any) -> list[ctypes.c_void_p]:
     return [handle for index, handle in found if _call(nvml, name, index, ctypes.byref(handle))]
 
 
-def _call(nvml: Any, name: str, *args: Any) -> bool:
+def _call(library: Any, name: str, *args: Any) -> bool:
     """Call a function and return whether it succeeded; an old driver lacks some."""
     try:
-        return bool(getattr(nvml, name)(*args) == 0)
+        return bool(getattr(library, name)(*args) == 0)
     except AttributeError:
         return False
 
 
 def _used(nvml: Any, handle: ctypes.c_void_p) -> tuple[str, int] | None:
-    memory, pci = _Memory(), _Pci()
-    ok = _call(nvml, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory)) and _call(
-        nvml, "nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(pci)
-    )
-    return (f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0", memory.used) if ok else None
+    memory, address = _Memory(), _address(nvml, handle)
+    ok = address and _call(nvml, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+    return (address, memory.used) if ok else None
+
+
+def _address(nvml: Any, handle: ctypes.c_void_p) -> str:
+    """Return the PCI address such as 0000:c1:00.0; empty if the driver does not tell."""
+    pci = _Pci()
+    ok = _call(nvml, "nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(pci))
+    return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0" if ok else ""
 
 
 def _card(nvml: Any, handle: ctypes.c_void_p) -> Card | None:

@@ -28,7 +28,7 @@ SHAPE = RouterShape(4, 32, 4, "abc")
 @pytest.fixture(autouse=True)
 def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have predictions be for the machine that is taken without a card."""
-    monkeypatch.setattr(nvml, "gpu_cards", list)
+    monkeypatch.setattr(nvml, "gpu_card", lambda: None)
 
 
 @pytest.fixture
@@ -341,6 +341,6 @@ def test_times_are_those_of_this_machines_card(
 
     assert machine() == machine("--machine", "auto") == "desktop"
     card = Card("NVIDIA GeForce RTX 3060", 12 * GiB, 360e9, 25.2e9, "PCIe 4.0 x16", 100e12)
-    monkeypatch.setattr(nvml, "gpu_cards", lambda: [card])
+    monkeypatch.setattr(nvml, "gpu_card", lambda: card)
     assert machine() == machine("--machine", "auto") == card.name
     assert machine("--machine", "desktop") == "desktop"
