@@ -192,7 +192,7 @@ class EngineConfig:
         "choice",
         "auto",
         ("--miss",),
-        "Who computes missing experts. cpu: the CPU, in passes of up to 8 tokens. stream: the "
+        "Who computes missing experts. cpu: the CPU, in passes of up to 32 tokens. stream: the "
         "device, after they are copied to it. auto: whichever is faster, or both at once, by "
         "measured times.",
         choices=("auto", "cpu", "stream"),

@@ -1,8 +1,8 @@
 """How many rows of a prompt are computed at a time, if the user does not say it. Pure arithmetic.
 
 Longer chunks are faster: on an H200 with all experts resident, 2,048 rows at a time read 13,600
-tokens a second, 1,024 rows 12,800, 512 rows 10,600. But their intermediates take memory from experts (35B-A3B: 0.9 GiB
-more), and every token of an answer pays for that.
+tokens a second, 1,024 rows 12,800, 512 rows 10,600. But their intermediates take memory from
+experts (35B-A3B: 0.9 GiB more), and every token of an answer pays for that.
 """
 
 from __future__ import annotations
