@@ -27,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import _bench as bench
 import bench_drafts as drafts
 import numpy as np
-from bench_service import Client
+from bench_service import Client, rate
 
 from moegraph import Engine, EngineConfig, SamplingParams
 from moegraph.draft.drafter import Draft, Drafter, Race
@@ -62,18 +62,21 @@ class OfClient(drafts.Scripted):
 def serve(
     engine: Engine, prompts: Sequence[list[int]], n_tokens: int, n_times: int
 ) -> list[tuple[float, list[list[int]]]]:
-    """Return tokens a second of all clients together, and their texts, of several times."""
+    """Return tokens a second of all clients together, and their texts, of several times.
+
+    The first time does not count: graphs are built in it.
+
+    Raises:
+        BenchError: as in `rate`.
+    """
     service, found = Service(engine), []
     service.start()
     try:
-        for _ in range(n_times):
+        for at in range(n_times):
             clients = [Client(service, prompt, n_tokens) for prompt in prompts]
             for client in clients:
                 client.wait()
-            # from when all decode to when the first ends
-            start, end = max(c.times[0] for c in clients), min(c.times[-1] for c in clients)
-            n = sum(sum(start < at <= end for at in client.times) for client in clients)
-            found.append((n / max(end - start, 1e-9), [c.tokens for c in clients]))
+            found.append((rate(clients) if at else 0.0, [c.tokens for c in clients]))
     finally:
         service.close()
     return found
@@ -139,9 +142,8 @@ def measure(engine: Engine, config: EngineConfig, args: argparse.Namespace, n: i
     }  # fmt: skip
 
 
-def main() -> int:
+def compare(args: argparse.Namespace) -> None:
     """Measure each number of clients; print a table."""
-    args = parser().parse_args()
     config = settings(args)
     print("| clients | plain, tok/s | auto, tok/s | over plain | tokens a step | drafted | "
           "equal texts |\n" + "|---" * 7 + "|", flush=True)  # fmt: skip
@@ -156,7 +158,12 @@ def main() -> int:
             if args.out:
                 with args.out.open("a", encoding="utf-8") as out:
                     out.write(json.dumps(row) + "\n")
-    return 0
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    return bench.guarded("bench_drafts_clients.py", lambda: compare(args))
 
 
 if __name__ == "__main__":

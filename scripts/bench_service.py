@@ -15,6 +15,7 @@ import argparse
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,14 +71,26 @@ def prompt_of(engine: Engine, n: int, seed: int) -> list[int]:
     return found
 
 
-def throughput(service: Service, engine: Engine, n: int, n_tokens: int, seed: int) -> float:
-    """Return the tokens a second of n requests, from when all decode to when the first ends."""
-    clients = [Client(service, prompt_of(engine, 24, seed + i), n_tokens) for i in range(n)]
-    for client in clients:
-        client.wait()
+def rate(clients: Sequence[Client]) -> float:
+    """Return the tokens a second of clients, from when all decode to when the first ends.
+
+    Raises:
+        BenchError: there is no such time.
+    """
     start, end = max(c.times[0] for c in clients), min(c.times[-1] for c in clients)
+    if end <= start:
+        raise bench.BenchError(
+            f"texts of {len(clients[0].tokens)} tokens are too short to have a part that all "
+            f"clients decode (clients: {len(clients)}); give more --tokens"
+        )
     n_drawn = sum(sum(start < at <= end for at in client.times) for client in clients)
-    return n_drawn / (end - start) if end > start else 0.0
+    return n_drawn / (end - start)
+
+
+def decode(service: Service, engine: Engine, n: int, n_tokens: int, seed: int) -> list[Client]:
+    """Return n requests that have been answered."""
+    clients = [Client(service, prompt_of(engine, 24, seed + i), n_tokens) for i in range(n)]
+    return [client.wait() for client in clients]
 
 
 def beside(service: Service, engine: Engine, n: int, n_prompt: int, seed: int) -> dict[str, float]:
@@ -139,8 +152,9 @@ def measure(args: argparse.Namespace) -> None:
             for at in range(args.samples + 1):  # graphs are built in the first
                 for n in args.clients:
                     clock.left()
-                    speed = throughput(service, engine, n, args.tokens, 1000 * at)
+                    clients = decode(service, engine, n, args.tokens, 1000 * at)
                     if at:
+                        speed = rate(clients)
                         raw.add("throughput", at=at, clients=n, tokens_per_s=speed)
                         print(f"{n} clients: {speed:.1f} tok/s", flush=True)
                 clock.left()

@@ -155,7 +155,8 @@ class Gate:
                 bearer = {"WWW-Authenticate": "Bearer"}
                 return ApiError(401, words, code="invalid_api_key", headers=bearer)
         if scope["method"] == "POST" and _media_type(headers) != _JSON:
-            message = f"a POST needs the header Content-Type: {_JSON}"
+            header = f"Content-Type: {_JSON}"
+            message = f"a POST needs the header {header}; with curl add -H '{header}'"
             return ApiError(415, message, code="unsupported_media_type")
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             return ApiError(

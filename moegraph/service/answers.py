@@ -34,16 +34,17 @@ class Answers:
 
     sweeping: the requests whose prompts a sweep reads. One that ends meanwhile keeps its slot until
     the sweep has ended, unless it is alone in it. worthless: idle slots that hold what nobody is to
-    go on from. ahead_s: seconds for which a pass may build graphs that are needed later.
+    go on from.
     """
 
     def __init__(
-        self, passes: Passes, devices: Sequence[Device], n_slots: int, tally: Tally
-    ) -> None:
+        self, passes: Passes, devices: Sequence[Device], n_slots: int, tally: Tally,
+        ahead_s: float,
+    ) -> None:  # fmt: skip
+        """ahead_s: seconds for which a pass may build graphs that are needed later."""
         self._passes, self._devices = passes, devices
-        self.tally = tally
+        self.tally, self._ahead_s = tally, ahead_s
         self.sweeping: list[Answer] = []
-        self.ahead_s = 0.0
         self._slots: list[Answer | None] = [None] * n_slots
         self._given_back = [0] * n_slots  # when, as a running number
         self._clock = 0
@@ -172,7 +173,7 @@ class Answers:
         sweep = self.sweeping[0].sweep if self.sweeping else None
         if sweep and sweep.is_open:
             with suppress(NativeError):  # then it comes up with the step
-                sweep.build_ahead(self.ahead_s)
+                sweep.build_ahead(self._ahead_s)
 
     def swept(self, answer: Answer) -> None:
         """Note that the sweep of a request's prompt is over."""

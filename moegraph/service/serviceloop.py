@@ -56,15 +56,16 @@ class ServiceLoop:
         if not engine.device.can.streams:
             scheduler.costs.share = MEASURED_SHARE
         self._tally = Tally(scheduler.costs, lambda: engine.runner.n_built)
-        self._answers = Answers(engine.passes, engine.devices, engine.config.n_seq, self._tally)
-        self._answers.ahead_s = _AHEAD_S if engine.runner.mode == "whole" else _AHEAD_BUSY_S
+        self._answers = Answers(
+            engine.passes, engine.devices, engine.config.n_seq, self._tally,
+            _AHEAD_S if engine.runner.mode == "whole" else _AHEAD_BUSY_S,
+        )  # fmt: skip
         drafting = Drafting(engine.speculation, engine.device.can.streams)
         self._swapping = Swapping(engine, self._answers)
         self._reading = Reading(engine, self._answers, drafting, self._swapping)
         self._decoding = Decoding(engine.passes, engine.prefixes, self._answers, drafting)
         # a graph costs much only where a device captures it
-        self._building = Building(engine.runner, engine.config.n_seq)
-        self._building.is_done = not engine.device.can.streams
+        self._building = Building(engine.runner, engine.config.n_seq, engine.device.can.streams)
         self._status_at = 0.0
         self.status = self._account()
 

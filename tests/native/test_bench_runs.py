@@ -307,3 +307,18 @@ def test_bench_ahead_predicts_experts_of_verify_passes() -> None:
         assert row[:2] == ["4", "50 %"] and float(row[2]) > 1.0
         assert 0.0 <= float(row[4]) <= 1.0 and 0.0 <= float(row[5]) <= 1.0 and float(row[6]) >= 0.0
     assert float(rows[4][4]) > float(rows[3][4]), "drafted tokens tell more than the last one"
+
+
+@pytest.mark.parametrize(
+    "script, given",
+    [("bench_drafts_clients.py", ["--draft", ROOT / "moegraph" / "models" / "tiny-dflash.gguf"]),
+     ("bench_service.py", ["--prompt", 64])],
+)  # fmt: skip
+def test_texts_without_a_measured_part_are_refused_in_one_line(
+    script: str, given: Sequence[object]
+) -> None:
+    few = ("--clients", 1, "--tokens", 1, "--samples", 1)
+    done = run(script, "tiny", *COMMON, *few, *given, code=2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{script}: texts of 1 tokens are too short") and "--tokens" in line
+    assert "tok/s" not in done.stdout.replace(", tok/s", "")

@@ -73,7 +73,7 @@ def test_a_service_builds_while_it_rests_and_gives_way_to_requests(
         Building, "step", lambda self: (steps.append(time.perf_counter()), step(self))
     )
     with serving(engine) as service:
-        service._loop._building.is_done = False
+        service._loop._building = Building(engine.runner, 4)
         assert Client(service, [1, 2], max_tokens=3).wait().reason == "length"
         client = Client(service, [1, 2], max_tokens=30).wait()
         assert client.reason == "length"
@@ -95,7 +95,7 @@ def test_a_graph_that_cannot_be_built_ends_only_the_building(
 
     monkeypatch.setattr(building.Sweeps, "build_chunk", fail)
     with serving(engine) as service:
-        service._loop._building.is_done = False
+        service._loop._building = Building(engine.runner, 4)
         assert Client(service, [1, 2], max_tokens=3).wait().reason == "length"
         while not service._loop._building.is_done:
             time.sleep(0.001)

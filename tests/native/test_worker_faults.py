@@ -244,10 +244,13 @@ def test_bytes_after_the_hello_end_the_process_at_most(worker: WorkerProcess) ->
     assert worker.process.poll() is None
 
 
-@pytest.mark.parametrize("command", ["store", "optimize", "set", "get"])
+@pytest.mark.parametrize(
+    "command", ["store", "optimize", "set", "get", "upstream's set", "upstream's compute"]
+)
 def test_a_size_that_no_tensor_has_takes_no_memory(worker: WorkerProcess, command: str) -> None:
     """The connection ends at once; the process neither waits for the bytes nor dies for memory."""
-    number = {"store": 21, "optimize": 24, "set": 26, "get": 27}[command]
+    ours = {"store": 21, "optimize": 24, "set": 26, "get": 27}
+    number = {**ours, "upstream's set": 6, "upstream's compute": 10}[command]
     n_bytes = 1 << (40 if command == "get" else 31)
     part = b"\0" * (4 + 296 + 8) + n_bytes.to_bytes(8, "little")  # its tensor has no buffer
     sent = part if command in ("set", "get") else b""

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import logging
+import shlex
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from moegraph.server.limits import Limits
 from moegraph.server.logs import start_logging
 from moegraph.server.requestlog import RequestLog
 
+ROOT = Path(__file__).resolve().parents[2]
 PATH = "/v1/chat/completions"
 
 
@@ -81,11 +83,45 @@ def test_names_in_the_header_host() -> None:
     assert host_name("[fe80::1]:8080") == "fe80::1" and host_name("A.b:1") == "a.b"
 
 
+PATHS = (
+    PATH, "/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens",
+    "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply-template",
+    "/completion", "/nowhere",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
-def test_a_post_must_be_json(kind: str | None) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_a_post_must_be_json_and_is_told_how(path: str, kind: str | None) -> None:
     headers = {} if kind is None else {"Content-Type": kind}
-    response = Case().client.post(PATH, content=json.dumps(CHAT), headers=headers)
-    assert response.status_code == 415 and "application/json" in response.text
+    response = Case().client.post(path, content=json.dumps(CHAT), headers=headers)
+    said = response.json()["error"]["message"]
+    assert response.status_code == 415 and "-H 'Content-Type: application/json'" in said
+
+
+def curl_calls() -> list[list[str]]:
+    """Return the words of all calls of curl that the pages show."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found: list[list[str]] = []
+    for page in pages:
+        text = page.read_text("utf-8").replace("\\\n", " ")
+        found += [shlex.split(line) for line in text.splitlines() if line.startswith("curl ")]
+    return found
+
+
+def test_what_the_pages_tell_curl_is_answered() -> None:
+    calls = curl_calls()
+    assert calls
+    for words in calls:
+        options = list(zip(words, words[1:]))
+        (url,) = (word for word in words if word.startswith("http://127.0.0.1:8080"))
+        headers = dict(value.split(": ", 1) for name, value in options if name == "-H")
+        body = next(value for name, value in options if name == "-d")
+        # as curl sends it, if no -H says otherwise
+        headers = {"Content-Type": "application/x-www-form-urlencoded", **headers}
+        path = url.removeprefix("http://127.0.0.1:8080")
+        response = Case().client.post(path, content=body, headers=headers)
+        assert response.status_code == 200, f"{shlex.join(words)}: {response.text}"
 
 
 def test_a_compressed_body_is_refused_as_such() -> None:

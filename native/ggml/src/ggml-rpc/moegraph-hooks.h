@@ -95,6 +95,9 @@ private:
 // Serves a command of ours. Returns false if the connection is to end.
 static bool moegraph_serve(rpc_server & server, uint8_t cmd, const std::shared_ptr<socket_t> & sock);
 
+// The most bytes of a message that sets a tensor.
+static uint64_t moegraph_set_limit(const rpc_server & server);
+
 // Keeps weights in a file, whole or not at all; without one the client sends them again.
 static inline void moegraph_save(const std::filesystem::path & file, const void * data, const size_t size) {
     std::filesystem::path unfinished = file;

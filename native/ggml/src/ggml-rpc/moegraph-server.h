@@ -13,10 +13,10 @@ struct moegraph_session {
         moegraph_part        part;
         switch (cmd) {
             case MOEGRAPH_CMD_FEATURES: return recv_msg(sock, nullptr, 0) && features();
-            case MOEGRAPH_CMD_STORE:    return receive(graph) && store(graph);
+            case MOEGRAPH_CMD_STORE:    return recv_msg(sock, graph, MOEGRAPH_STORED_SIZE) && store(graph);
             case MOEGRAPH_CMD_RUN:      return recv_msg(sock, &id, sizeof(id)) && run(id);
             case MOEGRAPH_CMD_FORGET:   return recv_msg(sock, &id, sizeof(id)) && forget(id);
-            case MOEGRAPH_CMD_OPTIMIZE: return receive(graph) && optimize(graph);
+            case MOEGRAPH_CMD_OPTIMIZE: return recv_msg(sock, graph, MOEGRAPH_STORED_SIZE) && optimize(graph);
             case MOEGRAPH_CMD_DEPS:     return recv_msg(sock, nullptr, 0)
                     && send_msg(sock, server.graphs.deps.data(), server.graphs.deps.size()*sizeof(moegraph_dep_id));
             case MOEGRAPH_CMD_SET:      return set();
@@ -26,21 +26,16 @@ struct moegraph_session {
         return false;
     }
 
-private:
-    // Receives a graph. The client sends none that is larger than what may be stored.
-    bool receive(std::vector<uint8_t> & graph) {
-        uint64_t size;
-        if (!sock->recv_data(&size, sizeof(size))) {
-            return false;
+    // A message to set a tensor has no more bytes of data than the largest buffer.
+    static uint64_t set_limit(const rpc_server & server) {
+        size_t largest = 0;
+        for (ggml_backend_buffer_t buffer : server.buffers) {
+            largest = std::max(largest, ggml_backend_buffer_get_size(buffer));
         }
-        if (size > MOEGRAPH_STORED_SIZE) {
-            GGML_LOG_ERROR("[%s] a graph of %" PRIu64 " bytes\n", __func__, size);
-            return false;
-        }
-        graph.resize(size);
-        return sock->recv_data(graph.data(), size);
+        return sizeof(rpc_tensor) + sizeof(uint8_t) + sizeof(uint64_t) + largest;
     }
 
+private:
     bool features() {
         moegraph_features found = { 0, server.cache_dir != nullptr };
         for (size_t i = 0; i < server.backends.size() && i < 64; ++i) {
@@ -195,6 +190,10 @@ private:
         return found;
     }
 };
+
+static uint64_t moegraph_set_limit(const rpc_server & server) {
+    return moegraph_session::set_limit(server);
+}
 
 static bool moegraph_serve(rpc_server & server, const uint8_t cmd, const socket_ptr & sock) {
     return moegraph_session{server, sock}.serve(cmd);

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-// For each device, in bytes of the server's memory.
+// For each device, in bytes of the server's memory. No message of a graph is larger.
 static constexpr size_t MOEGRAPH_STORED_SIZE = 256ull * 1024 * 1024;
 
 static inline size_t moegraph_stored_size(size_t n_nodes, size_t n_tensors) {
