@@ -173,39 +173,30 @@ class Residency:
         for layer in self.cache.partial if self._exchanges else []:
             if layer.il in fetch_layers:
                 continue
-            pairs = []
-            for expert in wanted(layer, layer.n_slots):
-                slot = layer.reserve_slot(expert, ())
-                if slot is not None:
-                    layer.mark_resident(expert)
-                    pairs.append((expert, slot))
+            pairs = preferred(layer)
+            for expert, slot in pairs:
+                layer.take(expert, slot)
             if pairs:
                 found.append((layer.il, pairs))
                 self.n_exchanged += len(pairs)
         return found
 
-    def wanted(self, il: int) -> set[int]:
-        """Return absent experts of layer il that the policy prefers, now that a prompt is recorded.
+    def preferred(self, il: int) -> dict[int, int]:
+        """Return the absent experts of layer il to keep, now that a prompt is recorded.
 
-        Empty while the cache is bypassed.
+        Expert -> the slot for it; nothing while the cache is bypassed.
         """
-        layer = self._layers[il]
-        keeps = self._exchanges and self._is_active and not layer.full
-        return set(wanted(layer, layer.n_slots)) if keeps else set()
+        keeps = self._exchanges and self._is_active and not self._layers[il].full
+        return dict(preferred(self._layers[il])) if keeps else {}
 
-    def keep(self, il: int, experts: Iterable[int]) -> Pairs:
-        """Give slots to experts of layer il that a prompt has on the device; return both.
+    def keep(self, il: int, pairs: Pairs) -> None:
+        """Make experts of layer il resident that a prompt copies into slots now.
 
-        experts: some that `wanted` returned. They count as resident at once.
+        pairs: experts and slots that `preferred` returned, in any order and number.
         """
-        layer, pairs = self._layers[il], []
-        for expert in experts:
-            slot = layer.reserve_slot(expert, ())
-            if slot is not None:
-                layer.mark_resident(expert)
-                pairs.append((expert, slot))
+        for expert, slot in pairs:
+            self._layers[il].take(expert, slot)
         self.n_kept += len(pairs)
-        return pairs
 
     def begin_fetch(self, layers: Iterable[int]) -> None:
         """Note that a graph that fetches in these layers is launched next.
@@ -422,27 +413,24 @@ class Residency:
         return pairs
 
 
-def wanted(layer: LayerSlots, limit: int) -> list[int]:
-    """Return up to limit absent experts that the policy prefers to residents, best first.
+def preferred(layer: LayerSlots) -> Pairs:
+    """Return the absent experts that the policy prefers to residents, best first, and their slots.
 
-    For an exchange of many experts, as after a prompt: call `reserve_slot` or `admit` for each.
+    The slots are free, or hold the residents of lowest score.
     """
     policy, table = layer.policy, layer.table
     score, accepts = policy.score, policy.accepts
-    absent = [e for e in range(layer.n_expert) if table[e] < 0 and score[e] > 0]
-    absent = sorted((e for e in absent if e not in layer.loading), key=score.__getitem__)
-    n_free = sum(slot >= policy.n_static for slot in layer.free)
-    dynamic = [e for e in layer.owner[policy.n_static :] if e in layer.resident]
-    worst = sorted(dynamic, key=score.__getitem__)
-    found: list[int] = []
-    while absent and len(found) < limit:
-        at = len(found) - n_free
-        if at >= 0 and (at >= len(worst) or not accepts(absent[-1], worst[at])):
+    absent = [e for e in range(layer.n_expert) if not layer.has_slot(e) and score[e] > 0]
+    absent.sort(key=score.__getitem__, reverse=True)
+    free = [slot for slot in reversed(layer.free) if slot >= policy.n_static]
+    worst = [e for e in layer.owner[policy.n_static :] if e in layer.resident]
+    worst.sort(key=score.__getitem__)
+    pairs = list(zip(absent, free))
+    for expert, victim in zip(absent[len(free) :], worst):
+        if not accepts(expert, victim) or score[victim] >= score[expert]:
             break
-        if at >= 0 and score[worst[at]] >= score[absent[-1]]:
-            break
-        found.append(absent.pop())
-    return found
+        pairs.append((expert, int(table[victim])))
+    return pairs
 
 
 def _counters(cache: ExpertCache) -> Counters:

@@ -216,6 +216,24 @@ class LayerSlots:
         self._hold(expert, slot)
         self._journal.dirty.add(self.il)
 
+    def take(self, expert: int, slot: int) -> None:
+        """Make an absent expert resident in a slot, which the expert in it leaves.
+
+        Raises:
+            InternalError: expert has a slot already.
+        """
+        if self.has_slot(expert):
+            raise InternalError(f"layer {self.il}: expert {expert} has a slot already")
+        victim = self.owner[slot]
+        self._journal.given.append((self.il, slot))
+        if victim < 0:
+            self.free.remove(slot)
+        else:
+            self._evict(victim, slot)
+        self.owner[slot] = expert
+        self._hold(expert, slot)
+        self._journal.dirty.add(self.il)
+
     def plan_victims(self, n: int) -> list[tuple[int, int]]:
         """Choose up to n victims for the next passes of a layer that can fetch.
 

@@ -70,7 +70,7 @@ class StageSweep:
         self._forecast, self._foreseen = Forecast(self._n_rows), -1
         self._plan: PassPlan | None = None
         self._is_entering = self._keeps = False
-        self._wanted: set[int] = set()  # experts of the layer that get slots after their use
+        self._kept: dict[int, int] = {}  # experts of the layer to keep after use, and their slots
         self._books: list[_Book] = []  # not recorded yet
         self._n_enqueued = 0
         self.n_done, self._recorded = 0, -1
@@ -109,7 +109,7 @@ class StageSweep:
             return
         self._foreseen = -1  # experts may have gained or lost slots
         self._keeps = self._keeps and self._plan is None
-        self._wanted.clear()
+        self._kept = {}
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
         # a few rows would get slots, which is for passes
         n_tokens = max(self._n_rows, SHORT_PROMPT + 1)
@@ -235,7 +235,7 @@ class StageSweep:
         self._send_ahead(il + 1)
         if self._keeps and s.residency is not None:
             s.record(il, ids)
-            self._wanted = s.residency.wanted(il)
+            self._kept = s.residency.preferred(il)
             self._recorded = il
         for i, group in enumerate(self._groups(il, len(part))):
             if i:
@@ -363,8 +363,7 @@ class StageSweep:
             self._launch(inputs, f"the inputs of missing experts of layer {il}")
             s.memory.sent_unit(turn)
             self._launch(unit, f"the missing experts of layer {il}")
-        if self._wanted:
-            s.keep(il, group, self._wanted)
+        s.keep(il, group, self._kept)
         if free:
             C.ggml_backend_event_record(free.ptr, s.device.compute.ptr)
         self._crossing.give_back(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,19 +134,20 @@ class Sweeps:
         if self.misses and self.ring:
             self.misses.send(il, self.ring.bank(il, group), pairs)
 
-    def keep(self, il: int, group: Group, wanted: set[int]) -> None:
-        """Copy the wanted experts of a group into slots of their layer, on the device.
+    def keep(self, il: int, group: Group, slot_of: Mapping[int, int]) -> None:
+        """Copy experts of a group into slots of their layer, on the device.
 
-        The slots' last readers and the next ones are on the same stream.
+        slot_of: expert -> slot. The slots' last readers and the next ones are on the same stream.
         """
-        if self.residency is None or self.misses is None or self.ring is None:
+        kept = [(expert, slot_of[expert]) for expert in group.experts if expert in slot_of]
+        if not kept or self.residency is None or self.misses is None or self.ring is None:
             return
-        pairs = self.residency.keep(il, [expert for expert in group.experts if expert in wanted])
+        self.residency.keep(il, kept)
         packing, stream = self.misses.store.packing(il), self.device.compute.ptr
-        source, to = self.ring.bank(il, group.index).to_fill, self.stage.banks.layer(il)
-        for expert, slot in pairs:
-            at = group.experts.index(expert) * packing.stride
-            C.mg_copy_bytes(stream, source, at, to.to_fill, slot * packing.stride, packing.n_bytes)
+        source, to = self.ring.bank(il, group.index).to_fill, self.stage.banks.layer(il).to_fill
+        for expert, slot in kept:
+            at, to_at = (packing.stride * n for n in (group.experts.index(expert), slot))
+            C.mg_copy_bytes(stream, source, at, to, to_at, packing.n_bytes)
 
     def read_ahead(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Begin to read experts (layer, expert) that will be sent soon, unless they are pinned."""

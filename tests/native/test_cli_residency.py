@@ -107,7 +107,7 @@ def test_a_profile_grows_from_run_to_run(recorded: Path, tmp_path: Path) -> None
     ("policy", "miss"), [("lfu", "stream"), ("lru", "stream"), ("lru", "cpu"), ("lfu", "cpu")]
 )
 def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str, host_pin: str) -> None:
-    """Equal, not alike; but of equal scores, as lru has, the slot decides who leaves."""
+    """Same slots, same policy: hits and misses of every layer are equal, not alike."""
     # what the CPU computes gets its slot later than what was fetched ahead
     prefetch = "off" if miss == "cpu" else "auto"
     settings = {"pin_layers": 1, "cache_slots": 70, "policy": policy, "miss": miss}
@@ -133,11 +133,8 @@ def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str, hos
         is_pinned=host_pin == "all",
     )  # fmt: skip
     for name in ("hits", "misses", "missing"):
-        both = getattr(found.stats, name), getattr(counted, name)
-        if policy == "lfu":
-            assert both[0].tolist() == both[1].tolist(), name
-        assert abs(both[0].sum() - both[1].sum()) <= 0.03 * both[1].sum(), name
-    assert found.stats.admitted.sum() == pytest.approx(counted.admitted.sum(), rel=0.03) != 0
+        assert getattr(found.stats, name).tolist() == getattr(counted, name).tolist(), name
+    assert found.stats.admitted.sum() == counted.admitted.sum() > 0
     assert counted.misses.sum() > 50 and counted.hits.sum() > 500
 
 

@@ -231,7 +231,7 @@ def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
         raise AssertionError("it did not come to an end")
 
 
-@pytest.mark.parametrize("step", ["admit", "reserve", "publish"])
+@pytest.mark.parametrize("step", ["admit", "reserve", "publish", "take"])
 def test_an_exchange_is_undone_wherever_it_was_interrupted(step: str) -> None:
     for line in range(200):
         cache = new_cache([4])
@@ -244,6 +244,7 @@ def test_an_exchange_is_undone_wherever_it_was_interrupted(step: str) -> None:
             "admit": lambda: cache.layers[0].admit(8, [8, 9]),
             "reserve": lambda: cache.layers[0].reserve_slot(8, []),
             "publish": lambda: cache.layers[0].mark_resident(9),
+            "take": lambda: cache.layers[0].take(8, int(cache.tables[0, 3])),
         }[step]
         if not interrupted(line, call, EXPERTS):
             assert line > 3

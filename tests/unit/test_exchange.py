@@ -90,10 +90,11 @@ def test_what_a_prompt_has_on_the_device_gets_slots_if_the_policy_prefers_it() -
     residency.begin_pass(Kind.PREFILL, 40)
     for il in (0, 1, 2):
         residency.routed(il, np.array([9, 8, 7, 1] * 40, np.int32))
-    assert [residency.wanted(il) for il in (0, 1, 2)] == [{7, 8, 9}, {7, 8, 9}, set()]
-    assert [e for e, _ in residency.keep(0, [7, 9])] == [7, 9]
+    slots = [residency.preferred(il) for il in (0, 1, 2)]
+    assert [set(found) for found in slots] == [{7, 8, 9}, {7, 8, 9}, set()]
+    residency.keep(0, [(7, slots[0][7]), (9, slots[0][9])])
     layer = residency.cache.layers[0]
-    assert layer.resident >= {7, 9, 1} and residency.wanted(0) == {8}
+    assert layer.resident >= {7, 9, 1} and set(residency.preferred(0)) == {8}
     residency.end_pass(0.0)
     plan = residency.begin_pass(Kind.DECODE, 1)
     assert [(il, [e for e, _ in pairs]) for il, pairs in plan.exchanged] == [(0, [8])]
@@ -104,7 +105,9 @@ def test_a_prompt_that_fails_leaves_empty_slots_where_it_kept_experts() -> None:
     residency = residency_of([6], fetchable=[0])
     residency.begin_pass(Kind.PREFILL, 40)
     residency.routed(0, np.array([9, 8, 7, 1] * 40, np.int32))
-    slots = [slot for _, slot in residency.keep(0, [9, 8])]
+    pairs = list(residency.preferred(0).items())[:2]
+    slots = [slot for _, slot in pairs]
+    residency.keep(0, pairs)
     residency.rollback()
     layer = residency.cache.layers[0]
     assert [layer.owner[slot] for slot in slots] == [-1, -1] and len(layer.resident) == 4
@@ -116,7 +119,7 @@ def test_nothing_is_kept_while_the_cache_is_bypassed() -> None:
     assert residency.guard
     residency.guard._settle(True, "")
     read(residency, 9, 8, 7, 1)
-    assert residency.wanted(0) == set()
+    assert residency.preferred(0) == {}
 
 
 SHAPE = RouterShape(6, 128, 8)

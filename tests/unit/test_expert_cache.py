@@ -18,7 +18,7 @@ from moegraph.experts.policy import (
     few_slots_warning,
     parse_policy,
 )
-from moegraph.experts.residency import wanted
+from moegraph.experts.residency import preferred
 
 N_EXPERT, N_USED = 16, 4
 
@@ -340,33 +340,42 @@ def test_a_batch_counts_as_the_same_ids_one_by_one() -> None:
     assert many.layers[0].access_batch(ids[:0]) == []
 
 
-def test_wanted_after_a_prompt_is_what_admitting_exchanges() -> None:
+def test_what_is_preferred_after_a_prompt_takes_the_slots_of_the_worst() -> None:
     for policy in (Lru(), Lfu(hysteresis=1.0)):
         cache = new_cache([4], policy)
-        cache.layers[0].preload()
+        layer = cache.layers[0]
+        layer.preload()
         cache.begin_pass()
         rows = [[9, 1, 8, 7]] * 5 + [[9, 1, 8, 0]] * 3 + [[9, 6, 5, 4]]
-        cache.layers[0].access_batch(np.array(rows, dtype=np.int32))
-        assert wanted(cache.layers[0], 0) == []
-        found = wanted(cache.layers[0], 9)
+        layer.access_batch(np.array(rows, dtype=np.int32))
+        pairs = preferred(layer)
+        found = [expert for expert, _ in pairs]
         if isinstance(policy, Lfu):
-            assert found == [9, 8, 7]
+            assert pairs == [(9, 2), (8, 3), (7, 0)] or pairs == [(9, 3), (8, 2), (7, 0)]
         else:
             assert sorted(found) == [4, 5, 6, 9]
-        assert wanted(cache.layers[0], 1) == found[:1]
-        for expert in found:
-            assert cache.layers[0].admit(expert, found) is not None
-        assert wanted(cache.layers[0], 9) == []
+        for expert, slot in reversed(pairs):
+            layer.take(expert, slot)
+            cache.check()
+        assert preferred(layer) == [] and [layer.table[e] for e in found] == [s for _, s in pairs]
         best = {9, 8, 7, 1} if isinstance(policy, Lfu) else {4, 5, 6, 9}
-        assert set(cache.layers[0].residents()) == best
+        assert set(layer.residents()) == best
+        with pytest.raises(InternalError, match="expert 9 has a slot already"):
+            layer.take(9, 0)
 
 
-def test_wanted_fills_free_slots_first_and_leaves_static_ones() -> None:
+def test_what_is_preferred_fills_free_slots_first_and_leaves_static_ones() -> None:
     cache = new_cache([6], Adaptive(0.5))
-    cache.layers[0].preload([0, 1, 2, 3])
-    cache.layers[0].access_batch(np.array([[8, 9, 10, 11], [12, 13, 8, 9]], dtype=np.int32))
-    assert len(wanted(cache.layers[0], 9)) == 4
-    assert wanted(new_cache([N_EXPERT]).layers[0], 9) == wanted(new_cache([0]).layers[0], 9) == []
+    layer = cache.layers[0]
+    layer.preload([0, 1, 2, 3])
+    layer.access_batch(np.array([[8, 9, 10, 11], [12, 13, 8, 9]], dtype=np.int32))
+    pairs = preferred(layer)
+    assert [slot for _, slot in pairs[:2]] == [4, 5] and len(pairs) == 4
+    for expert, slot in pairs:
+        layer.take(expert, slot)
+    cache.check()
+    assert set(layer.residents()) >= {expert for expert, _ in pairs} | {0, 1}
+    assert preferred(new_cache([N_EXPERT]).layers[0]) == preferred(new_cache([0]).layers[0]) == []
 
 
 @pytest.mark.parametrize("policy", [Lru(), Lfu(half_life=20, hysteresis=1.0), Adaptive(0.5)])
