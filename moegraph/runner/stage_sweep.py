@@ -6,7 +6,8 @@
     host:              ids(0): asks for what is absent  | ids(1) ...
 
 The hidden states of all rows stay on the device. `experts` leaves absent experts out. Each of them
-is sent once, through a ring of groups of slots, and then computed for all rows that chose it.
+is sent once, through a ring of groups of slots, and then computed for all rows that chose it. What
+the policy prefers to residents is then copied into slots of the layer (`Sweeps.keep`).
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class StageSweep:
         # the layer that it foresees comes second
         self._forecast, self._foreseen = Forecast(self._n_rows), -1
         self._plan: PassPlan | None = None
-        self._is_entering = self._keeps = False
+        self._is_entering = self._is_last = False
+        # what others choose is not what one prompt prefers
+        self._is_alone = len(prompts) == 1
         self._kept: dict[int, int] = {}  # experts of the layer to keep after use, and their slots
         self._books: list[_Book] = []  # not recorded yet
         self._n_enqueued = 0
@@ -84,8 +87,7 @@ class StageSweep:
         is_last: no part comes after this one.
         """
         work = self._layers(part)
-        # what others choose is not what one prompt prefers
-        self._keeps = is_last and len(self._prompts) == 1
+        self._is_last = is_last
         is_long = len(part) > 1 or not is_last or self._is_cut_short
         n_ahead = _AHEAD if is_long else MAX_AHEAD
         step = next(work, None)
@@ -108,7 +110,7 @@ class StageSweep:
         if residency is None or (self._plan and residency.is_current(self._plan)):
             return
         self._foreseen = -1  # experts may have gained or lost slots
-        self._keeps = self._keeps and self._plan is None
+        self._is_alone = self._is_alone and self._plan is None
         self._kept = {}
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
         # a few rows would get slots, which is for passes
@@ -233,7 +235,7 @@ class StageSweep:
             self._ask(il, ids, absent, *waiting)
         missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
         self._send_ahead(il + 1)
-        if self._keeps and s.residency is not None:
+        if self._is_alone and self._is_last and s.residency is not None:
             s.record(il, ids)
             self._kept = s.residency.preferred(il)
             self._recorded = il
