@@ -48,7 +48,7 @@ def recorded(engine: Engine, n_prompt: int) -> tuple[np.ndarray, list[dict[str, 
     ids, states = prompt(engine, n_prompt + N_TOKENS, seed=6), []
     for start, end in ((0, n_prompt), *((at, at + 1) for at in range(n_prompt, len(ids)))):
         seen.append([])
-        engine.forward(ids[start:end], greedy=True)
+        (engine.forward if start else engine.prefill)(ids[start:end], greedy=True)
         if not start:
             engine.runner.misses.n_cpu_experts = 0
         else:
