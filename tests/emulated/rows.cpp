@@ -1,0 +1,256 @@
+// Products of quantized weights with a few rows, dense and by expert, on emulated kernels, against float64.
+//
+// The reference rounds activations to 8 bits as the kernels do, so what is left is the rounding of sums.
+
+#include "driver.h"
+#include "moegraph-rows.cuh"
+#include "moegraph.h"
+
+#include <algorithm>
+#include <numeric>
+
+EMULATED_SHARED(char4, moegraph_rows_smem);
+EMULATED_SHARED(char4, moegraph_wide_smem);
+EMULATED_SHARED(int, counts);
+
+// Of the sum of the products' absolute values.
+static constexpr double MAX_ERROR = 2e-6;
+
+enum pattern { MIXED, POPULAR, ABSENT, WRONG };
+static const char * PATTERNS[] = { "mixed", "popular", "absent", "wrong" };
+
+struct product_case {
+    ggml_type type;
+    int       m, k, n_expert, n_used, n; // n_expert 0: dense
+    bool      glu;
+    bool      broadcast; // one row of activations for each token, not one for each of its experts
+    pattern   ids;
+    bool      constant;
+
+    bool grouped() const { return n_expert > 0; }
+    int  n_stack() const { return grouped() ? n_expert : 1; }
+    int  n_y()     const { return grouped() && !broadcast ? n_used : 1; }
+    int  pitch()   const { return n_used + 3; } // of ids
+
+    std::string str() const {
+        return std::string(ggml_type_name(type)) + " m=" + std::to_string(m) + " k=" + std::to_string(k) + " n=" + std::to_string(n) +
+            (grouped() ? " experts=" + std::to_string(n_used) + "/" + std::to_string(n_expert) + " " + PATTERNS[ids] : "") +
+            (glu ? " glu" : "") + (broadcast ? " broadcast" : "") + (constant ? " constant" : "") + " shared=" +
+            std::to_string(emulated::shared_limit/1024) + " order=" + std::to_string(emulated::order);
+    }
+};
+
+// Random quants with scales that make rows of length k have values near 1/sqrt(k).
+static std::vector<uint8_t> random_weights(const ggml_type type, const size_t n_rows, const int k) {
+    std::vector<uint8_t> q(ggml_row_size(type, k)*n_rows);
+    for (uint8_t & b : q) {
+        b = (uint8_t) rng();
+    }
+    std::uniform_real_distribution<float> uniform(0.2f, 1.2f);
+    for (size_t block = 0; block < q.size(); block += ggml_type_size(type)) {
+        const float d = uniform(rng)/std::sqrt((float) k);
+        const auto put = [&](const size_t offset, const float value) {
+            const ggml_fp16_t h = ggml_fp32_to_fp16(value);
+            memcpy(&q[block + offset], &h, sizeof(h));
+        };
+        switch (type) {
+            case GGML_TYPE_Q4_0: put(0, d/4);      break;
+            case GGML_TYPE_Q8_0: put(0, d/70);     break;
+            case GGML_TYPE_Q6_K: put(208, d/1200); break;
+            default:             put(0, d/150); put(2, d/30); break;
+        }
+    }
+    return q;
+}
+
+// Experts of each token; NaN's bits, which are none, lie between the tokens.
+static ints choose(const product_case & c) {
+    ints ids((size_t) c.n*c.pitch(), -1);
+    std::vector<int> all(c.n_expert);
+    std::iota(all.begin(), all.end(), 0);
+    for (int t = 0; t < c.n; ++t) {
+        std::shuffle(all.begin(), all.end(), rng);
+        for (int i = 0; i < c.n_used; ++i) {
+            int & id = ids[(size_t) t*c.pitch() + i];
+            id = all[i % c.n_expert];
+            if (c.ids == ABSENT || (c.ids == MIXED && rng() % 8 == 0)) {
+                id = -1;
+            } else if (c.ids == WRONG && rng() % 3 == 0) {
+                static const int none[] = { INT_MIN, -2, INT_MAX, 1 << 20 };
+                id = rng() % 2 ? none[rng() % 4] : c.n_expert;
+            } else if (c.ids == POPULAR && (i == 0 || rng() % 4 == 0)) {
+                id = c.n_expert - 1; // also several times in a token
+            }
+        }
+    }
+    return ids;
+}
+
+struct quantized {
+    std::vector<double> x;
+    explicit quantized(const floats & values) : x(values.size()) {
+        for (size_t b = 0; b < values.size(); b += 32) {
+            float largest = 0;
+            for (int i = 0; i < 32; ++i) {
+                largest = std::max(largest, std::fabs(values[b + i]));
+            }
+            for (int i = 0; i < 32; ++i) {
+                x[b + i] = largest > 0 ? (double) (largest/127.0f)*std::round(values[b + i]*(127.0f/largest)) : 0;
+            }
+        }
+    }
+};
+
+struct exact {
+    double value = 0;
+    double size  = 0; // sum of the absolute values
+};
+
+static exact product(const float * w, const double * x, const int k) {
+    exact r;
+    for (int i = 0; i < k; ++i) {
+        r.value += w[i]*x[i];
+        r.size  += std::fabs(w[i]*x[i]);
+    }
+    return r;
+}
+
+static exact swiglu(const exact & up, const exact & gate) {
+    const double sig = 1/(1 + std::exp(-gate.value)), silu = gate.value*sig, slope = sig*(1 + gate.value*(1 - sig));
+    return { up.value*silu, std::fabs(silu)*up.size + std::fabs(up.value*slope)*gate.size + std::fabs(up.value*silu) };
+}
+
+// stream: other streams than the first quantize into a pool
+static void check_product(const product_case & c, const int stream = 0) {
+    tensors t;
+    floats  rows[2];
+    ggml_tensor * w[2] = { nullptr, nullptr };
+    for (int p = 0; p < 1 + c.glu; ++p) {
+        const std::vector<uint8_t> q = random_weights(c.type, (size_t) c.m*c.n_stack(), c.k);
+        w[p] = t.leaf(c.type, { c.k, c.m, c.n_stack() }, q.data());
+        if (c.constant) {
+            t.make_constant(w[p]);
+        }
+        rows[p].resize((size_t) c.m*c.n_stack()*c.k);
+        ggml_get_type_traits(c.type)->to_float(q.data(), rows[p].data(), rows[p].size());
+    }
+    floats values = normal((size_t) c.k*c.n_y()*c.n, 0.7f);
+    std::fill_n(values.begin() + values.size()/64*32, 32, 0.0f);
+    const std::vector<int64_t> shape = c.grouped() ? std::vector<int64_t>{ c.k, c.n_y(), c.n } : std::vector<int64_t>{ c.k, c.n };
+    ggml_tensor * x = t.leaf(GGML_TYPE_F32, shape, values.data());
+    const ints chosen = c.grouped() ? choose(c) : ints();
+    ggml_tensor * ids = nullptr;
+    if (c.grouped()) {
+        ggml_tensor * table = t.leaf(GGML_TYPE_I32, { c.pitch(), c.n }, chosen.data());
+        ids = ggml_view_2d(t.ctx, table, c.n_used, c.n, table->nb[1], 0);
+    }
+    const auto multiply = [&](ggml_tensor * m) {
+        return t.place(c.grouped() ? ggml_mul_mat_id(t.ctx, m, x, ids) : ggml_mul_mat(t.ctx, m, x));
+    };
+    ggml_tensor * up = multiply(w[0]), * gate = nullptr, * out = up;
+    if (c.glu) {
+        gate = multiply(w[1]);
+        out  = t.place(ggml_swiglu_split(t.ctx, gate, up));
+    }
+    ggml_build_forward_expand(t.graph, out);
+
+    ggml_backend_cuda_context cuda;
+    cuda.curr_stream_no = stream;
+    if (!moegraph_rows_supported(up, gate, 900)) {
+        report(c.str(), "is not supported");
+        return;
+    }
+    moegraph_rows_begin(cuda, t.graph);
+    std::string wrong;
+    const quantized y(values);
+    for (int pass = 0; pass < 2 && wrong.empty(); ++pass) { // what is quantized and listed may be remembered
+        memset(out->data, 0xFF, ggml_nbytes(out));
+        moegraph_rows_mul_mat(cuda, up, gate, c.glu ? out : nullptr);
+        const float * got = (const float *) out->data;
+        for (int r = 0; r < c.n*(c.grouped() ? c.n_used : 1) && wrong.empty(); ++r) {
+            const int token = c.grouped() ? r/c.n_used : r, slot = c.grouped() ? r % c.n_used : 0;
+            const int e = c.grouped() ? chosen[(size_t) token*c.pitch() + slot] : 0;
+            const double * xr = &y.x[(size_t) (token*c.n_y() + slot % c.n_y())*c.k];
+            for (int i = 0; i < c.m && wrong.empty(); ++i) {
+                const float result = got[(size_t) r*c.m + i];
+                exact want[2];
+                for (int p = 0; p < 1 + c.glu && e >= 0 && e < c.n_stack(); ++p) {
+                    want[p] = product(&rows[p][((size_t) e*c.m + i)*c.k], xr, c.k);
+                }
+                const exact all = c.glu ? swiglu(want[0], want[1]) : want[0];
+                if (!(std::fabs(result - all.value) <= MAX_ERROR*all.size)) {
+                    wrong = "token " + std::to_string(token) + " slot " + std::to_string(slot) + " expert " + std::to_string(e) + " row " +
+                        std::to_string(i) + ": " + std::to_string(result) + ", should be " + std::to_string(all.value) + ", error " +
+                        std::to_string(std::fabs(result - all.value)/all.size*1e6) + "e-6";
+                }
+            }
+        }
+    }
+    report(c.str(), wrong);
+}
+
+// Products of the same activations in one launch.
+static void check_group(const ggml_type type, const int n) {
+    tensors t;
+    const int k = 512, sizes[] = { 40, 17, 96 };
+    const floats values = normal((size_t) k*n, 0.7f);
+    const quantized y(values);
+    ggml_tensor * x = t.leaf(GGML_TYPE_F32, { k, n }, values.data());
+    std::vector<floats> rows;
+    std::vector<ggml_tensor *> outs;
+    for (const int m : sizes) {
+        const std::vector<uint8_t> q = random_weights(type, m, k);
+        rows.emplace_back((size_t) m*k);
+        ggml_get_type_traits(type)->to_float(q.data(), rows.back().data(), rows.back().size());
+        outs.push_back(t.place(ggml_mul_mat(t.ctx, t.leaf(type, { k, m }, q.data()), x)));
+        ggml_build_forward_expand(t.graph, outs.back());
+    }
+    for (int i = 0; i < t.graph->n_nodes; ++i) {
+        t.graph->nodes[i]->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    }
+    ggml_backend_cuda_context cuda;
+    moegraph_rows_begin(cuda, t.graph);
+    std::string wrong = moegraph_rows_try_group(cuda, t.graph, 0) == 2 ? "" : "three products are not one launch";
+    for (int p = 0; p < 3 && wrong.empty(); ++p) {
+        for (int i = 0; i < n*sizes[p]; ++i) {
+            const exact  want = product(&rows[p][(size_t) (i % sizes[p])*k], &y.x[(size_t) (i/sizes[p])*k], k);
+            const double got  = ((const float *) outs[p]->data)[i];
+            if (!(std::fabs(got - want.value) <= MAX_ERROR*want.size)) {
+                wrong = "product " + std::to_string(p) + " element " + std::to_string(i);
+            }
+        }
+    }
+    report(std::string("group ") + ggml_type_name(type) + " n=" + std::to_string(n), wrong);
+}
+
+int main() {
+    int i = 0;
+    for (const ggml_type type : { GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K }) {
+        const auto next = [&] {
+            emulated::order        = ++i % 3;
+            emulated::early_copies = i % 4 == 0;
+            emulated::shared_limit = i % 2 ? 99*1024 : 227*1024; // consumer cards, H100
+            return i;
+        };
+        for (const int n : { 1, 7, 8, 9, 16, 17, 32 }) {
+            next();
+            check_product({ type, 70, n % 2 ? 768 : 256, 0, 0, n, n % 3 == 0, false, MIXED, n % 2 == 0 }, n == 9);
+        }
+        next();
+        check_product({ type, 1, 2560, 0, 0, 3, false, false, MIXED, true });
+        check_group(type, 12);
+        for (const pattern ids : { MIXED, POPULAR, ABSENT, WRONG }) {
+            for (const bool glu : { false, true }) {
+                // few slots
+                check_product({ type, 33, next() % 2 ? 256 : 1280, 9, 4, 11, glu, i % 3 == 0, ids, i % 2 == 0 }, i % 5 == 0);
+                // many: on average 4 to 34 rows an expert
+                check_product({ type, glu ? 24 : 100, glu ? 256 : 768, 16, 4, 136, glu, next() % 3 != 0, ids, i % 2 == 0 }, i % 5 == 0);
+            }
+        }
+        next();
+        check_product({ type, 17, 256, 300, 8, 65, true, true, MIXED, true });
+        check_product({ type, 64, 512, 600, 6, 100, false, false, POPULAR, true });
+    }
+    printf("all %d checks of products: %d failed\n", n_run, n_failed);
+    return n_failed != 0;
+}
