@@ -235,10 +235,6 @@ class StageSweep:
             self._ask(il, ids, absent, *waiting)
         missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
         self._send_ahead(il + 1)
-        if self._is_alone and self._is_last and s.residency is not None:
-            s.record(il, ids)
-            self._kept = s.residency.preferred(il)
-            self._recorded = il
         for i, group in enumerate(self._groups(il, len(part))):
             if i:
                 yield SweepStep("experts", n_rows)
@@ -365,6 +361,10 @@ class StageSweep:
             self._launch(inputs, f"the inputs of missing experts of layer {il}")
             s.memory.sent_unit(turn)
             self._launch(unit, f"the missing experts of layer {il}")
+        residency = s.residency if self._is_alone and self._is_last else None
+        if residency and self._recorded != il:  # only now, while the device computes the unit
+            s.record(il, ids)
+            self._kept, self._recorded = residency.preferred(il), il
         s.keep(il, group, self._kept)
         if free:
             C.ggml_backend_event_record(free.ptr, s.device.compute.ptr)
