@@ -132,7 +132,9 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
         if template is None:
             require_template(header.kv, header.path)
         job, from_file = _fit_to_model(job, header)
-        engine = stack.enter_context(options.load_engine(header, job.config, text=True))
+        engine = stack.enter_context(
+            options.load_engine(header, job.config, text=True, quiet=job.quiet)
+        )
         talk = _conversation(
             job, engine, stack.enter_context(_model_of(engine, template)), from_file
         )

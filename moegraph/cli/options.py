@@ -292,12 +292,14 @@ def open_any(target: str | Path) -> GgufFile:
 def load_engine(
     target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None,
     warned: set[str] | None = None, is_chosen: bool = True, text: bool = False,
+    quiet: bool = False,
 ) -> Engine:  # fmt: skip
     """Load a model by name or path, or take over a file that open_header opened.
 
     Shows a progress bar on a terminal. routing: a trace that replaces the router's choice, for
     benchmarks. warned: warnings that were printed before, to which this adds. is_chosen: whether
     the user chose the settings, and not the program. text: whether the tokenizer will be needed.
+    quiet: print warnings only, not what the engine has to say.
     """
     with ui.Bars() as bars:
         ids = None if routing is None else routing.ids.astype("int32")
@@ -312,7 +314,8 @@ def load_engine(
         if warning not in warned:
             ui.note(f"warning: {warning}")
             warned.add(warning)
-    show_messages(engine)
+    if not quiet:
+        show_messages(engine)
     return engine
 
 

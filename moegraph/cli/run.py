@@ -143,7 +143,9 @@ def run(args: tuple[str, ...], **given: Any) -> None:
         times = StartTimes()
         model = stack.enter_context(options.open_header(job.target, job.config.device))
         job = _check_request(job, model)
-        engine = stack.enter_context(options.load_engine(model, job.config, text=True))
+        engine = stack.enter_context(
+            options.load_engine(model, job.config, text=True, quiet=job.quiet)
+        )
         times.lap("load")
         if not (job.quiet or job.as_json):
             show_drafters(engine)

@@ -355,6 +355,13 @@ def test_settings_without_an_effect_are_named(tmp_path: Path) -> None:
     assert (tmp_path / "p.json").exists()
 
 
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_quiet_leaves_out_what_the_engine_says_of_loading(command: str) -> None:
+    args = [command, "tiny", "-p", PROMPT, "-n", 2, "--device", "cpu,cpu", "-t", "1"]
+    assert b"note: cpu to cpu: rows are copied" in moegraph(*args).stderr
+    assert moegraph(*args, "-q").stderr == b""
+
+
 def test_statistics_begin_on_a_line_of_their_own_after_a_pipe() -> None:
     master, slave = pty.openpty()
     args = ("run", "tiny", "-p", "import os", "-n", "2", "--temp", "0", *CPU)
