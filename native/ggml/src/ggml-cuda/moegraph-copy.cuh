@@ -1,0 +1,31 @@
+#pragma once
+
+#include "common.cuh"
+
+// Copies 16 bytes to shared memory, asynchronously where the device can; the bytes from n on become zero.
+static __device__ __forceinline__ void moegraph_copy_16(char * dst, const char * src, const int n) {
+#ifdef CP_ASYNC_AVAILABLE
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        : : "r"((unsigned int) __cvta_generic_to_shared(dst)), "l"(src), "r"(n) : "memory");
+#else
+    if (n == 16) {
+        *(int4 *) dst = *(const int4 *) src;
+    } else {
+        for (int i = 0; i < 16; i += 2) {
+            *(uint16_t *) (dst + i) = i < n ? *(const uint16_t *) (src + i) : 0;
+        }
+    }
+#endif // CP_ASYNC_AVAILABLE
+}
+
+static __device__ __forceinline__ void moegraph_copy_commit() {
+#ifdef CP_ASYNC_AVAILABLE
+    asm volatile("cp.async.commit_group;" : : : "memory");
+#endif // CP_ASYNC_AVAILABLE
+}
+
+template <int n> static __device__ __forceinline__ void moegraph_copy_wait() {
+#ifdef CP_ASYNC_AVAILABLE
+    asm volatile("cp.async.wait_group %0;" : : "n"(n) : "memory");
+#endif // CP_ASYNC_AVAILABLE
+}
