@@ -60,8 +60,8 @@ template <> struct moegraph_x<GGML_TYPE_Q4_0> {
     typedef moegraph_head_none head;
     static __device__ __forceinline__ void quants(const char * s, const int k, const int c, int * q) {
         const int w = moegraph_load_b2(s + 18*k + 2 + 4*c);
-        q[0] = (((w >> 0) & 0x0F0F0F0F) + 0x78787878) ^ 0x80808080;
-        q[1] = (((w >> 4) & 0x0F0F0F0F) + 0x78787878) ^ 0x80808080;
+        q[0] = (((w >> 0) & 0x0F0F0F0F) + 0x78787878u) ^ 0x80808080u;
+        q[1] = (((w >> 4) & 0x0F0F0F0F) + 0x78787878u) ^ 0x80808080u;
     }
     static __device__ __forceinline__ float scale(const head &, const char * s, const int k, const int) {
         return moegraph_load_half(s + 18*k);
@@ -118,7 +118,7 @@ template <> struct moegraph_x<GGML_TYPE_Q6_K> {
     static __device__ __forceinline__ int value(const char * ql, const char * qh, const int t) {
         const int lo = (moegraph_load_b2(ql + 32*(t%2)) >> (4*(t/2))) & 0x0F0F0F0F;
         const int hi = (moegraph_load_b2(qh) >> (2*t)) & 0x03030303;
-        return ((lo | (hi << 4)) + 0x60606060) ^ 0x80808080;
+        return ((lo | (hi << 4)) + 0x60606060u) ^ 0x80808080u;
     }
     static __device__ __forceinline__ void quants(const char * s, const int k, const int c, int * q) {
         const char * ql = s +       64*(k/4) + 4*c;
