@@ -25,6 +25,7 @@ LIBRARIES = ROOT / "moegraph" / "lib"
 # A program, and the files of kernels that it runs, moegraph-NAME.cu; one that is not there is left
 # out.
 PROGRAMS = {
+    "conv": ("conv",),
     "faults": (),
     "recurrence": ("chain", "recurrence", "tree"),
     "rows": ("context", "rows-prepare", "rows", "wide"),
