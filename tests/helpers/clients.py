@@ -31,9 +31,11 @@ class Client:
     def _take(self, step: Step) -> None:
         assert not self._done.is_set(), "a step after the last one"
         self.steps.append(step)
-        if step.finish_reason is not None:
-            self._done.set()
-        self._on_step(step)
+        try:
+            self._on_step(step)
+        finally:
+            if step.finish_reason is not None:
+                self._done.set()
 
     def wait(self, timeout_s: float = PATIENCE_S) -> Client:
         """Wait for the last step."""
@@ -75,6 +77,13 @@ def serving(engine: Engine, **settings: Any) -> Iterator[Service]:
         yield service
     finally:
         service.close()
+
+
+@contextmanager
+def together(service: Service) -> Iterator[None]:
+    """Let no work begin meanwhile, so that requests come at once, however slow this thread is."""
+    with service._loop.lock:
+        yield
 
 
 def alone(engine: Engine, request: Request) -> tuple[list[int], str, str | None]:

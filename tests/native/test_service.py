@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.clients import Client, alone, serving
+from helpers.clients import Client, alone, serving, together
 from helpers.faults import poison
 from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
@@ -52,11 +51,12 @@ def test_in_reference_mode_each_answer_is_that_of_the_request_alone(
 ) -> None:
     engine = open_engine(n_seq=n_seq, cpu_reference=True, **settings)
     with serving(engine) as service:
-        clients = [
-            Client(service, prompt(engine, n, seed=i), max_tokens=20 + 30 * (i % 3),
-                   sampling=SAMPLINGS[i % len(SAMPLINGS)])
-            for i, n in enumerate(LENGTHS)
-        ]  # fmt: skip
+        with together(service):
+            clients = [
+                Client(service, prompt(engine, n, seed=i), max_tokens=20 + 30 * (i % 3),
+                       sampling=SAMPLINGS[i % len(SAMPLINGS)])
+                for i, n in enumerate(LENGTHS)
+            ]  # fmt: skip
         for client in clients:
             client.wait()
         service.drain()
@@ -116,7 +116,9 @@ def test_wrong_requests_are_refused_at_once(open_engine: Open) -> None:
 def test_a_full_queue_refuses_and_says_when_to_come_back(open_engine: Open) -> None:
     engine, go_on = open_engine(n_seq=1), threading.Event()
     with serving(engine, n_waiting=2) as service:
-        running = Client(service, [1, 2], max_tokens=400, on_step=lambda step: go_on.wait())
+        running = Client(
+            service, [1, 2], max_tokens=400, on_step=lambda step: go_on.wait(PATIENCE_S)
+        )
         until(lambda: running.steps)
         waiting = [Client(service, [3], max_tokens=1) for _ in range(2)]
         with pytest.raises(QueueFull) as caught:
@@ -134,20 +136,29 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(open_engine: Open) -> N
 def test_a_cancellation_or_deadline_touches_no_other(open_engine: Open, when: str) -> None:
     engine = open_engine(n_seq=2, cpu_reference=True, n_ctx=2048)
     ids, long = prompt(engine, 20), prompt(engine, 1900, seed=1)
+    is_there, go_on, is_full = threading.Event(), threading.Event(), when == "waiting"
+
+    def stay(step: Step) -> None:
+        if step.tokens or when == "reading":
+            is_there.set()
+            go_on.wait(PATIENCE_S)
+
     with serving(engine) as service:
-        others = [Client(service, ids, max_tokens=150)]
-        if when == "waiting":
-            others.append(Client(service, ids[:10], max_tokens=150))
-        target = ids[:5] if when == "decoding" else long
-        for how in ("cancelled", "deadline"):
-            deadline_s = 0.05 if how == "deadline" else None
-            client = Client(service, target, max_tokens=2000, deadline_s=deadline_s)
+        with together(service):
+            more = {"on_step": stay} if is_full else {}
+            others = [Client(service, ids, max_tokens=150, **more)]
+            if is_full:
+                others.append(Client(service, ids[:10], max_tokens=150, on_step=stay))
+        for how, deadline_s in (("cancelled", None), ("deadline", 0.05)):
+            client = Client(
+                service, ids[:5] if when == "decoding" else long, max_tokens=2000,
+                deadline_s=deadline_s, on_step=stay,
+            )  # fmt: skip
             if how == "cancelled":
-                while when == "decoding" and not client.tokens:
-                    time.sleep(0.001)
-                time.sleep(0.05)
+                assert is_there.wait(PATIENCE_S)
                 client.ticket.cancel()
                 client.ticket.cancel()
+                go_on.set()
             assert client.wait().reason == how, client.last
             assert when == "decoding" or not client.tokens
             client.ticket.cancel()
@@ -191,9 +202,15 @@ def test_a_nan_in_one_sequence_touches_no_other(open_engine: Open) -> None:
 def test_closing_ends_every_request_once(open_engine: Open) -> None:
     engine = open_engine(n_seq=2, n_ctx=2048)
     with serving(engine) as service:
-        clients = [Client(service, prompt(engine, n), max_tokens=500) for n in (9, 1500, 8, 7)]
-        while not clients[0].steps:
-            time.sleep(0.001)
+
+        def stay(step: Step) -> None:
+            until(lambda: service._loop.is_closing)
+
+        clients = [
+            Client(service, prompt(engine, n), max_tokens=500, on_step=stay)
+            for n in (9, 1500, 8, 7)
+        ]
+        until(lambda: clients[0].steps)
     for client in clients:
         assert client.wait(0).reason == "error"
         assert isinstance(client.last.error, ServiceClosed)
@@ -201,12 +218,21 @@ def test_closing_ends_every_request_once(open_engine: Open) -> None:
 
 
 def test_draining_finishes_what_was_accepted(open_engine: Open) -> None:
-    engine = open_engine(n_seq=2)
+    engine, go_on = open_engine(n_seq=2), threading.Event()
     with serving(engine) as service:
-        clients = [Client(service, prompt(engine, n), max_tokens=30) for n in (9, 150, 8, 7)]
+        clients = [
+            Client(
+                service,
+                prompt(engine, n),
+                max_tokens=30,
+                on_step=lambda step: go_on.wait(PATIENCE_S),
+            )
+            for n in (9, 150, 8, 7)
+        ]
         assert not service.drain(0.0)
         with pytest.raises(ServiceClosed):
             Client(service, [1])
+        go_on.set()
         assert service.drain() and all(client.is_done for client in clients)
         assert service.failure is None
 
@@ -227,7 +253,7 @@ def test_a_caller_that_raises_ends_its_own_request(open_engine: Open) -> None:
 def test_work_that_does_not_end_is_a_failure_until_it_does(open_engine: Open) -> None:
     engine, go_on = open_engine(n_seq=1), threading.Event()
     with serving(engine, stuck_s=0.05) as service:
-        client = Client(service, [1], max_tokens=3, on_step=lambda step: go_on.wait())
+        client = Client(service, [1], max_tokens=3, on_step=lambda step: go_on.wait(PATIENCE_S))
         until(lambda: service.failure)
         assert "busy" in str(service.failure)
         go_on.set()
@@ -237,16 +263,26 @@ def test_work_that_does_not_end_is_a_failure_until_it_does(open_engine: Open) ->
 
 
 def test_a_long_prompt_beside_decoding_requests(open_engine: Open) -> None:
-    engine = open_engine(n_seq=3, n_ctx=2048, n_ubatch=32)
+    engine, go_on = open_engine(n_seq=3, n_ctx=2048, n_ubatch=32), threading.Event()
+    counted = list[int]()  # tokens of another request, when the prompt has been read
+
+    def stay(step: Step) -> None:
+        if len(first[0].steps) > 10:
+            go_on.wait(PATIENCE_S)
+
+    def count(step: Step) -> None:
+        if step.tokens:
+            counted.append(len(first[0].tokens))
+
     with serving(engine) as service:
-        first = [Client(service, [n], max_tokens=1500) for n in range(2)]
-        while not all(len(client.steps) > 10 for client in first):
-            time.sleep(0.001)
+        with together(service):
+            first = [Client(service, [n], max_tokens=1500, on_step=stay) for n in range(2)]
+        until(lambda: len(first[0].steps) > 10)
         n_before = len(first[0].tokens)
-        long = Client(service, prompt(engine, 1500), max_tokens=2)
-        while not long.tokens and not first[0].is_done:
-            time.sleep(0.001)
-        n_beside = len(first[0].tokens) - n_before
+        long = Client(service, prompt(engine, 1500), max_tokens=2, on_step=count)
+        go_on.set()
+        until(lambda: counted)
+        n_beside = counted[0] - n_before
         for client in (*first, long):
             client.ticket.cancel()
             client.wait()
@@ -354,17 +390,23 @@ def test_chunks_beside_other_requests_do_not_change_an_answer(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(n_seq=2, n_ctx=1024, n_ubatch=256, cpu_reference=True)
-    chunks: list[int] = []
-    real = engine.passes.begin_prompts
+    chunks, real = list[int](), engine.passes.begin_prompts
     monkeypatch.setattr(costs.Costs, "chunk_rows", lambda self, most, *given: most // 4)
     monkeypatch.setattr(
         engine.passes, "begin_prompts", lambda b: (chunks.append(b[0].max_rows), real(b))[1]
     )
+    go_on = threading.Event()
     with serving(engine) as service:
-        first = Client(service, prompt(engine, 300), max_tokens=500)
-        while not first.steps:
-            time.sleep(0.001)
-        second = Client(service, prompt(engine, 700, seed=1), max_tokens=9, marks=(350,)).wait()
+        first = Client(
+            service,
+            prompt(engine, 300),
+            max_tokens=500,
+            on_step=lambda step: go_on.wait(PATIENCE_S),
+        )
+        until(lambda: first.steps)
+        second = Client(service, prompt(engine, 700, seed=1), max_tokens=9, marks=(350,))
+        go_on.set()
+        second.wait()
         first.ticket.cancel()
     assert chunks == [0, 64]
     single = open_engine(n_ctx=1024, cpu_reference=True)
@@ -378,22 +420,34 @@ def test_a_prompt_of_medium_length_is_read_in_pieces_beside_a_long_one(
     monkeypatch.setattr(scheduler, "_LASTS_S", 0.0)  # whatever pieces cost
     monkeypatch.setattr(scheduler, "_LONGER", 0)
     engine = open_engine(n_seq=3, n_ctx=2048, n_ubatch=64, cpu_reference=True, **settings)
+    is_cancelled, chats, drawn = threading.Event(), list[Client](), list[int]()
+    read_before = list[bool]()  # whether the long prompt was read before an answer ended
+
+    def note(step: Step) -> None:
+        read_before.extend([bool(drawn)] if step.finish_reason else [])
+
     with serving(engine) as service:
-        long = Client(service, prompt(engine, 1800), max_tokens=3)
-        while not long.steps and not service._loop._answers.sweeping:
-            time.sleep(0.001)
-        chats = [
-            Client(service, prompt(engine, n, seed=n), max_tokens=6, marks=(n // 2,))
-            for n in (33, 200, 90)
-        ]
+
+        def bring(step: Step) -> None:  # on the engine's thread: the prompt is under way
+            drawn.extend(step.tokens)
+            for n in () if chats else (33, 200, 90):
+                ids = prompt(engine, n, seed=n)
+                chats.append(Client(service, ids, max_tokens=6, marks=(n // 2,), on_step=note))
+
+        long = Client(service, prompt(engine, 1800), max_tokens=3, on_step=bring)
+        until(lambda: len(chats) == 3)
         for chat in chats:
             chat.wait()
-        assert not long.tokens
+        assert read_before == [False] * 3
         # what was computed up to a mark is kept
         again = Client(service, [*chats[1].request.prompt[:100], 5, 6, 7], max_tokens=4).wait()
         assert again.last.usage.n_cached == 100
-        gone = Client(service, prompt(engine, 500, seed=9), max_tokens=4)
+        gone = Client(
+            service, prompt(engine, 500, seed=9), max_tokens=4,
+            on_step=lambda step: is_cancelled.wait(PATIENCE_S),
+        )  # fmt: skip
         gone.ticket.cancel()
+        is_cancelled.set()
         assert gone.wait().reason == "cancelled"
         long.wait()
     engine.state.pool.check()
@@ -413,7 +467,7 @@ def test_a_cancelled_prompt_leaves_what_its_earlier_sweeps_have_read(open_engine
         def stay(step: Step) -> None:
             if step.usage.n_read > 700 and not is_there.is_set():
                 is_there.set()
-                go_on.wait()
+                go_on.wait(PATIENCE_S)
 
         first = Client(service, ids, max_tokens=3, on_step=stay)
         assert is_there.wait(PATIENCE_S)

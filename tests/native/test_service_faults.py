@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from helpers.clients import GREEDY, Client, alone, serving
 from helpers.faults import FAULTS, faulty
+from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.engine.requests import Request
+from moegraph.engine.requests import Request, Step
 from moegraph.errors import NativeError, ServiceClosed
 from moegraph.service import scheduler
 
@@ -51,13 +52,15 @@ def test_a_failed_call_ends_requests_with_an_error_and_the_next_are_right(
 
 
 def test_a_device_that_fails_again_and_again_ends_the_service(open_engine: Open) -> None:
-    engine = open_engine(n_seq=2)
+    engine, go_on = open_engine(n_seq=2), threading.Event()
     with serving(engine) as service:
-        running = Client(service, [1, 2], max_tokens=100)
-        while not running.steps:
-            time.sleep(0.001)
+        running = Client(
+            service, [1, 2], max_tokens=100, on_step=lambda step: go_on.wait(PATIENCE_S)
+        )
+        until(lambda: running.steps)
         with faulty("mg_launch", 1, FAULTS["mg_launch"][0]) as library:
             library._at = _Always()
+            go_on.set()
             clients = [running]
             with suppress(ServiceClosed):  # it may have failed by then
                 for n in range(8):
@@ -80,15 +83,24 @@ def test_failures_between_steps_of_a_prompt_that_succeed_end_no_service(
     def fail(*_: Any) -> None:
         raise NativeError("no")
 
+    shorts, read_before, drawn = list[Client](), list[bool](), list[int]()
+
+    def note(step: Step) -> None:
+        read_before.extend([bool(drawn)] if step.finish_reason else [])
+
     with serving(engine) as service:
-        long = Client(service, prompt(engine, 3000), max_tokens=2)
+
+        def bring(step: Step) -> None:  # on the engine's thread, so that the prompt is under way
+            drawn.extend(step.tokens)
+            if len(shorts) < 5 and (not shorts or shorts[-1].is_done):
+                shorts.append(Client(service, [len(shorts)], max_tokens=2, on_step=note))
+
         monkeypatch.setattr(engine.passes, "read", fail)
-        for n in range(5):
-            n_steps = len(long.steps)
-            while len(long.steps) == n_steps:
-                time.sleep(0.0005)
-            assert Client(service, [n], max_tokens=2).wait().reason == "error"
-        assert not long.tokens, "it was still being read"
+        long = Client(service, prompt(engine, 3000), max_tokens=2, on_step=bring)
+        until(lambda: len(shorts) == 5)
+        for short in shorts:
+            assert short.wait().reason == "error"
+        assert read_before == [False] * 5
         monkeypatch.undo()
         assert long.wait().reason == "length" and service.failure is None
 

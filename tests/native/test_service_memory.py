@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.clients import Client, alone, serving
+from helpers.clients import Client, alone, serving, together
 from helpers.faults import FAULTS, faulty
+from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
+from moegraph.engine.requests import Step
 from moegraph.errors import NativeError, PoolFull
 from moegraph.sampling import SamplingParams
 
@@ -33,15 +36,16 @@ def small(open_engine: Open, **settings: Any) -> Engine:
 def test_requests_go_to_host_memory_and_back(open_engine: Open, settings: dict[str, Any]) -> None:
     engine = small(open_engine, **settings)
     with serving(engine) as service:
-        clients = [
-            Client(service, prompt(engine, n, seed=n), max_tokens=n_tokens, reuse=i % 2 == 0,
-                   sampling=SAMPLINGS[i % 2], name=f"{i}")
-            for i, (n, n_tokens) in enumerate(
-                ((200, 600), (150, 700), (10, 500), (700, 30), (5, 5), (300, 500), (1000, 24))
-            )
-        ]  # fmt: skip
+        with together(service):
+            clients = [
+                Client(service, prompt(engine, n, seed=n), max_tokens=n_tokens, reuse=i % 2 == 0,
+                       sampling=SAMPLINGS[i % 2], name=f"{i}")
+                for i, (n, n_tokens) in enumerate(
+                    ((200, 600), (150, 700), (10, 500), (700, 30), (5, 5), (300, 500), (1000, 24))
+                )
+            ]  # fmt: skip
         for client in clients:
-            client.wait(120)
+            client.wait()
         service.drain()
         status = service.status()
     engine.state.pool.check()
@@ -62,7 +66,7 @@ def test_the_oldest_request_is_never_kept_waiting_by_younger_ones(open_engine: O
             for i in range(4)
         ]  # fmt: skip
         for client in clients:
-            client.wait(120)
+            client.wait()
     assert ended == [0, 1, 2, 3]
 
 
@@ -81,12 +85,26 @@ def test_idle_slots_give_up_their_pages_and_what_they_held_is_kept(open_engine: 
 def test_a_request_in_host_memory_can_be_cancelled(open_engine: Open, no_leak: None) -> None:
     engine = small(open_engine)
     with serving(engine) as service:
-        clients = [Client(service, prompt(engine, 250, seed=i), max_tokens=700) for i in range(4)]
-        while service._loop._tally.counts.preempted < 1:
-            assert not clients[0].is_done
+        go_on = threading.Event()
+
+        def stay(step: Step) -> None:
+            if step.finish_reason:
+                go_on.clear()  # until the next one is cancelled
+            elif service._loop._tally.counts.preempted:
+                go_on.wait(PATIENCE_S)
+
+        with together(service):
+            clients = [
+                Client(service, prompt(engine, 250, seed=i), max_tokens=700, on_step=stay)
+                for i in range(4)
+            ]
+        until(lambda: service._loop._tally.counts.preempted)
+        assert not clients[0].is_done
         for client in reversed(clients):
             client.ticket.cancel()
+            go_on.set()
             assert client.wait().reason == "cancelled"
+        go_on.set()
         assert Client(service, prompt(engine, 1000), max_tokens=5).wait().reason == "length"
     engine.state.pool.check()
     engine.close()
@@ -102,7 +120,10 @@ def test_without_host_memory_the_youngest_request_ends_with_an_error(
 
     with serving(engine) as service:
         monkeypatch.setattr(engine.copies, "swap_out", refuse)
-        clients = [Client(service, prompt(engine, 20, seed=i), max_tokens=900) for i in range(2)]
+        with together(service):
+            clients = [
+                Client(service, prompt(engine, 20, seed=i), max_tokens=900) for i in range(2)
+            ]
         assert clients[1].wait().reason == "error"
         assert clients[0].wait().reason == "length"
 
@@ -122,8 +143,9 @@ def test_a_pool_that_is_fuller_than_it_seemed_only_delays(
 
     with serving(engine) as service:
         monkeypatch.setattr(engine.prefixes, "resume", resume)
-        first = Client(service, prompt(engine, 250), max_tokens=60)
-        second = Client(service, prompt(engine, 100), max_tokens=5)
+        with together(service):
+            first = Client(service, prompt(engine, 250), max_tokens=60)
+            second = Client(service, prompt(engine, 100), max_tokens=5)
         assert second.wait().reason == first.wait().reason == "length"
     assert 1 <= n_refused < 5
 
@@ -151,8 +173,8 @@ def test_random_requests_cancellations_and_faults(open_engine: Open, seed: int) 
                 with faulty("mg_launch", int(rng.integers(1, 40)), FAULTS["mg_launch"][0]):
                     time.sleep(0.1)
         for client in clients:
-            client.wait(120)
-        assert service.drain(60) and service.failure is None
+            client.wait()
+        assert service.drain(PATIENCE_S) and service.failure is None
     engine.state.pool.check()
     single = open_engine(cpu_reference=True, n_ctx=1024)
     for client in clients:
