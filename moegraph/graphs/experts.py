@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import InternalError
 from ..ggml.ops import Builder, Tensor
@@ -12,14 +12,16 @@ from ..resident.stage import Stage
 from ..resident.weights import LayerWeights
 from ..units import round_up
 
-# What CUDA's kernels for few rows compute: types, choices of experts, how many of each expert on
-# average (moegraph_rows_type, MOEGRAPH_MAX_SLOTS, MOEGRAPH_MAX_ROWS in native/ggml/src/ggml-cuda).
-_FEW_TYPES = {GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")}
-_MAX_CHOICES, _MAX_ROWS = 16384, 64
-# Elsewhere, rows up to which tiles are worth being narrowed: more fill them. Tiles are then for so
-# many times as many rows as an expert has on average (popular ones have more), and for at least
-# _MIN_TILE: fewer tokens go to kernels that multiply vectors. There, 320 and 512 rows took 0.95 and
-# 0.97; 2,048 rows took as long with this spread, and 1.08 times as long with half of it.
+# What our kernels on CUDA compute: types, and choices of experts (moegraph_rows_type and
+# MOEGRAPH_MAX_SLOTS in native/ggml/src/ggml-cuda).
+_OUR_TYPES = {GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")}
+_MAX_CHOICES = 65536
+# Other quantized types have tiles, which are worth being narrowed for more choices than the first
+# and up to the second number of rows: more fill them. Tiles are then for so many times as many rows
+# as an expert has on average (popular ones have more), and for at least _MIN_TILE: fewer tokens go
+# to kernels that multiply vectors. Tiles of Q4_K and Q5_K took 0.95 and 0.97 of the time of 320 and
+# 512 rows so; 2,048 rows took as long with this spread, and 1.08 times as long with half of it.
+_FEW_CHOICES = 512
 _MAX_GROUPED = 512
 _TILE_SPREAD = 4
 _MIN_TILE = 16
@@ -114,17 +116,19 @@ def build_routed_experts(
     """
     bank, n = stage.banks.layer(il), slots.ne[1]
     n_group = 1
-    if not stage.device.can.exact_sums and not _are_few(bank, n * slots.ne[0]):
+    if not stage.device.can.exact_sums and _have_tiles(bank, n * slots.ne[0]):
         n_group = rows_together(stage.hp, n)
     if n_group > 1:
         return build_grouped_experts(b, bank, cur, slots, weights, n_group, il)
     return build_expert_sum(b, build_expert_rows(b, bank, cur, slots, weights, il), il)
 
 
-def _are_few(bank: Bank, n_choices: int) -> bool:
-    """Return whether CUDA's kernels for few rows compute so many choices of a bank's experts."""
-    fit = n_choices <= min(_MAX_CHOICES, _MAX_ROWS * bank.n_slots)
-    return fit and all(part.type in _FEW_TYPES for part in bank.parts.values())
+def _have_tiles(bank: Bank, n_choices: int) -> bool:
+    """Return whether ggml's tiles compute so many choices of a bank's experts on CUDA."""
+    kinds = {part.type for part in bank.parts.values()}
+    if n_choices <= _FEW_CHOICES or (n_choices <= _MAX_CHOICES and kinds <= _OUR_TYPES):
+        return False
+    return all(GGML_QUANT_SIZES[GGMLQuantizationType(kind)][0] > 1 for kind in kinds)
 
 
 def rows_together(hp: HParams, n_tokens: int) -> int:

@@ -19,9 +19,6 @@
 static constexpr double MAX_RATIO       = 2.5;
 static constexpr double MAX_RATIO_OTHER = 10;
 
-// Experts with more rows on average have upstream's kernels, if there are more than 512 rows in all.
-static constexpr int MAX_ROWS_OF_AN_EXPERT = 64;
-
 static const ggml_type TYPES[] = { GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K };
 
 // One row's product, and the variance of its error from rounding x to 8 bits in blocks of 32.
@@ -219,7 +216,7 @@ static void check_product(const product_case & c) {
         to_float(quants[p].data(), rows[p].data(), rows[p].size());
     }
     const int n_slots = c.n*c.n_used;
-    const bool fit    = c.grouped() ? n_slots <= 512 || (n_slots <= 16384 && n_slots <= MAX_ROWS_OF_AN_EXPERT*c.n_stack()) : c.n <= 32;
+    const bool fit    = c.grouped() ? n_slots <= 65536 : c.n <= 32;
     judge j(fit && c.n >= (has_async_copies() ? (c.grouped() ? 5 : 1) : 9));
     for (int r = 0; r < c.n*(c.grouped() ? c.n_used : 1); ++r) {
         const int t = c.grouped() ? r/c.n_used : r, slot = c.grouped() ? r % c.n_used : 0;

@@ -131,7 +131,7 @@ def check(device: Device, experts: Experts) -> None:
     assert experts.run(device, True, 4)[0].tobytes() == act.tobytes(), "captured"
 
 
-@pytest.mark.parametrize("n_rows", [1, 2, 4, 8, 17, 32, 64])
+@pytest.mark.parametrize("n_rows", [1, 2, 4, 8, 17, 32, 64, 65, 300])
 @pytest.mark.parametrize(("how", "n_embd"), [
     ("all", 2048), ("absent", 2048), ("repeated", 512), ("absent", 512), ("none", 512),
 ])  # fmt: skip
@@ -150,7 +150,7 @@ def test_types_that_only_the_vector_kernels_of_one_token_know(
     check(device, Experts(kind, choose(how, 1)))
 
 
-@pytest.mark.parametrize(("kind", "n_rows"), [("Q4_K", 65), ("Q6_K", 100), ("F16", 8)])
+@pytest.mark.parametrize(("kind", "n_rows"), [("Q5_1", 65), ("IQ4_XS", 100), ("F16", 8)])
 def test_more_rows_are_computed_as_they_were(device: Device, kind: str, n_rows: int) -> None:
     experts = Experts(kind, choose("absent", n_rows))
     act, products = experts.run(device, True)

@@ -462,6 +462,21 @@ def test_going_back_cancels_the_prompt_of_that_sequence(open_engine: Open) -> No
     np.testing.assert_array_equal(swept(engine, ids[40:]), in_passes(plain, ids[40:]))
 
 
+@pytest.mark.parametrize(("preset", "n"), [("float32", 301), ("kquant40", 301), ("mxfp256", 60)])
+def test_rows_are_not_taken_together_where_no_tiles_compute_them(
+    open_engine: Open, monkeypatch, preset: str, n: int
+) -> None:
+    """Floats, types that kernels for few rows compute, and few choices of any type."""
+
+    def build(*_: Any) -> Tensor:
+        raise AssertionError("taken together")
+
+    monkeypatch.setattr(experts, "build_grouped_experts", build)
+    engine = inexact(open_engine, monkeypatch, preset, n_ctx=1024, n_ubatch=512)
+    assert n * engine.hparams.n_expert_used <= 512 or n > 100
+    swept(engine, prompt(engine, n, seed=4))
+
+
 @pytest.mark.parametrize("preset", ["mxfp256", "iq64", "legacy32"])
 def test_rows_that_are_taken_together_have_the_bits_of_rows_alone(
     open_engine: Open, monkeypatch, preset: str

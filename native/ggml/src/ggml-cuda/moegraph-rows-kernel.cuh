@@ -38,11 +38,12 @@ static __device__ __forceinline__ void moegraph_load_chunk(
     GGML_UNUSED(x_end);
 }
 
-// Adds the product of one chunk to acc (the layout of the 16 x 8 accumulator of the tensor cores). Products and sums are
+// Adds the product of one chunk to acc (the layout of the 16 x 8 accumulator of the tensor cores). y_quants, y_scales: where
+// the chunk of a lane's columns begins, in bytes behind y. Products and sums are
 // spelled out: a row's bits must not depend on what the compiler contracts for some number of tiles.
 template <ggml_type type, int n_tiles, int n_mats>
 static __device__ __forceinline__ void moegraph_dot_chunk(
-        float (&acc)[n_mats][n_tiles][4], const char * const (&s)[n_mats][2], const moegraph_block_y * y,
+        float (&acc)[n_mats][n_tiles][4], const char * const (&s)[n_mats][2], const char * y,
         const int (&y_quants)[n_tiles], const int (&y_scales)[n_tiles][2]) {
     using namespace ggml_cuda_mma;
     typedef moegraph_x<type> X;
@@ -60,11 +61,11 @@ static __device__ __forceinline__ void moegraph_dot_chunk(
         float2 ys[n_tiles][2];
 #pragma unroll
         for (int t = 0; t < n_tiles; ++t) {
-            const int2 q = *(const int2 *) (y[y_quants[t] + k].qs + 8*c);
+            const int2 q = *(const int2 *) (((const moegraph_block_y *) (y + y_quants[t]))[k].qs + 8*c);
             b[t].x[0] = q.x;
             b[t].x[1] = q.y;
-            ys[t][0] = *(const float2 *) &y[y_scales[t][0] + k];
-            ys[t][1] = *(const float2 *) &y[y_scales[t][1] + k];
+            ys[t][0] = *(const float2 *) ((const moegraph_block_y *) (y + y_scales[t][0]) + k);
+            ys[t][1] = *(const float2 *) ((const moegraph_block_y *) (y + y_scales[t][1]) + k);
         }
 #pragma unroll
         for (int m = 0; m < n_mats; ++m) {
@@ -186,7 +187,9 @@ static __device__ __forceinline__ void moegraph_rows_store(
 
 // Grid: (blocks of tiles, groups or 1). Block: (32, n_warps), k_split neighbouring warps share a tile.
 template <ggml_type type, int n_tiles, bool glu>
-static __device__ __forceinline__ void moegraph_rows_block(const moegraph_rows_args & args) {
+__launch_bounds__(MOEGRAPH_MAX_WARPS*32, MOEGRAPH_MIN_BLOCKS)
+static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
+#ifdef TURING_MMA_AVAILABLE
     typedef moegraph_x<type> X;
     constexpr int n_mats      = glu ? 2 : 1;
     constexpr int stage_bytes = MOEGRAPH_TILE_ROWS*X::pitch;
@@ -263,7 +266,7 @@ static __device__ __forceinline__ void moegraph_rows_block(const moegraph_rows_a
             const int slot = slots[y_row];
             y_row = (slot / args.n_used)*args.n_y + (slot % args.n_used) % args.n_y;
         }
-        return y_row*blocks_per_row;
+        return y_row*blocks_per_row*(int) sizeof(moegraph_block_y);
     };
     int y_quants[n_tiles];
     int y_scales[n_tiles][2];
@@ -292,7 +295,8 @@ static __device__ __forceinline__ void moegraph_rows_block(const moegraph_rows_a
                 }
             }
         }
-        moegraph_dot_chunk<type, n_tiles, n_mats>(acc, s, args.y + chunk*(MOEGRAPH_CHUNK/32), y_quants, y_scales);
+        moegraph_dot_chunk<type, n_tiles, n_mats>(
+            acc, s, (const char *) (args.y + chunk*(MOEGRAPH_CHUNK/32)), y_quants, y_scales);
 
         __syncwarp();
         if (i + MOEGRAPH_STAGES < n_steps) {
@@ -309,35 +313,6 @@ static __device__ __forceinline__ void moegraph_rows_block(const moegraph_rows_a
         return;
     }
     moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, expert, n, row);
-}
-
-template <ggml_type type, int n_tiles, bool glu>
-__launch_bounds__(MOEGRAPH_MAX_WARPS*32, MOEGRAPH_MIN_BLOCKS)
-static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
-#ifdef TURING_MMA_AVAILABLE
-    moegraph_rows_block<type, n_tiles, glu>(args);
-#else
-    GGML_UNUSED(args);
-    NO_DEVICE_CODE;
-#endif // TURING_MMA_AVAILABLE
-}
-
-// The same for groups of up to MOEGRAPH_MAX_COLS slots, each with as many tiles as it has slots for.
-template <ggml_type type, bool glu>
-__launch_bounds__(MOEGRAPH_GROUP_WARPS*32, MOEGRAPH_WIDE_BLOCKS)
-static __global__ void moegraph_rows_wide_kernel(const moegraph_rows_args args) {
-#ifdef TURING_MMA_AVAILABLE
-    ggml_cuda_pdl_sync();
-    if ((int) blockIdx.y >= *args.n_groups) {
-        return;
-    }
-    static_assert(MOEGRAPH_MAX_COLS == 4*MOEGRAPH_TILE_COLS, "four numbers of tiles");
-    switch ((args.groups[blockIdx.y].n - 1)/MOEGRAPH_TILE_COLS) {
-        case 0:  moegraph_rows_block<type, 1, glu>(args); break;
-        case 1:  moegraph_rows_block<type, 2, glu>(args); break;
-        case 2:  moegraph_rows_block<type, 3, glu>(args); break;
-        default: moegraph_rows_block<type, 4, glu>(args); break;
-    }
 #else
     GGML_UNUSED(args);
     NO_DEVICE_CODE;

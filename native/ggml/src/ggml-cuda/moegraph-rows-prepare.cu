@@ -1,6 +1,7 @@
 #include "moegraph-context.cuh"
 #include "moegraph-rows.cuh"
 #include "moegraph-rows-types.cuh"
+#include "moegraph-wide.cuh"
 
 constexpr int MOEGRAPH_PREP_WARPS = MOEGRAPH_PREP_THREADS/32;
 
@@ -27,59 +28,39 @@ static __device__ __forceinline__ int moegraph_block_scan(const int value, int *
     return before + sum - value;
 }
 
-// Lists the experts in use with their slots, at most `cols` a group. Ids outside of the experts go to groups of their
-// own. One block, a thread for each n_own slots. Which slots meet in a group does not change any result.
-template <int n_own>
-static __device__ void moegraph_list_groups(
+// Lists the experts in use with their slots, at most MOEGRAPH_TILE_COLS in a group. Ids outside of the experts go to
+// groups of their own. One block, a thread for each slot. Which slots meet in a group does not change any result.
+static __device__ void moegraph_list_few(
         const int32_t * ids, const int stride_ids, const int n_used, const int n_slots, const int n_experts,
-        const int cols, moegraph_group * groups, int * n_groups) {
+        moegraph_group * groups, int * n_groups) {
     extern __shared__ int counts[]; // [n_experts + 1], then the first group of each
     int * first = counts + n_experts + 1;
+    const int slot = threadIdx.x;
 
     for (int i = threadIdx.x; i <= n_experts; i += blockDim.x) {
         counts[i] = 0;
     }
-    int id[n_own];
-    int rank[n_own];
-#pragma unroll
-    for (int j = 0; j < n_own; ++j) {
-        const int slot = threadIdx.x + j*MOEGRAPH_PREP_THREADS;
-        id[j] = 0;
-        if (slot < n_slots) {
-            id[j] = ids[(slot / n_used)*stride_ids + slot % n_used];
-            id[j] = (uint32_t) id[j] < (uint32_t) n_experts ? id[j] : n_experts;
-        }
+    int id = 0;
+    if (slot < n_slots) {
+        id = ids[(slot / n_used)*stride_ids + slot % n_used];
+        id = (uint32_t) id < (uint32_t) n_experts ? id : n_experts;
     }
     __syncthreads();
-#pragma unroll
-    for (int j = 0; j < n_own; ++j) {
-        rank[j] = (int) threadIdx.x + j*MOEGRAPH_PREP_THREADS < n_slots ? atomicAdd(&counts[id[j]], 1) : -1;
-    }
+    const int rank = slot < n_slots ? atomicAdd(&counts[id], 1) : -1;
     __syncthreads();
-    int n_here = 0;
-#pragma unroll
-    for (int j = 0; j < n_own; ++j) {
-        n_here += rank[j] == 0 ? (counts[id[j]] + cols - 1) / cols : 0;
-    }
     int total;
-    int before = moegraph_block_scan(n_here, &total);
-#pragma unroll
-    for (int j = 0; j < n_own; ++j) {
-        if (rank[j] == 0) {
-            first[id[j]] = before;
-            before += (counts[id[j]] + cols - 1) / cols;
-        }
+    const int n_here = rank == 0 ? (counts[id] + MOEGRAPH_TILE_COLS - 1) / MOEGRAPH_TILE_COLS : 0;
+    const int before = moegraph_block_scan(n_here, &total);
+    if (rank == 0) {
+        first[id] = before;
     }
     __syncthreads();
-#pragma unroll
-    for (int j = 0; j < n_own; ++j) {
-        if (rank[j] >= 0) {
-            moegraph_group * group = groups + first[id[j]] + rank[j]/cols;
-            group->slots[rank[j] % cols] = threadIdx.x + j*MOEGRAPH_PREP_THREADS;
-            if (rank[j] % cols == 0) {
-                group->expert = id[j] < n_experts ? id[j] : -1;
-                group->n      = min(cols, counts[id[j]] - rank[j]);
-            }
+    if (rank >= 0) {
+        moegraph_group * group = groups + first[id] + rank/MOEGRAPH_TILE_COLS;
+        group->slots[rank % MOEGRAPH_TILE_COLS] = slot;
+        if (rank % MOEGRAPH_TILE_COLS == 0) {
+            group->expert = id < n_experts ? id : -1;
+            group->n      = min(MOEGRAPH_TILE_COLS, counts[id] - rank);
         }
     }
     if (threadIdx.x == 0) {
@@ -87,10 +68,56 @@ static __device__ void moegraph_list_groups(
     }
 }
 
+// The same for any number of slots, with at most `cols` in a group.
+static __device__ void moegraph_list_many(
+        const int32_t * ids, const int stride_ids, const int n_used, const int n_slots, const int n_experts,
+        const int cols, moegraph_group * groups, int * n_groups) {
+    extern __shared__ int counts[]; // [n_experts + 1], then the first group of each, then how many slots are listed
+    int * first  = counts + n_experts + 1;
+    int * listed = first + n_experts + 1;
+    const auto id_of = [&](const int slot) {
+        const int id = ids[(slot / n_used)*stride_ids + slot % n_used];
+        return (uint32_t) id < (uint32_t) n_experts ? id : n_experts;
+    };
+
+    for (int i = threadIdx.x; i <= n_experts; i += blockDim.x) {
+        counts[i] = 0;
+        listed[i] = 0;
+    }
+    __syncthreads();
+    for (int slot = threadIdx.x; slot < n_slots; slot += blockDim.x) {
+        atomicAdd(&counts[id_of(slot)], 1);
+    }
+    __syncthreads();
+    int total = 0;
+    for (int i0 = 0; i0 <= n_experts; i0 += blockDim.x) {
+        const int i = i0 + threadIdx.x;
+        const int n = i <= n_experts ? (counts[i] + cols - 1)/cols : 0;
+        int more;
+        const int before = total + moegraph_block_scan(n, &more);
+        if (i <= n_experts) {
+            first[i] = before;
+        }
+        for (int j = 0; j < n; ++j) {
+            groups[before + j].expert = i < n_experts ? i : -1;
+            groups[before + j].n      = min(cols, counts[i] - j*cols);
+        }
+        total += more;
+        __syncthreads(); // before the sums of the scan are written again
+    }
+    for (int slot = threadIdx.x; slot < n_slots; slot += blockDim.x) {
+        const int id   = id_of(slot);
+        const int rank = atomicAdd(&listed[id], 1);
+        groups[first[id] + rank/cols].slots[rank % cols] = slot;
+    }
+    if (threadIdx.x == 0) {
+        *n_groups = total;
+    }
+}
+
 // Quantizes rows of floats, 8 threads a block of 32 values, in one format or both. With ids the first block lists the
-// groups instead, n_own slots a thread.
-template <int n_own>
-static __global__ void moegraph_prepare_kernel(
+// groups instead.
+static __global__ void __launch_bounds__(MOEGRAPH_PREP_THREADS) moegraph_prepare_kernel(
         const float * x, moegraph_block_y * y, block_q8_1 * q8_1, const int64_t stride_row, const int64_t stride_token,
         const int n_values, const int n_rows, const int n_y,
         const int32_t * ids, const int stride_ids, const int n_used, const int n_slots, const int n_experts,
@@ -100,7 +127,11 @@ static __global__ void moegraph_prepare_kernel(
     int block = blockIdx.x;
     if (ids != nullptr) {
         if (block == 0) {
-            moegraph_list_groups<n_own>(ids, stride_ids, n_used, n_slots, n_experts, cols, groups, n_groups);
+            if (n_slots <= MOEGRAPH_FEW_SLOTS) {
+                moegraph_list_few(ids, stride_ids, n_used, n_slots, n_experts, groups, n_groups);
+            } else {
+                moegraph_list_many(ids, stride_ids, n_used, n_slots, n_experts, cols, groups, n_groups);
+            }
             return;
         }
         --block;
@@ -220,8 +251,10 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     const int     n_used   = ids ? ids->ne[0] : 1;
     const int     n_slots  = ids ? ids->ne[0]*ids->ne[1] : 0;
     const int     n_experts = src0->ne[2];
+    const bool    many        = n_slots > MOEGRAPH_FEW_SLOTS;
+    result.group_cols         = many ? moegraph_wide_cols() : MOEGRAPH_TILE_COLS;
     const size_t  size_y      = n_rows_y*n_values/32*sizeof(moegraph_block_y);
-    const size_t  size_groups = sizeof(int) + moegraph_max_groups(n_slots, n_experts)*sizeof(moegraph_group);
+    const size_t  size_groups = sizeof(int) + moegraph_max_groups(n_slots, n_experts, result.group_cols)*sizeof(moegraph_group);
 
     // other streams than the first would race for the cached buffers
     moegraph_rows_state & state = moegraph_get_context(ctx).rows;
@@ -232,7 +265,7 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     bool have_groups = ids == nullptr;
     if (cached) {
         moegraph_rows_state::entry * e;
-        if (n_slots <= MOEGRAPH_FEW_SLOTS) {
+        if (!many) {
             have_y = moegraph_rows_find(state, state.y, moegraph_rows_state::N_CACHED, src1, 0, size_y, &e);
             y = (char *) e->data;
         } else {
@@ -254,19 +287,17 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     if (!have_y || !have_groups) {
         const int64_t n_blocks_y = have_y ? 0 : (n_rows_y*n_values/4 + MOEGRAPH_PREP_THREADS - 1) / MOEGRAPH_PREP_THREADS;
         const int64_t n_blocks = n_blocks_y + !have_groups;
-        const size_t  smem     = have_groups ? 0 : 2*(n_experts + 1)*sizeof(int);
+        const size_t  smem     = have_groups ? 0 : (many ? 3 : 2)*(n_experts + 1)*sizeof(int);
         const int64_t stride_y = src1->nb[1]/sizeof(float);
         const int64_t stride_t = (ids ? src1->nb[2] : src1->nb[1])/sizeof(float);
         const ggml_cuda_kernel_launch_params params(dim3(n_blocks), dim3(MOEGRAPH_PREP_THREADS), smem, ctx.stream());
         void * q8_1 = have_y ? nullptr : moegraph_q8_1_reserve(ctx, src1);
-        constexpr int n_own = MOEGRAPH_MAX_SLOTS/MOEGRAPH_PREP_THREADS;
-        const auto kernel = n_slots <= MOEGRAPH_FEW_SLOTS ? moegraph_prepare_kernel<1> : moegraph_prepare_kernel<n_own>;
-        ggml_cuda_kernel_launch(kernel, params,
+        ggml_cuda_kernel_launch(moegraph_prepare_kernel, params,
             (const float *) src1->data, (moegraph_block_y *) y, (block_q8_1 *) q8_1, stride_y, stride_t, (int) n_values,
             (int) n_rows_y, (int) n_y,
             have_groups ? (const int32_t *) nullptr : (const int32_t *) ids->data,
             have_groups ? 0 : (int) (ids->nb[1]/sizeof(int32_t)), n_used, n_slots, n_experts,
-            moegraph_group_cols(n_slots, n_experts), groups_d, n_groups_d);
+            result.group_cols, groups_d, n_groups_d);
     }
     result.y        = (const moegraph_block_y *) y;
     result.groups   = groups_d;
@@ -307,7 +338,7 @@ const void * moegraph_q8_1(ggml_backend_cuda_context & ctx, const ggml_tensor * 
         const ggml_cuda_kernel_launch_params params(
             dim3((n_values/4 + MOEGRAPH_PREP_THREADS - 1)/MOEGRAPH_PREP_THREADS), dim3(MOEGRAPH_PREP_THREADS), (size_t) 0,
             ctx.stream());
-        ggml_cuda_kernel_launch(moegraph_prepare_kernel<1>, params,
+        ggml_cuda_kernel_launch(moegraph_prepare_kernel, params,
             (const float *) src1->data, (moegraph_block_y *) y, (block_q8_1 *) e->data, (int64_t) 0, (int64_t) 0,
             n_values, 1, 1,
             (const int32_t *) nullptr, 0, 0, 0, 0, 0, (moegraph_group *) nullptr, (int *) nullptr);

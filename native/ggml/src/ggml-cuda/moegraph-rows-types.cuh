@@ -12,12 +12,9 @@ constexpr int MOEGRAPH_TILE_COLS  = 8;   // activation rows per tile
 constexpr int MOEGRAPH_MAX_COLS   = 32;  // activation rows of a dense product, slots of a group of an expert
 constexpr int MOEGRAPH_MAX_WARPS  = 8;
 constexpr int MOEGRAPH_PREP_THREADS = 512; // of the kernel that quantizes and lists
-constexpr int MOEGRAPH_FEW_SLOTS  = 512;  // tokens*slots of MUL_MAT_ID, one for each of these threads
-constexpr int MOEGRAPH_MAX_SLOTS  = 16384;
-constexpr int MOEGRAPH_MAX_ROWS   = 64;   // of an expert on average, if there are more than a few slots
+constexpr int MOEGRAPH_FEW_SLOTS  = 512; // tokens*slots of MUL_MAT_ID, one for each of these threads; more are for moegraph-wide.cu
+constexpr int MOEGRAPH_MAX_SLOTS  = 65536;
 constexpr int MOEGRAPH_MIN_BLOCKS = 2;   // 128 registers a thread; 80 are 5 to 10 % slower with experts
-constexpr int MOEGRAPH_GROUP_WARPS = 4;  // that a block has at most if there are groups
-constexpr int MOEGRAPH_WIDE_BLOCKS = 3;  // 168 registers a thread, for up to 32 rows
 constexpr int MOEGRAPH_STAGES     = 2;
 
 // 32 activations. Lane c of a quad reads the values 4c..4c+3 and 16+4c..16+4c+3 of each block: they lie side by side.
@@ -35,14 +32,9 @@ struct moegraph_group {
     int slots[MOEGRAPH_MAX_COLS];
 };
 
-// How many slots a group may have: one tile, or as many as a block can multiply if experts have many rows.
-static int moegraph_group_cols(const int n_slots, const int n_experts) {
-    return n_slots > 4*n_experts ? MOEGRAPH_MAX_COLS : MOEGRAPH_TILE_COLS;
-}
-
 // How many groups there can be; one more expert takes the ids outside of the experts.
-static int moegraph_max_groups(const int n_slots, const int n_experts) {
-    const int n = n_experts + 1 + n_slots/moegraph_group_cols(n_slots, n_experts);
+static int moegraph_max_groups(const int n_slots, const int n_experts, const int group_cols) {
+    const int n = n_experts + 1 + n_slots/group_cols;
     return n < n_slots ? n : n_slots;
 }
 
@@ -131,6 +123,7 @@ struct moegraph_rows_operands {
     const moegraph_block_y   * y        = nullptr;
     const moegraph_group     * groups   = nullptr;
     const int                * n_groups = nullptr;
+    int                        group_cols = 0; // slots that a group may have
 
     explicit moegraph_rows_operands(ggml_cuda_pool & pool) : pool_y(pool), pool_groups(pool) {}
 };

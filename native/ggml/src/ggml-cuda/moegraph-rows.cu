@@ -1,5 +1,6 @@
 #include "moegraph-rows.cuh"
 #include "moegraph-rows-kernel.cuh"
+#include "moegraph-wide.cuh"
 #include "mmvq.cuh"
 
 #include "moegraph.h"
@@ -7,7 +8,7 @@
 #include <algorithm>
 
 constexpr int MOEGRAPH_MIN_TOKENS  = 5;    // of MUL_MAT_ID; below that an expert seldom has two rows
-constexpr int MOEGRAPH_MAX_EXPERTS = 4096; // counters in shared memory
+constexpr int MOEGRAPH_MAX_EXPERTS = 4000; // three counters each, in 48 KB of shared memory
 
 static bool moegraph_rows_type(const ggml_type type) {
     switch (type) {
@@ -59,10 +60,8 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
     const bool async = cp_async_available(cc);
     if (mmid) {
         const int64_t n_tokens = dst->ne[2];
-        const int64_t n_slots  = dst->ne[1]*n_tokens;
-        const bool    fit      = n_slots <= MOEGRAPH_FEW_SLOTS ||
-            (n_slots <= MOEGRAPH_MAX_SLOTS && n_slots <= MOEGRAPH_MAX_ROWS*src0->ne[2]);
-        return n_tokens >= (apart ? 1 : async ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) && fit &&
+        return n_tokens >= (apart ? 1 : async ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
+            dst->ne[1]*n_tokens <= MOEGRAPH_MAX_SLOTS &&
             src0->ne[2] <= MOEGRAPH_MAX_EXPERTS && dst->src[2]->nb[0] == sizeof(int32_t) && dst->src[2]->ne[2] == 1;
     }
     const int64_t n_cols = dst->ne[1];
@@ -70,7 +69,6 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
         src1->ne[2] == 1;
 }
 
-// n_tiles: 0 for groups of up to MOEGRAPH_MAX_COLS slots
 template <ggml_type type, int n_tiles, bool glu>
 static void moegraph_rows_launch(const moegraph_rows_args & args0, const int n_groups, cudaStream_t stream) {
     moegraph_rows_args args = args0;
@@ -88,7 +86,7 @@ static void moegraph_rows_launch(const moegraph_rows_args & args0, const int n_g
     args.k_split = 1;
     if (args.groups != nullptr) {
         // the number of groups is not known here: two chunks a warp
-        max_warps = std::min(max_warps, MOEGRAPH_GROUP_WARPS);
+        max_warps = std::min(max_warps, 4);
         while (args.k_split < max_warps && 4*args.k_split <= args.n_chunks) {
             args.k_split *= 2;
         }
@@ -107,21 +105,14 @@ static void moegraph_rows_launch(const moegraph_rows_args & args0, const int n_g
     const dim3 block(32, n_warps, 1);
 
     const ggml_cuda_kernel_launch_params params(grid, block, n_warps*warp_bytes, stream);
-    if constexpr (n_tiles == 0) {
-        const auto kernel = moegraph_rows_wide_kernel<type, glu>;
-        CUDA_SET_SHARED_MEMORY_LIMIT(kernel, dev.smpbo);
-        ggml_cuda_kernel_launch(kernel, params, args);
-    } else {
-        const auto kernel = moegraph_rows_kernel<type, n_tiles, glu>;
-        CUDA_SET_SHARED_MEMORY_LIMIT(kernel, dev.smpbo);
-        ggml_cuda_kernel_launch(kernel, params, args);
-    }
+    const auto kernel = moegraph_rows_kernel<type, n_tiles, glu>;
+    CUDA_SET_SHARED_MEMORY_LIMIT(kernel, dev.smpbo);
+    ggml_cuda_kernel_launch(kernel, params, args);
 }
 
 template <ggml_type type, bool glu>
 static void moegraph_rows_switch_tiles(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
-    switch (args.group_cols == MOEGRAPH_MAX_COLS ? 0 : args.groups != nullptr ? 1 : (args.n_cols + 7)/8) {
-        case 0: moegraph_rows_launch<type, 0, glu>(args, n_groups, stream); break;
+    switch (args.groups != nullptr ? 1 : (args.n_cols + 7)/8) {
         case 1: moegraph_rows_launch<type, 1, glu>(args, n_groups, stream); break;
         case 2: moegraph_rows_launch<type, 2, glu>(args, n_groups, stream); break;
         case 3: moegraph_rows_launch<type, 3, glu>(args, n_groups, stream); break;
@@ -190,9 +181,11 @@ static void moegraph_rows_run(
     args.glu_limit        = glu ? ggml_get_op_params_f32(glu, 3) : 0.0f;
 
     // blocks of groups that there are not end at once
-    const int n_groups = ids ? moegraph_max_groups(n_slots, n_experts) : 1;
-    args.group_cols    = ids ? moegraph_group_cols(n_slots, n_experts) : 0;
-    if (glu) {
+    const int n_groups = ids ? moegraph_max_groups(n_slots, n_experts, operands.group_cols) : 1;
+    args.group_cols    = operands.group_cols;
+    if (n_slots > MOEGRAPH_FEW_SLOTS) {
+        moegraph_wide_mul_mat(src0->type, args, n_groups, ctx.stream());
+    } else if (glu) {
         moegraph_rows_switch_type<true>(src0->type, args, n_groups, ctx.stream());
     } else {
         moegraph_rows_switch_type<false>(src0->type, args, n_groups, ctx.stream());

@@ -1,0 +1,176 @@
+#include "moegraph-rows-kernel.cuh"
+#include "moegraph-wide.cuh"
+
+constexpr int WIDE_WARPS  = 4; // of a block, at most; each has 16 rows of weights, and all share a group's activations
+constexpr int WIDE_BLOCKS = 3; // 168 registers a thread
+
+// A chunk of an activation row: how much is copied, and how far rows lie apart, so that they are in other banks.
+constexpr int WIDE_Y_BYTES = MOEGRAPH_CHUNK/32*sizeof(moegraph_block_y);
+constexpr int WIDE_Y_PITCH = WIDE_Y_BYTES + 16;
+
+// Of the shared memory, the rows of activations of the columns come first. All of it is dynamic: a kernel with other shared
+// memory may not be given the device's limit.
+constexpr int WIDE_LIST_BYTES = MOEGRAPH_MAX_COLS*sizeof(int);
+
+// 32 columns take 21 KB beside 37 KB of weights (Q4_K, gate and up). Devices with up to 100 KB could then hold one block.
+int moegraph_wide_cols() {
+    return ggml_cuda_info().devices[ggml_cuda_get_device()].smpbo >= 160*1024 ? MOEGRAPH_MAX_COLS : MOEGRAPH_MAX_COLS/2;
+}
+
+// Computes 16 rows of weights of this warp with n_tiles*8 columns of the block's group.
+template <ggml_type type, int n_tiles, bool glu>
+static __device__ __forceinline__ void wide_block(
+        const moegraph_rows_args & args, const moegraph_group & group, const int * y_rows, char * smem) {
+    typedef moegraph_x<type> X;
+    constexpr int n_mats      = glu ? 2 : 1;
+    constexpr int stage_bytes = MOEGRAPH_TILE_ROWS*X::pitch;
+    constexpr int warp_bytes  = MOEGRAPH_STAGES*n_mats*stage_bytes;
+    constexpr int n_vecs      = WIDE_Y_BYTES/16;
+
+    const moegraph_segment & seg = args.segments[0];
+    const int g        = threadIdx.x / 4;
+    const int c        = threadIdx.x % 4;
+    const int tid      = threadIdx.y*32 + threadIdx.x;
+    const int row      = (blockIdx.x*blockDim.y + threadIdx.y)*MOEGRAPH_TILE_ROWS + g;
+    const int expert   = group.expert;
+    const int n_chunks = expert < 0 ? 0 : args.n_chunks;
+    const int y_bytes  = args.group_cols*WIDE_Y_PITCH;
+    char * smem_y      = smem + blockDim.y*warp_bytes;
+    char * smem_warp   = smem + threadIdx.y*warp_bytes;
+
+    // the first row that a lane copies and computes, and the one 8 below
+    const char * rows[n_mats][2];
+    const char * ends[n_mats];
+#pragma unroll
+    for (int m = 0; m < n_mats; ++m) {
+        const char * base = (m == 0 ? seg.x : args.x_gate) + max(expert, 0)*args.stride_expert;
+        rows[m][0] = base + min(row,     seg.n_rows - 1)*args.stride_row;
+        rows[m][1] = base + min(row + 8, seg.n_rows - 1)*args.stride_row;
+        ends[m]    = m == 0 ? seg.x_end : args.x_gate_end;
+    }
+    const auto load = [&](const int chunk) {
+        const int stage = chunk % MOEGRAPH_STAGES;
+#pragma unroll
+        for (int m = 0; m < n_mats; ++m) {
+            moegraph_load_chunk<type>(smem_warp + (stage*n_mats + m)*stage_bytes, rows[m][0], rows[m][1], ends[m], chunk);
+        }
+        const char * y = (const char *) args.y + chunk*WIDE_Y_BYTES;
+        for (int i = tid; i < n_tiles*MOEGRAPH_TILE_COLS*n_vecs; i += 32*blockDim.y) {
+            const int col = i / n_vecs;
+            const int v   = i % n_vecs;
+            moegraph_copy_16(smem_y + stage*y_bytes + col*WIDE_Y_PITCH + 16*v,
+                y + (int64_t) y_rows[col]*args.n_chunks*WIDE_Y_BYTES + 16*v, 16);
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < MOEGRAPH_STAGES; ++i) {
+        if (i < n_chunks) {
+            load(i);
+        }
+        moegraph_copy_commit();
+    }
+    ggml_cuda_pdl_lc();
+
+    int y_quants[n_tiles];
+    int y_scales[n_tiles][2];
+#pragma unroll
+    for (int t = 0; t < n_tiles; ++t) {
+        y_quants[t]    = (8*t + g)*WIDE_Y_PITCH;
+        y_scales[t][0] = (8*t + 2*c + 0)*WIDE_Y_PITCH;
+        y_scales[t][1] = (8*t + 2*c + 1)*WIDE_Y_PITCH;
+    }
+    float acc[n_mats][n_tiles][4] = {};
+    for (int chunk = 0; chunk < n_chunks; ++chunk) {
+        const int stage = chunk % MOEGRAPH_STAGES;
+        moegraph_copy_wait<MOEGRAPH_STAGES - 1>();
+        __syncthreads();
+        const char * s[n_mats][2];
+#pragma unroll
+        for (int m = 0; m < n_mats; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                s[m][r] = smem_warp + (stage*n_mats + m)*stage_bytes + (g + 8*r)*X::pitch;
+                if constexpr (X::unaligned) {
+                    s[m][r] += (uintptr_t) (rows[m][r] + (int64_t) chunk*X::bytes) & 15;
+                }
+            }
+        }
+        moegraph_dot_chunk<type, n_tiles, n_mats>(acc, s, smem_y + stage*y_bytes, y_quants, y_scales);
+        __syncthreads();
+        if (chunk + MOEGRAPH_STAGES < n_chunks) {
+            load(chunk + MOEGRAPH_STAGES);
+        }
+        moegraph_copy_commit();
+    }
+    moegraph_rows_store<n_tiles, glu>(acc, args, seg, group.slots, expert, group.n, row);
+}
+
+// Grid: (blocks of rows, groups). Block: (32, n_warps). A group has as many tiles of columns as it has slots for.
+template <ggml_type type, bool glu>
+__launch_bounds__(WIDE_WARPS*32, WIDE_BLOCKS)
+static __global__ void moegraph_wide_kernel(const moegraph_rows_args args) {
+#ifdef TURING_MMA_AVAILABLE
+    extern __shared__ char4 moegraph_wide_smem[];
+    int  * y_rows = (int *) moegraph_wide_smem;
+    char * smem   = (char *) moegraph_wide_smem + WIDE_LIST_BYTES;
+
+    ggml_cuda_pdl_sync();
+    if ((int) blockIdx.y >= *args.n_groups) {
+        return;
+    }
+    const moegraph_group & group = args.groups[blockIdx.y];
+    const int n = group.n;
+    if (threadIdx.y == 0) { // columns past the last one repeat it, their results are dropped
+        const int slot = group.slots[min((int) threadIdx.x, n - 1)];
+        y_rows[threadIdx.x] = (slot / args.n_used)*args.n_y + (slot % args.n_used) % args.n_y;
+    }
+    __syncthreads();
+    static_assert(MOEGRAPH_MAX_COLS == 4*MOEGRAPH_TILE_COLS && MOEGRAPH_MAX_COLS == 32, "four tiles, and a lane for each column");
+    switch ((n - 1)/MOEGRAPH_TILE_COLS) {
+        case 0:  wide_block<type, 1, glu>(args, group, y_rows, smem); break;
+        case 1:  wide_block<type, 2, glu>(args, group, y_rows, smem); break;
+        case 2:  wide_block<type, 3, glu>(args, group, y_rows, smem); break;
+        default: wide_block<type, 4, glu>(args, group, y_rows, smem); break;
+    }
+#else
+    GGML_UNUSED(args);
+    NO_DEVICE_CODE;
+#endif // TURING_MMA_AVAILABLE
+}
+
+template <ggml_type type, bool glu>
+static void wide_launch(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
+    constexpr size_t warp_bytes  = MOEGRAPH_STAGES*(glu ? 2 : 1)*MOEGRAPH_TILE_ROWS*moegraph_x<type>::pitch;
+    const size_t other_bytes = WIDE_LIST_BYTES + (size_t) MOEGRAPH_STAGES*args.group_cols*WIDE_Y_PITCH;
+    const size_t most        = ggml_cuda_info().devices[ggml_cuda_get_device()].smpbo;
+    int n_warps = WIDE_WARPS;
+    while (n_warps > 1 && n_warps*warp_bytes + other_bytes > most) {
+        n_warps /= 2;
+    }
+    const int  block_rows = n_warps*MOEGRAPH_TILE_ROWS;
+    const dim3 grid((args.segments[0].n_rows + block_rows - 1)/block_rows, n_groups, 1);
+    const auto kernel = moegraph_wide_kernel<type, glu>;
+    CUDA_SET_SHARED_MEMORY_LIMIT(kernel, most);
+    const ggml_cuda_kernel_launch_params params(grid, dim3(32, n_warps), n_warps*warp_bytes + other_bytes, stream);
+    ggml_cuda_kernel_launch(kernel, params, args);
+}
+
+template <ggml_type type>
+static void wide_switch_glu(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
+    if (args.x_gate != nullptr) {
+        wide_launch<type, true>(args, n_groups, stream);
+    } else {
+        wide_launch<type, false>(args, n_groups, stream);
+    }
+}
+
+void moegraph_wide_mul_mat(const ggml_type type, const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
+    switch (type) {
+        case GGML_TYPE_Q4_0: wide_switch_glu<GGML_TYPE_Q4_0>(args, n_groups, stream); break;
+        case GGML_TYPE_Q8_0: wide_switch_glu<GGML_TYPE_Q8_0>(args, n_groups, stream); break;
+        case GGML_TYPE_Q4_K: wide_switch_glu<GGML_TYPE_Q4_K>(args, n_groups, stream); break;
+        case GGML_TYPE_Q5_K: wide_switch_glu<GGML_TYPE_Q5_K>(args, n_groups, stream); break;
+        case GGML_TYPE_Q6_K: wide_switch_glu<GGML_TYPE_Q6_K>(args, n_groups, stream); break;
+        default: GGML_ABORT("fatal error");
+    }
+}
