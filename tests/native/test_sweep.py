@@ -471,8 +471,8 @@ def test_rows_are_not_taken_together_where_no_tiles_compute_them(
     def build(*_: Any) -> Tensor:
         raise AssertionError("taken together")
 
-    monkeypatch.setattr(experts, "build_grouped_experts", build)
     engine = inexact(open_engine, monkeypatch, preset, n_ctx=1024, n_ubatch=512)
+    monkeypatch.setattr(experts, "build_grouped_experts", build)
     assert n * engine.hparams.n_expert_used <= 512 or n > 100
     swept(engine, prompt(engine, n, seed=4))
 
