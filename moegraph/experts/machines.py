@@ -84,8 +84,8 @@ _H200 = Machine(
     fetch_layer=0.9e-6, fetch=Curve(((1, 43e-6), (2, 81e-6), (8, 300e-6))),
     about="H200 and 16 threads of a Xeon, measured",
     prompt=Curve((
-        (32, 9e-3), (64, 16e-3), (128, 24e-3), (256, 33e-3), (512, 49e-3), (1024, 80e-3),
-        (2048, 151e-3),
+        (32, 9e-3), (64, 16.2e-3), (128, 21.3e-3), (256, 26.5e-3), (512, 38.3e-3),
+        (1024, 62.6e-3), (2048, 123e-3),
     )),
 )  # fmt: skip
 MACHINES = {m.name: m for m in (_H200, *(sheet.machine for sheet in _SHEETS))}
