@@ -98,11 +98,11 @@ def drafts(lines: Lines, part: str) -> Iterator[Figure]:
     rows = [row for row in lines[part] if "way" in row]
     plain = next((row["tps"] for row in rows if row["way"] == "off"), None)
     bars = _DRAFT_BARS.get(part.rpartition("-")[2], (None, None))
-    for row in rows:
-        if row["way"] == "loaded, off":
-            yield from ratio("drafters loaded, none used", row["tps"], plain, 0.97, 0.985)
+    idle = mid(row["tps"] for row in rows if row["way"] == "loaded, off")
+    yield from ratio("drafters loaded, none used", idle, plain, 0.97, 0.985)
     for kind in dict.fromkeys(row["kind"] for row in rows if row["kind"]):
-        speeds = {row["way"]: row["tps"] for row in rows if row["kind"] == kind}
+        mine = [row for row in rows if row["kind"] == kind and row["way"] != "loaded, off"]
+        speeds = {row["way"]: row["at_rates"] for row in mine}
         auto, is_hopeless = speeds.pop("auto", None), kind == "hopeless"
         limits = (0.97, 0.99) if is_hopeless else bars
         yield from ratio(f"{kind}: auto over plain", auto, plain, *limits)

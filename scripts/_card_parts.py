@@ -83,7 +83,7 @@ PARTS: Sequence[Part] = (
     part("drafts-60", 130, "drafting with 60 % of the experts",
          _DRAFTS + " --kind {kinds} --vram {gib_60}", shows=figures.drafts, share=0.6, needs="mtp"),
     part("drafts-25", 160, "drafting with 25 % of the experts",
-         _DRAFTS + " --kind {kinds} --vram {gib_25}", shows=figures.drafts, share=0.25,
+         _DRAFTS + " --kind {kinds} --share 25", shows=figures.drafts, share=0.25,
          needs="mtp"),
     part("drafts-vocab", 60, "drafting with all experts and a smaller vocabulary of drafts",
          _DRAFTS + " --kind code --draft-vocab {vocab}", shows=figures.drafts, share=1.0,

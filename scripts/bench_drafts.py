@@ -4,8 +4,9 @@
 Weights may be random: every draft and every pass costs what it costs, and the script says how many
 drafted tokens are right, by what was measured of trained drafters for kinds of text. The text is
 the model's own without drafts, whatever drafts it, so that all ways need the same experts. For each
-limit of device memory, the speed without drafts is measured with an engine that has no drafter.
-Rows go to stdout as JSON lines with --json.
+limit of device memory, one engine has all drafters, and each way writes a text in turn. The speed
+without drafts is measured with an engine that has no drafter, too. Rows go to stdout as JSON lines
+with --json, and what each step of each text did goes to --steps.
 
 Example:
     scripts/bench_drafts.py model.gguf --draft dflash.gguf --vram auto 14 7.7
@@ -18,7 +19,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from moegraph.draft.stats import SpecStats
 from moegraph.draft.watch import Watched
 from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation
-from moegraph.engine.speculation import Controller
+from moegraph.engine.speculation import Controller, Speculation
 from moegraph.engine.warmup import time_verify
 from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
@@ -74,6 +75,7 @@ class Scripted:
         self._drafter, self._text, self._held = drafter, np.asarray(text, np.int32), held
         self._script = ScriptedAccept(RATES[kind]["mtp" if drafter.name == "mtp" else "dflash"])
         self.n_right = 0
+        self.expected = self._script.expected
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
@@ -91,15 +93,35 @@ class Scripted:
         return replace(draft, tokens=tokens)
 
 
+# What --steps keeps of a step; the time is in milliseconds, as all others.
+_STEP = (
+    "source", "n_draft", "n_rows", "n_spine", "n_accepted", "n_tokens", "seconds", "drafter_s",
+    "verify_s", "commit_s", "n_missing", "is_trial",
+)  # fmt: skip
+
+
 class ByPlan:
-    """A controller that notes which drafter the last plan names, because each has its script."""
+    """A controller that notes which drafter the last plan names, because each has its script.
+
+    steps: what was observed since the text began, for --steps. luck: the tokens that its steps gave
+    over those that they give on average. n_text: tokens at which texts end.
+    """
 
     def __init__(self, controller: Controller, drafters: Sequence[Drafter]) -> None:
         self._controller = controller
         self._scripted = {one.name: one for one in drafters if isinstance(one, Scripted)}
         self._source = ""
+        self._given, self._expected = 0, 0.0
+        self.n_text = sys.maxsize
+        self.steps = list[list[Any]]()
+
+    @property
+    def luck(self) -> float:
+        return self._given / self._expected if self._given else 1.0
 
     def begin(self) -> None:
+        self.steps.clear()
+        self._given, self._expected = 0, 0.0
         self._controller.begin()
 
     def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
@@ -118,9 +140,17 @@ class ByPlan:
 
     def observe(self, step: Step) -> None:
         self._controller.observe(step)
+        drafter = self._scripted.get(step.source)
+        n_spine = min(step.n_spine, self.n_text - self._given - 2)  # the prompt gave a token
+        self._given += step.n_tokens
+        self._expected += 1.0 + (drafter.expected(n_spine) if drafter else 0.0)
+        found = ((name, getattr(step, name)) for name in _STEP)
+        self.steps.append([round(1e3 * x, 4) if name.endswith("s") and isinstance(x, float) else x
+                           for name, x in found])  # fmt: skip
 
     def observe_watched(self, watched: Watched) -> None:
         self._controller.observe_watched(watched)
+        self.steps.append(["watched", watched.source, *watched.ranks])
 
     @property
     def stats(self) -> SpecStats:
@@ -136,9 +166,13 @@ class ByPlan:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = bench.Parser(__doc__)
-    p.add_argument("model", help="a GGUF file, or the name of a shipped model")
+    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
     p.add_argument("--draft", default="", help="a DFlash or DSpark file")
     p.add_argument("--vram", nargs="+", default=["auto"], help="limits of device memory, in GiB")
+    p.add_argument(
+        "--share", type=float, nargs="+", default=[100],
+        help="percent of the experts that have slots, one after the other, whatever drafts",
+    )  # fmt: skip
     p.add_argument("--kind", nargs="+", default=list(RATES), choices=RATES)
     for name, lengths in LENGTHS.items():
         p.add_argument(
@@ -155,6 +189,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("--json", action="store_true")
     p.add_argument("--out", type=Path, metavar="FILE", help="append rows here, as JSON lines")
+    p.add_argument("--steps", type=Path, metavar="FILE", help="append the steps of each text here")
     return p
 
 
@@ -186,14 +221,19 @@ def one_text(engine: Engine, args: argparse.Namespace) -> tuple[float, list[int]
     return events[-1].decode_tps, [*ids.tolist(), *(e.token for e in events if e.token is not None)]
 
 
-def row(engine: Engine, args: argparse.Namespace, **about: Any) -> dict[str, Any]:
-    """Measure one way of drafting."""
-    before = engine.spec_stats()
-    (first, *samples), _ = texts(engine, args)
-    after = engine.spec_stats()
-    drafts = after.since(before).report() if after and before else None
-    tps = statistics.median(samples)
-    return {**about, "tps": tps, "first": first, "samples": samples, "drafts": drafts}
+def summary(
+    found: Sequence[float], lucks: Sequence[float], drafts: dict[str, Any] | None, **about: Any
+) -> dict[str, Any]:
+    """Return the row of a way.
+
+    found: tokens a second of its texts; the first may build graphs. lucks: see `ByPlan`; at_rates
+    is what the speed would be without.
+    """
+    at_rates = [tps / luck for tps, luck in zip(found, lucks)]
+    return {
+        **about, "tps": statistics.median(found[1:]), "at_rates": statistics.median(at_rates[1:]),
+        "first": found[0], "first_at_rates": at_rates[0], "samples": found[1:], "drafts": drafts,
+    }  # fmt: skip
 
 
 class Rows(list[dict[str, Any]]):
@@ -211,34 +251,77 @@ class Rows(list[dict[str, Any]]):
                 file.write(bench.json_line(one))
 
 
-def measure(vram: str, n_vocab: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of one limit of memory. n_vocab: tokens that drafts are made of; 0: all."""
+def measure(
+    vram: str, share: float, n_vocab: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return the rows of one limit of memory.
+
+    share: percent of the experts that have slots. n_vocab: tokens that drafts are made of; 0: all.
+    """
     config = EngineConfig(
         vram=vram, device=args.device, profile="none", draft_vocab=n_vocab,
         n_ctx=args.depth + args.tokens + 64, n_draft=15,
     )  # fmt: skip
+    config = with_share(config, args.model, share)
     rows = Rows(args.out)
+    about = {"vram": vram, "draft_vocab": n_vocab}
     with Engine.load(args.model, config) as engine:
-        rows.append(row(engine, args, vram=vram, kind="", way="off", slots=slots(engine)))
-        _, text = texts(engine, args)
-    lengths = {"dflash": args.dflash if args.draft else [], "mtp": args.mtp, "auto": [0]}
-    for source in [source for source, ns in lengths.items() if ns]:
-        draft = args.draft if source != "mtp" else ""
-        with Engine.load(args.model, drafting(config, source, draft)) as engine:
-            if engine.speculation is None:
-                print(f"{vram} GiB: {source} loads no drafter", file=sys.stderr)
-                continue
-            drafters = list(engine.speculation.drafters.values())
-            more = {"vram": vram, "draft_vocab": n_vocab, "slots": slots(engine)}
-            if source == "auto":
-                use(engine, drafters, replace(config, spec="off"))
-                rows.append(row(engine, args, **more, kind="", way="loaded, off"))
-            for kind in args.kind:
-                for n in lengths[source]:
-                    use(engine, drafters, drafting(config, source, draft, n), kind, text)
-                    way = f"{source} {n}" if n else source
-                    rows.append(row(engine, args, **more, kind=kind, way=way))
+        speeds, text = texts(engine, args)
+        luck, about["slots"] = [1.0] * len(speeds), slots(engine)
+        rows.append(summary(speeds, luck, None, **about, kind="", way="off"))
+    lengths = {"dflash": args.dflash if args.draft else [], "mtp": args.mtp}
+    with Engine.load(args.model, drafting(config, "auto", args.draft)) as engine:
+        if engine.speculation is None:
+            print(f"{vram} GiB: no drafter is loaded", file=sys.stderr)
+            return rows
+        drafters = list(engine.speculation.drafters.values())
+        if {one.name for one in drafters} == {"lookup"}:
+            print(f"{vram} GiB: by the plan, no drafter pays here", file=sys.stderr)
+            return rows
+        about["slots"] = slots(engine)
+        for kind in args.kind:
+            ways = {"loaded, off": use(engine, drafters, replace(config, spec="off"))}
+            for source, n in [(source, n) for source, ns in lengths.items() for n in ns]:
+                names = (source, "dspark") if source == "dflash" else (source,)
+                mine = [one for one in drafters if one.name in names]
+                if not mine:
+                    continue
+                settings = drafting(config, source, args.draft, n)
+                ways[f"{source} {n}"] = use(engine, mine, settings, kind, text)
+            settings = drafting(config, "auto", args.draft)
+            ways["auto"] = use(engine, drafters, settings, kind, text)
+            for one in in_turn(engine, ways, args, kind):
+                rows.append({**about, **one})
     return rows
+
+
+def in_turn(
+    engine: Engine, ways: Mapping[str, Speculation], args: argparse.Namespace, kind: str
+) -> list[dict[str, Any]]:
+    """Return a row of each way; in each round, each writes a text."""
+    controllers = {way: speculation.controller for way, speculation in ways.items()}
+    before = {way: controller.stats for way, controller in controllers.items()}
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    lucks: dict[str, list[float]] = {way: [] for way in ways}
+    order = list(ways)
+    for at in range(args.repeat + 1):
+        for way in order[at % len(order) :] + order[: at % len(order)]:
+            engine.speculation, controller = ways[way], controllers[way]
+            assert isinstance(controller, ByPlan)
+            controller.n_text = args.tokens
+            found[way].append(one_text(engine, args)[0])
+            lucks[way].append(controller.luck)
+            if args.steps:
+                line = {"kind": kind, "way": way, "at": at, "tps": found[way][-1], "fields": _STEP}
+                with args.steps.open("a", encoding="utf-8") as file:
+                    file.write(bench.json_line({**line, "steps": controller.steps}))
+    return [
+        summary(
+            found[way], lucks[way], controller.stats.since(before[way]).report(),
+            kind=kind, way=way,
+        )
+        for way, controller in controllers.items()
+    ]  # fmt: skip
 
 
 def even(row: dict[str, Any], plain_tps: float) -> str:
@@ -275,10 +358,10 @@ def with_share(config: EngineConfig, model: Path, percent: float) -> EngineConfi
 def use(
     engine: Engine, drafters: Sequence[Drafter], config: EngineConfig, kind: str = "",
     text: Sequence[int] = (),
-) -> None:  # fmt: skip
+) -> Speculation:  # fmt: skip
     """Have an engine draft by other settings, with the acceptance of a kind of text.
 
-    text: the prompt and the answer, of which the drafts are right or wrong.
+    text: the prompt and the answer, of which the drafts are right or wrong. Return what drafts.
     """
     engine.reset(0)  # what comes next computes over this sequence
     widths = first_widths(config, engine.runner.device.can.streams)
@@ -291,6 +374,7 @@ def use(
     speculation.controller = by_plan = ByPlan(speculation.controller, drafters)
     speculation.accept = by_plan.accept
     engine.speculation = speculation
+    return speculation
 
 
 def slots(engine: Engine) -> float:
@@ -301,20 +385,20 @@ def slots(engine: Engine) -> float:
 def main() -> int:
     """Measure all limits and print a table."""
     args = parser().parse_args()
-    for vram, n_vocab in itertools.product(args.vram, args.draft_vocab):
-        rows = measure(vram, n_vocab, args)
+    for vram, share, n_vocab in itertools.product(args.vram, args.share, args.draft_vocab):
+        rows = measure(vram, share, n_vocab, args)
         if args.json:
             for one in rows:
                 print(json.dumps(one), flush=True)
         off = rows[0]["tps"]
         of = f", drafts of {n_vocab} tokens" if n_vocab else ""
-        share = f"{rows[0]['slots']:.0%} of the experts"
-        print(f"{vram} GiB, {share}{of}: {off:.1f} tok/s without drafts")
+        experts = f"{rows[0]['slots']:.0%} of the experts"
+        print(f"{vram} GiB, {experts}{of}: {off:.1f} tok/s without drafts; others at the rates")
         for one in rows[1:]:
             drafts = one["drafts"]
             print(
-                f"  {one['kind']:10} {one['way']:12} {one['tps']:7.1f} tok/s"
-                f" {one['tps'] / off:5.2f}x  first {one['first'] / off:.2f}x"
+                f"  {one['kind']:10} {one['way']:12} {one['at_rates']:7.1f} tok/s"
+                f" {one['at_rates'] / off:5.3f}x  first {one['first_at_rates'] / off:.2f}x"
                 f"  slots {one['slots']:.0%}"
                 f"  {drafts['tokens_per_step']:.2f} a step, "
                 f"ms {drafts['drafter_ms']:.2f} {drafts['verify_ms']:.2f} {drafts['commit_ms']:.2f}"

@@ -17,16 +17,20 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import _bench as bench
+from bench_drafts import with_share
 
 from moegraph import Engine, EngineConfig, SamplingParams
 from moegraph.engine.requests import Request, Step
+from moegraph.kinds import SweepStep
 from moegraph.service.service import Service
+from moegraph.service.tally import Tally
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -64,6 +68,39 @@ class Client:
         return self
 
 
+class Rounds:
+    """Keeps the rounds of a service (`Tally`), for --rounds.
+
+    A round is a list: when it began and ended, the graphs that it built, the rows of its pass, and
+    its steps: kind, rows, positions, and when each was enqueued. Times are in seconds.
+    """
+
+    def __init__(self, tally: Tally) -> None:
+        self.all = list[list[Any]]()
+        self._tally, self._steps = tally, list[list[Any]]()
+        self._begin, self._step, self._end = tally.begin_round, tally.stepped, tally.end_round
+        for method in (self.begin_round, self.stepped, self.end_round):
+            setattr(tally, method.__name__, method)
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Note that a round begins."""
+        self._steps = []
+        self._begun, self._n_built = time.perf_counter(), self._tally.n_built
+        self._begin()
+
+    def stepped(self, step: SweepStep) -> None:
+        """Note a step that was enqueued."""
+        self._steps.append([*step, time.perf_counter()])
+        self._step(step)
+
+    def end_round(self, n_rows: int = 0) -> float | None:
+        """Note the end of a round."""
+        n_built = self._tally.n_built - self._n_built
+        self.all.append([self._begun, time.perf_counter(), n_built, n_rows, self._steps])
+        return self._end(n_rows)
+
+
 def prompt_of(engine: Engine, n: int, seed: int) -> list[int]:
     """Return random token ids."""
     rng = np.random.default_rng(seed)
@@ -93,8 +130,14 @@ def decode(service: Service, engine: Engine, n: int, n_tokens: int, seed: int) -
     return [client.wait() for client in clients]
 
 
-def beside(service: Service, engine: Engine, n: int, n_prompt: int, seed: int) -> dict[str, float]:
-    """Return what a long prompt does to n requests that decode, in milliseconds."""
+def beside(
+    service: Service, engine: Engine, n: int, n_prompt: int, seed: int,
+    rounds: Rounds | None = None, out: Path | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Return what a long prompt does to n requests that decode, in milliseconds.
+
+    rounds: those beside the prompt are appended to `out`.
+    """
     alone = Client(service, prompt_of(engine, n_prompt, seed), 1).wait()
     n_most = engine.n_ctx // (n + 1) - 64 if engine.config.n_kv else engine.n_ctx - 64
     clients = [Client(service, prompt_of(engine, 24, seed + i), n_most) for i in range(1, n + 1)]
@@ -111,6 +154,13 @@ def beside(service: Service, engine: Engine, n: int, n_prompt: int, seed: int) -
     # contexts grow, so what is usual is measured before and after
     usual = [gap for at, gap in gaps if at < begun or at - gap > first]
     slowed = [gap for at, gap in gaps if begun <= at <= first]
+    if rounds and out:
+        with out.open("a", encoding="utf-8") as file:
+            noted = [one for one in rounds.all if begun - 0.5 < one[0] < first + 0.5]
+            gap_ends = [(at, gap) for at, gap in gaps if begun <= at <= first]
+            line = {"begun": begun, "first": first, "rounds": noted, "gaps": gap_ends}
+            file.write(bench.json_line(line))
+        rounds.all.clear()
     median = float(np.median(usual))
     p99 = float(np.percentile(slowed, 99)) if slowed else 0.0
     return {
@@ -134,6 +184,8 @@ def parser() -> bench.Parser:
     p.add_argument("--prompt", type=bench.positive, default=8192, help="tokens of the prompt")
     p.add_argument("--vram", default="auto", help="device memory in GiB, as of moegraph")
     p.add_argument("--spec", default="off", help="what drafts, as of moegraph")
+    p.add_argument("--share", type=float, default=100, help="percent of the experts with slots")
+    p.add_argument("--rounds", type=Path, metavar="FILE", help="append what the service did here")
     return p
 
 
@@ -145,8 +197,10 @@ def measure(args: argparse.Namespace) -> None:
     given = {"device": args.device, "vram": args.vram, "n_ctx": n_ctx, "spec": args.spec}
     if args.threads:
         given["n_threads"] = args.threads
-    with Engine.load(args.model, EngineConfig(n_seq=n_seq, n_kv=-1, **given)) as engine:
+    config = with_share(EngineConfig(n_seq=n_seq, n_kv=-1, **given), args.model, args.share)
+    with Engine.load(args.model, config) as engine:
         service = Service(engine)
+        rounds = Rounds(service._loop._tally) if args.rounds else None
         service.start()
         try:
             for at in range(args.samples + 1):  # graphs are built in the first
@@ -158,7 +212,8 @@ def measure(args: argparse.Namespace) -> None:
                         raw.add("throughput", at=at, clients=n, tokens_per_s=speed)
                         print(f"{n} clients: {speed:.1f} tok/s", flush=True)
                 clock.left()
-                found = beside(service, engine, args.beside, args.prompt, 1000 * at + 500)
+                seed = 1000 * at + 500
+                found = beside(service, engine, args.beside, args.prompt, seed, rounds, args.rounds)
                 if at:
                     raw.add("beside", at=at, clients=args.beside, **found)
                     shown = ", ".join(f"{name} {value:.2f}" for name, value in found.items())

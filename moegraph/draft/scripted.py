@@ -7,7 +7,7 @@ many drafted tokens the text takes, whatever the target draws.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..errors import RequestError
 
@@ -54,10 +54,15 @@ class ScriptedAccept:
         if not self._strata:
             self._strata = self._random.sample(range(STRATA), STRATA)
         limit = (self._strata.pop() + self._random.random()) / STRATA
-        n, rate = 0, 1.0
-        while n < n_spine:
-            rate = self._rates[n] if n < len(self._rates) else rate * self._further
-            if rate <= limit:
-                break
-            n += 1
-        return n
+        return sum(rate > limit for rate in self._first(n_spine))
+
+    def expected(self, n_spine: int) -> float:
+        """Return how many tokens of a spine are accepted on average."""
+        return sum(self._first(n_spine))
+
+    def _first(self, n: int) -> Iterator[float]:
+        """Yield the rates of the first n positions."""
+        rate = 1.0
+        for at in range(n):
+            rate = self._rates[at] if at < len(self._rates) else rate * self._further
+            yield rate

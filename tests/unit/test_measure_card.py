@@ -308,10 +308,15 @@ def test_depth_takes_the_ubatch_that_is_best_for_each_side() -> None:
 
 def test_drafts_are_compared_with_plain_text_and_with_the_best_fixed_length() -> None:
     def row(kind: str, way: str, tps: float) -> dict[str, Any]:
-        return {"kind": kind, "way": way, "tps": tps}
+        return {
+            "kind": kind,
+            "way": way,
+            "tps": tps / 2 if kind == "code" else tps,
+            "at_rates": tps,
+        }
 
     lines = [
-        row("", "off", 100), row("", "loaded, off", 98), row("code", "mtp 2", 120),
+        row("", "off", 100), row("hopeless", "loaded, off", 98), row("code", "mtp 2", 120),
         row("code", "mtp 3", 150), row("code", "dflash 5", 140), row("code", "auto", 144),
         row("hopeless", "dflash 5", 20), row("hopeless", "auto", 96),
     ]  # fmt: skip
