@@ -71,10 +71,8 @@ class DraftedSteps(Steps):
         if self._tree:
             self._verify(self._tree)
         else:
-            self._decode()
-        self._drawing.prepare(self._tree)
+            self._decode(self._meanwhile)
         self._note_taken()
-        self._learn()
         self._rests = not proposal and self._speculation.foresee(SEQ, self._sequence.n_left - 1)
         self._clock.leave()
 
@@ -94,12 +92,16 @@ class DraftedSteps(Steps):
         if taken:
             self._speculation.committed(SEQ, taken)
 
+    def _meanwhile(self) -> None:
+        self._drawing.prepare(self._tree)
+        self._learn()
+
     def _verify(self, tree: DraftTree) -> None:
         draws = self._drawing.words_of(tree)
         # without draws, the walk reads the logits of each row that it comes to
         argmax = draws is None and not self._drawing.keep_logits
         tokens, parents = np.array([tree.tokens], dtype=np.int32), np.array([tree.parents])
-        self._passes.verify(tokens, SEQ, parents, None, argmax, None, draws)
+        self._passes.verify(tokens, SEQ, parents, None, argmax, None, draws, self._meanwhile)
 
     def collect(self) -> list[Drawn]:
         """Wait for the pass and draw; the sequence takes the rows that are what was drawn.

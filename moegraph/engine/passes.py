@@ -22,6 +22,7 @@ from ..kinds import Kind
 from ..resident.hostcopies import RowsCopy, StatesCopy
 from ..resident.snapshots import Snapshot
 from ..runner import AnyRunner, Batch, NotFinite, Output
+from ..runner.batch import Once
 from ..runner.inspect import node_values
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
@@ -112,13 +113,17 @@ class Passes:
     def submit(
         self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel,
         kind: Kind | None = None, draws: npt.NDArray[np.int32] | None = None,
+        meanwhile: Callable[[], object] = bool,
     ) -> None:  # fmt: skip
-        """Start a pass without waiting.
+        """Start a pass without waiting for its results.
 
         tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens]. seq: the sequence of each
         row of tokens, or the first of consecutive ones. kind: None for DECODE if each sequence has
         one row, else PREFILL. draws: the results are candidates instead of logits; what
-        `RowSampler.draw` returns, numpy shape [n_out, DRAW_WORDS].
+        `RowSampler.draw` returns, numpy shape [n_out, DRAW_WORDS]. meanwhile: called once while the
+        device computes. With missing experts, the host has to answer each layer, and this returns
+        shortly before the results are there; so work that can be done earlier belongs here. It must
+        not use the device, and errors in it are errors of the pass.
 
         A pass is cancelled once all its sequences are. Until then it runs to its end, for all of
         them; `reset` ends one sequence, also in flight. An error or a cancellation before the first
@@ -135,7 +140,9 @@ class Passes:
         rows, slots = self._given(tokens, seq)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
         batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
-        self._start(batch, cancel, self._runner.submit)
+        once = Once(meanwhile)
+        self._start(batch, cancel, partial(self._runner.submit, meanwhile=once))
+        once()
 
     def _start(self, batch: Batch, cancel: Cancel, submit: Callable[..., None]) -> None:
         self._to_truncate.update(batch.slots)  # until everything is recorded
@@ -255,11 +262,12 @@ class Passes:
         greedy: bool = True,
         cancel: Cancel = None,
         draws: npt.NDArray[np.int32] | None = None,
+        meanwhile: Callable[[], object] = bool,
     ) -> None:
         """Start a pass over trees of drafted rows; `collect` returns results of all rows.
 
         It changes no sequence, whatever happens; `commit` takes rows of it. tokens, parents,
-        lengths: as in `Batch.verify`; seq, cancel, draws: as in `submit`, but greedy wins.
+        lengths: as in `Batch.verify`; others: as in `submit`, but greedy wins over draws.
 
         Raises:
             RequestError: as in `submit`, or the lengths do not fit the tokens.
@@ -272,14 +280,16 @@ class Passes:
         rows, slots = self._given(tokens, seq)
         batch = Batch.verify(rows, slots, parents, lengths, greedy, draws)
         self._checked(batch)
+        once = Once(meanwhile)
         self._to_truncate.update(batch.slots)  # until the pass is launched
         try:
-            self._run(batch, cancel, self._runner.submit)
+            self._run(batch, cancel, partial(self._runner.submit, meanwhile=once))
         except BaseException:
             self._clean_up()
             self._files.check()
             raise
         self._to_truncate.clear()
+        once()
 
     def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
         """Have sequences take rows of the last verify pass, as if they had been submitted.

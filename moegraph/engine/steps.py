@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,9 +58,7 @@ class Steps:
         """
         if self._cancel.is_set():
             raise Cancelled("cancelled")
-        self._decode()
-        # the device computes: now there is time for the rest
-        self._drawing.prepare()
+        self._decode(self._drawing.prepare)
 
     def collect(self) -> list[Drawn]:
         """Wait for the pass, and draw the next token.
@@ -70,7 +69,9 @@ class Steps:
         """
         return self.first(self._passes.collect())
 
-    def _decode(self) -> None:
+    def _decode(self, meanwhile: Callable[[], object] = bool) -> None:
+        """Start the pass; meanwhile: what there is time for while the device computes."""
         row, drawing = np.array([[self._sequence.tokens[-1]]], dtype=np.int32), self._drawing
         keep, greedy = drawing.keep_logits, drawing.greedy
-        self._passes.submit(row, SEQ, keep, greedy, None, Kind.DECODE, self.draws())
+        draws = self.draws()
+        self._passes.submit(row, SEQ, keep, greedy, None, Kind.DECODE, draws, meanwhile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from ..graphs.paged import can_page
 from ..kinds import Kind
 from ..resident.layout import MAX_PAGED_ROWS, PADDED_WIDTHS, graph_bytes
 from ..resident.stage import Stage
-from .batch import Batch, Callback, Predicate
+from .batch import Batch, Callback, Once, Predicate
 from .commit import Commits
 from .results import NotFinite, Output, ResultMemory
 from .sweep import Sweep
@@ -196,12 +197,14 @@ class Runner(ABC):
         batch: Batch,
         cancelled: Predicate = lambda: False,
         begins: Callback = lambda: None,
+        meanwhile: Once | None = None,
     ) -> None:
         """Start a pass. The caller has checked token ids and context length.
 
         begins: called before the first graph is launched. After an error that comes later, the
         caller must reset the sequences of the pass. After an earlier one, or after any error of a
-        verify pass, it must truncate them to what they held.
+        verify pass, it must truncate them to what they held. meanwhile: called if the host would
+        wait for the device; it must not use the device.
 
         Raises:
             Cancelled: cancelled() returned true before a graph.
@@ -209,7 +212,7 @@ class Runner(ABC):
         """
         self.prepare(batch)
         self.fill(batch)
-        self.launch(batch, cancelled, begins)
+        self.launch(batch, cancelled, begins, meanwhile)
 
     def prepare(self, batch: Batch) -> None:
         """Build what a pass needs; `fill` follows. After an error nothing has changed."""
@@ -227,10 +230,14 @@ class Runner(ABC):
         """Enqueue the upload of the inputs of the pass that was prepared; `launch` follows."""
         self.fill_inputs(batch, self._shape)
 
-    def launch(self, batch: Batch, cancelled: Predicate, begins: Callback) -> None:
+    def launch(
+        self, batch: Batch, cancelled: Predicate, begins: Callback, meanwhile: Once | None = None
+    ) -> None:
         """Start the pass whose inputs are on their way; see `submit`."""
-        for _ in self.launching(batch, cancelled, begins):
-            pass
+        work = meanwhile or Once(bool)
+        with closing(self.launching(batch, cancelled, begins, lambda: work.is_due)) as pauses:
+            for _ in pauses:
+                work()
 
     def launching(
         self,

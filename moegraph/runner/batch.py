@@ -19,6 +19,19 @@ from ..kinds import Kind, MissRules, rules_of
 Predicate = Callable[[], bool]
 Callback = Callable[[], object]
 
+
+class Once:
+    """Work that is done at the first call. is_due: whether that is yet to come."""
+
+    def __init__(self, work: Callback) -> None:
+        self._work, self.is_due = work, True
+
+    def __call__(self) -> None:
+        if self.is_due:
+            self.is_due = False
+            self._work()
+
+
 # members of an Enum are slow to look up
 _VERIFY = Kind.VERIFY
 _LOGITS, _ARGMAX, _CANDIDATES = Results.LOGITS, Results.ARGMAX, Results.CANDIDATES

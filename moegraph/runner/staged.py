@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..errors import InternalError, RequestError
 from ..graphs.inputs import PassShape
 from .base import Runner
-from .batch import Batch, Callback, Predicate
+from .batch import Batch, Callback, Once, Predicate
 from .boundary import Boundary
 from .flights import Flights
 from .relay import Relay
@@ -115,6 +115,7 @@ class StagedRunner:
         batch: Batch,
         cancelled: Predicate = lambda: False,
         begins: Callback = lambda: None,
+        meanwhile: Once | None = None,
     ) -> None:
         """Start a pass; see `Runner.submit`."""
         self.require_idle()
@@ -127,7 +128,7 @@ class StagedRunner:
             for i, part in enumerate(self.parts):
                 if i:
                     self.hand_over(i, batch.tokens.size)
-                part.launch(batch, cancelled, bool if i else begins)
+                part.launch(batch, cancelled, bool if i else begins, meanwhile)
                 if i in self._relays:
                     self._relays[i].bring(batch.tokens.size)
         except BaseException:

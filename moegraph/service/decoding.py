@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -101,10 +101,6 @@ class Decoding:
         try:
             with answers.cancelling(*batch):
                 trees = self._launch(batch)
-                answers.tell()
-                for i, answer in enumerate(batch):
-                    tree = trees[i] if trees else None
-                    answers.guard(answer, partial(answer.drawing.prepare, tree))
                 answers.build_ahead()
                 self._drafting.launched()
                 output = self._collect(batch, trees)
@@ -124,21 +120,29 @@ class Decoding:
         trees = self._drafting.propose(batch)
         if trees:
             try:
-                self._verify(batch, trees)
+                self._verify(batch, trees, partial(self._meanwhile, batch, trees))
                 return trees
             except RequestError:  # there is no memory for so many rows
                 self._drafting.give_up()
-        self._submit(batch)
+        self._submit(batch, partial(self._meanwhile, batch, None))
         return None
+
+    def _meanwhile(self, batch: Sequence[Answer], trees: Sequence[DraftTree] | None) -> None:
+        """Do what the device need not wait for: deliver tokens, and prepare to draw the next."""
+        self._answers.tell()
+        for i, answer in enumerate(batch):
+            tree = trees[i] if trees else None
+            self._answers.guard(answer, partial(answer.drawing.prepare, tree))
 
     # one row of each
 
-    def _submit(self, batch: Sequence[Answer]) -> None:
+    def _submit(self, batch: Sequence[Answer], meanwhile: Callable[[], None]) -> None:
         rows = np.array([[answer.sequence.tokens[-1]] for answer in batch], dtype=np.int32)
         slots = [answer.slot for answer in batch]
         cancels = tuple(answer.cancel for answer in batch)
         greedy, draws = self._draws(batch, None)
-        self._passes.submit(rows, slots, False, greedy, cancels, Kind.DECODE, draws)
+        kind = Kind.DECODE
+        self._passes.submit(rows, slots, False, greedy, cancels, kind, draws, meanwhile)
 
     def _draws(
         self, batch: Sequence[Answer], trees: Sequence[DraftTree] | None
@@ -209,7 +213,9 @@ class Decoding:
 
     # trees
 
-    def _verify(self, batch: Sequence[Answer], trees: Sequence[DraftTree]) -> None:
+    def _verify(
+        self, batch: Sequence[Answer], trees: Sequence[DraftTree], meanwhile: Callable[[], None]
+    ) -> None:
         n = max(tree.n_rows for tree in trees)
         tokens = np.zeros((len(batch), n), dtype=np.int32)
         parents = np.full((len(batch), n), -1, dtype=np.int32)
@@ -218,7 +224,7 @@ class Decoding:
         greedy, draws = self._draws(batch, trees)
         self._passes.verify(
             tokens, [answer.slot for answer in batch], parents, [tree.n_rows for tree in trees],
-            greedy, tuple(answer.cancel for answer in batch), draws,
+            greedy, tuple(answer.cancel for answer in batch), draws, meanwhile,
         )  # fmt: skip
 
     def _take(self, batch: Sequence[Answer], trees: Sequence[DraftTree], output: Output) -> int:
