@@ -27,7 +27,7 @@ from .drafting import show_drafters, summary_lines
 from .filesampling import recommended
 from .linehistory import LineHistory, history_path
 from .report import stats_line
-from .target import hf_option, only_target, require_target
+from .target import model_options, only_target, require_target
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -63,11 +63,7 @@ class _Talk:
 
 @click.command(cls=Command)
 @click.argument("args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [QUESTION]")
-@click.option(
-    "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
-    help="The model, instead of the first argument.",
-)  # fmt: skip
-@hf_option
+@model_options
 @click.option(
     "-p",
     "--prompt",

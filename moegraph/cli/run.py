@@ -38,7 +38,7 @@ from .outputs import NpyWriter, OutputFile, TokenStream
 from .report import run_report, stats_line
 from .scaling import show_scaling
 from .starttimes import StartTimes
-from .target import hf_option, only_target, require_target
+from .target import model_options, only_target, require_target
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -75,11 +75,7 @@ class _Job:
 @click.argument(
     "args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [[DRAFT] PROMPT_IDS N_GEN OUT_IDS]"
 )
-@click.option(
-    "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
-    help="The model, instead of the first argument.",
-)  # fmt: skip
-@hf_option
+@model_options
 @click.option("-p", "--prompt", metavar="TEXT", help="Prompt to continue.")
 @click.option(
     "-f", "--file", type=click.Path(), metavar="FILE",

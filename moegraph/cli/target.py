@@ -31,15 +31,23 @@ def hf_option(command: Command) -> Command:
     )(command)  # fmt: skip
 
 
+def model_options(command: Command) -> Command:
+    """Add -m and -hf, in the place of the first argument."""
+    return click.option(
+        "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
+        help="The model, instead of the first argument.",
+    )(hf_option(command))  # fmt: skip
+
+
 def target_argument(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the argument TARGET and -hf to a command, which gets one model as `target`."""
+    """Add the argument TARGET, -m and -hf to a command, which gets one model as `target`."""
 
     @functools.wraps(command)
-    def run(target: str | None, hf_repo: str | None, **given: Any) -> None:
-        command(target=require_target(target, hf_repo), **given)
+    def run(target: str | None, model: str | None, hf_repo: str | None, **given: Any) -> None:
+        command(target=require_target(target, model, hf_repo), **given)
 
     argument = click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
-    return argument(hf_option(run))
+    return argument(model_options(run))
 
 
 def only_target(*given: str | None) -> str | None:

@@ -23,16 +23,21 @@ _INSTEAD = {
     "/v1/audio/speech": "the model writes only text",
     "/v1/images/generations": "the model writes only text",
     "/v1/moderations": "the model does not moderate",
-    "/api/chat": "Ollama's interface is not served; use /v1/chat/completions",
-    "/api/generate": "Ollama's interface is not served; use /v1/completions",
 }
+_OLLAMA = "Ollama's interface is not served; use OpenAI's, such as /v1/chat/completions, /v1/models"
 
 
 async def explain(request: HttpRequest) -> Response:
     """Refuse with what to use instead."""
     path = request.url.path
     # not 501: OpenAI's clients would ask again, twice, and then tell of a fault of the server
-    raise ApiError(404, f"{path} is not served: {_INSTEAD[path]}", code="not_served")
+    instead = _INSTEAD.get(path, _OLLAMA)
+    raise ApiError(404, f"{path} is not served: {instead}", code="not_served")
 
 
-TABLE = RouteTable([Route(path, explain, methods=["POST"]) for path in _INSTEAD])
+TABLE = RouteTable(
+    [
+        *(Route(path, explain, methods=["POST"]) for path in _INSTEAD),
+        Route("/api/{name:path}", explain, methods=["GET", "POST", "DELETE"]),
+    ]
+)

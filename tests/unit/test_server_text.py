@@ -147,6 +147,11 @@ def test_paths_of_other_servers_say_what_to_use(path: str) -> None:
     assert response.status_code == 404 and response.json()["error"]["code"] == "not_served"
 
 
+def test_a_client_of_ollama_learns_what_is_served() -> None:
+    error = Case().client.get("/api/tags").json()["error"]
+    assert error["code"] == "not_served" and "/v1/models" in error["message"]
+
+
 def test_no_path_is_served_twice() -> None:
     here = {route.path for route in info.TABLE.routes}  # type: ignore[attr-defined]
     assert not here & {route.path for route in absent.TABLE.routes}  # type: ignore[attr-defined]
