@@ -17,12 +17,7 @@ moegraph_chain_kernel(const moegraph_chain_args a) {
     const int sequence = blockIdx.y;
     const int column   = blockIdx.z*MOEGRAPH_CHAIN_COLUMNS + threadIdx.y;
     const int lane     = threadIdx.x;
-
-    int slot = a.early ? a.slots[sequence] : 0;
-    ggml_cuda_pdl_sync();
-    if (!a.early) {
-        slot = a.slots[sequence];
-    }
+    const int slot     = moegraph_wait_for_slot(a);
 
     const int64_t first = (int64_t) sequence*a.n_tokens*n_head + head; // of the gates; the others have S for each
     float * out = a.dst + first*S + column;

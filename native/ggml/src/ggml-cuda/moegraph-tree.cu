@@ -189,11 +189,7 @@ moegraph_tree_delta_kernel(const tree_delta_args a) {
     __shared__ tree_chunk<S> chunks[2];
 
     ggml_cuda_pdl_lc();
-    int slot = a.early ? a.slots[blockIdx.y] : 0;
-    ggml_cuda_pdl_sync();
-    if (!a.early) {
-        slot = a.slots[blockIdx.y];
-    }
+    const int slot = moegraph_wait_for_slot(a);
 
     const int head     = blockIdx.x;
     const int n_head   = gridDim.x;
