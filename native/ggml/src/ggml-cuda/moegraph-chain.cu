@@ -5,8 +5,9 @@
 // The delta rule along a chain is one long dependence: a row's product with k, the sum over lanes, the update of the
 // state, the next row. Five things make a row short here. Eight lanes hold a column, not 32: a sum over lanes has three
 // steps, and a lane's own sums are independent of one another. Two columns of a lane share what it reads of q and k. Rows
-// are read ahead, into registers and from there to shared memory. The sums of the results wait until eight rows are done; then each lane finishes one of them. And eight
-// rows are one straight piece of code, so that a row's result is computed while the next row waits for its sum.
+// are read ahead, into registers and from there to shared memory. The sums of the results wait until eight rows are done;
+// then each lane finishes one of them. And eight rows are one straight piece of code, so that a row's result is computed
+// while the next row waits for its sum.
 constexpr int LONG_THREADS = 128;
 constexpr int LONG_TEAMS   = LONG_THREADS/MOEGRAPH_COLUMN_LANES; // of lanes that hold a column
 constexpr int LONG_ROWS    = MOEGRAPH_COLUMN_LANES;              // that are read at once: a lane finishes one
@@ -132,11 +133,7 @@ static __global__ void __launch_bounds__(LONG_THREADS, 3) moegraph_long_chain_ke
     typedef moegraph_columns<S> layout;
     __shared__ long_rows<S> shared[2];
 
-    int slot = a.early ? a.slots[blockIdx.y] : 0;
-    ggml_cuda_pdl_sync();
-    if (!a.early) {
-        slot = a.slots[blockIdx.y];
-    }
+    const int slot = moegraph_wait_for_slot(a);
 
     const int head     = blockIdx.x;
     const int n_head   = gridDim.x;

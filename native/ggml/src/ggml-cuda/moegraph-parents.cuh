@@ -23,3 +23,14 @@ static __device__ __forceinline__ int moegraph_n_rows(const int32_t * lengths, c
 static inline bool moegraph_is_input(const ggml_tensor * slots) {
     return slots->op == GGML_OP_NONE && slots->view_src == nullptr && (slots->flags & GGML_TENSOR_FLAG_INPUT) != 0;
 }
+
+// Waits for the preceding kernel. Returns the slot of sequence blockIdx.y, which is read before that if a.early.
+template <typename args>
+static __device__ __forceinline__ int moegraph_wait_for_slot(const args & a) {
+    int slot = a.early ? a.slots[blockIdx.y] : 0;
+    ggml_cuda_pdl_sync();
+    if (!a.early) {
+        slot = a.slots[blockIdx.y];
+    }
+    return slot;
+}

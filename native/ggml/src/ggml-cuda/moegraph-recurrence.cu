@@ -17,12 +17,7 @@ moegraph_chain_kernel(const moegraph_chain_args a) {
     const int sequence = blockIdx.y;
     const int column   = blockIdx.z*MOEGRAPH_CHAIN_COLUMNS + threadIdx.y;
     const int lane     = threadIdx.x;
-
-    int slot = a.early ? a.slots[sequence] : 0;
-    ggml_cuda_pdl_sync();
-    if (!a.early) {
-        slot = a.slots[sequence];
-    }
+    const int slot     = moegraph_wait_for_slot(a);
 
     const int64_t first = (int64_t) sequence*a.n_tokens*n_head + head; // of the gates; the others have S for each
     float * out = a.dst + first*S + column;
@@ -118,40 +113,45 @@ static void moegraph_chain_launch(const moegraph_chain_args & a, const int n_hea
     }
 }
 
+moegraph_delta_args moegraph_delta_args_of(const ggml_tensor * dst) {
+    const ggml_tensor * pool  = dst->src[5];
+    const ggml_tensor * slots = dst->src[6];
+    GGML_ASSERT(ggml_are_same_stride(dst->src[0], dst->src[1]));
+    moegraph_delta_args a;
+    a.q        = (const float *) dst->src[0]->data;
+    a.k        = (const float *) dst->src[1]->data;
+    a.v        = (const float *) dst->src[2]->data;
+    a.gate     = (const float *) dst->src[3]->data;
+    a.beta     = (const float *) dst->src[4]->data;
+    a.pool     = (float *) pool->data;
+    a.slots    = (const int32_t *) slots->data;
+    a.dst      = (float *) dst->data;
+    a.pool_s   = pool->nb[1]/sizeof(float);
+    a.n_tokens = (int) dst->ne[2];
+    a.n_slots  = (int) pool->ne[1];
+    a.early    = moegraph_is_input(slots);
+    a.scale    = 1.0f / sqrtf((float) dst->ne[0]);
+    return a;
+}
+
 void moegraph_delta_net(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     if (dst->src[7] != nullptr) {
         moegraph_delta_tree(ctx, dst);
         return;
     }
-    const ggml_tensor * q     = dst->src[0];
-    const ggml_tensor * v     = dst->src[2];
-    const ggml_tensor * pool  = dst->src[5];
-    const ggml_tensor * slots = dst->src[6];
+    const ggml_tensor * q       = dst->src[0];
+    const ggml_tensor * v       = dst->src[2];
     const ggml_tensor * lengths = dst->src[8];
-    GGML_ASSERT(ggml_are_same_stride(q, dst->src[1]));
 
-    moegraph_chain_args a;
-    a.q        = (const float *) q->data;
-    a.k        = (const float *) dst->src[1]->data;
-    a.v        = (const float *) v->data;
-    a.gate     = (const float *) dst->src[3]->data;
-    a.beta     = (const float *) dst->src[4]->data;
-    a.pool     = (float *) pool->data;
-    a.slots    = (const int32_t *) slots->data;
+    moegraph_chain_args a = { moegraph_delta_args_of(dst) };
     a.lengths  = lengths ? (const int32_t *) lengths->data : nullptr;
-    a.dst      = (float *) dst->data;
-    a.n_tokens = (int) dst->ne[2];
-    a.n_slots  = (int) pool->ne[1];
-    a.early    = moegraph_is_input(slots);
     a.n_head_k = init_fastdiv_values(q->ne[1]);
-    a.scale    = 1.0f / sqrtf((float) dst->ne[0]);
     a.sq1      = q->nb[1]/sizeof(float);
     a.sq2      = q->nb[2]/sizeof(float);
     a.sq3      = q->nb[3]/sizeof(float);
     a.sv1      = v->nb[1]/sizeof(float);
     a.sv2      = v->nb[2]/sizeof(float);
     a.sv3      = v->nb[3]/sizeof(float);
-    a.pool_s   = pool->nb[1]/sizeof(float);
 
     const int n_head = (int) dst->ne[1];
     const int n_seqs = (int) dst->ne[3];

@@ -10,8 +10,8 @@ void moegraph_delta_net(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 bool moegraph_delta_tree_supported(const ggml_tensor * dst);
 void moegraph_delta_tree(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
-// Strides in floats.
-struct moegraph_chain_args {
+// What the kernels for chains and for trees are both given. Strides are in floats.
+struct moegraph_delta_args {
     const float   * q;
     const float   * k;
     const float   * v;
@@ -19,16 +19,22 @@ struct moegraph_chain_args {
     const float   * beta;
     float         * pool;
     const int32_t * slots;
-    const int32_t * lengths;
     float         * dst;
+    int64_t pool_s;
     int     n_tokens;
     int     n_slots;
-    int     early;    // slots may be read before the preceding kernel has ended
-    uint3   n_head_k;
+    int     early; // slots may be read before the preceding kernel has ended
     float   scale;
+};
+
+// Reads them from the tensors of an operation.
+moegraph_delta_args moegraph_delta_args_of(const ggml_tensor * dst);
+
+struct moegraph_chain_args : moegraph_delta_args {
+    const int32_t * lengths;
+    uint3   n_head_k;
     int64_t sq1, sq2, sq3;
     int64_t sv1, sv2, sv3;
-    int64_t pool_s;
 };
 
 // Chains of as many rows and more have a kernel of their own, with the same bits.

@@ -5,6 +5,20 @@
 #include "moegraph-rows-unpack.cuh"
 #include "unary.cuh"
 
+// Of each matrix: the first row of weights that a lane copies and computes, the one 8 below, and the end of the memory.
+template <int n_mats>
+static __device__ __forceinline__ void moegraph_rows_of_lane(
+        const char * (&rows)[n_mats][2], const char * (&ends)[n_mats], const moegraph_rows_args & args,
+        const moegraph_segment & seg, const int expert, const int row) {
+#pragma unroll
+    for (int m = 0; m < n_mats; ++m) {
+        const char * base = (m == 0 ? seg.x : args.x_gate) + max(expert, 0)*args.stride_expert;
+        rows[m][0] = base + min(row,     seg.n_rows - 1)*args.stride_row;
+        rows[m][1] = base + min(row + 8, seg.n_rows - 1)*args.stride_row;
+        ends[m]    = m == 0 ? seg.x_end : args.x_gate_end;
+    }
+}
+
 // Copies one chunk of the tile's rows. Lane 4*g + c copies vectors c, c + 4, ... of the rows g and g + 8.
 template <ggml_type type>
 static __device__ __forceinline__ void moegraph_load_chunk(
@@ -39,8 +53,8 @@ static __device__ __forceinline__ void moegraph_load_chunk(
 }
 
 // Adds the product of one chunk to acc (the layout of the 16 x 8 accumulator of the tensor cores). y_quants, y_scales: where
-// the chunk of a lane's columns begins, in bytes behind y. Products and sums are
-// spelled out: a row's bits must not depend on what the compiler contracts for some number of tiles.
+// the chunk of a lane's columns begins, in bytes behind y. Products and sums are spelled out: a row's bits must not depend
+// on what the compiler contracts for some number of tiles.
 template <ggml_type type, int n_tiles, int n_mats>
 static __device__ __forceinline__ void moegraph_dot_chunk(
         float (&acc)[n_mats][n_tiles][4], const char * const (&s)[n_mats][2], const char * y,
@@ -229,16 +243,9 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
         slots  = group->slots;
     }
 
-    // the first row that a lane copies and computes, and the one 8 below
     const char * rows[n_mats][2];
     const char * ends[n_mats];
-#pragma unroll
-    for (int m = 0; m < n_mats; ++m) {
-        const char * base = (m == 0 ? seg.x : args.x_gate) + max(expert, 0)*args.stride_expert;
-        rows[m][0] = base + min(row,     seg.n_rows - 1)*args.stride_row;
-        rows[m][1] = base + min(row + 8, seg.n_rows - 1)*args.stride_row;
-        ends[m]    = m == 0 ? seg.x_end : args.x_gate_end;
-    }
+    moegraph_rows_of_lane<n_mats>(rows, ends, args, seg, expert, row);
 
     const int n_steps = expert < 0 || part >= args.n_chunks ? 0 :
         (args.n_chunks - part + args.k_split - 1) / args.k_split;

@@ -93,26 +93,13 @@ static __device__ int tree_make_order(tree_order & o, const int32_t * parents, c
     return __syncthreads_count(active);
 }
 
-// Strides in elements; 32 bits, because registers are scarce.
-struct tree_delta_args {
-    const float   * q;
-    const float   * k;
-    const float   * v;
-    const float   * g;
-    const float   * beta;
-    const float   * pool;
-    const int32_t * slots;
+// 32 bits, because registers are scarce.
+struct tree_delta_args : moegraph_delta_args {
     const int32_t * parents;
-    float         * dst;
-    int64_t pool_s;
-    int     n_slots;
-    int     early;        // slots may be read before the preceding kernel has ended
-    int     n_tokens;
-    int     n_head_k;
-    int     sq1, sq2, sq3;
-    int     sv1, sv2, sv3;
-    int     sb2, sb3;
-    float   scale;
+    int n_head_k;
+    int sq1, sq2, sq3;
+    int sv1, sv2, sv3;
+    int sb2, sb3;
 };
 
 constexpr int TREE_COLS  = TREE_THREADS/MOEGRAPH_COLUMN_LANES; // of a block
@@ -153,7 +140,7 @@ struct tree_fetch {
         if (i < TREE_COLS) {
             other = a.v[offset_v + row*a.sv2 + i];
         } else if (i == TREE_COLS) {
-            other = expf(a.g[offset_g + row*a.sb2]);
+            other = expf(a.gate[offset_g + row*a.sb2]);
         } else {
             other = a.beta[offset_g + row*a.sb2];
         }
@@ -189,11 +176,7 @@ moegraph_tree_delta_kernel(const tree_delta_args a) {
     __shared__ tree_chunk<S> chunks[2];
 
     ggml_cuda_pdl_lc();
-    int slot = a.early ? a.slots[blockIdx.y] : 0;
-    ggml_cuda_pdl_sync();
-    if (!a.early) {
-        slot = a.slots[blockIdx.y];
-    }
+    const int slot = moegraph_wait_for_slot(a);
 
     const int head     = blockIdx.x;
     const int n_head   = gridDim.x;
@@ -299,38 +282,22 @@ bool moegraph_delta_tree_supported(const ggml_tensor * dst) {
 }
 
 void moegraph_delta_tree(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
-    const ggml_tensor * q     = dst->src[0];
-    const ggml_tensor * v     = dst->src[2];
-    const ggml_tensor * beta  = dst->src[4];
-    const ggml_tensor * pool  = dst->src[5];
-    const ggml_tensor * slots = dst->src[6];
-    GGML_ASSERT(ggml_are_same_stride(q, dst->src[1]));
+    const ggml_tensor * q    = dst->src[0];
+    const ggml_tensor * v    = dst->src[2];
+    const ggml_tensor * beta = dst->src[4];
     GGML_ASSERT(moegraph_delta_tree_supported(dst));
 
-    tree_delta_args a;
-    a.q            = (const float *) q->data;
-    a.k            = (const float *) dst->src[1]->data;
-    a.v            = (const float *) v->data;
-    a.g            = (const float *) dst->src[3]->data;
-    a.beta         = (const float *) beta->data;
-    a.pool         = (const float *) pool->data;
-    a.slots        = (const int32_t *) slots->data;
-    a.parents      = (const int32_t *) dst->src[7]->data;
-    a.dst          = (float *) dst->data;
-    a.pool_s       = pool->nb[1]/sizeof(float);
-    a.n_slots      = (int) pool->ne[1];
-    a.early        = moegraph_is_input(slots);
-    a.n_tokens     = (int) v->ne[2];
-    a.n_head_k     = (int) q->ne[1];
-    a.sq1   = (int) (q->nb[1]/sizeof(float));
-    a.sq2   = (int) (q->nb[2]/sizeof(float));
-    a.sq3   = (int) (q->nb[3]/sizeof(float));
-    a.sv1   = (int) (v->nb[1]/sizeof(float));
-    a.sv2   = (int) (v->nb[2]/sizeof(float));
-    a.sv3   = (int) (v->nb[3]/sizeof(float));
-    a.sb2   = (int) (beta->nb[2]/sizeof(float));
-    a.sb3   = (int) (beta->nb[3]/sizeof(float));
-    a.scale = 1.0f / sqrtf((float) v->ne[0]);
+    tree_delta_args a = { moegraph_delta_args_of(dst) };
+    a.parents  = (const int32_t *) dst->src[7]->data;
+    a.n_head_k = (int) q->ne[1];
+    a.sq1 = (int) (q->nb[1]/sizeof(float));
+    a.sq2 = (int) (q->nb[2]/sizeof(float));
+    a.sq3 = (int) (q->nb[3]/sizeof(float));
+    a.sv1 = (int) (v->nb[1]/sizeof(float));
+    a.sv2 = (int) (v->nb[2]/sizeof(float));
+    a.sv3 = (int) (v->nb[3]/sizeof(float));
+    a.sb2 = (int) (beta->nb[2]/sizeof(float));
+    a.sb3 = (int) (beta->nb[3]/sizeof(float));
 
     const int n_head = (int) v->ne[1];
     const int n_seqs = (int) v->ne[3];

@@ -38,16 +38,9 @@ static __device__ __forceinline__ void wide_block(
     char * smem_y      = smem + blockDim.y*warp_bytes;
     char * smem_warp   = smem + threadIdx.y*warp_bytes;
 
-    // the first row that a lane copies and computes, and the one 8 below
     const char * rows[n_mats][2];
     const char * ends[n_mats];
-#pragma unroll
-    for (int m = 0; m < n_mats; ++m) {
-        const char * base = (m == 0 ? seg.x : args.x_gate) + max(expert, 0)*args.stride_expert;
-        rows[m][0] = base + min(row,     seg.n_rows - 1)*args.stride_row;
-        rows[m][1] = base + min(row + 8, seg.n_rows - 1)*args.stride_row;
-        ends[m]    = m == 0 ? seg.x_end : args.x_gate_end;
-    }
+    moegraph_rows_of_lane<n_mats>(rows, ends, args, seg, expert, row);
     const auto load = [&](const int chunk) {
         const int stage = chunk % MOEGRAPH_STAGES;
 #pragma unroll
