@@ -23,8 +23,6 @@ static constexpr double MAX_NMSE_ALONE = 1e-12;
 static constexpr int    GUARD          = 4096; // bytes around the result that must not change
 static constexpr int    SPARE          = 2;    // slots that no sequence has
 
-typedef std::vector<int32_t> ints;
-
 static ggml_backend_t cpu;
 static long n_rows = 0, n_other_bits = 0; // compared with the path alone
 
@@ -132,15 +130,6 @@ struct net {
         return good ? first : std::array<floats, 2>();
     }
 };
-
-static double nmse(const float * got, const float * want, const int n) {
-    double error = 0, norm = 0;
-    for (int i = 0; i < n; ++i) {
-        error += ((double) got[i] - want[i])*((double) got[i] - want[i]);
-        norm  += (double) want[i]*want[i];
-    }
-    return error/std::max(norm, 1e-30);
-}
 
 // Compares rows of `width` floats in blocks of `block`: with the CPU's, and some of them with their paths alone.
 static void judge(const std::string & name, const ints & parents, const int n, const int n_seqs, const int width, const int block,

@@ -12,8 +12,6 @@
 
 #include "kernel_checks.h"
 
-#include <numeric>
-
 // Error over what rounding explains; 1 is expected. Wider or narrower products than those of our kernels run on
 // upstream's, which also round scales and sums to half precision.
 static constexpr double MAX_RATIO       = 2.5;
@@ -73,9 +71,6 @@ struct product_net : weights_net {
     }
 };
 
-enum pattern { DISTINCT, REPEATED, SOME_ABSENT, ALL_ABSENT, ALL_EQUAL, TOO_LARGE, STRIDED, N_PATTERN };
-static const char * PATTERN_NAMES[] = { "distinct", "repeated", "some absent", "all absent", "all equal", "too large", "strided" };
-
 struct product_case {
     ggml_type type;
     int       m, k;
@@ -96,28 +91,6 @@ struct product_case {
             (one_y ? " one_y" : "") + (glu ? " glu" : "") + (constant ? " constant " : " ") + PATTERN_NAMES[ids];
     }
 };
-
-static std::vector<int32_t> choose(const product_case & c) {
-    std::vector<int32_t> ids((size_t) c.pitch()*c.n, 0);
-    std::vector<int32_t> order(c.n_expert);
-    std::iota(order.begin(), order.end(), 0);
-    for (int t = 0; t < c.n; ++t) {
-        std::shuffle(order.begin(), order.end(), rng);
-        for (int i = 0; i < c.n_used; ++i) {
-            int32_t & id = ids[(size_t) t*c.pitch() + i];
-            id = order[i % c.n_expert];
-            switch (c.ids) {
-                case REPEATED:    id = i % 3 == 0 ? order[0] : (i % 2 ? 0 : id); break;
-                case SOME_ABSENT: id = rng() % 3 == 0 ? -1 : id;                 break;
-                case ALL_ABSENT:  id = -1;                                       break;
-                case ALL_EQUAL:   id = c.n_expert/2;                             break;
-                case TOO_LARGE:   id = rng() % 3 == 0 ? c.n_expert + (int32_t) (rng() % 1000000) : id; break;
-                default: break;
-            }
-        }
-    }
-    return ids;
-}
 
 // Compares rows of results [n rows of m] with exact ones; says what is wrong.
 struct judge {
@@ -196,7 +169,7 @@ static void check_product(const product_case & c) {
         values[i] *= 5;
     }
     ggml_backend_tensor_set(input, values.data(), 0, ggml_nbytes(input));
-    const std::vector<int32_t> chosen = c.grouped() ? choose(c) : std::vector<int32_t>();
+    const ints chosen = c.grouped() ? choose(c.ids, c.pitch(), c.n, c.n_used, c.n_expert) : ints();
     if (c.grouped()) {
         ggml_backend_tensor_set(table, chosen.data(), 0, ggml_nbytes(table));
     }

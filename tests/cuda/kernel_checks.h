@@ -1,22 +1,16 @@
-// What the programs that check kernels share: options, counting, random numbers.
+// What the programs that check kernels share: options, counting, experts of tokens.
 #pragma once
 
 #include "ggml.h"
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
 
-#include <algorithm>
-#include <cmath>
+#include "../helpers/kernel_data.h"
+
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <random>
 #include <string>
-#include <vector>
 
-typedef std::vector<float> floats;
-
-static std::mt19937   rng(1);
 static ggml_backend_t backend;
 
 static int         every = 1;
@@ -38,36 +32,27 @@ static bool selected(const std::string & name) {
     }
 }
 
-static floats normal(const size_t n, const float sigma) {
-    std::normal_distribution<float> d(0.0f, sigma);
-    floats v(n);
-    for (float & x : v) {
-        x = d(rng);
-    }
-    return v;
-}
+// Which experts the tokens of a case choose. STRIDED: distinct ones, of banks with rows behind each expert.
+enum pattern { DISTINCT, REPEATED, SOME_ABSENT, ALL_ABSENT, ALL_EQUAL, TOO_LARGE, STRIDED, N_PATTERN };
+[[maybe_unused]] static const char * PATTERN_NAMES[] = {
+    "distinct", "repeated", "some absent", "all absent", "all equal", "too large", "strided"
+};
 
-// Random quants with scales that make rows of length k have values near 1/sqrt(k).
-[[maybe_unused]] static std::vector<uint8_t> random_weights(const ggml_type type, const size_t n_rows, const int k) {
-    std::vector<uint8_t> q(ggml_row_size(type, k)*n_rows);
-    for (uint8_t & b : q) {
-        b = (uint8_t) rng();
-    }
-    std::uniform_real_distribution<float> uniform(0.2f, 1.2f);
-    for (size_t block = 0; block < q.size(); block += ggml_type_size(type)) {
-        const float d = uniform(rng)/std::sqrt((float) k);
-        const auto put = [&](const size_t offset, const float value) {
-            const ggml_fp16_t h = ggml_fp32_to_fp16(value);
-            memcpy(&q[block + offset], &h, sizeof(h));
-        };
-        switch (type) {
-            case GGML_TYPE_Q4_0: put(0, d/4);      break;
-            case GGML_TYPE_Q8_0: put(0, d/70);     break;
-            case GGML_TYPE_Q6_K: put(208, d/1200); break;
-            default:             put(0, d/150); put(2, d/30); break;
+[[maybe_unused]] static ints choose(
+        const pattern which, const int pitch, const int n, const int n_used, const int n_expert) {
+    ints ids((size_t) pitch*n, 0);
+    choose_experts(ids, pitch, n, n_used, n_expert, [&](const int i, const ints & order) -> int32_t {
+        const int id = order[i % n_expert];
+        switch (which) {
+            case REPEATED:    return i % 3 == 0 ? order[0] : (i % 2 ? 0 : id);
+            case SOME_ABSENT: return rng() % 3 == 0 ? -1 : id;
+            case ALL_ABSENT:  return -1;
+            case ALL_EQUAL:   return n_expert/2;
+            case TOO_LARGE:   return rng() % 3 == 0 ? n_expert + (int32_t) (rng() % 1000000) : id;
+            default:          return id;
         }
-    }
-    return q;
+    });
+    return ids;
 }
 
 // A graph with its tensors: weights in one buffer, the rest in another.

@@ -12,18 +12,11 @@
 
 #include "kernel_checks.h"
 
-#include <numeric>
-
 // Error over what rounding the activations to 8 bits explains; 1 is expected, but scales and sums are rounded to half
 // precision, which weighs most in small cases: all rows share that error.
 static constexpr double MAX_RATIO = 30;
 
 static const ggml_type TYPES[] = { GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K };
-
-enum pattern { DISTINCT, REPEATED, SOME_ABSENT, ALL_ABSENT, ALL_EQUAL, TOO_LARGE, STRIDED, N_PATTERN };
-static const char * PATTERN_NAMES[] = {
-    "distinct", "repeated", "some absent", "all absent", "all equal", "too large", "strided"
-};
 
 struct moe_case {
     ggml_type type;
@@ -39,27 +32,6 @@ struct moe_case {
             std::to_string(n) + (whole ? " whole " : " ") + PATTERN_NAMES[ids];
     }
 };
-
-static std::vector<int32_t> choose(const moe_case & c) {
-    std::vector<int32_t> ids((size_t) c.n_expert*c.n, 0), order(c.n_expert);
-    std::iota(order.begin(), order.end(), 0);
-    for (int t = 0; t < c.n; ++t) {
-        std::shuffle(order.begin(), order.end(), rng);
-        for (int i = 0; i < c.n_used; ++i) {
-            int32_t & id = ids[(size_t) t*c.n_expert + i];
-            id = order[i];
-            switch (c.ids) {
-                case REPEATED:    id = i % 3 == 0 ? order[0] : (i % 2 ? 0 : id); break;
-                case SOME_ABSENT: id = rng() % 3 == 0 ? -1 : id;                 break;
-                case ALL_ABSENT:  id = -1;                                       break;
-                case ALL_EQUAL:   id = c.n_expert/2;                             break;
-                case TOO_LARGE:   id = rng() % 3 == 0 ? c.n_expert + (int32_t) (rng() % 1000000) : id; break;
-                default: break;
-            }
-        }
-    }
-    return ids;
-}
 
 static constexpr int N_IN = 256; // of gate and up in front
 
@@ -108,7 +80,7 @@ struct outcome {
 struct moe_data {
     std::vector<uint8_t> down, gate, up;
     floats               x, routing;
-    std::vector<int32_t> ids;
+    ints ids;
 };
 
 static int extra_rows(const moe_case & c) {
@@ -225,7 +197,7 @@ static void check(const moe_case & c) {
     }
     data.x       = normal((size_t) (c.whole ? N_IN : c.n_ff*c.n_used)*c.n, 1.0f);
     data.routing = normal((size_t) c.n_used*c.n, 0.5f);
-    data.ids     = choose(c);
+    data.ids     = choose(c.ids, c.n_expert, c.n, c.n_used, c.n_expert);
     for (size_t i = 0; i < data.x.size(); i += 97) {
         data.x[i] *= 5;
     }
@@ -295,7 +267,7 @@ static double microseconds(const ggml_type type, const int n, const bool whole, 
         ggml_backend_tensor_set(t, v.data(), 0, ggml_nbytes(t));
     }
     for (int op = 0; op < n_ops; ++op) {
-        std::vector<int32_t> ids((size_t) n_used*n);
+        ints ids((size_t) n_used*n);
         for (size_t i = 0; i < ids.size(); ++i) {
             ids[i] = (int) (op/n_stacks*ids.size() + i)*37 % n_expert; // 37: all experts once before one comes again
         }

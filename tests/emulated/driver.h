@@ -1,19 +1,14 @@
-// What the programs that run emulated kernels share: random numbers, tensors, counting.
+// What the programs that run emulated kernels share: tensors, counting.
 #pragma once
 
 #include "common.cuh"
+#include "kernel_data.h"
 
 #include <cstdio>
 #include <cstdlib>
-#include <random>
 #include <string>
-#include <vector>
 
-typedef std::vector<float>   floats;
-typedef std::vector<int32_t> ints;
-
-static std::mt19937 rng(1);
-static int          n_run = 0, n_failed = 0;
+static int n_run = 0, n_failed = 0;
 
 static void report(const std::string & name, const std::string & wrong) {
     n_run++;
@@ -21,15 +16,6 @@ static void report(const std::string & name, const std::string & wrong) {
         n_failed++;
         printf("FAIL %s: %s\n", name.c_str(), wrong.c_str());
     }
-}
-
-static floats normal(const size_t n, const float sigma) {
-    std::normal_distribution<float> d(0.0f, sigma);
-    floats v(n);
-    for (float & x : v) {
-        x = d(rng);
-    }
-    return v;
 }
 
 // Tensors in the memory of the emulated device.

@@ -180,15 +180,6 @@ static delta_result exact(const delta_data & d, const int seq, const ints & path
     return all;
 }
 
-static double nmse(const float * got, const float * want, const size_t n) {
-    double error = 0, norm = 0;
-    for (size_t i = 0; i < n; ++i) {
-        error += ((double) got[i] - want[i])*((double) got[i] - want[i]);
-        norm  += (double) want[i]*want[i];
-    }
-    return error/std::max(norm, 1e-30);
-}
-
 static std::string name_of(const char * kind, const delta_case & c) {
     return std::string(kind) + " S=" + std::to_string(c.S) + " heads=" + std::to_string(c.n_k) + "/" + std::to_string(c.n_v) + " n=" +
         std::to_string(c.n) + " seqs=" + std::to_string(c.n_seqs) + (c.views ? " views" : "") + (c.ragged ? " lengths" : "") +

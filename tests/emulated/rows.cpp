@@ -6,9 +6,6 @@
 #include "moegraph-rows.cuh"
 #include "moegraph.h"
 
-#include <algorithm>
-#include <numeric>
-
 EMULATED_SHARED(char4, moegraph_rows_smem);
 EMULATED_SHARED(char4, moegraph_wide_smem);
 EMULATED_SHARED(int, counts);
@@ -43,49 +40,22 @@ struct product_case {
     }
 };
 
-// Random quants with scales that make rows of length k have values near 1/sqrt(k).
-static std::vector<uint8_t> random_weights(const ggml_type type, const size_t n_rows, const int k) {
-    std::vector<uint8_t> q(ggml_row_size(type, k)*n_rows);
-    for (uint8_t & b : q) {
-        b = (uint8_t) rng();
-    }
-    std::uniform_real_distribution<float> uniform(0.2f, 1.2f);
-    for (size_t block = 0; block < q.size(); block += ggml_type_size(type)) {
-        const float d = uniform(rng)/std::sqrt((float) k);
-        const auto put = [&](const size_t offset, const float value) {
-            const ggml_fp16_t h = ggml_fp32_to_fp16(value);
-            memcpy(&q[block + offset], &h, sizeof(h));
-        };
-        switch (type) {
-            case GGML_TYPE_Q4_0: put(0, d/4);      break;
-            case GGML_TYPE_Q8_0: put(0, d/70);     break;
-            case GGML_TYPE_Q6_K: put(208, d/1200); break;
-            default:             put(0, d/150); put(2, d/30); break;
-        }
-    }
-    return q;
-}
-
 // Experts of each token; NaN's bits, which are none, lie between the tokens.
 static ints choose(const product_case & c) {
     ints ids((size_t) c.n*c.pitch(), -1);
-    std::vector<int> all(c.n_expert);
-    std::iota(all.begin(), all.end(), 0);
-    for (int t = 0; t < c.n; ++t) {
-        std::shuffle(all.begin(), all.end(), rng);
-        for (int i = 0; i < c.n_used; ++i) {
-            int & id = ids[(size_t) t*c.pitch() + i];
-            id = all[i % c.n_expert];
-            if (c.ids == ABSENT || (c.ids == MIXED && rng() % 8 == 0)) {
-                id = -1;
-            } else if (c.ids == WRONG && rng() % 3 == 0) {
-                static const int none[] = { INT_MIN, -2, INT_MAX, 1 << 20 };
-                id = rng() % 2 ? none[rng() % 4] : c.n_expert;
-            } else if (c.ids == POPULAR && (i == 0 || rng() % 4 == 0)) {
-                id = c.n_expert - 1; // also several times in a token
-            }
+    choose_experts(ids, c.pitch(), c.n, c.n_used, c.n_expert, [&](const int i, const ints & order) -> int32_t {
+        if (c.ids == ABSENT || (c.ids == MIXED && rng() % 8 == 0)) {
+            return -1;
         }
-    }
+        if (c.ids == WRONG && rng() % 3 == 0) {
+            static const int none[] = { INT_MIN, -2, INT_MAX, 1 << 20 };
+            return rng() % 2 ? none[rng() % 4] : c.n_expert;
+        }
+        if (c.ids == POPULAR && (i == 0 || rng() % 4 == 0)) {
+            return c.n_expert - 1; // also several times in a token
+        }
+        return order[i % c.n_expert];
+    });
     return ids;
 }
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ROOT / "tests" / "emulated"
+OURS = [*(ROOT / "tests" / "emulated").iterdir(), ROOT / "tests" / "helpers" / "kernel_data.h"]
 NATIVE = ROOT / "native" / "ggml"
 KERNELS = NATIVE / "src" / "ggml-cuda"
 GGML = ROOT / "build" / "llama.cpp" / "ggml"
@@ -73,7 +73,7 @@ def _digest(kernels: list[Path]) -> str:
     headers += [GGML / "src" / "ggml-common.h", GGML / "src" / "ggml-impl.h"]
     version = subprocess.run([compiler(), "--version"], check=True, capture_output=True).stdout
     result = hashlib.sha256(version + repr((str(ROOT), flags())).encode())
-    for path in sorted([*kernels, *headers, *OURS.iterdir(), Path(__file__)]):
+    for path in sorted([*kernels, *headers, *OURS, Path(__file__)]):
         result.update(path.name.encode() + path.read_bytes())
     return result.hexdigest()[:16]
 
@@ -94,7 +94,7 @@ def build(name: str) -> Path:
     kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept) as folder:
         work = Path(folder)
-        for path in [*KERNELS.glob("*.cu*"), *OURS.iterdir()]:
+        for path in [*KERNELS.glob("*.cu*"), *OURS]:
             (work / path.name).unlink(missing_ok=True)
             (work / path.name).symlink_to(path)
         includes = [work, NATIVE / "include", NATIVE / "src", GGML / "include", GGML / "src"]
