@@ -121,9 +121,8 @@ class Passes:
         row of tokens, or the first of consecutive ones. kind: None for DECODE if each sequence has
         one row, else PREFILL. draws: the results are candidates instead of logits; what
         `RowSampler.draw` returns, numpy shape [n_out, DRAW_WORDS]. meanwhile: called once while the
-        device computes. With missing experts, the host has to answer each layer, and this returns
-        shortly before the results are there; so work that can be done earlier belongs here. It must
-        not use the device, and errors in it are errors of the pass.
+        device computes; with missing experts this call returns shortly before the results are
+        there. It must not use the device, and errors in it are errors of the pass.
 
         A pass is cancelled once all its sequences are. Until then it runs to its end, for all of
         them; `reset` ends one sequence, also in flight. An error or a cancellation before the first
@@ -140,6 +139,9 @@ class Passes:
         rows, slots = self._given(tokens, seq)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
         batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
+        self._submit(batch, cancel, meanwhile)
+
+    def _submit(self, batch: Batch, cancel: Cancel, meanwhile: Callable[[], object]) -> None:
         once = Once(meanwhile)
         self._start(batch, cancel, partial(self._runner.submit, meanwhile=once))
         once()
@@ -148,7 +150,8 @@ class Passes:
         self._to_truncate.update(batch.slots)  # until everything is recorded
         try:
             self._run(batch, cancel, submit)
-            for slot, row in zip(batch.slots, batch.tokens.tolist()):
+            taken = [] if batch.tree else batch.tokens.tolist()  # verified rows come with `commit`
+            for slot, row in zip(batch.slots, taken):
                 self._held[slot].extend(row)
         except BaseException:
             self._clean_up()
@@ -278,18 +281,8 @@ class Passes:
         self._clean_up()
         self._runner.require_idle()
         rows, slots = self._given(tokens, seq)
-        batch = Batch.verify(rows, slots, parents, lengths, greedy, draws)
-        self._checked(batch)
-        once = Once(meanwhile)
-        self._to_truncate.update(batch.slots)  # until the pass is launched
-        try:
-            self._run(batch, cancel, partial(self._runner.submit, meanwhile=once))
-        except BaseException:
-            self._clean_up()
-            self._files.check()
-            raise
-        self._to_truncate.clear()
-        once()
+        batch = self._checked(Batch.verify(rows, slots, parents, lengths, greedy, draws))
+        self._submit(batch, cancel, meanwhile)
 
     def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
         """Have sequences take rows of the last verify pass, as if they had been submitted.
