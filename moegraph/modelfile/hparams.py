@@ -67,7 +67,6 @@ class HParams:
     """What a model's graphs need besides its weights.
 
     n_layer: layers of a pass. n_layer_nextn: prediction (MTP) blocks after them, which only draft.
-    expert_weights_scale: 0.0 means none. f_attention_scale: 0.0 means 1 / sqrt(n_embd_head_k).
     rope_*, n_ctx_orig: arguments of ggml_rope_ext, with scaling applied.
 
     Source: llama.cpp src/models/qwen35moe.cpp load_arch_hparams, src/llama-context.cpp.
@@ -87,9 +86,7 @@ class HParams:
     n_ff_shexp: int
     n_expert: int
     n_expert_used: int
-    expert_weights_scale: float
     f_norm_rms_eps: float
-    f_attention_scale: float
     rope_freq_base: float
     rope_freq_scale: float
     rope_ext_factor: float
@@ -164,8 +161,6 @@ def read_hparams(meta: Metadata, n_vocab: int) -> HParams:
         n_embd=n_embd,
         n_ctx_train=n_ctx_train,
         f_norm_rms_eps=meta.number(KEY["f_norm_rms_eps"], 1e-12, 1.0),
-        expert_weights_scale=0.0,
-        f_attention_scale=0.0,
         **layers,
         **_attention(meta, n_embd, layers["n_layer"] + layers["n_layer_nextn"]),
         **_experts(meta, layers["n_layer"] + layers["n_layer_nextn"]),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from ..engine.chat import ChatRequest, Prepared
+from ..engine.chat import Prepared
 from ..errors import MoegraphError
 from ..sampling import SamplingParams
 from .backend import Backend, Loaded, unavailable
@@ -87,16 +87,12 @@ class ServerState:
             raise unavailable(self.backend.condition, self.backend.reason)
         return loaded
 
-    async def open_chat(self, chats: Sequence[ChatRequest]) -> Talk:
-        """Submit conversations, one for each choice; close the talk when it is over.
+    async def open_talk(self, prepare: Callable[[ChatModel], Sequence[Prepared]]) -> Talk:
+        """Submit what `prepare` makes of the model, on a thread of ours; close the talk afterwards.
 
         Raises:
-            ApiError: the model is not there, or a conversation cannot be answered.
+            ApiError: the model is not there, or what `prepare` raises.
         """
-        return await self.open_talk(lambda chat: [chat.prepare(one) for one in chats])
-
-    async def open_talk(self, prepare: Callable[[ChatModel], Sequence[Prepared]]) -> Talk:
-        """Submit what `prepare` makes of the model, on a thread of ours; as `open_chat`."""
         self.backend.enter()
         meter = self.metrics.meter(on_close=self.backend.leave)
         try:
