@@ -382,9 +382,8 @@ def slots(engine: Engine) -> float:
     return round(engine.plan.resident_share, 3)
 
 
-def main() -> int:
+def compare(args: argparse.Namespace) -> None:
     """Measure all limits and print a table."""
-    args = parser().parse_args()
     for vram, share, n_vocab in itertools.product(args.vram, args.share, args.draft_vocab):
         rows = measure(vram, share, n_vocab, args)
         if args.json:
@@ -405,7 +404,12 @@ def main() -> int:
                 f"  {drafts['plain_steps']} plain{even(one, off)}",
                 flush=True,
             )
-    return 0
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    return bench.guarded("bench_drafts.py", lambda: compare(args))
 
 
 if __name__ == "__main__":

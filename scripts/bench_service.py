@@ -69,14 +69,14 @@ class Client:
 
 
 class Rounds:
-    """Keeps the rounds of a service (`Tally`), for --rounds.
+    """Keeps the rounds of a service (`Tally`) until they are written, for --rounds.
 
     A round is a list: when it began and ended, the graphs that it built, the rows of its pass, and
     its steps: kind, rows, positions, and when each was enqueued. Times are in seconds.
     """
 
-    def __init__(self, tally: Tally) -> None:
-        self.all = list[list[Any]]()
+    def __init__(self, tally: Tally, out: Path) -> None:
+        self._out, self._all = out, list[list[Any]]()
         self._tally, self._steps = tally, list[list[Any]]()
         self._begin, self._step, self._end = tally.begin_round, tally.stepped, tally.end_round
         for method in (self.begin_round, self.stepped, self.end_round):
@@ -97,8 +97,20 @@ class Rounds:
     def end_round(self, n_rows: int = 0) -> float | None:
         """Note the end of a round."""
         n_built = self._tally.n_built - self._n_built
-        self.all.append([self._begun, time.perf_counter(), n_built, n_rows, self._steps])
+        self._all.append([self._begun, time.perf_counter(), n_built, n_rows, self._steps])
         return self._end(n_rows)
+
+    def write(self, begun: float, first: float, gaps: Sequence[tuple[float, float]]) -> None:
+        """Append those beside a prompt, from half a second before it to half a second after it.
+
+        begun, first: when the prompt was submitted, and its first token came. gaps: between tokens
+        of others meanwhile: when each ended, and how long it was.
+        """
+        rounds = [one for one in self._all if begun - 0.5 < one[0] < first + 0.5]
+        with self._out.open("a", encoding="utf-8") as file:
+            line = {"begun": begun, "first": first, "rounds": rounds, "gaps": gaps}
+            file.write(bench.json_line(line))
+        self._all.clear()
 
 
 def prompt_of(engine: Engine, n: int, seed: int) -> list[int]:
@@ -131,12 +143,11 @@ def decode(service: Service, engine: Engine, n: int, n_tokens: int, seed: int) -
 
 
 def beside(
-    service: Service, engine: Engine, n: int, n_prompt: int, seed: int,
-    rounds: Rounds | None = None, out: Path | None = None,
-) -> dict[str, float]:  # fmt: skip
+    service: Service, engine: Engine, n: int, n_prompt: int, seed: int, rounds: Rounds | None
+) -> dict[str, float]:
     """Return what a long prompt does to n requests that decode, in milliseconds.
 
-    rounds: those beside the prompt are appended to `out`.
+    rounds: those beside the prompt are written.
     """
     alone = Client(service, prompt_of(engine, n_prompt, seed), 1).wait()
     n_most = engine.n_ctx // (n + 1) - 64 if engine.config.n_kv else engine.n_ctx - 64
@@ -153,14 +164,10 @@ def beside(
     gaps = [(at, at - before) for c in clients for before, at in zip(c.times[20:], c.times[21:])]
     # contexts grow, so what is usual is measured before and after
     usual = [gap for at, gap in gaps if at < begun or at - gap > first]
-    slowed = [gap for at, gap in gaps if begun <= at <= first]
-    if rounds and out:
-        with out.open("a", encoding="utf-8") as file:
-            noted = [one for one in rounds.all if begun - 0.5 < one[0] < first + 0.5]
-            gap_ends = [(at, gap) for at, gap in gaps if begun <= at <= first]
-            line = {"begun": begun, "first": first, "rounds": noted, "gaps": gap_ends}
-            file.write(bench.json_line(line))
-        rounds.all.clear()
+    meanwhile = [(at, gap) for at, gap in gaps if begun <= at <= first]
+    slowed = [gap for _, gap in meanwhile]
+    if rounds:
+        rounds.write(begun, first, meanwhile)
     median = float(np.median(usual))
     p99 = float(np.percentile(slowed, 99)) if slowed else 0.0
     return {
@@ -200,7 +207,7 @@ def measure(args: argparse.Namespace) -> None:
     config = with_share(EngineConfig(n_seq=n_seq, n_kv=-1, **given), args.model, args.share)
     with Engine.load(args.model, config) as engine:
         service = Service(engine)
-        rounds = Rounds(service._loop._tally) if args.rounds else None
+        rounds = Rounds(service._loop._tally, args.rounds) if args.rounds else None
         service.start()
         try:
             for at in range(args.samples + 1):  # graphs are built in the first
@@ -213,7 +220,7 @@ def measure(args: argparse.Namespace) -> None:
                         print(f"{n} clients: {speed:.1f} tok/s", flush=True)
                 clock.left()
                 seed = 1000 * at + 500
-                found = beside(service, engine, args.beside, args.prompt, seed, rounds, args.rounds)
+                found = beside(service, engine, args.beside, args.prompt, seed, rounds)
                 if at:
                     raw.add("beside", at=at, clients=args.beside, **found)
                     shown = ", ".join(f"{name} {value:.2f}" for name, value in found.items())

@@ -112,31 +112,31 @@ def commands(args: argparse.Namespace) -> Iterator[tuple[str, int, list[str]]]:
             yield "llama.cpp", n, [*theirs, *shlex.split(args.theirs)]
 
 
+def compare(args: argparse.Namespace) -> None:
+    """Profile all prompts and print."""
+    for program, n, command in commands(args):
+        kernels = profile(command)
+        total = sum(kernel.ms for kernel in kernels)
+        print(f"\n{program}, prompt of {n}: {total:.1f} ms in "
+              f"{sum(kernel.n for kernel in kernels)} kernels")  # fmt: skip
+        for kernel in kernels[: args.top]:
+            print(f"{kernel.ms:9.2f} ms {kernel.n:6}  {kernel.name[:90]}")
+        rest = sum(kernel.ms for kernel in kernels[args.top :])
+        print(f"{rest:9.2f} ms         all others", flush=True)
+        if args.out:
+            with args.out.open("a", encoding="utf-8") as file:
+                for kernel in kernels:
+                    row = {
+                        "row": "kernel", "program": program, "n_prompt": n,
+                        "kernel": kernel.name, "n": kernel.n, "ms": round(kernel.ms, 4),
+                    }  # fmt: skip
+                    file.write(bench.json_line(row))
+
+
 def main() -> int:
-    """Profile and print."""
+    """Run the command line and return the exit code."""
     args = parser().parse_args()
-    try:
-        for program, n, command in commands(args):
-            kernels = profile(command)
-            total = sum(kernel.ms for kernel in kernels)
-            print(f"\n{program}, prompt of {n}: {total:.1f} ms in "
-                  f"{sum(kernel.n for kernel in kernels)} kernels")  # fmt: skip
-            for kernel in kernels[: args.top]:
-                print(f"{kernel.ms:9.2f} ms {kernel.n:6}  {kernel.name[:90]}")
-            rest = sum(kernel.ms for kernel in kernels[args.top :])
-            print(f"{rest:9.2f} ms         all others", flush=True)
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    for kernel in kernels:
-                        row = {
-                            "row": "kernel", "program": program, "n_prompt": n,
-                            "kernel": kernel.name, "n": kernel.n, "ms": round(kernel.ms, 4),
-                        }  # fmt: skip
-                        file.write(bench.json_line(row))
-    except bench.BenchError as error:
-        print(f"profile_kernels: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return bench.guarded("profile_kernels.py", lambda: compare(args))
 
 
 if __name__ == "__main__":

@@ -309,6 +309,43 @@ def test_bench_ahead_predicts_experts_of_verify_passes() -> None:
     assert float(rows[4][4]) > float(rows[3][4]), "drafted tokens tell more than the last one"
 
 
+def test_bench_service_keeps_what_a_service_did_beside_a_prompt(tmp_path: Path) -> None:
+    out = tmp_path / "rounds.jsonl"
+    given = ("--clients", 1, "--beside", 1, "--tokens", 64, "--prompt", 64, "--samples", 1)
+    done = run("bench_service.py", "tiny", *COMMON, *given, "--rounds", out)
+    assert "64 tokens beside 1: " in done.stdout
+    lines = lines_of(out)
+    assert len(lines) == 2, "the samples that count, and those before"
+    for line in lines:
+        inside = [one for one in line["rounds"] if line["begun"] <= one[1] <= line["first"]]
+        assert all(begin < end for begin, end, *_ in line["rounds"])
+        assert all(line["begun"] <= at <= line["first"] and gap > 0 for at, gap in line["gaps"])
+        kinds = {kind for *_, steps in inside for kind, *_ in steps}
+        assert kinds >= {"attention", "recurrent"}, "the prompt"
+        assert any(n_rows == 1 for _, _, _, n_rows, _ in line["rounds"]), "the request beside it"
+
+
+def test_bench_drafts_keeps_the_steps_of_its_texts(tmp_path: Path) -> None:
+    out, steps = tmp_path / "rows.jsonl", tmp_path / "steps.jsonl"
+    drafter = ROOT / "moegraph" / "models" / "tiny-dflash.gguf"
+    given = ("--tokens", 24, "--depth", 24, "--repeat", 1, "--kind", "code", "--mtp", "--dflash", 3)
+    files = ("--draft", drafter, "--out", out, "--steps", steps)
+    done = run("bench_drafts.py", "tiny", "--device", "cpu", *given, *files)
+    ways = ["loaded, off", "dflash 3", "auto"]
+    rows = {row["way"]: row for row in lines_of(out)}
+    assert list(rows) == ["off", *ways] and all(row["at_rates"] > 0 for row in rows.values())
+    assert all(way in done.stdout for way in ways)
+    lines = lines_of(steps)
+    assert sorted((x["way"], x["at"]) for x in lines) == [
+        (way, n) for way in sorted(ways) for n in (0, 1)
+    ]
+    for line in lines:
+        at = line["fields"].index("n_tokens")
+        n_tokens = [step[at] for step in line["steps"] if step[0] != "watched"]
+        assert sum(n_tokens) == 23, "the first of 24 tokens came from the prompt"
+        assert line["way"] != "loaded, off" or n_tokens == [1] * 23
+
+
 @pytest.mark.parametrize(
     "script, given",
     [("bench_drafts_clients.py", ["--draft", ROOT / "moegraph" / "models" / "tiny-dflash.gguf"]),

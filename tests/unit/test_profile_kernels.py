@@ -75,13 +75,15 @@ def test_both_programs_are_profiled_in_turn(
 def test_a_profiler_that_fails_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "tiny", "--options=--fail") == 1
-    assert capsys.readouterr().err == ("profile_kernels: ncu ended with 9: ==ERROR== no counters\n")
+    assert run(monkeypatch, "tiny", "--options=--fail") == 2
+    assert capsys.readouterr().err == (
+        "profile_kernels.py: ncu ended with 9: ==ERROR== no counters\n"
+    )
 
 
 def test_no_profiler_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run(monkeypatch, "tiny") == 1
+    assert run(monkeypatch, "tiny") == 2
     assert "ncu is not on the path" in capsys.readouterr().err
