@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,11 @@ def gaps(streams: list[Stream], start: float = 0.0, end: float = 1e18) -> list[f
     return found
 
 
-def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float]:
+def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float | None]:
     """Return what n clients get, prompts of mixed lengths included.
 
     tokens_per_s counts everything; decode_per_s, from when half of the answers have begun until
-    half have ended.
+    half have ended. It is None if no token came between these, as where answers are short.
     """
     seed += 100 * n  # no prompt comes twice
     rng, start = random.Random(seed), time.perf_counter()
@@ -155,10 +155,10 @@ def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float]:
     between = gaps(streams)
     first = statistics.median(s.times[0] for s in streams)
     last = statistics.median(s.times[-1] for s in streams)
-    n_between = len(gaps(streams, first, last))
+    n_between = len(gaps(streams, first, last)) if last > first else 0
     return {
         "tokens_per_s": round(n * n_tokens / seconds, 1),
-        "decode_per_s": round(n_between / (last - first), 1) if last > first else 0.0,
+        "decode_per_s": round(n_between / (last - first), 1) if n_between else None,
         "between_p50_ms": ms(between, 0.5),
         "between_p99_ms": ms(between, 0.99),
         "first_p50_ms": ms([s.times[0] - s.begun for s in streams if s.times], 0.5),
@@ -303,7 +303,7 @@ def measure(name: str, port: int, args: argparse.Namespace) -> Iterator[dict[str
 
 def _measured(
     line: dict[str, Any],
-    work: Callable[..., dict[str, float]],
+    work: Callable[..., Mapping[str, float | None]],
     port: int,
     n_samples: int,
     warm: tuple[int, ...],

@@ -34,17 +34,18 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 _STAGES = {"load": "Loading", "prefill": "Reading the prompt", "check": "Checking",
     "download": "Downloading", "checksum": "Comparing the checksum",
+    "threads": "Measuring CPU threads",
 }  # fmt: skip
 # Seconds before a bar is drawn; a bar that vanishes at once would only flicker.
 _BAR_DELAY_S = 0.25
-# A model can write any character, but a terminal must not obey control characters. Tab, newline,
-# and a carriage return before a newline are harmless.
 # A cell of a column of numbers: a number, perhaps with grouped digits, and perhaps a unit.
 _NUMBER = re.compile(
     r"[-+]?\d[\d,.]*( ?(%|[KMGT]?i?B|[KMBT]|[mun]?s|tok/s))?( (\u00b1|to) [\d.]+)?"
 )
 # A cell of such a column that has no value.
 NONE = "-"
+# A model can write any character, but a terminal must not obey control characters. Tab, newline,
+# and a carriage return before a newline are harmless.
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
 } | {13: ""}
@@ -226,7 +227,9 @@ class Bars:
         if not self._enabled:
             return
         now = time.monotonic()
-        if stage != self._stage:
+        if stage != self._stage and not done:
+            self.expect(stage, total)  # the next report may come late
+        elif stage != self._stage:
             self.clear()
             self._stage, self._began, self._first = stage, now, done
         if done >= total:

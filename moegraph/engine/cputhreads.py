@@ -11,6 +11,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..cpuload import LOAD
+from ..events import Progress
 from ..ggml.device import Device
 from ..runner import AnyRunner, Batch, NotFinite
 from ..threads import SLEEP, Threads, Tuner, usable_cpus, waiting, ways
@@ -77,14 +78,18 @@ class CpuThreads:
             self._ended = time.perf_counter()
             self.tuner.took(self._ended - self._started)
 
-    def measure(self, runner: AnyRunner) -> None:
+    def measure(self, runner: AnyRunner, progress: Progress | None) -> None:
         """Measure one-row passes for about a second, then reset sequence 0.
+
+        The first pass also reads its part of a large file that is not in memory: seconds.
 
         Does nothing where experts may be missing, because the cache would learn from these passes.
         There the first tokens of an answer are measured.
         """
         if not self._is_measured or runner.mode != "whole":
             return
+        report = progress or (lambda stage, done, total: None)
+        report("threads", 0, 1)
         batch = Batch(np.zeros((1, 1), dtype=np.int32), greedy=True)
         end = time.perf_counter() + _MEASURE_S
         try:
@@ -97,6 +102,7 @@ class CpuThreads:
         except NotFinite:
             pass  # the weights are damaged: the first request will say where
         finally:
+            report("threads", 1, 1)
             runner.sequences.reset(0)
 
     def _run(self, runner: AnyRunner, batch: Batch) -> None:

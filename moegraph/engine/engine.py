@@ -101,7 +101,8 @@ class Engine:
     ) -> Engine:
         """Load a GGUF file, or a shipped model by its name, onto one or several devices.
 
-        progress: called with (stage, bytes done, bytes in total) while loading.
+        progress: called with ("load", bytes done, bytes in total), and before and after CPU threads
+            are measured with ("threads", 0 or 1, 1).
         routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used]; they replace
             the router's choice in one-row passes, for measuring.
 

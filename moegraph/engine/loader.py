@@ -167,7 +167,7 @@ class _Loading:
         files.check()
         self.file.check_unchanged()
         self._times.lap("graphs")
-        threads.measure(runner)
+        threads.measure(runner, progress)
         self._times.lap("threads")
         times = None
         if drafters:

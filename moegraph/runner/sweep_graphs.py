@@ -28,7 +28,9 @@ from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
 from .sweep_memory import SweepMemory
 
-# Places from which CUDA computes experts with tiles.
+# Places from which several are one token, for the sake of ggml's tiles (see `_build_unit`). Kernels
+# of ours compute most types instead: up to 512 places moegraph-rows.cu, more moegraph-wide.cu.
+# Neither depends on which places are one token.
 _MIN_TILED = 1024
 
 

@@ -111,6 +111,8 @@ class _Process:
     def _say_last(self, failure: MoegraphError | None, is_stuck: bool) -> None:
         if failure is not None:
             self._ways.say(f"error: {failure}")
+        elif self._code == _INTERRUPTED:
+            self._ways.say("interrupted")
         if is_stuck:
             self._ways.say(
                 f"ended; a prompt or grammar was still being prepared after {_GRACE_S:g} s more"

@@ -15,7 +15,7 @@ from helpers.shared import prompt
 from moegraph.draft.plan import PLAIN, Plan
 from moegraph.draft.stats import SpecStats
 from moegraph.engine import Engine
-from moegraph.engine.requests import Request
+from moegraph.engine.requests import Request, Step
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import NativeError
 from moegraph.sampling import SamplingParams
@@ -213,14 +213,18 @@ def test_drafts_after_a_prompt_that_was_read_in_pieces(
     monkeypatch.setattr(scheduler, "_LONGER", 0)
     engine = drafting(open_engine, **settings)
     plain = open_engine("mini35b", cpu_reference=True, n_ctx=256)
+    chat: list[Client] = []
     with serving(engine) as service:
-        long = Client(service, prompt(engine, 220, seed=1), max_tokens=3)
-        while not long.steps and not service._loop._answers.sweeping:
-            pass
-        chat = Client(service, prompt(engine, 70, seed=2), max_tokens=40).wait()
-        long.wait()
-    assert chat.last.usage.n_drafted > 10
-    for client in (chat, long):
+
+        def come(step: Step) -> None:
+            if not chat:
+                assert service._loop._answers.sweeping and not step.tokens
+                chat.append(Client(service, prompt(engine, 70, seed=2), max_tokens=40))
+
+        long = Client(service, prompt(engine, 220, seed=1), max_tokens=3, on_step=come).wait()
+        chat[0].wait()
+    assert chat[0].last.usage.n_drafted > 10
+    for client in (chat[0], long):
         assert client.tokens == alone(plain, client.request)[0]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from bench_server import Stream, long_prompt, served
+from bench_server import Stream, long_prompt, served, throughput
 
 PIECE = b'data: {"choices": [{"text": "a"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -60,6 +60,14 @@ def test_an_answer_that_breaks_off_is_not_measured(port: int, body: bytes, says:
     Answer.body = body
     with pytest.raises(RuntimeError, match=says):
         Stream(port, "/v1/completions", {}).done()
+
+
+@pytest.mark.parametrize("n_pieces", [1, 3])
+def test_answers_of_one_token_have_no_speed_of_decoding(port: int, n_pieces: int) -> None:
+    Answer.body = PIECE * n_pieces + DONE
+    found = throughput(port, 1, n_pieces, 0)
+    assert found["tokens_per_s"] and bool(found["decode_per_s"]) == (n_pieces > 1)
+    assert found["decode_per_s"] != 0.0
 
 
 def test_clients_beside_a_long_prompt_say_why_they_ended(port: int) -> None:

@@ -207,7 +207,8 @@ class TestDrawing:
     def test_no_bar_for_work_that_is_quickly_done(
         self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        now = iter(1000.0 + i * ui._BAR_DELAY_S / 10 for i in range(10))
+        monkeypatch.setattr(ui, "_BAR_DELAY_S", PATIENCE_S)
+        now = iter(1000.0 + i * ui._BAR_DELAY_S / 11 for i in range(11))
         monkeypatch.setattr(ui, "time", SimpleNamespace(monotonic=lambda: next(now)))
         with ui.Bars() as bars:
             for done in range(10):
@@ -221,6 +222,16 @@ class TestDrawing:
         with ui.Bars() as bars:
             bars.expect("prefill", 512)
             until(lambda: "Reading the prompt" in terminal.getvalue())
+        assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
+
+    def test_a_bar_appears_though_nothing_follows_the_first_report(
+        self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ui, "_BAR_DELAY_S", 0.01)
+        with ui.Bars() as bars:
+            bars("threads", 0, 1)
+            until(lambda: "Measuring CPU threads" in terminal.getvalue())
+            bars("threads", 1, 1)
         assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
 
     def test_no_bar_after_work_that_was_expected_and_quick(

@@ -172,7 +172,34 @@ def test_a_thread_that_is_stuck_does_not_hold_the_end_up(monkeypatch: pytest.Mon
     finally:
         model.may_end.set()
     assert codes == [130] and time.monotonic() - began < PATIENCE_S / 2
-    assert process.said == ["ended; a prompt or grammar was still being prepared after 0.1 s more"]
+    assert process.said == [
+        "interrupted",
+        "ended; a prompt or grammar was still being prepared after 0.1 s more",
+    ]
+
+
+def test_a_signal_does_not_wait_for_a_model_that_is_being_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes: list[int] = []
+    may_end = threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        may_end.set()  # the test's own process waits for its threads
+        raise Left
+
+    def load() -> Loaded:
+        os.kill(os.getpid(), signal.SIGINT)
+        may_end.wait(PATIENCE_S)
+        raise ModelFileError("nobody waits for this")
+
+    monkeypatch.setattr("moegraph.server.running._leave", leave)
+    process = Process()
+    process.host = ModelHost(load, FACTS)
+    with pytest.raises(Left):
+        process.run(lambda url: None)
+    assert codes == [130] and process.said == ["interrupted"]
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
