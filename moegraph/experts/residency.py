@@ -66,8 +66,8 @@ class Residency:
         """Take over a cache whose slots are filled.
 
         fetchable: layers whose graph could fetch, given slots. n_prefetch_slots: for prefetched
-        experts. move_s: seconds to upload one expert; None for no guard. exchanges: give slots to
-        the experts that the policy prefers after a prompt, in layers that do not fetch.
+        experts. move_s: seconds to upload one expert; None for no guard. exchanges: experts that
+        the policy prefers after a prompt get slots: as it is computed, or by an exchange after it.
         """
         self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
@@ -89,7 +89,7 @@ class Residency:
         self._exchanges = exchanges
         self._pass: PassPlan | None = None
         self._is_trial = False  # the time of the pass counts for the prefetch trial
-        self._is_stale = False  # a prompt changed the scores, but not the slots
+        self._is_stale = False  # a prompt changed the scores, and slots may not follow them yet
         self._is_prompt = False  # the pass under way, or the one that others came in between
         self._victim_layers = _NO_LAYERS  # of the pass: their graphs fetch
         self._listed: set[int] = set()  # the list of victims on the device is that of the slots

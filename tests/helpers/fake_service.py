@@ -53,7 +53,6 @@ class FakeService:
     n_cached: int = 0
     experts: Any = None
     tickets: list[FakeTicket] = field(default_factory=list)
-    n_drained: int = 0
     is_closed: bool = False
     busy_s: float = 0.0
 
@@ -84,7 +83,6 @@ class FakeService:
         )  # fmt: skip
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        self.n_drained += 1
         return True
 
     def close(self) -> None:
