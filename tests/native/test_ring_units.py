@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from moegraph.engine import Engine
 from moegraph.ggml.capabilities import Capabilities
 from moegraph.ggml.lib import ffi
 from moegraph.ggml.ops import Tensor
+from moegraph.graphs import experts
 from moegraph.resident.ring import Ring
 from moegraph.runner import sweep_graphs
 from moegraph.runner.inspect import read_tensor
@@ -22,6 +25,7 @@ from moegraph.runner.sweep_batch import SweepBatch
 from moegraph.runner.sweeps import Sweeps
 
 Open = Callable[..., Engine]
+CUDA = Path(__file__).resolve().parents[2] / "native" / "ggml" / "src" / "ggml-cuda"
 MISSING: dict[str, Any] = {"cache_slots": 10, "pin_layers": 0, "miss": "stream"}
 # Numbers of a row that a tile reads at once.
 PIECE = 512
@@ -33,6 +37,16 @@ def without_exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Capabilities.of.__func__
     of = classmethod(lambda cls, dev: replace(real(cls, dev), exact_sums=False))
     monkeypatch.setattr(Capabilities, "of", of)
+
+
+def test_graphs_know_what_our_kernels_compute() -> None:
+    """Where the kernels do not, ggml's tiles do, and graphs take rows together for those."""
+    types = (CUDA / "moegraph-rows-types.cuh").read_text("utf-8")
+    (most,) = re.findall(r"constexpr int MOEGRAPH_MAX_SLOTS += (\d+);", types)
+    _, begun, rest = (CUDA / "moegraph-rows.cu").read_text("utf-8").partition("moegraph_rows_type(")
+    names = re.findall(r"case GGML_TYPE_(\w+):", rest.partition("return true")[0])
+    assert begun and {kind.name for kind in experts._OUR_TYPES} == set(names)
+    assert int(most) == experts._MAX_CHOICES
 
 
 def first_layer(engine: Engine, ids: np.ndarray) -> np.ndarray:
