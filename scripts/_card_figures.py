@@ -182,6 +182,10 @@ def server(lines: Lines, part: str) -> Iterator[Figure]:
         mine, theirs = (_served(rows, who, what, field) for who in ("moegraph", "llama-server"))
         name = f"{what}: time to the first token over llama-server's"
         yield from ratio(name, mine, theirs, bars[0], bars[1], less=True)
+    mine, theirs = (
+        _served(rows, who, "memory", "device_gib") for who in ("moegraph", "llama-server")
+    )
+    yield from ratio("peak of device memory over llama-server's", mine, theirs, less=True)
 
 
 def run_rows(lines: Lines, part: str) -> Iterator[Figure]:

@@ -5,7 +5,8 @@ One server after the other: tokens a second and the time between tokens for seve
 clients; with --long also while a long prompt comes in, and the second turn of a long conversation.
 Prompts are token ids, answers are greedy and have a fixed length. A character that takes several
 tokens comes as one piece of a stream: the time before it counts as that of several tokens, if the
-server says how many there are (`timings_per_token`).
+server says how many there are (`timings_per_token`). With an NVIDIA driver, the last line of each
+server has its peak of device memory.
 
     scripts/bench_server.py 35b.gguf --llama-server bin/llama-server --long --out server.jsonl
     scripts/bench_server.py tiny --device cpu --clients 1 4 --tokens 30
@@ -30,6 +31,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from _llama_bench import MemoryWatch
 
 ROOT = Path(__file__).resolve().parents[1]
 # Ids of prompts: the first ones of a vocabulary are bytes and common pieces.
@@ -350,7 +355,6 @@ def plot(raw: Path) -> str:
     raw: lines of --out. Of one server, curves are told apart by "experts" and "tree", where lines
     have them: how many experts were on the device, and what was measured.
     """
-    sys.path.insert(0, str(ROOT))
     from moegraph.cli.svg import line_chart
 
     series: dict[str, list[tuple[float, float]]] = {}
@@ -362,6 +366,14 @@ def plot(raw: Path) -> str:
             series.setdefault(name, []).append((line["clients"], line["tokens_per_s"]))
     ordered = {name: sorted(points) for name, points in series.items()}
     return line_chart("Many clients, 35B-A3B shape", "clients", "tokens per second", ordered)
+
+
+def note(line: dict[str, Any], out: Path | None) -> None:
+    """Print a line, and append it to a file."""
+    print(json.dumps(line), flush=True)
+    if out:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def main() -> int:
@@ -396,15 +408,15 @@ def main() -> int:
     for name, (command, env) in commands(args, port).items():
         if args.only not in (None, name):
             continue
-        with served(command, port, env):
+        with MemoryWatch() as watch, served(command, port, env):
             time.sleep(args.settle)
             for line in measure(name, port, args):
-                print(json.dumps(line), flush=True)
-                if args.out:
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(line) + "\n")
+                note(line, args.out)
                 if "tokens_per_s" in line:
                     speeds.setdefault((name, line["clients"]), []).append(line["tokens_per_s"])
+        if watch.n_bytes > 0:
+            peak = round(watch.n_bytes / 2**30, 2)
+            note({"server": name, "what": "memory", "device_gib": peak}, args.out)
     print("| server | clients | tok/s |\n|---|---|---|")
     for (name, n), found in speeds.items():
         print(f"| {name} | {n} | {statistics.median(found):.1f} |")

@@ -51,6 +51,8 @@ def connect(address: Address, build: Build) -> Connection:
         found = _forwarded(address, build) if address.keys else _direct(address, build)
     except OSError as error:
         reason = error.strerror or str(error)
+        if isinstance(error, ConnectionResetError) and not address.keys:
+            reason += "; a worker with --keys wants ?keys=FOLDER in its address"
         raise NativeError(f"worker {address.worker} cannot be reached: {reason}") from None
     _limit(found.sock, address.timeout_s)
     return found

@@ -113,7 +113,7 @@ def test_a_client_does_not_talk_to_another_worker(others: Path, keys: Path) -> N
 
 
 def test_a_client_without_keys_is_refused(worker: WorkerProcess, keys: Path) -> None:
-    with pytest.raises(NativeError, match=f"{worker.url[6:]}"):
+    with pytest.raises(NativeError, match=rf"{worker.url[6:]}.*wants \?keys=FOLDER"):
         Device(worker.url, 1)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(keys / "client" / "ca.pem")

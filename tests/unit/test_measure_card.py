@@ -337,8 +337,11 @@ def test_servers_are_compared_where_both_answered() -> None:
         line("moegraph", 32, tokens_per_s=900), {**line("llama-server", 32), "error": "it died"},
         {"server": "moegraph", "what": "long prompt", "clients": 8, "p99_over_usual": 2.5,
          "first_s": 2.0},
+        *({"server": who, "what": "memory", "device_gib": 14.0}
+          for who in ("moegraph", "llama-server")),
     ]  # fmt: skip
     assert shown(figures.server, lines, "server-all") == {
+        "peak of device memory over llama-server's": (1.0, ""),
         "8 clients: tok/s over llama-server": (2.3, "goal"), "32 clients": (900, ""),
         "p99 between tokens beside a long prompt, over the usual": (2.5, "missed"),
     }  # fmt: skip
