@@ -221,6 +221,15 @@ def one_text(engine: Engine, args: argparse.Namespace) -> tuple[float, list[int]
     return events[-1].decode_tps, [*ids.tolist(), *(e.token for e in events if e.token is not None)]
 
 
+def text_and_luck(engine: Engine, args: argparse.Namespace) -> tuple[float, float]:
+    """Return the tokens a second of a text, and its luck (`ByPlan`)."""
+    controller = engine.speculation.controller if engine.speculation else None
+    if not isinstance(controller, ByPlan):
+        return one_text(engine, args)[0], 1.0
+    controller.n_text = args.tokens
+    return one_text(engine, args)[0], controller.luck
+
+
 def summary(
     found: Sequence[float], lucks: Sequence[float], drafts: dict[str, Any] | None, **about: Any
 ) -> dict[str, Any]:
@@ -307,11 +316,10 @@ def in_turn(
     for at in range(args.repeat + 1):
         for way in order[at % len(order) :] + order[: at % len(order)]:
             engine.speculation, controller = ways[way], controllers[way]
-            assert isinstance(controller, ByPlan)
-            controller.n_text = args.tokens
-            found[way].append(one_text(engine, args)[0])
-            lucks[way].append(controller.luck)
-            if args.steps:
+            tps, luck = text_and_luck(engine, args)
+            found[way].append(tps)
+            lucks[way].append(luck)
+            if args.steps and isinstance(controller, ByPlan):
                 line = {"kind": kind, "way": way, "at": at, "tps": found[way][-1], "fields": _STEP}
                 with args.steps.open("a", encoding="utf-8") as file:
                     file.write(bench.json_line({**line, "steps": controller.steps}))

@@ -5,8 +5,8 @@ llama-server accepts drafts by a script too (--spec-synth-rates), with the same 
 scripts/bench_drafts.py. So passes and drafters of both sides cost what they cost, and equally many
 tokens are right. What is accepted becomes llama-server's text, though, while ours stays the model's
 own. Both sides are loaded and give texts in turn, one client, greedy; the first text of each does
-not count. llama-server's rates are random with each text's seed: beside its tokens a second stands
-what they would be if exactly the stated rates had come true ("at rates").
+not count. Which drafts are right is random on both sides: ours is what it would be if exactly the
+stated rates had come true, and so is what stands beside llama-server's tokens a second ("at rates").
 
 Example:
     scripts/bench_drafts_upstream.py model.gguf --draft dflash.gguf \\
@@ -118,11 +118,12 @@ def compare(
     with served(call, port, {**os.environ, "LD_LIBRARY_PATH": path}):
         for at in range(args.samples + 1):
             theirs = their_text(port, ids, args.tokens, at)
-            found.append({"ours": drafts.one_text(engine, args)[0], **theirs})
+            tps, luck = drafts.text_and_luck(engine, args)
+            found.append({"ours": tps, "luck": luck, **theirs})
     counted = found[1:]
     row: dict[str, Any] = {
         "way": ours, "theirs": source, "kind": kind, "ncmoe": ncmoe,
-        "ours_tps": statistics.median(one["ours"] for one in counted),
+        "ours_tps": statistics.median(one["ours"] / one["luck"] for one in counted),
         "theirs_tps": statistics.median(one["tps"] for one in counted), "samples": found,
     }  # fmt: skip
     if source:
