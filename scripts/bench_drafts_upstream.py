@@ -6,7 +6,7 @@ scripts/bench_drafts.py. So passes and drafters of both sides cost what they cos
 tokens are right. What is accepted becomes llama-server's text, though, while ours stays the model's
 own. Both sides are loaded and give texts in turn, one client, greedy; the first text of each does
 not count. Which drafts are right is random on both sides: ours is what it would be if exactly the
-stated rates had come true, and so is what stands beside llama-server's tokens a second ("at rates").
+stated rates had come true, and so is what stands beside llama-server's speed ("at rates").
 
 Example:
     scripts/bench_drafts_upstream.py model.gguf --draft dflash.gguf \\
