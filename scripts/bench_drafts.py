@@ -372,7 +372,7 @@ def use(
     text: the prompt and the answer, of which the drafts are right or wrong. Return what drafts.
     """
     engine.reset(0)  # what comes next computes over this sequence
-    widths = first_widths(config, engine.runner.device.can.streams)
+    widths = first_widths(config, engine.runner)
     times = time_verify(engine.runner, widths)
     if kind:
         told = [one for one in drafters if one.name != "lookup"]

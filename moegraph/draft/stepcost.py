@@ -194,6 +194,8 @@ class DraftCost:
             self._is_new = False
             if steps > _OUTLIER * max(self(n_draft, 1.0), 0.1):
                 return
+        elif self.is_known:  # a drafter may build graphs
+            steps = min(steps, _OUTLIER * max(self(n_draft, 1.0), 0.1))
         kept = 1.0 - 1.0 / (4 * _MEMORY)
         found = (1.0, n_draft, n_draft * n_draft, steps, n_draft * steps)
         self._sums = tuple(kept * old + new for old, new in zip(self._sums, found))

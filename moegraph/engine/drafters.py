@@ -31,8 +31,9 @@ from ..runner import AnyRunner, LayeredRunner
 from .speculation import Speculation
 from .warmup import PassTimes
 
-# Rows of verify passes that are ready before the first text.
-_CAPTURED, _BUILT = (2, 3, FIRST_WIDTH, 8, 12), (FIRST_WIDTH,)
+# Rows of verify passes that are ready before the first text: where graphs are captured, fewer if
+# experts may be missing, because wider passes pay less then; and elsewhere.
+_CAPTURED, _LACKING, _BUILT = (2, FIRST_WIDTH, 8, 12), (FIRST_WIDTH, 8), (FIRST_WIDTH,)
 
 
 def open_drafters(
@@ -107,17 +108,16 @@ def _reserve_taps(
             before.taps.reserve(mine, tap_rows(config))
 
 
-def first_widths(config: EngineConfig, captures: bool) -> list[int]:
-    """Return the rows of the verify passes whose graphs are built ahead.
-
-    captures: graphs are dear, because the device captures them.
-    """
+def first_widths(config: EngineConfig, runner: AnyRunner) -> list[int]:
+    """Return the rows of the verify passes whose graphs are built ahead, in order."""
     if config.ddtree:
         return []
     given = config.budget or (config.draft_max and config.draft_max + 1)
     if given and config.spec != "auto":
         return [min(given, config.n_draft + 1)]
-    widths = _CAPTURED if captures else _BUILT
+    widths: tuple[int, ...] = _BUILT
+    if runner.device.can.streams:  # graphs are dear, because the device captures them
+        widths = _CAPTURED if runner.mode == "whole" else _LACKING
     return [n for n in widths if n <= min(given or n, config.n_draft + 1)]
 
 
@@ -145,7 +145,7 @@ def open_speculation(
     captures = runner.device.can.streams
     controller = open_controller(drafters, config, max_rows, experts, captures)
     if times and not controller.settings.is_fixed:
-        if times.plain:
+        if times.plain and controller.settings.is_timed:
             controller.calibrate(times.plain, times.verify)
         else:
             controller.widths.have(times.built)

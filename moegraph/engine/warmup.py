@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -60,30 +61,35 @@ def warm_up(runner: AnyRunner) -> None:
 def time_verify(runner: AnyRunner, widths: Sequence[int]) -> PassTimes | None:
     """Build the graphs of verify passes of these rows and of their commits, and time them.
 
-    Then sequence 0 is reset. If experts may be missing, graphs of passes are built and nothing is
-    timed, as above.
+    widths: in order. Then sequence 0 is reset. If experts may be missing, nothing is timed; where
+    graphs are captured they are, and then the same experts are on the device as before.
     """
     if not widths:
         return None
-    if runner.mode != "whole":
+    captures, is_whole = runner.device.can.streams, runner.mode == "whole"
+    if not (captures or is_whole):
         for batch in (batch for n_rows in widths for batch in _chains(runner, n_rows)):
             runner.build_ahead(batch)
         return PassTimes(0.0, {}, tuple(widths))
     row = Batch(np.full((1, 1), _APART % runner.hp.n_vocab, dtype=np.int32), greedy=True)
     try:
-        plain = min(_timed(runner, row, 0) for _ in range(_N_TIMED))
-        verify = {n_rows: _time_width(runner, n_rows) for n_rows in widths}
-        return PassTimes(plain, verify, tuple(widths))
+        with runner.rehearsing():
+            plain = min(_timed(runner, row, 0) for _ in range(_N_TIMED)) if is_whole else 0.0
+            verify = {n: _time_width(runner, n, before) for before, n in pairwise((0, *widths))}
+        return PassTimes(plain, verify if is_whole else {}, tuple(widths))
     except NotFinite:
         return None  # as above
     finally:
         runner.sequences.reset(0)
 
 
-def _time_width(runner: AnyRunner, n_rows: int) -> float:
-    """Return the seconds of a chain's pass whose graphs exist, greedy or not."""
+def _time_width(runner: AnyRunner, n_rows: int, before: int) -> float:
+    """Return the seconds of a chain's pass whose graphs exist, greedy or not.
+
+    before: rows of which paths have been committed.
+    """
     captures, (chain, raced) = runner.device.can.streams, _chains(runner, n_rows)
-    paths = range(1, n_rows + 1) if captures else [n_rows]
+    paths = range(before + 1, n_rows + 1) if captures else [n_rows]
     seconds = [_timed(runner, chain, n) for n in paths for _ in range(_N_PASSES)]
     if captures:
         for _ in range(_N_PASSES):

@@ -9,9 +9,7 @@ import numpy as np
 from ..errors import ConfigError, InternalError
 from .cachestats import CacheStats
 from .policy import Policy
-from .slots import Journal, LayerSlots
-
-_COUNTERS = ("n_hits", "n_misses", "n_missing", "n_admitted", "n_evicted", "n_declined")
+from .slots import COUNTERS, Journal, LayerSlots, SavedSlots
 
 
 class ExpertCache:
@@ -47,7 +45,7 @@ class ExpertCache:
     @property
     def stats(self) -> CacheStats:
         """Return a copy of all counters."""
-        counted = ([getattr(layer, name) for layer in self.layers] for name in _COUNTERS)
+        counted = ([getattr(layer, name) for layer in self.layers] for name in COUNTERS)
         return CacheStats(
             self.step, self.n_expert_used, *(np.array(counts, dtype=np.int64) for counts in counted)
         )
@@ -105,6 +103,17 @@ class ExpertCache:
                 self.dirty.add(layer.il)
         journal.given.clear()
         journal.in_flight.clear()
+
+    def save(self) -> tuple[int, list[SavedSlots]]:
+        """Return the state between two passes, for `restore`; nothing is loading."""
+        return self.step, [layer.save() for layer in self.layers]
+
+    def restore(self, saved: tuple[int, list[SavedSlots]]) -> dict[int, list[tuple[int, int]]]:
+        """Go back to a state; return by layer (expert, slot) of experts that must be uploaded."""
+        self.step, layers = saved
+        self._journal.given.clear()
+        due = {layer.il: layer.restore(one) for layer, one in zip(self.layers, layers)}
+        return {il: pairs for il, pairs in due.items() if pairs}
 
     def check(self) -> None:
         """Verify all invariants.

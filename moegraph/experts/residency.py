@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -29,7 +31,7 @@ from .guard import CacheGuard, Counters
 from .passplan import FetchedLayer, LayerPlan, MissMode, Pairs, PassPlan, TableRow
 from .prefetch import MAX_PREFETCH, PrefetchController
 from .routing import RoutingCounts
-from .slots import LayerSlots
+from .slots import LayerSlots, SavedSlots
 
 # Most experts promoted in one pass: 30 MB of a 35B-A3B, which PCIe 5.0 copies in less than a
 # millisecond. The next pass waits for them.
@@ -43,6 +45,15 @@ _PATIENCE = 16
 _NO_LAYERS: frozenset[int] = frozenset()
 
 _NOTHING_FETCHED = FetchedLayer([], None, None)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What `Residency.restore` goes back to."""
+
+    cache: tuple[int, list[SavedSlots]]
+    counts: list[list[int]]
+    choice: FetchChoice
 
 
 class Residency:
@@ -129,14 +140,17 @@ class Residency:
         self._is_stale = self._is_stale and not rules.admits
         self._is_prompt = not rules.admits
         waits = bool(self._promoted)
-        for il, expert in self._promoted:
-            self._layers[il].mark_resident(expert)
-        self._promoted.clear()
+        self._mark_promoted()
         self._is_trial = self._may_prefetch and is_active and rules.predicts
         rows = self._changed_rows(mode.fetch_layers, n_tokens * self._n_used)
         plan = PassPlan(n_tokens, mode, exchanged, waits, rows)
         self._pass = plan
         return plan
+
+    def _mark_promoted(self) -> None:
+        for il, expert in self._promoted:
+            self._layers[il].mark_resident(expert)
+        self._promoted.clear()
 
     def is_current(self, plan: PassPlan) -> bool:
         """Return whether no other pass has begun since this one, and it has not ended."""
@@ -291,6 +305,21 @@ class Residency:
         self._learning = 0, 0
         self.cache.rollback()
         self._pass = None
+
+    def save(self) -> _Saved:
+        """Return the state between two passes, for `restore`; the device is idle."""
+        self._mark_promoted()
+        return _Saved(self.cache.save(), deepcopy(self.routing.counts), deepcopy(self._choice))
+
+    def restore(self, saved: _Saved) -> dict[int, list[tuple[int, int]]]:
+        """Go back to a state before passes of several rows; the last of them has ended.
+
+        Returns by layer (expert, slot) of the experts that must be uploaded before the next pass.
+        """
+        self._promoted.clear()
+        self._learning = 0, 0
+        self.routing.counts, self._choice = deepcopy(saved.counts), deepcopy(saved.choice)
+        return self.cache.restore(saved.cache)
 
     def prefetch_report(self) -> dict[str, int] | None:
         """Return how many experts were predicted, rightly predicted, prefetched; None if off."""

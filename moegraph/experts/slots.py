@@ -17,7 +17,9 @@ If a layer's graph fetches missing experts, `plan_victims` lists victims before 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,8 @@ from ..errors import InternalError
 from .policy import LayerPolicy
 from .ranking import Ranking
 
+# Counters of a layer, see `CacheStats`.
+COUNTERS = ("n_hits", "n_misses", "n_missing", "n_admitted", "n_evicted", "n_declined")
 # If a pass fetches more experts of a layer, ranking all of them anew is faster than one by one.
 _MANY = 2
 
@@ -42,6 +46,15 @@ class Journal:
     given: list[tuple[int, int]] = field(default_factory=list)
     in_flight: dict[int, int] = field(default_factory=dict)
     dirty: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class SavedSlots:
+    """What `LayerSlots.restore` goes back to: owners, the policy's state, and counters."""
+
+    owner: list[int]
+    policy: dict[str, Any]
+    counted: list[int]
 
 
 class LayerSlots:
@@ -360,6 +373,25 @@ class LayerSlots:
         self.fresh.clear()
         self._ranking.clear()
         self.victims, self._first_victims = [], set()
+
+    def save(self) -> SavedSlots:
+        """Return the state between two passes, while nothing is loading."""
+        counted = [getattr(self, name) for name in COUNTERS]
+        return SavedSlots(list(self.owner), deepcopy(vars(self.policy)), counted)
+
+    def restore(self, saved: SavedSlots) -> list[tuple[int, int]]:
+        """Go back to a state; return (expert, slot) of each expert that has to be uploaded."""
+        now = enumerate(zip(saved.owner, self.owner))
+        due = [(expert, slot) for slot, (expert, other) in now if expert not in (-1, other)]
+        self.loading.clear()
+        self.owner[:] = saved.owner
+        vars(self.policy).update(deepcopy(saved.policy))
+        for name, n in zip(COUNTERS, saved.counted):
+            setattr(self, name, n)
+        if not self.full:
+            self.rebuild()
+            self._journal.dirty.add(self.il)
+        return due
 
     def _hold(self, expert: int, slot: int) -> None:
         self.resident.add(expert)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -389,6 +389,10 @@ class Runner(ABC):
     @abstractmethod
     def build_ahead(self, batch: Batch) -> None:
         """Build the graphs of a pass that will be submitted later, also while one is in flight."""
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """Leave which experts are on the device as it is; see `LayeredRunner.rehearsing`."""
+        return nullcontext()
 
     @abstractmethod
     def _prepare(self, shape: PassShape, batch: Batch) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -121,6 +122,27 @@ class LayeredRunner(Runner):
     def build_ahead(self, batch: Batch) -> None:
         """Build the graphs of a pass that will be submitted later, also while one is in flight."""
         self._build(self.shape_of(batch), batch.kind, batch.results)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Leave the experts on the device, and what was counted of them, as they are before.
+
+        For passes of several rows that are not of a text. The device is idle before and afterwards.
+        """
+        self.device.synchronize()
+        saved, phases = self.residency.save(), dict(self.phases)
+        sent = self.misses.sent if self.misses else None
+        try:
+            yield
+        finally:
+            self.recover()
+            self.device.synchronize()
+            due = self.residency.restore(saved)
+            if self.misses and sent:
+                for il, pairs in due.items():
+                    self.misses.fill(il, pairs)
+                self.misses.sent = sent
+            self.phases.update(phases)
 
     def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
         mode = self.residency.miss_mode(kind, shape.n_tokens)

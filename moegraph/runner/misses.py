@@ -111,6 +111,15 @@ class MissHandler:
         """Expert bytes that crossed to the device, uploaded or fetched."""
         return self._upload.n_bytes + self._n_fetched_bytes
 
+    @property
+    def sent(self) -> tuple[int, int, int]:
+        """Bytes uploaded and fetched, and experts computed on the CPU; set to count anew."""
+        return self._upload.n_bytes, self._n_fetched_bytes, self.n_cpu_experts
+
+    @sent.setter
+    def sent(self, counted: tuple[int, int, int]) -> None:
+        self._upload.n_bytes, self._n_fetched_bytes, self.n_cpu_experts = counted
+
     def stats(self, phases_s: dict[str, float]) -> ExpertStats:
         """Return all counters; phases_s: the runner's seconds."""
         residency = self.residency

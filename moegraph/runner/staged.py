@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 import numpy as np
@@ -190,6 +190,14 @@ class StagedRunner:
         """Build the graphs of a pass that will be submitted later, also while one is in flight."""
         for part in self.parts:
             part.build_ahead(batch)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Do `LayeredRunner.rehearsing` on each device."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.rehearsing())
+            yield
 
     def close(self) -> None:
         """Wait for all devices, then free the copies' memory; the caller closes the parts."""

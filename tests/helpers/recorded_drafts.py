@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -39,14 +40,21 @@ FIXED = [PLAIN, *(Plan(name, n) for name, lengths in LENGTHS.items() for n in le
 # Milliseconds of passes and their commits by rows; with a part of the experts, those of all but the
 # missing ones, 40 us each; missing experts by the share of those on the device.
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
-_WHOLE = (2.33, 3.06, 3.4, 3.73, 4.5, 4.87, 5.68, 6.6)
-_PART = (2.45, 3.2, 3.6, 3.95, 4.7, 5.1, 5.9, 6.8)
-_LACKED = {0.25: (36, 69, 102, 134, 198, 245, 330, 420), 0.6: (3, 7, 9, 12, 17, 21, 30, 40)}
+_WHOLE = (2.33, 2.95, 3.46, 3.66, 4.5, 4.87, 5.75, 6.6)
+_PART = (2.4, 3.35, 3.75, 3.95, 4.8, 5.25, 6.3, 7.2)
+_LACKED = {0.25: (36, 69, 102, 134, 198, 245, 330, 420), 0.6: (4.6, 9, 12, 16, 24, 30, 42, 54)}
 _MISS_MS = 0.04
-# Milliseconds that the first pass of a width takes longer, without graphs and with graphs that were
-# built, and the first commit of so many rows; the latter two if experts may be missing.
-_UNBUILT, _BUILT, _COMMIT = 20.0, 4.0, 3.0
-_READY = (2, 3, 4, 8, 12)
+# Milliseconds that a pass of one row takes longer if something was drafted before it, in this step
+# or the last.
+_LONE = 0.15
+# Milliseconds that the first two launches of a graph take longer: of a pass without graphs and of
+# one whose graphs were built, of a commit, of an MTP draft longer than those that loading prepares,
+# and of one that reads a number of tokens for the first time.
+_UNBUILT, _BUILT, _COMMIT = (25.0, 6.0), (4.5, 6.0), (3.5, 1.3)
+_LONG, _TOLD = (5.0, 2.8), (2.0, 1.0)
+_USUAL_DRAFT, _USUAL_TOLD = 8, 4
+# Rows of passes whose graphs are built before the first text: if no experts are missing, and else.
+_READY, _READY_PART = (2, 4, 8, 12), (4, 8)
 
 
 def _by_rows(points: Sequence[float]) -> list[float]:
@@ -55,6 +63,10 @@ def _by_rows(points: Sequence[float]) -> list[float]:
 
 _MS = {share: _by_rows(_WHOLE if share == 1.0 else _PART) for share in (1.0, 0.6, 0.25)}
 _MISSING = {share: _by_rows(points) for share, points in _LACKED.items()}
+
+
+def _ready(share: float) -> tuple[int, ...]:
+    return _READY if share == 1.0 else _READY_PART
 
 
 @dataclass(frozen=True)
@@ -73,16 +85,23 @@ class Trouble:
 
 @dataclass
 class Card:
-    """What steps take. share: of the experts, those on the device. builds: graphs are new."""
+    """What steps take. share: of the experts, those on the device. builds: graphs are new.
+
+    is_warm: loading launched the graphs of usual passes.
+    """
 
     share: float
     seed: int
     trouble: Trouble = field(default_factory=Trouble)
     builds: bool = True
+    is_warm: bool = True
 
     def __post_init__(self) -> None:
         self._rng, self._topics = random.Random(self.seed), random.Random(self.seed)
-        self._seen: set[Any] = set()
+        self._launched = Counter[Any]()
+        self._told = dict.fromkeys(ACCEPTED["code"], 0)
+        self._n_tokens = 0
+        self._since_draft = 2  # passes
         self._s = self._until_s = self._topic = 0.0
         self._factor = 1.0
 
@@ -95,6 +114,7 @@ class Card:
 
     def read(self, n_tokens: int) -> None:
         """Note that the text went on."""
+        self._n_tokens += n_tokens
         for _ in range(n_tokens if self.trouble.varies else 0):
             self._topic = 0.985 * self._topic + self._topics.gauss(0.0, 0.06)
 
@@ -105,30 +125,41 @@ class Card:
             mean = _MISSING[self.share][n_rows] * math.exp(self._topic)
             n_missing = max(0, round(self._rng.gauss(mean, 1.5 * math.sqrt(mean))))
             ms += _MISS_MS * n_missing
-        new_ms = self._new_ms(n_rows, n_taken)
+        ms += _LONE * (n_rows == 1 and self._since_draft < 2)
+        self._since_draft += 1
+        new_ms = 0.0
+        if n_rows > 1:
+            self._since_draft = 1
+            ready = _ready(self.share)
+            built = _BUILT if n_rows in ready else _UNBUILT
+            if not (self.is_warm and n_rows in ready):
+                new_ms += self._launch(("rows", n_rows), built)
+            if not (self.is_warm and n_taken <= ready[-1]):
+                new_ms += self._launch(("commit", n_taken), _COMMIT)
         noisy_ms = ms * self._noise() + new_ms
         if self._rng.random() < self.trouble.pauses:
             noisy_ms += _WHOLE[0] * self._rng.uniform(1.5, 15.0)
         self._s += noisy_ms / 1e3
         return ms + new_ms, noisy_ms, n_missing
 
-    def _new_ms(self, n_rows: int, n_taken: int) -> float:
-        """Return what a pass takes longer because its graphs are new."""
-        ms, may_miss = 0.0, self.share < 1.0
-        if not self.builds or n_rows == 1:
-            return ms
-        if n_rows not in self._seen:
-            ms += _UNBUILT if n_rows not in _READY else _BUILT if may_miss else 0.0
-        if ("commit", n_taken) not in self._seen and may_miss:
-            ms += _COMMIT
-        self._seen |= {n_rows, ("commit", n_taken)}
-        return ms
+    def _launch(self, graph: Any, first: tuple[float, float]) -> float:
+        """Return what a launch takes longer because its graph is new."""
+        n, self._launched[graph] = self._launched[graph], self._launched[graph] + 1
+        return first[n] if self.builds and n < len(first) else 0.0
 
     def draft(self, source: str, n: int) -> tuple[float, float]:
         """Return the milliseconds of a draft, and those with noise."""
-        ms = 0.07 + 0.4 * n + (0.25 if self.share < 1.0 else 0.0)
-        ms = ms if source == "mtp" else 1.08 + 0.035 * n
-        return ms, ms * self._noise()
+        n_told, self._told[source] = self._n_tokens - self._told[source], self._n_tokens
+        ms = 0.97 + 0.03 * n
+        if source == "mtp":
+            ms = 0.35 + (0.27 if self.share == 1.0 else 0.37) * n
+        ms, new_ms = ms + 0.02 * min(n_told, 10), 0.0
+        if source == "mtp" and n > _USUAL_DRAFT:
+            new_ms += self._launch(("draft", n), _LONG)
+        if source == "mtp" and n_told > _USUAL_TOLD:
+            new_ms += self._launch(("told", n_told.bit_length()), _TOLD)
+        self._since_draft = 0
+        return ms + new_ms, ms * self._noise() + new_ms
 
 
 class Answer:
@@ -252,8 +283,8 @@ def engine(share: float, *names: str, is_timed: bool = True) -> Controller:
     experts = Experts(40, 256, 8, 43e-6) if share < 1.0 else None
     controller = open_controller(drafters, EngineConfig(spec="auto"), 16, experts)
     if experts:
-        controller.widths.have(_READY)
+        controller.widths.have(_READY_PART)
     elif is_timed:
-        times = {n: (_MS[1.0][n] + 0.1) / 1e3 for n in _READY}
-        controller.calibrate(2.34e-3, times)
+        times = {n: _MS[1.0][n] / 1e3 for n in _READY}
+        controller.calibrate(_MS[1.0][1] / 1e3, times)
     return controller

@@ -79,10 +79,10 @@ def speeds(case: Case, share: float, *names: str, is_timed: bool = True) -> tupl
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("code", {1.0: (0.92, 1.38), 0.6: (0.90, 1.20), 0.25: (0.89, 1.0)}),
+        ("code", {1.0: (0.92, 1.38), 0.6: (0.92, 1.24), 0.25: (0.89, 1.0)}),
         ("structured", {1.0: (0.87, 1.9), 0.6: (0.86, 1.58), 0.25: (0.92, 1.19)}),
         ("story", {1.0: (0.93, 0.99), 0.6: (0.92, 0.92), 0.25: (0.93, 0.93)}),
-        ("hopeless", {1.0: (0.955, 0.955), 0.6: (0.94, 0.94), 0.25: (0.95, 0.95)}),
+        ("hopeless", {1.0: (0.94, 0.94), 0.6: (0.955, 0.955), 0.25: (0.97, 0.97)}),
     ],
 )
 def test_the_first_text_of_a_process(kind: str, expected: dict[float, tuple[float, float]]) -> None:
@@ -94,8 +94,8 @@ def test_the_first_text_of_a_process(kind: str, expected: dict[float, tuple[floa
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (Case(("code",)), {1.0: (0.965, 1.44), 0.6: (0.95, 1.33), 0.25: (0.95, 1.07)}),
-        (Case(("structured",)), {1.0: (0.94, 2.05), 0.6: (0.93, 1.85), 0.25: (0.96, 1.28)}),
+        (Case(("code",)), {1.0: (0.965, 1.44), 0.6: (0.97, 1.3), 0.25: (0.95, 1.05)}),
+        (Case(("structured",)), {1.0: (0.94, 2.05), 0.6: (0.93, 1.75), 0.25: (0.96, 1.26)}),
         (Case(("story",)), {1.0: (0.965, 1.02), 0.6: (0.97, 0.97), 0.25: (0.97, 0.97)}),
         (Case(("hopeless",)), {1.0: (0.98, 0.98), 0.6: (0.98, 0.98), 0.25: (0.98, 0.98)}),
         (Case(("code",), 16, 4, (30, 200)), {1.0: (0.97, 1.44), 0.25: (0.96, 1.08)}),
@@ -111,10 +111,10 @@ def test_later_texts_of_a_kind(case: Case, expected: dict[float, tuple[float, fl
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (Case(("code",), trouble=SLOW), {1.0: (0.95, 1.4), 0.6: (0.94, 1.32), 0.25: (0.95, 1.06)}),
+        (Case(("code",), trouble=SLOW), {1.0: (0.95, 1.4), 0.6: (0.94, 1.28), 0.25: (0.94, 1.05)}),
         (Case(("structured",), trouble=SLOW), {1.0: (0.9, 1.9), 0.6: (0.93, 1.8)}),
         (Case(("hopeless",), trouble=SLOW), {1.0: (0.975, 0.975), 0.6: (0.97, 0.97)}),
-        (Case(("code",), trouble=VARIED), {0.6: (0.95, 1.33), 0.25: (0.94, 1.05)}),
+        (Case(("code",), trouble=VARIED), {0.6: (0.95, 1.28), 0.25: (0.92, 1.02)}),
     ],
 )
 def test_other_programs_and_the_routing_change_what_steps_cost(
@@ -128,7 +128,7 @@ def test_other_programs_and_the_routing_change_what_steps_cost(
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        (("code", "story"), {1.0: (0.96, 1.15), 0.6: (0.93, 1.04), 0.25: (0.95, 0.96)}),
+        (("code", "story"), {1.0: (0.95, 1.15), 0.6: (0.92, 1.0), 0.25: (0.95, 0.96)}),
         (("code", "structured"), {1.0: (0.94, 1.65), 0.6: (0.92, 1.52), 0.25: (0.95, 1.14)}),
         (("structured", "hopeless"), {1.0: (0.97, 0.97), 0.6: (0.96, 0.96)}),
     ],
