@@ -278,7 +278,7 @@ class LayerSlots:
         the missing experts were not fetched if all evictable slots were listed and taken.
 
         The rule is that of the device: keep it in step with `moegraph_fetch_assign` (C and CUDA)
-        and with the model in tests/fetch_case.py.
+        and with the model in tests/helpers/fetch_case.py.
 
         Raises:
             InternalError: the layer was not in `ExpertCache.begin_fetch`, the list is too short, or
