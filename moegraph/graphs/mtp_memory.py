@@ -95,7 +95,7 @@ class MtpMemory:
         return 5 * round_up(n, _ALIGN) + 2 * _ALIGN
 
     def _n_chain(self, n: int, n_kv: int) -> int:
-        """Return the words of the inputs of a chain: see `_fill_chain`."""
+        """Return the words of the inputs of a chain: see `chain_leaves`."""
         return self._attention(n) + self._n_attention(n, n_kv)
 
     @staticmethod
