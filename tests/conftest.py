@@ -8,11 +8,13 @@ Several test processes (pytest -n 2) take turns: see helpers/turns.py.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -138,3 +140,13 @@ def prefetch_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have experts fetched ahead from the first guess on, right or wrong."""
     always = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(PrefetchController, "enabled", always, raising=False)
+
+
+@pytest.fixture(scope="session")
+def fetch() -> ModuleType:
+    """Return vendor/fetch.py as a module."""
+    spec = importlib.util.spec_from_file_location("fetch", TESTS.parent / "vendor" / "fetch.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from attn_case import (
+from helpers.attn_case import (
     KINDS,
     PADDING,
     Case,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attn_case import (
+from helpers.attn_case import (
     KINDS,
     PADDING,
     Case,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,16 +18,6 @@ from moegraph.ggml.ops import F32, I32, Builder
 
 ROOT = Path(__file__).resolve().parents[2]
 N_IN, N_OUT = 512, 96
-
-
-@pytest.fixture(scope="module")
-def fetch() -> ModuleType:
-    """Return vendor/fetch.py as a module."""
-    spec = importlib.util.spec_from_file_location("fetch", ROOT / "vendor" / "fetch.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

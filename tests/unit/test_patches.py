@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -36,16 +35,6 @@ diff --git a/a.txt b/a.txt
  three
 """
 OTHER = "--- a/b.txt\n+++ b/b.txt\n@@ -1 +1 @@\n-x\n+y\n"
-
-
-@pytest.fixture(scope="module")
-def fetch() -> ModuleType:
-    """Return vendor/fetch.py as a module."""
-    spec = importlib.util.spec_from_file_location("fetch", ROOT / "vendor" / "fetch.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import ATTN_PATH, ATTN_WORDS, F16, F32, I32, Builder, Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from modelgen.blocks import TYPES
 
