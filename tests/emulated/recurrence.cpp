@@ -10,7 +10,7 @@
 #include <algorithm>
 
 // Of a piece of a chain: the kernel for long chains computes none so short.
-static constexpr int MAX_PIECE = 7;
+static constexpr int MAX_PIECE = MOEGRAPH_LONG_CHAIN - 1;
 
 // Relative squared error of a row or state.
 static constexpr double MAX_NMSE = 1e-11;
