@@ -93,11 +93,13 @@ class Scripted:
         return replace(draft, tokens=tokens)
 
 
-# What --steps keeps of a step; the time is in milliseconds, as all others.
-_STEP = (
-    "source", "n_draft", "n_rows", "n_spine", "n_accepted", "n_tokens", "seconds", "drafter_s",
-    "verify_s", "commit_s", "n_missing", "is_trial",
+# What --steps keeps of a step, and its times by their names in milliseconds.
+_KEPT = (
+    "source", "n_draft", "n_rows", "n_spine", "n_accepted", "n_tokens", "n_missing", "is_trial",
 )  # fmt: skip
+_TIMES = {
+    "ms": "seconds", "drafter_ms": "drafter_s", "verify_ms": "verify_s", "commit_ms": "commit_s",
+}  # fmt: skip
 
 
 class ByPlan:
@@ -144,9 +146,8 @@ class ByPlan:
         n_spine = min(step.n_spine, self.n_text - self._given - 2)  # the prompt gave a token
         self._given += step.n_tokens
         self._expected += 1.0 + (drafter.expected(n_spine) if drafter else 0.0)
-        found = ((name, getattr(step, name)) for name in _STEP)
-        self.steps.append([round(1e3 * x, 4) if name.endswith("s") and isinstance(x, float) else x
-                           for name, x in found])  # fmt: skip
+        times = [round(1e3 * getattr(step, name), 4) for name in _TIMES.values()]
+        self.steps.append([*(getattr(step, name) for name in _KEPT), *times])
 
     def observe_watched(self, watched: Watched) -> None:
         self._controller.observe_watched(watched)
@@ -320,9 +321,10 @@ def in_turn(
             found[way].append(tps)
             lucks[way].append(luck)
             if args.steps and isinstance(controller, ByPlan):
-                line = {"kind": kind, "way": way, "at": at, "tps": found[way][-1], "fields": _STEP}
+                line = {"kind": kind, "way": way, "at": at, "tps": found[way][-1]}
+                line |= {"fields": [*_KEPT, *_TIMES], "steps": controller.steps}
                 with args.steps.open("a", encoding="utf-8") as file:
-                    file.write(bench.json_line({**line, "steps": controller.steps}))
+                    file.write(bench.json_line(line))
     return [
         summary(
             found[way], lucks[way], controller.stats.since(before[way]).report(),
