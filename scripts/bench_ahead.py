@@ -21,6 +21,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Text:
 def parser() -> Any:
     """Return the command line."""
     p = bench.Parser(__doc__)
-    p.add_argument("model", help="a GGUF file, or the name of a shipped model")
+    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
     p.add_argument("--tokens", type=bench.positive, default=1200)
     p.add_argument("--rows", type=bench.positive, nargs="+", default=[4, 8], help="of a pass")
     p.add_argument("--accepted", type=bench.positive, default=3, help="tokens that a pass takes")
@@ -182,9 +183,8 @@ def _add(
     count.in_time += n_right * min(1.0, n_link / max(n_predicted, 1))
 
 
-def main() -> int:
+def compare(args: argparse.Namespace) -> None:
     """Measure, and print a table."""
-    args = parser().parse_args()
     machine = MACHINES[args.machine]
     config = EngineConfig(device="cpu", n_ctx=args.tokens + _CHUNK, profile="none")
     with Engine.load(args.model, config) as engine:
@@ -210,8 +210,13 @@ def main() -> int:
                     f"{1e3 * fetch_s * c.in_time / n:.3f} |",
                     flush=True,
                 )
-    return 0
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    return bench.guarded("bench_ahead.py", lambda: compare(args))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

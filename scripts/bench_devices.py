@@ -25,7 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import _bench as bench
 
 import moegraph
 from moegraph.config import EngineConfig
@@ -183,12 +185,10 @@ def measure(args: argparse.Namespace, device: str, share: float) -> None:
         lines.say("device peak", round(peak, 2), unit="GiB")
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
+def main() -> int:
+    """Run the command line and return the exit code."""
+    parser = bench.Parser(__doc__)
+    parser.add_argument("model", type=bench.model_path)
     parser.add_argument("devices", nargs="+")
     parser.add_argument("--share", type=float, action="append", default=None)
     parser.add_argument("--prompts", type=int, nargs="*", default=[512, 8192])
@@ -201,8 +201,7 @@ def main() -> None:
     args = parser.parse_args()
     entries = [(device, share) for share in args.share or [0.6, 1.0] for device in args.devices]
     if len(entries) == 1:
-        measure(args, *entries[0])
-        return
+        return bench.guarded("bench_devices.py", lambda: measure(args, *entries[0]))
     failed = 0
     for device, share in entries:
         numbers = {"prompts": args.prompts, "sequences": args.sequences}
@@ -214,8 +213,8 @@ def main() -> None:
         if args.out:
             command += ["--out", str(args.out)]
         failed += subprocess.run(command, check=False).returncode != 0
-    sys.exit(1 if failed else 0)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,8 +29,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+import _bench as bench
 import numpy as np
 
 from moegraph import Engine, EngineConfig, SamplingParams
@@ -91,8 +92,9 @@ def generate(engine: Engine, name: str, n: int, seed: int) -> tuple[list[float],
 
 def command(args: argparse.Namespace, n: int, *options: str) -> float:
     """Return the decode time in seconds that `moegraph run` reports for n tokens."""
-    line = [sys.executable, "-m", "moegraph", "run", args.model, "-p", "The house of", "-n", str(n)]
-    line += ["--device", args.device, "--ignore-eos", "-c", str(max(512, 8 * args.n)), *options]
+    line = [sys.executable, "-m", "moegraph", "run", str(args.model), "-p", "The house of"]
+    line += ["-n", str(n), "--device", args.device, "--ignore-eos"]
+    line += ["-c", str(max(512, 8 * args.n)), *options]
     line += ["--vram", args.vram] if args.vram else []
     done = subprocess.run(
         line, capture_output=True, text=True, check=True, errors="replace",
@@ -141,12 +143,10 @@ def measure(engine: Engine, args: argparse.Namespace) -> None:
         })  # fmt: skip
 
 
-def main() -> None:
-    """Measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
+def main() -> int:
+    """Run the command line and return the exit code."""
+    parser = bench.Parser(__doc__)
+    parser.add_argument("model", type=bench.model_path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("-n", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
@@ -155,6 +155,11 @@ def main() -> None:
     parser.add_argument("--cli", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
+    return bench.guarded("bench_sampling.py", lambda: compare(args))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Measure all settings."""
     config = EngineConfig(device=args.device, n_ctx=max(512, 8 * args.n), vram=args.vram or "auto")
     with Engine.load(args.model, config) as engine:
         times = {name: round(s, 3) for name, s in engine.load_times.items()}
@@ -175,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
+
+import _bench as bench
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -67,12 +69,10 @@ def measure(args: argparse.Namespace, device: str) -> dict[str, Any]:
         return found
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
+def main() -> int:
+    """Run the command line and return the exit code."""
+    parser = bench.Parser(__doc__)
+    parser.add_argument("model", type=bench.model_path)
     parser.add_argument("--local", default="cpu,cpu", help="the devices in one process")
     parser.add_argument("--lent", default="cpu", help="what the worker lends")
     parser.add_argument("--depth", type=int, default=4096)
@@ -82,6 +82,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.tokens < _WARM + 2:
         parser.error(f"--tokens {args.tokens}: the first {_WARM} do not count; name more")
+    return bench.guarded("bench_worker.py", lambda: compare(args))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Measure both ways in turn; print what was measured."""
     process, lent = start_worker(args.lent, args.threads)
     try:
         remote = ",".join([*args.local.split(",")[:-1], lent])
@@ -93,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
