@@ -45,7 +45,7 @@ commands, options and files. To turn it on, put `eval "$(moegraph completion bas
 `~/.bashrc`.
 
 If you give an option of llama.cpp that moegraph does not have, the error says what to use instead.
-Option letters cannot be run together: moegraph refuses `-pg`. Only a number may follow its letter,
+Option letters cannot be run together: moegraph refuses `-qe`. Only a number may follow its letter,
 as in `-n128`.
 """
 

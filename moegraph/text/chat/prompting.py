@@ -103,7 +103,7 @@ class PromptMaker:
 
 
 def whole_prompt(render: Render, messages: list[TemplateMessage]) -> str:
-    """Return the prompt for messages; if the last is an assistant's, the prompt ends in it."""
+    """Return the prompt for messages; if the last of several is an assistant's, it ends in that."""
     if len(messages) > 1 and _is_begun(messages[-1]):
         return _continued(render(messages[:-1]), messages[-1])
     return render(messages)
