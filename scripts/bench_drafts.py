@@ -4,8 +4,9 @@
 Weights may be random: every draft and every pass costs what it costs, and the script says how many
 drafted tokens are right, by what was measured of trained drafters for kinds of text. The text is
 the model's own without drafts, whatever drafts it, so that all ways need the same experts. For each
-limit of device memory, one engine has all drafters, and each way writes a text in turn. The speed
-without drafts is measured with an engine that has no drafter, too. Rows go to stdout as JSON lines
+limit of device memory, one engine has all drafters, and each way writes a text in turn. Before and
+after it, the speed without drafts is measured with an engine that has no drafter; the mean is what
+all else is compared with. Rows go to stdout as JSON lines
 with --json, and what each step of each text did goes to --steps.
 
 Example:
@@ -275,10 +276,8 @@ def measure(
     config = with_share(config, args.model, share)
     rows = Rows(args.out)
     about = {"vram": vram, "draft_vocab": n_vocab}
-    with Engine.load(args.model, config) as engine:
-        speeds, text = texts(engine, args)
-        luck, about["slots"] = [1.0] * len(speeds), slots(engine)
-        rows.append(summary(speeds, luck, None, **about, kind="", way="off"))
+    off, text = without_drafters(config, args)
+    rows.append({**about, **off})
     lengths = {"dflash": args.dflash if args.draft else [], "mtp": args.mtp}
     with Engine.load(args.model, drafting(config, "auto", args.draft)) as engine:
         if engine.speculation is None:
@@ -302,7 +301,18 @@ def measure(
             ways["auto"] = use(engine, drafters, settings, kind, text)
             for one in in_turn(engine, ways, args, kind):
                 rows.append({**about, **one})
+    rows.append({**about, **without_drafters(config, args)[0]})
     return rows
+
+
+def without_drafters(
+    config: EngineConfig, args: argparse.Namespace
+) -> tuple[dict[str, Any], list[int]]:
+    """Return the row of an engine that has no drafter, and a text with its prompt."""
+    with Engine.load(args.model, config) as engine:
+        found, text = texts(engine, args)
+        luck = [1.0] * len(found)
+        return summary(found, luck, None, slots=slots(engine), kind="", way="off"), text
 
 
 def in_turn(
@@ -399,11 +409,11 @@ def compare(args: argparse.Namespace) -> None:
         if args.json:
             for one in rows:
                 print(json.dumps(one), flush=True)
-        off = rows[0]["tps"]
+        off = statistics.mean(one["tps"] for one in rows if one["way"] == "off")
         of = f", drafts of {n_vocab} tokens" if n_vocab else ""
         experts = f"{rows[0]['slots']:.0%} of the experts"
         print(f"{vram} GiB, {experts}{of}: {off:.1f} tok/s without drafts; others at the rates")
-        for one in rows[1:]:
+        for one in [one for one in rows if one["way"] != "off"]:
             drafts = one["drafts"]
             print(
                 f"  {one['kind']:10} {one['way']:12} {one['at_rates']:7.1f} tok/s"
