@@ -317,7 +317,8 @@ def test_drafts_are_compared_with_plain_text_and_with_the_best_fixed_length() ->
 
     lines = [
         row("", "off", 102), row("", "off", 98), row("hopeless", "loaded, off", 98),
-        row("code", "mtp 2", 120), row("code", "mtp 3", 150), row("code", "dflash 5", 140), row("code", "auto", 144),
+        row("code", "mtp 2", 120), row("code", "mtp 3", 150),
+        row("code", "dflash 5", 140), row("code", "auto", 144),
         row("hopeless", "dflash 5", 20), row("hopeless", "auto", 96),
     ]  # fmt: skip
     assert shown(figures.drafts, lines, "drafts-100") == {
