@@ -1,4 +1,4 @@
-"""The page that follows a token: its stops exist, and each is named once on a way."""
+"""Names in pages exist; on the page that follows a token, each stop is named once on a way."""
 
 from __future__ import annotations
 
@@ -42,3 +42,29 @@ def test_a_way_names_each_stop_once() -> None:
     for way in page.split("\n## ")[1:]:
         stops = STOP.findall(way)
         assert len(stops) > 2 and sorted(set(stops)) == sorted(stops), way.splitlines()[0]
+
+
+def members_of(package: Path) -> dict[str, set[str]]:
+    """Return what each class of a package defines itself: methods, and attributes of any kind."""
+    found: dict[str, set[str]] = {}
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names = found.setdefault(node.name, set())
+            for x in ast.walk(node):
+                if isinstance(x, ast.FunctionDef):
+                    names.add(x.name)
+                elif isinstance(x, ast.Attribute | ast.Name) and isinstance(x.ctx, ast.Store):
+                    names.add(x.attr if isinstance(x, ast.Attribute) else x.id)
+    return found
+
+
+def test_members_that_pages_name_exist() -> None:
+    members = members_of(ROOT / "moegraph")
+    named = 0
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for name, member in re.findall(r"`([A-Z]\w+)\.(\w+)`", page.read_text(encoding="utf-8")):
+            assert member in members.get(name, ()), f"{page.name}: {name}.{member}"
+            named += 1
+    assert named > 60
