@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.clients import Client, alone, serving
+from helpers.clients import Client, alone, serving, together
 from helpers.faults import FAULTS, faulty, poison
-from helpers.patience import PATIENCE_S
+from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
@@ -284,22 +283,18 @@ def test_a_cancellation_or_a_nan_in_one_group_touches_no_other(
             poisoned.set()
             poison(engine, next(s.id for s in service._loop._answers.slots() if s.name == "bad"))
 
+    def cancel(step: Any) -> None:
+        if len(clients[2].tokens) >= 20:
+            clients[2].ticket.cancel()
+
     clients: list[Client] = []
     with in_groups(engine) as service:
-        for i, name in enumerate(("a", "bad", "ends", "c")):
-            more: dict[str, Any] = {"on_step": spoil} if name == "bad" else {}
-            clients.append(
-                Client(
-                    service,
-                    prompt(engine, 40 + i, seed=i).tolist(),
-                    max_tokens=90,
-                    name=name,
-                    **more,
-                )
-            )
-        while len(clients[2].tokens) < 20:
-            time.sleep(0.001)
-        clients[2].ticket.cancel()
+        with together(service):
+            for i, name in enumerate(("a", "bad", "ends", "c")):
+                on_step = {"bad": spoil, "ends": cancel}.get(name)
+                more: dict[str, Any] = {"on_step": on_step} if on_step else {}
+                ids = prompt(engine, 40 + i, seed=i).tolist()
+                clients.append(Client(service, ids, max_tokens=90, name=name, **more))
         reasons = [client.wait().reason for client in clients]
         again = Client(service, clients[2].request.prompt, max_tokens=3).wait()
     assert reasons == ["length", "error", "cancelled", "length"]
@@ -340,11 +335,17 @@ def test_a_failed_call_ends_requests_of_one_group(
 
 
 def test_closing_with_passes_in_flight_ends_every_request(open_engine: Open) -> None:
-    engine = open_engine(n_seq=4, device=TWO)
+    engine, drawn = open_engine(n_seq=4, device=TWO), list[int]()
     with in_groups(engine) as service:
-        clients = [Client(service, [n + 1], max_tokens=400) for n in range(4)]
-        while len(clients[3].tokens) < 10:
-            time.sleep(0.001)
+
+        def stay(step: Any) -> None:
+            drawn.extend(step.tokens)
+            if len(drawn) > 40:
+                until(lambda: service._loop.is_closing)
+
+        with together(service):
+            clients = [Client(service, [n + 1], max_tokens=400, on_step=stay) for n in range(4)]
+        until(lambda: len(drawn) > 40)
     assert all(client.reason == "error" for client in clients)
     assert len(engine.prefill(prompt(engine, 9)).require_logits()) == 1
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from helpers.clients import Client, alone, serving
+from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
@@ -90,15 +91,21 @@ def test_chunks_beside_others_follow_what_they_take(
             found.append(sweep.upcoming.n_rows)
         return step(self, sweep, *given)
 
-    step = Reading._step
+    step, go_on = Reading._step, threading.Event()
     monkeypatch.setattr(Reading, "_step", noted)
     with serving(engine) as service:
-        first = Client(service, prompt(engine, 100), max_tokens=900)
-        while not first.steps:
-            time.sleep(0.001)
+        first = Client(
+            service,
+            prompt(engine, 100),
+            max_tokens=900,
+            on_step=lambda step: step.tokens and go_on.wait(PATIENCE_S),
+        )
+        until(lambda: first.tokens)
         found.clear()
         monkeypatch.setattr(Costs, "chunk_rows", chunk_rows)
-        second = Client(service, prompt(engine, 400, seed=1), max_tokens=9).wait()
+        second = Client(service, prompt(engine, 400, seed=1), max_tokens=9)
+        go_on.set()
+        second.wait()
         first.ticket.cancel()
     assert {24, 64, 96} <= set(found)
     assert second.tokens == alone(single, second.request)[0]
