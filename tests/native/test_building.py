@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.clients import Client, serving
+from helpers.patience import until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
@@ -78,8 +79,7 @@ def test_a_service_builds_while_it_rests_and_gives_way_to_requests(
         client = Client(service, [1, 2], max_tokens=30).wait()
         assert client.reason == "length"
         assert service.drain(60.0)
-        while not service._loop._building.is_done:
-            time.sleep(0.001)
+        until(lambda: service._loop._building.is_done)
         n = len(steps)
         time.sleep(0.05)
         assert n == len(steps) > 20 and service.failure is None
@@ -97,8 +97,7 @@ def test_a_graph_that_cannot_be_built_ends_only_the_building(
     with serving(engine) as service:
         service._loop._building = Building(engine.runner, 4)
         assert Client(service, [1, 2], max_tokens=3).wait().reason == "length"
-        while not service._loop._building.is_done:
-            time.sleep(0.001)
+        until(lambda: service._loop._building.is_done)
         assert Client(service, [3], max_tokens=3).wait().reason == "length"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ import numpy.typing as npt
 import pytest
 from helpers.clients import Client, alone, serving
 from helpers.drafters import write_small
-from helpers.patience import PATIENCE_S
+from helpers.patience import PATIENCE_S, until
 from helpers.placements import PLACEMENTS
 from helpers.shared import prompt
 
@@ -282,8 +281,7 @@ def held(service: Service, *clients: Callable[[], Client]) -> list[Client]:
     """Send requests while the engine's thread is busy, so that all of them wait."""
     gate = threading.Event()
     first = Client(service, [1, 2, 3], max_tokens=1, on_step=lambda step: gate.wait(PATIENCE_S))
-    while not first.steps:
-        time.sleep(0.0005)
+    until(lambda: first.steps)
     found = [client() for client in clients]
     gate.set()
     return found
@@ -358,8 +356,7 @@ def test_a_cancelled_request_leaves_those_that_are_read_with_it(
     with serving(engine) as service:
         one = partial(Client, service, max_tokens=6)
         clients = held(service, *(partial(one, prompt(engine, 80, seed=n)) for n in range(5)))
-        while not swept:
-            time.sleep(0.0002)
+        until(lambda: swept)
         clients[1].ticket.cancel()
         clients[3].ticket.cancel()
         for client in clients:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.cable import Cable
-from helpers.clients import Client, serving
+from helpers.clients import Client, serving, together
 from helpers.shared import prompt
 from helpers.workers import WorkerProcess, working
 
 from moegraph.engine import Engine
 from moegraph.engine.grouppasses import GroupPasses
+from moegraph.engine.requests import Step
 from moegraph.kinds import Kind
 from moegraph.runner import LayeredRunner, WholeRunner
 from moegraph.service.groupchoice import GroupChoice
@@ -136,15 +136,23 @@ def test_a_worker_that_is_lost_while_groups_are_in_flight(
 ) -> None:
     """Every request ends with an error that names it, and so does the service."""
     monkeypatch.setattr(GroupChoice, "n_groups", lambda self, n_rows: min(n_rows, 2))
+    drawn = list[int]()
     with working() as worker:
+        address = worker.url.removeprefix("rpc://")
+
+        def kill(step: Step) -> None:  # on the engine's thread, so that no request has ended yet
+            before = len(drawn)
+            drawn.extend(step.tokens)
+            if before <= 32 < len(drawn):
+                worker.signal(signal.SIGKILL)
+
         names = at.format(worker.url)
         engine = open_engine("mini35b", device=names, n_seq=4, n_ctx=2048)
         with serving(engine) as service:
-            clients = [Client(service, [n + 1], max_tokens=2000) for n in range(4)]
-            while any(len(client.tokens) < 8 for client in clients):
-                time.sleep(0.001)
-            address = worker.url.removeprefix("rpc://")
-            worker.signal(signal.SIGKILL)
+            with together(service):
+                clients = [
+                    Client(service, [n + 1], max_tokens=2000, on_step=kill) for n in range(4)
+                ]
             for client in clients:
                 client.wait()
             assert all(client.reason == "error" for client in clients)

@@ -5,7 +5,6 @@ The device is the CPU, which claims streams and events; so it can be asked for t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from helpers.clients import GREEDY, Client, alone, serving
 from helpers.faults import events_on_cpu
+from helpers.patience import until
 from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
@@ -54,8 +54,7 @@ def test_answers_are_those_of_an_engine_alone(
         for part in engine.runner.parts:
             part.graphs.max_device_bytes = most_bytes
         with serving(engine) as service:
-            while not (service._loop._building.is_done or service.failure):
-                time.sleep(0.001)
+            until(lambda: service._loop._building.is_done or service.failure)
             clients = [Client(service, one.prompt, max_tokens=one.max_tokens) for one in requests]
             assert [client.wait().tokens for client in clients] == expected
             assert service.failure is None
