@@ -97,8 +97,17 @@ class _ErrorForms:
 def _routing_error(request: HttpRequest, failure: HTTPException) -> ApiError:
     method, path = request.method, request.url.path[:200]
     if failure.status_code == 404:
-        return ApiError(404, f"there is no {method} {path!a}", code="unknown_path")
+        message = f"there is no {method} {path!a}{_near(request)}"
+        return ApiError(404, message, code="unknown_path")
     if failure.status_code == 405:
         message = f"{path!a} takes no {method}"
         return ApiError(405, message, code="method_not_allowed", headers=failure.headers)
     return ApiError(failure.status_code, failure.detail, headers=failure.headers)
+
+
+def _near(request: HttpRequest) -> str:
+    """Return a hint at the path that a client meant whose address lacks /v1, or has it twice."""
+    path = request.url.path
+    known = {getattr(route, "path", "") for route in request.app.routes}
+    meant = (path.removeprefix("/v1"), f"/v1{path}", path.rstrip("/"))
+    return next((f"; there is {one}" for one in meant if one != path and one in known), "")

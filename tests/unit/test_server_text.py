@@ -147,6 +147,21 @@ def test_paths_of_other_servers_say_what_to_use(path: str) -> None:
     assert response.status_code == 404 and response.json()["error"]["code"] == "not_served"
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/v1/messages", "; there is /v1/messages"),
+        ("/responses", "; there is /v1/responses"),
+        ("/v1/chat/completions/", "; there is /v1/chat/completions"),
+        ("/v1/nothing", ""),
+    ],
+)
+def test_an_address_with_v1_too_often_or_not_at_all_is_recognised(path: str, hint: str) -> None:
+    error = Case().post(path, {}).json()["error"]
+    assert error["code"] == "unknown_path"
+    assert error["message"] == f"there is no POST '{path}'{hint}"
+
+
 def test_a_client_of_ollama_learns_what_is_served() -> None:
     error = Case().client.get("/api/tags").json()["error"]
     assert error["code"] == "not_served" and "/v1/models" in error["message"]
