@@ -12,7 +12,7 @@ from __future__ import annotations
 _CREDIT, _MOST = 4.0, 16.0
 # Their share of all time, and that of the first while drafting is faster by all that is known, so
 # that bad luck is soon forgotten.
-_SHARE, _PAYING_SHARE = 0.008, 0.02
+_SHARE, _PAYING_SHARE = 0.006, 0.02
 
 
 class Accounts:
@@ -36,7 +36,3 @@ class Accounts:
         most_s, share = _MOST * plain_s, _PAYING_SHARE if pays else _SHARE
         self.trials_s = min(self.trials_s + _SHARE * seconds - risk_s, most_s)
         self.drafting_s = min(self.drafting_s + share * seconds + gained_s, most_s)
-
-    def saved(self, plain_s: float) -> float:
-        """Return the share of the most credit that trials have, 0 to 1."""
-        return min(max(self.trials_s / (_MOST * plain_s), 0.0), 1.0)

@@ -31,7 +31,6 @@ class Candidate:
     hoped: int = 0
     n_steps: int = 0
     n_known: int = 0
-    n_watched: int = 0  # trials in a row
     tried_at: int = 0  # the step of the last trial
     counted_at: int = 0  # the step at which a draft was last found right or wrong
 

@@ -49,26 +49,21 @@ _BEGIN, _END = 1.02, 0.99
 _TRIAL_SHARE = 0.004
 # Depths of a trial, at least.
 _TRIAL_DRAFT = 2
-# Steps between two trials of a drafter that is new, or another one than the best.
-_NEW_INTERVAL = 1
-# Drafts that were watched or verified before `auto` relies on a drafter. Watched trials before one
-# that is verified, while they say that it may pay.
-_ASSURED, _WATCHES, _WATCHED = 2, 3, 2
+# Drafts that were watched or verified before `auto` relies on a drafter. Tokens of one that is
+# watched.
+_ASSURED, _WATCHED = 2, 2
 # A draft that is watched is longer if that costs little more, up to so many tokens.
 _LITTLE_MORE, _WATCHED_MOST = 1.2, 3
-# A drafter that is so much slower than plain steps may be worth another look at what passes cost.
-_NEARLY = 0.9
-# Drafting steps between two plain ones, which only keep the time of a plain step up to date: if
-# drafting is this much faster than plain decoding, and otherwise.
+# Drafting steps between two pairs of plain ones, which only keep the time of the second up to date
+# (the first takes longer): if drafting is this much faster than plain decoding, and otherwise.
 _CLEAR, _REFRESH, _OFTEN = 1.3, 192, 40
 # Steps between two plans, with drafts and without; the first steps are planned one by one.
 _PLAN_INTERVAL, _IDLE_INTERVAL, _FIRST_PLANS = 4, 32, 16
 # A width without graphs must be so many times as fast to count as missed: estimates vary.
 _GAIN = 1.03
-# Standard deviations by which the rates of a drafter may well be higher than they seem: of one that
-# is new, and of others without credit for trials and with all of it. All rates of a draft are that
-# high at once, so this is not a small hope.
-_NEW_HOPE, _HOPE, _SAVED_HOPE = 1.0, 0.3, 2.0
+# Standard deviations by which the rates of a drafter may well be higher than they seem. All rates
+# of a draft are that high at once, so this is not a small hope.
+_HOPE = 1.5
 # What is kept of counts of acceptance when another text begins, and at each step without their
 # drafter.
 _KEPT_BEGIN, _KEPT_IDLE = 0.75, 0.999
@@ -100,7 +95,8 @@ class Controller:
         self._risk_s = 0.0  # what the trial at hand is expected to lose against the best drafter
         self._is_drafting = False
         self._clock = 0  # steps
-        self._since_trial = self._since_plain = 0
+        self._was_trial = False  # the last step
+        self._since_plain = self._n_plain = 0  # verify passes; plain steps in a row
         self._plain_value = 0.0
         self._n_steps = 0
         self._n_unsure = 0  # plain steps until their time is one of texts, not one before the first
@@ -126,7 +122,7 @@ class Controller:
         for drafter in self._ranked:
             drafter.acceptance.forget(_KEPT_BEGIN)
             drafter.n_known = min(drafter.n_known, KNOWN - 1)
-        self._since_trial = _NEW_INTERVAL
+        self._was_trial = False
         self._n_steps = min(self._n_steps, _FIRST_PLAIN)
 
     def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
@@ -250,16 +246,22 @@ class Controller:
 
     def _trial(self, usable: Sequence[Candidate]) -> Plan | None:
         """Return a trial of the drafter that was tried least, if one is due and there is credit."""
-        if self._since_trial < _NEW_INTERVAL:
+        if self._was_trial:
             return None
         hopeful = [d for d in usable if d.hope > self._plain_value]
         for drafter in sorted(hopeful, key=lambda d: (not d.is_new, d.n_steps)):
-            if drafter.n_watched < _WATCHES or drafter.value < _NEARLY * self._plain_value:
-                plan = self._watched(drafter)
-                loss_s = drafter.draft_s(plan.n_draft, self.passes) if plan else 0.0
-            else:
-                plan = self._trial_of(drafter, self._plain_value, self._accounts.drafting_s)
-                loss_s = self._loss_s(drafter, plan.n_draft, self._plain_value) if plan else 0.0
+            n, credit_s = drafter.plan.n_draft, self._accounts.drafting_s
+            watched, verified = self._watched(drafter), None
+            if drafter.n_known >= _ASSURED:
+                verified = self._trial_of(drafter, n, self._plain_value, credit_s)
+            ways = (
+                [(self._loss_s(drafter, verified.n_draft, self._plain_value), verified)]
+                if verified
+                else []
+            )
+            if watched:
+                ways.append((drafter.draft_s(watched.n_draft, self.passes), watched))
+            loss_s, plan = min(ways, key=lambda way: way[0], default=(0.0, None))
             earned_s = _TRIAL_SHARE * (self._clock - drafter.tried_at) * self.passes.plain_s
             if plan and (drafter.is_new or earned_s >= loss_s):
                 return plan
@@ -281,19 +283,19 @@ class Controller:
 
     def _other(self, usable: Sequence[Candidate]) -> Plan | None:
         """Return a trial of another drafter, or of longer drafts, if that may be better."""
-        if self._since_trial < _NEW_INTERVAL or self._accounts.drafting_s < 0.0:
+        if self._was_trial or self._accounts.drafting_s < 0.0:
             return None
         best = usable[0]
         others = [d for d in usable if d is not best or d.hoped > d.plan.n_draft]
         other = max(others, key=lambda d: d.hope, default=best)
-        plan = self._trial_of(other, _BEGIN * best.value, self._accounts.trials_s)
+        plan = self._trial_of(other, other.hoped, _BEGIN * best.value, self._accounts.trials_s)
         if plan is None or (other is best and plan.n_draft <= best.plan.n_draft):
             return None  # the latter is what is done anyway
         self._risk_s = max(self._loss_s(other, plan.n_draft, best.value), 0.0)
         return plan
 
-    def _trial_of(self, drafter: Candidate, value: float, credit_s: float) -> Plan | None:
-        """Return a trial of a drafter that may be better than `value`, as long as credit allows.
+    def _trial_of(self, drafter: Candidate, n: int, value: float, credit_s: float) -> Plan | None:
+        """Return a trial of n tokens of a drafter that may be better than `value`, or of fewer.
 
         What it is expected to lose may be half of the credit.
         """
@@ -303,7 +305,7 @@ class Controller:
         widths = self.widths.open
         wider = next((w for w in widths if w > drafter.plan.n_draft + 1), widths[-1])
         most = min(drafter.most, wider - 1)
-        n = min(max(drafter.hoped, _TRIAL_DRAFT), most)
+        n = min(max(n, _TRIAL_DRAFT), most)
         least = min(max(n // 2, _TRIAL_DRAFT), n)  # a shorter one would tell little
         while n >= least and self._loss_s(drafter, n, value) > 0.5 * credit_s:
             n -= 1
@@ -383,11 +385,12 @@ class Controller:
         plain_s = self.passes.plain_s
         if step.source:
             step = self._learn(step)
-        elif step.seconds:
+        elif step.seconds and (self._n_plain or step.seconds < plain_s or not plain_s):
             self._times.plain(step)
             self.passes.observe_plain(step.seconds, step.n_missing)
             self._since_plain, self._n_unsure = 0, max(self._n_unsure - 1, 0)
-        self._since_trial = 0 if step.is_trial else self._since_trial + 1
+        self._n_plain = 0 if step.source else self._n_plain + 1
+        self._was_trial = step.is_trial
         if step.seconds:
             self._book(step, plain_s)
         self._n_steps += 1
@@ -428,7 +431,6 @@ class Controller:
         if step.n_spine:
             self._count(drafter, step.ranks, step.log_p)
         if step.is_trial:
-            drafter.n_watched = 0 if step.n_spine else drafter.n_watched + 1
             drafter.tried_at = self._clock
 
     def observe_watched(self, watched: Watched) -> None:
@@ -475,7 +477,6 @@ class Controller:
             return
         self._plain_value = 1.0 / passes.plain_s
         first = self._best
-        hope = _HOPE + (_SAVED_HOPE - _HOPE) * self._accounts.saved(passes.plain_s)
         for drafter in self._ranked:
             known, source = drafter.acceptance, drafter.source
             if drafter is not first:
@@ -488,10 +489,9 @@ class Controller:
             open_ = self._usable(self.widths.open)
             drafter.value, drafter.plan, _ = drafter.best(growth, passes, open_)
             lost = value / _GAIN - max(drafter.value, self._plain_value)
-            if self._times.graphs.has_credit:
+            if self._times.graphs.has_credit and drafter.n_known:
                 self.widths.miss(width, lost * self._planned_s)
-            deviations = max(_NEW_HOPE, hope) if drafter.is_new else hope
-            hopes = grow(known.hopes(deviations), leaf, most)
+            hopes = grow(known.hopes(_HOPE), leaf, most)
             drafter.hope, hoped, _ = drafter.best(hopes, passes, open_)
             drafter.hoped = hoped.n_draft
         self._planned_s, self._since_plan = 0.0, 0

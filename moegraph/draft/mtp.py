@@ -24,6 +24,7 @@ from ..graphs.mtp import (
 )
 from ..graphs.mtp_memory import MtpMemory
 from ..graphs.paged import can_page
+from ..kinds import MOST_BEHIND
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
@@ -94,10 +95,13 @@ class MtpDrafter(KeepsNoRows):
 
         longest: tokens of the longest draft that there will be.
         """
+        pool = self._state.pool
+        most = min(MOST_BEHIND, pool.room(0))  # tokens that it is told of at once
+        pool.grow(0, most)
         for _ in range(N_CAPTURED):
             for n in range(1, min(USUAL_MTP_DRAFT, longest, self.max_draft) + 1):
                 self.draft(0, 0, n, 1)
-            for n in (1, 2, 4, USUAL_MTP_DRAFT):  # sequence 0 has pages for as many by now
+            for n in (1 << power for power in range(most.bit_length())):
                 self._compute(0, 0, [0] * n)
         self._block.stage.sequences.reset(0)
 

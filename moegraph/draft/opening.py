@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..config import EngineConfig
 from ..placement.draftprice import PRIORS
+from ..resident.layout import USUAL_MTP_DRAFT
 from .controller import Controller
 from .drafter import Drafter
 from .missing import Experts
@@ -37,8 +38,10 @@ def open_controller(
     sources = []
     for drafter in drafters:
         known, has_tree = PRIORS[drafter.name], isinstance(drafter, TreeDrafter)
-        costs = known.fixed, known.per_token, known.accept, known.n_top
-        sources.append(Source(drafter.name, drafter.max_draft, *costs, has_tree))
+        costs, most = (known.fixed, known.per_token, known.accept, known.n_top), drafter.max_draft
+        if spec == "auto" and drafter.name == "mtp":  # longer ones hardly pay, and have no graphs
+            most = min(most, config.draft_max or USUAL_MTP_DRAFT)
+        sources.append(Source(drafter.name, most, *costs, has_tree))
     if experts and config.deterministic:
         experts = Experts(experts.n_layer, experts.n_expert, experts.n_expert_used, _UNTIMED_MISS)
     settings = draft_settings(config, spec, max_rows)

@@ -28,6 +28,10 @@ _CALIBRATED, _MOST = 3.0, math.log(2.0)
 _FAR = 8
 # A single time may be off by this factor: the process may have been paused, or a graph built.
 _OUTLIER = 1.5
+# A draft may be longer by this factor; more is a graph that the drafter builds for what it reads.
+_LONGER = 1.2
+# A plain step that takes a smaller share of the usual time is no noise: the machine was slow.
+_FASTER = 0.8
 # How much a measured ratio says of wider and of narrower passes, and how far that reaches, in
 # powers of two of the width.
 _WIDER, _NARROWER = (0.8, 2.0), (0.5, 1.0)
@@ -90,7 +94,8 @@ class PassCost:
             self.base_s = min(base, self.base_s or base)
         else:
             base = min(base, _OUTLIER * self.base_s)
-            self.base_s += (base - self.base_s) / min(self._n_plain, 2 * _MEMORY)
+            n = 2.0 if base < _FASTER * self.base_s else min(self._n_plain, 2 * _MEMORY)
+            self.base_s += (base - self.base_s) / n
         self._n_plain += 1
         if not self.plain_s:
             self.update()
@@ -194,8 +199,8 @@ class DraftCost:
             self._is_new = False
             if steps > _OUTLIER * max(self(n_draft, 1.0), 0.1):
                 return
-        elif self.is_known:  # a drafter may build graphs
-            steps = min(steps, _OUTLIER * max(self(n_draft, 1.0), 0.1))
+        elif self.is_known:
+            steps = min(steps, _LONGER * max(self(n_draft, 1.0), 0.1))
         kept = 1.0 - 1.0 / (4 * _MEMORY)
         found = (1.0, n_draft, n_draft * n_draft, steps, n_draft * steps)
         self._sums = tuple(kept * old + new for old, new in zip(self._sums, found))

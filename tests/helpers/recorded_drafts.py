@@ -48,11 +48,8 @@ _MISS_MS = 0.04
 # or the last.
 _LONE = 0.15
 # Milliseconds that the first two launches of a graph take longer: of a pass without graphs and of
-# one whose graphs were built, of a commit, of an MTP draft longer than those that loading prepares,
-# and of one that reads a number of tokens for the first time.
+# one whose graphs were built, and of a commit.
 _UNBUILT, _BUILT, _COMMIT = (25.0, 6.0), (4.5, 6.0), (3.5, 1.3)
-_LONG, _TOLD = (5.0, 2.8), (2.0, 1.0)
-_USUAL_DRAFT, _USUAL_TOLD = 8, 4
 # Rows of passes whose graphs are built before the first text: if no experts are missing, and else.
 _READY, _READY_PART = (2, 4, 8, 12), (4, 8)
 
@@ -153,13 +150,9 @@ class Card:
         ms = 0.97 + 0.03 * n
         if source == "mtp":
             ms = 0.35 + (0.27 if self.share == 1.0 else 0.37) * n
-        ms, new_ms = ms + 0.02 * min(n_told, 10), 0.0
-        if source == "mtp" and n > _USUAL_DRAFT:
-            new_ms += self._launch(("draft", n), _LONG)
-        if source == "mtp" and n_told > _USUAL_TOLD:
-            new_ms += self._launch(("told", n_told.bit_length()), _TOLD)
+        ms += 0.02 * min(n_told, 10)
         self._since_draft = 0
-        return ms + new_ms, ms * self._noise() + new_ms
+        return ms, ms * self._noise()
 
 
 class Answer:

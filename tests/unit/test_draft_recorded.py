@@ -79,10 +79,10 @@ def speeds(case: Case, share: float, *names: str, is_timed: bool = True) -> tupl
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("code", {1.0: (0.92, 1.38), 0.6: (0.92, 1.24), 0.25: (0.89, 1.0)}),
-        ("structured", {1.0: (0.87, 1.9), 0.6: (0.86, 1.58), 0.25: (0.92, 1.19)}),
-        ("story", {1.0: (0.93, 0.99), 0.6: (0.92, 0.92), 0.25: (0.93, 0.93)}),
-        ("hopeless", {1.0: (0.94, 0.94), 0.6: (0.955, 0.955), 0.25: (0.97, 0.97)}),
+        ("code", {1.0: (0.93, 1.41), 0.6: (0.945, 1.26), 0.25: (0.89, 0.99)}),
+        ("structured", {1.0: (0.9, 1.97), 0.6: (0.91, 1.7), 0.25: (0.95, 1.24)}),
+        ("story", {1.0: (0.925, 0.97), 0.6: (0.93, 0.93), 0.25: (0.935, 0.935)}),
+        ("hopeless", {1.0: (0.94, 0.94), 0.6: (0.95, 0.95), 0.25: (0.955, 0.955)}),
     ],
 )
 def test_the_first_text_of_a_process(kind: str, expected: dict[float, tuple[float, float]]) -> None:
@@ -94,11 +94,11 @@ def test_the_first_text_of_a_process(kind: str, expected: dict[float, tuple[floa
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (Case(("code",)), {1.0: (0.965, 1.44), 0.6: (0.97, 1.3), 0.25: (0.95, 1.05)}),
-        (Case(("structured",)), {1.0: (0.94, 2.05), 0.6: (0.93, 1.75), 0.25: (0.96, 1.26)}),
-        (Case(("story",)), {1.0: (0.965, 1.02), 0.6: (0.97, 0.97), 0.25: (0.97, 0.97)}),
+        (Case(("code",)), {1.0: (0.97, 1.46), 0.6: (0.975, 1.3), 0.25: (0.91, 1.01)}),
+        (Case(("structured",)), {1.0: (0.96, 2.08), 0.6: (0.975, 1.82), 0.25: (0.975, 1.28)}),
+        (Case(("story",)), {1.0: (0.955, 1.0), 0.6: (0.97, 0.97), 0.25: (0.975, 0.975)}),
         (Case(("hopeless",)), {1.0: (0.98, 0.98), 0.6: (0.98, 0.98), 0.25: (0.98, 0.98)}),
-        (Case(("code",), 16, 4, (30, 200)), {1.0: (0.97, 1.44), 0.25: (0.96, 1.08)}),
+        (Case(("code",), 16, 4, (30, 200)), {1.0: (0.975, 1.46), 0.25: (0.955, 1.06)}),
         (Case(("hopeless",), 16, 4, (30, 200)), {1.0: (0.97, 0.97), 0.25: (0.975, 0.975)}),
     ],
 )
@@ -111,10 +111,13 @@ def test_later_texts_of_a_kind(case: Case, expected: dict[float, tuple[float, fl
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (Case(("code",), trouble=SLOW), {1.0: (0.95, 1.4), 0.6: (0.94, 1.28), 0.25: (0.94, 1.05)}),
-        (Case(("structured",), trouble=SLOW), {1.0: (0.9, 1.9), 0.6: (0.93, 1.8)}),
-        (Case(("hopeless",), trouble=SLOW), {1.0: (0.975, 0.975), 0.6: (0.97, 0.97)}),
-        (Case(("code",), trouble=VARIED), {0.6: (0.95, 1.28), 0.25: (0.92, 1.02)}),
+        (
+            Case(("code",), trouble=SLOW),
+            {1.0: (0.96, 1.45), 0.6: (0.965, 1.29), 0.25: (0.95, 1.06)},
+        ),
+        (Case(("structured",), trouble=SLOW), {1.0: (0.955, 2.08), 0.6: (0.975, 1.82)}),
+        (Case(("hopeless",), trouble=SLOW), {1.0: (0.98, 0.98), 0.6: (0.98, 0.98)}),
+        (Case(("code",), trouble=VARIED), {0.6: (0.97, 1.29), 0.25: (0.92, 1.02)}),
     ],
 )
 def test_other_programs_and_the_routing_change_what_steps_cost(
@@ -128,9 +131,9 @@ def test_other_programs_and_the_routing_change_what_steps_cost(
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        (("code", "story"), {1.0: (0.95, 1.15), 0.6: (0.92, 1.0), 0.25: (0.95, 0.96)}),
-        (("code", "structured"), {1.0: (0.94, 1.65), 0.6: (0.92, 1.52), 0.25: (0.95, 1.14)}),
-        (("structured", "hopeless"), {1.0: (0.97, 0.97), 0.6: (0.96, 0.96)}),
+        (("code", "story"), {1.0: (0.93, 1.13), 0.6: (0.93, 1.01), 0.25: (0.965, 0.965)}),
+        (("code", "structured"), {1.0: (0.955, 1.7), 0.6: (0.93, 1.46), 0.25: (0.955, 1.13)}),
+        (("structured", "hopeless"), {1.0: (0.98, 0.98), 0.6: (0.97, 0.97)}),
     ],
 )
 def test_a_text_of_two_kinds_in_turn(
@@ -143,7 +146,7 @@ def test_a_text_of_two_kinds_in_turn(
 
 @pytest.mark.parametrize("trouble", [NOISE, ALL])
 def test_requests_of_all_kinds_need_no_fixed_choice(trouble: Trouble) -> None:
-    for share, least in {1.0: 1.04, 0.6: 1.05, 0.25: 0.975}.items():
+    for share, least in {1.0: 1.1, 0.6: 1.11, 0.25: 1.0}.items():
         found = speeds(Case(KINDS, 16, 2, (30, 400), trouble=trouble), share)
         assert min(found) > least, (share, found)
 
