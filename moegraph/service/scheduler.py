@@ -40,7 +40,7 @@ _KEPT, _FIRST_S, _SOON = 0.05, 0.1, 1024
 # A prompt is read in pieces beside a sweep that has this many times as many rows left, and that
 # takes so many seconds and so many times as long as the pieces: otherwise it waits, to be read
 # together with others.
-_MUCH_MORE, _LASTS_S, _LONGER = 2, 0.15, 4
+_MUCH_MORE, _LASTS_S, _LONGER = 2, 0.15, 3
 # Seconds that a sweep may be ahead of prompts in pieces that come later.
 _AHEAD_S = 0.25
 # After so many decode passes beside a sweep, one without a step before it is measured.
