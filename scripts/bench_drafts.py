@@ -385,7 +385,7 @@ def use(
     """
     engine.reset(0)  # what comes next computes over this sequence
     widths = first_widths(config, engine.runner)
-    times = time_verify(engine.runner, widths)
+    times = time_verify(engine.runner, widths, engine.threads.begin)
     if kind:
         told = [one for one in drafters if one.name != "lookup"]
         drafters = [Scripted(one, kind, text, lambda: len(engine.held(0))) for one in told]

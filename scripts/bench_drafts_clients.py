@@ -126,7 +126,9 @@ def measure(engine: Engine, config: EngineConfig, args: argparse.Namespace, n: i
             if d.name != "lookup"
         ]
         engine.reset(0)  # what comes next computes over this sequence
-        times = time_verify(engine.runner, first_widths(config, engine.runner))
+        times = time_verify(
+            engine.runner, first_widths(config, engine.runner), engine.threads.begin
+        )
         timed = replace(config, spec="auto", deterministic=False)
         engine.speculation = open_speculation(told, timed, engine.runner, times)
         assert engine.speculation is not None

@@ -171,7 +171,7 @@ class _Loading:
         self._times.lap("threads")
         times = None
         if drafters:
-            times = time_verify(runner, first_widths(config, runner))
+            times = time_verify(runner, first_widths(config, runner), threads.begin)
             self._times.lap("drafts")
         return LoadedModel(
             self.file, files, tuple(stages), sequences, threads, self.n_ctx, self._profile, plan,

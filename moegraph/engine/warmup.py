@@ -7,7 +7,7 @@ the graph, and only the third replays it. Together these cost as much as dozens 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -58,11 +58,14 @@ def warm_up(runner: AnyRunner) -> None:
             state.reset(0)
 
 
-def time_verify(runner: AnyRunner, widths: Sequence[int]) -> PassTimes | None:
+def time_verify(
+    runner: AnyRunner, widths: Sequence[int], begins: Callable[[int], None]
+) -> PassTimes | None:
     """Build the graphs of verify passes of these rows and of their commits, and time them.
 
-    widths: in order. Then sequence 0 is reset. If experts may be missing, nothing is timed; where
-    graphs are captured they are, and then the same experts are on the device as before.
+    widths: in order. begins: sets the CPU threads of a pass of so many rows. Then sequence 0 is
+    reset. If experts may be missing, nothing is timed; where graphs are captured they are, and
+    then the same experts are on the device as before.
     """
     if not widths:
         return None
@@ -74,8 +77,11 @@ def time_verify(runner: AnyRunner, widths: Sequence[int]) -> PassTimes | None:
     row = Batch(np.full((1, 1), _APART % runner.hp.n_vocab, dtype=np.int32), greedy=True)
     try:
         with runner.rehearsing():
-            plain = min(_timed(runner, row, 0) for _ in range(_N_TIMED)) if is_whole else 0.0
-            verify = {n: _time_width(runner, n, before) for before, n in pairwise((0, *widths))}
+            plain = (
+                min(_timed(runner, row, 0, begins) for _ in range(_N_TIMED)) if is_whole else 0.0
+            )
+            steps = pairwise((0, *widths))
+            verify = {n: _time_width(runner, n, before, begins) for before, n in steps}
         return PassTimes(plain, verify if is_whole else {}, tuple(widths))
     except NotFinite:
         return None  # as above
@@ -83,17 +89,19 @@ def time_verify(runner: AnyRunner, widths: Sequence[int]) -> PassTimes | None:
         runner.sequences.reset(0)
 
 
-def _time_width(runner: AnyRunner, n_rows: int, before: int) -> float:
+def _time_width(
+    runner: AnyRunner, n_rows: int, before: int, begins: Callable[[int], None]
+) -> float:
     """Return the seconds of a chain's pass whose graphs exist, greedy or not.
 
     before: rows of which paths have been committed.
     """
     captures, (chain, raced) = runner.device.can.streams, _chains(runner, n_rows)
     paths = range(before + 1, n_rows + 1) if captures else [n_rows]
-    seconds = [_timed(runner, chain, n) for n in paths for _ in range(_N_PASSES)]
+    seconds = [_timed(runner, chain, n, begins) for n in paths for _ in range(_N_PASSES)]
     if captures:
         for _ in range(_N_PASSES):
-            _timed(runner, raced, 1)
+            _timed(runner, raced, 1, begins)
     return min(seconds)
 
 
@@ -105,9 +113,10 @@ def _chains(runner: AnyRunner, n_rows: int) -> tuple[Batch, Batch]:
     return Batch.verify(tokens, (0,), greedy=True), Batch.verify(tokens, (0,), draws=draws)
 
 
-def _timed(runner: AnyRunner, batch: Batch, n_taken: int) -> float:
+def _timed(runner: AnyRunner, batch: Batch, n_taken: int, begins: Callable[[int], None]) -> float:
     """Return the seconds of a pass over an empty sequence, which then takes so many of its rows."""
     runner.sequences.reset(0)
+    begins(batch.tokens.size)
     start = time.perf_counter()
     runner.submit(batch)
     runner.collect()

@@ -58,7 +58,7 @@ def test_passes_before_the_first_text_leave_the_experts_as_they_were(
                 one.forward(prompt(one, 40, seed=1))
                 one.reset()
         before, n_built = experts(engine), runner.n_built
-        times = time_verify(runner, widths)
+        times = time_verify(runner, widths, engine.threads.begin)
         assert times and times.built == (4, 8) and not times.plain and not times.verify
         assert runner.n_built > n_built
         assert experts(engine) == before
@@ -73,6 +73,6 @@ def test_passes_before_the_first_text_leave_the_experts_as_they_were(
         # passes that are not undone have the tokens' experts come
         monkeypatch.setattr(LayeredRunner, "rehearsing", lambda _: nullcontext())
         before = experts(engine)
-        time_verify(runner, widths)
+        time_verify(runner, widths, engine.threads.begin)
         assert experts(engine)["owners"] != before["owners"] or miss == "cpu"
         assert experts(engine)["choices"] != before["choices"]
