@@ -40,7 +40,7 @@ _KEPT, _FIRST_S, _SOON = 0.05, 0.1, 1024
 # A prompt is read in pieces beside a sweep that has this many times as many rows left, and that
 # takes so many seconds and so many times as long as the pieces: otherwise it waits, to be read
 # together with others.
-_MUCH_MORE, _LASTS_S, _LONGER = 2, 0.15, 3
+_MUCH_MORE, _LASTS_S, _LONGER = 2, 0.15, 4
 # Seconds that a sweep may be ahead of prompts in pieces that come later.
 _AHEAD_S = 0.25
 # After so many decode passes beside a sweep, one without a step before it is measured.
@@ -212,14 +212,18 @@ class Scheduler(Generic[T]):
             del self._deadlines[key]
         return found
 
-    def began(self, key: T, n_rows: int, others: Iterable[T] = ()) -> None:
-        """Note that the sweep of a request, and of others, is under way; n_rows rows are left."""
+    def began(self, key: T, n_rows: int, others: Iterable[T] = (), seconds: float = 0.0) -> None:
+        """Note that the sweep of a request, and of others, is under way; n_rows rows are left.
+
+        seconds: what that took, while nothing was computed.
+        """
         self._sweeping, self._n_left = dict.fromkeys((key, *others)), n_rows
         for one in self._sweeping:
             self._waiting.pop(one, None)
         self._lead_s, self._n_beside = 0.0, 0
-        pass_s = self.costs.pass_s(len(self._decoding)) or 0.0
-        self._credit_s = min(self._credit_s, self._earned_s(pass_s))
+        most_s = self._earned_s(self.costs.pass_s(len(self._decoding)) or 0.0)
+        # a pass comes first if that took long, so that nobody waits for this and a step together
+        self._credit_s = min(self._credit_s, most_s) - min(seconds, most_s)
 
     def in_pieces(self, key: T) -> None:
         """Note that the prompt of a request is going to be read in pieces."""

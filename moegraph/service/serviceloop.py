@@ -166,6 +166,7 @@ class ServiceLoop:
 
     def _begin(self, answer: Answer, others: Sequence[Answer]) -> None:
         self._answers.tell()
+        start = time.perf_counter()
         try:
             self._reading.begin(answer, others)
         except PoolFull:
@@ -173,7 +174,8 @@ class ServiceLoop:
                 self.scheduler.hold()
         with self.lock:
             if answer.sweep:
-                self.scheduler.began(answer, self._reading.n_left, self._answers.sweeping)
+                n_left, seconds = self._reading.n_left, time.perf_counter() - start
+                self.scheduler.began(answer, n_left, self._answers.sweeping, seconds)
             elif answer.rest:
                 self.scheduler.in_pieces(answer)
 

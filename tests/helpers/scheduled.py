@@ -27,7 +27,8 @@ class Machine:
     Requests are names; their prompts have so many rows, their answers so many tokens. pass_s: a
     decode pass; pass_of: by its rows. step_s: a step of a sweep, of 40 rows; step_of: of other
     kinds. piece_s: a pass over a piece of a prompt, by its rows. most_joint: rows of prompts that
-    one sweep takes together. lacks: each layer of a sweep has a step for missing experts.
+    one sweep takes together. lacks: each layer of a sweep has a step for missing experts. begin_s:
+    what it takes to begin a prompt.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Machine:
         self.swept: list[str] = []  # whose prompts it reads
         self.most_joint, self.lacks, self.is_rounded = 0, False, False
         self.most_rows, self.least_rows = 40, 8  # of a chunk
-        self.n_layers = LAYERS
+        self.n_layers, self.begin_s = LAYERS, 0.0
         self.log: list[tuple[float, str, tuple[str, ...]]] = []
         self.tokens: dict[str, list[float]] = {}
 
@@ -150,7 +151,7 @@ class Machine:
                 group.append(other)
                 n += self.prompts[other]
         self.rows.update((one, self.prompts[one]) for one in group)
-        self.spend("begin", *group, seconds=0.0)
+        self.spend("begin", *group, seconds=self.begin_s)
         if self.steps or (len(group) == 1 and n <= SHORT):
             self.scheduler.in_pieces(name)
             return
@@ -166,7 +167,7 @@ class Machine:
             self.steps += [self.step(il, at, rows, n_kv) for at, rows in enumerate(chunks)]
             self.steps += [SweepStep("experts", n)] if self.lacks else []
         costs.upcoming = self.steps[0]
-        self.scheduler.began(name, n, group)
+        self.scheduler.began(name, n, group, self.begin_s)
 
     def step(self, il: int, at: int, n_rows: int, n_kv: int = 0) -> SweepStep:
         if il % 2:

@@ -89,3 +89,23 @@ def test_a_long_prompt_that_comes_during_a_pass_does_not_begin_with_a_long_slice
             machine.turn()
     at = [now for now in machine.tokens["0"] if now > begun]
     assert max(b - a for a, b in zip(at, at[1:])) < 2 * machine.pass_of(8)
+
+
+def test_what_it_takes_to_begin_a_prompt_counts_as_time_for_prompts() -> None:
+    """So a pass runs before its first step, instead of waiting for both."""
+    machine = at_60_percent(9)
+    machine.begin_s = 5e-3
+    for i in range(8):
+        machine.add(f"{i}", 24, 400)
+    machine.add("before", 8192, 1)  # what steps take is known then
+    while machine.left["before"]:
+        machine.turn()
+    for _ in range(5):
+        machine.turn()
+    since, n_before = machine.now, len(machine.log)
+    machine.add("long", 8192, 1)
+    while not machine.tokens["long"]:
+        machine.turn()
+    assert [what for _, what, _ in machine.log[n_before:]][:2] == ["begin", "decode"]
+    at = [now for now in machine.tokens["0"] if now >= since]
+    assert max(b - a for a, b in zip(at, at[1:])) < 2 * machine.pass_of(8)
