@@ -31,7 +31,7 @@ _OUTLIER = 1.5
 # A draft may be longer by this factor; more is a graph that the drafter builds for what it reads.
 _LONGER = 1.2
 # A plain step that takes a smaller share of the usual time is no noise: the machine was slow.
-_FASTER = 0.7
+_FASTER = 0.8
 # How much a measured ratio says of wider and of narrower passes, and how far that reaches, in
 # powers of two of the width.
 _WIDER, _NARROWER = (0.8, 2.0), (0.5, 1.0)
@@ -94,7 +94,7 @@ class PassCost:
             self.base_s = min(base, self.base_s or base)
         else:
             base = min(base, _OUTLIER * self.base_s)
-            n = 1.0 if base < _FASTER * self.base_s else min(self._n_plain, 2 * _MEMORY)
+            n = 2.0 if base < _FASTER * self.base_s else min(self._n_plain, 2 * _MEMORY)
             self.base_s += (base - self.base_s) / n
         self._n_plain += 1
         if not self.plain_s:
