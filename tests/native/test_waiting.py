@@ -33,9 +33,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Threads]:
     used: list[Threads] = []
     submit = WholeRunner.submit
 
-    def note(self: WholeRunner, *args: Any) -> None:
+    def note(self: WholeRunner, *args: Any, **more: Any) -> None:
         used.append(next(reversed(self.device._pools)))
-        submit(self, *args)
+        submit(self, *args, **more)
 
     monkeypatch.setattr(WholeRunner, "submit", note)
     return used
