@@ -1,4 +1,4 @@
-"""Prepares one-row passes after loading, so that the first tokens are as fast as the others.
+"""Prepares passes of one row, and of drafts, after loading: so the first tokens are as fast as all.
 
 The first pass of a shape builds its graph. On CUDA it also loads kernels, the second pass captures
 the graph, and only the third replays it. Together these cost as much as dozens of tokens.

@@ -234,10 +234,13 @@ class Runner(ABC):
         self, batch: Batch, cancelled: Predicate, begins: Callback, meanwhile: Once | None = None
     ) -> None:
         """Start the pass whose inputs are on their way; see `submit`."""
-        work = meanwhile or Once(bool)
-        with closing(self.launching(batch, cancelled, begins, lambda: work.is_due)) as pauses:
+        if meanwhile is None or not self.device.can.streams:  # there a launch computes: no waiting
+            for _ in self.launching(batch, cancelled, begins):
+                pass
+            return
+        with closing(self.launching(batch, cancelled, begins, lambda: meanwhile.is_due)) as pauses:
             for _ in pauses:
-                work()
+                meanwhile()
 
     def launching(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ SOME = {"pin_layers": 0, "cache_slots": 8 * 12, "cpu_reference": True}
 
 
 def late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the ids of a layer seem to be missing whenever the host looks for them."""
+    """Have the device seem to compute later than it does: no ids are there when the host looks."""
+    device = engine.runner.device
+    monkeypatch.setattr(device, "can", replace(device.can, streams=True))
     monkeypatch.setattr(engine.runner._readback, "has", lambda host_ids: False)
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,23 +216,21 @@ class TestDrawing:
                 bars("load", done, 10)
         assert terminal.getvalue() == ""
 
-    def test_a_bar_appears_though_no_report_comes(
-        self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.parametrize(
+        ("begin", "shown"),
+        [
+            (lambda bars: bars.expect("prefill", 512), "Reading the prompt"),
+            (lambda bars: bars("threads", 0, 1), "Measuring CPU threads"),
+        ],
+    )
+    def test_a_bar_appears_though_no_report_follows(
+        self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch,
+        begin: Callable[[ui.Bars], None], shown: str,
+    ) -> None:  # fmt: skip
         monkeypatch.setattr(ui, "_BAR_DELAY_S", 0.01)
         with ui.Bars() as bars:
-            bars.expect("prefill", 512)
-            until(lambda: "Reading the prompt" in terminal.getvalue())
-        assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
-
-    def test_a_bar_appears_though_nothing_follows_the_first_report(
-        self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(ui, "_BAR_DELAY_S", 0.01)
-        with ui.Bars() as bars:
-            bars("threads", 0, 1)
-            until(lambda: "Measuring CPU threads" in terminal.getvalue())
-            bars("threads", 1, 1)
+            begin(bars)
+            until(lambda: shown in terminal.getvalue())
         assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
 
     def test_no_bar_after_work_that_was_expected_and_quick(
