@@ -88,7 +88,7 @@ class Agent:
         ids = tokens_of(port, self._messages)
         body = {"messages": self._messages, "tools": TOOLS, "max_tokens": n_answer,
                 "temperature": 0, "ignore_eos": True}  # fmt: skip
-        answer = Stream(port, "/v1/chat/completions", body).done()
+        answer = Stream(port, "/v1/chat/completions", body).send().done()
         n_cached = answer.usage["prompt_tokens_details"]["cached_tokens"]
         self.n_requests += 1
         self.n_tokens += answer.usage["prompt_tokens"]

@@ -45,7 +45,7 @@ LOADING_S = 240
 
 
 class Stream(threading.Thread):
-    """One streamed request.
+    """One streamed request; `send` begins it.
 
     times: when its pieces came; counts: tokens up to each of them; begun: when it was sent.
     """
@@ -60,8 +60,13 @@ class Stream(threading.Thread):
         self._leaves = threading.Event()
         self._port, self._path = port, path
         self._body = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+        self.begun = 0.0
+
+    def send(self) -> Stream:
+        """Begin."""
         self.begun = time.perf_counter()
         self.start()
+        return self
 
     def run(self) -> None:
         """Send the request and note the pieces."""
@@ -78,19 +83,19 @@ class Stream(threading.Thread):
         if answer.status != 200:
             self.error = answer.read().decode(errors="replace")[:300]
         while not (self.error or self._leaves.is_set()):
-            line = answer.readline()
+            line, now = answer.readline(), time.perf_counter()
             if line.startswith(b"data: [DONE]"):
                 break
             if not line:
                 self.error = "the answer ended without its last line"
             if line.startswith(b"data: "):
-                self._note(line[6:])
+                self._note(line[6:], now)
         connection.close()
         if not self.times:  # tokens without text alone
             self.times.append(time.perf_counter())
             self.counts.append(1)
 
-    def _note(self, data: bytes) -> None:
+    def _note(self, data: bytes, now: float) -> None:
         piece = json.loads(data)
         if "error" in piece:
             self.error = str(piece["error"])[:300]
@@ -100,7 +105,7 @@ class Stream(threading.Thread):
             text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
             self.text += text or ""
             if text is not None:
-                self.times.append(time.perf_counter())
+                self.times.append(now)
                 n = (piece.get("timings") or {}).get("predicted_n")
                 self.counts.append(n or (self.counts[-1] if self.counts else 0) + 1)
 
@@ -122,7 +127,7 @@ class Stream(threading.Thread):
 
 
 def completion(port: int, n_prompt: int, n_tokens: int, seed: int) -> Stream:
-    """Send random ids, to be continued by a fixed number of tokens."""
+    """Return a request of random ids, to be continued by a fixed number of tokens."""
     ids = random.Random(seed).choices(IDS, k=n_prompt)
     body = {"prompt": ids, "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True,
             "cache_prompt": False, "timings_per_token": True}  # fmt: skip
@@ -152,8 +157,11 @@ def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float |
     half have ended. It is None if no token came between these, as where answers are short.
     """
     seed += 100 * n  # no prompt comes twice
-    rng, start = random.Random(seed), time.perf_counter()
+    rng = random.Random(seed)
     streams = [completion(port, rng.randrange(16, 400), n_tokens, seed + i) for i in range(n)]
+    start = time.perf_counter()
+    for one in streams:
+        one.send()
     for one in streams:
         one.done()
     seconds = time.perf_counter() - start
@@ -172,13 +180,13 @@ def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float |
 
 def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]:
     """Return what a long prompt does to n clients whose answers are under way."""
-    streams = [completion(port, 32, 1500, seed + 5000 + i) for i in range(n)]
+    streams = [completion(port, 32, 1500, seed + 5000 + i).send() for i in range(n)]
+    long = completion(port, n_prompt, 4, seed + 5999)  # now: threads that note times run beside it
     while any(len(s.times) < 30 and s.is_alive() for s in streams):
         time.sleep(0.01)
     settled = time.perf_counter()
     time.sleep(0.5)
-    begun = time.perf_counter()
-    first = completion(port, n_prompt, 4, seed + 5999).done()
+    first = long.send().done()
     ended = time.perf_counter()
     time.sleep(0.5)
     for one in streams:
@@ -186,8 +194,8 @@ def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]
         if one.error:
             raise RuntimeError(one.error)
     # contexts grow, so what is usual is measured before and after
-    usual = gaps(streams, settled, begun) + gaps(streams, ended + 0.1)
-    beside = gaps(streams, begun, first.times[0])
+    usual = gaps(streams, settled, first.begun) + gaps(streams, ended + 0.1)
+    beside = gaps(streams, first.begun, first.times[0])
     if not (usual and beside):
         raise RuntimeError("the answers ended before the long prompt was read; give more context")
     return {
@@ -201,9 +209,9 @@ def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]
 
 def chat_beside(port: int, n_prompt: int, seed: int) -> dict[str, float]:
     """Return how long a prompt of 200 tokens waits beside a long one, and the long one's time."""
-    long = completion(port, n_prompt, 4, seed + 7000)
+    long = completion(port, n_prompt, 4, seed + 7000).send()
     time.sleep(0.2)
-    short = completion(port, 200, 4, seed + 7001).done()
+    short = completion(port, 200, 4, seed + 7001).send().done()
     long.done()
     return {
         "short_first_s": round(short.times[0] - short.begun, 3),
@@ -231,7 +239,7 @@ def second_turn(port: int, n_tokens: int, seed: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for turn in ("first", "second"):
         body = {"messages": messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-        answer = Stream(port, "/v1/chat/completions", body).done()
+        answer = Stream(port, "/v1/chat/completions", body).send().done()
         found[f"{turn}_turn_s"] = round(answer.times[0] - answer.begun, 3)
         found[f"{turn}_n_prompt"] = answer.usage.get("prompt_tokens", 0)
         details = answer.usage.get("prompt_tokens_details") or {}

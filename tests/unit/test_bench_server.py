@@ -44,7 +44,7 @@ def port() -> Iterator[int]:
 
 def test_a_whole_stream_is_no_error(port: int) -> None:
     Answer.body = PIECE * 3 + DONE
-    stream = Stream(port, "/v1/completions", {}).done()
+    stream = Stream(port, "/v1/completions", {}).send().done()
     assert len(stream.times) == 3 and stream.text == "aaa"
 
 
@@ -59,7 +59,7 @@ def test_a_whole_stream_is_no_error(port: int) -> None:
 def test_an_answer_that_breaks_off_is_not_measured(port: int, body: bytes, says: str) -> None:
     Answer.body = body
     with pytest.raises(RuntimeError, match=says):
-        Stream(port, "/v1/completions", {}).done()
+        Stream(port, "/v1/completions", {}).send().done()
 
 
 @pytest.mark.parametrize("n_pieces", [1, 3])
