@@ -162,7 +162,7 @@ class ChatModel:
         request = self._request(chat, encoded.ids, constraint, marks)
         if chat.tools:
             request = self._with_calls(request, chat.tool_choice != NONE)
-        return Prepared(request, parser, prompt)
+        return Prepared(request, parser)
 
     def _with_calls(self, request: Request, are_allowed: bool) -> Request:
         """Return a request whose answer may have calls or not, if one token begins them.
@@ -197,9 +197,9 @@ class ChatModel:
         """
         self._require_room(text.prompt)
         if isinstance(text.prompt, str):
-            prompt, ids = text.prompt, self.tokenizer.encode(text.prompt)
+            ids = self.tokenizer.encode(text.prompt)
         else:
-            prompt, ids = self.detokenize(text.prompt), list(text.prompt)
+            ids = list(text.prompt)
         constraint = None
         if text.format is not None:
             compiled = self.grammars.compile(text.format.kind, text.format.source)
@@ -207,7 +207,7 @@ class ChatModel:
         # the text may come again, or a longer one, and seldom changes more than its last token
         marks = (len(ids) - 1,) if len(ids) > 1 else ()
         request = self._request(text, ids, constraint, marks)
-        return Prepared(request, AnswerParser(reasoning=False), prompt)
+        return Prepared(request, AnswerParser(reasoning=False))
 
     def _chat_constraint(self, chat: ChatRequest, is_reasoning: bool) -> Constraint | None:
         """Return what the answer must follow, after its reasoning if the prompt begins that."""

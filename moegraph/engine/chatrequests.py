@@ -72,11 +72,10 @@ class TextRequest(DrawSettings):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request for the engine. parser: takes its answer's text. prompt: its text."""
+    """A request for the engine. parser: takes its answer's text."""
 
     request: Request
     parser: AnswerParser
-    prompt: str
 
 
 def thinking_variables(effort: str | None) -> dict[str, Any]:

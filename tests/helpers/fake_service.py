@@ -171,7 +171,7 @@ class FakeChatModel:
             n_logprobs=chat.n_logprobs, deadline_s=chat.deadline_s, name=chat.name,
         )  # fmt: skip
         parser = AnswerParser(prompt, chat.tools, parallel=chat.parallel_tool_calls)
-        return Prepared(request, parser, prompt)
+        return Prepared(request, parser)
 
     def prepare_text(self, text: TextRequest) -> Prepared:
         self.texts.append(text)
@@ -180,7 +180,7 @@ class FakeChatModel:
             ids, text.sampling, text.max_tokens, text.stop, text.ignore_eos,
             n_logprobs=text.n_logprobs, deadline_s=text.deadline_s, name=text.name,
         )  # fmt: skip
-        return Prepared(request, AnswerParser(reasoning=False), str(text.prompt))
+        return Prepared(request, AnswerParser(reasoning=False))
 
     def render(
         self,

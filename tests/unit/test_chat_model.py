@@ -46,7 +46,7 @@ def model(source: str = QWEN) -> ChatModel:
 
 def prompt(messages: list[dict[str, Any]], source: str = QWEN, **fields: Any) -> str:
     with model(source) as chat:
-        return chat.prepare(ChatRequest(messages=messages, **fields)).prompt
+        return bytes(chat.prepare(ChatRequest(messages=messages, **fields)).request.prompt).decode()
 
 
 class TestPrompt:
@@ -55,7 +55,7 @@ class TestPrompt:
             found = chat.prepare(
                 ChatRequest(messages=[USER], max_tokens=5, stop=("x",), name="r1", n_logprobs=2)
             )
-        assert bytes(found.request.prompt).decode() == found.prompt
+            assert bytes(found.request.prompt).decode() == chat.render([USER])
         assert found.request.max_tokens == 5 and found.request.stop == ("x",)
         assert found.request.name == "r1" and found.request.n_logprobs == 2
 
@@ -99,7 +99,7 @@ class TestPrompt:
     def test_tools_that_must_not_be_called_are_shown_and_calls_are_text(self) -> None:
         with model() as chat:
             found = chat.prepare(ChatRequest(messages=[USER], tools=[TOOL], tool_choice="none"))
-        assert "look" in found.prompt
+        assert "look" in bytes(found.request.prompt).decode()
         found.parser.push("</think><tool_call>\n<function=look>\n</function>\n</tool_call>")
         assert found.parser.n_calls == 0
 
@@ -156,7 +156,8 @@ class TestBegun:
         with model() as chat:
             begun = {"role": "assistant", "content": "It is"}
             found = chat.prepare(ChatRequest(messages=[USER, begun]))
-        assert found.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\nIt is")
+        end = "<|im_start|>assistant\n<think>\n\n</think>\n\nIt is"
+        assert bytes(found.request.prompt).decode().endswith(end)
         assert not found.parser.is_reasoning
 
     def test_without_reasoning(self) -> None:
@@ -237,7 +238,7 @@ class TestText:
         with model() as chat:
             found = chat.prepare_text(TextRequest("ab", max_tokens=3))
             assert list(found.request.prompt) == [97, 98] and found.request.max_tokens == 3
-            assert chat.prepare_text(TextRequest([97, 98])).prompt == "ab"
+            assert list(chat.prepare_text(TextRequest([97, 98])).request.prompt) == [97, 98]
             text = "<think>a</think><tool_call>"
             assert found.parser.push(text) == [ContentPart(text)]
 
@@ -371,4 +372,4 @@ def test_whatever_clients_send_is_refused_or_understood(
     format_ = Format("json_schema", schema) if isinstance(schema, dict) and schema else None
     with suppress(RequestError):
         asked = ChatRequest(messages, tools, tool_choice=choice, format=format_)
-        assert any_model.prepare(asked).prompt
+        assert any_model.prepare(asked).request.prompt
