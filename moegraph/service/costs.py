@@ -27,7 +27,8 @@ PIECES = (32, 128, 512)
 class Costs:
     """Running means, in seconds; None where nothing was measured.
 
-    share: what a decode pass usually earns for prompts, of its own time.
+    share: what a decode pass usually earns for prompts, of its own time. is_rounded: pieces of
+    prompts have as many rows as a power of two.
     upcoming: the next step of the sweep under way; None without one. row_s: a row of a prompt in
     all layers. request_s: a request from the start of its prompt to its end.
 
@@ -37,6 +38,7 @@ class Costs:
 
     def __init__(self) -> None:
         self.share = SHARE
+        self.is_rounded = True
         self.upcoming: SweepStep | None = None
         self.request_s: float | None = None
         self.row_s: float | None = None
@@ -138,18 +140,24 @@ class Costs:
         few its rows are, and otherwise its time grows with them; so it is taken to be in between.
         """
         size = _size(n_rows)
+        if size in self._piece_s:
+            return self._piece_s[size]
         near = _nearest(self._piece_s, size)
-        return None if near is None else float(self._piece_s[near] * (size / near) ** 0.5)
+        return None if near is None else float(self._piece_s[near] * (n_rows / near) ** 0.5)
 
     def pieces_s(self, n_rows: int) -> float:
-        """Return what a prompt takes in pieces of 512 rows and of powers of two below.
+        """Return what a prompt takes in pieces of 512 rows and of what is left, see `is_rounded`.
 
         Each of them reads nearly all weights, so if none was measured, one counts as 512 rows of a
         sweep; 0 if nothing was measured at all.
         """
         guess_s = PIECES[-1] * (self.row_s or 0.0)
         sizes = [PIECES[-1]] * (n_rows // PIECES[-1])
-        sizes += [1 << bit for bit in range(PIECES[-1].bit_length() - 1) if n_rows >> bit & 1]
+        rest = n_rows % PIECES[-1]
+        if self.is_rounded:
+            sizes += [1 << bit for bit in range(rest.bit_length()) if rest >> bit & 1]
+        elif rest:
+            sizes.append(rest)
         return sum(self.piece_s(size) or guess_s for size in sizes)
 
     def piece_rows(self, n_left: int, most_s: float) -> int:
@@ -165,11 +173,15 @@ class Costs:
         return min(n_left, max(fit) if fit else least)
 
     def note_piece(self, n_rows: int, seconds: float, has_built: bool = False) -> None:
-        """Learn from a pass over so many rows of a prompt; has_built: as in `note_round`."""
+        """Learn from a pass over so many rows of a prompt; has_built: as in `note_round`.
+
+        One that has built graphs tells only that such passes take no longer.
+        """
         size = _size(n_rows)
-        if has_built and self._piece_s:
+        before = self._piece_s.get(size)
+        if has_built and (before is None or seconds > before):
             return
-        self._piece_s[size] = _mean(self._piece_s.get(size), seconds, _NEWEST)
+        self._piece_s[size] = _mean(before, seconds, _NEWEST)
 
     def note_request(self, seconds: float) -> None:
         """Learn from a request that has ended by itself."""

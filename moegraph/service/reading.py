@@ -63,6 +63,7 @@ class Reading:
         # each length has graphs of its own, and to build those takes longer than some more rows
         self._rounds = self._streams and engine.config.n_seq > 1
         self._answers, self._tally = answers, answers.tally
+        self._tally.costs.is_rounded = self._rounds
         self._drafting, self._swapping = drafting, swapping
         self._read: list[Answer] = []
 
@@ -188,23 +189,22 @@ class Reading:
             return
         for other in others:
             if len(group) == _MOST_PROMPTS:
-                return
+                break
             n_left = self._n_joint - sum(len(batch.tokens) for batch in group.values())
             if self.n_rest(other) > n_left or any(self._shares(other, one) for one in group):
                 continue
             try:
                 batch = self._enter(other, n_left)
             except PoolFull:
-                return
+                break
             except MoegraphError as error:
                 self._answers.failed([other], error)
                 continue
-            if batch is None:
-                continue
-            if may_join(memory, [*group.values(), batch], self._sequences):
+            if batch is not None:
                 group[other] = batch
-            else:
-                self._answers.leave_slot(other)
+        # asked once for all, because each question takes the longer the more prompts there are
+        while len(group) > 1 and not may_join(memory, list(group.values()), self._sequences):
+            self._answers.leave_slot(group.popitem()[0])
 
     def _shares(self, answer: Answer, other: Answer) -> bool:
         """Return whether a prompt can go on from what is read of another one."""

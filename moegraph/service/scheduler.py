@@ -7,11 +7,11 @@ that is alone is read in *pieces* instead, each a pass of its own; so is one of 
 a sweep that has much more left. Sweep and pieces share the time for prompts equally.
 Requests whose prompts are read decode together, one pass after another.
 
-Decode passes earn time for prompts, two thirds of what they take themselves (on a CPU four fifths),
-and hardly more is kept. So while a long prompt is read, others wait less than twice as long for a
-token as usual, unless a single step of a sweep takes as long as a pass. But if more prompts are
-read than requests decode, or if requests with free slots wait behind a prompt that is soon read,
-prompts go first: then all decode together sooner.
+Decode passes earn time for prompts, two thirds of what they take themselves (on a CPU four fifths);
+what one has earned is the most that is kept. So while a long prompt is read, others wait less than
+twice as long for a token as usual, unless a single step of a sweep takes as long as a pass. But if
+more prompts are read than requests decode, or if requests with free slots wait behind a prompt that
+is soon read, prompts go first: then all decode together sooner.
 
 If memory for KV rows runs out, the youngest requests are moved to host memory. They come back in
 the order of their arrival, and before that no prompt begins.
@@ -33,10 +33,9 @@ T = TypeVar("T")
 
 # Seconds of a sweep between two looks at other requests while nothing decodes.
 _ALONE_S = 0.02
-# A little more time for prompts than one decode pass earns is kept, as a share of a pass. Even if
-# prompts go first, they have hardly more than so many seconds until the next pass. Requests wait
-# behind a prompt that is soon read if so many rows of it are left.
-_KEPT, _FIRST_S, _SOON = 0.05, 0.1, 1024
+# Even if prompts go first, they have hardly more than so many seconds until the next pass. Requests
+# wait behind a prompt that is soon read if so many rows of it are left.
+_FIRST_S, _SOON = 0.1, 1024
 # A prompt is read in pieces beside a sweep that has this many times as many rows left, and that
 # takes so many seconds and so many times as long as the pieces: otherwise it waits, to be read
 # together with others.
@@ -131,6 +130,7 @@ class Scheduler(Generic[T]):
         self._credit_s = 0.0  # time that decode passes have earned for prompts
         self._lead_s = 0.0  # by which pieces had more time than the sweep beside them
         self._n_beside = 0  # decode passes beside the sweep
+        self._is_pass_due = False  # before the first step of the sweep
 
     @property
     def n_waiting(self) -> int:
@@ -222,8 +222,10 @@ class Scheduler(Generic[T]):
             self._waiting.pop(one, None)
         self._lead_s, self._n_beside = 0.0, 0
         most_s = self._earned_s(self.costs.pass_s(len(self._decoding)) or 0.0)
-        # a pass comes first if that took long, so that nobody waits for this and a step together
         self._credit_s = min(self._credit_s, most_s) - min(seconds, most_s)
+        # else others would wait for this and the first step together
+        is_usual = bool(self._decoding) and self._share <= self.costs.share
+        self._is_pass_due = is_usual and self._credit_s > 0.0
 
     def in_pieces(self, key: T) -> None:
         """Note that the prompt of a request is going to be read in pieces."""
@@ -337,7 +339,8 @@ class Scheduler(Generic[T]):
         step_s = self.costs.step_s
         if not self._decoding:
             return _ALONE_S if step_s is not None else 0.0
-        if self._credit_s <= 0.0 or self._n_beside % _MEASURE_EVERY == _MEASURE_EVERY - 1:
+        is_measure = self._n_beside % _MEASURE_EVERY == _MEASURE_EVERY - 1
+        if self._credit_s <= 0.0 or self._is_pass_due or is_measure:
             return None
         if step_s is None:
             return 0.0
@@ -378,8 +381,10 @@ class Scheduler(Generic[T]):
 
     def decoded(self, n_rows: int) -> None:
         """Note that a decode pass of so many rows has run; it earns time for prompts."""
+        if self._is_pass_due:
+            self._is_pass_due = False
+            return
         pass_s, step_s = self.costs.pass_s(n_rows) or 0.0, self.costs.step_s or 0.0
         earned_s = self._earned_s(pass_s)
-        most = max(earned_s + _KEPT * pass_s, step_s)
-        self._credit_s = min(self._credit_s + earned_s, most)
+        self._credit_s = min(self._credit_s + earned_s, max(earned_s, step_s))
         self._n_beside += bool(self._sweeping)

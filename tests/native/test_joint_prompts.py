@@ -24,6 +24,7 @@ from moegraph.events import CancelToken
 from moegraph.runner import NotFinite, stage_sweep
 from moegraph.runner.sweep_batch import SweepBatch, cut_together
 from moegraph.sampling import SamplingParams
+from moegraph.service import reading
 from moegraph.service.service import Service
 
 Open = Callable[..., Engine]
@@ -326,6 +327,27 @@ def test_requests_that_wait_are_read_together(
         assert client.tokens == alone(single, client.request)[0]
         for step in client.steps:
             assert [one.token for one in step.logprobs] in ([], list(step.tokens))
+    engine.state.pool.check()
+
+
+def test_requests_without_room_in_a_sweep_wait_for_the_next_one(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_joint(open_engine, "mini35b", n_ubatch=512)
+    swept = watched(engine, monkeypatch)
+    monkeypatch.setattr(reading, "may_join", lambda memory, batches, sequences: len(batches) < 3)
+    with serving(engine) as service:
+        requests = [
+            partial(Client, service, prompt(engine, n, seed=n), max_tokens=6)
+            for n in (140, 90, 70, 60, 50)
+        ]
+        clients = held(service, *requests)
+        for client in clients:
+            client.wait()
+    assert swept == [[140, 90], [70, 60], [50]]
+    single = open_engine("mini35b", cpu_reference=True, n_ctx=2048)
+    for client in clients:
+        assert client.tokens == alone(single, client.request)[0]
     engine.state.pool.check()
 
 

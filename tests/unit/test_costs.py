@@ -87,6 +87,30 @@ def test_rows_of_pieces() -> None:
     assert costs.piece_rows(500, 0.001) == 128
 
 
+def test_a_piece_that_built_graphs_says_at_most_what_such_pieces_take() -> None:
+    costs = Costs()
+    costs.note_piece(32, 0.1, has_built=True)
+    assert costs.piece_s(32) is None  # else it might stay the only one
+    costs.note_piece(32, 0.01)
+    costs.note_piece(32, 0.1, has_built=True)
+    assert costs.piece_s(32) == 0.01
+    costs.note_piece(32, 0.006, has_built=True)
+    assert costs.piece_s(32) == pytest.approx(0.009)
+
+
+@pytest.mark.parametrize(("is_rounded", "times"), [(True, 2 + 2**0.5 + 1), (False, 2.5)])
+def test_what_a_prompt_takes_in_pieces(is_rounded: bool, times: float) -> None:
+    costs = Costs()
+    costs.is_rounded = is_rounded
+    assert costs.pieces_s(200) == 0.0
+    costs.note_piece(30, 0.01)
+    found = costs.pieces_s(200)
+    assert found == pytest.approx(0.01 * times)  # of 128, 64 and 8 rows, or of 200
+    costs.note_rows(100, 1.0)  # a piece that was measured counts
+    assert costs.pieces_s(200) == found
+    assert costs.pieces_s(1024 + 200) == pytest.approx(2 * (costs.piece_s(512) or 0.0) + found)
+
+
 def test_costs_of_steps_beside_a_pass() -> None:
     costs, steps = Costs(), [layer(32)] * 5
     costs.upcoming = steps[0]

@@ -91,10 +91,11 @@ def test_a_long_prompt_that_comes_during_a_pass_does_not_begin_with_a_long_slice
     assert max(b - a for a, b in zip(at, at[1:])) < 2 * machine.pass_of(8)
 
 
-def test_what_it_takes_to_begin_a_prompt_counts_as_time_for_prompts() -> None:
-    """So a pass runs before its first step, instead of waiting for both."""
+@pytest.mark.parametrize("begin_s", [1e-4, 5e-3])
+def test_a_pass_runs_between_the_begin_of_a_prompt_and_its_first_step(begin_s: float) -> None:
+    """Else others would wait for both."""
     machine = at_60_percent(9)
-    machine.begin_s = 5e-3
+    machine.begin_s = begin_s
     for i in range(8):
         machine.add(f"{i}", 24, 400)
     machine.add("before", 8192, 1)  # what steps take is known then
