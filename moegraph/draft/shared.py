@@ -27,6 +27,9 @@ _INTERVAL, _LONGEST = 64, 1024
 _REFRESH = 256
 # Drafts rest below this speed beside passes without; after fewer passes, if they are far below it.
 _LEAST, _FAR, _FEWEST = 0.99, 0.7, 3
+# Standard deviations by which the rates of a drafter may well be higher than they seem: without
+# drafts nothing would be learned of them, and each pass tells of as many drafts as sequences.
+_HOPE = 1.0
 
 
 @dataclass
@@ -117,13 +120,13 @@ class SharedPasses:
 
 
 def best_for(drafter: Candidate, passes: PassCost, n_seqs: int, n_left: int, least: float) -> Plan:
-    """Return what each of n_seqs sequences drafts, by what is known; nothing if it does not pay.
+    """Return what each of n_seqs sequences drafts, by what is known; nothing if it cannot pay.
 
     n_left: tokens until a text must end. least: how many times as fast as without drafts it must
     be.
     """
     best, most = PLAIN, least * n_seqs / passes.at(n_seqs)
-    rates = drafter.acceptance.rates
+    rates = drafter.acceptance.hopes(_HOPE)
     for n in range(1, min(drafter.most, n_left - 1, MAX_SHARED_ROWS // n_seqs - 1) + 1):
         draft_s = n_seqs * drafter.draft_s(n, passes)
         tokens = grow(rates[:n], (), n).tokens[-1]

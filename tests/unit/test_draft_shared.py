@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
+from operator import mul
 
 import pytest
+from helpers.drafting import Tool, World, auto
 
+from moegraph.draft.plan import Source, Step
 from moegraph.draft.shared import SharedPasses
 
 
@@ -72,3 +76,54 @@ def test_sequences_that_come_and_go_do_not_change_what_drafts_are_worth() -> Non
             passes.observe(n, n_tokens, 1.4 if drafts else 1.0, drafts)  # of one row
             n_drafted += drafts
         assert n_least < n_drafted < n_most
+
+
+# Seconds of passes by rows, and of a draft beside a pass of one row: of a 35B on an H200.
+PASSES = {1: 2.6e-3, 2: 3.0e-3, 4: 4.0e-3, 8: 5.2e-3, 16: 6.5e-3, 32: 10e-3}
+DFLASH = Source("dflash", 15, 0.35, 0.0, 0.7, 3)
+
+
+def pass_s(n_rows: int) -> float:
+    below = max(n for n in PASSES if n <= n_rows)
+    part = (n_rows - below) / below
+    return PASSES[below] + (part * (PASSES[2 * below] - PASSES[below]) if part else 0.0)
+
+
+def served(rates: tuple[float, ...], n_seqs: int) -> tuple[float, int]:
+    """Return the speed beside that without drafts, and the passes with drafts of 400.
+
+    rates: by depth, how often drafts are right, if those before are. Nothing is known of them.
+    """
+    controller = auto(World([], [Tool(DFLASH, 0.0, 0.0)], lambda n: pass_s(n) / pass_s(1)))
+    controller.calibrate(pass_s(1), {n: pass_s(n) for n in PASSES if n > 1})
+    rng, reach = random.Random(1), list(accumulate(rates, mul))
+    seconds, n_tokens, n_drafted = 0.0, 0, 0
+    for _ in range(400):
+        n = controller.choose_for(n_seqs, 100).n_draft
+        took, n_given = pass_s(n_seqs * (n + 1)), 0
+        for _ in range(n_seqs):
+            dice = rng.random()
+            right = sum(dice < one for one in reach[:n])
+            n_given += right + 1
+            if n:
+                took += DFLASH.fixed * pass_s(1)
+                ranks = (0,) * right + ((1,) if right < n else ())
+                controller.observe(Step("dflash", 0.0, right + 1, n + 1, n, n, right, ranks))
+        controller.observe_shared(n_seqs, n_given, took, n > 0)
+        seconds, n_tokens, n_drafted = seconds + took, n_tokens + n_given, n_drafted + (n > 0)
+    return n_tokens / seconds / (n_seqs / pass_s(n_seqs)), n_drafted
+
+
+@pytest.mark.parametrize("n_seqs", [2, 4, 8])
+def test_sequences_find_out_that_drafts_are_better_than_expected(n_seqs: int) -> None:
+    speed, n_drafted = served((0.93, 0.9, 0.89, 0.88, 0.86, 0.86, 0.85), n_seqs)
+    assert n_drafted > 200 and speed > {2: 1.8, 4: 1.5, 8: 1.02}[n_seqs]
+
+
+@pytest.mark.parametrize("n_seqs", [2, 4, 8, 16])
+@pytest.mark.parametrize("rates", [(0.2, 0.2, 0.2), (0.5, 0.4, 0.4)], ids=["hopeless", "story"])
+def test_sequences_soon_find_out_that_drafts_do_not_pay(
+    rates: tuple[float, ...], n_seqs: int
+) -> None:
+    speed, n_drafted = served(rates, n_seqs)
+    assert n_drafted < 30 and speed > 0.97
