@@ -14,6 +14,7 @@ for the kind of text. All passes and drafts cost what they cost.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -93,27 +94,15 @@ def forced(texts: Sequence[Sequence[int]]) -> Iterator[None]:
         Answers.pick = real  # type: ignore[method-assign]
 
 
-def serve(
-    engine: Engine, prompts: Sequence[list[int]], n_tokens: int, n_times: int
-) -> list[tuple[float, list[list[int]]]]:
-    """Return tokens a second of all clients together, and their texts, of several times.
-
-    The first time has no speed: graphs are built in it.
-
-    Raises:
-        BenchError: as in `rate`.
-    """
-    service, found = Service(engine), []
+def serve(engine: Engine, prompts: Sequence[list[int]], n_tokens: int) -> list[Client]:
+    """Return clients of a new service that have got their answers."""
+    service = Service(engine)
     service.start()
     try:
-        for at in range(n_times):
-            clients = [Client(service, prompt, n_tokens) for prompt in prompts]
-            for client in clients:
-                client.wait()
-            found.append((rate(clients) if at else 0.0, [c.tokens for c in clients]))
+        clients = [Client(service, prompt, n_tokens) for prompt in prompts]
+        return [client.wait() for client in clients]
     finally:
         service.close()
-    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -144,17 +133,21 @@ def settings(args: argparse.Namespace) -> EngineConfig:
 
 
 def measure(engine: Engine, config: EngineConfig, args: argparse.Namespace, n: int) -> Any:
-    """Return the row of a number of clients."""
+    """Return the row of a number of clients; services with drafts and without take turns.
+
+    The first one of each does not count, because graphs are built in it.
+
+    Raises:
+        BenchError: as in `rate`.
+    """
     assert engine.speculation is not None
     own, drafters = engine.speculation, list(engine.speculation.drafters.values())
     rng = np.random.default_rng(n)
     prompts = rng.integers(0, engine.hparams.n_vocab, (n, args.depth)).tolist()
     try:
         engine.speculation = None
-        _, found = serve(engine, prompts, args.tokens, 1)[0]
-        texts = [[*prompt, *text] for prompt, text in zip(prompts, found)]
-        with forced(texts):
-            plain = serve(engine, prompts, args.tokens, args.samples + 1)
+        answers = [client.tokens for client in serve(engine, prompts, args.tokens)]
+        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers)]
         told: list[Any] = [
             OfClient(d, args.kind, texts, engine.passes.held)
             for d in drafters
@@ -165,20 +158,21 @@ def measure(engine: Engine, config: EngineConfig, args: argparse.Namespace, n: i
             engine.runner, first_widths(config, engine.runner), engine.threads.begin
         )
         timed = replace(config, spec="auto")
-        engine.speculation = open_speculation(told, timed, engine.runner, times)
-        assert engine.speculation is not None
-        with forced(texts):
-            ours = serve(engine, prompts, args.tokens, args.samples + 1)
-        report = engine.speculation.controller.stats.report()
+        scripted = open_speculation(told, timed, engine.runner, times)
+        assert scripted is not None
+        rates: dict[str, list[float]] = {"plain": [], "auto": []}
+        for at, (name, found) in itertools.product(range(args.samples + 1), rates.items()):
+            engine.speculation = scripted if name == "auto" else None
+            with forced(texts):
+                clients = serve(engine, prompts, args.tokens)
+            if [client.tokens for client in clients] != answers:
+                raise InternalError("a client got another text than was drawn for it")
+            if at:
+                found.append(rate(clients))
     finally:
         engine.speculation = own
-    if any(one != found for _, one in (*plain, *ours)):
-        raise InternalError("a client got another text than was drawn for it")
-    return {
-        "clients": n, "kind": args.kind, "share": args.share,
-        "plain": [tps for tps, _ in plain[1:]], "auto": [tps for tps, _ in ours[1:]],
-        "drafts": report,
-    }  # fmt: skip
+    report = scripted.controller.stats.report()
+    return {"clients": n, "kind": args.kind, "share": args.share, **rates, "drafts": report}
 
 
 def compare(args: argparse.Namespace) -> None:

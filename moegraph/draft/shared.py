@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .candidate import Candidate
@@ -120,17 +121,20 @@ class SharedPasses:
 
 
 def best_for(drafter: Candidate, passes: PassCost, n_seqs: int, n_left: int, least: float) -> Plan:
-    """Return what each of n_seqs sequences drafts, by what is known; nothing if it cannot pay.
+    """Return what each of n_seqs sequences drafts: what is best by what is known, if it may pay.
 
     n_left: tokens until a text must end. least: how many times as fast as without drafts it must
     be.
     """
-    best, most = PLAIN, least * n_seqs / passes.at(n_seqs)
-    rates = drafter.acceptance.hopes(_HOPE)
-    for n in range(1, min(drafter.most, n_left - 1, MAX_SHARED_ROWS // n_seqs - 1) + 1):
+    longest = min(drafter.most, n_left - 1, MAX_SHARED_ROWS // n_seqs - 1)
+
+    def value(n: int, rates: Sequence[float]) -> float:
         draft_s = n_seqs * drafter.draft_s(n, passes)
         tokens = grow(rates[:n], (), n).tokens[-1]
-        value = n_seqs * tokens / (draft_s + passes.at(n_seqs * (n + 1)))
-        if value > most:
-            best, most = Plan(drafter.source.name, n, is_whole=True), value
-    return best
+        return n_seqs * tokens / (draft_s + passes.at(n_seqs * (n + 1)))
+
+    rates, hopes = drafter.acceptance.rates, drafter.acceptance.hopes(_HOPE)
+    best = max(range(1, longest + 1), key=lambda n: value(n, rates), default=0)
+    if not best or value(best, hopes) <= least * n_seqs / passes.at(n_seqs):
+        return PLAIN
+    return Plan(drafter.source.name, best, is_whole=True)
