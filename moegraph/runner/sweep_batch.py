@@ -154,20 +154,24 @@ def _widest(
 ) -> Cut:
     """Return the chunk with most rows; firsts: slot -> position and number of the next rows."""
     longest = sorted(firsts, key=lambda slot: -firsts[slot][1])
+    lengths = [firsts[slot][1] for slot in longest]
     best: Cut = ()
+    n_best = 0
     for n_seqs in range(1, min(len(longest), MAX_SEQS, max_rows) + 1):
         most = max_rows // n_seqs
         if is_rounded and n_seqs > 1:
             most = rounded_places(max_rows // rounded_seqs(n_seqs))
         if not most:
             break
+        n = sum([min(length, most) for length in lengths[:n_seqs]])
+        if n <= n_best:
+            continue
         cut = tuple(
             Segment(slot, firsts[slot][0], min(firsts[slot][1], most)) for slot in longest[:n_seqs]
         )
         if n_seqs > 1 and not fits(cut):
             break
-        if sum(one.n for one in cut) > sum(one.n for one in best):
-            best = cut
+        best, n_best = cut, n
     return best
 
 
