@@ -7,7 +7,7 @@ that is alone is read in *pieces* instead, each a pass of its own; so is one of 
 a sweep that has much more left. Sweep and pieces share the time for prompts equally.
 Requests whose prompts are read decode together, one pass after another.
 
-Decode passes earn time for prompts, two thirds of what they take themselves (on a CPU four fifths);
+Decode passes earn time for prompts, half of what they take themselves (on a CPU two thirds), and
 what one has earned is the most that is kept. So while a long prompt is read, others wait less than
 twice as long for a token as usual, unless a single step of a sweep takes as long as a pass. But if
 more prompts are read than requests decode, or if requests with free slots wait behind a prompt that
@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 # Seconds of a sweep between two looks at other requests while nothing decodes.
 _ALONE_S = 0.02
+# What is used of the share of passes that is for prompts, unless a single step needs all: steps and
+# passes vary, and hardly any of them together may take twice as long as a pass.
+_USED = 0.85
 # Even if prompts go first, they have hardly more than so many seconds until the next pass. Requests
 # wait behind a prompt that is soon read if so many rows of it are left.
 _FIRST_S, _SOON = 0.1, 1024
@@ -344,7 +347,7 @@ class Scheduler(Generic[T]):
             return None
         if step_s is None:
             return 0.0
-        return self._credit_s if step_s <= self._credit_s else None
+        return self._credit_s if _USED * step_s <= self._credit_s else None
 
     @property
     def _share(self) -> float:
@@ -358,17 +361,19 @@ class Scheduler(Generic[T]):
 
     def _earned_s(self, pass_s: float) -> float:
         """Return how much time for prompts a decode pass of pass_s seconds earns."""
-        return max(self.costs.share * pass_s, min(self._share * pass_s, _FIRST_S))
+        usual_s, share = _USED * self.costs.share * pass_s, self._share
+        return usual_s if share <= self.costs.share else max(usual_s, min(share * pass_s, _FIRST_S))
 
-    def swept(self, n_left: int, seconds: float | None) -> None:
+    def swept(self, n_left: int, seconds: float | None, host_s: float = 0.0) -> None:
         """Note that steps of the sweep have run, of which n_left rows of the prompt are left.
 
-        seconds: what such steps take; None if that was not known.
+        seconds: what such steps take; None if that was not known. host_s: what they took the host,
+        most of it for graphs that were built.
         """
         if seconds is not None:
             self.costs.note_rows(self._n_left - n_left, seconds)
         self._n_left = n_left
-        self._lead_s = max(self._lead_s - (seconds or 0.0), -_AHEAD_S)
+        self._lead_s = max(self._lead_s - max(seconds or 0.0, host_s), -_AHEAD_S)
         if self._decoding:
             self._credit_s = 0.0 if seconds is None else self._credit_s - seconds
 

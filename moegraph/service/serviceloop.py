@@ -180,8 +180,9 @@ class ServiceLoop:
                 self.scheduler.in_pieces(answer)
 
     def _read(self, seconds: float) -> None:
+        start = time.perf_counter()
         took_s = self._reading.read(seconds)
-        self.scheduler.swept(self._reading.n_left, took_s)
+        self.scheduler.swept(self._reading.n_left, took_s, time.perf_counter() - start)
 
     def _decode(self, keys: Sequence[Answer]) -> None:
         """Run the next pass; if memory is short, the youngest requests are left out of it."""

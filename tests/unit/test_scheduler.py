@@ -15,6 +15,7 @@ from moegraph.kinds import SweepStep
 from moegraph.service.scheduler import (
     Begin,
     Decode,
+    Piece,
     Read,
     Scheduler,
 )
@@ -282,7 +283,7 @@ def test_deep_layers_are_no_surprise(depth_s: float) -> None:
     at = machine.tokens["a"][n_before:]
     gaps = sorted(b - a for a, b in zip(at, at[1:]))
     assert gaps[int(0.98 * len(gaps))] <= 2 * machine.pass_s
-    assert gaps[-1] <= 2.2 * machine.pass_s
+    assert gaps[-1] <= 2.3 * machine.pass_s
 
 
 def layer(n_rows: int) -> SweepStep:
@@ -445,6 +446,22 @@ def test_a_sweep_may_take_along_the_requests_that_wait() -> None:
     for name in "cd":
         scheduler.end(name)
     assert scheduler.next(lambda name: 100) == Begin("b", ("e", "f"))
+
+
+def test_steps_that_build_graphs_count_as_time_of_their_sweep() -> None:
+    """Else pieces beside it would wait until all graphs are built."""
+    scheduler = Scheduler[str](4, 100)
+    scheduler.add("a")
+    scheduler.began("a", 10_000)
+    scheduler.costs.note_rows(10, 0.01)
+    scheduler.add("b")
+    assert scheduler.next(lambda name: 200) == Begin("b")
+    scheduler.in_pieces("b")
+    scheduler.took_piece(0.1)
+    for n_left in (9_900, 9_800):
+        assert isinstance(scheduler.next(lambda name: 72), Read)
+        scheduler.swept(n_left, None, 0.06)
+    assert isinstance(scheduler.next(lambda name: 72), Piece)
 
 
 def test_a_short_prompt_waits_for_a_sweep_that_ends_soon() -> None:
