@@ -24,8 +24,10 @@ MAX_SHARED_ROWS = 32
 _WINDOW, _FEW, _TRIAL = 16, 4, 8
 # Passes without drafts between two trials, at first and at most.
 _INTERVAL, _LONGEST = 64, 1024
-# Passes with drafts until a few without keep their time up to date.
-_REFRESH = 256
+# Passes with drafts until a few without measure their time anew, at first and at most, and how many
+# older ones count with these: the first ones took longer, because graphs were built and the experts
+# of a prompt were replaced.
+_SOON, _REFRESH, _OLDER = 16, 256, 2
 # Drafts rest below this speed beside passes without; after fewer passes, if they are far below it.
 _LEAST, _FAR, _FEWEST = 0.99, 0.7, 3
 # Standard deviations by which the rates of a drafter may well be higher than they seem: without
@@ -45,6 +47,12 @@ class _Passes:
             self.seconds.append(seconds)
             self.tokens.append(n_tokens)
 
+    def keep(self, n: int) -> None:
+        """Forget all but the last n."""
+        for each in (self.seconds, self.tokens):
+            while len(each) > n:
+                each.popleft()
+
     @property
     def speed(self) -> float:
         """Tokens a second of a sequence; pauses and new graphs do not count."""
@@ -60,6 +68,7 @@ class _Known:
     n_rest: int = _FEW  # passes without drafts before the next with drafts
     interval: int = _INTERVAL
     n_drafted: int = 0  # in a row
+    refresh: int = _SOON  # of these, until the next without
 
     @property
     def is_slower(self) -> bool:
@@ -105,6 +114,9 @@ class SharedPasses:
         """Count a pass that gave n_tokens. seconds: as if of one row; 0 if not known."""
         n_each, known = n_tokens / n_seqs, self._known[n_seqs.bit_length()]
         if not has_drafts:
+            if known.n_drafted >= known.refresh:
+                known.plain.keep(_OLDER)
+                known.refresh = min(2 * known.refresh, _REFRESH)
             known.n_rest, known.n_drafted = max(known.n_rest - 1, 0), 0
             known.plain.add(seconds, n_each)
             return
@@ -116,7 +128,7 @@ class SharedPasses:
         elif len(known.drafted.tokens) == _WINDOW:
             known.interval = _INTERVAL
         is_unknown = len(known.plain.tokens) < _FEW and len(known.drafted.tokens) >= _TRIAL
-        if is_unknown or known.n_drafted >= _REFRESH:
+        if is_unknown or known.n_drafted >= known.refresh:
             known.n_rest = max(known.n_rest, _FEW)
 
 
