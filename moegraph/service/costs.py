@@ -11,6 +11,8 @@ from .stepcosts import StepCosts
 # How much a measurement counts beside those before it; a pass that took longer than usual counts
 # less, because it may have built a graph.
 _NEWEST, _LONGER = 0.25, 0.1
+# The least that is left of a round for its steps, beside what they are known to take.
+_TOO_LITTLE = 0.25
 # What a decode pass earns for prompts, of its own time: usually, if each piece of work is measured
 # by itself, and at most.
 SHARE, MEASURED_SHARE, MOST_SHARE = 0.65, 0.8, 12.0
@@ -118,12 +120,29 @@ class Costs:
             if has_built and is_known:
                 self._steps.note(steps, seconds, at_most=True)
             else:
-                self._steps.note(steps, max(0.0, seconds - pass_s))
+                self._steps.note(steps, seconds - self._of_pass(steps, n_rows, seconds))
         elif n_rows and (not has_built or pass_s is None or seconds < pass_s):
             before = self._pass_s.get(n_rows)
             if before is not None and seconds < before / 2:
                 before = None  # a graph was built then
             self._pass_s[n_rows] = _mean(before, seconds, _LONGER)
+
+    def _of_pass(self, steps: Sequence[SweepStep], n_rows: int, seconds: float) -> float:
+        """Return what of a round with steps was its pass of n_rows rows; 0: no pass.
+
+        If too little is left for the steps, the pass was taken to be longer than it is, such as
+        after a single one that had to wait: then it is corrected, and not the steps alone. They
+        would soon seem to take no time, and all of them would run at once.
+        """
+        near = _nearest(self._pass_s, n_rows) if n_rows else None
+        if near is None:
+            return 0.0
+        pass_s = self._pass_s[near]
+        known = [self.of_step(step) for step in steps]
+        steps_s = sum(one or 0.0 for one in known) if None not in known else self.share * pass_s
+        if seconds - pass_s < _TOO_LITTLE * steps_s:
+            pass_s = self._pass_s[near] = seconds * pass_s / (pass_s + steps_s)
+        return pass_s
 
     def note_rows(self, n_rows: int, seconds: float) -> None:
         """Learn from steps that amount to so many rows in all layers."""

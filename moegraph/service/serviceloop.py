@@ -172,6 +172,7 @@ class ServiceLoop:
         except PoolFull:
             with self.lock:
                 self.scheduler.hold()
+        self._tally.pause()  # else a pass would seem to take as long as this
         with self.lock:
             if answer.sweep:
                 n_left, seconds = self._reading.n_left, time.perf_counter() - start

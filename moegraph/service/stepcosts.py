@@ -90,8 +90,11 @@ class StepCosts:
     def note(self, steps: Sequence[SweepStep], seconds: float, at_most: bool = False) -> None:
         """Learn from some steps that took so many seconds together.
 
-        at_most: something else took part of the time, so what is known only can be too much.
+        seconds: nothing is learned if there are none. at_most: something else took part of the
+        time, so what is known only can be too much.
         """
+        if seconds <= 0.0:
+            return
         self._n_rounds += 1
         expected = [self.seconds(step) for step in steps]
         known = [one for one in expected if one is not None]
@@ -102,10 +105,10 @@ class StepCosts:
             return
         usual = sum(known) / len(known)
         total = sum(known) + usual * (len(expected) - len(known))
-        factor = seconds / total if total else 1.0
-        if at_most and factor >= 1.0:
+        if at_most and seconds >= total:
             return
-        factor = min(factor, _FACTOR)
+        # never zero: nothing would bring it back, and similar steps would seem to cost nothing too
+        factor = max(1 / _FACTOR**2, min(seconds / total, _FACTOR))
         change = max(factor, 1 / _FACTOR) - 1.0
         change *= _LONGER if change > 0.0 else _SHORTER
         for step, before in zip(steps, expected):

@@ -44,6 +44,11 @@ class Tally:
         self._since, self._steps = time.perf_counter(), list[SweepStep]()
         self._built = self._n_built()
 
+    def pause(self) -> None:
+        """Note that the time until now does not count, unless steps are under way."""
+        if not self._steps:
+            self.begin_round()
+
     def stepped(self, step: SweepStep) -> None:
         """Note that a step of a sweep was enqueued."""
         self._steps.append(step)

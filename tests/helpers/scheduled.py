@@ -28,7 +28,8 @@ class Machine:
     decode pass; pass_of: by its rows. step_s: a step of a sweep, of 40 rows; step_of: of other
     kinds. piece_s: a pass over a piece of a prompt, by its rows. most_joint: rows of prompts that
     one sweep takes together. lacks: each layer of a sweep has a step for missing experts. begin_s:
-    what it takes to begin a prompt.
+    what it takes to begin a prompt. has_streams: steps of a sweep are only enqueued, so they are
+    measured together with the pass behind them. noise: how many times as long as usual work takes.
     """
 
     def __init__(
@@ -51,6 +52,10 @@ class Machine:
         self.most_joint, self.lacks, self.is_rounded = 0, False, False
         self.most_rows, self.least_rows = 40, 8  # of a chunk
         self.n_layers, self.begin_s = LAYERS, 0.0
+        self.has_streams = False
+        self.noise: Callable[[], float] = lambda: 1.0
+        self.enqueued: list[SweepStep] = []
+        self.enqueued_s = 0.0
         self.log: list[tuple[float, str, tuple[str, ...]]] = []
         self.tokens: dict[str, list[float]] = {}
 
@@ -90,9 +95,11 @@ class Machine:
             if costs.step_s is None or took_s + costs.step_s > seconds:
                 break
             took_s += costs.step_s
-        really_s = sum(self.step_of(step) for step in done)
+        really_s = self.noise() * sum(self.step_of(step) for step in done)
         self.spend("read", name, seconds=really_s)
-        costs.note_round(done, 0, really_s)
+        self.enqueued, self.enqueued_s = self.enqueued + done, self.enqueued_s + really_s
+        if not (steps and self.has_streams):
+            self.end_round(0)
         for one in self.swept:
             self.n_rest[one] = self.n_rest[one] * len(steps) // n_before
         n_left = sum(self.n_rest[one] for one in self.swept)
@@ -102,13 +109,21 @@ class Machine:
                 self.draw(one)
         self.scheduler.swept(n_left, None if expected_s is None else took_s)
 
+    def end_round(self, n_rows: int, seconds: float = 0.0) -> None:
+        """Note what was enqueued, and a pass of n_rows rows behind it that took so long."""
+        done, done_s = self.enqueued, self.enqueued_s
+        self.enqueued, self.enqueued_s = [], 0.0
+        self.scheduler.costs.note_round(done, n_rows, done_s + seconds)
+
     def piece(self, name: str, n_rows: int) -> None:
         n_rows = min(n_rows, self.n_rest[name])
         if self.is_rounded:
             n_rows = 1 << (n_rows.bit_length() - 1)
-        seconds = self.piece_s(n_rows)
+        seconds = self.noise() * self.piece_s(n_rows)
         self.spend("piece", name, seconds=seconds)
-        self.scheduler.costs.note_piece(n_rows, seconds)
+        if not self.enqueued:
+            self.scheduler.costs.note_piece(n_rows, seconds)
+        self.enqueued, self.enqueued_s = [], 0.0  # as `Tally.end_piece`
         self.n_rest[name] -= n_rows
         if not self.n_rest[name]:
             self.draw(name)
@@ -122,9 +137,9 @@ class Machine:
             names.remove(name)
         if not names:
             return
-        seconds = self.pass_of(len(names))
+        seconds = self.noise() * self.pass_of(len(names))
         self.spend("decode", *names, seconds=seconds)
-        self.scheduler.costs.note_round((), len(names), seconds)
+        self.end_round(len(names), seconds)
         self.scheduler.decoded(len(names))
         for name in names:
             self.rows[name] += 1

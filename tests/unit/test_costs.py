@@ -50,6 +50,20 @@ def test_a_chunk_takes_what_lies_between_those_measured() -> None:
     assert costs.of_step(layer(64, 1000)) == costs.of_step(layer(64))
 
 
+@pytest.mark.parametrize("n_rows", [16, 1024])
+def test_steps_do_not_seem_to_cost_nothing_beside_a_pass_that_took_long_once(n_rows: int) -> None:
+    """Else all of them would run at once, and nothing would bring their costs back."""
+    costs = Costs()
+    costs.note_round([layer(1024)], 0, 0.0024)
+    costs.note_round((), 26, 0.047)  # it had to wait; such a pass takes 0.014
+    for _ in range(30):
+        costs.note_round([layer(n_rows)], 26, 0.014 + (0.0024 if n_rows == 1024 else 0.0006))
+    assert 0.0006 < (costs.of_step(layer(1024)) or 0.0) < 0.0048
+    assert 0.012 < (costs.pass_s(26) or 0.0) < 0.016
+    costs.note_round([layer(200, 4096)], 26, 0.001)  # whatever a round says
+    assert (costs.of_step(layer(200, 4096)) or 0.0) > 1e-5
+
+
 def test_a_chunk_that_took_long_by_chance_is_tried_again() -> None:
     costs = Costs()
     for n_rows, seconds in ((8, 0.001), (16, 0.009), (24, 0.0024)):

@@ -1,0 +1,30 @@
+"""What counts as the time of a pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from moegraph.kinds import SweepStep
+from moegraph.service import tally
+from moegraph.service.costs import Costs
+from moegraph.service.tally import Tally
+
+
+@pytest.mark.parametrize("is_reading", [False, True])
+def test_time_in_which_nothing_is_computed_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, is_reading: bool
+) -> None:
+    now = 1.0
+    monkeypatch.setattr(tally.time, "perf_counter", lambda: now)
+    costs = Costs()
+    told = Tally(costs, lambda: 0)
+    if is_reading:  # steps run meanwhile, and are measured together with the pass
+        told.stepped(SweepStep("recurrent", 512))
+    now += 0.004
+    told.pause()
+    now += 0.006
+    seconds = told.end_round(8)
+    expected_s = 0.01 if is_reading else 0.006
+    assert seconds == (None if is_reading else pytest.approx(expected_s))
+    assert costs.pass_s(8) == pytest.approx(expected_s)
+    assert told.counts.prompt_s + told.counts.decode_s == pytest.approx(expected_s)
