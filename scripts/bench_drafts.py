@@ -135,8 +135,8 @@ class ByPlan:
     def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
         return self._controller.choose_for(n_seqs, n_left, without)
 
-    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
-        self._controller.observe_shared(n_seqs, n_tokens, seconds, drafted)
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int) -> None:
+        self._controller.observe_shared(n_seqs, n_tokens, seconds, n_rows)
 
     def shape(self, plan: Plan, draft: Draft) -> Shape:
         return self._controller.shape(plan, draft)

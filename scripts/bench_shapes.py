@@ -82,7 +82,7 @@ class Fixed:
         """Return what one of several sequences drafts."""
         return self.choose(n_left, without)
 
-    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int) -> None:
         """Learn nothing: there is one sequence."""
 
     def observe_watched(self, watched: Watched) -> None:

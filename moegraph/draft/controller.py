@@ -4,8 +4,7 @@ A choice is worth the tokens it is expected to give in the seconds it is expecte
 come from acceptance by depth, seconds from the measured cost of drafts and of verify passes, which
 includes the missing experts that further rows would need.
 
-What is not tried is not known, so now and then a step tries another way. Two accounts keep that
-cheap (accounts.py).
+What is not tried is not known: some steps try other ways, for which accounts.py has two accounts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .missing import Experts
 from .plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from .rates import STEADY, TRIAL, Acceptance
 from .shapes import Growth, confident, grow
-from .shared import SharedPasses
+from .shared import SharedPasses, expected
 from .stats import Recorder, SpecStats
 from .stepcost import DraftCost, PassCost
 from .steptimes import StepTimes, by_law
@@ -170,11 +169,12 @@ class Controller:
             return PLAIN
         return self._shared.plan(usable[0], self.passes, n_seqs, n_left, _BEGIN)
 
-    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int) -> None:
         """Learn from a pass of several sequences. seconds: with its drafts; 0 if not known."""
         like_one_s = seconds / self.passes.by_law(n_seqs, 0)
-        self._shared.observe(n_seqs, n_tokens, like_one_s, drafted)
-        if not (self.passes.plain_s or drafted) and seconds:
+        over = seconds / (expected(self._ranked[:1], self.passes, n_seqs, n_rows) or 1.0)
+        self._shared.observe(n_seqs, n_tokens, like_one_s, n_rows, over)
+        if not self.passes.plain_s and n_rows == n_seqs and seconds:
             self.passes.observe_plain(like_one_s, 0)
 
     def calibrate(self, plain_s: float, verify_s: Mapping[int, float]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .candidate import Candidate
@@ -30,9 +30,16 @@ _INTERVAL, _LONGEST = 64, 1024
 _SOON, _REFRESH, _OLDER = 16, 256, 2
 # Drafts rest below this speed beside passes without; after fewer passes, if they are far below it.
 _LEAST, _FAR, _FEWEST = 0.99, 0.7, 3
+# Passes of about as many rows whose times beside those expected count.
+_RATIOS = 8
 # Standard deviations by which the rates of a drafter may well be higher than they seem: without
 # drafts nothing would be learned of them, and each pass tells of as many drafts as sequences.
 _HOPE = 1.0
+
+
+def _octave(n_rows: int) -> int:
+    """Return a number for all widths up to a power of two and above half of it; 0 for no rows."""
+    return max(n_rows - 1, 0).bit_length()
 
 
 @dataclass
@@ -68,7 +75,22 @@ class _Known:
     n_rest: int = _FEW  # passes without drafts before the next with drafts
     interval: int = _INTERVAL
     n_drafted: int = 0  # in a row
+    width: int = 0  # of the last ones: the power of two of their rows
     refresh: int = _SOON  # of these, until the next without
+    # times of passes with drafts over those expected, by powers of two of their rows; 0: without
+    ratios: dict[int, deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=_RATIOS))
+    )
+
+    def ratio(self, n_rows: int) -> float:
+        """Return how many times as long as expected a pass of so many rows takes; 0: no drafts.
+
+        Passes with drafts that were not measured are taken to be like those without.
+        """
+        for key in (_octave(n_rows), 0):
+            if len(self.ratios[key]) >= _FEWEST:
+                return statistics.median(self.ratios[key])
+        return 1.0
 
     @property
     def is_slower(self) -> bool:
@@ -103,16 +125,26 @@ class SharedPasses:
         """
         key = drafter.source.name, n_seqs, min(n_left, MAX_SHARED_ROWS)
         if key not in self._plans:
-            self._plans[key] = best_for(drafter, passes, n_seqs, n_left, least)
+            ratio = self._known[n_seqs.bit_length()].ratio
+            self._plans[key] = best_for(drafter, passes, n_seqs, n_left, least, ratio)
         return self._plans[key]
 
     def forget_plans(self) -> None:
         """Have plans worked out anew: what they follow from has changed."""
         self._plans.clear()
 
-    def observe(self, n_seqs: int, n_tokens: int, seconds: float, has_drafts: bool) -> None:
-        """Count a pass that gave n_tokens. seconds: as if of one row; 0 if not known."""
+    def observe(
+        self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int, ratio: float = 1.0
+    ) -> None:
+        """Count a pass that gave n_tokens.
+
+        seconds: as if of one row; 0 if not known. n_rows: of the pass; with drafts there are more
+        than sequences. ratio: its time, that of the drafts included, over what was expected.
+        """
         n_each, known = n_tokens / n_seqs, self._known[n_seqs.bit_length()]
+        has_drafts = n_rows > n_seqs
+        if seconds:
+            known.ratios[_octave(n_rows) if has_drafts else 0].append(ratio)
         if not has_drafts:
             if known.n_drafted >= known.refresh:
                 known.plain.keep(_OLDER)
@@ -121,9 +153,14 @@ class SharedPasses:
             known.plain.add(seconds, n_each)
             return
         known.n_drafted += 1
+        if _octave(n_rows) != known.width:
+            known.drafted, known.width = _Passes(), _octave(n_rows)
         known.drafted.add(seconds, n_each)
         if known.is_slower:
             known.drafted = _Passes()
+            if known.interval == _LONGEST:  # in time, all lengths are tried again
+                for ratios in filter(None, known.ratios.values()):
+                    ratios.popleft()
             known.n_rest, known.interval = known.interval, min(2 * known.interval, _LONGEST)
         elif len(known.drafted.tokens) == _WINDOW:
             known.interval = _INTERVAL
@@ -132,21 +169,32 @@ class SharedPasses:
             known.n_rest = max(known.n_rest, _FEW)
 
 
-def best_for(drafter: Candidate, passes: PassCost, n_seqs: int, n_left: int, least: float) -> Plan:
+def expected(drafters: Sequence[Candidate], passes: PassCost, n_seqs: int, n_rows: int) -> float:
+    """Return the seconds of a pass of n_seqs sequences, and of the drafts if it has more rows.
+
+    drafters: the one that drafts; empty if there is none.
+    """
+    n_draft, total = n_rows // n_seqs - 1, passes.at(n_rows)
+    return total + sum(n_seqs * one.draft_s(n_draft, passes) for one in drafters if n_draft)
+
+
+def best_for(
+    drafter: Candidate, passes: PassCost, n_seqs: int, n_left: int, least: float,
+    ratio: Callable[[int], float] = lambda n_rows: 1.0,
+) -> Plan:  # fmt: skip
     """Return what each of n_seqs sequences drafts: what is best by what is known, if it may pay.
 
     n_left: tokens until a text must end. least: how many times as fast as without drafts it must
-    be.
+    be. ratio: how many times as long as expected a pass takes, by its rows; 0 rows: without drafts.
     """
     longest = min(drafter.most, n_left - 1, MAX_SHARED_ROWS // n_seqs - 1)
 
     def value(n: int, rates: Sequence[float]) -> float:
-        draft_s = n_seqs * drafter.draft_s(n, passes)
-        tokens = grow(rates[:n], (), n).tokens[-1]
-        return n_seqs * tokens / (draft_s + passes.at(n_seqs * (n + 1)))
+        tokens, n_rows = grow(rates[:n], (), n).tokens[-1], n_seqs * (n + 1)
+        return n_seqs * tokens / expected([drafter], passes, n_seqs, n_rows) / ratio(n_rows)
 
     rates, hopes = drafter.acceptance.rates, drafter.acceptance.hopes(_HOPE)
     best = max(range(1, longest + 1), key=lambda n: value(n, rates), default=0)
-    if not best or value(best, hopes) <= least * n_seqs / passes.at(n_seqs):
+    if not best or value(best, hopes) <= least * n_seqs / passes.at(n_seqs) / ratio(0):
         return PLAIN
     return Plan(drafter.source.name, best, is_whole=True)

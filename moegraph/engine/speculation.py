@@ -64,7 +64,7 @@ class Controller(Protocol):
     def observe_watched(self, watched: Watched) -> None:
         """Learn how right a draft was that no pass verified."""
 
-    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int) -> None:
         """Learn from a pass of several sequences. seconds: with its drafts; 0 if not known."""
 
 

@@ -107,7 +107,8 @@ class Decoding:
                 seconds, n_tokens = self._note(len(batch), 1), len(batch)
                 if trees:
                     n_tokens = self._take(batch, trees, output)
-                self._drafting.shared(len(batch), n_tokens, seconds, trees is not None)
+                n_rows = len(batch) * max((tree.n_rows for tree in trees or ()), default=1)
+                self._drafting.shared(len(batch), n_tokens, seconds, n_rows)
         except MoegraphError as error:
             answers.failed(batch, error)
             return

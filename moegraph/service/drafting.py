@@ -138,10 +138,10 @@ class Drafting:
         elif proposal:
             self._done.append((proposal, drawn, _UNKNOWN, 0))
 
-    def shared(self, n_seqs: int, n_tokens: int, seconds: float | None, drafted: bool) -> None:
+    def shared(self, n_seqs: int, n_tokens: int, seconds: float | None, n_rows: int) -> None:
         """Note what a pass of several requests gave, and how long it took with its drafts.
 
-        seconds: None if not known.
+        seconds: None if not known. n_rows: of the pass.
         """
         if self._speculation and n_seqs > 1:
-            self._speculation.controller.observe_shared(n_seqs, n_tokens, seconds or 0.0, drafted)
+            self._speculation.controller.observe_shared(n_seqs, n_tokens, seconds or 0.0, n_rows)

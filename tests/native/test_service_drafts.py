@@ -44,7 +44,7 @@ class SharedController(AnyController):
         self.n_shared += 1
         return self.choose(n_left, without)
 
-    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int) -> None:
         assert n_seqs > 1 and seconds >= 0.0
 
 
@@ -58,8 +58,8 @@ class RestingController(SharedController):
         self.n_shared += 1
         return PLAIN
 
-    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, drafted: bool) -> None:
-        assert not drafted
+    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int) -> None:
+        assert n_rows == n_seqs
         self.n_passes += 1
 
 

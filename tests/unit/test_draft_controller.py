@@ -467,7 +467,7 @@ def test_several_sequences_draft_as_long_as_that_pays_for_so_many() -> None:
     for controller in (good, bad):
         for n in (2, 4, 8, 16, 32):
             for _ in range(4):
-                controller.observe_shared(n, n, STEP * law(n), False)
+                controller.observe_shared(n, n, STEP * law(n), n)
     lengths = [good.choose_for(n, 100).n_draft for n in (2, 4, 8, 16, 32)]
     assert lengths[0] >= 2 and lengths == sorted(lengths, reverse=True) and lengths[-1] == 0
     assert all(n * (length + 1) <= 32 for n, length in zip((2, 4, 8, 16, 32), lengths))
@@ -484,6 +484,6 @@ def test_passes_of_several_sequences_tell_what_a_single_one_takes() -> None:
     controller = auto(World([], [MTP], law))
     assert controller.choose_for(2, 100) == PLAIN
     for _ in range(4):
-        controller.observe_shared(2, 2, 2.6e-3, False)
+        controller.observe_shared(2, 2, 2.6e-3, 2)
     assert 2e-3 < controller.passes.plain_s < 2.5e-3
     assert controller.choose_for(2, 100).source == "mtp"

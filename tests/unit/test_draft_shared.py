@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
 
@@ -27,7 +28,8 @@ def serve(
         if drafts:
             n = sum(1 + (rng.random() < tokens_each - 1) for _ in range(n_seqs))
         took = (drafted_s if drafts else 1.0) * rng.uniform(0.95, 1.05)
-        passes.observe(n_seqs, n, took if at % 5 else 0.0, drafts)  # now and then it is not known
+        n_rows = 2 * n_seqs if drafts else n_seqs
+        passes.observe(n_seqs, n, took if at % 5 else 0.0, n_rows)  # now and then it is not known
         seconds, n_tokens, n_drafted = seconds + took, n_tokens + n, n_drafted + drafts
     return seconds / n_tokens * n_seqs, n_drafted
 
@@ -47,7 +49,7 @@ def test_drafts_that_lose_are_tried_ever_less_often(drafted_s: float) -> None:
 def test_passes_that_were_slow_at_first_do_not_make_drafts_seem_to_gain() -> None:
     passes = SharedPasses()
     for _ in range(4):
-        passes.observe(4, 4, 1.6, False)
+        passes.observe(4, 4, 1.6, 4)
     cost, n_drafted = serve(passes, 1000, 4, 2.2, 1.9)  # a loss, but not beside the first ones
     assert 16 <= n_drafted < 120 and cost < 1.02
 
@@ -62,7 +64,7 @@ def test_numbers_of_sequences_count_apart() -> None:
 def test_where_times_are_not_known_drafts_go_on() -> None:
     passes = SharedPasses()
     for _ in range(100):
-        passes.observe(2, 3, 0.0, passes.may_draft(2))
+        passes.observe(2, 3, 0.0, 4 if passes.may_draft(2) else 2)
     assert passes.may_draft(2)
 
 
@@ -81,7 +83,8 @@ def test_sequences_that_come_and_go_do_not_change_what_drafts_are_worth() -> Non
             n = 4 if at // 50 % 2 else 7
             drafts = passes.may_draft(n)
             n_tokens = sum(1 + (drafts and rng.random() < tokens_each - 1) for _ in range(n))
-            passes.observe(n, n_tokens, 1.4 if drafts else 1.0, drafts)  # of one row
+            took = 1.4 if drafts else 1.0  # of one row
+            passes.observe(n, n_tokens, took, 2 * n if drafts else n)
             n_drafted += drafts
         assert n_least < n_drafted < n_most
 
@@ -97,10 +100,13 @@ def pass_s(n_rows: int) -> float:
     return PASSES[below] + (part * (PASSES[2 * below] - PASSES[below]) if part else 0.0)
 
 
-def served(rates: tuple[float, ...], n_seqs: int) -> tuple[float, int]:
+def served(
+    rates: tuple[float, ...], n_seqs: int, ratio: Callable[[int], float] = lambda n_rows: 1.0
+) -> tuple[float, int]:
     """Return the speed beside that without drafts, and the passes with drafts of 400.
 
     rates: by depth, how often drafts are right, if those before are. Nothing is known of them.
+    ratio: how many times as long as measured before a pass takes, by its rows.
     """
     controller = auto(World([], [Tool(DFLASH, 0.0, 0.0)], lambda n: pass_s(n) / pass_s(1)))
     controller.calibrate(pass_s(1), {n: pass_s(n) for n in PASSES if n > 1})
@@ -108,7 +114,8 @@ def served(rates: tuple[float, ...], n_seqs: int) -> tuple[float, int]:
     seconds, n_tokens, n_drafted = 0.0, 0, 0
     for _ in range(400):
         n = controller.choose_for(n_seqs, 100).n_draft
-        took, n_given = pass_s(n_seqs * (n + 1)), 0
+        n_rows, n_given = n_seqs * (n + 1), 0
+        took = pass_s(n_rows) * ratio(n_rows)
         for _ in range(n_seqs):
             dice = rng.random()
             right = sum(dice < one for one in reach[:n])
@@ -117,7 +124,7 @@ def served(rates: tuple[float, ...], n_seqs: int) -> tuple[float, int]:
                 took += DFLASH.fixed * pass_s(1)
                 ranks = (0,) * right + ((1,) if right < n else ())
                 controller.observe(Step("dflash", 0.0, right + 1, n + 1, n, n, right, ranks))
-        controller.observe_shared(n_seqs, n_given, took, n > 0)
+        controller.observe_shared(n_seqs, n_given, took, n_rows)
         seconds, n_tokens, n_drafted = seconds + took, n_tokens + n_given, n_drafted + (n > 0)
     return n_tokens / seconds / (n_seqs / pass_s(n_seqs)), n_drafted
 
@@ -126,6 +133,13 @@ def served(rates: tuple[float, ...], n_seqs: int) -> tuple[float, int]:
 def test_sequences_find_out_that_drafts_are_better_than_expected(n_seqs: int) -> None:
     speed, n_drafted = served((0.93, 0.9, 0.89, 0.88, 0.86, 0.86, 0.85), n_seqs)
     assert n_drafted > 200 and speed > {2: 1.8, 4: 1.5, 8: 1.02}[n_seqs]
+
+
+def test_shorter_drafts_are_tried_where_wide_passes_take_longer_than_expected() -> None:
+    """Such as passes that need many more experts than are on the device."""
+    rates = (0.93, 0.9, 0.89, 0.88, 0.86, 0.86, 0.85)
+    speed, n_drafted = served(rates, 4, lambda n_rows: 3.0 if n_rows > 16 else 1.0)
+    assert n_drafted > 200 and speed > 1.2
 
 
 @pytest.mark.parametrize("n_seqs", [2, 4, 8, 16])
