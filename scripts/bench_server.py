@@ -360,19 +360,24 @@ def with_libraries(server: str | Path) -> dict[str, str]:
 def plot(raw: Path) -> str:
     """Return a plot (SVG) of tokens a second over the number of clients, a curve for each server.
 
-    raw: lines of --out. Of one server, curves are told apart by "experts" and "tree", where lines
-    have them: how many experts were on the device, and what was measured.
+    raw: lines of --out; a point is the median of samples. Of one server, curves are told apart by
+    "experts" and "tree", where lines have them: how many experts were on the device, and what was
+    measured.
     """
     from moegraph.cli.svg import line_chart
 
-    series: dict[str, list[tuple[float, float]]] = {}
+    series: dict[str, dict[int, list[float]]] = {}
     for text in raw.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         if line["what"] == "clients" and "tokens_per_s" in line:
             parts = line["server"], line.get("experts"), line.get("tree")
             name = ", ".join(part for part in parts if part)
-            series.setdefault(name, []).append((line["clients"], line["tokens_per_s"]))
-    ordered = {name: sorted(points) for name, points in series.items()}
+            samples = series.setdefault(name, {}).setdefault(line["clients"], [])
+            samples.append(line["tokens_per_s"])
+    ordered = {
+        name: [(float(n), statistics.median(found)) for n, found in sorted(points.items())]
+        for name, points in series.items()
+    }
     return line_chart("Many clients, 35B-A3B shape", "clients", "tokens per second", ordered)
 
 
