@@ -429,13 +429,16 @@ def finish(args: argparse.Namespace, raw: Raw, base: str, measure: Callable[[], 
         print_table(raw.lines, base)
 
 
-def guarded(name: str, run: Callable[[], None]) -> int:
-    """Run a script's work; turn an expected failure into one line and an exit code."""
+def guarded(name: str, run: Callable[[], int | None]) -> int:
+    """Run a script's work; turn an expected failure into one line and an exit code.
+
+    run: returns the exit code; None is 0.
+    """
     sys.path.insert(0, str(ROOT))
     from moegraph.errors import MoegraphError
 
     try:
-        run()
+        return run() or 0
     except TimeUp:
         print(f"{name}: stopped at its time limit", file=sys.stderr)
     except BenchError as error:

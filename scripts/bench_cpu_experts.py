@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from _bench import Parser, positive
+from _bench import Parser, guarded, positive
 from modelgen.blocks import TYPES
 
 from moegraph.ggml.cpu_ffn import CpuFfn
@@ -219,4 +219,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded("bench_cpu_experts.py", main))

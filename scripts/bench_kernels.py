@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
+sys.path[:0] = [str(ROOT / one) for one in ("", "scripts", "tests", "tests/cuda")]
 
+import _bench as bench
 from helpers.graph_runs import Graph, random
 from modelgen.blocks import TYPES
 from test_small_kernels import EPS, Step, moe
@@ -109,4 +110,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bench.guarded("bench_kernels.py", main))

@@ -139,4 +139,4 @@ def wrong(plain: list[list[int]], drafted: list[list[int]], n_steps: int) -> int
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(bench.guarded("check_drafts.py", main))
