@@ -148,11 +148,16 @@ def beside(
     """Return what a long prompt does to n requests that decode, in milliseconds.
 
     rounds: those beside the prompt are written.
+
+    Raises:
+        BenchError: there is too little context.
     """
     alone = Client(service, prompt_of(engine, n_prompt, seed), 1).wait()
     n_most = engine.n_ctx // (n + 1) - 64 if engine.config.n_kv else engine.n_ctx - 64
     clients = [Client(service, prompt_of(engine, 24, seed + i), n_most) for i in range(1, n + 1)]
     while min(len(client.times) for client in clients) < 60:
+        if any(client.wait() for client in clients if client.last):
+            raise bench.BenchError("an answer ended before the prompt began: too little context")
         time.sleep(0.001)
     time.sleep(0.3)
     begun = time.perf_counter()

@@ -101,7 +101,7 @@ class Controller:
         self._n_unsure = 0  # plain steps until their time is one of texts, not one before the first
         self._recorder = Recorder()
         self._times = StepTimes(self.passes, self.widths.are_dear)
-        self._shared = SharedPasses()
+        self._shared = SharedPasses(settings.is_timed)
 
     def _most(self, source: Source) -> int:
         """Return the most depths that this source may draft."""

@@ -108,7 +108,9 @@ class SharedPasses:
     one row would take by the law.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_timed: bool = True) -> None:
+        """is_timed: what is drafted may follow from what passes took."""
+        self._is_timed = is_timed
         self._known: dict[int, _Known] = defaultdict(_Known)
         self._plans: dict[tuple[str, int, int], Plan] = {}
 
@@ -143,7 +145,7 @@ class SharedPasses:
         """
         n_each, known = n_tokens / n_seqs, self._known[n_seqs.bit_length()]
         has_drafts = n_rows > n_seqs
-        if seconds:
+        if seconds and self._is_timed:
             known.ratios[_octave(n_rows) if has_drafts else 0].append(ratio)
         if not has_drafts:
             if known.n_drafted >= known.refresh:

@@ -10,8 +10,11 @@ from operator import mul
 import pytest
 from helpers.drafting import Tool, World, auto
 
+from moegraph.draft.candidate import Candidate
 from moegraph.draft.plan import Source, Step
+from moegraph.draft.rates import Acceptance
 from moegraph.draft.shared import SharedPasses
+from moegraph.draft.stepcost import DraftCost, PassCost
 
 
 def serve(
@@ -140,6 +143,21 @@ def test_shorter_drafts_are_tried_where_wide_passes_take_longer_than_expected() 
     rates = (0.93, 0.9, 0.89, 0.88, 0.86, 0.86, 0.85)
     speed, n_drafted = served(rates, 4, lambda n_rows: 3.0 if n_rows > 16 else 1.0)
     assert n_drafted > 200 and speed > 1.2
+
+
+def test_without_times_a_pass_that_takes_long_changes_nothing() -> None:
+    passes = PassCost([2, 4, 8, 16, 32], None)
+    for _ in range(4):
+        passes.observe_plain(pass_s(1), 0)
+    passes.update()
+    drafter = Candidate(DFLASH, Acceptance(15, 0.9), DraftCost(0.1, 0.0, 15), 15)
+    for is_timed in (False, True):
+        told = SharedPasses(is_timed)
+        before = told.plan(drafter, passes, 4, 100, 1.02)
+        for _ in range(4):
+            told.observe(4, 8, 1.0, 32, ratio=4.0)
+        told.forget_plans()
+        assert (told.plan(drafter, passes, 4, 100, 1.02) == before) != is_timed
 
 
 @pytest.mark.parametrize("n_seqs", [2, 4, 8, 16])
