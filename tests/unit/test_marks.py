@@ -62,8 +62,9 @@ class Talk:
         asked = ChatRequest(messages=messages, tools=[TOOL] * tools)
         found = self.model.prepare(asked)
         ids = list(found.request.prompt)
-        assert ids == TagTokenizer().encode(found.prompt)
-        return found.prompt, [self.tokenizer.decode(ids[:mark]) for mark in found.request.marks]
+        prompt = self.model.render(messages, asked.tools)
+        assert ids == TagTokenizer().encode(prompt)
+        return prompt, [self.tokenizer.decode(ids[:mark]) for mark in found.request.marks]
 
 
 def test_behind_the_system_prompt_and_before_the_answer() -> None:
