@@ -86,6 +86,11 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def octave(n: int) -> int:
+    """Return one number for all n up to a power of two and above half of it; 0 up to one."""
+    return max(n - 1, 0).bit_length()
+
+
 def _three_digits(value: float) -> str:
     """Return value with three significant digits and no exponent."""
     if value >= 99.95:

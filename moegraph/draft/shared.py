@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..units import octave
 from .candidate import Candidate
 from .plan import PLAIN, Plan
 from .shapes import grow
@@ -35,11 +36,6 @@ _RATIOS = 8
 # Standard deviations by which the rates of a drafter may well be higher than they seem: without
 # drafts nothing would be learned of them, and each pass tells of as many drafts as sequences.
 _HOPE = 1.0
-
-
-def _octave(n_rows: int) -> int:
-    """Return a number for all widths up to a power of two and above half of it; 0 for no rows."""
-    return max(n_rows - 1, 0).bit_length()
 
 
 @dataclass
@@ -87,7 +83,7 @@ class _Known:
 
         Passes with drafts that were not measured are taken to be like those without.
         """
-        for key in (_octave(n_rows), 0):
+        for key in (octave(n_rows), 0):
             if len(self.ratios[key]) >= _FEWEST:
                 return statistics.median(self.ratios[key])
         return 1.0
@@ -146,7 +142,7 @@ class SharedPasses:
         n_each, known = n_tokens / n_seqs, self._known[n_seqs.bit_length()]
         has_drafts = n_rows > n_seqs
         if seconds and self._is_timed:
-            known.ratios[_octave(n_rows) if has_drafts else 0].append(ratio)
+            known.ratios[octave(n_rows) if has_drafts else 0].append(ratio)
         if not has_drafts:
             if known.n_drafted >= known.refresh:
                 known.plain.keep(_OLDER)
@@ -155,8 +151,8 @@ class SharedPasses:
             known.plain.add(seconds, n_each)
             return
         known.n_drafted += 1
-        if _octave(n_rows) != known.width:
-            known.drafted, known.width = _Passes(), _octave(n_rows)
+        if octave(n_rows) != known.width:
+            known.drafted, known.width = _Passes(), octave(n_rows)
         known.drafted.add(seconds, n_each)
         if known.is_slower:
             known.drafted = _Passes()
@@ -182,7 +178,7 @@ def expected(drafters: Sequence[Candidate], passes: PassCost, n_seqs: int, n_row
 
 def best_for(
     drafter: Candidate, passes: PassCost, n_seqs: int, n_left: int, least: float,
-    ratio: Callable[[int], float] = lambda n_rows: 1.0,
+    ratio: Callable[[int], float],
 ) -> Plan:  # fmt: skip
     """Return what each of n_seqs sequences drafts: what is best by what is known, if it may pay.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..units import octave
+
 # Rounds of a trial that count, and those before them: a pipeline fills, graphs are built.
 _TRIED, _FIRST = 12, 6
 # Rounds until the other way is tried again; twice as many each time that it does not pay.
@@ -94,4 +96,4 @@ class GroupChoice:
             size.note(n_rows, seconds)
 
     def _of(self, n_rows: int) -> _Size:
-        return self._sizes.setdefault((n_rows - 1).bit_length(), _Size(self._most))
+        return self._sizes.setdefault(octave(n_rows), _Size(self._most))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..kinds import SweepStep
+from ..units import octave
 
 # How much a measurement counts beside those before it, if it is longer and if it is shorter: a
 # step that takes too long is what must not happen again.
@@ -29,11 +30,7 @@ class _Known(NamedTuple):
 
 
 def _key(step: SweepStep) -> Key:
-    return step.kind, _octave(step.n_rows), _octave(step.n_kv)
-
-
-def _octave(n: int) -> int:
-    return max(n - 1, 0).bit_length()
+    return step.kind, octave(step.n_rows), octave(step.n_kv)
 
 
 class StepCosts:
