@@ -83,7 +83,10 @@ class Scripted:
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Return a draft of as many tokens as the drafter makes."""
-        draft = self._drafter.draft(slot, anchor, n, n_top, race)
+        return self.scripted(self._drafter.draft(slot, anchor, n, n_top, race))
+
+    def scripted(self, draft: Draft) -> Draft:
+        """Return a draft with the tokens of the script."""
         tokens, at = draft.tokens.copy(), self._held() + 1
         self.n_right = self._script(draft.n_depth)
         for depth in range(draft.n_depth):

@@ -17,7 +17,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ import numpy as np
 from bench_service import Client, rate
 
 from moegraph import Engine, EngineConfig, SamplingParams
-from moegraph.draft.drafter import Draft, Drafter, Race
+from moegraph.draft.drafter import Draft, Drafter, Race, as_joint
 from moegraph.draft.rejection import Odds
 from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.warmup import time_verify
@@ -65,9 +65,20 @@ class OfClient(drafts.Scripted):
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Return a draft of as many tokens as the drafter makes."""
+        self._turn_to(slot)
+        return super().draft(slot, anchor, n, n_top, race)
+
+    def draft_all(self, anchors: Mapping[int, int], n: int, n_top: int) -> list[Draft]:
+        """Return drafts of as many tokens as the drafter makes, of several sequences."""
+        joint, found = as_joint(self._drafter), list[Draft]()
+        for slot, draft in zip(anchors, joint.draft_all(anchors, n, n_top) if joint else ()):
+            self._turn_to(slot)
+            found.append(self.scripted(draft))
+        return found
+
+    def _turn_to(self, slot: int) -> None:
         held = self._held_by(slot)
         self._text, self._held = self._by_prompt[name_of(held)], lambda: len(held)
-        return super().draft(slot, anchor, n, n_top, race)
 
 
 @contextmanager

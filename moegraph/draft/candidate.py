@@ -12,6 +12,8 @@ from .stepcost import DraftCost, PassCost
 
 # A drafter is new until so many of its drafts were verified or watched.
 KNOWN = 10
+# What each further sequence adds to a draft for several at once, as a share of one for a sequence.
+_FURTHER = 0.2
 
 
 @dataclass
@@ -42,6 +44,11 @@ class Candidate:
     def draft_s(self, n_draft: int, passes: PassCost) -> float:
         """Return the seconds of a draft of so many tokens."""
         return self.cost(n_draft, passes.base_s)
+
+    def drafts_s(self, n_draft: int, n_seqs: int, passes: PassCost) -> float:
+        """Return the seconds of drafts of so many tokens for each of n_seqs sequences."""
+        n = 1.0 + _FURTHER * (n_seqs - 1) if self.source.joins else n_seqs
+        return n * self.draft_s(n_draft, passes)
 
     def best(
         self, growth: Growth, passes: PassCost, widths: Sequence[int]

@@ -7,7 +7,7 @@ block: the anchor, then mask tokens. Its rows attend to these K and V and to one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,28 +22,29 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.dflash import build_context, build_draft
+from ..graphs.dflash_joint import JointMemory, build_joint_draft, can_join
 from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
 from ..graphs.dspark import HeadMatrix
 from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
 from ..resident import ringcopies
 from ..resident.drafthead import DraftHead
-from ..resident.draftlayout import CHUNK, N_TAKEN, built_length
+from ..resident.draftlayout import CHUNK, JOINT_ROWS, MOST_JOINT, N_TAKEN, built_length
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
 from ..runner.sweep_batch import Tap
-from .drafter import N_CAPTURED, Draft, Ids, Parts, Piece, Race, empty_draft
+from .drafter import N_CAPTURED, Draft, Ids, Parts, Piece, Race, Taken, empty_draft
 
 # Nodes of a layer over a block, and of a layer's K and V.
 _N_LAYER, _N_KEYS = 48, 16
 
 
 class DFlashDrafter:
-    """A drafter (`Drafter`) of DFlash files.
+    """A drafter (`JointDrafter`) of DFlash files.
 
-    hparams: what the file says.
+    hparams: what the file says. joins: its device can draft for several sequences at once.
     """
 
     def __init__(
@@ -78,7 +79,12 @@ class DFlashDrafter:
             self._d2t = file.d2t(stage.hp.n_vocab) if hp.n_vocab_draft else None
             self._head = self._open_head()
             self._embedding = self._weights.embedding or stage.weights.embedding or embedding
-            self._memory.send_mask(self._embed(hp.mask_id))
+            mask = self._embed(hp.mask_id)
+            self._memory.send_mask(mask)
+            self.joins = can_join(stage.device, hp, self._rings)
+            self._joint = None
+            if self.joins:
+                self._joint = JointMemory(stage.device, hp, self._rings, mask)
         self._host: HostBuffer | None = None  # for results of the longest draft
         self._chunk = min(CHUNK, *(shape.n_cells for shape in self._rings.shapes))
 
@@ -86,7 +92,7 @@ class DFlashDrafter:
     def n_bytes(self) -> int:
         """Device memory of weights, K and V, and graphs."""
         parts = self._weights, self._rings, self._memory, self._graphs
-        return sum(part.n_bytes for part in (*parts, self._part) if part)
+        return sum(part.n_bytes for part in (*parts, self._joint, self._part) if part)
 
     def _open_head(self) -> HeadMatrix:
         """Return what gives logits: the drafter's own head, or the target's, or a part of it."""
@@ -133,6 +139,9 @@ class DFlashDrafter:
             OutOfDeviceMemory: the intermediates do not fit.
         """
         self._draft_graph(0, self.max_draft, self._full_lengths)
+        if self._joint:
+            for m in range(2, min(len(self._rings.spans), MOST_JOINT) + 1):
+                self._joint_graph(m, self._n_joint(self.max_draft, m))
         self._keys_graph(N_TAKEN)
         n = min(self._chunk, self._memory.features.ne[1])
         self._fuse_graph(self._memory.features, self.taps[-1], 0, n)
@@ -242,20 +251,41 @@ class DFlashDrafter:
 
     def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         """Enqueue K and V of tokens that a sequence took."""
-        most = min(N_TAKEN, self._chunk)
-        for at in range(0, len(tokens), most):
-            self._make_keys(slot, first + at, min(most, len(tokens) - at))
+        self.committed_all([(slot, first, tokens)])
 
-    def _make_keys(self, slot: int, first: int, n: int) -> None:
-        """Enqueue K and V of n positions, whose taps the ring has."""
+    def committed_all(self, taken: Sequence[Taken]) -> None:
+        """Enqueue K and V of tokens that several sequences took."""
+        most = min(N_TAKEN, self._chunk)
+        parts, room = list[tuple[int, int, int]](), most
+        for slot, first, tokens in taken:
+            n_left = len(tokens)
+            while n_left:
+                n = min(room, n_left)
+                parts.append((slot, first, n))
+                first, n_left, room = first + n, n_left - n, room - n
+                if not room:
+                    self._make_keys(parts)
+                    parts, room = [], most
+        if parts:
+            self._make_keys(parts)
+
+    def _make_keys(self, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Enqueue K and V of positions whose taps the ring has: sequence, first one, and number."""
+        n = sum(m for _, _, m in parts)
         n_padded = min(N_TAKEN, 1 << (n - 1).bit_length())
         built, places = self._keys_graph(n_padded), np.zeros(n_padded, np.int64)
-        places[:n] = first + np.arange(n)
-        cells, taken = self._cells(slot, places), np.zeros(n_padded, np.int64)
-        for kind, rows in enumerate(cells):
-            rows[n:] = self._rings.spare_row(kind, slot)
-        taken[:n] = self._stage.taps.ring_rows(slot, first, n)
-        self._rings.spans[slot].grow(n)
+        taken = np.zeros(n_padded, np.int64)
+        kinds, spare = range(len(self._rings.shapes)), parts[0][0]
+        cells = [np.full(n_padded, self._rings.spare_row(kind, spare), np.int32) for kind in kinds]
+        at = 0
+        for slot, first, m in parts:
+            here = slice(at, at + m)
+            places[here] = first + np.arange(m)
+            taken[here] = self._stage.taps.ring_rows(slot, first, m)
+            for rows, mine in zip(cells, self._cells(slot, places[here])):
+                rows[here] = mine
+            self._rings.spans[slot].grow(m)
+            at += m
         self._memory.send_rows(places, taken, cells)
         self._launch(built, "the drafter over accepted tokens")
 
@@ -289,6 +319,57 @@ class DFlashDrafter:
         results = self.run_block(slot, anchor, n_rows, partial(self._draft_graph, slot, n_rows))
         tokens, log_p = likeliest_rows(results.rows[0][:n], n_top)
         return self.as_draft(tokens if self._d2t is None else self._d2t[tokens], log_p, results)
+
+    def can_join(self, race: Race | None) -> bool:
+        """Return whether a draft may be one of several; races do not matter to it."""
+        return self.joins
+
+    def draft_all(self, anchors: Mapping[int, int], n: int, n_top: int) -> list[Draft]:
+        """Propose at most n tokens after the anchor of each sequence: one graph, and one wait.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        m, joint = len(anchors), self._joint
+        n_built = self._n_joint(n, m)
+        if not joint or m > MOST_JOINT or n_built < 1:
+            return [self.draft(slot, anchor, n, n_top) for slot, anchor in anchors.items()]
+        built = self._joint_graph(m, n_built)
+        embeddings = [self._embed(anchor) for anchor in anchors.values()]
+        joint.send(anchors, embeddings, self._n_rows(n_built))
+        results: Results = built.outputs
+        self._launch(built, f"drafts of {m} sequences", results.reads, results.n_reads)
+        self._device.finish()
+        n, sure = min(n, n_built), results.confidence
+        rows = results.rows[0].reshape(n_built, m, -1)[:n].transpose(1, 0, 2)
+        tokens, log_p = likeliest_rows(rows.reshape(m * n, -1), n_top)
+        if len(tokens) == m * n:
+            parts = list(zip(tokens.reshape(m, n, n_top), log_p.reshape(m, n, n_top)))
+        else:  # a list is shorter: only that sequence's draft ends there
+            parts = [likeliest_rows(np.ascontiguousarray(each), n_top) for each in rows]
+        found = list[Draft]()
+        for i, (tokens, log_p) in enumerate(parts):
+            ids = tokens if self._d2t is None else self._d2t[tokens]
+            found.append(Draft(ids, log_p, None if sure is None else sure[i::m][: len(ids)].copy()))
+        return found
+
+    def _n_joint(self, n: int, m: int) -> int:
+        """Return the tokens that the graph of drafts of n tokens of m sequences drafts."""
+        most = JOINT_ROWS // m - self._n_rows(0)
+        return min(self._n_built(min(n, self.max_draft)), most)
+
+    def _joint_graph(self, m: int, n: int) -> BuiltGraph:
+        """Return the graph of drafts of n tokens of m sequences; its outputs: the results."""
+
+        def build(b: Builder) -> Results:
+            if self._joint is None:
+                raise InternalError("a drafter for one sequence")
+            inp = self._joint.leaves(b, m, self._n_rows(n), n)
+            args = b, self.hparams, self._weights, self._rings, inp, self._head
+            found = build_joint_draft(*args)
+            return self._results([found.candidates], found.confidence)
+
+        return self._graphs.get(("joint", m, n), self._n_nodes(n), build)
 
     def run_block(
         self, slot: int, anchor: int, n: int, graph: Callable[[tuple[int, ...]], BuiltGraph]
@@ -344,7 +425,7 @@ class DFlashDrafter:
 
     def _results(self, candidates: Sequence[Tensor], confidence: Tensor | None) -> Results:
         if self._host is None:
-            size = (candidates[0].nb[1] + 4) * BEAM * self.hparams.block_size
+            size = (candidates[0].nb[1] + 4) * max(BEAM * self.hparams.block_size, JOINT_ROWS)
             self._host = self._device.host_buffer(size)
         return Results(self._host, candidates, confidence)
 
@@ -356,7 +437,9 @@ class DFlashDrafter:
     def close(self) -> None:
         """Wait for the device, then free everything."""
         self._device.synchronize()
-        for part in (self._graphs, self._weights, self._rings, self._memory, self._host):
+        for part in (
+            self._graphs, self._weights, self._rings, self._memory, self._joint, self._host,
+        ):  # fmt: skip
             if part:
                 part.close()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ N_CAPTURED = 3
 Ids = npt.NDArray[np.int32]
 Parts = list[npt.NDArray[np.uint8]]
 Piece = tuple[int, int, Parts]
+# A sequence, a position, and the tokens that it took from there on.
+Taken = tuple[int, int, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Draft:
             None if log_p is None else log_p[:n],
             None if confidence is None else confidence[:n],
         )
+
+    def first(self, n_top: int) -> Draft:
+        """Return the draft with the first n_top tokens of each depth at most."""
+        log_p = None if self.log_p is None else self.log_p[:, :n_top]
+        return Draft(self.tokens[:, :n_top], log_p, self.confidence)
 
     def ranks(self, drawn: Sequence[int]) -> tuple[int, ...]:
         """Return the rank of each drawn token at its depth, -1 if it has none, until one is not 0.
@@ -212,3 +219,32 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Wait for the device, then free everything."""
+
+
+class JointDrafter(Drafter, Protocol):
+    """A drafter that can draft for several sequences at once, hardly slower than for one.
+
+    joins: whether its device can.
+    """
+
+    joins: bool
+
+    def can_join(self, race: Race | None) -> bool:
+        """Return whether a draft may be one of several. race: that `draft` would be given."""
+
+    def committed_all(self, taken: Sequence[Taken]) -> None:
+        """Note what several sequences took, as `committed` does for one."""
+
+    def draft_all(self, anchors: Mapping[int, int], n: int, n_top: int) -> list[Draft]:
+        """Propose at most n tokens after the anchor of each sequence, as `draft` does for one.
+
+        anchors: the last token of each text, by sequence. Returns their drafts, in this order.
+
+        Raises:
+            NativeError: the device failed.
+        """
+
+
+def as_joint(drafter: Drafter | None) -> JointDrafter | None:
+    """Return a drafter that can draft for several sequences at once; None if it cannot."""
+    return cast(JointDrafter, drafter) if getattr(drafter, "joins", False) else None

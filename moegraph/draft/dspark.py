@@ -27,6 +27,10 @@ _N_TOP = 8
 class DSparkDrafter(DFlashDrafter):
     """A drafter (`TreeDrafter`) of DSpark files."""
 
+    def can_join(self, race: Race | None) -> bool:
+        """Return whether a draft may be one of several: not if it follows winners."""
+        return self.joins and (race is None or self._d2t is not None)
+
     def reserve(self) -> None:
         """Build the largest graphs; see `DFlashDrafter`."""
         super().reserve()

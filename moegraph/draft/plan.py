@@ -18,7 +18,8 @@ class Source:
     fixed, per_token: seconds of a draft and of each of its tokens, in units of a plain decode step.
     accept: expected probability that a drafted token is accepted if all before it were.
     n_top: candidates that it can name at each depth. has_tree: it can build trees itself, because
-    it knows what follows each token (`TreeDrafter`).
+    it knows what follows each token (`TreeDrafter`). joins: it drafts for several sequences at once
+    (`JointDrafter`).
     """
 
     name: str
@@ -28,6 +29,7 @@ class Source:
     accept: float = 0.7
     n_top: int = 1
     has_tree: bool = False
+    joins: bool = False
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def expected(drafters: Sequence[Candidate], passes: PassCost, n_seqs: int, n_row
     drafters: the one that drafts; empty if there is none.
     """
     n_draft, total = n_rows // n_seqs - 1, passes.at(n_rows)
-    return total + sum(n_seqs * one.draft_s(n_draft, passes) for one in drafters if n_draft)
+    return total + sum(one.drafts_s(n_draft, n_seqs, passes) for one in drafters if n_draft)
 
 
 def best_for(

@@ -19,7 +19,7 @@ from ..events import CancelToken
 from ..runner import NotFinite, Output
 from .drawing import Drawing
 from .passes import Passes
-from .proposal import Proposal, step_of
+from .proposal import Ask, Proposal, step_of
 from .speculation import Speculation
 from .stepclock import StepClock, StepSeconds
 from .steps import SEQ, Drawn, Steps
@@ -80,8 +80,8 @@ class DraftedSteps(Steps):
         """Draft; the sequence has all tokens but the last."""
         self._note_taken()
         sequence, race = self._sequence, self._drawing.sampler.race
-        args = SEQ, sequence.tokens[-1], sequence.n_left, sequence.n_room, race
-        proposal = self._speculation.propose(*args)
+        ask = Ask(SEQ, sequence.tokens[-1], sequence.n_left, sequence.n_room, race)
+        proposal = self._speculation.propose(ask)
         if proposal and (tree := self._drawing.cut(proposal.tree)) is not proposal.tree:
             proposal = replace(proposal, tree=tree)
         return proposal

@@ -6,11 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..draft.drafter import Draft, confidence
+from ..draft.drafter import Draft, Race, confidence
 from ..draft.plan import PLAIN, Plan, Step
 from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
 from .stepclock import StepSeconds
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a sequence may draft after its last token, the anchor.
+
+    n_left: tokens until the text must end. n_room: positions that the context still has. race: of
+    the sampler that will draw; None if it is greedy.
+    """
+
+    slot: int
+    anchor: int
+    n_left: int
+    n_room: int
+    race: Race | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.drafter import Draft, Drafter, Parts, Race, confidence
+from ..draft.drafter import Draft, Drafter, JointDrafter, Parts, Race, Taken, as_joint, confidence
 from ..draft.lookup import LookUp
 from ..draft.plan import Plan, Shape, Step
 from ..draft.race import N_RUNNERS, raced
@@ -24,9 +24,10 @@ from ..draft.rejection import Odds, offer, offered_race
 from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, TreeDrafter, spine_tree
 from ..draft.watch import Watch, Watched
+from ..errors import InternalError
 from ..kinds import MOST_BEHIND
 from .prefixtree import n_common
-from .proposal import Proposal
+from .proposal import Ask, Proposal
 
 if TYPE_CHECKING:  # these need the native libraries, decisions about drafts do not
     from ..ggml.ops import Tensor
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # these need the native libraries, decisions about drafts do 
     from ..runner.sweep_batch import Tap
 
 Ids = npt.NDArray[np.int32]
+_Drafted = tuple[Draft, DraftTree, tuple[Odds, ...]]
 
 
 class Controller(Protocol):
@@ -172,6 +174,17 @@ class Speculation:
                 followed.known[name] = n
         self._followed[slot] = followed
 
+    def _tell_all(self, slots: Sequence[int], drafter: JointDrafter) -> None:
+        """Tell a drafter what sequences took since it was told."""
+        followed, taken = {slot: self._followed.pop(slot) for slot in slots}, list[Taken]()
+        for slot, one in followed.items():
+            first, n = one.known[drafter.name], len(one.ids)
+            if first < n:
+                taken.append((slot, first, one.ids[first:]))
+                one.known[drafter.name] = n
+        drafter.committed_all(taken)
+        self._followed |= followed
+
     @property
     def row_bytes(self) -> int:
         """Return the bytes that drafters keep of a position in caches of their own."""
@@ -207,25 +220,59 @@ class Speculation:
             drafter.put_back(slot, np.asarray(ids, dtype=np.int32), n_kept, pieces)
         self._followed[slot] = _Followed(list(ids), dict.fromkeys(self.drafters, len(ids)))
 
-    def propose(
-        self,
-        slot: int,
-        anchor: int,
-        n_left: int,
-        n_room: int,
-        race: Race | None = None,
-        n_seqs: int = 1,
-    ) -> Proposal | None:
-        """Return the rows of the next pass of a sequence; None if nothing was drafted.
-
-        n_left: tokens until the text must end. n_room: positions that the context still has. race:
-        of the sampler that will draw; None if it is greedy. n_seqs: how many sequences share the
-        pass.
+    def propose(self, ask: Ask) -> Proposal | None:
+        """Return the rows of the next pass of a lone sequence; None if nothing was drafted.
 
         Raises:
             NativeError: the device failed.
         """
+        return self._propose(ask, 1, ())
+
+    def propose_all(self, asks: Sequence[Ask], n_seqs: int) -> list[Proposal | None]:
+        """Return the rows of each sequence in a pass that n_seqs share; None: nothing was drafted.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        self._foreseen = None
+        groups: dict[str, list[tuple[Ask, Plan]]] = {}
+        for ask in asks:
+            if ask.slot in self._followed and min(self.max_rows, ask.n_room) > 1 and ask.n_left > 1:
+                plan = self.controller.choose_for(n_seqs, ask.n_left, self._failed)
+                drafter = as_joint(self.drafters.get(plan.source))
+                if drafter and drafter.can_join(ask.race):
+                    groups.setdefault(plan.source, []).append((ask, plan))
+        found: dict[int, Proposal | None] = {}
+        for name, members in groups.items():
+            if len(members) > 1:
+                found |= self._propose_jointly(name, members)
+        return [
+            found.get(ask.slot) or self._propose(ask, n_seqs, groups if ask.slot in found else ())
+            for ask in asks
+        ]
+
+    def _propose_jointly(
+        self, name: str, members: Sequence[tuple[Ask, Plan]]
+    ) -> dict[int, Proposal | None]:
+        """Return the rows of sequences that one drafter drafts for at once, by sequence."""
+        start, drafter = time.perf_counter(), as_joint(self.drafters[name])
+        if drafter is None:
+            raise InternalError(f"{name} drafts for one sequence only")
+        self._tell_all([ask.slot for ask, _ in members], drafter)
+        n = min(max(plan.n_draft for _, plan in members), drafter.max_draft)
+        n_top = max(_n_top(plan, ask.race) for ask, plan in members)
+        drafts = drafter.draft_all({ask.slot: ask.anchor for ask, _ in members}, n, n_top)
+        each_s, found = (time.perf_counter() - start) / len(members), dict[int, Proposal | None]()
+        for (ask, plan), draft in zip(members, drafts):
+            draft = draft.cut(min(plan.n_draft, drafter.max_draft)).first(_n_top(plan, ask.race))
+            drafted = self._judged(drafter, ask, plan, draft, None)
+            found[ask.slot] = drafted and self._proposal(ask, plan, drafted, each_s)
+        return found
+
+    def _propose(self, ask: Ask, n_seqs: int, without: Collection[str]) -> Proposal | None:
+        """Return the rows of a sequence. without: drafters that have no draft for it."""
         foreseen, self._foreseen = self._foreseen, None
+        slot, anchor, n_left, n_room = ask.slot, ask.anchor, ask.n_left, ask.n_room
         if slot not in self._followed:
             return None
         if n_seqs == 1 and foreseen and foreseen[:2] == (slot, n_left):
@@ -234,7 +281,7 @@ class Speculation:
                     break
             else:
                 return None
-        without, most_rows = set(self._failed), min(self.max_rows, n_room)
+        without, most_rows = {*self._failed, *without}, min(self.max_rows, n_room)
         start = time.perf_counter()
         while most_rows > 1 and n_left > 1:
             if n_seqs > 1:
@@ -243,15 +290,18 @@ class Speculation:
                 plan = self.controller.choose(n_left, without)
             if not plan.source:
                 return None
-            drafted = self._draft(slot, anchor, plan, most_rows, race)
+            drafted = self._draft(ask, plan, most_rows)
             if drafted is None:
                 without.add(plan.source)
                 continue
-            draft, tree, odds = drafted
             if plan.is_watched:
-                self._begin_watch(slot, plan.source, draft)
-            return Proposal(plan, draft, tree.cut(most_rows), time.perf_counter() - start, odds)
+                self._begin_watch(slot, plan.source, drafted[0])
+            return self._proposal(ask, plan, drafted, time.perf_counter() - start)
         return None
+
+    def _proposal(self, ask: Ask, plan: Plan, drafted: _Drafted, seconds: float) -> Proposal:
+        draft, tree, odds = drafted
+        return Proposal(plan, draft, tree.cut(min(self.max_rows, ask.n_room)), seconds, odds)
 
     def rests(self, n_left: int, n_seqs: int) -> bool:
         """Return whether by all that is known nothing will be drafted with n_left tokens left.
@@ -289,21 +339,32 @@ class Speculation:
         self._tell(slot, [name])
         return self._lookups[name].has(slot, anchor)
 
-    def _draft(
-        self, slot: int, anchor: int, plan: Plan, most_rows: int, race: Race | None
-    ) -> tuple[Draft, DraftTree, tuple[Odds, ...]] | None:
+    def _draft(self, ask: Ask, plan: Plan, most_rows: int) -> _Drafted | None:
         """Return a draft and its tree; None if it is of no use."""
-        drafter = self.drafters[plan.source]
-        self._tell(slot, [plan.source])
+        drafter, race = self.drafters[plan.source], ask.race
+        self._tell(ask.slot, [plan.source])
         n, tree = min(plan.n_draft, drafter.max_draft), None
-        rejects = self.rejects and race is not None and not plan.is_watched
-        if race and rejects:
-            draft = drafter.draft(slot, anchor, n, N_RUNNERS, offered_race(race))
+        if race and self._is_rejecting(ask, plan):
+            draft = drafter.draft(ask.slot, ask.anchor, n, N_RUNNERS, offered_race(race))
         elif plan.n_nodes and isinstance(drafter, TreeDrafter):
-            draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1), race)
+            n_nodes = min(plan.n_nodes, most_rows - 1)
+            draft, tree = drafter.tree(ask.slot, ask.anchor, n, n_nodes, race)
         else:
-            n_top = max(plan.n_top, N_RUNNERS) if race else plan.n_top
-            draft = drafter.draft(slot, anchor, n, n_top, race)
+            draft = drafter.draft(ask.slot, ask.anchor, n, _n_top(plan, race), race)
+        return self._judged(drafter, ask, plan, draft.cut(n), tree)
+
+    def _is_rejecting(self, ask: Ask, plan: Plan) -> bool:
+        """Return whether drafts are drawn at random, and accepted by rejection."""
+        return self.rejects and ask.race is not None and not plan.is_watched
+
+    def _judged(
+        self, drafter: Drafter, ask: Ask, plan: Plan, draft: Draft, tree: DraftTree | None
+    ) -> _Drafted | None:
+        """Return a draft with the rows to verify; None if it is of no use.
+
+        tree: of the drafter, if it has made one.
+        """
+        race, rejects = ask.race, self._is_rejecting(ask, plan)
         problem = draft.problem(self._n_vocab)
         if tree and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._n_vocab:
             problem = "its tree has tokens that the model lacks"
@@ -314,18 +375,17 @@ class Speculation:
                 "the text goes on without it"
             )
             return None
-        draft = draft.cut(n)
         if not draft.n_depth:
             return None
         if race and rejects and draft.log_p is not None:
             draft, odds = offer(draft, race, self.p_min)
-            return draft, spine_tree(anchor, draft, draft.n_depth), odds
+            return draft, spine_tree(ask.anchor, draft, draft.n_depth), odds
         if rejects:
             self._say_once(f"{drafter.name} gives no probabilities: its drafts are accepted where "
                            "they are what the sampler draws")  # fmt: skip
         if race and tree is None:
             draft = raced(draft, race, plan.n_top)
-        return draft, tree or self._tree(anchor, plan, draft), ()
+        return draft, tree or self._tree(ask.anchor, plan, draft), ()
 
     def _begin_watch(self, slot: int, source: str, draft: Draft) -> None:
         if self.accept is None:
@@ -360,6 +420,11 @@ class Speculation:
         """Free the drafters."""
         for drafter in self.drafters.values():
             drafter.close()
+
+
+def _n_top(plan: Plan, race: Race | None) -> int:
+    """Return how many candidates of a depth a drafter must name."""
+    return max(plan.n_top, N_RUNNERS) if race else plan.n_top
 
 
 def _all_of(taps: list[Tap]) -> Tap:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
@@ -53,13 +54,13 @@ def build_context(
     """
     cur = b.norm(fused, w.tensors["enc.output_norm.weight"], hp.f_norm_rms_eps)
     for il in range(hp.n_layer):
-        k, v = _keys(b, hp, w, cur, pos, il)
+        k, v = build_keys(b, hp, w, cur, pos, il)
         at = rows[rings.kind[il]]
         for cache, new in ((rings.k[il], k), (rings.v[il], v)):
             b.expand(b.set_rows(cache, new, at))
 
 
-def _keys(
+def build_keys(
     b: Builder, hp: DFlashHParams, w: DraftWeights, cur: Tensor, pos: Tensor, il: int
 ) -> tuple[Tensor, Tensor]:
     """Append K and V of rows F32 [n_embd, n]: F32 [n_embd_gqa, n] each."""
@@ -71,17 +72,20 @@ def _keys(
 
 
 def build_block(
-    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs, slot: int
-) -> Tensor:
-    """Append the layers over a block of a sequence; return its normed rows F32 [n_embd, n].
+    b: Builder, hp: DFlashHParams, w: DraftWeights, embd: Tensor,
+    attend: Callable[[Tensor, int], Tensor],
+) -> Tensor:  # fmt: skip
+    """Append the layers over blocks; return their normed rows F32 [n_embd, n].
+
+    embd: F32 [n_embd, n]. attend: appends the attention of a layer: of normed rows, as they are.
 
     Source: llama.cpp src/models/dflash.cpp, batches of tokens.
     """
-    x, eps = inp.embd, hp.f_norm_rms_eps
+    x, eps = embd, hp.f_norm_rms_eps
     for il in range(hp.n_layer):
         layer = w.layers[il]
         cur = b.norm(x, layer["attn_norm.weight"], eps)
-        x = b.name(b.add(_attend(b, hp, w, rings, inp, cur, slot, il), x), "draft_attn", il)
+        x = b.name(b.add(attend(cur, il), x), "draft_attn", il)
         cur = b.norm(x, layer["ffn_norm.weight"], eps)
         gate = b.mul_mat(layer["ffn_gate.weight"], cur)
         cur = b.swiglu(gate, b.mul_mat(layer["ffn_up.weight"], cur))
@@ -89,15 +93,23 @@ def build_block(
     return b.name(b.norm(x, w.tensors["output_norm.weight"], eps), "draft_norm")
 
 
-def _attend(
-    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs,
-    cur: Tensor, slot: int, il: int,
-) -> Tensor:  # fmt: skip
-    """Append the attention of a layer: the block attends to what is held and to itself."""
+def build_queries(
+    b: Builder, hp: DFlashHParams, w: DraftWeights, cur: Tensor, pos: Tensor, il: int
+) -> Tensor:
+    """Append the queries of rows F32 [n_embd, n]: F32 [d, n_head, n]."""
     layer, d, n = w.layers[il], hp.n_embd_head, cur.ne[1]
     q = b.reshape(b.mul_mat(layer["attn_q.weight"], cur), d, hp.n_head, n)
-    q = b.rope(b.norm(q, layer["attn_q_norm.weight"], hp.f_norm_rms_eps), inp.pos, hp.rope)
-    k, v = _keys(b, hp, w, cur, inp.pos, il)
+    return b.rope(b.norm(q, layer["attn_q_norm.weight"], hp.f_norm_rms_eps), pos, hp.rope)
+
+
+def _attend(
+    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs, slot: int,
+    cur: Tensor, il: int,
+) -> Tensor:  # fmt: skip
+    """Append the attention of a layer: the block attends to what is held and to itself."""
+    d, n = hp.n_embd_head, cur.ne[1]
+    q = build_queries(b, hp, w, cur, inp.pos, il)
+    k, v = build_keys(b, hp, w, cur, inp.pos, il)
     for cache, new in ((rings.k[il], k), (rings.v[il], v)):
         b.expand(b.cpy(new, rings.view(b, cache, slot, il, n)))
     mask = inp.masks[rings.kind[il]]
@@ -106,7 +118,7 @@ def _attend(
         for cache in (rings.k[il], rings.v[il])
     )
     out = b.flash_attn(b.permute(q, 0, 2, 1, 3), k, v, mask, 1.0 / math.sqrt(d))
-    return b.mul_mat(layer["attn_output.weight"], b.reshape(out, d * hp.n_head, n))
+    return b.mul_mat(w.layers[il]["attn_output.weight"], b.reshape(out, d * hp.n_head, n))
 
 
 def _by_head(b: Builder, rows: Tensor, d: int, n_head: int) -> Tensor:
@@ -120,7 +132,7 @@ def build_rows(
     head: HeadMatrix, slot: int, n_draft: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Append the rows of a block that propose n tokens: F32 [n_embd, n]; and their logits."""
-    cur = build_block(b, hp, w, rings, inp, slot)
+    cur = build_block(b, hp, w, inp.embd, partial(_attend, b, hp, w, rings, inp, slot))
     first = 0 if hp.samples_anchor else 1
     rows = b.view(cur, (hp.n_embd, n_draft), (cur.nb[1],), first * cur.nb[1])
     return rows, b.name(b.mul_mat(head.output, rows), "draft_logits")

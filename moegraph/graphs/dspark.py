@@ -52,20 +52,22 @@ class ListOutputs:
 
 
 def build_markov(
-    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: HeadMatrix
+    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchors: Tensor, head: HeadMatrix
 ) -> tuple[Tensor, Tensor | None]:
     """Append the Markov head: each row's logits, given the likeliest token of the one before.
 
-    logits F32 [n_draft, n], of rows F32 [n_embd, n]; anchor I32 [1], the token before the first.
-    Returns logits F32 [n_draft, n], and confidence F32 [1, n] or None.
+    anchors: I32 [m], the token before the first row of each of m sequences. logits F32 [n_draft,
+    m * n], of rows F32 [n_embd, m * n]: the first row of every sequence, then all second ones.
+    Returns logits of that shape, and confidence F32 [1, m * n] or None.
 
     Source: llama.cpp src/models/dflash.cpp build_dspark_markov_head.
     """
-    before, n = anchor, logits.ne[1]
+    before, m = anchors, anchors.ne[0]
+    n = logits.ne[1] // m
     biased, traits = [], []
     for i in range(n):
         trait = b.get_rows(w.tensors["markov_w1.weight"], before)
-        row = b.view(logits, (logits.ne[0], 1), (logits.nb[1],), i * logits.nb[1])
+        row = b.view(logits, (logits.ne[0], m), (logits.nb[1],), m * i * logits.nb[1])
         biased.append(b.add(row, b.mul_mat(w.tensors["markov_w2.weight"], trait)))
         traits.append(trait)
         if i + 1 < n:  # of NaN it is -1: tables have something readable before their first row

@@ -43,6 +43,16 @@ def can_page(stage: Stage) -> bool:
         return bool(C.ggml_backend_supports_op(device.compute.ptr, out))
 
 
+def describe_path(
+    words: npt.NDArray[np.int32], seq: int, n_past: int, n_keys: npt.NDArray[np.int64],
+    path: npt.NDArray[np.int32],
+) -> None:  # fmt: skip
+    """Describe rows of a sequence with one path, I32 numpy [n, ROW_WORDS]; n_keys: [n]."""
+    words[:, _SEQ], words[:, _N_PAST], words[:, _N_KEYS] = seq, n_past, n_keys
+    words[:, _N_KEYS + 1] = 0
+    words[:, _PATH : _PATH + len(path)] = path
+
+
 def fill_rows(
     out: npt.NDArray[np.int32],
     pos0: list[int],

@@ -1,7 +1,8 @@
 """Device memory of the graphs of drafters that a device captures: of all that texts use at once.
 
 Each graph is for a length of a draft. A DFlash drafter's is also for a sequence and for as many
-rows of its rings as the sequence needs now. Others are dropped as new ones are built.
+rows of its rings as the sequence needs now, or for a number of sequences. Others are dropped as new
+ones are built.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from ..config import EngineConfig
 from ..modelfile.drafter import DFlashHParams
 from ..modelfile.hparams import HParams
-from ..resident.draftlayout import CHUNK, N_TAKEN, built_length
+from ..resident.draftlayout import CHUNK, MOST_JOINT, N_TAKEN, built_length, joint_lengths
 from ..resident.layout import CAPTURED_NODE_BYTES, MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
 from ..resident.poolshape import PoolShape
 from ..resident.ringshape import ring_shapes
@@ -68,6 +69,9 @@ def dflash_graph_bytes(hp: DFlashHParams, config: EngineConfig, n_ctx: int) -> i
         # alone
         drafts = (config.n_seq + 1) * (n * (block + _REST) + _MARKOV * n * (n + 1) // 2)
         drafts += len(lengths) * (block + _REST + _MARKOV * max(lengths))
+    for m in range(2, min(config.n_seq, MOST_JOINT) + 1):
+        for each in joint_lengths(n, m, not hp.samples_anchor):
+            drafts += block + (_MARKOV * each if hp.markov_rank else 0)
     keys = _LAYER_KEYS * hp.n_layer + _TAP * len(hp.taps) + _REST
     shape = PoolShape.of(config, n_ctx)
     rings = ring_shapes(hp, shape.most_seen(config.draft_ctx_max))

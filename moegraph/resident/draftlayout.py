@@ -12,7 +12,7 @@ from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
 from ..modelfile.scan import TensorInfo
 from ..units import round_up
-from .ringshape import draft_ring_bytes, ring_shapes
+from .ringshape import RING_PAGE, draft_ring_bytes, ring_shapes
 
 _Q = GGMLQuantizationType
 # Bytes; no device aligns tensors to more.
@@ -22,6 +22,8 @@ EMBEDDING = "token_embd.weight"
 CHUNK = 512
 # Tokens that a sequence took whose K and V one graph makes, at most.
 N_TAKEN = 64
+# Sequences and rows of a graph that drafts for several sequences, at most.
+MOST_JOINT, JOINT_ROWS = 16, 32
 # Lengths of drafts that have graphs, where graphs are dear.
 _LENGTHS = (3, 7, 11)
 # Of inputs of candidates and alignment, for each row of a block, and in all.
@@ -94,24 +96,40 @@ def dflash_bytes(
     n_vocab: tokens of the target. n_ctx: most positions that layers without a window see.
     """
     hp = file.hparams
-    parts = draft_ring_bytes(hp, n_ctx, n_seq), _memory_bytes(hp, n_ctx, n_sweep)
-    return draft_weight_bytes(file, as_stored) + sum(parts) + _graph_bytes(hp, n_vocab, n_sweep)
+    parts = draft_ring_bytes(hp, n_ctx, n_seq), _memory_bytes(hp, n_ctx, n_seq, n_sweep)
+    graphs = _graph_bytes(hp, n_vocab, n_seq, n_sweep)
+    return draft_weight_bytes(file, as_stored) + sum(parts) + graphs
 
 
-def _memory_bytes(hp: DFlashHParams, n_ctx: int, n_sweep: int) -> int:
-    """Return a bound on what `DraftMemory` takes."""
+def _memory_bytes(hp: DFlashHParams, n_ctx: int, n_seq: int, n_sweep: int) -> int:
+    """Return a bound on what `DraftMemory` takes, and `JointMemory` of several sequences."""
     shapes = ring_shapes(hp, n_ctx)
     masks = 2 * hp.block_size * sum(shape.n_rows for shape in shapes)
     block = hp.block_size * (4 * hp.n_embd + _ROW_BYTES)
     words = 4 * ((2 + len(shapes)) * N_TAKEN + (1 + len(shapes)) * n_sweep)
     rows = 4 * hp.n_embd * n_sweep
-    return masks + block + words + rows + 4 * hp.n_vocab_draft + _SMALL
+    joint = 0
+    if n_seq > 1:
+        pages = 4 * MOST_JOINT * sum(shape.n_rows // RING_PAGE + 1 for shape in shapes)
+        joint = JOINT_ROWS * (4 * hp.n_embd + _ROW_BYTES) + MOST_JOINT * 4 * hp.n_embd + pages
+        joint += _SMALL
+    return masks + block + words + rows + 4 * hp.n_vocab_draft + joint + _SMALL
 
 
-def _graph_bytes(hp: DFlashHParams, n_vocab: int, n_sweep: int) -> int:
+def joint_lengths(most: int, n_seqs: int, has_anchor: bool) -> set[int]:
+    """Return the lengths of drafts of several sequences that have graphs, where graphs are dear.
+
+    most: the longest draft of one. has_anchor: a block has a row that drafts nothing.
+    """
+    longest = JOINT_ROWS // n_seqs - has_anchor
+    return {min(built_length(n, most), longest) for n in range(1, min(most, longest) + 1)}
+
+
+def _graph_bytes(hp: DFlashHParams, n_vocab: int, n_seq: int, n_sweep: int) -> int:
     """Return a bound on the intermediates of a drafter's graphs."""
     # of a chunk of a prompt: fused and normed rows, K and V; of a block: its widest layer, logits
     chunk = 4 * min(CHUNK, n_sweep) * (4 * hp.n_embd + 6 * hp.n_embd_gqa)
     widest = 4 * hp.n_embd_head * hp.n_head + 3 * hp.n_ff + 6 * hp.n_embd
     logits = (4 if hp.markov_rank else 2) * (hp.n_vocab_draft or n_vocab)
-    return max(chunk, 4 * hp.block_size * (widest + logits))
+    n_rows = max(hp.block_size, JOINT_ROWS if n_seq > 1 else 0)
+    return max(chunk, 4 * n_rows * (widest + logits))

@@ -14,7 +14,7 @@ from ..ggml.memory import place
 from ..ggml.ops import F16, Builder, Tensor
 from ..modelfile.drafter import DFlashHParams
 from ..units import round_up
-from .ringshape import Mask, Span, ring_shapes
+from .ringshape import RING_PAGE, Mask, Span, ring_shapes
 
 # Rows that graphs read at least where they are dear, because the device captures each. Attention to
 # so many takes no time that could be measured, and a short text needs no second graph.
@@ -98,6 +98,18 @@ class DraftRings:
                 at, n_bytes = int(part[0]) * self._row, len(part) * self._row
                 for cache in (self.k[il], self.v[il]):
                     C.ggml_backend_tensor_memset(cache, 0, at, n_bytes)
+
+    def block_rows(self, kind: int, slots: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
+        """Return the rows of blocks of sequences in tensors of a kind: [n, n_slots]."""
+        return slots * self.shapes[kind].n_rows + np.arange(n)[:, None]
+
+    def list_pages(
+        self, out: npt.NDArray[np.int32], kind: int, slot: int, n: int
+    ) -> tuple[int, npt.NDArray[np.int32]]:
+        """Fill in what the next block of a sequence sees in a ring (`RingShape.list_pages`)."""
+        shape = self.shapes[kind]
+        base = slot * (shape.n_rows // RING_PAGE)
+        return shape.list_pages(out, self.spans[slot].of_ring(kind), n, base)
 
     def view(self, b: Builder, cache: Tensor, slot: int, il: int, n: int) -> Tensor:
         """View the first n rows of a sequence in K or V of layer il: [n_embd_gqa, n]."""

@@ -11,7 +11,12 @@ from ..modelfile.drafter import DFlashHParams
 from ..units import round_up
 from .layout import PAGE
 
+# Rows of a page of a ring, where attention reads it through a list of pages.
+RING_PAGE = 16
 Mask = npt.NDArray[np.float16]
+Ints = npt.NDArray[np.int32]
+# Numbers that lists of pages are made of; no ring has half as many pages.
+_COUNT: Ints = np.arange(1 << 17, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class RingShape:
     @classmethod
     def of(cls, window: int, n_block: int, n_ctx: int) -> RingShape:
         """Return a ring for a window in a context of n_ctx positions."""
-        needed = min(window or n_ctx, n_ctx)
+        needed, n_block = min(window or n_ctx, n_ctx), round_up(n_block, RING_PAGE)
         return cls(window, n_block, round_up(n_block + needed, PAGE))
 
     @property
@@ -50,6 +55,33 @@ class RingShape:
     def rows(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the rows of positions."""
         return self.n_block + places % self.n_cells
+
+    def list_pages(self, out: Ints, held: Span, n: int, base: int) -> tuple[int, Ints]:
+        """Fill in what a block of n rows sees, for attention that reads pages of RING_PAGE rows.
+
+        out: I32 numpy, gets the pages; base: that of the first row of the sequence. Returns how
+        many rows of these pages, from the first on, are positions that the block sees, and after
+        how many rows behind them the others are: positions of a page that is not seen whole, and
+        the block. Every row sees as far back as the first.
+        """
+        first = max(held.first, held.high - self.n_cells, 0)
+        if self.window:
+            first = max(first, held.n_past + 1 - self.window)
+        begin = min(round_up(first, RING_PAGE), max(held.n_past, first))
+        n_seen = held.n_past - begin if begin < held.n_past else 0
+        n_whole, n_around = -(-n_seen // RING_PAGE), self.n_cells // RING_PAGE
+        n_block = self.n_block // RING_PAGE
+        at, cells = begin // RING_PAGE % n_around, base + n_block
+        out[:n_whole] = _COUNT[at : at + n_whole] + cells
+        if at + n_whole > n_around:  # around the end of the ring
+            out[n_around - at : n_whole] -= n_around
+        out[n_whole : n_whole + n_block] = _COUNT[:n_block] + base
+        others = _COUNT[:n] + (RING_PAGE * n_whole - n_seen)
+        if first < begin:
+            out[n_whole + n_block] = cells + first // RING_PAGE % n_around
+            at = RING_PAGE * (n_whole + n_block) + first % RING_PAGE - n_seen
+            others = np.concatenate((_COUNT[: begin - first] + at, others))
+        return n_seen, others
 
     def fill_mask(self, mask: Mask, held: Span, is_causal: bool) -> None:
         """Fill the mask of a block of n rows, numpy shape [n, length]."""

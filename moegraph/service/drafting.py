@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
-from ..engine.proposal import Proposal, step_of
+from ..engine.proposal import Ask, Proposal, step_of
 from ..engine.speculation import Speculation
 from ..engine.stepclock import StepClock, StepSeconds
 from ..runner.sweep_batch import SweepBatch
@@ -71,22 +71,27 @@ class Drafting:
         found, n = list[DraftTree](), len(batch)
         # asked once for all: while drafts rest, a pass must not cost more than without drafters
         if n == 1 or not self._speculation.rests(max(a.sequence.n_left for a in batch), n):
-            found = [self._tree(self._speculation, answer, n) for answer in batch]
+            found = self._trees(self._speculation, batch)
         if n == 1:  # otherwise no step is measured
             self._n_missing = self._speculation.n_missing()
         self._clock.launch()
         return found if any(tree.n_rows > 1 for tree in found) else None
 
-    def _tree(self, speculation: Speculation, answer: Answer, n_seqs: int) -> DraftTree:
-        sequence, drawing = answer.sequence, answer.drawing
-        anchor, proposal = sequence.tokens[-1], None
-        if answer.may_draft:
-            left, room, race = sequence.n_left, sequence.n_room, drawing.sampler.race
-            proposal = speculation.propose(answer.slot, anchor, left, room, race, n_seqs)
+    def _trees(self, speculation: Speculation, batch: Sequence[Answer]) -> list[DraftTree]:
+        """Return the rows of each request; several requests draft at once where a drafter can."""
+        asks = [_ask(answer) for answer in batch if answer.may_draft]
+        if len(batch) == 1:
+            proposals = [speculation.propose(ask) for ask in asks]
+        else:
+            proposals = speculation.propose_all(asks, len(batch))
+        by_slot = {ask.slot: proposal for ask, proposal in zip(asks, proposals)}
+        return [self._tree(answer, by_slot.get(answer.slot)) for answer in batch]
+
+    def _tree(self, answer: Answer, proposal: Proposal | None) -> DraftTree:
         answer.may_draft = True
         if proposal is None:
-            return DraftTree((anchor,), (-1,))
-        tree, ends = drawing.cut(proposal.tree), answer.request.keep_after
+            return DraftTree((answer.sequence.tokens[-1],), (-1,))
+        tree, ends = answer.drawing.cut(proposal.tree), answer.request.keep_after
         if ends:  # the state there is kept, so nothing may come after it
             tokens, parents = tree.tokens, tree.parents
             tree = tree.only(lambda row: tokens[parents[row]] not in ends)
@@ -145,3 +150,9 @@ class Drafting:
         """
         if self._speculation and n_seqs > 1:
             self._speculation.controller.observe_shared(n_seqs, n_tokens, seconds or 0.0, n_rows)
+
+
+def _ask(answer: Answer) -> Ask:
+    """Return what a request may draft."""
+    sequence, race = answer.sequence, answer.drawing.sampler.race
+    return Ask(answer.slot, sequence.tokens[-1], sequence.n_left, sequence.n_room, race)

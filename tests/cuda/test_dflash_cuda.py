@@ -67,3 +67,29 @@ def test_a_prompt_equals_passes(model_file: Callable[[str], Path], tmp_path: Pat
         b = fed.draft(17, N_TOP)
     assert a.log_p is not None and b.log_p is not None
     np.testing.assert_allclose(a.log_p[:, :8], b.log_p[:, :8], atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["wide", "causal", "dspark", "reduced"])
+def test_drafts_of_several_sequences_are_those_of_each(
+    model_file: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """Of different lengths, whose rings are full in the end, and of other numbers of them."""
+    changes = {**CASES[name], "windows": "ff", "n_swa": 0}
+    path = write_small(tmp_path, taps=(0, 3, 2), **changes)
+    features = random_features(1200, 3, N_EMBD)
+    with FedDrafter(model_file("float32"), path, "cuda", n_ctx=N_CTX, n_seq=4) as fed:
+        assert fed.drafter.joins
+        for lengths in ((3, 90, 40, 300), (200, 0, 128, 700)):
+            for slot, n in enumerate(lengths):
+                fed.take(features[100 * slot : 100 * slot + n], slot)
+            for chosen in ((0, 1, 2, 3), (3, 0), (1, 2, 0)):
+                anchors = {slot: 17 + slot for slot in chosen}
+                for n in (3, 7):
+                    for _ in range(3):  # the third time, the graph is replayed
+                        joint = fed.drafter.draft_all(anchors, n, N_TOP)
+                    for got, (slot, anchor) in zip(joint, anchors.items()):
+                        wanted = fed.drafter.draft(slot, anchor, n, N_TOP)
+                        assert got.tokens.shape == wanted.tokens.shape
+                        assert got.log_p is not None and wanted.log_p is not None
+                        m = agreeing(wanted.tokens, got.tokens) if "dspark" in name else 1
+                        np.testing.assert_allclose(got.log_p[:m], wanted.log_p[:m], atol=0.1)

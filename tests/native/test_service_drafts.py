@@ -19,7 +19,7 @@ from moegraph.engine.requests import Request, Step
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import NativeError
 from moegraph.sampling import SamplingParams
-from moegraph.service import scheduler
+from moegraph.service import answer, scheduler
 
 Open = Callable[..., Engine]
 RESIDENCIES: dict[str, dict[str, Any]] = {
@@ -138,7 +138,7 @@ def test_accepted_drafts_give_several_tokens_in_a_step(open_engine: Open) -> Non
     class Drafter:
         """Knows the answer."""
 
-        name, max_draft, n_bytes, taps = "mtp", 6, 0, ()
+        name, max_draft, n_bytes, taps, joins = "mtp", 6, 0, (), False
 
         def __getattr__(self, name: str) -> Any:
             return lambda *args: {} if name == "prompt_taps" else None
@@ -211,6 +211,7 @@ def test_drafts_after_a_prompt_that_was_read_in_pieces(
 ) -> None:
     monkeypatch.setattr(scheduler, "_LASTS_S", 0.0)  # whatever pieces cost
     monkeypatch.setattr(scheduler, "_LONGER", 0)
+    monkeypatch.setattr(answer, "_PROGRESS_S", 0.0)  # however fast the prompt is read
     engine = drafting(open_engine, **settings)
     plain = open_engine("mini35b", cpu_reference=True, n_ctx=256)
     chat: list[Client] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
@@ -104,14 +105,15 @@ def pass_s(n_rows: int) -> float:
 
 
 def served(
-    rates: tuple[float, ...], n_seqs: int, ratio: Callable[[int], float] = lambda n_rows: 1.0
-) -> tuple[float, int]:
+    rates: tuple[float, ...], n_seqs: int, ratio: Callable[[int], float] = lambda n_rows: 1.0,
+    source: Source = DFLASH,
+) -> tuple[float, int]:  # fmt: skip
     """Return the speed beside that without drafts, and the passes with drafts of 400.
 
     rates: by depth, how often drafts are right, if those before are. Nothing is known of them.
-    ratio: how many times as long as measured before a pass takes, by its rows.
+    ratio: how many times as long as measured before a pass takes, by its rows. source: what drafts.
     """
-    controller = auto(World([], [Tool(DFLASH, 0.0, 0.0)], lambda n: pass_s(n) / pass_s(1)))
+    controller = auto(World([], [Tool(source, 0.0, 0.0)], lambda n: pass_s(n) / pass_s(1)))
     controller.calibrate(pass_s(1), {n: pass_s(n) for n in PASSES if n > 1})
     rng, reach = random.Random(1), list(accumulate(rates, mul))
     seconds, n_tokens, n_drafted = 0.0, 0, 0
@@ -119,12 +121,14 @@ def served(
         n = controller.choose_for(n_seqs, 100).n_draft
         n_rows, n_given = n_seqs * (n + 1), 0
         took = pass_s(n_rows) * ratio(n_rows)
+        draft_s = DFLASH.fixed * pass_s(1)
+        if n:
+            took += draft_s * (1 + 0.2 * (n_seqs - 1) if source.joins else n_seqs)
         for _ in range(n_seqs):
             dice = rng.random()
             right = sum(dice < one for one in reach[:n])
             n_given += right + 1
             if n:
-                took += DFLASH.fixed * pass_s(1)
                 ranks = (0,) * right + ((1,) if right < n else ())
                 controller.observe(Step("dflash", 0.0, right + 1, n + 1, n, n, right, ranks))
         controller.observe_shared(n_seqs, n_given, took, n_rows)
@@ -136,6 +140,14 @@ def served(
 def test_sequences_find_out_that_drafts_are_better_than_expected(n_seqs: int) -> None:
     speed, n_drafted = served((0.93, 0.9, 0.89, 0.88, 0.86, 0.86, 0.85), n_seqs)
     assert n_drafted > 200 and speed > {2: 1.8, 4: 1.5, 8: 1.02}[n_seqs]
+
+
+@pytest.mark.parametrize("n_seqs", [4, 8])
+def test_drafts_made_at_once_pay_where_others_do_not(n_seqs: int) -> None:
+    rates = (0.8, 0.75, 0.75, 0.7, 0.7, 0.7, 0.7)
+    apart, _ = served(rates, n_seqs)
+    joint, n_drafted = served(rates, n_seqs, source=replace(DFLASH, joins=True))
+    assert n_drafted > 300 and joint > max({4: 1.25, 8: 1.1}[n_seqs], 1.1 * apart)
 
 
 def test_shorter_drafts_are_tried_where_wide_passes_take_longer_than_expected() -> None:

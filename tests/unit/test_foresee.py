@@ -10,6 +10,7 @@ from helpers.scripted_drafts import AnyController
 
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan
+from moegraph.engine.proposal import Ask
 from moegraph.engine.speculation import Speculation
 
 
@@ -37,7 +38,7 @@ def test_drafts_are_those_of_a_loop_that_foresees_nothing(n_kinds: int) -> None:
     (ahead, _), (plain, _) = opened(), opened()
     anchor = 4
     for n_left in range(300, 0, -1):
-        found = [each.propose(0, anchor, n_left, 99) for each in (ahead, plain)]
+        found = [each.propose(Ask(0, anchor, n_left, 99)) for each in (ahead, plain)]
         drafts = [one and one.draft.tokens.tolist() for one in found]
         assert drafts[0] == drafts[1]
         n_drafted += drafts[0] is not None
@@ -54,15 +55,15 @@ def test_a_step_without_repetition_asks_no_controller() -> None:
     speculation, controller = opened()
     speculation.foresee(0, 9)
     controller.n_asked = 0
-    assert speculation.propose(0, 7, 9, 99) is None
+    assert speculation.propose(Ask(0, 7, 9, 99)) is None
     assert controller.n_asked == 0
     # what was foreseen holds for one step, of this sequence, with so many tokens left
-    assert speculation.propose(0, 7, 9, 99) is None and controller.n_asked == 2
+    assert speculation.propose(Ask(0, 7, 9, 99)) is None and controller.n_asked == 2
     for slot, n_left in ((0, 8), (1, 9)):
         speculation.begin(1, [1, 2, 3])
         speculation.foresee(0, 9)
         controller.n_asked = 0
-        assert speculation.propose(slot, 7, n_left, 99) is None and controller.n_asked == 2
+        assert speculation.propose(Ask(slot, 7, n_left, 99)) is None and controller.n_asked == 2
 
 
 def test_what_a_drafter_was_not_told_is_told_while_the_device_computes(
