@@ -22,7 +22,7 @@ from moegraph.engine import Engine
 from moegraph.engine.drafters import limit_graphs
 from moegraph.modelfile.draftfile import open_drafter
 from moegraph.placement.draftgraphs import dflash_graph_bytes, mtp_graph_bytes
-from moegraph.resident.draftlayout import built_length
+from moegraph.resident.draftlayout import built_length, joint_lengths
 from moegraph.resident.layout import MTP_ROWS, USUAL_MTP_DRAFT
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_graphs_of_a_block_in_use_fit(
     open_engine: Callable[..., Engine], stack: ExitStack, tmp_path: Path, shape: str, n_seq: int
 ) -> None:
-    """Every length for every sequence, tokens taken in any number, and a prompt in two parts."""
+    """Every length for each sequence and for all, tokens taken in any number, a prompt in parts."""
     n_ctx = 2048
     engine = open_engine("float32", n_seq=n_seq, n_ctx=n_ctx, n_ubatch=512)
     changes = {"block_size": 7 if "markov_rank" in SHAPES[shape] else 16, **SHAPES[shape]}
@@ -66,6 +66,9 @@ def test_graphs_of_a_block_in_use_fit(
                 drafter._drawn_graph(slot, n, drafter._full_lengths)
                 if slot == 0:
                     drafter._lists_graph(slot, n, drafter._full_lengths)
+        for m in range(2, n_seq + 1):
+            for n in joint_lengths(longest, m, not file.hparams.samples_anchor):
+                drafter._joint_graph(m, n)
         for n in (1, 2, 4, 8, 16, 32, 64):
             drafter._keys_graph(n)
         for read in drafter.prompt_taps(0, np.zeros(n_ctx, dtype=np.int32), 0).values():
