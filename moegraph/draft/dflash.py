@@ -290,13 +290,13 @@ class DFlashDrafter:
         self._launch(built, "the drafter over accepted tokens")
 
     def _keys_graph(self, n: int) -> BuiltGraph:
-        """Return the graph of K and V of n tokens that a sequence took."""
+        """Return the graph of K and V of n tokens that sequences took."""
         n_nodes = _N_KEYS * self.hparams.n_layer + 4 * len(self._weights.fc) + 16
         n_nodes += len(self._stage.taps.layers)
         return self._graphs.get(("keys", n), n_nodes, lambda b: self._build_keys(b, n))
 
     def _build_keys(self, b: Builder, n: int) -> None:
-        """Append: fuse the taps of tokens that a sequence took, and make K and V of them."""
+        """Append: fuse the taps of tokens that sequences took, and make K and V of them."""
         pos, taken, cells = self._memory.row_leaves(b, n)
         taps, total = self._stage.taps, None
         kept = dict(zip(taps.layers, taps.kept(b, taken)))
@@ -332,7 +332,7 @@ class DFlashDrafter:
         """
         m, joint = len(anchors), self._joint
         n_built = self._n_joint(n, m)
-        if not joint or m > MOST_JOINT or n_built < 1:
+        if not (joint and 1 < m <= MOST_JOINT and n_built):
             return [self.draft(slot, anchor, n, n_top) for slot, anchor in anchors.items()]
         built = self._joint_graph(m, n_built)
         embeddings = [self._embed(anchor) for anchor in anchors.values()]
