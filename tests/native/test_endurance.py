@@ -14,6 +14,7 @@ from moegraph.engine import Engine
 from moegraph.ggml.handles import live_handles
 from moegraph.modelfile import open_model
 from moegraph.placement.footprint import needed_bytes
+from moegraph.sampling import SamplingParams
 
 N_CTX, N_UBATCH = 512, 64
 
@@ -103,7 +104,8 @@ def test_a_closed_engine_leaves_with_its_last_reference(settings, tmp_path) -> N
     try:
         engine = Engine.load(path, made)
         engine.keep_prefixes(tmp_path / "prefixes", 64 << 20)
-        said = engine.chat([{"role": "user", "content": "def add(a, b):"}], max_tokens=6)
+        asked = [{"role": "user", "content": "def add(a, b):"}]
+        said = engine.chat(asked, max_tokens=6, sampling=SamplingParams(temperature=0.0))
         assert "".join(getattr(part, "text", "") for part in said)
         for _ in zip(range(3), engine.generate("import os\n" * 60, reuse=True, marks=[100])):
             pass
