@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,6 +17,7 @@ from .errors import RETRY_S, ApiError, forget_frames
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _JSON = "application/json"
+_OWNER = "moegraph.owner"
 Answer = Callable[[str, Exception], Response]
 
 
@@ -27,21 +29,26 @@ class Keys:
 
     def replace(self, keys: Iterable[str]) -> None:
         """Take other keys from now on."""
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def fit(self, key: bytes) -> bool:
-        """Return whether a key is one of ours; the time does not depend on how much of it fits."""
-        digest, found = _digest(key), False
+    def owner(self, key: bytes) -> str | None:
+        """Return the name of the client whose key this is; None: the key is not one of ours.
+
+        The name is a hash of the key. The time does not depend on how much of a key fits.
+        """
+        digest, found = hashlib.sha256(key).hexdigest(), False
         for ours in self._digests:
             found |= hmac.compare_digest(digest, ours)
-        return found
+        return digest if found else None
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def owner_of(request: HttpRequest) -> str:
+    """Return the name of the client of a request, one for each key; "" where keys are not used."""
+    found: str = request.scope.get(_OWNER, "")
+    return found
 
 
 @dataclass(frozen=True)
@@ -150,10 +157,12 @@ class Gate:
             )  # fmt: skip
         if self._guard.keys and scope["path"] not in self._public:
             key = _given_key(headers)
-            if key is None or not self._guard.keys.fit(key):
+            owner = None if key is None else self._guard.keys.owner(key)
+            if owner is None:
                 words = "no API key was given" if key is None else "the API key is wrong"
                 bearer = {"WWW-Authenticate": "Bearer"}
                 return ApiError(401, words, code="invalid_api_key", headers=bearer)
+            scope[_OWNER] = owner
         if scope["method"] == "POST" and _media_type(headers) != _JSON:
             header = f"Content-Type: {_JSON}"
             message = f"a POST needs the header {header}; with curl add -H '{header}'"

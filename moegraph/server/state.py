@@ -20,7 +20,7 @@ from .enginemetrics import EngineMetrics
 from .errors import from_failure
 from .limits import LIMITS, Limits
 from .metrics import Metrics
-from .responses.store import ResponseStore
+from .responses.store import ResponseStores
 from .talk import Talk
 from .workers import Workers
 
@@ -33,7 +33,8 @@ class ServerState:
 
     sampling: what a request gets where it says nothing. max_tokens: of an answer, if a request
     says nothing; None: until the context is full. deadline_s: of every request; None: none.
-    variables: of the chat template. responses: that later ones go on from. started: seconds since
+    variables: of the chat template. responses: that later ones of
+    the same client go on from. started: seconds since
     the epoch.
     """
 
@@ -45,7 +46,7 @@ class ServerState:
     variables: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = LIMITS
     metrics: Metrics = field(default_factory=Metrics)
-    responses: ResponseStore = field(default_factory=ResponseStore)
+    responses: ResponseStores = field(default_factory=ResponseStores)
     started: int = field(default_factory=lambda: int(time.time()))
     workers: Workers = field(default_factory=Workers)
 

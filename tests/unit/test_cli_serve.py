@@ -82,9 +82,9 @@ def test_keys_and_names_guard_the_server(ran: Ran, monkeypatch: pytest.MonkeyPat
     assert [*ran.guard.origins] == ["http://b:80", "*"]
     monkeypatch.setenv("MOEGRAPH_API_KEY", "secret")
     assert start("--host", "0.0.0.0").exit_code == 0
-    assert ran.guard.keys.fit(b"secret") and ran.guard.admits_host("10.0.0.1")
+    assert ran.guard.keys.owner(b"secret") and ran.guard.admits_host("10.0.0.1")
     assert start("--api-key", "other").exit_code == 0
-    assert ran.guard.keys.fit(b"other") and not ran.guard.keys.fit(b"secret")
+    assert ran.guard.keys.owner(b"other") and not ran.guard.keys.owner(b"secret")
 
 
 @pytest.mark.parametrize(

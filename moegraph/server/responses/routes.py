@@ -17,6 +17,7 @@ from ..body import read_schema
 from ..choices import chat_logprobs, prepared
 from ..errors import ApiError
 from ..exchange import Exchange, Opened, begin, progress
+from ..guards import owner_of
 from ..reply import reply
 from ..requestlog import note_usage, request_id
 from ..schemas.responses import ResponsesBody
@@ -26,6 +27,7 @@ from ..talk import Said
 from .fields import response_fields
 from .output import Event, new_id
 from .request import ReadRequest, read_request
+from .store import ResponseStore
 from .writer import ResponseWriter
 
 
@@ -46,7 +48,8 @@ class _Run(Exchange):
             events += self.writer.finish(said.step, int(time.time()))
             note_usage(self.http, said.step.usage, said.step.finish_reason)
             if self.keeps:
-                state_of(self.http).responses.put(self.writer.response(), self.read.items)
+                stores = state_of(self.http).responses
+                stores.put(owner_of(self.http), self.writer.response(), self.read.items)
         return events
 
     async def whole(self) -> dict[str, Any]:
@@ -70,11 +73,16 @@ class _Run(Exchange):
         return map(named, self.writer.fail(error))
 
 
+def _own(request: HttpRequest) -> ResponseStore:
+    """Return the responses that the client of a request may use."""
+    return state_of(request).responses.of(owner_of(request))
+
+
 async def create(request: HttpRequest) -> Response:
     """Make a response, at once or as it is written."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    read = read_request(body, state.responses, state, request_id(request))
+    read = read_request(body, _own(request), state, request_id(request))
     chat = read.chat
 
     def made(opened: Opened) -> _Run:
@@ -91,7 +99,7 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a response would have."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    read = read_request(body, state.responses, state)
+    read = read_request(body, _own(request), state)
     async with state.model() as loaded:
         found = await state.work(partial(loaded.chat.prepare, read.chat))
     n_tokens = len(found.request.prompt)
@@ -100,13 +108,13 @@ async def count(request: HttpRequest) -> Response:
 
 async def retrieve(request: HttpRequest) -> Response:
     """Return a response that is stored."""
-    return reply(state_of(request).responses.response(request.path_params["id"]))
+    return reply(_own(request).response(request.path_params["id"]))
 
 
 async def delete(request: HttpRequest) -> Response:
     """Forget a response."""
     response_id = request.path_params["id"]
-    state_of(request).responses.delete(response_id)
+    _own(request).delete(response_id)
     return reply({"id": response_id, "object": "response", "deleted": True})
 
 

@@ -33,7 +33,7 @@ class _Stored:
 
 
 class ResponseStore:
-    """Keeps responses by id; what was not used for longest goes when the cap is reached.
+    """Keeps one client's responses by id; what was not used for longest goes at the cap.
 
     A conversation is a chain of responses, each with the items that it added. The server's end
     forgets everything.
@@ -63,7 +63,11 @@ class ResponseStore:
         self._owners.update(dict.fromkeys(made.item_ids, response["id"]))
         self.n_bytes += made.n_bytes
         while self.n_bytes > self._cap:
-            self._forget(next(iter(self._stored)))
+            self.forget_oldest()
+
+    def forget_oldest(self) -> None:
+        """Forget the response that was not used for longest."""
+        self._forget(next(iter(self._stored)))
 
     def response(self, response_id: str) -> dict[str, Any]:
         """Return a response.
@@ -125,6 +129,30 @@ class ResponseStore:
         for item_id in gone.item_ids:
             if self._owners.get(item_id) == response_id:
                 del self._owners[item_id]
+
+
+class ResponseStores:
+    """The responses of each client, all together within a cap in bytes.
+
+    A client finds only its own. At the cap, the client that has most bytes loses its oldest
+    response, so that nobody can push out what others keep.
+    """
+
+    def __init__(self, cap_bytes: int = CAP_BYTES) -> None:
+        self._cap = cap_bytes
+        self._stores: dict[str, ResponseStore] = {}
+
+    def of(self, owner: str) -> ResponseStore:
+        """Return the responses of a client; owner: as `guards.owner_of` returns it."""
+        return self._stores.setdefault(owner, ResponseStore(self._cap))
+
+    def put(
+        self, owner: str, response: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Keep a client's response; see `ResponseStore.put`."""
+        self.of(owner).put(response, items)
+        while sum(store.n_bytes for store in self._stores.values()) > self._cap:
+            max(self._stores.values(), key=lambda store: store.n_bytes).forget_oldest()
 
 
 def _no_previous(response_id: str) -> ApiError:
