@@ -46,7 +46,14 @@ class RequestError(MoegraphError):
 
 
 class ContextOverflow(RequestError):
-    """A request needs more positions than the context has."""
+    """A request needs more positions than the context has.
+
+    n_prompt, n_ctx: tokens of the prompt, at least, and positions of the context, where known.
+    """
+
+    def __init__(self, message: str, n_prompt: int | None = None, n_ctx: int | None = None) -> None:
+        super().__init__(message)
+        self.n_prompt, self.n_ctx = n_prompt, n_ctx
 
 
 class PoolFull(ContextOverflow):

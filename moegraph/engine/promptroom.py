@@ -40,5 +40,6 @@ class PromptRoom:
         elif len(prompt) > self.n_ctx * self.n_longest:
             raise ContextOverflow(
                 f"the prompt has {len(prompt)} characters, the context holds {self.n_ctx} tokens "
-                f"of at most {self.n_longest}; shorten the prompt or raise -c/--ctx-size"
-            )
+                f"of at most {self.n_longest}; shorten the prompt or raise -c/--ctx-size",
+                -(-len(prompt) // self.n_longest), self.n_ctx,
+            )  # fmt: skip

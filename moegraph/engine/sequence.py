@@ -22,8 +22,8 @@ def room_after(n_prompt: int, n_ctx: int) -> int:
     if n_prompt > n_ctx:
         raise ContextOverflow(
             f"the prompt has {n_prompt} tokens, the context holds {n_ctx}; "
-            "shorten the prompt or raise -c/--ctx-size"
-        )
+            "shorten the prompt or raise -c/--ctx-size", n_prompt, n_ctx,
+        )  # fmt: skip
     return n_ctx - n_prompt + 1
 
 

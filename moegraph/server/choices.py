@@ -90,17 +90,22 @@ def usage_object(usage: Usage, n_reasoning: int = 0) -> dict[str, Any]:
     return found
 
 
-def timings_object(usage: Usage) -> dict[str, Any]:
-    """Return llama-server's timings object: durations in milliseconds."""
+def timings_object(usage: Usage, n_choices: int = 1) -> dict[str, Any]:
+    """Return llama-server's timings object: durations in milliseconds.
+
+    The first token of each of n_choices costs no pass of its own: rates leave it out.
+    """
     n_prompt = max(usage.n_read - usage.n_cached, 0)
+    n_steps = max(usage.n_generated - n_choices, 0)
     found: dict[str, Any] = {"cache_n": usage.n_cached}
-    for name, n, seconds in (
-        ("prompt", n_prompt, usage.prefill_s), ("predicted", usage.n_generated, usage.decode_s)
-    ):  # fmt: skip
+    for name, n, n_paid, seconds in (
+        ("prompt", n_prompt, n_prompt, usage.prefill_s),
+        ("predicted", usage.n_generated, n_steps, usage.decode_s),
+    ):
         found[f"{name}_n"] = n
-        found[f"{name}_ms"] = round(seconds * 1e3, 3)
-        found[f"{name}_per_token_ms"] = round(seconds * 1e3 / n, 3) if n else 0.0
-        found[f"{name}_per_second"] = round(n / seconds, 3) if seconds > 0 else 0.0
+        found[f"{name}_ms"] = seconds * 1e3
+        found[f"{name}_per_token_ms"] = seconds * 1e3 / n_paid if n_paid else 0.0
+        found[f"{name}_per_second"] = n_paid / seconds if seconds > 0 else 0.0
     if usage.n_drafted:
         found["draft_n"], found["draft_n_accepted"] = usage.n_drafted, usage.n_accepted
     return found

@@ -28,7 +28,8 @@ _KINDS = {
     503: "unavailable_error",
     504: "timeout_error",
 }
-_CONTEXT_CODE = "context_length_exceeded"
+# OpenAI's code, and llama-server's type with the fields n_prompt_tokens and n_ctx.
+_CONTEXT_CODE, _CONTEXT_KIND = "context_length_exceeded", "exceed_context_size_error"
 # What a client that was turned away should wait for, in seconds, if nobody knows better.
 RETRY_S = 5.0
 # Longest part of a client's own words that an error repeats.
@@ -40,6 +41,8 @@ class ApiError(Exception):
 
     param: the field that is wrong, such as "messages[0].role". code: a word that programs can
     compare. retry_after_s: when to try again, in seconds; None says nothing about it.
+    kind: the type of error in OpenAI's words; None: that of the status. facts: more fields of the
+    error object.
     """
 
     def __init__(
@@ -51,20 +54,19 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        kind: str | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.kind = kind or _KINDS.get(status, "invalid_request_error")
+        self.facts = dict(facts or {})
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
-
-    @property
-    def kind(self) -> str:
-        """Return the type of error in OpenAI's words."""
-        return _KINDS.get(self.status, "invalid_request_error")
 
 
 def openai_body(error: ApiError) -> dict[str, Any]:
@@ -75,6 +77,7 @@ def openai_body(error: ApiError) -> dict[str, Any]:
             "type": error.kind,
             "param": error.param,
             "code": error.code,
+            **error.facts,
         }
     }
 
@@ -90,7 +93,9 @@ def from_failure(error: BaseException) -> ApiError:
     if isinstance(error, ServiceClosed):
         return ApiError(503, str(error), code="closing", retry_after_s=RETRY_S)
     if isinstance(error, ContextOverflow):
-        return ApiError(400, str(error), code=_CONTEXT_CODE)
+        facts = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
+        known = {name: n for name, n in facts.items() if n is not None}
+        return ApiError(400, str(error), code=_CONTEXT_CODE, kind=_CONTEXT_KIND, facts=known)
     if isinstance(error, RequestError | ConfigError):
         return ApiError(400, str(error))
     if isinstance(error, MemoryError):

@@ -73,7 +73,11 @@ class Exchange(ABC):
         """Return the fields, beyond those of the interface, that tell what the answer has cost."""
         usage = self.usage
         report = self.opened.statistics.report(usage)
-        return {"timings": timings_object(usage), "moegraph": report}
+        return {"timings": self.timings(), "moegraph": report}
+
+    def timings(self) -> dict[str, Any]:
+        """Return llama-server's timings of the answer so far."""
+        return timings_object(self.usage, len(self.talk.usages))
 
     async def respond(
         self, is_stream: bool | None, headers: Mapping[str, str] | None = None

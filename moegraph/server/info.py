@@ -11,8 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
+from ..sampling import SamplingParams
+from ..service.servicestatus import ServiceStatus, SlotStatus
 from .app import RouteTable
-from .backend import ModelFacts, unavailable
+from .backend import unavailable
 from .errors import ApiError
 from .metrics import CONTENT_TYPE
 from .reply import reply
@@ -99,40 +101,59 @@ async def props(request: HttpRequest) -> Response:
 
 
 def _default_params(state: ServerState) -> dict[str, Any]:
-    params = asdict(state.sampling)
-    params["logit_bias"] = [[token, max(b, -1e9)] for token, b in params["logit_bias"].items()]
-    seed = params.pop("seed")
-    limit = -1 if state.max_tokens is None else state.max_tokens
-    return {"n_predict": limit, "seed": -1 if seed is None else seed, **params}
+    biases = [[token, max(b, -1e9)] for token, b in state.sampling.logit_bias.items()]
+    return {**_params(state.sampling, state.max_tokens), "logit_bias": biases}
+
+
+def _params(sampling: SamplingParams, max_tokens: int | None) -> dict[str, Any]:
+    params = asdict(sampling)
+    del params["logit_bias"]
+    seed, limit = params.pop("seed"), -1 if max_tokens is None else max_tokens
+    return {
+        "max_tokens": limit, "n_predict": limit, "seed": -1 if seed is None else seed, **params,
+    }  # fmt: skip
 
 
 async def slots(request: HttpRequest) -> Response:
-    """Return what each slot does, without its text."""
+    """Return what each slot does, in llama-server's form and without its text."""
     state = state_of(request)
     loaded = state.backend.peek()
     if loaded is None:
         return reply([])
-    facts = loaded.facts
-    return reply([_slot(slot, facts) for slot in loaded.service.status().slots])
+    status: ServiceStatus = loaded.service.status()
+    common = {"n_ctx": loaded.facts.n_ctx, "speculative": status.spec is not None}
+    return reply([{"id": slot.id, **common, **_slot(slot)} for slot in status.slots])
 
 
-def _slot(slot: Any, facts: ModelFacts) -> dict[str, Any]:
+def _slot(slot: SlotStatus) -> dict[str, Any]:
+    asked, found = slot.request, {"is_processing": slot.state != "idle", "state": slot.state}
+    if asked is None:
+        return found
+    n_left = -1 if asked.max_tokens is None else asked.max_tokens - slot.n_generated
     return {
-        "id": slot.id,
-        "n_ctx": facts.n_ctx,
-        "is_processing": slot.state != "idle",
-        "state": slot.state,
-        "id_task": slot.name or None,
+        **found,
+        "id_task": slot.number,
+        "request": slot.name,
         "n_prompt_tokens": slot.n_prompt,
-        "n_prompt_tokens_processed": slot.n_read,
+        "n_prompt_tokens_processed": max(slot.n_read - slot.n_cached, 0),
         "n_prompt_tokens_cache": slot.n_cached,
-        "next_token": {"n_decoded": slot.n_generated},
+        "params": {**_params(asked.sampling, asked.max_tokens), "ignore_eos": asked.ignore_eos},
+        "next_token": [
+            {
+                "has_next_token": True,
+                "has_new_line": slot.has_new_line,
+                "n_remain": n_left,
+                "n_decoded": slot.n_generated,
+            }
+        ],
     }
 
 
 async def metrics(request: HttpRequest) -> Response:
-    """Return figures for Prometheus."""
-    return Response(state_of(request).metrics.page(), media_type=CONTENT_TYPE)
+    """Return figures for Prometheus; with ?peek, means since it asked last do not begin anew."""
+    state = state_of(request)
+    page = state.metrics.page(is_scrape="peek" not in request.query_params)
+    return Response(page, 200, {"Process-Start-Time-Unix": str(state.started)}, CONTENT_TYPE)
 
 
 def _routes() -> list[Route]:

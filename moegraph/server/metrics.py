@@ -20,13 +20,16 @@ class Metrics:
     """The statistics of one server; used on the event loop only.
 
     Sums over all requests, also over those that run: n_computed: prompt tokens less those that
-    were cached. n_held_max: of one request. n_open, n_queued: requests now.
+    were cached, which are n_cached. n_steps: generated tokens less the first of each answer, which
+    costs no pass of its own. n_held_max: of one request. n_open, n_queued: requests now.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.n_computed = self.n_generated = self.n_held_max = 0
+        self.n_computed = self.n_cached = self.n_generated = self.n_steps = self.n_held_max = 0
+        self.n_drafted = self.n_accepted = 0
         self.prefill_s = self.decode_s = 0.0
+        self._then = (0, 0.0, 0, 0.0)
         self.n_open = self.n_queued = 0
         self._name_vllm()
         self.registry.register(self)
@@ -72,21 +75,49 @@ class Metrics:
         """Return a listener for one talk; on_close is called at its end."""
         return Meter(self, on_close)
 
-    def page(self) -> bytes:
-        """Return the text that Prometheus reads."""
-        return generate_latest(self.registry)
+    @property
+    def _now(self) -> tuple[int, float, int, float]:
+        return self.n_computed, self.prefill_s, self.n_steps, self.decode_s
+
+    @property
+    def prompt_rate(self) -> float:
+        """Return the prompt tokens per second of a request since Prometheus asked last."""
+        n, seconds = self.n_computed - self._then[0], self.prefill_s - self._then[1]
+        return n / seconds if seconds > 0 else 0.0
+
+    @property
+    def answer_rate(self) -> float:
+        """Return the generated tokens per second of a request since Prometheus asked last."""
+        n, seconds = self.n_steps - self._then[2], self.decode_s - self._then[3]
+        return n / seconds if seconds > 0 else 0.0
+
+    def page(self, is_scrape: bool = True) -> bytes:
+        """Return the text that Prometheus reads.
+
+        is_scrape: means of rates begin anew, as in llama-server; False for other readers.
+        """
+        found = generate_latest(self.registry)
+        if is_scrape:
+            self._then = self._now
+        return found
 
 
 # The figures that llama-server reports, from the same sums: name, kind, help, of `Metrics`.
 _LLAMA: tuple[tuple[str, str, str, Callable[[Metrics], float]], ...] = (
     ("prompt_tokens", "counter", "Prompt tokens that were computed.", lambda m: m.n_computed),
+    ("prompt_tokens_cached", "counter", "Prompt tokens that were cached.", lambda m: m.n_cached),
     ("prompt_seconds", "counter", "Time that prompts took.", lambda m: m.prefill_s),
     ("tokens_predicted", "counter", "Tokens that were generated.", lambda m: m.n_generated),
     ("tokens_predicted_seconds", "counter", "Time that answers took.", lambda m: m.decode_s),
-    ("prompt_tokens_seconds", "gauge", "Mean prompt tokens per second of a request.",
-     lambda m: m.n_computed / m.prefill_s if m.prefill_s else 0.0),
-    ("predicted_tokens_seconds", "gauge", "Mean generated tokens per second of a request.",
-     lambda m: m.n_generated / m.decode_s if m.decode_s else 0.0),
+    ("spec_decode_num_draft_tokens", "counter", "Drafted tokens, verified.",
+     lambda m: m.n_drafted),
+    ("spec_decode_num_accepted_tokens", "counter", "Drafted tokens, right.",
+     lambda m: m.n_accepted),
+    ("prompt_tokens_seconds", "gauge",
+     "Prompt tokens per second of a request, since this was read last.", lambda m: m.prompt_rate),
+    ("predicted_tokens_seconds", "gauge",
+     "Generated tokens per second of a request, since this was read last.",
+     lambda m: m.answer_rate),
     ("n_tokens_max", "gauge", "Largest number of tokens that a request held.",
      lambda m: m.n_held_max),
     ("requests_processing", "gauge", "Requests that are being computed.",
@@ -120,9 +151,14 @@ class Meter:
         if self._n_queued and _has_begun(usage) and not _has_begun(before):
             self._count(0, -1)
         n_new = usage.n_generated - before.n_generated
+        n_steps = max(usage.n_generated - 1, 0) - max(before.n_generated - 1, 0)
         n_read = (usage.n_read - usage.n_cached) - (before.n_read - before.n_cached)
         sums.n_computed += max(0, n_read)
+        sums.n_cached += usage.n_cached - before.n_cached
         sums.n_generated += n_new
+        sums.n_steps += n_steps
+        sums.n_drafted += usage.n_drafted - before.n_drafted
+        sums.n_accepted += usage.n_accepted - before.n_accepted
         sums.prefill_s += usage.prefill_s - before.prefill_s
         sums.decode_s += usage.decode_s - before.decode_s
         sums.n_held_max = max(sums.n_held_max, usage.n_read + usage.n_generated)

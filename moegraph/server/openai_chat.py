@@ -21,7 +21,6 @@ from .choices import (
     choice_sampling,
     finish_reason,
     sharing,
-    timings_object,
     usage_object,
     with_biases,
 )
@@ -138,9 +137,9 @@ class _Run(Exchange):
             chunks.append(self._chunk(said.index, {}))
             chunks[-1]["choices"][0]["finish_reason"] = finish_reason(said.step, has_calls)
             if not self.body.wants_usage:
-                chunks[-1] |= {"timings": timings_object(self.usage)}
+                chunks[-1] |= {"timings": self.timings()}
         elif chunks and self.body.timings_per_token:
-            chunks[-1] |= {"timings": timings_object(self.usage)}
+            chunks[-1] |= {"timings": self.timings()}
         return [data(chunk) for chunk in chunks]
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from .choices import (
     finish_reason,
     sharing,
     text_logprobs,
-    timings_object,
     usage_object,
     with_biases,
 )
@@ -142,7 +141,7 @@ class _Run(Exchange):
             choice["logprobs"] = found
         choice["finish_reason"] = finish_reason(said.step)
         if said.is_last or self.body.timings_per_token:
-            chunk["timings"] = timings_object(self.usage)
+            chunk["timings"] = self.timings()
         return chunk
 
     def _chunk(self, index: int, text: str) -> dict[str, Any]:

@@ -27,7 +27,8 @@ _PROGRESS_S = 0.25
 class Answer:
     """A request from its submission to its last step. Only the engine's thread changes it.
 
-    ids: the prompt. slot: the sequence that computes it; -1 without. sweep: of its prompt, perhaps
+    ids: the prompt. slot: the sequence that computes it; -1 without. number: of requests that got a
+    slot, this is which one; 0 before. sweep: of its prompt, perhaps
     together with others, while that is under way; swept: its part of that; rest: what comes after
     it, or, without one, is read in pieces; marks: where beginnings of the prompt are to be kept.
     swapped: its sequence, while that is in host memory.
@@ -45,7 +46,7 @@ class Answer:
         self.drawing = drawing
         self.sequence = drawing.sequence
         self.cancel = CancelToken()
-        self.slot = -1
+        self.slot, self.number = -1, 0
         self.sweep: Sweep | None = None
         self.swept: SweptPrompt | None = None
         self.rest: SweepBatch | None = None

@@ -47,7 +47,7 @@ class Answers:
         self.sweeping: list[Answer] = []
         self._slots: list[Answer | None] = [None] * n_slots
         self._given_back = [0] * n_slots  # when, as a running number
-        self._clock = 0
+        self._clock = self._n_entered = 0
         self.worthless: set[int] = set()
         self._to_tell: list[Answer] = []
         self._left: list[Answer] = []
@@ -66,6 +66,9 @@ class Answers:
     def enter_slot(self, answer: Answer, slot: int) -> None:
         """Give an idle slot to a request."""
         self._slots[slot], answer.slot = answer, slot
+        if not answer.number:
+            self._n_entered += 1
+            answer.number = self._n_entered
         self.worthless.discard(slot)
 
     def leave_slot(self, answer: Answer) -> None:
@@ -241,5 +244,6 @@ class Answers:
         state = "reading" if answer in self.sweeping else "answering"
         return SlotStatus(
             slot, state, n_held, answer.request.name, len(answer.ids), answer.n_read,
-            answer.n_cached, answer.sequence.n_generated,
+            answer.n_cached, answer.sequence.n_generated, answer.number, answer.request,
+            "\n" in answer.sequence.text,
         )  # fmt: skip

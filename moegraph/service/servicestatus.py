@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..draft.stats import SpecStats
+from ..engine.requests import Request
 from ..experts.cachestats import ExpertStats
 
 
@@ -14,7 +15,8 @@ class SlotStatus:
     """One sequence slot.
 
     state: "idle", "reading" or "answering". n_held: tokens in it, also of earlier requests. The
-    rest is of its request, as in `Usage`; empty if it is idle.
+    rest is of its request, as in `Usage`; empty if it is idle. number: of requests that got a slot,
+    this is which one.
     """
 
     id: int
@@ -25,6 +27,9 @@ class SlotStatus:
     n_read: int = 0
     n_cached: int = 0
     n_generated: int = 0
+    number: int = 0
+    request: Request | None = None
+    has_new_line: bool = False
 
 
 @dataclass(frozen=True)

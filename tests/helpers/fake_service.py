@@ -14,7 +14,8 @@ from typing import Any
 
 from moegraph.engine.chat import ChatRequest, Prepared, TextRequest
 from moegraph.engine.requests import Request, Step, TokenLogprobs, Usage
-from moegraph.errors import ContextOverflow, MoegraphError, RequestError
+from moegraph.engine.sequence import room_after
+from moegraph.errors import MoegraphError, RequestError
 from moegraph.sampling import SamplingParams
 from moegraph.server.backend import Loaded, ModelFacts
 from moegraph.service.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
@@ -55,6 +56,7 @@ class FakeService:
     tickets: list[FakeTicket] = field(default_factory=list)
     is_closed: bool = False
     busy_s: float = 0.0
+    slots: tuple[SlotStatus, ...] = (SlotStatus(0),)
 
     @property
     def requests(self) -> list[Request]:
@@ -64,8 +66,8 @@ class FakeService:
     def submit(self, request: Request, deliver: Callable[[Step], None]) -> FakeTicket:
         if self.refusal is not None:
             raise self.refusal
-        if len(request.prompt) > N_CTX:
-            raise ContextOverflow(f"{len(request.prompt)} tokens; the context has {N_CTX}")
+        if request.prompt:
+            room_after(len(request.prompt), N_CTX)
         request.sampling.validate(256)
         script = self.scripts[min(len(self.tickets), len(self.scripts) - 1)]
         ticket = FakeTicket(request)
@@ -78,7 +80,7 @@ class FakeService:
 
     def status(self) -> ServiceStatus:
         return ServiceStatus(
-            (SlotStatus(0),), n_running=0, n_waiting=0, n_ctx=N_CTX, counts=ServiceCounts(),
+            self.slots, n_running=0, n_waiting=0, n_ctx=N_CTX, counts=ServiceCounts(),
             experts=self.experts, busy_s=self.busy_s, failure=self.failure,
         )  # fmt: skip
 

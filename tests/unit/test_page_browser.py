@@ -15,7 +15,9 @@ from helpers.served import served
 from helpers.server_case import Case
 from helpers.server_process import serving
 
+from moegraph.engine.requests import Request
 from moegraph.errors import NativeError, QueueFull
+from moegraph.sampling import SamplingParams
 from moegraph.server.guards import Guard, Keys
 from moegraph.service.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 
@@ -346,9 +348,10 @@ def test_slots_and_the_expert_cache_are_shown_live(
     browser: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, experts = Case(), Experts()
+    asked = Request([1], SamplingParams())
     slots = (
-        SlotStatus(0, "reading", n_prompt=900, n_read=300),
-        SlotStatus(1, "answering", n_prompt=9, n_read=9, n_generated=5),
+        SlotStatus(0, "reading", n_prompt=900, n_read=300, request=asked),
+        SlotStatus(1, "answering", n_prompt=9, n_read=9, n_generated=5, request=asked),
         SlotStatus(2),
     )
     status = ServiceStatus(slots, 2, 0, 4096, ServiceCounts(), experts=cast(Any, experts))

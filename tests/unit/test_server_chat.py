@@ -49,7 +49,16 @@ def test_an_answer_has_the_form_of_openai() -> None:
     assert answer["usage"]["prompt_tokens"] == len("user: hi")
     assert answer["usage"]["completion_tokens"] == len("<think>think</think>Hello world")
     assert answer["timings"]["predicted_n"] == len("<think>think</think>Hello world")
-    assert answer["timings"]["predicted_per_second"] == pytest.approx(1000)
+    # the fake takes 1 ms a token; the first costs no pass of its own, as llama-server counts
+    n = answer["timings"]["predicted_n"]
+    assert answer["timings"]["predicted_per_second"] == pytest.approx(1000 * (n - 1) / n)
+    assert answer["timings"]["predicted_per_token_ms"] == pytest.approx(n / (n - 1))
+
+
+def test_an_answer_of_one_token_has_no_rate() -> None:
+    timings = Case(["a"]).chat(n=2)["timings"]
+    assert timings["predicted_n"] == 2 and timings["predicted_ms"] > 0
+    assert timings["predicted_per_second"] == timings["predicted_per_token_ms"] == 0.0
 
 
 def test_a_stream_has_the_same_answer_in_pieces() -> None:

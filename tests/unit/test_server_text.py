@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.fake_service import N_CTX
 from helpers.server_case import CHAT, Case
 from prometheus_client.parser import text_string_to_metric_families
 
+from moegraph.engine.requests import Request
+from moegraph.sampling import SamplingParams
 from moegraph.server import absent, info
+from moegraph.service.servicestatus import SlotStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = "/v1/completions"
@@ -76,8 +80,10 @@ def test_a_wrong_field_is_named(given: dict[str, Any], param: str) -> None:
 
 def test_a_text_longer_than_the_context_is_refused() -> None:
     response = Case().post(PATH, {"prompt": "x" * 5000})
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert error["type"] == "exceed_context_size_error"
+    assert error["n_prompt_tokens"] == 5000 and error["n_ctx"] == N_CTX
 
 
 def test_tokens_of_a_text() -> None:
@@ -112,16 +118,53 @@ def test_properties_and_slots_show_no_text() -> None:
     assert slots.json()[0]["is_processing"] is False
 
 
+def test_a_slot_has_the_form_of_llama_server() -> None:
+    asked = Request([1, 2, 3], SamplingParams(seed=7, logit_bias={5: 1.0}), max_tokens=9)
+    answering = SlotStatus(
+        1, "answering", name="req_1", n_prompt=3, n_read=3, n_cached=2, n_generated=4, number=6,
+        request=asked, has_new_line=True,
+    )  # fmt: skip
+    idle, busy = Case(slots=(SlotStatus(0), answering)).client.get("/slots").json()
+    assert idle == {
+        "id": 0, "n_ctx": N_CTX, "speculative": False, "is_processing": False, "state": "idle",
+    }  # fmt: skip
+    assert busy["id_task"] == 6 and busy["is_processing"] is True
+    assert busy["n_prompt_tokens_processed"] == 1 and busy["n_prompt_tokens_cache"] == 2
+    assert busy["params"]["seed"] == 7 and busy["params"]["n_predict"] == 9
+    assert "logit_bias" not in busy["params"]
+    assert busy["next_token"] == [
+        {"has_next_token": True, "has_new_line": True, "n_remain": 5, "n_decoded": 4}
+    ]
+
+
+def _figures(case: Case, path: str = "/metrics") -> dict[str, float]:
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(case.client.get(path).text)
+        for sample in family.samples
+        if "bucket" not in sample.name
+    }
+
+
+def test_rates_are_of_the_time_since_they_were_read_last() -> None:
+    case = Case(["abcde"], n_read_steps=1)
+    rates = ("llamacpp:prompt_tokens_seconds", "llamacpp:predicted_tokens_seconds")
+    case.chat()
+    for path in ("/metrics?peek", "/metrics"):
+        found = _figures(case, path)
+        # the fake takes 10 ms for a prompt and 1 ms a token, of which the first comes for nothing
+        assert [found[name] for name in rates] == pytest.approx([len("user: hi") / 0.01, 4 / 0.005])
+    assert [_figures(case)[name] for name in rates] == [0.0, 0.0]
+    assert _figures(case)["llamacpp:tokens_predicted_total"] == 5
+
+
 def test_metrics_have_the_names_of_other_servers() -> None:
     case = Case(["ab"], n_read_steps=1, n_cached=3)
     case.chat(n=2)
     case.service.refusal = None
-    found = {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(case.client.get("/metrics").text)
-        for sample in family.samples
-        if "bucket" not in sample.name
-    }
+    assert int(case.client.get("/metrics").headers["Process-Start-Time-Unix"]) == case.state.started
+    found = _figures(case)
+    assert found["llamacpp:prompt_tokens_cached_total"] == 6
     assert found["llamacpp:tokens_predicted_total"] == 4
     assert found["llamacpp:prompt_tokens_total"] == 2 * (len("user: hi") - 3)
     assert found["vllm:prompt_tokens_total"] == 2 * len("user: hi")

@@ -45,7 +45,7 @@ async function lookAtHealth() {
 async function lookAtFigures() {
   try {
     const [slots, metrics] = await Promise.all([
-      ask("slots", { quiet: true }), ask("metrics", { quiet: true }),
+      ask("slots", { quiet: true }), ask("metrics?peek", { quiet: true }),
     ]);
     showSlots(await slots.json());
     const now = { at: performance.now() / 1000, values: figures(await metrics.text()) };
@@ -80,14 +80,16 @@ function showSlots(slots) {
 
 function showSlot(item, slot) {
   const [words, bar] = item.children;
-  const { n_ctx: room, n_prompt_tokens: total, n_prompt_tokens_processed: read } = slot;
+  const { n_ctx: room, n_prompt_tokens: total = 0 } = slot;
+  const read = (slot.n_prompt_tokens_cache ?? 0) + (slot.n_prompt_tokens_processed ?? 0);
+  const written = slot.next_token?.[0].n_decoded ?? 0;
   const isReading = slot.state === "reading";
   words.textContent = `${slot.id}: ${{
     reading: `reading ${read} of ${total} tokens`,
-    answering: `answering, ${slot.next_token.n_decoded} tokens`,
+    answering: `answering, ${written} tokens`,
   }[slot.state] ?? slot.state}`;
   item.className = slot.state;
-  const used = (read + slot.next_token.n_decoded) / Math.max(1, room);
+  const used = (read + written) / Math.max(1, room);
   bar.value = isReading ? read / Math.max(1, total) : used;
   bar.setAttribute("aria-label", isReading ? "Prompt read" : "Context used");
 }
