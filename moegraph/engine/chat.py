@@ -162,7 +162,7 @@ class ChatModel:
         request = self._request(chat, encoded.ids, constraint, marks)
         if chat.tools:
             request = self._with_calls(request, chat.tool_choice != NONE)
-        return Prepared(request, parser)
+        return Prepared(request, parser, () if constraint is None else constraint.warnings)
 
     def _with_calls(self, request: Request, are_allowed: bool) -> Request:
         """Return a request whose answer may have calls or not, if one token begins them.
@@ -207,9 +207,10 @@ class ChatModel:
         # the text may come again, or a longer one, and seldom changes more than its last token
         marks = (len(ids) - 1,) if len(ids) > 1 else ()
         request = self._request(text, ids, constraint, marks)
-        return Prepared(request, AnswerParser(reasoning=False))
+        warnings = () if constraint is None else constraint.warnings
+        return Prepared(request, AnswerParser(reasoning=False), warnings)
 
-    def _chat_constraint(self, chat: ChatRequest, is_reasoning: bool) -> Constraint | None:
+    def _chat_constraint(self, chat: ChatRequest, is_reasoning: bool) -> GrammarConstraint | None:
         """Return what the answer must follow, after its reasoning if the prompt begins that."""
         try:
             asked = answer_grammar(chat, self._calls_are_json, self._is_tag)

@@ -72,10 +72,11 @@ class TextRequest(DrawSettings):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request for the engine. parser: takes its answer's text."""
+    """A request for the engine. parser: takes its answer's text. warnings: lines for the client."""
 
     request: Request
     parser: AnswerParser
+    warnings: tuple[str, ...] = ()
 
 
 def thinking_variables(effort: str | None) -> dict[str, Any]:

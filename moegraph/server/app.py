@@ -17,13 +17,13 @@ from starlette.routing import BaseRoute
 from .errors import ApiError, openai_body, told
 from .guards import Gate, Guard
 from .reply import reply
-from .requestlog import RequestLog
+from .requestlog import WARNING, RequestLog
 from .state import ServerState
 from .talk import ClientLeft
 
 # The status that servers log for a client that left; it never reaches one.
 _LEFT = 499
-_EXPOSED = ("X-Request-Id", "Retry-After")
+_EXPOSED = ("X-Request-Id", "Retry-After", WARNING)
 
 
 @dataclass(frozen=True)

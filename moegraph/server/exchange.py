@@ -19,7 +19,7 @@ from .choices import timings_object
 from .contract import ChatModel
 from .errors import ApiError, told
 from .reply import reply
-from .requestlog import note_usage
+from .requestlog import WARNING, note_usage, note_warnings
 from .sse import EventStream, comment
 from .state import state_of
 from .statistics import Statistics
@@ -82,7 +82,9 @@ class Exchange(ABC):
     async def respond(
         self, is_stream: bool | None, headers: Mapping[str, str] | None = None
     ) -> Response:
-        """Return the response to the request."""
+        """Return the response to the request; a header has what the client should be warned of."""
+        if self.talk.warnings:
+            headers = {**(headers or {}), WARNING: note_warnings(self.http, self.talk.warnings)}
         if is_stream:
             return EventStream(self._told(), close=self.talk.close, headers=headers)
         with self.talk:

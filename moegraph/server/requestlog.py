@@ -7,6 +7,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,6 +20,9 @@ log = logging.getLogger("moegraph.requests")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 _FACTS = "moegraph.facts"
 _MAX_PATH = 200
+# The header that tells a client what of its request is passed over.
+WARNING = "X-Moegraph-Warning"
+_UNPRINTABLE, _MAX_WARNING = re.compile(r"[^ -~]"), 500
 _POLLED = (200, 503)
 
 
@@ -34,6 +38,13 @@ def note_usage(request: HttpRequest, usage: Usage, finish: str | None) -> None:
         n_prompt=usage.n_prompt, n_cached=usage.n_cached, n_generated=usage.n_generated,
         finish=finish,
     )  # fmt: skip
+
+
+def note_warnings(request: HttpRequest, warnings: Sequence[str]) -> str:
+    """Add warnings to the line of a request; return them as the value of a header."""
+    found = _UNPRINTABLE.sub("?", "; ".join(warnings))[:_MAX_WARNING]
+    request.scope[_FACTS].update(warning=found)
+    return found
 
 
 class RequestLog:

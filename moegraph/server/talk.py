@@ -64,6 +64,7 @@ class Talk:
 
     Use it in a `with` statement: leaving it cancels what still runs. Steps that a slow client has
     not taken are merged, so it holds no more than the answers. n_reasoning: tokens of reasoning.
+    warnings: lines for the client.
 
     Raises, when it is made:
         ApiError: the service refuses one of the requests; none of them runs then.
@@ -82,6 +83,7 @@ class Talk:
         self._running = set(range(len(prepared)))
         self.usages = [Usage(n_prompt=len(p.request.prompt)) for p in prepared]
         self.n_reasoning = 0
+        self.warnings = list(dict.fromkeys(line for one in prepared for line in one.warnings))
         try:
             for index, one in enumerate(prepared):
                 deliver = partial(self._deliver, index)

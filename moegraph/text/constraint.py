@@ -25,9 +25,11 @@ class GrammarConstraint:
 
     after: the text that the grammar comes after, such as ``</think>``; None: it is for the whole
     answer. blank: whether line ends may come between that text and the grammar's.
+    warnings: as in `Compiled`.
     """
 
     def __init__(self, compiled: Compiled, after: str | None = None, blank: bool = True) -> None:
+        self.warnings = compiled.warnings
         self._matcher = compiled.matcher.deep_copy()
         self._pieces, self._eog_ids = compiled.pieces, compiled.eog_ids
         self._blank_ids = compiled.blank_ids

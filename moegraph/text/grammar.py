@@ -43,6 +43,8 @@ _JSON = json.JSONDecoder(parse_float=Decimal)
 _OBJECT, _MAX_OTHERS = re.compile(r'\{(?=\s*["}])'), 256
 # A backslash and what it stands before; llguidance knows neither \u nor \U of GBNF.
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+# A bound that is written as a number with a fraction of zero; llguidance takes only 2, not 2.0.
+_BOUND = re.compile(r'("(?:min|max)(?:Items|Length|Properties)"\s*:\s*\d+)\.0+(?=[\s,}])')
 # llguidance's mark of a token that no text can be.
 _SPECIAL = b"\xff"
 
@@ -75,12 +77,14 @@ class Compiled:
     """A grammar ready for use: its matcher is copied for each answer.
 
     pieces: the bytes of each token. eog_ids: those that end an answer. blank_ids: line ends.
+    warnings: what of its schemas is passed over, for clients.
     """
 
     matcher: llguidance.LLMatcher
     pieces: Sequence[bytes]
     eog_ids: frozenset[int]
     blank_ids: Sequence[int]
+    warnings: tuple[str, ...] = ()
 
 
 class Grammars:
@@ -168,9 +172,12 @@ class _Tokens:
             raise RequestError(f"the grammar ({kind}) is not valid: {reason}")
         if not any(bits):
             raise RequestError(f"the grammar ({kind}) allows nothing")
-        return Compiled(matcher, self._pieces, self._eog_ids, self._blank_ids)
+        warnings = tuple(map(_told, matcher.get_grammar_warnings()))
+        return Compiled(matcher, self._pieces, self._eog_ids, self._blank_ids, warnings)
 
     def _grammar(self, kind: str, text: str) -> str:
+        if kind in ("json_schema", "lark"):
+            text = _BOUND.sub(r"\1", text)
         if kind in ("json_object", "json_schema"):
             _check_schema(text)
             found: str = self._library.LLMatcher.grammar_from_json_schema(
@@ -312,6 +319,13 @@ def _digits(number: object) -> int:
 
 def _reason(error: object) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def _told(warning: str) -> str:
+    """Return a warning of llguidance in the words of our pages."""
+    for theirs, ours in (("Unimplemented keys: ", "keywords"), ("Unknown format: ", "format")):
+        warning = warning.replace(theirs, f"schema {ours} passed over: ")
+    return warning.replace('["', "").replace('"]', "").replace('", "', ", ")
 
 
 def _load_llguidance() -> ModuleType:

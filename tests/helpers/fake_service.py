@@ -158,6 +158,7 @@ class FakeChatModel:
     """Renders and tokenizes as the module's docstring says; keeps the requests it was given."""
 
     n_vocab = 256
+    warnings: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.chats: list[ChatRequest] = []
@@ -173,7 +174,7 @@ class FakeChatModel:
             n_logprobs=chat.n_logprobs, deadline_s=chat.deadline_s, name=chat.name,
         )  # fmt: skip
         parser = AnswerParser(prompt, chat.tools, parallel=chat.parallel_tool_calls)
-        return Prepared(request, parser)
+        return Prepared(request, parser, self.warnings)
 
     def prepare_text(self, text: TextRequest) -> Prepared:
         self.texts.append(text)

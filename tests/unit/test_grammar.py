@@ -254,3 +254,22 @@ def test_an_object_may_have_many_optional_properties() -> None:
     constraint = begin("json_schema", {"type": "object", "properties": properties})
     take(constraint, '{"p3": 1, "p999": 2}')
     assert "<|im_end|>" in may_follow(constraint)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "lark"])
+def test_a_bound_may_have_a_fraction_of_zero(kind: str) -> None:
+    schema = {"type": "array", "items": {"maxLength": 1.0}, "minItems": 1.0, "maxItems": 2.0}
+    source = schema if kind == "json_schema" else f"start: %json {json.dumps(schema)}"
+    take(begin(kind, source), "[1,2]")
+    for text in ("[]", "[1,2,3]", '["ab"]'):
+        with pytest.raises(AssertionError):
+            take(begin(kind, source), text)
+
+
+def test_what_of_a_schema_is_passed_over_is_told() -> None:
+    schema = {"uniqueItems": True, "not": {}, "items": {"type": "string", "format": "odd"}}
+    loose = {**schema, "x-guidance": {"lenient": True}}
+    told = ("schema keywords passed over: not, uniqueItems", "schema format passed over: odd")
+    assert begin("json_schema", loose).warnings == told
+    assert begin("lark", f"start: %json {json.dumps(loose)}").warnings == told
+    assert begin("json_schema", {"type": "array"}).warnings == ()

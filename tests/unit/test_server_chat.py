@@ -295,6 +295,19 @@ def test_formats_of_answers(given: dict[str, Any], kind: str, source: Any) -> No
     assert case.model.chats[0].format == Format(kind, source)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_is_passed_over_is_told(is_stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    case = Case()
+    case.model.warnings = ("schema keywords passed over: not", "é\r\nX: y")
+    told = "schema keywords passed over: not; ???X: y"
+    with caplog.at_level("INFO", "moegraph.requests"):
+        response = case.post("/v1/chat/completions", {**CHAT, "n": 2, "stream": is_stream})
+    assert response.status_code == 200 and response.headers["X-Moegraph-Warning"] == told
+    assert [vars(record).get("warning") for record in caplog.records] == [told]
+    case.model.warnings = ()
+    assert "X-Moegraph-Warning" not in case.post("/v1/chat/completions", CHAT).headers
+
+
 def test_text_is_no_format() -> None:
     case = Case()
     case.chat(response_format={"type": "text"})
