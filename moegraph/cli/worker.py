@@ -114,6 +114,7 @@ def worker(
     if new_keys:
         _make_keys(new_keys)
         return
+    from ..engine.prefixfile import private_folder
     from ..link.listening import listen_on
     from ..link.tls import tls_context
     from ..worker.service import Worker, WorkerSettings
@@ -121,10 +122,7 @@ def worker(
     host, port = _split(listen)
     context = tls_context(keys, is_server=True) if keys else None
     if cache_dir:
-        try:
-            cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--cache-dir {cache_dir}: {error.strerror}") from None
+        private_folder(cache_dir)
     names = tuple(name.strip() for name in devices.split(","))
     settings = WorkerSettings(names, n_threads, cache_dir)
     with listen_on(host, port, has_keys=context is not None) as listening:

@@ -169,9 +169,9 @@ class DFlashDrafter:
         self._rings.truncate(slot, n_past)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of K and V of a position."""
-        return ringcopies.row_bytes(self._rings)
+    def row_widths(self) -> list[int]:
+        """Return the bytes of a position in K and in V of each layer."""
+        return ringcopies.row_widths(self._rings)
 
     def take_rows(self, slot: int, first: int, n: int) -> Parts:
         """Copy K and V of n positions, as far as the rings have them, and wait."""

@@ -128,9 +128,9 @@ class KeepsNoRows(ABC):
         """Forget a sequence; it now holds ids."""
 
     @property
-    def row_bytes(self) -> int:
-        """Return 0."""
-        return 0
+    def row_widths(self) -> list[int]:
+        """Return an empty list."""
+        return []
 
     def take_rows(self, slot: int, first: int, n: int) -> Parts:
         """Return nothing."""
@@ -200,8 +200,8 @@ class Drafter(Protocol):
         """Forget what a sequence held from position n_past on."""
 
     @property
-    def row_bytes(self) -> int:
-        """Return the bytes of a position in caches of its own; 0 if it has none."""
+    def row_widths(self) -> list[int]:
+        """Return the bytes of a position in each cache of its own."""
 
     def take_rows(self, slot: int, first: int, n: int) -> Parts:
         """Copy its own caches' rows of n positions, which it knows, and wait.

@@ -53,8 +53,9 @@ class LoadedModel:
     mapped files. n_ctx: positions of the context. profile: None without one. plan: the expert slots
     of each layer, and the memory that they and all else take; stage_plans: of each stage. times:
     the seconds of each phase of loading. drafters: what can draft tokens, none without `spec`.
-    config: with `spec` and `n_draft` as they are used. warnings: about the drafter's file, a line
-    each. pass_times: for drafts; None without, and if experts may be missing.
+    draft_stamps: sizes and times of the drafter's file, `GgufFile.stamps`; () without one. config:
+    with `spec` and `n_draft` as they are used. warnings: about the drafter's file, a line each.
+    pass_times: for drafts; None without, and if experts may be missing.
     """
 
     file: ModelFile
@@ -69,6 +70,7 @@ class LoadedModel:
     runner: AnyRunner
     times: dict[str, float]
     drafters: tuple[Drafter, ...]
+    draft_stamps: tuple[tuple[int, int], ...]
     config: EngineConfig
     warnings: tuple[str, ...]
     pass_times: PassTimes | None
@@ -175,8 +177,8 @@ class _Loading:
             self._times.lap("drafts")
         return LoadedModel(
             self.file, files, tuple(stages), sequences, threads, self.n_ctx, self._profile, plan,
-            choice.stages, runner, self._times.seconds, drafters, config, tuple(self._warnings),
-            times,
+            choice.stages, runner, self._times.seconds, drafters,
+            sources.draft.stamps if sources.draft else (), config, tuple(self._warnings), times,
         )  # fmt: skip
 
     def _limit_graphs(

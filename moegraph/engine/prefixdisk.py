@@ -22,14 +22,24 @@ import numpy.typing as npt
 from ..errors import ConfigError
 from ..resident.hostcopies import RowsCopy, StatesCopy
 from ..units import format_bytes
-from .prefixfile import DamagedFile, Head, read_head, read_rows, read_states, write_file
+from .prefixfile import (
+    PART,
+    DamagedFile,
+    Head,
+    Widths,
+    private_folder,
+    read_head,
+    read_rows,
+    read_states,
+    write_file,
+)
 from .prefixtree import Path as TreePath
 from .prefixtree import n_common
 
 Ids = npt.NDArray[np.int32]
 _SUFFIX = ".prefix"
 # How files are named here; others in the folder are somebody else's. With an end, one is half done.
-_NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{32}}{re.escape(_SUFFIX)}(\.[0-9]+\.part)?")
+_NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{32}}\{_SUFFIX}(\.[0-9a-z_]+\{PART})?")
 # A half-done file of this age has no writer any more, in seconds.
 _ABANDONED_S = 3600.0
 
@@ -63,15 +73,16 @@ class PrefixDisk:
     messages: what went wrong, one line each.
     """
 
-    def __init__(self, folder: Path, identity: str, max_bytes: int) -> None:
+    def __init__(self, folder: Path, identity: str, widths: Widths, max_bytes: int) -> None:
         """Read what the folder has; files of other models or settings stay as they are.
 
-        identity: of the model, and of all that its KV rows and states depend on.
+        identity: of the model, and of all that its KV rows and states depend on. widths: of these.
 
         Raises:
-            ConfigError: the folder cannot be made or read.
+            ConfigError: the folder cannot be made or read, or others could write there.
         """
         self._folder, self._identity, self.max_bytes = folder, identity, max_bytes
+        self._widths = widths
         self.messages: list[str] = []
         self._entries: dict[str, Entry] = {}
         self._children: dict[str, list[Entry]] = {}
@@ -79,8 +90,8 @@ class PrefixDisk:
         self._writing: list[_Write] = []
         self._has_failed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefixes")
+        private_folder(folder)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = _files(folder)
         except OSError as error:
             raise ConfigError(f"{folder}: cannot keep prompts there: {error.strerror}") from error
@@ -96,7 +107,11 @@ class PrefixDisk:
     def _open(self, path: Path) -> None:
         """Note a file."""
         try:
-            head, used = read_head(path), path.stat().st_mtime_ns
+            head, used = read_head(path), path.lstat().st_mtime_ns
+            if head.identity == self._identity:
+                head.require(self._widths)
+                if path != self._path(head):
+                    raise DamagedFile("its name is another one's")
         except (DamagedFile, OSError) as error:
             self._forget_damaged(path, error)
             return
@@ -108,6 +123,9 @@ class PrefixDisk:
     def _note(self, entry: Entry) -> None:
         self._entries[entry.head.key] = entry
         self._children.setdefault(entry.head.parent, []).append(entry)
+
+    def _path(self, head: Head) -> Path:
+        return self._folder / f"{self._identity[:16]}-{head.key}{_SUFFIX}"
 
     def _forget_damaged(self, path: Path, error: Exception) -> None:
         self.messages.append(f"{path}: {error}; the file is not used")
@@ -161,16 +179,17 @@ class PrefixDisk:
     def find(self, ids: Ids) -> list[Entry]:
         """Return the files whose runs make the longest beginning of ids, in order."""
         self._reap()
-        return self._find(ids, "", 0)
-
-    def _find(self, ids: Ids, parent: str, first: int) -> list[Entry]:
         best: list[Entry] = []
-        for entry in self._children.get(parent, ()):
-            tokens, end = entry.head.tokens, first + entry.head.n_tokens
-            if n_common(tokens, ids[first:end]) == len(tokens):
-                found = [entry, *self._find(ids, entry.head.key, end)]
-                if not best or found[-1].end > best[-1].end:
-                    best = found
+        waiting = [best]
+        while waiting:
+            found = waiting.pop()
+            parent, first = (found[-1].head.key, found[-1].end) if found else ("", 0)
+            if found and (not best or first > best[-1].end):
+                best = found
+            for entry in self._children.get(parent, ()):
+                tokens = entry.head.tokens
+                if n_common(tokens, ids[first : first + len(tokens)]) == len(tokens):
+                    waiting.append([*found, entry])
         return best
 
     def has(self, ids: Ids) -> bool:
@@ -190,10 +209,12 @@ class PrefixDisk:
 
     def states(self, entry: Entry, copy: StatesCopy) -> bool:
         """Read the states of a file; return whether that went well."""
+        if copy.buffer is None:
+            return False
         try:
-            if copy.buffer is None or copy.buffer.array.nbytes < entry.head.n_states:
-                return False
             read_states(entry.path, entry.head, copy.buffer.array[: entry.head.n_states])
+            if not copy.is_finite:
+                raise DamagedFile("its states are not finite")
             return True
         except (DamagedFile, OSError) as error:
             self._lose(entry, error)
@@ -234,7 +255,7 @@ class PrefixDisk:
         )  # fmt: skip
         if head.n_bytes > self.max_bytes:
             return
-        target = self._folder / f"{self._identity[:16]}-{head.key}{_SUFFIX}"
+        target = self._path(head)
         data = [*rows, *(part for each in drafted.values() for part in each)]
         kept = states.buffer.array[:n_states]
 
@@ -312,15 +333,15 @@ def _files(folder: Path) -> list[Path]:
             found.append(path)
         elif name:
             with suppress(FileNotFoundError):  # its writer may end just now
-                if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                if path.lstat().st_mtime < time.time() - _ABANDONED_S:
                     path.unlink()
     return found
 
 
 def _touch(path: Path) -> int:
     """Note that a file was used now; return the time (ns)."""
-    os.utime(path)
-    return path.stat().st_mtime_ns
+    os.utime(path, follow_symlinks=False)
+    return path.lstat().st_mtime_ns
 
 
 def _shapes(parts: Sequence[npt.NDArray[np.uint8]]) -> list[list[int]]:

@@ -10,14 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from tempfile import mkstemp
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
+
+PART = ".part"
 MAGIC = b"moegraph prefix 1\n"
 _HASH = 16
 # Bytes of a header, and tokens of a run; no file has more.
@@ -29,6 +35,19 @@ Bytes = npt.NDArray[np.uint8]
 
 class DamagedFile(Exception):
     """A file is not what was written; the message says where."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """What a loaded model keeps of sequences.
+
+    rows: bytes of a position in each cache. drafted: the same of each drafter that has caches of
+    its own. states: bytes of the states.
+    """
+
+    rows: list[int]
+    drafted: dict[str, list[int]]
+    states: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,21 @@ class Head:
         """Return the shapes of all rows, in order."""
         return [*self.rows, *(shape for each in self.drafted.values() for shape in each)]
 
+    def require(self, widths: Widths) -> None:
+        """Check that every shape is what a model keeps.
+
+        Raises:
+            DamagedFile: one is not.
+        """
+        if self.rows != [[self.n_tokens, width] for width in widths.rows]:
+            raise DamagedFile(f"KV rows of shapes that {self.n_tokens} positions do not have")
+        if self.n_states != widths.states:
+            raise DamagedFile(f"{self.n_states} bytes of states; this model has {widths.states}")
+        for name, shapes in self.drafted.items():
+            fits = [width for _, width in shapes] == widths.drafted.get(name)
+            if not fits or any(n > self.n_tokens for n, _ in shapes):
+                raise DamagedFile(f"rows of shapes that the drafter {name!r} does not have")
+
     @property
     def n_rows_bytes(self) -> int:
         """Return the bytes of all rows."""
@@ -91,9 +125,10 @@ def write_file(path: Path, head: Head, rows: Iterable[Bytes], states: Bytes) -> 
     """
     text = head.text
     beginning = MAGIC + len(text).to_bytes(4, "little") + text + head.tokens.tobytes()
-    half_done = path.with_name(f"{path.name}.{os.getpid()}.part")
+    # a name that nobody can foretell, which only its owner can read: it has what users wrote
+    fd, half_done = mkstemp(PART, f"{path.name}.", path.parent)
     try:
-        with open(half_done, "wb", opener=_private) as file:
+        with open(fd, "wb") as file:
             for parts in ([np.frombuffer(beginning, np.uint8)], rows, [states]):
                 found = hashlib.blake2b(digest_size=_HASH)
                 for part in parts:
@@ -101,15 +136,46 @@ def write_file(path: Path, head: Head, rows: Iterable[Bytes], states: Bytes) -> 
                     found.update(data)
                     file.write(data)
                 file.write(found.digest())
-        half_done.replace(path)
+        os.replace(half_done, path)
     except BaseException:
-        half_done.unlink(missing_ok=True)
+        os.unlink(half_done)
         raise
 
 
-def _private(path: str, flags: int) -> int:
-    """Open a file that only its owner can read: it has what users wrote."""
-    return os.open(path, flags, 0o600)
+def _opened(path: Path) -> IO[bytes]:
+    """Open a file to read; no link is followed, and a pipe waits for no writer.
+
+    Raises:
+        OSError: it cannot be opened, or is no file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError("it is not a regular file")
+    return open(fd, "rb")
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder for a cache, which only its owner can use, or check one that is there.
+
+    Raises:
+        ConfigError: it cannot be made, or others than its user could change what is in it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot keep a cache there: {error.strerror}") from error
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{folder}: belongs to user {status.st_uid}, who could put anything into the cache; "
+            f"name a folder of user {os.geteuid()}"
+        )
+    if status.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder}: others can write there (mode {status.st_mode & 0o7777:o}) and could put "
+            f"anything into the cache; run: chmod go-w {shlex.quote(str(folder))}"
+        )
 
 
 def read_head(path: Path) -> Head:
@@ -119,7 +185,7 @@ def read_head(path: Path) -> Head:
         DamagedFile: it is not whole, or not such a file.
         OSError: it cannot be read.
     """
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         start = file.read(len(MAGIC) + 4)
         if not start.startswith(MAGIC):
             raise DamagedFile("it does not begin as such a file")
@@ -138,7 +204,8 @@ def read_head(path: Path) -> Head:
 def _parsed(text: bytes) -> Head:
     try:
         head = Head(**json.loads(text))
-        numbers = [head.first, head.n_states, *(n for pair in head.row_parts for n in pair)]
+        numbers = [head.first, head.n_tokens, head.n_states]
+        numbers += [n for pair in head.row_parts for n in pair]
         if head.text != text or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError
         if not 0 < head.n_tokens <= _MAX_TOKENS or any(len(pair) != 2 for pair in head.row_parts):
@@ -156,7 +223,7 @@ def read_rows(path: Path, head: Head) -> tuple[list[Bytes], dict[str, list[Bytes
         OSError, MemoryError: they cannot be read.
     """
     parts: list[Bytes] = [np.empty((n, size), np.uint8) for n, size in head.row_parts]
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         file.seek(len(MAGIC) + 4 + len(head.text) + 4 * head.n_tokens + _HASH)
         _read(file, parts, "the KV rows")
     rest = iter(parts[len(head.rows) :])
@@ -171,7 +238,7 @@ def read_states(path: Path, head: Head, out: Bytes) -> None:
         DamagedFile: they are not what was written.
         OSError: they cannot be read.
     """
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         file.seek(head.n_bytes - head.n_states - _HASH)
         _read(file, [out], "the states")
 

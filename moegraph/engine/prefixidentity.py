@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from ..config import EngineConfig
 from ..ggml.lib import C, ffi
-from ..placement.identity import content_hash
+from ..placement.identity import file_hash
 from .loader import LoadedModel
 from .prefixdisk import PrefixDisk
+from .prefixfile import Widths
 
 # Of the format of what is saved; it changes with what computes it.
-_VERSION = 1
-_SETTINGS = ("type_k", "type_v", "cpu_reference")
+_VERSION = 2
+_SETTINGS = ("type_k", "type_v", "cpu_reference", "deterministic")
 
 
 def prefix_identity(loaded: LoadedModel) -> str:
@@ -24,16 +26,15 @@ def prefix_identity(loaded: LoadedModel) -> str:
     How many sequences there are, and of what length, does not matter.
     """
     config: EngineConfig = loaded.config
-    copies = loaded.sequences.copies
     parts = {
         "version": _VERSION,
         "patches": ffi.string(C.mg_patchset_built()).decode(),
-        "model": content_hash(loaded.file),
+        "model": file_hash(loaded.file),
         "device": loaded.stage.device.name.partition(":")[0],
         "settings": {name: getattr(config, name) for name in _SETTINGS},
-        "bytes": [copies.states_bytes, copies.row_bytes],
-        "drafters": {one.name: one.row_bytes for one in loaded.drafters},
-        "draft": config.draft,
+        "widths": asdict(_widths(loaded)),
+        "drafters": [one.name for one in loaded.drafters],
+        "draft": loaded.draft_stamps,
     }
     if len(loaded.stages) > 1:  # copies have their layers in order of stages
         parts["stages"] = [stage.layers.stop for stage in loaded.stages]
@@ -49,4 +50,10 @@ def open_disk(loaded: LoadedModel, folder: str | os.PathLike[str], max_bytes: in
         ConfigError: the folder cannot be used.
         ModelFileError: the model file cannot be read.
     """
-    return PrefixDisk(Path(folder), prefix_identity(loaded), max_bytes)
+    return PrefixDisk(Path(folder), prefix_identity(loaded), _widths(loaded), max_bytes)
+
+
+def _widths(loaded: LoadedModel) -> Widths:
+    copies, drafters = loaded.sequences.copies, loaded.drafters
+    drafted = {one.name: one.row_widths for one in drafters if one.row_widths}
+    return Widths(copies.row_widths, drafted, copies.states_bytes)

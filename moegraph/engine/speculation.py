@@ -188,7 +188,7 @@ class Speculation:
     @property
     def row_bytes(self) -> int:
         """Return the bytes that drafters keep of a position in caches of their own."""
-        return sum(drafter.row_bytes for drafter in self.drafters.values())
+        return sum(sum(drafter.row_widths) for drafter in self.drafters.values())
 
     def take_rows(self, slot: int, held: Sequence[int], first: int) -> dict[str, Parts]:
         """Copy what drafters keep of positions from first on, of a settled sequence, and wait.

@@ -45,6 +45,11 @@ class DraftFile:
         own = "output.weight", "token_embd.weight", "markov_w2.weight"
         return not any(name in self.tensors for name in own)
 
+    @property
+    def stamps(self) -> tuple[tuple[int, int], ...]:
+        """Return the size and the modification time (ns) of every part when it was opened."""
+        return self._source.stamps
+
     def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
         """Copy a tensor's bytes, from byte `start` of it on, into out, U8 numpy [n]. Thread-safe.
 

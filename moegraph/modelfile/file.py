@@ -92,6 +92,11 @@ class GgufFile:
         return sum(part.size for part in self._parts)
 
     @property
+    def stamps(self) -> tuple[tuple[int, int], ...]:
+        """Return the size and the modification time (ns) of every part when it was opened."""
+        return tuple(self._stamps)
+
+    @property
     def version(self) -> int:
         """Return the GGUF version of the first part."""
         return self._parts[0].version

@@ -62,6 +62,11 @@ class SafetensorsFile:
             self.close()
             raise
 
+    @property
+    def stamps(self) -> tuple[tuple[int, int], ...]:
+        """Return the size and the modification time (ns) of the file when it was opened."""
+        return (self._stamp,)
+
     def _scan(self, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         head = os.pread(self._fd, 8, 0)
         n = int.from_bytes(head, "little")

@@ -1,18 +1,27 @@
-"""What ties data to a model: shape and fingerprint of its router, and a hash of its contents."""
+"""What ties data to a model.
+
+Counts of routing (profiles, traces) carry the shape and a fingerprint of the router: all
+quantizations of a model share them, and counts of another model cost speed, never a result. Saved
+KV rows and states are results, so they carry `file_hash`, which no other file has.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import RequestError
 from ..modelfile import ModelFile
+from ..modelfile.scan import TensorInfo
 
-# Tensors of which a part is hashed, and how much of each.
-_N_SAMPLED, _SAMPLE_BYTES = 128, 4096
+# Slices of a tensor that is not experts, and bytes in the middle of each that are hashed.
+_N_SLICES, _SAMPLE_BYTES = 16, 1024
+# Threads that read samples: a disk finds several places at a time.
+_N_READERS = 8
 _MAX = {"n_layer": 1024, "n_expert": 65536, "n_expert_used": 1024}
 
 
@@ -77,18 +86,31 @@ def router_shape(model: ModelFile) -> RouterShape:
     return RouterShape(hp.n_layer, hp.n_expert, hp.n_expert_used, digest.hexdigest()[:16])
 
 
-def content_hash(model: ModelFile) -> str:
-    """Return a hash of what a model computes: its hyper-parameters, tensors, and samples of them.
+def file_hash(model: ModelFile) -> str:
+    """Return a hash of a model's files: what they declare, when they changed, and samples of them.
 
-    Another quantization or finetune of the model has another one.
+    It has the size and the modification time of each part, the hyper-parameters, the names, types
+    and shapes of all tensors, and bytes from the middle of each expert of each tensor, or from 16
+    places of a tensor without experts. So a file that was written to has another hash. One whose
+    modification time was set back has the old hash only if no sample changed.
+
+    Raises:
+        ModelFileError: the file is shorter than it was, or the disk fails.
     """
-    digest = hashlib.blake2b(repr(model.hparams).encode(), digest_size=16)
+    digest = hashlib.blake2b(repr((model.hparams, model.stamps)).encode(), digest_size=16)
     for info in model.tensors.values():
         digest.update(f"{info.name} {info.type} {info.ne}".encode())
-    tensors = list(model.tensors.values())
-    for info in tensors[:: max(1, len(tensors) // _N_SAMPLED)]:
-        n = min(_SAMPLE_BYTES, info.nbytes)
-        sample = np.empty(n, np.uint8)
-        model.read(info, sample, (info.nbytes - n) // 2)
-        digest.update(sample.data)
+
+    def sample(info: TensorInfo) -> bytes:
+        n_slices = info.ne[2] if info.ne[2] > 1 else _N_SLICES
+        size = max(1, info.nbytes // n_slices)
+        n = min(_SAMPLE_BYTES, size)
+        found = np.empty((min(n_slices, info.nbytes), n), np.uint8)
+        for i, row in enumerate(found):
+            model.read(info, row, i * size + (size - n) // 2)
+        return hashlib.blake2b(found.data, digest_size=16).digest()
+
+    with ThreadPoolExecutor(_N_READERS, "identity") as readers:
+        for found in readers.map(sample, model.tensors.values()):
+            digest.update(found)
     return digest.hexdigest()

@@ -138,7 +138,7 @@ class HostCopies:
     """Copies the states and rows of sequences to host memory and back, after the pass in flight.
 
     The layers may be on several devices; a copy has them all, in order. states_bytes: size of the
-    states of a sequence. row_bytes: of the KV rows of a position.
+    states of a sequence. row_widths: of a KV row in each cache.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -148,7 +148,8 @@ class HostCopies:
         self._pinner: ThreadPoolExecutor | None = None
         self._pinning: Future[HostBuffer] | None = None
         self._at: dict[Tensor, int] = {}  # where each state is in a copy
-        self.states_bytes = self.row_bytes = 0
+        self.states_bytes = 0
+        self.row_widths: list[int] = []
 
     def add(self, state: State) -> None:
         """Have later copies hold these layers too; there are none yet."""
@@ -156,7 +157,12 @@ class HostCopies:
         for tensor in state.recurrent:
             self._at[tensor] = self.states_bytes
             self.states_bytes += tensor.nb[1]
-        self.row_bytes += sum(t.nb[1] for t in state.caches)
+        self.row_widths += [t.nb[1] for t in state.caches]
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of the KV rows of a position."""
+        return sum(self.row_widths)
 
     def _new_buffer(self) -> HostBuffer:
         # memory that one GPU driver pinned is pinned for all its devices
@@ -253,6 +259,8 @@ class HostCopies:
     def put_states(self, copy: StatesCopy, slot: int) -> None:
         """Enqueue that a sequence gets saved states."""
         host = _open(copy)
+        if host.array.nbytes != max(1, self.states_bytes):
+            raise InternalError(f"{host.array.nbytes} bytes of states, not {self.states_bytes}")
         for part in self._parts:
             for tensor in part.recurrent:
                 at, n = host.address(self._at[tensor]), tensor.nb[1]
@@ -280,6 +288,9 @@ class HostCopies:
 
         The sequence has pages for these positions.
         """
+        shapes = [part.shape for part in copy.parts]
+        if shapes != [(copy.n_rows, width) for width in self.row_widths]:
+            raise InternalError(f"KV rows of shapes {shapes}, of widths {self.row_widths}")
         caches = [
             (part.device.compute.ptr, tensor) for part in self._parts for tensor in part.caches
         ]

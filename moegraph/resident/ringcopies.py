@@ -20,9 +20,9 @@ from .ringshape import RingShape
 Parts = list[npt.NDArray[np.uint8]]
 
 
-def row_bytes(rings: DraftRings) -> int:
-    """Return the bytes of a position in all layers."""
-    return sum(tensor.nb[1] for tensor, _ in _tensors(rings))
+def row_widths(rings: DraftRings) -> list[int]:
+    """Return the bytes of a position in K and in V of each layer."""
+    return [tensor.nb[1] for tensor, _ in _tensors(rings)]
 
 
 def take(device: Device, rings: DraftRings, slot: int, first: int, n: int) -> Parts:

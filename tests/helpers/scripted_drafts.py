@@ -65,7 +65,7 @@ class ScriptedDrafter:
         self.calls.append("truncate")
         del self.held[n_past:]
 
-    row_bytes = 0
+    row_widths = ()
 
     def take_rows(self, slot: int, first: int, n: int) -> list[np.ndarray]:
         return []

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from helpers.patience import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegraph.cli.worker import _split
+from moegraph.cli.worker import _split, worker
 from moegraph.config import EngineConfig
 from moegraph.errors import ConfigError
 from moegraph.link.address import Address, is_loopback, parse_address
@@ -194,6 +196,12 @@ def test_a_relay_ends_when_either_side_does(side: int) -> None:
 )  # fmt: skip
 def test_an_address_to_listen_on_is_read(listen: str, wanted: tuple[str, int]) -> None:
     assert _split(listen) == wanted
+
+
+def test_a_worker_keeps_no_weights_where_others_can_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    found = CliRunner().invoke(worker, ["--cache-dir", str(tmp_path)])
+    assert isinstance(found.exception, ConfigError) and "(mode 777)" in str(found.exception)
 
 
 _DROPPED = """
