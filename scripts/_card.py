@@ -191,7 +191,8 @@ class Model:
 FULL = {
     "requests": "200", "mid": "2000", "long": "32768", "tokens": "192", "samples": "3",
     "few": "2", "kinds": "code structured hopeless", "mtp": "1 2 3 4", "dflash": "3 5 7",
-    "gen": "128", "prompts": "512 8192", "prompt": "512", "depths": "8192 32768",
+    "gen": "128", "long_answer": "512", "prompts": "512 8192", "prompt": "512",
+    "depths": "8192 32768",
     "ub": "2048", "server_ub": "1024", "clients": "1 4 8 16 32", "clients_60": "1 4 8",
     "many_60": "16 32", "ctx": "40960", "long_prompt": "--long --beside 8 --prompt 8192"
     " --turn 20000", "rows": "1 2 4 8 16 32", "seqs": "8 16 32", "seqs_comma": "8,16,32",
@@ -201,8 +202,9 @@ FULL = {
 }  # fmt: skip
 QUICK = {
     **FULL, "requests": "4", "mid": "60", "long": "200", "tokens": "8", "samples": "1", "few": "1",
-    "kinds": "code", "mtp": "2", "dflash": "3", "gen": "4", "prompts": "24", "prompt": "24",
-    "depths": "40", "ub": "32", "server_ub": "32", "clients": "1 2", "clients_60": "1",
+    "kinds": "code", "mtp": "2", "dflash": "3", "gen": "4", "long_answer": "24",
+    "prompts": "24", "prompt": "24", "depths": "40", "ub": "32", "server_ub": "32",
+    "clients": "1 2", "clients_60": "1",
     "many_60": "2", "ctx": "4096", "long_prompt": "", "rows": "1 2", "seqs": "2 3",
     "seqs_comma": "2,3", "traces": "sticky", "warm": "2", "first": "8", "runs": "8",
     "first_comma": "8", "draft_clients": "2", "depth": "24", "vocab": "0", "lengths": "8 24",

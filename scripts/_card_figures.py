@@ -135,10 +135,28 @@ def drafts_clients(lines: Lines, part: str) -> Iterator[Figure]:
         yield from ratio(name, mid(row["auto"]), mid(row["plain"]), 0.97)
 
 
+# By kind of text: what look-up must bring over plain decoding.
+_LOOKUP_BARS = {
+    "edit": (1.3, 2.0),
+    "list": (1.3, 2.0),
+    "mixed": (1.0, 1.3),
+    "hopeless": (0.98, 1.0),
+}
+
+
 def lookup(lines: Lines, part: str) -> Iterator[Figure]:
-    """Look-up in a text that repeats itself."""
-    by = {row["spec"]: row["avg_ts"] for row in lines[part] if row["test"].startswith("run")}
-    yield from ratio("text that repeats: look-up over plain", by.get("lookup"), by.get("off"))
+    """Look-up over plain decoding of the same text."""
+    by = {(row["kind"], row["way"]): row for row in lines[part]}
+    for (kind, way), row in by.items():
+        plain = by.get((kind, "off"))
+        if plain and way != "off":
+            shown = f"{kind}, {row['foretold']:.0%} foretold: {way} over plain"
+            if row["draft_steps"]:
+                shown += (
+                    f" ({row['tokens_a_step']:g} tokens of {row['mean_rows']:g} rows, "
+                    f"{row['draft_steps']} of {row['draft_steps'] + row['plain_steps']} steps)"
+                )
+            yield from ratio(shown, row["tps"], plain["tps"], *_LOOKUP_BARS.get(kind, (None, None)))
 
 
 def measured(rows: Iterable[Line], unit: str = "") -> Iterable[tuple[str, str]]:

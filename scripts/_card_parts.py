@@ -88,9 +88,9 @@ PARTS: Sequence[Part] = (
     part("drafts-vocab", 60, "drafting with all experts and a smaller vocabulary of drafts",
          _DRAFTS + " --kind code --draft-vocab {vocab}", shows=figures.drafts, share=1.0,
          needs="mtp"),
-    part("lookup", 25, "look-up in text that repeats itself, all experts",
-         "moegraph bench {model} {device} -p 0 -n 0 --run {gen} --temp 0 --spec off,lookup"
-         " --draft-accept 0.9,0.8,0.7,0.6 -r {samples} -o jsonl", shows=figures.lookup, share=1.0),
+    part("lookup", 40, "look-up in dictated texts that repeat themselves, or do not; all experts",
+         "bench_lookup.py {model} {device} --tokens {long_answer} --repeat {samples} --out {out}",
+         shows=figures.lookup, share=1.0),
     part("upstream-drafts-100", 80, "drafting beside llama-server's, all experts",
          _UPSTREAM_DRAFTS + " --share 100 --ncmoe 0", shows=figures.drafts_upstream, share=1.0,
          needs="mtp upstream"),

@@ -346,6 +346,20 @@ def test_bench_drafts_keeps_the_steps_of_its_texts(tmp_path: Path) -> None:
         assert line["way"] != "loaded, off" or n_tokens == [1] * 23
 
 
+def test_bench_lookup_writes_the_same_dictated_text_in_every_way(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    given = ("--device", "cpu", "--tokens", 60, "--repeat", 1, "--out", out)
+    run("bench_lookup.py", "tiny", *given, "--kind", "edit", "hopeless")
+    rows = {(row["kind"], row["way"]): row for row in lines_of(out)}
+    assert list(rows) == [(k, w) for k in ("edit", "hopeless") for w in ("off", "lookup", "auto")]
+    edit, hopeless = rows["edit", "lookup"], rows["hopeless", "lookup"]
+    assert edit["foretold"] > 0.5 and edit["draft_steps"] and edit["accepted"] > 0.3
+    assert hopeless["foretold"] == 0.0 and not hopeless["accepted"]
+    for row in (edit, hopeless):
+        n_tokens = sum(each["steps"] * each["tokens"] for each in row["by_rows"])
+        assert n_tokens == pytest.approx(59, abs=0.5), "the first token came from the prompt"
+
+
 @pytest.mark.parametrize(
     "script, given",
     [("bench_drafts_clients.py", ["--draft", ROOT / "moegraph" / "models" / "tiny-dflash.gguf"]),

@@ -28,7 +28,7 @@ def test_parts_run_once_and_their_figures_are_in_the_table(tmp_path: Path) -> No
     assert "no model; run" in measure(tmp_path, "run", code=1).stderr
     measure(tmp_path, "model", "--preset", "mini")
     done = measure(tmp_path, "run", "lookup", "run", "--out", out)
-    assert "| lookup | text that repeats: look-up over plain |" in done.stdout
+    assert "| lookup | list, " in done.stdout and "% foretold: lookup over plain" in done.stdout
     assert "| run | run8 temperature 0.0 top_k 0 |" in done.stdout
     assert "mini.gguf" in done.stdout and "| devices | two cards beside one |" in done.stdout
     assert {path.name for path in out.iterdir()} == {"results.jsonl", "log.txt", "table.md"}

@@ -1,0 +1,318 @@
+#!/usr/bin/env python3
+"""Measure prompt look-up in texts that repeat themselves, and in texts that do not.
+
+The texts are dictated: each pass computes what it computes, and the token that is drawn is the next
+one of the text. So weights may be random, all ways write the same text, and look-up finds, drafts
+and is accepted as in an answer that a model wrote so. The ways write in turn in one engine. Rows go
+to stdout as JSON lines with --json.
+
+Kinds of text: `edit` repeats the lines of its prompt with one word changed in every sixth, `list`
+is a JSON list of records, of which the prompt has some, `mixed` is half lines of the prompt and
+half new ones, `hopeless` has the same three tokens again and again, but never the same fourth.
+
+Example:
+    scripts/bench_lookup.py model.gguf --device cuda:0 --tokens 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import _bench as bench
+import numpy as np
+
+from moegraph.config import EngineConfig
+from moegraph.draft.lookup import LookUp
+from moegraph.draft.plan import Step
+from moegraph.engine import Engine
+from moegraph.engine.drafters import first_widths, open_speculation
+from moegraph.engine.drawing import Drawing
+from moegraph.engine.speculation import Speculation
+from moegraph.engine.warmup import time_verify
+from moegraph.modelfile import open_model
+from moegraph.sampling import SamplingParams
+from moegraph.text.tokenizer import Tokenizer
+
+WORDS = """
+order item price total tax rate count index value result buffer offset length width height node
+child parent left right key name path file line token state cache slot page block layer row batch
+""".split()
+VERBS = "load store find read write add drop merge split check count move copy open close".split()
+WAYS = ("off", "lookup", "auto")
+# What a match of so many tokens foretells counts as repeated.
+_MATCH = 3
+
+
+def code_line(rng: random.Random) -> str:
+    """Return a line of code made of usual words."""
+    a, b, c, d = (rng.choice(WORDS) for _ in range(4))
+    verb = rng.choice(VERBS)
+    return rng.choice([
+        f"    {a}_{b} = {verb}_{c}({d}, {a})\n", f"    if {a}.{b} > {c}:\n",
+        f"        self.{a} += {b}[{c}]\n", f"    return {verb}_{a}({b}, {c}_{d})\n",
+    ])  # fmt: skip
+
+
+def edit(rng: random.Random) -> tuple[str, str]:
+    """Return lines, and the same with one word changed in every sixth."""
+    lines = [code_line(rng) for _ in range(100)]
+    changed = list(lines)
+    for at in range(3, len(lines), 6):
+        word = next(word for word in WORDS if word in lines[at])
+        changed[at] = lines[at].replace(word, rng.choice(VERBS) + "ed", 1)
+    return "".join(lines) + "\n# edited:\n", "".join(changed)
+
+
+def records(rng: random.Random) -> tuple[str, str]:
+    """Return the beginning of a list of records, and how it goes on."""
+    found = [
+        json.dumps({
+            "id": rng.randint(1000, 9999), "name": f"{rng.choice(WORDS)} {rng.choice(WORDS)}",
+            "price": rng.randint(100, 99999) / 100, "in_stock": rng.random() < 0.5,
+            "tags": [rng.choice(WORDS)], "supplier": {"country": rng.choice(["DE", "FR", "US"])},
+        }) + ",\n"
+        for _ in range(60)
+    ]  # fmt: skip
+    return "[" + "".join(found[:8]), "".join(found[8:])
+
+
+def mixed(rng: random.Random) -> tuple[str, str]:
+    """Return lines, and four of them in turn with four new ones."""
+    lines = [code_line(rng) for _ in range(100)]
+    new = [code_line(rng) for _ in range(100)]
+    blocks = (lines[at : at + 4] + new[at : at + 4] for at in range(0, 100, 4))
+    return "".join(lines), "".join(line for block in blocks for line in block)
+
+
+TEXTS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "edit": edit, "list": records, "mixed": mixed,
+}  # fmt: skip
+KINDS = (*TEXTS, "hopeless")
+
+
+def text_of(kind: str, n_tokens: int, n_vocab: int) -> tuple[list[int], list[int]]:
+    """Return the ids of a prompt and of an answer of n_tokens, for any vocabulary.
+
+    They are those of the shipped model's tokenizer, spread over the vocabulary.
+    """
+    rng = random.Random(1)
+    with open_model(bench.model_path("tiny")) as file, closing(Tokenizer(file)) as tokenizer:
+        spread = max(n_vocab // file.hparams.n_vocab, 1)
+        if kind == "hopeless":
+            found = hopeless(rng, 600 + n_tokens)
+            return [spread * id_ for id_ in found[:600]], [spread * id_ for id_ in found[600:]]
+        parts = [tokenizer.encode(part) for part in TEXTS[kind](rng)]
+    prompt, answer = ([spread * int(id_) % n_vocab for id_ in part] for part in parts)
+    if len(answer) < n_tokens:
+        raise bench.BenchError(f"{kind} has {len(answer)} tokens; lower --tokens")
+    return prompt, answer[:n_tokens]
+
+
+def hopeless(rng: random.Random, n: int) -> list[int]:
+    """Return a text in which three tokens are followed by another fourth each time."""
+    found, followed = [1, 2, 3], defaultdict[tuple[int, ...], set[int]](set)
+    while len(found) < n:
+        seen = followed[tuple(found[-3:])]
+        token = rng.choice([id_ for id_ in range(1, 11) if id_ not in seen] or [rng.randint(1, 10)])
+        seen.add(token)
+        found.append(token)
+    return found
+
+
+def foretold(prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Return the share of an answer's tokens that followed the same tokens where these were last.
+
+    Of the latest place of each, without drafts: what a drafter could know at each token.
+    """
+    text, last, n_right = [*prompt, *answer], dict[tuple[int, ...], int](), 0
+    for at in range(_MATCH, len(text)):
+        key = tuple(text[at - _MATCH : at])
+        if at >= len(prompt) and key in last:
+            n_right += text[last[key]] == text[at]
+        last[key] = at
+    return n_right / len(answer)
+
+
+@contextmanager
+def dictated(prompt: Sequence[int], answer: Sequence[int]) -> Iterator[None]:
+    """Have texts go on as an answer does, whatever the model would draw."""
+    kept = Drawing.pick
+
+    def pick(self: Drawing, *_: Any) -> int:
+        return answer[min(len(self.sequence.tokens), len(answer) - 1)]
+
+    Drawing.pick = pick  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Drawing.pick = kept  # type: ignore[method-assign]
+
+
+def one_text(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Write an answer; return its tokens a second."""
+    with dictated(prompt, answer):
+        ids = np.array(prompt, dtype=np.int32)
+        events = [*engine.generate(
+            ids, SamplingParams(temperature=0.0), len(answer), ignore_eos=True, text=False
+        )]  # fmt: skip
+    if [event.token for event in events] != list(answer):
+        raise bench.BenchError("the text is not the one that was dictated")
+    return float(events[-1].decode_tps)
+
+
+def drafting(engine: Engine, config: EngineConfig, spec: str) -> Speculation:
+    """Return what drafts in a way, as an engine opens it."""
+    config = replace(config, spec=spec)
+    engine.reset(0)
+    widths = first_widths(config, engine.runner)
+    times = time_verify(engine.runner, widths, engine.threads.begin)
+    found = open_speculation([LookUp()], config, engine.runner, times)
+    assert found is not None
+    return found
+
+
+def by_rows(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """Return what steps of each number of rows took, in milliseconds, and what they gave."""
+    found = defaultdict[int, list[Step]](list)
+    for step in steps:
+        found[step.n_rows].append(step)
+    return [
+        {
+            "rows": n_rows, "steps": len(mine),
+            "tokens": round(statistics.fmean(step.n_tokens for step in mine), 2),
+            "ms": _median(step.seconds for step in mine),
+            "worst_ms": round(1e3 * max(step.seconds for step in mine), 3),
+            "draft_ms": _median(step.drafter_s for step in mine),
+            "verify_ms": _median(step.verify_s for step in mine),
+            "commit_ms": _median(step.commit_s for step in mine),
+        }
+        for n_rows, mine in sorted(found.items())
+    ]  # fmt: skip
+
+
+def _median(seconds: Iterator[float]) -> float:
+    return round(1e3 * statistics.median(seconds), 3)
+
+
+class Kept:
+    """Notes the steps that a controller observes."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self.steps, self._controller = list[Step](), speculation.controller
+        observe = self._controller.observe
+
+        def noted(step: Step) -> None:
+            self.steps.append(step)
+            observe(step)
+
+        self._controller.observe = noted  # type: ignore[method-assign]
+
+
+def measure(engine: Engine, config: EngineConfig, kind: str, args: Any) -> list[dict[str, Any]]:
+    """Return a row of each way for a kind of text; in each round, each writes the text."""
+    prompt, answer = text_of(kind, args.tokens, engine.hparams.n_vocab)
+    ways = {
+        way: None if way == "off" else drafting(engine, config, way) for way in args.ways
+    }  # fmt: skip
+    kept = {way: Kept(one) for way, one in ways.items() if one}
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    order = list(ways)
+    for at in range(args.repeat + 1):
+        for way in order[at % len(order) :] + order[: at % len(order)]:
+            engine.speculation = ways[way]
+            if at == 1 and way in kept:
+                kept[way].steps.clear()  # the first text may build graphs
+            found[way].append(one_text(engine, prompt, answer))
+    about = {
+        "kind": kind, "prompt": len(prompt), "tokens": len(answer),
+        "foretold": round(foretold(prompt, answer), 3),
+    }  # fmt: skip
+    return [row(way, found[way], kept.get(way), about) for way in ways]
+
+
+def row(way: str, tps: Sequence[float], kept: Kept | None, about: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a way. tps: of its texts, the first of which does not count."""
+    found = {**about, "way": way, "tps": statistics.median(tps[1:]), "first": tps[0]}
+    if kept:
+        steps = [step for step in kept.steps if step.n_rows > 1]
+        drafted, n = sum(step.n_rows - 1 for step in steps), len(steps)
+        found |= {
+            "accepted": round(sum(step.n_accepted for step in steps) / drafted, 3) if n else None,
+            "mean_rows": round(1 + drafted / n, 2) if n else None,
+            "tokens_a_step": round(sum(s.n_tokens for s in steps) / n, 2) if n else None,
+            "plain_steps": len(kept.steps) - n, "draft_steps": n, "by_rows": by_rows(kept.steps),
+        }  # fmt: skip
+    return found
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Measure all kinds and print a table."""
+    config = EngineConfig(
+        spec="lookup", device=args.device, profile="none", vram=args.vram,
+        n_ctx=args.tokens + 4096, n_draft=15,
+    )  # fmt: skip
+    with Engine.load(args.model, config) as engine:
+        for kind in args.kind:
+            rows = measure(engine, config, kind, args)
+            plain = next((one["tps"] for one in rows if one["way"] == "off"), None)
+            for one in rows:
+                if args.out:
+                    with args.out.open("a", encoding="utf-8") as file:
+                        file.write(bench.json_line(one))
+                print(json.dumps(one) if args.json else line(one, plain), flush=True)
+
+
+def line(one: dict[str, Any], plain: float | None) -> str:
+    """Return what a row says, and its steps by rows."""
+    over = f" {one['tps'] / plain:5.2f}x" if plain else ""
+    text = f"{one['kind']:9} {one['way']:7} {one['tps']:8.1f} tok/s{over} first {one['first']:.1f}"
+    if "by_rows" not in one:
+        return f"{text}; {one['foretold']:.0%} of the tokens were foretold"
+    text += (
+        f"; {one['accepted']} accepted, {one['mean_rows']} rows and {one['tokens_a_step']} tokens "
+        f"a step with a draft, {one['plain_steps']} without"
+    )
+    for each in one["by_rows"]:
+        text += (
+            f"\n    {each['rows']:2} rows: {each['steps']:4} steps of {each['tokens']:5} tokens, "
+            f"{each['ms']:7} ms (worst {each['worst_ms']}), draft {each['draft_ms']}, "
+            f"verify {each['verify_ms']}, commit {each['commit_ms']}"
+        )
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = bench.Parser(__doc__)
+    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
+    p.add_argument("--kind", nargs="+", default=list(KINDS), choices=KINDS)
+    p.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    p.add_argument("--tokens", type=bench.positive, default=256, help="of an answer")
+    p.add_argument("--repeat", type=bench.positive, default=3)
+    p.add_argument("--device", default="auto")
+    p.add_argument("--vram", default="auto", help="limit of device memory, in GiB")
+    p.add_argument("--json", action="store_true")
+    p.add_argument("--out", type=Path, metavar="FILE", help="append rows here, as JSON lines")
+    return p
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args()
+    return bench.guarded("bench_lookup.py", lambda: compare(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
