@@ -15,10 +15,10 @@ from ..text.chat.answer import AnswerParser
 from ..text.chat.calls import CALL, FUNCTION
 from ..text.chat.marks import prompt_marks
 from ..text.chat.memory import CallMemory
-from ..text.chat.messages import TemplateMessage, template_messages
+from ..text.chat.messages import ReadArguments, TemplateMessage, template_messages
 from ..text.chat.plaintools import CHATML
-from ..text.chat.prompting import PromptMaker, whole_prompt
-from ..text.chat.reasoning import END_OF_THINK
+from ..text.chat.prompting import PromptMaker, continued, is_continued
+from ..text.chat.reasoning import END_OF_THINK, ReasoningSplitter
 from ..text.chat.segments import Encoded, SegmentEncoder, turn_tags
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
 from ..text.constraint import GrammarConstraint
@@ -30,6 +30,7 @@ from .chatrequests import (
     DrawSettings,
     Format,
     Prepared,
+    Prompt,
     TextRequest,
     answer_grammar,
     check_tools,
@@ -44,6 +45,7 @@ __all__ = [
     "ChatRequest",
     "Format",
     "Prepared",
+    "Prompt",
     "TextRequest",
     "thinking_variables",
 ]
@@ -145,24 +147,40 @@ class ChatModel:
             RequestError: the messages, tools or the format are wrong, or the template refuses them.
             ContextOverflow: the prompt cannot fit into the context.
         """
-        check_tools(chat.tools, chat.tool_choice)
-        messages = self._messages(chat.messages)
-        render = self._prompts.renderer(chat.tools, chat.variables)
-        prompt = whole_prompt(render, messages)
+        prompt = self.prompt(chat)
+        text, encoded = prompt.text, prompt.encoded
         # tools that must not be called are shown too, so that the prompt keeps its beginning
         tools = () if chat.tool_choice == NONE else chat.tools
-        encoded = self._encode(prompt)
         parser = AnswerParser(
-            prompt, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls,
-            memory=self._turn(prompt, encoded),
+            text, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls,
+            memory=self._turn(text, encoded),
         )  # fmt: skip
-        constraint = self._chat_constraint(chat, parser.is_reasoning)
-        first = self._prompts.first_question(render, messages, prompt)
-        marks = prompt_marks(encoded, prompt, messages, first)
+        constraint = self._chat_constraint(chat, ReasoningSplitter.after(text).is_thinking)
+        marks = prompt_marks(encoded, text, prompt.messages, prompt.first)
         request = self._request(chat, encoded.ids, constraint, marks)
         if chat.tools:
             request = self._with_calls(request, chat.tool_choice != NONE)
         return Prepared(request, parser, () if constraint is None else constraint.warnings)
+
+    def prompt(self, chat: ChatRequest) -> Prompt:
+        """Return what the model reads of a conversation.
+
+        Raises:
+            RequestError: the messages or tools are wrong, or the template refuses them.
+            ContextOverflow: the prompt cannot fit into the context.
+        """
+        check_tools(chat.tools, chat.tool_choice)
+        messages = self._messages(chat.messages)
+        asked = chat.continue_final_message
+        goes_on = is_continued(messages, asked)
+        opens_turn = chat.add_generation_prompt or goes_on
+        render = self._prompts.renderer(chat.tools, chat.variables, opens_turn)
+        if goes_on:
+            text = continued(render(messages[:-1]), messages[-1], asked)
+        else:
+            text = render(messages)
+        first = self._prompts.first_question(render, messages, text)
+        return Prompt(text, self._encode(text), messages, first)
 
     def _with_calls(self, request: Request, are_allowed: bool) -> Request:
         """Return a request whose answer may have calls or not, if one token begins them.
@@ -179,10 +197,11 @@ class ChatModel:
 
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
         """Return messages for the template, with calls as the model wrote them if that is known."""
-        if not self._calls_are_json:
-            return template_messages(messages, self._calls.shown)
-        takes_text = "arguments is string" in self.template.source
-        return template_messages(messages, (lambda _, text: text) if takes_text else None)
+        read: ReadArguments | None = self._calls.shown
+        if self._calls_are_json:
+            has_calls = any(message.get("tool_calls") for message in messages)
+            read = self._calls.written if has_calls and self._prompts.takes_json else None
+        return template_messages(messages, read, lambda: self._prompts.separator)
 
     def _turn(self, prompt: str, encoded: Encoded) -> Turn:
         at, n = encoded.starts[-1]
@@ -252,20 +271,6 @@ class ChatModel:
             marks, reuse=settings.reuse, constraint=constraint, n_logprobs=settings.n_logprobs,
             deadline_s=settings.deadline_s, name=settings.name,
         )  # fmt: skip
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the prompt for messages; if the last is an assistant's, the prompt ends in it.
-
-        Raises:
-            RequestError: the messages are wrong, or the template refuses them.
-        """
-        render = self._prompts.renderer(tools, variables or {})
-        return whole_prompt(render, self._messages(messages))
 
     def _require_room(self, prompt: str | Sequence[int]) -> None:
         if self._room is not None:

@@ -10,6 +10,8 @@ from ..errors import RequestError
 from ..sampling import SamplingParams
 from ..text.chat.answer import AnswerParser
 from ..text.chat.calls import CALL
+from ..text.chat.messages import TemplateMessage
+from ..text.chat.segments import Encoded
 from ..text.chat.toolgrammar import CallGrammar
 from .requests import Request
 
@@ -47,8 +49,10 @@ class DrawSettings:
 class ChatRequest(DrawSettings):
     """A conversation to be answered.
 
-    messages, tools: in OpenAI's form; the last message may be an assistant's, whose text the answer
-    then continues. tool_choice: "auto", "none", "required", or the name of a function.
+    messages, tools: in OpenAI's form. add_generation_prompt: the prompt ends with the beginning of
+    the answer's turn. continue_final_message: the answer continues the last message, which is an
+    assistant's; "content" or "reasoning_content": this field of it; None: it does if there are
+    several messages. tool_choice: "auto", "none", "required", or the name of a function.
     inputs: function's name -> Lark grammar that the text of its parameters follows.
     parallel_tool_calls: False to end the answer after one call. variables: for the template, such
     as enable_thinking. reasoning: False to leave reasoning in the text.
@@ -61,6 +65,8 @@ class ChatRequest(DrawSettings):
     parallel_tool_calls: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool | str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,20 @@ class TextRequest(DrawSettings):
     """A text, or token ids, to be continued."""
 
     prompt: str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads of a conversation.
+
+    text: with the beginning of the answer. encoded: its token ids. messages: as the template got
+    them. first: the character where the first question begins; see `prompt_marks`.
+    """
+
+    text: str
+    encoded: Encoded
+    messages: Sequence[TemplateMessage]
+    first: int
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,11 @@ async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
         ApiError: the body is too large, not JSON, or does not fit; it names the field.
         ClientLeft: the client left before the body was complete.
     """
+    return fit(schema, await read_object(request))
+
+
+async def read_object(request: HttpRequest) -> dict[str, Any]:
+    """Return the JSON object of a body; raises as `read_schema`, which checks its fields too."""
     limits = state_of(request).limits
     body = await read_body(request, limits)
     if body.count(b",") > limits.commas:
@@ -34,6 +39,15 @@ async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
     value = parse_json(body)
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def fit(schema: type[Schema], value: dict[str, Any]) -> Schema:
+    """Return an object of a schema.
+
+    Raises:
+        ApiError: the value does not fit; it names the field.
+    """
     try:
         return schema.model_validate(value)
     except pydantic.ValidationError as error:

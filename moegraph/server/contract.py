@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..engine.chat import ChatRequest, Prepared, TextRequest
+from ..engine.chat import ChatRequest, Prepared, Prompt, TextRequest
 from ..engine.requests import Request, Step
 
 
@@ -18,13 +18,8 @@ class ChatModel(Protocol):
     def prepare_text(self, text: TextRequest) -> Prepared:
         """Tokenize a text that goes on without a template."""
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the prompt of a conversation."""
+    def prompt(self, chat: ChatRequest) -> Prompt:
+        """Render and tokenize a conversation."""
 
     def tokenize(
         self, text: str, add_special: bool = False, parse_special: bool = True

@@ -9,19 +9,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .app import RouteTable
-from .body import read_schema
+from .body import fit, read_object, read_schema
 from .contract import ChatModel
 from .reply import reply
-from .schemas.texts import DetokenizeBody, TemplateBody, TokenizeBody
+from .schemas.chat import ChatBody
+from .schemas.texts import DetokenizeBody, TokenizeBody
 from .state import state_of
 
 
 async def tokenize(request: HttpRequest) -> Response:
-    """Return the ids of a text, or of a conversation's prompt."""
-    body = await read_schema(request, TokenizeBody)
+    """Return the ids of a text, or those of the prompt that a chat would have."""
+    value = await read_object(request)
+    body = fit(TokenizeBody, value)
     state = state_of(request)
+    chat = None if value.get("messages") is None else fit(ChatBody, value).chat(state)
     async with state.model() as loaded:
-        ids = await state.work(lambda: _ids(loaded.chat, body))
+        model = loaded.chat
+        ids = await state.work(
+            lambda: model.prompt(chat).encoded.ids if chat else _ids(model, body)
+        )
         tokens: list[Any] = ids
         if body.with_pieces:
             tokens = [{"id": one, "piece": _piece(loaded.chat.piece(one))} for one in ids]
@@ -29,8 +35,6 @@ async def tokenize(request: HttpRequest) -> Response:
 
 
 def _ids(model: ChatModel, body: TokenizeBody) -> list[int]:
-    if body.messages is not None:
-        return model.tokenize(_rendered(model, body), add_special=False, parse_special=True)
     text = body.content if body.content is not None else body.prompt or ""
     parse = body.parse_special is not False
     return model.tokenize(text, add_special=bool(body.add_special), parse_special=parse)
@@ -54,18 +58,13 @@ async def detokenize(request: HttpRequest) -> Response:
 
 
 async def apply_template(request: HttpRequest) -> Response:
-    """Return the prompt of a conversation."""
-    body = await read_schema(request, TemplateBody)
+    """Return the prompt that a chat would have."""
+    body = await read_schema(request, ChatBody)
     state = state_of(request)
+    chat = body.chat(state)
     async with state.model() as loaded:
-        prompt = await state.work(lambda: _rendered(loaded.chat, body))
-    return reply({"prompt": prompt})
-
-
-def _rendered(model: ChatModel, body: TemplateBody | TokenizeBody) -> str:
-    messages = [message.plain() for message in body.messages or ()]
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    return model.render(messages, tools, body.variables())
+        prompt = await state.work(lambda: loaded.chat.prompt(chat))
+    return reply({"prompt": prompt.text})
 
 
 TABLE = RouteTable(

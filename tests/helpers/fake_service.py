@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moegraph.engine.chat import ChatRequest, Prepared, TextRequest
+from moegraph.engine.chat import ChatRequest, Prepared, Prompt, TextRequest
 from moegraph.engine.requests import Request, Step, TokenLogprobs, Usage
 from moegraph.engine.sequence import room_after
 from moegraph.errors import MoegraphError, RequestError
@@ -20,6 +20,8 @@ from moegraph.sampling import SamplingParams
 from moegraph.server.backend import Loaded, ModelFacts
 from moegraph.service.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.text.chat import AnswerParser
+from moegraph.text.chat.messages import template_messages
+from moegraph.text.chat.segments import Encoded
 
 N_CTX = 4096
 
@@ -162,11 +164,12 @@ class FakeChatModel:
 
     def __init__(self) -> None:
         self.chats: list[ChatRequest] = []
+        self.asked: list[ChatRequest] = []  # also those whose prompt alone was asked for
         self.texts: list[TextRequest] = []
 
     def prepare(self, chat: ChatRequest) -> Prepared:
         self.chats.append(chat)
-        prompt = self.render(chat.messages, chat.tools, chat.variables)
+        prompt = self.prompt(chat).text
         if chat.format is not None and chat.format.source == "broken":
             raise RequestError("the grammar is wrong in line 1")
         request = Request(
@@ -185,14 +188,11 @@ class FakeChatModel:
         )  # fmt: skip
         return Prepared(request, AnswerParser(reasoning=False))
 
-    def render(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        lines = [f"{m['role']}: {m.get('content', '')}" for m in messages]
-        return "\n".join([*lines, json.dumps(list(tools))] if tools else lines)
+    def prompt(self, chat: ChatRequest) -> Prompt:
+        self.asked.append(chat)
+        lines = [f"{m['role']}: {m['content']}" for m in template_messages(chat.messages)]
+        text = "\n".join([*lines, json.dumps(list(chat.tools))] if chat.tools else lines)
+        return Prompt(text, Encoded(list(text.encode()), [(0, 0)]), (), 0)
 
     def tokenize(
         self, text: str, add_special: bool = False, parse_special: bool = True

@@ -96,6 +96,16 @@ class TestReasoning:
     def test_left_in_the_text(self) -> None:
         assert parse("<think>a</think>b", reasoning=False) == [ContentPart("<think>a</think>b")]
 
+    def test_left_in_the_text_with_the_tag_of_the_prompt(self) -> None:
+        found = parse("a</think>b", "<|im_start|>assistant\n<think>\n", reasoning=False)
+        assert found == [ContentPart("<think>\na</think>b")]
+        prompt = "<think>\n\n</think>\n\n"
+        assert parse("b", prompt, reasoning=False) == [ContentPart("b")]
+
+    def test_more_of_it(self) -> None:
+        text = "a\n</think>\n\n<think>\nb</think>\n\nc"
+        assert parse(text, "<think>\n") == [ReasoningPart("a\n\nb"), ContentPart("c")]
+
     def test_no_answer(self) -> None:
         assert parse("only thoughts", "<think>") == [ReasoningPart("only thoughts")]
 
@@ -176,6 +186,52 @@ class TestCalls:
         assert calls('<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}') == [
             ("add", {"a": 1})
         ]
+
+    def test_the_older_form_is_told_as_it_comes(self) -> None:
+        parser = AnswerParser(tools=TOOLS, new_id=lambda: "id")
+        text = '<tool_call>\n{"name": "add", "arguments": {"note": "one two", "a": "7", "b": 1.50}}'
+        told = [merged(parser.push(text[n : n + 8])) for n in range(0, len(text), 8)]
+        begin = next(n for n, parts in enumerate(told) if parts)
+        assert told[begin] == [CallBegin(0, "id", "add"), CallArguments(0, '{"note"')]
+        pieces = [part.text for parts in told[begin:] for part in parts if hasattr(part, "text")]
+        assert "".join(pieces) == '{"note": "one two", "a": 7, "b": 1.50}'
+        assert len(pieces) > 4 and max(map(len, pieces)) < 16
+
+    @pytest.mark.parametrize(
+        "inside",
+        [
+            '{"arguments": ARGS, "name": "add"}',
+            '{"name": "add", "parameters": ARGS, "id": {"a": "}"}}',
+            '{"name": "add", "arguments": ARGS, "id"',
+            '{"name": "add", "arguments": ARGS',
+            '{"name":"add","arguments":"{\\"a\\": 1}"}',
+            "<function=add>ARGS",
+            "<function=add>\nARGS}",
+            "<function=add>\nARGS\n</function>\n",
+        ],
+    )
+    def test_forms_of_json(self, inside: str) -> None:
+        arguments = '{"a": 1}'
+        found = reply(f"<tool_call>{inside.replace('ARGS', arguments)}</tool_call>Done.")
+        assert [(one.arguments, one.is_whole) for one in found.calls] == [(arguments, True)]
+        assert found.content == "Done."
+
+    @pytest.mark.parametrize("broken", ['{"a": oops}', '{"a": [1}', '{"a": "\\x"}', '{"a": 1 2}'])
+    def test_json_that_proves_to_be_wrong(self, broken: str) -> None:
+        text = f'<tool_call>\n{{"name": "add", "arguments": {broken}}}\n</tool_call>\nDone.'
+        found = reply(text)
+        assert found.calls[0].arguments.startswith(broken) and found.content == "Done."
+        assert not found.calls[0].is_whole
+
+    @pytest.mark.parametrize("n", range(28, 70))
+    def test_json_that_was_cut_is_told(self, n: int) -> None:
+        given = '{"note": "half \\n of", "b": 2}'
+        text = f'<tool_call>\n{{"name": "add", "arguments": {given}}}\n</tool_call>'[:n]
+        (found,) = reply(text, is_cut=True).calls
+        begin = len('<tool_call>\n{"name": "add", "arguments": ')
+        told = text[begin : begin + len(given)]
+        assert found.name == "add" and found.arguments == (told if len(told) > 1 else "")
+        assert found.is_whole == (n >= begin + len(given))
 
     def test_a_name_that_is_no_tool(self) -> None:
         assert calls(call("guess", x="1")) == [("guess", {"x": 1})]
@@ -270,7 +326,7 @@ class TestDrift:
         text = "Two:\n" + call("write", path="a") + "\n" + call("add", a="1")[:n]
         found = reply(text, is_cut=True)
         assert found.content == "Two:" and found.calls[0].is_whole
-        assert [one.is_whole for one in found.calls[1:]] == [False] * (n > 37)
+        assert [one.is_whole for one in found.calls[1:]] == [False] * (n >= 26)
 
     def test_much_that_looks_like_json_is_read_in_time(self) -> None:
         text = "<tool_call>{" * 20_000
@@ -312,7 +368,6 @@ def test_whole_calls_have_json_and_parts_are_in_order(text: str, is_cut: bool) -
     for one in found.calls:
         if one.is_whole:
             assert isinstance(json.loads(one.arguments), dict)
-    assert is_cut or all(one.is_whole for one in found.calls)
 
 
 @given(st.text(max_size=60))

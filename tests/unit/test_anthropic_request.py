@@ -58,7 +58,7 @@ def test_results_of_tools_become_messages_of_their_own() -> None:
     assert json.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"a": "ü"}
     assert one == {"role": "tool", "tool_call_id": "t1", "content": "4\n2"}
     assert two["content"] == "Error: no"
-    assert more == {"role": "user", "content": "go\non"}
+    assert more == {"role": "user", "content": [text("go"), text("on")]}
 
 
 def test_a_result_without_content_is_empty() -> None:
@@ -76,7 +76,7 @@ def test_documents_of_plain_text_and_found_texts_are_read() -> None:
     document = {"type": "document", "source": source, "title": "T"}
     result = {"type": "search_result", "title": "S", "source": "u", "content": [text("hit")]}
     found = messages({"role": "user", "content": [document, result, text("q")]})
-    assert found[0]["content"] == "T\nbody\nS (u)\nhit\nq"
+    assert found[0]["content"] == [text("T\nbody\n"), text("S (u)\nhit\n"), text("q")]
 
 
 def test_tools_are_functions() -> None:

@@ -282,6 +282,14 @@ class TestReasoning:
             ("a </thi b", True, ("a </thi b", "")),
             ("a</think>b</think>c", True, ("a", "b</think>c")),
             ("<thin", False, ("", "<thin")),
+            ("<think>\nhm</think>Yes.", True, ("\nhm", "Yes.")),
+            ("\n<think><think>hm", True, ("hm", "")),
+            ("\n<thin", True, ("\n<thin", "")),
+            ("  hm <think> so", True, ("  hm <think> so", "")),
+            ("<think>\n\n</think>\n\n<think>\nhm</think>\nYes.", False, ("\n\n\nhm", "Yes.")),
+            ("hm</think>\n\n<think", True, ("hm", "<think")),
+            ("hm</think>\n\n", True, ("hm", "")),
+            ("hm</think>Yes <think>", True, ("hm", "Yes <think>")),
         ],
     )
     def test_parts(self, text: str, opened: bool, expected: tuple[str, str]) -> None:

@@ -49,13 +49,17 @@ def prompt(messages: list[dict[str, Any]], source: str = QWEN, **fields: Any) ->
         return bytes(chat.prepare(ChatRequest(messages=messages, **fields)).request.prompt).decode()
 
 
+def shown(chat: ChatModel, content: str = "Hi") -> str:
+    return chat.prompt(ChatRequest([{"role": "user", "content": content}])).text
+
+
 class TestPrompt:
     def test_ids_are_those_of_the_prompt_and_settings_are_kept(self) -> None:
         with model() as chat:
             found = chat.prepare(
                 ChatRequest(messages=[USER], max_tokens=5, stop=("x",), name="r1", n_logprobs=2)
             )
-            assert bytes(found.request.prompt).decode() == chat.render([USER])
+            assert bytes(found.request.prompt).decode() == shown(chat)
         assert found.request.max_tokens == 5 and found.request.stop == ("x",)
         assert found.request.name == "r1" and found.request.n_logprobs == 2
 
@@ -72,6 +76,74 @@ class TestPrompt:
 
     def test_variables_cannot_replace_the_messages(self) -> None:
         assert "Hi" in prompt([USER], variables={"messages": [], "add_generation_prompt": False})
+
+    def test_it_has_the_ids_that_a_request_has(self) -> None:
+        asked = ChatRequest([USER], [TOOL], variables={"enable_thinking": False})
+        with model("{{ bos_token }}" + QWEN) as chat:
+            found = chat.prompt(asked)
+            assert found.encoded.ids == list(chat.prepare(asked).request.prompt)
+        assert found.text.endswith("<think>\n\n</think>\n\n") and found.encoded.ids[:2] != [1, 1]
+
+    def test_without_the_beginning_of_an_answer(self) -> None:
+        assert prompt([USER], add_generation_prompt=False).endswith("user\nHi<|im_end|>\n")
+
+    @pytest.mark.parametrize(
+        ("show", "separator"),
+        [
+            ("{{ m.content if m.content is string else "
+             "m.content | map(attribute='text') | join }}", ""),
+            ("{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+             "{{ p.text }} |{% endfor %}{% endif %}", " |"),
+            ("{{ m.content }}", "\n"),
+            ("{{ m.content | tojson }}", r"\n"),
+            ("{{ m.content | trim }}", "\n"),
+            ("{{ m['content'] + '' }}", "\n"),
+        ],
+    )  # fmt: skip
+    def test_parts_of_text_are_joined_as_the_template_does(self, show: str, separator: str) -> None:
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        for role in ("user", "tool", "system"):
+            found = prompt(
+                [{"role": role, "content": parts}], f"{{% for m in messages %}}{show}{{% endfor %}}"
+            )
+            assert f"a{separator}b" in found
+
+    @pytest.mark.parametrize(
+        ("given", "shown"),
+        [
+            ('{"c":"\\u00e9","l":["\\u00e9",{"k":1}],"n":1.50}', '["é", {"k": 1}]'),
+            ({"c": "é", "l": ["é", {"k": 1}], "n": 1.5}, '["é", {"k": 1}]'),
+        ],
+    )
+    def test_arguments_of_calls_are_shown_as_in_training(self, given: Any, shown: str) -> None:
+        turn = {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "look", "arguments": given}}],
+        }
+        text = prompt([USER, turn, {"role": "tool", "content": "1"}])
+        assert f"<parameter=l>\n{shown}\n</parameter>" in text
+        assert "<parameter=c>\né\n</parameter>" in text
+
+    @pytest.mark.parametrize(
+        "show",
+        [
+            "{{ a if a is string else a | tojson }}", "{{ a | tojson }}", "{{ '> ' + a }}",
+            "{{ a.items() | list and a | tojson }}",
+        ],
+    )  # fmt: skip
+    def test_calls_in_json_are_shown_as_in_training(self, show: str) -> None:
+        source = (
+            "{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}"
+            "{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+            + show
+            + "{% endfor %}{% endfor %}"
+        )
+        for arguments in ('{"c":"\\u00e9","l":[1,2]}', {"c": "é", "l": [1, 2]}):
+            turn = {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "look", "arguments": arguments}}],
+            }
+            assert '{"c": "é", "l": [1, 2]}' in prompt([USER, turn], source)
 
     def test_a_conversation_with_tools(self) -> None:
         text = prompt(
@@ -169,6 +241,40 @@ class TestBegun:
         begun = {"role": "assistant", "content": "", "reasoning_content": "Well,"}
         assert prompt([USER, begun]).endswith("<think>\nWell,")
 
+    @pytest.mark.parametrize("opens_turn", [True, False])
+    @pytest.mark.parametrize(
+        ("asked", "end"),
+        [
+            (None, "<|im_start|>assistant\n<think>\nWell,\n</think>\n\nIt is"),
+            (True, "<|im_start|>assistant\n<think>\nWell,\n</think>\n\nIt is"),
+            ("content", "<|im_start|>assistant\n<think>\nWell,\n</think>\n\nIt is"),
+            ("reasoning_content", "<|im_start|>assistant\n<think>\nWell,"),
+        ],
+    )
+    def test_what_goes_on(self, asked: Any, end: str, opens_turn: bool) -> None:
+        begun = {"role": "assistant", "content": "It is", "reasoning_content": "Well,"}
+        fields = {"continue_final_message": asked, "add_generation_prompt": opens_turn}
+        assert prompt([USER, begun], **fields).endswith(end)
+
+    def test_reasoning_goes_on_where_the_template_has_closed_it(self) -> None:
+        begun = {"role": "assistant", "content": "", "reasoning_content": "Well,"}
+        found = prompt([USER, begun], variables={"enable_thinking": False})
+        assert found.endswith("<|im_start|>assistant\n<think>\nWell,")
+
+    def test_a_last_answer_that_does_not_go_on(self) -> None:
+        begun = {"role": "assistant", "content": "It is"}
+        found = prompt([USER, begun], continue_final_message=False)
+        assert found.endswith("It is<|im_end|>\n<|im_start|>assistant\n<think>\n")
+        found = prompt([USER, begun], continue_final_message=False, add_generation_prompt=False)
+        assert found.endswith("It is<|im_end|>\n")
+
+    @pytest.mark.parametrize(
+        "last", [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}]
+    )
+    def test_only_an_answer_without_calls_goes_on(self, last: dict[str, Any]) -> None:
+        with pytest.raises(RequestError, match="continue_final_message: the last message"):
+            prompt([USER, last], continue_final_message=True)
+
 
 class TestWithoutTools:
     """A template that knows no tools."""
@@ -229,8 +335,8 @@ class TestRefused:
         source = "{{ 1 / (messages[0].content | length) }}"
         with model(source) as chat:
             with pytest.raises(RequestError, match="the chat template fails"):
-                chat.render([{"role": "user", "content": ""}])
-            assert chat.render([{"role": "user", "content": "1"}]) == "1.0"
+                shown(chat, "")
+            assert shown(chat, "1") == "1.0"
 
 
 class TestText:
@@ -309,22 +415,22 @@ class TestOf:
 
     def test_the_models_own_template(self) -> None:
         with ChatModel.of(self.engine(**{"tokenizer.chat_template": "{{ bos_token }}x"})) as chat:
-            assert chat.render([USER]) == "\x01x" and chat.warnings == []
+            assert shown(chat) == "\x01x" and chat.warnings == []
             # a BOS in the prompt is the only one
             assert list(chat.prepare(ChatRequest([USER])).request.prompt) == [1, 120]
 
     def test_another_replaces_it(self) -> None:
         with ChatModel.of(self.engine(), ChatTemplate("mine")) as chat:
-            assert chat.render([USER]) == "mine" and chat.warnings == []
+            assert shown(chat) == "mine" and chat.warnings == []
 
     def test_a_template_that_fails_for_all_messages_is_at_fault_itself(self) -> None:
         broken = self.engine(**{"tokenizer.chat_template": "{{ 1 / 0 }}"})
         with ChatModel.of(broken) as chat, pytest.raises(ModelFileError, match="division"):
-            chat.render([USER])
+            shown(chat)
 
     def test_a_model_without_one_gets_chatml_and_a_warning(self) -> None:
         with ChatModel.of(self.engine()) as chat:
-            assert chat.render([USER]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+            assert shown(chat) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
             assert len(chat.warnings) == 1 and "no chat template" in chat.warnings[0]
 
 

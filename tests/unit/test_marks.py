@@ -62,7 +62,7 @@ class Talk:
         asked = ChatRequest(messages=messages, tools=[TOOL] * tools)
         found = self.model.prepare(asked)
         ids = list(found.request.prompt)
-        prompt = self.model.render(messages, asked.tools)
+        prompt = self.model.prompt(asked).text
         assert ids == TagTokenizer().encode(prompt)
         return prompt, [self.tokenizer.decode(ids[:mark]) for mark in found.request.marks]
 

@@ -65,10 +65,11 @@ def test_a_text_is_a_message_of_the_user_behind_the_instructions() -> None:
     assert found.tools == [] and found.tool_choice == "auto" and found.sampling == SamplingParams()
 
 
-def test_messages_need_no_type_and_their_parts_are_joined() -> None:
+def test_messages_need_no_type_and_their_parts_are_the_templates_to_join() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     found = messages({"role": "user", "content": parts}, {"role": "developer", "content": "c"})
-    assert found == [{"role": "user", "content": "ab"}, {"role": "developer", "content": "c"}]
+    shown = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert found == [{"role": "user", "content": shown}, {"role": "developer", "content": "c"}]
 
 
 def test_items_of_one_answer_are_one_message() -> None:
@@ -103,7 +104,7 @@ def test_reasoning_that_only_openai_can_read_is_left_out() -> None:
 def test_output_of_a_tool_may_be_a_list_of_texts() -> None:
     output = [{"type": "input_text", "text": "4"}, {"type": "output_text", "text": "2"}]
     found = messages({"type": "function_call_output", "call_id": "c", "output": output})
-    assert found[0]["content"] == "42"
+    assert found[0]["content"] == [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
 
 
 def test_functions_lose_what_a_chat_does_not_know() -> None:

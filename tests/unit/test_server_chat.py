@@ -164,7 +164,7 @@ def test_a_conversation_with_a_tool_reaches_the_model_as_it_is() -> None:
     case.chat(messages=messages, tools=[TOOL], tool_choice="required")
     (chat,) = case.model.chats
     assert [m["role"] for m in chat.messages] == ["developer", "user", "assistant", "tool"]
-    assert chat.messages[0]["content"] == "Be short"
+    assert chat.messages[0]["content"] == [{"type": "text", "text": "Be "}, TEXT_PART]
     assert chat.messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     assert chat.messages[3]["tool_call_id"] == "x"
     assert chat.tools == [TOOL] and chat.tool_choice == "required"
@@ -230,6 +230,26 @@ def test_what_a_request_does_not_say_is_the_servers() -> None:
     case.chat(reasoning_effort="low", max_tokens=-1)
     assert case.model.chats[1].variables["enable_thinking"] is True
     assert case.model.chats[1].max_tokens is None
+
+
+def test_what_the_answer_begins_with_reaches_the_model() -> None:
+    case, begun = Case(), {"role": "assistant", "content": "a"}
+    given: list[dict[str, Any]] = [
+        {}, {"add_generation_prompt": False}, {"continue_final_message": "content"},
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"continue_final_message": False, "add_generation_prompt": True},
+    ]  # fmt: skip
+    for fields in given:
+        case.chat(messages=[*CHAT["messages"], begun], **fields)
+    found = [(c.add_generation_prompt, c.continue_final_message) for c in case.model.chats]
+    assert found == [(True, None), (False, None), (True, "content"), (False, True), (True, False)]
+
+
+def test_thoughts_may_stay_in_the_text() -> None:
+    case = Case()
+    for reasoning_format in ("none", "auto", "deepseek", None):
+        case.chat(reasoning_format=reasoning_format)
+    assert [chat.reasoning for chat in case.model.chats] == [False, True, True, True]
 
 
 def test_seeds_of_64_bits_are_folded() -> None:
@@ -356,6 +376,17 @@ def test_text_is_no_format() -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"grammar": "x", "json_schema": {}}, "grammar"),
         ({"reasoning_effort": "heroic"}, "reasoning_effort"),
+        ({"reasoning_format": "deepseek-legacy"}, "reasoning_format"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        ({"continue_final_message": "name"}, "continue_final_message"),
+        ({"continue_final_message": 1}, "continue_final_message"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}] * 2},
+            "continue_final_message",
+        ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],

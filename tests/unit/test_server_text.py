@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,31 @@ def test_tokens_of_a_text() -> None:
     assert case.answer("/detokenize", {"tokens": [97, 98]})["content"] == "ab"
     assert case.answer("/apply-template", CHAT) == {"prompt": "user: hi"}
     assert case.post("/detokenize", {"tokens": [-1]}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"reasoning_effort": "low", "tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"chat_template_kwargs": {"x": 1}, "tool_choice": "none", "add_generation_prompt": False},
+    ],
+)
+def test_a_prompt_is_that_of_a_chat_with_the_same_body(given: dict[str, Any]) -> None:
+    case = Case(state={"variables": {"enable_thinking": False}})
+    body = {**CHAT, **given}
+    case.chat(**given)
+    text = case.answer("/apply-template", body)["prompt"]
+    assert list(text.encode()) == case.answer("/tokenize", body)["tokens"]
+    assert case.service.requests[0].prompt == list(text.encode())
+    chat, *others = [replace(one, name="") for one in case.model.asked]
+    assert others == [chat, chat] and "enable_thinking" in chat.variables
+
+
+def test_a_conversation_without_a_chats_form_is_no_prompt() -> None:
+    for path in ("/apply-template", "/tokenize"):
+        error = Case().post(path, {"messages": [{"role": "robot"}]}).json()["error"]
+        assert error["param"].startswith("messages[0]")
 
 
 def test_the_server_describes_its_model() -> None:

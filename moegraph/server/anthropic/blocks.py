@@ -15,7 +15,7 @@ from ..schemas.anthropic import (
     ToolResult,
     ToolUse,
 )
-from ..schemas.parts import kind_of, read, refuse
+from ..schemas.parts import kind_of, read, refuse, text_parts
 
 Block = Mapping[str, Any]
 Message = dict[str, Any]
@@ -74,13 +74,16 @@ def _call(use: ToolUse) -> dict[str, Any]:
 
 
 def _question(role: str, blocks: Sequence[tuple[Block, str]]) -> list[Message]:
-    """Return results of tools and texts in their order; neighbouring texts are one message."""
+    """Return results of tools and texts in their order; neighbouring texts are one message.
+
+    The template joins its parts.
+    """
     found: list[Message] = []
     texts: list[str] = []
 
     def close() -> None:
         if texts:
-            found.append({"role": role, "content": _joined(texts)})
+            found.append({"role": role, "content": text_parts(texts)})
             texts.clear()
 
     for block, where in blocks:
@@ -88,7 +91,8 @@ def _question(role: str, blocks: Sequence[tuple[Block, str]]) -> list[Message]:
             close()
             found.append(_result(read(ToolResult, block, where), where))
         else:
-            texts.append(_text(block, where))
+            is_plain = kind_of(block) == "text"
+            texts.append(_text(block, where) + ("" if is_plain else "\n"))
     close()
     return found
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..schemas.parts import kind_of, read, refuse
+from ..schemas.parts import Content, kind_of, read, refuse, text_parts
 from ..schemas.responses import (
     CallOutput,
     CustomCall,
@@ -59,17 +59,17 @@ class Conversation:
 
     def _message(self, item: Item, where: str) -> None:
         message = read(Message, item, where)
-        text = texts(message.content, f"{where}.content")
+        content = contents(message.content, f"{where}.content")
         if message.role != "assistant":
             self._answer = None
-            self.messages.append({"role": message.role, "content": text})
+            self.messages.append({"role": message.role, "content": content})
             return
-        self._assistant(_SPEAKS)["content"] += text
+        self._assistant(_SPEAKS)["content"] += _plain(content)
 
     def _reasoning(self, item: Item, where: str) -> None:
         reasoning = read(ReasoningItem, item, where)
         parts = reasoning.content or reasoning.summary or []
-        if text := texts(parts, f"{where}.content"):
+        if text := _plain(contents(parts, f"{where}.content")):
             answer = self._assistant(_REASONS)
             answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
@@ -89,9 +89,9 @@ class Conversation:
 
     def _output(self, item: Item, where: str) -> None:
         output = read(CallOutput, item, where)
-        text = texts(output.output, f"{where}.output")
+        content = contents(output.output, f"{where}.output")
         self._answer = None
-        self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
+        self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
 
     def _assistant(self, stage: int) -> dict[str, Any]:
         """Return the message of the answer; a new one if the last has gone on past this stage."""
@@ -102,8 +102,8 @@ class Conversation:
         return self._answer
 
 
-def texts(content: str | Sequence[Any], where: str) -> str:
-    """Return the text of a content.
+def contents(content: str | Sequence[Any], where: str) -> Content:
+    """Return a content as a message of a chat has it: a text, or parts, which the template joins.
 
     Raises:
         ApiError: a part is malformed, or no text.
@@ -121,4 +121,8 @@ def texts(content: str | Sequence[Any], where: str) -> str:
             refuse(f"{where}[{at}]", f"{kind}: this server reads text only")
         else:
             refuse(f"{where}[{at}].type", f"content of type {kind!r:.80} is not supported")
-    return "".join(found)
+    return text_parts(found)
+
+
+def _plain(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from ...engine.chat import ChatRequest
 from ..body import json_depth
@@ -17,11 +17,13 @@ from .fields import MAX_TOKENS, Body, Defaults, Sampled, Streamed, wrong
 from .formats import Formatted, Schema
 
 
-def _text(value: object) -> object:
-    """Return the text of a content: a string, or the joined texts of its parts."""
-    if not isinstance(value, list):
+def _content(value: object) -> object:
+    """Return a content: a string, or parts of text, which the template joins."""
+    if value is None or isinstance(value, str):
         return value
-    return "".join(_part_text(part, i) for i, part in enumerate(value))
+    if not isinstance(value, list):
+        raise wrong("expected a text, or a list of parts")
+    return [{"type": "text", "text": _part_text(part, i)} for i, part in enumerate(value)]
 
 
 def _part_text(part: object, index: int) -> str:
@@ -35,7 +37,7 @@ def _part_text(part: object, index: int) -> str:
     return text
 
 
-Text = Annotated[str | None, BeforeValidator(_text)]
+Content = Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)]
 
 
 def _arguments(value: object) -> object:
@@ -61,7 +63,7 @@ class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text = None
+    content: Content = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -141,10 +143,19 @@ def _few(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _no_number(value: object) -> object:
+    if type(value) is int:  # 1 is True
+        raise wrong("expected true, false, content or reasoning_content")
+    return value
+
+
 Messages = Annotated[list[Message], Field(min_length=1, max_length=LIMITS.messages)]
 Tools = Annotated[list[Tool], Field(max_length=LIMITS.tools)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Variables = Annotated[dict[str, Any], AfterValidator(_few)]
+Continued = Annotated[
+    Literal[True, False, "content", "reasoning_content"], BeforeValidator(_no_number)
+]
 
 
 class ChatBody(Sampled, Formatted, Streamed):
@@ -163,10 +174,11 @@ class ChatBody(Sampled, Formatted, Streamed):
         Literal["auto", "none", "required"] | Allowed | None, BeforeValidator(_chosen)
     ] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_few)] | None = None
+    reasoning_effort: Effort | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+    chat_template_kwargs: Variables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Continued | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
 
@@ -208,6 +220,24 @@ class ChatBody(Sampled, Formatted, Streamed):
             return chosen.mode or chosen.names[0]
         return chosen or "auto"
 
+    def _continues(self) -> bool | str | None:
+        """Return what `ChatRequest.continue_final_message` takes.
+
+        Raises:
+            ApiError: it is not clear what goes on.
+        """
+        asked, problem = self.continue_final_message, ""
+        if asked and self.add_generation_prompt:
+            problem = "not together with add_generation_prompt: true"
+        elif asked is None and [m.role for m in self.messages[-2:]] == ["assistant"] * 2:
+            problem = "the last two messages are the assistant's; say whether the last one goes on"
+        if problem:
+            raise ApiError(
+                400, f"continue_final_message: {problem}", param="continue_final_message",
+                code="invalid_value",
+            )  # fmt: skip
+        return asked
+
     def _callable(self) -> list[dict[str, Any]]:
         """Return the tools that may be called."""
         chosen, tools = self.tool_choice, self.tools or ()
@@ -215,7 +245,7 @@ class ChatBody(Sampled, Formatted, Streamed):
             tools = [tool for tool in tools if tool.function.name in chosen.names]
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
-    def chat(self, defaults: Defaults, name: str) -> ChatRequest:
+    def chat(self, defaults: Defaults, name: str = "") -> ChatRequest:
         """Return the request of one answer; name: for logs."""
         return ChatRequest(
             messages=[message.plain() for message in self.messages],
@@ -228,6 +258,9 @@ class ChatBody(Sampled, Formatted, Streamed):
                 **defaults.variables,
                 **template_variables(self.reasoning_effort, self.chat_template_kwargs),
             },
+            reasoning=self.reasoning_format != "none",
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=self._continues(),
             max_tokens=self.limit(defaults.max_tokens),
             stop=self.stops,
             ignore_eos=self.ignores_eos(defaults),

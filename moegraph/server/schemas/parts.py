@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import PlainValidator, ValidationError
@@ -29,6 +29,11 @@ def kind_of(value: Mapping[str, Any]) -> str:
     """Return the type that an object says it has; "" if that is no word."""
     kind = value.get("type")
     return kind if isinstance(kind, str) else ""
+
+
+def text_parts(texts: Sequence[str]) -> str | list[Object]:
+    """Return texts as the content of a message whose parts the template joins."""
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 T = TypeVar("T", bound=Body)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from .calls import CallScanner, Found
 from .parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
-from .reasoning import ReasoningSplitter
+from .reasoning import THINK, ReasoningSplitter
 from .toolschema import Tools
 
 
@@ -47,11 +47,13 @@ class AnswerParser:
         """prompt: what the answer follows; it tells whether the answer begins inside reasoning.
 
         tools: what may be called, in OpenAI's form; with none, calls are text. reasoning: False to
-        leave reasoning in the text. parallel: False to end the answer when it goes on
-        after its first call.
-        memory: is told how the model wrote the answer.
+        leave reasoning in the text, with the tag that the prompt ends in. parallel: False to end
+        the answer when it goes on after its first call. memory: is told how the model wrote the
+        answer.
         """
         self._splitter = ReasoningSplitter.after(prompt) if reasoning else None
+        is_opened = not reasoning and ReasoningSplitter.after(prompt).is_thinking
+        self._begun = prompt[prompt.rindex(THINK) :] if is_opened else ""
         self._parallel = parallel
         found, numbers = Tools(tools), count()
         self._raw: dict[int, dict[str, str]] = {}
@@ -82,12 +84,14 @@ class AnswerParser:
             self._texts.append(text)
             self._tokens += tokens
         if self._splitter is None:
-            return self._content(text)
-        was_reasoning = self._splitter.is_thinking
-        reasoning, content = self._splitter.push(text)
-        found = self._reason(reasoning)
-        if (was_reasoning or reasoning) and not self._splitter.is_thinking:
-            found += self._end_reasoning(is_cut=False)
+            begun, self._begun = self._begun, ""
+            return self._content(begun + text)
+        return self._split(*self._splitter.push(text))
+
+    def _split(self, reasoning: str, content: str) -> list[Part]:
+        found = self._scan(ReasoningPart, reasoning)
+        # until the answer has text, there may be more reasoning
+        found += self._end_reasoning(is_cut=False) if content else []
         return found + self._content(content)
 
     def flush(self, is_cut: bool = False) -> list[Part]:
@@ -98,8 +102,7 @@ class AnswerParser:
         """
         found: list[Part] = []
         if self._splitter is not None:
-            reasoning, content = self._splitter.flush()
-            found += self._reason(reasoning) + self._content(content)
+            found += self._split(*self._splitter.flush())
         scanner = self._scanners[ContentPart]
         rest = self._parts(ContentPart, scanner.flush(is_cut)) if scanner else []
         if self._memory:
@@ -108,9 +111,6 @@ class AnswerParser:
 
     def _content(self, text: str) -> list[Part]:
         return self._scan(ContentPart, text)
-
-    def _reason(self, text: str) -> list[Part]:
-        return self._scan(ReasoningPart, text)
 
     def _end_reasoning(self, is_cut: bool) -> list[Part]:
         scanner = self._scanners[ReasoningPart]

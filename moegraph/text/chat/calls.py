@@ -9,7 +9,8 @@
     </tool_call>
 
 Models drift from these forms. What can be understood is: a missing or doubled end tag, a missing
-<tool_call>, JSON between <function=NAME> and its end. What cannot remains text.
+<tool_call>, JSON between <function=NAME> and its end. What cannot remains text. JSON is told while
+it comes, so a call whose JSON proves to be wrong is a call that is not whole.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from .arguments import Arguments
+from .arguments import Arguments, JSONArguments
 from .parts import CallArguments, CallBegin, CallEnd
 from .rawjson import ObjectEnd, loads, members
 from .toolschema import Tools
@@ -29,6 +30,10 @@ PARAMETER, END_OF_PARAMETER = "<parameter=", "</parameter>"
 _CLOSERS = (END_OF_CALL, END_OF_FUNCTION, END_OF_PARAMETER)
 _MAX_NAME = 256
 _NAME = re.compile(r"[\w.:/-]+")
+_NAMED = r'\{\s*"name"\s*:\s*"([\w.:/-]{1,256})"'
+_NAME_FIRST = re.compile(_NAMED)
+_BEGIN = re.compile(_NAMED + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*["}])')
+_OBJECT = re.compile(r'\{\s*["}]')
 # What looks like an object of the older form is read again as text. This limits how often.
 _MAX_FAILED_JSON = 32
 
@@ -68,7 +73,7 @@ class CallScanner:
         self._index = 0
         self._json = ObjectEnd()
         self._n_failed = 0
-        self._arguments: Arguments | None = None
+        self._arguments: Arguments | JSONArguments | None = None
 
     def push(self, text: str) -> list[Found]:
         """Return the text and the parts of calls that text completes."""
@@ -86,10 +91,14 @@ class CallScanner:
         return self._run()
 
     def _cut(self) -> None:
-        """Drop what may be the beginning of a call; one that was told of stays without an end."""
+        """End a call whose name is known without an end; drop what may be the beginning of one."""
+        if self._arguments is None and self._step is CallScanner._whole_json:
+            found = _NAME_FIRST.match(self._held)
+            self._name = found[1] if found else ""
+        if self._arguments is None and self._step in _AFTER_NAME and self._name:
+            self._open(self._name)
         if self._arguments is not None:
-            self._out.append(CallEnd(self._index, is_whole=False))
-            self._arguments = None
+            self._end_call(is_whole=False)
         elif self._step is CallScanner._outside:
             if self._raws:  # after a call, what begins a tag is no text
                 self._held = _safe(self._held, (CALL, FUNCTION))
@@ -153,7 +162,7 @@ class CallScanner:
 
     def _between(self) -> bool:
         """Between the parameters of a call."""
-        arguments = self._require_arguments()
+        arguments = self._plain_arguments()
         tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
         start = _first(self._held, tags)
         if start is None:
@@ -180,7 +189,7 @@ class CallScanner:
         return True
 
     def _value(self) -> bool:
-        arguments = self._require_arguments()
+        arguments = self._plain_arguments()
         end = self._value_end()
         if end is None:
             return False
@@ -206,7 +215,7 @@ class CallScanner:
     def _take_value(self, n: int) -> None:
         # what stands before a tag decides whether <parameter= is one
         n = max(0, n - 1)
-        self._say(self._require_arguments().value(self._held[:n]))
+        self._say(self._plain_arguments().value(self._held[:n]))
         self._held = self._held[n:]
 
     def _ends_value(self, tag: str, start: int, end: int) -> bool | None:
@@ -218,7 +227,7 @@ class CallScanner:
             if stop is None or held[start - 1 : start] != "\n":
                 return None if stop is None and not self._is_last else False
             name = held[end:stop].strip(" \"'")
-            is_new = not self._require_arguments().has(name)
+            is_new = not self._plain_arguments().has(name)
             return held[stop] == ">" and is_new and self._tools.knows(self._name, name)
         rest = held[_skip(held, end) :]
         if rest.startswith(_AFTER[tag]):
@@ -245,48 +254,84 @@ class CallScanner:
         return True
 
     def _whole_json(self) -> bool:
-        """Inside the object of the older form."""
-        return self._when_whole(_named)
-
-    def _arguments_json(self) -> bool:
-        """Inside an object that stands in place of the parameters."""
-        return self._when_whole(lambda text: (self._name, text))
-
-    def _when_whole(self, read: Callable[[str], tuple[str, str]]) -> bool:
+        """Inside the object of the older form, if it is one."""
+        if begin := _BEGIN.match(self._held):
+            return self._begin_json(begin[1], self._held[begin.end() :])
         end = self._json.find(self._held)
         if end is None and not self._is_last:
             return False
         try:
-            name, arguments = read(self._held[:end])
+            name, arguments = _named(self._held[:end])
             members(arguments)
         except ValueError:
             self._n_failed += 1
             return self._wait_or_text(False)
-        return self._tell_json(name, arguments, end or 0)
+        return self._begin_json(name, arguments.strip() + "}" + self._held[end:])
 
-    def _tell_json(self, name: str, arguments: str, end: int) -> bool:
-        self._open(name)
-        self._say(self._require_arguments().take(arguments))
-        self._held = self._held[end:]
-        self._close()
+    def _arguments_json(self) -> bool:
+        """At an object that stands in place of the parameters, if it is one."""
+        if _OBJECT.match(self._held):
+            return self._begin_json(self._name, self._held)
+        if not self._held[1:].strip() and not self._is_last:
+            return False
+        self._n_failed += 1
+        return self._wait_or_text(False)
+
+    def _begin_json(self, name: str, rest: str) -> bool:
+        self._open(name, JSONArguments(name, self._tools))
+        self._held, self._step = rest, CallScanner._json_arguments
         return True
 
-    def _open(self, name: str) -> None:
+    def _json_arguments(self) -> bool:
+        """Inside the object of a call's arguments."""
+        arguments = self._arguments
+        assert isinstance(arguments, JSONArguments)
+        text, self._held = arguments.push(self._held)
+        self._say(text)
+        if not (arguments.is_over or self._is_last):
+            return False
+        self._end_call(arguments.is_whole)
+        self._json, self._step = ObjectEnd(), CallScanner._rest_of_json
+        return True
+
+    def _rest_of_json(self) -> bool:
+        """After the arguments: what else is in the object of the older form is left out."""
+        self._held = self._held.lstrip()
+        if self._held.startswith(","):
+            end = self._json.find("{" + self._held)
+            tag = self._held.find(END_OF_CALL)
+            if end is None and tag < 0 and not self._is_last:
+                return False
+            self._held = self._held[tag if tag >= 0 and (end is None or tag < end) else end or 0 :]
+        elif not (self._held or self._is_last):
+            return False
+        self._held = self._held.removeprefix("}")
+        self._step = CallScanner._after
+        return True
+
+    def _open(self, name: str, arguments: JSONArguments | None = None) -> None:
         self._raw, self._name, self._index = "", name, next(self._indices)
-        self._arguments = Arguments(name, self._tools)
+        self._arguments = arguments or Arguments(name, self._tools)
         self._out.append(CallBegin(self._index, self._new_id(), name))
 
     def _close(self) -> None:
-        arguments = self._require_arguments()
+        arguments = self._plain_arguments()
         self._say(arguments.close())
-        self._raws[self._index] = arguments.raw
-        self._out.append(CallEnd(self._index))
+        self._end_call(is_whole=True)
         stray = arguments.stray.replace(END_OF_PARAMETER, "").strip()
         self._text(stray)
-        self._arguments, self._step = None, CallScanner._after
+        self._step = CallScanner._after
 
-    def _require_arguments(self) -> Arguments:
-        assert self._arguments is not None
+    def _end_call(self, is_whole: bool) -> None:
+        arguments, self._arguments = self._arguments, None
+        assert arguments is not None
+        if isinstance(arguments, JSONArguments):
+            self._say(arguments.flush())
+        self._raws[self._index] = arguments.raw
+        self._out.append(CallEnd(self._index, is_whole))
+
+    def _plain_arguments(self) -> Arguments:
+        assert isinstance(self._arguments, Arguments)
         return self._arguments
 
     def _wait_or_text(self, may_wait: bool) -> bool:
@@ -313,6 +358,10 @@ class CallScanner:
     def _say(self, text: str) -> None:
         if text:
             self._out.append(CallArguments(self._index, text))
+
+
+# Steps at which the name of a call is known, but nothing was told of it.
+_AFTER_NAME = (CallScanner._whole_json, CallScanner._begin, CallScanner._arguments_json)
 
 
 def _named(text: str) -> tuple[str, str]:

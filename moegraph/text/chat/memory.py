@@ -14,12 +14,14 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from .rawjson import loads, members
+from .rawjson import dumps, loads, members
 
 # Characters of all values that are remembered.
 _MAX_CHARS = 4 * 1024 * 1024
 
 Raw = Mapping[str, str]
+# In place of a parameter's name: the text of all arguments, of a call that was written as JSON.
+WHOLE = ""
 
 
 class CallMemory:
@@ -33,7 +35,7 @@ class CallMemory:
     def keep(self, name: str, arguments: str, raw: Raw) -> None:
         """Remember a call; arguments: its JSON text. raw: how values that are no text were written.
 
-        Text is shown as it is anyway.
+        Text is shown as it is anyway. Of a call in JSON, raw has the text under the name `WHOLE`.
         """
         try:
             key = _key(name, loads(arguments))
@@ -53,26 +55,45 @@ class CallMemory:
     def shown(self, name: str, arguments: str) -> dict[str, Any]:
         """Return arguments for a template that prints text as it is; arguments: their JSON text.
 
-        A value that is not text becomes the text that the model wrote, if that is known, or else
-        its JSON as the client sent it; true, false and null remain the template's to write.
+        A value that is not text becomes the text that the model wrote, if that is known. Else a
+        number is as the client sent it, and an object or list is JSON as templates write it; true,
+        false and null remain the template's to write.
 
         Raises:
             ValueError: they are not a JSON object.
         """
         values, texts = loads(arguments), members(arguments)
-        with self._lock:
-            key = _key(name, values)
-            raw = self._known.get(key, {})
-            if raw:
-                self._known.move_to_end(key)
+        raw = self._raw(name, values)
         return {
             name: value if isinstance(value, str) else raw.get(name, _shown(value, texts[name]))
             for name, value in values.items()
         }
 
+    def written(self, name: str, arguments: str) -> str:
+        """Return arguments for a template that prints their JSON text as it is.
+
+        They are as the model wrote them, if that is known, or else as templates write JSON; text
+        that is not JSON stays.
+        """
+        try:
+            values = loads(arguments)
+        except ValueError:
+            return arguments
+        return self._raw(name, values).get(WHOLE, dumps(values))
+
+    def _raw(self, name: str, values: object) -> Raw:
+        with self._lock:
+            key = _key(name, values)
+            raw = self._known.get(key, {})
+            if raw:
+                self._known.move_to_end(key)
+            return raw
+
 
 def _shown(value: object, text: str) -> object:
-    return value if value is None or isinstance(value, bool) else text
+    if value is None or isinstance(value, bool):
+        return value
+    return text if isinstance(value, int | float) else dumps(value)
 
 
 def _key(name: str, values: object) -> bytes:

@@ -20,7 +20,9 @@ _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*
 
 
 def template_messages(
-    messages: Iterable[Mapping[str, Any]], read: ReadArguments | None = None
+    messages: Iterable[Mapping[str, Any]],
+    read: ReadArguments | None = None,
+    separator: Callable[[], str] = lambda: "\n",
 ) -> list[TemplateMessage]:
     """Return messages with the roles system, user, assistant and tool, whose content is text.
 
@@ -29,14 +31,14 @@ def template_messages(
     the beginning that earlier prompts have.
 
     read: makes the JSON text of a call's arguments what the template gets, given the call's name
-    too; None: their values.
+    too; None: their values. separator: returns what stands between the parts of one message.
 
     Raises:
         RequestError: names the message and what is wrong with it.
     """
     found: list[TemplateMessage] = []
     for n, message in enumerate(messages):
-        one = _template_message(message, f"messages[{n}]", read or _values)
+        one = _template_message(message, f"messages[{n}]", read or _values, separator)
         if one["role"] == "system" and not any(m["role"] != "system" for m in found):
             one["content"] = _BILLING.sub("", one["content"])
             if found and one["content"]:
@@ -51,16 +53,15 @@ def template_messages(
 
 
 def _template_message(
-    message: Mapping[str, Any], where: str, read: ReadArguments
+    message: Mapping[str, Any], where: str, read: ReadArguments, separator: Callable[[], str]
 ) -> TemplateMessage:
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise RequestError(
             f"{where}.role: {message.get('role')!r}; allowed: {', '.join(sorted(_ROLES))}"
         )
-    found: TemplateMessage = {
-        "role": role, "content": text_of(message.get("content"), f"{where}.content"),
-    }  # fmt: skip
+    content = text_of(message.get("content"), f"{where}.content", separator)
+    found: TemplateMessage = {"role": role, "content": content}
     if role == "assistant":
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str) and reasoning:
@@ -71,7 +72,7 @@ def _template_message(
     return found
 
 
-def text_of(content: object, where: str) -> str:
+def text_of(content: object, where: str, separator: Callable[[], str]) -> str:
     """Return the text of a message's content: a string, None, or parts that are text.
 
     Raises:
@@ -83,7 +84,8 @@ def text_of(content: object, where: str) -> str:
         return content
     if not isinstance(content, Sequence):
         raise RequestError(f"{where}: neither text nor a list of parts")
-    return "\n".join(_part_text(part, f"{where}[{n}]") for n, part in enumerate(content))
+    texts = [_part_text(part, f"{where}[{n}]") for n, part in enumerate(content)]
+    return (separator() if len(texts) > 1 else "").join(texts)
 
 
 def _part_text(part: object, where: str) -> str:

@@ -40,7 +40,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The end of a call; is_whole: False if the answer was cut, so that its JSON has no end."""
+    """The end of a call; is_whole: False if its text is no JSON object, as of an answer cut."""
 
     index: int
     is_whole: bool = True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 from ...errors import MoegraphError, RequestError
@@ -20,6 +22,10 @@ Render = Callable[[list[TemplateMessage]], str]
 _N_BEGINNINGS, _MAX_CHARS = 16, 4 * 1024 * 1024
 # Shorter ones have neither a system prompt nor tools.
 _MIN_BEGINNING = 64
+# Words that no template has, to find what becomes of a message.
+_ONE, _TWO = "moegraph-one", "moegraph-two"
+_ARGUMENTS = f'{{"{_ONE}": "{_TWO}"}}'
+_EMPTY_THOUGHTS = re.compile(rf"{THINK}\s*{END_OF_THINK}\s*\Z")
 
 
 class PromptMaker:
@@ -39,8 +45,39 @@ class PromptMaker:
         with self._rendering:
             self.template.close()
 
-    def renderer(self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Render:
+    @cached_property
+    def separator(self) -> str:
+        """What the template puts between parts of a message; a line end if it reads no parts."""
+        parts = [{"type": "text", "text": text} for text in (_ONE, _TWO)]
+        text = self._tried([{"role": "user", "content": parts}])
+        found = re.search(f"{_ONE}(.*?){_TWO}", text, re.DOTALL)
+        # a template that prints a list as it is would show the types
+        return found[1] if found and "type" not in found[1] else "\n"
+
+    @cached_property
+    def takes_json(self) -> bool:
+        """Whether the template prints arguments of calls that are JSON text as they are."""
+        function = {"name": "f", "arguments": _ARGUMENTS}
+        call = {"id": "call_1", "type": "function", "function": function}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return _ARGUMENTS in self._tried([{"role": "user", "content": "A"}, turn])
+
+    def _tried(self, messages: list[TemplateMessage]) -> str:
+        """Return the prompt for messages; "" if the template does not take them."""
+        try:
+            return self._apply(messages, {})
+        except MoegraphError:
+            return ""
+
+    def renderer(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        opens_turn: bool = True,
+    ) -> Render:
         """Return what makes prompts of messages, with these tools.
+
+        opens_turn: prompts end with the beginning of the next answer's turn.
 
         Raises:
             RequestError: a tool is not JSON; and so for messages that the template refuses.
@@ -56,18 +93,20 @@ class PromptMaker:
             if not self.template.knows_tools:
                 messages = plain_messages(messages, described)
             try:
-                return self._apply(messages, variables)
+                return self._apply(messages, variables, opens_turn)
             except RequestError:
                 plain = without_late_system(messages)
                 if plain == messages:
                     raise
-                return self._apply(plain, variables)
+                return self._apply(plain, variables, opens_turn)
 
         return render
 
-    def _apply(self, messages: list[TemplateMessage], variables: Mapping[str, Any]) -> str:
-        reserved = {"messages", "add_generation_prompt"}
-        allowed = {name: value for name, value in variables.items() if name not in reserved}
+    def _apply(
+        self, messages: list[TemplateMessage], variables: Mapping[str, Any], opens_turn: bool = True
+    ) -> str:
+        allowed = {name: value for name, value in variables.items() if name != "messages"}
+        allowed["add_generation_prompt"] = opens_turn
         with self._rendering:
             try:
                 return self.template.render(messages, **{**self._tokens, **allowed})
@@ -102,22 +141,33 @@ class PromptMaker:
         self._beginnings = found
 
 
-def whole_prompt(render: Render, messages: list[TemplateMessage]) -> str:
-    """Return the prompt for messages; if the last of several is an assistant's, it ends in that."""
-    if len(messages) > 1 and _is_begun(messages[-1]):
-        return _continued(render(messages[:-1]), messages[-1])
-    return render(messages)
+def is_continued(messages: Sequence[TemplateMessage], asked: bool | str | None) -> bool:
+    """Return whether the answer continues the last message.
+
+    asked: True, or the field of the message that goes on, "content" or "reasoning_content"; False;
+    or None: if the last of several messages is an assistant's without calls.
+
+    Raises:
+        RequestError: it is asked to, but the last message is none that can go on.
+    """
+    may = bool(messages) and messages[-1]["role"] == "assistant"
+    may = may and "tool_calls" not in messages[-1]
+    if asked and not may:
+        raise RequestError(
+            "continue_final_message: the last message is not an assistant's without tool calls"
+        )
+    return bool(asked) or (asked is None and may and len(messages) > 1)
 
 
-def _is_begun(message: TemplateMessage) -> bool:
-    return message["role"] == "assistant" and "tool_calls" not in message
+def continued(prompt: str, begun: TemplateMessage, field: object = None) -> str:
+    """Return a prompt that ends in the text of a message which the model is to continue.
 
-
-def _continued(prompt: str, begun: TemplateMessage) -> str:
-    """Return a prompt that ends in the text of a message which the model is to continue."""
+    field: "content" or "reasoning_content" goes on; otherwise the reasoning if there is no content.
+    """
     text, reasoning = str(begun["content"]), str(begun.get("reasoning_content", ""))
-    if prompt.rstrip().endswith(THINK):
-        if reasoning and not text:
-            return prompt + reasoning
-        return f"{prompt}{reasoning}\n{END_OF_THINK}\n\n{text}"
-    return prompt + text
+    thinks = field == "reasoning_content" or (field != "content" and bool(reasoning) and not text)
+    is_open = prompt.rstrip().endswith(THINK)
+    if thinks:
+        begin = prompt if is_open else _EMPTY_THOUGHTS.sub("", prompt) + f"{THINK}\n"
+        return begin + reasoning
+    return f"{prompt}{reasoning}\n{END_OF_THINK}\n\n{text}" if is_open else prompt + text

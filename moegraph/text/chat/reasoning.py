@@ -9,13 +9,15 @@ END_OF_THINK = "</think>"
 class ReasoningSplitter:
     """Split a stream at ``<think>`` and ``</think>``; only the start of a tag is held back.
 
-    opened: whether the prompt ends inside a reasoning block, as with Qwen's template.
+    A tag that is repeated where reasoning begins is dropped, and an answer that begins with one is
+    more reasoning. opened: whether the prompt ends inside a reasoning block, as with Qwen's
+    template.
     """
 
     def __init__(self, opened: bool = False) -> None:
         self.is_thinking = opened
-        self._at_start = not opened
-        self._skip_blank = True
+        self._at_start = True
+        self._skip_blank = False
         self._held = ""
 
     @classmethod
@@ -26,37 +28,38 @@ class ReasoningSplitter:
     def push(self, text: str) -> tuple[str, str]:
         """Return (reasoning, answer): the parts that text completes."""
         text, self._held = self._held + text, ""
-        if self._at_start:
-            text = self._find_start(text)
-        if not self.is_thinking:
-            return "", self._answer(text)
-        reasoning, tag, rest = text.partition(END_OF_THINK)
-        if not tag:
-            reasoning, self._held = _split_open_tag(text, END_OF_THINK)
-            return reasoning, ""
-        self.is_thinking, self._skip_blank = False, True
-        return reasoning, self._answer(rest)
+        reasoning = ""
+        while text:
+            text = self._find_start(text) if self._at_start else text
+            if not self.is_thinking:
+                return reasoning, self._answer(text)
+            before, tag, after = text.partition(END_OF_THINK)
+            if not tag:
+                if not self._at_start:
+                    before, self._held = _split_open_tag(text, END_OF_THINK)
+                return reasoning + before, ""
+            reasoning, text = reasoning + before, after
+            self.is_thinking, self._at_start, self._skip_blank = False, True, True
+        return reasoning, ""
 
     def flush(self) -> tuple[str, str]:
         """Return the held-back text as (reasoning, answer); call it at the end of the stream."""
         held, self._held = self._held, ""
-        return (held, "") if self.is_thinking else ("", held)
+        return (held, "") if self.is_thinking else ("", self._answer(held))
 
     def _find_start(self, text: str) -> str:
-        """Hold text until it is known whether it begins with a tag; return it without one."""
-        head = text.lstrip()
-        if head.startswith(THINK):
-            self.is_thinking, self._at_start = True, False
-            return head[len(THINK) :]
+        """Hold text until it is known whether it begins with a tag; return it without tags."""
+        while (head := text.lstrip()).startswith(THINK):
+            self.is_thinking, text = True, head[len(THINK) :]
         if THINK.startswith(head):
             self._held = text
             return ""
-        self._at_start = self._skip_blank = False
+        self._at_start = False
         return text
 
     def _answer(self, text: str) -> str:
         # The blank lines between reasoning and answer belong to neither.
-        if self._skip_blank and not self._at_start:
+        if self._skip_blank:
             text = text.lstrip("\n")
             self._skip_blank = not text
         return text
