@@ -143,16 +143,17 @@ class Side:
     def rows(
         self, n: int, seed: int, repeat: int, logits: bool = True, all_rows: bool = False
     ) -> dict[str, Any]:
-        """Time `repeat` passes of n rows, each from an empty sequence.
+        """Time `repeat` passes of n rows, each of other ids and from an empty sequence.
 
-        all_rows: whether the pass returns results of all rows, not only of the last.
+        The same ids again would find their experts on the device. all_rows: whether the pass
+        returns results of all rows, not only of the last.
         """
-        ids = token_ids(seed, n, self.n_vocab)
+        ids = token_ids(seed, n * repeat, self.n_vocab).reshape(repeat, n)
         before, times = self.stats(), []
-        for _ in range(repeat):
+        for fresh in ids:
             self.forget()
             begin = time.perf_counter()
-            self.step(ids, logits, all_rows)
+            self.step(fresh, logits, all_rows)
             times.append(time.perf_counter() - begin)
         return {"times": times, "experts": self._report(before)}
 

@@ -189,26 +189,30 @@ class Model:
 
 # Sizes of the measurements, and of a try-out on a small model.
 FULL = {
-    "requests": "200", "mid": "2000", "long": "32768", "tokens": "192", "samples": "3",
-    "few": "2", "kinds": "code structured hopeless", "mtp": "1 2 3 4", "dflash": "3 5 7",
-    "gen": "128", "long_answer": "512", "prompts": "512 8192", "prompt": "512",
-    "depths": "8192 32768",
-    "ub": "2048", "server_ub": "1024", "clients": "1 4 8 16 32", "clients_60": "1 4 8",
-    "many_60": "16 32", "ctx": "40960", "long_prompt": "--long --beside 8 --prompt 8192"
-    " --turn 20000", "rows": "1 2 4 8 16 32", "seqs": "8 16 32", "seqs_comma": "8,16,32",
-    "traces": "sticky flat recorded", "warm": "96", "first": "32 512", "runs": "128,512",
-    "first_comma": "32,512", "draft_clients": "1 4 8", "depth": "256", "vocab": "32768",
+    "samples": "3", "few": "2", "five": "5", "tokens": "192", "gen": "128", "few_gen": "64",
+    "long_answer": "512",
+    "requests": "200", "mid": "2000", "long": "32768", "prompts": "512 8192", "prompt": "512",
+    "kinds": "code structured hopeless", "mtp": "1 2 3 4", "dflash": "3 5 7", "depth": "256",
+    "depths": "8192 32768", "decode_ub": "512", "ub": "2048", "server_ub": "1024",
+    "clients": "1 4 8 16", "clients_60": "1 4 8", "many_60": "16 32", "ctx": "40960",
+    "long_prompt": "--long --beside 8 --prompt 8192 --turn 20000", "draft_clients": "2 4 8",
+    "rows": "1 2 4 8 16 32", "rows_comma": "1,2,4,8,16,32", "seqs": "8 16 32",
+    "seqs_comma": "8,16,32", "traces": "sticky flat recorded", "warm": "96", "runs": "128",
+    "first": "32 512", "first_comma": "32,512", "vocab": "32768",
     "lengths": "64 128 256 512 1024 2048", "then_prompts": "512 2048", "then": "8 32 128",
 }  # fmt: skip
 QUICK = {
-    **FULL, "requests": "4", "mid": "60", "long": "200", "tokens": "8", "samples": "1", "few": "1",
-    "kinds": "code", "mtp": "2", "dflash": "3", "gen": "4", "long_answer": "24",
-    "prompts": "24", "prompt": "24", "depths": "40", "ub": "32", "server_ub": "32",
-    "clients": "1 2", "clients_60": "1",
-    "many_60": "2", "ctx": "4096", "long_prompt": "", "rows": "1 2", "seqs": "2 3",
-    "seqs_comma": "2,3", "traces": "sticky", "warm": "2", "first": "8", "runs": "8",
-    "first_comma": "8", "draft_clients": "2", "depth": "24", "vocab": "0", "lengths": "8 24",
-    "then_prompts": "24", "then": "2 4",
+    "samples": "1", "few": "1", "five": "1", "tokens": "8", "gen": "4", "few_gen": "4",
+    "long_answer": "24",
+    "requests": "4", "mid": "60", "long": "200", "prompts": "24", "prompt": "24",
+    "kinds": "code", "mtp": "2", "dflash": "3", "depth": "24",
+    "depths": "40", "decode_ub": "32", "ub": "32", "server_ub": "32",
+    "clients": "1 2", "clients_60": "1", "many_60": "2", "ctx": "4096",
+    "long_prompt": "", "draft_clients": "2",
+    "rows": "1 2", "rows_comma": "1,2", "seqs": "2 3",
+    "seqs_comma": "2,3", "traces": "sticky", "warm": "2", "runs": "8",
+    "first": "8", "first_comma": "8", "vocab": "0",
+    "lengths": "8 24", "then_prompts": "24", "then": "2 4",
 }  # fmt: skip
 
 
@@ -217,6 +221,7 @@ def values(s: Settings, model: Model, gpu: Gpu | None, n_threads: int) -> dict[s
     found = dict(QUICK if s.quick else FULL)
     budgets = [n for n in (6, 8, 12) if gpu is None or n + 0.7 < gpu.n_bytes / GIB]
     whole = gpu is None or not budgets
+    sweep = [str(n) for n in sorted({max(1, n_threads * k // 4) for k in (2, 3, 4)})]
     found |= {
         "model": shlex.quote(s.model), "draft": shlex.quote(s.draft),
         "draft_option": f"--draft {shlex.quote(s.draft)}" if s.draft else "",
@@ -225,7 +230,7 @@ def values(s: Settings, model: Model, gpu: Gpu | None, n_threads: int) -> dict[s
         "budget": "whole" if whole else str(min(8, max(budgets))),
         "budgets": "whole" if whole else " ".join(map(str, budgets)),
         "threads": str(n_threads), "ngl": "-ngl 99" if gpu else "-ngl 0",
-        "sweep": " ".join(str(n) for n in sorted({max(1, n_threads * k // 4) for k in (2, 3, 4)})),
+        "sweep": " ".join(sweep), "sweep_comma": ",".join(sweep),
         "test_processes": str(test_processes(gpu, n_threads)),
     }  # fmt: skip
     for name, share in (("whole", 1.0), ("60", 0.6), ("25", 0.25), ("none", 0.0)):

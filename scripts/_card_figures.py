@@ -257,6 +257,17 @@ def depth(lines: Lines, part: str) -> Iterator[Figure]:
         yield from ratio(name, best["whole"], best["upstream"], *limits)
 
 
+def whole(lines: Lines, part: str) -> Iterator[Figure]:
+    """Decoding and prompts with all experts over llama-bench, with and without the logits."""
+    for setting, test in measured(lines[part]):
+        theirs = samples(lines[part], setting=setting, test=test, system="upstream")
+        bars = {"whole, argmax": (2.3, 3.0), "whole": (1.6, None)}
+        for system in ("whole", "whole, argmax", "whole, sampled"):
+            mine = samples(lines[part], setting=setting, test=test, system=system)
+            name = f"{test}, all experts{system.removeprefix('whole')}: over llama-bench"
+            yield from ratio(name, mine, theirs, *bars.get(system, (None, None)))
+
+
 def prompts(lines: Lines, part: str) -> Iterator[Figure]:
     """Prompts with some experts over llama-bench with the same memory."""
     for setting, test in measured(lines[part]):
@@ -314,13 +325,18 @@ def sequences(lines: Lines, part: str) -> Iterator[Figure]:
     yield from ratio("no expert resident: 32 sequences over 8", most, eight, 1.5, 2.0)
 
 
+# Passes of 8 and 16 rows over llama-bench's.
+_ROW_BARS = {"25 %": (4.5, 6.0), "60 %": (6.0, 8.0)}
+
+
 def rows_alone(lines: Lines, part: str) -> Iterator[Figure]:
     """Decoding by share of the experts, and passes of a few rows over llama-bench's."""
     rows = [row for row in lines[part] if row.get("kind") == "sample"]
-    theirs = {
-        (row["n_cpu_moe"], row["n_prompt"]): row["n_prompt"] / row["avg_ts"] * 1e3
-        for row in lines[part] if row.get("n_prompt")
-    }  # fmt: skip
+    theirs: dict[tuple[int, int], float] = {}  # ms, with the number of threads that is best
+    for row in lines[part]:
+        if row.get("n_prompt"):
+            key = row["n_cpu_moe"], row["n_prompt"]
+            theirs[key] = min(theirs.get(key, 1e9), row["n_prompt"] / row["avg_ts"] * 1e3)
     shares = dict(zip(("whole", "60 %", "25 %"), sorted({ncmoe for ncmoe, _ in theirs})))
     whole = samples(rows, setting="whole", unit="tok/s")
     for setting in ("60 %", "25 %", "0 %"):
@@ -329,7 +345,7 @@ def rows_alone(lines: Lines, part: str) -> Iterator[Figure]:
         yield from ratio(f"decode at {setting}: over all experts", speed, whole, *bars)
     for setting, test in measured(rows, "ms"):
         n = int(test.partition(" ")[2])
-        bars = (4.5, 6.0) if (setting, n) == ("25 %", 8) else (None, None)
+        bars = _ROW_BARS.get(setting, (None, None)) if n in (8, 16) else (None, None)
         mine = samples(rows, setting=setting, test=test)
         yield from ratio(f"{n} rows at {setting}: speed over llama-bench's",
                          theirs.get((shares.get(setting, -1), n)), mine, *bars)  # fmt: skip
@@ -351,7 +367,7 @@ def residency(lines: Lines, part: str) -> Iterator[Figure]:
 
 def first(lines: Lines, part: str) -> Iterator[Figure]:
     """From the start of a process to its first text, over llama-completion's time."""
-    rows = [row for row in lines[part] if "system" in row]
+    rows = [row for row in lines[part] if "system" in row and "seconds" in row]
     keys = dict.fromkeys((row["n_prompt"], row["system"]) for row in rows)
     by = {
         key: mid(r["seconds"] for r in rows if (r["n_prompt"], r["system"]) == key) for key in keys

@@ -47,25 +47,69 @@ _UPSTREAM_DRAFTS = (
     " --out {out}"
 )
 _CLIENTS = (
-    "bench_drafts_clients.py {model} {device} --clients {draft_clients} --tokens {tokens}"
-    " --samples {few} --out {out}"
+    "bench_drafts_clients.py {model} {draft_option} {device} --clients {draft_clients}"
+    " --tokens {tokens} --samples {samples} --out {out}"
 )
 _SERVER = (
     "bench_server.py {model} {device} --llama-server {bin}/llama-server -ub {server_ub} -c {ctx}"
     " --out {out}"
 )
 _RESIDENCY = (
-    "bench_residency.py {model} --llama-bench {bin}/llama-bench {device} --samples {samples}"
-    " --gen {gen} --warm {warm} --first-token 0 --out {out}"
+    "bench_residency.py {model} --llama-bench {bin}/llama-bench {device} --warm {warm}"
+    " --first-token 0 --out {out}"
 )
-_DECODE = _RESIDENCY + " --ubatch 512 --prompt --traces {traces} --sweep {sweep}"
-_TREES = "bench_trees.py {model} now={root} {device} --samples {samples}"
+_DECODE = (
+    _RESIDENCY + " --samples {five} --ubatch {decode_ub} --prompt {prompt} --traces {traces}"
+    " --sweep {sweep}"
+)
+_TREES = "bench_trees.py {model} now={root} {device}"
 _BATCHED = (
     "llama-batched-bench -m {model} {ngl} -t {threads} -fa on -npp 16 -ntg 32 -npl {seqs_comma}"
     " -c 4096 --output-format jsonl"
 )
 
+# Those whose figures README and docs/benchmarks.md show.
+PAGE = (
+    "whole", "residency-60", "residency-25", "residency-none", "rows", "run", "lookup",
+    "server-all", "first",
+)  # fmt: skip
+
 PARTS: Sequence[Part] = (
+    part("whole", 30, "decoding and prompts with all experts beside llama-bench",
+         "bench_vs_upstream.py {model} --llama-bench {bin}/llama-bench {device} --threads {threads}"
+         " --prompt {prompt} --gen {gen} --ubatch {decode_ub} --samples {five} --out {out}",
+         shows=figures.whole, share=1.0, needs="upstream"),
+    part("residency-60", 65, "decoding by routing and prompts with 60 % of the experts",
+         _DECODE + " --ncmoe {ncmoe_60} --gen {gen}", shows=figures.residency, share=0.6,
+         needs="upstream"),
+    part("residency-25", 95, "the same with 25 % of the experts",
+         _DECODE + " --ncmoe {ncmoe_25} --gen {gen}", shows=figures.residency, share=0.25,
+         needs="upstream"),
+    part("residency-none", 90, "the same with no expert on the card",
+         _DECODE + " --ncmoe {ncmoe_none} --gen {few_gen}", shows=figures.residency,
+         needs="upstream"),
+    part("rows", 75, "passes of a few rows, other ids each time, beside llama-bench",
+         _TREES + " --samples {five} --settings whole 60 25 --gen {gen} --rows {rows} --prompt"
+         " --warm {warm} --out {out}",
+         "llama-bench -m {model} {ngl} -t {sweep_comma} -fa 1 -p {rows_comma} -n 0"
+         " -ncmoe 0,{ncmoe_60},{ncmoe_25} -r {five} -o jsonl",
+         shows=figures.rows_alone, share=1.0, needs="upstream"),
+    part("run", 20, "generations through sampler and text beside the loop of bench",
+         "moegraph bench {model} {device} -p 0 -n {gen} --run {runs} --temp 0,1 --top-k 0,40"
+         " -r {five} -o jsonl", shows=figures.run_rows),
+    part("lookup", 40, "look-up in dictated texts that repeat themselves, or do not; all experts",
+         "bench_lookup.py {model} {device} --tokens {long_answer} --repeat {samples} --out {out}",
+         shows=figures.lookup, share=1.0),
+    part("server-all", 80, "many clients beside llama-server",
+         _SERVER + " --clients {clients} --samples {samples} --theirs '{ngl} -t {threads}'",
+         shows=figures.server, share=1.0, needs="upstream"),
+    part("first", 70, "from the start of a process to its first text, beside llama-completion",
+         "bench_first.py {model} {device} --llama-completion {bin}/llama-completion"
+         " --prompt {first} --vram {gib_25} --theirs '{ngl} -t {threads} -ncmoe {ncmoe_25}'"
+         " --samples {samples} --out {out}",
+         "moegraph bench {model} {device} --ttft -p {first_comma} --vram {gib_25} -r {samples}"
+         " -o jsonl",
+         shows=figures.first, share=0.25, needs="upstream"),
     part("memory", 60, "200 requests within 8 GiB: device memory, growth of host memory",
          "bench_memory.py {model} {device} --vram {budget} --requests {requests}"
          " --longest {mid} --out {out}", shows=figures.memory),
@@ -88,9 +132,6 @@ PARTS: Sequence[Part] = (
     part("drafts-vocab", 60, "drafting with all experts and a smaller vocabulary of drafts",
          _DRAFTS + " --kind code --draft-vocab {vocab}", shows=figures.drafts, share=1.0,
          needs="mtp"),
-    part("lookup", 40, "look-up in dictated texts that repeat themselves, or do not; all experts",
-         "bench_lookup.py {model} {device} --tokens {long_answer} --repeat {samples} --out {out}",
-         shows=figures.lookup, share=1.0),
     part("upstream-drafts-100", 80, "drafting beside llama-server's, all experts",
          _UPSTREAM_DRAFTS + " --share 100 --ncmoe 0", shows=figures.drafts_upstream, share=1.0,
          needs="mtp upstream"),
@@ -100,13 +141,14 @@ PARTS: Sequence[Part] = (
     part("upstream-drafts-25", 160, "the same with 25 % of the experts",
          _UPSTREAM_DRAFTS + " --share 25 --ncmoe {ncmoe_25}", shows=figures.drafts_upstream,
          share=0.25, needs="mtp upstream"),
-    part("clients-100", 70, "drafting for several clients, all experts",
-         _CLIENTS + " --kind structured", shows=figures.drafts_clients, share=1.0, needs="mtp"),
-    part("clients-60", 90, "the same with 60 % of the experts",
-         _CLIENTS + " --kind structured --share 60", shows=figures.drafts_clients, share=0.6,
-         needs="mtp"),
-    part("server-all", 170, "many clients beside llama-server, a long prompt, a second turn",
-         _SERVER + " --clients {clients} {long_prompt} --theirs '{ngl} -t {threads}'",
+    part("clients-100", 80, "drafting for several clients, all experts",
+         _CLIENTS + " --kind structured", _CLIENTS + " --kind code",
+         shows=figures.drafts_clients, share=1.0, needs="mtp"),
+    part("clients-60", 100, "the same with 60 % of the experts",
+         _CLIENTS + " --kind structured --share 60", _CLIENTS + " --kind code --share 60",
+         shows=figures.drafts_clients, share=0.6, needs="mtp"),
+    part("server-long", 60, "a long prompt beside 8 clients, and a second turn",
+         _SERVER + " --clients 1 --tokens 16 {long_prompt} --theirs '{ngl} -t {threads}'",
          shows=figures.server, share=1.0, needs="upstream"),
     part("server-60", 220, "the same with 60 % of the experts",
          _SERVER + " --clients {clients_60} {long_prompt} --ours '--pin-layers 0 --cache-slots"
@@ -116,9 +158,6 @@ PARTS: Sequence[Part] = (
          _SERVER + " --clients {many_60} --tokens 64 --ours '--pin-layers 0 --cache-slots"
          " {slots_60}' --theirs '{ngl} -t {threads} -ncmoe {ncmoe_60}'",
          shows=figures.server, share=0.6, needs="upstream"),
-    part("run", 40, "generations through sampler and text beside the loop of bench",
-         "moegraph bench {model} {device} -p 0 -n {gen} --run {runs} --temp 0,1 --top-k 0,40"
-         " -r {samples} -o jsonl", shows=figures.run_rows),
     part("shell", 60, "`moegraph run` from the shell beside the loop of bench",
          "bench_sampling.py {model} {device} --cli -n {gen} --rounds {samples} --only greedy",
          shows=figures.shell),
@@ -141,34 +180,16 @@ PARTS: Sequence[Part] = (
          " --samples {few} --out {out}",
          shows=figures.depth, share=1.0, needs="upstream"),
     part("prompts", 130, "prompts with 60 and 25 % of the experts beside llama-bench",
-         _RESIDENCY + " --ncmoe {ncmoe_60} {ncmoe_25} --ubatch {ub} --prompt {prompts} --traces",
+         _RESIDENCY + " --samples {samples} --ncmoe {ncmoe_60} {ncmoe_25} --ubatch {ub}"
+         " --prompt {prompts} --traces",
          shows=figures.prompts, share=0.6, needs="upstream"),
     part("links", 110, "prompts over links made 2 and 4 times slower",
          "bench_prompts.py {model} {device} --settings whole 60 25 --link-times 1 2 4"
          " --prompt {prompts} --ubatch {ub} --samples {few} --out {out}",
          shows=figures.links, share=1.0),
     part("sequences", 120, "sequences that decode together beside llama-batched-bench",
-         _TREES + " --settings 60 0 --seqs {seqs} --gen 32 --out {out}",
+         _TREES + " --samples {samples} --settings 60 0 --seqs {seqs} --gen 32 --out {out}",
          _BATCHED + " -ncmoe {ncmoe_60}", shows=figures.sequences, share=0.6, needs="upstream"),
-    part("rows", 100, "passes of a few rows, decoding by share of the experts",
-         _TREES + " --settings whole 60 25 0 --gen {gen} --rows {rows} --prompt --warm {warm}"
-         " --out {out}",
-         "llama-bench -m {model} {ngl} -t {threads} -fa 1 -p 8,16 -n 0"
-         " -ncmoe 0,{ncmoe_60},{ncmoe_25} -r 3 -o jsonl",
-         shows=figures.rows_alone, share=1.0, needs="upstream"),
-    part("residency-60", 110, "decoding with 60 % of the experts by routing, beside llama-bench",
-         _DECODE + " --ncmoe {ncmoe_60}", shows=figures.residency, share=0.6, needs="upstream"),
-    part("residency-25", 110, "the same with 25 % of the experts",
-         _DECODE + " --ncmoe {ncmoe_25}", shows=figures.residency, share=0.25, needs="upstream"),
-    part("residency-none", 110, "the same with no expert on the card",
-         _DECODE + " --ncmoe {ncmoe_none}", shows=figures.residency, needs="upstream"),
-    part("first", 80, "from the start of a process to its first text, beside llama-completion",
-         "bench_first.py {model} {device} --llama-completion {bin}/llama-completion"
-         " --prompt {first} --vram {gib_25} --theirs '{ngl} -t {threads} -ncmoe {ncmoe_25}'"
-         " --samples {few} --out {out}",
-         "moegraph bench {model} {device} --ttft -p {first_comma} --vram {gib_25} -r {few}"
-         " -o jsonl",
-         shows=figures.first, share=0.25, needs="upstream"),
     part("devices", 120, "two cards beside one",
          "bench_devices.py {model} cuda:0 cuda:0,cuda:1 --share 0.6 --out {out}",
          shows=figures.devices, share=0.6, needs="cuda cards"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 import _cuda
 import _progress
 import _tools
-from _tools import ROOT, fetch, say
+from _tools import ROOT, BuildError, fetch, say
 
 # What is compared with: rows, sequences together, a server, the time to the first token.
 PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-server", "llama-completion")
@@ -112,7 +113,25 @@ def libraries(names: Iterable[str]) -> list[str]:
 
 
 def bindings(sdist: Path, folder: Path) -> None:
-    """Unpack the Python files of llama_cpp from the source distribution into folder/llama_cpp."""
+    """Take the Python files of llama_cpp from the source distribution into folder/llama_cpp.
+
+    sdist: packed or not; of a folder that has only llama.cpp, the files are those of the Python
+    that runs this.
+
+    Raises:
+        BuildError: they are nowhere.
+    """
+    if sdist.is_dir():
+        spec = importlib.util.find_spec("llama_cpp")
+        found = Path(spec.origin).parent if spec and spec.origin else None
+        package = sdist / "llama_cpp" if (sdist / "llama_cpp").is_dir() else found
+        if package is None:
+            raise BuildError(f"{sdist} has no folder llama_cpp; unpack all of {fetch.PIN['file']}")
+        for path in package.rglob("*.py"):
+            target = folder / "llama_cpp" / path.relative_to(package)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        return
     with tarfile.open(sdist) as tar:
         for member in tar:
             path = Path(*Path(member.name).parts[1:])

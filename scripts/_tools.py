@@ -154,6 +154,11 @@ def install_python_packages(sdist: Path) -> None:
         pip_install(missing, os.environ)
     if importlib.util.find_spec("llama_cpp") is None:
         say("installing llama-cpp-python without its own build")
+        if sdist.is_dir() and not (sdist / "pyproject.toml").is_file():
+            raise BuildError(
+                f"{sdist} has only llama.cpp, and this Python no llama_cpp; name"
+                f" {fetch.PIN['file']} or its whole folder with --sdist"
+            )
         pip_install([str(sdist)], dict(os.environ, CMAKE_ARGS="-DLLAMA_BUILD=OFF"))
 
 

@@ -175,8 +175,15 @@ def make_oracle(cpu_options: list[str]) -> None:
     for folder in (fresh, ORACLE, work):
         shutil.rmtree(folder, ignore_errors=True)
     # ccache needs the same paths each time; pip would unpack and build in folders of random names
-    shutil.unpack_archive(fetch.find_sdist(None, ROOT / "build" / "cache"), work)
-    (source,) = work.iterdir()
+    source = fetch.find_sdist(None, ROOT / "build" / "cache")
+    if source.is_file():
+        shutil.unpack_archive(source, work)
+        (source,) = work.iterdir()
+    elif (source / "pyproject.toml").is_file():
+        source = Path(shutil.copytree(source, work / source.name))
+    else:
+        raise BuildError(f"{source} has only llama.cpp; name {fetch.PIN['file']} with"
+                         " MOEGRAPH_SDIST, to build the oracle")  # fmt: skip
     command = [str(c) for c in pip("--verbose", "--no-deps", "--no-build-isolation")]
     command.remove("--quiet")
     command += ["--target", str(fresh), f"--config-settings=build-dir={work / 'build'}"]

@@ -3,7 +3,8 @@
 
 Each sample is a process of its own that reads a prompt of about so many tokens and writes some
 text; the time ends with the first byte of it. Both get the same prompt, in turn, and are ended
-then. The first sample of each is not counted: it brings the file into the page cache.
+then. The first sample of each is not counted: it brings the file into the page cache. Where
+llama-completion fails, a line says why, and moegraph is measured alone.
 
     scripts/bench_first.py 35b.gguf --llama-completion bin/llama-completion --vram 7.7 \\
         --theirs "-ngl 99 -ncmoe 30" --prompt 32 512
@@ -79,9 +80,10 @@ def prompt_text(model: Path, n_tokens: int) -> str:
     return " ".join(many[: max(1, n_tokens * n_tokens // n)])
 
 
-def commands(args: argparse.Namespace, prompt: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
+def commands(args: argparse.Namespace, prompt: str) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Return the command and the environment of each side."""
-    common = ["-f", str(prompt), "-n", str(_ANSWER), "--ignore-eos", "--temp", "0"]
+    # not -f: llama-completion died there with std::bad_cast, on a machine with another libstdc++
+    common = ["-p", prompt, "-n", str(_ANSWER), "--ignore-eos", "--temp", "0"]
     ours = [sys.executable, "-m", "moegraph", "run", str(args.model), *common, "--device",
             args.device, "--vram", args.vram, "--profile", "none"]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(bench.ROOT), os.environ.get("PYTHONPATH")]))
@@ -96,24 +98,38 @@ def commands(args: argparse.Namespace, prompt: Path) -> dict[str, tuple[list[str
 def measure(args: argparse.Namespace) -> None:
     """Take all samples and print a table."""
     print("| prompt | system | s, median (least .. most) |\n|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for n in args.prompt:
-            prompt = Path(folder) / "prompt.txt"
-            prompt.write_text(prompt_text(args.model, n), encoding="utf-8")
-            found: dict[str, list[float]] = {}
-            for at in range(args.samples + 1):
-                for name, (command, env) in commands(args, prompt).items():
+    gone: set[str] = set()
+    for n in args.prompt:
+        prompt = prompt_text(args.model, n)
+        found: dict[str, list[float]] = {}
+        for at in range(args.samples + 1):
+            for name, (command, env) in commands(args, prompt).items():
+                if name in gone:
+                    continue
+                line = {"system": name, "n_prompt": n, "vram": args.vram}
+                try:
                     seconds = round(first_text(command, env), 3)
-                    if not at:
-                        continue
+                except bench.BenchError as error:
+                    if name == "moegraph":
+                        raise
+                    gone.add(name)
+                    note(args, {**line, "error": str(error)})
+                    continue
+                if at:
                     found.setdefault(name, []).append(seconds)
-                    line = {"system": name, "n_prompt": n, "vram": args.vram, "seconds": seconds}
-                    if args.out:
-                        with args.out.open("a", encoding="utf-8") as file:
-                            file.write(bench.json_line(line))
-            for name, values in found.items():
-                print(f"| {n} | {name} | {statistics.median(values):.2f} "
-                      f"({min(values):.2f} .. {max(values):.2f}) |", flush=True)  # fmt: skip
+                    note(args, {**line, "seconds": seconds})
+        for name, values in found.items():
+            print(f"| {n} | {name} | {statistics.median(values):.2f} "
+                  f"({min(values):.2f} .. {max(values):.2f}) |", flush=True)  # fmt: skip
+
+
+def note(args: argparse.Namespace, line: bench.Line) -> None:
+    """Append a line to --out; print one with an error."""
+    if "error" in line:
+        print(line["error"], file=sys.stderr, flush=True)
+    if args.out:
+        with args.out.open("a", encoding="utf-8") as file:
+            file.write(bench.json_line(line))
 
 
 def main() -> int:

@@ -249,34 +249,82 @@ def second_turn(port: int, n_tokens: int, seed: int) -> dict[str, float]:
     return found
 
 
+class Server:
+    """A server as a process; `served` makes one."""
+
+    def __init__(self, command: list[str], port: int, env: dict[str, str]) -> None:
+        self._command, self._port, self._env = command, port, env
+        self._begin()
+
+    def _begin(self) -> None:
+        self._said: list[bytes] = []
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=self._env
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._said,), daemon=True)
+        self._reader.start()
+
+    def again(self) -> None:
+        """Start it again, after it has ended.
+
+        Raises:
+            RuntimeError: it does not come up.
+        """
+        self._begin()
+        self.wait()
+
+    def wait(self) -> Server:
+        """Wait until its health is good.
+
+        Raises:
+            RuntimeError: it does not come up.
+        """
+        end = time.monotonic() + LOADING_S
+        while not _is_healthy(self._port):
+            if self._process.poll() is not None or time.monotonic() > end:
+                if self._process.poll() is not None:
+                    self._reader.join(1.0)
+                shown = b"".join(self._said[-15:]).decode(errors="replace")
+                raise RuntimeError(f"{self._command[0]} does not come up:\n{shown}")
+            time.sleep(0.2)
+        return self
+
+    def _read(self, said: list[bytes]) -> None:
+        said.extend(self._process.stderr or ())
+
+    def why_it_ended(self) -> str:
+        """Return exit code and last words of a server that has ended, "" of one that runs."""
+        try:
+            code = self._process.wait(1.0)  # a connection may break a moment before
+        except subprocess.TimeoutExpired:
+            return ""
+        self._reader.join(1.0)
+        lines = b"".join(self._said[-15:]).decode(errors="replace").split("\n")
+        words = [line for line in lines if line.strip()] or ["it said nothing"]
+        return f"exit code {code}: " + " / ".join(words[-3:])[-400:]
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()  # its memory on the device is free for the next one
+
+
 @contextmanager
-def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[None]:
+def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[Server]:
     """Run a server until its health is good, and to the end of the block.
 
     Raises:
         RuntimeError: it does not come up.
     """
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
-    said: list[bytes] = []
-    reader = threading.Thread(target=lambda: said.extend(server.stderr or ()), daemon=True)
-    reader.start()
+    server = Server(command, port, env)
     try:
-        end = time.monotonic() + LOADING_S
-        while not _is_healthy(port):
-            if server.poll() is not None or time.monotonic() > end:
-                if server.poll() is not None:
-                    reader.join(1.0)  # its last words
-                shown = b"".join(said[-15:]).decode(errors="replace")
-                raise RuntimeError(f"{command[0]} does not come up:\n{shown}")
-            time.sleep(0.2)
-        yield
+        yield server.wait()
     finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(15)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()  # its memory on the device is free for the next one
+        server.stop()
 
 
 def _is_healthy(port: int) -> bool:
@@ -297,24 +345,29 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def measure(name: str, port: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a line for each measurement of a server."""
+def measure(
+    name: str, port: int, args: argparse.Namespace, server: Server
+) -> Iterator[dict[str, Any]]:
+    """Yield a line for each measurement of a server; one that ended is started again."""
     n_warm, turn = max(12, args.tokens // 4), args.turn
     for n in args.clients:
         line = {"server": name, "what": "clients", "clients": n}
-        yield from _measured(line, throughput, port, args.samples, (n, n_warm), (n, args.tokens))
+        yield from _measured(
+            server, line, throughput, port, args.samples, (n, n_warm), (n, args.tokens)
+        )
     if not args.long:
         return
     line = {"server": name, "what": "long prompt", "clients": args.beside}
     given = args.beside, args.prompt
-    yield from _measured(line, long_prompt, port, args.samples, given, given)
+    yield from _measured(server, line, long_prompt, port, args.samples, given, given)
     line = {"server": name, "what": "second turn", "clients": 1}
-    yield from _measured(line, second_turn, port, args.samples, (turn // 4,), (turn,))
+    yield from _measured(server, line, second_turn, port, args.samples, (turn // 4,), (turn,))
     line = {"server": name, "what": "chat beside a prompt", "clients": 2}
-    yield from _measured(line, chat_beside, port, args.samples, (turn // 4,), (turn,))
+    yield from _measured(server, line, chat_beside, port, args.samples, (turn // 4,), (turn,))
 
 
 def _measured(
+    server: Server,
     line: dict[str, Any],
     work: Callable[..., Mapping[str, float | None]],
     port: int,
@@ -324,13 +377,18 @@ def _measured(
 ) -> Iterator[dict[str, Any]]:
     """Do a smaller work once; yield a line with what was found, or with the error, for each sample.
 
-    work: is called with the port, what is given, and another seed each time.
+    work: is called with the port, what is given, and another seed each time. A server that has
+    ended meanwhile is started again.
     """
     for at in range(n_samples + 1):
         try:
             found: dict[str, Any] = dict(work(port, *(given if at else warm), 10_000 * at))
-        except RuntimeError as error:
-            yield {**line, "error": str(error)}
+        except (RuntimeError, OSError, http.client.HTTPException) as error:
+            ended = server.why_it_ended()
+            why = f"{error}; the server ended with {ended}" if ended else str(error)
+            yield {**line, "error": why}
+            if ended:
+                server.again()
             continue
         if at:
             yield {**line, **found}
@@ -421,9 +479,9 @@ def main() -> int:
     for name, (command, env) in commands(args, port).items():
         if args.only not in (None, name):
             continue
-        with MemoryWatch() as watch, served(command, port, env):
+        with MemoryWatch() as watch, served(command, port, env) as server:
             time.sleep(args.settle)
-            for line in measure(name, port, args):
+            for line in measure(name, port, args, server):
                 note(line, args.out)
                 if "tokens_per_s" in line:
                     speeds.setdefault((name, line["clients"]), []).append(line["tokens_per_s"])

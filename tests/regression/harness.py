@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers.shared import model_writer
-from oracle.client import Oracle, Step, oracle_folder
+from oracle.client import Oracle, OracleError, Step, StepResult, oracle_folder
 
 if TYPE_CHECKING:
     from moegraph.engine import Engine
@@ -49,11 +49,15 @@ class Models:
 
 
 class Upstream:
-    """The oracle with its answers kept for the session."""
+    """The oracle with its answers kept for the session.
+
+    If it crashes, the test that saw it fails with one line, and the others are skipped.
+    """
 
     def __init__(self, oracle: Oracle) -> None:
         self.oracle = oracle
         self._rows: dict[Any, F32] = {}
+        self._crash = ""
 
     def logits(self, model: Path, tokens: Sequence[int], **cfg: Any) -> F32:
         """Return the logits of every token of a prompt, [n_tokens, n_vocab]."""
@@ -69,9 +73,20 @@ class Upstream:
         asked = tuple((tuple(s.tokens), s.rows) for s in steps)
         key = (model, asked, tuple(sorted(cfg.items())))
         if key not in self._rows:
-            results = self.oracle.run(model, steps, **cfg)
+            results = self._run(model, steps, cfg)
             self._rows[key] = np.concatenate([r.logits for r in results if r.logits is not None])
         return self._rows[key]
+
+    def _run(self, model: Path, steps: Sequence[Step], cfg: dict[str, Any]) -> list[StepResult]:
+        if self._crash:
+            pytest.skip(f"unpatched llama.cpp crashed in an earlier test: {self._crash}")
+        try:
+            return self.oracle.run(model, steps, **cfg)
+        except (OracleError, OSError) as error:
+            if isinstance(error, OracleError) and not self.oracle.has_ended:
+                raise  # it refused
+            self._crash = " ".join(str(error).split())[-300:]
+        pytest.fail(f"unpatched llama.cpp crashed: {self._crash}", pytrace=False)
 
 
 def start_oracle() -> Oracle:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.machinery
 import json
 import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import _card
 import _card_figures as figures
 import _card_run
 import _card_upstream
-from _card_parts import PARTS, Part
+from _card_parts import PAGE, PARTS, Part
 from _card_results import CUT, DONE, FAILED, Outcome, Results, table
 from _card_run import Lane, Pace, Runner, limit_s, next_part, why_not
 
@@ -329,6 +330,23 @@ def test_drafts_are_compared_with_plain_text_and_with_the_best_fixed_length() ->
     }  # fmt: skip
 
 
+def test_all_experts_beside_llama_bench() -> None:
+    lines = [
+        *sample("ub 512", "tg128", "upstream", 200), *sample("ub 512", "tg128", "whole", 400),
+        *sample("ub 512", "tg128", "whole, argmax", 440),
+    ]  # fmt: skip
+    assert shown(figures.whole, lines) == {
+        "tg128, all experts: over llama-bench": (2.0, "met"),
+        "tg128, all experts, argmax: over llama-bench": (2.2, "missed"),
+    }
+
+
+def test_a_first_text_without_another_side_says_nothing() -> None:
+    ours = {"system": "moegraph", "n_prompt": 32, "vram": "7.6"}
+    lines = [{**ours, "seconds": 2.0}, {**ours, "system": "upstream", "error": "std::bad_cast"}]
+    assert shown(figures.first, lines) == {}
+
+
 def test_servers_are_compared_where_both_answered() -> None:
     def line(server: str, n: int, **found: float) -> dict[str, Any]:
         return {"server": server, "what": "clients", "clients": n, **found}
@@ -353,7 +371,7 @@ def test_rows_sequences_and_links_meet_their_other_side() -> None:
     lines = [
         *sample("whole", "tg128", "now", 400), *sample("60 %", "tg128", "now", 380),
         *sample("25 %", "rows 8", "now", 10, unit="ms"), {**bench, "n_cpu_moe": 0},
-        {**bench, "n_cpu_moe": 16}, bench,
+        {**bench, "n_cpu_moe": 16}, {**bench, "avg_ts": 80.0, "n_threads": 8}, bench,
     ]  # fmt: skip
     assert shown(figures.rows_alone, lines) == {
         "decode at 60 %: over all experts": (0.95, "met"),
@@ -403,3 +421,15 @@ def test_settings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     _card.Settings.load().keep(options=("--cuda-arch", "86"), model="m")
     kept = _card.Settings.load()
     assert kept.model == "m" and kept.options == ("--cuda-arch", "86") and not kept.on_cpu
+
+
+def test_what_the_pages_show_comes_first_and_has_a_name() -> None:
+    card = importlib.machinery.SourceFileLoader("measure_card", str(SCRIPTS / "measure_card"))
+    module = types.ModuleType(card.name)
+    module.__file__ = card.path
+    card.exec_module(module)
+    chosen = module.selected(module.parser().parse_args(["run", "page", "links"]))
+    assert [part.name for part in chosen] == [*PAGE, "links"]
+    assert [part.name for part in PARTS[: len(PAGE)]] == list(PAGE)
+    assert sum(part.seconds for part in PARTS[: len(PAGE)]) < 10 * 60, "of twelve minutes"
+    assert len(module.selected(module.parser().parse_args(["run"]))) == len(PARTS)

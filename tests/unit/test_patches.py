@@ -257,3 +257,29 @@ def test_fetch_reports_one_line(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert re.fullmatch(r"moegraph: .*absent: no such file; expected .*\n", done.stderr)
+
+
+def test_sources_without_the_archive_serve_both_builds(
+    fetch: ModuleType, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source distribution unpacked, or llama.cpp as a build left it: no download."""
+    unpacked, build = tmp_path / "anything", tmp_path / "build"
+    unpacked.mkdir()
+    with pytest.raises(fetch.FetchError, match="is not llama-cpp-python"):
+        fetch.find_sdist(str(unpacked), build / "cache")
+    (unpacked / "PKG-INFO").write_text(f"Name: x\nVersion: {fetch.PIN['version']}\nAuthor: y\n")
+    (unpacked / "vendor").mkdir()
+    tree.rename(unpacked / "vendor" / "llama.cpp")
+    patch = tmp_path / "0001-a.patch"
+    patch.write_text(DIFF)
+    monkeypatch.setattr(fetch, "patch_files", lambda: [patch])
+    monkeypatch.setattr(fetch, "native_files", dict)
+    monkeypatch.setattr(fetch, "patchset", lambda: "x")
+    monkeypatch.setattr(fetch, "download", lambda _: pytest.fail("it must not download"))
+    fetch.provide(build / "llama.cpp", build / "cache", str(unpacked))
+    assert (build / "llama.cpp" / "a.txt").read_text() == "one\nTWO\nthree\n"
+    monkeypatch.delenv("MOEGRAPH_SDIST", raising=False)
+    found = fetch.find_sdist(None, build / "cache")
+    assert found == build / "llama.cpp"
+    fetch.provide(build / "upstream-source", build / "cache", str(found), pristine=True)
+    assert (build / "upstream-source" / "a.txt").read_text() == "one\ntwo\nthree\n"
