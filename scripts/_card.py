@@ -202,7 +202,7 @@ FULL = {
     "lengths": "64 128 256 512 1024 2048", "then_prompts": "512 2048", "then": "8 32 128",
 }  # fmt: skip
 QUICK = {
-    "samples": "1", "few": "1", "five": "1", "tokens": "24", "gen": "4", "few_gen": "4",
+    "samples": "1", "few": "1", "five": "1", "tokens": "128", "gen": "4", "few_gen": "4",
     "long_answer": "24",
     "requests": "4", "mid": "60", "long": "200", "prompts": "24", "prompt": "24",
     "kinds": "code", "mtp": "2", "dflash": "3", "depth": "24",

@@ -34,7 +34,7 @@ def test_parts_run_once_and_their_figures_are_in_the_table(tmp_path: Path) -> No
     assert {path.name for path in out.iterdir()} == {"results.jsonl", "log.txt", "table.md"}
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [(x["part"], x["state"]) for x in lines if "state" in x] == [
-        ("lookup", "done"), ("run", "done"),
+        ("run", "done"), ("lookup", "done"),
     ]  # fmt: skip
     assert str(tmp_path) not in lines[0]["card"].values(), "what is shown has no paths"
     again = measure(tmp_path, "run", "lookup", "run", "--out", out)
