@@ -85,6 +85,8 @@ def serve(target: str, **given: Any) -> None:
     heap.keep_small()
     keys = Keys(current_keys())
     hosts = _hosts(given, bool(keys))
+    if given["cache_by_key"] and not keys:
+        raise ConfigError("--cache-by-key needs keys; give --api-key-file FILE or MOEGRAPH_API_KEY")
     guard = Guard(keys, hosts, not _is_local(given["host"]), given["cors_origins"])
     start_logging(given["log_format"], sys.stderr)
     header = options.open_header(job.target, job.config.device)
@@ -186,6 +188,7 @@ class _Server:
             sampling=self._sampling,
             max_tokens=self._job.max_tokens,
             deadline_s=self._job.given["deadline_s"],
+            cache_by_key=self._job.given["cache_by_key"],
             ignore_eos=self._job.given["ignore_eos"],
             variables={} if thinks is None else {"enable_thinking": thinks},
         )

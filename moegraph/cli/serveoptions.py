@@ -164,6 +164,11 @@ _OPTIONS = (
         help="Most disk space of --cache-dir, in MiB.",
     ),
     _option(
+        "--cache-by-key",
+        is_flag=True,
+        help="Let each API key go on only from beginnings of prompts that it has sent itself.",
+    ),
+    _option(
         "--log-format",
         type=click.Choice(["text", "json", "off"]),
         default="text",

@@ -147,9 +147,7 @@ class PrefixDisk:
 
     def _has_parent(self, entry: Entry) -> bool:
         parent = self._entries.get(entry.head.parent)
-        return entry.head.first == (parent.end if parent else 0) and (
-            parent is not None or not entry.head.parent
-        )
+        return entry.head.first == (parent.end if parent else 0)
 
     def _drop(self, entry: Entry) -> None:
         """Delete a file."""
@@ -176,14 +174,14 @@ class PrefixDisk:
         self._reap()
         return sum(write.states.n_bytes for write in self._writing if write.closes)
 
-    def find(self, ids: Ids) -> list[Entry]:
-        """Return the files whose runs make the longest beginning of ids, in order."""
+    def find(self, ids: Ids, owner: str = "") -> list[Entry]:
+        """Return an owner's files whose runs make the longest beginning of ids, in order."""
         self._reap()
         best: list[Entry] = []
         waiting = [best]
         while waiting:
             found = waiting.pop()
-            parent, first = (found[-1].head.key, found[-1].end) if found else ("", 0)
+            parent, first = (found[-1].head.key, found[-1].end) if found else (owner, 0)
             if found and (not best or first > best[-1].end):
                 best = found
             for entry in self._children.get(parent, ()):
@@ -242,14 +240,15 @@ class PrefixDisk:
         n_states: bytes of the states. They stay as they are until it is written, or are given.
         """
         ids = np.concatenate([node.tokens for node in path])
-        known = self.find(ids)
+        owner = path[0].owner
+        known = self.find(ids, owner)
         first = known[-1].end if known else 0
         parts = _rows_from(path, first)
         if first == len(ids) or parts is None or self._has_failed or states.buffer is None:
             return
         rows, drafted = parts.parts, parts.drafted
         head = Head(
-            self._identity, known[-1].head.key if known else "", first, len(ids) - first,
+            self._identity, known[-1].head.key if known else owner, first, len(ids) - first,
             _shapes(rows), {name: _shapes(each) for name, each in drafted.items()}, n_states,
             ids[first:],
         )  # fmt: skip

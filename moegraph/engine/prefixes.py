@@ -6,9 +6,10 @@ prompts may part from it, together with the KV rows before them (prefixtree.py).
 host memory: device memory is worth more as expert slots, and the copies survive whatever becomes of
 the sequence.
 
-All sequences of an engine share what is saved. KV rows that some sequence still has on the device
-are not copied: another one shares its pages. A sequence that serves nobody keeps what it held, as
-the first place to go on from, until its slot or its pages are needed.
+All sequences of an engine share what is saved, for requests of the same owner. KV rows that some
+sequence still has on the device are not copied: another one shares its pages. A sequence that
+serves nobody keeps what it held, as the first place to go on from, until its slot or its pages are
+needed.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Prefixes:
         self._max_bytes = max_bytes
         self._looked = -_FRESH_S  # when
         self._free: int | None = None  # then, what is kept included
+        self._owners = [""] * passes.n_seq  # of what each sequence holds
         passes.keep_cancelled(self._keep_read)
         self._spill: PrefixSpill | None = None
 
@@ -88,27 +90,31 @@ class Prefixes:
         pending = self._spill.disk.pending_bytes if self._spill else 0
         return self.tree.n_bytes + self._copies.memory.spare_bytes + pending
 
-    def n_saved(self, ids: Ids) -> int:
+    def n_saved(self, ids: Ids, owner: str = "") -> int:
         """Return how much of the beginning of ids any sequence can be made to hold."""
-        found = self._spill.disk.find(ids[:-1]) if self._spill else []
-        in_memory = _length(self.tree.find(ids[:-1], self._longest(ids)[1]))
+        found = self._spill.disk.find(ids[:-1], owner) if self._spill else []
+        in_memory = _length(self.tree.find(ids[:-1], self._longest(ids, owner)[1], owner))
         return max(in_memory, found[-1].end if found else 0)
 
-    def choose(self, ids: Ids, idle: Sequence[int]) -> int:
+    def own(self, seq: int, owner: str) -> None:
+        """Note whose tokens a sequence is going to hold."""
+        self._owners[seq] = owner
+
+    def choose(self, ids: Ids, idle: Sequence[int], owner: str = "") -> int:
         """Return which of some idle sequences is to go on with ids.
 
         That is the one that holds most of their beginning, or else the first of `idle`, which then
         gives way: what it holds is saved if it was worth computing.
         """
-        n_useful = {seq: self._n_useful(seq, ids) for seq in idle}
+        n_useful = {seq: self._n_useful(seq, ids, owner) for seq in idle}
         chosen = max(idle, key=n_useful.__getitem__)
         if not n_useful[chosen]:
             self._keep(chosen)
         return chosen
 
-    def _n_useful(self, seq: int, ids: Ids) -> int:
+    def _n_useful(self, seq: int, ids: Ids, owner: str) -> int:
         """Return how many ids a sequence holds, or 0 if it holds more of something else."""
-        n, n_held = self._n_common(seq, ids), len(self._passes.held(seq))
+        n, n_held = self.n_common(seq, ids, owner), len(self._passes.held(seq))
         return n if n == n_held or 2 * n > n_held else 0
 
     def free(self, n_pages: int, idle: Sequence[int]) -> bool:
@@ -127,40 +133,45 @@ class Prefixes:
     def _keep(self, seq: int) -> None:
         """Save what a sequence holds, unless little of it is new."""
         ids = np.asarray(self._passes.held(seq), dtype=np.int32)
-        if len(ids) - _length(self.tree.find(ids, 0)) >= _WORTH:
+        if len(ids) - _length(self.tree.find(ids, 0, self._owners[seq])) >= _WORTH:
             self.save(seq)
 
-    def _n_common(self, seq: int, ids: Ids) -> int:
-        """Return how many ids a sequence holds before it differs from them."""
-        held = self._passes.held(seq)
+    def n_common(self, seq: int, ids: Ids, owner: str = "") -> int:
+        """Return how many ids a sequence of an owner holds before it differs from them."""
+        held = self._passes.held(seq) if self._owners[seq] == owner else []
         if held[:_GLANCE] != ids[: min(_GLANCE, len(held))].tolist():
             held = held[:_GLANCE]  # most sequences differ early
         return n_common(np.asarray(held, dtype=np.int32), ids)
 
-    def _longest(self, ids: Ids) -> tuple[int, int]:
+    def _longest(self, ids: Ids, owner: str) -> tuple[int, int]:
         """Return the sequence that holds most of the beginning of ids, and how many of them."""
-        n_common = {seq: self._n_common(seq, ids) for seq in range(self._passes.n_seq)}
-        longest = max(n_common, key=n_common.__getitem__)
-        return longest, n_common[longest]
+        n_held = {seq: self.n_common(seq, ids, owner) for seq in range(self._passes.n_seq)}
+        longest = max(n_held, key=n_held.__getitem__)
+        return longest, n_held[longest]
 
-    def resume(self, seq: int, ids: Ids) -> int:
+    def resume(self, seq: int, ids: Ids, owner: str = "") -> int:
         """Have a sequence hold as much of the beginning of ids as can be had without computing.
 
-        At least the last id is left to compute. The sequence is emptied if it holds other tokens
-        and nothing else fits. Return how many ids it holds.
+        At least the last id is left to compute. The sequence is emptied if it holds other tokens,
+        or those of another owner, and nothing else fits. Return how many ids it holds.
 
         Raises:
             RequestError: there is no such sequence, or a pass is in flight.
             PoolFull: the pages for that are not free; nothing changes.
         """
-        n_held, n_kept = len(self._passes.held(seq)), self._n_common(seq, ids)
-        longest, n_live = self._longest(ids)
+        n = self._resume(seq, ids, owner)
+        self.own(seq, owner)
+        return n
+
+    def _resume(self, seq: int, ids: Ids, owner: str) -> int:
+        n_held, n_kept = len(self._passes.held(seq)), self.n_common(seq, ids, owner)
+        longest, n_live = self._longest(ids, owner)
         if self._spill:
-            n_known = _length(self.tree.find(ids[:-1], n_live))
+            n_known = _length(self.tree.find(ids[:-1], n_live, owner))
             if n_kept == n_held < len(ids):
                 n_known = max(n_known, n_kept)
-            self._spill.bring(ids[:-1], n_known + _WORTH, self._make_room)
-        path = self.tree.find(ids[:-1], n_live)
+            self._spill.bring(ids[:-1], owner, n_known + _WORTH, self._make_room)
+        path = self.tree.find(ids[:-1], n_live, owner)
         n_saved = _length(path)
         if n_kept == n_held < len(ids) and n_kept >= n_saved:
             return n_kept
@@ -179,7 +190,7 @@ class Prefixes:
         self.tree.touch(path)
         return n_saved
 
-    def begin(self, ids: Ids, marks: Sequence[int], n_held: int) -> list[int]:
+    def begin(self, ids: Ids, marks: Sequence[int], n_held: int, owner: str = "") -> list[int]:
         """Return the marks of a prompt whose states are to be kept, in order, and make room.
 
         n_held: how many ids the sequence holds, of which nothing is removed. A mark that is only a
@@ -190,13 +201,13 @@ class Prefixes:
         found: list[int] = []
         more = range(n_held + _EVERY, len(ids) - _EVERY // 2, _EVERY) if marks else ()
         for mark in sorted({*marks, *more}) if self.is_on else ():
-            last = max([_length(self.tree.find(ids[:mark], len(ids))), *found[-1:]])
+            last = max([_length(self.tree.find(ids[:mark], len(ids), owner)), *found[-1:]])
             if mark - last >= _WORTH:
                 found.append(mark)
         if not found:
             return []
         limit, size = self._limit(), max(1, self._copies.states_bytes)
-        self._shrink(limit - size * len(found), self.tree.find(ids[:n_held], n_held))
+        self._shrink(limit - size * len(found), self.tree.find(ids[:n_held], n_held, owner))
         self._drop_spare(limit)
         n_fit = max(0, limit - self.tree.n_bytes) // size
         return found[max(0, len(found) - n_fit) :]
@@ -234,7 +245,7 @@ class Prefixes:
         ids = np.asarray(held, dtype=np.int32)
         if not self.is_on or not len(ids):
             return False
-        path = self.tree.reach(ids)
+        path = self.tree.reach(ids, self._owners[seq])
         try:
             return self._save(seq, states, path)
         except (NativeError, MemoryError):  # nothing else depends on it

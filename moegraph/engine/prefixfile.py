@@ -55,9 +55,9 @@ class Head:
     """What a file says of itself.
 
     identity: what the model and its settings are. parent: the key of the beginning before the run;
-    '' for none. first: position of the run's first token. rows: [n_rows, bytes of a row] of each
-    cache of the model. drafted: the same of the caches of each drafter, for the last positions.
-    n_states: bytes of the states.
+    without one, the owner, who alone may use the file ('' for everyone). first: position of the
+    run's first token. rows: [n_rows, bytes of a row] of each cache of the model. drafted: the same
+    of the caches of each drafter, for the last positions. n_states: bytes of the states.
     """
 
     identity: str

@@ -51,18 +51,20 @@ class PrefixSpill:
         self.disk.write(path, states, self._copies.states_bytes)
         return self.disk.is_writing(states)
 
-    def bring(self, ids: Ids, n_known: int, make_room: Callable[[int, Path], bool]) -> None:
-        """Read the longest beginning of ids from disk, if it is worth that.
+    def bring(
+        self, ids: Ids, owner: str, n_known: int, make_room: Callable[[int, Path], bool]
+    ) -> None:
+        """Read an owner's longest beginning of ids from disk, if it is worth that.
 
         n_known: ids that need not be computed anyway. make_room: makes room for so many bytes,
         without removing anything of a path.
         """
-        found = self.disk.find(ids)
+        found = self.disk.find(ids, owner)
         if not found or found[-1].end <= n_known:
             return
         path: Path = []
         for entry in found:  # no node has tokens of two files
-            path = self._tree.reach(ids[: entry.end])
+            path = self._tree.reach(ids[: entry.end], owner)
         n_rows = sum(len(node.tokens) for node in path if node.rows is None)
         n_bytes = n_rows * self._copies.row_bytes + self._copies.states_bytes
         try:

@@ -25,7 +25,7 @@ class Node:
     """A run of tokens; the token runs from the root to a node are the beginning of a prompt.
 
     rows: None if they are not saved. states: None if none were saved here. used: when the states
-    were last saved or restored; a larger number is later.
+    were last saved or restored; a larger number is later. owner: who may go on from here.
     """
 
     tokens: Ids
@@ -33,6 +33,7 @@ class Node:
     rows: RowsCopy | None = None
     states: StatesCopy | None = None
     used: int = 0
+    owner: str = ""
 
     @property
     def n_bytes(self) -> int:
@@ -61,16 +62,17 @@ def n_common(a: Ids, b: Ids) -> int:
 class PrefixTree:
     """The tree, its size, and what goes first when it is full.
 
-    An interrupt at any point leaves the tree right: every change is one assignment.
+    Owners have roots of their own: what one has kept is never found for another. An interrupt at
+    any point leaves the tree right: every change is one assignment.
     """
 
     def __init__(self) -> None:
-        self._root = Node(np.zeros(0, dtype=np.int32))
+        self._roots: dict[str, Node] = {}
         self._clock = 0
 
     def nodes(self) -> Iterator[Node]:
         """Yield all nodes except the root, parents first."""
-        found = list(self._root.children.values())
+        found = [node for root in self._roots.values() for node in root.children.values()]
         while found:
             node = found.pop()
             yield node
@@ -86,14 +88,14 @@ class PrefixTree:
         """Return how many nodes have states."""
         return sum(node.states is not None for node in self.nodes())
 
-    def find(self, ids: Ids, n_kept: int) -> Path:
+    def find(self, ids: Ids, n_kept: int, owner: str = "") -> Path:
         """Return the path to the last node on the way of ids after which a sequence can go on.
 
         n_kept: positions whose KV rows the sequence has. The path is empty if there is no node.
         """
         path: Path = []
         n_usable = at = 0
-        node = self._root
+        node = self._roots.get(owner) or _root()
         while at < len(ids) and (child := node.children.get(int(ids[at]))) is not None:
             end = at + len(child.tokens)
             if n_common(child.tokens, ids[at:]) < len(child.tokens):
@@ -106,15 +108,16 @@ class PrefixTree:
             node, at = child, end
         return path[:n_usable]
 
-    def reach(self, ids: Ids) -> Path:
+    def reach(self, ids: Ids, owner: str = "") -> Path:
         """Return the path to the node where ids end; add or divide nodes as needed."""
         path: Path = []
-        node, at = self._root, 0
+        node, at = self._roots.setdefault(owner, _root()), 0
         while at < len(ids):
             first = int(ids[at])
             child = node.children.get(first)
             if child is None:
-                child = node.children[first] = Node(np.array(ids[at:], dtype=np.int32))
+                child = Node(np.array(ids[at:], dtype=np.int32), owner=owner)
+                node.children[first] = child
             n = n_common(child.tokens, ids[at:])
             if n < len(child.tokens):
                 child = node.children[first] = _divided(child, n)
@@ -156,7 +159,8 @@ class PrefixTree:
     def places(self) -> list[Path]:
         """Return the paths to all states, those first that were used longest ago."""
         found: list[Path] = []
-        waiting: list[Path] = [[child] for child in self._root.children.values()]
+        roots = self._roots.values()
+        waiting: list[Path] = [[child] for root in roots for child in root.children.values()]
         while waiting:
             path = waiting.pop()
             if path[-1].states is not None:
@@ -167,7 +171,8 @@ class PrefixTree:
     def _prune(self, kept: Path) -> None:
         """Remove nodes that lead to no states, except those of a path."""
         stays = {id(node) for node in kept}
-        edges = [(n, child) for n in [self._root, *self.nodes()] for child in n.children.values()]
+        parents = [*self._roots.values(), *self.nodes()]
+        edges = [(parent, child) for parent in parents for child in parent.children.values()]
         for parent, child in reversed(edges):  # children before parents
             if child.states is None and not child.children and id(child) not in stays:
                 del parent.children[int(child.tokens[0])]
@@ -175,15 +180,21 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Remove everything."""
-        old, self._root = self._root, Node(np.zeros(0, dtype=np.int32))
-        _close(old)
+        old, self._roots = self._roots, {}
+        for root in old.values():
+            _close(root)
+
+
+def _root() -> Node:
+    return Node(np.zeros(0, dtype=np.int32))
 
 
 def _divided(node: Node, n: int) -> Node:
     """Return a node for the first n tokens of a node, with another for the rest as its child."""
     rows = node.rows.split(n) if node.rows else (None, None)
-    rest = Node(node.tokens[n:].copy(), node.children, rows[1], node.states, node.used)
-    return Node(node.tokens[:n].copy(), {int(node.tokens[n]): rest}, rows[0])
+    tokens, owner = node.tokens, node.owner
+    rest = Node(tokens[n:].copy(), node.children, rows[1], node.states, node.used, owner)
+    return Node(tokens[:n].copy(), {int(tokens[n]): rest}, rows[0], owner=owner)
 
 
 def _close(node: Node) -> None:

@@ -47,7 +47,8 @@ class Request:
     n_logprobs: None for no log probabilities; else how many of the likeliest tokens are listed
     beside each token that was drawn. constraint: what the answer must follow; None: nothing.
     deadline_s: seconds from submission after which the request ends; None: never. name: of the
-    request in logs.
+    request in logs. owner: beginnings of prompts are shared only by requests of the same owner;
+    files of them have this text.
     """
 
     prompt: Sequence[int]
@@ -63,6 +64,7 @@ class Request:
     constraint: Constraint | None = None
     deadline_s: float | None = None
     name: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)

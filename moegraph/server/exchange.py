@@ -18,6 +18,7 @@ from .backend import Loaded
 from .choices import timings_object
 from .contract import ChatModel
 from .errors import ApiError, told
+from .guards import owner_of
 from .reply import reply
 from .requestlog import WARNING, note_usage, note_warnings
 from .sse import EventStream, comment
@@ -125,7 +126,7 @@ async def begin(
     async def opened() -> Kind:
         state = state_of(request)
         statistics = Statistics(state.backend)
-        talk = await state.open_talk(prepare)
+        talk = await state.open_talk(prepare, owner_of(request))
         try:
             return make(Opened(request, talk, statistics, state.in_use()))
         except BaseException:

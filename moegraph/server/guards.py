@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
@@ -43,6 +44,17 @@ class Keys:
         for ours in self._digests:
             found |= hmac.compare_digest(digest, ours)
         return digest if found else None
+
+
+@lru_cache(1024)
+def cache_owner(owner: str) -> str:
+    """Return under which name a cache keeps what a client sent: a slow hash of the client's name.
+
+    It is written to disk, where nobody is to find a key by trying many.
+    """
+    if not owner:
+        return ""
+    return hashlib.scrypt(owner.encode(), salt=b"moegraph", n=1 << 14, r=8, p=1, dklen=16).hex()
 
 
 def owner_of(request: HttpRequest) -> str:

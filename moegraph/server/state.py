@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from .backend import Backend, Loaded, unavailable
 from .contract import ChatModel
 from .enginemetrics import EngineMetrics
 from .errors import from_failure
+from .guards import cache_owner
 from .limits import LIMITS, Limits
 from .metrics import Metrics
 from .responses.store import ResponseStores
@@ -33,6 +34,7 @@ class ServerState:
 
     sampling: what a request gets where it says nothing. max_tokens: of an answer, if a request
     says nothing; None: until the context is full. deadline_s: of every request; None: none.
+    cache_by_key: whether clients with different keys share no beginnings of prompts.
     variables: of the chat template. responses: that later ones of
     the same client go on from. started: seconds since
     the epoch.
@@ -42,6 +44,7 @@ class ServerState:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     deadline_s: float | None = None
+    cache_by_key: bool = False
     ignore_eos: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = LIMITS
@@ -88,8 +91,12 @@ class ServerState:
             raise unavailable(self.backend.condition, self.backend.reason)
         return loaded
 
-    async def open_talk(self, prepare: Callable[[ChatModel], Sequence[Prepared]]) -> Talk:
+    async def open_talk(
+        self, prepare: Callable[[ChatModel], Sequence[Prepared]], owner: str
+    ) -> Talk:
         """Submit what `prepare` makes of the model, on a thread of ours; close the talk afterwards.
+
+        owner: the client, as `guards.owner_of` returns it.
 
         Raises:
             ApiError: the model is not there, or what `prepare` raises.
@@ -98,11 +105,20 @@ class ServerState:
         meter = self.metrics.meter(on_close=self.backend.leave)
         try:
             loaded = await self.backend.loaded()
-            prepared = await self.work(partial(prepare, loaded.chat))
+            prepared = await self.work(partial(self._prepared, prepare, loaded.chat, owner))
             return Talk(loaded.service, prepared, meter)
         except BaseException:
             meter.closed()
             raise
+
+    def _prepared(
+        self, prepare: Callable[[ChatModel], Sequence[Prepared]], chat: ChatModel, owner: str
+    ) -> Sequence[Prepared]:
+        found = prepare(chat)
+        if not self.cache_by_key:
+            return found
+        name = cache_owner(owner)
+        return [replace(one, request=replace(one.request, owner=name)) for one in found]
 
 
 def state_of(request: HttpRequest) -> ServerState:

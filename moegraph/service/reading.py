@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..engine.prefixtree import n_common
 from ..errors import InternalError, MoegraphError, PoolFull
 from ..kinds import SHORT_PROMPT
@@ -79,15 +77,15 @@ class Reading:
             if answer.request.reuse:
                 idle = set(self._answers.idle_slots()) - self._answers.worthless
                 known = [self._n_kept(slot, answer) for slot in idle] or [0]
-                known.append(self._prefixes.n_saved(answer.ids))
+                known.append(self._prefixes.n_saved(answer.ids, answer.request.owner))
             answer.n_rest = len(answer.ids) - max(known)
         return answer.n_rest
 
     def _n_kept(self, slot: int, answer: Answer) -> int:
         """Return how many tokens a slot holds, if the prompt goes on after all of them."""
-        held = np.asarray(self._passes.held(slot), dtype=np.int32)
-        goes_on = len(held) < len(answer.ids) and n_common(held, answer.ids) == len(held)
-        return len(held) if goes_on else 0
+        n_held = len(self._passes.held(slot))
+        n_common = self._prefixes.n_common(slot, answer.ids, answer.request.owner)
+        return n_held if n_common == n_held < len(answer.ids) else 0
 
     @property
     def n_left(self) -> int:
@@ -159,7 +157,8 @@ class Reading:
         empty = [slot for slot in idle if slot in worthless][:1]
         for slot in empty:
             self._empty(slot)
-        slot = self._prefixes.choose(known, [*empty, *(s for s in idle if s not in worthless)])
+        others = [slot for slot in idle if slot not in worthless]
+        slot = self._prefixes.choose(known, [*empty, *others], answer.request.owner)
         self._swapping.make_room(answer, slot)
         batch, marks = self._batch(answer, slot)
         answer.n_rest = n = len(batch.tokens)
@@ -209,6 +208,8 @@ class Reading:
     def _shares(self, answer: Answer, other: Answer) -> bool:
         """Return whether a prompt can go on from what is read of another one."""
         if not (answer.request.reuse and other.request.reuse and self._prefixes.is_on):
+            return False
+        if answer.request.owner != other.request.owner:
             return False
         n_cached = len(answer.ids) - self.n_rest(answer)
         return n_common(answer.ids, other.ids) > n_cached + _SHARED
@@ -272,10 +273,11 @@ class Reading:
         ids, request, drawing = answer.ids, answer.request, answer.drawing
         n_cached, marks = 0, list[int]()
         if request.reuse:
-            n_cached = self._prefixes.resume(slot, ids)
-            marks = self._prefixes.begin(ids, request.marks, n_cached)
+            n_cached = self._prefixes.resume(slot, ids, request.owner)
+            marks = self._prefixes.begin(ids, request.marks, n_cached, request.owner)
         else:
             self._empty(slot)
+            self._prefixes.own(slot, request.owner)
         cuts = tuple(mark for mark in marks if n_cached < mark < len(ids))
         words = drawing.words()
         draws = None if words is None else words[None]

@@ -96,6 +96,7 @@ class Swapping:
             if swapped:
                 self.make_room(answer, slot)
                 self._copies.swap_in(slot, swapped)
+                self._prefixes.own(slot, answer.request.owner)
         except PoolFull as error:
             if self._answers.n_busy:
                 raise

@@ -83,6 +83,8 @@ def test_keys_and_names_guard_the_server(ran: Ran, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MOEGRAPH_API_KEY", "secret")
     assert start("--host", "0.0.0.0").exit_code == 0
     assert ran.guard.keys.owner(b"secret") and ran.guard.admits_host("10.0.0.1")
+    assert not ran.state.cache_by_key
+    assert start("--cache-by-key").exit_code == 0 and ran.state.cache_by_key
     assert start("--api-key", "other").exit_code == 0
     assert ran.guard.keys.owner(b"other") and not ran.guard.keys.owner(b"secret")
 
@@ -134,3 +136,9 @@ def test_a_server_keeps_as_many_prompts_as_llama_server() -> None:
     found = {p.name: p.default for p in serve.params}
     assert found["cache_ram"] == 8192
     assert found["type_k"] == EngineConfig().type_k
+
+
+def test_a_cache_by_key_needs_keys(ran: Ran) -> None:
+    assert str(failure("--cache-by-key")) == (
+        "--cache-by-key needs keys; give --api-key-file FILE or MOEGRAPH_API_KEY"
+    )

@@ -62,7 +62,9 @@ def found(tree: PrefixTree, *tokens: int, n_kept: int = 0) -> list[int]:
 
 def check(tree: PrefixTree) -> None:
     """Verify that children begin with their keys and differ, and that rows belong to tokens."""
-    waiting = [(node, [], str(key)) for key, node in tree._root.children.items()]
+    roots = tree._roots.items()
+    assert all(node.owner == owner for owner, root in roots for node in root.children.values())
+    waiting = [(n, [], str(key)) for _, root in roots for key, n in root.children.items()]
     while waiting:
         node, before, key = waiting.pop()
         tokens = node.tokens.tolist()
@@ -182,6 +184,23 @@ def test_it_finds_what_a_list_of_all_saved_beginnings_finds(seed: int) -> None:
         assert tuple(found(tree, *tokens)) == best, f"turn {turn}"
         assert tree.n_states == len(clock)
         check(tree)
+
+
+def test_owners_share_the_room_and_nothing_else() -> None:
+    tree = PrefixTree()
+    save(tree, 1, 2, 3)
+    for owner in ("a", "b"):
+        path = tree.reach(ids(1, 2, 3), owner)
+        path[-1].states, path[-1].rows = States([1, 2, 3]), Rows([1, 2, 3])
+        tree.touch(path)
+        assert tree.reach(ids(1, 2), owner)[0] is not path[0]  # divided
+    check(tree)
+    assert [len(tree.find(ids(1, 2, 3), 0, owner)) for owner in ("", "a", "b", "c")] == [1, 2, 2, 0]
+    assert len(tree.places()) == tree.n_states == 3
+    tree.shrink(tree.n_bytes - 1, [])
+    assert found(tree, 1, 2, 3) == [] and len(tree.find(ids(1, 2, 3), 0, "b")) == 2
+    tree.clear()
+    assert not list(tree.nodes()) and not tree.find(ids(1, 2, 3), 0, "b")
 
 
 def test_the_beginning_that_all_have_stays_longest() -> None:

@@ -124,3 +124,27 @@ def test_one_client_cannot_push_out_what_another_keeps() -> None:
     assert stores.of("a").response("mine")
     assert 0 < len(stores.of("b")) < 10 and stores.of("b").response("x49")
     assert stores.of("a").n_bytes + stores.of("b").n_bytes <= 1000
+
+
+ASKED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "n": 2},
+    "/v1/completions": {"prompt": ["a", "b"]},
+    "/v1/responses": {"model": "m", "input": "a"},
+    "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_each_key_has_a_cache_of_its_own_if_asked(path: str) -> None:
+    def owners(key: str, **state: Any) -> set[str]:
+        case = case_of(state=state)
+        assert case.post(path, ASKED[path], headers={"X-Api-Key": key}).status_code == 200
+        return {request.owner for request in case.service.requests}
+
+    assert owners(ONE) == owners(TWO) == {""}
+    [one], [two] = owners(ONE, cache_by_key=True), owners(TWO, cache_by_key=True)
+    # another process with the same key finds what this one has written
+    assert owners(ONE, cache_by_key=True) == {one} != {two}
+    for made in (one, two):
+        assert len(made) == 32  # as in files, which have neither the key nor a fast hash of it
+        assert ONE not in made and Keys([ONE]).owner(ONE.encode())[:32] != made
