@@ -11,7 +11,6 @@ from .errors import ApiError
 
 _INSTEAD = {
     "/completion": "use /v1/completions",
-    "/completions": "use /v1/completions",
     "/infill": "the model is not trained to fill gaps; use /v1/completions",
     "/embedding": "the model makes no embeddings",
     "/embeddings": "the model makes no embeddings",

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Scope
 
-from .errors import ApiError, openai_body, told
+from .body import BODIES
+from .errors import OPENAI_ERROR, ApiError, openai_body, told
 from .guards import Gate, Guard
 from .reply import reply
 from .requestlog import WARNING, RequestLog
@@ -23,19 +26,52 @@ from .talk import ClientLeft
 
 # The status that servers log for a client that left; it never reaches one.
 _LEFT = 499
+Handler = Callable[[HttpRequest], Awaitable[Response]]
 _EXPOSED = ("X-Request-Id", "Retry-After", WARNING)
+
+
+class Operation(Route):
+    """A route that the OpenAPI document describes, in the words of its handler's docstring.
+
+    bodies: what `read_schema` may read of a request; a request with a body is a POST. answer: the
+    content type of what succeeds. streams: it may also be a stream of events.
+    """
+
+    def __init__(
+        self, path: str, handler: Handler, *bodies: type[BaseModel], method: str = "",
+        answer: str = "application/json", streams: bool = False,
+    ) -> None:  # fmt: skip
+        self.method = method or ("POST" if bodies else "GET")
+        super().__init__(path, handler, methods=[self.method])
+        self.bodies, self.answer, self.streams = bodies, answer, streams
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return whether a request is for this route, and what its handler finds in its scope."""
+        match, found = super().matches(scope)
+        return match, {**found, BODIES: self.bodies}
+
+
+def operations(paths: Sequence[str], *given: Any, **more: Any) -> list[Operation]:
+    """Return the same operation at several paths."""
+    return [Operation(path, *given, **more) for path in paths]
+
+
+def either(path: str) -> tuple[str, str]:
+    """Return a path that begins with /v1, and the path without it."""
+    return path, path.removeprefix("/v1")
 
 
 @dataclass(frozen=True)
 class RouteTable:
     """The routes of one interface, and how it writes errors.
 
-    prefixes: paths whose errors have this form, also where no route fits; none for OpenAI's form.
-    public: paths that need no key.
+    error_schema: what error_body returns. prefixes: paths whose errors have this form, also where
+    no route fits; none for OpenAI's form. public: paths that need no key.
     """
 
     routes: Sequence[BaseRoute]
     error_body: Callable[[ApiError], Mapping[str, Any]] = openai_body
+    error_schema: Mapping[str, Any] = field(default_factory=lambda: OPENAI_ERROR)
     prefixes: tuple[str, ...] = ()
     public: tuple[str, ...] = ()
 

@@ -10,12 +10,15 @@ import pydantic_core
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
+from ..errors import InternalError
 from ..units import format_bytes
 from .errors import ApiError, from_validation
 from .limits import Limits
 from .state import state_of
 from .talk import ClientLeft
 
+# Where the scope of a request has the schemas that its route declares.
+BODIES = "moegraph.bodies"
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
 
 
@@ -26,7 +29,7 @@ async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
         ApiError: the body is too large, not JSON, or does not fit; it names the field.
         ClientLeft: the client left before the body was complete.
     """
-    return fit(schema, await read_object(request))
+    return fit(request, schema, await read_object(request))
 
 
 async def read_object(request: HttpRequest) -> dict[str, Any]:
@@ -42,12 +45,15 @@ async def read_object(request: HttpRequest) -> dict[str, Any]:
     return value
 
 
-def fit(schema: type[Schema], value: dict[str, Any]) -> Schema:
+def fit(request: HttpRequest, schema: type[Schema], value: dict[str, Any]) -> Schema:
     """Return an object of a schema.
 
     Raises:
         ApiError: the value does not fit; it names the field.
+        InternalError: the route does not declare the schema, so no document tells of it.
     """
+    if schema not in request.scope[BODIES]:
+        raise InternalError(f"{request.url.path} does not declare {schema.__name__}")
     try:
         return schema.model_validate(value)
     except pydantic.ValidationError as error:

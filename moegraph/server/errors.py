@@ -69,6 +69,25 @@ class ApiError(Exception):
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
 
 
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _TEXT_OR_NULL,
+                "code": _TEXT_OR_NULL,
+            },
+        }
+    },
+}
+
+
 def openai_body(error: ApiError) -> dict[str, Any]:
     """Return the error object of OpenAI's interface."""
     return {

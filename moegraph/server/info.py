@@ -8,19 +8,18 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from .. import __version__
 from ..sampling import SamplingParams
 from ..service.servicestatus import ServiceStatus, SlotStatus
-from .app import RouteTable
+from .app import Operation, RouteTable, either, operations
 from .backend import unavailable
 from .errors import ApiError
 from .metrics import CONTENT_TYPE
 from .reply import reply
 from .state import ServerState, state_of
 
-_HEALTH = ("/health", "/v1/health")
+_HEALTH = either("/v1/health")
 
 
 async def health(request: HttpRequest) -> Response:
@@ -156,12 +155,14 @@ async def metrics(request: HttpRequest) -> Response:
     return Response(page, 200, {"Process-Start-Time-Unix": str(state.started)}, CONTENT_TYPE)
 
 
-def _routes() -> list[Route]:
-    found = [Route(path, health) for path in _HEALTH]
-    found += [Route(path, models) for path in ("/v1/models", "/models")]
-    found += [Route("/v1/models/{name:path}", model)]
-    found += [Route("/props", props), Route("/slots", slots), Route("/metrics", metrics)]
-    return found
-
-
-TABLE = RouteTable(_routes(), public=_HEALTH)
+TABLE = RouteTable(
+    [
+        *operations(_HEALTH, health),
+        *operations(either("/v1/models"), models),
+        Operation("/v1/models/{name:path}", model),
+        Operation("/props", props),
+        Operation("/slots", slots),
+        Operation("/metrics", metrics, answer="text/plain"),
+    ],
+    public=_HEALTH,
+)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..engine.chat import ChatRequest, Prepared
 from ..engine.requests import Step, TokenLogprobs, Usage
 from ..text.chat import CallBegin, CallEnd, ContentPart, Part, ReasoningPart, Reply
-from .app import RouteTable
+from .app import RouteTable, either, operations
 from .body import read_schema
 from .choices import (
     chat_logprobs,
@@ -27,6 +27,7 @@ from .choices import (
 from .contract import ChatModel
 from .errors import ApiError, openai_body
 from .exchange import Exchange, begin, progress
+from .reply import reply
 from .requestlog import note_usage, request_id
 from .schemas.chat import ChatBody
 from .sse import DONE, data
@@ -181,9 +182,20 @@ def _delta(part: Part) -> dict[str, Any]:
     return {"tool_calls": [call]}
 
 
+async def count(request: HttpRequest) -> Response:
+    """Return how many tokens the prompt of a conversation would have."""
+    body = await read_schema(request, ChatBody)
+    state = state_of(request)
+    chat = body.chat(state, request_id(request))
+    async with state.model() as loaded:
+        found = await state.work(partial(loaded.chat.prepare, chat))
+    return reply({"object": "chat.completion.input_tokens",
+                  "input_tokens": len(found.request.prompt)})  # fmt: skip
+
+
 TABLE = RouteTable(
     [
-        Route(path, complete, methods=["POST"])
-        for path in ("/v1/chat/completions", "/chat/completions")
+        *operations(either("/v1/chat/completions"), complete, ChatBody, streams=True),
+        *operations(either("/v1/chat/completions/input_tokens"), count, ChatBody),
     ]
 )

@@ -9,11 +9,10 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..engine.chat import Prepared, TextRequest
 from ..engine.requests import Step, TokenLogprobs, Usage
-from .app import RouteTable
+from .app import RouteTable, either, operations
 from .body import read_schema
 from .choices import (
     choice_sampling,
@@ -174,4 +173,4 @@ def _prepared(model: ChatModel, texts: Sequence[TextRequest], body: TextBody) ->
     return found
 
 
-TABLE = RouteTable([Route("/v1/completions", complete, methods=["POST"])])
+TABLE = RouteTable(operations(either("/v1/completions"), complete, TextBody, streams=True))

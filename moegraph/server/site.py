@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 
-from . import absent, chatpage, info, openai_chat, openai_text, texts
+from . import absent, chatpage, info, openai_chat, openai_text, openapi, texts
 from .anthropic import routes as anthropic
 from .app import RouteTable, build_app
 from .guards import Guard
@@ -20,4 +20,4 @@ TABLES: tuple[RouteTable, ...] = (
 
 def build_site(state: ServerState, guard: Guard) -> Starlette:
     """Return the application with every interface."""
-    return build_app(state, TABLES, guard)
+    return build_app(state, (*TABLES, openapi.table(TABLES)), guard)

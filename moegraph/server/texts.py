@@ -6,9 +6,8 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from .app import RouteTable
+from .app import Operation, RouteTable
 from .body import fit, read_object, read_schema
 from .contract import ChatModel
 from .reply import reply
@@ -20,9 +19,9 @@ from .state import state_of
 async def tokenize(request: HttpRequest) -> Response:
     """Return the ids of a text, or those of the prompt that a chat would have."""
     value = await read_object(request)
-    body = fit(TokenizeBody, value)
+    body = fit(request, TokenizeBody, value)
     state = state_of(request)
-    chat = None if value.get("messages") is None else fit(ChatBody, value).chat(state)
+    chat = None if value.get("messages") is None else fit(request, ChatBody, value).chat(state)
     async with state.model() as loaded:
         model = loaded.chat
         ids = await state.work(
@@ -69,8 +68,8 @@ async def apply_template(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/apply-template", apply_template, methods=["POST"]),
+        Operation("/tokenize", tokenize, TokenizeBody, ChatBody),
+        Operation("/detokenize", detokenize, DetokenizeBody),
+        Operation("/apply-template", apply_template, ChatBody),
     ]
 )

@@ -220,7 +220,7 @@ def test_paths_of_other_servers_say_what_to_use(path: str) -> None:
     ("path", "hint"),
     [
         ("/v1/v1/messages", "; there is /v1/messages"),
-        ("/responses", "; there is /v1/responses"),
+        ("/messages", "; there is /v1/messages"),
         ("/v1/chat/completions/", "; there is /v1/chat/completions"),
         ("/v1/nothing", ""),
     ],

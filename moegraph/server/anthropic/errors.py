@@ -19,6 +19,21 @@ _KINDS = {
 }
 
 
+_TEXT = {"type": "string"}
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": _TEXT, "message": _TEXT},
+        },
+    },
+}
+
+
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return the error object of Anthropic's interface."""
     kind = _KINDS.get(error.status, "invalid_request_error")

@@ -9,9 +9,8 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from ..app import RouteTable
+from ..app import Operation, RouteTable
 from ..body import read_schema
 from ..choices import prepared
 from ..errors import ApiError
@@ -22,7 +21,7 @@ from ..schemas.anthropic import CountBody, MessagesBody
 from ..sse import named
 from ..state import state_of
 from ..talk import Said
-from .errors import anthropic_body
+from .errors import ANTHROPIC_ERROR, anthropic_body
 from .request import read_request, shows_thinking
 from .writer import Event, MessageWriter
 
@@ -92,9 +91,10 @@ async def count(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        Route("/v1/messages", create, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count, methods=["POST"]),
+        Operation("/v1/messages", create, MessagesBody, streams=True),
+        Operation("/v1/messages/count_tokens", count, CountBody),
     ],
     error_body=anthropic_body,
+    error_schema=ANTHROPIC_ERROR,
     prefixes=("/v1/messages",),
 )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..schemas.parts import Content, kind_of, read, refuse, text_parts
+from ..schemas.parts import Texts, kind_of, read, refuse, text_parts
 from ..schemas.responses import (
     CallOutput,
     CustomCall,
@@ -102,7 +102,7 @@ class Conversation:
         return self._answer
 
 
-def contents(content: str | Sequence[Any], where: str) -> Content:
+def contents(content: str | Sequence[Any], where: str) -> Texts:
     """Return a content as a message of a chat has it: a text, or parts, which the template joins.
 
     Raises:
@@ -124,5 +124,5 @@ def contents(content: str | Sequence[Any], where: str) -> Content:
     return text_parts(found)
 
 
-def _plain(content: Content) -> str:
+def _plain(content: Texts) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)

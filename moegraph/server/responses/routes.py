@@ -10,9 +10,8 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from ..app import RouteTable
+from ..app import RouteTable, either, operations
 from ..body import read_schema
 from ..choices import chat_logprobs, prepared
 from ..errors import ApiError
@@ -120,9 +119,9 @@ async def delete(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        Route("/v1/responses", create, methods=["POST"]),
-        Route("/v1/responses/input_tokens", count, methods=["POST"]),
-        Route("/v1/responses/{id}", retrieve, methods=["GET"]),
-        Route("/v1/responses/{id}", delete, methods=["DELETE"]),
+        *operations(either("/v1/responses"), create, ResponsesBody, streams=True),
+        *operations(either("/v1/responses/input_tokens"), count, ResponsesBody),
+        *operations(either("/v1/responses/{id}"), retrieve),
+        *operations(either("/v1/responses/{id}"), delete, method="DELETE"),
     ]
 )

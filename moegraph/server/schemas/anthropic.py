@@ -9,7 +9,7 @@ from pydantic import Field
 from ..limits import LIMITS
 from .fields import Body, Sampled, Stops
 from .formats import Schema
-from .parts import Content, Object
+from .parts import Object, Texts, contents, seen_as
 
 
 class TextBlock(Body):
@@ -35,24 +35,6 @@ class ToolUse(Body):
     input: Object
 
 
-class ToolResult(Body):
-    """What a tool has answered."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Content = ""
-    is_error: bool | None = None
-
-
-class SearchResult(Body):
-    """A text that a client has found, with its source."""
-
-    type: Literal["search_result"]
-    title: str
-    source: str
-    content: list[Object]
-
-
 class DocumentSource(Body):
     """Where a document is: here, as plain text, or where this server does not look."""
 
@@ -69,11 +51,35 @@ class Document(Body):
     context: str | None = None
 
 
+class SearchResult(Body):
+    """A text that a client has found, with its source."""
+
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: list[Annotated[Object, seen_as(TextBlock)]]
+
+
+Text = TextBlock | SearchResult | Document
+
+
+class ToolResult(Body):
+    """What a tool has answered."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[Texts, contents(str | list[Text])] = ""
+    is_error: bool | None = None
+
+
+Block = Text | ThinkingBlock | ToolUse | ToolResult
+
+
 class MessageParam(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: Annotated[Texts, contents(str | list[Block])]
 
 
 class Tool(Body):
@@ -118,9 +124,14 @@ class CountBody(Body):
     """The body of POST /v1/messages/count_tokens."""
 
     model: str = ""
-    messages: Annotated[list[Object], Field(min_length=1, max_length=LIMITS.messages)]
-    system: Content | None = None
-    tools: Annotated[list[Object], Field(max_length=LIMITS.tools)] | None = None
+    messages: Annotated[
+        list[Annotated[Object, seen_as(MessageParam)]],
+        Field(min_length=1, max_length=LIMITS.messages),
+    ]
+    system: Annotated[Texts, contents(str | list[Text])] | None = None
+    tools: (
+        Annotated[list[Annotated[Object, seen_as(Tool)]], Field(max_length=LIMITS.tools)] | None
+    ) = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -37,7 +37,17 @@ def _part_text(part: object, index: int) -> str:
     return text
 
 
-Content = Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)]
+class TextPart(Body):
+    """A part of a content."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+Content = Annotated[
+    str | list[dict[str, Any]] | None,
+    PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None),
+]
 
 
 def _arguments(value: object) -> object:
@@ -48,7 +58,9 @@ class CalledFunction(Body):
     """The function of a call, and its arguments as JSON text."""
 
     name: str
-    arguments: Annotated[str, BeforeValidator(_arguments)] = "{}"
+    arguments: Annotated[
+        str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])
+    ] = "{}"
 
 
 class ToolCall(Body):
@@ -171,7 +183,11 @@ class ChatBody(Sampled, Formatted, Streamed):
     top_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
     tools: Tools | None = None
     tool_choice: Annotated[
-        Literal["auto", "none", "required"] | Allowed | None, BeforeValidator(_chosen)
+        Literal["auto", "none", "required"] | Allowed | None,
+        BeforeValidator(
+            _chosen,
+            json_schema_input_type=Literal["auto", "none", "required"] | dict[str, Any] | None,
+        ),
     ] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

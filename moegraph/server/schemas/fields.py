@@ -34,8 +34,9 @@ def _listed(value: object) -> object:
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=LIMITS.stop_chars)]
+_StopList = Annotated[list[_Stop], Field(max_length=LIMITS.stops)]
 Stops = Annotated[
-    Annotated[list[_Stop], Field(max_length=LIMITS.stops)] | None, BeforeValidator(_listed)
+    _StopList | None, BeforeValidator(_listed, json_schema_input_type=_Stop | _StopList | None)
 ]
 
 
@@ -73,7 +74,11 @@ def _bias(pair: Any) -> tuple[int | str, float]:
     return token, float(bias)
 
 
-Biases = Annotated[list[tuple[int | str, float]] | None, BeforeValidator(_biases)]
+_Pairs = Annotated[list[tuple[int | str, float | bool]], Field(max_length=_MAX_BIASES)]
+Biases = Annotated[
+    list[tuple[int | str, float]] | None,
+    BeforeValidator(_biases, json_schema_input_type=dict[str, float | bool] | _Pairs | None),
+]
 
 
 def _limited(name: str, *aliases: str) -> Any:

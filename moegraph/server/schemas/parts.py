@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from pydantic import PlainValidator, ValidationError
+from pydantic import BeforeValidator, PlainValidator, ValidationError
 
 from ..errors import ApiError, from_validation
 from .fields import Body, wrong
@@ -22,7 +22,17 @@ def _content(value: object) -> object:
     raise wrong("expected a text, or a list of objects")
 
 
-Content = Annotated[str | list[Object], PlainValidator(_content)]
+Texts = str | list[Object]
+
+
+def contents(form: Any) -> PlainValidator:
+    """Return what checks `Texts`; form: what they are, for the OpenAPI document."""
+    return PlainValidator(_content, json_schema_input_type=form)
+
+
+def seen_as(form: Any) -> BeforeValidator:
+    """Return what tells the OpenAPI document the form of an object that `read` checks."""
+    return BeforeValidator(lambda value: value, json_schema_input_type=form)
 
 
 def kind_of(value: Mapping[str, Any]) -> str:

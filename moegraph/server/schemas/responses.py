@@ -9,7 +9,7 @@ from pydantic import Field
 from ..limits import LIMITS
 from .fields import Body, Sampled
 from .formats import Schema
-from .parts import Content, Object
+from .parts import Object, Texts, contents, seen_as
 
 
 class TextPart(Body):
@@ -26,12 +26,15 @@ class RefusalPart(Body):
     refusal: str
 
 
+Part = TextPart | RefusalPart
+
+
 class Message(Body):
     """A message of a conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: Annotated[Texts, contents(str | list[Part])]
 
 
 class FunctionCall(Body):
@@ -59,15 +62,15 @@ class CallOutput(Body):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Content
+    output: Annotated[Texts, contents(str | list[TextPart])]
 
 
 class ReasoningItem(Body):
     """Reasoning of an earlier answer; content wins over the summary."""
 
     type: Literal["reasoning"]
-    content: list[Object] | None = None
-    summary: list[Object] | None = None
+    content: list[Annotated[Object, seen_as(TextPart)]] | None = None
+    summary: list[Annotated[Object, seen_as(TextPart)]] | None = None
 
 
 class ItemReference(Body):
@@ -75,6 +78,9 @@ class ItemReference(Body):
 
     type: Literal["item_reference"] = "item_reference"
     id: str
+
+
+Item = Message | FunctionCall | CustomCall | CallOutput | ReasoningItem | ItemReference
 
 
 class FunctionTool(Body):
@@ -101,7 +107,10 @@ class NamespaceTool(Body):
 
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    tools: list[Object]
+    tools: list[Annotated[Object, seen_as(FunctionTool | CustomTool)]]
+
+
+Tool = FunctionTool | CustomTool | NamespaceTool
 
 
 class ToolChoice(Body):
@@ -142,10 +151,14 @@ class ResponsesBody(Sampled):
     """The body of POST /v1/responses."""
 
     model: str = ""
-    input: Content
+    input: Annotated[Texts, contents(str | list[Item])]
     instructions: str | None = None
-    tools: Annotated[list[Object], Field(max_length=LIMITS.tools)] | None = None
-    tool_choice: Any = "auto"  # a word, or a ToolChoice
+    tools: (
+        Annotated[list[Annotated[Object, seen_as(Tool)]], Field(max_length=LIMITS.tools)] | None
+    ) = None
+    tool_choice: Annotated[
+        Any, seen_as(Literal["auto", "none", "required"] | ToolChoice | None)
+    ] = "auto"
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None

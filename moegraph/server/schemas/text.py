@@ -36,13 +36,17 @@ def _is_ids(value: object) -> bool:
     )
 
 
+_Ids = Annotated[list[Annotated[int, Field(ge=0, lt=_MAX_ID)]], Field(min_length=1)]
+_Many = Annotated[list[str | _Ids], Field(min_length=1, max_length=LIMITS.prompts)]
+
+
 class TextBody(Sampled, Formatted, Streamed):
     """A text and how it goes on."""
 
     prompt: Annotated[
         list[str | list[int]],
         Field(min_length=1, max_length=LIMITS.prompts),
-        BeforeValidator(_prompts),
+        BeforeValidator(_prompts, json_schema_input_type=str | _Ids | _Many),
     ]
     model: str | None = None
     n: int | None = Field(default=None, ge=1, le=LIMITS.choices)

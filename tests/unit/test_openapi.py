@@ -1,0 +1,108 @@
+"""Tests of /openapi.json, and of the routes that it describes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import schemathesis
+from helpers.server_case import CHAT, Case
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from moegraph.server import absent, chatpage
+from moegraph.server.app import Operation, RouteTable, build_app
+from moegraph.server.body import read_schema
+from moegraph.server.guards import Guard, Keys
+from moegraph.server.openapi import document
+from moegraph.server.reply import reply
+from moegraph.server.schemas.chat import ChatBody
+from moegraph.server.schemas.text import TextBody
+from moegraph.server.schemas.texts import DetokenizeBody
+
+
+def described() -> dict[str, Any]:
+    """Return the document that the server sends."""
+    found: dict[str, Any] = Case().client.get("/openapi.json").json()
+    return found
+
+
+def test_the_document_is_valid() -> None:
+    found = described()
+    schemathesis.openapi.from_dict(found).validate()
+    for schema in found["components"]["schemas"].values():
+        jsonschema_rs.meta.validate(schema)
+    names = [one["operationId"] for path in found["paths"].values() for one in path.values()]
+    assert len(set(names)) == len(names)
+
+
+def test_every_route_is_described() -> None:
+    others: Any = [*absent.TABLE.routes, *chatpage.TABLE.routes]
+    apart = {route.path for route in others}
+    routes = [r for r in Case().app.routes if isinstance(r, Route) and r.path not in apart]
+    served = {(r.path.replace(":path", ""), m.lower()) for r in routes for m in r.methods or ()}
+    found = {(path, method) for path, one in described()["paths"].items() for method in one}
+    assert found == {one for one in served if one[1] != "head"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "does_not"),
+    [
+        (ChatBody, {**CHAT, "stop": "x", "logit_bias": {"5": 1}}, {**CHAT, "stop": 1}),
+        (TextBody, {"prompt": [1, 2]}, {"prompt": [-1]}),
+        (DetokenizeBody, {"tokens": [1]}, {"tokens": ["1"]}),
+    ],
+)
+def test_a_body_is_described_as_it_is_checked(schema: Any, fits: Any, does_not: Any) -> None:
+    found = described()
+    ref = {"$ref": f"#/components/schemas/{schema.__name__}", "components": found["components"]}
+    validator = jsonschema_rs.Draft202012Validator(ref)
+    assert validator.is_valid(fits) and not validator.is_valid(does_not)
+    schema.model_validate(fits)
+    with pytest.raises(ValueError, match="validation error"):
+        schema.model_validate(does_not)
+
+
+def test_a_route_reads_only_what_it_declares() -> None:
+    async def take(request: HttpRequest) -> Response:
+        """Take a text."""
+        return reply((await read_schema(request, DetokenizeBody)).tokens)
+
+    tables = [RouteTable([Operation("/a", take, DetokenizeBody), Operation("/b", take, TextBody)])]
+    assert document(tables)["paths"]["/a"]["post"]["summary"] == "Take a text."
+    app = build_app(Case().state, tables, Guard(Keys(), hosts=None))
+    client = TestClient(app, raise_server_exceptions=False)
+    assert client.post("/a", json={"tokens": [1]}).json() == [1]
+    assert client.post("/b", json={"tokens": [1]}).status_code == 500
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/chat/completions", CHAT, "choices"),
+        ("/chat/completions/input_tokens", CHAT, "input_tokens"),
+        ("/completions", {"prompt": "a"}, "choices"),
+        ("/responses", {"input": "a"}, "output"),
+        ("/responses/input_tokens", {"input": "a"}, "input_tokens"),
+    ],
+)
+def test_openai_is_served_with_and_without_v1(path: str, body: Any, field: str) -> None:
+    case = Case()
+    assert field in case.answer(path, body) and field in case.answer(f"/v1{path}", body)
+
+
+def test_a_stored_response_is_found_without_v1() -> None:
+    case = Case()
+    path = f"/responses/{case.answer('/v1/responses', {'input': 'a'})['id']}"
+    assert case.client.get(path).json()["object"] == "response"
+    assert case.client.delete(path).json()["deleted"] is True
+    assert case.client.get(f"/v1{path}").status_code == 404
+
+
+def test_tokens_of_a_chat_are_counted() -> None:
+    found = Case().answer("/v1/chat/completions/input_tokens", CHAT)
+    assert found["input_tokens"] == len("user: hi") and json.dumps(found)
