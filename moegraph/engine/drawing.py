@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +49,9 @@ class Drawing:
         self._constraint = constraint
         self._n_vocab = n_vocab
         self._is_listed = False  # the pass was asked for candidates, and they may suffice
-        # which tokens may follow each row of the pass; None: to be found out
-        self._allowed: list[BoolArray | None] | None = None
+        # which tokens may follow each row of the pass; None: `pick` finds out
+        self._allowed: Future[list[BoolArray | None]] | None = None
+        self._taken: list[int] = []  # tokens that the grammar has not taken yet
 
     def words(self, beside_others: bool = False) -> npt.NDArray[np.int32] | None:
         """Return what the next single row needs to list candidates; None for other results.
@@ -57,13 +60,17 @@ class Drawing:
         """
         is_greedy = self.greedy and not beside_others
         found = None if is_greedy or self.keep_logits else self.sampler.draw()
-        self._is_listed = found is not None
-        self._allowed = None
+        self._begin(found is not None)
         return found
 
     def expect_argmax(self) -> None:
         """Note that the pass gives the argmax; a row of which more is needed is read whole."""
-        self._is_listed, self._allowed = False, None
+        self._begin(False)
+
+    def _begin(self, is_listed: bool) -> None:
+        if self._allowed:
+            wait([self._allowed])  # of a pass that failed
+        self._is_listed, self._allowed = is_listed, None
 
     def words_of(
         self, tree: DraftTree, beside_others: bool = False
@@ -72,8 +79,7 @@ class Drawing:
         found, is_greedy = None, self.greedy and not beside_others
         if not (is_greedy or self.keep_logits) and tree.n_rows <= DRAW_ROWS:
             found = self.sampler.draw_each([tree.ahead(row) for row in range(tree.n_rows)])
-        self._is_listed = found is not None
-        self._allowed = None
+        self._begin(found is not None)
         return found
 
     def cut(self, tree: DraftTree) -> DraftTree:
@@ -81,6 +87,9 @@ class Drawing:
         constraint = self._constraint
         if constraint is None:
             return tree
+        if constraint.is_slow:
+            return tree.only(lambda row: row == 0)
+        self._settle(constraint)
 
         def is_allowed(row: int) -> bool:
             ahead = tree.ahead(row)
@@ -89,7 +98,7 @@ class Drawing:
         return tree.only(is_allowed)
 
     def prepare(self, tree: DraftTree | None = None) -> None:
-        """Find out what may be drawn after the rows of the pass, while the device computes.
+        """Begin to find out, on a thread of its own, what may be drawn after the rows of the pass.
 
         tree: None for a single row.
         """
@@ -97,7 +106,30 @@ class Drawing:
         if self._constraint:
             n_rows = tree.n_rows if tree else 1
             aheads = [tree.ahead(row) for row in range(n_rows)] if tree else [()]
-            self._allowed = [self._allowed_after(self._constraint, ahead) for ahead in aheads]
+            self._allowed = _threads().submit(self._find, self._constraint, aheads)
+
+    def is_ready(self, within_s: float) -> bool:
+        """Return whether `pick` need not wait for the grammar; wait a moment for a quick one."""
+        if self._allowed is None or self._allowed.done():
+            return True
+        is_slow = self._constraint is not None and self._constraint.is_slow
+        return not is_slow and not wait([self._allowed], within_s).not_done
+
+    def rest(self, seconds: float) -> None:
+        """Wait a while for the grammar."""
+        if self._allowed:
+            wait([self._allowed], seconds)
+
+    def _find(
+        self, constraint: Constraint, aheads: SequenceOf[SequenceOf[int]]
+    ) -> list[BoolArray | None]:
+        self._settle(constraint)
+        return [self._allowed_after(constraint, ahead) for ahead in aheads]
+
+    def _settle(self, constraint: Constraint) -> None:
+        taken, self._taken = self._taken, []
+        for token in taken:
+            constraint.accept(token)
 
     def _allowed_after(self, constraint: Constraint, ahead: SequenceOf[int]) -> BoolArray | None:
         for token in ahead:
@@ -117,14 +149,14 @@ class Drawing:
         offered: a token drafted at random, to accept or to reject.
 
         Raises:
-            RequestError: settings or grammar exclude every token.
+            RequestError: settings or grammar exclude every token, or the grammar is too complex.
         """
         if self.greedy and output.argmax is not None:
             return int(output.argmax[row])
         allowed = None
         if self._constraint:
-            known = self._allowed
-            allowed = known[node] if known else self._allowed_after(self._constraint, ())
+            known = self._allowed.result() if self._allowed else self._find(self._constraint, [()])
+            allowed = known[node if self._allowed else 0]
         listed, logits = output.candidates, output.logits
         if offered:
             whole = self._passes.logits(max(row, 0)) if logits is None else logits[row]
@@ -136,13 +168,15 @@ class Drawing:
         )
 
     def take(self, token: int) -> None:
-        """Have the text go on with a token.
-
-        Raises:
-            RequestError: the grammar does not take it.
-        """
+        """Have the text go on with a token."""
         if not self.greedy:
             self.sampler.accept(token)
         self.sequence.append(token)
         if self._constraint and not self.sequence.finish_reason:
-            self._constraint.accept(token)
+            self._taken.append(token)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Return threads for grammars: as many as sequences, so that none waits for a slow one."""
+    return ThreadPoolExecutor(256, thread_name_prefix="grammar")

@@ -13,11 +13,15 @@ from ..sampling import BoolArray, SamplingParams
 class Constraint(Protocol):
     """A grammar that an answer must follow; it belongs to one request.
 
-    Its methods are called on the engine's thread, `allowed` while the device computes.
+    One thread at a time calls its methods: mostly one of `Drawing`'s, while the device computes.
     """
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether its methods may take long."""
+
     def allowed(self) -> BoolArray | None:
-        """Return which tokens may come next, bool numpy [n_vocab]; None: any.
+        """Return which tokens may come next, bool numpy [n_vocab]; None: any. Errors as `accept`.
 
         At least one token may; an end-of-generation token where the answer may end. The array does
         not change later.

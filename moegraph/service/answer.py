@@ -34,6 +34,8 @@ class Answer:
     swapped: its sequence, while that is in host memory.
     n_cached, n_read: as in `Usage`.
     n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
+    late: a row that was computed before the grammar knew what may follow it: its logits F32
+    [n_vocab], and which row of the tree it was.
     may_draft: whether the next step may draft. is_over: its last step was delivered. problem: why
     its caller could not be told of a step.
     """
@@ -55,6 +57,7 @@ class Answer:
         self.n_cached = self.n_read = 0
         self.n_drafted = self.n_accepted = 0
         self.n_rest: int | None = None
+        self.late: tuple[npt.NDArray[np.float32], int] | None = None
         self.may_draft = True
         self.is_over = False
         self.problem: Exception | None = None

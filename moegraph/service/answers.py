@@ -27,6 +27,8 @@ from .tally import Tally
 # Failures of the device one after another, without any success between them, after which nothing
 # more is tried.
 _MOST_FAILURES = 3
+# Seconds that a pass waits for a grammar; then the others go on without that request.
+_LATE_S = 0.002
 
 
 class Answers:
@@ -91,6 +93,24 @@ class Answers:
         """Draw the next token of a request from a row of results; `tell` delivers it."""
         self.guard(answer, lambda: self.pick(answer, output, row))
         self.keep(answer)
+
+    def is_late(self, answer: Answer, output: Output, row: int, node: int = 0) -> bool:
+        """Return whether a grammar does not know yet what may follow a row; then keep the row.
+
+        Arguments as in `pick`. `draw_late` draws from it.
+        """
+        if answer.drawing.is_ready(_LATE_S):
+            return False
+        logits = self._passes.logits(row) if output.logits is None else output.logits[row]
+        answer.late = logits.copy(), node
+        return True
+
+    def draw_late(self, answer: Answer) -> None:
+        """Draw from a row that was kept, if the grammar is ready."""
+        if answer.late and answer.drawing.is_ready(0):
+            (logits, node), answer.late = answer.late, None
+            self.guard(answer, lambda: self.pick(answer, Output(logits=logits[None]), 0, node))
+            self.keep(answer)
 
     def pick(
         self,

@@ -24,6 +24,9 @@ from .answers import Answers
 from .drafting import Drafting
 from .groups import Groups
 
+# Seconds that a service waits for grammars if there is nothing else to compute.
+_REST_S = 0.005
+
 
 class Decoding:
     """Runs passes and draws from their results, on the engine's thread.
@@ -67,6 +70,19 @@ class Decoding:
         groups.decode(batch, n)
         self._note(n_rows, n)
         return True
+
+    def ready(self, batch: Sequence[Answer]) -> list[Answer]:
+        """Return the requests that have a row for the next pass.
+
+        The others have ended, or wait for their grammar; if all do, wait a moment for that.
+        """
+        late = [answer for answer in batch if answer.late]
+        if late and len(late) == len(batch):
+            self._answers.tell()
+            late[0].drawing.rest(_REST_S)
+        for answer in batch:
+            self._answers.draw_late(answer)
+        return [a for a in batch if not (a.is_over or a.is_drawn or a.late)]
 
     def land(self) -> None:
         """Have no pass in flight, after `decode_groups`; errors as there."""
@@ -198,6 +214,10 @@ class Decoding:
             if answer.is_over:
                 continue
             anchor, n = answer.sequence.tokens[-1], answer.sequence.n_generated
+            if self._answers.is_late(answer, output, row):
+                self._took(answer, [anchor])
+                self._drafting.drew(answer, [])
+                continue
             self._answers.draw(answer, output, row)
             self._took(answer, [anchor])
             self._drafting.drew(answer, answer.sequence.tokens[n:])
@@ -268,6 +288,8 @@ class _Walk:
 
         def next_token(row: int) -> int | None:
             depth, at = len(self.drawn), self.first + row
+            if self._answers.is_late(self._answer, output, at, row):
+                return None
             offered = odds[depth] if depth < len(odds) else None
             self.drawn.append(self._answers.pick(self._answer, output, at, row, offered))
             return None if self._answer.is_drawn else self.drawn[-1]

@@ -136,6 +136,9 @@ class Drafting:
         """Note what a request drew after the pass, once its sequence has taken its rows."""
         if not self._speculation:
             return
+        if not drawn:  # it waits for its grammar, so the step has no time
+            self._lone = None
+            return
         proposal = self._proposals.get(answer.slot)
         if self._lone is answer:
             n_missing = self._speculation.n_missing() - self._n_missing

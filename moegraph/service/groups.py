@@ -141,4 +141,4 @@ class Groups:
 
 
 def _goes_on(answer: Answer) -> bool:
-    return not (answer.is_over or answer.is_drawn)
+    return not (answer.is_over or answer.is_drawn or answer.late)

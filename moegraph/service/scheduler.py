@@ -384,6 +384,10 @@ class Scheduler(Generic[T]):
         if self._decoding:
             self._credit_s -= seconds
 
+    def waited(self) -> None:
+        """Note that nothing can decode now, because every request waits for its grammar."""
+        self._is_pass_due, self._credit_s = False, max(self._credit_s, _ALONE_S)
+
     def decoded(self, n_rows: int) -> None:
         """Note that a decode pass of so many rows has run; it earns time for prompts."""
         if self._is_pass_due:

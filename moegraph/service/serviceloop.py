@@ -187,13 +187,17 @@ class ServiceLoop:
 
     def _decode(self, keys: Sequence[Answer]) -> None:
         """Run the next pass; if memory is short, the youngest requests are left out of it."""
-        if self.scheduler.only_decodes:
-            if self._decoding.decode_groups(keys):
-                self.scheduler.decoded(len(keys))
+        batch = self._decoding.ready(keys)
+        if not batch:
+            self.scheduler.waited()
+            self._tally.begin_round()
+        if self.scheduler.only_decodes and batch:
+            if self._decoding.decode_groups(batch):
+                self.scheduler.decoded(len(batch))
                 return
         else:
             self._decoding.land()
-        batch = [answer for answer in keys if not (answer.is_over or answer.is_drawn)]
+            batch = [answer for answer in batch if not (answer.is_over or answer.is_drawn)]
         while batch and not self._swapping.has_room(batch):
             youngest = max(batch, key=lambda answer: answer.submitted)
             batch.remove(youngest)

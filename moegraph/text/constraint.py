@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from enum import Enum
+from functools import cache
 from itertools import takewhile
+from typing import Any
 
 from ..errors import RequestError
 from ..sampling import BoolArray
@@ -12,6 +15,11 @@ from .grammar import Compiled, mask_of
 
 # Line ends between the reasoning and what follows the grammar.
 _MAX_BLANK = 2
+# Seconds of a CPU that a mask may take; most take less than a thousandth of that.
+_MASK_S = 0.5
+# From so many on, a grammar counts as slow: it drafts nothing, and its tokens are taken in a way
+# that lets other threads of Python go on.
+_SLOW_S = 0.005
 
 
 class _Phase(Enum):
@@ -39,6 +47,8 @@ class GrammarConstraint:
         self._tokens: list[int] = []
         self._phases: list[_Phase] = []  # before each token
         self._mask: BoolArray | None = None
+        self.is_slow = False
+        self.allowed()  # on the thread that prepares, so that the first token finds it
 
     def allowed(self) -> BoolArray | None:
         """Return which tokens may come next, bool numpy [n_vocab]; None: any.
@@ -49,8 +59,17 @@ class GrammarConstraint:
         if self._phase is _Phase.FREE:
             return None
         if self._mask is None:
+            began = time.thread_time()
             self._mask = mask_of(self._matcher, len(self._pieces))
             self._check()
+            took_s = time.thread_time() - began
+            self.is_slow |= took_s > _SLOW_S
+            if took_s > _MASK_S:
+                raise RequestError(
+                    f"the grammar is too complex: finding out what may come after "
+                    f"{len(self._tokens)} tokens took {took_s:.2f} s, at most {_MASK_S:g} s are "
+                    "allowed; make it less ambiguous"
+                )
             if self._phase is _Phase.BLANK:
                 n_left = _MAX_BLANK - self._n_blank()
                 self._mask[[i for i in self._blank_ids if len(self._pieces[i]) <= n_left]] = True
@@ -71,7 +90,10 @@ class GrammarConstraint:
         elif self._phase is not _Phase.BLANK or not self._is_blank(token):
             self._phase = _Phase.GRAMMAR
             if token not in self._eog_ids:
-                self._matcher.consume_token(token)
+                if self.is_slow:
+                    _executor().consume_token_par([(self._matcher, token)])
+                else:
+                    self._matcher.consume_token(token)
                 self._check()
 
     def roll_back(self, n: int) -> None:
@@ -136,3 +158,11 @@ class GrammarConstraint:
         if self._matcher.is_error():
             reason = self._matcher.get_error().strip().partition("\n")[0]
             raise RequestError(f"the grammar fails: {reason}")
+
+
+@cache
+def _executor() -> Any:
+    """Return threads of llguidance, which need no turn of Python's."""
+    import llguidance
+
+    return llguidance.LLExecutor(num_threads=2)

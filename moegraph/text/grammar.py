@@ -45,6 +45,10 @@ _OBJECT, _MAX_OTHERS = re.compile(r'\{(?=\s*["}])'), 256
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 # A bound that is written as a number with a fraction of zero; llguidance takes only 2, not 2.0.
 _BOUND = re.compile(r'("(?:min|max)(?:Items|Length|Properties)"\s*:\s*\d+)\.0+(?=[\s,}])')
+# What llguidance adds to a text that can go on in one way only, it finds byte by byte and without a
+# limit, at each token: gigabytes for a{1000} of b{1000} of c{1000}.
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
+_SCHEMA = ',"json_schema":'
 # llguidance's mark of a token that no text can be.
 _SPECIAL = b"\xff"
 
@@ -57,13 +61,6 @@ class Vocabulary(Protocol):
     @property
     def eog_ids(self) -> frozenset[int]:
         """Return the ids that end an answer."""
-
-    @property
-    def bos(self) -> int | None:
-        """Return the id that begins a text."""
-
-    def encode(self, text: str, add_special: bool = ..., parse_special: bool = ...) -> list[int]:
-        """Return the token ids of a text."""
 
     def piece(self, token: int, special: bool = ...) -> bytes:
         """Return the bytes of a token."""
@@ -148,7 +145,7 @@ class _Tokens:
         ends = sorted(self._eog_ids)
         if not ends:
             raise RequestError("a grammar needs a token that ends the answer; the model has none")
-        wrapper = library.TokenizerWrapper(_Tokenize(vocabulary, marked, ends[0]))
+        wrapper = library.TokenizerWrapper(_Words(marked, ends[0]))
         self._tokenizer = library.LLTokenizer(wrapper, eos_token=ends)
         self._limits = library.LLParserLimits(
             max_items_in_row=_ITEMS_PER_ROW,
@@ -180,32 +177,35 @@ class _Tokens:
             text = _BOUND.sub(r"\1", text)
         if kind in ("json_object", "json_schema"):
             _check_schema(text)
-            found: str = self._library.LLMatcher.grammar_from_json_schema(
+            found = self._library.LLMatcher.grammar_from_json_schema(
                 text, defaults={"whitespace_pattern": _SPACE}
             )
-            return found
+            begin = found.index(_SCHEMA) + len(_SCHEMA)
+            _, end = _JSON.raw_decode(found, begin)
+            return f"{_UNFORCED}start: %json {found[begin:end]}"
         if kind == "lark":
             _check_lark(text)
             if text.startswith(_SEVERAL):
-                return text
-        if kind == "gbnf":
-            text = _ESCAPE.sub(_unescaped, text)
-        return str(self._library.grammar_from(kind, text))
+                several = json.loads(text)
+                several["grammars"][0]["lark_grammar"] = (
+                    _UNFORCED + several["grammars"][0]["lark_grammar"]
+                )
+                return json.dumps(several)
+        elif kind == "gbnf":
+            text = str(self._library.grammar_from(kind, _ESCAPE.sub(_unescaped, text)))
+        else:
+            text = f"start: /{self._library.regex_to_lark(text)}/"
+        return _UNFORCED + text
 
 
-class _Tokenize:
+class _Words:
     """The vocabulary in the form that llguidance asks for."""
 
-    def __init__(self, vocabulary: Vocabulary, tokens: list[bytes], end: int) -> None:
-        self.tokens = tokens
-        self.eos_token_id, self.bos_token_id = end, vocabulary.bos
-        self.special_token_ids = list[int]()
-        self._vocabulary = vocabulary
+    def __init__(self, tokens: list[bytes], end: int) -> None:
+        self.tokens, self.eos_token_id, self.bos_token_id = tokens, end, None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode(errors="replace")
-        return self._vocabulary.encode(text, add_special=False, parse_special=False)
+        raise NotImplementedError  # only needed where a text is forced
 
 
 def _source_text(kind: str, source: Any) -> str:

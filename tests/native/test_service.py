@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.clients import Client, alone, serving, together
+from helpers.clients import GREEDY, Client, alone, serving, together
 from helpers.faults import poison
 from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
@@ -294,6 +294,8 @@ def test_a_long_prompt_beside_decoding_requests(open_engine: Open) -> None:
 class Evens:
     """A grammar that allows even tokens only; the answer may be n tokens long."""
 
+    is_slow = False
+
     def __init__(self, n_vocab: int, fails_at: int = 1 << 30) -> None:
         self._allowed = np.arange(n_vocab) % 2 == 0
         self._fails_at = fails_at
@@ -331,7 +333,7 @@ def test_grammars_bind_their_own_requests(open_engine: Open, sampling: SamplingP
     assert all(token % 2 == 0 for token in clients[0].tokens)
     assert grammars[0].taken == clients[0].tokens[:-1]
     assert clients[1].reason == "error" and "too complex" in str(clients[1].last.error)
-    assert len(clients[1].tokens) == 7
+    assert len(clients[1].tokens) == 8  # it is told while the next row is computed
     single = open_engine(cpu_reference=True)
     for client in clients[2:]:
         assert client.tokens == alone(single, client.request)[0]
@@ -340,6 +342,45 @@ def test_grammars_bind_their_own_requests(open_engine: Open, sampling: SamplingP
         constraint=grammars[2],
     )  # fmt: skip
     assert [event.token for event in events] == clients[0].tokens
+
+
+class Waiting(Evens):
+    """The same, which from some token on says what is allowed only once it may."""
+
+    def __init__(self, n_vocab: int, is_slow: bool) -> None:
+        super().__init__(n_vocab)
+        self.is_slow, self.may = is_slow, threading.Event()
+
+    def allowed(self) -> np.ndarray:
+        assert len(self.taken) < 5 or self.may.wait(PATIENCE_S)
+        return super().allowed()
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"spec": "lookup", "n_draft": 4}], ids=["", "drafts"])
+def test_others_do_not_wait_for_a_grammar(
+    open_engine: Open, settings: dict[str, Any], is_slow: bool
+) -> None:
+    engine = open_engine("mini35b", n_seq=4, cpu_reference=True, **settings)
+    slow = [Waiting(engine.hparams.n_vocab, is_slow) for _ in range(3)]
+    ids = [7, 7, 7, 7, 7, 7, 7, 7]  # what repeats itself is drafted
+    with serving(engine) as service:
+        waiting = [Client(service, ids, max_tokens=30, constraint=one) for one in slow]
+        until(lambda: all(len(client.tokens) >= 4 for client in waiting))
+        Client(service, ids, max_tokens=40).wait()
+        waiting[2].ticket.cancel()
+        assert waiting[2].wait().reason == "cancelled"
+        Client(service, prompt(engine, 50), max_tokens=5).wait()
+        assert not any(client.is_done for client in waiting[:2])
+        for one in slow:
+            one.may.set()
+        for client in waiting[:2]:
+            client.wait()
+    evens, single = Evens(engine.hparams.n_vocab), open_engine("mini35b", cpu_reference=True)
+    events = single.generate(ids, GREEDY, 30, text=False, ignore_eos=True, constraint=evens)
+    found = [event.token for event in events]
+    assert waiting[0].tokens == waiting[1].tokens == found
+    assert waiting[2].tokens == found[: len(waiting[2].tokens)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

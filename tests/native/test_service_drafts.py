@@ -167,6 +167,8 @@ def test_accepted_drafts_give_several_tokens_in_a_step(open_engine: Open) -> Non
 class Fixed:
     """A grammar of one text."""
 
+    is_slow = False
+
     def __init__(self, text: list[int], n_vocab: int) -> None:
         self._text, self._n_vocab, self._at = text, n_vocab, 0
 
