@@ -58,6 +58,8 @@ _LITTLE_MORE, _WATCHED_MOST = 1.2, 3
 _CLEAR, _REFRESH, _OFTEN = 1.3, 192, 40
 # Steps between two plans, with drafts and without; the first steps are planned one by one.
 _PLAN_INTERVAL, _IDLE_INTERVAL, _FIRST_PLANS = 4, 32, 16
+# A free draft of a source that must draft is verified if its first token is so likely to be right.
+_LIKELY = 0.3
 # A width without graphs must be so many times as fast to count as missed: estimates vary.
 _GAIN = 1.03
 # Standard deviations by which the rates of a drafter may well be higher than they seem. All rates
@@ -137,8 +139,10 @@ class Controller:
         is_known = self.passes.plain_s > 0.0 and self._n_steps >= _FIRST_PLAIN
         if self.settings.is_fixed and (is_known or self._is_length_given):
             plan = self._fixed_plan(usable[0])
-        elif not is_known:
+        elif not is_known or self._since_plain >= _REFRESH:
             return PLAIN
+        elif free := [d for d in usable if d.source.is_free]:  # `shape` judges its draft
+            plan = Plan(free[0].source.name, free[0].most)
         elif self._pays(usable[0]) and usable[0].n_known >= _ASSURED:
             plan = self._other(usable) or self._affordable(usable[0])
             often = _REFRESH if self._pays(usable[0], _CLEAR) else _OFTEN
@@ -204,8 +208,11 @@ class Controller:
 
     @property
     def _best(self) -> Candidate | None:
-        """The best drafter of those that have something to draft in this step."""
-        return next((d for d in self._ranked if d.source.name not in self._absent), None)
+        """The best drafter that has something to draft in this step, of those that are not free."""
+        for drafter in self._ranked:
+            if not (drafter.source.is_free or drafter.source.name in self._absent):
+                return drafter
+        return None
 
     def _pays(self, best: Candidate, limit: float | None = None) -> bool:
         """Return whether drafting is faster than plain decoding, `limit` times as fast if given."""
@@ -237,7 +244,8 @@ class Controller:
         if self._is_length_given:
             n_nodes = settings.budget - 1 if settings.budget and source.has_tree else 0
             return Plan(source.name, drafter.most, 1, n_nodes=n_nodes)
-        return replace(drafter.plan, source=source.name, n_draft=max(drafter.plan.n_draft, 1))
+        n_draft = drafter.most if source.is_free else max(drafter.plan.n_draft, 1)
+        return replace(drafter.plan, source=source.name, n_draft=n_draft)
 
     @property
     def _is_length_given(self) -> bool:
@@ -344,26 +352,50 @@ class Controller:
             return Shape()
         drafter = self._drafters[plan.source]
         is_given = self.settings.is_fixed and self._is_length_given
-        if plan.is_whole or plan.is_trial or drafter.is_new or is_given:
+        is_free = drafter.source.is_free
+        if plan.is_whole or plan.is_trial or is_given or (drafter.is_new and not is_free):
             return Shape(n_depth)
+        if is_free:
+            return self._free_shape([math.exp(p) for p in log_p[:n_depth]])
         known = drafter.acceptance
         accept = known.rates_of(log_p[:n_depth]) if log_p else known.rates[:n_depth]
         growth = grow(accept, known.leaf if plan.n_top > 1 else (), self.widths.every[-1] - 1)
         # a plan cut short for want of credit competes with plain steps
         is_best = plan.n_draft >= drafter.plan.n_draft
         rate = max(self._plain_value, drafter.value if is_best else 0.0)
-        shape = growth.shape(self._worthwhile(growth, rate))
+        plain = 1, 1.0 - rate * self.passes.plain_s
+        shape = growth.shape(self._worthwhile(growth, rate, plain))
         if log_p:
             known.expect(accept, shape.n_spine)
         return shape
 
-    def _worthwhile(self, growth: Growth, rate: float) -> int:
+    def _free_shape(self, accept: Sequence[float]) -> Shape:
+        """Return the rows of a draft that costs nothing, if no other step would give more.
+
+        accept: probability of each token if those before it are right.
+        """
+        rate, most_s = self._plain_value, math.inf
+        if self.settings.is_fixed:
+            if accept[0] < _LIKELY:
+                return Shape()
+        else:
+            best, most_s = self._best, self.passes.plain_s + self._accounts.drafting_s
+            rate = _BEGIN * max(rate, best.value if best and self._is_drafting else 0.0)
+        growth = grow(accept, (), self.widths.every[-1] - 1)
+        return growth.shape(self._worthwhile(growth, rate, (1, 0.0), most_s))
+
+    def _worthwhile(
+        self, growth: Growth, rate: float, plain: tuple[int, float], most_s: float = math.inf
+    ) -> int:
         """Return the rows that gain most, now that the draft is there and paid for.
 
-        rate: tokens a second that other steps would give in the time that a row takes.
+        rate: tokens a second that other steps would give in the time that a row takes. plain: rows
+        and gain of a step without the draft. most_s: what the pass may take.
         """
-        plain = (2, -math.inf) if self.settings.is_fixed else (1, 1.0 - rate * self.passes.plain_s)
+        if self.settings.is_fixed:
+            plain = 2, -math.inf
         widths = [w for w in self.widths.every if w <= min(len(growth.tokens), self._widest)]
+        widths = [w for w in widths if self.passes.seconds[w] <= most_s]
         gains = [growth.tokens[w - 1] - rate * self.passes.seconds[w] for w in widths]
         (best, most), (other, more) = plain, plain
         for width, gain in zip(widths, gains):
@@ -489,7 +521,7 @@ class Controller:
             open_ = self._usable(self.widths.open)
             drafter.value, drafter.plan, _ = drafter.best(growth, passes, open_)
             lost = value / _GAIN - max(drafter.value, self._plain_value)
-            if self._times.graphs.has_credit and drafter.n_known:
+            if self._times.graphs.has_credit and drafter.n_known and not source.is_free:
                 self.widths.miss(width, lost * self._planned_s)
             hopes = grow(known.hopes(_HOPE), leaf, most)
             drafter.hope, hoped, _ = drafter.best(hopes, passes, open_)

@@ -1,7 +1,16 @@
-"""Prompt look-up: drafts what followed the last time that the text had the same tokens."""
+"""Prompt look-up: drafts what followed the last time that the text had the same tokens.
+
+Two things tell how likely the text goes on as it did at an earlier place. How many tokens before it
+are those at the end of the text: three are often chance, twenty are a copy under way. And what
+followed the last three of them the time before: the same token, as in what all records of a list
+have in common, or another one. So it is counted by both how often the next token was right, at each
+token of the text, whether it was drafted or not. The probabilities of a draft follow, and nothing
+else must be learned of look-up.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,15 +22,57 @@ if TYPE_CHECKING:
     from ..runner.sweep_batch import Tap
 
 _BITS = 32  # of a token in a key
-# Earlier places that a draft compares, and how many tokens of each.
+# Earlier places that a search compares, and how many tokens of each.
 _MOST_PLACES, _MOST_TOKENS = 16, 32
+# Classes of matches by their first length. Below n_min tokens, the copy goes on after a token that
+# was another one. How often the next token is right by belief: if there was no time before, if it
+# was the same token then, and if it was another one.
+_CLASSES = (0, 1, 2, 3, 4, 6, 9, 16, 32)
+_BELIEVED = (
+    (0.4, 0.6, 0.7, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97),
+    (0.7, 0.8, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.98),
+    (0.2, 0.2, 0.2, 0.2, 0.3, 0.4, 0.6, 0.6, 0.8),
+)
+# Weight of that belief, in tokens; what is kept of older counts at each token of a class.
+_WEIGHT, _KEPT = 2.0, 0.97
+# A copy whose next token is less likely to be right is no draft.
+_LEAST = 0.1
+_LONGEST = _CLASSES[-1]
+_CLASS = [bisect_right(_CLASSES, n) - 1 for n in range(_LONGEST + 1)]
+
+
+class Matches:
+    """How often the next token was right, by the number of tokens that matched before it.
+
+    before: what followed the last of these the time before; 0: there was no such time, 1: the same
+    token, 2: another one.
+    """
+
+    def __init__(self) -> None:
+        self._rates = [[*rates] for rates in _BELIEVED]
+        self._seen = [[_WEIGHT] * len(_CLASSES) for _ in _BELIEVED]
+
+    def count(self, n_match: int, before: int, is_right: bool) -> None:
+        """Count a token that was foretold."""
+        rates, seen, at = self._rates[before], self._seen[before], _CLASS[min(n_match, _LONGEST)]
+        seen[at] = _KEPT * seen[at] + 1.0
+        rates[at] += (is_right - rates[at]) / seen[at]
+
+    def forget(self) -> None:
+        """Have what was counted weigh less: another text begins."""
+        self._seen = [[min(n, _WEIGHT) for n in seen] for seen in self._seen]
+
+    def rate(self, n_match: int, before: int) -> float:
+        """Return how likely a token is right if those before it are."""
+        return self._rates[before][_CLASS[min(n_match, _LONGEST)]]
 
 
 class LookUp(KeepsNoRows):
     """A drafter that needs no model; it works well where the answer repeats the prompt.
 
     n_min: so many tokens before a place must be the last ones of the text. Of the latest such
-    places, the one with the longest match counts, the latest of equal ones.
+    places, the one with the longest match counts, the latest of equal ones. From then on the text
+    is expected to go on as there, until a token is wrong; after a single wrong one it may still.
     """
 
     name = "lookup"
@@ -31,11 +82,13 @@ class LookUp(KeepsNoRows):
     def __init__(self, n_seq: int = 1, max_draft: int = 16, n_min: int = 3) -> None:
         self.max_draft = max_draft
         self._n_min = n_min
+        self._matches = Matches()
         self._texts = [_Text(n_min) for _ in range(n_seq)]
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Have a sequence hold ids."""
         self._texts[slot] = _Text(self._n_min, ids.tolist())
+        self._matches.forget()
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Add the tokens of a prompt; nothing of its rows is needed."""
@@ -45,28 +98,33 @@ class LookUp(KeepsNoRows):
 
     def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         """Add tokens to a sequence."""
-        self._texts[slot].extend(tokens)
+        text = self._texts[slot]
+        for token in tokens:
+            text.follow(token, self._matches)
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
-        """Return what followed the same tokens, one at each depth; nothing if there were none.
+        """Return what followed the same tokens, one at each depth; nothing if that is unlikely.
 
         Where that runs into the end of the text, it goes on with the draft: so a text that repeats
         a few tokens goes on repeating them.
         """
-        text = self._texts[slot]
-        at = text.find(anchor)
-        if at is None:
+        if not self.has(slot, anchor):
             return empty_draft()
-        ids = text.ids
+        text = self._texts[slot]
+        ids, (at, n_match) = text.ids, text.after(anchor)
         back = len(ids) + 1 - at  # how far the draft looks back
         drafted = [*ids[at : at + n], anchor][:n]
         while len(drafted) < n:
             drafted.append(drafted[-back])
-        return Draft(np.array(drafted, dtype=np.int32)[:, None])
+        rates = [self._matches.rate(n_match + i, text.agrees(at + i % back)) for i in range(n)]
+        tokens, sure = np.array(drafted, dtype=np.int32), np.array(rates, dtype=np.float32)
+        return Draft(tokens[:, None], confidence=sure)
 
     def has(self, slot: int, anchor: int) -> bool:
-        """Return whether `draft` would return a draft; it takes a microsecond."""
-        return self._texts[slot].latest(anchor) > 0
+        """Return whether `draft` would return a draft; it takes microseconds."""
+        text = self._texts[slot]
+        at, n_match = text.after(anchor)
+        return at > 0 and self._matches.rate(n_match, text.agrees(at)) >= _LEAST
 
     def truncate(self, slot: int, n_past: int) -> None:
         """Forget the tokens of a sequence from position n_past on; others are added anew."""
@@ -80,7 +138,11 @@ class LookUp(KeepsNoRows):
 
 
 class _Text:
-    """Tokens, and where each run of n of them occurred."""
+    """Tokens, where each run of n of them occurred, and the copy under way.
+
+    The copy: the position of the token that is expected next, 0 if there is none, and how many
+    tokens before it are those at the end of the text.
+    """
 
     def __init__(self, n: int, ids: Sequence[int] = ()) -> None:
         self.ids: list[int] = []
@@ -89,10 +151,28 @@ class _Text:
         self._key = 0  # of the last n tokens
         self._last: dict[int, int] = {}  # key -> where the latest run ends
         self._before: list[int] = [0]  # where the run ends that occurred before the one ending at i
+        self._copy = (0, 0)
+        self._after: tuple[int, tuple[int, int]] | None = None  # a token, and the copy after it
         self.extend(ids)
 
+    def follow(self, token: int, matches: Matches) -> None:
+        """Add a token, and count whether it was the expected one."""
+        at, n_match = self._copy
+        if at:
+            matches.count(n_match, self.agrees(at), self.ids[at] == token)
+        copy = self.after(token)
+        self.extend((token,))
+        self._copy = copy
+
+    def agrees(self, at: int) -> int:
+        """Return what followed the tokens before a place the time before (`Matches`)."""
+        ids, before = self.ids, self._before[at]
+        if not before:
+            return 0
+        return 1 if at < len(ids) and ids[before] == ids[at] else 2
+
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens."""
+        """Add tokens; no copy is under way."""
         ids, last, before, key, mask, n = (
             self.ids, self._last, self._before, self._key, self._mask, self._n,
         )  # fmt: skip
@@ -105,28 +185,44 @@ class _Text:
                 continue
             before.append(last.get(key, 0))
             last[key] = end
-        self._key = key
+        self._key, self._copy, self._after = key, (0, 0), None
 
-    def latest(self, anchor: int) -> int:
+    def after(self, anchor: int) -> tuple[int, int]:
+        """Return the copy under way once the anchor is added."""
+        if self._after and self._after[0] == anchor:
+            return self._after[1]
+        at, n_match = self._copy
+        is_right = at > 0 and self.ids[at] == anchor
+        found = at + 1, n_match + 1
+        if not is_right or n_match + 1 < self._n:
+            best = self.find(anchor)
+            if best[0] or not (is_right or n_match >= self._n):
+                found = best
+            elif not is_right:
+                found = at + 1, 0
+        self._after = anchor, found
+        return found
+
+    def _latest(self, anchor: int) -> int:
         """Return where the run of the last tokens and the anchor ended before; 0 if nowhere."""
         if len(self.ids) < self._n:
             return 0
         return self._last.get(((self._key << _BITS) | anchor) & self._mask, 0)
 
-    def find(self, anchor: int) -> int | None:
-        """Return the position after the best match of the last tokens and the anchor, or None."""
-        n, end = self._n, self.latest(anchor)
-        best, longest = None, 0
+    def find(self, anchor: int) -> tuple[int, int]:
+        """Return the copy that begins after the last tokens and the anchor; (0, 0): none."""
+        n, end = self._n, self._latest(anchor)
+        best, longest = 0, -1
         for _ in range(_MOST_PLACES):
             if not end:
                 break
             length = self._match(end - 1 - n)
-            if length > longest or best is None:
+            if length > longest:
                 best, longest = end, length
             if longest == _MOST_TOKENS:
                 break
             end = self._before[end]
-        return best
+        return best, longest + n if best else 0
 
     def _match(self, at: int) -> int:
         """Return how many tokens up to position `at` are those before the last n - 1 tokens."""

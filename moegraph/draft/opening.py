@@ -41,8 +41,8 @@ def open_controller(
         costs, most = (known.fixed, known.per_token, known.accept, known.n_top), drafter.max_draft
         if spec == "auto" and drafter.name == "mtp":  # longer ones hardly pay, and have no graphs
             most = min(most, config.draft_max or USUAL_MTP_DRAFT)
-        joins = as_joint(drafter) is not None
-        sources.append(Source(drafter.name, most, *costs, has_tree, joins))
+        joins, is_free = as_joint(drafter) is not None, drafter.name == "lookup"
+        sources.append(Source(drafter.name, most, *costs, has_tree, joins, is_free))
     if experts and config.deterministic:
         experts = Experts(experts.n_layer, experts.n_expert, experts.n_expert_used, _UNTIMED_MISS)
     settings = draft_settings(config, spec, max_rows)

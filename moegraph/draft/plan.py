@@ -19,7 +19,7 @@ class Source:
     accept: expected probability that a drafted token is accepted if all before it were.
     n_top: candidates that it can name at each depth. has_tree: it can build trees itself, because
     it knows what follows each token (`TreeDrafter`). joins: it drafts for several sequences at once
-    (`JointDrafter`).
+    (`JointDrafter`). is_free: a draft costs nothing and says itself how likely it is right.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Source:
     n_top: int = 1
     has_tree: bool = False
     joins: bool = False
+    is_free: bool = False
 
 
 @dataclass(frozen=True)

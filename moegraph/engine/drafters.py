@@ -34,6 +34,8 @@ from .warmup import PassTimes
 # Rows of verify passes that are ready before the first text: where graphs are captured, fewer if
 # experts may be missing, because wider passes pay less then; and elsewhere.
 _CAPTURED, _LACKING, _BUILT = (2, FIRST_WIDTH, 8, 12), (FIRST_WIDTH, 8), (FIRST_WIDTH,)
+# The same for look-up alone: copies are long.
+_COPIES = (2, FIRST_WIDTH, 8, 16)
 
 
 def open_drafters(
@@ -117,7 +119,8 @@ def first_widths(config: EngineConfig, runner: AnyRunner) -> list[int]:
         return [min(given, config.n_draft + 1)]
     widths: tuple[int, ...] = _BUILT
     if runner.device.can.streams:  # graphs are dear, because the device captures them
-        widths = _CAPTURED if runner.mode == "whole" else _LACKING
+        whole = _COPIES if config.spec == "lookup" else _CAPTURED
+        widths = whole if runner.mode == "whole" else _LACKING
     return [n for n in widths if n <= min(given or n, config.n_draft + 1)]
 
 
@@ -144,7 +147,7 @@ def open_speculation(
         experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
     captures = runner.device.can.streams
     controller = open_controller(drafters, config, max_rows, experts, captures)
-    if times and not controller.settings.is_fixed:
+    if times:
         if times.plain and controller.settings.is_timed:
             controller.calibrate(times.plain, times.verify)
         else:

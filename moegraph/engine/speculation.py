@@ -385,7 +385,9 @@ class Speculation:
                            "they are what the sampler draws")  # fmt: skip
         if race and tree is None:
             draft = raced(draft, race, plan.n_top)
-        return draft, tree or self._tree(ask.anchor, plan, draft), ()
+        tree = tree or self._tree(ask.anchor, plan, draft)
+        is_passed_over = tree.n_rows == 1 and drafter.name in self._lookups
+        return None if is_passed_over else (draft, tree, ())
 
     def _begin_watch(self, slot: int, source: str, draft: Draft) -> None:
         if self.accept is None:

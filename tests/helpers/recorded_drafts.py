@@ -264,20 +264,21 @@ def _step(
     return watched, step, shape.n_spine, ms + draft_ms
 
 
-def engine(share: float, *names: str, is_timed: bool = True) -> Controller:
+def engine(share: float, *names: str, is_timed: bool = True, spec: str = "auto") -> Controller:
     """Return a controller as an engine opens it on that card.
 
     is_timed: passes were timed before the first text, as they are if no experts are missing.
     """
+    ready = (2, 4, 8, 16) if spec == "lookup" else _READY
     drafters: list[Any] = [
         SimpleNamespace(name=name, max_draft=16 if name == "lookup" else 15)
         for name in names or ("mtp", "dflash")
     ]
     experts = Experts(40, 256, 8, 43e-6) if share < 1.0 else None
-    controller = open_controller(drafters, EngineConfig(spec="auto"), 16, experts)
+    controller = open_controller(drafters, EngineConfig(spec=spec), 16, experts)
     if experts:
         controller.widths.have(_READY_PART)
     elif is_timed:
-        times = {n: _MS[1.0][n] / 1e3 for n in _READY}
+        times = {n: _MS[1.0][n] / 1e3 for n in ready}
         controller.calibrate(_MS[1.0][1] / 1e3, times)
     return controller

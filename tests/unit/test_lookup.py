@@ -32,29 +32,70 @@ def searched(text: list[int], n: int) -> list[int]:
     return found[len(text) :]
 
 
+def followed(text: list[int], n_prompt: int, n: int) -> list[int]:
+    """Return the draft after a text whose tokens from n_prompt on came one by one."""
+    drafter = LookUp(n_min=N_MIN)
+    drafter.restart(0, np.array(text[:n_prompt], dtype=np.int32))
+    drafter.committed(0, n_prompt, text[n_prompt:-1])
+    return drafter.draft(0, text[-1], n, 1).tokens[:, 0].tolist()
+
+
 @pytest.mark.parametrize("n_vocab", [1, 2, 3, 8])
 def test_drafts_are_those_of_a_search(n_vocab: int) -> None:
     rng = np.random.default_rng(n_vocab)
-    for _ in range(30):
-        drafter, text = LookUp(n_seq=2, n_min=N_MIN), []
-        prompt = rng.integers(0, n_vocab, rng.integers(0, 30)).astype(np.int32)
-        half = len(prompt) // 2
-        drafter.restart(1, prompt[:half])
-        assert drafter.prompt_taps(1, prompt[half:], half) == {}
-        text = prompt.tolist()
-        for _ in range(25):
-            anchor, n = int(rng.integers(0, n_vocab)), int(rng.integers(1, 12))
-            draft = drafter.draft(1, anchor, n, 4)
-            assert draft.tokens.shape[1] == 1 and draft.problem(n_vocab) == ""
-            assert drafter.has(1, anchor) == (draft.n_depth > 0)
-            assert draft.tokens[:, 0].tolist() == searched([*text, anchor], n)
-            taken = [anchor, *rng.integers(0, n_vocab, rng.integers(0, 3)).tolist()]
-            drafter.committed(1, len(text), taken)
-            text += taken
-            if rng.random() < 0.1:
-                text = text[: int(rng.integers(0, len(text)))]
-                drafter.truncate(1, len(text))
-        assert drafter.draft(0, 1, 4, 1).n_depth == 0  # another sequence
+    for _ in range(300):
+        text = rng.integers(0, n_vocab, rng.integers(1, 60)).tolist()
+        drafter, half = LookUp(n_seq=2, n_min=N_MIN), len(text) // 2
+        drafter.restart(1, np.array(text[:half], dtype=np.int32))
+        assert drafter.prompt_taps(1, np.array(text[half:-1], dtype=np.int32), half) == {}
+        draft = drafter.draft(1, text[-1], n := int(rng.integers(1, 12)), 4)
+        assert draft.tokens.shape[1] == 1 and draft.problem(n_vocab) == ""
+        assert drafter.has(1, text[-1]) == (draft.n_depth > 0)
+        assert draft.tokens[:, 0].tolist() == searched(text, n)
+        assert drafter.draft(0, text[-1], n, 1).n_depth == 0  # another sequence
+
+
+def test_a_copy_goes_on_without_a_search() -> None:
+    """Also after a single token that was another one, but not after two."""
+    prompt = [*range(10, 40), *range(5)]
+    assert followed([*prompt, 10, 11, 12], 35, 3) == [13, 14, 15]
+    assert followed([*prompt, 10, 11, 12, 13, 90], 35, 3) == [15, 16, 17]
+    assert followed([*prompt, 10, 11, 12, 13, 90, 15], 35, 3) == [16, 17, 18]
+    assert followed([*prompt, 10, 11, 12, 13, 90, 91], 35, 3) == []
+    # where the text has three tokens of another place, it goes on as there
+    assert followed([*prompt, 10, 11, 12, 30, 31, 32], 35, 3) == [33, 34, 35]
+    assert followed([1, 2] * 4, 0, 5) == [1, 2, 1, 2, 1]
+
+
+def sure(drafter: LookUp, anchor: int, n: int) -> list[float]:
+    """Return how sure a draft is of each of its tokens."""
+    found = drafter.draft(0, anchor, n, 1).confidence
+    assert found is not None and len(found) == n
+    return found.tolist()
+
+
+def test_a_draft_is_as_sure_as_such_drafts_were_right() -> None:
+    copied, wrong = LookUp(), LookUp()
+    text = np.random.default_rng(0).permutation(400).astype(np.int32)
+    copied.restart(0, text)
+    copied.committed(0, 400, text[:300].tolist())
+    assert min(sure(copied, int(text[300]), 15)) > 0.97
+    hopeless = [1, 2, 3, 9]
+    for token in range(30):  # three tokens are never followed by the same one
+        hopeless += [1, 2, 3, 10 + token]
+    wrong.committed(0, 0, hopeless)
+    wrong.committed(0, len(hopeless), [1, 2])
+    assert not wrong.has(0, 3) and wrong.draft(0, 3, 5, 1).n_depth == 0
+
+
+def test_what_all_records_have_in_common_is_surer_than_what_differs() -> None:
+    drafter = LookUp()
+    for n in range(40):
+        record = [1, 2, 3, 4, 5, 6, 7, 100 + n, 8, 9, 10, 11]
+        drafter.committed(0, 12 * n, record)
+    drafter.committed(0, 480, [1, 2])
+    found = sure(drafter, 3, 9)
+    assert min(found[:4]) > 0.9 and found[4] < 0.2
 
 
 def test_a_prompt_that_was_undone_is_forgotten() -> None:
