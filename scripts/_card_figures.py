@@ -354,15 +354,15 @@ def rows_alone(lines: Lines, part: str) -> Iterator[Figure]:
 def residency(lines: Lines, part: str) -> Iterator[Figure]:
     """Decoding with some experts, by routing, over llama-bench with the same memory."""
     rows = [row for row in lines[part] if row.get("kind") == "sample"]
-    ways = dict.fromkeys(row["system"] for row in rows if row["system"].startswith("moegraph,"))
+    ways = dict.fromkeys(row["system"] for row in rows if row["system"].startswith("moegraph"))
     for setting, test in measured(rows):
         theirs = samples(rows, setting=setting, test=test, system="upstream")
         for system in ways:
             is_judged = (part, system) == ("residency-none", "moegraph, sticky")
             bars = (1.5, 2.0) if is_judged else (None, None)
             mine = samples(rows, setting=setting, test=test, system=system)
-            name = f"{test}, {setting}, {system.partition(', ')[2]}: over llama-bench"
-            yield from ratio(name, mine, theirs, *bars)
+            name = ", ".join(filter(None, (test, setting, system.partition(", ")[2])))
+            yield from ratio(f"{name}: over llama-bench", mine, theirs, *bars)
 
 
 def first(lines: Lines, part: str) -> Iterator[Figure]:

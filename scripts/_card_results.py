@@ -82,9 +82,14 @@ class Results:
         with self._lock, self._file.open("a", encoding="utf-8") as file:
             file.write("".join(map(json_line, lines)))
 
+    def cards(self) -> list[Line]:
+        """Return what each run noted: {"card": what was measured with, "t": when it began}."""
+        return [line for line in self._read() if "card" in line]
+
     def card(self) -> Line:
         """Return what was measured with, as the last run noted it."""
-        return next((line["card"] for line in reversed(self._read()) if "card" in line), {})
+        cards = self.cards()
+        return cards[-1]["card"] if cards else {}
 
     def outcomes(self) -> dict[str, Outcome]:
         """Return the run of each part that counts."""

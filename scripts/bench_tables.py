@@ -1,49 +1,104 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/benchmarks.md from the raw lines in docs/benchmarks/.
+"""Write the tables of README.md and docs/benchmarks.md from one run of scripts/measure_card.
 
-The page names its tables in comments. The script rewrites the text between two of them:
+The pages name tables, and the parts of the run that each is made of. The script rewrites the text
+between two comments:
 
-    <!-- table: decode residency.jsonl -->
+    <!-- table: decode whole residency-60 residency-25 -->
     <!-- end -->
 
-Tables: runs, compare, trees, decode, prompts, memory, predictions. Each takes raw files and joins
-their lines. If several runs measured the same thing, the last one counts.
+Tables: about, readme, decode, prompts, memory, figures. The lines of the run are in
+docs/benchmarks/card.jsonl; before the first --take there are none, and nothing is written.
 
-    scripts/bench_tables.py             write
-    scripts/bench_tables.py --check     exit code 1 if anything would change
-    scripts/bench_tables.py --plot docs/residency-curve.svg --raw residency.jsonl
+    scripts/bench_tables.py --take build/measured   keep the lines of this run, and write
+    scripts/bench_tables.py                         write
+    scripts/bench_tables.py --check                 exit code 1 if anything would change
 """
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import _bench as bench
+from _card_parts import PARTS
+from _card_results import DONE, Results
 
-PAGE = bench.ROOT / "docs" / "benchmarks.md"
-MARK = re.compile(r"(<!-- table: (\w+)((?: [\w.-]+)+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PAGES = (bench.ROOT / "README.md", bench.ROOT / "docs" / "benchmarks.md")
+RAW = bench.ROOT / "docs" / "benchmarks" / "card.jsonl"
+MARK = re.compile(r"(<!-- table: (\w+)((?: [\w-]+)+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Lines = Sequence[bench.Line]
 Samples = dict[tuple[str, str, str], list[float]]
 
 
-def last_samples(lines: Lines) -> Samples:
-    """Return samples by (setting, test, system), each from the last run that has any."""
-    found: Samples = {}
-    for run in dict.fromkeys(line["run"] for line in lines):
-        found.update(bench.samples_by_key([x for x in lines if x["run"] == run]))
-    return found
+@dataclass(frozen=True)
+class Run:
+    """What one run measured. card: machine, commit and model. parts: the lines of each by name."""
+
+    card: bench.Line
+    day: str
+    parts: dict[str, list[bench.Line]]
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """Read what `take` wrote."""
+        about, *rest = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        parts: dict[str, list[bench.Line]] = {}
+        for line in rest:
+            parts.setdefault(line["part"], []).append(line["line"])
+        return cls(about["card"], time.strftime("%Y-%m-%d", time.gmtime(about["t"])), parts)
+
+    def of(self, names: Sequence[str]) -> Iterator[tuple[str, Lines]]:
+        """Yield name and lines of those parts that were measured."""
+        for name in names:
+            if name in self.parts:
+                yield name, self.parts[name]
+
+
+def take(folder: Path, path: Path, names: Sequence[str]) -> None:
+    """Keep the lines of these parts of a measured folder in one file.
+
+    Raises:
+        BenchError: the folder has results of several commits, models or machines, or of none.
+    """
+    results = Results(folder)
+    cards = results.cards()
+    if not cards:
+        raise bench.BenchError(f"{folder} has no results of measure_card")
+    if len({json.dumps(card["card"], sort_keys=True) for card in cards}) > 1:
+        raise bench.BenchError(
+            f"{folder} has results of several commits, models or machines; a page shows one"
+        )
+    lines = [cards[0]]
+    for name, one in results.outcomes().items():
+        if name in names and one.state == DONE:
+            lines += [{"part": name, "line": _without_paths(line)} for line in one.lines]
+    path.write_text("".join(map(bench.json_line, lines)), encoding="utf-8")
+
+
+def _without_paths(line: bench.Line) -> bench.Line:
+    return {
+        key: Path(value).name if key in ("model_filename", "error") else value
+        for key, value in line.items()
+    }
+
+
+def samples_of(lines: Lines) -> Samples:
+    """Return the counted samples by (setting, test, system)."""
+    return bench.samples_by_key([line for line in lines if "kind" in line])
 
 
 def of_kind(lines: Lines, kind: str, system: str = "") -> dict[str, bench.Line]:
     """Return the last line of a kind for each setting."""
-    chosen = (x for x in lines if x["kind"] == kind and x.get("system", "") == system)
+    chosen = (x for x in lines if x.get("kind") == kind and x.get("system", "") == system)
     return {line["setting"]: line for line in chosen}
 
 
@@ -64,109 +119,138 @@ def times(values: Sequence[float], base: Sequence[float] | None, unit: str = "to
 def gib(line: bench.Line | None, *names: str) -> str:
     """Return the first of the fields that is present and not 0, in GiB."""
     value = next((line[name] for name in names if line and line.get(name)), 0)
-    return f"{value / 2**30:.2f}" if value else "-"
+    return f"{value / 2**30:.1f}" if value else "-"
 
 
-def runs(lines: Lines) -> str:
-    """Return the table of runs: machine, time, commit, arguments."""
+DEVICE = ("device_driver_bytes", "device_peak_bytes")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the experts are in one setting of a part, and both sides' memory of the device."""
+
+    setting: str
+    ours: str
+    short: str
+    where: str
+    theirs_gib: str
+    ours_gib: str
+
+
+def places(run: Run, names: Sequence[str]) -> Iterator[tuple[Place, Samples, Lines]]:
+    """Yield each setting that was measured beside llama-bench, with its samples."""
+    for name, lines in run.of(names):
+        samples = samples_of(lines)
+        ours = "whole" if name == "whole" else "moegraph"
+        loads = of_kind(lines, "load", ours)
+        for setting, load in loads.items():
+            short = where = "everything on the GPU"
+            if "share" in load:
+                short = f"{load['share']:.0%} of the experts"
+                where = f"{short} (`-ncmoe {load['ncmoe']}`)"
+            memory = (of_kind(lines, "memory", side).get(setting) for side in ("upstream", ours))
+            mine = {key: found for key, found in samples.items() if key[0] == setting}
+            held = [gib(line, *DEVICE) for line in memory]
+            yield Place(setting, ours, short, where, *held), mine, lines
+
+
+def about(run: Run, names: Sequence[str]) -> str:
+    """Return what was measured, with what, and which of the parts were not."""
+    card, machine = run.card, run.card["machine"]
+    missing = [name for name in names if name not in run.parts]
+    note = f" Not measured in this run: {', '.join(missing)}." if missing else ""
+    changed = ", with changes" if card["commit"].endswith("-dirty") else ""
+    return _fill(
+        f"Measured on {run.day} at commit `{card['commit'][:12]}`{changed} (patch set"
+        f" `{card['patchset']}`) by one run of `scripts/measure_card`: {'; '.join(machine['gpu'])};"
+        f" {machine['n_cpus']} CPUs of {machine['cpu']}; {machine['host_bytes'] / 2**30:.0f} GiB."
+        f" The model is {card['model']} ({card['model_bytes'] / 1e9:.1f} GB).{note}"
+    )
+
+
+def _fill(text: str) -> str:
+    """Break lines at 120, as all pages do."""
+    lines = [""]
+    for word in text.split(" "):
+        if len(lines[-1]) + len(word) >= 120:
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "") + word
+    return "\n".join(lines) + "\n"
+
+
+def readme(run: Run, names: Sequence[str]) -> str:
+    """Return README's table: decoding by routing, prompts, eight clients of a server."""
+    rows: list[list[str]] = []
+    routing: list[str] = []
+    for place, samples, _ in places(run, names):
+        test = next(key[1] for key in samples if key[1].startswith("tg"))
+        ways = [key[2] for key in samples if key[1] == test and key[2].startswith(place.ours)]
+        ways = [way for way in ways if "argmax" not in way and "sampled" not in way]
+        routing = [way.partition(", ")[2] for way in ways]
+        sizes = f" ({place.theirs_gib} GiB)", f" ({place.ours_gib} GiB)"
+        rows.append(_short(f"decoding, {place.short}", samples, test, ways, sizes))
+    for place, samples, _ in places(run, names):
+        for test in dict.fromkeys(key[1] for key in samples if key[1].startswith("pp")):
+            label = f"prompt of {test[2:]}, {place.short}"
+            rows.append(_short(label, samples, test, [place.ours]))
+    clients = run.parts.get("server-all", ()) if "server-all" in names else ()
+    by: dict[str, list[float]] = {}
+    for row in clients:
+        if row.get("clients") == 8 and "tokens_per_s" in row:
+            by.setdefault(row["server"], []).append(row["tokens_per_s"])
+    if len(by) == 2:
+        theirs, ours = (statistics.median(by[who]) for who in ("llama-server", "moegraph"))
+        label = "8 clients of the server, everything on the GPU"
+        rows.append([label, f"{theirs:,.0f}", f"{ours:,.0f}", f"{ours / theirs:.1f}x"])
+    mine = f"moegraph, by routing: {' / '.join(routing)}" if len(routing) > 1 else "moegraph"
+    return table(["35B-A3B shape, tok/s", "llama.cpp", mine, ""], rows)
+
+
+def _short(
+    label: str, samples: Samples, test: str, ways: Sequence[str], sizes: tuple[str, str] = ("", "")
+) -> list[str]:
+    """Return a row of medians: theirs, ours by routing, how many times."""
+    (base,) = (found for key, found in samples.items() if key[1:] == (test, "upstream"))
+    ours = [
+        statistics.median(found) for way in ways
+        for key, found in samples.items() if key[1:] == (test, way)
+    ]  # fmt: skip
+    theirs = statistics.median(base)
+    return [
+        label, f"{theirs:,.0f}{sizes[0]}", " / ".join(f"{x:,.0f}" for x in ours) + sizes[1],
+        " / ".join(f"{x / theirs:.1f}x" for x in ours),
+    ]  # fmt: skip
+
+
+def decode(run: Run, names: Sequence[str]) -> str:
+    """Return the table of decoding: a row for each share of the experts and each routing."""
     rows = []
-    for run in (x for x in lines if x["kind"] == "run"):
-        mine = [x for x in lines if x["run"] == run["run"]]
-        patches = {x["patchset"] for x in mine if x["kind"] == "system" and "patchset" in x}
-        upstream = {x["row"].get("build_commit", "") for x in mine if x["kind"] == "upstream"}
-        upstream |= {x["commit"] for x in mine if x["kind"] == "system" and "patchset" not in x}
-        machine = run["machine"]
-        rows.append([
-            f"`{run['run']}`", time.strftime("%Y-%m-%d", time.gmtime(run["t"])),
-            _commit(run["commit"]), " ".join(f"`{x}`" for x in sorted(patches)),
-            " ".join(f"`{x[:7]}`" for x in sorted(upstream)), "; ".join(machine["gpu"]),
-            f"{machine['cpu']}, {machine['n_cpus']}", f"`{' '.join(run['argv'])}`",
-        ])  # fmt: skip
-    head = ["run", "date", "commit", "patch set", "llama.cpp", "GPU, driver, limit", "CPUs",
-            "arguments"]  # fmt: skip
-    return table(head, rows)
-
-
-def _commit(text: str) -> str:
-    return f"`{text[:12]}`" + (", changed" if text.endswith("-dirty") else "")
-
-
-def compare(lines: Lines) -> str:
-    """Return the table of bench_vs_upstream: for each test upstream, then moegraph's rows."""
-    samples = last_samples(lines)
-    rows = []
-    for (setting, test, system), values in samples.items():
-        base = samples.get((setting, test, "upstream"))
-        ratio = "" if system == "upstream" else times(values, base)
-        rows.append([setting, test, system, bench.spread(values), str(len(values)), ratio])
-    rows.sort(key=lambda row: (row[0], row[1]))
-    return table(["-ub", "test", "system", "tok/s", "samples", "times upstream"], rows)
-
-
-def trees(lines: Lines) -> str:
-    """Return the table of bench_trees: systems side by side, with ratios to the first."""
-    samples = last_samples(lines)
-    units = {(x["setting"], x["test"]): x["unit"] for x in lines if x["kind"] == "sample"}
-    systems = list(dict.fromkeys(x["system"] for x in lines if x["kind"] == "system"))
-    systems += sorted({key[2] for key in samples} - set(systems))
-    first, rows = systems[0], []
-    for setting, test in dict.fromkeys(key[:2] for key in samples):
-        unit = units[setting, test]
-        cells = [setting, f"{test}, {unit}"]
-        base = samples.get((setting, test, first))
-        for system in systems:
-            values = samples.get((setting, test, system))
-            cells.append(bench.spread(values, 2) if values else "-")
-            if system != first:
-                cells.append(times(values, base, unit) if values else "-")
-        rows.append(cells)
-    head = ["experts on the device", "test", first]
-    for system in systems[1:]:
-        head += [system, f"times {first}"]
-    return table(head, rows)
-
-
-def _budgets(lines: Lines) -> list[str]:
-    found = dict.fromkeys(x["setting"] for x in lines if x["kind"] == "load")
-    return [setting for setting in found if setting.startswith("ncmoe")]
-
-
-def _place(lines: Lines, setting: str) -> str:
-    load = of_kind(lines, "load", "moegraph")[setting]
-    slots = f"{sum(load['n_slots']):,} slots" if load["share"] else "none"
-    return f"{load['share']:.0%}, {slots} (`-ncmoe {load['ncmoe']}`)"
-
-
-def decode(lines: Lines) -> str:
-    """Return the table of decode with missing experts: a row for each budget and trace."""
-    samples, rows = last_samples(lines), []
-    for setting in _budgets(lines):
-        keys = [k for k in samples if k[0] == setting and k[1].startswith("tg")]
-        memory = {name: of_kind(lines, "memory", name).get(setting)
-                  for name in ("upstream", "moegraph")}  # fmt: skip
-        devices = [gib(m, "device_driver_bytes", "device_peak_bytes") for m in memory.values()]
-        for key in (k for k in keys if k[2].startswith("moegraph") and "argmax" not in k[2]):
-            way, values = key[2].removeprefix("moegraph, "), samples[key]
+    for place, samples, lines in places(run, names):
+        for key in (k for k in samples if k[1].startswith("tg") and k[2].startswith(place.ours)):
+            way, values = key[2].removeprefix(place.ours).removeprefix(", "), samples[key]
+            if way.startswith("argmax"):
+                continue
             base = samples.get((*key[:2], "upstream"))
-            greedy = samples.get((*key[:2], f"moegraph, argmax, {way}"))
+            greedy = f"{place.ours}, argmax" + (f", {way}" if way else "")
+            argmax = samples.get((*key[:2], greedy)) if not way.startswith("sampled") else None
             # the counters of a sampled row include its prompt
             experts = ["-", "-"] if way.startswith("sampled") else _experts(lines, key)
             rows.append([
-                _place(lines, setting), way,
-                f"{statistics.median(base):.1f} ({devices[0]})" if base else "-",
-                f"{bench.spread(values)} ({devices[1]})", times(values, base),
-                f"{statistics.median(greedy):.1f}" if greedy else "-", *experts,
+                place.where, way or "-",
+                f"{statistics.median(base):.1f} ({place.theirs_gib})" if base else "-",
+                f"{bench.spread(values)} ({place.ours_gib})", times(values, base),
+                f"{statistics.median(argmax):.1f}" if argmax else "-", *experts,
             ])  # fmt: skip
     return table(
-        ["experts on the device", "routing", "upstream, tok/s (GiB)", "moegraph, tok/s (GiB)",
-         "times upstream", "moegraph, argmax only", "hit rate", "misses a token"], rows,
+        ["on the device", "routing", "llama.cpp, tok/s (GiB)", "moegraph, tok/s (GiB)",
+         "times llama.cpp", "argmax only", "hit rate", "misses a token"], rows,
     )  # fmt: skip
 
 
 def _experts(lines: Lines, key: tuple[str, str, str]) -> list[str]:
     """Return the hit rate and the misses a token of the counted samples."""
     found = [
-        x["experts"] for x in lines if x["kind"] == "sample" and x["at"] and x.get("experts")
+        x["experts"] for x in lines if x.get("kind") == "sample" and x["at"] and x.get("experts")
         and (x["setting"], x["test"], x["system"]) == key
     ]  # fmt: skip
     hits, misses = (sum(x[name] for x in found) for name in ("hits", "misses"))
@@ -176,134 +260,113 @@ def _experts(lines: Lines, key: tuple[str, str, str]) -> list[str]:
     return [f"{hits / max(hits + misses, 1):.3f}", f"{misses / steps:.1f}"]
 
 
-def prompts(lines: Lines) -> str:
-    """Return the table of prompts and first tokens with missing experts."""
-    samples, rows = last_samples(lines), []
-    for setting in _budgets(lines):
-        for key in [k for k in samples if k[0] == setting and k[2] == "moegraph"]:
-            if not key[1].startswith(("pp", "first")):
-                continue
-            unit = "s" if key[1].startswith("first") else "tok/s"
-            base, digits = samples.get((*key[:2], "upstream")), 2 if unit == "s" else 0
+def prompts(run: Run, names: Sequence[str]) -> str:
+    """Return the table of prompts."""
+    rows = []
+    for place, samples, _ in places(run, names):
+        for key in (k for k in samples if k[1].startswith("pp") and k[2] == place.ours):
+            base = samples.get((*key[:2], "upstream"))
             rows.append([
-                _place(lines, setting), setting.rpartition("ub ")[2], f"{key[1]}, {unit}",
-                bench.spread(base, digits) if base else "-",
-                bench.spread(samples[key], digits), times(samples[key], base, unit),
+                place.where, key[1][2:], place.setting.rpartition("ub ")[2],
+                bench.spread(base, 0) if base else "-", bench.spread(samples[key], 0),
+                times(samples[key], base),
             ])  # fmt: skip
     return table(
-        ["experts on the device", "-ub", "test", "upstream", "moegraph", "times upstream"], rows
-    )
+        ["on the device", "prompt", "-ub", "llama.cpp, tok/s", "moegraph, tok/s",
+         "times llama.cpp"], rows,
+    )  # fmt: skip
 
 
-def memory(lines: Lines) -> str:
+def memory(run: Run, names: Sequence[str]) -> str:
     """Return the table of device and host memory of both sides."""
     rows = []
-    for setting in dict.fromkeys(x["setting"] for x in lines if x["kind"] == "memory"):
-        for system in dict.fromkeys(x["system"] for x in lines if x["kind"] == "memory"):
-            line = of_kind(lines, "memory", system).get(setting)
-            if line:
-                load = of_kind(lines, "load", system).get(setting)
-                rows.append([
-                    setting, system, gib(line, "device_driver_bytes", "device_peak_bytes"),
-                    gib(line, "VmHWM"), gib(line, "host_pinned_bytes"),
-                    f"{load['seconds']:.1f}" if load else "-",
-                ])  # fmt: skip
+    for place, _, lines in places(run, names):
+        for system, label in (("upstream", "llama.cpp"), (place.ours, "moegraph")):
+            line = of_kind(lines, "memory", system).get(place.setting)
+            load = of_kind(lines, "load", system).get(place.setting)
+            rows.append([
+                place.where, place.setting.rpartition("ub ")[2], label, gib(line, *DEVICE),
+                gib(line, "VmHWM"), gib(line, "host_pinned_bytes"),
+                f"{load['seconds']:.1f}" if load else "-",
+            ])  # fmt: skip
     return table(
-        ["setting", "system", "device, GiB", "host, resident at peak, GiB", "host, pinned, GiB",
-         "load, s"], rows,
+        ["on the device", "-ub", "", "device, GiB", "host, resident at its peak, GiB",
+         "host, pinned, GiB", "load, s"], rows,
     )  # fmt: skip
 
 
-def predictions(lines: Lines) -> str:
-    """Return the table of bench_predict.py's predictions."""
-    rows = [
-        [str(x["ncmoe"]), x["trace"], f"{x['share']:.0%}", x["how"], f"{x['measured']:.1f}",
-         f"{x['predicted']:.1f}", f"{x['predicted'] / x['measured'] - 1:+.1%}"]
-        for x in lines if x["kind"] == "prediction"
-    ]  # fmt: skip
-    return table(
-        ["-ncmoe", "routing", "experts on the device", "times of the machine", "measured, tok/s",
-         "predicted", "off by"], rows,
-    )  # fmt: skip
+def figures(run: Run, names: Sequence[str]) -> str:
+    """Return the figures that parts show, as measure_card's table has them, without bars."""
+    shows, rows = {part.name: part.shows for part in PARTS}, []
+    for name, _ in run.of(names):
+        for figure in shows[name](run.parts, name):
+            digits = f"{figure.value:.2f}" if figure.unit == "x" else f"{figure.value:.4g}"
+            rows.append([figure.name, digits + figure.unit, figure.of])
+    return table(["", "", "of"], rows)
 
 
-TABLES: dict[str, Callable[[Lines], str]] = {
-    f.__name__: f for f in (runs, compare, trees, decode, prompts, memory, predictions)
+TABLES: dict[str, Callable[[Run, Sequence[str]], str]] = {
+    f.__name__: f for f in (about, readme, decode, prompts, memory, figures)
 }
 
 
-def render(page: str, folder: Path) -> str:
-    """Return the page with every table rewritten.
+def marked(page: str) -> list[str]:
+    """Return the parts that a page names.
 
     Raises:
-        BenchError: a table or a raw file that it names does not exist.
+        BenchError: a table or a part that it names does not exist.
     """
-
-    def write(match: re.Match[str]) -> str:
-        start, name, files, _, end = match.groups()
+    found: dict[str, None] = {}
+    for _, name, parts, _, _ in MARK.findall(page):
         if name not in TABLES:
             raise bench.BenchError(f"no table {name!r}; there are {', '.join(TABLES)}")
-        return f"{start}\n{TABLES[name](read_raw(folder, files.split()))}\n{end}"
+        found.update(dict.fromkeys(parts.split()))
+    wrong = [name for name in found if name not in {part.name for part in PARTS}]
+    if wrong:
+        raise bench.BenchError(f"measure_card has no part {wrong[0]}")
+    return [*found]
+
+
+def render(page: str, run: Run) -> str:
+    """Return the page with every table rewritten."""
+
+    def write(match: re.Match[str]) -> str:
+        start, name, parts, _, end = match.groups()
+        return f"{start}\n{TABLES[name](run, parts.split())}\n{end}"
 
     return MARK.sub(write, page)
 
 
-def read_raw(folder: Path, names: Sequence[str]) -> Lines:
-    """Return the lines of raw files.
-
-    Raises:
-        BenchError: one does not exist, or has a line that is none.
-    """
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise bench.BenchError(f"{folder} has no raw file {missing[0]}")
-    return bench.read_lines([folder / name for name in names])
-
-
-def curve(lines: Lines) -> str:
-    """Return a plot (SVG) of decode speed over the share of experts: upstream and each trace."""
-    from moegraph.cli.svg import line_chart
-
-    loads = of_kind(lines, "load", "moegraph")
-    series: dict[str, list[tuple[float, float]]] = {}
-    for (setting, test, system), values in last_samples(lines).items():
-        ours = system.startswith("moegraph") and not re.search("argmax|sampled", system)
-        if setting in loads and test.startswith("tg") and (ours or system == "upstream"):
-            point = round(100 * loads[setting]["share"], 1), statistics.median(values)
-            series.setdefault(system, []).append(point)
-    label = "experts on the device, % (upstream: same device memory)"
-    ordered = {name: sorted(points) for name, points in series.items()}
-    return line_chart("Decoding, 35B-A3B shape", label, "tokens per second", ordered)
-
-
 def main() -> int:
-    """Write or check the page, or draw the curve."""
+    """Write or check the pages."""
     p = bench.Parser(__doc__)
-    p.add_argument("--page", type=bench.existing, default=PAGE)
-    p.add_argument("--folder", type=bench.existing, help="of raw files; default: beside the page")
+    p.add_argument("--pages", type=bench.existing, nargs="+", default=PAGES, metavar="FILE")
+    p.add_argument("--raw", type=Path, default=RAW, metavar="FILE", help="lines of the run")
+    p.add_argument("--take", type=bench.existing, metavar="FOLDER", help="of measure_card")
     p.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 if the page would change"
+        "--check", action="store_true", help="write nothing; exit code 1 if a page would change"
     )
-    p.add_argument("--plot", type=Path, metavar="FILE", help="draw decode speeds instead (SVG)")
-    p.add_argument("--raw", nargs="+", default=["residency.jsonl"], help="raw files of --plot")
     args = p.parse_args()
-    changed = False
+    changed: list[str] = []
 
     def run() -> None:
-        nonlocal changed
-        folder = args.folder or args.page.with_suffix("")
-        if args.plot:
-            args.plot.write_text(curve(read_raw(folder, args.raw)), encoding="utf-8")
+        texts = {path: path.read_text(encoding="utf-8") for path in args.pages}
+        names = [name for text in texts.values() for name in marked(text)]
+        if args.take:
+            take(args.take, args.raw, names)
+        if not args.raw.is_file():
             return
-        before = args.page.read_text(encoding="utf-8")
-        after = render(before, folder)
-        changed = args.check and after != before
-        if not args.check:
-            args.page.write_text(after, encoding="utf-8")
+        found = Run.read(args.raw)
+        for path, before in texts.items():
+            after = render(before, found)
+            if args.check and after != before:
+                changed.append(path.name)
+            elif after != before:
+                path.write_text(after, encoding="utf-8")
 
     code = bench.guarded("bench_tables.py", run)
     if changed:
-        print(f"{args.page.name} does not match the raw lines; run scripts/bench_tables.py",
+        print(f"{', '.join(changed)}: not what the raw lines say; run scripts/bench_tables.py",
               file=sys.stderr)  # fmt: skip
     return 1 if changed else code
 

@@ -76,7 +76,7 @@ _SHEETS = (
 )
 # Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds measured with 16 threads of a
 # Xeon; it predicts them within 3 % where graphs fetched the missing experts and within 10 % where
-# the host handled them (docs/benchmarks.md).
+# the host handled them.
 _H200 = Machine(
     "h200", *_MODEL, whole=2.334e-3, host_layer=10e-6, fixed=53e-6, overlap=0.0,
     stream=Curve(((1, 45e-6), (2, 82e-6), (8, 306e-6))),

@@ -9,10 +9,10 @@ part only.
 
 Compute is the time of a prompt with all experts resident, which a machine knows. On an H200 this
 law was within 9 % of prompts of 512 to 8,192 tokens with 60 and 25 % of the experts resident, also
-over a link 2 and 4 times slower, and on another one, to which it was not fitted, within 6 %
-(docs/benchmarks.md). Since then the kernels for experts became faster; what a machine knows follows
-them. A prompt after others that choose like it takes less than predicted, because these kept what
-it needs: 0.8 of the time for 512 tokens with 60 % of the experts.
+over a link 2 and 4 times slower, and on another one, to which it was not fitted, within 6 %. Since
+then the kernels for experts became faster; what a machine knows follows them. A prompt after others
+that choose like it takes less than predicted, because these kept what it needs: 0.8 of the time for
+512 tokens with 60 % of the experts.
 """
 
 from __future__ import annotations

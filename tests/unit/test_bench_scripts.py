@@ -21,14 +21,11 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import _bench
-import bench_gaps
-import bench_predict
 import bench_tables
 import fit_routing
 from _traces import ModelFacts, find_trace, write_prompts, write_routing
 
 from moegraph.errors import RequestError
-from moegraph.experts.cost import Curve
 from moegraph.experts.machines import MACHINES
 from moegraph.experts.policy import POLICIES
 from moegraph.placement.generator import PRESETS, RoutingModel, generate_trace
@@ -95,7 +92,7 @@ def test_a_script_can_be_called_by_its_name(path: Path) -> None:
 def test_every_script_is_named_on_a_page() -> None:
     folders = (ROOT, ROOT / "docs", ROOT / "docs" / "benchmarks", ROOT / "patches")
     pages = "".join(page.read_text() for folder in folders for page in folder.glob("*.md"))
-    assert len(SCRIPT_FILES) > 40
+    assert len(SCRIPT_FILES) > 30
     assert [path.name for path in SCRIPT_FILES if f"scripts/{path.name}" not in pages] == []
 
 
@@ -122,11 +119,8 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("bench_residency.py", ["tiny", "--llama-bench", FAKE, "--miss", "x"], "invalid choice: 'x'"),
     ("bench_residency.py", ["tiny", "--llama-bench", FAKE, "--device", "cpu", "--traces", "none"],
      "none: cannot read the trace"),
-    ("bench_predict.py", [FAKE], "line 1 is not a raw line"),
-    ("bench_tables.py", ["--page", FAKE, "--folder", "/nowhere"], "/nowhere does not exist"),
-    ("bench_tables.py", ["--plot", "/dev/null", "--raw", "none.jsonl"], "has no raw file none"),
-    ("bench_hits.py", ["tiny", "/nowhere"], "/nowhere does not exist"),
-    ("bench_hits.py", ["tiny", FAKE, "--warm", "100000"], "name a longer text or lower --warm"),
+    ("bench_tables.py", ["--take", "/nowhere"], "/nowhere does not exist"),
+    ("bench_tables.py", ["--take", str(ROOT / "docs"), "--raw", "/dev/null"], "has no results of"),
     ("bench_cpu_experts.py", ["--repeat", "0"], "not a whole number of 1 or more"),
     ("bench_ahead.py", ["/nowhere"], "/nowhere does not exist"),
     ("bench_devices.py", ["/nowhere", "cpu"], "/nowhere does not exist"),
@@ -185,63 +179,90 @@ def test_a_commit_comes_from_the_argument_a_file_or_git(tmp_path: Path) -> None:
     assert _bench.commit_of(tmp_path) == "def"
 
 
-def test_the_later_run_replaces_what_it_measured_again() -> None:
-    old = [sample("a", 1, 5.0), sample("b", 1, 6.0)]
-    new = {**sample("a", 1, 7.0), "run": "s"}
-    found = bench_tables.last_samples([*old, new])
-    assert found == {("ub 1", "tg8", "a"): [7.0], ("ub 1", "tg8", "b"): [6.0]}
-
-
 @pytest.mark.parametrize("mark, said", [
-    ("<!-- table: dinner x.jsonl -->\n<!-- end -->", "no table 'dinner'; there are runs"),
-    ("<!-- table: runs x.jsonl -->\n<!-- end -->", "has no raw file x.jsonl"),
+    ("<!-- table: dinner whole -->\n<!-- end -->", "no table 'dinner'; there are about"),
+    ("<!-- table: decode breakfast -->\n<!-- end -->", "measure_card has no part breakfast"),
 ])  # fmt: skip
-def test_a_table_that_cannot_be_written_is_named(tmp_path: Path, mark: str, said: str) -> None:
+def test_a_table_that_cannot_be_written_is_named(mark: str, said: str) -> None:
     with pytest.raises(_bench.BenchError, match=said):
-        bench_tables.render(mark, tmp_path)
+        bench_tables.marked(mark)
 
 
-def test_the_page_says_what_the_raw_lines_say() -> None:
-    done = run("bench_tables.py", "--check")
-    assert done.returncode == 0, done.stderr
+def test_the_pages_say_what_the_raw_lines_say() -> None:
+    """Before a run has been taken, they say that their figures are none of ours."""
+    texts = [path.read_text() for path in bench_tables.PAGES]
+    assert all(bench_tables.marked(text) for text in texts)
+    if bench_tables.RAW.is_file():
+        done = run("bench_tables.py", "--check")
+        assert done.returncode == 0, done.stderr
+    else:
+        said = [text.count("To be replaced by a run. These figures were") for text in texts]
+        assert said == [text.count("<!-- table: about") for text in texts] == [1, 1]
 
 
-def points(seed: int, first: float, more: float, whole: float) -> list[bench_predict.Point]:
-    """Rows of a machine with these times, at three shares of the experts."""
-    rng, found = np.random.default_rng(seed), []
-    for ncmoe, rate in ((0, 0.0), (16, 0.05), (24, 0.15), (36, 0.6)):
-        missing = rng.binomial(8, rate, (200, 40))
-        some = (missing > 0).sum(axis=1).mean()
-        seconds = whole + 1e-6 * 40 + some * first + (missing.sum(axis=1).mean() - some) * more
-        found.append(bench_predict.Point(ncmoe, "sticky", 0.5, missing, 40, float(seconds)))
-    return found
+MEASURED = {
+    "commit": "a" * 40, "patchset": "b" * 16, "model": "35b.gguf", "model_bytes": 24e9,
+    "machine": {"gpu": ["A card"], "n_cpus": 16, "cpu": "A CPU", "host_bytes": 2**37},
+}  # fmt: skip
 
 
-def test_a_machine_is_found_from_three_rows_and_predicts_the_others() -> None:
-    base = replace(MACHINES["h200"], fetch_layer=1e-6)
-    machine = bench_predict.fit(points(0, 50e-6, 30e-6, 2e-3)[::3] + points(1, 50e-6, 30e-6, 2e-3),
-                                base)  # fmt: skip
-    assert machine.whole == pytest.approx(2e-3)
-    assert machine.fetch.points == (
-        (1, pytest.approx(50e-6)), (2, pytest.approx(80e-6)),
-    )  # fmt: skip
-    held_out = points(2, 50e-6, 30e-6, 2e-3)[2]
-    assert 1 / bench_predict.predict(machine, held_out) == pytest.approx(held_out.seconds)
+def measured(folder: Path, *cards: dict[str, object]) -> Path:
+    """Write the results of parts `whole` and `server-all`, as measure_card keeps them."""
+    decoded = {"setting": "ub 512", "test": "tg128"}
+    lines = [
+        *(sample("upstream", at, 200.0, **decoded) for at in range(3)),
+        *(sample("whole", at, tps, **decoded) for at, tps in enumerate((1.0, 390.0, 410.0))),
+        {"kind": "load", "run": "r", "setting": "ub 512", "system": "whole", "seconds": 2.0},
+        *({"kind": "memory", "run": "r", "setting": "ub 512", "system": system,
+           "device_driver_bytes": n << 30} for system, n in (("upstream", 21), ("whole", 20))),
+    ]  # fmt: skip
+    speeds = (("moegraph", 1, 9.0), ("moegraph", 8, 900.0), ("llama-server", 8, 300.0))
+    served = [
+        {"server": who, "what": "clients", "clients": n, "tokens_per_s": tps}
+        for who, n, tps in speeds
+    ]  # fmt: skip
+    folder.mkdir()
+    ends = {"state": "done", "seconds": 1.0, "why": "", "beside": False}
+    rows: list[dict[str, object]] = [{"card": card, "t": 1.8e9} for card in cards]
+    for name, found in (("whole", lines), ("server-all", served), ("links", served)):
+        about = {"part": name, "run": 1}
+        rows += [{**about, "line": line} for line in found] + [{**about, **ends}]
+    (folder / "results.jsonl").write_text("".join(map(_bench.json_line, rows)))
+    return folder
 
 
-def test_a_fit_has_no_negative_times() -> None:
-    falling = [replace(p, seconds=1e-3 - 1e-6 * p.counts[1]) for p in points(0, 1, 1, 1)]
-    machine = bench_predict.fit(falling, MACHINES["h200"])
-    assert machine.fetch == Curve(((1, 0.0), (2, 0.0))) and machine.whole > 0
+PAGE = """Words.
+<!-- table: about whole rows -->
+<!-- end -->
+<!-- table: readme whole server-all -->
+old
+<!-- end -->
+"""
 
 
-def test_only_rows_of_the_fitted_trace_count_as_fitted() -> None:
-    rows = points(0, 50e-6, 30e-6, 2e-3)
-    rows += [replace(p, trace="flat") for p in rows]
-    found = bench_predict.predictions(rows, {0, 16, 36}, "sticky")
-    assert [row["how"] == "fitted" for row in found] == [True, True, False, True, *[False] * 4]
-    with pytest.raises(_bench.BenchError, match="no row of trace round"):
-        bench_predict.predictions(rows, {0}, "round")
+def test_a_page_shows_one_run(tmp_path: Path) -> None:
+    page, raw = tmp_path / "page.md", tmp_path / "card.jsonl"
+    page.write_text(PAGE)
+    given = ["--pages", str(page), "--raw", str(raw)]
+    folder = measured(tmp_path / "out", MEASURED)
+    assert run("bench_tables.py", *given, "--take", str(folder)).returncode == 0
+    text = page.read_text()
+    assert "| decoding, everything on the GPU | 200 (21.0 GiB) | 400 (20.0 GiB) | 2.0x |" in text
+    assert "| 8 clients of the server, everything on the GPU | 300 | 900 | 3.0x |" in text
+    assert "at commit `aaaaaaaaaaaa` (patch set" in text and "old" not in text
+    assert "Not measured in this run: rows." in text
+    assert "links" not in raw.read_text(), "no page names it"
+    assert run("bench_tables.py", *given, "--check").returncode == 0
+    page.write_text(text.replace("400", "500"))
+    done = run("bench_tables.py", *given, "--check")
+    assert done.returncode == 1 and "page.md: not what the raw lines say" in done.stderr
+
+
+def test_a_page_shows_no_two_commits(tmp_path: Path) -> None:
+    folder = measured(tmp_path / "out", MEASURED, {**MEASURED, "commit": "c" * 40})
+    with pytest.raises(_bench.BenchError, match="has results of several commits"):
+        bench_tables.take(folder, tmp_path / "card.jsonl", ["whole"])
+    assert not (tmp_path / "card.jsonl").exists()
 
 
 def test_the_preset_of_the_published_tables_gives_the_same_ids() -> None:
@@ -342,11 +363,3 @@ def test_an_lru_curve_counts_what_a_cache_would() -> None:
     trace = replace(generate_trace(RouterShape(1, 8, 1), 1), ids=ids)
     assert fit_routing.lru_curve(trace, 0).tolist() == [0.0] * 7
     assert fit_routing.popularity_curve(trace, 0).tolist() == [k / 8 for k in range(1, 8)]
-
-
-def test_the_slowest_token_around_a_length_is_found() -> None:
-    # times[0] is that of the token that makes the context 3 positions long
-    times = [1.0] * 600
-    times[256 - 3] = 7.0
-    times[300] = 9.0
-    assert bench_gaps.crossings(times, 256) == {256: 7.0, 512: 1.0}
