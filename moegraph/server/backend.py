@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
+from .. import __version__
 from .contract import ChatModel, Service
 from .errors import RETRY_S, ApiError
 
@@ -31,6 +35,13 @@ class ModelFacts:
     eos_token: str = ""
     template: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for what may change answers: this program, the model and its settings."""
+        parts = [self.n_bytes, self.created, self.device, self.template, self.settings]
+        found = hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode())
+        return f"b{__version__}-{found.hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def timings_object(usage: Usage, n_choices: int = 1) -> dict[str, Any]:
 
 def chat_logprobs(found: Sequence[TokenLogprobs], piece: Callable[[int], bytes]) -> dict[str, Any]:
     """Return the logprobs object of a chat completion. piece: the bytes of a token."""
-    return {"content": [_token_object(one, piece) for one in found]}
+    return {"content": [_token_object(one, piece) for one in found], "refusal": None}
 
 
 def _token_object(found: TokenLogprobs, piece: Callable[[int], bytes]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .requestlog import WARNING, note_usage, note_warnings
 from .sse import EventStream, comment
 from .state import state_of
 from .statistics import Statistics
-from .talk import Talk, unless_left
+from .talk import Said, Talk, unless_left
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,33 @@ async def begin(
     return await unless_left(request, opened())
 
 
-def progress(usage: Usage) -> bytes:
-    """Return a comment that tells how far the prompt is read."""
-    return comment(f"read {usage.n_read} of {usage.n_prompt} tokens of the prompt")
+class PromptProgress:
+    """Says how far prompts are read: in llama-server's form if asked for, or as comments.
+
+    In that form, the first report is of what was cached, and the last of the whole prompt.
+
+    write: makes the event of a report about a choice; None: comments. n_choices: of each prompt;
+    the first one reports.
+    """
+
+    def __init__(
+        self, write: Callable[[int, dict[str, Any]], bytes] | None = None, n_choices: int = 1
+    ) -> None:
+        self._write, self._n_choices = write, n_choices
+        self._n_told: dict[int, int] = {}
+
+    def frames(self, said: Said) -> list[bytes]:
+        """Return the events of a step."""
+        usage = said.step.usage
+        if self._write is None:
+            text = f"read {usage.n_read} of {usage.n_prompt} tokens of the prompt"
+            return [comment(text)] if said.is_reading else []
+        if said.index % self._n_choices:
+            return []
+        n_told = self._n_told.get(said.index, -1)
+        n_read = max(usage.n_cached, usage.n_read if said.is_reading else usage.n_prompt)
+        due = [n for n in dict.fromkeys((usage.n_cached, n_read)) if n > n_told]
+        self._n_told[said.index] = max(n_told, n_read)
+        time_ms = round(usage.prefill_s * 1e3)
+        common = {"total": usage.n_prompt, "cache": usage.n_cached, "time_ms": time_ms}
+        return [self._write(said.index, {**common, "processed": n}) for n in due]

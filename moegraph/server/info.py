@@ -62,6 +62,7 @@ def model_object(state: ServerState) -> dict[str, Any]:
         "created_at": _time(created),
         "max_input_tokens": facts.n_ctx,
         "max_model_len": facts.n_ctx,
+        "lifecycle": "active",
         "meta": {
             "n_vocab": facts.n_vocab,
             "n_ctx_train": facts.n_ctx_train,

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import ChatRequest, Prepared
-from ..engine.requests import Step, TokenLogprobs, Usage
+from ..engine.requests import Step, TokenLogprobs
 from ..text.chat import CallBegin, CallEnd, ContentPart, Part, ReasoningPart, Reply
 from .app import RouteTable, either, operations
 from .body import read_schema
@@ -26,7 +26,7 @@ from .choices import (
 )
 from .contract import ChatModel
 from .errors import ApiError, openai_body
-from .exchange import Exchange, begin, progress
+from .exchange import Exchange, PromptProgress, begin
 from .reply import reply
 from .requestlog import note_usage, request_id
 from .schemas.chat import ChatBody
@@ -74,6 +74,7 @@ class _Run(Exchange):
             "object": kind,
             "created": self.created,
             "model": self.opened.loaded.facts.name,
+            "system_fingerprint": self.opened.loaded.facts.fingerprint,
         }
 
     def _sums(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class _Run(Exchange):
         last, has_calls = answer.last, bool(answer.reply.calls)
         return {
             "index": index,
-            "message": answer.reply.message(),
+            "message": {**answer.reply.message(), "refusal": None},
             "logprobs": self._logprobs(answer.logprobs),
             "finish_reason": None if last is None else finish_reason(last, has_calls),
         }
@@ -95,11 +96,14 @@ class _Run(Exchange):
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the chunks."""
         calls, finish = [0] * self.body.n_choices, None
+        write = self._progress if self.body.return_progress else None
+        progress = PromptProgress(write, self.body.n_choices)
         for index in range(self.body.n_choices):
-            yield data(self._chunk(index, {"role": "assistant", "content": None}))
+            yield data(self._chunk(index, {"role": "assistant", "content": None, "refusal": None}))
         async for said in self.talk:
+            for frame in progress.frames(said):
+                yield frame
             if said.is_reading:
-                yield self._progress(said.step.usage)
                 continue
             calls[said.index] += sum(isinstance(part, CallBegin) for part in said.parts)
             for frame in self._chunks(said, calls[said.index] > 0):
@@ -114,17 +118,8 @@ class _Run(Exchange):
         """Return the event of an error."""
         return [data(openai_body(error))]
 
-    def _progress(self, usage: Usage) -> bytes:
-        """Tell how far the prompt is read: in llama-server's form if asked for, or as a comment."""
-        if not self.body.return_progress:
-            return progress(usage)
-        found = {
-            "total": usage.n_prompt,
-            "cache": usage.n_cached,
-            "processed": usage.n_read,
-            "time_ms": round(usage.prefill_s * 1e3),
-        }
-        return data({**self._chunk(0, {}), "prompt_progress": found})
+    def _progress(self, index: int, found: dict[str, Any]) -> bytes:
+        return data({**self._chunk(index, {}), "prompt_progress": found})
 
     def _chunks(self, said: Said, has_calls: bool) -> list[bytes]:
         """Return the events of a step; the first has the probabilities, the last ends a choice."""
@@ -145,7 +140,8 @@ class _Run(Exchange):
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+        usage = {"usage": None} if self.body.wants_usage else {}
+        return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
 
 
 async def complete(request: HttpRequest) -> Response:

@@ -24,7 +24,7 @@ from .choices import (
 )
 from .contract import ChatModel
 from .errors import ApiError, openai_body
-from .exchange import Exchange, Opened, begin, progress
+from .exchange import Exchange, Opened, PromptProgress, begin
 from .requestlog import note_usage, request_id
 from .schemas.text import TextBody
 from .sse import DONE, data
@@ -92,6 +92,7 @@ class _Run(Exchange):
             "object": "text_completion",
             "created": self.created,
             "model": self.opened.loaded.facts.name,
+            "system_fingerprint": self.opened.loaded.facts.fingerprint,
         }
 
     def _sums(self) -> dict[str, Any]:
@@ -116,9 +117,12 @@ class _Run(Exchange):
         n_shown, finish = [0] * self._n_choices, None
         for index in range(self._n_choices if self.echoes else 0):
             yield data(self._chunk(index, self._echo(index)))
+        write = self._progress if self.body.return_progress else None
+        progress = PromptProgress(write, self.body.n_choices)
         async for said in self.talk:
+            for frame in progress.frames(said):
+                yield frame
             if said.is_reading:
-                yield progress(said.step.usage)
                 continue
             finish = finish_reason(said.step) or finish
             if said.step.text or said.step.logprobs or said.is_last:
@@ -143,9 +147,13 @@ class _Run(Exchange):
             chunk["timings"] = self.timings()
         return chunk
 
+    def _progress(self, index: int, found: dict[str, Any]) -> bytes:
+        return data({**self._chunk(index, ""), "prompt_progress": found})
+
     def _chunk(self, index: int, text: str) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        return {**self._head(), "choices": [choice]}
+        usage = {"usage": None} if self.body.wants_usage else {}
+        return {**self._head(), "choices": [choice], **usage}
 
 
 async def complete(request: HttpRequest) -> Response:

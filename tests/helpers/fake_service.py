@@ -112,6 +112,7 @@ class _Run:
 
     def _last(self) -> Step:
         request = self.ticket.request
+        self.usage = replace(self.usage, n_read=self.service.n_cached)
         for i in range(self.service.n_read_steps):
             if self._is_gone():
                 return Step(self.usage, finish_reason="cancelled")

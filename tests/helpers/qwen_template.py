@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 # As Qwen's: tools first, reasoning of earlier questions dropped, calls in XML, results as a user's.
 QWEN = """\
 {%- if tools %}<|im_start|>system
@@ -47,3 +49,12 @@ QWEN = """\
 
 {% else %}<think>
 {% endif %}{% endif %}"""
+
+# The same with calls in the older form, as JSON.
+JSON_CALLS = re.sub(
+    r"{{- '<tool_call>.*?{{ v.*?</tool_call>' }}",
+    """{{- '<tool_call>\\\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{ call.function.arguments | tojson }}{{- '}\\\\n</tool_call>' }}""",
+    QWEN,
+    flags=re.DOTALL,
+)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from helpers.qwen_template import QWEN
+from helpers.qwen_template import JSON_CALLS, QWEN
 from helpers.tag_tokenizer import TAGS, TagTokenizer
 
 from moegraph.engine.chat import ChatModel, ChatRequest
@@ -174,16 +173,6 @@ def test_a_text_that_was_stopped_is_not_remembered(talk: Talk) -> None:
     assert "!" not in talk.tokenizer.decode(after)
 
 
-# As QWEN, with calls in the older form.
-OLDER = re.sub(
-    r"{{- '<tool_call>.*?{{ v.*?</tool_call>' }}",
-    """{{- '<tool_call>\\\\n{"name": "' + call.function.name + '", "arguments": ' -}}
-ARGS{{- '}\\\\n</tool_call>' }}""",
-    QWEN,
-    flags=re.DOTALL,
-)
-
-
 @pytest.mark.parametrize(
     "arguments", ['{"n": 1.5, "text": "b"}', '{"text":"b",  "n": 1.50}', '{"n": "7"}', "{}"]
 )
@@ -192,7 +181,9 @@ def test_the_older_form(arguments: str, takes_text: bool) -> None:
     text = "{% if args is string %}{{ args }}{% else %}{{ args | tojson }}{% endif %}"
     if not takes_text:
         text = "{{ args | tojson }}"
-    source = OLDER.replace("ARGS", text.replace("args", "call.function.arguments"))
+    shown = "call.function.arguments"
+    source = JSON_CALLS.replace(f"{{{{ {shown} | tojson }}}}", text.replace("args", shown))
+    assert takes_text == (source != JSON_CALLS)
     talk = Talk(source)
     before, parser = talk.turn(USER)
     said = f'<tool_call>\n{{"name": "set", "arguments": {arguments}}}\n</tool_call>'

@@ -41,6 +41,7 @@ def test_an_answer_has_the_form_of_openai() -> None:
             "index": 0,
             "message": {
                 "role": "assistant", "content": "Hello world", "reasoning_content": "think",
+                "refusal": None,
             },
             "logprobs": None,
             "finish_reason": "stop",
@@ -69,7 +70,8 @@ def test_a_stream_has_the_same_answer_in_pieces() -> None:
     assert done == "[DONE]"
     assert len({chunk["id"] for chunk in chunks}) == 1
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
-    assert deltas[0] == {"role": "assistant", "content": None}
+    assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert "".join(d.get("content") or "" for d in deltas) == "Hello world"
     assert "".join(d.get("reasoning_content") or "" for d in deltas) == "think"
     assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]][-2:] == [None, "stop"]
@@ -274,6 +276,7 @@ def test_probabilities_stand_beside_their_tokens() -> None:
     answer = Case(["ab", "c"]).chat(logprobs=True, top_logprobs=2)
     content = answer["choices"][0]["logprobs"]["content"]
     assert [one["token"] for one in content] == ["a", "b", "c"]
+    assert answer["choices"][0]["logprobs"]["refusal"] is None
     assert content[0]["bytes"] == [97] and content[0]["logprob"] == -0.5
     assert [one["token"] for one in content[0]["top_logprobs"]] == ["a", "b"]
     body = {**CHAT, "logprobs": True}
@@ -422,7 +425,39 @@ def test_a_stream_tells_how_far_the_prompt_is_read() -> None:
     assert ": read 4 of 8 tokens of the prompt\n\n" in text
     *chunks, _ = case.events("/v1/chat/completions", {**CHAT, "return_progress": True})
     found = [c["prompt_progress"] for c in chunks if "prompt_progress" in c]
-    assert [one["processed"] for one in found] == [4, 8]
+    assert [one["processed"] for one in found] == [0, 4, 8]
+
+
+@pytest.mark.parametrize("n_cached", [0, 3, 7])
+@pytest.mark.parametrize("n_read_steps", [0, 1, 5])
+def test_reports_of_a_prompt_begin_with_what_is_cached_and_end_with_all_of_it(
+    n_cached: int, n_read_steps: int
+) -> None:
+    n_prompt, given = len("user: hi"), {"return_progress": True, "n": 2}
+    chat = "/v1/chat/completions", {**CHAT, **given}, "chat.completion.chunk"
+    text = "/v1/completions", {"prompt": "user: hi", **given}, "text_completion"
+    response = "/v1/responses", {"input": "hi", **given}, "response.in_progress"
+    for path, body, kind in (chat, text, response):
+        events = Case(n_read_steps=n_read_steps, n_cached=n_cached).events(path, body)
+        reports = [event for event in events if "prompt_progress" in event]
+        assert all(kind in (one.get("object"), one.get("type")) for one in reports)
+        found = [one["prompt_progress"] for one in reports]
+        n_told = [one["processed"] for one in found]
+        assert n_told[0] == n_cached and n_told[-1] == n_prompt
+        assert n_told == sorted(set(n_told)) and found[-1]["time_ms"] >= found[0]["time_ms"]
+        assert {(one["total"], one["cache"]) for one in found} == {(n_prompt, n_cached)}
+
+
+def test_answers_name_what_made_them() -> None:
+    bodies = {"/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "a"}}
+    for path, body in bodies.items():
+        case = Case()
+        found = [case.answer(path, body), *case.events(path, body)[:-1]]
+        names = {one["system_fingerprint"] for one in found}
+        assert len(names) == 1 and names.pop().startswith("b")
+    facts = case.state.backend.facts
+    assert replace(facts, settings={"a": 1}).fingerprint != facts.fingerprint
+    assert replace(facts, device="other").fingerprint != facts.fingerprint
 
 
 def test_cached_tokens_and_timings_are_reported() -> None:

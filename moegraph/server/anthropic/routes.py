@@ -14,7 +14,7 @@ from ..app import Operation, RouteTable
 from ..body import read_schema
 from ..choices import prepared
 from ..errors import ApiError
-from ..exchange import Exchange, Opened, begin, progress
+from ..exchange import Exchange, Opened, PromptProgress, begin
 from ..reply import reply
 from ..requestlog import note_usage, request_id
 from ..schemas.anthropic import CountBody, MessagesBody
@@ -46,7 +46,7 @@ class _Run(Exchange):
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the events; the first waits for the first step, which knows what was cached."""
-        has_begun = False
+        has_begun, progress = False, PromptProgress()
         async for said in self.talk:
             events = [] if has_begun else self.writer.start(said.step.usage)
             has_begun = True
@@ -55,8 +55,8 @@ class _Run(Exchange):
                 events += self._finish(said)
             for one in events:
                 yield named(one)
-            if said.is_reading:
-                yield progress(said.step.usage)
+            for frame in progress.frames(said):
+                yield frame
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """Return the event of an error."""

@@ -15,7 +15,7 @@ from ..app import RouteTable, either, operations
 from ..body import read_schema
 from ..choices import chat_logprobs, prepared
 from ..errors import ApiError
-from ..exchange import Exchange, Opened, begin, progress
+from ..exchange import Exchange, Opened, PromptProgress, begin
 from ..guards import owner_of
 from ..reply import reply
 from ..requestlog import note_usage, request_id
@@ -32,11 +32,15 @@ from .writer import ResponseWriter
 
 @dataclass(frozen=True)
 class _Run(Exchange):
-    """One response in the making. keeps: it is kept for later requests."""
+    """One response in the making.
+
+    keeps: it is kept for later requests. shows_progress: events tell how far its prompt is read.
+    """
 
     read: ReadRequest
     writer: ResponseWriter
     keeps: bool
+    shows_progress: bool
 
     def _take(self, said: Said) -> list[Event]:
         """Return the events of a step; the last one stores the response."""
@@ -61,11 +65,15 @@ class _Run(Exchange):
         """Yield the events."""
         for one in self.writer.start():
             yield named(one)
+        progress = PromptProgress(self._progress if self.shows_progress else None)
         async for said in self.talk:
+            for frame in progress.frames(said):
+                yield frame
             for one in self._take(said):
                 yield named(one)
-            if said.is_reading:
-                yield progress(said.step.usage)
+
+    def _progress(self, _: int, found: dict[str, Any]) -> bytes:
+        return named(self.writer.progress(found))
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """Return the events of an error."""
@@ -88,7 +96,8 @@ async def create(request: HttpRequest) -> Response:
         name = opened.loaded.facts.name
         fields = response_fields(body, chat.sampling, name, int(time.time()))
         writer = ResponseWriter(fields, read.tools, new_id("resp"))
-        return _Run(opened, read, writer, keeps=body.store is not False)
+        keeps, shows = body.store is not False, bool(body.return_progress)
+        return _Run(opened, read, writer, keeps, shows)
 
     run = await begin(request, lambda model: [prepared(model, chat, body.logit_bias)], made)
     return await run.respond(body.stream)

@@ -60,6 +60,11 @@ class ResponseWriter:
             for name in ("created", "in_progress")
         )
 
+    def progress(self, found: Mapping[str, Any]) -> Event:
+        """Return an event, in llama-server's form, that tells how far the prompt is read."""
+        event = {"type": "response.in_progress", "response": self.response()}
+        return self._numbered([{**event, "prompt_progress": found}])[0]
+
     def take(
         self, parts: Sequence[Part], logprobs: Logprobs = (), n_tokens: int = 0
     ) -> list[Event]:

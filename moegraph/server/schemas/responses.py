@@ -168,6 +168,7 @@ class ResponsesBody(Sampled):
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.top_logprobs)] | None = None
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
+    return_progress: bool | None = None
     conversation: Any = None
     prompt: Object | None = None
     prompt_cache_key: str | None = None
