@@ -65,7 +65,7 @@ _OPTIONS = (
         type=click.IntRange(0, 65536),
         default=128,
         metavar="N",
-        help="Most requests that wait; others are refused with status 429.",
+        help="Most requests beyond those of -np; others are refused with status 429.",
     ),
     _option("-a", "--alias", metavar="NAME", help="Name of the model. Default: its file's name."),
     _option(

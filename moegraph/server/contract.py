@@ -47,6 +47,10 @@ class Service(Protocol):
     def failure(self) -> str | None:
         """Why requests are not answered any more; None if they are."""
 
+    @property
+    def capacity(self) -> int:
+        """How many requests there may be at a time, those included that wait."""
+
     def submit(self, request: Request, deliver: Callable[[Step], None]) -> Ticket:
         """Accept a request, or raise; `deliver` is called on another thread."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,8 @@ from .errors import RETRY_S, ApiError, forget_frames
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _JSON = "application/json"
+# An address in brackets, or a name; then a port, perhaps.
+_HOST = re.compile(r"(?:\[([^\[\]@/\s]+)\]|([a-z0-9._~-]*))(?::[0-9]*)?")
 _OWNER = "moegraph.owner"
 Answer = Callable[[str, Exception], Response]
 
@@ -82,15 +85,13 @@ class Guard:
         name = host_name(header)
         if self.hosts is None or name in self.hosts:
             return True
-        return self.any_address and is_address(name)
+        return self.any_address and is_address(name or "")
 
 
-def host_name(header: str) -> str:
-    """Return the name in a Host header, without its port and in lower case."""
-    name = header.strip().lower()
-    if name.startswith("["):
-        return name[1:].partition("]")[0]
-    return name.partition(":")[0].rstrip(".")
+def host_name(header: str) -> str | None:
+    """Return the name in a Host header, without its port and in lower case; None: it has none."""
+    found = _HOST.fullmatch(header.lower())
+    return None if found is None else (found[1] or found[2].rstrip("."))
 
 
 def is_address(name: str) -> bool:
@@ -162,6 +163,9 @@ class Gate:
 
     def _problem(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
+        if host_name(headers.get("host", "")) is None:
+            close = {"Connection": "close"}
+            return ApiError(400, "the header Host is not a name and a port", headers=close)
         if not self._guard.admits_host(headers.get("host", "")):
             return ApiError(
                 403, "the header Host does not name this server; start it with --alias-host NAME "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import re
 import resource
 import socket
 from collections.abc import Iterator
@@ -84,8 +85,33 @@ def url_of(sock: socket.socket, host: str) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
+# Where a head has a bare CR or LF, or a line that goes on with the next one.
+_BAD_LINE = re.compile(rb"(?<!\r)\n|\r[^\n]|\r\n[ \t]")
+_LENGTH = re.compile(rb"\ncontent-length:", re.I)
+_CODING = re.compile(rb"\ntransfer-encoding:", re.I)
+
+
+class StrictConnection(h11.Connection):
+    """Reads no heads that another server may read differently, such as a proxy before this one.
+
+    h11 reads lines that end with LF alone, folded lines, and a length beside a transfer coding.
+    """
+
+    def next_event(self) -> Any:
+        """Return the next event.
+
+        Raises:
+            h11.RemoteProtocolError: the client sent what HTTP does not allow.
+        """
+        if self.their_state is h11.IDLE:
+            head, end, _ = self.trailing_data[0].partition(b"\r\n\r\n")
+            if _BAD_LINE.search(head) or (end and _LENGTH.search(head) and _CODING.search(head)):
+                raise h11.RemoteProtocolError("an ambiguous head", error_status_hint=400)
+        return super().next_event()
+
+
 class PatientProtocol(H11Protocol):
-    """Uvicorn's protocol, which also closes connections that hold it for nothing.
+    """Uvicorn's protocol, which reads heads strictly and closes idle connections.
 
     They never complete a request's head, do not end a body that was refused, or do not read. If
     there are too many connections, the one that has asked nothing for longest gives way.
@@ -94,6 +120,10 @@ class PatientProtocol(H11Protocol):
     _heard_at = 0.0
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.conn = StrictConnection(h11.SERVER, _MAX_HEAD_BYTES)
 
     def connection_made(self, transport: Any) -> None:
         """Start to wait for the first request."""
@@ -206,7 +236,6 @@ def web_server(app: Starlette) -> QuietServer:
         app, http=PatientProtocol, loop="asyncio", ws="none", lifespan="off", log_config=None,
         access_log=False, server_header=False, proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_LINGER_S,
-        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         backlog=max(1, min(_AT_A_TIME, _most_connections() // 4)),
     )  # fmt: skip
     return QuietServer(config)

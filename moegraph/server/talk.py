@@ -73,6 +73,11 @@ class Talk:
     def __init__(
         self, service: Service, prepared: Sequence[Prepared], listener: Listener | None = None
     ) -> None:
+        if len(prepared) > service.capacity:  # to try again would never help
+            raise ApiError(
+                400, f"{len(prepared)} answers at a time; this server takes {service.capacity} "
+                "requests (-np and --queue together): ask for fewer", param="n",
+            )  # fmt: skip
         self._mailbox = mailbox()
         self._steps: deque[tuple[int, Step]] = deque()
         self._arrived = asyncio.Event()

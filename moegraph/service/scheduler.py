@@ -117,7 +117,7 @@ class Scheduler(Generic[T]):
     """
 
     def __init__(self, n_slots: int, n_waiting: int) -> None:
-        """n_waiting: most requests that wait for a slot."""
+        """n_waiting: most requests beyond those that slots are for."""
         self.costs = Costs()
         self._n_slots, self._n_waiting = n_slots, n_waiting
         self._waiting: dict[T, None] = {}  # in the order of arrival
@@ -157,16 +157,21 @@ class Scheduler(Generic[T]):
         """Whether there is no request."""
         return not self._arrival
 
+    @property
+    def capacity(self) -> int:
+        """How many requests there may be, those included that run."""
+        return self._n_slots + self._n_waiting
+
     def require_room(self) -> None:
-        """Check that one more request may wait.
+        """Check that there may be one more request.
 
         Raises:
-            QueueFull: as many requests wait as are allowed.
+            QueueFull: there are as many as are allowed.
         """
-        if len(self._waiting) >= self._n_waiting and not self.is_idle:
+        if len(self._arrival) >= self.capacity:
             seconds = min(max(self.retry_after_s, _SOONEST), _LATEST)
             raise QueueFull(
-                f"{len(self._waiting)} requests wait already, as many as may; "
+                f"{len(self._arrival)} requests run or wait already, as many as may; "
                 f"try again in {math.ceil(seconds)} s",
                 seconds,
             )
@@ -180,7 +185,7 @@ class Scheduler(Generic[T]):
         """Have a request wait; deadline: when `due` returns it, None for never.
 
         Raises:
-            QueueFull: as many requests wait as are allowed.
+            QueueFull: there are as many requests as are allowed.
         """
         self.require_room()
         self._waiting[key] = None

@@ -59,8 +59,8 @@ class Service:
     ) -> None:
         """Take an engine over.
 
-        n_waiting: most requests that wait. stuck_s: see `failure`. say: called on the engine's
-        thread with each of `Engine.drain_messages`.
+        n_waiting: most requests beyond those that run. stuck_s: see `failure`. say: called on the
+        engine's thread with each of `Engine.drain_messages`.
         """
         self._engine = engine
         scheduler = Scheduler[Answer](engine.config.n_seq, n_waiting)
@@ -91,6 +91,11 @@ class Service:
         if since is not None and time.perf_counter() - since > self._stuck_s:
             return f"the engine has been busy with one piece of work for {self._stuck_s:.0f} s"
         return None
+
+    @property
+    def capacity(self) -> int:
+        """How many requests there may be at a time, those included that wait."""
+        return self._loop.scheduler.capacity
 
     def submit(self, request: Request, deliver: Callable[[Step], None]) -> Ticket:
         """Accept a request; its steps are delivered until the last one.

@@ -45,13 +45,14 @@ class FakeService:
 
     A script is the texts of an answer, one step each, or an error that the answer ends with.
     n_read_steps: steps without text before the first one. hold: answers wait for it before each
-    step. refusal: raised by submit.
+    step. refusal: raised by submit. capacity: most requests at a time, which nobody counts.
     """
 
     scripts: Sequence[Sequence[str | MoegraphError]] = (("Hello", " world"),)
     n_read_steps: int = 0
     hold: threading.Event | None = None
     refusal: Exception | None = None
+    capacity: int = 64
     step_s: float = 0.0
     n_cached: int = 0
     experts: Any = None

@@ -132,6 +132,17 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(open_engine: Open) -> N
         assert service.status().counts.refused == 1
 
 
+def test_an_idle_service_takes_as_many_as_slots_and_queue_have_room_for(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2)
+    with serving(engine, n_waiting=3) as service:
+        assert service.capacity == 5
+        with together(service):  # the engine's thread begins none meanwhile
+            clients = [Client(service, [i], max_tokens=2) for i in range(service.capacity)]
+            with pytest.raises(QueueFull):
+                Client(service, [9], max_tokens=2)
+        assert [client.wait().reason for client in clients] == ["length"] * 5
+
+
 @pytest.mark.parametrize("when", ["waiting", "reading", "decoding"])
 def test_a_cancellation_or_deadline_touches_no_other(open_engine: Open, when: str) -> None:
     engine = open_engine(n_seq=2, cpu_reference=True, n_ctx=2048)

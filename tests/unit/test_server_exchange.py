@@ -49,3 +49,24 @@ def test_a_stream_that_ended_is_not_logged_as_left(caplog: pytest.LogCaptureFixt
         Case().events("/v1/completions", {"prompt": "x"})
     found = [vars(one)["finish"] for one in caplog.records if one.name == "moegraph.requests"]
     assert found == ["stop"] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "n": 13}),
+        ("/v1/completions", {"prompt": ["a"] * 13}),
+        ("/v1/completions", {"prompt": ["a"] * 5, "n": 3}),
+    ],
+)
+def test_more_answers_than_the_server_takes_are_no_reason_to_try_again(
+    path: str, body: dict[str, Any]
+) -> None:
+    case = Case(capacity=12)
+    response = case.post(path, body)
+    said = response.json()["error"]["message"]
+    assert response.status_code == 400 and "retry-after" not in response.headers
+    assert "this server takes 12 requests (-np and --queue together): ask for fewer" in said
+    assert not case.service.requests
+    fewer = case.post("/v1/chat/completions", {**CHAT, "n": 12})
+    assert fewer.status_code == 200 and len(fewer.json()["choices"]) == 12

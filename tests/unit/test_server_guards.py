@@ -81,6 +81,24 @@ def test_only_hosts_that_are_ours_are_served(host: str, any_address: bool, statu
 
 def test_names_in_the_header_host() -> None:
     assert host_name("[fe80::1]:8080") == "fe80::1" and host_name("A.b:1") == "a.b"
+    assert host_name("") == "" and host_name("a_b.:") == "a_b"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost:80@evil", "evil@localhost", "localhost:80:90", "localhost:x", "localhost/",
+        "a b", "localhost,evil", "[::1", "[::1]x", "[::1]:80@evil", "http://localhost", "\xe4",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("hosts", [None, frozenset({"localhost", "::1"})])
+def test_a_host_that_is_no_name_is_refused_and_the_connection_closed(
+    host: str, hosts: frozenset[str] | None
+) -> None:
+    case = Case(guard=Guard(Keys(), hosts=hosts))
+    response = case.client.get("/health", headers={"Host": host.encode("latin-1")})
+    assert response.status_code == 400 and response.headers["connection"] == "close"
+    assert "Host" in response.json()["error"]["message"]
 
 
 PATHS = (

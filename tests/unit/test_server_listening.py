@@ -157,6 +157,49 @@ def test_a_broken_head_is_refused(head: bytes) -> None:
     assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 501"))
 
 
+_GET, _HOST = b"GET /health HTTP/1.1\r\n", b"Host: localhost\r\n"
+_POST = b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
+AMBIGUOUS = {
+    "length beside coding": _POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "coding beside length": _POST + b"transfer-encoding: chunked\r\nCONTENT-LENGTH: 5\r\n\r\n",
+    "lines that end with LF": _GET + b"Host: localhost\n\r\n",
+    "a head that ends with LF": _GET + b"Host: localhost\n\n",
+    "a request line that ends with LF": b"GET /health HTTP/1.1\n" + _HOST + b"\r\n",
+    "a CR alone": _GET + b"Host: localhost\rX: 1\r\n\r\n",
+    "a folded line": _GET + _HOST + b"X: 1\r\n two\r\n\r\n",
+    "a line folded with a tab": _GET + _HOST + b"X: 1\r\n\ttwo\r\n\r\n",
+    "two lengths": _POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    "two hosts": _GET + _HOST + _HOST + b"\r\n",
+    "a host with a user": _GET + b"Host: localhost:80@evil\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("head", AMBIGUOUS.values(), ids=AMBIGUOUS)
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_head_that_can_be_read_in_two_ways_is_refused_and_the_connection_closed(
+    head: bytes, is_second: bool
+) -> None:
+    """Another server, such as a proxy before this one, may read it the other way."""
+    smuggled = b"5\r\nhello\r\n0\r\n\r\n" + _GET + _HOST + b"\r\n"
+    first = _GET + _HOST + b"\r\n"
+    pieces = [head + smuggled]
+    if is_second:  # after another request, in the same piece and in one of its own
+        pieces = [first + head + smuggled]
+    for sending in (pieces, [first * is_second, head[:-1], head[-1:] + smuggled]):
+        answer = with_server(lambda port: sent(port, *sending, wait_s=0.01))
+        codes = [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
+        assert codes == [b"200"] * is_second + [b"400"]
+
+
+def test_heads_and_bodies_that_are_allowed_are_read() -> None:
+    body = b'{"content":\n"a\r\n b"}'.replace(b"\r\n b", b"b")
+    length = _POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunked = _POST + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    last = _GET + b"Host:localhost:8080\r\nX-Empty:\r\nConnection: close\r\n\r\n"
+    answer = with_server(lambda port: sent(port, length + chunked + length + last))
+    assert answer.count(b"HTTP/1.1 200") == 4 and answer.count(b'"count":2') == 3
+
+
 class Counted(FixedBackend):
     """Counts the requests that use the model."""
 
