@@ -147,7 +147,7 @@ class ChatModel:
             RequestError: the messages, tools or the format are wrong, or the template refuses them.
             ContextOverflow: the prompt cannot fit into the context.
         """
-        prompt = self.prompt(chat)
+        prompt = self.prompt(chat, must_fit=True)
         text, encoded = prompt.text, prompt.encoded
         # tools that must not be called are shown too, so that the prompt keeps its beginning
         tools = () if chat.tool_choice == NONE else chat.tools
@@ -162,8 +162,10 @@ class ChatModel:
             request = self._with_calls(request, chat.tool_choice != NONE)
         return Prepared(request, parser, () if constraint is None else constraint.warnings)
 
-    def prompt(self, chat: ChatRequest) -> Prompt:
+    def prompt(self, chat: ChatRequest, must_fit: bool = False) -> Prompt:
         """Return what the model reads of a conversation.
+
+        must_fit: refuse a text that cannot fit before all of it is encoded.
 
         Raises:
             RequestError: the messages or tools are wrong, or the template refuses them.
@@ -179,6 +181,8 @@ class ChatModel:
             text = continued(render(messages[:-1]), messages[-1], asked)
         else:
             text = render(messages)
+        if must_fit and self._room:
+            self._room.require_beginning(text, self.tokenizer.encode)
         first = self._prompts.first_question(render, messages, text)
         return Prompt(text, self._encode(text), messages, first)
 
@@ -214,10 +218,12 @@ class ChatModel:
             RequestError: the text or the format is wrong.
             ContextOverflow: the prompt cannot fit into the context.
         """
-        self._require_room(text.prompt)
         if isinstance(text.prompt, str):
+            if self._room:
+                self._room.require_beginning(text.prompt, self.tokenizer.encode)
             ids = self.tokenizer.encode(text.prompt)
         else:
+            self._require_room(text.prompt)
             ids = list(text.prompt)
         constraint = None
         if text.format is not None:

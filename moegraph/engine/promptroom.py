@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ContextOverflow
 from ..modelfile.reader import StringArray
 from ..modelfile.vocab import TOKENS
 from .sequence import room_after
+
+# Characters that a token has at most in usual text, several times over.
+_CHARS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True)
@@ -42,4 +45,23 @@ class PromptRoom:
                 f"the prompt has {len(prompt)} characters, the context holds {self.n_ctx} tokens "
                 f"of at most {self.n_longest}; shorten the prompt or raise -c/--ctx-size",
                 -(-len(prompt) // self.n_longest), self.n_ctx,
+            )  # fmt: skip
+
+    def require_beginning(self, prompt: str, encode: Callable[[str], list[int]]) -> None:
+        """Check a text, and its beginning if it is much longer than usual texts that fit.
+
+        Raises:
+            ContextOverflow: the context cannot hold even that.
+        """
+        self.require(prompt)
+        n_chars = self.n_ctx * _CHARS_PER_TOKEN
+        if len(prompt) <= n_chars:
+            return
+        # the last tokens may be others in the whole text
+        n_tokens = len(encode(prompt[:n_chars])) - self.n_longest
+        if n_tokens > self.n_ctx:
+            raise ContextOverflow(
+                f"the prompt has {len(prompt)} characters, of which the first {n_chars} have at "
+                f"least {n_tokens} tokens; the context holds {self.n_ctx}; shorten the prompt or "
+                "raise -c/--ctx-size", n_tokens, self.n_ctx,
             )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pydantic
@@ -16,10 +17,12 @@ from .errors import ApiError, from_validation
 from .limits import Limits
 from .state import state_of
 from .talk import ClientLeft
+from .workers import BODY_BYTES, SMALL
 
 # Where the scope of a request has the schemas that its route declares.
 BODIES = "moegraph.bodies"
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
+T = TypeVar("T")
 
 
 async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
@@ -29,7 +32,13 @@ async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
         ApiError: the body is too large, not JSON, or does not fit; it names the field.
         ClientLeft: the client left before the body was complete.
     """
-    return fit(request, schema, await read_object(request))
+    value = await read_object(request)
+    return await _aside(request, lambda: fit(request, schema, value))
+
+
+async def _aside(request: HttpRequest, call: Callable[[], T]) -> T:
+    """Return what a call returns; it delays other requests little, however large the body is."""
+    return call() if BODY_BYTES.get() <= SMALL else await state_of(request).work(call)
 
 
 async def read_object(request: HttpRequest) -> dict[str, Any]:
@@ -39,7 +48,7 @@ async def read_object(request: HttpRequest) -> dict[str, Any]:
     if body.count(b",") > limits.commas:
         message = f"the body has more than {limits.commas:,} values, or commas in its texts"
         raise ApiError(413, message, code="body_too_large")
-    value = parse_json(body)
+    value = await _aside(request, lambda: parse_json(body))
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return value
@@ -66,12 +75,14 @@ async def read_body(request: HttpRequest, limits: Limits) -> bytes:
     if length.isascii() and length.isdigit() and int(length[:18]) > limits.body_bytes:
         raise _too_large(limits)
     try:
-        return await asyncio.wait_for(_gather(request, limits), limits.body_s)
+        body = await asyncio.wait_for(_gather(request, limits), limits.body_s)
     except ClientDisconnect:
         raise ClientLeft from None
     except asyncio.TimeoutError:
         message = f"the body did not arrive within {limits.body_s:.0f} s"
         raise ApiError(408, message, headers={"Connection": "close"}) from None
+    BODY_BYTES.set(len(body))
+    return body
 
 
 async def _gather(request: HttpRequest, limits: Limits) -> bytes:

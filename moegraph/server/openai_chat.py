@@ -184,9 +184,9 @@ async def count(request: HttpRequest) -> Response:
     state = state_of(request)
     chat = body.chat(state, request_id(request))
     async with state.model() as loaded:
-        found = await state.work(partial(loaded.chat.prepare, chat))
+        found = await state.work(partial(loaded.chat.prompt, chat))
     return reply({"object": "chat.completion.input_tokens",
-                  "input_tokens": len(found.request.prompt)})  # fmt: skip
+                  "input_tokens": len(found.encoded.ids)})  # fmt: skip
 
 
 TABLE = RouteTable(

@@ -13,7 +13,11 @@ from .contract import ChatModel
 from .reply import reply
 from .schemas.chat import ChatBody
 from .schemas.texts import DetokenizeBody, TokenizeBody
+from .sse import encode
 from .state import state_of
+
+# No other thread runs Python while so many tokens are written as JSON.
+_SLICE = 10_000
 
 
 async def tokenize(request: HttpRequest) -> Response:
@@ -21,16 +25,31 @@ async def tokenize(request: HttpRequest) -> Response:
     value = await read_object(request)
     body = fit(request, TokenizeBody, value)
     state = state_of(request)
-    chat = None if value.get("messages") is None else fit(request, ChatBody, value).chat(state)
+    is_chat = value.get("messages") is not None
     async with state.model() as loaded:
         model = loaded.chat
-        ids = await state.work(
-            lambda: model.prompt(chat).encoded.ids if chat else _ids(model, body)
-        )
-        tokens: list[Any] = ids
-        if body.with_pieces:
-            tokens = [{"id": one, "piece": _piece(loaded.chat.piece(one))} for one in ids]
-        return reply({"tokens": tokens, "count": len(ids), "max_model_len": loaded.facts.n_ctx})
+
+        def answer() -> bytes:
+            if is_chat:
+                ids = model.prompt(fit(request, ChatBody, value).chat(state)).encoded.ids
+            else:
+                ids = _ids(model, body)
+            found = _encoded_tokens(ids, model if body.with_pieces else None)
+            count, n_ctx = len(ids), loaded.facts.n_ctx
+            return f'{{"tokens":[{found}],"count":{count},"max_model_len":{n_ctx}}}'.encode()
+
+        return Response(await state.work(answer), media_type="application/json")
+
+
+def _encoded_tokens(ids: list[int], model: ChatModel | None) -> str:
+    """Return ids as JSON without its brackets, with their pieces if a model is given."""
+    parts = list[str]()
+    for at in range(0, len(ids), _SLICE):
+        tokens: list[Any] = ids[at : at + _SLICE]
+        if model:
+            tokens = [{"id": one, "piece": _piece(model.piece(one))} for one in tokens]
+        parts.append(encode(tokens)[1:-1])
+    return ",".join(parts)
 
 
 def _ids(model: ChatModel, body: TokenizeBody) -> list[int]:
@@ -60,9 +79,8 @@ async def apply_template(request: HttpRequest) -> Response:
     """Return the prompt that a chat would have."""
     body = await read_schema(request, ChatBody)
     state = state_of(request)
-    chat = body.chat(state)
     async with state.model() as loaded:
-        prompt = await state.work(lambda: loaded.chat.prompt(chat))
+        prompt = await state.work(lambda: loaded.chat.prompt(body.chat(state)))
     return reply({"prompt": prompt.text})
 
 

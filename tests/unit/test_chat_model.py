@@ -382,10 +382,11 @@ class TestRoom:
     class Counting(ByteTokenizer):
         """Counts the texts that it encodes."""
 
-        n_encoded = 0
+        n_encoded = n_longest = 0
 
         def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
             self.n_encoded += 1
+            self.n_longest = max(self.n_longest, len(text))
             return super().encode(text)
 
     def test_what_cannot_fit_is_refused_before_it_is_encoded(self) -> None:
@@ -400,6 +401,21 @@ class TestRoom:
             with pytest.raises(ContextOverflow, match="the context holds 10"):
                 chat.prepare(ChatRequest([{"role": "user", "content": "x" * 80}]))
             assert tokenizer.n_encoded == n + 1
+
+    def test_only_the_beginning_of_a_text_is_encoded_that_cannot_fit(self) -> None:
+        tokenizer = self.Counting()
+        room = PromptRoom(n_ctx=10, n_longest=40)
+        with ChatModel(cast(Tokenizer, tokenizer), ChatTemplate(QWEN), room=room) as chat:
+            asked = ChatRequest([{"role": "user", "content": "x" * 200}])
+            for refused in (
+                lambda: chat.prepare_text(TextRequest(prompt="x" * 300)),
+                lambda: chat.prepare(asked),
+            ):
+                with pytest.raises(ContextOverflow, match="first 80 have at least 40") as caught:
+                    refused()
+                assert (caught.value.n_prompt, caught.value.n_ctx) == (40, 10)
+            assert tokenizer.n_longest == 80
+            assert len(chat.prompt(asked).encoded.ids) > 200  # counting is no answer
 
     def test_the_longest_token_is_that_of_the_file(self) -> None:
         data, starts = b"".join(bytes([n]) + bytes(7 + n) for n in (3, 6)), [8, 19, 33]

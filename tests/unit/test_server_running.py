@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from moegraph.server.listening import listen, url_of
 from moegraph.server.running import Ways, run
 from moegraph.server.site import build_site
 from moegraph.server.state import ServerState
+from moegraph.server.workers import BODY_BYTES, Workers
 
 FACTS = ModelFacts("fake")
 
@@ -233,3 +235,19 @@ def test_sighup_reads_the_keys_again_and_keeps_them_if_that_fails() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert process.run(act) == 0
+
+
+def test_small_requests_do_not_wait_for_large_ones() -> None:
+    async def go() -> None:
+        workers, may_end = Workers(), threading.Event()
+        for n_bytes in (100_000, 3_000_000):
+            BODY_BYTES.set(n_bytes)
+            tasks = [asyncio.ensure_future(workers.run(may_end.wait)) for _ in range(8)]
+        await asyncio.sleep(0)
+        BODY_BYTES.set(100)
+        assert await workers.run(lambda: "small") == "small" and not may_end.is_set()
+        may_end.set()
+        await asyncio.gather(*tasks)
+        assert await workers.end(PATIENCE_S)
+
+    asyncio.run(asyncio.wait_for(go(), PATIENCE_S))

@@ -85,8 +85,8 @@ async def count(request: HttpRequest) -> Response:
     state = state_of(request)
     chat = read_request(body, state)
     async with state.model() as loaded:
-        found = await state.work(partial(loaded.chat.prepare, chat))
-    return reply({"input_tokens": len(found.request.prompt)})
+        found = await state.work(partial(loaded.chat.prompt, chat))
+    return reply({"input_tokens": len(found.encoded.ids)})
 
 
 TABLE = RouteTable(

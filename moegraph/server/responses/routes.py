@@ -109,8 +109,8 @@ async def count(request: HttpRequest) -> Response:
     state = state_of(request)
     read = read_request(body, _own(request), state)
     async with state.model() as loaded:
-        found = await state.work(partial(loaded.chat.prepare, read.chat))
-    n_tokens = len(found.request.prompt)
+        found = await state.work(partial(loaded.chat.prompt, read.chat))
+    n_tokens = len(found.encoded.ids)
     return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
