@@ -28,6 +28,10 @@ class HelloRefused(NativeError):
     """The other side is no worker, or is built from something else; the message says what."""
 
 
+class HelloClosed(HelloRefused):
+    """The other side closes the connection before it has said anything."""
+
+
 @dataclass(frozen=True)
 class Build:
     """What both sides must have in common: ggml's version and the patch set."""
@@ -91,6 +95,8 @@ def read_line(sock: socket.socket, most: int, within_s: float) -> bytes:
             raise TimeoutError("timed out")
         sock.settimeout(left)
         part = sock.recv(most + 1 - len(line))
+        if not (part or line):
+            raise HelloClosed("it closes the connection without a word")
         line += part
         if not part or len(line) > most or b"\n" in line[:-1]:
             raise HelloRefused("what it sends is no hello")
@@ -130,6 +136,10 @@ def greet(sock: socket.socket, build: Build, worker: str) -> list[RemoteDevice]:
     # the worker may have to start the process that serves us
     try:
         line = read_line(sock, MAX_ANSWER, 6 * HELLO_S)
+    except HelloClosed as refused:
+        raise HelloRefused(
+            f"worker {worker} may be busy, or want other keys: {refused}; try again"
+        ) from None
     except HelloRefused as refused:
         raise HelloRefused(f"{worker} is no moegraph worker: {refused}") from None
     return read_answer(line, worker)

@@ -25,8 +25,10 @@ from ..link.hello import Build, HelloRefused, RemoteDevice
 from ..link.process import start_python
 from ..link.relay import relay, watch
 
-# Connections that have not proved themselves yet; more are closed at once.
+# Connections that have not proved themselves yet. For one more, the one goes that has said nothing
+# for longest, of the address that has most of them.
 MAX_STRANGERS = 16
+_BUSY = f"it has {MAX_STRANGERS} connections that wait; try again"
 _READY_S = 120.0
 # The process that served the last client needs a moment to end, and the next one longer to start.
 _LEAVING_S, _STARTING_S = 5.0, 20.0
@@ -41,6 +43,23 @@ class WorkerSettings:
     devices: tuple[str, ...]
     n_threads: int | None = None
     cache_dir: Path | None = None
+
+
+@dataclass(eq=False)
+class Stranger:
+    """A connection that has not proved itself yet, and its address. has_greeted: it said hello."""
+
+    sock: socket.socket
+    host: str
+    has_greeted: bool = False
+
+    def turn_away(self, is_secured: bool) -> None:
+        """Say that the worker is busy, and end the connection; its thread closes it."""
+        with suppress(OSError):
+            if not is_secured:
+                self.sock.sendall(hello.refusal(_BUSY))
+            # not TLS's own, which would pull the connection from under its thread
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
 
 class Child:
@@ -117,7 +136,7 @@ class Worker:
     ) -> None:
         self._settings, self._listening = settings, listening
         self._context, self._say = context, say
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._strangers: list[Stranger] = []  # the oldest first; with `_changed`
         self._changed = threading.Condition()
         self._free: Child | None = None  # ready, and without a client
         self._serving = ""  # the client being served
@@ -177,39 +196,62 @@ class Worker:
             except OSError:
                 time.sleep(0.1)  # too many open files, or a peer that left at once
                 continue
-            if not self._strangers.acquire(blocking=False):
+            stranger = Stranger(sock, address[0])
+            if not self._let_in(stranger):
+                stranger.turn_away(self._context is not None)
                 sock.close()
                 continue
             name = f"{address[0]}:{address[1]}"
-            threading.Thread(target=self._meet, args=(sock, name), daemon=True).start()
+            threading.Thread(target=self._meet, args=(stranger, name), daemon=True).start()
 
-    def _meet(self, sock: socket.socket, name: str) -> None:
+    def _let_in(self, stranger: Stranger) -> bool:
+        """Return whether a stranger may stay; another one that says nothing may have to leave."""
+        with self._changed:
+            if len(self._strangers) >= MAX_STRANGERS:
+                silent = [one for one in self._strangers if not one.has_greeted]
+                if not silent:
+                    return False
+                hosts = [one.host for one in silent]
+                oldest = max(silent, key=lambda one: hosts.count(one.host))
+                self._strangers.remove(oldest)
+                oldest.turn_away(self._context is not None)
+            self._strangers.append(stranger)
+            return True
+
+    def _meet(self, stranger: Stranger, name: str) -> None:
         """Let a stranger prove itself, and see it to a child."""
         try:
             try:
-                client = self._secured(sock)
-                child = self._admit(client, name)
+                self._secure(stranger)
+                child = self._admit(stranger, name)
             finally:
-                self._strangers.release()
-            with client:
+                with self._changed:
+                    if stranger in self._strangers:
+                        self._strangers.remove(stranger)
+            with stranger.sock as client:
                 self._hand_over(client, child)
         except HelloRefused as refused:
             self._say(f"refused {name}: {refused}")
         except OSError as error:
             self._say(f"refused {name}: {_reason(error)}")
 
-    def _secured(self, sock: socket.socket) -> socket.socket:
+    def _secure(self, stranger: Stranger) -> None:
         """Do the TLS handshake, if clients need keys.
 
         Raises:
             OSError: the handshake failed, or the connection; it is closed.
         """
         try:
-            watch(sock)
-            sock.settimeout(hello.HELLO_S)
-            return self._context.wrap_socket(sock, server_side=True) if self._context else sock
+            watch(stranger.sock)
+            stranger.sock.settimeout(hello.HELLO_S)
+            if self._context:
+                secured = self._context.wrap_socket(
+                    stranger.sock, server_side=True, do_handshake_on_connect=False
+                )
+                stranger.sock = secured
+                secured.do_handshake()
         except BaseException:
-            sock.close()
+            stranger.sock.close()
             raise
 
     def _hand_over(self, client: socket.socket, child: Child) -> None:
@@ -223,7 +265,7 @@ class Worker:
             theirs.close()  # else the end of the child would go unnoticed
             relay(client, ours)
 
-    def _admit(self, sock: socket.socket, name: str) -> Child:
+    def _admit(self, stranger: Stranger, name: str) -> Child:
         """Return who serves a client, if it may be served.
 
         Raises:
@@ -231,15 +273,17 @@ class Worker:
             HelloRefused: it sends something else, or another build, or another client is served.
         """
         try:
-            return self._greet(sock, name)
+            return self._greet(stranger, name)
         except BaseException:
-            sock.close()
+            stranger.sock.close()
             raise
 
-    def _greet(self, sock: socket.socket, name: str) -> Child:
+    def _greet(self, stranger: Stranger, name: str) -> Child:
+        sock = stranger.sock
         build = hello.read_question(hello.read_line(sock, hello.MAX_QUESTION, hello.HELLO_S))
         if build is None:
             raise HelloRefused("what it sends is no hello")
+        stranger.has_greeted = True
         child = self._take(name)
         try:
             reason = self._refusal(child, build)
