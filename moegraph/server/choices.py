@@ -72,15 +72,18 @@ def _tokens_of(text: str, model: ChatModel) -> list[int]:
     return model.tokenize(text, add_special=False, parse_special=True)
 
 
-def usage_object(usage: Usage, n_reasoning: int = 0) -> dict[str, Any]:
-    """Return OpenAI's usage object. n_reasoning: tokens of reasoning among those generated."""
+def usage_object(usage: Usage, n_reasoning: int | None = None) -> dict[str, Any]:
+    """Return OpenAI's usage object.
+
+    n_reasoning: tokens of reasoning among those generated; None: there is none in such answers.
+    """
     found: dict[str, Any] = {
         "prompt_tokens": usage.n_prompt,
         "completion_tokens": usage.n_generated,
         "total_tokens": usage.n_prompt + usage.n_generated,
         "prompt_tokens_details": {"cached_tokens": usage.n_cached},
     }
-    details: dict[str, int] = {"reasoning_tokens": n_reasoning} if n_reasoning else {}
+    details = {} if n_reasoning is None else {"reasoning_tokens": n_reasoning}
     if usage.n_drafted:
         n_wrong = usage.n_drafted - usage.n_accepted
         details["accepted_prediction_tokens"] = usage.n_accepted

@@ -72,9 +72,11 @@ class Exchange(ABC):
 
     def costs(self) -> dict[str, Any]:
         """Return the fields, beyond those of the interface, that tell what the answer has cost."""
-        usage = self.usage
-        report = self.opened.statistics.report(usage)
-        return {"timings": self.timings(), "moegraph": report}
+        return {"timings": self.timings(), **self.report()}
+
+    def report(self) -> dict[str, Any]:
+        """Return the field that tells what the engine has done."""
+        return {"moegraph": self.opened.statistics.report(self.usage)}
 
     def timings(self) -> dict[str, Any]:
         """Return llama-server's timings of the answer so far."""

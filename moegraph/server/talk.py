@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from ..engine.chat import Prepared
 from ..engine.requests import Request, Step, Usage
 from ..errors import MoegraphError
-from ..text.chat import AnswerParser, Part
+from ..text.chat import AnswerParser, Part, ReasoningPart
 from .contract import Service, Ticket
 from .errors import RETRY_S, ApiError, from_failure
 from .mailbox import mailbox
@@ -131,8 +131,8 @@ class Talk:
             self.close()
             raise _failure(step)
         parser = self._parsers[index]
-        self.n_reasoning += len(step.tokens) if parser.is_reasoning else 0
         parts = parser.push(step.text, step.tokens)
+        self.n_reasoning += _reasoning_share(parts, len(step.tokens))
         if parser.is_done and step.finish_reason is None:
             self._tickets[index].cancel()
             step = replace(step, finish_reason="stop")
@@ -214,6 +214,14 @@ def _failure(step: Step) -> ApiError:
     if step.finish_reason == "cancelled":
         return ApiError(503, "the server is ending", code="closing", retry_after_s=RETRY_S)
     return ApiError(500, "the request failed")
+
+
+def _reasoning_share(parts: Sequence[Part], n_tokens: int) -> int:
+    """Return how many of a step's tokens are reasoning: by length, where it also has other text."""
+    lengths = [(part, len(getattr(part, "text", ""))) for part in parts]
+    n_all = sum(n for _, n in lengths)
+    n_reasoning = sum(n for part, n in lengths if isinstance(part, ReasoningPart))
+    return n_tokens * n_reasoning // n_all if n_all else 0
 
 
 class ClientLeft(Exception):

@@ -29,4 +29,10 @@ def template_variables(
                 400, "chat_template_kwargs may not set this variable",
                 param=f"chat_template_kwargs.{name[:80]}", code="invalid_value",
             )  # fmt: skip
+    thinks = (given or {}).get("enable_thinking", True)
+    if not isinstance(thinks, bool):  # any text would be true to a template
+        raise ApiError(
+            400, f"chat_template_kwargs.enable_thinking: {thinks!r:.80} is not true or false",
+            param="chat_template_kwargs.enable_thinking", code="invalid_value",
+        )  # fmt: skip
     return {**thinking_variables(effort), **(given or {})}

@@ -178,7 +178,9 @@ class FakeChatModel:
             list(prompt.encode()), chat.sampling, chat.max_tokens, chat.stop, chat.ignore_eos,
             n_logprobs=chat.n_logprobs, deadline_s=chat.deadline_s, name=chat.name,
         )  # fmt: skip
-        parser = AnswerParser(prompt, chat.tools, parallel=chat.parallel_tool_calls)
+        parser = AnswerParser(
+            prompt, chat.tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls
+        )
         return Prepared(request, parser, self.warnings)
 
     def prepare_text(self, text: TextRequest) -> Prepared:

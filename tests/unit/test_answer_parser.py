@@ -203,6 +203,7 @@ class TestCalls:
             '{"arguments": ARGS, "name": "add"}',
             '{"name": "add", "parameters": ARGS, "id": {"a": "}"}}',
             '{"name": "add", "arguments": ARGS, "id"',
+            '{"name": "add", "arguments": ARGS, "id": "{',
             '{"name": "add", "arguments": ARGS',
             '{"name":"add","arguments":"{\\"a\\": 1}"}',
             "<function=add>ARGS",
@@ -212,7 +213,10 @@ class TestCalls:
     )
     def test_forms_of_json(self, inside: str) -> None:
         arguments = '{"a": 1}'
-        found = reply(f"<tool_call>{inside.replace('ARGS', arguments)}</tool_call>Done.")
+        text = f"<tool_call>{inside.replace('ARGS', arguments)}</tool_call>Done."
+        found = reply(text)
+        for n in range(1, 20):
+            assert parse(text, cuts=tuple(range(0, len(text), n))) == parse(text)
         assert [(one.arguments, one.is_whole) for one in found.calls] == [(arguments, True)]
         assert found.content == "Done."
 
@@ -339,6 +343,8 @@ PIECES = [
     "<", "</", "{", "}", '"', "\\", '{"name": "write", "arguments": {"path": "p"}}', "5", "[1]",
     "é", "😀", "null", "True", "<function=write>\n<parameter=path>\n", "\n</parameter>\n",
     "<tool_call>\n<function=add>\n<parameter=a>\n", "\n</function>\n</tool_call>",
+    '<tool_call>\n{"name": "add", "arguments": {"a', '": ', ', "note": "x', '\\"', "}}",
+    '"a": "7", ',
 ]  # fmt: skip
 TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4)), max_size=40).map("".join)
 

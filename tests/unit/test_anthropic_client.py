@@ -50,6 +50,11 @@ def test_a_message_at_once() -> None:
     assert case.model.chats[0].variables == {"enable_thinking": True}
 
 
+def test_llama_servers_timings_are_not_in_it() -> None:
+    assert "timings" not in Case().answer("/v1/messages", ASK)
+    assert not any("timings" in event for event in Case().events("/v1/messages", ASK))
+
+
 def test_the_list_of_models_has_its_fields() -> None:
     with client_of(Case()) as client:
         (found,) = client.models.list()

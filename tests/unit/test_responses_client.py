@@ -13,6 +13,7 @@ from helpers.served import served
 from helpers.server_case import Case
 
 from moegraph.errors import ContextOverflow, NativeError, QueueFull
+from moegraph.server.talk import Talk
 
 
 def look(a: int) -> str:
@@ -65,6 +66,18 @@ def test_a_stream_makes_the_response_that_comes_at_once() -> None:
     }
     for one, other in zip(whole.output, streamed.output):
         assert one.model_dump(exclude=unlike) == other.model_dump(exclude=unlike)
+
+
+def test_what_a_stream_costs_is_told_with_its_last_event_or_with_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Talk, "_next", lambda talk: talk._steps.popleft())  # none is merged
+    for each in (None, True):
+        case, body = Case(["Hello", " world"]), {"input": "hi", "timings_per_token": each}
+        events = case.events("/v1/responses", body)
+        timed = [event["type"] for event in events if "timings" in event]
+        assert timed[-1] == "response.completed" and events[-1]["timings"]["predicted_n"] == 11
+        assert ("response.output_text.delta" in timed) == (each is True)
 
 
 def test_a_tool_makes_its_round() -> None:

@@ -50,8 +50,8 @@ def run(
     made = writer()
     events = made.start()
     for part in parts:
-        events += made.take([part], logprobs or [], 2)
-    events += made.finish(Step(USAGE, finish_reason=reason), 1_700_000_001)
+        events += made.take([part], logprobs or [])
+    events += made.finish(Step(USAGE, finish_reason=reason), 1_700_000_001, 2)
     check(events)
     whole = made.response()
     Response.model_validate(whole)

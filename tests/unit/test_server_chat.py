@@ -391,6 +391,10 @@ def test_text_is_no_format() -> None:
             "continue_final_message",
         ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": "false"}},
+            "chat_template_kwargs.enable_thinking",
+        ),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
 )

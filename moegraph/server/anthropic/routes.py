@@ -38,7 +38,7 @@ class _Run(Exchange):
             self.writer.take(said.parts)
             if said.is_last:
                 self._finish(said)
-        return {**self.writer.message(), **self.costs()}
+        return {**self.writer.message(), **self.report()}
 
     def _finish(self, said: Said) -> list[Event]:
         note_usage(self.http, said.step.usage, said.step.finish_reason)

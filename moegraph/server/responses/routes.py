@@ -35,20 +35,22 @@ class _Run(Exchange):
     """One response in the making.
 
     keeps: it is kept for later requests. shows_progress: events tell how far its prompt is read.
+    times_steps: the last event of each step has timings.
     """
 
     read: ReadRequest
     writer: ResponseWriter
     keeps: bool
     shows_progress: bool
+    times_steps: bool
 
     def _take(self, said: Said) -> list[Event]:
         """Return the events of a step; the last one stores the response."""
         piece = self.opened.loaded.chat.piece
         logprobs = chat_logprobs(said.step.logprobs, piece)["content"]
-        events = self.writer.take(said.parts, logprobs, len(said.step.tokens))
+        events = self.writer.take(said.parts, logprobs)
         if said.is_last:
-            events += self.writer.finish(said.step, int(time.time()))
+            events += self.writer.finish(said.step, int(time.time()), self.talk.n_reasoning)
             note_usage(self.http, said.step.usage, said.step.finish_reason)
             if self.keeps:
                 stores = state_of(self.http).responses
@@ -69,7 +71,10 @@ class _Run(Exchange):
         async for said in self.talk:
             for frame in progress.frames(said):
                 yield frame
-            for one in self._take(said):
+            events = self._take(said)
+            if events and (said.is_last or self.times_steps):
+                events[-1] = {**events[-1], "timings": self.timings()}
+            for one in events:
                 yield named(one)
 
     def _progress(self, _: int, found: dict[str, Any]) -> bytes:
@@ -96,8 +101,10 @@ async def create(request: HttpRequest) -> Response:
         name = opened.loaded.facts.name
         fields = response_fields(body, chat.sampling, name, int(time.time()))
         writer = ResponseWriter(fields, read.tools, new_id("resp"))
-        keeps, shows = body.store is not False, bool(body.return_progress)
-        return _Run(opened, read, writer, keeps, shows)
+        return _Run(
+            opened, read, writer, body.store is not False, bool(body.return_progress),
+            bool(body.timings_per_token),
+        )  # fmt: skip
 
     run = await begin(request, lambda model: [prepared(model, chat, body.logit_bias)], made)
     return await run.respond(body.stream)

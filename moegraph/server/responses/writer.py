@@ -39,7 +39,6 @@ class ResponseWriter:
         self._numbers = itertools.count()
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
-        self._n_reasoning = 0
         self._held: list[dict[str, Any]] = []
         self._ended: dict[str, Any] = {"status": "in_progress"}
 
@@ -65,10 +64,8 @@ class ResponseWriter:
         event = {"type": "response.in_progress", "response": self.response()}
         return self._numbered([{**event, "prompt_progress": found}])[0]
 
-    def take(
-        self, parts: Sequence[Part], logprobs: Logprobs = (), n_tokens: int = 0
-    ) -> list[Event]:
-        """Take the parts of a step of n tokens; logprobs: of these, if the client wants them.
+    def take(self, parts: Sequence[Part], logprobs: Logprobs = ()) -> list[Event]:
+        """Take the parts of a step; logprobs: of its tokens, if the client wants them.
 
         Those of tokens whose text is held back are told with the text that comes of them.
         """
@@ -78,15 +75,14 @@ class ResponseWriter:
             events += self._part(part, held)
             held = [] if isinstance(part, ContentPart) or not held else list(logprobs)
         self._held = [] if parts else held
-        self._n_reasoning += _reasoning_share(parts, n_tokens)
         return self._numbered(events)
 
-    def finish(self, last: Step, completed_at: int) -> list[Event]:
+    def finish(self, last: Step, completed_at: int, n_reasoning: int = 0) -> list[Event]:
         """End the response with the last step; its parts have been taken.
 
-        completed_at: seconds since the epoch.
+        completed_at: seconds since the epoch. n_reasoning: tokens of reasoning.
         """
-        self._ended["usage"] = usage_json(last.usage, self._n_reasoning)
+        self._ended["usage"] = usage_json(last.usage, n_reasoning)
         if last.finish_reason == "stop":
             self._ended["completed_at"] = completed_at
             return self._end("completed", "completed", [])
@@ -138,14 +134,6 @@ class ResponseWriter:
 
     def _numbered(self, events: Iterable[Event]) -> list[Event]:
         return [{**event, "sequence_number": next(self._numbers)} for event in events]
-
-
-def _reasoning_share(parts: Sequence[Part], n_tokens: int) -> int:
-    """Return how many of a step's tokens are reasoning: by length, where it also has other text."""
-    lengths = [(part, len(getattr(part, "text", ""))) for part in parts]
-    n_all = sum(n for _, n in lengths)
-    n_reasoning = sum(n for part, n in lengths if isinstance(part, ReasoningPart))
-    return n_tokens * n_reasoning // n_all if n_all else 0
 
 
 def usage_json(usage: Usage, n_reasoning: int) -> dict[str, Any]:

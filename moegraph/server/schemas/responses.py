@@ -169,6 +169,7 @@ class ResponsesBody(Sampled):
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
     return_progress: bool | None = None
+    timings_per_token: bool | None = None
     conversation: Any = None
     prompt: Object | None = None
     prompt_cache_key: str | None = None

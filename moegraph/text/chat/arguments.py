@@ -130,6 +130,7 @@ class JSONArguments:
         self._written.append(text[n_held:end])
         rest = text[end:]
         if self.is_over:
+            self._held = ""
             return told + text[start:end], rest
         until = string if string is not None else end
         if string is None:

@@ -299,10 +299,11 @@ class CallScanner:
         self._held = self._held.lstrip()
         if self._held.startswith(","):
             end = self._json.find("{" + self._held)
-            tag = self._held.find(END_OF_CALL)
-            if end is None and tag < 0 and not self._is_last:
+            tag = _first(self._held, (END_OF_CALL,))
+            ends = [at for at in (end and end - 1, tag) if at is not None]
+            if not (ends or self._is_last):
                 return False
-            self._held = self._held[tag if tag >= 0 and (end is None or tag < end) else end or 0 :]
+            self._held = self._held[min(ends, default=0) :]
         elif not (self._held or self._is_last):
             return False
         self._held = self._held.removeprefix("}")
