@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -38,7 +39,8 @@ def _make_keys(folder: Path) -> None:
         from ..link.keys import CLIENT, DAYS, WORKER, new_keys
     except ImportError:
         raise ConfigError(
-            "--new-keys needs the package cryptography: pip install 'moegraph[remote]'"
+            "--new-keys needs the package cryptography; install it with: "
+            f"{sys.executable} -m pip install 'cryptography>=42'"
         ) from None
     made = new_keys(folder)
     ui.note(f"{made[WORKER]}: for the worker, moegraph worker --keys {made[WORKER]}")

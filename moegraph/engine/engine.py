@@ -32,7 +32,7 @@ from .drafters import open_speculation
 from .expertuse import ExpertUse
 from .generation import Events, Generation
 from .grouppasses import passes_of
-from .ids import Cancel, Seqs, checked_ids
+from .ids import Cancel, Seqs, prompt_ids
 from .loader import LoadedModel, load_model
 from .memoryuse import memory_use
 from .ownership import Ownership
@@ -318,7 +318,7 @@ class Engine:
             NotFinite, ModelFileError: as in `collect`.
         """
         self.ownership.enter_alone()
-        ids = checked_ids(tokens, self.hparams.n_vocab).reshape(-1)
+        ids = prompt_ids(tokens, self.hparams.n_vocab)
         return self.passes.read(SweepBatch(ids, seq, all_rows, greedy), cancel, progress)[0]
 
     def forward_logits(
@@ -440,7 +440,7 @@ class Engine:
         sampling = (sampling or SamplingParams(temperature=0.0)).validate(self.hparams.n_vocab)
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
-        ids = checked_ids(prompt, self.hparams.n_vocab).reshape(-1)
+        ids = prompt_ids(prompt, self.hparams.n_vocab)
         vocabulary = self.tokenizer if text else None
         sequence = Sequence(
             ids.tolist(),

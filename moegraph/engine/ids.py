@@ -45,6 +45,18 @@ def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
     return ids.astype(np.int32, copy=False)
 
 
+def prompt_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
+    """Return the token ids of a prompt as I32 [n].
+
+    Raises:
+        RequestError: they are not a list of integers, or an id is outside the vocabulary.
+    """
+    ids = checked_ids(tokens, n_vocab)
+    if ids.ndim != 1:
+        raise RequestError(f"a prompt has token ids of shape {list(ids.shape)}; allowed: [n]")
+    return ids
+
+
 def checked_rows(tokens: object, n_vocab: int, n_ubatch: int) -> npt.NDArray[np.int32]:
     """Return the token ids of a pass as I32, numpy [n_seqs, n_seq_tokens].
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from numbers import Integral
 
 from ..errors import ContextOverflow, RequestError
 from ..text.stream import IncrementalDecoder, StopMatcher
@@ -60,8 +61,8 @@ class Sequence:
     ) -> None:
         if stop and piece is None:
             raise RequestError("stop strings need the model's vocabulary, and none is loaded")
-        if max_tokens is not None and max_tokens < 0:
-            raise RequestError(f"max_tokens is {max_tokens}; allowed: 0 or more")
+        if max_tokens is not None and (not isinstance(max_tokens, Integral) or max_tokens < 0):
+            raise RequestError(f"max_tokens is {max_tokens!r}; allowed: an integer, 0 or more")
         room = room_after(len(prompt), n_ctx)
         self.prompt = prompt
         self.tokens: list[int] = []

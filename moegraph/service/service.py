@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..engine.drawing import Drawing
-from ..engine.ids import checked_ids
+from ..engine.ids import prompt_ids
 from ..engine.requests import Request, Step
 from ..engine.sequence import Sequence
 from ..errors import QueueFull, RequestError, ServiceClosed
@@ -121,7 +121,7 @@ class Service:
     def _answer(self, request: Request, deliver: Callable[[Step], None]) -> Answer:
         engine, n_vocab = self._engine, self._engine.hparams.n_vocab
         sampling = request.sampling.validate(n_vocab)
-        ids = checked_ids(request.prompt, n_vocab).reshape(-1)
+        ids = prompt_ids(request.prompt, n_vocab)
         n_top = request.n_logprobs
         if n_top is not None and not 0 <= n_top <= n_vocab:
             raise RequestError(f"{n_top} likeliest tokens; the vocabulary has {n_vocab}")

@@ -62,6 +62,8 @@ class StopMatcher:
 
 
 def _checked_stops(stops: SequenceOf[str]) -> tuple[str, ...]:
+    if not isinstance(stops, SequenceOf) or not all(isinstance(stop, str) for stop in stops):
+        raise RequestError(f"stop is {stops!r:.80}; allowed: a string, or a list of strings")
     if len(stops) > MAX_STOPS:
         raise RequestError(f"{len(stops)} stop strings; at most {MAX_STOPS} are allowed")
     for stop in stops:

@@ -257,3 +257,14 @@ def test_ids_of_a_wrong_type_are_refused(open_engine, ids: Any, words: str) -> N
     assert engine.held(0) == []
     with pytest.raises(RequestError, match=r"shape \(1, 1, 1\)"):
         engine.forward(np.zeros((1, 1, 1), np.int32))
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1), (1, 1, 1), ()])
+def test_a_prompt_that_is_no_list_is_refused(open_engine, shape: tuple[int, ...]) -> None:
+    engine = open_engine()
+    ids = np.ones(shape, np.int32)
+    line = rf"token ids of shape \[{', '.join(map(str, shape))}\]; allowed: \[n\]"
+    for call in (engine.generate, engine.prefill):
+        with pytest.raises(RequestError, match=line):
+            call(ids)
+    assert engine.held(0) == []

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -49,6 +50,27 @@ def test_packages_with_classes_that_are_subclassed_have_an_upper_bound(name: str
     bounds, installed = SpecifierSet(found.pop()), Version(version(name))
     assert installed in bounds, "raise the bound where the tests of the server pass"
     assert Version(f"{installed.major}.{installed.minor + 1}") not in bounds
+
+
+def test_quickstart_installs_whatever_a_command_needs() -> None:
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    names = set(re.findall(r"^(\w+) = \[", extras.partition("\n[")[0], re.M))
+    (found,) = re.findall(r'extras="([\w,]+)"', (ROOT / "scripts" / "quickstart").read_text())
+    assert set(found.split(",")) == names - {"test", "lint", "docs"}
+
+
+def test_a_package_that_is_missing_is_told_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("cryptography")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "moegraph.link.keys", raising=False)
+    said = CliRunner().invoke(main, ["worker", "--new-keys", str(tmp_path / "keys")])
+    _, _, command = said.output.partition("install it with: ")
+    python, *words = shlex.split(command)
+    assert (python, words) == (sys.executable, ["-m", "pip", "install", "cryptography>=42"])
+    assert '"cryptography>=42"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_container_is_built_for_the_instructions_of_portable_avx2(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,9 +105,13 @@ class TestStopMatcher:
             ([""], "a stop string is empty"),
             (["x"] * (MAX_STOPS + 1), f"at most {MAX_STOPS}"),
             (["x" * (MAX_STOP_CHARS + 1)], f"at most {MAX_STOP_CHARS}"),
+            ([3], r"stop is \[3\]; allowed: a string, or a list of strings"),
+            (["x", b"y"], "a list of strings"),
+            (3, "stop is 3;"),
+            (None, "stop is None;"),
         ],
     )
-    def test_useless_stop_strings_are_refused(self, stops: list[str], line: str) -> None:
+    def test_useless_stop_strings_are_refused(self, stops: Any, line: str) -> None:
         with pytest.raises(RequestError, match=line):
             StopMatcher(stops)
 
@@ -186,8 +193,11 @@ class TestSequence:
             Sequence([], n_ctx=4)
         with pytest.raises(ContextOverflow, match="5 tokens, the context holds 4"):
             Sequence([1] * 5, n_ctx=4)
-        with pytest.raises(RequestError, match="max_tokens is -1"):
-            Sequence([1], n_ctx=4, max_tokens=-1)
+        for wrong in (-1, 2.5, 2.0, "2", float("nan"), np.float32(2)):
+            line = f"max_tokens is {wrong!r}; allowed: an integer, 0 or more"
+            with pytest.raises(RequestError, match=re.escape(line)):
+                Sequence([1], n_ctx=4, max_tokens=cast(int, wrong))
+        assert Sequence([1], n_ctx=4, max_tokens=cast(int, np.int64(2))).n_left == 2
 
 
 def test_speed_counts_the_first_token_to_the_prefill() -> None:
