@@ -204,13 +204,14 @@ def _fit_to_model(job: _Talk, header: ModelFile) -> tuple[_Talk, dict[str, float
     """Return the job with the settings that the model file recommends, and those settings."""
     sampling, from_file = recommended(job.sampling, header.kv, job.chosen, header.hparams.n_vocab)
     limit = job.max_tokens
-    if is_shipped(header.path) and limit is None:
-        limit = _SHIPPED_LIMIT
+    if is_shipped(header.path):
+        cut = ""
+        if limit is None:
+            limit = _SHIPPED_LIMIT
+            cut = f"; its answers are cut at {limit} tokens (-n N for another limit)"
         if not job.quiet:
-            ui.note(
-                f"note: {header.path.stem} writes Python code and was not trained to talk; its "
-                f"answers are cut at {limit} tokens (-n N for another limit)"
-            )
+            name = header.path.stem
+            ui.note(f"note: {name} is no chat model: it was trained to write Python code{cut}")
     elif _is_base(header.kv) and not job.quiet:
         ui.note(
             f"note: {header.path.name} is a base model, by its name: it continues text and was not "

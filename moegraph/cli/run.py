@@ -325,7 +325,7 @@ def _stream(
     if event is None:
         raise Cancelled
     if shows_text:
-        ui.end_line(pieces[-1] if pieces else job.prompt or "")
+        ui.end_line(pieces[-1] if pieces else job.prompt or "", follows=not job.quiet)
     return event
 
 

@@ -80,16 +80,17 @@ def write_text(text: str, role: str | None = None, stream: TextIO | None = None)
     stream.flush()
 
 
-def end_line(text: str) -> None:
+def end_line(text: str, follows: bool = True) -> None:
     """Move the cursor to a new line after text; a pipe or a file gets only the text.
 
     Text that goes through a pipe, as in `| tee FILE`, may reach the same terminal as stderr.
+    follows: whether lines on stderr come after it, which may go to the same file or pipe.
     """
     if text.endswith("\n"):
         return
     if is_terminal(sys.stdout):
         write_text("\n")
-    elif is_terminal(sys.stderr) and _is_pipe(sys.stdout):
+    elif (is_terminal(sys.stderr) and _is_pipe(sys.stdout)) or (follows and _is_shared()):
         write_text("\n", stream=sys.stderr)
 
 
@@ -114,6 +115,14 @@ def stdin_has_text() -> bool:
     except (OSError, ValueError):
         return not sys.stdin.closed  # an in-memory stream has no file descriptor
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _is_shared() -> bool:
+    """Return whether stdout and stderr go to one file or pipe."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
 
 
 def _is_pipe(stream: TextIO) -> bool:

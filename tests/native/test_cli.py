@@ -470,3 +470,37 @@ def test_bench_plots_the_phases_of_a_pass(tmp_path: Path) -> None:
     assert moegraph("bench", "tiny", "--mode", "layered", *tests).returncode == 0
     shown = "".join(ElementTree.parse(plot).getroot().itertext())
     assert all(word in shown for word in ("pp8", "tg4", "launch", "wait", "resolve"))
+
+
+@pytest.mark.parametrize("where", ["file", "pipe"])
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_text_and_figures_in_one_stream_are_lines_of_their_own(
+    where: str, is_quiet: bool, tmp_path: Path
+) -> None:
+    command = [
+        *COMMAND,
+        "run",
+        "tiny",
+        "-p",
+        PROMPT,
+        "-n",
+        "3",
+        "--temp",
+        "0",
+        *CPU,
+        *["-q"] * is_quiet,
+    ]
+    alone = moegraph(*command[len(COMMAND) :]).stdout
+    assert not alone.endswith(b"\n")
+    with open(tmp_path / "both", "w+b") as file:
+        target = file if where == "file" else subprocess.PIPE
+        done = subprocess.run(
+            command, stdout=target, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENV,
+            cwd=ROOT, check=True, timeout=PATIENCE_S,
+        )  # fmt: skip
+        file.seek(0)
+        both = file.read() if where == "file" else done.stdout
+    if is_quiet:
+        assert both == alone
+    else:
+        assert both.startswith(alone + b"\nprefill ")

@@ -145,7 +145,11 @@ class TestPiped:
     def test_the_shipped_model_is_no_chat_model(self, cli: Cli) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
         tiny = resolve_target("tiny")
-        assert "was not trained to talk" in cli("chat", tiny, "-p", "a").stderr
+        line = "note: tiny is no chat model: it was trained to write Python code"
+        cut = "; its answers are cut at 256 tokens (-n N for another limit)\n"
+        assert line + cut in cli("chat", tiny, "-p", "a").stderr
+        assert f"{line}\n" in cli("chat", tiny, "-p", "a", "-n", "7").stderr
+        cli.engine.calls.pop()
         assert cli("chat", tiny, "-p", "a", "-n", "7", "-q").stderr == ""
         assert [call.max_tokens for call in cli.engine.calls] == [256, 7]
 
