@@ -105,25 +105,6 @@ def spine_tree(anchor: int, draft: Draft, n_spine: int, leaves: Sequence[int] = 
     return DraftTree(tuple(tokens), tuple(parents))
 
 
-def best_leaves(log_p: npt.NDArray[np.float32], n_nodes: int) -> tuple[int, tuple[int, ...]]:
-    """Return the spine and leaves likeliest to be accepted, as `spine_tree` takes them.
-
-    log_p: numpy shape [n_depth, n_top], as in `Draft`. n_nodes: rows besides the anchor. A leaf
-    stands where the drafter is least sure of the spine. Nothing follows a leaf, because most
-    drafters know only what follows the spine.
-    """
-    lp = _clipped(log_p)
-    reached = np.concatenate([[0.0], lp[:, 0].cumsum()])  # of the spine's rows, the anchor first
-    value = reached[:-1, None] + lp
-    # the spine first: where values are equal, a row must not come before its parent
-    order = np.argsort(-np.concatenate([value[:, 0], value[:, 1:].reshape(-1)]), kind="stable")
-    taken = order[:n_nodes]
-    n_depth, n_top = lp.shape
-    n_spine = int((taken < n_depth).sum())
-    beside = (taken[taken >= n_depth] - n_depth) // max(n_top - 1, 1)
-    return n_spine, tuple(np.bincount(beside).tolist())
-
-
 @dataclass(frozen=True)
 class DDTree:
     """Trees of the likeliest paths, if each depth's probabilities hold whatever comes before.

@@ -254,16 +254,6 @@ def test_a_measurement_stops_at_its_time_limit() -> None:
         assert done.stderr == f"{script}: stopped at its time limit\n"
 
 
-def test_bench_ahead_predicts_experts_of_verify_passes() -> None:
-    done = run("bench_ahead.py", "tiny", "--tokens", 160, "--rows", 4, "--share", 50)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
-    assert [row[3] for row in rows[2:]] == ["last pass", "one token", "same token", "features"]
-    for row in rows[2:]:
-        assert row[:2] == ["4", "50 %"] and float(row[2]) > 1.0
-        assert 0.0 <= float(row[4]) <= 1.0 and 0.0 <= float(row[5]) <= 1.0 and float(row[6]) >= 0.0
-    assert float(rows[4][4]) > float(rows[3][4]), "drafted tokens tell more than the last one"
-
-
 def test_bench_service_keeps_what_a_service_did_beside_a_prompt(tmp_path: Path) -> None:
     out = tmp_path / "rounds.jsonl"
     given = ("--clients", 1, "--beside", 1, "--tokens", 64, "--prompt", 64, "--samples", 1)

@@ -121,8 +121,6 @@ WRONG: list[tuple[str, list[str], str]] = [
      "none: cannot read the trace"),
     ("bench_tables.py", ["--take", "/nowhere"], "/nowhere does not exist"),
     ("bench_tables.py", ["--take", str(ROOT / "docs"), "--raw", "/dev/null"], "has no results of"),
-    ("bench_cpu_experts.py", ["--repeat", "0"], "not a whole number of 1 or more"),
-    ("bench_ahead.py", ["/nowhere"], "/nowhere does not exist"),
     ("bench_devices.py", ["/nowhere", "cpu"], "/nowhere does not exist"),
     ("bench_drafts.py", ["tiny", "--device", "cpu", "--vram", "much"], "vram is 'much'"),
     ("bench_sampling.py", ["tiny", "--device", "nothing"], "device is 'nothing'"),

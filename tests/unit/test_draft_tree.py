@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
 
 from moegraph.draft.acceptance import walk
 from moegraph.draft.drafter import Draft, empty_draft
-from moegraph.draft.tree import DDTree, DraftTree, best_leaves, spine_tree, tempered
+from moegraph.draft.tree import DDTree, DraftTree, spine_tree, tempered
 
 ANCHOR = 900
 
@@ -110,31 +110,6 @@ def test_probabilities_that_f32_loses_do_no_harm() -> None:
         tree = DDTree(4, temperature).tree(ANCHOR, draft)
         assert tree.tokens[:3] == (ANCHOR, 1, 13) and tree.n_rows == 5
         assert np.isfinite(tempered(log_p, temperature)).all()
-    assert best_leaves(log_p, 2) == (2, ())
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_spine_with_leaves_is_likelier_to_be_accepted(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    n_depth, n_top = int(rng.integers(1, 5)), int(rng.integers(1, 4))
-    log_p = random_draft(rng, n_depth, n_top).log_p
-    assert log_p is not None
-    p = np.exp(log_p.astype(np.float64))
-    reached = np.concatenate([[1.0], p[:, 0].cumprod()])
-    for n_nodes in range(1, n_depth * n_top + 2):
-        best = 0.0
-        for n_spine in range(n_depth + 1):
-            beside = [reached[d] * p[d, r] for d in range(n_spine) for r in range(1, n_top)]
-            n_leaves = min(n_nodes - n_spine, len(beside))
-            if n_leaves >= 0:
-                some = max(map(sum, combinations(beside, n_leaves)), default=0.0)
-                best = max(best, reached[1 : n_spine + 1].sum() + some)
-        n_spine, leaves = best_leaves(log_p, n_nodes)
-        assert n_spine + sum(leaves) == min(n_nodes, n_depth * n_top) and len(leaves) <= n_spine
-        got = reached[1 : n_spine + 1].sum() + sum(
-            reached[d] * p[d, 1 : 1 + n].sum() for d, n in enumerate(leaves)
-        )
-        assert got == pytest.approx(best)
 
 
 def test_leaves_stand_beside_the_spine_and_after_it_in_the_pass() -> None:
