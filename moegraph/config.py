@@ -65,8 +65,9 @@ class EngineConfig:
         "int",
         4096,
         ("-c", "--max-ctx", "--ctx-size"),
-        "Context length in tokens. 0: the length that the model was trained with.",
-        minimum=0,
+        "Context length in tokens. 0: the length that the model was trained with. -1: as much of "
+        "that as there is memory for, and at least 4096 (docs/server.md#the-context).",
+        minimum=-1,
         maximum=1 << 22,
         group="Context",
     )
@@ -393,6 +394,10 @@ class EngineConfig:
     def devices(self) -> tuple[str, ...]:
         """Return the devices that `device` names, in order of the layers that they have."""
         return tuple(self.device.split(","))
+
+    def ctx_within(self, n_trained: int) -> int:
+        """Return n_ctx, or the trained length where that or the memory decides."""
+        return self.n_ctx if self.n_ctx > 0 else n_trained
 
     @property
     def n_rows(self) -> int:

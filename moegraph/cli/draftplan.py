@@ -41,7 +41,10 @@ def chooser(
     from ..placement.drafters import open_draft_file, sources_of
     from ..placement.split import Place
 
-    draft, n_ctx = open_draft_file(model, config, stack), config.n_ctx or model.hparams.n_ctx_train
+    draft, n_ctx = (
+        open_draft_file(model, config, stack),
+        config.ctx_within(model.hparams.n_ctx_train),
+    )
     sources_of(model, config, draft)
 
     def choice_of(budgets: Sequence[int]) -> tuple[Choice | None, str]:
@@ -61,7 +64,7 @@ def plain_need(model: ModelFile, config: EngineConfig) -> Callable[[int], Footpr
     """Return what gives the memory that a model needs without drafters, by rows of a chunk."""
     from ..placement.footprint import needed_bytes
 
-    n_ctx = config.n_ctx or model.hparams.n_ctx_train
+    n_ctx = config.ctx_within(model.hparams.n_ctx_train)
     return lambda n_rows: needed_bytes(model, replace(config, n_ubatch=n_rows), n_ctx)
 
 

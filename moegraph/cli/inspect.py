@@ -144,7 +144,7 @@ def _budgets(
         return []
 
     def need_of(n_rows: int) -> Footprint:
-        n_ctx = config.n_ctx or model.hparams.n_ctx_train
+        n_ctx = config.ctx_within(model.hparams.n_ctx_train)
         return needed_bytes(model, dataclasses.replace(config, n_ubatch=n_rows), n_ctx)
 
     with ExitStack() as stack:
@@ -180,7 +180,7 @@ def _inspect(
         ui.table(_layer_rows(summary.layers), header)
         _show_tensors(model, globs)
         for budget in budgets:
-            _show_budget(budget, config.n_ctx or model.hparams.n_ctx_train)
+            _show_budget(budget, config.ctx_within(model.hparams.n_ctx_train))
         for warning in model.warnings:
             ui.note(f"warning: {warning}")
         if bad is not None:

@@ -307,7 +307,7 @@ def _head(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> lis
     return [
         ("model", f"{name}: {hp.n_layer} layers of {hp.n_expert} experts, {hp.n_expert_used} used; "
                   f"{format_bytes(model.n_bytes)}"),
-        ("context", f"{config.n_ctx or hp.n_ctx_train:,} positions, KV cache {kinds}, "
+        ("context", f"{config.ctx_within(hp.n_ctx_train):,} positions, KV cache {kinds}, "
                     f"{format_bytes(need.kv)}"),
         ("machine", f"none: {why}" if why else assumed_text([row.machine for row in rows])),
         ("routing", job.trace.source or "as recorded"),
@@ -332,7 +332,7 @@ def _report(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> d
     return {
         "path": str(model.path),
         "n_layer": need.n_layer, "n_expert": need.n_expert, "n_expert_used": need.n_expert_used,
-        "n_ctx": job.config.n_ctx or model.hparams.n_ctx_train,
+        "n_ctx": job.config.ctx_within(model.hparams.n_ctx_train),
         "type_k": job.config.type_k, "type_v": job.config.type_v,
         "policy": job.config.policy, "miss": job.config.miss,
         "slot_bytes_by_layer": list(need.slot_bytes),

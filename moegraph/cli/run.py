@@ -240,7 +240,7 @@ def _check_request(job: _Job, model: ModelFile) -> _Job:
     job.sampling.validate(hp.n_vocab)
     if job.ids is not None and job.ids_path is not None:
         require_ids_in_range(job.ids_path, job.ids, hp.n_vocab)
-        room_after(len(job.ids), job.config.n_ctx or hp.n_ctx_train)
+        room_after(len(job.ids), job.config.ctx_within(hp.n_ctx_train))
         if "temperature" not in job.chosen:
             return job  # greedy by default, whatever the file says
     else:

@@ -47,7 +47,7 @@ class _Job:
 @click.command(cls=Command)
 @target_argument
 @server_options
-@options.engine_options_but(cache_ram=_CACHE_MIB)
+@options.engine_options_but(cache_ram=_CACHE_MIB, n_ctx=-1)
 @options.sampling_options
 def serve(target: str, **given: Any) -> None:
     """Serve the model TARGET, a GGUF file or a shipped model's name, over HTTP.

@@ -47,7 +47,7 @@ class ModelLoader:
         hp = header.hparams
         self.facts = ModelFacts(
             alias,
-            n_ctx=config.n_ctx or hp.n_ctx_train,
+            n_ctx=config.ctx_within(hp.n_ctx_train),
             n_ctx_train=hp.n_ctx_train,
             n_vocab=hp.n_vocab,
             n_embd=hp.n_embd,
@@ -83,6 +83,8 @@ class ModelLoader:
                     self._warned.add(warning)
             if is_first:
                 show_drafters(engine)
+                if self._config.n_ctx < 0:
+                    ui.note(f"context: {engine.n_ctx:,} positions, which all requests share")
             service = Service(
                 engine, n_waiting=self._n_waiting, say=lambda line: ui.note(f"note: {line}")
             )

@@ -16,12 +16,13 @@ from ..errors import ConfigError, NativeError, UnsupportedModel
 from ..events import Progress, Stopwatch
 from ..experts.prefetch import MAX_PREFETCH
 from ..ggml.device import Device
+from ..ggml.free_memory import host_memory
 from ..ggml.mapped import WatchedFiles
 from ..modelfile import ModelFile
 from ..modelfile.draftfile import DraftFile
 from ..placement.draftchoice import Choice, Room, choose
 from ..placement.drafters import Sources, open_draft_file, with_drafts
-from ..placement.footprint import captured_graphs
+from ..placement.footprint import captured_graphs, context_within
 from ..placement.identity import router_shape
 from ..placement.planner import Plan
 from ..placement.profile import profile_path
@@ -125,7 +126,7 @@ class _Loading:
         beside: Future[Any] | None,
     ) -> LoadedModel:
         """Open everything in order; see `Engine.load`."""
-        config, hp = self.config, self.hparams
+        config = self.config
         files = self._own(WatchedFiles(self.file.mappings()))
         # the stages close them too, and a second close does nothing; but planning may fail
         self.devices = [self._own(open_device(name, config)) for name in config.devices]
@@ -134,7 +135,9 @@ class _Loading:
         self.config = config = with_drafts(config)
         threads = CpuThreads(self.devices, config)
         self._times.lap("device")
-        self.n_ctx = config.n_ctx or hp.n_ctx_train
+        self.n_ctx = self._context()
+        if config.n_ctx < 0:
+            self.config = config = replace(config, n_ctx=self.n_ctx)
         self._profile = self._read_profile()
         choice = self._choose()
         plan, sources = choice.plan, choice.sources
@@ -180,6 +183,16 @@ class _Loading:
             choice.stages, runner, self._times.seconds, drafters,
             sources.draft.stamps if sources.draft else (), config, tuple(self._warnings), times,
         )  # fmt: skip
+
+    def _context(self) -> int:
+        """Return the positions of the context."""
+        config, is_own = self.config, self.devices[0].can.own_memory
+        if config.n_ctx >= 0:
+            return config.n_ctx or self.hparams.n_ctx_train
+        n_bytes = Room.of(places_of(self.devices, config), is_own).n_bytes
+        if n_bytes is None:
+            n_bytes = host_memory().spare or 0
+        return context_within(self.file, config, n_bytes, is_own)
 
     def _limit_graphs(
         self, runner: AnyRunner, choice: Choice, drafters: tuple[Drafter, ...]

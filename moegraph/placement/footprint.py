@@ -44,6 +44,9 @@ _DRAFT_WIDTHS = 3
 # A captured graph of an attention layer on an H200, of which each chunk of a prompt has its own,
 # and what all of them take at most, because the cache of graphs drops some.
 _CHUNK_GRAPH_BYTES, _CHUNK_GRAPHS_BYTES = 640 << 10, 256 << 20
+# A context that follows from the memory: its least and most positions, and the part of the memory
+# that it may take from experts.
+LEAST_CTX, _MOST_CTX, _CTX_PART = 4096, 1 << 22, 16
 # Bytes; no device aligns tensors to more.
 _ALIGN = 128
 
@@ -108,6 +111,24 @@ def needed_bytes(
         ring=ring_bytes(kinds.values(), group_size(hp.n_expert)),
         drafters=drafters,
     )
+
+
+def context_within(
+    model: ModelFile, config: EngineConfig, n_bytes: int, is_own: bool = True
+) -> int:
+    """Return the context for which there is memory: the trained length, its half, its quarter...
+
+    Beyond LEAST_CTX it takes at most a sixteenth of the n_bytes that there are, or, if that is
+    more, half of what they leave when all experts are there. is_own: as in `needed_bytes`.
+    """
+    least = needed_bytes(model, config, LEAST_CTX, is_own=is_own)
+    most = max(n_bytes // _CTX_PART, (n_bytes - least.fixed - least.experts) // 2)
+    n_ctx = min(model.hparams.n_ctx_train, _MOST_CTX)
+    while n_ctx > LEAST_CTX:
+        if needed_bytes(model, config, n_ctx, is_own=is_own).fixed - least.fixed <= most:
+            return n_ctx
+        n_ctx //= 2
+    return LEAST_CTX
 
 
 def _dense_bytes(model: ModelFile, layers: range, has_head: bool) -> int:

@@ -21,9 +21,6 @@ from .listening import QuietServer, web_server
 
 log = logging.getLogger("moegraph.server")
 _INTERRUPTED = 130
-# Seconds after which a thread lets another one run Python, if that wants to. The engine's thread
-# asks after each native call; the usual 5 ms beside a thread that prepares a request would add up.
-_SWITCH_S = 0.0005
 # An engine that has work to end gets this time.
 _CLOSE_S = 10.0
 # And so long get threads that still prepare a request, whose client has left.
@@ -54,7 +51,6 @@ def run(app: Callable[[ModelHost], Starlette], host: Callable[[], ModelHost],
     Raises:
         MoegraphError: the model cannot be loaded, or the engine has failed.
     """
-    sys.setswitchinterval(_SWITCH_S)
     return asyncio.run(_Process(app, host, sock, ways).run())
 
 

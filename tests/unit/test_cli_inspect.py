@@ -171,7 +171,7 @@ class TestInspect:
         ("args", "line"),
         [
             (("--vram", "lots"), "not a size: 'lots'"),
-            (("-c", "-1"), "n_ctx is -1"),
+            (("-c", "-2"), "n_ctx is -2"),
             (("-c", "x"), "'x' is not a valid integer"),
             (("-ctk", "q5"), "'q5' is not one of"),
         ],

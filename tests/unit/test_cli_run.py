@@ -189,7 +189,7 @@ class TestSettings:
             (["--repeat-last-n", "-2"], "repeat_last_n is -2"),
             (["-m", "other"], "give one model, not other and "),
             (["-s", "-2"], "seed is -2"),
-            (["-c", "-1"], "n_ctx is -1 (-c/--max-ctx/--ctx-size)"),
+            (["-c", "-2"], "n_ctx is -2 (-c/--max-ctx/--ctx-size)"),
             (["-t", "0"], "n_threads is 0"),
             (["-ub", "0"], "n_ubatch is 0"),
             (["--device", "tpu"], "device is 'tpu'"),

@@ -27,7 +27,7 @@ def test_the_defaults_are_valid_and_llama_cpps() -> None:
         ("device", "CPU "),
         ("device", 0),
         ("mode", "fast"),
-        ("n_ctx", -1),
+        ("n_ctx", -2),
         ("n_ctx", 1 << 40),
         ("n_ctx", 4096.0),
         ("n_ctx", True),
@@ -100,7 +100,7 @@ def test_values_at_the_limits_are_allowed(changes: dict[str, object]) -> None:
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    found = EngineConfig(n_ctx=-1, n_ubatch=0, type_k="f64").problems()
+    found = EngineConfig(n_ctx=-2, n_ubatch=0, type_k="f64").problems()
     assert [line.split()[0] for line in found] == ["n_ctx", "n_ubatch", "type_k"]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from moegraph.config import EngineConfig
 from moegraph.modelfile import ModelFile, open_model
-from moegraph.placement.footprint import captured_graphs, needed_bytes
+from moegraph.placement.footprint import captured_graphs, context_within, needed_bytes
 
 TINY = Path(__file__).resolve().parents[2] / "moegraph" / "models" / "tiny.gguf"
 
@@ -50,3 +53,24 @@ def test_captured_graphs_are_part_of_what_a_model_needs(model: ModelFile) -> Non
     assert others[1] - others[0] == more > 0
     # the CPU has neither graphs nor kernels in the memory that a budget counts
     assert needed_bytes(model, drafts, 512, is_own=False).other == 0
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_context_by_memory_takes_little_from_experts(model: ModelFile, is_own: bool) -> None:
+    hp = replace(model.hparams, n_ctx_train=1 << 18)
+    long = cast(ModelFile, SimpleNamespace(hparams=hp, tensors=model.tensors))
+    config = EngineConfig(n_seq=4, n_kv=-1)
+    least, whole = (needed_bytes(long, config, n, is_own=is_own) for n in (4096, 1 << 18))
+    sizes = [least.fixed, least.fixed + least.experts, 1 << 30, 4 << 30, 64 << 30]
+    found = [context_within(long, config, size, is_own) for size in sizes]
+    assert found == sorted(found) and {found[0], found[-1]} == {4096, 1 << 18}
+    assert all((1 << 18) % n == 0 for n in found) and len(set(found)) > 2
+    for size, n_ctx in zip(sizes, found):
+        more = needed_bytes(long, config, n_ctx, is_own=is_own).fixed - least.fixed
+        left = size - least.fixed - least.experts
+        assert more <= max(size // 16, left // 2), (size, n_ctx)
+        if n_ctx < 1 << 18:  # twice as many would be too many
+            twice = needed_bytes(long, config, 2 * n_ctx, is_own=is_own).fixed - least.fixed
+            assert twice > max(size // 16, left // 2)
+    assert whole.fixed - least.fixed > sizes[1] // 16
+    assert context_within(model, config, 1 << 40, is_own) == 4096  # it was trained with 2,048
