@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.drafters import write_small
+from helpers.patience import PATIENCE_S
 from helpers.reading import read
 from helpers.shared import prompt
 
@@ -253,6 +255,45 @@ def test_the_folder_has_a_limit_and_the_latest_stay(open_engine: Open, tmp_path:
     assert other.prefixes.disk.n_places > 0
 
 
+TINY = "a" * 16, Widths([8], {}, 4)
+
+
+def write_tiny(folder: Path, token: int, parent: str = "", first: int = 0) -> Head:
+    """Write a file of one token for the model TINY; return what it says."""
+    tokens = np.array([token], np.int32)
+    head = Head(TINY[0], parent, first, 1, [[1, 8]], {}, 4, tokens)
+    rows, states = [np.zeros((1, 8), np.uint8)], np.zeros(4, np.uint8)
+    write_file(folder / f"{TINY[0]}-{head.key}.prefix", head, rows, states)
+    return head
+
+
+def test_what_others_go_on_from_is_deleted_after_them(tmp_path: Path) -> None:
+    """Of five files, the oldest is where the latest goes on."""
+    heads = [write_tiny(tmp_path, token) for token in range(4)]
+    heads.append(write_tiny(tmp_path, 4, heads[0].key, 1))
+    paths = [tmp_path / f"{TINY[0]}-{head.key}.prefix" for head in heads]
+    for used, path in enumerate(paths):
+        os.utime(path, (used, used))
+    limit = sum(head.n_bytes for head in heads)
+    for gone in (1, 2, 3, 4, 0):
+        limit -= heads[gone].n_bytes
+        before = {*files(tmp_path)}
+        PrefixDisk(tmp_path, *TINY, limit).close()
+        assert before - {*files(tmp_path)} == {paths[gone]}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_run_begins_where_its_parent_ends(tmp_path: Path, first: int) -> None:
+    parent = write_tiny(tmp_path, 1)
+    write_tiny(tmp_path, 2, parent.key, 1)
+    assert PrefixDisk(tmp_path, *TINY, GIB).n_places == 2
+    write_tiny(tmp_path, 3, parent.key, first)
+    write_tiny(tmp_path, 4, "", 1)
+    disk = PrefixDisk(tmp_path, *TINY, GIB)
+    assert disk.n_places == 2 == len(files(tmp_path))
+    assert [entry.end for entry in disk.find(np.array([1, 2, 3], np.int32))] == [1, 2]
+
+
 def test_a_disk_that_fails_costs_one_line(
     open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,7 +509,11 @@ def test_what_is_no_file_is_neither_opened_nor_deleted(
     else:
         path.mkdir()
     engine = open_engine(**ONE)
+    # who waits for the pipe's writer would wait for ever: one comes at last, and says nothing
+    writer = threading.Timer(PATIENCE_S, lambda: os.close(os.open(path, os.O_RDWR)))
+    writer.start()
     engine.keep_prefixes(folder, GIB)
+    writer.cancel()
     [line] = engine.drain_messages()
     assert line.startswith(f"{path}: ") and line.endswith("; the file is not used")
     assert engine.prefixes.disk.n_places == 3 and path in folder.iterdir()

@@ -93,7 +93,7 @@ def test_with_the_same_chunks_every_mode_equals_cold_runs(
     np.testing.assert_array_equal(logits, cold_logits)
 
 
-@pytest.mark.parametrize("kv", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kv", ["f16", "q4_0"])
 def test_rows_go_to_the_host_and_back_in_any_pages(open_engine: Open, kv: str) -> None:
     """The pages of a sequence are neither in order nor the same when it comes back."""
     settings = {"n_ctx": 1024, "n_ubatch": 256, "cpu_reference": True, "type_k": kv, "type_v": kv}
@@ -119,6 +119,22 @@ def test_rows_go_to_the_host_and_back_in_any_pages(open_engine: Open, kv: str) -
         alone.forward(ids[at : at + 200])
     np.testing.assert_array_equal(logits, alone.forward(ids[600:]).logits)
     np.testing.assert_array_equal(logits, engine.forward(ids[600:], seq=0).logits)
+
+
+def test_rows_come_back_to_no_other_sequences_pages(open_engine: Open) -> None:
+    """The first position that comes back is in the middle of a page, before another's page."""
+    engine, alone = open_engine(n_seq=3, n_ctx=1024), open_engine(n_ctx=1024)
+    ids, others = prompt(engine, 700), prompt(engine, 200, seed=1)
+    engine.prefill(ids[:600], 1)
+    engine.prefixes.save(1)
+    engine.reset(1)
+    engine.prefill(ids[:100], 0)
+    engine.prefill(others[:100], 2)
+    assert engine.prefixes.resume(0, ids) == 600
+    assert engine.state.pool.pages(0)[:2] == [0, 2] and engine.state.pool.pages(2) == [1]
+    alone.prefill(others[:100])
+    wanted = alone.forward(others[100:150]).logits
+    np.testing.assert_array_equal(engine.forward(others[100:150], seq=2).logits, wanted)
 
 
 def test_states_can_be_kept_when_the_sequence_has_gone_on(open_engine: Open) -> None:
@@ -224,13 +240,13 @@ def test_the_limit_holds_and_the_latest_turns_stay(open_engine: Open) -> None:
     engine = open_engine(cache_ram=1, n_ctx=512)
     states = engine.state.copies.states_bytes
     n_fit = (1 << 20) // (states + 100 * engine.state.copies.row_bytes)
-    assert 1 <= n_fit < 30
+    assert 1 <= n_fit < 10
     last_mark = 0
-    for seed in range(40):
+    for seed in range(12):
         ids = prompt(engine, 100, seed=seed)
         assert answer(engine, ids, n=1, marks=(90,))[2] == last_mark
         assert engine.prefixes.n_bytes <= 1 << 20
-    assert n_fit <= engine.prefixes.tree.n_states < 40
+    assert n_fit <= engine.prefixes.tree.n_states < 12
     assert answer(engine, ids, n=1)[2] == 90
     engine.reset()
     assert answer(engine, prompt(engine, 100, seed=0), n=1)[2] == 0
@@ -303,7 +319,7 @@ def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(
     )  # fmt: skip
     while interrupted(line, both, *ours):
         n_came += 1
-        line += 11 + line // 12
+        line += 11 + line // 6
         for copy in [c for n in engine.prefixes.tree.nodes() for c in (n.rows, n.states) if c]:
             assert copy.n_bytes > 0
         assert answer(engine, two)[0] == expected, f"line {line}"
@@ -312,17 +328,15 @@ def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(
     assert n_came > 15
 
 
-def test_two_hundred_requests_leave_handles_and_bytes_flat(
-    open_engine: Open, no_leak: None
-) -> None:
+def test_a_hundred_requests_leave_handles_and_bytes_flat(open_engine: Open, no_leak: None) -> None:
     from moegraph.ggml.handles import live_handles
 
     engine = open_engine(cache_ram=1, n_ctx=512)
     rng, seen = np.random.default_rng(0), []
-    for turn in range(200):
+    for turn in range(100):
         ids = prompt(engine, int(rng.integers(2, 40)), seed=int(rng.integers(0, 8)))
         answer(engine, ids, n=1, marks=tuple(rng.integers(1, 40, 2).tolist()))
-        if turn >= 100:
+        if turn >= 50:
             n_states = engine.prefixes.tree.n_states + engine.state.copies.n_spare
             handles = sum(live_handles().values()) - len(engine.runner.graphs) - n_states
             seen.append(handles)

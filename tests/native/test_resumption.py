@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.reading import read
 from helpers.shared import prompt
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moegraph.config import EngineConfig
@@ -139,7 +139,21 @@ STEPS = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
+@example(
+    [  # a run of the disk is divided in memory
+        ("ask", 0, 300, 0, 1, [256]),
+        ("spill",),
+        ("reset", 0),
+        ("ask", 0, 64, 1, 1, [64]),
+        ("reset", 0),
+        ("ask", 1, 300, 0, 1, []),
+    ]
+)
+@example([  # the disk has the beginning of a run of the memory
+    ("ask", 1, 256, 0, 1, []), ("ask", 0, 64, 1, 1, [64]), ("spill",), ("ask", 1, 256, 0, 3, [300]),
+    ("spill",), ("reset", 0), ("reset", 1), ("ask", 2, 256, 0, 3, []),
+])  # fmt: skip
 @given(st.lists(STEPS, min_size=3, max_size=12))
 def test_any_order_of_prompts_and_losses(pair: Pair, steps: list[tuple[Any, ...]]) -> None:
     """Prompts part from one text at marks and pages and beside them; memory comes and goes."""

@@ -439,3 +439,39 @@ def test_check_notices_every_kind_of_damage() -> None:
     for harm in harms:
         with pytest.raises(InternalError, match="expert cache, layer"):
             damaged(harm).check()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_restoring_undoes_all_that_passes_changed(name: str) -> None:
+    """The bytes of the slots too, after the uploads that are due."""
+    rng = np.random.default_rng(0)
+    n_slots = [0, 6, 9, N_EXPERT]
+    cache, twin = (new_cache(n_slots, parse_policy(name)) for _ in range(2))
+    held: dict[tuple[int, int], int] = {}  # the expert whose bytes are in a slot
+
+    def steps(of: ExpertCache, drawn: np.random.Generator, n: int) -> None:
+        for il in drawn.integers(0, 4, n).tolist():
+            ids = drawn.permutation(N_EXPERT)[:N_USED].tolist()
+            run_step(of, ids, il)
+            if of is cache:
+                owners = enumerate(of.layers[il].owner)
+                held.update({(il, slot): owner for slot, owner in owners if owner >= 0})
+
+    for each in (cache, twin):
+        for layer in each.layers:
+            layer.preload()
+        steps(each, np.random.default_rng(1), 60)
+        empty(each, 1, each.layers[1].residents()[0])
+    saved = cache.save()
+    steps(cache, rng, 40)
+    for il, pairs in cache.restore(saved).items():
+        held.update({(il, slot): expert for expert, slot in pairs})
+    cache.check()
+    for layer in cache.layers:
+        for slot, owner in enumerate(layer.owner):
+            assert owner < 0 or layer.full or held[layer.il, slot] == owner
+    assert cache.stats.n_steps == twin.stats.n_steps
+    for each in (cache, twin):
+        steps(each, np.random.default_rng(2), 40)
+    np.testing.assert_array_equal(cache.tables, twin.tables)
+    np.testing.assert_array_equal(cache.stats.misses, twin.stats.misses)
