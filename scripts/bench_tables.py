@@ -31,6 +31,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import _bench as bench
 from _card_parts import PARTS
 from _card_results import DONE, Results
+from _tools import fetch
 
 PAGES = (bench.ROOT / "README.md", bench.ROOT / "docs" / "benchmarks.md")
 RAW = bench.ROOT / "docs" / "benchmarks" / "card.jsonl"
@@ -86,7 +87,7 @@ def take(folder: Path, path: Path, names: Sequence[str]) -> None:
 
 def _without_paths(line: bench.Line) -> bench.Line:
     return {
-        key: Path(value).name if key in ("model_filename", "error") else value
+        key: bench.plain_paths([value])[0] if key in ("model_filename", "error") else value
         for key, value in line.items()
     }
 
@@ -162,7 +163,8 @@ def about(run: Run, names: Sequence[str]) -> str:
     changed = ", with changes" if card["commit"].endswith("-dirty") else ""
     return _fill(
         f"Measured on {run.day} at commit `{card['commit'][:12]}`{changed} (patch set"
-        f" `{card['patchset']}`) by one run of `scripts/measure_card`: {'; '.join(machine['gpu'])};"
+        f" `{card['patchset']}`), beside llama.cpp {fetch.PIN['llama_cpp_commit']} without patches,"
+        f" by one run of `scripts/measure_card`: {'; '.join(machine['gpu'])};"
         f" {machine['n_cpus']} CPUs of {machine['cpu']}; {machine['host_bytes'] / 2**30:.0f} GiB."
         f" The model is {card['model']} ({card['model_bytes'] / 1e9:.1f} GB).{note}"
     )

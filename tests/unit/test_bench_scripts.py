@@ -215,7 +215,11 @@ def measured(folder: Path, *cards: dict[str, object]) -> Path:
            "device_driver_bytes": n << 30} for system, n in (("upstream", 21), ("whole", 20))),
     ]  # fmt: skip
     speeds = (("moegraph", 1, 9.0), ("moegraph", 8, 900.0), ("llama-server", 8, 300.0))
-    served = [
+    died = "/home/me/llama-server: no answer; the server ended with exit code 134: a / b"
+    served: list[dict[str, object]] = [
+        {"server": "llama-server", "what": "clients", "clients": 16, "error": died}
+    ]
+    served += [
         {"server": who, "what": "clients", "clients": n, "tokens_per_s": tps}
         for who, n, tps in speeds
     ]  # fmt: skip
@@ -247,9 +251,13 @@ def test_a_page_shows_one_run(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| decoding, everything on the GPU | 200 (21.0 GiB) | 400 (20.0 GiB) | 2.0x |" in text
     assert "| 8 clients of the server, everything on the GPU | 300 | 900 | 3.0x |" in text
-    assert "at commit `aaaaaaaaaaaa` (patch set" in text and "old" not in text
-    assert "Not measured in this run: rows." in text
+    assert "at commit `aaaaaaaaaaaa` (patch set `bbbbbbbbbbbbbbbb`), beside llama.cpp" in text
+    assert "old" not in text
+    assert "Not measured in this run: rows." in " ".join(text.split())
     assert "links" not in raw.read_text(), "no page names it"
+    assert (
+        '"llama-server: no answer; the server ended with exit code 134: a / b"' in raw.read_text()
+    )
     assert run("bench_tables.py", *given, "--check").returncode == 0
     page.write_text(text.replace("400", "500"))
     done = run("bench_tables.py", *given, "--check")
