@@ -63,11 +63,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def upstream(request: pytest.FixtureRequest) -> Iterator[Upstream]:
     with start_oracle() as oracle:
-        if not oracle.info()["gpu"]:
+        upstream = Upstream(oracle)
+        if not upstream.has_gpu():
             reason = f"the upstream build in {oracle.folder} has no CUDA"
             must = any("cuda" in given for given in request.config.getoption("require"))
             (pytest.fail if must else pytest.skip)(reason)
-        yield Upstream(oracle)
+        yield upstream
 
 
 @pytest.fixture(scope="module")

@@ -55,9 +55,9 @@ class Upstream:
     """
 
     def __init__(self, oracle: Oracle) -> None:
-        self.oracle = oracle
+        self._oracle = oracle
         self._rows: dict[Any, F32] = {}
-        self._crash = ""
+        self._crash, self._is_told = "", False
 
     def logits(self, model: Path, tokens: Sequence[int], **cfg: Any) -> F32:
         """Return the logits of every token of a prompt, [n_tokens, n_vocab]."""
@@ -77,16 +77,38 @@ class Upstream:
             self._rows[key] = np.concatenate([r.logits for r in results if r.logits is not None])
         return self._rows[key]
 
+    @property
+    def oracle(self) -> Oracle:
+        """The process; fails or skips the test that asks for one that has crashed."""
+        if self._crash and not self._is_told:
+            self._is_told = True
+            pytest.fail(f"unpatched llama.cpp crashed: {self._crash}", pytrace=False)
+        if self._oracle.has_ended:
+            pytest.skip(
+                f"unpatched llama.cpp crashed in an earlier test: {self._crash}".rstrip(": ")
+            )
+        return self._oracle
+
+    def has_gpu(self) -> bool:
+        """Return whether the oracle has a device; also if it crashed, which a test then tells."""
+        try:
+            return bool(self._oracle.info()["gpu"])
+        except (OracleError, OSError) as error:
+            self._note(error)
+            return True
+
+    def _note(self, error: Exception) -> None:
+        """Keep why the oracle crashed; raise the error again if it only refused."""
+        if isinstance(error, OracleError) and not self._oracle.has_ended:
+            raise error
+        self._crash = " ".join(str(error).split())[-300:]
+
     def _run(self, model: Path, steps: Sequence[Step], cfg: dict[str, Any]) -> list[StepResult]:
-        if self._crash:
-            pytest.skip(f"unpatched llama.cpp crashed in an earlier test: {self._crash}")
         try:
             return self.oracle.run(model, steps, **cfg)
         except (OracleError, OSError) as error:
-            if isinstance(error, OracleError) and not self.oracle.has_ended:
-                raise  # it refused
-            self._crash = " ".join(str(error).split())[-300:]
-        pytest.fail(f"unpatched llama.cpp crashed: {self._crash}", pytrace=False)
+            self._note(error)
+        return self.oracle.run(model, steps, **cfg)  # which tells it
 
 
 def start_oracle() -> Oracle:

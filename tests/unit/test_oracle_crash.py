@@ -15,8 +15,16 @@ MODEL = Path("any.gguf")
 class Crashes:
     """Stands for an oracle whose process dies, or only refuses."""
 
-    def __init__(self, error: Exception, has_ended: bool) -> None:
-        self.error, self.has_ended, self.n_asked = error, has_ended, 0
+    def __init__(self, error: Exception, dies: bool) -> None:
+        self.error, self.dies, self.n_asked = error, dies, 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.dies and self.n_asked > 0
+
+    def info(self) -> None:
+        self.n_asked += 1
+        raise self.error
 
     def run(self, *_: object, **cfg: Any) -> None:
         self.n_asked += 1
@@ -28,7 +36,7 @@ class Crashes:
     [OracleError("exit code -6\nGGML_ASSERT(x) failed"), BrokenPipeError(32, "Broken pipe")],
 )
 def test_a_crash_is_one_failure(error: Exception) -> None:
-    oracle = Crashes(error, has_ended=isinstance(error, OracleError))
+    oracle = Crashes(error, dies=True)
     upstream: Any = Upstream(oracle)  # type: ignore[arg-type]
     with pytest.raises(pytest.fail.Exception, match=r"unpatched llama\.cpp crashed: [^\n]+$"):
         upstream.logits(MODEL, [1])
@@ -39,8 +47,27 @@ def test_a_crash_is_one_failure(error: Exception) -> None:
 
 
 def test_a_refusal_is_the_failure_of_one_test() -> None:
-    oracle = Crashes(OracleError("no such node"), has_ended=False)
+    oracle = Crashes(OracleError("no such node"), dies=False)
     upstream: Any = Upstream(oracle)  # type: ignore[arg-type]
     for token in (1, 2):
         with pytest.raises(OracleError, match="no such node"):
             upstream.logits(MODEL, [token])
+
+
+def test_a_crash_before_the_first_test_is_its_failure_too() -> None:
+    oracle = Crashes(OracleError("exit code -11"), dies=True)
+    upstream: Any = Upstream(oracle)  # type: ignore[arg-type]
+    assert upstream.has_gpu(), "the tests are not skipped for another reason"
+    with pytest.raises(pytest.fail.Exception, match="crashed: exit code -11"):
+        upstream.logits(MODEL, [1])
+    with pytest.raises(pytest.skip.Exception, match="crashed in an earlier test"):
+        upstream.logits(MODEL, [2])
+    assert oracle.n_asked == 1
+
+
+def test_what_asks_the_oracle_itself_is_skipped_after_a_crash() -> None:
+    upstream: Any = Upstream(Crashes(OracleError("exit code -6"), dies=True))  # type: ignore[arg-type]
+    with pytest.raises(OracleError):
+        upstream.oracle.run()
+    with pytest.raises(pytest.skip.Exception, match=r"crashed in an earlier test$"):
+        _ = upstream.oracle
