@@ -94,7 +94,9 @@ def serve(target: str, **given: Any) -> None:
         service = _Server(job, header)
         url = url_of(sock, given["host"])
         ways = Ways(
-            ready=lambda: ui.note(f"{service.alias} is served at {url}"),
+            ready=lambda: ui.note(
+                f"{service.alias}, with a context of {service.n_ctx:,}, is served at {url}"
+            ),
             reload=lambda: keys.replace(current_keys()),
             say=ui.note,
             drain_s=given["drain_s"],
@@ -171,6 +173,11 @@ class _Server:
         options.require_vocabulary(header)
         sampling = job.sampling.validate(header.hparams.n_vocab)
         self._sampling, _ = recommended(sampling, header.kv, job.chosen, header.hparams.n_vocab)
+
+    @property
+    def n_ctx(self) -> int:
+        """Return the positions that all requests share."""
+        return self._load.n_ctx
 
     def host(self) -> ModelHost:
         """Return the host of the model, which loads it when it is started."""

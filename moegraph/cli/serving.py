@@ -31,6 +31,7 @@ class ModelLoader:
     """Loads a model, starts its service, and returns both; call it on one thread at a time.
 
     header: the file, opened; the first call takes it over.
+    facts: what is known without it. n_ctx: positions of the context, once it is loaded.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ModelLoader:
         self._n_waiting = n_waiting
         self._cache_dir, self._cache_bytes = cache_dir, cache_bytes
         self._warned: set[str] = set()
-        hp = header.hparams
+        self.n_ctx, hp = 0, header.hparams
         self.facts = ModelFacts(
             alias,
             n_ctx=config.ctx_within(hp.n_ctx_train),
@@ -83,8 +84,6 @@ class ModelLoader:
                     self._warned.add(warning)
             if is_first:
                 show_drafters(engine)
-                if self._config.n_ctx < 0:
-                    ui.note(f"context: {engine.n_ctx:,} positions, which all requests share")
             service = Service(
                 engine, n_waiting=self._n_waiting, say=lambda line: ui.note(f"note: {line}")
             )
@@ -97,6 +96,7 @@ class ModelLoader:
             options.save_profile(engine)
             kept.close()
 
+        self.n_ctx = engine.n_ctx
         return Loaded(service, chat, self._known(engine, chat), close)
 
     def _known(self, engine: Engine, chat: ChatModel) -> ModelFacts:
