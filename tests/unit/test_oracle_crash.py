@@ -66,7 +66,8 @@ def test_a_crash_before_the_first_test_is_its_failure_too() -> None:
 
 
 def test_what_asks_the_oracle_itself_is_skipped_after_a_crash() -> None:
-    upstream: Any = Upstream(Crashes(OracleError("exit code -6"), dies=True))  # type: ignore[arg-type]
+    oracle: Any = Crashes(OracleError("exit code -6"), dies=True)
+    upstream = Upstream(oracle)
     with pytest.raises(OracleError):
         upstream.oracle.run()
     with pytest.raises(pytest.skip.Exception, match=r"crashed in an earlier test$"):
