@@ -51,8 +51,8 @@ class Request:
     n_logprobs: None for no log probabilities; else how many of the likeliest tokens are listed
     beside each token that was drawn. constraint: what the answer must follow; None: nothing.
     deadline_s: seconds from submission after which the request ends; None: never. name: of the
-    request in logs. owner: beginnings of prompts are shared only by requests of the same owner;
-    files of them have this text.
+    request in logs. client: who asks. owner: beginnings of prompts are shared only by requests of
+    the same owner; files of them have this text.
     """
 
     prompt: Sequence[int]
@@ -68,6 +68,7 @@ class Request:
     constraint: Constraint | None = None
     deadline_s: float | None = None
     name: str = ""
+    client: str = ""
     owner: str = ""
 
 

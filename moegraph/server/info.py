@@ -15,6 +15,7 @@ from ..service.servicestatus import ServiceStatus, SlotStatus
 from .app import Operation, RouteTable, either, operations
 from .backend import unavailable
 from .errors import ApiError
+from .guards import owner_of
 from .metrics import CONTENT_TYPE
 from .reply import reply
 from .state import ServerState, state_of
@@ -115,29 +116,34 @@ def _params(sampling: SamplingParams, max_tokens: int | None) -> dict[str, Any]:
 
 
 async def slots(request: HttpRequest) -> Response:
-    """Return what each slot does, in llama-server's form and without its text."""
+    """Return what each slot does, in llama-server's form and without its text.
+
+    Of another client's request only the counts are told.
+    """
     state = state_of(request)
     loaded = state.backend.peek()
     if loaded is None:
         return reply([])
     status: ServiceStatus = loaded.service.status()
     common = {"n_ctx": loaded.facts.n_ctx, "speculative": status.spec is not None}
-    return reply([{"id": slot.id, **common, **_slot(slot)} for slot in status.slots])
+    client = owner_of(request)
+    return reply([{"id": slot.id, **common, **_slot(slot, client)} for slot in status.slots])
 
 
-def _slot(slot: SlotStatus) -> dict[str, Any]:
+def _slot(slot: SlotStatus, client: str) -> dict[str, Any]:
     asked, found = slot.request, {"is_processing": slot.state != "idle", "state": slot.state}
     if asked is None:
         return found
     n_left = -1 if asked.max_tokens is None else asked.max_tokens - slot.n_generated
+    params = {**_params(asked.sampling, asked.max_tokens), "ignore_eos": asked.ignore_eos}
+    own = {"request": slot.name, "params": params} if asked.client == client else {}
     return {
         **found,
+        **own,
         "id_task": slot.number,
-        "request": slot.name,
         "n_prompt_tokens": slot.n_prompt,
         "n_prompt_tokens_processed": max(slot.n_read - slot.n_cached, 0),
         "n_prompt_tokens_cache": slot.n_cached,
-        "params": {**_params(asked.sampling, asked.max_tokens), "ignore_eos": asked.ignore_eos},
         "next_token": [
             {
                 "has_next_token": True,

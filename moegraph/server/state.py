@@ -114,11 +114,11 @@ class ServerState:
     def _prepared(
         self, prepare: Callable[[ChatModel], Sequence[Prepared]], chat: ChatModel, owner: str
     ) -> Sequence[Prepared]:
-        found = prepare(chat)
-        if not self.cache_by_key:
-            return found
-        name = cache_owner(owner)
-        return [replace(one, request=replace(one.request, owner=name)) for one in found]
+        name = cache_owner(owner) if self.cache_by_key else ""
+        return [
+            replace(one, request=replace(one.request, client=owner, owner=name))
+            for one in prepare(chat)
+        ]
 
 
 def state_of(request: HttpRequest) -> ServerState:

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.responses.store import ResponseStores
+from moegraph.service.servicestatus import SlotStatus
 
 ONE, TWO = "sk-moegraph-0001", "sk-moegraph-0002"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -148,3 +149,18 @@ def test_each_key_has_a_cache_of_its_own_if_asked(path: str) -> None:
     for made in (one, two):
         assert len(made) == 32  # as in files, which have neither the key nor a fast hash of it
         assert ONE not in made and Keys([ONE]).owner(ONE.encode())[:32] != made
+
+
+def test_of_another_keys_request_slots_tell_only_counts() -> None:
+    case = case_of()
+    headers = {"X-Api-Key": ONE, "X-Request-Id": "of-one"}
+    body = {**ASKED["/v1/chat/completions"], "n": 1, "seed": 4711, "max_tokens": 7}
+    assert case.post("/v1/chat/completions", body, headers=headers).status_code == 200
+    (asked,) = case.service.requests
+    case.service.slots = (SlotStatus(0, "answering", 9, asked.name, 5, 4, 3, 2, request=asked),)
+    ([own], [other]) = (
+        case.client.get("/slots", headers={"X-Api-Key": key}).json() for key in (ONE, TWO)
+    )
+    assert own["request"] == "of-one" and own["params"]["seed"] == 4711
+    assert other == {name: own[name] for name in own if name not in ("request", "params")}
+    assert other["n_prompt_tokens"] == 5 and "4711" not in str(other)
