@@ -148,6 +148,14 @@ def test_top_p_ends_with_the_token_that_reaches_it_exactly(n_vocab: int, share: 
     assert ids.tolist() == list(range(min(n_keep + (share * n_vocab >= 1), n_vocab)))
 
 
+@pytest.mark.parametrize("n_vocab", [4, 1024, 65_536])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_typical_ends_with_the_token_that_exceeds_it(n_vocab: int, share: float) -> None:
+    params = SamplingParams(**{**OFF, "typical_p": share})
+    ids, _ = Sampler(params, n_vocab).distribution(np.zeros(n_vocab, dtype=np.float32))
+    assert ids.tolist() == list(range(int(share * n_vocab) + 1))
+
+
 @pytest.mark.parametrize("scale", [0.01, 3.0, 12.0])
 def test_top_p_of_a_large_vocabulary_is_exact_flat_or_peaked(scale: float) -> None:
     logits = random_logits(7, N_VOCAB_LARGE, scale)
@@ -258,6 +266,13 @@ class TestGreedy:
         params = SamplingParams(temperature=0, typical_p=0.3, top_k=0)
         assert params.needs_logits
         assert Sampler(params, 7).sample(np.log(probs).astype(np.float32)) == 1
+
+    def test_after_typical_the_most_typical_token_is_not_the_answer(self) -> None:
+        logits = np.log(np.array([0.2, 0.3, 0.5], dtype=np.float32))
+        params = SamplingParams(**{**OFF, "temperature": 0.0, "typical_p": 0.7})
+        ids, _ = Sampler(params, 3).distribution(logits)
+        assert ids.tolist() == [1, 2]  # the most typical first
+        assert Sampler(params, 3).sample(logits) == 2
 
     def test_needs_no_logits_when_the_argmax_is_the_answer(self) -> None:
         assert not SamplingParams(temperature=0).needs_logits

@@ -239,6 +239,24 @@ def test_with_no_room_to_wait_an_idle_service_still_takes_a_request() -> None:
     machine.add("b", 100, 2)
 
 
+def test_nothing_but_passes_can_run_where_no_slot_is_free_or_nobody_waits() -> None:
+    scheduler = Scheduler[str](2, 10)
+    assert scheduler.only_decodes
+    scheduler.add("a")
+    assert not scheduler.only_decodes  # it may begin
+    scheduler.began("a", 100)
+    assert not scheduler.only_decodes  # its prompt is under way
+    scheduler.is_read("a")
+    assert scheduler.only_decodes
+    scheduler.add("b")
+    assert not scheduler.only_decodes
+    scheduler.is_read("b")
+    scheduler.add("c")
+    assert scheduler.only_decodes  # it waits until one of the others ends
+    scheduler.end("a")
+    assert not scheduler.only_decodes
+
+
 def test_deadlines_are_told_once_and_forgotten_with_their_requests() -> None:
     scheduler = Scheduler[str](2, 10)
     scheduler.add("a", 5.0)
