@@ -156,6 +156,13 @@ def test_typical_ends_with_the_token_that_exceeds_it(n_vocab: int, share: float)
     assert ids.tolist() == list(range(int(share * n_vocab) + 1))
 
 
+def test_min_p_is_a_share_of_the_likeliest_token_that_typical_leaves() -> None:
+    probs = np.array([0.4] + [0.1] * 6)  # the first is not typical
+    params = SamplingParams(**{**OFF, "typical_p": 0.25, "min_p": 0.5})
+    ids, _ = Sampler(params, 7).distribution(np.log(probs).astype(np.float32))
+    assert ids.tolist() == [1, 2, 3]
+
+
 @pytest.mark.parametrize("scale", [0.01, 3.0, 12.0])
 def test_top_p_of_a_large_vocabulary_is_exact_flat_or_peaked(scale: float) -> None:
     logits = random_logits(7, N_VOCAB_LARGE, scale)
@@ -303,6 +310,17 @@ class TestPenalties:
         assert self.adjusted([0, 0], [0, 1], presence_penalty=1, repeat_last_n=0) == [0, 0]
         longer = [0, *[1] * 100]
         assert self.adjusted([0, 0], longer, presence_penalty=1, repeat_last_n=-1) == [-1, -1]
+
+    @pytest.mark.parametrize("n_last", [1, 2, 3])
+    def test_the_window_moves_with_every_token_of_the_answer(self, n_last: int) -> None:
+        params = SamplingParams(**{**OFF, "presence_penalty": 50.0, "repeat_last_n": n_last})
+        sampler, logits = Sampler(params, 6), np.zeros(6, dtype=np.float32)
+        sampler.accept_all([0, 1])
+        for token in (2, 3, 4, 5):
+            sampler.accept(token)
+            ids, probs = sampler.distribution(logits)
+            recent = set(range(max(token - n_last + 1, 0), token + 1))
+            assert {int(i) for i, p in zip(ids, probs) if p > 1e-9} == set(range(6)) - recent
 
     def test_the_logits_of_the_caller_stay_as_they_are(self) -> None:
         logits = np.ones(4, dtype=np.float32)
