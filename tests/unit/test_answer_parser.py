@@ -376,6 +376,31 @@ def test_whole_calls_have_json_and_parts_are_in_order(text: str, is_cut: bool) -
             assert isinstance(json.loads(one.arguments), dict)
 
 
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.just("</tool_call>{"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(st.text(max_size=4), VALUES, max_size=4), st.integers(1, 30),
+    st.booleans(), st.none() | st.just(2), st.integers(0, 400),
+)  # fmt: skip
+@settings(deadline=None)
+def test_calls_in_json_are_those_that_were_written(
+    arguments: dict[str, Any], n: int, is_ascii: bool, indent: int | None, end: int
+) -> None:
+    written = json.dumps(
+        {"name": "free", "arguments": arguments}, ensure_ascii=is_ascii, indent=indent
+    )
+    text = f"<tool_call>\n{written}\n</tool_call>"
+    (found,) = reply(text, cuts=tuple(range(0, len(text), n))).calls
+    assert found.is_whole and json.loads(found.arguments) == arguments
+    for cut in reply(text[:end], cuts=tuple(range(0, end, n)), is_cut=True).calls:
+        assert found.arguments.startswith(cut.arguments)
+
+
 @given(st.text(max_size=60))
 def test_text_without_tags_is_unchanged(text: str) -> None:
     assert "".join(p.text for p in parse(text) if isinstance(p, ContentPart)) == text

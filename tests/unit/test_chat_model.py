@@ -128,7 +128,7 @@ class TestPrompt:
         "show",
         [
             "{{ a if a is string else a | tojson }}", "{{ a | tojson }}", "{{ '> ' + a }}",
-            "{{ a.items() | list and a | tojson }}",
+            "{{ a.items() | list and a | tojson }}", "{{ a }}",
         ],
     )  # fmt: skip
     def test_calls_in_json_are_shown_as_in_training(self, show: str) -> None:
@@ -144,6 +144,17 @@ class TestPrompt:
                 "tool_calls": [{"function": {"name": "look", "arguments": arguments}}],
             }
             assert '{"c": "é", "l": [1, 2]}' in prompt([USER, turn], source)
+
+    def test_a_form_of_its_own_wins_over_json(self) -> None:
+        source = (
+            "{% if tools %}{% endif %}{% for c in messages[-1].tool_calls or [] %}"
+            "{% set a = c.function.arguments %}[{% if a is mapping %}"
+            "{% for k, v in a | items %}{{ k }}:{{ v }}{% endfor %}"
+            "{% else %}{{ a }}{% endif %}]{% endfor %}"
+        )
+        function = {"name": "look", "arguments": '{"n": 1}'}
+        turn = {"role": "assistant", "tool_calls": [{"function": function}]}
+        assert prompt([USER, turn], source) == "[n:1]"
 
     def test_a_conversation_with_tools(self) -> None:
         text = prompt(

@@ -56,11 +56,20 @@ class PromptMaker:
 
     @cached_property
     def takes_json(self) -> bool:
-        """Whether the template prints arguments of calls that are JSON text as they are."""
-        function = {"name": "f", "arguments": _ARGUMENTS}
-        call = {"id": "call_1", "type": "function", "function": function}
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return _ARGUMENTS in self._tried([{"role": "user", "content": "A"}, turn])
+        """Whether arguments of calls may be JSON text: the template prints it as it is.
+
+        If it prints their values otherwise than as JSON, they must be values.
+        """
+
+        def shown(arguments: object) -> str:
+            function = {"name": "f", "arguments": arguments}
+            call = {"id": "call_1", "type": "function", "function": function}
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            return self._tried([{"role": "user", "content": "A"}, turn])
+
+        as_text, as_values = shown(_ARGUMENTS), shown({_ONE: _TWO})
+        is_wrong = _ONE not in as_values or f"'{_ONE}'" in as_values  # refused, or Python's own
+        return _ARGUMENTS in as_text and (is_wrong or as_values == as_text)
 
     def _tried(self, messages: list[TemplateMessage]) -> str:
         """Return the prompt for messages; "" if the template does not take them."""
