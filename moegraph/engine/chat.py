@@ -153,9 +153,10 @@ class ChatModel:
         tools = () if chat.tool_choice == NONE else chat.tools
         parser = AnswerParser(
             text, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls,
-            memory=self._turn(text, encoded),
+            memory=self._turn(text, encoded), is_thinking=prompt.is_thinking,
+            begun=prompt.begun if chat.echo else "",
         )  # fmt: skip
-        constraint = self._chat_constraint(chat, ReasoningSplitter.after(text).is_thinking)
+        constraint = self._chat_constraint(chat, prompt.is_thinking)
         marks = prompt_marks(encoded, text, prompt.messages, prompt.first)
         request = self._request(chat, encoded.ids, constraint, marks)
         if chat.tools:
@@ -177,14 +178,14 @@ class ChatModel:
         goes_on = is_continued(messages, asked)
         opens_turn = chat.add_generation_prompt or goes_on
         render = self._prompts.renderer(chat.tools, chat.variables, opens_turn)
+        text, begun = render(messages[:-1] if goes_on else messages), ""
+        is_thinking = ReasoningSplitter.after(text).is_thinking
         if goes_on:
-            text = continued(render(messages[:-1]), messages[-1], asked)
-        else:
-            text = render(messages)
+            text, begun, is_thinking = continued(text, messages[-1], asked)
         if must_fit and self._room:
             self._room.require_beginning(text, self.tokenizer.encode)
         first = self._prompts.first_question(render, messages, text)
-        return Prompt(text, self._encode(text), messages, first)
+        return Prompt(text, self._encode(text), messages, first, begun, is_thinking)
 
     def _with_calls(self, request: Request, are_allowed: bool) -> Request:
         """Return a request whose answer may have calls or not, if one token begins them.

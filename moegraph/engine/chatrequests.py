@@ -52,8 +52,9 @@ class ChatRequest(DrawSettings):
     messages, tools: in OpenAI's form. add_generation_prompt: the prompt ends with the beginning of
     the answer's turn. continue_final_message: the answer continues the last message, which is an
     assistant's; "content" or "reasoning_content": this field of it; None: it does if there are
-    several messages. tool_choice: "auto", "none", "required", or the name of a function.
-    inputs: function's name -> Lark grammar that the text of its parameters follows.
+    several messages. echo: the answer has the text that it continues. tool_choice: "auto", "none",
+    "required", or the name of a function. inputs: function's name -> Lark grammar that the text of
+    its parameters follows.
     parallel_tool_calls: False to end the answer after one call. variables: for the template, such
     as enable_thinking. reasoning: False to leave reasoning in the text.
     """
@@ -67,6 +68,7 @@ class ChatRequest(DrawSettings):
     reasoning: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool | str | None = None
+    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,16 @@ class Prompt:
     """What the model reads of a conversation.
 
     text: with the beginning of the answer. encoded: its token ids. messages: as the template got
-    them. first: the character where the first question begins; see `prompt_marks`.
+    them. first: the character where the first question begins; see `prompt_marks`. begun: the text
+    of the last message that the answer continues. is_thinking: the answer begins inside reasoning.
     """
 
     text: str
     encoded: Encoded
     messages: Sequence[TemplateMessage]
     first: int
+    begun: str = ""
+    is_thinking: bool = False
 
 
 @dataclass(frozen=True)

@@ -129,13 +129,13 @@ class _Run(Exchange):
         if found is not None:
             chunks = chunks or [self._chunk(said.index, {})]
             chunks[0]["choices"][0]["logprobs"] = found
+        if chunks and self.body.timings_per_token:
+            chunks[-1] |= {"timings": self.timings()}
         if said.is_last:
             chunks.append(self._chunk(said.index, {}))
             chunks[-1]["choices"][0]["finish_reason"] = finish_reason(said.step, has_calls)
             if not self.body.wants_usage:
                 chunks[-1] |= {"timings": self.timings()}
-        elif chunks and self.body.timings_per_token:
-            chunks[-1] |= {"timings": self.timings()}
         return [data(chunk) for chunk in chunks]
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:

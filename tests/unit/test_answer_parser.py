@@ -99,8 +99,22 @@ class TestReasoning:
     def test_left_in_the_text_with_the_tag_of_the_prompt(self) -> None:
         found = parse("a</think>b", "<|im_start|>assistant\n<think>\n", reasoning=False)
         assert found == [ContentPart("<think>\na</think>b")]
-        prompt = "<think>\n\n</think>\n\n"
-        assert parse("b", prompt, reasoning=False) == [ContentPart("b")]
+        closed = "<think>\n\n</think>\n\n"
+        assert parse("b", f"assistant\n{closed}", reasoning=False) == [ContentPart(f"{closed}b")]
+        assert parse("b", f"{closed}Yes", reasoning=False) == [ContentPart("b")]
+
+    def test_that_a_prompt_has_begun(self) -> None:
+        found = parse(" so\n</think>\n\nYes", "<think>\nhm,", is_thinking=True)
+        assert found == [ReasoningPart(" so"), ContentPart("Yes")]
+
+    def test_what_was_begun_is_told_with_the_first_text(self) -> None:
+        parser = AnswerParser("<think>\nhm,", is_thinking=True, begun="hm,")
+        assert parser.push("") == []
+        assert merged(parser.push(" so</think>Yes")) == [
+            ReasoningPart("hm, so"),
+            ContentPart("Yes"),
+        ]
+        assert AnswerParser("It is", begun="It is").flush() == [ContentPart("It is")]
 
     def test_more_of_it(self) -> None:
         text = "a\n</think>\n\n<think>\nb</think>\n\nc"
@@ -401,6 +415,6 @@ def test_calls_in_json_are_those_that_were_written(
         assert found.arguments.startswith(cut.arguments)
 
 
-@given(st.text(max_size=60))
+@given(st.text(max_size=60).filter(lambda text: "<" not in text))
 def test_text_without_tags_is_unchanged(text: str) -> None:
     assert "".join(p.text for p in parse(text) if isinstance(p, ContentPart)) == text

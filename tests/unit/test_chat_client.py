@@ -60,7 +60,11 @@ def test_a_stream_makes_the_completion_that_comes_at_once(call: str) -> None:
         (made,) = message.tool_calls
         assert made.type == "function" and made.function.name == "look"
         assert json.loads(made.function.arguments) == {"a": 1}
-    assert streamed.usage and whole.usage and streamed.usage == whole.usage
+    assert streamed.usage and whole.usage
+    assert streamed.usage.total_tokens == whole.usage.total_tokens
+    for usage in (streamed.usage, whole.usage):
+        assert usage.completion_tokens_details
+        assert usage.completion_tokens_details.reasoning_tokens
     assert whole.system_fingerprint == streamed.system_fingerprint is not None
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +24,7 @@ from moegraph.engine.promptroom import PromptRoom
 from moegraph.errors import ContextOverflow, ModelFileError, RequestError
 from moegraph.modelfile.reader import StringArray
 from moegraph.text.chat import ChatTemplate
-from moegraph.text.chat.parts import ContentPart
+from moegraph.text.chat.parts import ContentPart, ReasoningPart
 from moegraph.text.tokenizer import Tokenizer
 
 TOOL = {
@@ -266,6 +267,18 @@ class TestBegun:
         begun = {"role": "assistant", "content": "It is", "reasoning_content": "Well,"}
         fields = {"continue_final_message": asked, "add_generation_prompt": opens_turn}
         assert prompt([USER, begun], **fields).endswith(end)
+
+    @pytest.mark.parametrize("thinks", [True, False])
+    def test_what_was_begun_is_told_if_asked_for(self, thinks: bool) -> None:
+        field = "reasoning_content" if thinks else "content"
+        begun = {"role": "assistant", field: "Well,"}
+        with model() as chat:
+            asked = ChatRequest([USER, begun], variables={"enable_thinking": thinks})
+            found = [
+                chat.prepare(replace(asked, echo=echo)).parser.push("!") for echo in (False, True)
+            ]
+        kind = ReasoningPart if thinks else ContentPart
+        assert found == [[kind("!")], [kind("Well,"), kind("!")]]
 
     def test_reasoning_goes_on_where_the_template_has_closed_it(self) -> None:
         begun = {"role": "assistant", "content": "", "reasoning_content": "Well,"}

@@ -245,6 +245,8 @@ def test_what_the_answer_begins_with_reaches_the_model() -> None:
         case.chat(messages=[*CHAT["messages"], begun], **fields)
     found = [(c.add_generation_prompt, c.continue_final_message) for c in case.model.chats]
     assert found == [(True, None), (False, None), (True, "content"), (False, True), (True, False)]
+    case.chat(messages=[*CHAT["messages"], begun], echo=True)
+    assert [chat.echo for chat in case.model.chats] == [False] * 5 + [True]
 
 
 def test_thoughts_may_stay_in_the_text() -> None:
@@ -379,7 +381,7 @@ def test_text_is_no_format() -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"grammar": "x", "json_schema": {}}, "grammar"),
         ({"reasoning_effort": "heroic"}, "reasoning_effort"),
-        ({"reasoning_format": "deepseek-legacy"}, "reasoning_format"),
+        ({"reasoning_format": "deep"}, "reasoning_format"),
         (
             {"add_generation_prompt": True, "continue_final_message": True},
             "continue_final_message",

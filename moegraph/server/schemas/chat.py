@@ -191,10 +191,11 @@ class ChatBody(Sampled, Formatted, Streamed):
     ] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
     chat_template_kwargs: Variables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Continued | None = None
+    echo: bool | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
 
@@ -277,6 +278,7 @@ class ChatBody(Sampled, Formatted, Streamed):
             reasoning=self.reasoning_format != "none",
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=self._continues(),
+            echo=bool(self.echo),
             max_tokens=self.limit(defaults.max_tokens),
             stop=self.stops,
             ignore_eos=self.ignores_eos(defaults),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
@@ -9,8 +10,11 @@ from typing import Any, Protocol
 
 from .calls import CallScanner, Found
 from .parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
-from .reasoning import THINK, ReasoningSplitter
+from .reasoning import END_OF_THINK, THINK, ReasoningSplitter
 from .toolschema import Tools
+
+# What prompts of reasoning models end in: an open tag, or an empty block.
+_TAGS = re.compile(rf"{THINK}\s*({END_OF_THINK}\s*)?\Z")
 
 
 def new_call_id() -> str:
@@ -43,17 +47,22 @@ class AnswerParser:
         parallel: bool = True,
         new_id: Callable[[], str] = new_call_id,
         memory: TurnMemory | None = None,
+        is_thinking: bool = False,
+        begun: str = "",
     ) -> None:
-        """prompt: what the answer follows; it tells whether the answer begins inside reasoning.
+        """prompt: what the answer follows. If it ends in a tag that opens reasoning, or with
+        is_thinking, the answer begins inside reasoning. begun: text that is told before the answer.
 
         tools: what may be called, in OpenAI's form; with none, calls are text. reasoning: False to
-        leave reasoning in the text, with the tag that the prompt ends in. parallel: False to end
+        leave reasoning in the text, with the tags that the prompt ends in. parallel: False to end
         the answer when it goes on after its first call. memory: is told how the model wrote the
         answer.
         """
-        self._splitter = ReasoningSplitter.after(prompt) if reasoning else None
-        is_opened = not reasoning and ReasoningSplitter.after(prompt).is_thinking
-        self._begun = prompt[prompt.rindex(THINK) :] if is_opened else ""
+        splitter = ReasoningSplitter.after(prompt)
+        splitter.is_thinking = splitter.is_thinking or is_thinking
+        self._splitter = splitter if reasoning else None
+        shown = None if reasoning else _TAGS.search(prompt)
+        self._begun = shown.group() if shown else begun
         self._parallel = parallel
         found, numbers = Tools(tools), count()
         self._raw: dict[int, dict[str, str]] = {}
@@ -83,10 +92,14 @@ class AnswerParser:
         if self._memory:
             self._texts.append(text)
             self._tokens += tokens
+        begun = self._tell_begun() if text else []
         if self._splitter is None:
-            begun, self._begun = self._begun, ""
-            return self._content(begun + text)
-        return self._split(*self._splitter.push(text))
+            return begun + self._content(text)
+        return begun + self._split(*self._splitter.push(text))
+
+    def _tell_begun(self) -> list[Part]:
+        text, self._begun = self._begun, ""
+        return [ReasoningPart(text) if self.is_reasoning else ContentPart(text)] if text else []
 
     def _split(self, reasoning: str, content: str) -> list[Part]:
         found = self._scan(ReasoningPart, reasoning)
@@ -100,7 +113,7 @@ class AnswerParser:
         is_cut: the answer was stopped (its finish_reason is not "stop"), so that a call which is
         open stays without an end.
         """
-        found: list[Part] = []
+        found = self._tell_begun()
         if self._splitter is not None:
             found += self._split(*self._splitter.flush())
         scanner = self._scanners[ContentPart]

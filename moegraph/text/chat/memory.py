@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from .rawjson import dumps, loads, members
+from .rawjson import dumps, loads
 
 # Characters of all values that are remembered.
 _MAX_CHARS = 4 * 1024 * 1024
@@ -55,17 +55,18 @@ class CallMemory:
     def shown(self, name: str, arguments: str) -> dict[str, Any]:
         """Return arguments for a template that prints text as it is; arguments: their JSON text.
 
-        A value that is not text becomes the text that the model wrote, if that is known. Else a
-        number is as the client sent it, and an object or list is JSON as templates write it; true,
-        false and null remain the template's to write.
+        A value that is not text becomes the text that the model wrote, if that is known, or else
+        JSON as templates write it; true, false and null remain the template's to write.
 
         Raises:
             ValueError: they are not a JSON object.
         """
-        values, texts = loads(arguments), members(arguments)
+        values = loads(arguments)
+        if not isinstance(values, dict):
+            raise ValueError("the arguments are not an object")
         raw = self._raw(name, values)
         return {
-            name: value if isinstance(value, str) else raw.get(name, _shown(value, texts[name]))
+            name: value if isinstance(value, str) else raw.get(name, _shown(value))
             for name, value in values.items()
         }
 
@@ -90,10 +91,8 @@ class CallMemory:
             return raw
 
 
-def _shown(value: object, text: str) -> object:
-    if value is None or isinstance(value, bool):
-        return value
-    return text if isinstance(value, int | float) else dumps(value)
+def _shown(value: object) -> object:
+    return value if value is None or isinstance(value, bool) else dumps(value)
 
 
 def _key(name: str, values: object) -> bytes:

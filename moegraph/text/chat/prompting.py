@@ -168,15 +168,18 @@ def is_continued(messages: Sequence[TemplateMessage], asked: bool | str | None) 
     return bool(asked) or (asked is None and may and len(messages) > 1)
 
 
-def continued(prompt: str, begun: TemplateMessage, field: object = None) -> str:
+def continued(prompt: str, begun: TemplateMessage, field: object = None) -> tuple[str, str, bool]:
     """Return a prompt that ends in the text of a message which the model is to continue.
 
-    field: "content" or "reasoning_content" goes on; otherwise the reasoning if there is no content.
+    And that text, and whether it is reasoning. field: "content" or "reasoning_content" goes on;
+    otherwise the reasoning if there is no content.
     """
     text, reasoning = str(begun["content"]), str(begun.get("reasoning_content", ""))
     thinks = field == "reasoning_content" or (field != "content" and bool(reasoning) and not text)
     is_open = prompt.rstrip().endswith(THINK)
     if thinks:
         begin = prompt if is_open else _EMPTY_THOUGHTS.sub("", prompt) + f"{THINK}\n"
-        return begin + reasoning
-    return f"{prompt}{reasoning}\n{END_OF_THINK}\n\n{text}" if is_open else prompt + text
+        return begin + reasoning, reasoning, True
+    if is_open:
+        prompt = f"{prompt}{reasoning}\n{END_OF_THINK}\n\n"
+    return prompt + text, text, False
