@@ -21,7 +21,7 @@ _SETTINGS = ("type_k", "type_v", "cpu_reference", "deterministic")
 
 
 def prefix_identity(loaded: LoadedModel) -> str:
-    """Return a hash of a loaded model, its settings, its device's kind, and what drafts.
+    """Return a hash of a loaded model, its settings, the kinds of its devices, and what drafts.
 
     How many sequences there are, and of what length, does not matter.
     """
@@ -30,14 +30,13 @@ def prefix_identity(loaded: LoadedModel) -> str:
         "version": _VERSION,
         "patches": ffi.string(C.mg_patchset_built()).decode(),
         "model": file_hash(loaded.file),
-        "device": loaded.stage.device.name.partition(":")[0],
+        "devices": [device.name.partition(":")[0] for device in loaded.devices],
         "settings": {name: getattr(config, name) for name in _SETTINGS},
         "widths": asdict(_widths(loaded)),
         "drafters": [one.name for one in loaded.drafters],
         "draft": loaded.draft_stamps,
+        "stages": [stage.layers.stop for stage in loaded.stages],  # copies have them in order
     }
-    if len(loaded.stages) > 1:  # copies have their layers in order of stages
-        parts["stages"] = [stage.layers.stop for stage in loaded.stages]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -89,6 +89,16 @@ def test_a_split_is_as_asked_and_changes_no_text(open_engine: Open) -> None:
     assert greedy_tokens(cut, ids, 6) == greedy_tokens(half, ids, 6)
 
 
+def test_rows_that_go_from_device_to_device_in_pieces_are_whole(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boundary, "_PIECE", 1000)
+    one, cut = (open_engine(device=d) for d in ("cpu", TWO))
+    for n in (40, 7):  # a sweep, and a pass
+        got, wanted = (engine.forward(prompt(one, n)).logits for engine in (cut, one))
+        np.testing.assert_array_equal(got, wanted)
+
+
 @pytest.mark.parametrize("mode", ["whole", "stream"])
 def test_saved_beginnings_of_prompts_are_used_again(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -273,6 +273,27 @@ def test_rows_beyond_the_limit_are_left_out_and_the_sequence_itself_still_serves
     assert answer(engine, ids)[2] == 10
 
 
+def test_if_not_all_marks_have_room_the_last_are_kept(open_engine: Open) -> None:
+    engine = open_engine()
+    ids, marks = prompt(engine, 60), [10, 20, 30, 40]
+    for n in range(5):
+        engine.prefixes._max_bytes = n * engine.state.copies.states_bytes + 100
+        assert engine.prefixes.begin(ids, marks, 0) == marks[4 - n :]
+
+
+def test_a_sequence_that_gives_way_is_saved_if_enough_is_new(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "_WORTH", 20)
+    engine = open_engine()
+    ids, other = prompt(engine, 60), prompt(engine, 30, seed=1)
+    for n, n_places in ((19, 0), (20, 1), (39, 1), (40, 2)):  # from the second on, 20 are known
+        engine.reset()
+        engine.prefill(ids[:n])
+        assert engine.prefixes.choose(other, (0,)) == 0
+        assert engine.prefixes.n_places == n_places
+
+
 def test_no_limit_and_no_memory(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     unlimited, off = open_engine(cache_ram=-1), open_engine(cache_ram=0)
     ids = prompt(off, 60)
