@@ -244,13 +244,16 @@ class ChatModel:
             raise RequestError(f"tools: a schema is not JSON: {error}") from error
         if asked is None:
             return None
-        kind, source, after = asked
+        kind, source, after, passed_over = asked
         try:
             compiled = self.grammars.compile(kind, source)
         except RequestError as error:
             if chat.tools and kind == "lark":
                 raise RequestError(f"tools: {error}") from error
             raise
+        if passed_over:
+            told = f"tools: schema keywords passed over: {', '.join(sorted(passed_over))}"
+            compiled = replace(compiled, warnings=(*compiled.warnings, told))
         if after is not None:
             return GrammarConstraint(compiled, after, blank=False)
         return GrammarConstraint(compiled, END_OF_THINK if is_reasoning else None)

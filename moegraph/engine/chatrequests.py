@@ -134,11 +134,11 @@ def check_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> None:
 
 def answer_grammar(
     chat: ChatRequest, is_json: bool, is_tag: Callable[[str], bool]
-) -> tuple[str, Any, str | None] | None:
+) -> tuple[str, Any, str | None, set[str]] | None:
     """Return kind and source of the grammar that an answer must follow, if there is one.
 
-    The third: the text after which it begins; None: at once, or after the reasoning. is_json,
-    is_tag: as in `CallGrammar`.
+    The third: the text after which it begins; None: at once, or after the reasoning. The fourth:
+    keywords of tools that it passes over. is_json, is_tag: as in `CallGrammar`.
 
     Raises:
         RequestError: the format cannot be had together with tools.
@@ -149,14 +149,16 @@ def answer_grammar(
     parallel = chat.parallel_tool_calls and choice in (AUTO, REQUIRED)
     calls = CallGrammar(tools, is_json, parallel, is_tag, chat.inputs)
     if tools and choice not in (AUTO, NONE):
-        return "lark", calls.whole(), None
+        return "lark", calls.whole(), None, calls.passed_over
     if asked is None:
         is_strict = any(tool["function"].get("strict") is True for tool in tools)
         is_strict = is_strict or (bool(chat.inputs) and not is_json)
-        return ("lark", calls.after_tag(), CALL) if is_strict and choice == AUTO else None
+        if not is_strict or choice != AUTO:
+            return None
+        return "lark", calls.after_tag(), CALL, calls.passed_over
     if not tools or choice == NONE:
-        return asked.kind, asked.source, None
+        return asked.kind, asked.source, None, set()
     schema = {"type": "object"} if asked.kind == "json_object" else asked.source
     if asked.kind not in ("json_object", "json_schema") or not isinstance(schema, Mapping):
         raise RequestError("grammar: not together with tools; use tool_choice 'none'")
-    return "lark", calls.whole(schema), None
+    return "lark", calls.whole(schema), None, calls.passed_over

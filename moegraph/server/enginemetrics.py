@@ -47,6 +47,10 @@ def _service(status: ServiceStatus) -> Iterator[Metric]:
         min(1.0, held / status.n_ctx) if status.n_ctx else 0.0,
     )  # fmt: skip
     yield CounterMetricFamily("llamacpp:n_decode", "Decode passes.", counts.passes)
+    yield CounterMetricFamily(
+        "llamacpp:spec_decode_num_drafts", "Passes that verified drafts.",
+        0 if status.spec is None else status.spec.steps,
+    )  # fmt: skip
     yield GaugeMetricFamily(
         "llamacpp:n_busy_slots_per_decode", "Mean rows of a decode pass.",
         counts.pass_rows / counts.passes if counts.passes else 0.0,

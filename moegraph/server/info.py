@@ -159,7 +159,10 @@ async def metrics(request: HttpRequest) -> Response:
     """Return figures for Prometheus; with ?peek, means since it asked last do not begin anew."""
     state = state_of(request)
     page = state.metrics.page(is_scrape="peek" not in request.query_params)
-    return Response(page, 200, {"Process-Start-Time-Unix": str(state.started)}, CONTENT_TYPE)
+    found = Response(page, media_type=CONTENT_TYPE)
+    # some clients of llama-server look for the very letters
+    found.raw_headers.append((b"Process-Start-Time-Unix", b"%d" % state.started))
+    return found
 
 
 TABLE = RouteTable(

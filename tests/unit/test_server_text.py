@@ -188,8 +188,10 @@ def test_metrics_have_the_names_of_other_servers() -> None:
     case = Case(["ab"], n_read_steps=1, n_cached=3)
     case.chat(n=2)
     case.service.refusal = None
-    assert int(case.client.get("/metrics").headers["Process-Start-Time-Unix"]) == case.state.started
+    raw = dict(case.client.get("/metrics").headers.raw)
+    assert int(raw[b"Process-Start-Time-Unix"]) == case.state.started
     found = _figures(case)
+    assert found["llamacpp:spec_decode_num_drafts_total"] == 0
     assert found["llamacpp:prompt_tokens_cached_total"] == 6
     assert found["llamacpp:tokens_predicted_total"] == 4
     assert found["llamacpp:prompt_tokens_total"] == 2 * (len("user: hi") - 3)

@@ -114,6 +114,17 @@ def test_a_schema_beside_tools_may_be_loose() -> None:
     assert Case(tools=[STOP], format=Format("json_schema", loose)).allows("[1, 1]")
 
 
+@pytest.mark.parametrize(
+    ("source", "told"), [(XML, ("tools: schema keywords passed over: anyOf, pattern",)), (JSON, ())]
+)
+def test_what_no_grammar_of_calls_holds_is_told(source: str, told: tuple[str, ...]) -> None:
+    properties = {"a": {"type": "string", "pattern": "^x"}, "n": {"type": "integer", "minimum": 1}}
+    parameters = {"type": "object", "properties": properties, "anyOf": [{"type": "object"}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert Case(source, tools=[tool], tool_choice="required").prepared.warnings == told
+    assert Case(source, tools=[STOP], tool_choice="required").prepared.warnings == ()
+
+
 WHOLE = call("add", text="a </b>\n", n="5", unit="km", more='{"a": true}')
 
 

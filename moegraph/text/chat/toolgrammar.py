@@ -12,6 +12,12 @@ from .toolschema import Tools
 # Keywords that llguidance does not know are passed over in tools, whose schemas are many people's.
 _STRICT = {"whitespace_pattern": r"[ ]?|\n{1,2}[ \t]{0,20}"}
 _LOOSE = {"x-guidance": {"lenient": True, **_STRICT}}
+# What no grammar of texts between tags holds a string to, nor a call's parameters together.
+_OF_TEXTS = frozenset(("pattern", "format", "minLength", "maxLength"))
+_TOGETHER = frozenset(
+    "allOf anyOf oneOf not if dependentRequired dependentSchemas dependencies patternProperties "
+    "propertyNames minProperties maxProperties".split()
+)
 _END_OF_VALUE = f"\n{END_OF_PARAMETER}\n"
 
 
@@ -49,6 +55,20 @@ class CallGrammar:
         options = {**(options if isinstance(options, Mapping) else {}), **_STRICT}
         schema = dumps({**other, "x-guidance": options})
         return self._grammar(f"({begin}) | other", f"other: %json {schema}")
+
+    @property
+    def passed_over(self) -> set[str]:
+        """Return the keywords of the functions' schemas that these grammars leave out."""
+        found: set[str] = set()
+        for function in () if self._is_json else self._functions:
+            parameters = _parameters(function)
+            found |= _TOGETHER & parameters.keys()
+            properties = parameters.get("properties")
+            for key, schema in properties.items() if isinstance(properties, Mapping) else ():
+                types = self._tools.types(function["name"], key) or ("string",)
+                if isinstance(schema, Mapping) and "string" in types:
+                    found |= _OF_TEXTS & schema.keys()
+        return found
 
     def _grammar(self, start: str, *more: str) -> str:
         names = [f"function_{n}" for n in range(len(self._functions))]
