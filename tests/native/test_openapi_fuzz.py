@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,8 +24,9 @@ CHECKS: Any = [
     not_a_server_error, status_code_conformance, content_type_conformance,
     response_schema_conformance,
 ]  # fmt: skip
-# Of all operations together; answers are cut after a second (--timeout).
-BUDGET_S = 15.0
+# Of all operations together: a busy machine gets to fewer of them, in an order of chance. Answers
+# are cut after a second (--timeout).
+BUDGET_S = 25.0
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,10 @@ def operations() -> Iterator[list[Any]]:
         # once, not with and without /v1
         paths = {one.path for one in found}
         yield [one for one in found if f"/v1{one.path}" not in paths]
+
+
+class Enough(Exception):
+    """The time is over: to make more requests would take as long as to send them."""
 
 
 def ask(operation: Any, mode: GenerationMode, n: int, end: float) -> int:
@@ -51,19 +58,22 @@ def ask(operation: Any, mode: GenerationMode, n: int, end: float) -> int:
     @given(case=operation.as_strategy(generation_mode=mode))
     def one(case: Any) -> None:
         nonlocal n_sent
-        if time.monotonic() < end:
-            case.call_and_validate(checks=CHECKS)
-            n_sent += 1
+        if time.monotonic() >= end:
+            raise Enough
+        case.call_and_validate(checks=CHECKS)
+        n_sent += 1
 
-    one()
+    with suppress(Enough):
+        one()
     return n_sent
 
 
 def test_no_request_makes_the_server_fail_or_answer_otherwise(operations: list[Any]) -> None:
     assert len(operations) > 15
-    began = time.monotonic()
-    for at, operation in enumerate(operations):
-        end = began + BUDGET_S * (at + 1) / len(operations)
-        assert ask(operation, GenerationMode.POSITIVE, 10, end) or time.monotonic() >= end
-        if operation.body:
-            ask(operation, GenerationMode.NEGATIVE, 6, end)
+    end, n_sent = time.monotonic() + BUDGET_S, 0
+    for operation in random.sample(operations, len(operations)):
+        if time.monotonic() < end:
+            n_sent += ask(operation, GenerationMode.POSITIVE, 10, end)
+        if time.monotonic() < end and operation.body:
+            n_sent += ask(operation, GenerationMode.NEGATIVE, 6, end)
+    assert n_sent
