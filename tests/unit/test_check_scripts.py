@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import _server_tests
 import check_accepted
 import check_drafts
 
@@ -44,3 +45,22 @@ def test_prompts_that_no_file_is_long_enough_for_end_the_check() -> None:
     assert [len(ids) for ids in found] == [50, 50, 50]
     with pytest.raises(SystemExit, match="lower --prompt-tokens"):
         check_drafts.prompts_of(engine, 3, 10**7)
+
+
+def test_the_shim_serves_the_small_model_as_llama_server_was_asked_to() -> None:
+    given = "--port 1 --temp 0.8 --hf-repo a/b --ctx-size 512 --parallel 2 --no-slots --alias x"
+    found = _server_tests.command(given.split())
+    assert found[3:5] == ["serve", "tiny"] and "a/b" not in found and "--no-slots" not in found
+    options = dict(zip(found[5::2], found[6::2]))
+    assert options["-c"] == "256" and options["-np"] == "2" and options["--alias"] == "x"
+    whole = _server_tests.command([*given.split(), "--kv-unified"])
+    assert whole[-2:] == ["-c", "512"]
+
+
+def test_what_is_known_of_a_test_is_found_by_its_name_or_its_file() -> None:
+    assert _server_tests.known("test_rerank::test_any[1]") is _server_tests.KNOWN["test_rerank"]
+    name = "test_completion::test_n_probs"
+    assert _server_tests.known(f"{name}[a]") is _server_tests.KNOWN[name]
+    assert _server_tests.known("test_basic::test_server_start_simple") is None
+    kinds = {_server_tests.ABSENT, _server_tests.OTHER}
+    assert all(one.kind in kinds and one.why for one in _server_tests.KNOWN.values())

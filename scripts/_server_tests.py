@@ -1,0 +1,242 @@
+"""llama.cpp's own tests of its server, run against ours: the shim, and what the results mean.
+
+The module is a plugin of pytest: it starts no server that only downloads models, asks our
+/v1/completions where a test asks /completion, and takes any text for the one that a test expects.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# A server that does not answer ends the test.
+_PATIENCE_S = 120
+# llama-server's options with a value that have another name here, or the same; others are left out.
+_OPTIONS = {
+    "--batch-size": "-ub",
+    "--port": "--port", "--host": "--host", "--temp": "--temp", "--seed": "--seed",
+    "--alias": "--alias", "--n-predict": "-n", "--api-key": "--api-key", "--ubatch-size": "-ub",
+    "--reasoning": "--reasoning", "--chat-template-file": "--chat-template-file",
+    "--sleep-idle-seconds": "--sleep-idle", "--cache-ram": "--cache-ram", "-ctk": "-ctk",
+    "-ctv": "-ctv", "--cors-origins": "--cors-origin", "--parallel": "-np",
+}  # fmt: skip
+
+
+def command(given: Sequence[str]) -> list[str]:
+    """Return our command line for llama-server's: always the small model, on the CPU.
+
+    llama-server divides its context by its slots; here each request may use all of it.
+    """
+    found = [sys.executable, "-m", "moegraph", "serve", "tiny", "--device", "cpu", "-t", "1"]
+    values = dict(zip(given, given[1:]))
+    for name, value in zip(given, given[1:]):
+        if name in _OPTIONS:
+            found += [_OPTIONS[name], value]
+    n_slots = int(values.get("--parallel", 4))
+    n_ctx = int(values.get("--ctx-size", 4096))
+    is_shared = "--kv-unified" in given or "--parallel" not in given
+    return [*found, "-c", str(n_ctx if is_shared else n_ctx // n_slots)]
+
+
+def pytest_load_initial_conftests() -> None:
+    """Change llama.cpp's helpers before its tests import them."""
+    sys.modules.setdefault("wget", types.ModuleType("wget"))  # nothing is downloaded
+    import utils  # type: ignore[import-not-found] # beside llama.cpp's tests
+
+    utils.match_regex = lambda regex, text: isinstance(text, str)
+    utils.ServerPreset.load_all = staticmethod(lambda: None)
+    server = utils.ServerProcess
+    server.make_request = _asking(server.make_request)
+    server.make_stream_request = _streaming(server.make_stream_request)
+
+
+def _asking(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(self: Any, method: str, path: str, data: Any = None, *rest: Any, **more: Any) -> Any:
+        more.setdefault("timeout", _PATIENCE_S)
+        if not _is_own(path, data):
+            return ask(self, method, path, data, *rest, **more)
+        answer = ask(self, method, "/v1/completions", _sent(data), *rest, **more)
+        if answer.status_code == 200:
+            each = [{**answer.body, "choices": [one]} for one in answer.body["choices"]]
+            forms = [_own_form(one, data) for one in each]
+            answer.body = forms if forms[1:] else forms[0]
+        return answer
+
+    return asked
+
+
+def _streaming(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(
+        self: Any, method: str, path: str, data: Any = None, *rest: Any, **more: Any
+    ) -> Iterator[Any]:
+        if not _is_own(path, data):
+            yield from ask(self, method, path, data, *rest, **more)
+            return
+        for chunk in ask(self, method, "/v1/completions", _sent(data), *rest, **more):
+            yield _own_form(chunk, data)
+
+    return asked
+
+
+def _is_own(path: str, data: Any) -> bool:
+    return path in ("/completion", "/completions") and isinstance(data, dict)
+
+
+def _sent(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body that asks the same in OpenAI's form."""
+    names = {"n_probs": "logprobs"}
+    return {names.get(name, name): value for name, value in data.items()}
+
+
+def _own_form(found: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer, or an event, with llama-server's own fields too."""
+    choice, timings = (found["choices"] or [{}])[0], found.get("timings", {})
+    finish, n = choice.get("finish_reason"), timings.get("predicted_n")
+    text = choice.get("text", "")
+    own = {
+        "content": text, "has_new_line": "\n" in text, "tokens": [0], "stop": finish is not None,
+        "stop_type": {"length": "limit", "stop": "eos"}.get(finish or "", "none"),
+        # the context was full before the limit
+        "truncated": finish == "length" and asked.get("n_predict", n) != n, "tokens_predicted": n,
+        "tokens_evaluated": timings.get("prompt_n", 0) + timings.get("cache_n", 0),
+    }  # fmt: skip
+    return {**found, **own}
+
+
+ABSENT, OTHER = "absent by choice", "another model"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A test that fails as it must. sign: what its failure says; another one is a difference."""
+
+    kind: str
+    why: str
+    sign: str = ""
+
+
+_NOT_SHOWN = Known(ABSENT, "no __verbose: /apply-template shows the prompt", "__verbose")
+_OWN_FORM = "a field of llama-server's own /completion; /v1/completions has OpenAI's form"
+_ORIGINS = "an origin is named whole, with its port, and no origin is let in by default"
+_TOKENS = Known(OTHER, "tokens of the prompt", " == ")
+_MEDIA = "text only: status 400, and the model is not asked"
+# By file, or by test in a file; files of which nothing is served are not run.
+KNOWN: dict[str, Known] = {
+    "test_compat_gcp": Known(ABSENT, "Google's prediction interface"),
+    "test_embedding": Known(ABSENT, "the model makes no embeddings"),
+    "test_infill": Known(ABSENT, "the model is not trained to fill gaps"),
+    "test_kv_keep_only_active": Known(ABSENT, "words of llama-server's log"),
+    "test_lora": Known(ABSENT, "no adapters"),
+    "test_mcp_servers": Known(ABSENT, "the server runs no tools"),
+    "test_proxy": Known(ABSENT, "the server asks no other server for a client"),
+    "test_rerank": Known(ABSENT, "the model makes no rankings"),
+    "test_router": Known(ABSENT, "a server has one model"),
+    "test_slot_save": Known(ABSENT, "slots are not saved by name; --cache-dir keeps what was read"),
+    "test_speculative": Known(ABSENT, "llama-server's drafters; ours: tests/native"),
+    "test_stream": Known(ABSENT, "a stream that was left is not taken up again"),
+    "test_tools_builtin": Known(ABSENT, "the server runs no tools"),
+    "test_vision_api": Known(ABSENT, _MEDIA),
+    "test_basic::test_server_multiple_addresses": Known(
+        ABSENT, "a server listens on one address", "return code 2"
+    ),
+    "test_basic::test_server_props": Known(ABSENT, "no path of the machine", "model_path"),
+    "test_basic::test_server_slots": Known(ABSENT, "/slots is always served", "== 501"),
+    "test_basic::test_no_ui": Known(ABSENT, "the page is always served", "== 404"),
+    "test_basic::test_server_model_aliases_and_tags": Known(
+        ABSENT, "a model has one name", "aliases"
+    ),
+    "test_chat_completion::test_chat_completion": _TOKENS,
+    "test_chat_completion::test_chat_completion_stream": _TOKENS,
+    "test_chat_completion::test_chat_completion_cached_tokens": _TOKENS,
+    "test_chat_completion::test_return_progress": _TOKENS,
+    "test_chat_completion::test_chat_template": _NOT_SHOWN,
+    "test_chat_completion::test_chat_template_assistant_prefill": _NOT_SHOWN,
+    "test_chat_completion::test_chat_template_continue_final_message_vllm_compat": _NOT_SHOWN,
+    "test_chat_completion::test_verbose_debug": _NOT_SHOWN,
+    "test_chat_completion::test_apply_chat_template": Known(
+        ABSENT, "llama.cpp's templates have names; ours are files", "CHATBOT_TOKEN"
+    ),
+    "test_compat_anthropic::test_anthropic_tool_result_with_image": Known(
+        ABSENT, _MEDIA, "400 == 500"
+    ),
+    "test_compat_anthropic::test_anthropic_vision_format_accepted": Known(
+        ABSENT, _MEDIA, "400 == 500"
+    ),
+    "test_compat_anthropic::test_anthropic_vision_base64_with_multimodal_model": Known(
+        ABSENT, _MEDIA
+    ),
+    "test_compat_anthropic::test_anthropic_empty_messages": Known(
+        ABSENT, "no messages are status 400, as at Anthropic", "400 == 200"
+    ),
+    "test_completion::test_completion": _TOKENS,
+    "test_completion::test_completion_prompt_cache": _TOKENS,
+    "test_completion::test_completion_stream": Known(ABSENT, _OWN_FORM, "generation_settings"),
+    "test_completion::test_json_prompt_no_mtmd": Known(ABSENT, _OWN_FORM, "400 == 200"),
+    "test_completion::test_completion_with_tokens_input": Known(ABSENT, _OWN_FORM, "400 == 200"),
+    "test_completion::test_completion_response_fields": Known(
+        ABSENT, _OWN_FORM, "generation_settings"
+    ),
+    "test_completion::test_n_probs": Known(ABSENT, _OWN_FORM, "completion_probabilities"),
+    "test_completion::test_n_probs_stream": Known(ABSENT, _OWN_FORM, "completion_probabilities"),
+    "test_completion::test_n_probs_post_sampling": Known(
+        ABSENT, _OWN_FORM, "completion_probabilities"
+    ),
+    "test_completion::test_n_probs_post_backend_sampling": Known(
+        ABSENT, _OWN_FORM, "completion_probabilities"
+    ),
+    "test_ctx_shift::test_ctx_shift_enabled": Known(
+        ABSENT, "a full context ends the answer; nothing is shifted", " == "
+    ),
+    "test_ctx_shift::test_ctx_shift_disabled_short_prompt": _TOKENS,
+    "test_ctx_shift::test_ctx_shift_disabled_long_prompt": Known(
+        OTHER, "so few tokens that the prompt fits", "200 != 200"
+    ),
+    "test_ignore_eos": Known(ABSENT, _OWN_FORM, "generation_settings"),
+    "test_metrics::test_metrics_disabled": Known(ABSENT, "/metrics is always served", "== 501"),
+    "test_metrics::test_metrics_embedding_prompt_is_counted": Known(
+        ABSENT, "the model makes no embeddings", "404 == 200"
+    ),
+    "test_metrics::test_metrics_prometheus_format": Known(
+        ABSENT, "n_tokens_max is a maximum, and so a gauge", "gauge"
+    ),
+    "test_metrics::test_metrics_prompt_processed_and_cached": Known(
+        ABSENT, "beginnings of fewer than 64 tokens are not kept", "0 > 0"
+    ),
+    "test_security::test_access_static_assets_without_api_key": Known(
+        ABSENT, "files of llama-server's page", "/sw.js"
+    ),
+    "test_security::test_cors_options": Known(ABSENT, _ORIGINS, "401 == 200"),
+    "test_security::test_cors_origins_localhost_reflects": Known(
+        ABSENT, _ORIGINS, "return code 2"
+    ),
+    "test_security::test_cors_origins_localhost_rejects": Known(ABSENT, _ORIGINS, "return code 2"),
+    "test_security::test_cors_origins_defaults_to_localhost_with_tools_enabled": Known(
+        ABSENT, _ORIGINS, "405 == 200"
+    ),
+    "test_security::test_cors_proxy_only_forwards_explicit_proxy_headers": Known(
+        ABSENT, "the server asks no other server for a client", "404 == 200"
+    ),
+    "test_security::test_local_media_file": Known(ABSENT, _MEDIA, "400 == 200"),
+    "test_sleep::test_server_sleep_read_only_endpoints": Known(
+        ABSENT, "a model that sleeps has no figures of its engine", "moegraph_slots"
+    ),
+    "test_template::test_reasoning": Known(
+        ABSENT, "--reasoning auto leaves the template's default; llama-server asks for reasoning",
+        "Expected prompt to end with",
+    ),
+    "test_template::test_date_inside_prompt": Known(
+        OTHER, "templates of other models, which need variables of their own"
+    ),
+    "test_tokenize::test_tokenize_with_bos": Known(OTHER, "the first token", " == 1"),
+}  # fmt: skip
+
+
+def known(name: str) -> Known | None:
+    """Return what is known of a test, such as test_basic::test_no_ui, or of its file."""
+    whole = name.partition("[")[0]
+    return KNOWN.get(whole) or KNOWN.get(whole.partition("::")[0])
