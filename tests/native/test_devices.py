@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from helpers.smallest import smallest
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, devices, prefixes
-from moegraph.errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
+from moegraph.errors import (
+    Cancelled,
+    ConfigError,
+    NativeError,
+    OutOfDeviceMemory,
+    RequestError,
+)
 from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
@@ -87,6 +94,24 @@ def test_a_split_is_as_asked_and_changes_no_text(open_engine: Open) -> None:
     assert [stage.layers for stage in half.stages] == [range(6), range(6, 8)]
     ids = prompt(cut, 40)
     assert greedy_tokens(cut, ids, 6) == greedy_tokens(half, ids, 6)
+
+
+def test_rows_of_a_sequence_that_went_back_cannot_be_committed_on_any_device(
+    open_engine: Open,
+) -> None:
+    engine, one = open_engine(device=TWO), open_engine()
+    ids = prompt(one, 30)
+    engine.forward(ids[:20])
+    with closing(engine.passes.snapshot(0)) as before:
+        engine.passes.verify(ids[None, 20:24], 0)
+        engine.passes.collect()
+        engine.passes.restore(before)
+    with pytest.raises(RequestError, match="no rows to commit"):
+        engine.passes.commit({0: [0, 1]})
+    assert engine.held(0) == ids[:20].tolist()
+    one.forward(ids[:20])
+    got, wanted = (each.forward(ids[20:]).logits for each in (engine, one))
+    np.testing.assert_array_equal(got, wanted)
 
 
 def test_rows_that_go_from_device_to_device_in_pieces_are_whole(
