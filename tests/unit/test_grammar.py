@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from helpers.tag_tokenizer import TagTokenizer
 
 from moegraph.errors import ConfigError, RequestError
+from moegraph.text import constraint
 from moegraph.text.constraint import GrammarConstraint
 from moegraph.text.grammar import MAX_GBNF_CHARS, Grammars
 
@@ -106,6 +108,36 @@ class TestKinds:
         constraint = begin("json_object")
         take(constraint, "{\n" + " " * 20)
         assert may_follow(constraint) == {'"', '": ', "}"}
+
+
+class TestLimits:
+    @pytest.mark.parametrize("n_rules", [2, 3])
+    def test_a_long_text_without_alternatives_takes_no_longer_than_others(
+        self, n_rules: int
+    ) -> None:
+        rules = [f"{a} ::= {b}{{1000}}" for a, b in zip(("root", "a", "b"), "abc")][:n_rules]
+        begin_s = time.process_time()
+        found = begin("gbnf", "\n".join([*rules, f'{"abc"[n_rules - 1]} ::= "xy"']))
+        take(found, "xy" * 10)
+        assert time.process_time() - begin_s < 0.5  # it took seconds for each token
+
+    def test_a_grammar_that_takes_too_long_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = begin("regex", "a*")
+        found.accept(VOCABULARY.encode("a")[0])
+        monkeypatch.setattr(constraint, "_MASK_S", 0.0)
+        with pytest.raises(RequestError, match="what may come after 1 tokens took 0.* at most 0 s"):
+            found.allowed()
+
+    def test_slow_grammars_allow_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        texts = [drawn(begin("json_schema", SCHEMA), seed) for seed in range(3)]
+        monkeypatch.setattr(constraint, "_SLOW_S", 0.0)
+        assert begin("json_schema", SCHEMA).is_slow
+        assert [drawn(begin("json_schema", SCHEMA), seed) for seed in range(3)] == texts
+        slow = begin("json_schema", SCHEMA)
+        with pytest.raises(RequestError, match="the grammar fails"):
+            slow.accept(VOCABULARY.encode("x")[0])
 
 
 class TestState:
