@@ -88,6 +88,7 @@ class Talk:
         self._running = set(range(len(prepared)))
         self.usages = [Usage(n_prompt=len(p.request.prompt)) for p in prepared]
         self.n_reasoning = 0
+        self._n_held = [0] * len(prepared)  # tokens whose text is held back
         self.warnings = list(dict.fromkeys(line for one in prepared for line in one.warnings))
         try:
             for index, one in enumerate(prepared):
@@ -132,14 +133,23 @@ class Talk:
             raise _failure(step)
         parser = self._parsers[index]
         parts = parser.push(step.text, step.tokens)
-        self.n_reasoning += _reasoning_share(parts, len(step.tokens))
         if parser.is_done and step.finish_reason is None:
             self._tickets[index].cancel()
             step = replace(step, finish_reason="stop")
         if step.finish_reason is not None:
             self._running.discard(index)
             parts = [*parts, *parser.flush(is_cut=step.finish_reason != "stop")]
+        self._count_reasoning(index, parts, len(step.tokens))
         return Said(index, step, tuple(parts))
+
+    def _count_reasoning(self, index: int, parts: Sequence[Part], n_tokens: int) -> None:
+        """Count tokens of reasoning: by length of texts, once there is text of the tokens."""
+        self._n_held[index] += n_tokens
+        lengths = [(part, len(getattr(part, "text", ""))) for part in parts]
+        n_reasoning = sum(n for part, n in lengths if isinstance(part, ReasoningPart))
+        if n_all := sum(n for _, n in lengths):
+            self.n_reasoning += self._n_held[index] * n_reasoning // n_all
+            self._n_held[index] = 0
 
     def _next(self) -> tuple[int, Step]:
         index, step = self._steps.popleft()
@@ -214,14 +224,6 @@ def _failure(step: Step) -> ApiError:
     if step.finish_reason == "cancelled":
         return ApiError(503, "the server is ending", code="closing", retry_after_s=RETRY_S)
     return ApiError(500, "the request failed")
-
-
-def _reasoning_share(parts: Sequence[Part], n_tokens: int) -> int:
-    """Return how many of a step's tokens are reasoning: by length, where it also has other text."""
-    lengths = [(part, len(getattr(part, "text", ""))) for part in parts]
-    n_all = sum(n for _, n in lengths)
-    n_reasoning = sum(n for part, n in lengths if isinstance(part, ReasoningPart))
-    return n_tokens * n_reasoning // n_all if n_all else 0
 
 
 class ClientLeft(Exception):

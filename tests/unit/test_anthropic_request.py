@@ -56,7 +56,7 @@ def test_results_of_tools_become_messages_of_their_own() -> None:
     assert (answer["reasoning_content"], answer["content"]) == ("hm", "wait")
     assert [call["id"] for call in answer["tool_calls"]] == ["t1", "t2"]
     assert json.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"a": "ü"}
-    assert one == {"role": "tool", "tool_call_id": "t1", "content": "4\n2"}
+    assert one == {"role": "tool", "tool_call_id": "t1", "content": [text("4"), text("2")]}
     assert two["content"] == "Error: no"
     assert more == {"role": "user", "content": [text("go"), text("on")]}
 

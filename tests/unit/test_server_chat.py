@@ -478,6 +478,9 @@ def test_tokens_of_reasoning_are_counted() -> None:
     answer = Case(["<think>", "a", "b", "</think>", "c"]).chat()
     details = answer["usage"]["completion_tokens_details"]
     assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
+    answer = Case(["<think>a", "b</th"]).chat(max_tokens=13)  # the end is held back to the last
+    assert answer["choices"][0]["message"]["reasoning_content"] == "ab</th"
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 13
 
 
 class Experts:

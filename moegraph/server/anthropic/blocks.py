@@ -91,8 +91,7 @@ def _question(role: str, blocks: Sequence[tuple[Block, str]]) -> list[Message]:
             close()
             found.append(_result(read(ToolResult, block, where), where))
         else:
-            is_plain = kind_of(block) == "text"
-            texts.append(_text(block, where) + ("" if is_plain else "\n"))
+            texts.append(_part(block, where))
     close()
     return found
 
@@ -100,11 +99,17 @@ def _question(role: str, blocks: Sequence[tuple[Block, str]]) -> list[Message]:
 def _result(result: ToolResult, where: str) -> Message:
     content = result.content
     if not isinstance(content, str):
-        parts = [_text(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
-        content = _joined(parts)
+        parts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
+    else:
+        parts = [content]
     if result.is_error:
-        content = f"Error: {content}"
-    return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
+        parts[:1] = [f"Error: {''.join(parts[:1])}"]
+    return {"role": "tool", "tool_call_id": result.tool_use_id, "content": text_parts(parts)}
+
+
+def _part(block: Block, where: str) -> str:
+    """Return the text of a block; what is no plain text ends its line."""
+    return _text(block, where) + ("" if kind_of(block) == "text" else "\n")
 
 
 def _text(block: Block, where: str) -> str:
