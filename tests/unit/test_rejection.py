@@ -149,3 +149,45 @@ def test_as_many_tokens_are_accepted_as_the_distributions_overlap() -> None:
 def test_a_drafter_without_probabilities_offers_nothing() -> None:
     draft, odds = offer(Draft(np.array([[3], [4]], np.int32)), Race(SamplingParams(), int))
     assert draft.n_depth == 0 and odds == ()
+
+
+def race_of(params: SamplingParams, seed: int) -> Race:
+    sampler = Sampler(SamplingParams(**{**OFF, "seed": seed}), N_VOCAB)
+    return Race(params, sampler.key_at)
+
+
+def test_the_least_likely_token_of_a_list_is_never_offered_and_changes_nothing() -> None:
+    """It may be there only because it wins the race, and then q would depend on the race."""
+    params, offered = SamplingParams(**OFF), set()
+    log_p = np.log(np.array([[0.5, 0.3, 0.15]], dtype=np.float32))
+    for seed in range(200):
+        race = race_of(params, seed)
+        found = [offer(Draft(np.array([[0, 1, last]], np.int32), log_p), race) for last in (2, 3)]
+        (one, odds), (other, others) = found
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert odds[0].ids.tolist() == others[0].ids.tolist() == [0, 1]
+        assert odds[0].p.tolist() == others[0].p.tolist() == pytest.approx([0.625, 0.375])
+        offered.add(odds[0].token)
+    assert offered == {0, 1}
+
+
+def test_an_offer_ends_after_a_token_that_the_rest_of_the_draft_does_not_follow() -> None:
+    params, lengths = SamplingParams(**OFF), set()
+    log_p = np.log(np.array([[0.5, 0.3, 0.15]] * 3, dtype=np.float32))
+    draft = Draft(np.array([[0, 1, 2]] * 3, np.int32), log_p)
+    for seed in range(100):
+        made, odds = offer(draft, race_of(params, seed))
+        tokens = made.tokens[:, 0].tolist()
+        assert tokens == [one.token for one in odds]
+        assert set(tokens[:-1]) <= {0} and (tokens[-1] == 1 or len(tokens) == 3)
+        lengths.add(len(tokens))
+    assert lengths == {1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_what_is_offered_has_the_samplers_temperature(temperature: float) -> None:
+    params = SamplingParams(**{**OFF, "temperature": temperature})
+    log_p = np.log(np.array([[0.5, 0.3, 0.15]], dtype=np.float32))
+    _, (odds,) = offer(Draft(np.array([[0, 1, 2]], np.int32), log_p), race_of(params, 3))
+    weights = np.array([0.5, 0.3]) ** (1 / temperature)
+    assert odds.p == pytest.approx(weights / weights.sum())
