@@ -36,7 +36,6 @@ from moegraph.draft.drafter import Draft, Drafter, Race
 from moegraph.draft.plan import Plan, Shape, Step
 from moegraph.draft.scripted import ScriptedAccept
 from moegraph.draft.stats import SpecStats
-from moegraph.draft.watch import Watched
 from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.speculation import Controller, Speculation
@@ -152,10 +151,6 @@ class ByPlan:
         self._expected += 1.0 + (drafter.expected(n_spine) if drafter else 0.0)
         times = [round(1e3 * getattr(step, name), 4) for name in _TIMES.values()]
         self.steps.append([*(getattr(step, name) for name in _KEPT), *times])
-
-    def observe_watched(self, watched: Watched) -> None:
-        self._controller.observe_watched(watched)
-        self.steps.append(["watched", watched.source, *watched.ranks])
 
     @property
     def stats(self) -> SpecStats:

@@ -10,7 +10,7 @@ from .rates import Acceptance
 from .shapes import Growth
 from .stepcost import DraftCost, PassCost
 
-# A drafter is new until so many of its drafts were verified or watched.
+# A drafter is new until so many of its drafts were verified.
 KNOWN = 10
 # What each further sequence adds to a draft for several at once, as a share of one for a sequence.
 _FURTHER = 0.2

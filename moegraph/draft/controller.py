@@ -26,7 +26,6 @@ from .shared import SharedPasses, expected
 from .stats import Recorder, SpecStats
 from .stepcost import DraftCost, PassCost
 from .steptimes import StepTimes, by_law
-from .watch import Watched
 from .widths import Widths
 
 # Rows of verify passes; each width has graphs of its own, so there are not too many.
@@ -48,11 +47,8 @@ _BEGIN, _END = 1.02, 0.99
 _TRIAL_SHARE = 0.004
 # Depths of a trial, at least.
 _TRIAL_DRAFT = 2
-# Drafts that were watched or verified before `auto` relies on a drafter. Tokens of one that is
-# watched.
-_ASSURED, _WATCHED = 2, 2
-# A draft that is watched is longer if that costs little more, up to so many tokens.
-_LITTLE_MORE, _WATCHED_MOST = 1.2, 3
+# Drafts that were verified before `auto` relies on a drafter.
+_ASSURED = 2
 # Drafting steps between two pairs of plain ones, which only keep the time of the second up to date
 # (the first takes longer): if drafting is this much faster than plain decoding, and otherwise.
 _CLEAR, _REFRESH, _OFTEN = 1.3, 192, 40
@@ -259,35 +255,14 @@ class Controller:
         hopeful = [d for d in usable if d.hope > self._plain_value]
         for drafter in sorted(hopeful, key=lambda d: (not d.is_new, d.n_steps)):
             n, credit_s = drafter.plan.n_draft, self._accounts.drafting_s
-            watched, verified = self._watched(drafter), None
-            if drafter.n_known >= _ASSURED:
-                verified = self._trial_of(drafter, n, self._plain_value, credit_s)
-            ways = (
-                [(self._loss_s(drafter, verified.n_draft, self._plain_value), verified)]
-                if verified
-                else []
-            )
-            if watched:
-                ways.append((drafter.draft_s(watched.n_draft, self.passes), watched))
-            loss_s, plan = min(ways, key=lambda way: way[0], default=(0.0, None))
+            plan = self._trial_of(drafter, n, self._plain_value, credit_s)
+            if plan is None:
+                continue
+            loss_s = self._loss_s(drafter, plan.n_draft, self._plain_value)
             earned_s = _TRIAL_SHARE * (self._clock - drafter.tried_at) * self.passes.plain_s
-            if plan and (drafter.is_new or earned_s >= loss_s):
+            if drafter.is_new or earned_s >= loss_s:
                 return plan
         return None
-
-    def _watched(self, drafter: Candidate) -> Plan | None:
-        """Return a draft that is not verified, if it may pay and there is credit for it."""
-        n = min(drafter.most, _WATCHED)
-        most_s = _LITTLE_MORE * drafter.draft_s(n, self.passes)
-        while (
-            n < min(drafter.most, _WATCHED_MOST) and drafter.draft_s(n + 1, self.passes) <= most_s
-        ):
-            n += 1
-        while n and drafter.draft_s(n, self.passes) > 0.5 * max(self._accounts.drafting_s, 0.0):
-            n -= 1
-        if n == 0:
-            return None
-        return Plan(drafter.source.name, n, drafter.source.n_top, is_trial=True, is_watched=True)
 
     def _other(self, usable: Sequence[Candidate]) -> Plan | None:
         """Return a trial of another drafter, or of longer drafts, if that may be better."""
@@ -464,14 +439,6 @@ class Controller:
             self._count(drafter, step.ranks, step.log_p)
         if step.is_trial:
             drafter.tried_at = self._clock
-
-    def observe_watched(self, watched: Watched) -> None:
-        """Learn how right a draft was that no pass has verified."""
-        self._recorder.add_ranks(watched.source, watched.ranks)
-        drafter = self._drafters[watched.source]
-        self._count(drafter, watched.ranks, watched.log_p)
-        drafter.n_known += len(watched.ranks) > 1 and not any(watched.ranks)  # it says more
-        self._plan()
 
     def _count(self, drafter: Candidate, ranks: Sequence[int], log_p: Sequence[float]) -> None:
         drafter.n_known += 1

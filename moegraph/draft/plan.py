@@ -74,9 +74,8 @@ class Plan:
     source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
     n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
     n_nodes: rows besides the anchor, if the drafter itself builds the tree (`TreeDrafter`); 0 if
-    not. is_trial: it is not what is best by what is known, but may be better. is_watched: no pass
-    verifies the draft; the tokens that the text takes anyway show how right it was. is_whole: every
-    token of the draft gets a row.
+    not. is_trial: it is not what is best by what is known, but may be better. is_whole: every token
+    of the draft gets a row.
     """
 
     source: str = ""
@@ -86,7 +85,6 @@ class Plan:
     is_trial: bool = False
     n_nodes: int = 0
     is_whole: bool = False
-    is_watched: bool = False
 
 
 PLAIN = Plan()

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.drafter import Draft, Drafter, JointDrafter, Parts, Race, Taken, as_joint, confidence
+from ..draft.drafter import Draft, Drafter, JointDrafter, Parts, Race, Taken, as_joint
 from ..draft.lookup import LookUp
 from ..draft.plan import Plan, Shape, Step
 from ..draft.race import N_RUNNERS, raced
 from ..draft.rejection import Odds, offer, offered_race
 from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, TreeDrafter, spine_tree
-from ..draft.watch import Watch, Watched
 from ..errors import InternalError
 from ..kinds import MOST_BEHIND
 from .prefixtree import n_common
@@ -62,9 +61,6 @@ class Controller(Protocol):
 
     def observe(self, step: Step) -> None:
         """Learn from a step; the device computes meanwhile."""
-
-    def observe_watched(self, watched: Watched) -> None:
-        """Learn how right a draft was that no pass verified."""
 
     def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int) -> None:
         """Learn from a pass of several sequences. seconds: with its drafts; 0 if not known."""
@@ -112,7 +108,6 @@ class Speculation:
         self._failed: set[str] = set()
         self._said: set[str] = set()
         self._followed: dict[int, _Followed] = {}
-        self._watch = Watch()
         self._lookups = {d.name: d for d in drafters if isinstance(d, LookUp)}
         # of `foresee`: slot, n_left, and without a draft of which of the look-ups nothing drafts
         self._foreseen: tuple[int, int, Sequence[str]] | None = None
@@ -121,7 +116,6 @@ class Speculation:
         """Begin another text: have the drafters know what a sequence holds."""
         self.controller.begin()
         self._foreseen = None
-        self._watch.forget(slot)
         before, n = self._followed.pop(slot, None), len(held)
         ids, known = np.asarray(held, dtype=np.int32), dict.fromkeys(self.drafters, n)
         if before and n_common(np.asarray(before.ids, dtype=np.int32), ids) == n:
@@ -155,9 +149,6 @@ class Speculation:
         followed.ids.extend(tokens)
         if len(followed.ids) > followed.least + MOST_BEHIND:
             self.settle(slot)
-        for watched in self._watch.seen(slot, followed.ids):
-            self.controller.observe_watched(watched)
-            self._foreseen = None
 
     def settle(self, slot: int) -> None:
         """Tell the drafters all of a sequence, such as before its state is copied."""
@@ -212,7 +203,6 @@ class Speculation:
 
         rows: the position of the first row in each copy, and the copy.
         """
-        self._watch.forget(slot)
         before = self._followed.pop(slot, _Followed([], {}))
         n_kept = len(kept) if before.ids[: before.least][: len(kept)] == kept else 0
         for name, drafter in self.drafters.items():
@@ -294,8 +284,6 @@ class Speculation:
             if drafted is None:
                 without.add(plan.source)
                 continue
-            if plan.is_watched:
-                self._begin_watch(slot, plan.source, drafted[0])
             return self._proposal(ask, plan, drafted, time.perf_counter() - start)
         return None
 
@@ -344,7 +332,7 @@ class Speculation:
         drafter, race = self.drafters[plan.source], ask.race
         self._tell(ask.slot, [plan.source])
         n, tree = min(plan.n_draft, drafter.max_draft), None
-        if race and self._is_rejecting(ask, plan):
+        if race and self._is_rejecting(ask):
             draft = drafter.draft(ask.slot, ask.anchor, n, N_RUNNERS, offered_race(race))
         elif plan.n_nodes and isinstance(drafter, TreeDrafter):
             n_nodes = min(plan.n_nodes, most_rows - 1)
@@ -353,9 +341,9 @@ class Speculation:
             draft = drafter.draft(ask.slot, ask.anchor, n, _n_top(plan, race), race)
         return self._judged(drafter, ask, plan, draft.cut(n), tree)
 
-    def _is_rejecting(self, ask: Ask, plan: Plan) -> bool:
+    def _is_rejecting(self, ask: Ask) -> bool:
         """Return whether drafts are drawn at random, and accepted by rejection."""
-        return self.rejects and ask.race is not None and not plan.is_watched
+        return self.rejects and ask.race is not None
 
     def _judged(
         self, drafter: Drafter, ask: Ask, plan: Plan, draft: Draft, tree: DraftTree | None
@@ -364,7 +352,7 @@ class Speculation:
 
         tree: of the drafter, if it has made one.
         """
-        race, rejects = ask.race, self._is_rejecting(ask, plan)
+        race, rejects = ask.race, self._is_rejecting(ask)
         problem = draft.problem(self._n_vocab)
         if tree and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._n_vocab:
             problem = "its tree has tokens that the model lacks"
@@ -389,25 +377,12 @@ class Speculation:
         is_passed_over = tree.n_rows == 1 and drafter.name in self._lookups
         return None if is_passed_over else (draft, tree, ())
 
-    def _begin_watch(self, slot: int, source: str, draft: Draft) -> None:
-        if self.accept is None:
-            # the sequence does not hold the anchor yet
-            self._watch.add(slot, source, len(self._followed[slot].ids) + 1, draft)
-            return
-        ranks = [0] * self.accept(draft.n_depth)
-        ranks += [-1] * (len(ranks) < draft.n_depth)
-        self.controller.observe_watched(
-            Watched(source, tuple(ranks), confidence(draft)[: len(ranks)])
-        )
-
     def _say_once(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
             self.messages.append(line)
 
     def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
-        if plan.is_watched:
-            return spine_tree(anchor, draft, 0)
         if plan.ddtree:
             return plan.ddtree.tree(anchor, draft)
         shape = self.controller.shape(plan, draft)

@@ -16,7 +16,6 @@ from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft
 from moegraph.draft.missing import Experts
 from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
-from moegraph.draft.watch import Watched
 
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)
 
@@ -77,8 +76,6 @@ class World:
     )  # so many first passes of a width take so many times as long
     seed: int = 1
     built: dict[int, int] = field(default_factory=dict)  # passes of each width
-    # drafts that are not verified: when the text shows how right they were, and that
-    watched: list[tuple[int, Watched]] = field(default_factory=list)
 
     def pass_s(self, n_rows: int, rng: random.Random, at: float) -> tuple[float, int]:
         n_missing, lack = 0, 0.0
@@ -112,7 +109,6 @@ def simulate(
     seconds, done = 0.0, 0
     if controller:
         controller.begin()
-    world.watched = []
     for text in world.texts:
         end = done + text.n_tokens
         while done < end:
@@ -121,17 +117,7 @@ def simulate(
             done += step.n_tokens  # a few more than there are at the end do not matter
             if controller:
                 controller.observe(step)
-                _show(world, controller, step.n_tokens)
     return seconds
-
-
-def _show(world: World, controller: Controller, n_tokens: int) -> None:
-    """Tell of the drafts that as many tokens more show to be right or wrong."""
-    waiting = [(n - n_tokens, watched) for n, watched in world.watched]
-    for n, watched in waiting:
-        if n <= 0:
-            controller.observe_watched(watched)
-    world.watched = [one for one in waiting if one[0] > 0]
 
 
 def _step(
@@ -162,11 +148,6 @@ def _step(
         said = [_sigmoid(_logit(p) * 1.2 + 0.3 + rng.gauss(0, blur)) for p in true]
         log_p = np.log(np.array(said, dtype=np.float32))[:, None]
     draft = Draft(np.zeros((n_draft, 1), np.int32), log_p)
-    if plan.is_watched:
-        ranks, _ = _accept(rates, rng, Shape(n_draft), true, plan)
-        known = () if log_p is None else tuple(log_p[: len(ranks), 0].tolist())
-        world.watched.append((len(ranks) + 1, Watched(plan.source, ranks, known)))
-        return _plain(world, rng, at, plan.source, drafter_s, n_draft, is_trial=True)
     shape = controller.shape(plan, draft) if controller else Shape(n_draft)
     if shape.n_spine == 0:
         return _plain(world, rng, at, plan.source, drafter_s, n_draft, plan.is_trial)

@@ -24,7 +24,6 @@ from moegraph.draft.drafter import Draft
 from moegraph.draft.missing import Experts
 from moegraph.draft.opening import open_controller
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
-from moegraph.draft.watch import Watched
 
 # How often the first, second, ... token is accepted; fitted to what others measured.
 ACCEPTED = {
@@ -215,45 +214,37 @@ def write(
 
     absent: drafters that never have a draft.
     """
-    cost, left, waiting = cost or Cost(), answer.n_tokens, list[tuple[int, Watched]]()
+    cost, left = cost or Cost(), answer.n_tokens
     controller = by if isinstance(by, Controller) else None
     if controller:
         controller.begin()
     while left > 0:
         plan = by.choose(left, absent) if isinstance(by, Controller) else by
-        watched, step, n_spine, ms = _step(card, answer, controller, plan if left > 1 else PLAIN)
+        step, n_spine, ms = _step(card, answer, controller, plan if left > 1 else PLAIN)
         step = replace(step, n_tokens=min(step.n_tokens, left))
         cost.ms += ms
         cost.tokens += answer.expected(step.source, min(n_spine, left - 1)) if n_spine else 1.0
         left -= step.n_tokens
         answer.read(step.n_tokens)
         card.read(step.n_tokens)
-        if not controller:
-            continue
-        controller.observe(step)
-        waiting = [(n - step.n_tokens, one) for n, one in [*waiting, *watched]]
-        for _, one in (both for both in waiting if both[0] <= 0):
-            controller.observe_watched(one)
-        waiting = [both for both in waiting if both[0] > 0]
+        if controller:
+            controller.observe(step)
 
 
 def _step(
     card: Card, answer: Answer, controller: Controller | None, plan: Plan
-) -> tuple[list[tuple[int, Watched]], Step, int, float]:
-    """Return what is watched and until when, the step, the tokens verified, and milliseconds."""
+) -> tuple[Step, int, float]:
+    """Return the step, the tokens verified, and milliseconds."""
     if not plan.source:
         ms, noisy_ms, n_missing = card.step(1, 1)
-        return [], Step("", noisy_ms / 1e3, n_missing=n_missing), 0, ms
+        return Step("", noisy_ms / 1e3, n_missing=n_missing), 0, ms
     source, n, rng = plan.source, plan.n_draft, card._rng
     draft_ms, noisy_draft_ms = card.draft(source, n)
-    n_right, shape, log_p, watched = answer.n_right(source, n), Shape(n), tuple[float, ...](), []
+    n_right, shape, log_p = answer.n_right(source, n), Shape(n), tuple[float, ...]()
     if controller:
         log_p = tuple(math.log(0.3 * rng.random() + 1e-4) for _ in range(n))
         draft = Draft(np.zeros((n, 3), np.int32), np.repeat(np.array([log_p], np.float32).T, 3, 1))
-        if plan.is_watched:
-            ranks = (0,) * n_right + (-1,) * (n_right < n)
-            watched.append((len(ranks) + 1, Watched(source, ranks, log_p[: len(ranks)])))
-        shape = Shape() if plan.is_watched else controller.shape(plan, draft)
+        shape = controller.shape(plan, draft)
     n_accepted = min(n_right, shape.n_spine)
     ms, noisy_ms, n_missing = card.step(shape.n_rows, n_accepted + 1)
     step = Step(
@@ -261,7 +252,7 @@ def _step(
         n_accepted, (0,) * n_accepted + (-1,) * (n_accepted < shape.n_spine),
         log_p[: shape.n_spine], noisy_draft_ms / 1e3, noisy_ms / 1e3, 0.0, n_missing, plan.is_trial,
     )  # fmt: skip
-    return watched, step, shape.n_spine, ms + draft_ms
+    return step, shape.n_spine, ms + draft_ms
 
 
 def engine(share: float, *names: str, is_timed: bool = True, spec: str = "auto") -> Controller:

@@ -11,7 +11,6 @@ import numpy as np
 from moegraph.draft.drafter import Draft, Race, empty_draft
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.draft.tree import DDTree, DraftTree
-from moegraph.draft.watch import Watched
 
 if TYPE_CHECKING:  # it needs the native libraries
     from moegraph.engine import Engine
@@ -103,7 +102,7 @@ class ScriptedDrafter:
 class AnyController:
     """Chooses by chance: plain steps, chains, leaves, DDTrees. Keeps what it observes.
 
-    shapes: what it chooses from: "plain", "chain", "leaves", "ddtree", "watched", or "tree" for a
+    shapes: what it chooses from: "plain", "chain", "leaves", "ddtree", or "tree" for a
     drafter that builds trees itself.
     """
 
@@ -113,7 +112,6 @@ class AnyController:
     n_draft: int = 6
     steps: list[Step] = field(default_factory=list)
     n_begun: int = 0
-    watched: list[Watched] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(self.seed)
@@ -132,8 +130,6 @@ class AnyController:
         if self._shape == "ddtree":
             tree = DDTree(int(self._rng.integers(1, 9)), 1.0, bool(self._rng.integers(0, 2)))
             return Plan(name, n_draft, 4, tree)
-        if self._shape == "watched":
-            return Plan(name, n_draft, 2, is_trial=True, is_watched=True)
         if self._shape == "tree":
             return Plan(name, n_draft, n_nodes=int(self._rng.integers(1, 20)))
         return Plan(name, n_draft, 1 if self._shape == "chain" else 3)
@@ -145,9 +141,6 @@ class AnyController:
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
-
-    def observe_watched(self, watched: Watched) -> None:
-        self.watched.append(watched)
 
 
 class ScriptedTrees(ScriptedDrafter):

@@ -459,34 +459,6 @@ def test_a_step_says_what_became_of_its_draft(open_engine: Open) -> None:
     assert 0 < sum(s.n_missing for s in controller.steps) <= stats.cache.missing.sum()
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"seed": 2}])
-def test_a_draft_that_is_watched_costs_no_pass_and_is_judged_by_the_text(
-    open_engine: Open, settings: dict[str, Any]
-) -> None:
-    engine = open_engine(cpu_reference=True, n_draft=12, mode="whole")
-    ids, params = prompt(engine, 9).tolist(), SamplingParams(**settings)
-    plain = plain_text(engine, ids, sampling=params, max_tokens=60)
-    drafter = scripted(engine, ids, plain, right=1.0)
-    controller = speculate(engine, drafter, shapes=["watched", "watched", "chain"])
-    assert events_of(engine, ids, sampling=params, max_tokens=60) == plain
-    trials = [step for step in controller.steps if step.is_trial]
-    assert {(step.n_rows, step.n_tokens, step.n_spine) for step in trials} == {(1, 1, 0)}
-    assert len(trials) >= len(controller.watched) > 5
-    # a race may put another token first
-    assert params.temperature or all(set(w.ranks) == {0} for w in controller.watched)
-    assert all(len(w.log_p) == len(w.ranks) for w in controller.watched)
-
-
-def test_a_watched_draft_is_judged_by_the_script_if_there_is_one(open_engine: Open) -> None:
-    engine = open_engine(cpu_reference=True, n_draft=12, mode="whole")
-    controller = speculate(
-        engine, ScriptedDrafter([], engine.hparams.n_vocab), shapes=["watched"], n_draft=4
-    )
-    engine.speculation.accept = lambda n_spine: min(1, n_spine)
-    events_of(engine, prompt(engine, 9).tolist(), max_tokens=30)
-    assert {watched.ranks for watched in controller.watched} == {(0,), (0, -1)}
-
-
 def test_scripted_acceptance_takes_the_spine_whatever_the_target_draws(open_engine: Open) -> None:
     engine = open_engine(cpu_reference=True, n_draft=12, mode="whole")
     ids = prompt(engine, 9).tolist()

@@ -19,7 +19,6 @@ from moegraph.draft.missing import Experts
 from moegraph.draft.opening import open_controller
 from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from moegraph.draft.tree import DDTree
-from moegraph.draft.watch import Watched
 
 STEP = 2.4e-3
 MTP = Tool(Source("mtp", 8, 0.02, 0.17, 0.75, 3), 0.02 * STEP, 0.16 * STEP)
@@ -199,24 +198,6 @@ def test_where_passes_are_timed_ahead_a_first_text_is_nearly_as_fast_as_later_on
     assert plain / 2 / cold > first and best / ours > later
 
 
-def test_a_drafter_is_watched_before_its_drafts_are_verified() -> None:
-    it = h200("hopeless", 256)
-    controller = auto(it)
-    controller.calibrate(it.base_s, {4: it.base_s * it.law(4)})
-    controller.begin()
-    plan = controller.choose(100)
-    assert plan.is_watched and plan.is_trial and plan.n_draft == 2
-    for _ in range(6):
-        controller.observe_watched(Watched("mtp", (-1,), ()))
-    assert controller.choose(100) == PLAIN
-    for _ in range(30):
-        controller.observe_watched(Watched("mtp", (0, 0, 0), ()))
-        controller.observe(Step("", it.base_s))
-    plan = controller.choose(100)
-    assert plan.source == "mtp" and not plan.is_watched
-    assert controller.stats.steps == 0  # watched drafts are no drafting steps
-
-
 def random_world(seed: int) -> tuple[World, list[dict[str, Rates]]]:
     """Return costs and two kinds of text by chance; the controller knows none of them."""
     rng = random.Random(seed)
@@ -389,12 +370,9 @@ def test_a_trial_uses_a_width_that_has_graphs() -> None:
     widths = set()
     for at in range(400):
         plan = controller.choose(1000)
-        if plan.is_watched:
-            controller.observe_watched(Watched("mtp", (0, -1) if at % 3 else (-1,), ()))
-        elif plan.is_trial:
+        if plan.is_trial:
             widths.add(plan.n_draft + 1)
-        ranks = (0,) * (at % 2) + (-1,) if plan.source and not plan.is_watched else ()
-        n_rows = 1 if plan.is_watched else plan.n_draft + 1
+        ranks, n_rows = (0,) * (at % 2) + (-1,) if plan.source else (), plan.n_draft + 1
         controller.observe(Step(
             plan.source, STEP * 1.5, 1 + at % 2, n_rows, plan.n_draft, plan.n_draft, at % 2,
             ranks[: plan.n_draft], (), 0.2 * STEP, is_trial=plan.is_trial,

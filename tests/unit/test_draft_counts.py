@@ -12,7 +12,6 @@ from helpers.drafting import Rates, Text, Tool, World, auto, simulate
 
 from moegraph.draft.controller import Controller
 from moegraph.draft.plan import DraftSettings, Source, Step
-from moegraph.draft.watch import Watched
 from moegraph.errors import RequestError
 from moegraph.placement.draftcounts import MAX_DEPTH, MAX_DRAFTERS, added, from_fields, less
 from moegraph.placement.identity import RouterShape
@@ -115,17 +114,15 @@ def begun(rates: tuple[float, ...], known: bool) -> Controller:
 def test_the_next_start_begins_with_what_was_learned() -> None:
     good = begun((0.9, 0.88, 0.86), known=True)
     plan = good.choose(500)
-    assert plan.source == "mtp" and not plan.is_watched and plan.n_draft >= 2
-    assert begun((0.9, 0.88, 0.86), known=False).choose(500).is_watched
+    assert plan.source == "mtp" and not plan.is_trial and plan.n_draft >= 2
+    assert begun((0.9, 0.88, 0.86), known=False).choose(500).is_trial
 
     def n_tried(controller: Controller) -> int:
         n = 0
         for _ in range(100):
             plan = controller.choose(500)
             n += bool(plan.source)
-            if plan.is_watched:
-                controller.observe_watched(Watched("mtp", (-1,), ()))
-            draft_s, m = 0.2 * plan.n_draft * STEP, 0 if plan.is_watched else plan.n_draft
+            draft_s, m = 0.2 * plan.n_draft * STEP, plan.n_draft
             pass_s = (1.0 + 0.17 * m) * STEP
             ranks = (-1,) * min(m, 1)
             controller.observe(Step(plan.source, pass_s + draft_s, 1, 1 + m, plan.n_draft, m, 0,
@@ -138,6 +135,7 @@ def test_the_next_start_begins_with_what_was_learned() -> None:
 def test_what_is_remembered_is_soon_outweighed() -> None:
     controller = begun((0.1, 0.1), known=True)
     for _ in range(40):
-        controller.observe_watched(Watched("mtp", (0, 0), ()))
+        draft_s, pass_s = 0.4 * STEP, 1.4 * STEP
+        controller.observe(Step("mtp", pass_s + draft_s, 3, 3, 2, 2, 2, (0, 0), (), draft_s))
     assert controller.choose(500).source == "mtp"
     controller.remember({"gone": ((9,), (9,)), "mtp": ((), ())})  # nothing of use
