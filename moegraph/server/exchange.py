@@ -155,13 +155,13 @@ class PromptProgress:
 
     def frames(self, said: Said) -> list[bytes]:
         """Return the events of a step."""
-        usage = said.step.usage
+        usage, n_told = said.step.usage, self._n_told.get(said.index, -1)
         if self._write is None:
-            text = f"read {usage.n_read} of {usage.n_prompt} tokens of the prompt"
-            return [comment(text)] if said.is_reading else []
-        if said.index % self._n_choices:
+            if not said.is_reading:
+                return []
+            return [comment(f"read {usage.n_read} of {usage.n_prompt} tokens of the prompt")]
+        if n_told == usage.n_prompt or said.index % self._n_choices:
             return []
-        n_told = self._n_told.get(said.index, -1)
         n_read = max(usage.n_cached, usage.n_read if said.is_reading else usage.n_prompt)
         due = [n for n in dict.fromkeys((usage.n_cached, n_read)) if n > n_told]
         self._n_told[said.index] = max(n_told, n_read)

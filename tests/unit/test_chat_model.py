@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -431,10 +431,11 @@ class TestRoom:
         room = PromptRoom(n_ctx=10, n_longest=40)
         with ChatModel(cast(Tokenizer, tokenizer), ChatTemplate(QWEN), room=room) as chat:
             asked = ChatRequest([{"role": "user", "content": "x" * 200}])
-            for refused in (
+            refusals: tuple[Callable[[], object], ...] = (
                 lambda: chat.prepare_text(TextRequest(prompt="x" * 300)),
                 lambda: chat.prepare(asked),
-            ):
+            )
+            for refused in refusals:
                 with pytest.raises(ContextOverflow, match="first 80 have at least 40") as caught:
                     refused()
                 assert (caught.value.n_prompt, caught.value.n_ctx) == (40, 10)
