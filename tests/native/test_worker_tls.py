@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cryptography import x509
 from helpers.logged_process import ROOT
 from helpers.patience import PATIENCE_S, until
 from helpers.stages import Stages, batch_of, new_config
@@ -51,6 +52,24 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_keys(tmp_path_factory.mktemp("keys") / "theirs")
 
 
+def test_who_has_a_key_can_make_no_certificates_and_only_play_its_role(keys: Path) -> None:
+    purposes = {"worker": "serverAuth", "client": "clientAuth"}
+    for role, purpose in purposes.items():
+        root, own = (
+            x509.load_pem_x509_certificate((keys / role / name).read_bytes())
+            for name in ("ca.pem", "cert.pem")
+        )
+        for made, is_root in ((root, True), (own, False)):
+            of = made.extensions.get_extension_for_class
+            assert of(x509.BasicConstraints).value.ca == is_root
+            assert of(x509.KeyUsage).value.key_cert_sign == is_root
+            assert of(x509.KeyUsage).value.digital_signature != is_root
+            assert of(x509.BasicConstraints).critical and of(x509.KeyUsage).critical
+        found = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage)
+        assert [one._name for one in found.value] == [purpose] and found.critical
+        own.verify_directly_issued_by(root)
+
+
 @pytest.fixture
 def worker(keys: Path) -> Iterator[WorkerProcess]:
     """Yield a worker that lends the CPU through TLS."""
@@ -69,6 +88,7 @@ def test_keys_are_for_their_owner_alone(keys: Path) -> None:
         assert sorted(p.name for p in role.iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
         assert stat.S_IMODE((role / "key.pem").stat().st_mode) == 0o600
         assert stat.S_IMODE(role.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in (keys, *keys.iterdir()))
     again = WorkerProcess("--new-keys", keys)
     assert again.process.wait(60) == 2
     again.await_line("File exists")

@@ -439,6 +439,20 @@ def shared(accept: tuple[float, ...]) -> Controller:
     return controller
 
 
+def test_drafting_begins_with_a_clear_gain_and_ends_only_with_a_loss() -> None:
+    controller = Controller([MTP.source], DraftSettings())
+    controller._plain_value = 100.0
+    best = controller._ranked[0]
+    best.plan = Plan("mtp", 3)
+    for is_drafting, pays in ((False, [False, False, True]), (True, [False, True, True])):
+        controller._is_drafting = is_drafting
+        found = []
+        for value in (98.0, 101.0, 103.0):  # tokens a second
+            best.value = value
+            found.append(controller._pays(best))
+        assert found == pays
+
+
 def test_several_sequences_draft_as_long_as_that_pays_for_so_many() -> None:
     good, bad = shared((0.9, 0.88)), shared((0.1, 0.1))
     assert good.choose_for(2, 100) == PLAIN  # what passes without drafts take is not known yet
