@@ -82,6 +82,14 @@ class Exchange(ABC):
         """Return llama-server's timings of the answer so far."""
         return timings_object(self.usage, len(self.talk.usages))
 
+    def reading(self, index: int, found: dict[str, Any], is_timed: bool | None) -> dict[str, Any]:
+        """Return the fields that tell how far a prompt is read, and if wanted since when."""
+        if not is_timed:
+            return {"prompt_progress": found}
+        seconds = self.talk.usages[index].prefill_s if found["processed"] > found["cache"] else 0.0
+        usage = Usage(found["total"], found["processed"], found["cache"], prefill_s=seconds)
+        return {"prompt_progress": found, "timings": timings_object(usage)}
+
     async def respond(
         self, is_stream: bool | None, headers: Mapping[str, str] | None = None
     ) -> Response:

@@ -119,7 +119,8 @@ class _Run(Exchange):
         return [data(openai_body(error))]
 
     def _progress(self, index: int, found: dict[str, Any]) -> bytes:
-        return data({**self._chunk(index, {}), "prompt_progress": found})
+        timed = self.reading(index, found, self.body.timings_per_token)
+        return data({**self._chunk(index, {}), **timed})
 
     def _chunks(self, said: Said, has_calls: bool) -> list[bytes]:
         """Return the events of a step; the first has the probabilities, the last ends a choice."""

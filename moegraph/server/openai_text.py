@@ -148,7 +148,8 @@ class _Run(Exchange):
         return chunk
 
     def _progress(self, index: int, found: dict[str, Any]) -> bytes:
-        return data({**self._chunk(index, ""), "prompt_progress": found})
+        timed = self.reading(index, found, self.body.timings_per_token)
+        return data({**self._chunk(index, ""), **timed})
 
     def _chunk(self, index: int, text: str) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}

@@ -19,7 +19,7 @@ from moegraph.server import absent, info
 from moegraph.service.servicestatus import SlotStatus
 
 ROOT = Path(__file__).resolve().parents[2]
-PATH = "/v1/completions"
+PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 
 
 def test_a_text_goes_on() -> None:
@@ -57,6 +57,22 @@ def test_probabilities_have_the_old_form() -> None:
     *chunks, _ = Case(["ab"], step_s=0.001).events(PATH, {"prompt": "x", "logprobs": 0})
     found = [c["choices"][0]["logprobs"] for c in chunks]
     assert [t for one in found for t in one["tokens"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(("path", "body"), [(PATH, {"prompt": "user: hi"}), (CHAT_PATH, CHAT)])
+def test_reports_of_a_prompt_are_timed_if_steps_are(path: str, body: dict[str, Any]) -> None:
+    case = Case(["ab"], n_read_steps=2, step_s=0.001)
+    timed = {"return_progress": True, "timings_per_token": True}
+    chunks = case.events(path, {**body, **timed})[:-1]
+    reports = [chunk for chunk in chunks if "prompt_progress" in chunk]
+    assert [c["timings"]["prompt_n"] for c in reports] == [
+        c["prompt_progress"]["processed"] for c in reports
+    ]
+    first, *_, last = [chunk["timings"] for chunk in reports]
+    assert first["prompt_ms"] == 0 < last["prompt_ms"]
+    assert first["predicted_n"] == last["predicted_n"] == 0
+    chunks = case.events(path, {**body, "return_progress": True})[:-1]
+    assert not any("timings" in chunk for chunk in chunks if "prompt_progress" in chunk)
 
 
 @pytest.mark.parametrize(
