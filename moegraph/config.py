@@ -222,10 +222,10 @@ class EngineConfig:
         "flag",
         False,
         ("--deterministic",),
-        "Base no decision on timing, and on CUDA give each of up to 32 rows of a pass the bits "
-        "that it has alone with all experts on the GPU: then text with drafts is the text without. "
-        "With --miss auto the device computes all missing experts, nothing is prefetched, and the "
-        "cache is never bypassed. Often slower.",
+        "Base no decision on timing, and on CUDA give each row the bits that it has alone with all "
+        "experts on the GPU: then a text depends neither on drafts, nor on other requests, nor on "
+        "what is cached. With --miss auto the device computes all missing experts, nothing is "
+        "prefetched, and the cache is never bypassed. Slower.",
     )
     n_seq: int = _setting(
         "int",

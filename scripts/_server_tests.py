@@ -173,9 +173,6 @@ KNOWN: dict[str, Known] = {
     "test_compat_anthropic::test_anthropic_empty_messages": Known(
         ABSENT, "no messages are status 400, as at Anthropic", "400 == 200"
     ),
-    "test_compat_oai_responses::test_responses_stream_with_llama_telemetry": Known(
-        ABSENT, "an answer that is cut ends with response.incomplete, as at OpenAI", "is not None"
-    ),
     "test_completion::test_completion": _TOKENS,
     "test_completion::test_completion_prompt_cache": _TOKENS,
     "test_completion::test_completion_stream": _TOKENS,

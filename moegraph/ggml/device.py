@@ -246,7 +246,7 @@ class Device:
     """One device, with a stream for graphs and one for uploads.
 
     With streams each is a backend instance with a stream of its own; otherwise both are one
-    instance. is_invariant: a row's results depend neither on the rows beside it, up to 32, nor on
+    instance. is_invariant: a row's results depend neither on the rows beside it nor on
     where experts are; not on the CPU, which has `reference` for that.
     """
 

@@ -383,7 +383,7 @@ class Builder:
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, rows: Tensor, page_size: int,
         scale: float,
     ) -> Tensor:  # fmt: skip
-        """Attention of up to 32 rows of any sequences over keys and values in pages of a pool.
+        """Attention of rows of any sequences over keys and values in pages of a pool.
 
         q F32 [d, n_head, n_rows], any strides of heads and rows. k, v F16, Q8_0 or Q4_0
         [d * n_head_kv, n_pool_rows]; a page is page_size pool rows, a power of two from 16 up.

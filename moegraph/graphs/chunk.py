@@ -6,7 +6,8 @@ graphs read them.
 
 The mask of n rows over n_kv positions is made on the device. Within a page, a row sees the first
 positions and not the others, so each piece of the mask is one of PAGE + 1 patterns, and the host
-sends the numbers of the patterns.
+sends the numbers of the patterns. With --deterministic on CUDA, attention reads pages as decode
+passes do (paged.py): then the bits of a row do not depend on its chunk, and there is no mask.
 
 A chunk may have rows of several sequences (joint.py). Then the sequences and the KV rows that they
 attend to are inputs of the chunk too; otherwise all chunks share them.
@@ -30,8 +31,9 @@ from ..resident.stage import Stage
 from ..resident.state import State
 from ..resident.weights import TokenEmbedding
 from ..units import round_up
-from .inputs import PassInputs, PassShape
+from .inputs import PAGED, PassInputs, PassShape
 from .joint import JointRows
+from .paged import ROW_WORDS, can_page, prompt_rows
 from .rows import gathered_rows
 
 _ALIGN = 64  # words
@@ -71,13 +73,16 @@ class Segment(NamedTuple):
 class _Sizes:
     """Words of the parts of the block: the chunk that graphs read, KV rows, and all chunks."""
 
-    def __init__(self, n_ctx: int, n_seq: int, max_rows: int, n_rows: int) -> None:
+    def __init__(self, state: State, is_paged: bool, max_rows: int, n_rows: int) -> None:
+        n_ctx, n_seq = state.n_ctx, state.n_seq
         n_parts = 7 if n_seq > 1 else 3  # of a chunk; each is rounded up
-        self.row = n_parts - (n_seq > 1) + n_ctx // PAGE
+        self.row = n_parts - (n_seq > 1) + (ROW_WORDS if is_paged else n_ctx // PAGE)
         self.current = round_up(max_rows * self.row, _ALIGN) + n_parts * _ALIGN
         self.slot = _ALIGN
         self.draws = round_up(DRAW_WORDS, _ALIGN)
-        self.kv_rows = n_ctx if n_seq > 1 else 0
+        self.kv_rows = n_ctx if n_seq > 1 else 0  # or lists of pages
+        if is_paged:
+            self.kv_rows = min(rounded_seqs(n_seq), MAX_SEQS) * state.pool.table.shape[1]
         self.n_chunks = -(-n_rows // max_rows) + _MORE_CHUNKS
         self.all = round_up(n_rows * self.row, _ALIGN) + 3 * _ALIGN * self.n_chunks
         # sequences and KV rows of chunks of several sequences
@@ -109,7 +114,7 @@ class _Parts(NamedTuple):
     rows: int
     lengths: int
     real: int
-    mask: int
+    mask: int  # or the rows that attention over pages reads
 
     @classmethod
     def of(cls, n: int, shape: PassShape) -> _Parts:
@@ -131,7 +136,8 @@ class ChunkInputs:
     def __init__(self, stage: Stage, max_rows: int, n_rows: int) -> None:
         device, hp, state = stage.device, stage.hp, stage.state
         self._device, self._state, self._n_embd = device, state, hp.n_embd
-        sizes = self._sizes = _Sizes(state.n_ctx, state.n_seq, max_rows, n_rows)
+        self._is_paged = device.is_invariant and can_page(stage)
+        sizes = self._sizes = _Sizes(state, self._is_paged, max_rows, n_rows)
         self.n_chunks = sizes.n_chunks
         self._slot_at = sizes.current
         self._draws_at = self._slot_at + sizes.slot
@@ -163,19 +169,49 @@ class ChunkInputs:
         is_rounded: rows, places and sequences are rounded up, as far as there is room.
         """
         n, t = sum(segment.n for segment in segments), max(segment.n for segment in segments)
-        n_kv, n_seqs = max(kv_length(self._state, one.end) for one in segments), len(segments)
+        n_kv, n_seqs = max(self.n_kv(one.end) for one in segments), len(segments)
         if is_rounded:
             n, n_seqs = min(_rounded(n, _ROWS), self._max_rows), rounded_seqs(n_seqs)
             t = n if n_seqs == 1 else min(_rounded(t, _ROWS), self._max_rows // n_seqs)
         return n, PassShape(t, n_seqs, n_kv, 0, is_ragged=True)
 
-    def begin(self, slot: int, n_kv: int) -> None:
-        """Upload what all chunks of a sequence share; n_kv: the longest of its chunks."""
+    def n_kv(self, n_used: int) -> int:
+        """Return the KV length of graphs for n_used positions; PAGED: they serve any."""
+        return PAGED if self._is_paged else kv_length(self._state, n_used)
+
+    def _n_kv_words(self, shape: PassShape) -> int:
+        """Return the words of what says where a rectangle's keys are: their rows, or pages."""
+        each = self._state.pool.table.shape[1] if self._is_paged else shape.n_kv
+        return each * shape.n_seqs if self._sizes.kv_rows else 0
+
+    def _kv_words(self, slots: tuple[int, ...], n_kv: int) -> npt.NDArray[np.int32]:
+        """Return these words for sequences, I32 numpy [`_n_kv_words`]."""
+        pool = self._state.pool
+        rows = pool.table[[*slots]] if self._is_paged else gathered_rows(pool, slots, n_kv)
+        return rows.reshape(-1)
+
+    def begin(self, slot: int, n_used: int) -> None:
+        """Upload what all chunks of a sequence share; n_used: its positions after all of them."""
         self._at, self._joint = [], []
         self._send(np.array([slot], dtype=np.int32), self._slot_at)
         if self._sizes.kv_rows:
-            rows = gathered_rows(self._state.pool, (slot,), n_kv)[0]
-            self._send(rows, self._kv_rows_at)
+            self._send(self._kv_words((slot,), self.n_kv(n_used)), self._kv_rows_at)
+
+    def _seen(
+        self, seqs: npt.NDArray[np.int64], places: npt.NDArray[np.int64],
+        in_rect: npt.NDArray[np.int64], n: int, shape: PassShape,
+    ) -> npt.NDArray[np.int32]:  # fmt: skip
+        """Return what says which keys a row attends to: patterns of a mask, or rows over pages.
+
+        seqs, places, in_rect: of each row its sequence in the chunk, its position, and its place in
+        the rectangle. n: rows of the chunk, copies included.
+        """
+        if self._is_paged:
+            return prompt_rows(seqs, places, n).reshape(-1)
+        n_pages = shape.n_kv // PAGE
+        seen = np.full((shape.n_tokens, n_pages), PAGE, dtype=np.int32)  # a mask leaves something
+        seen[in_rect] = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
+        return seen.reshape(-1)
 
     def add(
         self,
@@ -192,14 +228,13 @@ class ChunkInputs:
         [n_embd, n], at least row + n rows.
         """
         n, state = len(tokens), self._state
-        places = first + np.arange(n)
-        n_pages = kv_length(state, first + n) // PAGE
-        seen = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
-        parts = _Parts.of(n, PassShape(n, 1, 0, 0))
+        i = np.arange(n)
+        places, shape = first + i, PassShape(n, 1, self.n_kv(first + n), 0)
+        seen, parts = self._seen(np.zeros_like(i), places, i, n, shape), _Parts.of(n, shape)
         words = np.zeros(round_up(parts.mask + seen.size, _ALIGN), dtype=np.int32)
         words[parts.pos :][:n] = places
         words[parts.idx :][: 2 * n].view(np.int64)[:] = state.pool.rows(np.array(slot), places)
-        words[parts.mask :][: seen.size] = seen.reshape(-1)
+        words[parts.mask :][: seen.size] = seen
         at = sum(self._at[-1]) if self._at else self._chunks_at
         self._at.append((at, len(words)))
         self._send(words, at)
@@ -235,7 +270,7 @@ class ChunkInputs:
     def fits(self, segments: Sequence[Segment], is_rounded: bool) -> bool:
         """Return whether there is room for what a chunk of several sequences attends to."""
         _, shape = self.shape_of(segments, is_rounded)
-        return shape.n_kv * shape.n_seqs <= self._sizes.kv_rows
+        return self._n_kv_words(shape) <= self._sizes.kv_rows
 
     def fit(self, chunks: Sequence[Sequence[Segment]], is_rounded: bool) -> bool:
         """Return whether there is room for the inputs of such chunks together."""
@@ -244,8 +279,9 @@ class ChunkInputs:
 
     def _joint_words(self, n: int, shape: PassShape) -> tuple[int, int]:
         """Return the words of a chunk that graphs read at the start of the block, and of others."""
-        words = round_up(_Parts.of(n, shape).mask + shape.n_kv // PAGE * shape.n_tokens, _ALIGN)
-        return words, _ALIGN + (shape.n_kv * shape.n_seqs if self._sizes.kv_rows else 0)
+        n_seen = ROW_WORDS * n if self._is_paged else shape.n_kv // PAGE * shape.n_tokens
+        words = round_up(_Parts.of(n, shape).mask + n_seen, _ALIGN)
+        return words, _ALIGN + self._n_kv_words(shape)
 
     def add_joint(
         self,
@@ -260,7 +296,7 @@ class ChunkInputs:
         Each sequence has one segment. Others: as in `add`.
         """
         state, (n, shape) = self._state, self.shape_of(segments, self._is_rounded)
-        n_real, t, n_pages = len(tokens), shape.n_seq_tokens, shape.n_kv // PAGE
+        n_real, t = len(tokens), shape.n_seq_tokens
         places = np.concatenate([np.arange(s.first, s.end) for s in segments])
         slots = np.concatenate([np.full(s.n, s.slot) for s in segments])
         in_rect = np.concatenate([np.arange(s.n) + i * t for i, s in enumerate(segments)])
@@ -273,16 +309,15 @@ class ChunkInputs:
         words[parts.rows :][:n_real] = in_rect
         words[parts.lengths :][: len(segments)] = [s.n for s in segments]
         words[parts.real :][:n_real] = np.arange(n_real)
-        seen = np.full((shape.n_tokens, n_pages), PAGE, dtype=np.int32)  # a mask leaves something
-        seen[in_rect] = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
-        words[parts.mask :][: seen.size] = seen.reshape(-1)
+        seqs = np.repeat(np.arange(len(segments)), [s.n for s in segments])
+        seen = self._seen(seqs, places, in_rect, n, shape)
+        words[parts.mask :][: seen.size] = seen
         own = tuple(segment.slot for segment in segments)
         words[n_first : n_first + _ALIGN] = -1  # no sequence
         words[n_first : n_first + len(own)] = own
         if self._sizes.kv_rows:
             own += own[:1] * (shape.n_seqs - len(own))
-            rows = gathered_rows(state.pool, own, shape.n_kv)
-            words[n_first + _ALIGN :] = rows.reshape(-1)
+            words[n_first + _ALIGN :] = self._kv_words(own, shape.n_kv)
         at = sum(self._joint[-1]) if self._joint else self._chunks_at
         self._at.append((at, n_first))
         self._joint.append((at + n_first, n_rest))
@@ -335,18 +370,24 @@ class ChunkInputs:
         n_kv matters to attention only.
         """
         n, (t, n_seqs, n_kv) = x.ne[1], shape[:3]
-        parts, n_kv = _Parts.of(n, shape), n_kv or PAGE
-        n_seen = n_kv // PAGE * shape.n_tokens
-        seen = self._leaf(b, I32, (n_seen,), "inp_seen", parts.mask)
-        patterns = b.retype(b.get_rows(self._patterns, seen), F16, PAGE)
-        leaf = self._leaf
-        kv_rows = joint = None
-        if self._sizes.kv_rows:
-            kv_rows = leaf(b, I32, (n_kv * n_seqs,), "inp_kv_rows", self._kv_rows_at)
+        parts, leaf = _Parts.of(n, shape), self._leaf
+        kq_mask = kv_rows = pages = rows = joint = None
+        if self._is_paged:
+            n_pages = self._state.pool.table.shape[1]
+            pages = leaf(b, I32, (n_pages, n_seqs), "inp_pages", self._kv_rows_at)
+            rows = leaf(b, I32, (ROW_WORDS, n), "inp_rows", parts.mask)
+        else:
+            n_kv = n_kv or PAGE
+            n_seen = n_kv // PAGE * shape.n_tokens
+            seen = leaf(b, I32, (n_seen,), "inp_seen", parts.mask)
+            patterns = b.retype(b.get_rows(self._patterns, seen), F16, PAGE)
+            kq_mask = b.reshape(patterns, n_kv, t, 1, n_seqs)
+            if self._sizes.kv_rows:
+                kv_rows = leaf(b, I32, (n_kv * n_seqs,), "inp_kv_rows", self._kv_rows_at)
         if shape.is_ragged:
             joint = JointRows(
                 leaf(b, I32, (t * n_seqs,), "inp_places", parts.places),
-                leaf(b, I32, (n,), "inp_rows", parts.rows),
+                leaf(b, I32, (n,), "inp_places_of", parts.rows),
                 leaf(b, I32, (n_seqs,), "inp_lengths", parts.lengths),
                 leaf(b, I32, (n,), "inp_real", parts.real),
             )
@@ -356,14 +397,14 @@ class ChunkInputs:
             kv_idx=leaf(b, I64, (n,), "inp_kv_idx", parts.idx),
             out_ids=None,
             draws=None,
-            kq_mask=b.reshape(patterns, n_kv, t, 1, n_seqs),
+            kq_mask=kq_mask,
             slots=self.slots(b, n_seqs),
             kv_rows=kv_rows,
             parents=None,
             padding=None,
             absent=None,
-            pages=None,
-            rows=None,
+            pages=pages,
+            rows=rows,
             taps=None,
             joint=joint,
         )

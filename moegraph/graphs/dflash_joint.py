@@ -19,11 +19,12 @@ from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
-from ..ggml.ops import ATTN_WORDS, F32, I32, MAX_ATTN_ROWS, Builder, Tensor
+from ..ggml.ops import ATTN_WORDS, F32, I32, Builder, Tensor
 from ..modelfile.drafter import DFlashHParams
 from ..resident.draftlayout import MOST_JOINT
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
+from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.ringshape import RING_PAGE
 from ..units import round_up
 from .dflash import DraftOutputs, build_block, build_keys, build_queries
@@ -68,26 +69,26 @@ class JointMemory:
         # a page more, of which a window sees a part
         self._n_pages = [shape.n_rows // RING_PAGE + 1 for shape in rings.shapes]
         kinds = range(len(rings.shapes))
-        words = [MAX_ATTN_ROWS, MAX_ATTN_ROWS]
+        words = [MAX_PAGED_ROWS, MAX_PAGED_ROWS]
         for kind in kinds:
-            words += [MAX_ATTN_ROWS, ATTN_WORDS * MAX_ATTN_ROWS, MOST_JOINT * self._n_pages[kind]]
+            words += [MAX_PAGED_ROWS, ATTN_WORDS * MAX_PAGED_ROWS, MOST_JOINT * self._n_pages[kind]]
         sizes = [round_up(4 * n, _ALIGN) for n in words]
         self._at = [0, *accumulate(sizes)]
         self._row = 4 * hp.n_embd
         self._n_words = self._at[-1]
         self._masks = round_up(self._n_words + MOST_JOINT * self._row, _ALIGN)
-        self._draws = round_up(self._masks + MAX_ATTN_ROWS * self._row, _ALIGN)
-        self.n_bytes = self._draws + 4 * DRAW_WORDS * MAX_ATTN_ROWS
+        self._draws = round_up(self._masks + MAX_PAGED_ROWS * self._row, _ALIGN)
+        self.n_bytes = self._draws + 4 * DRAW_WORDS * MAX_PAGED_ROWS
         what = "the inputs of drafts of several sequences"
         self._buffer = device.buffer(self.n_bytes, what, "lower -np or use --spec off")
         self._context = Context(1)
         self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, self.n_bytes // 4)
         place(self._buffer, self._all, 0)
         self._host = device.host_buffer(self._masks)
-        draws = np.full((MAX_ATTN_ROWS, DRAW_WORDS), -1, np.int32)
+        draws = np.full((MAX_PAGED_ROWS, DRAW_WORDS), -1, np.int32)
         draws[:, 0] = 0  # no temperature, no race
         for offset, values in (
-            (self._masks, np.tile(mask.astype(np.float32), (MAX_ATTN_ROWS, 1))),
+            (self._masks, np.tile(mask.astype(np.float32), (MAX_PAGED_ROWS, 1))),
             (self._draws, draws),
         ):
             data = np.ascontiguousarray(values)

@@ -53,6 +53,23 @@ def describe_path(
     words[:, _PATH : _PATH + len(path)] = path
 
 
+def prompt_rows(
+    seqs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], n: int
+) -> npt.NDArray[np.int32]:
+    """Describe rows of prompts: I32 numpy [n, ROW_WORDS]; those after the given ones are padding.
+
+    seqs, positions: numpy [at most n], of each row; positions of a sequence follow each other. CUDA
+    takes so many rows at a time as a path has words: those of one sequence among them are a chain.
+    """
+    out = np.zeros((n, ROW_WORDS), dtype=np.int32)
+    words, i = out[: len(seqs)], np.arange(len(seqs))
+    begins = (i % len(_CHAIN) == 0) | (np.diff(seqs, prepend=-1) != 0)
+    first = positions[begins][np.cumsum(begins) - 1]
+    words[:, _SEQ], words[:, _N_PAST], words[:, _N_KEYS] = seqs, first, positions + 1
+    words[:, _PATH:] = _CHAIN
+    return out
+
+
 def fill_rows(
     out: npt.NDArray[np.int32],
     pos0: list[int],

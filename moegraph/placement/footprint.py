@@ -49,6 +49,9 @@ _CHUNK_GRAPH_BYTES, _CHUNK_GRAPHS_BYTES = 640 << 10, 256 << 20
 LEAST_CTX, _MOST_CTX, _CTX_PART = 4096, 1 << 22, 16
 # Bytes; no device aligns tensors to more.
 _ALIGN = 128
+# Words that describe a row to attention over pages: ROW_WORDS of graphs/paged.py. Rows of a prompt
+# that it computes at once: MOEGRAPH_ATTN_TOGETHER of native/.
+_ROW_WORDS, _PLANNED_ROWS = 36, 128
 
 
 def needed_bytes(
@@ -85,8 +88,9 @@ def needed_bytes(
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * n_kv * hp.n_embd_head_k * hp.n_head_kv
-    if config.deterministic:  # the rows of single experts, see `CarryBuffers`
-        compute += 4 * hp.n_embd * hp.n_expert_used * rows
+    if config.deterministic:  # the rows of single experts, see `CarryBuffers` and `SweepMemory`
+        compute += 4 * hp.n_embd * hp.n_expert_used * (rows + sweep_rows(n_ubatch, padded) + 1)
+        compute += paged_scratch_bytes(hp, min(n_ubatch, _PLANNED_ROWS), padded)
     if len(layers) < hp.n_layer:  # between stages
         compute += 4 * hp.n_embd * rows
     each = kv_bytes_per_layer(hp, config.type_k, config.type_v)
@@ -160,7 +164,8 @@ def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
 def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int) -> int:
     """Return a bound on what a sweep of n_rows rows holds: hidden states, inputs, and a mask."""
     n_words, n_lists = (4, 1) if n_seq == 1 else (7, 6)  # of a row, and of KV rows
-    inputs = 4 * (n_rows + n_ubatch + 256) * (n_words + n_ctx // PAGE) + 4 * n_lists * n_ctx
+    n_seen = max(n_ctx // PAGE, _ROW_WORDS)  # of a row: patterns of the mask, or its path
+    inputs = 4 * (n_rows + n_ubatch + 256) * (n_words + n_seen) + 4 * n_lists * n_ctx
     return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + _SWEEP_CONSTANTS
 
 

@@ -98,7 +98,7 @@ class Loader:
         infos = list(infos)
         aligned = all(info.offset % _HOST_ALIGNMENT == 0 for info in infos)
         in_place = not self._device.can.own_memory and aligned
-        if in_place:
+        if in_place or self._device.is_invariant:  # joined, sums would be divided otherwise
             join = ()
         context = Context(len(infos) + len(join) + 1)
         tensors = {info.name: new_tensor(context, info.name, info) for info in infos}

@@ -134,17 +134,20 @@ class Runner(ABC):
     def recover(self) -> None:  # noqa: B027
         """Undo what is left of a pass that failed; before a sweep goes on."""
 
-    def is_paged(self, n_rows: int) -> bool:
-        """Return whether a decode or verify pass of so many rows reads K and V through pages."""
-        return self._can_page and n_rows <= MAX_PAGED_ROWS
+    def is_paged(self, n_rows: int, kind: Kind = _DECODE) -> bool:
+        """Return whether a pass of n_rows rows reads K and V through pages.
+
+        A prompt does only where its bits must be those of any other pass.
+        """
+        is_fit = kind is not _PREFILL or self.device.is_invariant
+        return self._can_page and n_rows <= MAX_PAGED_ROWS and is_fit
 
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
         state, (n_seqs, n_seq_tokens) = self.stage.state, batch.tokens.shape
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
-        is_prompt = batch.kind is _PREFILL
-        is_paged = not is_prompt and self.is_paged(batch.tokens.size)
+        is_paged = self.is_paged(batch.tokens.size, batch.kind)
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
         n_out, tree = n_seqs * n_seq_tokens if batch.all_rows else n_seqs, batch.tree
         if not self._has_head:
@@ -377,7 +380,7 @@ class Runner(ABC):
         """Build the largest pass of n_rows rows for each sequence, and of at most `most` rows."""
         state, is_tree = self.stage.state, kind is Kind.VERIFY
         n_seqs = max(1, min(state.n_seq, state.pool.n_pages, most // n_rows))
-        is_paged = kind is not _PREFILL and self.is_paged(n_rows * n_seqs)
+        is_paged = self.is_paged(n_rows * n_seqs, kind)
         n_kv = PAGED if is_paged else state.shape.most_kv(n_seqs)
         n_out = n_seqs * n_rows if is_tree else n_seqs
         n_out *= self._has_head

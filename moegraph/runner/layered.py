@@ -91,8 +91,8 @@ class LayeredRunner(Runner):
         self.clock = PassClock()
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
-        is_exact = stage.device.can.exact_sums and misses is not None
-        sums_last = is_exact or (stage.device.is_invariant and misses is not None)
+        device = stage.device
+        sums_last = misses is not None and (device.can.exact_sums or device.is_invariant)
         self._readback = RoutingReadback(stage, max_rows)
         self._layer_graphs = LayerGraphs(
             stage,
@@ -107,7 +107,7 @@ class LayeredRunner(Runner):
         if n_sweep:
             self.sweeps = Sweeps(
                 stage, self.graphs, self._results, n_ubatch, n_sweep, hidden, self.residency,
-                misses, self._layer_graphs, is_exact, self.observers, ring_groups,
+                misses, self._layer_graphs, sums_last, self.observers, ring_groups,
             )  # fmt: skip
         self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs, self._readback, sums_last)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back

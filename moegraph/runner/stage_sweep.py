@@ -124,7 +124,7 @@ class StageSweep:
         s = self._s
         if self._is_plain:
             last = part[-1].segments[0]
-            s.memory.inputs.begin(last.slot, kv_length(self._state, last.end))
+            s.memory.inputs.begin(last.slot, last.end)
         else:
             s.memory.inputs.begin_joint(self._is_rounded)
         self._order = [(il, chunk) for il in s.stage.layers for chunk in part]
@@ -170,7 +170,8 @@ class StageSweep:
 
     def _shape_of(self, chunk: Chunk) -> tuple[int, PassShape]:
         if self._is_plain:
-            return chunk.n, PassShape(chunk.n, 1, kv_length(self._state, chunk.segments[0].end), 0)
+            n_kv = self._s.memory.inputs.n_kv(chunk.segments[0].end)
+            return chunk.n, PassShape(chunk.n, 1, n_kv, 0)
         return self._s.memory.inputs.shape_of(chunk.segments, self._is_rounded)
 
     def _read_ids(self, ids: Tensor | None, turn: int, chunk: Chunk) -> tuple[object, int]:
@@ -194,7 +195,8 @@ class StageSweep:
     def _step(self, il: int, chunk: Chunk) -> SweepStep:
         if self._s.stage.hp.is_recurrent(il):
             return SweepStep("recurrent", chunk.n)
-        return SweepStep("attention", chunk.n, self._shape_of(chunk)[1].n_kv)
+        n_kv = max(kv_length(self._state, segment.end) for segment in chunk.segments)
+        return SweepStep("attention", chunk.n, n_kv)
 
     def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
         s, turn = self._s, il % 2
@@ -378,7 +380,7 @@ class StageSweep:
         On the CPU the bits of a product depend on how many rows of a graph chose the expert. A
         chunk must give the same bits as in a pass of its own.
         """
-        if not self._s.sums_last:
+        if not self._s.device.can.exact_sums:
             n = -(-len(places) // (self._s.memory.most - 1))
             return np.array_split(places, n) if n else []
         k = self._s.stage.hp.n_expert_used
@@ -386,7 +388,7 @@ class StageSweep:
         return [rows for rows in found if len(rows)]
 
     def _sum(self, il: int, chunk: Chunk) -> None:
-        """Enqueue the sum of all experts of a chunk, in routing order (CPU device)."""
+        """Enqueue the sum of all experts of a chunk, in routing order."""
         s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
         built = s.graphs.sum_rows(il, n)
         if built is None:

@@ -5,7 +5,7 @@
     layer     both, in a full layer
     inputs    copies the inputs of a unit from host memory
     unit      experts in the ring, for rows of any chunk that chose them
-    sum_rows  CPU device only: sums the rows of all experts in routing order
+    sum_rows  CPU device and --deterministic: sums the rows of all experts in routing order
     head      output matrix and argmax
 
 A graph does not depend on where in the prompt its rows are: they are copied to fixed memory before

@@ -27,8 +27,8 @@ class SweepMemory:
 
     hidden: F32 [n_embd, n_rows + 1], the input of the layer that is computed next, then its
     output. If experts may be missing: post_norm F32 [n_embd, n_rows], weights F32 [1, n_used *
-    n_rows + 1], and with_rows (CPU device) expert_rows F32 [n_embd, n_used * n_rows + 1]. The last
-    row of hidden, weights and expert_rows is spare: padding goes there.
+    n_rows + 1], and with_rows (CPU device, --deterministic) expert_rows F32 [n_embd, n_used *
+    n_rows + 1]. The last row of hidden, weights and expert_rows is spare: padding goes there.
     ids: I32 numpy [2, n_rows * n_used], the choice in a layer and in the one before.
     most: places of a unit, at most.
     """
@@ -41,7 +41,7 @@ class SweepMemory:
         n_places = hp.n_expert_used * n_rows
         self._n_terms = most_terms(hp.n_expert_used, hp.n_expert)
         # on the CPU the bits of a product depend on how many rows chose the expert: see `Sweep`
-        share = 1 if with_rows else UNIT_SHARE
+        share = 1 if device.can.exact_sums else UNIT_SHARE
         self.most = max(64, hp.n_expert_used * max_rows // share + 1)
         shapes = {"hidden": (hp.n_embd, n_rows + 1)}
         if may_lack:

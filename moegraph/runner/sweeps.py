@@ -16,7 +16,7 @@ from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor
 from ..graphs.cache import GraphCache
-from ..graphs.chunk import Segment, kv_length
+from ..graphs.chunk import Segment
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PassShape
 from ..resident.layout import N_GROUPS, PAGE, group_size
@@ -193,11 +193,11 @@ class Sweeps:
         """
         hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
         state = self.stage.state
-        shapes = [PassShape(n, 1, kv_length(state, state.n_ctx), 0)]
+        shapes = [PassShape(n, 1, self.memory.inputs.n_kv(state.n_ctx), 0)]
         if state.n_seq > 1:  # rows rounded up, and rows of several sequences
             shapes.append(shapes[0]._replace(is_ragged=True))
             if n > 1 and state.n_ctx >= 2 * PAGE:
-                n_kv = kv_length(state, state.n_ctx // 2)
+                n_kv = self.memory.inputs.n_kv(state.n_ctx // 2)
                 shapes.append(PassShape(n // 2, 2, n_kv, 0, is_ragged=True))
         seen = set()
         for il in self.stage.layers:

@@ -196,6 +196,53 @@ static void check_group(const ggml_type type, const int n) {
     report(std::string("group ") + ggml_type_name(type) + " n=" + std::to_string(n), wrong);
 }
 
+// Marked products: each row has the bits that it has alone.
+static void check_apart(const product_case & c) {
+    tensors t;
+    ggml_tensor * w[2] = { nullptr, nullptr };
+    for (int p = 0; p < 1 + c.glu; ++p) {
+        w[p] = t.leaf(c.type, { c.k, c.m, c.n_stack() }, random_weights(c.type, (size_t) c.m*c.n_stack(), c.k).data());
+    }
+    const floats values = normal((size_t) c.k*c.n_y()*c.n, 0.7f);
+    const ints   chosen = c.grouped() ? choose(c) : ints();
+    const int    n_out  = c.m*(c.grouped() ? c.n_used : 1); // of a row
+    std::string  wrong;
+    const auto run = [&](const int first, const int n) {
+        const float * from = values.data() + (size_t) first*c.k*c.n_y();
+        const std::vector<int64_t> shape = c.grouped() ? std::vector<int64_t>{ c.k, c.n_y(), n } : std::vector<int64_t>{ c.k, n };
+        ggml_tensor * x = t.leaf(GGML_TYPE_F32, shape, from), * ids = nullptr;
+        if (c.grouped()) {
+            ggml_tensor * table = t.leaf(GGML_TYPE_I32, { c.pitch(), n }, chosen.data() + (size_t) first*c.pitch());
+            ids = ggml_view_2d(t.ctx, table, c.n_used, n, table->nb[1], 0);
+        }
+        const auto multiply = [&](ggml_tensor * m) {
+            return t.place(c.grouped() ? ggml_mul_mat_id(t.ctx, m, x, ids) : ggml_mul_mat(t.ctx, m, x));
+        };
+        ggml_tensor * up = multiply(w[0]), * gate = c.glu ? multiply(w[1]) : nullptr;
+        ggml_tensor * out = c.glu ? t.place(ggml_swiglu_split(t.ctx, gate, up)) : up;
+        ggml_cgraph * graph = ggml_new_graph_custom(t.ctx, 16, false);
+        ggml_build_forward_expand(graph, out);
+        moegraph_keep_rows_apart(graph);
+        ggml_backend_cuda_context cuda;
+        if (!moegraph_rows_supported(up, gate, 900)) {
+            wrong = "is not supported";
+            return floats((size_t) n_out*n);
+        }
+        moegraph_rows_begin(cuda, graph);
+        moegraph_rows_mul_mat(cuda, up, gate, c.glu ? out : nullptr);
+        const float * got = (const float *) out->data;
+        return floats(got, got + (size_t) n_out*n);
+    };
+    const floats together = run(0, c.n);
+    for (const int row : { 0, 1, c.n/2, c.n - 1 }) {
+        const floats alone = run(row, 1);
+        if (wrong.empty() && memcmp(alone.data(), together.data() + (size_t) row*n_out, n_out*sizeof(float)) != 0) {
+            wrong = "row " + std::to_string(row) + " has other bits alone";
+        }
+    }
+    report("apart " + c.str(), wrong);
+}
+
 int main() {
     int i = 0;
     for (const ggml_type type : { GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K }) {
@@ -219,6 +266,17 @@ int main() {
                 // many: on average 4 to 34 rows an expert
                 check_product({ type, glu ? 24 : 100, glu ? 256 : 768, 16, 4, 136, glu, next() % 3 != 0, ids, i % 2 == 0 }, i % 5 == 0);
             }
+        }
+        for (const int n : { 5, 32, 33, 70 }) {
+            next();
+            emulated::shared_limit = 99*1024; // a kernel keeps the limit of its first launch
+            check_apart({ type, 70, n % 2 ? 2048 : 1280, 0, 0, n, n % 5 == 0, false, MIXED, true });
+        }
+        for (const int n : { 11, 136 }) { // few slots, many
+            next();
+            emulated::shared_limit = 99*1024;
+            check_apart({ type, 24, 2048, 16, 4, n, n == 136, true, MIXED, true });
+            check_apart({ type, 40, 512, 16, 4, n, false, false, POPULAR, true });
         }
         next();
         check_product({ type, 17, 256, 300, 8, 65, true, true, MIXED, true });

@@ -1,4 +1,4 @@
-"""Operations of a decode or verify pass, over rows that may be alone or among others."""
+"""Operations of a pass or a prompt, over rows that may be alone or among others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from moegraph.graphs.experts import build_expert_rows, build_expert_sum, build_s
 from moegraph.graphs.router import build_router
 from moegraph.resident.bank import Bank
 
-WIDTHS = (2, 3, 4, 5, 8, 9, 16, 17, 32)
+WIDTHS = (2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 100)
+N_ROWS = max(WIDTHS)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from modelgen.blocks import TYPES
@@ -38,13 +39,13 @@ Build = Callable[[Graph, Ints], Tensor]
 
 def rows_of(seed: int, rows: Ints, *ne: int) -> npt.NDArray[np.float32]:
     """Return the same random numbers for a row, whatever rows are beside it."""
-    return random(seed, 32, *ne)[rows]
+    return random(seed, N_ROWS, *ne)[rows]
 
 
 def ids_of(rows: Ints) -> Ints:
     """Return the experts of each row; many share some."""
     rng = np.random.default_rng(5)
-    return np.array([rng.permutation(N_EXPERT)[:N_USED] for _ in range(32)], np.int32)[rows]
+    return np.array([rng.permutation(N_EXPERT)[:N_USED] for _ in range(N_ROWS)], np.int32)[rows]
 
 
 @cache

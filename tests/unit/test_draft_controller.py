@@ -453,39 +453,6 @@ def test_drafting_begins_with_a_clear_gain_and_ends_only_with_a_loss() -> None:
         assert found == pays
 
 
-def test_a_draft_that_credit_shortens_is_dropped_where_it_does_not_pay() -> None:
-    controller = Controller([MTP.source], DraftSettings(graph_price=0.0))
-    for _ in range(3):
-        controller.passes.observe_plain(STEP, 0)
-    controller.passes.update()
-    best = controller._ranked[0]
-    best.plan = Plan("mtp", 8)
-    plans = {}
-    for accept in (0.95, 0.01):
-        for _ in range(200):
-            best.acceptance.observe([0 if accept > 0.5 else 1] * 3, [], 0.9)
-        # two drafted tokens are all that the account covers
-        controller._accounts.drafting_s = controller._seconds(best, 2) - STEP + 1e-9
-        plans[accept] = controller._affordable(best)
-        controller._accounts.drafting_s = 100 * STEP
-        assert controller._affordable(best) == best.plan
-    assert plans == {0.95: Plan("mtp", 2), 0.01: PLAIN}
-
-
-def test_the_first_draft_of_another_text_is_verified_whole() -> None:
-    controller = Controller([MTP.source], DraftSettings())
-    best = controller._ranked[0]
-    best.n_known = 50
-    assert not best.is_new
-    controller.begin()
-    assert best.is_new
-    best.n_known += 1  # by that draft
-    assert not best.is_new
-    best.n_known = 3
-    controller.begin()
-    assert best.n_known == 3
-
-
 def test_several_sequences_draft_as_long_as_that_pays_for_so_many() -> None:
     good, bad = shared((0.9, 0.88)), shared((0.1, 0.1))
     assert good.choose_for(2, 100) == PLAIN  # what passes without drafts take is not known yet

@@ -87,12 +87,13 @@ extern "C" {
             struct ggml_tensor  * host);
     GGML_API bool moegraph_is_publish(const struct ggml_tensor * node);
 
-    // Marks the products of a graph (MUL_MAT, MUL_MAT_ID): each of up to 32 rows gets the bits that it gets alone. Where
-    // CUDA has no kernel for few rows that sees to it, it computes one row after the other. Other backends ignore it.
+    // Marks the products of a graph (MUL_MAT, MUL_MAT_ID): each row gets the bits that it gets alone. Where CUDA has no
+    // kernel that keeps them, it computes one row after the other. Other backends ignore it.
     GGML_API void moegraph_keep_rows_apart(struct ggml_cgraph * graph);
     GGML_API bool moegraph_rows_are_apart(const struct ggml_tensor * node);
 
-    // Attention of a few rows of any sequences, whose keys and values lie in pages of a pool. CPU and CUDA only.
+    // Attention of rows of any sequences, whose keys and values lie in pages of a pool. CPU and CUDA only. CUDA plans 32 rows
+    // at a time, in their order: those of a sequence among them share what they read.
     //
     // q     : F32 [d, n_head, n_rows], d contiguous, a multiple of 32 and at most MOEGRAPH_ATTN_HEAD (CUDA: 64, 128 or
     //         256, and at most 16 heads for one head of k), n_rows <= MOEGRAPH_ATTN_ROWS
@@ -110,7 +111,7 @@ extern "C" {
     //
     // Position p is what is stored p-th if p < n_past, else what the path says. The result is F32 [d*n_head, n_rows].
     // Its bits depend on the query and on its keys and values in order of position; not on other rows, nor on pages.
-    #define MOEGRAPH_ATTN_ROWS  32
+    #define MOEGRAPH_ATTN_ROWS  65536
     #define MOEGRAPH_ATTN_PATH  32
     #define MOEGRAPH_ATTN_WORDS 36
     #define MOEGRAPH_ATTN_HEAD  256

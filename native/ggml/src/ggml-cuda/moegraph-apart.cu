@@ -29,7 +29,7 @@ int moegraph_apart_try(
         return 0; // a Hadamard transform has a kernel of its own, with a warp for each row
     }
     ggml_tensor * x = node->src[1];
-    if (node->ne[dim] > MOEGRAPH_MAX_COLS || (!mmid && node->ne[2] != 1) || node->ne[3] != 1 ||
+    if ((!mmid && node->ne[2] != 1) || node->ne[3] != 1 ||
             moegraph_rows_supported(node, nullptr, ggml_cuda_info().devices[ctx.device].cc) ||
             (!mmid && moegraph_rows_f32_supported(node))) {
         return 0;

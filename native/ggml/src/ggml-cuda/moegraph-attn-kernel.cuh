@@ -188,9 +188,10 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
             const int  head = blockIdx.y*args.n_group + col - r*args.n_group;
             const bool has  = r < unit.n_rows && plan.n_keys[row] > unit.begin; // else its row ends before this split
             smem.place[(turn % 2*args.n_tiles)*MOEGRAPH_ATTN_COLS + col] =
-                has ? (row*args.n_head + head)*args.n_splits + unit.split : -1;
+                has ? ((moegraph_attn_first_row() + row)*args.n_head + head)*args.n_splits + unit.split : -1;
             smem.n_keys[col] = plan.n_keys[row];
-            smem.query[col]  = r < unit.n_rows ? (int) ((row*args.q_row + head*args.q_head)/16) : -1;
+            smem.query[col]  = r < unit.n_rows ?
+                (int) (((moegraph_attn_first_row() + row)*args.q_row + head*args.q_head)/16) : -1;
         }
         n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS) - team*NC;
     }

@@ -12,10 +12,11 @@ static void moegraph_attn_launch_kernel(
         ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const size_t smem, const size_t most) {
     const auto & device = ggml_cuda_info().devices[ctx.device];
     // one block on each multiprocessor, the same number for each head of keys: lengths change without a new capture
-    const int n = std::max(1, std::min(device.nsm/args.n_head_kv, args.n_rows*args.n_splits));
+    const int n_plans = (args.n_rows + MOEGRAPH_ATTN_PLANNED - 1)/MOEGRAPH_ATTN_PLANNED;
+    const int n = std::max(1, std::min(device.nsm/(args.n_head_kv*n_plans), args.n_rows*args.n_splits));
     CUDA_SET_SHARED_MEMORY_LIMIT((moegraph_attn_kernel<d, refined, NC, WC>), most);
     const ggml_cuda_kernel_launch_params params(
-        dim3(n, args.n_head_kv), dim3(MOEGRAPH_ATTN_THREADS), smem, ctx.stream());
+        dim3(n, args.n_head_kv, n_plans), dim3(MOEGRAPH_ATTN_THREADS), smem, ctx.stream());
     ggml_cuda_kernel_launch(moegraph_attn_kernel<d, refined, NC, WC>, params, args);
 }
 
@@ -47,8 +48,9 @@ static size_t moegraph_attn_share_memory(moegraph_attn_args & args, const int d,
         n_rows = rows_with(raw);
     }
     GGML_ASSERT(n_rows > 0);
-    const int n_chunks = (args.n_rows + n_rows - 1)/n_rows;
-    n_rows          = (args.n_rows + n_chunks - 1)/n_chunks;
+    const int n_planned = std::min(args.n_rows, MOEGRAPH_ATTN_PLANNED);
+    const int n_chunks  = (n_planned + n_rows - 1)/n_rows;
+    n_rows          = (n_planned + n_chunks - 1)/n_chunks;
     args.n_tiles    = 1; // a power of two, as there are kernels for
     while (args.n_tiles*MOEGRAPH_ATTN_COLS < n_rows*args.n_group) {
         args.n_tiles *= 2;

@@ -20,6 +20,9 @@ static __host__ __device__ __forceinline__ int moegraph_attn_split_size(const in
     return n_keys > n ? 32*((n_keys + n - 1)/n) : 32;
 }
 
+// Rows that are planned together: a lane has one. Blocks of another z have the rows after them.
+#define MOEGRAPH_ATTN_PLANNED 32
+
 struct moegraph_attn_args {
     const char       * q;
     const char       * data[2];   // keys, values
@@ -72,6 +75,14 @@ struct moegraph_attn_plan {
     int      end_unit[32]; // units of this and earlier rows
 };
 
+// The first row of this block's plan, and how many rows the plan has.
+static __device__ __forceinline__ int moegraph_attn_first_row() {
+    return MOEGRAPH_ATTN_PLANNED*blockIdx.z;
+}
+static __device__ __forceinline__ int moegraph_attn_n_planned(const moegraph_attn_args & args) {
+    return min(MOEGRAPH_ATTN_PLANNED, args.n_rows - moegraph_attn_first_row());
+}
+
 static __device__ __forceinline__ int moegraph_attn_divide_up(const int x, const int y) {
     return (x + y - 1)/y;
 }
@@ -89,7 +100,8 @@ static __device__ __forceinline__ int moegraph_attn_find_leader(
     if (most == 0) {
         return __ffs(group) - 1;
     }
-    const int32_t * path = args.rows + min(lane, args.n_rows - 1)*MOEGRAPH_ATTN_WORDS + MOEGRAPH_ATTN_FIRST;
+    const int row = moegraph_attn_first_row() + min(lane, moegraph_attn_n_planned(args) - 1);
+    const int32_t * path = args.rows + row*MOEGRAPH_ATTN_WORDS + MOEGRAPH_ATTN_FIRST;
     unsigned same = group, extends = group;
 #pragma unroll 8
     for (int i = 0; i < most; ++i) {
@@ -115,8 +127,9 @@ static __device__ __forceinline__ void moegraph_attn_make_plan(
         const moegraph_attn_args & args, moegraph_attn_plan & plan) {
     const int lane = threadIdx.x;
     int n_keys = 0, n_past = 0, seq = -1 - lane; // in no group
-    if (lane < args.n_rows) {
-        const int32_t * row = args.rows + lane*MOEGRAPH_ATTN_WORDS;
+    const int n_rows = moegraph_attn_n_planned(args);
+    if (lane < n_rows) {
+        const int32_t * row = args.rows + (moegraph_attn_first_row() + lane)*MOEGRAPH_ATTN_WORDS;
         n_keys = moegraph_attn_n_keys(args.pool, row);
         n_past = max(0, min(row[MOEGRAPH_ATTN_N_PAST], n_keys));
         seq    = n_keys > 0 ? row[MOEGRAPH_ATTN_SEQ] : seq;
@@ -124,7 +137,7 @@ static __device__ __forceinline__ void moegraph_attn_make_plan(
     const int      size   = moegraph_attn_split_size(n_keys, args.n_splits);
     unsigned group = 1u << lane, family = group;
     int      leader = lane;
-    if (args.n_rows > 1) {
+    if (n_rows > 1) {
         group = __match_any_sync(0xFFFFFFFF, seq) & __match_any_sync(0xFFFFFFFF, n_past) &
             __match_any_sync(0xFFFFFFFF, size);
         leader = moegraph_attn_find_leader(args, group, n_past, n_keys);
@@ -197,6 +210,6 @@ static __device__ __forceinline__ int moegraph_attn_row_of(const moegraph_attn_u
 static __device__ __forceinline__ int moegraph_attn_locate(
         const moegraph_attn_args & args, const moegraph_attn_plan & plan, const moegraph_attn_unit & unit,
         const int position) {
-    return moegraph_attn_pool_row(args.pool, args.rows + unit.row*MOEGRAPH_ATTN_WORDS, plan.seq[unit.row],
+    return moegraph_attn_pool_row(args.pool, args.rows + (moegraph_attn_first_row() + unit.row)*MOEGRAPH_ATTN_WORDS, plan.seq[unit.row],
         plan.n_past[unit.row], min(position, unit.end - 1));
 }

@@ -3,6 +3,10 @@
 #include "moegraph-attn-stage.cuh"
 #include "moegraph-rows-types.cuh"
 
+#include <algorithm>
+
+constexpr int MOEGRAPH_ATTN_TOGETHER = 4*MOEGRAPH_ATTN_PLANNED; // rows of a launch: each has up to 1 MiB of partial sums
+
 template <int d> void moegraph_attn_launch(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args);
 
 constexpr int MOEGRAPH_ATTN_SUM_THREADS = 256;
@@ -142,11 +146,12 @@ static bool moegraph_attn_is_input(const ggml_tensor * t) {
     return t->op == GGML_OP_NONE && t->view_src == nullptr;
 }
 
-// Bytes of something that each row, head and split has.
+// Bytes of something that each head and split of the rows that are computed together has.
 static size_t moegraph_attn_at(const ggml_tensor * dst, const size_t per_split) {
     const ggml_tensor * q = dst->src[0];
     const size_t n_splits = moegraph_attn_most_splits(dst->src[1]->ne[0]/q->ne[0]);
-    return GGML_PAD(q->ne[2]*q->ne[1]*n_splits*per_split, 128);
+    const size_t n_rows   = std::min<int64_t>(q->ne[2], MOEGRAPH_ATTN_TOGETHER);
+    return GGML_PAD(n_rows*q->ne[1]*n_splits*per_split, 128);
 }
 
 size_t moegraph_attn_alloc_size(const ggml_tensor * dst) {
@@ -171,42 +176,9 @@ bool moegraph_attn_supported(const int device, const ggml_tensor * dst) {
         q->nb[1] % 16 == 0 && q->nb[2] % 16 == 0;
 }
 
-void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
-    const ggml_tensor * q    = dst->src[0];
-    const ggml_tensor * k    = dst->src[1];
-    const ggml_tensor * v    = dst->src[2];
-    const ggml_tensor * rows = dst->src[4];
-    GGML_ASSERT((uintptr_t) q->data % 16 == 0 && (uintptr_t) k->data % 16 == 0 && (uintptr_t) v->data % 16 == 0);
-    const int d = (int) q->ne[0];
-
-    moegraph_attn_args args;
-    args.q         = (const char *) q->data;
-    for (int i = 0; i < 2; ++i) {
-        const ggml_tensor * part = dst->src[1 + i];
-        args.data[i]   = (const char *) part->data;
-        args.stride[i] = (uint32_t) part->nb[1];
-        args.head[i]   = moegraph_attn_head_bytes(part->type, d);
-        args.type[i]   = part->type;
-    }
-    args.rows      = (const int32_t *) rows->data;
-    args.partial   = (char *) dst->data + GGML_PAD(ggml_nbytes(dst), 128);
-    args.max_sum   = (float2 *) ((char *) args.partial + moegraph_attn_at(dst, d*sizeof(float)));
-    args.pool      = moegraph_attn_pool_of(dst);
-    args.q_head    = q->nb[1];
-    args.q_row     = q->nb[2];
-    args.scale     = ggml_get_op_params_f32(dst, 0);
-    args.n_rows    = (int) q->ne[2];
-    args.n_head    = (int) q->ne[1];
-    args.n_head_kv = (int) (k->ne[0]/d);
-    args.n_group   = args.n_head/args.n_head_kv;
-    args.n_splits  = moegraph_attn_most_splits(args.n_head_kv);
-    // where ggml's op computes a single row in float32, the same precision is expected of this one
-    args.refined   = d < 256 || args.n_group <= 4;
-    args.refined_p = args.refined && v->type == GGML_TYPE_F16;
-    // rows and pages come from the host: no kernel writes them
-    args.early     = moegraph_attn_is_input(rows) && moegraph_attn_is_input(dst->src[3]);
-
-    float * out = (float *) dst->data;
+// Computes at most MOEGRAPH_ATTN_TOGETHER rows.
+static void moegraph_attn_rows(
+        ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const int d, float * out) {
     switch (d) {
         case 64:
             moegraph_attn_launch<64>(ctx, args);
@@ -220,5 +192,45 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
                                 : moegraph_attn_launch_sum<256, false>(ctx, args, out);
         default:
             GGML_ABORT("a head of %d elements", d);
+    }
+}
+
+void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    const ggml_tensor * q    = dst->src[0];
+    const ggml_tensor * k    = dst->src[1];
+    const ggml_tensor * v    = dst->src[2];
+    const ggml_tensor * rows = dst->src[4];
+    GGML_ASSERT((uintptr_t) q->data % 16 == 0 && (uintptr_t) k->data % 16 == 0 && (uintptr_t) v->data % 16 == 0);
+    const int d = (int) q->ne[0];
+
+    moegraph_attn_args args;
+    for (int i = 0; i < 2; ++i) {
+        const ggml_tensor * part = dst->src[1 + i];
+        args.data[i]   = (const char *) part->data;
+        args.stride[i] = (uint32_t) part->nb[1];
+        args.head[i]   = moegraph_attn_head_bytes(part->type, d);
+        args.type[i]   = part->type;
+    }
+    args.partial   = (char *) dst->data + GGML_PAD(ggml_nbytes(dst), 128);
+    args.max_sum   = (float2 *) ((char *) args.partial + moegraph_attn_at(dst, d*sizeof(float)));
+    args.pool      = moegraph_attn_pool_of(dst);
+    args.q_head    = q->nb[1];
+    args.q_row     = q->nb[2];
+    args.scale     = ggml_get_op_params_f32(dst, 0);
+    args.n_head    = (int) q->ne[1];
+    args.n_head_kv = (int) (k->ne[0]/d);
+    args.n_group   = args.n_head/args.n_head_kv;
+    args.n_splits  = moegraph_attn_most_splits(args.n_head_kv);
+    // where ggml's op computes a single row in float32, the same precision is expected of this one
+    args.refined   = d < 256 || args.n_group <= 4;
+    args.refined_p = args.refined && v->type == GGML_TYPE_F16;
+    // rows and pages come from the host: no kernel writes them
+    args.early     = moegraph_attn_is_input(rows) && moegraph_attn_is_input(dst->src[3]);
+
+    for (int64_t row = 0; row < q->ne[2]; row += MOEGRAPH_ATTN_TOGETHER) {
+        args.q      = (const char *) q->data + row*q->nb[2];
+        args.rows   = (const int32_t *) rows->data + row*MOEGRAPH_ATTN_WORDS;
+        args.n_rows = (int) std::min<int64_t>(q->ne[2] - row, MOEGRAPH_ATTN_TOGETHER);
+        moegraph_attn_rows(ctx, args, d, (float *) dst->data + row*q->ne[1]*d);
     }
 }

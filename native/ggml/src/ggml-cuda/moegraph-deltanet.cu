@@ -8,9 +8,9 @@
 #include <vector>
 
 constexpr int MOEGRAPH_STEP_THREADS = 128; // channels of a block
-constexpr int MOEGRAPH_STEP_TOKENS  = 32;
+constexpr int MOEGRAPH_STEP_TOKENS  = 32; // of a block; a tree has no more
 constexpr int MOEGRAPH_STEP_D_CONV  = 4;
-constexpr int MOEGRAPH_STEP_SEQS    = 65535; // blocks in y
+constexpr int MOEGRAPH_STEP_SEQS    = 65535; // blocks in y, and in z
 constexpr int MOEGRAPH_GATED_THREADS = 256;
 
 struct moegraph_step_args {
@@ -44,7 +44,7 @@ struct moegraph_step_args {
     int           early_slots;
 };
 
-// The first blocks take 128 channels each, the others the gates, if there are any. blockIdx.y: the sequence.
+// The first blocks take 128 channels each, the others the gates, if there are any. blockIdx.y: the sequence, z: which 32 rows.
 template <int d, bool tree>
 static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
     ggml_cuda_pdl_lc();
@@ -52,7 +52,7 @@ static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
     if ((int) blockIdx.x >= args.n_conv_blocks) {
         ggml_cuda_pdl_sync();
         const int i = (blockIdx.x - args.n_conv_blocks)*MOEGRAPH_STEP_THREADS + threadIdx.x;
-        if (i < args.n_v*args.n_tokens) {
+        if (blockIdx.z == 0 && i < args.n_v*args.n_tokens) {
             const int64_t at = (int64_t) s*args.n_v*args.n_tokens + i;
             const int     h  = i % args.n_v;
             const float   x  = args.alpha[at] + args.dt[h];
@@ -82,9 +82,11 @@ static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
         w4 = *(const float4 *) (args.w + (int64_t) c*MOEGRAPH_STEP_D_CONV);
     }
 
+    const int     row0   = blockIdx.z*MOEGRAPH_STEP_TOKENS;
+    const int     n_here = min(MOEGRAPH_STEP_TOKENS, args.n_tokens - row0);
     const float   w[MOEGRAPH_STEP_D_CONV] = { w4.x, w4.y, w4.z, w4.w };
     const float * qkv  = args.qkv + s*args.qkv_s + c;
-    float       * conv = args.conv + (int64_t) s*args.n_tokens*args.n_channels + c;
+    float       * conv = args.conv + ((int64_t) s*args.n_tokens + row0)*args.n_channels + c;
     const bool    norm = first < 2*args.n_qk;
     const auto put = [&](const int t, const float sum) {
         const float y = ggml_cuda_op_silu_single(sum);
@@ -95,7 +97,7 @@ static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
     };
     float * past = args.pool + slot*args.pool_s + (int64_t) c*(MOEGRAPH_STEP_D_CONV - 1);
     if (slot < 0 || slot >= args.n_slots) {
-        for (int t = 0; t < args.n_tokens; ++t) {
+        for (int t = 0; t < n_here; ++t) {
             put(t, 0.0f);
         }
     } else if (tree) {
@@ -104,13 +106,16 @@ static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
     } else {
         float x[MOEGRAPH_STEP_D_CONV];
         const int n_rows = moegraph_n_rows(args.lengths, s, args.n_tokens);
-        moegraph_conv_chain<MOEGRAPH_STEP_D_CONV>(past, qkv, args.qkv_t, 0, n_rows, w, x, put);
-        for (int t = n_rows; t < args.n_tokens; ++t) {
+        const int n_real = max(0, min(n_here, n_rows - row0));
+        moegraph_conv_chain<MOEGRAPH_STEP_D_CONV>(past, qkv, args.qkv_t, row0, n_real, w, x, put);
+        for (int t = n_real; t < n_here; ++t) {
             put(t, 0.0f);
         }
+        if (row0 == 0) { // the block that reads the state writes it: no other one would know when it has
 #pragma unroll
-        for (int j = 0; j < MOEGRAPH_STEP_D_CONV - 1; ++j) {
-            past[j] = x[j];
+            for (int j = 0; j < MOEGRAPH_STEP_D_CONV - 1; ++j) {
+                past[j] = n_real < n_rows ? qkv[(n_rows - (MOEGRAPH_STEP_D_CONV - 1) + j)*args.qkv_t] : x[j];
+            }
         }
     }
     if (!norm) {
@@ -124,7 +129,7 @@ static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
     const bool    is_k  = first >= args.n_qk;
     const int     lane  = threadIdx.x % WARP_SIZE;
     float       * dst   = is_k ? args.k : args.q;
-    for (int item = threadIdx.x/WARP_SIZE; item < n_heads*args.n_tokens; item += MOEGRAPH_STEP_THREADS/WARP_SIZE) {
+    for (int item = threadIdx.x/WARP_SIZE; item < n_heads*n_here; item += MOEGRAPH_STEP_THREADS/WARP_SIZE) {
         const int t    = item/n_heads;
         const int from = (item % n_heads)*d;
         float v[n_lane];
@@ -136,7 +141,7 @@ static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
         }
         squares = warp_reduce_sum<WARP_SIZE>(squares);
         const float scale = rsqrtf(squares/d + args.eps[is_k]);
-        float * row = dst + ((int64_t) s*args.n_tokens + t)*args.n_qk + (first - (is_k ? args.n_qk : 0)) + from;
+        float * row = dst + ((int64_t) s*args.n_tokens + row0 + t)*args.n_qk + (first - (is_k ? args.n_qk : 0)) + from;
 #pragma unroll
         for (int j = 0; j < n_lane; ++j) {
             row[j*WARP_SIZE + lane] = scale*v[j]*args.scale[is_k];
@@ -256,7 +261,8 @@ static bool moegraph_step_supported(const moegraph_step_nodes & m) {
     const int64_t d          = q->ne[0];
     const int64_t n_qk       = d*q->ne[1];
 
-    const bool sizes = (d == 64 || d == 128) && n_tokens <= MOEGRAPH_STEP_TOKENS && n_seqs <= MOEGRAPH_STEP_SEQS &&
+    const int64_t n_groups   = (n_tokens + MOEGRAPH_STEP_TOKENS - 1)/MOEGRAPH_STEP_TOKENS;
+    const bool sizes = (d == 64 || d == 128) && n_groups <= (parents ? 1 : MOEGRAPH_STEP_SEQS) && n_seqs <= MOEGRAPH_STEP_SEQS &&
         n_channels % MOEGRAPH_STEP_THREADS == 0 && n_qk % MOEGRAPH_STEP_THREADS == 0 && 2*n_qk <= n_channels &&
         w->ne[0] == MOEGRAPH_STEP_D_CONV;
     bool heads = ggml_are_same_shape(q, k) && q->ne[2] == n_tokens && q->ne[3] == n_seqs && q->view_offs == 0 &&
@@ -391,7 +397,8 @@ int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgra
 
     const int n_gate_blocks = (args.n_v*args.n_tokens + MOEGRAPH_STEP_THREADS - 1)/MOEGRAPH_STEP_THREADS;
     const ggml_cuda_kernel_launch_params params(
-        dim3(args.n_conv_blocks + n_gate_blocks, n_seqs), dim3(MOEGRAPH_STEP_THREADS), (size_t) 0, ctx.stream());
+        dim3(args.n_conv_blocks + n_gate_blocks, n_seqs, (args.n_tokens + MOEGRAPH_STEP_TOKENS - 1)/MOEGRAPH_STEP_TOKENS),
+        dim3(MOEGRAPH_STEP_THREADS), (size_t) 0, ctx.stream());
     const auto kernel = q->ne[0] == 128 ?
         (parents ? moegraph_step_kernel<128, true> : moegraph_step_kernel<128, false>) :
         (parents ? moegraph_step_kernel< 64, true> : moegraph_step_kernel< 64, false>);

@@ -77,16 +77,16 @@ bool moegraph_mul_mat_glu(ggml_backend_cuda_context & ctx, ggml_tensor * up, con
 }
 
 int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    if (const int n = moegraph_gated_norm_try(ctx, cgraph, i)) { // longer than a lone norm
+        return n;
+    }
     if (const int n = moegraph_add_norm_try(ctx, cgraph, i)) {
         return n;
     }
     if (const int n = moegraph_deltanet_input_try(ctx, cgraph, i)) {
         return n;
     }
-    if (const int n = moegraph_add_rows_try(ctx, cgraph, i)) {
-        return n;
-    }
-    return moegraph_gated_norm_try(ctx, cgraph, i);
+    return moegraph_add_rows_try(ctx, cgraph, i);
 }
 
 int moegraph_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, const int i) {

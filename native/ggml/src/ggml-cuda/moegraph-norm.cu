@@ -5,13 +5,13 @@
 constexpr int MOEGRAPH_NORM_MAX = 8192; // values of a row
 
 struct moegraph_add_norm_args {
-    const float      * terms[3]; // the third may be nullptr
+    const float      * terms[3]; // the second and the third may be nullptr
     int                gated;    // the term that is multiplied by its row's gate, -1 for none
     const float      * gate;     // what the sigmoid is taken of, nullptr: the product of the next two
     const float      * gate_x;
     const float      * gate_w;
-    const float      * w;
-    float            * sum;
+    const float      * w;    // nullptr: no norm follows the sum
+    float            * sum;  // nullptr: nobody reads it
     float            * dst;
     moegraph_block_y * y;   // nullptr: not quantized for products of few rows
     block_q8_1       * q8_1; // the same for the experts of one token
@@ -42,7 +42,7 @@ static __global__ void __launch_bounds__(n_threads, 1) moegraph_add_norm_kernel(
     for (int k = 0; k < n_values; ++k) {
         const int  i    = 4*(threadIdx.x + k*n_threads);
         const bool mine = i < args.n;
-        w[k]      = mine ? *(const float4 *) (args.w + i) : zero;
+        w[k]      = mine && args.w != nullptr ? *(const float4 *) (args.w + i) : zero;
         gate_w[k] = mine && product ? *(const float4 *) (args.gate_w + i) : zero;
     }
     if (args.early) {
@@ -82,14 +82,21 @@ static __global__ void __launch_bounds__(n_threads, 1) moegraph_add_norm_kernel(
         }
         squares += v[k].x*v[k].x + v[k].y*v[k].y + v[k].z*v[k].z + v[k].w*v[k].w;
     }
-    squares = block_reduce<block_reduce_method::SUM, n_threads>(squares, shared[1]);
+    if (args.w != nullptr) {
+        squares = block_reduce<block_reduce_method::SUM, n_threads>(squares, shared[1]);
+    }
     const float scale = rsqrtf(squares/args.n + args.eps);
 
 #pragma unroll
     for (int k = 0; k < n_values; ++k) {
         const int i = 4*(threadIdx.x + k*n_threads);
         if (i < args.n) {
-            *(float4 *) (args.sum + offset + i) = v[k];
+            if (args.sum != nullptr) {
+                *(float4 *) (args.sum + offset + i) = v[k];
+            }
+            if (args.w == nullptr) {
+                continue;
+            }
             v[k] = make_float4(scale*v[k].x*w[k].x, scale*v[k].y*w[k].y, scale*v[k].z*w[k].z, scale*v[k].w*w[k].w);
             *(float4 *) (args.dst + offset + i) = v[k];
             if (args.y != nullptr) {
@@ -128,7 +135,7 @@ struct moegraph_add_norm_nodes {
     int                 gated;    // the term that is multiplied by a gate, -1 for none
     const ggml_tensor * gate;     // [1, n_rows], before the sigmoid
     const ggml_tensor * product;  // the product that is the gate, where it is computed here, or nullptr
-    const ggml_tensor * w;
+    const ggml_tensor * w;        // nullptr: no norm follows the sum; then dst is the sum, and there is no norm
     ggml_tensor * sum;
     ggml_tensor * norm;
     ggml_tensor * dst;
@@ -163,6 +170,34 @@ static int moegraph_gate_match(
     return first + 2;
 }
 
+// A norm and its weights, from node i on.
+static bool moegraph_norm_match(const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m) {
+    if (i + 1 >= cgraph->n_nodes) {
+        return false;
+    }
+    m.norm = cgraph->nodes[i];
+    m.dst  = cgraph->nodes[i + 1];
+    if (m.norm->op != GGML_OP_RMS_NORM || m.dst->op != GGML_OP_MUL ||
+            (m.dst->src[0] == m.norm) == (m.dst->src[1] == m.norm) || !ggml_node_has_n_uses(cgraph, i, 1)) {
+        return false;
+    }
+    m.w = m.dst->src[0] == m.norm ? m.dst->src[1] : m.dst->src[0];
+    return true;
+}
+
+// A norm of what another graph has summed, with the bits that it would have behind the sum.
+static bool moegraph_lone_norm_match(const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m) {
+    m = {};
+    m.gated = -1;
+    m.n_ops = 2;
+    if (!moegraph_norm_match(cgraph, i, m) || (m.norm->flags & m.dst->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
+        return false;
+    }
+    m.sum      = m.norm->src[0];
+    m.terms[0] = m.sum;
+    return true;
+}
+
 static bool moegraph_add_norm_match(const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m) {
     const ggml_tensor * gated = nullptr;
     const ggml_tensor * term  = nullptr;
@@ -171,25 +206,23 @@ static bool moegraph_add_norm_match(const ggml_cgraph * cgraph, const int i, moe
     const int n_gate  = op == GGML_OP_MUL_MAT || op == GGML_OP_UNARY ?
         moegraph_gate_match(cgraph, i, m, &gated, &term) : 0;
     const int i_add   = i + n_gate;
-    if (i_add + 2 >= cgraph->n_nodes || cgraph->nodes[i_add]->op != GGML_OP_ADD) {
+    if (i_add >= cgraph->n_nodes || cgraph->nodes[i_add]->op != GGML_OP_ADD) {
         return false;
     }
     ggml_tensor * const * nodes = cgraph->nodes + i_add;
-    const bool chain = nodes[1]->op == GGML_OP_ADD;
-    const int  n_sum = chain ? 4 : 3;
-    m.n_ops = n_gate + n_sum;
-    if (i + m.n_ops > cgraph->n_nodes) {
+    const bool chain = i_add + 1 < cgraph->n_nodes && nodes[1]->op == GGML_OP_ADD;
+    const int  n_add = chain ? 2 : 1;
+    m.sum  = nodes[n_add - 1];
+    m.n_ops = n_gate + n_add;
+    if (moegraph_norm_match(cgraph, i + m.n_ops, m) && m.norm->src[0] == m.sum) {
+        m.n_ops += 2;
+    } else if (n_gate > 0) { // a layer ends, and the next one begins in another graph: the same sums in the same order
+        m.norm = nullptr;
+        m.w    = nullptr;
+        m.dst  = m.sum;
+    } else {
         return false;
     }
-    m.sum  = nodes[n_sum - 3];
-    m.norm = nodes[n_sum - 2];
-    m.dst  = nodes[n_sum - 1];
-    if (m.norm->op != GGML_OP_RMS_NORM || m.norm->src[0] != m.sum || m.dst->op != GGML_OP_MUL ||
-            (m.dst->src[0] == m.norm) == (m.dst->src[1] == m.norm) ||
-            !ggml_node_has_n_uses(cgraph, i + m.n_ops - 2, 1)) {
-        return false;
-    }
-    m.w        = m.dst->src[0] == m.norm ? m.dst->src[1] : m.dst->src[0];
     m.terms[0] = nodes[0]->src[0];
     m.terms[1] = nodes[0]->src[1];
     m.terms[2] = nullptr;
@@ -230,7 +263,8 @@ static bool moegraph_gate_supported(const moegraph_add_norm_nodes & m) {
 
 int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
     moegraph_add_norm_nodes m;
-    if (!moegraph_add_norm_match(cgraph, i, m)) {
+    const bool lone = moegraph_lone_norm_match(cgraph, i, m);
+    if (!lone && !moegraph_add_norm_match(cgraph, i, m)) {
         return 0;
     }
     const ggml_tensor * sum = m.sum;
@@ -238,7 +272,8 @@ int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * c
     const ggml_tensor * w   = m.w;
 
     const int64_t n = sum->ne[0];
-    if (n % 32 != 0 || n > MOEGRAPH_NORM_MAX || !moegraph_is_weights(w, sum, dst) || !moegraph_is_plain(sum, sum) ||
+    if (n % 32 != 0 || n > MOEGRAPH_NORM_MAX || (w != nullptr && !moegraph_is_weights(w, sum, dst)) ||
+            !moegraph_is_plain(sum, sum) ||
             !moegraph_is_plain(dst, sum) || !moegraph_same_or_apart(sum, dst)) {
         return 0;
     }
@@ -262,20 +297,25 @@ int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * c
     } else if (m.gated >= 0) {
         args.gate = (const float *) m.gate->data;
     }
-    args.w   = (const float *) w->data;
-    args.sum = (float *) sum->data;
-    args.dst = (float *) dst->data;
-    args.y    = (moegraph_block_y *) moegraph_rows_reserve(ctx, dst);
-    args.q8_1 = (block_q8_1 *) moegraph_q8_1_reserve(ctx, dst);
+    args.sum = lone ? nullptr : (float *) sum->data;
     args.n   = n;
-    args.early = moegraph_is_constant(w) && (args.gate_w == nullptr || moegraph_is_constant(m.product->src[0]));
-    args.eps = ggml_get_op_params_f32(m.norm, 0);
+    args.early = (w == nullptr || moegraph_is_constant(w)) &&
+        (args.gate_w == nullptr || moegraph_is_constant(m.product->src[0]));
+    if (w != nullptr) {
+        args.w    = (const float *) w->data;
+        args.dst  = (float *) dst->data;
+        args.y    = (moegraph_block_y *) moegraph_rows_reserve(ctx, dst);
+        args.q8_1 = (block_q8_1 *) moegraph_q8_1_reserve(ctx, dst);
+        args.eps  = ggml_get_op_params_f32(m.norm, 0);
+    }
 
     const auto launch = [&](auto kernel, const int n_threads) {
         const ggml_cuda_kernel_launch_params params(dim3(ggml_nrows(sum)), dim3(n_threads), (size_t) 0, ctx.stream());
         ggml_cuda_kernel_launch(kernel, params, args);
     };
-    if (n <= 4*256) {
+    if (n <= 4*64) {
+        launch(moegraph_add_norm_kernel<64, 1>, 64);
+    } else if (n <= 4*256) {
         launch(moegraph_add_norm_kernel<256, 1>, 256);
     } else if (n <= 4*512) {
         launch(moegraph_add_norm_kernel<512, 1>, 512);
@@ -290,7 +330,7 @@ int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * c
 void moegraph_add_norm_keep(const ggml_cgraph * cgraph, const int i,
         const ggml_backend_graph_optimize_params * params) {
     moegraph_add_norm_nodes m;
-    if (!moegraph_add_norm_match(cgraph, i, m)) {
+    if (!moegraph_lone_norm_match(cgraph, i, m) && !moegraph_add_norm_match(cgraph, i, m)) {
         return;
     }
     for (const ggml_tensor * t : m.terms) {
@@ -298,7 +338,9 @@ void moegraph_add_norm_keep(const ggml_cgraph * cgraph, const int i,
             params->add_alloc_dep(params->user_data, const_cast<ggml_tensor *>(t), m.dst);
         }
     }
-    params->add_alloc_dep(params->user_data, m.sum, m.dst);
+    if (m.sum != m.dst) {
+        params->add_alloc_dep(params->user_data, m.sum, m.dst);
+    }
     if (m.gated >= 0) {
         params->add_alloc_dep(params->user_data, m.product ? m.product->src[1] : const_cast<ggml_tensor *>(m.gate),
             m.dst);

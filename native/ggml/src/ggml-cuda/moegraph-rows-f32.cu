@@ -56,27 +56,47 @@ static __global__ void moegraph_rows_f32_kernel(
     }
 
     __shared__ float sums[MOEGRAPH_F32_WARPS][n_w*n_a];
+    if constexpr (n_w*n_a == 64) { // the sums of warp_reduce_sum; each step leaves a lane half of the results
+        float x[64];
 #pragma unroll
-    for (int r = 0; r < n_w; ++r) {
+        for (int i = 0; i < 64; ++i) {
+            x[i] = acc[i/n_a][i % n_a];
+        }
 #pragma unroll
-        for (int c = 0; c < n_a; ++c) {
-            const float sum = warp_reduce_sum<32>(acc[r][c]);
-            if (threadIdx.x == 0) {
-                sums[threadIdx.y][r*n_a + c] = sum;
+        for (int half = 32, offset = 16; offset > 0; half /= 2, offset /= 2) {
+            const bool upper = threadIdx.x & offset;
+#pragma unroll
+            for (int i = 0; i < half; ++i) {
+                const float mine  = upper ? x[i + half] : x[i];
+                const float other = upper ? x[i] : x[i + half];
+                x[i] = mine + __shfl_xor_sync(0xFFFFFFFF, other, offset);
+            }
+        }
+        *(float2 *) &sums[threadIdx.y][2*threadIdx.x] = make_float2(x[0], x[1]);
+    } else {
+#pragma unroll
+        for (int r = 0; r < n_w; ++r) {
+#pragma unroll
+            for (int c = 0; c < n_a; ++c) {
+                const float sum = warp_reduce_sum<32>(acc[r][c]);
+                if (threadIdx.x == 0) {
+                    sums[threadIdx.y][r*n_a + c] = sum;
+                }
             }
         }
     }
     __syncthreads();
-    if (threadIdx.y > 0 || threadIdx.x >= n_w*n_a) {
+    const int result = 32*threadIdx.y + threadIdx.x;
+    if (result >= n_w*n_a) {
         return;
     }
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < MOEGRAPH_F32_WARPS; ++w) {
-        sum += sums[w][threadIdx.x];
+        sum += sums[w][result];
     }
-    const int row = row0 + threadIdx.x / n_a;
-    const int col = col0 + threadIdx.x % n_a;
+    const int row = row0 + result / n_a;
+    const int col = col0 + result % n_a;
     if (row < n_rows && col < n_cols) {
         dst[col*stride_dst + row] = sum;
     }
@@ -89,8 +109,8 @@ bool moegraph_rows_f32_supported(const ggml_tensor * dst) {
     return src0 != nullptr && src1 != nullptr && src0->type == GGML_TYPE_F32 && src1->type == GGML_TYPE_F32 &&
         dst->type == GGML_TYPE_F32 &&
         src0->ne[2] == 1 && src0->ne[3] == 1 && src1->ne[2] == 1 && src1->ne[3] == 1 && src0->ne[1] <= 1024 &&
-        (moegraph_rows_are_apart(dst) ? src1->ne[1] <= MOEGRAPH_MAX_COLS :
-            src1->ne[1] >= 3 && src1->ne[1] <= (src0->ne[1] < 16 ? 8 : MOEGRAPH_MAX_COLS)) &&
+        (moegraph_rows_are_apart(dst) ||
+            (src1->ne[1] >= 3 && src1->ne[1] <= (src0->ne[1] < 16 ? 8 : MOEGRAPH_MAX_COLS))) &&
         src0->ne[0] % 4 == 0 && src0->nb[0] == sizeof(float) && src1->nb[0] == sizeof(float) &&
         dst->nb[0] == sizeof(float) &&
         src0->nb[1] % 16 == 0 && src1->nb[1] % 16 == 0 && (uintptr_t) src0->data % 16 == 0 &&
@@ -114,6 +134,8 @@ void moegraph_rows_f32_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * ds
         moegraph_rows_f32_launch<1, 1>(dst, ctx.stream());
     } else if (dst->src[1]->ne[1] == 2) {
         moegraph_rows_f32_launch<1, 2>(dst, ctx.stream());
+    } else if (dst->src[1]->ne[1] > MOEGRAPH_MAX_COLS) {
+        moegraph_rows_f32_launch<8, 8>(dst, ctx.stream()); // a row of either is read by fewer blocks
     } else {
         moegraph_rows_f32_launch<2, 8>(dst, ctx.stream());
     }

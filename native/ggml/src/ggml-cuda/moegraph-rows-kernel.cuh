@@ -1,9 +1,23 @@
 #pragma once
 
+#include <algorithm>
+
 #include "mma.cuh"
 #include "moegraph-copy.cuh"
 #include "moegraph-rows-unpack.cuh"
 #include "unary.cuh"
+
+// What a block computes a part of.
+static __device__ __forceinline__ moegraph_segment moegraph_segment_of_block(const moegraph_rows_args & args) {
+    moegraph_segment seg = args.segments[0];
+#pragma unroll
+    for (int i = 1; i < MOEGRAPH_MAX_SEGMENTS; ++i) {
+        if (i < args.n_segments && (int) blockIdx.x >= args.segments[i].first_block) {
+            seg = args.segments[i];
+        }
+    }
+    return seg;
+}
 
 // Of each matrix: the first row of weights that a lane copies and computes, the one 8 below, and the end of the memory.
 template <int n_mats>
@@ -130,6 +144,64 @@ static __device__ __forceinline__ void moegraph_dot_chunk(
     }
 }
 
+// How many warps of moegraph_rows_kernel a block may have on a device with so much shared memory.
+template <ggml_type type, bool glu>
+static int moegraph_rows_most_warps(const size_t smem) {
+    constexpr size_t warp_bytes = MOEGRAPH_STAGES*(glu ? 2 : 1)*MOEGRAPH_TILE_ROWS*moegraph_x<type>::pitch;
+    int n = MOEGRAPH_MAX_WARPS;
+    while (n > 1 && n*warp_bytes > smem) {
+        n /= 2;
+    }
+    return n;
+}
+
+// Into how many parts the sums of a product with so many tiles of rows are divided. Several warps share a tile if there are
+// few tiles, as long as all warps fit on the device at once. How many groups of experts there will be is not known: two
+// chunks a warp. apart: other products may share the launch or not, so each takes half of the device at most.
+template <ggml_type type, bool glu>
+static int moegraph_rows_parts(const moegraph_rows_args & args, const int n_tiles) {
+    const ggml_cuda_device_info::cuda_device_info & dev = ggml_cuda_info().devices[ggml_cuda_get_device()];
+    const int  n_wanted = dev.nsm*MOEGRAPH_MAX_WARPS*MOEGRAPH_MIN_BLOCKS/(args.apart && !glu ? 2 : 1);
+    const bool dense    = args.groups == nullptr;
+    const int  most     = std::min(moegraph_rows_most_warps<type, glu>(dev.smpbo), dense ? MOEGRAPH_MAX_WARPS : 4);
+    int n = 1;
+    while (n < most && (dense ? 2*n <= args.n_chunks && 2*n_tiles*n <= n_wanted : 4*n <= args.n_chunks)) {
+        n *= 2;
+    }
+    return n;
+}
+
+static int moegraph_n_tiles(const moegraph_segment & seg) {
+    return (seg.n_rows + MOEGRAPH_TILE_ROWS - 1)/MOEGRAPH_TILE_ROWS;
+}
+
+// Divides the sums of each product, see moegraph_rows_parts. Returns the most parts.
+template <ggml_type type, bool glu>
+static int moegraph_rows_divide(moegraph_rows_args & args) {
+    int n_all = 0, most = 1;
+    for (int i = 0; i < args.n_segments; ++i) {
+        n_all += moegraph_n_tiles(args.segments[i]);
+    }
+    for (int i = 0; i < args.n_segments; ++i) {
+        moegraph_segment & seg = args.segments[i];
+        seg.k_split = moegraph_rows_parts<type, glu>(args, args.apart ? moegraph_n_tiles(seg) : n_all);
+        most = std::max(most, seg.k_split);
+    }
+    return most;
+}
+
+// Gives each product its blocks of n_warps warps, of which so many as share_tiles says share a tile. Returns their number.
+static int moegraph_rows_lay_out(moegraph_rows_args & args, const int n_warps, const bool share_tiles) {
+    int n = 0;
+    for (int i = 0; i < args.n_segments; ++i) {
+        moegraph_segment & seg = args.segments[i];
+        const int n_tiles = share_tiles ? n_warps/seg.k_split : n_warps;
+        seg.first_block = n;
+        n += (moegraph_n_tiles(seg) + n_tiles - 1)/n_tiles;
+    }
+    return n;
+}
+
 static __device__ __forceinline__ float moegraph_glu(const float up, const float gate, const int op,
         const float limit) {
     switch (op) {
@@ -213,17 +285,11 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
 
     const int g    = threadIdx.x / 4;
     const int c    = threadIdx.x % 4;
-    const int part = threadIdx.y % args.k_split;
-    const int tile = blockIdx.x*(blockDim.y / args.k_split) + threadIdx.y / args.k_split;
-
-    moegraph_segment seg = args.segments[0];
-#pragma unroll
-    for (int i = 1; i < MOEGRAPH_MAX_SEGMENTS; ++i) {
-        if (i < args.n_segments && tile >= args.segments[i].first_tile) {
-            seg = args.segments[i];
-        }
-    }
-    const int row = (tile - seg.first_tile)*MOEGRAPH_TILE_ROWS + g;
+    const moegraph_segment seg = moegraph_segment_of_block(args);
+    const int k_split = seg.k_split;
+    const int part    = threadIdx.y % k_split;
+    const int tile    = (blockIdx.x - seg.first_block)*(blockDim.y / k_split) + threadIdx.y / k_split;
+    const int row     = tile*MOEGRAPH_TILE_ROWS + g;
 
     const bool dense = args.groups == nullptr;
     if (!dense || !args.early) {
@@ -248,14 +314,14 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
     moegraph_rows_of_lane<n_mats>(rows, ends, args, seg, expert, row);
 
     const int n_steps = expert < 0 || part >= args.n_chunks ? 0 :
-        (args.n_chunks - part + args.k_split - 1) / args.k_split;
+        (args.n_chunks - part + k_split - 1) / k_split;
 #pragma unroll
     for (int i = 0; i < MOEGRAPH_STAGES; ++i) {
         if (i < n_steps) {
 #pragma unroll
             for (int m = 0; m < n_mats; ++m) {
                 moegraph_load_chunk<type>(smem_warp + (i*n_mats + m)*stage_bytes, rows[m][0], rows[m][1], ends[m],
-                    part + i*args.k_split);
+                    part + i*k_split);
             }
         }
         moegraph_copy_commit();
@@ -286,7 +352,7 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
 
     float acc[n_mats][n_tiles][4] = {};
     for (int i = 0; i < n_steps; ++i) {
-        const int chunk = part + i*args.k_split;
+        const int chunk = part + i*k_split;
         char * stage = smem_warp + (i % MOEGRAPH_STAGES)*n_mats*stage_bytes;
         moegraph_copy_wait<MOEGRAPH_STAGES - 1>();
         __syncwarp();
@@ -310,13 +376,13 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
 #pragma unroll
             for (int m = 0; m < n_mats; ++m) {
                 moegraph_load_chunk<type>(stage + m*stage_bytes, rows[m][0], rows[m][1], ends[m],
-                    chunk + MOEGRAPH_STAGES*args.k_split);
+                    chunk + MOEGRAPH_STAGES*k_split);
             }
         }
         moegraph_copy_commit();
     }
 
-    if (args.k_split > 1 && !moegraph_rows_sum_parts<type, n_tiles, n_mats>(acc, smem_warp, part, args.k_split)) {
+    if (k_split > 1 && !moegraph_rows_sum_parts<type, n_tiles, n_mats>(acc, smem_warp, part, k_split)) {
         return;
     }
     moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, expert, n, row);

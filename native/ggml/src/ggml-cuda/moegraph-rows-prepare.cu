@@ -186,7 +186,7 @@ void moegraph_rows_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cg
         }
         if ((node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) &&
                 moegraph_rows_supported(node, nullptr, cc)) {
-            if (node->op == GGML_OP_MUL_MAT_ID && ggml_nelements(node->src[2]) > MOEGRAPH_FEW_SLOTS) {
+            if (moegraph_rows_are_many(node)) {
                 continue; // quantized in the pool: these rows would take much memory for good
             }
             state.wanted.insert(moegraph_origin(node->src[1]));
@@ -251,7 +251,7 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     const int     n_used   = ids ? ids->ne[0] : 1;
     const int     n_slots  = ids ? ids->ne[0]*ids->ne[1] : 0;
     const int     n_experts = src0->ne[2];
-    const bool    many        = n_slots > MOEGRAPH_FEW_SLOTS;
+    const bool    many        = moegraph_rows_are_many(dst);
     result.group_cols         = many ? moegraph_wide_cols() : MOEGRAPH_TILE_COLS;
     const size_t  size_y      = n_rows_y*n_values/32*sizeof(moegraph_block_y);
     const size_t  size_groups = sizeof(int) + moegraph_max_groups(n_slots, n_experts, result.group_cols)*sizeof(moegraph_group);

@@ -45,7 +45,8 @@ struct moegraph_segment {
     float      * dst;
     int64_t      stride_dst_col; // floats, between slots of a token or dense columns
     int          n_rows;
-    int          first_tile;
+    int          first_block;
+    int          k_split;        // warps that share a tile, parts of its sums
 };
 
 constexpr int MOEGRAPH_MAX_SEGMENTS = 4;
@@ -66,8 +67,8 @@ struct moegraph_rows_args {
     int                      n_chunks;
     int                      n_used;   // slots per token
     int                      n_y;      // activation rows per token
-    int                      k_split;  // warps that share a tile
     int                      early;    // weights may be read before the preceding kernel has ended
+    int                      apart;    // a row's bits must not depend on how many rows or products there are
     int                      glu_op;
     float                    glu_limit;
 };
@@ -95,18 +96,22 @@ static __device__ __forceinline__ void moegraph_quantize_4(const float4 v, moegr
     }
 }
 
-// The same in the format of the vector kernels. The quants and the scale are those of quantize_q8_1; the sum is added
-// up in another order.
+// The same in the format of the vector kernels, with the bits of quantize_q8_1: its 32 threads add up what lies 16, 8, 4, 2
+// and 1 apart, in this order.
 static __device__ __forceinline__ void moegraph_quantize_q8_1_4(const float4 v, block_q8_1 * dst) {
     const int      j    = threadIdx.x % 8;
     const unsigned mask = 0xFFu << (threadIdx.x % 32 - j);
-    float amax = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-    float sum  = v.x + v.y + v.z + v.w;
+    float  amax = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+    float4 sums = v;
 #pragma unroll
     for (int offset = 4; offset > 0; offset /= 2) {
-        amax = fmaxf(amax, __shfl_xor_sync(mask, amax, offset, 8));
-        sum += __shfl_xor_sync(mask, sum, offset, 8);
+        amax    = fmaxf(amax, __shfl_xor_sync(mask, amax, offset, 8));
+        sums.x += __shfl_xor_sync(mask, sums.x, offset, 8);
+        sums.y += __shfl_xor_sync(mask, sums.y, offset, 8);
+        sums.z += __shfl_xor_sync(mask, sums.z, offset, 8);
+        sums.w += __shfl_xor_sync(mask, sums.w, offset, 8);
     }
+    const float sum = (sums.x + sums.z) + (sums.y + sums.w);
     const float d = amax/127.0f;
     const char4 q = amax == 0.0f ? make_char4(0, 0, 0, 0) :
         make_char4(roundf(v.x/d), roundf(v.y/d), roundf(v.z/d), roundf(v.w/d));
@@ -133,6 +138,12 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
 
 static bool moegraph_is_view_op(const ggml_tensor * t) {
     return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+}
+
+// Whether a product has more rows than moegraph-rows.cu computes: moegraph-wide.cu does.
+static bool moegraph_rows_are_many(const ggml_tensor * dst) {
+    return dst->op == GGML_OP_MUL_MAT_ID ? ggml_nelements(dst->src[2]) > MOEGRAPH_FEW_SLOTS :
+        dst->src[1]->ne[1] > MOEGRAPH_MAX_COLS;
 }
 
 // Whether no kernel writes a tensor, so that it may be loaded before the preceding kernel has ended.

@@ -65,8 +65,8 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
             src0->ne[2] <= MOEGRAPH_MAX_EXPERTS && dst->src[2]->nb[0] == sizeof(int32_t) && dst->src[2]->ne[2] == 1;
     }
     const int64_t n_cols = dst->ne[1];
-    return n_cols >= (apart || async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) && n_cols <= MOEGRAPH_MAX_COLS && src0->ne[2] == 1 &&
-        src1->ne[2] == 1;
+    return n_cols >= (apart || async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) && (apart || n_cols <= MOEGRAPH_MAX_COLS) &&
+        src0->ne[2] == 1 && src1->ne[2] == 1;
 }
 
 template <ggml_type type, int n_tiles, bool glu>
@@ -75,33 +75,11 @@ static void moegraph_rows_launch(const moegraph_rows_args & args0, const int n_g
     const ggml_cuda_device_info::cuda_device_info & dev = ggml_cuda_info().devices[ggml_cuda_get_device()];
     constexpr size_t warp_bytes = MOEGRAPH_STAGES*(glu ? 2 : 1)*MOEGRAPH_TILE_ROWS*moegraph_x<type>::pitch;
 
-    // several warps share a tile if there are few tiles, as long as all warps fit on the device at once
-    const int n_warps_wanted = dev.nsm*MOEGRAPH_MAX_WARPS*MOEGRAPH_MIN_BLOCKS;
-    const moegraph_segment & last = args.segments[args.n_segments - 1];
-    const int n_row_tiles = last.first_tile + (last.n_rows + MOEGRAPH_TILE_ROWS - 1) / MOEGRAPH_TILE_ROWS;
-    int max_warps = MOEGRAPH_MAX_WARPS;
-    while (max_warps > 1 && max_warps*warp_bytes > dev.smpbo) {
-        max_warps /= 2;
-    }
-    args.k_split = 1;
-    if (args.groups != nullptr) {
-        // the number of groups is not known here: two chunks a warp
-        max_warps = std::min(max_warps, 4);
-        while (args.k_split < max_warps && 4*args.k_split <= args.n_chunks) {
-            args.k_split *= 2;
-        }
-    } else {
-        while (args.k_split < max_warps && 2*args.k_split <= args.n_chunks &&
-                2*n_row_tiles*args.k_split <= n_warps_wanted) {
-            args.k_split *= 2;
-        }
-    }
-    int n_warps = args.k_split;
+    int n_warps = moegraph_rows_divide<type, glu>(args);
     while (n_warps < 4 && 2*n_warps*warp_bytes <= 48*1024) {
         n_warps *= 2;
     }
-    const int tiles_per_block = n_warps/args.k_split;
-    const dim3 grid((n_row_tiles + tiles_per_block - 1)/tiles_per_block, n_groups, 1);
+    const dim3 grid(moegraph_rows_lay_out(args, n_warps, true), n_groups, 1);
     const dim3 block(32, n_warps, 1);
 
     const ggml_cuda_kernel_launch_params params(grid, block, n_warps*warp_bytes, stream);
@@ -155,14 +133,13 @@ static void moegraph_rows_run(
     moegraph_rows_args args = {};
     args.n_segments = n_dst;
     args.early      = !gate || moegraph_is_constant(gate->src[0]);
-    int n_tiles = 0;
+    args.apart      = moegraph_rows_are_apart(dst);
     for (int i = 0; i < n_dst; ++i) {
         const ggml_tensor * w   = dsts[i]->src[0];
         const ggml_tensor * out = glu != nullptr ? glu : dsts[i];
         args.segments[i] = {
             (const char *) w->data, end_of(w), (float *) out->data, (int64_t) (out->nb[1]/sizeof(float)),
-            (int) w->ne[1], n_tiles };
-        n_tiles += (w->ne[1] + MOEGRAPH_TILE_ROWS - 1) / MOEGRAPH_TILE_ROWS;
+            (int) w->ne[1], 0, 1 };
         args.early = args.early && moegraph_is_constant(w);
         args.stride_dst_token = out->nb[2]/sizeof(float);
     }
@@ -180,10 +157,15 @@ static void moegraph_rows_run(
     args.glu_op           = glu ? ggml_get_glu_op(glu) : 0;
     args.glu_limit        = glu ? ggml_get_op_params_f32(glu, 3) : 0.0f;
 
-    // blocks of groups that there are not end at once
-    const int n_groups = ids ? moegraph_max_groups(n_slots, n_experts, operands.group_cols) : 1;
-    args.group_cols    = operands.group_cols;
-    if (n_slots > MOEGRAPH_FEW_SLOTS) {
+    const bool many = moegraph_rows_are_many(dst);
+    args.group_cols = operands.group_cols;
+    int n_groups = 1;
+    if (ids) { // blocks of groups that there are not end at once
+        n_groups = moegraph_max_groups(n_slots, n_experts, args.group_cols);
+    } else if (many) {
+        n_groups = (args.n_cols + args.group_cols - 1)/args.group_cols;
+    }
+    if (many) {
         moegraph_wide_mul_mat(src0->type, args, n_groups, ctx.stream());
     } else if (glu) {
         moegraph_rows_switch_type<true>(src0->type, args, n_groups, ctx.stream());

@@ -12,37 +12,67 @@ constexpr int WIDE_Y_PITCH = WIDE_Y_BYTES + 16;
 // memory may not be given the device's limit.
 constexpr int WIDE_LIST_BYTES = MOEGRAPH_MAX_COLS*sizeof(int);
 
+// Of a warp, the sums of earlier parts, behind the activations.
+template <bool glu>
+static constexpr __host__ __device__ size_t wide_sum_bytes() {
+    return (glu ? 2 : 1)*MOEGRAPH_TILE_ROWS*MOEGRAPH_MAX_COLS*sizeof(float);
+}
+
 // 32 columns take 21 KB beside 37 KB of weights (Q4_K, gate and up). Devices with up to 100 KB could then hold one block.
 int moegraph_wide_cols() {
     return ggml_cuda_info().devices[ggml_cuda_get_device()].smpbo >= 160*1024 ? MOEGRAPH_MAX_COLS : MOEGRAPH_MAX_COLS/2;
 }
 
-// Computes 16 rows of weights of this warp with n_tiles*8 columns of the block's group.
-template <ggml_type type, int n_tiles, bool glu>
+// The chunks of a row as moegraph_rows_kernel adds them up: part after part, every n_parts-th chunk in each.
+struct wide_order {
+    int chunk;
+    int part;
+
+    __device__ __forceinline__ void next(const int n_parts, const int n_chunks) {
+        chunk += n_parts;
+        if (chunk >= n_chunks) {
+            chunk = ++part;
+        }
+    }
+};
+
+// Adds the sums of a part to those of the parts before it, and begins the next one.
+template <int n_tiles, int n_mats>
+static __device__ __forceinline__ void wide_end_part(float (&acc)[n_mats][n_tiles][4], float * sums, const bool first) {
+#pragma unroll
+    for (int l = 0; l < n_mats*n_tiles*4; ++l) {
+        float & x   = acc[l/(4*n_tiles)][(l/4) % n_tiles][l%4];
+        float & sum = sums[32*l + threadIdx.x];
+        sum = first ? x : sum + x;
+        x   = 0.0f;
+    }
+}
+
+// Computes 16 rows of weights of this warp with n_tiles*8 columns of a group; seg: what these rows belong to, row: the
+// first of this lane. apart: in the order of moegraph_rows_kernel.
+template <ggml_type type, int n_tiles, bool glu, bool apart>
 static __device__ __forceinline__ void wide_block(
-        const moegraph_rows_args & args, const moegraph_group & group, const int * y_rows, char * smem) {
+        const moegraph_rows_args & args, const moegraph_segment & seg, const int row, const int expert, const int n,
+        const int * slots, const int * y_rows, char * smem) {
     typedef moegraph_x<type> X;
     constexpr int n_mats      = glu ? 2 : 1;
     constexpr int stage_bytes = MOEGRAPH_TILE_ROWS*X::pitch;
     constexpr int warp_bytes  = MOEGRAPH_STAGES*n_mats*stage_bytes;
     constexpr int n_vecs      = WIDE_Y_BYTES/16;
 
-    const moegraph_segment & seg = args.segments[0];
     const int g        = threadIdx.x / 4;
     const int c        = threadIdx.x % 4;
     const int tid      = threadIdx.y*32 + threadIdx.x;
-    const int row      = (blockIdx.x*blockDim.y + threadIdx.y)*MOEGRAPH_TILE_ROWS + g;
-    const int expert   = group.expert;
     const int n_chunks = expert < 0 ? 0 : args.n_chunks;
     const int y_bytes  = args.group_cols*WIDE_Y_PITCH;
     char * smem_y      = smem + blockDim.y*warp_bytes;
     char * smem_warp   = smem + threadIdx.y*warp_bytes;
+    float * sums       = (float *) (smem_y + MOEGRAPH_STAGES*y_bytes + threadIdx.y*wide_sum_bytes<glu>());
 
     const char * rows[n_mats][2];
     const char * ends[n_mats];
     moegraph_rows_of_lane<n_mats>(rows, ends, args, seg, expert, row);
-    const auto load = [&](const int chunk) {
-        const int stage = chunk % MOEGRAPH_STAGES;
+    const auto load = [&](const int chunk, const int stage) {
 #pragma unroll
         for (int m = 0; m < n_mats; ++m) {
             moegraph_load_chunk<type>(smem_warp + (stage*n_mats + m)*stage_bytes, rows[m][0], rows[m][1], ends[m], chunk);
@@ -55,10 +85,14 @@ static __device__ __forceinline__ void wide_block(
                 y + (int64_t) y_rows[col]*args.n_chunks*WIDE_Y_BYTES + 16*v, 16);
         }
     };
+    wide_order ahead = { 0, 0 }, at = { 0, 0 };
 #pragma unroll
     for (int i = 0; i < MOEGRAPH_STAGES; ++i) {
         if (i < n_chunks) {
-            load(i);
+            load(apart ? ahead.chunk : i, i);
+            if constexpr (apart) {
+                ahead.next(seg.k_split, n_chunks);
+            }
         }
         moegraph_copy_commit();
     }
@@ -73,8 +107,9 @@ static __device__ __forceinline__ void wide_block(
         y_scales[t][1] = (8*t + 2*c + 1)*WIDE_Y_PITCH;
     }
     float acc[n_mats][n_tiles][4] = {};
-    for (int chunk = 0; chunk < n_chunks; ++chunk) {
-        const int stage = chunk % MOEGRAPH_STAGES;
+    for (int i = 0; i < n_chunks; ++i) {
+        const int stage = i % MOEGRAPH_STAGES;
+        const int chunk = apart ? at.chunk : i;
         moegraph_copy_wait<MOEGRAPH_STAGES - 1>();
         __syncthreads();
         const char * s[n_mats][2];
@@ -89,17 +124,34 @@ static __device__ __forceinline__ void wide_block(
             }
         }
         moegraph_dot_chunk<type, n_tiles, n_mats>(acc, s, smem_y + stage*y_bytes, y_quants, y_scales);
+        if constexpr (apart) {
+            const int part = at.part;
+            at.next(seg.k_split, n_chunks);
+            if (seg.k_split > 1 && at.part > part) {
+                wide_end_part<n_tiles, n_mats>(acc, sums, part == 0);
+            }
+        }
         __syncthreads();
-        if (chunk + MOEGRAPH_STAGES < n_chunks) {
-            load(chunk + MOEGRAPH_STAGES);
+        if (i + MOEGRAPH_STAGES < n_chunks) {
+            load(apart ? ahead.chunk : i + MOEGRAPH_STAGES, stage);
+            if constexpr (apart) {
+                ahead.next(seg.k_split, n_chunks);
+            }
         }
         moegraph_copy_commit();
     }
-    moegraph_rows_store<n_tiles, glu>(acc, args, seg, group.slots, expert, group.n, row);
+    if (apart && seg.k_split > 1 && n_chunks > 0) {
+#pragma unroll
+        for (int l = 0; l < n_mats*n_tiles*4; ++l) {
+            acc[l/(4*n_tiles)][(l/4) % n_tiles][l%4] = sums[32*l + threadIdx.x];
+        }
+    }
+    moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, expert, n, row);
 }
 
-// Grid: (blocks of rows, groups). Block: (32, n_warps). A group has as many tiles of columns as it has slots for.
-template <ggml_type type, bool glu>
+// Grid: (blocks of rows, groups). Block: (32, n_warps). A group has as many tiles of columns as it has slots for. Without
+// groups, the columns of a dense product that follow each other are one.
+template <ggml_type type, bool glu, bool apart>
 __launch_bounds__(WIDE_WARPS*32, WIDE_BLOCKS)
 static __global__ void moegraph_wide_kernel(const moegraph_rows_args args) {
 #ifdef TURING_MMA_AVAILABLE
@@ -108,22 +160,39 @@ static __global__ void moegraph_wide_kernel(const moegraph_rows_args args) {
     char * smem   = (char *) moegraph_wide_smem + WIDE_LIST_BYTES;
 
     ggml_cuda_pdl_sync();
-    if ((int) blockIdx.y >= *args.n_groups) {
-        return;
+    moegraph_segment seg = apart ? moegraph_segment_of_block(args) : args.segments[0];
+    int n, expert = 0, first = 0;
+    const int * slots = nullptr;
+    if (!apart || args.groups != nullptr) {
+        if ((int) blockIdx.y >= *args.n_groups) {
+            return;
+        }
+        const moegraph_group & group = args.groups[blockIdx.y];
+        n      = group.n;
+        expert = group.expert;
+        slots  = group.slots;
+    } else {
+        first = blockIdx.y*args.group_cols;
+        n     = min(args.group_cols, args.n_cols - first);
+        seg.dst += first*seg.stride_dst_col;
     }
-    const moegraph_group & group = args.groups[blockIdx.y];
-    const int n = group.n;
     if (threadIdx.y == 0) { // columns past the last one repeat it, their results are dropped
-        const int slot = group.slots[min((int) threadIdx.x, n - 1)];
-        y_rows[threadIdx.x] = (slot / args.n_used)*args.n_y + (slot % args.n_used) % args.n_y;
+        const int col = min((int) threadIdx.x, n - 1);
+        int y_row = first + col;
+        if (slots != nullptr) {
+            y_row = (slots[col] / args.n_used)*args.n_y + (slots[col] % args.n_used) % args.n_y;
+        }
+        y_rows[threadIdx.x] = y_row;
     }
     __syncthreads();
+    const int block = blockIdx.x - (apart ? seg.first_block : 0);
+    const int row   = (block*blockDim.y + threadIdx.y)*MOEGRAPH_TILE_ROWS + threadIdx.x/4;
     static_assert(MOEGRAPH_MAX_COLS == 4*MOEGRAPH_TILE_COLS && MOEGRAPH_MAX_COLS == 32, "four tiles, and a lane for each column");
     switch ((n - 1)/MOEGRAPH_TILE_COLS) {
-        case 0:  wide_block<type, 1, glu>(args, group, y_rows, smem); break;
-        case 1:  wide_block<type, 2, glu>(args, group, y_rows, smem); break;
-        case 2:  wide_block<type, 3, glu>(args, group, y_rows, smem); break;
-        default: wide_block<type, 4, glu>(args, group, y_rows, smem); break;
+        case 0:  wide_block<type, 1, glu, apart>(args, seg, row, expert, n, slots, y_rows, smem); break;
+        case 1:  wide_block<type, 2, glu, apart>(args, seg, row, expert, n, slots, y_rows, smem); break;
+        case 2:  wide_block<type, 3, glu, apart>(args, seg, row, expert, n, slots, y_rows, smem); break;
+        default: wide_block<type, 4, glu, apart>(args, seg, row, expert, n, slots, y_rows, smem); break;
     }
 #else
     GGML_UNUSED(args);
@@ -131,39 +200,50 @@ static __global__ void moegraph_wide_kernel(const moegraph_rows_args args) {
 #endif // TURING_MMA_AVAILABLE
 }
 
-template <ggml_type type, bool glu>
-static void wide_launch(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
-    constexpr size_t warp_bytes  = MOEGRAPH_STAGES*(glu ? 2 : 1)*MOEGRAPH_TILE_ROWS*moegraph_x<type>::pitch;
+template <ggml_type type, bool glu, bool apart>
+static void wide_launch(const moegraph_rows_args & args0, const int n_groups, cudaStream_t stream) {
+    constexpr size_t warp_bytes  = MOEGRAPH_STAGES*(glu ? 2 : 1)*MOEGRAPH_TILE_ROWS*moegraph_x<type>::pitch +
+        (apart ? wide_sum_bytes<glu>() : 0);
+    moegraph_rows_args args = args0;
     const size_t other_bytes = WIDE_LIST_BYTES + (size_t) MOEGRAPH_STAGES*args.group_cols*WIDE_Y_PITCH;
     const size_t most        = ggml_cuda_info().devices[ggml_cuda_get_device()].smpbo;
     int n_warps = WIDE_WARPS;
     while (n_warps > 1 && n_warps*warp_bytes + other_bytes > most) {
         n_warps /= 2;
     }
-    const int  block_rows = n_warps*MOEGRAPH_TILE_ROWS;
-    const dim3 grid((args.segments[0].n_rows + block_rows - 1)/block_rows, n_groups, 1);
-    const auto kernel = moegraph_wide_kernel<type, glu>;
+    moegraph_rows_divide<type, glu>(args);
+    const dim3 grid(moegraph_rows_lay_out(args, n_warps, false), n_groups, 1);
+    const auto kernel = moegraph_wide_kernel<type, glu, apart>;
     CUDA_SET_SHARED_MEMORY_LIMIT(kernel, most);
     const ggml_cuda_kernel_launch_params params(grid, dim3(32, n_warps), n_warps*warp_bytes + other_bytes, stream);
     ggml_cuda_kernel_launch(kernel, params, args);
 }
 
-template <ggml_type type>
+template <ggml_type type, bool apart>
 static void wide_switch_glu(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
     if (args.x_gate != nullptr) {
-        wide_launch<type, true>(args, n_groups, stream);
+        wide_launch<type, true, apart>(args, n_groups, stream);
     } else {
-        wide_launch<type, false>(args, n_groups, stream);
+        wide_launch<type, false, apart>(args, n_groups, stream);
+    }
+}
+
+template <ggml_type type>
+static void wide_switch_apart(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
+    if (args.apart) {
+        wide_switch_glu<type, true>(args, n_groups, stream);
+    } else {
+        wide_switch_glu<type, false>(args, n_groups, stream);
     }
 }
 
 void moegraph_wide_mul_mat(const ggml_type type, const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
     switch (type) {
-        case GGML_TYPE_Q4_0: wide_switch_glu<GGML_TYPE_Q4_0>(args, n_groups, stream); break;
-        case GGML_TYPE_Q8_0: wide_switch_glu<GGML_TYPE_Q8_0>(args, n_groups, stream); break;
-        case GGML_TYPE_Q4_K: wide_switch_glu<GGML_TYPE_Q4_K>(args, n_groups, stream); break;
-        case GGML_TYPE_Q5_K: wide_switch_glu<GGML_TYPE_Q5_K>(args, n_groups, stream); break;
-        case GGML_TYPE_Q6_K: wide_switch_glu<GGML_TYPE_Q6_K>(args, n_groups, stream); break;
+        case GGML_TYPE_Q4_0: wide_switch_apart<GGML_TYPE_Q4_0>(args, n_groups, stream); break;
+        case GGML_TYPE_Q8_0: wide_switch_apart<GGML_TYPE_Q8_0>(args, n_groups, stream); break;
+        case GGML_TYPE_Q4_K: wide_switch_apart<GGML_TYPE_Q4_K>(args, n_groups, stream); break;
+        case GGML_TYPE_Q5_K: wide_switch_apart<GGML_TYPE_Q5_K>(args, n_groups, stream); break;
+        case GGML_TYPE_Q6_K: wide_switch_apart<GGML_TYPE_Q6_K>(args, n_groups, stream); break;
         default: GGML_ABORT("fatal error");
     }
 }
