@@ -132,6 +132,16 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(open_engine: Open) -> N
         assert service.status().counts.refused == 1
 
 
+@pytest.mark.parametrize("n_seq", [1, 2])
+def test_what_was_read_without_reuse_serves_no_later_request(open_engine: Open, n_seq: int) -> None:
+    engine = open_engine(n_seq=n_seq, cpu_reference=True)
+    ids = prompt(engine, 150)
+    with serving(engine) as service:
+        first = Client(service, ids, max_tokens=3, reuse=False).wait()
+        later = Client(service, [*ids, *first.tokens, 1], max_tokens=3).wait()
+    assert later.last.usage.n_cached == 0 and engine.prefixes.n_places == 0
+
+
 def test_an_idle_service_takes_as_many_as_slots_and_queue_have_room_for(open_engine: Open) -> None:
     engine = open_engine(n_seq=2)
     with serving(engine, n_waiting=3) as service:

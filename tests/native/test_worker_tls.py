@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,41 @@ def test_who_has_a_key_can_make_no_certificates_and_only_play_its_role(keys: Pat
         found = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage)
         assert [one._name for one in found.value] == [purpose] and found.critical
         own.verify_directly_issued_by(root)
+
+
+def shaken(server: ssl.SSLContext, client: ssl.SSLContext) -> list[ssl.SSLObject]:
+    """Return both ends after a handshake in memory; errors are those of either side."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        server.wrap_bio(to_server, to_client, server_side=True),
+        client.wrap_bio(to_client, to_server),
+    ]
+    for end in ends * 4:
+        with suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    return ends
+
+
+def test_older_versions_and_sides_without_a_certificate_are_refused(keys: Path) -> None:
+    def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        return tls_context(keys / "worker", True), tls_context(keys / "client", False)
+
+    server, client = shaken(*contexts())
+    assert server.version() == client.version() == "TLSv1.3"
+    server.write(b"x")
+    assert client.read(1) == b"x"
+    # no ticket: a client proves itself each time
+    assert client.session is None or not client.session.has_ticket
+    for older in (0, 1):  # either side
+        pair = contexts()
+        pair[older].minimum_version = ssl.TLSVersion.TLSv1_2
+        pair[older].maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(ssl.SSLError):
+            shaken(*pair)
+    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
+    with pytest.raises(ssl.SSLError):
+        shaken(contexts()[0], nobody)
 
 
 @pytest.fixture
