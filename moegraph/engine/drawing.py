@@ -68,7 +68,7 @@ class Drawing:
         self._begin(False)
 
     def _begin(self, is_listed: bool) -> None:
-        if self._allowed:
+        if self._allowed and not self._allowed.done():
             wait([self._allowed])  # of a pass that failed
         self._is_listed, self._allowed = is_listed, None
 

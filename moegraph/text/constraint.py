@@ -17,8 +17,8 @@ from .grammar import Compiled, mask_of
 _MAX_BLANK = 2
 # Seconds of a CPU that a mask may take; most take less than a thousandth of that.
 _MASK_S = 0.5
-# From so many on, a grammar counts as slow: it drafts nothing, and its tokens are taken in a way
-# that lets other threads of Python go on.
+# After a slower one, a grammar drafts nothing, and takes its token in a way that lets other threads
+# of Python go on.
 _SLOW_S = 0.005
 
 
@@ -63,7 +63,7 @@ class GrammarConstraint:
             self._mask = mask_of(self._matcher, len(self._pieces))
             self._check()
             took_s = time.thread_time() - began
-            self.is_slow |= took_s > _SLOW_S
+            self.is_slow = took_s > _SLOW_S
             if took_s > _MASK_S:
                 raise RequestError(
                     f"the grammar is too complex: finding out what may come after "
