@@ -116,7 +116,8 @@ class Engine:
 
     def _take(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self.config = replace(self.config, n_ubatch=loaded.config.n_ubatch)
+        decided = loaded.config
+        self.config = replace(self.config, n_ubatch=decided.n_ubatch, n_ctx=decided.n_ctx)
         self._profile = loaded.profile
         self._use = ExpertUse(loaded.runner)
         self.n_ctx = loaded.n_ctx

@@ -213,6 +213,18 @@ def test_the_engine_says_how_many_rows_it_computes_at_a_time(model_path) -> None
             assert engine.config.n_ubatch == found and engine.runner.n_ubatch <= found
 
 
+def test_a_context_by_memory_is_longer_where_there_is_more(model_path) -> None:
+    found = []
+    for vram in ("256MiB", "auto"):
+        config = EngineConfig(device="cpu", n_threads=1, n_ctx=-1, vram=vram)
+        model = open_model(model_path("mini35b"))
+        model.hparams = dataclasses.replace(model.hparams, n_ctx_train=1 << 16)
+        with Engine(model, config, None, None) as engine:
+            assert engine.config.n_ctx == engine.n_ctx
+            found.append(engine.n_ctx)
+    assert 4096 <= found[0] < found[1] <= 1 << 16
+
+
 def test_the_cpu_backend_converts_every_number_as_ggmls_base_library() -> None:
     """Embeddings in F16 go through it."""
     halves, kind = np.arange(1 << 16, dtype=np.uint16), int(GGMLQuantizationType.F16)
