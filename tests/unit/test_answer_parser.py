@@ -220,6 +220,7 @@ class TestCalls:
             '{"name": "add", "arguments": ARGS, "id": "{',
             '{"name": "add", "arguments": ARGS',
             '{"name":"add","arguments":"{\\"a\\": 1}"}',
+            '{"name": "add", "arguments": ARGS, "more": "\\\\"}',
             "<function=add>ARGS",
             "<function=add>\nARGS}",
             "<function=add>\nARGS\n</function>\n",
@@ -233,6 +234,14 @@ class TestCalls:
             assert parse(text, cuts=tuple(range(0, len(text), n))) == parse(text)
         assert [(one.arguments, one.is_whole) for one in found.calls] == [(arguments, True)]
         assert found.content == "Done."
+
+    @pytest.mark.parametrize("n", range(1, 12))
+    def test_escapes_in_json_may_be_split(self, n: int) -> None:
+        given = '{"note": "a \\\\\\" b \\\\\\\\", "any": "\\\\\\""}'
+        text = f'<tool_call>\n{{"name": "add", "arguments": {given}}}\n</tool_call>'
+        for cuts in (tuple(range(0, len(text), n)), (text.index("\\") + 1,)):
+            (found,) = reply(text, cuts=cuts).calls
+            assert found.is_whole and found.arguments == given
 
     @pytest.mark.parametrize("broken", ['{"a": oops}', '{"a": [1}', '{"a": "\\x"}', '{"a": 1 2}'])
     def test_json_that_proves_to_be_wrong(self, broken: str) -> None:
@@ -391,10 +400,11 @@ def test_whole_calls_have_json_and_parts_are_in_order(text: str, is_cut: bool) -
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.just("</tool_call>{"),
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.just("</tool_call>{")
+    | st.text('"\\\\{}', max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=8,
-)
+)  # fmt: skip
 
 
 @given(
