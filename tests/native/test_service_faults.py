@@ -73,6 +73,29 @@ def test_a_device_that_fails_again_and_again_ends_the_service(open_engine: Open)
         assert service.status().failure == service.failure
 
 
+def test_the_third_failure_in_a_row_ends_the_service_and_a_success_begins_anew(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(n_seq=1)
+
+    def fail(*_: Any) -> None:
+        raise NativeError("no")
+
+    def ask() -> str | None:
+        return Client(service, [1, 2], max_tokens=2).wait().reason
+
+    with serving(engine) as service:
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(engine.passes, "read", fail)
+                assert [ask(), ask()] == ["error"] * 2
+            assert ask() == "length"
+        monkeypatch.setattr(engine.passes, "read", fail)
+        assert [ask(), ask(), ask()] == ["error"] * 3
+        service._thread.join(PATIENCE_S / 4)
+        assert service.failure == "no"
+
+
 def test_failures_between_steps_of_a_prompt_that_succeed_end_no_service(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
