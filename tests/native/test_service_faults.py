@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from helpers.clients import GREEDY, Client, alone, serving
+from helpers.clients import GREEDY, Client, alone, serving, together
 from helpers.faults import FAULTS, faulty
 from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
@@ -94,6 +94,31 @@ def test_the_third_failure_in_a_row_ends_the_service_and_a_success_begins_anew(
         assert [ask(), ask(), ask()] == ["error"] * 3
         service._thread.join(PATIENCE_S / 4)
         assert service.failure == "no"
+
+
+def test_prompts_of_one_sweep_that_all_leave_give_their_slots_back(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(n_seq=2, n_ctx=1024, n_ubatch=32)
+    step_prompt, is_there, go_on = engine.passes.step_prompt, threading.Event(), threading.Event()
+
+    def step(*given: Any) -> bool:
+        is_there.set()
+        assert go_on.wait(PATIENCE_S)
+        return step_prompt(*given)
+
+    monkeypatch.setattr(engine.passes, "step_prompt", step)
+    with serving(engine) as service:
+        with together(service):
+            clients = [Client(service, prompt(engine, 50, seed=i), max_tokens=2) for i in range(2)]
+        assert is_there.wait(PATIENCE_S)
+        assert len(service._loop._answers.sweeping) == 2
+        for client in clients:
+            client.ticket.cancel()
+        go_on.set()
+        assert [client.wait().reason for client in clients] == ["cancelled"] * 2
+        assert Client(service, [1, 2], max_tokens=2).wait().reason == "length"
+        assert service.drain(PATIENCE_S) and len(service._loop._answers.idle_slots()) == 2
 
 
 def test_failures_between_steps_of_a_prompt_that_succeed_end_no_service(
