@@ -135,12 +135,12 @@ def test_a_pool_that_is_fuller_than_it_seemed_only_delays(
     engine = small(open_engine)
     real, n_refused = engine.prefixes.resume, 0
 
-    def resume(seq: int, ids: Any) -> int:
+    def resume(seq: int, ids: Any, owner: str) -> int:
         nonlocal n_refused
         if len(ids) == 100 and not first.is_done:
             n_refused += 1
             raise PoolFull(1, 0)
-        return real(seq, ids)
+        return real(seq, ids, owner)
 
     with serving(engine) as service:
         monkeypatch.setattr(engine.prefixes, "resume", resume)
