@@ -132,6 +132,16 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(open_engine: Open) -> N
         assert service.status().counts.refused == 1
 
 
+def test_the_slot_that_is_idle_for_longest_gives_way(open_engine: Open) -> None:
+    engine = open_engine(n_seq=3, cpu_reference=True, cache_ram=0)
+    prompts = [prompt(engine, 40, seed=i) for i in range(3)]
+    with serving(engine) as service:
+        for ids in (*prompts, prompt(engine, 40, seed=9)):  # the last one takes the first's slot
+            Client(service, ids, max_tokens=1).wait()
+        again = [Client(service, [*ids, 1], max_tokens=1).wait() for ids in prompts[1:]]
+    assert [client.last.usage.n_cached for client in again] == [40, 40]
+
+
 @pytest.mark.parametrize("n_seq", [1, 2])
 def test_what_was_read_without_reuse_serves_no_later_request(open_engine: Open, n_seq: int) -> None:
     engine = open_engine(n_seq=n_seq, cpu_reference=True)
