@@ -56,32 +56,13 @@ static __global__ void moegraph_rows_f32_kernel(
     }
 
     __shared__ float sums[MOEGRAPH_F32_WARPS][n_w*n_a];
-    if constexpr (n_w*n_a == 64) { // the sums of warp_reduce_sum; each step leaves a lane half of the results
-        float x[64];
 #pragma unroll
-        for (int i = 0; i < 64; ++i) {
-            x[i] = acc[i/n_a][i % n_a];
-        }
+    for (int r = 0; r < n_w; ++r) {
 #pragma unroll
-        for (int half = 32, offset = 16; offset > 0; half /= 2, offset /= 2) {
-            const bool upper = threadIdx.x & offset;
-#pragma unroll
-            for (int i = 0; i < half; ++i) {
-                const float mine  = upper ? x[i + half] : x[i];
-                const float other = upper ? x[i] : x[i + half];
-                x[i] = mine + __shfl_xor_sync(0xFFFFFFFF, other, offset);
-            }
-        }
-        *(float2 *) &sums[threadIdx.y][2*threadIdx.x] = make_float2(x[0], x[1]);
-    } else {
-#pragma unroll
-        for (int r = 0; r < n_w; ++r) {
-#pragma unroll
-            for (int c = 0; c < n_a; ++c) {
-                const float sum = warp_reduce_sum<32>(acc[r][c]);
-                if (threadIdx.x == 0) {
-                    sums[threadIdx.y][r*n_a + c] = sum;
-                }
+        for (int c = 0; c < n_a; ++c) {
+            const float sum = warp_reduce_sum<32>(acc[r][c]);
+            if (threadIdx.x == 0) {
+                sums[threadIdx.y][r*n_a + c] = sum;
             }
         }
     }

@@ -20,19 +20,16 @@ static __device__ __forceinline__ moegraph_segment moegraph_segment_of_block(con
 }
 
 // Of each matrix: the first row of weights that a lane copies and computes, the one 8 below, and the end of the memory.
-// n_row_tiles: tiles of the same matrix, in place of a second one.
-template <int n_mats, int n_row_tiles = 1>
+template <int n_mats>
 static __device__ __forceinline__ void moegraph_rows_of_lane(
         const char * (&rows)[n_mats][2], const char * (&ends)[n_mats], const moegraph_rows_args & args,
         const moegraph_segment & seg, const int expert, const int row) {
 #pragma unroll
     for (int m = 0; m < n_mats; ++m) {
-        const bool one   = m == 0 || n_row_tiles > 1;
-        const int  first = n_row_tiles > 1 ? row + m*MOEGRAPH_TILE_ROWS : row;
-        const char * base = (one ? seg.x : args.x_gate) + max(expert, 0)*args.stride_expert;
-        rows[m][0] = base + min(first,     seg.n_rows - 1)*args.stride_row;
-        rows[m][1] = base + min(first + 8, seg.n_rows - 1)*args.stride_row;
-        ends[m]    = one ? seg.x_end : args.x_gate_end;
+        const char * base = (m == 0 ? seg.x : args.x_gate) + max(expert, 0)*args.stride_expert;
+        rows[m][0] = base + min(row,     seg.n_rows - 1)*args.stride_row;
+        rows[m][1] = base + min(row + 8, seg.n_rows - 1)*args.stride_row;
+        ends[m]    = m == 0 ? seg.x_end : args.x_gate_end;
     }
 }
 

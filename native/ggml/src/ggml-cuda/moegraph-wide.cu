@@ -13,9 +13,9 @@ constexpr int WIDE_Y_PITCH = WIDE_Y_BYTES + 16;
 constexpr int WIDE_LIST_BYTES = MOEGRAPH_MAX_COLS*sizeof(int);
 
 // Of a warp, the sums of earlier parts, behind the activations.
-template <int n_mats>
+template <bool glu>
 static constexpr __host__ __device__ size_t wide_sum_bytes() {
-    return n_mats*MOEGRAPH_TILE_ROWS*MOEGRAPH_MAX_COLS*sizeof(float);
+    return (glu ? 2 : 1)*MOEGRAPH_TILE_ROWS*MOEGRAPH_MAX_COLS*sizeof(float);
 }
 
 // 32 columns take 21 KB beside 37 KB of weights (Q4_K, gate and up). Devices with up to 100 KB could then hold one block.
@@ -48,22 +48,14 @@ static __device__ __forceinline__ void wide_end_part(float (&acc)[n_mats][n_tile
     }
 }
 
-// How many tiles of rows a warp computes: of gate and up one each, so that what it reads of the activations serves both. Of
-// a dense product two, for the same reason; its rows are many.
-template <bool glu, bool apart>
-static constexpr __host__ __device__ int wide_row_tiles() {
-    return apart && !glu ? 2 : 1;
-}
-
-// Computes the rows of weights of this warp with n_tiles*8 columns of a group; seg: what these rows belong to, row: the
+// Computes 16 rows of weights of this warp with n_tiles*8 columns of a group; seg: what these rows belong to, row: the
 // first of this lane. apart: in the order of moegraph_rows_kernel.
 template <ggml_type type, int n_tiles, bool glu, bool apart>
 static __device__ __forceinline__ void wide_block(
         const moegraph_rows_args & args, const moegraph_segment & seg, const int row, const int expert, const int n,
         const int * slots, const int * y_rows, char * smem) {
     typedef moegraph_x<type> X;
-    constexpr int n_row_tiles = wide_row_tiles<glu, apart>();
-    constexpr int n_mats      = glu ? 2 : n_row_tiles;
+    constexpr int n_mats      = glu ? 2 : 1;
     constexpr int stage_bytes = MOEGRAPH_TILE_ROWS*X::pitch;
     constexpr int warp_bytes  = MOEGRAPH_STAGES*n_mats*stage_bytes;
     constexpr int n_vecs      = WIDE_Y_BYTES/16;
@@ -75,11 +67,11 @@ static __device__ __forceinline__ void wide_block(
     const int y_bytes  = args.group_cols*WIDE_Y_PITCH;
     char * smem_y      = smem + blockDim.y*warp_bytes;
     char * smem_warp   = smem + threadIdx.y*warp_bytes;
-    float * sums       = (float *) (smem_y + MOEGRAPH_STAGES*y_bytes + threadIdx.y*wide_sum_bytes<n_mats>());
+    float * sums       = (float *) (smem_y + MOEGRAPH_STAGES*y_bytes + threadIdx.y*wide_sum_bytes<glu>());
 
     const char * rows[n_mats][2];
     const char * ends[n_mats];
-    moegraph_rows_of_lane<n_mats, n_row_tiles>(rows, ends, args, seg, expert, row);
+    moegraph_rows_of_lane<n_mats>(rows, ends, args, seg, expert, row);
     const auto load = [&](const int chunk, const int stage) {
 #pragma unroll
         for (int m = 0; m < n_mats; ++m) {
@@ -154,15 +146,7 @@ static __device__ __forceinline__ void wide_block(
             acc[l/(4*n_tiles)][(l/4) % n_tiles][l%4] = sums[32*l + threadIdx.x];
         }
     }
-    if constexpr (n_row_tiles == 1) {
-        moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, expert, n, row);
-    } else {
-#pragma unroll
-        for (int m = 0; m < n_row_tiles; ++m) {
-            const float (&one)[1][n_tiles][4] = *(const float (*)[1][n_tiles][4]) &acc[m];
-            moegraph_rows_store<n_tiles, false>(one, args, seg, slots, expert, n, row + m*MOEGRAPH_TILE_ROWS);
-        }
-    }
+    moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, expert, n, row);
 }
 
 // Grid: (blocks of rows, groups). Block: (32, n_warps). A group has as many tiles of columns as it has slots for. Without
@@ -202,7 +186,7 @@ static __global__ void moegraph_wide_kernel(const moegraph_rows_args args) {
     }
     __syncthreads();
     const int block = blockIdx.x - (apart ? seg.first_block : 0);
-    const int row   = (block*blockDim.y + threadIdx.y)*wide_row_tiles<glu, apart>()*MOEGRAPH_TILE_ROWS + threadIdx.x/4;
+    const int row   = (block*blockDim.y + threadIdx.y)*MOEGRAPH_TILE_ROWS + threadIdx.x/4;
     static_assert(MOEGRAPH_MAX_COLS == 4*MOEGRAPH_TILE_COLS && MOEGRAPH_MAX_COLS == 32, "four tiles, and a lane for each column");
     switch ((n - 1)/MOEGRAPH_TILE_COLS) {
         case 0:  wide_block<type, 1, glu, apart>(args, seg, row, expert, n, slots, y_rows, smem); break;
@@ -218,10 +202,8 @@ static __global__ void moegraph_wide_kernel(const moegraph_rows_args args) {
 
 template <ggml_type type, bool glu, bool apart>
 static void wide_launch(const moegraph_rows_args & args0, const int n_groups, cudaStream_t stream) {
-    constexpr int    n_row_tiles = wide_row_tiles<glu, apart>();
-    constexpr int    n_mats      = glu ? 2 : n_row_tiles;
-    constexpr size_t warp_bytes  = MOEGRAPH_STAGES*n_mats*MOEGRAPH_TILE_ROWS*moegraph_x<type>::pitch +
-        (apart ? wide_sum_bytes<n_mats>() : 0);
+    constexpr size_t warp_bytes  = MOEGRAPH_STAGES*(glu ? 2 : 1)*MOEGRAPH_TILE_ROWS*moegraph_x<type>::pitch +
+        (apart ? wide_sum_bytes<glu>() : 0);
     moegraph_rows_args args = args0;
     const size_t other_bytes = WIDE_LIST_BYTES + (size_t) MOEGRAPH_STAGES*args.group_cols*WIDE_Y_PITCH;
     const size_t most        = ggml_cuda_info().devices[ggml_cuda_get_device()].smpbo;
@@ -230,7 +212,7 @@ static void wide_launch(const moegraph_rows_args & args0, const int n_groups, cu
         n_warps /= 2;
     }
     moegraph_rows_divide<type, glu>(args);
-    const dim3 grid(moegraph_rows_lay_out(args, n_row_tiles*n_warps, false), n_groups, 1);
+    const dim3 grid(moegraph_rows_lay_out(args, n_warps, false), n_groups, 1);
     const auto kernel = moegraph_wide_kernel<type, glu, apart>;
     CUDA_SET_SHARED_MEMORY_LIMIT(kernel, most);
     const ggml_cuda_kernel_launch_params params(grid, dim3(32, n_warps), n_warps*warp_bytes + other_bytes, stream);
