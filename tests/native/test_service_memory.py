@@ -17,6 +17,7 @@ from helpers.shared import prompt
 from moegraph.engine import Engine
 from moegraph.engine.requests import Step
 from moegraph.errors import NativeError, PoolFull
+from moegraph.resident.layout import PAGE
 from moegraph.sampling import SamplingParams
 
 Open = Callable[..., Engine]
@@ -68,6 +69,22 @@ def test_the_oldest_request_is_never_kept_waiting_by_younger_ones(open_engine: O
         for client in clients:
             client.wait()
     assert ended == [0, 1, 2, 3]
+
+
+def test_a_request_waits_until_those_that_decode_have_their_next_page_too(
+    open_engine: Open,
+) -> None:
+    engine = small(open_engine)
+    with serving(engine) as service:
+        began = threading.Event()
+        first = Client(
+            service, prompt(engine, 240), max_tokens=60, on_step=lambda step: began.set()
+        )
+        assert began.wait(PATIENCE_S)
+        # its pages are free now, but the first request is about to need one of them
+        second = Client(service, prompt(engine, 3 * PAGE - 10, seed=1), max_tokens=5)
+        assert second.wait().reason == first.wait().reason == "length"
+        assert service.status().counts.preempted == 0
 
 
 def test_idle_slots_give_up_their_pages_and_what_they_held_is_kept(open_engine: Open) -> None:
