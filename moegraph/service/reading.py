@@ -156,7 +156,7 @@ class Reading:
         idle = self._answers.idle_slots()
         empty = [slot for slot in idle if slot in worthless][:1]
         for slot in empty:
-            self._empty(slot)
+            self._swapping.empty(slot)
         others = [slot for slot in idle if slot not in worthless]
         slot = self._prefixes.choose(known, [*empty, *others], answer.request.owner)
         self._swapping.make_room(answer, slot)
@@ -174,12 +174,6 @@ class Reading:
             self._answers.leave_slot(answer)
             raise
         return batch
-
-    def _empty(self, slot: int) -> None:
-        """Empty an idle slot; nothing is enqueued if it is empty."""
-        self._answers.worthless.discard(slot)
-        if self._passes.held(slot):
-            self._passes.reset(slot)
 
     def _join(self, group: dict[Answer, SweepBatch], others: Sequence[Answer]) -> None:
         """Add others to a group whose prompts one sweep is going to read, as far as they fit."""
@@ -276,7 +270,7 @@ class Reading:
             n_cached = self._prefixes.resume(slot, ids, request.owner)
             marks = self._prefixes.begin(ids, request.marks, n_cached, request.owner)
         else:
-            self._empty(slot)
+            self._swapping.empty(slot)
             self._prefixes.own(slot, request.owner)
         cuts = tuple(mark for mark in marks if n_cached < mark < len(ids))
         words = drawing.words()

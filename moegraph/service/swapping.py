@@ -63,13 +63,17 @@ class Swapping:
 
     def _reclaim(self, n_pages: int, kept: int = -1) -> bool:
         """Empty idle slots, those unused for longest first, until so many pages are free."""
-        worthless = self._answers.worthless - {kept}
-        while worthless and self._passes.room.n_free_pages < n_pages:
-            slot = worthless.pop()
-            self._answers.worthless.discard(slot)
-            self._passes.reset(slot)
         idle = [slot for slot in self._answers.idle_slots() if slot != kept]
+        for slot in idle:
+            if slot in self._answers.worthless and self._passes.room.n_free_pages < n_pages:
+                self.empty(slot)
         return self._prefixes.free(n_pages, idle)
+
+    def empty(self, slot: int) -> None:
+        """Empty an idle slot; nothing is enqueued if it is empty."""
+        self._answers.worthless.discard(slot)
+        if self._pool.pages(slot):
+            self._passes.reset(slot)
 
     def swap_out(self, answer: Answer) -> bool:
         """Move a request to host memory; it ends with an error if that fails.
