@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -183,11 +182,8 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a conversation would have."""
     body = await read_schema(request, ChatBody)
     state = state_of(request)
-    chat = body.chat(state, request_id(request))
-    async with state.model() as loaded:
-        found = await state.work(partial(loaded.chat.prompt, chat))
-    return reply({"object": "chat.completion.input_tokens",
-                  "input_tokens": len(found.encoded.ids)})  # fmt: skip
+    n_tokens = await state.count(body.chat(state))
+    return reply({"object": "chat.completion.input_tokens", "input_tokens": n_tokens})
 
 
 TABLE = RouteTable(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from ..engine.chat import Prepared
+from ..engine.chat import ChatRequest, Prepared
 from ..errors import MoegraphError
 from ..sampling import SamplingParams
 from .backend import Backend, Loaded, unavailable
@@ -35,9 +35,8 @@ class ServerState:
     sampling: what a request gets where it says nothing. max_tokens: of an answer, if a request
     says nothing; None: until the context is full. deadline_s: of every request; None: none.
     cache_by_key: whether clients with different keys share no beginnings of prompts.
-    variables: of the chat template. responses: that later ones of
-    the same client go on from. started: seconds since
-    the epoch.
+    variables: of the chat template. responses: that later ones of the same client go on from.
+    started: seconds since the epoch.
     """
 
     backend: Backend
@@ -110,6 +109,12 @@ class ServerState:
         except BaseException:
             meter.closed()
             raise
+
+    async def count(self, chat: ChatRequest) -> int:
+        """Return how many tokens the prompt of a conversation would have."""
+        async with self.model() as loaded:
+            found = await self.work(partial(loaded.chat.prompt, chat))
+        return len(found.encoded.ids)
 
     def _prepared(
         self, prepare: Callable[[ChatModel], Sequence[Prepared]], chat: ChatModel, owner: str

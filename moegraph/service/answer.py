@@ -27,11 +27,11 @@ _PROGRESS_S = 0.25
 class Answer:
     """A request from its submission to its last step. Only the engine's thread changes it.
 
-    ids: the prompt. slot: the sequence that computes it; -1 without. number: of requests that got a
-    slot, this is which one; 0 before. sweep: of its prompt, perhaps
-    together with others, while that is under way; swept: its part of that; rest: what comes after
-    it, or, without one, is read in pieces; marks: where beginnings of the prompt are to be kept.
-    swapped: its sequence, while that is in host memory.
+    ids: the prompt. slot: the sequence that computes it; -1 without. number: counts requests that
+    have had a slot, from 1 on; 0 before. sweep: of its prompt, perhaps together with others, while
+    that is under way; swept: its part of that; rest: what comes after it, or, without one, is read
+    in pieces; marks: where beginnings of the prompt are to be kept. swapped: its sequence, while
+    that is in host memory.
     n_cached, n_read: as in `Usage`.
     n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
     late: a row that was computed before the grammar knew what may follow it: its logits F32

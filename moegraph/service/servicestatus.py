@@ -15,8 +15,8 @@ class SlotStatus:
     """One sequence slot.
 
     state: "idle", "reading" or "answering". n_held: tokens in it, also of earlier requests. The
-    rest is of its request, as in `Usage`; empty if it is idle. number: of requests that got a slot,
-    this is which one.
+    rest is of its request, as in `Usage` and `Answer`; empty if it is idle. has_new_line: whether
+    the answer has more than one line.
     """
 
     id: int

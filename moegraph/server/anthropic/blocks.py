@@ -98,10 +98,10 @@ def _question(role: str, blocks: Sequence[tuple[Block, str]]) -> list[Message]:
 
 def _result(result: ToolResult, where: str) -> Message:
     content = result.content
-    if not isinstance(content, str):
-        parts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
-    else:
+    if isinstance(content, str):
         parts = [content]
+    else:
+        parts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
     if result.is_error:
         parts[:1] = [f"Error: {''.join(parts[:1])}"]
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": text_parts(parts)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -83,10 +82,7 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a message would have."""
     body = await read_schema(request, CountBody)
     state = state_of(request)
-    chat = read_request(body, state)
-    async with state.model() as loaded:
-        found = await state.work(partial(loaded.chat.prompt, chat))
-    return reply({"input_tokens": len(found.encoded.ids)})
+    return reply({"input_tokens": await state.count(read_request(body, state))})
 
 
 TABLE = RouteTable(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -114,10 +113,7 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a response would have."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    read = read_request(body, _own(request), state)
-    async with state.model() as loaded:
-        found = await state.work(partial(loaded.chat.prompt, read.chat))
-    n_tokens = len(found.encoded.ids)
+    n_tokens = await state.count(read_request(body, _own(request), state).chat)
     return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 

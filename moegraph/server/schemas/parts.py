@@ -41,7 +41,7 @@ def kind_of(value: Mapping[str, Any]) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-def text_parts(texts: Sequence[str]) -> str | list[Object]:
+def text_parts(texts: Sequence[str]) -> Texts:
     """Return texts as the content of a message whose parts the template joins."""
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
