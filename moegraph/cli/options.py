@@ -379,17 +379,15 @@ def saving_profile(engine: Engine) -> Iterator[None]:
     save_profile(engine)
 
 
-def check_text(model: ModelFile, text: str, n_ctx: int) -> None:
+def check_text(model: ModelFile, text: str, config: EngineConfig) -> None:
     """Refuse a prompt that cannot work, before the weights are loaded.
-
-    n_ctx: as configured; 0 means the model's training length, as does -1 here.
 
     Raises:
         ModelFileError: the file has no tokenizer.
         ContextOverflow: the prompt is longer than the context.
     """
     require_vocabulary(model)
-    n_ctx = n_ctx if n_ctx > 0 else model.hparams.n_ctx_train
+    n_ctx = config.ctx_within(model.hparams.n_ctx_train)
     # No token is shorter than a byte, so most prompts pass without the tokenizer.
     if len(text.encode(errors="replace")) + _MAX_ADDED > n_ctx:
         with Tokenizer(model) as tokenizer:

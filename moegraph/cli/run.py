@@ -244,7 +244,7 @@ def _check_request(job: _Job, model: ModelFile) -> _Job:
         if "temperature" not in job.chosen:
             return job  # greedy by default, whatever the file says
     else:
-        options.check_text(model, job.prompt or "", job.config.n_ctx)
+        options.check_text(model, job.prompt or "", job.config)
     sampling, from_file = recommended(job.sampling, model.kv, job.chosen, hp.n_vocab)
     return replace(job, sampling=sampling, from_file=from_file)
 

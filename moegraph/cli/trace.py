@@ -114,7 +114,7 @@ def trace_command(
         sampling.validate(model.hparams.n_vocab)
         chosen = options.chosen_sampling(click.get_current_context())
         sampling, _ = recommended(sampling, model.kv, chosen, model.hparams.n_vocab)
-        options.check_text(model, text, config.n_ctx)
+        options.check_text(model, text, config)
         shape = router_shape(model)
         profile = None
         if profile_path is not None:

@@ -83,7 +83,7 @@ class Exchange(ABC):
         return timings_object(self.usage, len(self.talk.usages))
 
     def reading(self, index: int, found: dict[str, Any], is_timed: bool | None) -> dict[str, Any]:
-        """Return the fields that tell how far a prompt is read, and if wanted since when."""
+        """Return the fields that tell how far a prompt is read, and if wanted how fast."""
         if not is_timed:
             return {"prompt_progress": found}
         seconds = self.talk.usages[index].prefill_s if found["processed"] > found["cache"] else 0.0

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from ..units import KiB
 
 T = TypeVar("T")
-# Of the request that a task serves; work grows with it.
+# Size of the body of the request that a task serves; its work grows with it.
 BODY_BYTES: ContextVar[int] = ContextVar("BODY_BYTES", default=0)
-# Up to which size of the body how many threads prepare requests, so that small ones do not wait
-# for large ones. More threads would only wait for the interpreter.
+# Largest body of each lane, and its threads: so small requests do not wait for large ones. More
+# threads would only wait for the interpreter.
 SMALL = 16 * KiB
 _LANES = ((SMALL, 4), (256 * KiB, 2), (1 << 60, 1))
 

@@ -84,8 +84,8 @@ class Reading:
     def _n_kept(self, slot: int, answer: Answer) -> int:
         """Return how many tokens a slot holds, if the prompt goes on after all of them."""
         n_held = len(self._passes.held(slot))
-        n_common = self._prefixes.n_common(slot, answer.ids, answer.request.owner)
-        return n_held if n_common == n_held < len(answer.ids) else 0
+        n_same = self._prefixes.n_common(slot, answer.ids, answer.request.owner)
+        return n_held if n_same == n_held < len(answer.ids) else 0
 
     @property
     def n_left(self) -> int:

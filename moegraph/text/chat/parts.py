@@ -40,7 +40,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The end of a call; is_whole: False if its text is no JSON object, as of an answer cut."""
+    """The end of a call; is_whole: False if its text is no JSON object, such as a cut one."""
 
     index: int
     is_whole: bool = True

@@ -12,7 +12,8 @@ from .toolschema import Tools
 # Keywords that llguidance does not know are passed over in tools, whose schemas are many people's.
 _STRICT = {"whitespace_pattern": r"[ ]?|\n{1,2}[ \t]{0,20}"}
 _LOOSE = {"x-guidance": {"lenient": True, **_STRICT}}
-# What no grammar of texts between tags holds a string to, nor a call's parameters together.
+# Keywords that grammars of calls cannot enforce: on strings, which are plain text between tags, and
+# on all parameters together.
 _OF_TEXTS = frozenset(("pattern", "format", "minLength", "maxLength"))
 _TOGETHER = frozenset(
     "allOf anyOf oneOf not if dependentRequired dependentSchemas dependencies patternProperties "
