@@ -180,9 +180,7 @@ class Raw:
         """Append one line."""
         line: Line = {"kind": kind, "run": self.run, "t": round(time.time(), 3), **fields}
         self.lines.append(line)
-        if self._path:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json_line(line))
+        append_line(self._path, line)
 
     def sample(
         self, setting: str, test: str, system: str, at: int, value: float, unit: str = "tok/s",
@@ -347,25 +345,11 @@ def json_line(line: Line) -> str:
     return json.dumps(line) + "\n"
 
 
-def read_lines(paths: Iterable[Path]) -> list[Line]:
-    """Return the raw lines of files.
-
-    Raises:
-        BenchError: a line is malformed. A last line that was cut off is ignored instead.
-    """
-    found: list[Line] = []
-    for path in paths:
-        texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        for at, text in enumerate(texts, 1):
-            try:
-                line = json.loads(text)
-            except ValueError:
-                line = None
-            if isinstance(line, dict) and "kind" in line and "run" in line:
-                found.append(line)
-            elif at < len(texts) or text.endswith("\n"):
-                raise BenchError(f"{path}: line {at} is not a raw line of a benchmark")
-    return found
+def append_line(path: Path | None, line: Line) -> None:
+    """Append a raw line to a file; None: nowhere."""
+    if path:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json_line(line))
 
 
 def samples_by_key(lines: Iterable[Line]) -> dict[tuple[str, str, str], list[float]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import subprocess
 import sys
 import time
@@ -56,10 +55,8 @@ class Lines:
         """Print a line, and begin the next measurement."""
         idle = f" (idle {more['idle']:.1%})" if "idle" in more else ""
         print(f"{self._share:5.0%}  {self._device:24} {what:14} {value}{idle}", flush=True)
-        if self._out:
-            line = {"device": self._device, "share": self._share, "what": what, "value": value}
-            with self._out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**line, **more}) + "\n")
+        line = {"device": self._device, "share": self._share, "what": what, "value": value}
+        bench.append_line(self._out, {**line, **more})
         self.begin()
 
 

@@ -255,9 +255,7 @@ class Rows(list[dict[str, Any]]):
     def append(self, one: dict[str, Any]) -> None:
         """Add a row."""
         super().append(one)
-        if self._out:
-            with self._out.open("a", encoding="utf-8") as file:
-                file.write(bench.json_line(one))
+        bench.append_line(self._out, one)
 
 
 def measure(
@@ -331,8 +329,7 @@ def in_turn(
             if args.steps and isinstance(controller, ByPlan):
                 line = {"kind": kind, "way": way, "at": at, "tps": found[way][-1]}
                 line |= {"fields": [*_KEPT, *_TIMES], "steps": controller.steps}
-                with args.steps.open("a", encoding="utf-8") as file:
-                    file.write(bench.json_line(line))
+                bench.append_line(args.steps, line)
     return [
         summary(
             found[way], lucks[way], controller.stats.since(before[way]).report(),

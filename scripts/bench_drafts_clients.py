@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -198,9 +197,7 @@ def compare(args: argparse.Namespace) -> None:
             made = row["drafts"]
             print(f"| {n} | {plain:.1f} | {ours:.1f} | {ours / plain:.2f}x | "
                   f"{made['tokens_per_step']:.2f} | {made['chosen']} |", flush=True)  # fmt: skip
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as out:
-                    out.write(json.dumps(row) + "\n")
+            bench.append_line(args.out, row)
 
 
 def main() -> int:

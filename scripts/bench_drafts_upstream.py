@@ -210,9 +210,7 @@ def table(args: argparse.Namespace, rows: Iterator[dict[str, Any]]) -> None:
     for row in rows:
         plain = plain or row
         print(show(row, plain), flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(row) + "\n")
+        bench.append_line(args.out, row)
 
 
 if __name__ == "__main__":

@@ -127,9 +127,7 @@ def note(args: argparse.Namespace, line: bench.Line) -> None:
     """Append a line to --out; print one with an error."""
     if "error" in line:
         print(line["error"], file=sys.stderr, flush=True)
-    if args.out:
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(bench.json_line(line))
+    bench.append_line(args.out, line)
 
 
 def main() -> int:

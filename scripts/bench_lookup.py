@@ -191,9 +191,7 @@ def compare(args: argparse.Namespace) -> None:
             rows = measure(engine, config, kind, args)
             plain = next((one["tps"] for one in rows if one["way"] == "off"), None)
             for one in rows:
-                if args.out:
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(bench.json_line(one))
+                bench.append_line(args.out, one)
                 print(json.dumps(one) if args.json else line(one, plain), flush=True)
 
 

@@ -107,9 +107,8 @@ class Rounds:
         of others meanwhile: when each ended, and how long it was.
         """
         rounds = [one for one in self._all if begun - 0.5 < one[0] < first + 0.5]
-        with self._out.open("a", encoding="utf-8") as file:
-            line = {"begun": begun, "first": first, "rounds": rounds, "gaps": gaps}
-            file.write(bench.json_line(line))
+        line = {"begun": begun, "first": first, "rounds": rounds, "gaps": gaps}
+        bench.append_line(self._out, line)
         self._all.clear()
 
 

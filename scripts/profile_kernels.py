@@ -123,14 +123,12 @@ def compare(args: argparse.Namespace) -> None:
             print(f"{kernel.ms:9.2f} ms {kernel.n:6}  {kernel.name[:90]}")
         rest = sum(kernel.ms for kernel in kernels[args.top :])
         print(f"{rest:9.2f} ms         all others", flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                for kernel in kernels:
-                    row = {
-                        "row": "kernel", "program": program, "n_prompt": n,
-                        "kernel": kernel.name, "n": kernel.n, "ms": round(kernel.ms, 4),
-                    }  # fmt: skip
-                    file.write(bench.json_line(row))
+        for kernel in kernels:
+            row = {
+                "row": "kernel", "program": program, "n_prompt": n,
+                "kernel": kernel.name, "n": kernel.n, "ms": round(kernel.ms, 4),
+            }  # fmt: skip
+            bench.append_line(args.out, row)
 
 
 def main() -> int:

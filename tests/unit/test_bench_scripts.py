@@ -156,16 +156,6 @@ def test_the_first_sample_does_not_count_and_ratios_are_of_pairs() -> None:
     assert _bench.times_better([2.0], [6.0], "ms") == [3.0], "less time is better"
 
 
-def test_raw_lines_survive_a_run_that_was_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    whole = _bench.json_line(sample("a", 1, 5.0))
-    path.write_text(whole + whole[:20])
-    assert _bench.read_lines([path]) == [sample("a", 1, 5.0)]
-    path.write_text(whole + whole[:20] + "\n" + whole)
-    with pytest.raises(_bench.BenchError, match=r"rows\.jsonl: line 2 is not a raw line"):
-        _bench.read_lines([path])
-
-
 def test_arguments_are_published_without_folders() -> None:
     given = ["a=/home/me/tree,X=1", "--out", "../x/rows.jsonl", ".", "/a/b/m.gguf", "8192"]
     assert _bench.plain_paths(given) == ["a=tree,X=1", "--out", "rows.jsonl", ".", "m.gguf", "8192"]
