@@ -136,7 +136,7 @@ def _slot(slot: SlotStatus, client: str) -> dict[str, Any]:
         return found
     n_left = -1 if asked.max_tokens is None else asked.max_tokens - slot.n_generated
     params = {**_params(asked.sampling, asked.max_tokens), "ignore_eos": asked.ignore_eos}
-    own = {"request": slot.name, "params": params} if asked.client == client else {}
+    own = {"request": asked.name, "params": params} if asked.client == client else {}
     return {
         **found,
         **own,

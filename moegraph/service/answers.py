@@ -263,7 +263,7 @@ class Answers:
             return SlotStatus(slot, n_held=n_held)
         state = "reading" if answer in self.sweeping else "answering"
         return SlotStatus(
-            slot, state, n_held, answer.request.name, len(answer.ids), answer.n_read,
-            answer.n_cached, answer.sequence.n_generated, answer.number, answer.request,
+            slot, state, n_held, len(answer.ids), answer.n_read, answer.n_cached,
+            answer.sequence.n_generated, answer.number, answer.request,
             "\n" in answer.sequence.text,
         )  # fmt: skip

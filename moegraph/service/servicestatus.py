@@ -22,7 +22,6 @@ class SlotStatus:
     id: int
     state: str = "idle"
     n_held: int = 0
-    name: str = ""
     n_prompt: int = 0
     n_read: int = 0
     n_cached: int = 0

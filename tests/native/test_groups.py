@@ -281,7 +281,8 @@ def test_a_cancellation_or_a_nan_in_one_group_touches_no_other(
     def spoil(step: Any) -> None:
         if len(clients[1].tokens) == 5 and not poisoned.is_set():
             poisoned.set()
-            poison(engine, next(s.id for s in service._loop._answers.slots() if s.name == "bad"))
+            slots = service._loop._answers.slots()
+            poison(engine, next(s.id for s in slots if s.request and s.request.name == "bad"))
 
     def cancel(step: Any) -> None:
         if len(clients[2].tokens) >= 20:

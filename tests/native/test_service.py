@@ -209,7 +209,8 @@ def test_a_nan_in_one_sequence_touches_no_other(open_engine: Open) -> None:
     def spoil(step: Any) -> None:
         if len(clients[1].tokens) == 5 and not poisoned.is_set():
             poisoned.set()
-            poison(engine, next(s.id for s in service._loop._answers.slots() if s.name == "bad"))
+            slots = service._loop._answers.slots()
+            poison(engine, next(s.id for s in slots if s.request and s.request.name == "bad"))
 
     clients: list[Client] = []
     with serving(engine) as service:

@@ -157,7 +157,7 @@ def test_of_another_keys_request_slots_tell_only_counts() -> None:
     body = {**ASKED["/v1/chat/completions"], "n": 1, "seed": 4711, "max_tokens": 7}
     assert case.post("/v1/chat/completions", body, headers=headers).status_code == 200
     (asked,) = case.service.requests
-    case.service.slots = (SlotStatus(0, "answering", 9, asked.name, 5, 4, 3, 2, request=asked),)
+    case.service.slots = (SlotStatus(0, "answering", 9, 5, 4, 3, 2, request=asked),)
     ([own], [other]) = (
         case.client.get("/slots", headers={"X-Api-Key": key}).json() for key in (ONE, TWO)
     )

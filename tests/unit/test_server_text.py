@@ -161,9 +161,11 @@ def test_properties_and_slots_show_no_text() -> None:
 
 
 def test_a_slot_has_the_form_of_llama_server() -> None:
-    asked = Request([1, 2, 3], SamplingParams(seed=7, logit_bias={5: 1.0}), max_tokens=9)
+    asked = Request(
+        [1, 2, 3], SamplingParams(seed=7, logit_bias={5: 1.0}), max_tokens=9, name="req_1"
+    )
     answering = SlotStatus(
-        1, "answering", name="req_1", n_prompt=3, n_read=3, n_cached=2, n_generated=4, number=6,
+        1, "answering", n_prompt=3, n_read=3, n_cached=2, n_generated=4, number=6,
         request=asked, has_new_line=True,
     )  # fmt: skip
     idle, busy = Case(slots=(SlotStatus(0), answering)).client.get("/slots").json()
