@@ -248,7 +248,7 @@ class ChatModel:
         try:
             compiled = self.grammars.compile(kind, source)
         except RequestError as error:
-            if chat.tools and kind == "lark":
+            if chat.tools and kind == "calls":
                 raise RequestError(f"tools: {error}") from error
             raise
         if passed_over:

@@ -149,16 +149,16 @@ def answer_grammar(
     parallel = chat.parallel_tool_calls and choice in (AUTO, REQUIRED)
     calls = CallGrammar(tools, is_json, parallel, is_tag, chat.inputs)
     if tools and choice not in (AUTO, NONE):
-        return "lark", calls.whole(), None, calls.passed_over
+        return "calls", calls.whole(), None, calls.passed_over
     if asked is None:
         is_strict = any(tool["function"].get("strict") is True for tool in tools)
         is_strict = is_strict or (bool(chat.inputs) and not is_json)
         if not is_strict or choice != AUTO:
             return None
-        return "lark", calls.after_tag(), CALL, calls.passed_over
+        return "calls", calls.after_tag(), CALL, calls.passed_over
     if not tools or choice == NONE:
         return asked.kind, asked.source, None, set()
     schema = {"type": "object"} if asked.kind == "json_object" else asked.source
     if asked.kind not in ("json_object", "json_schema") or not isinstance(schema, Mapping):
         raise RequestError("grammar: not together with tools; use tool_choice 'none'")
-    return "lark", calls.whole(schema), None, calls.passed_over
+    return "calls", calls.whole(schema), None, calls.passed_over

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import llguidance
 
 KINDS = ("json_object", "json_schema", "gbnf", "lark", "regex")
+CALLS = "calls"  # Lark that `CallGrammar` has written
 MAX_GRAMMAR_CHARS = 512 * 1024  # also of the tools that must be called
 MAX_GBNF_CHARS = 32 * 1024  # its converter is slow
 # Grammars that are kept compiled, and the characters of their sources. A compiled grammar takes
@@ -45,9 +46,13 @@ _OBJECT, _MAX_OTHERS = re.compile(r'\{(?=\s*["}])'), 256
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 # A bound that is written as a number with a fraction of zero; llguidance takes only 2, not 2.0.
 _BOUND = re.compile(r'("(?:min|max)(?:Items|Length|Properties)"\s*:\s*\d+)\.0+(?=[\s,}])')
-# What llguidance adds to a text that can go on in one way only, it finds byte by byte and without a
-# limit, at each token: gigabytes for a{1000} of b{1000} of c{1000}.
+# Where a text can go on in one way only, llguidance has it written in the tokens that the
+# vocabulary makes of it. So it is in training, and in a later prompt, which then goes on from it.
+# llguidance finds that text byte by byte and without a limit, at each token: gigabytes for a{1000}
+# of b{1000} of c{1000}. So only where it must be short, see `_is_short`.
 _UNFORCED = '%llguidance {"no_forcing": true}\n'
+_LEAST = re.compile(r'\{(\d+)|"min(?:Items|Length|Properties|Contains)"\s*:\s*(\d+)')
+_MOST_FORCED = 1 << 20
 _SCHEMA = ',"json_schema":'
 # llguidance's mark of a token that no text can be.
 _SPECIAL = b"\xff"
@@ -64,6 +69,9 @@ class Vocabulary(Protocol):
 
     def piece(self, token: int, special: bool = ...) -> bytes:
         """Return the bytes of a token."""
+
+    def encode(self, text: str, add_special: bool = ..., parse_special: bool = ...) -> list[int]:
+        """Return the tokens of a text."""
 
     def is_special(self, token: int) -> bool:
         """Return whether a token is a control token or a tag."""
@@ -99,7 +107,7 @@ class Grammars:
     def compile(self, kind: str, source: Any) -> Compiled:
         """Return a grammar, compiled.
 
-        kind: one of KINDS. source: a JSON schema, or the grammar's text; see `Format`.
+        kind: one of KINDS, or CALLS. source: a JSON schema, or the grammar's text; see `Format`.
 
         Raises:
             RequestError: the grammar is not valid, too large, or allows nothing.
@@ -145,7 +153,7 @@ class _Tokens:
         ends = sorted(self._eog_ids)
         if not ends:
             raise RequestError("a grammar needs a token that ends the answer; the model has none")
-        wrapper = library.TokenizerWrapper(_Words(marked, ends[0]))
+        wrapper = library.TokenizerWrapper(_Words(vocabulary, marked, ends[0]))
         self._tokenizer = library.LLTokenizer(wrapper, eos_token=ends)
         self._limits = library.LLParserLimits(
             max_items_in_row=_ITEMS_PER_ROW,
@@ -173,7 +181,7 @@ class _Tokens:
         return Compiled(matcher, self._pieces, self._eog_ids, self._blank_ids, warnings)
 
     def _grammar(self, kind: str, text: str) -> str:
-        if kind in ("json_schema", "lark"):
+        if kind in ("json_schema", "lark", CALLS):
             text = _BOUND.sub(r"\1", text)
         if kind in ("json_object", "json_schema"):
             _check_schema(text)
@@ -182,8 +190,11 @@ class _Tokens:
             )
             begin = found.index(_SCHEMA) + len(_SCHEMA)
             _, end = _JSON.raw_decode(found, begin)
-            return f"{_UNFORCED}start: %json {found[begin:end]}"
-        if kind == "lark":
+            return f"{'' if _is_short(text) else _UNFORCED}start: %json {found[begin:end]}"
+        if kind == CALLS and _is_short(text):
+            _check_lark(text)
+            return text
+        if kind in ("lark", CALLS):
             _check_lark(text)
             if text.startswith(_SEVERAL):
                 several = json.loads(text)
@@ -201,15 +212,34 @@ class _Tokens:
 class _Words:
     """The vocabulary in the form that llguidance asks for."""
 
-    def __init__(self, tokens: list[bytes], end: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, tokens: list[bytes], end: int) -> None:
         self.tokens, self.eos_token_id, self.bos_token_id = tokens, end, None
+        self._vocabulary = vocabulary
 
     def __call__(self, text: bytes | str) -> list[int]:
-        raise NotImplementedError  # only needed where a text is forced
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        return self._vocabulary.encode(text, add_special=False, parse_special=False)
+
+
+def _is_short(text: str) -> bool:
+    """Return whether what schemas, and rules of ours around them, force is no long text.
+
+    It is at most as long as they are, as often as they ask for, unless they refer to each other.
+    """
+    if text.startswith(_SEVERAL) or 'Ref"' in text or '"$ref"' in text or len(text) > _MOST_FORCED:
+        return False
+    most = len(text)
+    for counts in _LEAST.findall(text):
+        count = counts[0] or counts[1]
+        most *= max(1, int(count)) if len(count) < 9 else _MOST_FORCED
+        if most > _MOST_FORCED:
+            return False
+    return True
 
 
 def _source_text(kind: str, source: Any) -> str:
-    if kind not in KINDS:
+    if kind not in (*KINDS, CALLS):
         raise RequestError(f"the format {kind!r} is not known; allowed: {', '.join(KINDS)}")
     if kind == "json_object":
         return '{"type":"object"}'

@@ -121,6 +121,22 @@ class TestLimits:
         take(found, "xy" * 10)
         assert time.process_time() - begin_s < 0.5  # it took seconds for each token
 
+    @pytest.mark.parametrize("is_referred", [False, True])
+    def test_long_schemas_without_alternatives_take_no_longer_either(
+        self, is_referred: bool
+    ) -> None:
+        def many(item: object, n: int) -> dict[str, object]:
+            return {"type": "array", "items": item, "minItems": n, "maxItems": n}
+
+        schema: dict[str, object] = many(many({"const": "xy"}, 300), 300)
+        if is_referred:
+            rules = {f"a{i}": many({"$ref": f"#/$defs/a{i + 1}"}, 2) for i in range(16)}
+            schema = {"$ref": "#/$defs/a0", "$defs": rules | {"a16": {"const": "xy"}}}
+        begin_s = time.process_time()
+        found = begin("json_schema", schema)
+        take(found, "[[" if is_referred else '[["xy"')
+        assert time.process_time() - begin_s < 1.0
+
     def test_a_grammar_that_takes_too_long_is_refused(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
