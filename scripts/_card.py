@@ -20,7 +20,7 @@ from _tools import ROOT, BuildError, fetch
 
 # Where settings, models and packages are; tests take another place.
 WORK = Path(os.environ.get("MEASURE_CARD_WORK") or ROOT / "build" / "card")
-SITE, BINDINGS = WORK / "site", WORK / "bindings"
+SITE, BINDINGS = WORK / "site", _card_upstream.BINDINGS
 _SETTINGS = WORK / "settings.json"
 GIB = 1 << 30
 

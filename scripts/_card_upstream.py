@@ -20,6 +20,8 @@ from _tools import ROOT, BuildError, fetch, say
 PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-server", "llama-completion")
 # llama_cpp/lib: libraries and programs; llama_cpp: the Python bindings that tests/oracle loads.
 UPSTREAM = ROOT / "build" / "upstream"
+# Python bindings that a pack holds.
+BINDINGS = ROOT / "build" / "card" / "bindings"
 # The name by which a library asks for another: libggml.so.0 of libggml.so.0.9.4.
 _SONAME = re.compile(r"\.so(\.\d+)?$")
 
@@ -55,6 +57,8 @@ def build(options: list[str], portable: str | None, sdist: str | None, jobs: int
     build_dir, cache = ROOT / "build", ROOT / "build" / "cache"
     source, work = build_dir / "upstream-source", build_dir / "upstream-work"
     archive = fetch.find_sdist(sdist, cache)
+    if archive.is_dir():
+        find_package(archive)  # now, and not after minutes of compiling
     fetch.provide(source, cache, str(archive), pristine=True)
     cuda = options[0] == "--cuda-arch"
     given = _cuda.options(options[1:], build_dir) if cuda else ["-DGGML_CUDA=OFF"]
@@ -112,21 +116,33 @@ def libraries(names: Iterable[str]) -> list[str]:
     return [name for name in asked if not any(other.startswith(f"{name}.") for other in asked)]
 
 
+def find_package(sdist: Path) -> Path:
+    """Return the folder llama_cpp of an unpacked source distribution.
+
+    Of one that has only llama.cpp, it is that of a pack, or of the Python that runs this.
+
+    Raises:
+        BuildError: there is none.
+    """
+    for folder in (sdist, BINDINGS):
+        if (folder / "llama_cpp").is_dir():
+            return folder / "llama_cpp"
+    spec = importlib.util.find_spec("llama_cpp")
+    if not spec or not spec.origin:
+        raise BuildError(f"{sdist} has no folder llama_cpp; unpack all of {fetch.PIN['file']}")
+    return Path(spec.origin).parent
+
+
 def bindings(sdist: Path, folder: Path) -> None:
     """Take the Python files of llama_cpp from the source distribution into folder/llama_cpp.
 
-    sdist: packed or not; of a folder that has only llama.cpp, the files are those of the Python
-    that runs this.
+    sdist: packed or not; see `find_package`.
 
     Raises:
         BuildError: they are nowhere.
     """
     if sdist.is_dir():
-        spec = importlib.util.find_spec("llama_cpp")
-        found = Path(spec.origin).parent if spec and spec.origin else None
-        package = sdist / "llama_cpp" if (sdist / "llama_cpp").is_dir() else found
-        if package is None:
-            raise BuildError(f"{sdist} has no folder llama_cpp; unpack all of {fetch.PIN['file']}")
+        package = find_package(sdist)
         for path in package.rglob("*.py"):
             target = folder / "llama_cpp" / path.relative_to(package)
             target.parent.mkdir(parents=True, exist_ok=True)

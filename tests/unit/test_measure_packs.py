@@ -108,3 +108,19 @@ def test_what_was_unpacked_need_not_be_built_but_for_another_device(
     toolkit = _gpu.Toolkit((13, 0), frozenset({89}))
     monkeypatch.setattr(_card_prepare._gpu, "find_nvcc", lambda: toolkit)
     assert choose([], ["--cpu"]) == ["--cuda-arch", "89"]
+
+
+def test_bindings_of_a_pack_serve_sources_that_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without the archive: `prepare` compiles llama.cpp that a build left."""
+    sources, packed = tmp_path / "llama.cpp", tmp_path / "bindings"
+    sources.mkdir()
+    monkeypatch.setattr(_card_upstream, "BINDINGS", packed)
+    monkeypatch.setattr(_card_upstream.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(_card_upstream.BuildError, match="has no folder llama_cpp"):
+        _card_upstream.find_package(sources)
+    (packed / "llama_cpp").mkdir(parents=True)
+    (packed / "llama_cpp" / "llama.py").write_text("x = 1\n")
+    _card_upstream.bindings(sources, tmp_path / "out")
+    assert (tmp_path / "out" / "llama_cpp" / "llama.py").read_text() == "x = 1\n"
