@@ -42,12 +42,21 @@ NATIVE_FOLDERS = ("native", "cuda")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --require."""
+    """Add --require and --nightly."""
     parser.addoption(
         "--require", action="append", default=[], metavar="NAMES",
         help="fail where tests would be skipped because this is missing: "
         + ", ".join(needs.NEEDS) + " (several with commas)",
     )  # fmt: skip
+    parser.addoption("--nightly", action="store_true", help="run also tests marked nightly")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked nightly, unless --nightly is given."""
+    if not config.getoption("nightly"):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
 
 
 def required(config: pytest.Config) -> list[str]:

@@ -89,6 +89,13 @@ def test_no_gpu_skips_the_tests_of_its_folder_one_by_one(tree: Path) -> None:
     assert refused(tree, "--require", "native,cuda").startswith("ERROR: --require cuda: no CUDA")
 
 
+def test_nightly_tests_run_only_when_asked_for(tree: Path) -> None:
+    marked = "import pytest\n@pytest.mark.nightly\ndef test_long(): pass\ndef test_short(): pass"
+    write(tree, {"tests/unit/test_unit.py": marked})
+    assert "1 passed, 1 deselected" in run(tree, "tests/unit")[1]
+    assert "2 passed" in run(tree, "tests/unit", "--nightly")[1]
+
+
 def test_libraries_that_are_not_built_skip_and_say_so(tree: Path) -> None:
     (tree / LIBRARY).unlink()
     write(tree, {"moegraph/engine/engine.py": "raise ImportError('no _native')"})
