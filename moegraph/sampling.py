@@ -261,9 +261,6 @@ class Sampler:
 
         Shapes: logits ``[n_vocab]`` F32, finite or -inf; left unchanged. allowed ``[n_vocab]``:
         tokens that may be chosen; None: all.
-
-        Raises:
-            RequestError: the logit bias, or allowed, excludes every token.
         """
         logits = self._adjust(logits)
         if allowed is not None:

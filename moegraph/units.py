@@ -20,9 +20,6 @@ def parse_bytes(text: str, unit: str = "") -> int:
     """Parse '512', '1.5GiB', '300 MiB', '8g' into bytes; all prefixes are powers of 1024.
 
     unit: prefix of a bare number ('g' reads '6' as 6 GiB).
-
-    Raises:
-        ConfigError: text is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:

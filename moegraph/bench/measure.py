@@ -128,11 +128,7 @@ class BenchRow:
 
 
 def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
-    """Yield the rows of a spec as they are measured.
-
-    Raises:
-        ContextOverflow: a test needs more positions than the context has; raised before any test.
-    """
+    """Yield the rows of a spec as they are measured."""
     longest = max((test.n_positions for test in spec.tests), default=0)
     if longest > engine.n_ctx:
         raise ContextOverflow(

@@ -38,9 +38,6 @@ def measure_scaling(engine: Engine) -> Iterator[WidthTime]:
     One row is a decode pass, up to MAX_VERIFY_ROWS a verify pass, more are a prompt. The rows are
     random tokens, which choose more experts than those of a text. engine: loaded with
     `scaling_config`.
-
-    Raises:
-        NativeError, ModelFileError: a pass failed.
     """
     rng, n_vocab = np.random.default_rng(1), engine.hparams.n_vocab
     n_held = min(_N_HELD, engine.n_ctx // 4)

@@ -55,11 +55,7 @@ def run_ttft(
     warm_up: bool = True,
     seed: int = 1,
 ) -> Iterator[TtftRow]:
-    """Yield a row for each prompt length; arguments as in `BenchSpec`.
-
-    Raises:
-        MoegraphError: a process failed; the message and the exit code are its own.
-    """
+    """Yield a row for each prompt length; arguments as in `BenchSpec`."""
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory(prefix="moegraph-") as folder:
         for n in n_prompt:

@@ -24,11 +24,7 @@ class Assumption:
 
     @classmethod
     def of(cls, asked: str) -> Assumption:
-        """Return what --machine asks for; `auto` takes the card that the engine would.
-
-        Raises:
-            RequestError: there is no machine of that name, and no file that describes one.
-        """
+        """Return what --machine asks for; `auto` takes the card that the engine would."""
         from ..experts.machines import find_machine
         from ..ggml.nvml import gpu_card
 

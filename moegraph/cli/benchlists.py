@@ -76,11 +76,7 @@ def shares(_: click.Context, __: click.Parameter, text: str | None) -> tuple[flo
 
 
 def number_range(text: str) -> list[int]:
-    """Return the numbers of 'a', 'a-b', 'a-b+step' or 'a-b*factor'.
-
-    Raises:
-        ValueError: it is none of these, or would not end.
-    """
+    """Return the numbers of 'a', 'a-b', 'a-b+step' or 'a-b*factor'."""
     first, dash, rest = text[1:].partition("-")
     first = text[:1] + first  # a number may be negative
     if not dash:

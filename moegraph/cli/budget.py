@@ -82,9 +82,6 @@ def plan_budget(
 
     need_of: what the model needs if so many rows of a prompt are computed at a time. demand: as of
     `make_plan`.
-
-    Raises:
-        ConfigError: the slots or full layers that config demands do not fit.
     """
     from ..placement.chunksize import choose_rows
     from ..placement.planner import make_plan, upstream_cpu_layers

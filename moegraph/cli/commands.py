@@ -46,9 +46,6 @@ def find_command(message: str) -> tuple[ChatCommand, str] | None:
     """Return the command that a message holds, and its argument; None if it is a question.
 
     A message is a command if it is one line that begins with a slash and a word of letters.
-
-    Raises:
-        RequestError: there is no such command, or it takes no argument.
     """
     word, _, argument = message.rstrip().partition(" ")
     if "\n" in message.rstrip() or not _COMMAND.fullmatch(word):
@@ -62,11 +59,7 @@ def find_command(message: str) -> tuple[ChatCommand, str] | None:
 
 
 def run_command(talk: Conversation, command: ChatCommand, name: str, argument: str) -> str | None:
-    """Run a command; return the question to ask next, if any.
-
-    Raises:
-        RequestError: the argument is missing or wrong.
-    """
+    """Run a command; return the question to ask next, if any."""
     if not command.fits(argument):
         raise RequestError(f"{name} takes {command.takes}")
     return command.act(talk, argument)
@@ -163,11 +156,7 @@ def _is_saved(path: Path) -> bool:
 
 
 def _read_saved(path: Path) -> list[Message]:
-    """Return the messages in a file that /save wrote.
-
-    Raises:
-        RequestError: the file cannot be read, is too large, or holds something else.
-    """
+    """Return the messages in a file that /save wrote."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_BYTES + 1)

@@ -69,12 +69,7 @@ class Conversation:
     _warned: bool = False
 
     def answer(self, question: str) -> Answer:
-        """Print the answer to a question and remember both.
-
-        Raises:
-            RequestError: the question is empty, refused, or too long; it is forgotten.
-            Cancelled: Ctrl-C before the first token (the question is forgotten), or a second one.
-        """
+        """Print the answer to a question and remember both."""
         if not question.strip():
             raise RequestError("the message is empty")
         before = self.history.messages

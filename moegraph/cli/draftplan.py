@@ -32,10 +32,6 @@ def chooser(
 
     config: after `with_drafts`. stack: gets the call that closes the drafter's file. shares: of the
     layers that several cards get; None: the planner chooses.
-
-    Raises:
-        ConfigError, ModelFileError, UnsupportedModel: the settings name a drafter that there is
-            not, or that does not fit.
     """
     from ..placement.draftchoice import Room, choose
     from ..placement.drafters import open_draft_file, sources_of

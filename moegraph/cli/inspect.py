@@ -291,11 +291,7 @@ def _report(
 
 
 def _matching(file: GgufFile, globs: Sequence[str]) -> list[TensorInfo]:
-    """Return the tensors whose names match one of the globs.
-
-    Raises:
-        RequestError: no tensor matches.
-    """
+    """Return the tensors whose names match one of the globs."""
     found = [
         info
         for info in file.tensors.values()

@@ -145,12 +145,7 @@ def svg_option(*flags: str, help: str) -> Callable[[Command], Command]:
 
 
 def build_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the validated EngineConfig of a command's options; a drafter on a hub is downloaded.
-
-    Raises:
-        ConfigError: names every wrong option.
-        ModelFileError: the hub has no such drafter.
-    """
+    """Return the validated EngineConfig of a command's options; download a drafter on a hub."""
     names = {s.name for s in engine_settings() if s.flags}
     # None means that the engine chooses the value; a command may lack some options.
     given = {name: options[name] for name in names if options.get(name) is not None}
@@ -163,11 +158,7 @@ def build_config(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def build_sampling(options: Mapping[str, Any]) -> SamplingParams:
-    """Return the SamplingParams of a command's options; the engine checks the ranges.
-
-    Raises:
-        RequestError: a bias is not written as TOKEN(+/-)BIAS.
-    """
+    """Return the SamplingParams of a command's options; the engine checks the ranges."""
     given = {s.name: options[s.name] for s in sampling_settings()}
     return SamplingParams(**given, logit_bias=parse_logit_bias(options["logit_bias"]))
 
@@ -186,11 +177,7 @@ def warn_beyond_training(engine: Engine, n_prompt: int) -> None:
 
 
 def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:
-    """Parse '15043+1' and '15043-inf' as llama.cpp does; biases of the same token add up.
-
-    Raises:
-        RequestError: an entry has another form.
-    """
+    """Parse '15043+1' and '15043-inf' as llama.cpp does; biases of the same token add up."""
     biases: dict[int, float] = {}
     for entry in entries:
         match = _BIAS.fullmatch(entry)
@@ -204,22 +191,14 @@ def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:
 
 
 def max_tokens(n_predict: int) -> int | None:
-    """Return -n in the form that the engine takes: None for no limit.
-
-    Raises:
-        RequestError: -n is below -1.
-    """
+    """Return -n in the form that the engine takes: None for no limit."""
     if n_predict < -1:
         raise RequestError(f"-n is {n_predict}; allowed: 0 and more, or -1 for no limit")
     return None if n_predict == -1 else n_predict
 
 
 def read_text(path: str) -> str:
-    """Return the text of a prompt file ('-': stdin) without the last newline.
-
-    Raises:
-        RequestError: the file cannot be read, is too large, or is not UTF-8.
-    """
+    """Return the text of a prompt file ('-': stdin) without the last newline."""
     name = "stdin" if path == "-" else path
     try:
         with click.open_file(path, "rb") as file:
@@ -241,11 +220,7 @@ def read_text(path: str) -> str:
 
 
 def argument_text(text: str, escape: bool | None = None) -> str:
-    """Return text from the command line, with escapes replaced unless escape is False.
-
-    Raises:
-        RequestError: the text is not UTF-8.
-    """
+    """Return text from the command line, with escapes replaced unless escape is False."""
     try:
         # In a locale without UTF-8, Python keeps the bytes of an argument as surrogates.
         text = text.encode(errors="surrogateescape").decode()
@@ -380,12 +355,7 @@ def saving_profile(engine: Engine) -> Iterator[None]:
 
 
 def check_text(model: ModelFile, text: str, config: EngineConfig) -> None:
-    """Refuse a prompt that cannot work, before the weights are loaded.
-
-    Raises:
-        ModelFileError: the file has no tokenizer.
-        ContextOverflow: the prompt is longer than the context.
-    """
+    """Refuse a prompt that cannot work, before the weights are loaded."""
     require_vocabulary(model)
     n_ctx = config.ctx_within(model.hparams.n_ctx_train)
     # No token is shorter than a byte, so most prompts pass without the tokenizer.
@@ -400,11 +370,7 @@ def has_vocabulary(model: ModelFile) -> bool:
 
 
 def require_vocabulary(model: ModelFile) -> None:
-    """Refuse text for a model that knows only token ids.
-
-    Raises:
-        ModelFileError: the file has no tokenizer.
-    """
+    """Refuse text for a model that knows only token ids."""
     if not has_vocabulary(model):
         raise ModelFileError(
             f"{model.path}: the file has no vocabulary, so it cannot read or write text; "

@@ -19,9 +19,6 @@ class OutputFile:
     If the command fails before its first write, an old file keeps its content and a new file is
     removed. A new file is also removed if a write fails: nobody should take it for the whole.
     Devices and pipes such as /dev/null also work.
-
-    Raises:
-        ConfigError: the file cannot be opened or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,11 +33,7 @@ class OutputFile:
         self._file: BinaryIO = os.fdopen(fd, "wb", buffering=0)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes.
-
-        Raises:
-            ConfigError: the disk is full, or the reader of a pipe has closed it.
-        """
+        """Append bytes."""
         try:
             if not self._written and self._is_regular:
                 self._file.truncate(0)
@@ -57,11 +50,7 @@ class OutputFile:
         os.pwrite(self._file.fileno(), data, 0)
 
     def require_regular(self) -> None:
-        """Refuse a device or a pipe.
-
-        Raises:
-            ConfigError: the path is a device or a pipe, whose start cannot be rewritten.
-        """
+        """Refuse a device or a pipe."""
         if not self._is_regular:
             raise ConfigError(f"{self.path}: cannot write an array to a device or a pipe")
 
@@ -81,11 +70,7 @@ class OutputFile:
 
 
 class TokenStream:
-    """Token ids as little-endian 32-bit integers on an open file descriptor; -1 ends them.
-
-    Raises:
-        ConfigError: the descriptor is not open for writing.
-    """
+    """Token ids as little-endian 32-bit integers on an open file descriptor; -1 ends them."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -98,11 +83,7 @@ class TokenStream:
         return ConfigError(f"--stream-fd {self._fd}: cannot write: {error.strerror}")
 
     def write(self, token: int) -> None:
-        """Write one id.
-
-        Raises:
-            ConfigError: the reader has closed its end.
-        """
+        """Write one id."""
         view = memoryview(token.to_bytes(4, "little", signed=True))
         try:
             while view:

@@ -126,11 +126,7 @@ _ALIKE = 0.75
 
 
 def refuse_command(name: str, known: Sequence[str], ctx: click.Context) -> None:
-    """Refuse a command that does not exist, with what to write instead if that is known.
-
-    Raises:
-        UsageError: names the command.
-    """
+    """Refuse a command that does not exist, with what to write instead if that is known."""
     from ..modelfile.hubnames import is_hub_name
     from ..modelfile.resolve import SHIPPED
 
@@ -147,9 +143,6 @@ def refuse_foreign(command: click.Command, ctx: click.Context, args: Sequence[st
 
     click would read -pg as -p with the value g. A number may follow its letter (-n128). args: the
     arguments after the command's name.
-
-    Raises:
-        UsageError: names the option or the letters, and what to write instead.
     """
     options = {
         flag: param

@@ -11,11 +11,7 @@ from . import options, ui
 
 
 def show_scaling(target: str, config: EngineConfig, as_json: bool) -> None:
-    """Load a model, measure, and print a table, or one JSON object.
-
-    Raises:
-        MoegraphError: as in `Engine.load` and `measure_scaling`.
-    """
+    """Load a model, measure, and print a table, or one JSON object."""
     from ..bench.scaling import measure_scaling, scaling_config
 
     with options.load_engine(target, scaling_config(config), is_chosen=False) as engine:

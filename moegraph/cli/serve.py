@@ -134,11 +134,7 @@ def _is_local(host: str) -> bool:
 
 
 def _hosts(given: dict[str, Any], has_key: bool) -> frozenset[str]:
-    """Return the names that the header Host may have.
-
-    Raises:
-        ConfigError: other machines could use the server, and nobody asked for that.
-    """
+    """Return the names that the header Host may have."""
     host = given["host"]
     if not (has_key or _is_local(host) or given["insecure_no_key"]):
         raise ConfigError(

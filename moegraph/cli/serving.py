@@ -59,11 +59,7 @@ class ModelLoader:
         )
 
     def __call__(self) -> Loaded:
-        """Load the model.
-
-        Raises:
-            MoegraphError: it cannot be loaded.
-        """
+        """Load the model."""
         header, self._header = self._header, None
         is_first = header is not None
         if header is None:

@@ -51,11 +51,7 @@ def target_argument(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def only_target(*given: str | None) -> str | None:
-    """Return the model that was given in one of several ways; None: in no way.
-
-    Raises:
-        UsageError: there are two.
-    """
+    """Return the model that was given in one of several ways; None: in no way."""
     found = [target for target in given if target]
     if len(found) > 1:
         raise click.UsageError(f"give one model, not {' and '.join(found)}")
@@ -63,11 +59,7 @@ def only_target(*given: str | None) -> str | None:
 
 
 def require_target(*given: str | None) -> str:
-    """Return the model that was given in one of several ways.
-
-    Raises:
-        UsageError: there is none, or there are two.
-    """
+    """Return the model that was given in one of several ways."""
     found = only_target(*given)
     if found is None:
         raise click.UsageError(

@@ -163,11 +163,7 @@ def _record(
 
 
 def _require_writable(path: Path) -> None:
-    """Refuse a path that cannot be written before the run, not after it.
-
-    Raises:
-        ConfigError: its folder does not exist, or the path is a folder.
-    """
+    """Refuse a path that cannot be written before the run, not after it."""
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: cannot write: there is no folder {path.parent}")
     if path.is_dir():

@@ -201,12 +201,7 @@ def enable_line_editing() -> None:
 
 
 def ask(prompt: str) -> str:
-    """Return a line typed at the terminal.
-
-    Raises:
-        EOFError: Ctrl-D.
-        KeyboardInterrupt: Ctrl-C.
-    """
+    """Return a line typed at the terminal."""
     if not is_terminal(sys.stdout):
         # stdout is redirected: the prompt goes to stderr.
         sys.stderr.write(styled(prompt, "prompt", sys.stderr))

@@ -37,11 +37,7 @@ SOURCE = "".join(f'#include "{name}.h"\n' for name in _HEADERS)
 
 
 def declarations(files: Sequence[Path] = DECLARATIONS) -> str:
-    """Concatenate what cffi declares.
-
-    Raises:
-        ValueError: a header of ours has no part in `extern "C"`.
-    """
+    """Concatenate what cffi declares."""
     return "\n".join(
         path.read_text("utf-8") if path.parent == DECL else _cut(path) for path in files
     )

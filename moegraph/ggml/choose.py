@@ -129,9 +129,6 @@ class Chooser:
 
         row: result of the op for this row. key: of its random numbers. allowed: as in
         `Sampler.sample`.
-
-        Raises:
-            RequestError: no token is left.
         """
         self._sampler.allowed = (
             ffi.NULL if allowed is None else ffi.cast("uint8_t *", ffi.from_buffer(allowed))

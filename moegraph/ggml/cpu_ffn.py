@@ -18,10 +18,6 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
     """Threads and work buffers for expert FFNs of up to max_rows rows.
 
     n_threads: includes the calling thread. Not reentrant: one call at a time.
-
-    Raises:
-        ConfigError: the threads or their memory cannot be had.
-        InternalError: a size is below 1.
     """
 
     __slots__ = ("_n_embd", "_n_ff", "_max_rows")
@@ -47,9 +43,6 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
         parts: gate and up [n_embd, n_ff_exp, n_expert] each, or gate_up [n_embd, 2 * n_ff_exp,
             n_expert]; down [n_ff_exp, n_embd, n_expert]. Rows are contiguous, in host memory that
             outlives the result.
-
-        Raises:
-            InternalError: a stack has another shape.
         """
         n_ff, merged = self._n_ff, parts.get("gate_up")
         gate = merged if merged is not None else parts["gate"]
@@ -79,9 +72,6 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
 
         Shapes: x, y F32 [n_embd, n_rows]; ids I32, weights F32 [n_expert_used, n_rows]; all four
         are addresses of contiguous memory. An id outside [0, n_expert) adds nothing.
-
-        Raises:
-            InternalError: n_rows is not 1 to max_rows.
         """
         if not 0 < n_rows <= self._max_rows:
             raise InternalError(f"expert FFN of {n_rows} rows; made for 1 to {self._max_rows}")

@@ -90,11 +90,7 @@ class HostPages(HostBuffer):
     __slots__ = ("pages",)
 
     def __init__(self, size: int) -> None:
-        """Reserve address space.
-
-        Raises:
-            NativeError: the system refuses.
-        """
+        """Reserve address space."""
         self.pages = _Pages(size)
         data = C.mg_pages_data(self.pages.ptr)
         super().__init__(C.ggml_backend_cpu_buffer_from_ptr(data, size), size, self.pages)
@@ -263,10 +259,6 @@ class Device:
             this number of threads, also after `use_threads`.
         reference: on the CPU, use kernels whose results do not depend on width or threads.
         invariant: on CUDA, give each of up to 32 rows of a pass the bits that it gets alone.
-
-        Raises:
-            ConfigError: there is no such device.
-            NativeError: a worker cannot be used.
         """
         before = _used_before(name)
         chosen = _select(name)
@@ -309,9 +301,6 @@ class Device:
         """Check that the worker of the device, if it is on another machine, has not been lost.
 
         Call it when results have been read: those of a lost worker are zeros.
-
-        Raises:
-            DeviceLost: names the worker and says what happened.
         """
         if self.link:
             self.link.require_alive()
@@ -353,11 +342,7 @@ class Device:
         return self.peak_bytes
 
     def buffer(self, size: int, what: str, remedy: str) -> Buffer:
-        """Allocate `size` bytes of device memory; what and remedy are for the message.
-
-        Raises:
-            OutOfDeviceMemory: names what was wanted, how much is free, and the remedy.
-        """
+        """Allocate `size` bytes of device memory; what and remedy are for the message."""
         # Linux grants memory that it does not have and kills the process when it is used.
         if not self.can.own_memory and size > _host_free(size):
             raise self.out_of_memory(size, what, remedy)
@@ -381,9 +366,6 @@ class Device:
         """Allocate `size` bytes of host memory for transfers: pinned if the driver can pin it.
 
         may_pin: False for ordinary memory, which is there at once, and slower to copy.
-
-        Raises:
-            NativeError: there is no memory, or must_pin is set and it was not pinned.
         """
         buft = C.ggml_backend_dev_host_buffer_type(self._dev)
         if buft == ffi.NULL or not may_pin:
@@ -400,11 +382,7 @@ class Device:
         return host
 
     def transfer_memory(self, size: int) -> HostBuffer:
-        """Allocate a large block for transfers, fast: pinned if the driver can pin it.
-
-        Raises:
-            NativeError: there is no memory.
-        """
+        """Allocate a large block for transfers, fast: pinned if the driver can pin it."""
         memory = HostPages(size)
         try:
             self.pin(memory)
@@ -417,9 +395,6 @@ class Device:
         """Pin memory, so that the device can read it; only CUDA devices need that.
 
         Any thread may call it.
-
-        Raises:
-            NativeError: the driver refuses.
         """
         if self._needs_pins and not C.mg_pages_pin(memory.pages.ptr, self.compute.ptr):
             raise NativeError(_cannot_pin(memory.array.nbytes))
@@ -454,11 +429,7 @@ class Device:
         C.ggml_backend_tensor_set_async(self.compute.ptr, tensor, host.address(offset), 0, size)
 
     def finish(self) -> None:
-        """Wait for the stream of graphs, whose results are used now.
-
-        Raises:
-            DeviceLost: as in `check_alive`.
-        """
+        """Wait for the stream of graphs, whose results are used now."""
         C.ggml_backend_synchronize(self.compute.ptr)
         self.check_alive()
 
@@ -473,12 +444,7 @@ class Device:
         return list(dict.fromkeys((self.compute, self.upload)))
 
     def check(self, status: int, what: str) -> None:
-        """Turn a graph status into an exception.
-
-        Raises:
-            Cancelled: the cancel flag stopped the graph.
-            OutOfDeviceMemory, NativeError: ggml reported a failure.
-        """
+        """Turn a graph status into an exception."""
         if status == C.GGML_STATUS_SUCCESS:
             return
         if status == C.GGML_STATUS_ABORTED:

@@ -86,11 +86,7 @@ class Handle(Generic[Ptr]):
 
     @property
     def ptr(self) -> Ptr:
-        """The native pointer.
-
-        Raises:
-            InternalError: the handle is closed.
-        """
+        """The native pointer."""
         if self._ptr is None:
             raise InternalError(f"use of a closed {type(self).__name__}")
         return self._ptr

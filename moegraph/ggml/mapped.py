@@ -54,11 +54,7 @@ class WatchedFiles:
             self._watches.append((path, len(data), Watch(data)))
 
     def check(self) -> None:
-        """Raise if a file could not be read since watching began; then every later call raises too.
-
-        Raises:
-            ModelFileError: names the file and the byte.
-        """
+        """Raise a ModelFileError, from then on, if a byte of a file could not be read."""
         n_faults = C.mg_watch_faults()
         if n_faults != self._seen:
             self._seen = n_faults

@@ -9,11 +9,7 @@ from .ops import Tensor
 
 
 def place(buffer: Buffer, tensor: Tensor, offset: int) -> None:
-    """Give a tensor its memory, at a byte offset of a buffer.
-
-    Raises:
-        NativeError: ggml refused.
-    """
+    """Give a tensor its memory, at a byte offset of a buffer."""
     address = ffi.cast("void *", buffer.base + offset)
     status = C.ggml_backend_tensor_alloc(buffer.ptr, tensor, address)
     if status != C.GGML_STATUS_SUCCESS:

@@ -27,11 +27,7 @@ _NOTE_START = struct.pack("<III12s", len("moegraph") + 1, _N_DIGITS, 1, b"moegra
 
 
 def patchset_of(path: Path) -> str | None:
-    """Return the 16 hex digits in a library's note, or None if it has no note.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the 16 hex digits in a library's note, or None if it has no note."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < _HEADER_SIZE:
             return None
@@ -62,9 +58,6 @@ def require_one_patchset(extension: Path, folder: Path) -> None:
     """Refuse libraries in `folder` that were not built with the extension's patches.
 
     Files that do not exist are skipped; for them the dynamic linker reports the error.
-
-    Raises:
-        NativeError: names the library and both patch sets.
     """
     if not extension.is_file():
         return

@@ -23,9 +23,6 @@ class MissingPlaces:
 
     ids: I32 numpy [n_rows * n_used], the choice of all rows. absent: bool, same shape: the expert
     had no slot when the row was computed.
-
-    Raises:
-        InternalError: an id of an absent expert is not one of n_expert.
     """
 
     def __init__(
@@ -74,9 +71,6 @@ def write_unit(
         terms                in each round, the place that is added to each of these rows, or -1
 
     Padding has slot -1 and gives zeros.
-
-    Raises:
-        InternalError: a row has more than max_rounds places.
     """
     if len(places) >= n_padded or len(words) < (4 + max_rounds) * n_padded:
         raise InternalError(f"{len(places)} places do not fit into a unit of {n_padded}")

@@ -44,11 +44,7 @@ class Traffic:
 
 
 def load_rpc() -> None:
-    """Load libggml-rpc; a second call does nothing.
-
-    Raises:
-        NativeError: it is missing, or of another build.
-    """
+    """Load libggml-rpc; a second call does nothing."""
     path = library_dir() / "libggml-rpc.so"
     try:
         found = patchset_of(path)
@@ -74,12 +70,7 @@ class RemoteLink:
     """
 
     def __init__(self, address: Address) -> None:
-        """Connect.
-
-        Raises:
-            NativeError: the worker cannot be reached, refuses, or does not speak RPC.
-            ConfigError: the keys cannot be used.
-        """
+        """Connect."""
         load_rpc()
         self._key = (address.worker, address.port)
         self.worker = address.worker
@@ -112,11 +103,7 @@ class RemoteLink:
         return forwarder.pid if forwarder else 0
 
     def require_alive(self) -> None:
-        """Check that no exchange has failed.
-
-        Raises:
-            DeviceLost: names the worker and says what happened.
-        """
+        """Check that no exchange has failed."""
         code = C.mg_remote_failure(self._endpoint)
         if code in (errno.EAGAIN, errno.EWOULDBLOCK):
             raise DeviceLost(
@@ -149,12 +136,7 @@ class RemoteLink:
 
 
 def open_link(name: str) -> tuple[RemoteLink, int]:
-    """Return the connection to a device's worker, with one more user, and the device's number.
-
-    Raises:
-        ConfigError: the spelling is wrong, or the worker has no such device.
-        NativeError: the worker cannot be used.
-    """
+    """Return the connection to a device's worker, with one more user, and the device's number."""
     address = parse_address(name)
     key = (address.worker, address.port)
     link = _open.get(key)

@@ -44,11 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_address(name: str) -> Address:
-    """Read the spelling of a device on another machine.
-
-    Raises:
-        ConfigError: it is malformed, or another machine is named without keys.
-    """
+    """Read the spelling of a device on another machine."""
     try:
         parts = urlsplit(name)
         host, port = parts.hostname, parts.port

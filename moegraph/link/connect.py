@@ -41,12 +41,7 @@ class Connection:
 
 
 def connect(address: Address, build: Build) -> Connection:
-    """Connect to a worker and say hello.
-
-    Raises:
-        NativeError: there is none, or it refuses; the message names it.
-        ConfigError: the keys cannot be used.
-    """
+    """Connect to a worker and say hello."""
     try:
         found = _forwarded(address, build) if address.keys else _direct(address, build)
     except OSError as error:
@@ -59,11 +54,7 @@ def connect(address: Address, build: Build) -> Connection:
 
 
 def dial(address: Address) -> socket.socket:
-    """Open a TCP connection to a worker.
-
-    Raises:
-        OSError: nobody listens there, or not in time.
-    """
+    """Open a TCP connection to a worker."""
     sock = socket.create_connection((address.host, address.port), HELLO_S)
     watch(sock)
     return sock

@@ -83,10 +83,6 @@ def read_line(sock: socket.socket, most: int, within_s: float) -> bytes:
     """Read up to and with the first newline, `most` bytes at most.
 
     The other side sends nothing after it until it has an answer.
-
-    Raises:
-        OSError: it took too long, or the connection failed.
-        HelloRefused: the line is too long or incomplete, or more follows.
     """
     end, line = time.monotonic() + within_s, b""
     while not line.endswith(b"\n"):
@@ -104,11 +100,7 @@ def read_line(sock: socket.socket, most: int, within_s: float) -> bytes:
 
 
 def read_answer(line: bytes, worker: str) -> list[RemoteDevice]:
-    """Return the devices that a worker offers.
-
-    Raises:
-        HelloRefused: it refuses, or the line is malformed.
-    """
+    """Return the devices that a worker offers."""
     try:
         said: Any = json.loads(line)
         if "error" in said:
@@ -125,12 +117,7 @@ def read_answer(line: bytes, worker: str) -> list[RemoteDevice]:
 
 
 def greet(sock: socket.socket, build: Build, worker: str) -> list[RemoteDevice]:
-    """Say hello as a client; return the worker's devices.
-
-    Raises:
-        HelloRefused: the other side refuses, or is no worker.
-        OSError: it does not answer in time, or the connection failed.
-    """
+    """Say hello as a client; return the worker's devices."""
     sock.settimeout(HELLO_S)
     sock.sendall(question_of(build))
     # the worker may have to start the process that serves us

@@ -24,9 +24,6 @@ def new_keys(folder: Path) -> dict[str, Path]:
 
     An authority is made for these two alone, and its key is thrown away: nothing else can ever get
     a certificate that they accept.
-
-    Raises:
-        ConfigError: the folder exists already, or cannot be written.
     """
     authority = ec.generate_private_key(ec.SECP256R1())
     root = _certificate("moegraph worker keys", authority, None, authority, None)

@@ -12,11 +12,7 @@ _WAITING = 16
 
 
 def listen_on(host: str, port: int, has_keys: bool) -> socket.socket:
-    """Return a socket that listens; port 0 takes a free one.
-
-    Raises:
-        ConfigError: the address cannot be had, or is not loopback and there are no keys.
-    """
+    """Return a socket that listens; port 0 takes a free one."""
     if not has_keys and not is_loopback(host):
         raise ConfigError(
             f"--listen {host}: other machines are served through TLS only; make keys with "

@@ -14,9 +14,6 @@ def tls_context(folder: Path, is_server: bool) -> ssl.SSLContext:
     """Return a context for one side: TLS 1.3, and the other side must show a certificate too.
 
     Certificates name a role, worker or client, and no host: who has a worker's key is a worker.
-
-    Raises:
-        ConfigError: a file is missing or malformed.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -66,11 +66,7 @@ class Child:
     """A process that will serve one client; `build` and `devices` are what it reports."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Start it and wait until it has opened the devices.
-
-        Raises:
-            ConfigError, NativeError: it could not.
-        """
+        """Start it and wait until it has opened the devices."""
         self._ours, theirs = socket.socketpair()
         cache = str(settings.cache_dir.absolute()) if settings.cache_dir else None
         job = [settings.devices, settings.n_threads, cache, theirs.fileno()]
@@ -145,9 +141,6 @@ class Worker:
         """Serve; `ready` is called when the first child has opened the devices.
 
         The main thread starts the children, because they end with the thread that started them.
-
-        Raises:
-            ConfigError, NativeError: the devices cannot be opened.
         """
         child = Child(self._settings)
         ready(child)
@@ -236,11 +229,7 @@ class Worker:
             self._say(f"refused {name}: {_reason(error)}")
 
     def _secure(self, stranger: Stranger) -> None:
-        """Do the TLS handshake, if clients need keys.
-
-        Raises:
-            OSError: the handshake failed, or the connection; it is closed.
-        """
+        """Do the TLS handshake, if clients need keys."""
         try:
             watch(stranger.sock)
             stranger.sock.settimeout(hello.HELLO_S)
@@ -266,12 +255,7 @@ class Worker:
             relay(client, ours)
 
     def _admit(self, stranger: Stranger, name: str) -> Child:
-        """Return who serves a client, if it may be served.
-
-        Raises:
-            OSError: the connection failed; it is closed.
-            HelloRefused: it sends something else, or another build, or another client is served.
-        """
+        """Return who serves a client, if it may be served."""
         try:
             return self._greet(stranger, name)
         except BaseException:
