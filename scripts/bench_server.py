@@ -10,7 +10,6 @@ server has its peak of device memory.
 
     scripts/bench_server.py 35b.gguf --llama-server bin/llama-server --long --out server.jsonl
     scripts/bench_server.py tiny --device cpu --clients 1 4 --tokens 30
-    scripts/bench_server.py --plot docs/server-clients.svg --raw docs/benchmarks/server.jsonl
 """
 
 from __future__ import annotations
@@ -415,30 +414,6 @@ def with_libraries(server: str | Path) -> dict[str, str]:
     return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
 
 
-def plot(raw: Path) -> str:
-    """Return a plot (SVG) of tokens a second over the number of clients, a curve for each server.
-
-    raw: lines of --out; a point is the median of samples. Of one server, curves are told apart by
-    "experts" and "tree", where lines have them: how many experts were on the device, and what was
-    measured.
-    """
-    from moegraph.cli.svg import line_chart
-
-    series: dict[str, dict[int, list[float]]] = {}
-    for text in raw.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
-        if line["what"] == "clients" and "tokens_per_s" in line:
-            parts = line["server"], line.get("experts"), line.get("tree")
-            name = ", ".join(part for part in parts if part)
-            samples = series.setdefault(name, {}).setdefault(line["clients"], [])
-            samples.append(line["tokens_per_s"])
-    ordered = {
-        name: [(float(n), statistics.median(found)) for n, found in sorted(points.items())]
-        for name, points in series.items()
-    }
-    return line_chart("Many clients, 35B-A3B shape", "clients", "tokens per second", ordered)
-
-
 def note(line: dict[str, Any], out: Path | None) -> None:
     """Print a line, and append it to a file."""
     print(json.dumps(line), flush=True)
@@ -448,9 +423,9 @@ def note(line: dict[str, Any], out: Path | None) -> None:
 
 
 def main() -> int:
-    """Measure each server; print lines, and append them to a file. Or draw them."""
+    """Measure each server; print lines, and append them to a file."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("model", nargs="?", help="a GGUF file")
+    p.add_argument("model", help="a GGUF file")
     p.add_argument("--llama-server", metavar="PATH", help="its libraries are beside it")
     p.add_argument("--only", choices=("moegraph", "llama-server"), help="measure this one")
     p.add_argument("--device", default="auto", help="of moegraph")
@@ -467,14 +442,7 @@ def main() -> int:
     p.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt")
     p.add_argument("--turn", type=int, default=20000, help="tokens of the conversation")
     p.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines here")
-    p.add_argument("--plot", type=Path, metavar="FILE", help="draw the lines of --raw instead")
-    p.add_argument("--raw", type=Path, metavar="FILE")
     args = p.parse_args()
-    if args.plot and args.raw:
-        args.plot.write_text(plot(args.raw), encoding="utf-8")
-        return 0
-    if not args.model:
-        p.error("name a model, or --plot and --raw")
     port, speeds = free_port(), dict[tuple[str, int], list[float]]()
     for name, (command, env) in commands(args, port).items():
         if args.only not in (None, name):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,16 +14,15 @@ import click
 from .. import __version__
 from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
-from ..errors import ConfigError, RequestError
+from ..errors import RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
 from . import benchlists as lists
-from . import options, svg, ui
+from . import options, ui
 from .benchrows import STYLES
 from .command import Command
 from .completion import MODEL_TARGET
 from .filesampling import recommended
-from .outputs import OutputFile
 from .report import config_report, sampling_report
 from .target import hf_option, only_target, require_target
 
@@ -139,17 +137,12 @@ class _Samplings(NamedTuple):
     metavar="TRACE",
     help="Replay a routing trace in tg tests, instead of the router's own choice.",
 )
-@options.svg_option(
-    "--phases",
-    "phases_path",
-    help="Write a plot of the host time of a pass by phase; needs --mode layered.",
-)
 @lists.setting_lists
 def bench(
     target: str | None, models: tuple[str, ...], hf_repo: str | None, n_prompt: tuple[int, ...],
     n_gen: tuple[int, ...], pairs: tuple[tuple[int, int], ...], n_depth: tuple[int, ...],
     n_run: tuple[int, ...], draft_accept: tuple[float, ...], ttft: bool, repetitions: int,
-    no_warmup: bool, style: str, trace_path: Path | None, phases_path: Path | None, **given: Any,
+    no_warmup: bool, style: str, trace_path: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Measure the model TARGET: prompt processing (pp) and generation (tg), in tokens per second.
 
@@ -178,7 +171,7 @@ def bench(
     samplings = _samplings(given, n_run)
     spec = replace(spec, samplings=samplings.params)
     if ttft:
-        spec = _spec_of_ttft(spec, trace_path, phases_path)
+        spec = _spec_of_ttft(spec, trace_path)
     if not spec.tests:
         raise RequestError(
             "nothing to measure: all lengths are 0; raise one of -p, -n, -pg and --run"
@@ -188,32 +181,29 @@ def bench(
         given["n_ctx"] = (-(-needed // 256) * 256,)
     trace = _read_routing(trace_path) if trace_path else None
     configs = _configs(given)
-    _check_configs(configs, phases_path)
+    _check_profile(configs[0].profile)
     _check_drafts(configs, n_run, draft_accept)
     spec = replace(spec, draft_accept=draft_accept)
     varied = _varied(names, configs)
-    with OutputFile(phases_path) if phases_path else nullcontext() as plot:
-        phases, warned = _Phases(varied), set[str]()
-        records = (
-            phases.noted(record)
-            for name in names
-            for config in configs
-            for record in (
-                _ttft(name, config, spec) if ttft
-                else _measure(name, config, spec, samplings, trace, warned)
-            )
-        )  # fmt: skip
-        tests = [f"ttft{n}" for n in n_prompt] if ttft else [test.name for test in spec.tests]
-        STYLES[style](records, tests, varied)
-        if plot:
-            plot.write(phases.plot().encode())
+    warned = set[str]()
+    records = (
+        record
+        for name in names
+        for config in configs
+        for record in (
+            _ttft(name, config, spec) if ttft
+            else _measure(name, config, spec, samplings, trace, warned)
+        )
+    )  # fmt: skip
+    tests = [f"ttft{n}" for n in n_prompt] if ttft else [test.name for test in spec.tests]
+    STYLES[style](records, tests, varied)
 
 
-def _spec_of_ttft(spec: BenchSpec, trace_path: Path | None, phases_path: Path | None) -> BenchSpec:
+def _spec_of_ttft(spec: BenchSpec, trace_path: Path | None) -> BenchSpec:
     """Return the spec with the prompts alone; refuse what cannot be measured in other processes."""
     wrong = {
         "-pg": spec.pairs, "-d": any(spec.depth), "--run": spec.n_run, "--routing": trace_path,
-        "--phases": phases_path, "-n": lists.is_given("n_gen"), "-p 0": 0 in spec.n_prompt,
+        "-n": lists.is_given("n_gen"), "-p 0": 0 in spec.n_prompt,
     }  # fmt: skip
     for flag, value in wrong.items():
         if value:
@@ -248,13 +238,10 @@ def _configs(given: dict[str, Any]) -> list[EngineConfig]:
     ]
 
 
-def _check_configs(configs: Sequence[EngineConfig], phases_path: Path | None) -> None:
-    """Refuse a profile that does not exist, and a plot of phases that there are not."""
-    profile = configs[0].profile
+def _check_profile(profile: str) -> None:
+    """Refuse a profile that does not exist."""
     if profile not in ("", "none") and not Path(profile).is_file():
         raise RequestError(f"{profile}: the profile does not exist, and bench does not create one")
-    if phases_path and any(config.mode != "layered" for config in configs):
-        raise ConfigError("--phases needs --mode layered; a pass of one graph has no phases")
 
 
 def _check_drafts(
@@ -315,37 +302,6 @@ def _ttft(name: str, config: EngineConfig, spec: BenchSpec) -> Iterator[dict[str
             **{f"{phase}_ms": round(1e3 * s, 3) for phase, s in row.phases.items()},
             "load_phases_ms": {phase: round(1e3 * s, 3) for phase, s in row.load.items()},
         }  # fmt: skip
-
-
-class _Phases:
-    """Host time of a pass of each test, in ms by phase, for the plot."""
-
-    _NOTES = (
-        "launch: enqueues the graphs; on the CPU it computes them",
-        "wait: waits for the router's choice",
-        "resolve: looks up the slots of the chosen experts; uploads or computes missing ones",
-    )
-
-    def __init__(self, varied: frozenset[str]) -> None:
-        self._bars: dict[str, dict[str, float]] = {}
-        self._title = ""
-        self._varied = [name for name in _SWEPT if name in varied]
-
-    def noted(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Keep the phases of a record and return the record."""
-        experts = record["experts"]
-        if experts:
-            self._title = f"{record['model_type']}, {record['device_info']}"
-            settings = [f"{name.removeprefix('n_')} {record[name]}" for name in self._varied]
-            name = ", ".join([record["test"], *settings])
-            self._bars[name] = {
-                phase: 1e-3 * us for phase, us in experts["phases_us_per_pass"].items()
-            }
-        return record
-
-    def plot(self) -> str:
-        """Return the phases of all tests as SVG."""
-        return svg.share_bars(f"Host time of a pass, {self._title}", "ms", self._bars, self._NOTES)
 
 
 def _read_routing(path: Path) -> Trace:

@@ -130,20 +130,6 @@ def length_options(command: Command) -> Command:
     ])  # fmt: skip
 
 
-def svg_path(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a plot whose file name does not end in .svg; devices and pipes may have any name."""
-    if path is None or path.suffix.lower() == ".svg" or str(path).startswith("/dev/"):
-        return path
-    raise click.BadParameter(f"{str(path)!r}; plots are SVG: name it {path.with_suffix('.svg')}")
-
-
-def svg_option(*flags: str, help: str) -> Callable[[Command], Command]:
-    """Return an option that takes the file of a plot."""
-    return click.option(
-        *flags, type=click.Path(path_type=Path), callback=svg_path, metavar="FILE.svg", help=help
-    )
-
-
 def build_config(options: Mapping[str, Any]) -> EngineConfig:
     """Return the validated EngineConfig of a command's options; download a drafter on a hub."""
     names = {s.name for s in engine_settings() if s.flags}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,10 +14,9 @@ import numpy as np
 
 from ..config import CPU_ROWS
 from ..config import settings as engine_settings
-from ..units import GiB, MiB, format_bytes, format_share, parse_bytes
+from ..units import format_bytes, format_share, parse_bytes
 from . import options, ui
 from .assumed import AUTO, Assumption
-from .outputs import OutputFile
 from .stagerows import shares_option, show_stages, stage_fields
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ _HEADER = (
     "best",
 )  # fmt: skip
 _MAX_SHARES = 100
-HEAT_ORDERS = ("rank", "id")
 
 
 @dataclass(frozen=True)
@@ -71,20 +68,6 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
     if len(found) > _MAX_SHARES or not all(0 <= share <= 100 for share in found):
         raise click.BadParameter(f"{text!r}; at most {_MAX_SHARES} percentages of 0 to 100")
     return found
-
-
-def heat_options(command: Any) -> Any:
-    """Add the options of a heat map."""
-    order = click.option(
-        "--heat-order", type=click.Choice(HEAT_ORDERS), default="rank",
-        help="Order of the experts in the heat map: by how often they were chosen, or by id.",
-    )  # fmt: skip
-    path = options.svg_option(
-        "--heat-map",
-        "heat_path",
-        help="Write a plot of how often each layer's experts were chosen.",
-    )
-    return path(order(command))
 
 
 @click.command("simulate")
@@ -141,15 +124,12 @@ def heat_options(command: Any) -> Any:
 @click.option(
     "--profile-class", metavar="NAME", help="Class of prompts in the profile. Default: all."
 )
-@options.svg_option("--plot", "plot_path", help="Write a plot of misses and speed by share.")
-@heat_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate_command(
     trace_path: Path, resident: tuple[float, ...], policies: tuple[str, ...],
     shares: tuple[float, ...] | None, miss: str,
     machine: str, target: str | None, expert_size: str | None, skip: int,
-    profile_path: Path | None, profile_class: str | None, plot_path: Path | None,
-    heat_path: Path | None, heat_order: str, as_json: bool,
+    profile_path: Path | None, profile_class: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Replay TRACE, a recorded or generated routing trace, for several policies and cache sizes.
 
@@ -164,37 +144,30 @@ def simulate_command(
       moegraph simulate routing.trace
       moegraph simulate routing.trace --resident 25,60 --policy lfu --policy adaptive --skip 64
       moegraph simulate routing.trace --resident 60 --split 1,1
-      moegraph simulate routing.trace --machine mine.json --plot hits.svg --json
+      moegraph simulate routing.trace --machine mine.json --json
     """
     from ..experts.policy import parse_policy
     from ..placement.profile import read_profile
     from ..placement.split import by_shares
     from ..placement.trace import read_trace
 
-    with ExitStack() as stack:
-        chosen = {text: parse_policy(text) for text in policies}
-        times = Assumption.of(machine).whatever_size()
-        trace = read_trace(trace_path)
-        sizes = find_sizes(times, trace, _given_sizes(trace, trace_path, target, expert_size))
-        profile = read_profile(profile_path, trace.shape) if profile_path else None
-        if profile_class is not None and profile is None:
-            raise click.UsageError("--profile-class needs --profile")
-        plot = stack.enter_context(OutputFile(plot_path)) if plot_path else None
-        heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
-        stages = by_shares(trace.shape.n_layer, shares) if shares else []
-        rows = list(_replays(
-            trace, resident, chosen, sizes, times, miss, profile, profile_class, skip, stages
-        ))  # fmt: skip
-        if plot:
-            plot.write(_plot(trace, times, sizes, rows).encode())
-        if heat:
-            heat.write(heat_map(trace, heat_order).encode())
-        if as_json:
-            click.echo(json.dumps(_report(trace, times, sizes, miss, rows, stages)))
-        else:
-            _show(trace, sizes, rows, profile is not None)
-            first = {row.share: row.found for row in reversed(rows)}
-            show_stages(first, stages, sizes.machine is not None)
+    chosen = {text: parse_policy(text) for text in policies}
+    times = Assumption.of(machine).whatever_size()
+    trace = read_trace(trace_path)
+    sizes = find_sizes(times, trace, _given_sizes(trace, trace_path, target, expert_size))
+    profile = read_profile(profile_path, trace.shape) if profile_path else None
+    if profile_class is not None and profile is None:
+        raise click.UsageError("--profile-class needs --profile")
+    stages = by_shares(trace.shape.n_layer, shares) if shares else []
+    rows = list(_replays(
+        trace, resident, chosen, sizes, times, miss, profile, profile_class, skip, stages
+    ))  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(_report(trace, times, sizes, miss, rows, stages)))
+    else:
+        _show(trace, sizes, rows, profile is not None)
+        first = {row.share: row.found for row in reversed(rows)}
+        show_stages(first, stages, sizes.machine is not None)
 
 
 def _given_sizes(
@@ -292,52 +265,6 @@ def prompt_fields(prompt: PromptEstimate) -> dict[str, Any]:
         "seconds": None if prompt.seconds is None else round(prompt.seconds, 6),
         "tokens_per_s": None if speed is None else round(speed, 2),
     }  # fmt: skip
-
-
-def heat_map(trace: Trace, order: str = "rank") -> str:
-    """Return how often the experts of each layer were chosen, as SVG; order: of HEAT_ORDERS."""
-    from . import svg
-
-    shares = trace.counts() / max(trace.n_tokens, 1)
-    x_label = "experts of a layer, by their ids"
-    if order == "rank":
-        shares = -np.sort(-shares, axis=1)
-        x_label = "experts of a layer, most chosen first"
-    return svg.heat_map(
-        "How often experts were chosen", _origin(trace), x_label, shares.tolist(), order == "rank"
-    )
-
-
-def _origin(trace: Trace) -> str:
-    """Return the origin and the length of a trace as text."""
-    source = trace.source or f"trace {trace.sha256[:16]}"
-    return f"{source}; {trace.n_tokens:,} tokens"
-
-
-def _plot(trace: Trace, machine: Machine, sizes: Sizes, rows: Sequence[_Row]) -> str:
-    """Return a plot of missing experts per token and of speed (or else hit rate) by share."""
-    from . import svg
-
-    def series(value: Any) -> dict[str, list[tuple[float, float]]]:
-        found: dict[str, list[tuple[float, float]]] = {}
-        for row in sorted(rows, key=lambda row: row.share):
-            found.setdefault(row.policy, []).append((100 * row.share, value(row.found)))
-        return found
-
-    second = svg.Panel("hit rate", series(lambda found: found.hit_rate))
-    if sizes.machine:
-        label = f"predicted tok/s, {machine.name}"
-        second = svg.Panel(label, series(lambda found: found.tokens_per_s))
-    missing = series(lambda found: found.stats.missing_per_step)
-    total = trace.shape.n_expert * sum(sizes.slot_bytes)
-    name, unit = ("GiB", GiB) if total >= GiB else ("MiB", MiB)
-    return svg.line_panels(
-        "Missing experts and speed by budget" if sizes.machine
-        else "Missing experts and hit rate by budget",
-        _origin(trace), "experts with a slot, %",
-        [svg.Panel("missing experts a token", missing, log=True), second],
-        (f"{name} of experts on the device", total / 100 / unit) if total else None,
-    )  # fmt: skip
 
 
 def _show(trace: Trace, sizes: Sizes, rows: Sequence[_Row], has_profile: bool) -> None:

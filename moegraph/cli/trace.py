@@ -16,8 +16,7 @@ from . import options, ui
 from .command import Command
 from .filesampling import recommended
 from .interrupt import cancel_on_interrupt
-from .outputs import OutputFile
-from .simulate import heat_map, heat_options, trace_fields
+from .simulate import trace_fields
 from .target import target_argument
 
 if TYPE_CHECKING:
@@ -62,14 +61,12 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Class of prompts in the profile to add to.",
 )
-@heat_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.engine_options_but("profile", "profile_class", "cache_ram", drafts=False)
 @options.sampling_options
 def trace_command(
     target: str, output: Path | None, prompt: str | None, file: str | None, n_predict: int,
-    profile_path: Path | None, profile_class: str, heat_path: Path | None, heat_order: str,
-    as_json: bool, **given: Any,
+    profile_path: Path | None, profile_class: str, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Continue a prompt with the model TARGET and record the routing of every token.
 
@@ -81,7 +78,6 @@ def trace_command(
     Examples:
       moegraph trace model.gguf -f prompt.txt -n 512 -o routing.trace
       moegraph trace model.gguf -f code.txt --profile model.gguf.routing.json --profile-class code
-      moegraph trace tiny -p "def f(x):" -o f.trace --heat-map f.svg
     """
     from ..placement.identity import router_shape
     from ..placement.profile import require_class_name
@@ -91,8 +87,8 @@ def trace_command(
 
     if (prompt is None) == (file is None):
         raise RequestError("give the prompt with -p or with -f, one of them")
-    if output is None and profile_path is None and heat_path is None:
-        raise RequestError("nothing to write; give -o, --profile or --heat-map")
+    if output is None and profile_path is None:
+        raise RequestError("nothing to write; give -o or --profile")
     require_class_name(profile_class)
     text = prompt if prompt is not None else options.read_text(file or "-")
     if not text:
@@ -107,7 +103,6 @@ def trace_command(
                 "back from another machine; trace with devices of this one"
             )
     with ExitStack() as stack:
-        heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
         if output is not None:
             _require_writable(output)
         model = stack.enter_context(options.open_header(target))
@@ -127,8 +122,6 @@ def trace_command(
             kept = profile.update(trace.counts())
             if kept.why:
                 raise ConfigError(f"the routing profile was not updated: {kept.why}")
-        if heat:
-            heat.write(heat_map(trace, heat_order).encode())
         if as_json:
             click.echo(json.dumps(trace_fields(trace)))
         ui.note(trace_stats(trace).line())

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -460,16 +459,6 @@ def test_bench_warns_once_whatever_it_loads() -> None:
     tests = ("-p", 8, "-n", 0, "-r", 1, "--no-warmup", "--device", "cpu", "--miss", "stream")
     done = moegraph("bench", "tiny", *tests, "-t", "1,2")
     assert done.stderr.count(b"--miss has no effect") == 1
-
-
-def test_bench_plots_the_phases_of_a_pass(tmp_path: Path) -> None:
-    plot = tmp_path / "phases.svg"
-    tests = ("-p", 8, "-n", 4, "-r", 1, *CPU, "--phases", plot)
-    assert moegraph("bench", "tiny", *tests).returncode == 2
-    assert not plot.exists()
-    assert moegraph("bench", "tiny", "--mode", "layered", *tests).returncode == 0
-    shown = "".join(ElementTree.parse(plot).getroot().itertext())
-    assert all(word in shown for word in ("pp8", "tg4", "launch", "wait", "resolve"))
 
 
 @pytest.mark.parametrize("where", ["file", "pipe"])

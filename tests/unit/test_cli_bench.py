@@ -126,7 +126,7 @@ class TestBench:
         [(("-pg", "5"), "write a prompt and a generation, 512,128"),
          (("-pg", "0,5"), "both are 1 to"), (("-t", "x"), "write numbers as 1,2 or 1-8"),
          (("-t", "0"), "n_threads is 0"), (("-ctk", "f16,q5"), "'q5' is not one of f16"),
-         (("--phases", "p.png"), "plots are SVG"), (("-p", "0", "-n", "0"), "nothing to measure"),
+         (("-p", "0", "-n", "0"), "nothing to measure"),
          (("-m", "other"), "give one model, not"), (("--policy", "lru,x"), "'x' is not one of lru"),
          (("--vram", "6,x"), "vram is 'x'"), (("--temp", "0,x"), "write numbers as 0,0.8"),
          (("--cache-slots", "-2"), "cache_slots is -2"), (("--temp", "0"), "apply to --run"),

@@ -1,15 +1,13 @@
-"""`moegraph simulate` and the plots."""
+"""`moegraph simulate`."""
 
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from moegraph.cli import svg
 from moegraph.experts.machines import MACHINES, machine_fields
 from moegraph.ggml import nvml
 from moegraph.ggml.nvml import Card
@@ -37,14 +35,6 @@ def trace(tmp_path: Path) -> Path:
     generated = generate_trace(SHAPE, 80)
     write_trace(path, Trace(SHAPE, generated.ids, 10, "made for a test", (1_900_000,) * 4))
     return path
-
-
-def drawn(text: str) -> ET.Element:
-    """Parse an SVG; every coordinate must be a number."""
-    root = ET.fromstring(text)
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert "nan" not in text and "inf" not in text
-    return root
 
 
 def test_a_table_of_budgets_and_policies(cli: Cli, trace: Path) -> None:
@@ -117,21 +107,6 @@ def test_the_graph_fetches_where_the_mode_lets_it(cli: Cli, trace: Path, tmp_pat
         assert (lookup, look) == pytest.approx((n_fetching, 4 - n_fetching)), (miss, share)
 
 
-def test_plots_are_written_as_svg(cli: Cli, trace: Path, tmp_path: Path) -> None:
-    plot, heat = tmp_path / "p.svg", tmp_path / "h.svg"
-    cli("simulate", trace, "--resident", "60,20", "--plot", plot, "--heat-map", heat)
-    text = "".join(drawn(plot.read_text()).itertext())
-    assert "Missing experts and speed by budget" in text and "made for a test; 80 tokens" in text
-    assert "MiB of experts on the device" in text and "predicted tok/s, desktop" in text
-    assert "lfu" in text and "lru" in text
-    shown = "".join(drawn(heat.read_text()).itertext())
-    assert "How often experts were chosen" in shown and "most chosen first" in shown
-    assert "95 %" in shown and "(root scale)" in shown
-    cli("simulate", trace, "--heat-map", heat, "--heat-order", "id")
-    shown = "".join(drawn(heat.read_text()).itertext())
-    assert "by their ids" in shown and "of the choices" not in shown
-
-
 @pytest.mark.parametrize("size", [67 << 10, 20 << 20])
 def test_times_of_other_experts_are_not_told_as_ones_own(
     cli: Cli, trace: Path, tmp_path: Path, size: int
@@ -147,9 +122,6 @@ def test_times_of_other_experts_are_not_told_as_ones_own(
     result = cli("simulate", other, *given)
     assert result.stdout.splitlines()[1].split()[-2:] == ["-", "-"]
     assert "differ too much from those of machine desktop, 1.81 MiB" in result.stderr
-    plot = tmp_path / "p.svg"
-    cli("simulate", other, *given, "--plot", plot)
-    assert "predicted" not in plot.read_text() and "hit rate" in plot.read_text()
     # the user may know better
     row = json.loads(cli("simulate", other, *given, "--expert-size", "1.8MiB", "--json").stdout)
     assert row["rows"][0]["token_us"] > 0 and row["slot_bytes_by_layer"] == [1887436] * 4
@@ -194,9 +166,6 @@ def test_budgets_stand_apart_and_the_best_is_marked(cli: Cli, trace: Path) -> No
      (("--machine", "z80"), "not a built-in machine"),
      (("--profile-class", "a"), "needs --profile"),
      (("--profile", "none.json"), "cannot read the profile"),
-     (("--plot", "/nowhere/p.svg"), "cannot write"),
-     (("--plot", "p.png"), "plots are SVG: name it p.svg"),
-     (("--heat-map", "p"), "plots are SVG: name it p.svg"),
      (("--model", "m", "--expert-size", "1"), "give one"),
      (("--expert-size", "big"), "not a size: 'big'")],
 )  # fmt: skip
@@ -217,99 +186,6 @@ def test_a_profile_of_another_model_is_refused(cli: Cli, trace: Path, tmp_path: 
     Profile(RouterShape(4, 32, 4, "other")).save(tmp_path / "p.json")
     line = cli.refused("simulate", trace, "--profile", tmp_path / "p.json")
     assert "another router (other; this model: abc)" in line
-
-
-def test_charts_of_nothing_and_of_odd_names_are_well_formed() -> None:
-    drawn(svg.line_chart("a < b & c", "", "", {}))
-    drawn(svg.line_chart("one point", "x", "y", {"<s>": [(1.0, 2.0)]}))
-    drawn(svg.line_panels("no", "", "x", [svg.Panel("y", {}, log=True)], ("GiB", 0.5)))
-    drawn(svg.line_panels("flat", "", "x", [svg.Panel("y", {"a": [(1, 3), (2, 3)]})]))
-    drawn(svg.line_panels("0", "", "x", [svg.Panel("y", {"a": [(1, 0), (2, 0)]}, log=True)]))
-    drawn(svg.heat_map("empty", "", "", [], True))
-    drawn(svg.heat_map("zeros", "", "", [[0.0, 0.0]], True))
-    drawn(svg.share_bars("none", "", {}))
-    drawn(svg.share_bars("zero", "ms", {"a": {"b": 0.0}}))
-    assert "a < b & c" in "".join(drawn(svg.line_chart("a < b & c", "", "", {})).itertext())
-
-
-def test_a_line_goes_through_its_points() -> None:
-    root = drawn(svg.line_chart("t", "x", "y", {"s": [(0, 0), (5, 0.5), (10, 1)]}, (0, 1)))
-    dots = [(float(c.get("cx", "")), float(c.get("cy", "")))
-            for c in root.iter("{http://www.w3.org/2000/svg}circle")]  # fmt: skip
-    assert len(dots) == 3
-    assert dots[1][0] == pytest.approx((dots[0][0] + dots[2][0]) / 2)
-    assert dots[1][1] == pytest.approx((dots[0][1] + dots[2][1]) / 2)
-    assert dots[0][1] > dots[2][1], "larger is higher"
-
-
-def test_heat_map_cells_cover_each_row_once_and_darken() -> None:
-    text = svg.heat_map("t", "", "", [[0.9, 0.9, 0.1, 0], [0, 0, 0, 0.4]], False)
-    paths = [p for p in drawn(text).iter("{http://www.w3.org/2000/svg}path") if p.get("transform")]
-    cells = sum(int(run.split("h")[1].split("v")[0]) for p in paths
-                for run in (p.get("d") or "").split("M")[1:])  # fmt: skip
-    assert cells == 8
-    shades = [int((p.get("fill") or "")[1:3], 16) for p in paths]
-    assert shades == sorted(shades, reverse=True) and len(set(shades)) == 4
-
-
-def elements(root: ET.Element, name: str) -> list[ET.Element]:
-    return list(root.iter(f"{{http://www.w3.org/2000/svg}}{name}"))
-
-
-def test_bars_are_shares_and_their_values_are_written() -> None:
-    bars = {"pp": {"launch": 75.0, "wait": 25.0}, "tg": {"launch": 0.5, "wait": 0.5}}
-    root = drawn(svg.share_bars("t", "ms", bars, ["launch: a note"]))
-    widths = [float(r.get("width", 0)) for r in elements(root, "rect")
-              if r.get("height") == "22.0"]  # fmt: skip
-    whole = sum(widths[:2])
-    assert widths == pytest.approx([whole * share for share in (0.75, 0.25, 0.5, 0.5)], rel=1e-3)
-    assert sum(widths[:2]) == pytest.approx(sum(widths[2:]), rel=1e-3)
-    text = [t.text for t in elements(root, "text")]
-    assert "launch 75, wait 25" in text and "1 ms" in text and "launch: a note" in text
-
-
-def test_equal_curves_are_named_together_and_the_later_one_is_dashed() -> None:
-    points = [(10.0, 5.0), (100.0, 1.0)]
-    series = {"lru": points, "adaptive": list(points), "lfu": [(10.0, 4.0), (100.0, 1.0)]}
-    root = drawn(svg.line_panels("t", "from where", "x", [svg.Panel("y", series)]))
-    texts = [t.text for t in elements(root, "text")]
-    assert "lru = adaptive" in texts and "lfu" in texts and "adaptive" not in texts
-    assert "from where" in texts
-    curves = [p for p in elements(root, "polyline") if p.get("stroke-width") == "2.0"]
-    assert [bool(c.get("stroke-dasharray")) for c in curves] == [False, True, False]
-    assert curves[0].get("points") == curves[1].get("points")
-    at = {t.text: float(t.get("y", 0)) for t in elements(root, "text")}
-    assert abs(at["lfu"] - at["lru = adaptive"]) >= 14, "names do not lie on each other"
-
-
-def test_the_ends_of_the_axis_have_ticks_and_a_second_axis_its_own_unit() -> None:
-    series = {"a": [(10.0, 0.5), (25.0, 0.3), (100.0, 0.0)]}
-    panels = [svg.Panel("y", series, log=True)]
-    root = drawn(svg.line_panels("t", "", "x", panels, ("GiB", 0.2)))
-    texts = elements(root, "text")
-    at = {t.text: (float(t.get("x", 0)), float(t.get("y", 0))) for t in texts}
-    assert {"10", "100", "2", "20", "GiB"} <= set(at)
-    assert at["100"][0] == at["20"][0], "20 GiB are 100 %"
-    assert at["0"][1] > at["0.2"][1] > at["0.5"][1], "0 has a place below the logarithms"
-
-
-def test_drawings_follow_the_page_they_are_on() -> None:
-    text = svg.line_chart("t", "x", "y", {"a": [(0, 1), (1, 2)]})
-    assert "prefers-color-scheme: dark" in text
-    assert 'class="page"' in text and 'fill="#ffffff"' not in text
-
-
-def test_cumulative_lines_stand_where_the_choices_are_reached() -> None:
-    rows = [[0.5, 0.25, 0.125, 0.125], [0.9, 0.05, 0.03, 0.02]]
-    root = drawn(svg.heat_map("t", "", "", rows, True))
-    tips = [t.text or "" for t in elements(root, "title")]
-    assert any("layer 0: 50 % in 1, 80 % in 3, 95 % in 4 experts" in tip for tip in tips)
-    assert any("layer 1: 50 % in 1, 80 % in 1, 95 % in 2 experts" in tip for tip in tips)
-    lines = [p.get("points") or "" for p in elements(root, "polyline")
-             if len((p.get("points") or "").split()) == 4]  # fmt: skip
-    assert len(lines) == 3
-    eighty = [float(point.split(",")[0]) for point in lines[1].split()]
-    assert eighty[0] - 64 == pytest.approx(3 * (eighty[2] - 64), rel=0.01)
 
 
 def test_several_devices(cli: Cli, trace: Path) -> None:
