@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .arch import open_model
     from .config import EngineConfig
     from .engine import Engine
     from .engine.chat import ChatRequest, Format
     from .engine.chatanswer import ChatAnswer
     from .events import CancelToken, GenerationEvent
-    from .modelfile import open_model
     from .sampling import SamplingParams
     from .text.chat import (
         CallArguments,
@@ -58,7 +58,7 @@ _HOMES = {
     "SamplingParams": ".sampling",
     "Tokenizer": ".text.tokenizer",
     "ToolCall": ".text.chat",
-    "open_model": ".modelfile",
+    "open_model": ".arch",
 }
 
 

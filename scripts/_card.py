@@ -166,7 +166,7 @@ class Model:
     def of(cls, path: str) -> Model:
         """Read the header of a file."""
         sys.path.insert(0, str(ROOT))
-        from moegraph.modelfile import open_model
+        from moegraph.arch import open_model
 
         with open_model(Path(path)) as model:
             hp = model.hparams

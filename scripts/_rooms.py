@@ -22,10 +22,12 @@ ROOMS = (
         "config",
         "sampling",
     ),
-    ("modelfile",),
+    ("gguf",),
     # connections to other machines; no native libraries
     ("link",),
     ("ggml",),
+    # above ggml: builders of graphs
+    ("arch",),
     # above ggml: the tokenizer is llama.cpp's
     ("text",),
     ("resident",),

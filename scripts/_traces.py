@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from moegraph.arch import open_model
 from moegraph.errors import RequestError
-from moegraph.modelfile import open_model
 from moegraph.placement.generator import PRESETS, generate_trace
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.trace import Trace, read_trace

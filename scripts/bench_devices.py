@@ -29,11 +29,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import _bench as bench
 
 import moegraph
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.engine.grouppasses import GroupPasses
 from moegraph.kinds import Kind
-from moegraph.modelfile import open_model
 
 Ids = npt.NDArray[np.int32]
 # Rows of each sequence before its first measured pass.

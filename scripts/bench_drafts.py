@@ -31,6 +31,7 @@ import _bench as bench
 import numpy as np
 import numpy.typing as npt
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Draft, Drafter, Race
 from moegraph.draft.plan import Plan, Shape, Step
@@ -40,7 +41,6 @@ from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.speculation import Controller, Speculation
 from moegraph.engine.warmup import time_verify
-from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
 
 # How often the token at each position is accepted, by kind of text and drafter: fitted to tokens a

@@ -34,6 +34,7 @@ import _bench as bench
 import numpy as np
 from _repeats import TEXTS, foretold, hopeless
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import Step
@@ -42,7 +43,6 @@ from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.drawing import Drawing
 from moegraph.engine.speculation import Speculation
 from moegraph.engine.warmup import time_verify
-from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
 from moegraph.text.tokenizer import Tokenizer
 

@@ -62,7 +62,7 @@ def engine_for(args: Any, setting: str) -> Engine:
     if args.threads:
         config["n_threads"] = args.threads
     if setting != "whole":
-        from moegraph.modelfile import open_model
+        from moegraph.arch import open_model
 
         with open_model(args.model) as model:
             n_all = model.hparams.n_layer * model.hparams.n_expert

@@ -26,9 +26,9 @@ import _bench as bench
 from bench_server import free_port, served, with_libraries
 from check_drafts import prompts_of
 
+from moegraph.arch.draftfile import open_drafter
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.modelfile.draftfile import open_drafter
 from moegraph.sampling import SamplingParams
 
 # The tokens of a text, tokens drafted, and tokens accepted.

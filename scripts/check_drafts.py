@@ -22,9 +22,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import _bench as bench
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.modelfile import open_model, resolve_target
+from moegraph.gguf import resolve_target
 from moegraph.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

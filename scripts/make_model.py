@@ -54,7 +54,7 @@ def _shape(args: argparse.Namespace, base: Shape) -> Shape:
 
 def _check(path: Path) -> str:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from moegraph.modelfile import open_model
+    from moegraph.arch import open_model
 
     with open_model(path) as model:
         return f"{len(model.tensors)} tensors, {model.n_bytes / 1e9:.2f} GB, {model.hparams}"

@@ -27,9 +27,9 @@ from .report import config_report, sampling_report
 from .target import hf_option, only_target, require_target
 
 if TYPE_CHECKING:
+    from ..arch import ModelFile
     from ..bench import BenchRow, BenchSpec
     from ..engine import Engine
-    from ..modelfile import ModelFile
     from ..placement.trace import Trace
 
 # Settings that may be lists; an engine is loaded for each combination.
@@ -330,8 +330,8 @@ def _device_facts(name: str, description: str) -> dict[str, Any]:
 
 
 def _model_facts(file: ModelFile) -> dict[str, Any]:
+    from ..arch.summary import summarize
     from ..ggml.lib import llama_commit, patchset
-    from ..modelfile.summary import summarize
 
     summary, kv = summarize(file.hparams, file.tensors), file.kv
     label = kv.get("general.size_label")

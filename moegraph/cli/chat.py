@@ -15,7 +15,7 @@ import click
 
 from ..config import EngineConfig
 from ..errors import Cancelled, RequestError
-from ..modelfile.resolve import is_shipped
+from ..gguf.resolve import is_shipped
 from ..sampling import SamplingParams
 from ..text.chat import ChatTemplate, History, require_template
 from . import options, typed, ui
@@ -30,9 +30,9 @@ from .report import stats_line
 from .target import model_options, only_target, require_target
 
 if TYPE_CHECKING:
+    from ..arch import ModelFile
     from ..engine import Engine
     from ..engine.chat import ChatModel
-    from ..modelfile import ModelFile
 
 # The line that separates the answers to two piped questions.
 _SEPARATOR = "---"

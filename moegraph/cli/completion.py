@@ -6,7 +6,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from ..errors import InternalError
-from ..modelfile.resolve import SHIPPED
+from ..gguf.resolve import SHIPPED
 
 SHELLS = ("bash", "zsh", "fish")
 

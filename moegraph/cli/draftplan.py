@@ -13,7 +13,7 @@ from ..units import format_bytes
 from . import ui
 
 if TYPE_CHECKING:
-    from ..modelfile import ModelFile
+    from ..arch import ModelFile
     from ..placement.draftchoice import Choice
     from ..placement.drafters import Sources
     from ..placement.planner import Demand, Footprint

@@ -33,9 +33,10 @@ from .draftplan import chooser
 from .target import target_argument
 
 if TYPE_CHECKING:
-    from ..modelfile import GgufFile, ModelFile, TensorInfo
-    from ..modelfile.check import BadTensor
-    from ..modelfile.summary import LayerSummary, ModelSummary, TypeTotal
+    from ..arch import ModelFile
+    from ..arch.summary import LayerSummary, ModelSummary, TypeTotal
+    from ..gguf import GgufFile, TensorInfo
+    from ..gguf.check import BadTensor
     from ..placement.planner import Footprint
 
 _MAX_VALUE_CHARS = 72
@@ -161,7 +162,7 @@ def _inspect(
     model: ModelFile, globs: Sequence[str], budgets: list[Budget], config: EngineConfig,
     with_check: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    from ..modelfile.summary import summarize
+    from ..arch.summary import summarize
 
     summary = summarize(model.hparams, model.tensors)
     bad = _check(model) if with_check else None
@@ -212,7 +213,7 @@ def _print_json(value: Any) -> None:
 
 def _show_foreign(file: GgufFile, globs: Sequence[str], as_json: bool, reason: str) -> None:
     """Show what can be shown of a file that moegraph cannot run."""
-    from ..modelfile.summary import types_of
+    from ..arch.summary import types_of
 
     totals = types_of(file.tensors.values())
     if as_json:
@@ -236,7 +237,7 @@ def _show_foreign(file: GgufFile, globs: Sequence[str], as_json: bool, reason: s
 
 
 def _check(model: ModelFile) -> list[BadTensor]:
-    from ..modelfile.check import find_nonfinite
+    from ..gguf.check import find_nonfinite
 
     with ui.Bars() as bars:
         return find_nonfinite(model, lambda done, total: bars("check", done, total))

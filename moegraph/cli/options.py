@@ -16,7 +16,7 @@ from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
 from ..engine.sequence import room_after
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
-from ..modelfile.hubnames import is_hub_name
+from ..gguf.hubnames import is_hub_name
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
 from ..setting import Setting
@@ -27,8 +27,9 @@ from .command import Option
 from .target import local_path
 
 if TYPE_CHECKING:
+    from ..arch import ModelFile
     from ..engine import Engine
-    from ..modelfile import GgufFile, ModelFile
+    from ..gguf import GgufFile
     from ..placement.trace import Trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -231,7 +232,7 @@ def open_header(target: str | Path, device: str | None = None) -> ModelFile:
 
     device: the drivers of this device, or of a list, are opened meanwhile.
     """
-    from ..modelfile import open_model
+    from ..arch import open_model
 
     path = local_path(target)
     if device and path.is_file():
@@ -245,7 +246,7 @@ def open_header(target: str | Path, device: str | None = None) -> ModelFile:
 
 def open_any(target: str | Path) -> GgufFile:
     """Open a GGUF file of any architecture by name or path, without loading its weights."""
-    from ..modelfile import open_gguf
+    from ..gguf import open_gguf
 
     return open_gguf(local_path(target))
 

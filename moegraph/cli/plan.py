@@ -45,9 +45,9 @@ from .simulate import (
 from .target import target_argument
 
 if TYPE_CHECKING:
+    from ..arch import ModelFile
     from ..experts.cost import Machine
     from ..experts.policy import Policy
-    from ..modelfile import ModelFile
     from ..placement.draftchoice import Choice
     from ..placement.identity import RouterShape
     from ..placement.planner import Footprint, Plan

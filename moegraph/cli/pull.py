@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ..modelfile.hub import download
-from ..modelfile.hubnames import parse_hub_name
+from ..gguf.hub import download
+from ..gguf.hubnames import parse_hub_name
 from . import ui
 
 

@@ -127,8 +127,8 @@ _ALIKE = 0.75
 
 def refuse_command(name: str, known: Sequence[str], ctx: click.Context) -> None:
     """Refuse a command that does not exist, with what to write instead if that is known."""
-    from ..modelfile.hubnames import is_hub_name
-    from ..modelfile.resolve import SHIPPED
+    from ..gguf.hubnames import is_hub_name
+    from ..gguf.resolve import SHIPPED
 
     near = difflib.get_close_matches(name, known, 1, _ALIKE)
     hint = NO_COMMANDS.get(name) or (f"did you mean {near[0]}?" if near else "")

@@ -18,7 +18,7 @@ from ..config import EngineConfig
 from ..engine.sequence import room_after
 from ..errors import Cancelled, RequestError
 from ..events import CancelToken, GenerationEvent
-from ..modelfile.resolve import is_shipped
+from ..gguf.resolve import is_shipped
 from ..sampling import SamplingParams
 from ..text.chat.template import TEMPLATE_KEY
 from ..text.idfiles import read_ids, require_ids_in_range
@@ -41,8 +41,8 @@ from .starttimes import StartTimes
 from .target import model_options, only_target, require_target
 
 if TYPE_CHECKING:
+    from ..arch import ModelFile
     from ..engine import Engine
-    from ..modelfile import ModelFile
 
 # How these models' templates begin a message; a prompt that has it needs no template.
 _TURN = "<|im_start|>"

@@ -22,7 +22,7 @@ from .serveoptions import server_options
 from .target import target_argument
 
 if TYPE_CHECKING:
-    from ..modelfile import ModelFile
+    from ..arch import ModelFile
     from ..server.host import ModelHost
     from ..server.state import ServerState
 

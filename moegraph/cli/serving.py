@@ -17,8 +17,8 @@ from . import options, ui
 from .drafting import show_drafters
 
 if TYPE_CHECKING:
+    from ..arch import ModelFile
     from ..engine import Engine
-    from ..modelfile import ModelFile
 
 
 def _settings(engine: Engine) -> dict[str, Any]:

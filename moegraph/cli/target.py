@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from ..modelfile.hubnames import parse_hub_name
-from ..modelfile.resolve import resolve_target
+from ..gguf.hubnames import parse_hub_name
+from ..gguf.resolve import resolve_target
 from . import ui
 from .completion import MODEL_TARGET
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.drafter import DFlashHParams
+from ..arch.draftfile import DraftFile
 from ..errors import InternalError
 from ..ggml.choose import likeliest_rows
 from ..ggml.device import HostBuffer
@@ -25,8 +27,6 @@ from ..graphs.dflash import build_context, build_draft
 from ..graphs.dflash_joint import JointMemory, build_joint_draft, can_join
 from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
 from ..graphs.dspark import HeadMatrix
-from ..modelfile.drafter import DFlashHParams
-from ..modelfile.draftfile import DraftFile
 from ..resident import ringcopies
 from ..resident.drafthead import DraftHead
 from ..resident.draftlayout import CHUNK, JOINT_ROWS, MOST_JOINT, N_TAKEN, built_length

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..arch import ModelFile
 from ..errors import RequestError
-from ..modelfile import ModelFile
 from ..text.chat.answer import AnswerParser
 from ..text.chat.calls import CALL, FUNCTION
 from ..text.chat.marks import prompt_marks

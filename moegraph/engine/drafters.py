@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
+from ..arch import ModelFile
+from ..arch.hparams import HParams
 from ..config import EngineConfig
 from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
@@ -15,9 +17,7 @@ from ..draft.mtp import MtpDrafter
 from ..draft.opening import open_controller
 from ..draft.widths import FIRST_WIDTH
 from ..ggml.handles import closed_on_failure
-from ..modelfile import ModelFile
-from ..modelfile.hparams import HParams
-from ..modelfile.vocab import frequent_ids
+from ..gguf.vocab import frequent_ids
 from ..placement.draftcounts import DraftCounts
 from ..placement.drafters import Sources, tap_rows
 from ..placement.draftgraphs import dflash_graph_bytes, longest_draft, mtp_graph_bytes

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arch import ModelFile, open_model
 from ..config import EngineConfig
 from ..draft.dflash import DFlashDrafter
 from ..draft.stats import SpecStats
@@ -21,7 +22,7 @@ from ..errors import RequestError
 from ..events import CancelToken, Progress
 from ..experts.cachestats import ExpertStats
 from ..ggml.handles import closed_on_failure
-from ..modelfile import ModelFile, open_model, resolve_target
+from ..gguf import resolve_target
 from ..placement.profilefile import ProfileUpdate
 from ..runner import Output, StagedRunner
 from ..runner.sweep_batch import SweepBatch

@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ..arch import ModelFile
+from ..arch.draftfile import DraftFile
 from ..config import EngineConfig
 from ..draft.drafter import Drafter
 from ..errors import ConfigError, NativeError, UnsupportedModel
@@ -18,8 +20,6 @@ from ..experts.prefetch import MAX_PREFETCH
 from ..ggml.device import Device
 from ..ggml.free_memory import host_memory
 from ..ggml.mapped import WatchedFiles
-from ..modelfile import ModelFile
-from ..modelfile.draftfile import DraftFile
 from ..placement.draftchoice import Choice, Room, choose
 from ..placement.drafters import Sources, open_draft_file, with_drafts
 from ..placement.footprint import captured_graphs, context_within

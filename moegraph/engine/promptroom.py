@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ContextOverflow
-from ..modelfile.reader import StringArray
-from ..modelfile.vocab import TOKENS
+from ..gguf.reader import StringArray
+from ..gguf.vocab import TOKENS
 from .sequence import room_after
 
 # Characters that a token has at most in usual text, several times over.

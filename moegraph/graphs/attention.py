@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from ..arch.hparams import HParams
 from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
-from ..modelfile.hparams import HParams
 from ..resident.layout import PAGE
 from ..resident.state import State
 from ..resident.weights import LayerWeights

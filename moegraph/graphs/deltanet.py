@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..arch.hparams import HParams
 from ..ggml.ops import Builder, Tensor
-from ..modelfile.hparams import HParams
 from ..resident.state import State
 from ..resident.weights import LayerWeights
 from .inputs import PassShape

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ..arch.drafter import DFlashHParams
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
-from ..modelfile.drafter import DFlashHParams
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from .dspark import HeadMatrix, build_markov

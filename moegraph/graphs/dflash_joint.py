@@ -14,13 +14,13 @@ from itertools import accumulate
 
 import numpy as np
 
+from ..arch.drafter import DFlashHParams
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import ATTN_WORDS, F32, I32, Builder, Tensor
-from ..modelfile.drafter import DFlashHParams
 from ..resident.draftlayout import MOST_JOINT
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights

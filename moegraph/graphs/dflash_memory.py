@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.drafter import DFlashHParams
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, Builder, Tensor
-from ..modelfile.drafter import DFlashHParams
 from ..resident.draftlayout import N_TAKEN
 from ..resident.ringshape import Mask, RingShape
 from ..units import round_up

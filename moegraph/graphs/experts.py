@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from ..arch.hparams import HParams
 from ..errors import InternalError
 from ..ggml.ops import Builder, Tensor
-from ..modelfile.hparams import HParams
 from ..resident.bank import Bank, ExpertBanks
 from ..resident.stage import Stage
 from ..resident.weights import LayerWeights

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..arch.hparams import HParams
 from ..ggml.lib import C
 from ..ggml.ops import F32, I32, Builder, Tensor
-from ..modelfile.hparams import HParams
 from ..resident.weights import LayerWeights
 from .inputs import PassInputs
 

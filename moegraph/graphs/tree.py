@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.hparams import HParams
 from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import MAX_TREE_ROWS, Builder, Tensor
-from ..modelfile.hparams import HParams
 from ..resident.state import State
 from ..resident.weights import LayerWeights
 from .deltanet import DeltaRows, build_output, build_recurrence, project_rows

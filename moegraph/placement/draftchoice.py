@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..arch import ModelFile
+from ..arch.draftfile import DraftFile
 from ..config import EngineConfig
 from ..errors import ConfigError, OutOfDeviceMemory
-from ..modelfile import ModelFile
-from ..modelfile.draftfile import DraftFile
 from ..resident.layout import MAX_MTP_DRAFT
 from ..units import format_bytes
 from .chunksize import choose_rows

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
+from ..arch import ModelFile
+from ..arch.draftfile import DraftFile, open_drafter
+from ..arch.hparams import HParams
+from ..arch.summary import kv_bytes_per_layer
+from ..arch.tensors import require_nextn
 from ..config import MAX_VERIFY_ROWS, EngineConfig
 from ..errors import ConfigError, ModelFileError
+from ..gguf.resolve import resolve_draft, shipped_drafter
 from ..kinds import SHORT_PROMPT
-from ..modelfile import ModelFile
-from ..modelfile.draftfile import DraftFile, open_drafter
-from ..modelfile.hparams import HParams
-from ..modelfile.resolve import resolve_draft, shipped_drafter
-from ..modelfile.summary import kv_bytes_per_layer
-from ..modelfile.tensors import require_nextn
 from ..resident.draftlayout import dflash_bytes
 from ..resident.layout import (
     MAX_MTP_DRAFT,

@@ -7,9 +7,9 @@ ones are built.
 
 from __future__ import annotations
 
+from ..arch.drafter import DFlashHParams
+from ..arch.hparams import HParams
 from ..config import EngineConfig
-from ..modelfile.drafter import DFlashHParams
-from ..modelfile.hparams import HParams
 from ..resident.draftlayout import CHUNK, MOST_JOINT, N_TAKEN, built_length, joint_lengths
 from ..resident.layout import CAPTURED_NODE_BYTES, MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
 from ..resident.poolshape import PoolShape

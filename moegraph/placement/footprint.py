@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..arch import ModelFile
+from ..arch.hparams import HParams
+from ..arch.summary import kv_bytes_per_layer, state_bytes
 from ..config import EngineConfig
 from ..experts.crossing import padded
 from ..experts.prefetch import MAX_PREFETCH
-from ..modelfile import ModelFile
-from ..modelfile.hparams import HParams
-from ..modelfile.summary import kv_bytes_per_layer, state_bytes
 from ..resident.layout import (
     MAX_PAGED_ROWS,
     N_GROUPS,

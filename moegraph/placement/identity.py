@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..arch import ModelFile
 from ..errors import RequestError
-from ..modelfile import ModelFile
-from ..modelfile.scan import TensorInfo
+from ..gguf.scan import TensorInfo
 
 # Slices of a tensor that is not experts, and bytes in the middle of each that are hashed.
 _N_SLICES, _SAMPLE_BYTES = 16, 1024

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..arch import ModelFile
 from ..errors import InternalError
 from ..ggml.device import Device
 from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Tensor
+from ..gguf import TensorInfo
 from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS
-from ..modelfile import ModelFile, TensorInfo
 from ..units import round_up
 from .layout import N_STAGING, Packing, expert_tensors, stack_kind
 from .store import raw_rows

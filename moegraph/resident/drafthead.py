@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..arch import ModelFile
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import I32, Tensor
-from ..modelfile import ModelFile, TensorInfo
+from ..gguf import TensorInfo
 from ..units import round_up
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from ..arch.drafter import DFlashHParams
+from ..arch.draftfile import DraftFile
 from ..errors import UnsupportedModel
-from ..modelfile.drafter import DFlashHParams
-from ..modelfile.draftfile import DraftFile
-from ..modelfile.scan import TensorInfo
+from ..gguf.scan import TensorInfo
 from ..units import round_up
 from .ringshape import RING_PAGE, draft_ring_bytes, ring_shapes
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.drafter import DFlashHParams
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F16, Builder, Tensor
-from ..modelfile.drafter import DFlashHParams
 from ..units import round_up
 from .ringshape import RING_PAGE, Mask, Span, ring_shapes
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..arch.hparams import HParams
 from ..errors import InternalError
 from ..ggml.device import Device
 from ..ggml.handles import Buffer
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor
-from ..modelfile.hparams import HParams
 from ..units import round_up
 from .layout import draft_room, draft_widths
 

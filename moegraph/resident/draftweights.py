@@ -11,15 +11,15 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 
+from ..arch.drafter import DFlashHParams
+from ..arch.draftfile import DraftFile
 from ..errors import UnsupportedModel
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import Tensor
-from ..modelfile.drafter import DFlashHParams
-from ..modelfile.draftfile import DraftFile
-from ..modelfile.scan import TensorInfo
+from ..gguf.scan import TensorInfo
 from ..units import round_up
 from .draftlayout import EMBEDDING, PlannedTensor, plan_tensors
 from .weights import TokenEmbedding

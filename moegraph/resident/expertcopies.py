@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from ..arch import ModelFile
 from ..errors import ConfigError, NativeError
 from ..ggml.device import Device, HostBuffer, HostPages
 from ..ggml.free_memory import host_memory
-from ..modelfile import ModelFile, TensorInfo
+from ..gguf import TensorInfo
 from ..units import MiB, format_bytes
 from .layout import Packing
 from .reading import Readers

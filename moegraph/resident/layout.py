@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES
 
+from ..arch import ModelFile
+from ..arch.hparams import HParams
+from ..gguf import TensorInfo
 from ..kinds import MOST_BEHIND
-from ..modelfile import ModelFile, TensorInfo
-from ..modelfile.hparams import HParams
 from ..units import round_up
 
 # Rows of a page of the KV caches, and the step in which the KV length of graphs grows, as

@@ -10,15 +10,16 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..arch import ModelFile
+from ..arch.tensors import require_nextn
 from ..errors import ConfigError, InternalError, NativeError
 from ..ggml.device import Device
 from ..ggml.free_memory import host_memory
 from ..ggml.handles import Context, closed_on_failure
 from ..ggml.memory import place
 from ..ggml.ops import Tensor
-from ..modelfile import ModelFile, TensorInfo
-from ..modelfile.tensors import require_nextn
-from ..modelfile.vocab import frequent_ids
+from ..gguf import TensorInfo
+from ..gguf.vocab import frequent_ids
 from ..units import round_up
 from .bank import ExpertBanks
 from .drafthead import DraftHead

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..modelfile import ModelFile, TensorInfo
+from ..arch import ModelFile
+from ..gguf import TensorInfo
 from ..threads import usable_cpus
 from .layout import Packing
 

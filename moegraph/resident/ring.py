@@ -9,7 +9,7 @@ from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32
-from ..modelfile import TensorInfo
+from ..gguf import TensorInfo
 from .bank import TAIL, Bank, strided_stack
 from .layout import Packing, group_bytes, stack_kind
 from .store import ExpertStore

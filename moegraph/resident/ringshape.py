@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..modelfile.drafter import DFlashHParams
+from ..arch.drafter import DFlashHParams
 from ..units import round_up
 from .layout import PAGE
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
+from ..arch import ModelFile
+from ..arch.hparams import HParams
 from ..config import EngineConfig
 from ..errors import ConfigError, InternalError
 from ..events import Progress, Stopwatch
 from ..ggml.device import Device
 from ..ggml.handles import closed_on_failure
-from ..modelfile import ModelFile
-from ..modelfile.hparams import HParams
 from .bank import ExpertBanks
 from .poolshape import PoolShape
 from .sequences import Sequences

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ..arch.hparams import HParams
 from ..errors import ConfigError
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor, type_id
-from ..modelfile.hparams import HParams
 from ..units import round_up
 from .drafts import DraftRows
 from .kvpool import KVPool

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arch import ModelFile
 from ..errors import InternalError
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor
-from ..modelfile import ModelFile, TensorInfo
+from ..gguf import TensorInfo
 from ..units import format_bytes, round_up
 from .expertcopies import ExpertCopies, Layer
 from .filering import FileRing, Key, file_ring_bytes

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.hparams import HParams
 from ..errors import InternalError
 from ..ggml.device import Device
 from ..ggml.handles import Buffer, Context, closed_on_failure
@@ -14,7 +15,6 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor
 from ..kinds import MOST_BEHIND
-from ..modelfile.hparams import HParams
 from .layout import ring_room, tap_bytes, tap_room
 
 

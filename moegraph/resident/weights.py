@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..arch import ModelFile
 from ..errors import ModelFileError
 from ..events import Progress
 from ..ggml.device import Device
@@ -19,7 +20,7 @@ from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, cpu_converter, ffi
 from ..ggml.memory import place
 from ..ggml.ops import Tensor
-from ..modelfile import ModelFile, TensorInfo
+from ..gguf import TensorInfo
 from ..units import round_up
 from .layout import is_dense
 from .reading import PIECE_BYTES, Readers

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..arch import ModelFile
 from ..errors import ConfigError, InternalError, ModelFileError, RequestError
 from ..lazypackage import import_lazily
-from ..modelfile import ModelFile
 from ..units import MiB, format_bytes
 
 # llama.cpp counts tokens in 32 bits; a prompt far shorter than that is already a mistake.

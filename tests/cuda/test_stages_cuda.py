@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.stages import MODES, Stages, batches, new_config
 
-from moegraph.modelfile import open_model
+from moegraph.arch import open_model
 from moegraph.runner import LayeredRunner
 
 # Squared error over squared logits, as in test_passes_cuda.py.

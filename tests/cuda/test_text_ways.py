@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from helpers.text_ways import LENGTHS, ON_GPU, all_ways, places, prompts_of, reference
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.modelfile import open_model
 
 N_CTX, N_TOKENS = 1024, 32
 HELD_OUT = Path(__file__).parents[1] / "data" / "heldout.py.txt"

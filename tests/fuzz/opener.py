@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from moegraph.arch import open_model
+from moegraph.arch.draftfile import open_drafter
+from moegraph.arch.summary import summarize
 from moegraph.errors import MoegraphError
-from moegraph.modelfile import open_model
-from moegraph.modelfile.draftfile import open_drafter
-from moegraph.modelfile.summary import summarize
 
 MEMORY_BYTES = 1 << 30
 CPU_S = 10

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moegraph.arch import open_model
+from moegraph.arch.draftfile import open_drafter
 from moegraph.config import EngineConfig
 from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.drafter import Draft
@@ -18,8 +20,6 @@ from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, Builder
-from moegraph.modelfile import open_model
-from moegraph.modelfile.draftfile import open_drafter
 from moegraph.resident.stage import open_stage
 from moegraph.runner.inspect import read_tensor
 

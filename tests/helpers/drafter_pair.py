@@ -13,12 +13,12 @@ from modelgen.drafter import DraftShape, values
 
 from helpers.drafters import SMALL, write_small
 from helpers.reference_dflash import ReferenceDrafter
+from moegraph.arch import open_model
+from moegraph.arch.draftfile import open_drafter
 from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.drafter import Draft
 from moegraph.draft.dspark import DSparkDrafter
 from moegraph.engine import Engine
-from moegraph.modelfile import open_model
-from moegraph.modelfile.draftfile import open_drafter
 from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from helpers.ggufbytes import File
+from moegraph.arch import open_model
 from moegraph.errors import ModelFileError
-from moegraph.modelfile import open_model
 
 Write = Callable[..., Path]
 

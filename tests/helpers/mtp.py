@@ -29,10 +29,10 @@ class MtpModel:
         n_kept: int | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         """n_vocab, n_kept: see `open_mtp`. settings: as in `EngineConfig`."""
+        from moegraph.arch import open_model
         from moegraph.draft.mtp import MtpDrafter
         from moegraph.engine.runners import open_runner
         from moegraph.ggml.device import Device
-        from moegraph.modelfile import open_model
         from moegraph.resident.mtp import open_mtp
         from moegraph.resident.stage import open_stage
 

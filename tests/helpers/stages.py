@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from moegraph.arch import ModelFile
 from moegraph.config import EngineConfig
 from moegraph.engine.runners import open_runners
 from moegraph.experts.prefetch import MAX_PREFETCH
 from moegraph.ggml.device import Device
 from moegraph.kinds import Kind
-from moegraph.modelfile import ModelFile
 from moegraph.resident.poolshape import PoolShape
 from moegraph.resident.sequences import Sequences
 from moegraph.resident.stage import Stage, open_stage

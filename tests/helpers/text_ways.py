@@ -12,11 +12,11 @@ import numpy as np
 
 from helpers.clients import Client, serving, together
 from helpers.scripted_drafts import AnyController, ScriptedDrafter
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
 from moegraph.engine import Engine
 from moegraph.engine.speculation import Speculation
-from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -12,8 +12,8 @@ import pytest
 from helpers.shared import model_writer
 from helpers.workers import WorkerProcess, working
 
+from moegraph.arch import ModelFile, open_model
 from moegraph.config import EngineConfig
-from moegraph.modelfile import ModelFile, open_model
 
 if TYPE_CHECKING:  # the fixtures import it: it needs the native libraries
     from moegraph.engine import Engine

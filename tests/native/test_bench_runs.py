@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moegraph.modelfile import open_model, resolve_target
+from moegraph.arch import open_model
+from moegraph.gguf import resolve_target
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"

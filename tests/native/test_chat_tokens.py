@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from moegraph.cli import main
 from moegraph.engine import Engine, prefixes
-from moegraph.modelfile import resolve_target
+from moegraph.gguf import resolve_target
 from moegraph.text.chat.segments import SegmentEncoder
 from moegraph.text.tokenizer import Tokenizer
 

@@ -16,6 +16,7 @@ from helpers.drafters import write_small
 from helpers.fetching_engines import fetch_layers
 from helpers.smallest import smallest
 
+from moegraph.arch import open_model
 from moegraph.bench.machine import _machine, _Segment, measure_machine
 from moegraph.cli import main
 from moegraph.cli.budget import default_budgets
@@ -24,7 +25,7 @@ from moegraph.engine import Engine
 from moegraph.errors import ConfigError
 from moegraph.experts.machines import MACHINES, find_machine
 from moegraph.experts.policy import parse_policy
-from moegraph.modelfile import open_model, resolve_target
+from moegraph.gguf import resolve_target
 from moegraph.placement.footprint import needed_bytes, slot_bytes
 from moegraph.placement.identity import router_shape
 from moegraph.placement.planner import Footprint, make_plan

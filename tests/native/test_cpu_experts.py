@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.ggml.device import Device
-from moegraph.modelfile import open_model
 from moegraph.resident.stage import open_stage
 from moegraph.runner.cpu_experts import CpuExperts, KernelCpuExperts
 from moegraph.runner.cpu_experts_graph import GraphCpuExperts

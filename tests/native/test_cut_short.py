@@ -18,13 +18,14 @@ import pytest
 from helpers.drafters import write_small
 from helpers.shared import greedy_tokens, prompt
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ModelFileError
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C
 from moegraph.ggml.mapped import WatchedFiles
-from moegraph.modelfile import open_model, resolve_target
+from moegraph.gguf import resolve_target
 
 ROOT = Path(__file__).resolve().parents[2]
 COLD = {"pin_layers": 0, "cache_slots": 0, "miss": "cpu"}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from helpers.shared import prompt, resident_bytes
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, prefixes
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer
-from moegraph.modelfile import open_model
 from moegraph.placement.footprint import needed_bytes
 
 Open = Callable[..., Engine]

@@ -13,6 +13,7 @@ from helpers.faults import faulty
 from helpers.shared import greedy_tokens, prompt
 from helpers.smallest import smallest
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, devices, prefixes
 from moegraph.errors import (
@@ -25,7 +26,6 @@ from moegraph.errors import (
 from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
-from moegraph.modelfile import open_model
 from moegraph.placement.footprint import needed_bytes
 from moegraph.placement.planner import Footprint, make_plan
 from moegraph.runner import LayeredRunner, StagedRunner, WholeRunner, boundary

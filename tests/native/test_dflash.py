@@ -13,13 +13,13 @@ from helpers.drafter_pair import CHANGES, COARSE, N_VOCAB, TOLERANCE, Pair, pair
 from helpers.drafters import write_small
 from helpers.faults import FAULTS, faulty
 
+from moegraph.arch.draftfile import open_drafter
 from moegraph.draft.drafter import Race
 from moegraph.draft.dspark import DSparkDrafter
 from moegraph.draft.tree import TreeDrafter
 from moegraph.engine import Engine
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
-from moegraph.modelfile.draftfile import open_drafter
 from moegraph.resident.draftlayout import dflash_bytes
 from moegraph.runner.sweep_batch import SweepBatch
 from moegraph.sampling import SamplingParams, gumbel

@@ -14,13 +14,13 @@ from helpers.drafters import write_small
 from helpers.faults import events_on_cpu
 from helpers.mtp import MtpModel
 
+from moegraph.arch.draftfile import open_drafter
 from moegraph.config import EngineConfig
 from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.dspark import DSparkDrafter
 from moegraph.draft.mtp import MtpDrafter
 from moegraph.engine import Engine
 from moegraph.engine.drafters import limit_graphs
-from moegraph.modelfile.draftfile import open_drafter
 from moegraph.placement.draftgraphs import dflash_graph_bytes, mtp_graph_bytes
 from moegraph.resident.draftlayout import built_length, joint_lengths
 from moegraph.resident.layout import MTP_ROWS, USUAL_MTP_DRAFT

@@ -9,10 +9,10 @@ import pytest
 from helpers.shared import greedy_tokens, prompt, resident_bytes
 from helpers.shipped import TINY, TINY_DFLASH, merged_tiny
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.ggml.handles import live_handles
-from moegraph.modelfile import open_model
 from moegraph.placement.footprint import needed_bytes
 from moegraph.sampling import SamplingParams
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers.shared import greedy_tokens, prompt, resident_bytes
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import (
@@ -24,7 +25,6 @@ from moegraph.errors import (
 from moegraph.events import CancelToken
 from moegraph.ggml.free_memory import HostMemory
 from moegraph.ggml.handles import live_handles
-from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
 
 PRESETS = ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"]

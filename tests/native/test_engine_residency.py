@@ -9,11 +9,11 @@ import pytest
 from helpers.fetching_engines import fetch_layers
 from helpers.shared import greedy_tokens, prompt
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ModelFileError, NativeError
 from moegraph.experts.cost import MissSplit
-from moegraph.modelfile import open_model
 from moegraph.runner.upload import Uploader
 
 # One row, a few, more than admission allows, a chunk of many: then single rows again.

@@ -13,6 +13,7 @@ from helpers.faults import FAULTS, faulty
 from helpers.patience import PATIENCE_S
 from helpers.shared import greedy_tokens, prompt
 
+from moegraph.arch import ModelFile
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, runners
 from moegraph.errors import (
@@ -23,7 +24,6 @@ from moegraph.errors import (
 from moegraph.ggml.cpu_ffn import CpuFfn
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import ffi
-from moegraph.modelfile import ModelFile
 from moegraph.runner import cpu_experts
 from moegraph.runner.cpu_experts import KernelCpuExperts
 

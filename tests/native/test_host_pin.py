@@ -13,12 +13,12 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from helpers.shared import greedy_tokens, prompt
 
+from moegraph.arch import open_model
+from moegraph.arch.tensors import MATRIX_TYPES
 from moegraph.errors import ConfigError, NativeError
 from moegraph.ggml.device import Device, HostPages
 from moegraph.ggml.free_memory import HostMemory
 from moegraph.ggml.lib import C, ffi
-from moegraph.modelfile import open_model
-from moegraph.modelfile.tensors import MATRIX_TYPES
 from moegraph.resident import expertcopies
 from moegraph.resident.layout import Packing, expert_tensors
 from moegraph.resident.store import ExpertStore

@@ -19,13 +19,13 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from helpers.shared import greedy_tokens, prompt
 
+from moegraph.arch import ModelFile, open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ModelFileError
 from moegraph.ggml import device as device_module
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, cpu_converter, ffi
-from moegraph.modelfile import ModelFile, open_model
 from moegraph.resident import reading, weights
 
 PRESET = "legacy32"

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from helpers.mtp import MtpModel
 
+from moegraph.arch import open_model
+from moegraph.arch.tensors import require_nextn
 from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
 from moegraph.errors import InternalError, ModelFileError, OutOfDeviceMemory
 from moegraph.ggml.lib import C, ffi
+from moegraph.gguf.vocab import frequent_ids
 from moegraph.kinds import MOST_BEHIND
-from moegraph.modelfile import open_model
-from moegraph.modelfile.tensors import require_nextn
-from moegraph.modelfile.vocab import frequent_ids
 from moegraph.placement.drafters import kept_experts, mtp_bytes
 from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import MAX_MTP_DRAFT, MTP_ROWS

@@ -10,8 +10,8 @@ import pytest
 from helpers.faults import FAULTS, faulty
 from helpers.mtp import MtpModel
 
+from moegraph.arch import open_model
 from moegraph.errors import MoegraphError
-from moegraph.modelfile import open_model
 from moegraph.resident.mtp import open_mtp
 
 ModelPath = Callable[[str], Path]

@@ -12,11 +12,11 @@ from helpers.pool_machine import PoolMachine
 from helpers.sequence_machine import NAMES, SETTINGS
 from helpers.shared import prompt
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ContextOverflow, NativeError, PoolFull, RequestError
 from moegraph.ggml.lib import ffi
-from moegraph.modelfile import open_model
 from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import PAGE
 from moegraph.runner.sweep_batch import SweepBatch

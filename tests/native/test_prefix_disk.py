@@ -20,6 +20,7 @@ from helpers.patience import PATIENCE_S
 from helpers.reading import read
 from helpers.shared import prompt
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, prefixes
 from moegraph.engine.prefixdisk import PrefixDisk
@@ -33,7 +34,6 @@ from moegraph.engine.prefixfile import (
     write_file,
 )
 from moegraph.errors import ConfigError
-from moegraph.modelfile import open_model
 from moegraph.resident.hostcopies import HostCopies
 
 Open = Callable[..., Engine]

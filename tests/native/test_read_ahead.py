@@ -15,12 +15,12 @@ from helpers.interrupts import interrupted
 from helpers.patience import PATIENCE_S
 from helpers.shared import prompt
 
+from moegraph.arch import ModelFile
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, ModelFileError
 from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import ffi
-from moegraph.modelfile import ModelFile
 from moegraph.resident import filering
 from moegraph.resident.filering import FileRing
 from moegraph.resident.layout import N_STAGING

@@ -14,6 +14,7 @@ from helpers.clients import Client, serving
 from helpers.stages import Stages, assert_same, batches, new_config
 from helpers.workers import WorkerProcess, working
 
+from moegraph.arch import ModelFile
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError
@@ -24,7 +25,6 @@ from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, Builder, Tensor
 from moegraph.ggml.remote import RemoteLink, Traffic
 from moegraph.graphs.cache import BuiltGraph, GraphCache
-from moegraph.modelfile import ModelFile
 
 ModelPath = Callable[[str], Path]
 KiB = 1 << 10

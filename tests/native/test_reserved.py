@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from helpers.tree_shapes import TREES, path
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.modelfile import open_model
 from moegraph.placement.footprint import lacking_bytes, needed_bytes, sweep_rows
 from moegraph.resident.layout import PAGE, draft_room, paged_scratch_bytes
 from moegraph.units import round_up

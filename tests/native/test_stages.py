@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from helpers.stages import MODES, Stages, assert_same, batches, new_config, new_stage
 
+from moegraph.arch import ModelFile
 from moegraph.engine import Engine
 from moegraph.engine.runners import open_runner
 from moegraph.errors import InternalError, OutOfDeviceMemory
 from moegraph.kinds import Kind
-from moegraph.modelfile import ModelFile
 from moegraph.runner import Batch, LayeredRunner, WholeRunner
 
 ModelPath = Callable[[str], Path]

@@ -19,10 +19,10 @@ from helpers.faults import FAILED, events_on_cpu, faulty
 from helpers.fetching_engines import PRESET, check_sound
 from helpers.shared import PRESETS, prompt, write_model
 
+from moegraph.arch import ModelFile
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ModelFileError, MoegraphError, NativeError, OutOfDeviceMemory
-from moegraph.modelfile import ModelFile
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep_batch import SweepBatch
 

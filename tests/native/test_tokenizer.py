@@ -18,11 +18,12 @@ from helpers.shared import PRESETS, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, InternalError, ModelFileError, RequestError
 from moegraph.ggml import lib
-from moegraph.modelfile import open_model, resolve_target
+from moegraph.gguf import resolve_target
 from moegraph.text import tokenizer as tokenizer_module
 from moegraph.text.tokenizer import MAX_PROMPT_BYTES, Tokenizer, open_soon
 

@@ -17,6 +17,7 @@ from helpers.patience import PATIENCE_S
 from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess, limit
 
+from moegraph.arch import ModelFile
 from moegraph.errors import DeviceLost, MoegraphError, NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
@@ -25,7 +26,6 @@ from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32
 from moegraph.link.hello import question_of
-from moegraph.modelfile import ModelFile
 
 ModelPath = Callable[[str], Path]
 TIMEOUT_S = 2

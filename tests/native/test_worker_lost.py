@@ -17,13 +17,13 @@ from helpers.patience import PATIENCE_S
 from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess
 
+from moegraph.arch import ModelFile
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
 from moegraph.link import hello
-from moegraph.modelfile import ModelFile
 
 ModelPath = Callable[[str], Path]
 TIMEOUT_S = 240

@@ -24,6 +24,7 @@ from helpers.patience import PATIENCE_S, until
 from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess, limit, working
 
+from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, NativeError
@@ -31,7 +32,6 @@ from moegraph.ggml import remote
 from moegraph.ggml.device import Device
 from moegraph.link.hello import question_of
 from moegraph.link.tls import tls_context
-from moegraph.modelfile import open_model
 
 
 def new_keys(folder: Path) -> Path:

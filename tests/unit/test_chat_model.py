@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from moegraph.engine.chat import ChatModel, ChatRequest, Format, TextRequest, thinking_variables
 from moegraph.engine.promptroom import PromptRoom
 from moegraph.errors import ContextOverflow, ModelFileError, RequestError
-from moegraph.modelfile.reader import StringArray
+from moegraph.gguf.reader import StringArray
 from moegraph.text.chat import ChatTemplate
 from moegraph.text.chat.parts import ContentPart, ReasoningPart
 from moegraph.text.tokenizer import Tokenizer

@@ -10,9 +10,10 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from helpers.ggufbytes import Q, Shape, edit, model_file, row_bytes
 
-from moegraph.modelfile import check, open_model, resolve_target
-from moegraph.modelfile.check import BadTensor, find_nonfinite
-from moegraph.modelfile.tensors import MATRIX_TYPES
+from moegraph.arch import open_model
+from moegraph.arch.tensors import MATRIX_TYPES
+from moegraph.gguf import check, resolve_target
+from moegraph.gguf.check import BadTensor, find_nonfinite
 
 NAME = "blk.1.ffn_down_exps.weight"
 SHAPE = Shape(n_embd=256, n_ff_exp=256, n_expert=2, expert_type=Q.F16)

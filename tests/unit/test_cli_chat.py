@@ -16,7 +16,7 @@ from helpers.fake_engine import END, FakeEngine
 
 from moegraph.cli import ui
 from moegraph.errors import NativeError
-from moegraph.modelfile import resolve_target
+from moegraph.gguf import resolve_target
 from moegraph.text.chat.template import TEMPLATE_KEY
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from modelgen.drafter import write_drafter
 from modelgen.gguf_write import TensorEntry
 from modelgen.presets import PRESETS
 
+from moegraph.arch import open_model
 from moegraph.config import CPU_ROWS, EngineConfig
 from moegraph.errors import OutOfDeviceMemory
-from moegraph.modelfile import open_model
 from moegraph.placement.draftchoice import Choice, Room, choose
 from moegraph.placement.drafters import open_draft_file, with_drafts
 from moegraph.placement.draftprice import price_of

@@ -16,11 +16,11 @@ from helpers.drafters import SMALL, write_small
 from helpers.shared import model_writer
 from modelgen.drafter import FORMATS, PRESETS, hf_config, tensor_shapes, values
 
+from moegraph.arch import open_model
+from moegraph.arch.dflashhf import Config, read_config
+from moegraph.arch.drafter import DFlashHParams, expected_tensors
+from moegraph.arch.draftfile import open_drafter
 from moegraph.errors import ModelFileError, UnsupportedModel
-from moegraph.modelfile import open_model
-from moegraph.modelfile.dflashhf import Config, read_config
-from moegraph.modelfile.drafter import DFlashHParams, expected_tensors
-from moegraph.modelfile.draftfile import open_drafter
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 
+from moegraph.arch import ModelFile, open_model
 from moegraph.config import EngineConfig
 from moegraph.graphs.paged import ROW_WORDS
-from moegraph.modelfile import ModelFile, open_model
 from moegraph.placement import footprint
 from moegraph.placement.footprint import captured_graphs, context_within, needed_bytes
 

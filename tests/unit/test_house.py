@@ -29,7 +29,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 PURE = (
     "config", "cpuload", "errors", "events", "kinds", "sampling", "setting",
     "threads", "units",
-    "modelfile", "modelfile.draftfile", "modelfile.hparams", "modelfile.summary",
+    "gguf", "arch", "arch.draftfile", "arch.hparams", "arch.summary",
     "text.chat", "text.constraint", "text.grammar", "text.stream",
     "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from helpers.ggufbytes import REAL_35B, Shape, T, key, kv, kv_array, model_pairs
 
+from moegraph.arch.hparams import HParams, read_hparams
 from moegraph.errors import ModelFileError, UnsupportedModel
-from moegraph.modelfile.hparams import HParams, read_hparams
-from moegraph.modelfile.metadata import Metadata
-from moegraph.modelfile.reader import Reader
-from moegraph.modelfile.scan import _read_metadata
+from moegraph.gguf.metadata import Metadata
+from moegraph.gguf.reader import Reader
+from moegraph.gguf.scan import _read_metadata
 
 N_VOCAB = 40
 Read = Callable[..., HParams]

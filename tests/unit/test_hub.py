@@ -18,9 +18,9 @@ from huggingface_hub import constants, file_download
 
 from moegraph.cli.options import build_config
 from moegraph.errors import ConfigError, ModelFileError
-from moegraph.modelfile.hub import download, get_model
-from moegraph.modelfile.hubnames import HubName, choose_files, parse_hub_name, quant_of
-from moegraph.modelfile.resolve import resolve_draft, resolve_target
+from moegraph.gguf.hub import download, get_model
+from moegraph.gguf.hubnames import HubName, choose_files, parse_hub_name, quant_of
+from moegraph.gguf.resolve import resolve_draft, resolve_target
 
 REPO = "some-one/Model-GGUF"
 DATA = bytes(range(256)) * 40_000  # 10 MB, more than one piece of a download

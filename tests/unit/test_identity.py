@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from modelgen.build import write_model
 from modelgen.presets import PRESETS
 
-from moegraph.modelfile import open_model
+from moegraph.arch import open_model
 from moegraph.placement.identity import file_hash
 
 

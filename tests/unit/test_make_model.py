@@ -26,8 +26,8 @@ from modelgen.shape import Shape, shape_options
 from modelgen.tensors import Plan, Tensor
 from modelgen.vocab import SPECIALS, vocabulary
 
+from moegraph.arch import open_model
 from moegraph.errors import MoegraphError
-from moegraph.modelfile import open_model
 
 gguf = pytest.importorskip("gguf")
 

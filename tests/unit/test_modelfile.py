@@ -33,10 +33,11 @@ from helpers.ggufbytes import (
 )
 from helpers.modelfiles import Write, n_open, refused, write
 
+from moegraph.arch import open_model
+from moegraph.arch.tensors import MATRIX_TYPES
 from moegraph.errors import InternalError, ModelFileError, UnsupportedModel
-from moegraph.modelfile import open_model, resolve, resolve_target
-from moegraph.modelfile.reader import StringArray
-from moegraph.modelfile.tensors import MATRIX_TYPES
+from moegraph.gguf import resolve, resolve_target
+from moegraph.gguf.reader import StringArray
 
 __all__ = ["write"]
 TOKENIZER = "tokenizer.ggml."

@@ -8,8 +8,8 @@ import pytest
 from helpers.ggufbytes import File, Shape, T, kv, model_file, model_pairs, model_tensors
 from helpers.modelfiles import Write, refused, write
 
+from moegraph.arch import open_model
 from moegraph.errors import ModelFileError
-from moegraph.modelfile import open_model
 
 __all__ = ["write"]
 

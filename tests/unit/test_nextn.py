@@ -16,10 +16,10 @@ from modelgen.mix import Mix
 from modelgen.presets import PRESETS
 from modelgen.tensors import Plan as Tensors
 
+from moegraph.arch import open_model
+from moegraph.arch.tensors import nextn_tensors, require_nextn
 from moegraph.config import EngineConfig
 from moegraph.errors import ModelFileError, UnsupportedModel
-from moegraph.modelfile import open_model
-from moegraph.modelfile.tensors import nextn_tensors, require_nextn
 from moegraph.placement.drafters import mtp_bytes, wants_mtp
 
 __all__ = ["write"]

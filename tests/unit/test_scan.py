@@ -12,9 +12,9 @@ import pytest
 from helpers.ggufbytes import File, Q, T, Tensor, kv, kv_array, string, u32, u64
 
 from moegraph.errors import ModelFileError
-from moegraph.modelfile import reader as reader_module
-from moegraph.modelfile.reader import StringArray
-from moegraph.modelfile.scan import Part, scan_part
+from moegraph.gguf import reader as reader_module
+from moegraph.gguf.reader import StringArray
+from moegraph.gguf.scan import Part, scan_part
 
 
 def scan(tmp_path: Path, raw: bytes) -> Part:

@@ -10,9 +10,9 @@ import pytest
 from helpers.shipped import TINY, TINY_DFLASH, TINY_MTP, merged_tiny
 from merge_mtp import merge
 
+from moegraph.arch import open_model
+from moegraph.arch.draftfile import open_drafter
 from moegraph.errors import UnsupportedModel
-from moegraph.modelfile import open_model
-from moegraph.modelfile.draftfile import open_drafter
 
 
 def test_together_they_take_at_most_eight_megabytes() -> None:

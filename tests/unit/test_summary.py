@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from helpers.ggufbytes import Q, Shape, Tensor, add, edit, model_file, model_tensors
 
+from moegraph.arch import open_model
+from moegraph.arch.hparams import HParams
+from moegraph.arch.summary import kv_bytes_per_layer, state_bytes, summarize
+from moegraph.arch.tensors import expected_tensors
 from moegraph.errors import ConfigError
-from moegraph.modelfile import open_model
-from moegraph.modelfile.hparams import HParams
-from moegraph.modelfile.scan import TensorInfo
-from moegraph.modelfile.summary import kv_bytes_per_layer, state_bytes, summarize
-from moegraph.modelfile.tensors import expected_tensors
+from moegraph.gguf.scan import TensorInfo
 from moegraph.units import MiB
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")

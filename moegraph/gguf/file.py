@@ -1,4 +1,4 @@
-"""A model on disk, in one file or several parts: opened, scanned, validated and mapped.
+"""A GGUF file on disk, in one file or several parts: opened, scanned and mapped.
 
 A caller gets at a tensor's bytes in two ways. `map` returns a view of the mapped file, which costs
 nothing until it is read. If the file is truncated later, reading the view raises SIGBUS, which ends
@@ -19,17 +19,13 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from ..errors import InternalError, ModelFileError, UnsupportedModel
-from .hparams import ARCH, HParams, read_hparams, refuse_mtp_alone
+from ..errors import InternalError, ModelFileError
 from .metadata import Metadata
 from .scan import Part, TensorInfo, scan_part
-from .tensors import check_tensors
-from .vocab import check_vocab
 
 Opened = TypeVar("Opened", bound="GgufFile")
 
 MAX_PARTS = 1024
-_ARCHITECTURE = "general.architecture"
 _SPLIT_NO, _SPLIT_COUNT, _SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 _PART_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL | re.ASCII)
 # Linux reads into at most this many pieces of memory in one call.
@@ -237,7 +233,15 @@ class GgufFile:
 
     def _check(self) -> None:
         """Check all parts together and set `warnings`."""
-        self.warnings = tuple(_trailing(self._parts))
+        self.warnings = tuple(self._trailing())
+
+    def _trailing(self) -> list[str]:
+        """Describe bytes after the last tensor; llama.cpp ignores them, and so does moegraph."""
+        return [
+            f"{part.path}: {part.trailing_bytes} bytes follow the last tensor, ignored"
+            for part in self._parts
+            if part.trailing_bytes
+        ]
 
     def _open_parts(self) -> list[Part]:
         """Open and scan the first part, then the others that it announces."""
@@ -276,19 +280,6 @@ class GgufFile:
         return scan_part(fd, path, status.st_size, no)
 
 
-class ModelFile(GgufFile):
-    """A validated qwen35moe model; a context manager that `open_model` returns."""
-
-    hparams: HParams
-
-    def _check_metadata(self, meta: Metadata) -> None:
-        _check_arch(self.path, meta)
-
-    def _check(self) -> None:
-        self.hparams, warnings = _validate(self.path, self._meta, self.tensors)
-        self.warnings = tuple(warnings + _trailing(self._parts))
-
-
 def _stamp(status: os.stat_result) -> tuple[int, int]:
     """Return size and mtime, which change when a file is written to."""
     return status.st_size, status.st_mtime_ns
@@ -299,16 +290,6 @@ def _close_all(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-def open_model(path: str | os.PathLike[str]) -> ModelFile:
-    """Open and validate a model file and all its parts.
-
-    Raises:
-        ModelFileError: missing, unreadable, foreign, truncated or malformed.
-        UnsupportedModel: well-formed, but not a model that moegraph runs.
-    """
-    return ModelFile(Path(path))
-
-
 def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
     """Open a well-formed GGUF file of any architecture, for inspection.
 
@@ -316,33 +297,6 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
         ModelFileError: missing, unreadable, foreign, truncated or malformed.
     """
     return GgufFile(Path(path))
-
-
-def _check_arch(path: Path, meta: Metadata) -> None:
-    arch = meta.string(_ARCHITECTURE)
-    if "dflash" in arch:
-        raise UnsupportedModel(
-            f"{path}: this is a drafter; give the model for which it was made, and the drafter "
-            "with --draft"
-        )
-    if arch != ARCH:
-        raise UnsupportedModel(
-            f"{path}: architecture {arch!r} is not supported; moegraph runs {ARCH!r} "
-            "(Qwen3.5 and Qwen3.6 Mixture-of-Experts)"
-        )
-
-
-def _validate(
-    path: Path, meta: Metadata, tensors: dict[str, TensorInfo]
-) -> tuple[HParams, list[str]]:
-    """Check hyper-parameters, vocabulary and tensors; return hparams and warnings."""
-    embedding = tensors.get("token_embd.weight")
-    if embedding is None:
-        refuse_mtp_alone(path, tensors)
-        what = "the file holds no tensors" if not tensors else "tensor token_embd.weight missing"
-        raise ModelFileError(f"{path}: {what}; the file is incomplete")
-    hparams = read_hparams(meta, check_vocab(meta, embedding.ne[1]))
-    return hparams, check_tensors(path, hparams, tensors)
 
 
 def _merge(parts: list[Part]) -> dict[str, TensorInfo]:
@@ -418,12 +372,3 @@ def _shrank(part: Part, size: int) -> ModelFileError:
     return ModelFileError(
         f"{part.path}: the file shrank from {part.size} to {size} bytes while it was in use"
     )
-
-
-def _trailing(parts: list[Part]) -> list[str]:
-    """Describe bytes after the last tensor; llama.cpp ignores them, and so does moegraph."""
-    return [
-        f"{part.path}: {part.trailing_bytes} bytes follow the last tensor, ignored"
-        for part in parts
-        if part.trailing_bytes
-    ]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from gguf.constants import GGMLQuantizationType
 
 from ..errors import ModelFileError, UnsupportedModel
+from ..gguf.scan import TensorInfo
 from .hparams import HParams
-from .scan import TensorInfo
 
 _Q = GGMLQuantizationType
 MATRIX_TYPES = frozenset(

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UnsupportedModel
+from ..gguf.metadata import Metadata
+from ..gguf.scan import TensorInfo
 from .drafter import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
 from .hparams import refuse_mtp_alone
-from .metadata import Metadata
-from .scan import TensorInfo
 
 ARCHITECTURE = "general.architecture"
 UPSTREAM = "dflash"

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModel
+from ..gguf.file import GgufFile, open_gguf
+from ..gguf.reader import StringArray
+from ..gguf.safetensors import SafetensorsFile
+from ..gguf.scan import TensorInfo
+from ..gguf.sniff import MAGIC
 from .dflashgguf import read_dialect
 from .dflashhf import open_config, read_config, renamed
 from .drafter import DFlashHParams, check_tensors, refuse_variant
-from .file import GgufFile, ModelFile, open_gguf
 from .hparams import HParams
-from .reader import StringArray
-from .safetensors import SafetensorsFile
-from .scan import TensorInfo
-from .sniff import MAGIC
+from .model import ModelFile
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"

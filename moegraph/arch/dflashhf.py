@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFileError, UnsupportedModel
+from ..gguf.scan import TensorInfo
 from .drafter import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
-from .scan import TensorInfo
 
 _MAX_CONFIG = 1 << 20
 _MAX_DIM, _MAX_CTX, _MAX_ID = 1 << 20, 1 << 30, 1 << 24

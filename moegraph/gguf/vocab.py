@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelFileError, UnsupportedModel
-from .hparams import ARCH
 from .metadata import Metadata
 
 MODEL = "tokenizer.ggml.model"
@@ -19,7 +18,6 @@ TOKENS = "tokenizer.ggml.tokens"
 MERGES = "tokenizer.ggml.merges"
 SCORES = "tokenizer.ggml.scores"
 TOKEN_TYPE = "tokenizer.ggml.token_type"
-VOCAB_SIZE = f"{ARCH}.vocab_size"
 NO_TOKENIZER = ("none", "no_vocab")
 
 _SPECIAL_IDS = tuple(
@@ -60,7 +58,8 @@ def check_vocab(meta: Metadata, n_embd_rows: int) -> int:
     """
     model = meta.string(MODEL, NO_TOKENIZER[0])
     if model in NO_TOKENIZER:
-        n_vocab = meta.integer(VOCAB_SIZE, 1, _MAX_VOCAB, min(n_embd_rows, _MAX_VOCAB))
+        key = f"{meta.string('general.architecture')}.vocab_size"
+        n_vocab = meta.integer(key, 1, _MAX_VOCAB, min(n_embd_rows, _MAX_VOCAB))
     elif model == "gpt2":
         n_vocab = _check_bpe(meta)
     else:

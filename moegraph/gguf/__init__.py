@@ -1,4 +1,4 @@
-"""GGUF model files: bounded scan, validation, mapping. Native code reads only checked files."""
+"""GGUF files: where they come from, a bounded scan, checks, and their mapping."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import_lazily("gguf")  # of which only the tables of types are needed, not YAML 
 
 # ruff: noqa: E402 - what follows imports gguf
 # ruff: isort: split
-from .file import GgufFile, ModelFile, open_gguf, open_model
+from .file import GgufFile, open_gguf
 from .resolve import resolve_target
 from .scan import TensorInfo
 
-__all__ = [
-    "GgufFile", "ModelFile", "TensorInfo", "open_gguf", "open_model", "resolve_target"
-]  # fmt: skip
+__all__ = ["GgufFile", "TensorInfo", "open_gguf", "resolve_target"]

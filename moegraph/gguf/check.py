@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from .file import ModelFile
+from .file import GgufFile
 from .scan import TensorInfo
 
 _Q = GGMLQuantizationType
@@ -64,7 +64,7 @@ class BadTensor:
 
 
 def find_nonfinite(
-    model: ModelFile, progress: Callable[[int, int], None] | None = None
+    model: GgufFile, progress: Callable[[int, int], None] | None = None
 ) -> list[BadTensor]:
     """Return every tensor with a value or scale that is NaN or infinite.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from gguf.constants import GGMLQuantizationType
 
 from ..errors import ModelFileError, UnsupportedModel
-from .scan import TensorInfo
+from ..gguf.scan import TensorInfo
 from .tensors import MATRIX_TYPES, VECTOR_TYPES, Expected, check_tensor
 
 MAX_BLOCK = 32

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModel
-from .metadata import Metadata
+from ..gguf.metadata import Metadata
 
 ARCH = "qwen35moe"
 MAX_LAYERS = 512

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import ConfigError
+from ..gguf.scan import TensorInfo
 from .hparams import HParams
-from .scan import TensorInfo
 from .tensors import block_index, expected_tensors, merged_layers
 
 _F32_BYTES = 4
