@@ -32,8 +32,8 @@ import moegraph
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.engine.grouppasses import GroupPasses
 from moegraph.kinds import Kind
+from moegraph.passes.grouppasses import GroupPasses
 
 Ids = npt.NDArray[np.int32]
 # Rows of each sequence before its first measured pass.

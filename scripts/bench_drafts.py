@@ -39,8 +39,8 @@ from moegraph.draft.scripted import ScriptedAccept
 from moegraph.draft.stats import SpecStats
 from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation
-from moegraph.engine.speculation import Controller, Speculation
 from moegraph.engine.warmup import time_verify
+from moegraph.passes.speculation import Controller, Speculation
 from moegraph.sampling import SamplingParams
 
 # How often the token at each position is accepted, by kind of text and drafter: fitted to tokens a

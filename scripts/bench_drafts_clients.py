@@ -33,12 +33,12 @@ from moegraph import Engine, EngineConfig, SamplingParams
 from moegraph.draft.drafter import Draft, Drafter, Race, as_joint
 from moegraph.draft.rejection import Odds
 from moegraph.engine.drafters import first_widths, open_speculation
+from moegraph.engine.service import Service
 from moegraph.engine.warmup import time_verify
 from moegraph.errors import InternalError
+from moegraph.loop.answer import Answer
+from moegraph.loop.answers import Answers
 from moegraph.runner import Output
-from moegraph.service.answer import Answer
-from moegraph.service.answers import Answers
-from moegraph.service.service import Service
 
 # Tokens by which prompts are told apart.
 _NAMED = 8

@@ -40,9 +40,9 @@ from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import Step
 from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation
-from moegraph.engine.drawing import Drawing
-from moegraph.engine.speculation import Speculation
 from moegraph.engine.warmup import time_verify
+from moegraph.loop.drawing import Drawing
+from moegraph.passes.speculation import Speculation
 from moegraph.sampling import SamplingParams
 from moegraph.text.tokenizer import Tokenizer
 

@@ -27,10 +27,10 @@ import _bench as bench
 from bench_drafts import with_share
 
 from moegraph import Engine, EngineConfig, SamplingParams
-from moegraph.engine.requests import Request, Step
+from moegraph.engine.service import Service
 from moegraph.kinds import SweepStep
-from moegraph.service.service import Service
-from moegraph.service.tally import Tally
+from moegraph.loop.requests import Request, Step
+from moegraph.loop.tally import Tally
 
 GREEDY = SamplingParams(temperature=0.0)
 

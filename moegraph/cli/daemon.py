@@ -66,8 +66,8 @@ def daemon(
 
 def _serve(engine: Engine, frames: Frames, n_slots: int, text: bool) -> None:
     """Obey the lines of stdin until its end or quit."""
+    from ..engine.service import Service
     from ..server.daemon import Daemon
-    from ..service.service import Service
 
     with ExitStack() as stack:
         service = Service(engine)

@@ -14,9 +14,9 @@ from click.core import ParameterSource
 
 from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
-from ..engine.sequence import room_after
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
 from ..gguf.hubnames import is_hub_name
+from ..loop.sequence import room_after
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
 from ..setting import Setting

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from click.core import ParameterSource
 
 from ..config import EngineConfig
-from ..engine.sequence import room_after
 from ..errors import Cancelled, RequestError
 from ..events import CancelToken, GenerationEvent
 from ..gguf.resolve import is_shipped
+from ..loop.sequence import room_after
 from ..sampling import SamplingParams
 from ..text.chat.template import TEMPLATE_KEY
 from ..text.idfiles import read_ids, require_ids_in_range

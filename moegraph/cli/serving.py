@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..config import EngineConfig
 from ..config import settings as engine_settings
 from ..engine.chat import ChatModel, special_tokens
+from ..engine.service import Service
 from ..server.backend import Loaded, ModelFacts
-from ..service.service import Service
 from ..text.chat import ChatTemplate
 from . import options, ui
 from .drafting import show_drafters

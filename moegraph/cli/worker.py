@@ -116,9 +116,9 @@ def worker(
     if new_keys:
         _make_keys(new_keys)
         return
-    from ..engine.prefixfile import private_folder
     from ..link.listening import listen_on
     from ..link.tls import tls_context
+    from ..passes.prefixfile import private_folder
     from ..worker.service import Worker, WorkerSettings
 
     host, port = _split(listen)

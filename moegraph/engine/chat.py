@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arch import ModelFile
 from ..errors import RequestError
+from ..loop.requests import Constraint, Request
 from ..text.chat.answer import AnswerParser
 from ..text.chat.calls import CALL, FUNCTION
 from ..text.chat.marks import prompt_marks
@@ -37,7 +38,6 @@ from .chatrequests import (
     thinking_variables,
 )
 from .promptroom import PromptRoom
-from .requests import Constraint, Request
 from .turns import Turn
 
 __all__ = [

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RequestError
+from ..loop.requests import Request
 from ..sampling import SamplingParams
 from ..text.chat.answer import AnswerParser
 from ..text.chat.calls import CALL
 from ..text.chat.messages import TemplateMessage
 from ..text.chat.segments import Encoded
 from ..text.chat.toolgrammar import CallGrammar
-from .requests import Request
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 

@@ -16,12 +16,12 @@ from ..draft.acceptance import walk
 from ..draft.tree import DraftTree
 from ..errors import Cancelled
 from ..events import CancelToken
+from ..loop.drawing import Drawing
+from ..passes.passes import Passes
+from ..passes.proposal import Ask, Proposal, step_of
+from ..passes.speculation import Speculation
+from ..passes.stepclock import StepClock, StepSeconds
 from ..runner import NotFinite, Output
-from .drawing import Drawing
-from .passes import Passes
-from .proposal import Ask, Proposal, step_of
-from .speculation import Speculation
-from .stepclock import StepClock, StepSeconds
 from .steps import SEQ, Drawn, Steps
 
 

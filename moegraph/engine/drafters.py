@@ -18,6 +18,7 @@ from ..draft.opening import open_controller
 from ..draft.widths import FIRST_WIDTH
 from ..ggml.handles import closed_on_failure
 from ..gguf.vocab import frequent_ids
+from ..passes.speculation import Speculation
 from ..placement.draftcounts import DraftCounts
 from ..placement.drafters import Sources, tap_rows
 from ..placement.draftgraphs import dflash_graph_bytes, longest_draft, mtp_graph_bytes
@@ -28,7 +29,6 @@ from ..resident.mtp import open_mtp
 from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
 from ..runner import AnyRunner, LayeredRunner
-from .speculation import Speculation
 from .warmup import PassTimes
 
 # Rows of verify passes that are ready before the first text: where graphs are captured, fewer if

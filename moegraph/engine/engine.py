@@ -23,6 +23,13 @@ from ..events import CancelToken, Progress
 from ..experts.cachestats import ExpertStats
 from ..ggml.handles import closed_on_failure
 from ..gguf import resolve_target
+from ..loop.core import Core
+from ..loop.requests import Constraint
+from ..loop.sequence import Sequence
+from ..passes.grouppasses import passes_of
+from ..passes.ids import Cancel, Seqs, prompt_ids
+from ..passes.prefixes import Prefixes
+from ..passes.sequencecopies import SequenceCopies
 from ..placement.profilefile import ProfileUpdate
 from ..runner import Output, StagedRunner
 from ..runner.sweep_batch import SweepBatch
@@ -32,16 +39,10 @@ from ..units import MiB
 from .drafters import open_speculation
 from .expertuse import ExpertUse
 from .generation import Events, Generation
-from .grouppasses import passes_of
-from .ids import Cancel, Seqs, prompt_ids
 from .loader import LoadedModel, load_model
 from .memoryuse import memory_use
 from .ownership import Ownership
-from .prefixes import Prefixes
 from .prefixidentity import open_disk
-from .requests import Constraint
-from .sequence import Sequence
-from .sequencecopies import SequenceCopies
 
 if TYPE_CHECKING:
     from .chat import ChatModel
@@ -140,6 +141,10 @@ class Engine:
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.copies, limit)
         self._stack.callback(self.prefixes.close)
+        self.core = Core(
+            self.file, self.passes, self.prefixes, self.copies, self.speculation, runner,
+            self.devices, self.stage,
+        )  # fmt: skip
 
     def keep_prefixes(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Keep beginnings of prompts in a folder too, in files of at most max_bytes together.

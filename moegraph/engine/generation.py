@@ -12,19 +12,19 @@ import numpy.typing as npt
 
 from ..errors import Cancelled
 from ..events import CancelToken, GenerationEvent, Progress
+from ..loop.drawing import Drawing
+from ..loop.requests import Constraint
+from ..loop.sequence import Sequence
+from ..passes.passes import Passes
+from ..passes.prefixes import Prefixes
+from ..passes.prompts import is_short
+from ..passes.speculation import Speculation
 from ..runner import Batch, Output
 from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from .drafted import DraftedSteps
-from .drawing import Drawing
 from .loader import LoadedModel
 from .ownership import Ownership, is_live
-from .passes import Passes
-from .prefixes import Prefixes
-from .prompts import is_short
-from .requests import Constraint
-from .sequence import Sequence
-from .speculation import Speculation
 from .steps import SEQ, Drawn, Steps
 
 

@@ -20,6 +20,7 @@ from ..experts.prefetch import MAX_PREFETCH
 from ..ggml.device import Device
 from ..ggml.free_memory import host_memory
 from ..ggml.mapped import WatchedFiles
+from ..passes.cputhreads import CpuThreads
 from ..placement.draftchoice import Choice, Room, choose
 from ..placement.drafters import Sources, open_draft_file, with_drafts
 from ..placement.footprint import captured_graphs, context_within
@@ -32,7 +33,6 @@ from ..resident.poolshape import PoolShape
 from ..resident.sequences import Sequences
 from ..resident.stage import Stage, open_stage
 from ..runner import AnyRunner
-from .cputhreads import CpuThreads
 from .devices import joined_name, open_device, open_more, places_of
 from .drafters import first_widths, limit_graphs, open_drafters
 from .runners import open_runners

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ..config import EngineConfig
 from ..ggml.lib import C, ffi
+from ..passes.prefixdisk import PrefixDisk
+from ..passes.prefixfile import Widths
 from ..placement.identity import file_hash
 from .loader import LoadedModel
-from .prefixdisk import PrefixDisk
-from .prefixfile import Widths
 
 # Of the format of what is saved; it changes with what computes it.
 _VERSION = 2

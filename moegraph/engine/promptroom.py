@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import ContextOverflow
 from ..gguf.reader import StringArray
 from ..gguf.vocab import TOKENS
-from .sequence import room_after
+from ..loop.sequence import room_after
 
 # Characters that a token has at most in usual text, several times over.
 _CHARS_PER_TOKEN = 8

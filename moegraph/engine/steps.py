@@ -11,9 +11,9 @@ import numpy.typing as npt
 from ..errors import Cancelled
 from ..events import CancelToken
 from ..kinds import Kind
+from ..loop.drawing import Drawing
+from ..passes.passes import Passes
 from ..runner import Output
-from .drawing import Drawing
-from .passes import Passes
 
 SEQ = 0  # the sequence of a generation
 

@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from ..engine.chat import ChatRequest, Prepared
-from ..engine.requests import Request, Step, TokenLogprobs, Usage
 from ..errors import RequestError
+from ..loop.requests import Request, Step, TokenLogprobs, Usage
 from ..sampling import RANDOM_SEED, SamplingParams
 from .contract import ChatModel
 

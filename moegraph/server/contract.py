@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..engine.chat import ChatRequest, Prepared, Prompt, TextRequest
-from ..engine.requests import Request, Step
+from ..loop.requests import Request, Step
 
 
 class ChatModel(Protocol):

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.requests import Request
 from ..errors import RequestError
+from ..loop.requests import Request
 from ..text.idfiles import read_ids
 from .contract import Service
 from .daemonlines import PROMPT, Line, LineError, integers, parse_line

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 from collections import deque
 
-from ..engine.requests import Request, Step, Usage
 from ..errors import MoegraphError, RequestError
+from ..loop.requests import Request, Step, Usage
 from .contract import Service
 from .daemonlines import GREEDY, Line, LineError
 

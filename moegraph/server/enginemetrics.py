@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..service.servicestatus import ServiceStatus
+from ..loop.status import ServiceStatus
 from .backend import Backend
 
 

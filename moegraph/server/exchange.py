@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import Prepared
-from ..engine.requests import Usage
+from ..loop.requests import Usage
 from .backend import Loaded
 from .choices import timings_object
 from .contract import ChatModel

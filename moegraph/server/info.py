@@ -10,8 +10,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from .. import __version__
+from ..loop.status import ServiceStatus, SlotStatus
 from ..sampling import SamplingParams
-from ..service.servicestatus import ServiceStatus, SlotStatus
 from .app import Operation, RouteTable, either, operations
 from .backend import unavailable
 from .errors import ApiError

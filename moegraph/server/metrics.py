@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..engine.requests import Request, Step, Usage
+from ..loop.requests import Request, Step, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import ChatRequest, Prepared
-from ..engine.requests import Step, TokenLogprobs
+from ..loop.requests import Step, TokenLogprobs
 from ..text.chat import CallBegin, CallEnd, ContentPart, Part, ReasoningPart, Reply
 from .app import RouteTable, either, operations
 from .body import read_schema

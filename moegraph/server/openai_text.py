@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import Prepared, TextRequest
-from ..engine.requests import Step, TokenLogprobs, Usage
+from ..loop.requests import Step, TokenLogprobs, Usage
 from .app import RouteTable, either, operations
 from .body import read_schema
 from .choices import (

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..engine.requests import Usage
+from ..loop.requests import Usage
 
 log = logging.getLogger("moegraph.requests")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)

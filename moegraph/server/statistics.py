@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..engine.requests import Usage
+from ..loop.requests import Usage
 from .backend import Backend
 
 

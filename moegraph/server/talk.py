@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from ..engine.chat import Prepared
-from ..engine.requests import Request, Step, Usage
 from ..errors import MoegraphError
+from ..loop.requests import Request, Step, Usage
 from ..text.chat import AnswerParser, Part, ReasoningPart
 from .contract import Service, Ticket
 from .errors import RETRY_S, ApiError, from_failure

@@ -21,9 +21,9 @@ from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, Tensor
+from moegraph.loop.groupchoice import GroupChoice
 from moegraph.resident.rates import measure_rates
 from moegraph.runner.boundary import Boundary
-from moegraph.service.groupchoice import GroupChoice
 
 SAME, OTHER = "cuda:0,cuda:0", "cuda:0,cuda:1"
 SLOTS = {"pin_layers": 0, "cache_slots": 76, "miss": "stream"}

@@ -11,7 +11,7 @@ from helpers.shared import prompt
 
 from moegraph.draft.lookup import LookUp
 from moegraph.engine import Engine
-from moegraph.engine.speculation import Speculation
+from moegraph.passes.speculation import Speculation
 from moegraph.sampling import SamplingParams
 
 Open = Callable[..., Engine]

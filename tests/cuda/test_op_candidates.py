@@ -18,8 +18,8 @@ from helpers.candidates_case import (
 from helpers.reference_sampler import choose
 
 from moegraph import Engine, EngineConfig
-from moegraph.engine.rows import RowSampler
 from moegraph.ggml.device import Device
+from moegraph.loop.rows import RowSampler
 from moegraph.sampling import Sampler, SamplingParams, gumbel
 
 N_VOCAB_LARGE = 248_320

@@ -19,9 +19,9 @@ from helpers.shared import prompt
 from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
 from moegraph.engine import Engine
-from moegraph.engine.speculation import Speculation
 from moegraph.errors import ConfigError
 from moegraph.ggml.device import Device
+from moegraph.passes.speculation import Speculation
 from moegraph.sampling import SamplingParams
 
 PRESETS = ("mini35b", "kquant40", "iq64")

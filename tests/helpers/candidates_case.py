@@ -7,13 +7,13 @@ from types import TracebackType
 import numpy as np
 
 from moegraph.engine import Engine
-from moegraph.engine.rows import RowSampler
 from moegraph.ggml.choose import DRAW_WORDS
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, I32, Builder
+from moegraph.loop.rows import RowSampler
 from moegraph.sampling import Sampler, SamplingParams
 
 N_LISTED, N_EARLY, N_MASSES, N_PARTS, N_IDS = 384, 32, 8, 32, 508

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from moegraph.engine import Engine
-from moegraph.engine.requests import Request, Step
+from moegraph.engine.service import Service, Ticket
+from moegraph.loop.requests import Request, Step
 from moegraph.sampling import SamplingParams
-from moegraph.service.service import Service, Ticket
 
 from .patience import PATIENCE_S
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from moegraph.draft.stats import SpecStats
-from moegraph.engine.sequence import Sequence
 from moegraph.events import CancelToken, GenerationEvent
+from moegraph.loop.sequence import Sequence
 from moegraph.sampling import SamplingParams
 
 END = 0

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moegraph.engine.chat import ChatRequest, Prepared, Prompt, TextRequest
-from moegraph.engine.requests import Request, Step, TokenLogprobs, Usage
-from moegraph.engine.sequence import room_after
 from moegraph.errors import MoegraphError, RequestError
+from moegraph.loop.requests import Request, Step, TokenLogprobs, Usage
+from moegraph.loop.sequence import room_after
+from moegraph.loop.status import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.sampling import SamplingParams
 from moegraph.server.backend import Loaded, ModelFacts
-from moegraph.service.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.text.chat import AnswerParser
 from moegraph.text.chat.messages import template_messages
 from moegraph.text.chat.segments import Encoded

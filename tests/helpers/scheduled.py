@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moegraph.kinds import SweepStep
-from moegraph.service.scheduler import (
+from moegraph.loop.scheduler import (
     Begin,
     Decode,
     Piece,

@@ -16,7 +16,7 @@ from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
 from moegraph.engine import Engine
-from moegraph.engine.speculation import Speculation
+from moegraph.passes.speculation import Speculation
 from moegraph.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

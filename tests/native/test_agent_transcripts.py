@@ -13,7 +13,7 @@ import pytest
 from helpers.reading import read
 
 from moegraph.engine import Engine, prefixes
-from moegraph.engine.prefixtree import n_common
+from moegraph.passes.prefixtree import n_common
 
 Open = Callable[..., Engine]
 ONE = {"cpu_reference": True, "n_ctx": 2048, "n_ubatch": 256}

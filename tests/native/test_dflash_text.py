@@ -15,8 +15,8 @@ from helpers.shared import prompt
 from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.dspark import DSparkDrafter
 from moegraph.engine import Engine
-from moegraph.engine.speculation import Speculation
 from moegraph.errors import ConfigError, ModelFileError, UnsupportedModel
+from moegraph.passes.speculation import Speculation
 from moegraph.runner import NotFinite
 from moegraph.runner.inspect import read_tensor
 from moegraph.sampling import SamplingParams

@@ -16,10 +16,10 @@ from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.draft.tree import DraftTree
 from moegraph.engine import Engine
-from moegraph.engine.speculation import Speculation
 from moegraph.errors import MoegraphError
 from moegraph.events import CancelToken
 from moegraph.ggml.ops import MAX_TREE_ROWS
+from moegraph.passes.speculation import Speculation
 from moegraph.runner import LayeredRunner, NotFinite
 from moegraph.sampling import SamplingParams
 

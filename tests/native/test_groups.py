@@ -16,14 +16,14 @@ from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.engine.grouppasses import GroupPasses
+from moegraph.engine.service import Service
 from moegraph.errors import NativeError, RequestError
 from moegraph.ggml.lib import C
 from moegraph.kinds import Kind
+from moegraph.loop.groupchoice import GroupChoice
+from moegraph.loop.scheduler import Scheduler
+from moegraph.passes.grouppasses import GroupPasses
 from moegraph.sampling import SamplingParams
-from moegraph.service.groupchoice import GroupChoice
-from moegraph.service.scheduler import Scheduler
-from moegraph.service.service import Service
 
 Open = Callable[..., Engine]
 TWO, THREE = "cpu,cpu", "cpu,cpu,cpu"

@@ -28,7 +28,7 @@ WAYS = {
 }
 OURS = (
     "moegraph/runner", "moegraph/experts", "moegraph/resident/bank.py",
-    "moegraph/resident/store.py", "moegraph/engine/passes.py",
+    "moegraph/resident/store.py", "moegraph/passes/passes.py",
 )  # fmt: skip
 WIDTHS = [1, 8, 1, 3, 1]
 

@@ -17,15 +17,15 @@ from helpers.drafters import write_small
 from helpers.patience import PATIENCE_S, until
 from helpers.placements import PLACEMENTS
 from helpers.shared import prompt
+from moegraph.service import reading
 
 from moegraph.engine import Engine
+from moegraph.engine.service import Service
 from moegraph.errors import Cancelled, RequestError
 from moegraph.events import CancelToken
 from moegraph.runner import NotFinite, stage_sweep
 from moegraph.runner.sweep_batch import SweepBatch, cut_together
 from moegraph.sampling import SamplingParams
-from moegraph.service import reading
-from moegraph.service.service import Service
 
 Open = Callable[..., Engine]
 Floats = npt.NDArray[np.float32]

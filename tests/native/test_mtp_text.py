@@ -12,7 +12,7 @@ from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.engine.speculation import Speculation
+from moegraph.passes.speculation import Speculation
 from moegraph.runner import NotFinite
 from moegraph.runner.inspect import read_tensor
 from moegraph.sampling import SamplingParams

@@ -12,8 +12,8 @@ from helpers.reading import read
 from helpers.shared import prompt
 
 from moegraph.engine import Engine, prefixes
-from moegraph.engine.prefixfile import read_head
-from moegraph.engine.requests import Request
+from moegraph.loop.requests import Request
+from moegraph.passes.prefixfile import read_head
 
 Open = Callable[..., Engine]
 ONE = {"cpu_reference": True, "n_ctx": 1024, "n_ubatch": 128, "cache_ram": 64}

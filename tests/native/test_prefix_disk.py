@@ -23,8 +23,9 @@ from helpers.shared import prompt
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, prefixes
-from moegraph.engine.prefixdisk import PrefixDisk
-from moegraph.engine.prefixfile import (
+from moegraph.errors import ConfigError
+from moegraph.passes.prefixdisk import PrefixDisk
+from moegraph.passes.prefixfile import (
     DamagedFile,
     Head,
     Widths,
@@ -33,7 +34,6 @@ from moegraph.engine.prefixfile import (
     read_states,
     write_file,
 )
-from moegraph.errors import ConfigError
 from moegraph.resident.hostcopies import HostCopies
 
 Open = Callable[..., Engine]

@@ -335,7 +335,7 @@ def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(
         answer(engine, two, n=1, marks=(45,))
 
     ours = (
-        "engine/prefixes.py", "engine/prefixtree.py", "engine/passes.py", "resident/hostcopies.py",
+        "passes/prefixes.py", "passes/prefixtree.py", "passes/passes.py", "resident/hostcopies.py",
         "resident/state.py",
     )  # fmt: skip
     while interrupted(line, both, *ours):

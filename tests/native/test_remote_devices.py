@@ -15,11 +15,11 @@ from helpers.shared import prompt
 from helpers.workers import WorkerProcess, working
 
 from moegraph.engine import Engine
-from moegraph.engine.grouppasses import GroupPasses
-from moegraph.engine.requests import Step
 from moegraph.kinds import Kind
+from moegraph.loop.groupchoice import GroupChoice
+from moegraph.loop.requests import Step
+from moegraph.passes.grouppasses import GroupPasses
 from moegraph.runner import LayeredRunner, WholeRunner
-from moegraph.service.groupchoice import GroupChoice
 
 Open = Callable[..., Engine]
 SLOTS = {"pin_layers": 4, "cache_slots": 48, "policy": "lru", "deterministic": True}

@@ -19,8 +19,8 @@ from moegraph.draft.controller import Controller
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Source
 from moegraph.engine import Engine
-from moegraph.engine.speculation import Speculation
 from moegraph.kinds import MOST_BEHIND
+from moegraph.passes.speculation import Speculation
 from moegraph.runner.inspect import read_tensor
 
 Open = Callable[..., Engine]

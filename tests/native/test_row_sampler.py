@@ -12,9 +12,9 @@ from helpers.candidates_case import CandidatesBench, check_passes, rows_of_logit
 from helpers.reference_sampler import choose
 
 from moegraph.engine import Engine
-from moegraph.engine.rows import RowSampler
 from moegraph.errors import InternalError, RequestError
 from moegraph.ggml.device import Device
+from moegraph.loop.rows import RowSampler
 from moegraph.runner import Batch
 from moegraph.sampling import Sampler, SamplingParams
 

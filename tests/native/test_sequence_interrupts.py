@@ -24,7 +24,7 @@ from moegraph.runner import NotFinite
 Open = Callable[..., Engine]
 Held = list[list[int]]
 OURS = (
-    "moegraph/runner", "moegraph/experts", "moegraph/resident", "moegraph/engine/passes.py",
+    "moegraph/runner", "moegraph/experts", "moegraph/resident", "moegraph/passes/passes.py",
     "moegraph/graphs/inputs.py", "moegraph/graphs/cache.py",
 )  # fmt: skip
 

@@ -11,15 +11,15 @@ import pytest
 from helpers.clients import Client, alone, serving
 from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
+from moegraph.service import answer, scheduler
 
 from moegraph.draft.plan import PLAIN, Plan
 from moegraph.draft.stats import SpecStats
 from moegraph.engine import Engine
-from moegraph.engine.requests import Request, Step
-from moegraph.engine.speculation import Speculation
 from moegraph.errors import NativeError
+from moegraph.loop.requests import Request, Step
+from moegraph.passes.speculation import Speculation
 from moegraph.sampling import SamplingParams
-from moegraph.service import answer, scheduler
 
 Open = Callable[..., Engine]
 RESIDENCIES: dict[str, dict[str, Any]] = {

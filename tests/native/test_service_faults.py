@@ -12,11 +12,11 @@ from helpers.clients import GREEDY, Client, alone, serving, together
 from helpers.faults import FAULTS, faulty
 from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
+from moegraph.service import scheduler
 
 from moegraph.engine import Engine
-from moegraph.engine.requests import Request, Step
 from moegraph.errors import NativeError, ServiceClosed
-from moegraph.service import scheduler
+from moegraph.loop.requests import Request, Step
 
 Open = Callable[..., Engine]
 SLOTS = {"pin_layers": 0, "cache_slots": 48, "policy": "lru", "deterministic": True}

@@ -15,8 +15,8 @@ from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.engine.requests import Step
 from moegraph.errors import NativeError, PoolFull
+from moegraph.loop.requests import Step
 from moegraph.resident.layout import PAGE
 from moegraph.sampling import SamplingParams
 

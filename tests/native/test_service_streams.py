@@ -19,7 +19,7 @@ from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.engine.requests import Request
+from moegraph.loop.requests import Request
 from moegraph.runner import upload
 from moegraph.runner.sweep_batch import SweepBatch
 

@@ -13,10 +13,10 @@ from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.kinds import SweepStep
+from moegraph.loop.costs import Costs
+from moegraph.loop.reading import Reading
+from moegraph.loop.scheduler import Decode, Read, Scheduler
 from moegraph.runner.sweep import Sweep
-from moegraph.service.costs import Costs
-from moegraph.service.reading import Reading
-from moegraph.service.scheduler import Decode, Read, Scheduler
 
 
 @pytest.mark.parametrize(

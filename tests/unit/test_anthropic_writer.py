@@ -10,7 +10,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from moegraph.engine.requests import Step, Usage
+from moegraph.loop.requests import Step, Usage
 from moegraph.server.anthropic.writer import MessageWriter
 from moegraph.server.errors import ApiError
 from moegraph.text.chat import (

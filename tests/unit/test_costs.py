@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moegraph.kinds import SweepStep
-from moegraph.service.costs import PIECES, Costs
+from moegraph.loop.costs import PIECES, Costs
 
 
 def layer(n_rows: int, n_kv: int = 0) -> SweepStep:

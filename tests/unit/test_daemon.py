@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegraph.engine.requests import Request, Step, Usage
 from moegraph.errors import ConfigError, InternalError, MoegraphError, QueueFull
+from moegraph.loop.requests import Request, Step, Usage
 from moegraph.sampling import SamplingParams
 from moegraph.server.daemon import Daemon
 from moegraph.server.daemonlines import Line, LineError, parse_line

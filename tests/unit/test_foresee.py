@@ -10,8 +10,8 @@ from helpers.scripted_drafts import AnyController
 
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan
-from moegraph.engine.proposal import Ask
-from moegraph.engine.speculation import Speculation
+from moegraph.passes.proposal import Ask
+from moegraph.passes.speculation import Speculation
 
 
 class FirstOf(AnyController):

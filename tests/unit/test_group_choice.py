@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moegraph.service.groupchoice import GroupChoice
+from moegraph.loop.groupchoice import GroupChoice
 
 
 def share(choice: GroupChoice, n_rows: int, gain: float, n: int, noise: float = 0.0) -> float:

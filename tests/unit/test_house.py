@@ -42,9 +42,9 @@ PURE = (
     "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.missing",
     "draft.plan", "draft.race", "draft.rates", "draft.scripted", "draft.shapes", "draft.stats",
     "draft.stepcost", "draft.tree",
-    "engine.chat", "engine.ownership", "engine.prefixtree", "engine.proposal", "engine.requests",
-    "engine.sequence", "engine.speculation", "engine.stepclock",
-    "service.costs", "service.groupchoice", "service.scheduler", "service.servicestatus",
+    "engine.chat", "engine.ownership", "passes.prefixtree", "passes.proposal", "loop.requests",
+    "loop.sequence", "passes.speculation", "passes.stepclock",
+    "loop.costs", "loop.groupchoice", "loop.scheduler", "loop.status",
 )  # fmt: skip
 
 # An import inside a function hides from readers what a module needs. Allowed: module -> why.

@@ -15,11 +15,11 @@ from helpers.served import served
 from helpers.server_case import Case
 from helpers.server_process import serving
 
-from moegraph.engine.requests import Request
 from moegraph.errors import NativeError, QueueFull
+from moegraph.loop.requests import Request
+from moegraph.loop.status import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.sampling import SamplingParams
 from moegraph.server.guards import Guard, Keys
-from moegraph.service.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 
 PHONE: Any = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 NASTY = (

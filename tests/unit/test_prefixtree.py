@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moegraph.engine.prefixtree import Path, PrefixTree, n_common
+from moegraph.passes.prefixtree import Path, PrefixTree, n_common
 
 
 class States:

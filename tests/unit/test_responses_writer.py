@@ -11,7 +11,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from moegraph.engine.requests import Step, Usage
+from moegraph.loop.requests import Step, Usage
 from moegraph.sampling import SamplingParams
 from moegraph.server.errors import ApiError
 from moegraph.server.responses.fields import response_fields

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moegraph.errors import QueueFull
 from moegraph.kinds import SweepStep
-from moegraph.service.scheduler import (
+from moegraph.loop.scheduler import (
     Begin,
     Decode,
     Piece,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegraph.engine.sequence import Sequence
 from moegraph.errors import ContextOverflow, RequestError
 from moegraph.events import CancelToken, GenerationEvent
+from moegraph.loop.sequence import Sequence
 from moegraph.text.stream import MAX_STOP_CHARS, MAX_STOPS, IncrementalDecoder, StopMatcher
 
 

@@ -8,9 +8,9 @@ import pytest
 from helpers.server_case import Case
 from starlette.routing import Route
 
+from moegraph.loop.status import SlotStatus
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.responses.store import ResponseStores
-from moegraph.service.servicestatus import SlotStatus
 
 ONE, TWO = "sk-moegraph-0001", "sk-moegraph-0002"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")

@@ -13,10 +13,10 @@ from helpers.fake_service import N_CTX
 from helpers.server_case import CHAT, Case
 from prometheus_client.parser import text_string_to_metric_families
 
-from moegraph.engine.requests import Request
+from moegraph.loop.requests import Request
+from moegraph.loop.status import SlotStatus
 from moegraph.sampling import SamplingParams
 from moegraph.server import absent, info
-from moegraph.service.servicestatus import SlotStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"

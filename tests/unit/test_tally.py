@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from moegraph.service import tally
 
 from moegraph.kinds import SweepStep
-from moegraph.service import tally
-from moegraph.service.costs import Costs
-from moegraph.service.tally import Tally
+from moegraph.loop.costs import Costs
+from moegraph.loop.tally import Tally
 
 
 @pytest.mark.parametrize("is_reading", [False, True])

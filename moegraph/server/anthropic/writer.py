@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from ...engine.requests import Step, Usage
+from ...loop.requests import Step, Usage
 from ...text.chat import CallArguments, CallBegin, CallEnd, Part, ReasoningPart
 from ..errors import ApiError
 from .errors import anthropic_body

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...engine.requests import Step, Usage
+from ...loop.requests import Step, Usage
 from ...text.chat import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
 from ..errors import ApiError
 from .output import (

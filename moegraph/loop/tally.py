@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ..kinds import SweepStep
 from .answer import Answer
 from .costs import Costs
-from .servicestatus import ServiceCounts
+from .status import ServiceCounts
 
 
 class Tally:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
-from ..engine.proposal import Ask, Proposal, step_of
-from ..engine.speculation import Speculation
-from ..engine.stepclock import StepClock, StepSeconds
+from ..passes.proposal import Ask, Proposal, step_of
+from ..passes.speculation import Speculation
+from ..passes.stepclock import StepClock, StepSeconds
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 

@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.grouppasses import GroupPasses
 from ..errors import MoegraphError
+from ..passes.grouppasses import GroupPasses
 from ..runner import NotFinite, Output
 from .answer import Answer
 from .answers import Answers

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.drawing import Drawing
-from ..engine.requests import Request, Step, Usage
-from ..engine.sequencecopies import SwappedSequence
 from ..errors import MoegraphError
 from ..events import CancelToken
+from ..passes.sequencecopies import SwappedSequence
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
 from ..runner.swept import SweptPrompt
+from .drawing import Drawing
 from .logprobs import token_logprobs
+from .requests import Request, Step, Usage
 
 Ids = npt.NDArray[np.int32]
 

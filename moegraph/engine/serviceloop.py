@@ -9,20 +9,20 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..errors import InternalError, MoegraphError, PoolFull, ServiceClosed
-from .answer import Answer
-from .answers import Answers
-from .building import Building
-from .costs import MEASURED_SHARE
-from .decoding import Decoding
-from .drafting import Drafting
-from .reading import Reading
-from .scheduler import Begin, Decode, Piece, Preempt, Read, Rest, Restore, Scheduler, Work
-from .servicestatus import ServiceStatus
-from .swapping import Swapping
-from .tally import Tally
+from ..loop.answer import Answer
+from ..loop.answers import Answers
+from ..loop.building import Building
+from ..loop.costs import MEASURED_SHARE
+from ..loop.decoding import Decoding
+from ..loop.drafting import Drafting
+from ..loop.reading import Reading
+from ..loop.scheduler import Begin, Decode, Piece, Preempt, Read, Rest, Restore, Scheduler, Work
+from ..loop.status import ServiceStatus
+from ..loop.swapping import Swapping
+from ..loop.tally import Tally
 
 if TYPE_CHECKING:
-    from ..engine.engine import Engine
+    from .engine import Engine
 
 CLOSED = "the server is ending; it takes no more requests"
 # Seconds between two accounts of what the service is doing.
@@ -61,8 +61,8 @@ class ServiceLoop:
             _AHEAD_S if engine.runner.mode == "whole" else _AHEAD_BUSY_S,
         )  # fmt: skip
         drafting = Drafting(engine.speculation, engine.device.can.streams)
-        self._swapping = Swapping(engine, self._answers)
-        self._reading = Reading(engine, self._answers, drafting, self._swapping)
+        self._swapping = Swapping(engine.core, self._answers)
+        self._reading = Reading(engine.core, self._answers, drafting, self._swapping)
         self._decoding = Decoding(engine.passes, engine.prefixes, self._answers, drafting)
         # a graph costs much only where a device captures it
         self._building = Building(engine.runner, engine.config.n_seq, engine.device.can.streams)

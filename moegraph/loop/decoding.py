@@ -11,12 +11,12 @@ import numpy.typing as npt
 from ..draft.acceptance import walk
 from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
-from ..engine.grouppasses import GroupPasses
-from ..engine.passes import Passes
-from ..engine.prefixes import Prefixes
 from ..errors import MoegraphError, RequestError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..kinds import Kind
+from ..passes.grouppasses import GroupPasses
+from ..passes.passes import Passes
+from ..passes.prefixes import Prefixes
 from ..runner import NotFinite, Output
 from ..runner.flights import FlightCounts
 from .answer import Answer

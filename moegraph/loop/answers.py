@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from ..draft.rejection import Odds
-from ..engine.passes import Passes
 from ..errors import (
     Cancelled,
     DeviceLost,
@@ -19,9 +18,10 @@ from ..errors import (
     NativeError,
 )
 from ..ggml.device import Device
+from ..passes.passes import Passes
 from ..runner import Output
 from .answer import Answer
-from .servicestatus import SlotStatus
+from .status import SlotStatus
 from .tally import Tally
 
 # Failures of the device one after another, without any success between them, after which nothing

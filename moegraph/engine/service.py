@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..engine.drawing import Drawing
-from ..engine.ids import prompt_ids
-from ..engine.requests import Request, Step
-from ..engine.sequence import Sequence
 from ..errors import QueueFull, RequestError, ServiceClosed
-from .answer import Answer
-from .scheduler import Scheduler
+from ..loop.answer import Answer
+from ..loop.drawing import Drawing
+from ..loop.requests import Request, Step
+from ..loop.scheduler import Scheduler
+from ..loop.sequence import Sequence
+from ..loop.status import ServiceStatus
+from ..passes.ids import prompt_ids
 from .serviceloop import CLOSED, ServiceLoop
-from .servicestatus import ServiceStatus
 
 if TYPE_CHECKING:
-    from ..engine.engine import Engine
+    from .engine import Engine
 
 # Requests that may wait for a slot, unless the caller says otherwise.
 N_WAITING = 128

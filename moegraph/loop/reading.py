@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from ..engine.prefixtree import n_common
 from ..errors import InternalError, MoegraphError, PoolFull
 from ..kinds import SHORT_PROMPT
+from ..passes.prefixtree import n_common
 from ..resident.hostcopies import StatesCopy
 from ..runner import Output
 from ..runner.sweep import Sweep, is_flexible, may_join
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 from .answers import Answers
+from .core import Core
 from .costs import PIECES
 from .drafting import Drafting
 from .swapping import Swapping
-
-if TYPE_CHECKING:
-    from ..engine.engine import Engine
-
 
 # Fewest rows of a chunk beside other requests, on the CPU and on a device with streams. There, a
 # chunk of fewer takes hardly less time, because nearly all experts are read for it.
@@ -45,21 +41,21 @@ class Reading:
     """
 
     def __init__(
-        self, engine: Engine, answers: Answers, drafting: Drafting, swapping: Swapping
+        self, core: Core, answers: Answers, drafting: Drafting, swapping: Swapping
     ) -> None:
-        self._passes, self._prefixes = engine.passes, engine.prefixes
-        self._file, self._n_ubatch = engine.file, engine.runner.n_ubatch
-        sweeps = engine.runner.parts[0].sweeps
-        self._taps = engine.stage.taps
+        self._passes, self._prefixes = core.passes, core.prefixes
+        self._file, self._n_ubatch = core.file, core.runner.n_ubatch
+        sweeps = core.runner.parts[0].sweeps
+        self._taps = core.stage.taps
         self._n_sweep = sweeps.memory.n_rows if sweeps else self._n_ubatch
         self._n_chunks = sweeps.memory.inputs.n_chunks if sweeps else 1
         self._memory = sweeps.memory if sweeps else None
-        self._sequences = engine.state
+        self._sequences = core.runner.sequences
         self._n_joint = min(self._n_ubatch * _JOINT_CHUNKS, self._n_sweep)
-        self._streams = engine.device.can.streams
-        self._is_flexible = is_flexible([part.sweeps for part in engine.runner.parts])
+        self._streams = core.stage.device.can.streams
+        self._is_flexible = is_flexible([part.sweeps for part in core.runner.parts])
         # each length has graphs of its own, and to build those takes longer than some more rows
-        self._rounds = self._streams and engine.config.n_seq > 1
+        self._rounds = self._streams and core.passes.n_seq > 1
         self._answers, self._tally = answers, answers.tally
         self._tally.costs.is_rounded = self._rounds
         self._drafting, self._swapping = drafting, swapping

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..draft.stats import SpecStats
-from ..engine.requests import Request
 from ..experts.cachestats import ExpertStats
+from .requests import Request
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
 from ..errors import InternalError
 from ..ggml.choose import DRAW_ROWS
+from ..passes.passes import Passes
 from ..runner import Output
 from ..sampling import BoolArray, SamplingParams
-from .passes import Passes
 from .requests import Constraint
 from .rows import RowSampler
 from .sequence import Sequence

@@ -6,23 +6,20 @@ Every method is called on the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ..errors import MoegraphError, PoolFull
 from ..resident.layout import PAGE
 from .answer import Answer
 from .answers import Answers
-
-if TYPE_CHECKING:
-    from ..engine.engine import Engine
+from .core import Core
 
 
 class Swapping:
     """Empties idle slots and moves requests to host memory, so that others have pages."""
 
-    def __init__(self, engine: Engine, answers: Answers) -> None:
-        self._passes, self._prefixes, self._copies = engine.passes, engine.prefixes, engine.copies
-        self._pool = engine.state.pool
+    def __init__(self, core: Core, answers: Answers) -> None:
+        self._passes, self._prefixes, self._copies = core.passes, core.prefixes, core.copies
+        self._pool = core.runner.sequences.pool
         self._answers = answers
 
     def _pages(self, n_rows: int) -> int:

@@ -1,0 +1,1 @@
+"""Passes over the sequences of a model, prompts, what sequences hold, and what is kept of it."""
