@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from helpers.reading import read
 
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine
+from moegraph.passes import prefixes
 from moegraph.passes.prefixtree import n_common
 
 Open = Callable[..., Engine]

@@ -11,11 +11,11 @@ import pytest
 from helpers.clients import Client, serving
 from helpers.patience import until
 from helpers.shared import prompt
-from moegraph.service import building
 
 from moegraph.engine import Engine
 from moegraph.errors import NativeError
 from moegraph.ggml.choose import DRAW_ROWS
+from moegraph.loop import building
 from moegraph.loop.building import Building
 from moegraph.runner.sweep_batch import SweepBatch
 

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.cli import main
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine
 from moegraph.gguf import resolve_target
+from moegraph.passes import prefixes
 from moegraph.text.chat.segments import SegmentEncoder
 from moegraph.text.tokenizer import Tokenizer
 

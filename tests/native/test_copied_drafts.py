@@ -13,7 +13,8 @@ from helpers.shared import prompt
 
 from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.drafter import Drafter
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine
+from moegraph.passes import prefixes
 from moegraph.resident.hostcopies import RowsCopy
 from moegraph.runner.inspect import read_tensor
 

@@ -12,9 +12,10 @@ from helpers.shared import prompt, resident_bytes
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer
+from moegraph.passes import prefixes
 from moegraph.placement.footprint import needed_bytes
 
 Open = Callable[..., Engine]

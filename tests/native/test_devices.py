@@ -15,7 +15,7 @@ from helpers.smallest import smallest
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine, devices, prefixes
+from moegraph.engine import Engine, devices
 from moegraph.errors import (
     Cancelled,
     ConfigError,
@@ -26,6 +26,7 @@ from moegraph.errors import (
 from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
+from moegraph.passes import prefixes
 from moegraph.placement.footprint import needed_bytes
 from moegraph.placement.planner import Footprint, make_plan
 from moegraph.runner import LayeredRunner, StagedRunner, WholeRunner, boundary

@@ -17,12 +17,12 @@ from helpers.drafters import write_small
 from helpers.patience import PATIENCE_S, until
 from helpers.placements import PLACEMENTS
 from helpers.shared import prompt
-from moegraph.service import reading
 
 from moegraph.engine import Engine
 from moegraph.engine.service import Service
 from moegraph.errors import Cancelled, RequestError
 from moegraph.events import CancelToken
+from moegraph.loop import reading
 from moegraph.runner import NotFinite, stage_sweep
 from moegraph.runner.sweep_batch import SweepBatch, cut_together
 from moegraph.sampling import SamplingParams

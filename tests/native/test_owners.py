@@ -11,8 +11,9 @@ from helpers.clients import GREEDY, Client, serving, together
 from helpers.reading import read
 from helpers.shared import prompt
 
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine
 from moegraph.loop.requests import Request
+from moegraph.passes import prefixes
 from moegraph.passes.prefixfile import read_head
 
 Open = Callable[..., Engine]

@@ -22,8 +22,9 @@ from helpers.shared import prompt
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine
 from moegraph.errors import ConfigError
+from moegraph.passes import prefixes
 from moegraph.passes.prefixdisk import PrefixDisk
 from moegraph.passes.prefixfile import (
     DamagedFile,

@@ -11,11 +11,12 @@ from helpers.faults import faulty
 from helpers.interrupts import interrupted
 from helpers.shared import prompt
 
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine
 from moegraph.errors import NativeError
 from moegraph.events import CancelToken
 from moegraph.ggml.free_memory import HostMemory
 from moegraph.ggml.lib import C, ffi
+from moegraph.passes import prefixes
 
 Open = Callable[..., Engine]
 SLOTS = {"pin_layers": 0, "cache_slots": 48, "policy": "lru", "deterministic": True}

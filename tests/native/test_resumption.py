@@ -17,7 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine
+from moegraph.passes import prefixes
 
 ONE = {"cpu_reference": True, "n_ctx": 1024, "n_ubatch": 128, "n_threads": 1}
 LONG = 560

@@ -12,11 +12,11 @@ from helpers.clients import GREEDY, Client, alone, serving, together
 from helpers.faults import poison
 from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
-from moegraph.service import costs, scheduler
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ContextOverflow, QueueFull, RequestError, ServiceClosed
+from moegraph.loop import costs, scheduler
 from moegraph.loop.requests import Request, Step
 from moegraph.sampling import SamplingParams
 

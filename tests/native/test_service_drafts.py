@@ -11,12 +11,12 @@ import pytest
 from helpers.clients import Client, alone, serving
 from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
-from moegraph.service import answer, scheduler
 
 from moegraph.draft.plan import PLAIN, Plan
 from moegraph.draft.stats import SpecStats
 from moegraph.engine import Engine
 from moegraph.errors import NativeError
+from moegraph.loop import answer, scheduler
 from moegraph.loop.requests import Request, Step
 from moegraph.passes.speculation import Speculation
 from moegraph.sampling import SamplingParams

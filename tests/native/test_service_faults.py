@@ -12,10 +12,10 @@ from helpers.clients import GREEDY, Client, alone, serving, together
 from helpers.faults import FAULTS, faulty
 from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
-from moegraph.service import scheduler
 
 from moegraph.engine import Engine
 from moegraph.errors import NativeError, ServiceClosed
+from moegraph.loop import scheduler
 from moegraph.loop.requests import Request, Step
 
 Open = Callable[..., Engine]

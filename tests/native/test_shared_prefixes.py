@@ -11,9 +11,10 @@ from helpers.reading import read
 from helpers.sequence_machine import NAMES, SETTINGS
 from helpers.shared import prompt
 
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine
 from moegraph.errors import Cancelled, PoolFull
 from moegraph.events import CancelToken
+from moegraph.passes import prefixes
 from moegraph.placement import footprint
 from moegraph.resident.hostcopies import StatesCopy
 from moegraph.runner.sweep_batch import SweepBatch

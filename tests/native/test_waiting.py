@@ -14,7 +14,7 @@ from helpers.patience import until
 
 from moegraph.config import EngineConfig
 from moegraph.cpuload import LOAD
-from moegraph.engine import Engine, cputhreads
+from moegraph.engine import Engine
 from moegraph.errors import Cancelled
 from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
@@ -22,6 +22,7 @@ from moegraph.ggml.handles import Context, live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import GraphCache
+from moegraph.passes import cputhreads
 from moegraph.runner import WholeRunner
 from moegraph.threads import SLEEP, SPIN, Threads, ways
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from moegraph.service import tally
 
 from moegraph.kinds import SweepStep
+from moegraph.loop import tally
 from moegraph.loop.costs import Costs
 from moegraph.loop.tally import Tally
 
