@@ -16,7 +16,7 @@ from .target import target_argument
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..server.daemonstream import Frames
+    from ..server.daemon import Frames
 
 # A line names a few files; this is no length that one has by intention.
 _MAX_LINE = 64 << 10
@@ -53,7 +53,7 @@ def daemon(
       moegraph daemon model.gguf --stream-fd 3 3> tokens.bin
       moegraph daemon model.gguf --stream-fd 3 --stream-tagged -np 4 3> frames.bin
     """
-    from ..server.daemonstream import Frames
+    from ..server.daemon import Frames
 
     frames = Frames(stream_fd, stream_tagged)
     config = replace(options.build_config(given), n_seq=n_slots).validate()

@@ -71,18 +71,17 @@ def serve(target: str, **given: Any) -> None:
     _require_extra()
     # By default, Python code on the event loop may hold the engine's thread up for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)
-    from ..server import heap
-    from ..server.guards import Guard, Keys
-    from ..server.keyfile import VARIABLE, read_keys
+    from ..server.app import build_site
+    from ..server.guards import VARIABLE, Guard, Keys, read_keys
+    from ..server.host import keep_small
     from ..server.listening import listen, url_of
     from ..server.logs import start_logging
     from ..server.running import Ways, run
-    from ..server.site import build_site
 
     def current_keys() -> list[str]:
         return read_keys(given["api_keys"], given["api_key_file"], os.environ.get(VARIABLE))
 
-    heap.keep_small()
+    keep_small()
     keys = Keys(current_keys())
     hosts = _hosts(given, bool(keys))
     if given["cache_by_key"] and not keys:

@@ -11,7 +11,7 @@ from ..config import EngineConfig
 from ..config import settings as engine_settings
 from ..engine.chat import ChatModel, special_tokens
 from ..engine.service import Service
-from ..server.backend import Loaded, ModelFacts
+from ..server.backend import LoadedModel, ModelFacts
 from ..text.chat import ChatTemplate
 from . import options, ui
 from .drafting import show_drafters
@@ -58,7 +58,7 @@ class ModelLoader:
             created=int(header.path.stat().st_mtime),
         )
 
-    def __call__(self) -> Loaded:
+    def __call__(self) -> LoadedModel:
         """Load the model."""
         header, self._header = self._header, None
         is_first = header is not None
@@ -93,7 +93,7 @@ class ModelLoader:
             kept.close()
 
         self.n_ctx = engine.n_ctx
-        return Loaded(service, chat, self._known(engine, chat), close)
+        return LoadedModel(service, chat, self._known(engine, chat), close)
 
     def _known(self, engine: Engine, chat: ChatModel) -> ModelFacts:
         tokens = special_tokens(engine.tokenizer)

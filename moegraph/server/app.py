@@ -2,78 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route
-from starlette.types import Scope
 
-from .body import BODIES
-from .errors import OPENAI_ERROR, ApiError, openai_body, told
+from . import anthropic, chatpage, completions, info, openai_chat, openapi, responses, tokens
+from .answers import ClientLeft
+from .errors import ApiError, openai_body, public_error
 from .guards import Gate, Guard
-from .reply import reply
-from .requestlog import WARNING, RequestLog
+from .logs import WARNING, RequestLog
+from .replies import reply
+from .routes import RouteTable
 from .state import ServerState
-from .talk import ClientLeft
 
 # The status that servers log for a client that left; it never reaches one.
 _LEFT = 499
-Handler = Callable[[HttpRequest], Awaitable[Response]]
 _EXPOSED = ("X-Request-Id", "Retry-After", WARNING)
 
 
-class Operation(Route):
-    """A route that the OpenAPI document describes, in the words of its handler's docstring.
-
-    bodies: what `read_schema` may read of a request; a request with a body is a POST. answer: the
-    content type of what succeeds. streams: it may also be a stream of events.
-    """
-
-    def __init__(
-        self, path: str, handler: Handler, *bodies: type[BaseModel], method: str = "",
-        answer: str = "application/json", streams: bool = False,
-    ) -> None:  # fmt: skip
-        self.method = method or ("POST" if bodies else "GET")
-        super().__init__(path, handler, methods=[self.method])
-        self.bodies, self.answer, self.streams = bodies, answer, streams
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Return whether a request is for this route, and what its handler finds in its scope."""
-        match, found = super().matches(scope)
-        return match, {**found, BODIES: self.bodies}
+# A new interface adds its table here; the first that fits a path writes its errors.
+TABLES: tuple[RouteTable, ...] = (
+    openai_chat.TABLE, completions.TABLE, responses.TABLE, anthropic.TABLE, info.TABLE,
+    tokens.TABLE, info.ABSENT, chatpage.TABLE,
+)  # fmt: skip
 
 
-def operations(paths: Sequence[str], *given: Any, **more: Any) -> list[Operation]:
-    """Return the same operation at several paths."""
-    return [Operation(path, *given, **more) for path in paths]
-
-
-def either(path: str) -> tuple[str, str]:
-    """Return a path that begins with /v1, and the path without it."""
-    return path, path.removeprefix("/v1")
-
-
-@dataclass(frozen=True)
-class RouteTable:
-    """The routes of one interface, and how it writes errors.
-
-    error_schema: what error_body returns. prefixes: paths whose errors have this form, also where
-    no route fits; none for OpenAI's form. public: paths that need no key.
-    """
-
-    routes: Sequence[BaseRoute]
-    error_body: Callable[[ApiError], Mapping[str, Any]] = openai_body
-    error_schema: Mapping[str, Any] = field(default_factory=lambda: OPENAI_ERROR)
-    prefixes: tuple[str, ...] = ()
-    public: tuple[str, ...] = ()
+def build_site(state: ServerState, guard: Guard) -> Starlette:
+    """Return the application with every interface."""
+    return build_app(state, (*TABLES, openapi.table(TABLES)), guard)
 
 
 def build_app(state: ServerState, tables: Sequence[RouteTable], guard: Guard) -> Starlette:
@@ -116,7 +77,7 @@ class _ErrorForms:
         """Return the response to a request for a path whose handler raised."""
         if isinstance(failure, ClientLeft):
             return Response(status_code=_LEFT)
-        return self._answer(path, told(failure, path))
+        return self._answer(path, public_error(failure, path))
 
     def _answer(self, path: str, error: ApiError) -> Response:
         bodies = [t.error_body for t in self._tables if path.startswith(t.prefixes)]

@@ -1,17 +1,73 @@
-"""The model behind the server: loading, ready, or gone."""
+"""The model that requests find: loading, ready, or gone."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 from .. import __version__
-from .contract import ChatModel, Service
+from ..engine.chat import ChatRequest, Prepared, Prompt, TextRequest
+from ..loop.requests import Request, Step
 from .errors import RETRY_S, ApiError
+
+
+class ChatInterface(Protocol):
+    """Template, tokenizer and grammars of a model; see `engine.chat.ChatModel`."""
+
+    def prepare(self, chat: ChatRequest) -> Prepared:
+        """Render, tokenize and compile a conversation."""
+
+    def prepare_text(self, text: TextRequest) -> Prepared:
+        """Tokenize a text that goes on without a template."""
+
+    def prompt(self, chat: ChatRequest) -> Prompt:
+        """Render and tokenize a conversation."""
+
+    def tokenize(
+        self, text: str, add_special: bool = False, parse_special: bool = True
+    ) -> list[int]:
+        """Return the ids of a text."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes of a token, also of a control token."""
+
+
+class Ticket(Protocol):
+    """A request that a service has accepted."""
+
+    def cancel(self) -> None:
+        """End the request soon; every thread may call it, more than once."""
+
+
+class ServiceInterface(Protocol):
+    """Computes the requests of many clients on one engine; see `engine.service.Service`."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why requests are not answered any more; None if they are."""
+
+    @property
+    def capacity(self) -> int:
+        """How many requests there may be at a time, those included that wait."""
+
+    def submit(self, request: Request, deliver: Callable[[Step], None]) -> Ticket:
+        """Accept a request, or raise; `deliver` is called on another thread."""
+
+    def status(self) -> Any:
+        """Return what the service is doing, a `ServiceStatus`."""
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no more requests and wait for those that run; return whether they have ended."""
+
+    def close(self) -> None:
+        """End all requests."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +101,19 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model that is ready, the service that computes with it, and its facts.
 
     close: ends the service and frees the model.
     """
 
-    service: Service
-    chat: ChatModel
+    service: ServiceInterface
+    chat: ChatInterface
     facts: ModelFacts
     close: Callable[[], None] = lambda: None
 
 
-class Backend(Protocol):
+class ModelSource(Protocol):
     """Where requests find the model."""
 
     @property
@@ -72,14 +128,10 @@ class Backend(Protocol):
     def facts(self) -> ModelFacts:
         """What is known of the model, also while it is loading."""
 
-    async def loaded(self) -> Loaded:
-        """Return the model, after waking it if it sleeps.
+    async def loaded(self) -> LoadedModel:
+        """Return the model, after waking it if it sleeps."""
 
-        Raises:
-            ApiError: 503, it is loading, closing or has failed.
-        """
-
-    def peek(self) -> Loaded | None:
+    def peek(self) -> LoadedModel | None:
         """Return the model if it is in memory; does not wake it."""
 
     def enter(self) -> None:

@@ -8,7 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .app import RouteTable
+from .routes import RouteTable
 
 FILES = Path(__file__).resolve().parent / "page"
 _START = "index.html"

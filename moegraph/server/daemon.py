@@ -2,20 +2,397 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import struct
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import RequestError
-from ..loop.requests import Request
+from ..errors import ConfigError, MoegraphError, RequestError
+from ..loop.requests import Request, Step, Usage
+from ..sampling import SamplingParams
 from ..text.idfiles import read_ids
-from .contract import Service
-from .daemonlines import PROMPT, Line, LineError, integers, parse_line
-from .daemonrun import Run, make_request
-from .daemonstream import Frames
-from .daemonturns import Focus, Turns
+from .backend import ServiceInterface
+
+# A line that begins with a file of token ids, and not with a command.
+PROMPT = "PROMPT"
+GREEDY = SamplingParams(temperature=0.0)
+# The window of the repeat penalty in the protocol; it has no word for it.
+_PENALTY_WINDOW = 256
+_PREFIXES = {"REQ": "request", "REQUEST": "request", "SLOT": "slot"}
+_SAME = {"CONT": "CONTINUE", "exit": "quit"}
+_COMMANDS = frozenset({
+    PROMPT, "generate", "RESTORE", "SNAPSHOT", "FREE_SNAPSHOT", "LIST_SLOTS", "START", "CONTINUE",
+    "CANCEL", "SCHED_STEP", "SCHED_DRAIN", "LIST_REQUESTS", "LIST_TARGET_CACHE_SLOTS", "quit",
+})  # fmt: skip
+# Commands of the protocol for which there is nothing here: the model is never parked, prompts are
+# not compressed, parts of a snapshot are not joined, and every pass takes all sequences that run.
+_UNSUPPORTED = frozenset({
+    "park", "unpark", "free", "drafter", "compress", "RESTORE_CHAIN", "SNAPSHOT_THIN",
+    "SCHED_BATCH_PEEK", "SCHED_BATCH_PROBE", "SCHED_BATCH_TARGET_TAIL", "SCHED_BATCH_TARGET_STEP",
+    "SCHED_BATCH_DRAIN",
+})  # fmt: skip
+
+
+class LineError(RequestError):
+    """A line cannot be obeyed. code: the word after "err" in the reply."""
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        super().__init__(f"{code} {detail}".rstrip())
+
+
+@dataclass(frozen=True)
+class Line:
+    """A parsed line.
+
+    words: what follows the command. request, slot: of the prefixes REQ and SLOT; None without.
+    snap: position in the prompt and number of the snapshot to take there. sampling: of samp=; None
+    without.
+    """
+
+    command: str
+    words: tuple[str, ...] = ()
+    request: int | None = None
+    slot: int | None = None
+    snap: tuple[int, int] | None = None
+    sampling: SamplingParams | None = None
+
+
+def parse_line(text: str) -> Line | None:
+    """Parse a line; None if it is empty."""
+    words = text.split()
+    found: dict[str, int] = {}
+    while words and words[0] in _PREFIXES:
+        if len(words) < 2:
+            raise LineError("bad_args", f"{words[0]} needs a number")
+        found[_PREFIXES[words[0]]] = _integer(words[1], words[0])
+        words = words[2:]
+    if not words:
+        return Line("", (), found.get("request"), found.get("slot")) if found else None
+    command = _command(words)
+    options = words if command == PROMPT else words[1:]
+    snap = next((_snap(w[5:]) for w in options if w.startswith("snap=")), None)
+    sampling = next((_sampling(w[5:]) for w in options if w.startswith("samp=")), None)
+    rest = tuple(w for w in options if not w.startswith(("snap=", "samp=")))
+    return Line(command, rest, found.get("request"), found.get("slot"), snap, sampling)
+
+
+def _command(words: list[str]) -> str:
+    word = _SAME.get(words[0], words[0])
+    if word in _UNSUPPORTED:
+        raise LineError("unsupported", word)
+    if word in _COMMANDS - {PROMPT}:
+        return word
+    is_path = word.startswith(".") or "/" in word
+    if is_path or (len(words) > 1 and words[1].isdecimal()):
+        return PROMPT
+    raise LineError("unknown_command", word)
+
+
+def integers(line: Line, names: str, at: int = 0) -> list[int]:
+    """Return the words of a line from `at` on as positive numbers, one for each name."""
+    wanted = names.split()
+    given = line.words[at:]
+    if len(given) != len(wanted):
+        how = " ".join([*("FILE" for _ in range(at)), *(name.upper() for name in wanted)])
+        raise LineError("bad_args", f"{line.command} takes {how or 'nothing'}")
+    values = [_integer(word, name) for word, name in zip(given, wanted)]
+    for value, name in zip(values, wanted):
+        if value < 1:
+            raise LineError("bad_args", f"{name} is {value}; allowed: 1 and more")
+    return values
+
+
+def _integer(word: str, name: str) -> int:
+    digits = word.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 10):
+        raise LineError("bad_args", f"{name} is {word!r}, which is no number")
+    return int(word)
+
+
+def _snap(text: str) -> tuple[int, int]:
+    position, _, number = text.partition(":")
+    found = _integer(position, "position"), _integer(number, "snapshot")
+    if found[0] < 1:
+        raise LineError("bad_args", f"snap={text}: a position is 1 or more")
+    return found
+
+
+def _sampling(text: str) -> SamplingParams:
+    """Return the settings of samp=temp,top_p,top_k,rep_pen,seed[,freq_pen,pres_pen]."""
+    parts = text.split(",")
+    if len(parts) not in (5, 7):
+        raise LineError("bad_args", f"samp={text}: five or seven numbers, separated by commas")
+    try:
+        temperature, top_p, repeat = (float(parts[i]) for i in (0, 1, 3))
+        frequency, presence = (float(p) for p in [*parts[5:], "0", "0"][:2])
+        top_k, seed = int(parts[2]), int(parts[4])
+    except ValueError:
+        raise LineError("bad_args", f"samp={text}: not all of these are numbers") from None
+    return SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=0.0, repeat_penalty=repeat,
+        repeat_last_n=_PENALTY_WINDOW, frequency_penalty=frequency, presence_penalty=presence,
+        seed=seed,
+    ).seeded()  # fmt: skip
+
+
+DONE, TAG, GOES_ON = -1, -2, -4
+
+
+class Frames:
+    """Tokens and ends of requests on a file descriptor.
+
+    Tagged, each is a frame of three integers: -2, the number of the request, and a token, -4 (the
+    request can be continued) or -1 (it has ended). Otherwise each is one integer: a token, or -1.
+    """
+
+    def __init__(self, fd: int | None, is_tagged: bool = False) -> None:
+        """fd: None writes nothing."""
+        self.fd, self.is_tagged = fd, is_tagged
+        self._write(b"")
+
+    def token(self, request: int, token: int) -> None:
+        """Write a token of a request."""
+        self._frame(request, token)
+
+    def goes_on(self, request: int) -> None:
+        """Say that a request can be continued; only in tagged frames."""
+        if self.is_tagged:
+            self._frame(request, GOES_ON)
+
+    def done(self, request: int) -> None:
+        """Say that a request has ended."""
+        self._frame(request, DONE)
+
+    def _frame(self, request: int, value: int) -> None:
+        values = (TAG, request, value) if self.is_tagged else (value,)
+        self._write(struct.pack(f"<{len(values)}i", *values))
+
+    def _write(self, data: bytes) -> None:
+        """Write all bytes."""
+        if self.fd is None:
+            return
+        view = memoryview(data)
+        try:
+            if not view:
+                os.write(self.fd, view)
+            while view:
+                view = view[os.write(self.fd, view) :]
+        except OSError as error:
+            why = f"--stream-fd {self.fd}: cannot write: {error.strerror}"
+            raise ConfigError(why) from error
+
+
+class Handout:
+    """A request on its way: its tokens come from the service and are taken out one by one."""
+
+    def __init__(self, service: ServiceInterface, request: Request) -> None:
+        """Raises what `ServiceInterface.submit` does."""
+        self.n_prompt = len(request.prompt)
+        self.usage = Usage(self.n_prompt)
+        self._error: MoegraphError | None = None
+        self._ended = False
+        self._ready: deque[int] = deque()
+        self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
+        self._ticket = service.submit(request, self._steps.put)
+
+    def next_token(self) -> int | None:
+        """Wait for the next token; None: the request has ended."""
+        while not self._ready and not self._ended:
+            step = self._steps.get()
+            self.usage = step.usage
+            self._ready.extend(step.tokens)
+            self._ended = step.finish_reason is not None
+            self._error = step.error
+        if self._ready:
+            return self._ready.popleft()
+        if self._error is not None:
+            is_request = isinstance(self._error, RequestError)
+            raise LineError("bad_request" if is_request else "failed", str(self._error))
+        return None
+
+    def cancel(self) -> None:
+        """End the request and wait for its end; tokens that were not taken out are dropped."""
+        self._ticket.cancel()
+        self._ready.clear()
+        while not self._ended:
+            self._ended = self._steps.get().finish_reason is not None
+
+    def figures(self, n: int) -> str:
+        """Return sizes and times for a reply. n: tokens of the answer."""
+        usage = self.usage
+        rate = n / max(1e-9, usage.decode_s)
+        return (
+            f"N={self.n_prompt} gen={n} prefill_s={usage.prefill_s:.3f} "
+            f"decode_s={usage.decode_s:.3f} decode_tok_s={rate:.1f}"
+        )
+
+
+def make_request(line: Line, number: int, prompt: list[int], n_gen: int, text: bool) -> Request:
+    """Return the request of a line. number: of the request. text: the model has a vocabulary."""
+    marks = (line.snap[0],) if line.snap and line.snap[0] < len(prompt) else ()
+    return Request(
+        prompt, line.sampling or GREEDY, max_tokens=n_gen, marks=marks, text=text,
+        name=f"req{number}",
+    )  # fmt: skip
+
+
+@dataclass
+class Focus:
+    """What lines without a prefix are for, and how much each slot held after its last answer.
+
+    request, slot: of the last prefixes. n_held: by slot, tokens of prompt and answer.
+    """
+
+    request: int = 0
+    slot: int = 0
+    n_held: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Started:
+    """A request that is handed out. remaining: tokens that it may still have."""
+
+    run: Handout
+    request: int
+    slot: int
+    quantum: int
+    remaining: int
+    emitted: int = 0
+
+    def place(self) -> str:
+        """Return its numbers for a reply."""
+        return (
+            f"req={self.request} slot={self.slot} emitted={self.emitted} remaining={self.remaining}"
+        )
+
+
+@dataclass
+class Turns:
+    """Hands out requests, each in a slot, by line or one after another.
+
+    A request runs at the service's speed, together with all others; here its tokens are kept until
+    a line asks for them.
+    """
+
+    say: Callable[[str], None]
+    frames: Frames
+    focus: Focus
+    n_slots: int
+    _cursor: int = 0
+    _started: dict[int, _Started] = field(default_factory=dict)
+
+    def require_tags(self, line: Line) -> None:
+        """Refuse a line whose tokens could not be told from another request's."""
+        if not self.frames.is_tagged:
+            raise LineError("stream_tagged_required", line.command)
+
+    def free_slot(self) -> int:
+        """Return the slot that was named last if it is free, else the first free one."""
+        slots: list[int] = [self.focus.slot, *range(self.n_slots)]
+        for slot in slots:
+            if slot not in self._started:
+                return slot
+        raise LineError("no_free_slot", f"all {self.n_slots} have a request; see LIST_REQUESTS")
+
+    def start(self, run: Handout, slot: int, n_gen: int, quantum: int) -> None:
+        """Hand out the first quantum of a new request."""
+        self.focus.slot = slot
+        started = _Started(run, self.focus.request, slot, quantum, n_gen)
+        self._started[slot] = started
+        self._hand_out(started)
+        self.say(f"ok START {started.place()}")
+
+    def go_on(self, line: Line) -> None:
+        """Hand out a quantum of the request in the slot: CONTINUE."""
+        self.require_tags(line)
+        integers(line, "")
+        started = self._started.get(self.focus.slot)
+        if started is None or line.request not in (None, started.request):
+            raise LineError("no_active_request", f"slot {self.focus.slot}")
+        self._hand_out(started)
+        self.say(f"ok CONTINUE {started.place()}")
+
+    def cancel(self, line: Line) -> None:
+        """End a request: CANCEL; its stream gets no end."""
+        number = self.focus.request
+        if line.words:
+            (number,) = integers(line, "request")
+        found = [s for s in self._started.values() if s.request == number]
+        if not found:
+            raise LineError("no_active_request", f"req {number}")
+        for started in found:
+            started.run.cancel()
+            del self._started[started.slot]
+            self.say(f"[scheduler] cancelled req={number} slot={started.slot}")
+
+    def step(self, line: Line) -> None:
+        """Hand out a quantum of the request whose turn it is: SCHED_STEP."""
+        self.require_tags(line)
+        self.say("ok SCHED_STEP" if self._turn() else "ok SCHED_STEP idle")
+
+    def drain(self, line: Line) -> None:
+        """Hand out all requests, quantum by quantum: SCHED_DRAIN."""
+        self.require_tags(line)
+        n_steps = 0
+        while self._turn():
+            n_steps += 1
+        self.say(f"ok SCHED_DRAIN steps={n_steps}")
+
+    def list_requests(self, _: Line) -> None:
+        """Reply which requests have tokens to come: LIST_REQUESTS."""
+        shown = [
+            f"{s.request}@slot{s.slot}(rem={s.remaining},q={s.quantum})"
+            for _, s in sorted(self._started.items())
+        ]
+        self.say(f"[scheduler] requests={','.join(shown)}")
+
+    def close(self) -> None:
+        """Cancel all requests."""
+        for started in self._started.values():
+            started.run.cancel()
+        self._started.clear()
+
+    def _turn(self) -> bool:
+        if not self._started:
+            return False
+        slots = sorted(self._started)
+        slot = next((s for s in slots if s >= self._cursor), slots[0])
+        self._cursor = slot + 1
+        self._hand_out(self._started[slot])
+        return True
+
+    def _hand_out(self, started: _Started) -> None:
+        """Stream the next tokens of a request, and whether more may come."""
+        n, token = 0, None
+        try:
+            while n < min(started.quantum, started.remaining):
+                token = started.run.next_token()
+                if token is None:
+                    break
+                self.frames.token(started.request, token)
+                n += 1
+        except LineError:
+            self._end(started)
+            raise
+        started.emitted += n
+        started.remaining = 0 if token is None else started.remaining - n
+        if started.remaining > 0:
+            self.frames.goes_on(started.request)
+        else:
+            self._end(started)
+
+    def _end(self, started: _Started) -> None:
+        del self._started[started.slot]
+        started.run.cancel()
+        self.focus.n_held[started.slot] = started.run.n_prompt + started.emitted
+        self.frames.done(started.request)
+
 
 Ids = npt.NDArray[np.int32]
 N_SNAPSHOTS = 64
@@ -29,8 +406,8 @@ class Daemon:
     """
 
     def __init__(
-        self, service: Service, say: Callable[[str], None], frames: Frames, n_slots: int = 1,
-        text: bool = True,
+        self, service: ServiceInterface, say: Callable[[str], None], frames: Frames,
+        n_slots: int = 1, text: bool = True,
     ) -> None:  # fmt: skip
         """service: answers requests. say: writes a reply. frames: the stream of tokens.
 
@@ -112,13 +489,13 @@ class Daemon:
             f"(RESTORE slot={number}) stream_fd={self._frames.fd}"
         )
 
-    def _answer(self, line: Line, prompt: Ids, n_gen: int) -> tuple[Run, int]:
+    def _answer(self, line: Line, prompt: Ids, n_gen: int) -> tuple[Handout, int]:
         """Answer a prompt and stream the tokens; return how many there were."""
         if self._frames.fd is None:
             raise LineError("no_stream_fd", "give --stream-fd to the daemon")
         if line.snap is not None:
             _require_snapshot(line.snap[1])
-        run = Run(self._service, self._request(line, prompt, n_gen))
+        run = Handout(self._service, self._request(line, prompt, n_gen))
         n = 0
         while (token := run.next_token()) is not None:
             self._frames.token(self._focus.request, token)
@@ -138,7 +515,7 @@ class Daemon:
         ids = read_ids(Path(source))
         if len(ids) != int(ids[0]) + 1 or len(ids) < 2:
             raise LineError("bad_prompt", f"{source}: it must begin with the number of its ids")
-        run = Run(self._service, self._request(line, ids[1:], n))
+        run = Handout(self._service, self._request(line, ids[1:], n))
         tokens = []
         while (token := run.next_token()) is not None:
             tokens.append(token)
@@ -155,7 +532,7 @@ class Daemon:
         n_gen, quantum, *_ = [*integers(line, names, 1), 0]
         slot = self._turns.free_slot()
         request = self._request(line, read_ids(Path(line.words[0])), n_gen)
-        self._turns.start(Run(self._service, request), slot, n_gen, quantum or n_gen)
+        self._turns.start(Handout(self._service, request), slot, n_gen, quantum or n_gen)
 
     def _request(self, line: Line, prompt: Ids, n_gen: int) -> Request:
         return make_request(line, self._focus.request, prompt.tolist(), n_gen, self._text)

@@ -125,7 +125,7 @@ def from_failure(error: BaseException) -> ApiError:
     return ApiError(500, str(InternalError(type(error).__name__)))
 
 
-def told(failure: BaseException, path: str) -> ApiError:
+def public_error(failure: BaseException, path: str) -> ApiError:
     """Return the error that a client sees, and log what is our fault."""
     error = from_failure(failure)
     if error.status == 500:

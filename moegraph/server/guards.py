@@ -6,16 +6,56 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import ConfigError
 from .errors import RETRY_S, ApiError, forget_frames
+
+VARIABLE = "MOEGRAPH_API_KEY"
+_MAX_BYTES = 1 << 20
+
+
+def read_keys(given: Sequence[str], file: Path | None, variable: str | None) -> list[str]:
+    """Return all keys. given: of the command line; commas part several. variable: of VARIABLE."""
+    keys = [key.strip() for text in given for key in text.split(",")]
+    if file is not None:
+        keys += _lines(file)
+    elif not given and variable:
+        keys += [key.strip() for key in variable.split(",")]
+    _check(keys)
+    return keys
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        with open(file, "rb") as stream:
+            text = stream.read(_MAX_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{file}: cannot read keys: {why}") from None
+    keys = [line.strip() for line in text.splitlines()]
+    keys = [key for key in keys if key and not key.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{file}: it has no key; write one in each line")
+    return keys
+
+
+def _check(keys: Iterable[str]) -> None:
+    for number, key in enumerate(keys, 1):
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"API key {number} is empty or has a character that a header cannot carry; "
+                "use letters, digits and signs without spaces"
+            )
+
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _JSON = "application/json"

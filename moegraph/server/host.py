@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from ..errors import MoegraphError
-from . import heap
-from .backend import Loaded, ModelFacts, unavailable
+from ..units import MiB
+from .backend import LoadedModel, ModelFacts, unavailable
+
+# glibc's names are M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+# Blocks of this size come from the system and go back to it. Without a fixed size, glibc takes up
+# to 32 MiB from the heap of the thread that asks, once such a block was freed; and smaller blocks
+# that live longer keep the gaps in use. Arrays of a pass, which come again and again, are smaller.
+_BLOCK_BYTES = 8 * MiB
+
+
+def keep_small() -> None:
+    """Keep large blocks out of the heaps, from now on; does nothing without glibc."""
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, _BLOCK_BYTES)
+        libc.mallopt(_TRIM_THRESHOLD, _BLOCK_BYTES)
+
+
+def give_back() -> None:
+    """Free what only cycles hold, and return the free pages of all heaps to the system.
+
+    Takes milliseconds; any thread may call it.
+    """
+    gc.collect()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def settle() -> None:
+    """Free what only cycles hold, and have Python not look for cycles among what is left.
+
+    That is the modules and the model. To look at all of them takes a tenth of a second, and so
+    Python would also seldom do it for the objects of requests.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
 
 log = logging.getLogger("moegraph.server")
 # Seconds between two looks at the engine's thread and at the idle time.
@@ -32,13 +72,13 @@ class ModelHost:
     """
 
     def __init__(
-        self, load: Callable[[], Loaded], facts: ModelFacts, sleep_s: float | None = None
+        self, load: Callable[[], LoadedModel], facts: ModelFacts, sleep_s: float | None = None
     ) -> None:
         self._load = load
         self._sleep_s = sleep_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="load")
         self._turn = asyncio.Lock()
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedModel | None = None
         self._state = "loading"
         self._n_users = 0
         self._is_tidy = True
@@ -74,16 +114,12 @@ class ModelHost:
         self._n_users -= 1
         self._idle_since = time.monotonic()
 
-    def peek(self) -> Loaded | None:
+    def peek(self) -> LoadedModel | None:
         """Return the model if it is in memory."""
         return self._loaded
 
-    async def loaded(self) -> Loaded:
-        """Return the model, after waking it if it sleeps.
-
-        Raises:
-            ApiError: 503, it is loading for the first time, closing, has failed, or cannot wake.
-        """
+    async def loaded(self) -> LoadedModel:
+        """Return the model, after waking it if it sleeps."""
         if self._state == "sleeping":
             await self._wake()
         condition = self.condition
@@ -92,11 +128,7 @@ class ModelHost:
         return self._loaded
 
     async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            MoegraphError: it cannot be loaded.
-        """
+        """Load the model."""
         async with self._turn:
             await self._bring()
 
@@ -108,9 +140,9 @@ class ModelHost:
         if self._state != "closing":
             self._state = "ready"
 
-    def _load_settled(self) -> Loaded:
+    def _load_settled(self) -> LoadedModel:
         loaded = self._load()
-        heap.settle()
+        settle()
         return loaded
 
     async def _wake(self) -> None:
@@ -143,7 +175,7 @@ class ModelHost:
             if self._is_idle():
                 await self._sleep()
             elif not self._is_tidy and self._rests_for(_QUIET_S):
-                await self._tidy(heap.give_back)
+                await self._tidy(give_back)
 
     def _has_ended(self) -> bool:
         """Return whether the engine has failed, and does not only take very long."""
@@ -171,7 +203,7 @@ class ModelHost:
             if self._is_idle():
                 self._state = "sleeping"
                 await self._unload()
-                await self._tidy(heap.settle, heap.give_back)
+                await self._tidy(settle, give_back)
                 log.info("model unloaded after %s idle seconds", self._sleep_s)
 
     async def _unload(self) -> None:

@@ -1,4 +1,4 @@
-"""What the server says of itself: health, models, properties, slots, metrics."""
+"""What the server says of itself: health, models, properties, slots, metrics, absent paths."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from .. import __version__
 from ..loop.status import ServiceStatus, SlotStatus
 from ..sampling import SamplingParams
-from .app import Operation, RouteTable, either, operations
 from .backend import unavailable
 from .errors import ApiError
 from .guards import owner_of
 from .metrics import CONTENT_TYPE
-from .reply import reply
+from .replies import reply
+from .routes import Operation, RouteTable, either, operations
 from .state import ServerState, state_of
 
 _HEALTH = either("/v1/health")
@@ -175,4 +176,37 @@ TABLE = RouteTable(
         Operation("/metrics", metrics, answer="text/plain"),
     ],
     public=_HEALTH,
+)
+
+
+_INSTEAD = {
+    "/completion": "use /v1/completions",
+    "/infill": "the model is not trained to fill gaps; use /v1/completions",
+    "/embedding": "the model makes no embeddings",
+    "/embeddings": "the model makes no embeddings",
+    "/v1/embeddings": "the model makes no embeddings",
+    "/v1/rerank": "the model makes no rankings",
+    "/v1/reranking": "the model makes no rankings",
+    "/rerank": "the model makes no rankings",
+    "/v1/audio/transcriptions": "the model reads only text",
+    "/v1/audio/speech": "the model writes only text",
+    "/v1/images/generations": "the model writes only text",
+    "/v1/moderations": "the model does not moderate",
+}
+_OLLAMA = "Ollama's interface is not served; use OpenAI's, such as /v1/chat/completions, /v1/models"
+
+
+async def explain(request: HttpRequest) -> Response:
+    """Refuse with what to use instead."""
+    path = request.url.path
+    # not 501: OpenAI's clients would ask again, twice, and then tell of a fault of the server
+    instead = _INSTEAD.get(path, _OLLAMA)
+    raise ApiError(404, f"{path} is not served: {instead}", code="not_served")
+
+
+ABSENT = RouteTable(
+    [
+        *(Route(path, explain, methods=["POST"]) for path in _INSTEAD),
+        Route("/api/{name:path}", explain, methods=["GET", "POST", "DELETE"]),
+    ]
 )

@@ -40,11 +40,7 @@ _FULL = (
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 takes a free one.
-
-    Raises:
-        ConfigError: the address cannot be had, because it is in use or not of this machine.
-    """
+    """Return a socket that listens; port 0 takes a free one."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # a name such as localhost has both: clients expect the old kind
@@ -98,11 +94,7 @@ class StrictConnection(h11.Connection):
     """
 
     def next_event(self) -> Any:
-        """Return the next event.
-
-        Raises:
-            h11.RemoteProtocolError: the client sent what HTTP does not allow.
-        """
+        """Return the next event."""
         if self.their_state is h11.IDLE:
             head, end, _ = self.trailing_data[0].partition(b"\r\n\r\n")
             if _BAD_LINE.search(head) or (end and _LENGTH.search(head) and _CODING.search(head)):

@@ -13,9 +13,13 @@ from starlette.responses import Response
 from ..engine.chat import ChatRequest, Prepared
 from ..loop.requests import Step, TokenLogprobs
 from ..text.chat import CallBegin, CallEnd, ContentPart, Part, ReasoningPart, Reply
-from .app import RouteTable, either, operations
-from .body import read_schema
-from .choices import (
+from .answers import Update
+from .backend import ChatInterface
+from .errors import ApiError, openai_body
+from .exchange import (
+    Exchange,
+    PromptProgress,
+    begin,
     chat_logprobs,
     choice_sampling,
     finish_reason,
@@ -23,31 +27,27 @@ from .choices import (
     usage_object,
     with_biases,
 )
-from .contract import ChatModel
-from .errors import ApiError, openai_body
-from .exchange import Exchange, PromptProgress, begin
-from .reply import reply
-from .requestlog import note_usage, request_id
+from .logs import note_usage, request_id
+from .replies import DONE, data, reply
+from .routes import RouteTable, either, operations, read_schema
 from .schemas.chat import ChatBody
-from .sse import DONE, data
 from .state import state_of
-from .talk import Said
 
 
 @dataclass
-class _Answer:
+class _Choice:
     """One choice as it grows."""
 
     reply: Reply = field(default_factory=Reply)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     last: Step | None = None
 
-    def take(self, said: Said) -> None:
+    def take(self, update: Update) -> None:
         """Add what a step brought."""
-        self.reply.add(said.parts)
-        self.logprobs += said.step.logprobs
-        if said.is_last:
-            self.last = said.step
+        self.reply.add(update.parts)
+        self.logprobs += update.step.logprobs
+        if update.is_last:
+            self.last = update.step
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class _Run(Exchange):
 
     async def whole(self) -> dict[str, Any]:
         """Return the completion."""
-        answers = [_Answer() for _ in range(self.body.n_choices)]
-        async for said in self.talk:
-            answers[said.index].take(said)
+        answers = [_Choice() for _ in range(self.body.n_choices)]
+        async for update in self.answers:
+            answers[update.index].take(update)
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         note_usage(self.http, self.usage, choices[0]["finish_reason"])
         return {**self._head("chat.completion"), "choices": choices, **self._sums()}
@@ -72,14 +72,14 @@ class _Run(Exchange):
             "id": f"chatcmpl-{request_id(self.http)}",
             "object": kind,
             "created": self.created,
-            "model": self.opened.loaded.facts.name,
-            "system_fingerprint": self.opened.loaded.facts.fingerprint,
+            "model": self.accepted.loaded.facts.name,
+            "system_fingerprint": self.accepted.loaded.facts.fingerprint,
         }
 
     def _sums(self) -> dict[str, Any]:
-        return {"usage": usage_object(self.usage, self.talk.n_reasoning), **self.costs()}
+        return {"usage": usage_object(self.usage, self.answers.n_reasoning), **self.costs()}
 
-    def _choice(self, index: int, answer: _Answer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: _Choice) -> dict[str, Any]:
         last, has_calls = answer.last, bool(answer.reply.calls)
         return {
             "index": index,
@@ -90,7 +90,7 @@ class _Run(Exchange):
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """Return the logprobs object if it was asked for."""
-        return chat_logprobs(found, self.opened.loaded.chat.piece) if self.body.logprobs else None
+        return chat_logprobs(found, self.accepted.loaded.chat.piece) if self.body.logprobs else None
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the chunks."""
@@ -99,15 +99,15 @@ class _Run(Exchange):
         progress = PromptProgress(write, self.body.n_choices)
         for index in range(self.body.n_choices):
             yield data(self._chunk(index, {"role": "assistant", "content": None, "refusal": None}))
-        async for said in self.talk:
-            for frame in progress.frames(said):
+        async for update in self.answers:
+            for frame in progress.frames(update):
                 yield frame
-            if said.is_reading:
+            if update.is_reading:
                 continue
-            calls[said.index] += sum(isinstance(part, CallBegin) for part in said.parts)
-            for frame in self._chunks(said, calls[said.index] > 0):
+            calls[update.index] += sum(isinstance(part, CallBegin) for part in update.parts)
+            for frame in self._chunks(update, calls[update.index] > 0):
                 yield frame
-            finish = finish_reason(said.step, calls[said.index] > 0) or finish
+            finish = finish_reason(update.step, calls[update.index] > 0) or finish
         note_usage(self.http, self.usage, finish)
         if self.body.wants_usage:
             yield data({**self._head("chat.completion.chunk"), "choices": [], **self._sums()})
@@ -121,19 +121,19 @@ class _Run(Exchange):
         timed = self.reading(index, found, self.body.timings_per_token)
         return data({**self._chunk(index, {}), **timed})
 
-    def _chunks(self, said: Said, has_calls: bool) -> list[bytes]:
+    def _chunks(self, update: Update, has_calls: bool) -> list[bytes]:
         """Return the events of a step; the first has the probabilities, the last ends a choice."""
-        deltas = [delta for part in said.parts if (delta := _delta(part))]
-        chunks = [self._chunk(said.index, delta) for delta in deltas]
-        found = self._logprobs(said.step.logprobs) if said.step.logprobs else None
+        deltas = [delta for part in update.parts if (delta := _delta(part))]
+        chunks = [self._chunk(update.index, delta) for delta in deltas]
+        found = self._logprobs(update.step.logprobs) if update.step.logprobs else None
         if found is not None:
-            chunks = chunks or [self._chunk(said.index, {})]
+            chunks = chunks or [self._chunk(update.index, {})]
             chunks[0]["choices"][0]["logprobs"] = found
         if chunks and self.body.timings_per_token:
             chunks[-1] |= {"timings": self.timings()}
-        if said.is_last:
-            chunks.append(self._chunk(said.index, {}))
-            chunks[-1]["choices"][0]["finish_reason"] = finish_reason(said.step, has_calls)
+        if update.is_last:
+            chunks.append(self._chunk(update.index, {}))
+            chunks[-1]["choices"][0]["finish_reason"] = finish_reason(update.step, has_calls)
             if not self.body.wants_usage:
                 chunks[-1] |= {"timings": self.timings()}
         return [data(chunk) for chunk in chunks]
@@ -151,12 +151,12 @@ async def complete(request: HttpRequest) -> Response:
     run = await begin(
         request,
         lambda model: _prepared(model, body.chat(state, name), body),
-        lambda opened: _Run(opened, body, int(time.time())),
+        lambda accepted: _Run(accepted, body, int(time.time())),
     )
     return await run.respond(body.stream)
 
 
-def _prepared(model: ChatModel, chat: ChatRequest, body: ChatBody) -> list[Prepared]:
+def _prepared(model: ChatInterface, chat: ChatRequest, body: ChatBody) -> list[Prepared]:
     """Return one request for each choice."""
     sampling = with_biases(chat.sampling, body.logit_bias, model)
     seeds = [choice_sampling(sampling, i) for i in range(body.n_choices)]

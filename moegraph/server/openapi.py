@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from .. import __version__
-from .app import Operation, RouteTable
-from .reply import reply
+from .replies import reply
+from .routes import Operation, RouteTable
 
 _STREAM = "text/event-stream"
 _PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")

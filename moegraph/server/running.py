@@ -47,9 +47,6 @@ def run(app: Callable[[ModelHost], Starlette], host: Callable[[], ModelHost],
     """Serve until a signal comes; return the exit code.
 
     host: makes the model's host, on the event loop. app: makes the application for it.
-
-    Raises:
-        MoegraphError: the model cannot be loaded, or the engine has failed.
     """
     return asyncio.run(_Process(app, host, sock, ways).run())
 

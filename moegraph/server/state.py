@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -14,18 +17,45 @@ from starlette.requests import Request as HttpRequest
 from ..engine.chat import ChatRequest, Prepared
 from ..errors import MoegraphError
 from ..sampling import SamplingParams
-from .backend import Backend, Loaded, unavailable
-from .contract import ChatModel
-from .enginemetrics import EngineMetrics
+from ..units import KiB
+from .answers import Answers
+from .backend import ChatInterface, LoadedModel, ModelSource, unavailable
 from .errors import from_failure
 from .guards import cache_owner
-from .limits import LIMITS, Limits
-from .metrics import Metrics
-from .responses.store import ResponseStores
-from .talk import Talk
-from .workers import Workers
+from .metrics import EngineMetrics, Metrics
+from .responsestore import ResponseStores
+from .schemas.limits import LIMITS, Limits
 
 T = TypeVar("T")
+# Size of the body of the request that a task serves; its work grows with it.
+BODY_BYTES: ContextVar[int] = ContextVar("BODY_BYTES", default=0)
+# Largest body of each lane, and its threads: so small requests do not wait for large ones. More
+# threads would only wait for the interpreter.
+SMALL = 16 * KiB
+_LANES = ((SMALL, 4), (256 * KiB, 2), (1 << 60, 1))
+
+
+class Workers:
+    """A few threads for each size of requests; used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._lanes = [(most, ThreadPoolExecutor(n, "prepare")) for most, n in _LANES]
+        self._at_work: set[Future[Any]] = set()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Return what a call returns, made on one of the threads for the task's request."""
+        n_bytes = BODY_BYTES.get()
+        begun = next(lane for most, lane in self._lanes if n_bytes <= most).submit(call)
+        # a client that leaves ends our waiting, but not the call
+        self._at_work = {one for one in self._at_work if not one.done()} | {begun}
+        return await asyncio.wrap_future(begun)
+
+    async def end(self, grace_s: float) -> bool:
+        """Take no more calls; return whether those that run end in time."""
+        for _, lane in self._lanes:
+            lane.shutdown(wait=False, cancel_futures=True)
+        ended = await asyncio.to_thread(wait, self._at_work, grace_s)
+        return not ended.not_done
 
 
 @dataclass
@@ -39,7 +69,7 @@ class ServerState:
     started: seconds since the epoch.
     """
 
-    backend: Backend
+    backend: ModelSource
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     deadline_s: float | None = None
@@ -53,11 +83,7 @@ class ServerState:
     workers: Workers = field(default_factory=Workers)
 
     async def work(self, call: Callable[[], T]) -> T:
-        """Return what a call returns that takes long; it runs on a thread of ours.
-
-        Raises:
-            ApiError: in place of the package's errors.
-        """
+        """Return what a call returns that takes long; it runs on a thread of ours."""
         try:
             return await self.workers.run(call)
         except (MoegraphError, MemoryError) as error:
@@ -67,45 +93,34 @@ class ServerState:
         self.metrics.registry.register(EngineMetrics(self.backend))
 
     @asynccontextmanager
-    async def model(self) -> AsyncIterator[Loaded]:
-        """Yield the model, which stays in memory meanwhile; it is woken if it sleeps.
-
-        Raises:
-            ApiError: the model is not there.
-        """
+    async def model(self) -> AsyncIterator[LoadedModel]:
+        """Yield the model, which stays in memory meanwhile; it is woken if it sleeps."""
         self.backend.enter()
         try:
             yield await self.backend.loaded()
         finally:
             self.backend.leave()
 
-    def in_use(self) -> Loaded:
-        """Return the model that an open talk uses.
-
-        Raises:
-            ApiError: the server has ended.
-        """
+    def in_use(self) -> LoadedModel:
+        """Return the model that an open answers uses."""
         loaded = self.backend.peek()
         if loaded is None:
             raise unavailable(self.backend.condition, self.backend.reason)
         return loaded
 
-    async def open_talk(
-        self, prepare: Callable[[ChatModel], Sequence[Prepared]], owner: str
-    ) -> Talk:
-        """Submit what `prepare` makes of the model, on a thread of ours; close the talk afterwards.
+    async def open_answers(
+        self, prepare: Callable[[ChatInterface], Sequence[Prepared]], owner: str
+    ) -> Answers:
+        """Submit what `prepare` makes of the model, on a thread of ours; close the answers later.
 
         owner: the client, as `guards.owner_of` returns it.
-
-        Raises:
-            ApiError: the model is not there, or what `prepare` raises.
         """
         self.backend.enter()
         meter = self.metrics.meter(on_close=self.backend.leave)
         try:
             loaded = await self.backend.loaded()
             prepared = await self.work(partial(self._prepared, prepare, loaded.chat, owner))
-            return Talk(loaded.service, prepared, meter)
+            return Answers(loaded.service, prepared, meter)
         except BaseException:
             meter.closed()
             raise
@@ -117,7 +132,10 @@ class ServerState:
         return len(found.encoded.ids)
 
     def _prepared(
-        self, prepare: Callable[[ChatModel], Sequence[Prepared]], chat: ChatModel, owner: str
+        self,
+        prepare: Callable[[ChatInterface], Sequence[Prepared]],
+        chat: ChatInterface,
+        owner: str,
     ) -> Sequence[Prepared]:
         name = cache_owner(owner) if self.cache_by_key else ""
         return [

@@ -18,7 +18,7 @@ from moegraph.loop.requests import Request, Step, TokenLogprobs, Usage
 from moegraph.loop.sequence import room_after
 from moegraph.loop.status import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.sampling import SamplingParams
-from moegraph.server.backend import Loaded, ModelFacts
+from moegraph.server.backend import LoadedModel, ModelFacts
 from moegraph.text.chat import AnswerParser
 from moegraph.text.chat.messages import template_messages
 from moegraph.text.chat.segments import Encoded
@@ -217,15 +217,15 @@ class FixedBackend:
 
     condition, reason = "ready", ""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self.facts = loaded.facts
 
-    async def loaded(self) -> Loaded:
+    async def loaded(self) -> LoadedModel:
         """Return it."""
         return self._loaded
 
-    def peek(self) -> Loaded | None:
+    def peek(self) -> LoadedModel | None:
         """Return it."""
         return self._loaded
 
@@ -253,4 +253,4 @@ def fake_backend(service: FakeService | None = None) -> FixedBackend:
         "fake", n_ctx=N_CTX, n_ctx_train=2 * N_CTX, n_vocab=256, n_embd=8, n_params=1000,
         n_bytes=1000, created=1,
     )  # fmt: skip
-    return FixedBackend(Loaded(service or FakeService(), FakeChatModel(), facts))
+    return FixedBackend(LoadedModel(service or FakeService(), FakeChatModel(), facts))

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from helpers.fake_service import FakeChatModel, FakeService, fake_backend
+from moegraph.server.app import build_site
 from moegraph.server.guards import Guard, Keys
-from moegraph.server.site import build_site
 from moegraph.server.state import ServerState
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

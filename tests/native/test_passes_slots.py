@@ -19,7 +19,7 @@ from moegraph.resident.poolshape import PoolShape
 from moegraph.resident.positions import Positions
 from moegraph.resident.state import State
 from moegraph.runner import NotFinite
-from moegraph.server.heap import give_back
+from moegraph.server.host import give_back
 
 Open = Callable[..., Engine]
 MODES: list[dict[str, Any]] = [

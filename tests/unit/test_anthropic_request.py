@@ -9,8 +9,7 @@ import pytest
 from helpers.fake_service import PlainDefaults
 
 from moegraph.engine.chat import ChatRequest, Format
-from moegraph.server.anthropic.errors import anthropic_body
-from moegraph.server.anthropic.request import read_request, shows_thinking
+from moegraph.server.anthropic import anthropic_body, read_request, shows_thinking
 from moegraph.server.errors import ApiError
 from moegraph.server.schemas.anthropic import CountBody, MessagesBody
 from moegraph.server.schemas.fields import Defaults

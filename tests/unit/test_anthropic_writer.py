@@ -11,7 +11,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from moegraph.loop.requests import Step, Usage
-from moegraph.server.anthropic.writer import MessageWriter
+from moegraph.server.anthropic import MessageWriter
 from moegraph.server.errors import ApiError
 from moegraph.text.chat import (
     CallArguments,

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from moegraph.errors import ConfigError, InternalError, MoegraphError, QueueFull
 from moegraph.loop.requests import Request, Step, Usage
 from moegraph.sampling import SamplingParams
-from moegraph.server.daemon import Daemon
-from moegraph.server.daemonlines import Line, LineError, parse_line
-from moegraph.server.daemonstream import Frames
+from moegraph.server.daemon import Daemon, Frames, Line, LineError, parse_line
 
 GREEDY = SamplingParams(temperature=0.0)
 

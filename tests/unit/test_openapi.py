@@ -14,15 +14,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from moegraph.server import absent, chatpage
-from moegraph.server.app import Operation, RouteTable, build_app
-from moegraph.server.body import read_schema
+from moegraph.server import chatpage, info
+from moegraph.server.app import build_app
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.openapi import document
-from moegraph.server.reply import reply
+from moegraph.server.replies import reply
+from moegraph.server.routes import Operation, RouteTable, read_schema
 from moegraph.server.schemas.chat import ChatBody
-from moegraph.server.schemas.text import TextBody
-from moegraph.server.schemas.texts import DetokenizeBody
+from moegraph.server.schemas.completions import DetokenizeBody, TextBody
 
 
 def described() -> dict[str, Any]:
@@ -41,7 +40,7 @@ def test_the_document_is_valid() -> None:
 
 
 def test_every_route_is_described() -> None:
-    others: Any = [*absent.TABLE.routes, *chatpage.TABLE.routes]
+    others: Any = [*info.ABSENT.routes, *chatpage.TABLE.routes]
     apart = {route.path for route in others}
     routes = [r for r in Case().app.routes if isinstance(r, Route) and r.path not in apart]
     served = {(r.path.replace(":path", ""), m.lower()) for r in routes for m in r.methods or ()}

@@ -13,7 +13,7 @@ from helpers.served import served
 from helpers.server_case import Case
 
 from moegraph.errors import ContextOverflow, NativeError, QueueFull
-from moegraph.server.talk import Talk
+from moegraph.server.answers import Answers
 
 
 def look(a: int) -> str:
@@ -71,7 +71,7 @@ def test_a_stream_makes_the_response_that_comes_at_once() -> None:
 def test_what_a_stream_costs_is_told_with_its_last_event_or_with_each_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Talk, "_next", lambda talk: talk._steps.popleft())  # none is merged
+    monkeypatch.setattr(Answers, "_next", lambda talk: talk._steps.popleft())  # none is merged
     for each in (None, True):
         case, body = Case(["Hello", " world"]), {"input": "hi", "timings_per_token": each}
         events = case.events("/v1/responses", body)

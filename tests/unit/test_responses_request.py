@@ -11,9 +11,8 @@ from helpers.fake_service import PlainDefaults
 from moegraph.engine.chat import Format
 from moegraph.sampling import SamplingParams
 from moegraph.server.errors import ApiError
-from moegraph.server.responses.request import ReadRequest, read_request
-from moegraph.server.responses.store import ResponseStore
-from moegraph.server.responses.tools import ToolName
+from moegraph.server.responses import ReadRequest, ToolName, read_request
+from moegraph.server.responsestore import ResponseStore
 from moegraph.server.schemas.fields import Defaults
 from moegraph.server.schemas.responses import ResponsesBody
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moegraph.server.errors import ApiError
-from moegraph.server.responses.store import ResponseStore
+from moegraph.server.responsestore import ResponseStore
 
 
 def response(name: str, previous: str | None = None, text: str = "") -> dict[str, Any]:

@@ -14,9 +14,7 @@ from pydantic import TypeAdapter
 from moegraph.loop.requests import Step, Usage
 from moegraph.sampling import SamplingParams
 from moegraph.server.errors import ApiError
-from moegraph.server.responses.fields import response_fields
-from moegraph.server.responses.tools import read_tools
-from moegraph.server.responses.writer import ResponseWriter
+from moegraph.server.responses import ResponseWriter, read_tools, response_fields
 from moegraph.server.schemas.responses import ResponsesBody
 from moegraph.text.chat import (
     CallArguments,

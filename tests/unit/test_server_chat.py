@@ -23,14 +23,14 @@ from moegraph.errors import (
     ServiceClosed,
 )
 from moegraph.sampling import SamplingParams, settings
-from moegraph.server.talk import Talk
+from moegraph.server.answers import Answers
 from moegraph.text.chat import AnswerParser, Part
 
 
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no steps be merged, however slow the machine is."""
-    monkeypatch.setattr(Talk, "_next", lambda talk: talk._steps.popleft())
+    monkeypatch.setattr(Answers, "_next", lambda talk: talk._steps.popleft())
 
 
 def test_an_answer_has_the_form_of_openai() -> None:

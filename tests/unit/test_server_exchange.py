@@ -11,10 +11,10 @@ from helpers.server_case import CHAT, Case
 @pytest.mark.parametrize(
     ("path", "body", "what"),
     [
-        ("/v1/completions", {"prompt": "x"}, "openai_text._Run"),
+        ("/v1/completions", {"prompt": "x"}, "completions._Run"),
         ("/v1/chat/completions", CHAT, "openai_chat._Run"),
-        ("/v1/messages", {**CHAT, "max_tokens": 500}, "anthropic.routes.MessageWriter"),
-        ("/v1/responses", {"input": "x"}, "responses.routes.response_fields"),
+        ("/v1/messages", {**CHAT, "max_tokens": 500}, "anthropic.MessageWriter"),
+        ("/v1/responses", {"input": "x"}, "responses.response_fields"),
     ],
 )
 def test_what_fails_after_it_was_accepted_is_given_up(

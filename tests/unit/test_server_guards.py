@@ -17,12 +17,9 @@ from helpers.patience import until
 from helpers.server_case import CHAT, Case
 
 from moegraph.errors import ConfigError, NativeError
-from moegraph.server.body import json_depth
-from moegraph.server.guards import Guard, Keys, host_name
-from moegraph.server.keyfile import read_keys
-from moegraph.server.limits import Limits
-from moegraph.server.logs import start_logging
-from moegraph.server.requestlog import RequestLog
+from moegraph.server.guards import Guard, Keys, host_name, read_keys
+from moegraph.server.logs import RequestLog, start_logging
+from moegraph.server.schemas.limits import Limits, json_depth
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = "/v1/chat/completions"

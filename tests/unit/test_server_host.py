@@ -15,7 +15,7 @@ from helpers.fake_service import FakeChatModel, FakeService
 from helpers.patience import PATIENCE_S, until_so
 
 from moegraph.errors import ConfigError, ModelFileError
-from moegraph.server.backend import Loaded, ModelFacts
+from moegraph.server.backend import LoadedModel, ModelFacts
 from moegraph.server.errors import ApiError
 from moegraph.server.host import ModelHost
 from moegraph.server.listening import listen, url_of
@@ -33,12 +33,12 @@ class Loader:
         self.n_loaded = self.n_closed = 0
         self.service = FakeService()
 
-    def __call__(self) -> Loaded:
+    def __call__(self) -> LoadedModel:
         self.gate.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
         self.n_loaded += 1
-        return Loaded(self.service, FakeChatModel(), FACTS, self._close)
+        return LoadedModel(self.service, FakeChatModel(), FACTS, self._close)
 
     def _close(self) -> None:
         self.n_closed += 1
@@ -91,7 +91,7 @@ def test_free_memory_is_given_back_once_after_requests(monkeypatch: pytest.Monke
     monkeypatch.setattr("moegraph.server.host._LOOK_S", 0.005)
     monkeypatch.setattr("moegraph.server.host._QUIET_S", 0.05)
     given: list[None] = []
-    monkeypatch.setattr("moegraph.server.heap.give_back", lambda: given.append(None))
+    monkeypatch.setattr("moegraph.server.host.give_back", lambda: given.append(None))
 
     async def go() -> None:
         host = ModelHost(Loader(), FACTS)

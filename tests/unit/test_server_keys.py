@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from moegraph.loop.status import SlotStatus
 from moegraph.server.guards import Guard, Keys
-from moegraph.server.responses.store import ResponseStores
+from moegraph.server.responsestore import ResponseStores
 
 ONE, TWO = "sk-moegraph-0001", "sk-moegraph-0002"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")

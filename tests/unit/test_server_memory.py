@@ -16,8 +16,8 @@ from helpers.server_case import CHAT, Case
 
 from moegraph.engine.chat import TextRequest
 from moegraph.errors import InternalError, MoegraphError
-from moegraph.server import heap
-from moegraph.server.talk import Talk
+from moegraph.server import host
+from moegraph.server.answers import Answers
 
 LONG = "x" * 5000
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -107,9 +107,9 @@ class Knowing(FakeService):
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_talk_is_free_when_it_is_closed(is_read: bool) -> None:
-    async def talk() -> weakref.ref[Talk]:
+    async def talk() -> weakref.ref[Answers]:
         service = Knowing(step_s=0.01)
-        made = Talk(service, [FakeChatModel().prepare_text(TextRequest(prompt="x"))])
+        made = Answers(service, [FakeChatModel().prepare_text(TextRequest(prompt="x"))])
         with made:
             async for _ in made:
                 if not is_read:
@@ -130,7 +130,7 @@ def test_the_heap_can_be_set_and_trimmed_without_glibc(monkeypatch: pytest.Monke
     class Other:
         """A C library with none of glibc's names."""
 
-    heap.give_back()
+    host.give_back()
     monkeypatch.setattr("ctypes.CDLL", lambda _: Other())
-    heap.keep_small()
-    heap.give_back()
+    host.keep_small()
+    host.give_back()

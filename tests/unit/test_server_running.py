@@ -19,14 +19,13 @@ from helpers.fake_service import FakeChatModel, FakeService
 from helpers.patience import PATIENCE_S, until
 
 from moegraph.errors import ConfigError, ModelFileError, NativeError
-from moegraph.server.backend import Loaded, ModelFacts
+from moegraph.server.app import build_site
+from moegraph.server.backend import LoadedModel, ModelFacts
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.host import ModelHost
 from moegraph.server.listening import listen, url_of
 from moegraph.server.running import Ways, run
-from moegraph.server.site import build_site
-from moegraph.server.state import ServerState
-from moegraph.server.workers import BODY_BYTES, Workers
+from moegraph.server.state import BODY_BYTES, ServerState, Workers
 
 FACTS = ModelFacts("fake")
 
@@ -45,10 +44,10 @@ class Process:
         self.model = FakeChatModel()
         self.host = ModelHost(self.load, FACTS)
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedModel:
         if self.error is not None:
             raise self.error
-        return Loaded(self.service, self.model, FACTS, self.close)
+        return LoadedModel(self.service, self.model, FACTS, self.close)
 
     def close(self) -> None:
         self.n_closed += 1
@@ -191,7 +190,7 @@ def test_a_signal_does_not_wait_for_a_model_that_is_being_loaded(
         may_end.set()  # the test's own process waits for its threads
         raise Left
 
-    def load() -> Loaded:
+    def load() -> LoadedModel:
         os.kill(os.getpid(), signal.SIGINT)
         may_end.wait(PATIENCE_S)
         raise ModelFileError("nobody waits for this")

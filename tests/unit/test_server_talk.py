@@ -16,17 +16,16 @@ from helpers.patience import PATIENCE_S, until_so
 
 from moegraph.engine.chat import Prepared, TextRequest
 from moegraph.errors import QueueFull
+from moegraph.server.answers import Answers, Mailbox, mailbox, total
 from moegraph.server.errors import ApiError
-from moegraph.server.mailbox import Mailbox, mailbox
-from moegraph.server.sse import EventStream, comment, data, event
-from moegraph.server.talk import Talk, total
+from moegraph.server.replies import EventStream, comment, data, event
 
 
 def prepared(*prompts: str) -> list[Prepared]:
     return [FakeChatModel().prepare_text(TextRequest(prompt=prompt)) for prompt in prompts]
 
 
-async def texts(talk: Talk) -> list[str]:
+async def texts(talk: Answers) -> list[str]:
     """Return what each choice said."""
     found = [""] * len(talk.usages)
     with talk:
@@ -38,7 +37,7 @@ async def texts(talk: Talk) -> list[str]:
 def test_choices_do_not_mix() -> None:
     async def go() -> None:
         service = FakeService([["a"] * 50, ["b"] * 60])
-        talk = Talk(service, prepared("xx", "xx"))
+        talk = Answers(service, prepared("xx", "xx"))
         assert await texts(talk) == ["a" * 50, "b" * 60]
         assert talk.usage.n_prompt == 2 and talk.usage.n_generated == 110
 
@@ -48,7 +47,7 @@ def test_choices_do_not_mix() -> None:
 def test_steps_that_wait_are_merged() -> None:
     async def go() -> int:
         service = FakeService([["a"] * 100])
-        talk = Talk(service, prepared("x"))
+        talk = Answers(service, prepared("x"))
         await until_so(service.tickets[0].ended.is_set)
         await asyncio.sleep(0.005)
         steps = [said async for said in talk]
@@ -62,7 +61,7 @@ def test_steps_that_wait_are_merged() -> None:
 def test_leaving_a_talk_cancels_what_runs() -> None:
     async def go() -> None:
         service = FakeService([["a"] * 10_000], step_s=0.001)
-        with Talk(service, prepared("x", "y")) as talk:
+        with Answers(service, prepared("x", "y")) as talk:
             await anext(talk)
         assert all(ticket.gone.is_set() for ticket in service.tickets)
         with pytest.raises(StopAsyncIteration):
@@ -85,7 +84,7 @@ def test_if_one_choice_is_refused_none_runs() -> None:
     async def go() -> None:
         service = FullAfterOne([["a"] * 10_000], step_s=0.001)
         with pytest.raises(ApiError) as caught:
-            Talk(service, prepared("x", "y"))
+            Answers(service, prepared("x", "y"))
         assert caught.value.status == 429 and caught.value.headers["Retry-After"] == "1"
         assert service.tickets[0].gone.is_set()
 
@@ -109,7 +108,7 @@ def test_steps_after_the_loop_has_gone_are_dropped() -> None:
 
 def test_usages_of_choices_add_up() -> None:
     async def go() -> None:
-        talk = Talk(FakeService([["aa"], ["bbb"]]), prepared("x", "x"))
+        talk = Answers(FakeService([["aa"], ["bbb"]]), prepared("x", "x"))
         await texts(talk)
         assert total(talk.usages).n_generated == 5 and total(talk.usages).decode_s == 0.003
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from moegraph.loop.requests import Request
 from moegraph.loop.status import SlotStatus
 from moegraph.sampling import SamplingParams
-from moegraph.server import absent, info
+from moegraph.server import info
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
@@ -258,7 +258,7 @@ def test_a_client_of_ollama_learns_what_is_served() -> None:
 
 def test_no_path_is_served_twice() -> None:
     here = {route.path for route in info.TABLE.routes}  # type: ignore[attr-defined]
-    assert not here & {route.path for route in absent.TABLE.routes}  # type: ignore[attr-defined]
+    assert not here & {route.path for route in info.ABSENT.routes}  # type: ignore[attr-defined]
 
 
 def test_health_is_good_when_the_model_is_there() -> None:

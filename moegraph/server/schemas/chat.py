@@ -9,12 +9,19 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from ...engine.chat import ChatRequest
-from ..body import json_depth
 from ..errors import ApiError
-from ..limits import LIMITS
-from ..thinking import template_variables
-from .fields import MAX_TOKENS, Body, Defaults, Sampled, Streamed, wrong
-from .formats import Formatted, Schema
+from .fields import (
+    MAX_TOKENS,
+    Body,
+    Defaults,
+    Formatted,
+    Sampled,
+    Schema,
+    Streamed,
+    template_variables,
+    wrong,
+)
+from .limits import LIMITS, json_depth
 
 
 def _content(value: object) -> object:
@@ -221,11 +228,7 @@ class ChatBody(Sampled, Formatted, Streamed):
         return default if asked is None else None if asked < 0 else asked
 
     def choice_of_tool(self) -> str:
-        """Return what `ChatRequest.tool_choice` takes.
-
-        Raises:
-            ApiError: it names a function that is not among the tools.
-        """
+        """Return what `ChatRequest.tool_choice` takes."""
         chosen, names = self.tool_choice, {tool.function.name for tool in self.tools or ()}
         wanted = chosen.names if isinstance(chosen, Allowed) else []
         if not names.issuperset(wanted) or (chosen == "required" and not names):
@@ -238,11 +241,7 @@ class ChatBody(Sampled, Formatted, Streamed):
         return chosen or "auto"
 
     def _continues(self) -> bool | str | None:
-        """Return what `ChatRequest.continue_final_message` takes.
-
-        Raises:
-            ApiError: it is not clear what goes on.
-        """
+        """Return what `ChatRequest.continue_final_message` takes."""
         asked, problem = self.continue_final_message, ""
         if asked and self.add_generation_prompt:
             problem = "not together with add_generation_prompt: true"

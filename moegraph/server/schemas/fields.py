@@ -1,15 +1,27 @@
-"""Fields that requests of several interfaces have: sampling, stops, formats of answers."""
+"""Fields that requests of several interfaces have, and how objects inside of bodies are read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 
+from ...engine.chat import Format, thinking_variables
 from ...sampling import RANDOM_SEED, SamplingParams, settings
-from ..limits import LIMITS
+from ..errors import ApiError, from_validation
+from .limits import LIMITS, json_depth
 
 _SETTINGS = {s.name: s for s in settings()}
 # The seeds that OpenAI's clients send have 64 bits.
@@ -157,3 +169,175 @@ class Streamed(Body):
     def wants_usage(self) -> bool:
         """Return whether a stream ends with what the answer has cost."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+# A grammar that begins so is in Lark's syntax, as in llama-server; otherwise it is GBNF.
+_LARK = "%llguidance"
+
+
+def bounded(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema if it is small and flat enough."""
+    if json_depth(value) > LIMITS.depth:
+        raise wrong(f"it is nested more than {LIMITS.depth} deep")
+    if len(json.dumps(value)) > LIMITS.grammar_bytes:
+        raise wrong(f"it is larger than {LIMITS.grammar_bytes} bytes")
+    return value
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(bounded)]
+Grammar = Annotated[str, Field(max_length=LIMITS.grammar_bytes)]
+
+
+def schema_format(schema: dict[str, Any], is_strict: bool) -> Format:
+    """Return the form of a schema.
+
+    Keywords that no grammar can hold an answer to are an error if it is strict, as with OpenAI;
+    otherwise they are passed over, as llama-server does.
+    """
+    loose = {} if is_strict else {"x-guidance": {"lenient": True}}
+    return Format("json_schema", {**loose, **schema})
+
+
+class NamedSchema(Body):
+    """OpenAI's wrapper of a JSON schema."""
+
+    name: str | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's response_format; llama-server also takes the schema without its wrapper."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+
+    def format(self) -> Format | None:
+        """Return the format; None if every text fits."""
+        if self.type == "text":
+            return None
+        if self.type not in ("json_object", "json_schema"):
+            raise ApiError(
+                400, "response_format.type is not text, json_object or json_schema",
+                param="response_format.type", code="invalid_value",
+            )  # fmt: skip
+        schema, is_strict = self.schema_, False
+        if self.json_schema is not None and self.json_schema.schema_ is not None:
+            schema, is_strict = self.json_schema.schema_, self.json_schema.strict is True
+        if schema is not None:
+            return schema_format(schema, is_strict)
+        if self.type == "json_object":
+            return Format("json_object")
+        raise ApiError(
+            400, "response_format.json_schema.schema: this field is required",
+            param="response_format.json_schema.schema", code="invalid_value",
+        )  # fmt: skip
+
+
+class Formatted(Body):
+    """Fields that constrain the text of an answer."""
+
+    response_format: ResponseFormat | None = None
+    json_schema: Schema | None = None
+    grammar: Grammar | None = None
+
+    def format(self) -> Format | None:
+        """Return the format that the request asks for."""
+        found = [] if self.response_format is None else [self.response_format.format()]
+        if self.json_schema is not None:
+            found.append(schema_format(self.json_schema, is_strict=False))
+        if self.grammar:
+            kind = "lark" if self.grammar.lstrip().startswith(_LARK) else "gbnf"
+            found.append(Format(kind, self.grammar))
+        formats = [one for one in found if one is not None]
+        if len(formats) > 1:
+            raise ApiError(
+                400, "response_format, json_schema and grammar exclude one another; give one",
+                param="grammar", code="invalid_value",
+            )  # fmt: skip
+        return formats[0] if formats else None
+
+
+Object = dict[str, Any]
+
+
+def _text_or_objects(value: object) -> object:
+    """Check by hand: for a union, pydantic would name its members as if they were fields."""
+    if isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    ):
+        return value
+    raise wrong("expected a text, or a list of objects")
+
+
+Texts = str | list[Object]
+
+
+def contents(form: Any) -> PlainValidator:
+    """Return what checks `Texts`; form: what they are, for the OpenAPI document."""
+    return PlainValidator(_text_or_objects, json_schema_input_type=form)
+
+
+def seen_as(form: Any) -> BeforeValidator:
+    """Return what tells the OpenAPI document the form of an object that `read` checks."""
+    return BeforeValidator(lambda value: value, json_schema_input_type=form)
+
+
+def kind_of(value: Mapping[str, Any]) -> str:
+    """Return the type that an object says it has; "" if that is no word."""
+    kind = value.get("type")
+    return kind if isinstance(kind, str) else ""
+
+
+def text_parts(texts: Sequence[str]) -> Texts:
+    """Return texts as the content of a message whose parts the template joins."""
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
+
+T = TypeVar("T", bound=Body)
+
+
+def read(model: type[T], value: Any, where: str) -> T:
+    """Return an object that lies at this place of a body."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        inner = from_validation(error)
+        if inner.param is None:
+            refuse(where, inner.message)
+        raise ApiError(
+            400, f"{where}.{inner.message}", param=f"{where}.{inner.param}", code=inner.code
+        ) from None
+
+
+def refuse(param: str, message: str) -> NoReturn:
+    """Refuse a field."""
+    raise ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+# Variables that belong to the conversation and not to the client.
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
+
+
+def template_variables(
+    effort: str | None, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the variables of a chat template for a reasoning effort.
+
+    effort: OpenAI's word, from none to max; None leaves the template's own default. given:
+    chat_template_kwargs, which have the last word.
+    """
+    for name in given or {}:
+        if name in _RESERVED or not name.isidentifier():
+            raise ApiError(
+                400, "chat_template_kwargs may not set this variable",
+                param=f"chat_template_kwargs.{name[:80]}", code="invalid_value",
+            )  # fmt: skip
+    thinks = (given or {}).get("enable_thinking", True)
+    if not isinstance(thinks, bool):  # any text would be true to a template
+        raise ApiError(
+            400, f"chat_template_kwargs.enable_thinking: {thinks!r:.80} is not true or false",
+            param="chat_template_kwargs.enable_thinking", code="invalid_value",
+        )  # fmt: skip
+    return {**thinking_variables(effort), **(given or {})}

@@ -6,10 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..limits import LIMITS
-from .fields import Body, Sampled
-from .formats import Schema
-from .parts import Object, Texts, contents, seen_as
+from .fields import Body, Object, Sampled, Schema, Texts, contents, seen_as
+from .limits import LIMITS
 
 
 class TextPart(Body):

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ApiError
-from ..sse import encode
+from .errors import ApiError
+from .replies import encode
 
 Item = dict[str, Any]
 CAP_BYTES = 64 << 20
@@ -70,29 +70,17 @@ class ResponseStore:
         self._forget(next(iter(self._stored)))
 
     def response(self, response_id: str) -> dict[str, Any]:
-        """Return a response.
-
-        Raises:
-            ApiError: 404, it is not stored.
-        """
+        """Return a response."""
         found: dict[str, Any] = json.loads(self._get(response_id).response)
         return found
 
     def delete(self, response_id: str) -> None:
-        """Forget a response.
-
-        Raises:
-            ApiError: 404, it is not stored.
-        """
+        """Forget a response."""
         self._get(response_id)
         self._forget(response_id)
 
     def items(self, response_id: str) -> list[Item]:
-        """Return all items of a conversation up to the output of this response.
-
-        Raises:
-            ApiError: 400, a response of the conversation is not stored.
-        """
+        """Return all items of a conversation up to the output of this response."""
         chain: list[str] = []
         at: str | None = response_id
         while at is not None:

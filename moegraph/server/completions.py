@@ -12,9 +12,14 @@ from starlette.responses import Response
 
 from ..engine.chat import Prepared, TextRequest
 from ..loop.requests import Step, TokenLogprobs, Usage
-from .app import RouteTable, either, operations
-from .body import read_schema
-from .choices import (
+from .answers import Update, total
+from .backend import ChatInterface
+from .errors import ApiError, openai_body
+from .exchange import (
+    Accepted,
+    Exchange,
+    PromptProgress,
+    begin,
     choice_sampling,
     finish_reason,
     sharing,
@@ -22,18 +27,15 @@ from .choices import (
     usage_object,
     with_biases,
 )
-from .contract import ChatModel
-from .errors import ApiError, openai_body
-from .exchange import Exchange, Opened, PromptProgress, begin
-from .requestlog import note_usage, request_id
-from .schemas.text import TextBody
-from .sse import DONE, data
+from .logs import note_usage, request_id
+from .replies import DONE, data
+from .routes import RouteTable, either, operations, read_schema
+from .schemas.completions import TextBody
 from .state import state_of
-from .talk import Said, total
 
 
 @dataclass
-class _Answer:
+class _Choice:
     """One choice as it grows."""
 
     pieces: list[str] = field(default_factory=list)
@@ -57,7 +59,7 @@ class _Run(Exchange):
     @property
     def usage(self) -> Usage:
         """Return the sum over all prompts."""
-        n, usages = self.body.n_choices, self.talk.usages
+        n, usages = self.body.n_choices, self.answers.usages
         if len(usages) == 1:
             return usages[0]
         sums = [total(usages[i : i + n]) for i in range(0, len(usages), n)]
@@ -70,13 +72,13 @@ class _Run(Exchange):
 
     async def whole(self) -> dict[str, Any]:
         """Return the completion."""
-        answers = [_Answer([self._echo(i)]) for i in range(self._n_choices)]
-        async for said in self.talk:
-            answer = answers[said.index]
-            answer.pieces.append(said.step.text)
-            answer.logprobs += said.step.logprobs
-            if said.is_last:
-                answer.last = said.step
+        answers = [_Choice([self._echo(i)]) for i in range(self._n_choices)]
+        async for update in self.answers:
+            answer = answers[update.index]
+            answer.pieces.append(update.step.text)
+            answer.logprobs += update.step.logprobs
+            if update.is_last:
+                answer.last = update.step
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         note_usage(self.http, self.usage, choices[0]["finish_reason"])
         return {**self._head(), "choices": choices, **self._sums()}
@@ -91,14 +93,14 @@ class _Run(Exchange):
             "id": f"cmpl-{request_id(self.http)}",
             "object": "text_completion",
             "created": self.created,
-            "model": self.opened.loaded.facts.name,
-            "system_fingerprint": self.opened.loaded.facts.fingerprint,
+            "model": self.accepted.loaded.facts.name,
+            "system_fingerprint": self.accepted.loaded.facts.fingerprint,
         }
 
     def _sums(self) -> dict[str, Any]:
         return {"usage": usage_object(self.usage), **self.costs()}
 
-    def _choice(self, index: int, answer: _Answer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: _Choice) -> dict[str, Any]:
         return {
             "index": index,
             "text": "".join(answer.pieces),
@@ -110,7 +112,7 @@ class _Run(Exchange):
         """Return the logprobs object if it was asked for."""
         if self.body.logprobs is None:
             return None
-        return text_logprobs(found, self.opened.loaded.chat.piece, n_shown)
+        return text_logprobs(found, self.accepted.loaded.chat.piece, n_shown)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the chunks."""
@@ -119,14 +121,14 @@ class _Run(Exchange):
             yield data(self._chunk(index, self._echo(index)))
         write = self._progress if self.body.return_progress else None
         progress = PromptProgress(write, self.body.n_choices)
-        async for said in self.talk:
-            for frame in progress.frames(said):
+        async for update in self.answers:
+            for frame in progress.frames(update):
                 yield frame
-            if said.is_reading:
+            if update.is_reading:
                 continue
-            finish = finish_reason(said.step) or finish
-            if said.step.text or said.step.logprobs or said.is_last:
-                yield data(self._step_chunk(said, n_shown))
+            finish = finish_reason(update.step) or finish
+            if update.step.text or update.step.logprobs or update.is_last:
+                yield data(self._step_chunk(update, n_shown))
         note_usage(self.http, self.usage, finish)
         if self.body.wants_usage:
             yield data({**self._head(), "choices": [], **self._sums()})
@@ -136,14 +138,14 @@ class _Run(Exchange):
         """Return the event of an error."""
         return [data(openai_body(error))]
 
-    def _step_chunk(self, said: Said, n_shown: list[int]) -> dict[str, Any]:
-        chunk = self._chunk(said.index, said.step.text)
+    def _step_chunk(self, update: Update, n_shown: list[int]) -> dict[str, Any]:
+        chunk = self._chunk(update.index, update.step.text)
         choice = chunk["choices"][0]
-        if found := self._logprobs(said.step.logprobs, n_shown[said.index]):
-            n_shown[said.index] += sum(map(len, found["tokens"]))
+        if found := self._logprobs(update.step.logprobs, n_shown[update.index]):
+            n_shown[update.index] += sum(map(len, found["tokens"]))
             choice["logprobs"] = found
-        choice["finish_reason"] = finish_reason(said.step)
-        if said.is_last or self.body.timings_per_token:
+        choice["finish_reason"] = finish_reason(update.step)
+        if update.is_last or self.body.timings_per_token:
             chunk["timings"] = self.timings()
         return chunk
 
@@ -163,16 +165,16 @@ async def complete(request: HttpRequest) -> Response:
     body.require_supported()
     state, name = state_of(request), request_id(request)
 
-    def made(opened: Opened) -> _Run:
-        text_of, asked = opened.loaded.chat.detokenize, body.prompt if body.echo else ()
+    def made(accepted: Accepted) -> _Run:
+        text_of, asked = accepted.loaded.chat.detokenize, body.prompt if body.echo else ()
         echoes = [one if isinstance(one, str) else text_of(one) for one in asked]
-        return _Run(opened, body, int(time.time()), echoes)
+        return _Run(accepted, body, int(time.time()), echoes)
 
     run = await begin(request, lambda model: _prepared(model, body.texts(state, name), body), made)
     return await run.respond(body.stream)
 
 
-def _prepared(model: ChatModel, texts: Sequence[TextRequest], body: TextBody) -> list[Prepared]:
+def _prepared(model: ChatInterface, texts: Sequence[TextRequest], body: TextBody) -> list[Prepared]:
     """Return one request for each choice of each prompt."""
     sampling = with_biases(texts[0].sampling, body.logit_bias, model)
     seeds = [choice_sampling(sampling, i) for i in range(body.n_choices)]

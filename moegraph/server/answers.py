@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 from starlette.requests import Request as HttpRequest
 
@@ -16,15 +17,59 @@ from ..engine.chat import Prepared
 from ..errors import MoegraphError
 from ..loop.requests import Request, Step, Usage
 from ..text.chat import AnswerParser, Part, ReasoningPart
-from .contract import Service, Ticket
+from .backend import ServiceInterface, Ticket
 from .errors import RETRY_S, ApiError, from_failure
-from .mailbox import mailbox
+
+
+class Mailbox:
+    """Takes calls on any thread, and makes them on the event loop in their order.
+
+    To wake the loop costs a system call; a pass of the engine has a step for each of its rows.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)  # else it would never leave `_MAILBOXES`
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_due = False
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Have the loop make a call soon; drop it if the loop has ended."""
+        self._calls.append(call)
+        if self._is_due:
+            return
+        self._is_due = True
+        try:
+            if loop := self._loop():
+                loop.call_soon_threadsafe(self._empty)
+                return
+        except RuntimeError:
+            pass  # it is closed
+        self._calls.clear()
+        self._is_due = False
+
+    def _empty(self) -> None:
+        # before the calls are taken: what comes from now on wakes the loop again
+        self._is_due = False
+        while self._calls:
+            self._calls.popleft()()
+
+
+_MAILBOXES: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+
+
+def mailbox() -> Mailbox:
+    """Return the mailbox of the running loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _MAILBOXES:
+        _MAILBOXES[loop] = Mailbox(loop)
+    return _MAILBOXES[loop]
+
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Said:
+class Update:
     """What came of one choice: a step, and the parts of the answer that it completes.
 
     index: which of the requests it belongs to. Without a parser there are no parts; the text is
@@ -59,7 +104,7 @@ class Listener(Protocol):
         """Nothing more comes."""
 
 
-class Talk:
+class Answers:
     """Submit requests of one client and iterate over what becomes of them.
 
     Use it in a `with` statement: leaving it cancels what still runs. Steps that a slow client has
@@ -71,7 +116,10 @@ class Talk:
     """
 
     def __init__(
-        self, service: Service, prepared: Sequence[Prepared], listener: Listener | None = None
+        self,
+        service: ServiceInterface,
+        prepared: Sequence[Prepared],
+        listener: Listener | None = None,
     ) -> None:
         if len(prepared) > service.capacity:  # to try again would never help
             raise ApiError(
@@ -102,21 +150,17 @@ class Talk:
         if listener is not None:
             listener.opened([one.request for one in prepared])
 
-    def __enter__(self) -> Talk:
+    def __enter__(self) -> Answers:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __aiter__(self) -> Talk:
+    def __aiter__(self) -> Answers:
         return self
 
-    async def __anext__(self) -> Said:
-        """Wait for the next step of any of the requests.
-
-        Raises:
-            ApiError: a request failed; the others are cancelled.
-        """
+    async def __anext__(self) -> Update:
+        """Wait for the next step of any of the requests."""
         while not self._steps:
             if not self._running:
                 raise StopAsyncIteration
@@ -140,7 +184,7 @@ class Talk:
             self._running.discard(index)
             parts = [*parts, *parser.flush(is_cut=step.finish_reason != "stop")]
         self._count_reasoning(index, parts, len(step.tokens))
-        return Said(index, step, tuple(parts))
+        return Update(index, step, tuple(parts))
 
     def _count_reasoning(self, index: int, parts: Sequence[Part], n_tokens: int) -> None:
         """Count tokens of reasoning: by length of texts, once there is text of the tokens."""
@@ -231,11 +275,7 @@ class ClientLeft(Exception):
 
 
 async def unless_left(request: HttpRequest, work: Awaitable[T]) -> T:
-    """Return what work returns; cancel it when the client leaves. The body has been read.
-
-    Raises:
-        ClientLeft: the client left first.
-    """
+    """Return what work returns; cancel it when the client leaves. The body has been read."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_left(request))
     try:

@@ -1,4 +1,4 @@
-"""Server-sent events: a response that is written while its request is served."""
+"""Responses: JSON, and streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -121,3 +121,12 @@ def _chunk(body: bytes) -> Message:
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def reply(
+    value: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a response with a JSON value; text that UTF-8 cannot hold is replaced."""
+    given: dict[str, Any] = dict(headers or {})
+    body = encode(value).encode(errors="replace")
+    return Response(body, status, given, "application/json")

@@ -7,13 +7,11 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from .app import Operation, RouteTable
-from .body import fit, read_object, read_schema
-from .contract import ChatModel
-from .reply import reply
+from .backend import ChatInterface
+from .replies import encode, reply
+from .routes import Operation, RouteTable, fit, read_object, read_schema
 from .schemas.chat import ChatBody
-from .schemas.texts import DetokenizeBody, TokenizeBody
-from .sse import encode
+from .schemas.completions import DetokenizeBody, TokenizeBody
 from .state import state_of
 
 # No other thread runs Python while so many tokens are written as JSON.
@@ -41,7 +39,7 @@ async def tokenize(request: HttpRequest) -> Response:
         return Response(await state.work(answer), media_type="application/json")
 
 
-def _encoded_tokens(ids: list[int], model: ChatModel | None) -> str:
+def _encoded_tokens(ids: list[int], model: ChatInterface | None) -> str:
     """Return ids as JSON without its brackets, with their pieces if a model is given."""
     parts = list[str]()
     for at in range(0, len(ids), _SLICE):
@@ -52,7 +50,7 @@ def _encoded_tokens(ids: list[int], model: ChatModel | None) -> str:
     return ",".join(parts)
 
 
-def _ids(model: ChatModel, body: TokenizeBody) -> list[int]:
+def _ids(model: ChatInterface, body: TokenizeBody) -> list[int]:
     text = body.content if body.content is not None else body.prompt or ""
     parse = body.parse_special is not False
     return model.tokenize(text, add_special=bool(body.add_special), parse_special=parse)

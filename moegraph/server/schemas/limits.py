@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..units import KiB, MiB
+from ...units import KiB, MiB
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,19 @@ class Limits:
 
 
 LIMITS = Limits()
+
+
+def json_depth(value: object) -> int:
+    """Return how deep the objects and lists of a JSON value are nested; a number has depth 0."""
+    depth, front = 0, [value]
+    while front := [inner for one in front for inner in _inside(one)]:
+        depth += 1
+    return depth
+
+
+def _inside(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values()) or [None]
+    if isinstance(value, list):
+        return value or [None]
+    return []

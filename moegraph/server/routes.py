@@ -1,37 +1,83 @@
-"""The JSON body of a request: read within limits, and checked against its schema."""
+"""Routes of the interfaces, and the bodies of requests that they take."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pydantic
 import pydantic_core
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Scope
 
 from ..errors import InternalError
 from ..units import format_bytes
-from .errors import ApiError, from_validation
-from .limits import Limits
-from .state import state_of
-from .talk import ClientLeft
-from .workers import BODY_BYTES, SMALL
+from .answers import ClientLeft
+from .errors import OPENAI_ERROR, ApiError, from_validation, openai_body
+from .schemas.limits import Limits
+from .state import BODY_BYTES, SMALL, state_of
 
 # Where the scope of a request has the schemas that its route declares.
 BODIES = "moegraph.bodies"
+Handler = Callable[[HttpRequest], Awaitable[Response]]
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
 T = TypeVar("T")
 
 
-async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
-    """Return the body of a request as an object of the schema; unknown fields are ignored.
+class Operation(Route):
+    """A route that the OpenAPI document describes, in the words of its handler's docstring.
 
-    Raises:
-        ApiError: the body is too large, not JSON, or does not fit; it names the field.
-        ClientLeft: the client left before the body was complete.
+    bodies: what `read_schema` may read of a request; a request with a body is a POST. answer: the
+    content type of what succeeds. streams: it may also be a stream of events.
     """
+
+    def __init__(
+        self, path: str, handler: Handler, *bodies: type[BaseModel], method: str = "",
+        answer: str = "application/json", streams: bool = False,
+    ) -> None:  # fmt: skip
+        self.method = method or ("POST" if bodies else "GET")
+        super().__init__(path, handler, methods=[self.method])
+        self.bodies, self.answer, self.streams = bodies, answer, streams
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return whether a request is for this route, and what its handler finds in its scope."""
+        match, found = super().matches(scope)
+        return match, {**found, BODIES: self.bodies}
+
+
+def operations(paths: Sequence[str], *given: Any, **more: Any) -> list[Operation]:
+    """Return the same operation at several paths."""
+    return [Operation(path, *given, **more) for path in paths]
+
+
+def either(path: str) -> tuple[str, str]:
+    """Return a path that begins with /v1, and the path without it."""
+    return path, path.removeprefix("/v1")
+
+
+@dataclass(frozen=True)
+class RouteTable:
+    """The routes of one interface, and how it writes errors.
+
+    error_schema: what error_body returns. prefixes: paths whose errors have this form, also where
+    no route fits; none for OpenAI's form. public: paths that need no key.
+    """
+
+    routes: Sequence[BaseRoute]
+    error_body: Callable[[ApiError], Mapping[str, Any]] = openai_body
+    error_schema: Mapping[str, Any] = field(default_factory=lambda: OPENAI_ERROR)
+    prefixes: tuple[str, ...] = ()
+    public: tuple[str, ...] = ()
+
+
+async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
+    """Return the body of a request as an object of the schema; unknown fields are ignored."""
     value = await read_object(request)
     return await _aside(request, lambda: fit(request, schema, value))
 
@@ -55,12 +101,7 @@ async def read_object(request: HttpRequest) -> dict[str, Any]:
 
 
 def fit(request: HttpRequest, schema: type[Schema], value: dict[str, Any]) -> Schema:
-    """Return an object of a schema.
-
-    Raises:
-        ApiError: the value does not fit; it names the field.
-        InternalError: the route does not declare the schema, so no document tells of it.
-    """
+    """Return an object of a schema."""
     if schema not in request.scope[BODIES]:
         raise InternalError(f"{request.url.path} does not declare {schema.__name__}")
     try:
@@ -105,19 +146,3 @@ def parse_json(body: bytes) -> Any:
         return pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-
-
-def json_depth(value: object) -> int:
-    """Return how deep the objects and lists of a JSON value are nested; a number has depth 0."""
-    depth, front = 0, [value]
-    while front := [inner for one in front for inner in _inside(one)]:
-        depth += 1
-    return depth
-
-
-def _inside(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(value.values()) or [None]
-    if isinstance(value, list):
-        return value or [None]
-    return []

@@ -1,4 +1,4 @@
-"""The body of /v1/completions."""
+"""The bodies of /v1/completions, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pydantic import BeforeValidator, Field
 
 from ...engine.chat import TextRequest
 from ..errors import ApiError
-from ..limits import LIMITS
-from .fields import MAX_TOKENS, Defaults, Sampled, Streamed, wrong
-from .formats import Formatted
+from .fields import MAX_TOKENS, Body, Defaults, Formatted, Sampled, Streamed, wrong
+from .limits import LIMITS
 
 # Ids are 32 bits in the model's vocabulary; the service checks them against it.
 _MAX_ID = 1 << 31
@@ -60,11 +59,7 @@ class TextBody(Sampled, Formatted, Streamed):
     timings_per_token: bool | None = None
 
     def require_supported(self) -> None:
-        """Refuse what cannot be done rather than ignore it.
-
-        Raises:
-            ApiError: names the field.
-        """
+        """Refuse what cannot be done rather than ignore it."""
         problems = {
             "suffix": bool(self.suffix) and "text cannot be inserted before a suffix",
             "best_of": (self.best_of or 1) > self.n_choices and "ask for n answers instead",
@@ -102,3 +97,19 @@ class TextBody(Sampled, Formatted, Streamed):
             name=name,
         )
         return [replace(first, prompt=prompt) for prompt in self.prompt]
+
+
+class TokenizeBody(Body):
+    """A text under llama-server's name or vLLM's; without one, the body is that of a chat."""
+
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Ids that become a text."""
+
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]

@@ -1,0 +1,860 @@
+"""/v1/responses: items to messages, and parts of answers to items and events."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from ..engine.chat import ChatRequest, Format
+from ..loop.requests import Step, Usage
+from ..sampling import SamplingParams
+from ..text.chat import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
+from .answers import Update
+from .errors import ApiError
+from .exchange import Accepted, Exchange, PromptProgress, begin, chat_logprobs, prepared
+from .guards import owner_of
+from .logs import note_usage, request_id
+from .replies import named, reply
+from .responsestore import Item, ResponseStore
+from .routes import RouteTable, either, operations, read_schema
+from .schemas.fields import (
+    Defaults,
+    Texts,
+    kind_of,
+    read,
+    refuse,
+    schema_format,
+    template_variables,
+    text_parts,
+)
+from .schemas.limits import LIMITS
+from .schemas.responses import (
+    CallOutput,
+    CustomCall,
+    CustomTool,
+    FunctionCall,
+    FunctionTool,
+    ItemReference,
+    Message,
+    NamespaceTool,
+    ReasoningItem,
+    RefusalPart,
+    ResponsesBody,
+    TextFormat,
+    TextPart,
+    ToolChoice,
+)
+from .state import state_of
+
+Kind = Literal["function", "custom"]
+
+# Whoever runs such a tool is not here: its requests are served as if it had not been named.
+HOSTED = frozenset(
+    """web_search web_search_2025_08_26 web_search_preview web_search_preview_2025_03_11 file_search
+    code_interpreter image_generation mcp computer computer_use_preview local_shell shell
+    apply_patch tool_search programmatic_tool_calling""".split()
+)
+# The only argument of the function that stands for a tool with plain text as its input.
+INPUT = "input"
+_JOINT = "__"
+_CHOICE_WORDS = ("auto", "none", "required")
+
+
+@dataclass(frozen=True)
+class ToolName:
+    """What a client calls a tool."""
+
+    name: str
+    namespace: str | None = None
+    kind: Kind = "function"
+
+
+@dataclass
+class Tools:
+    """The tools of one request.
+
+    functions: in the form of chat completions. names: the function's name -> the client's. inputs:
+    the function's name -> Lark grammar of its input.
+    """
+
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    names: dict[str, ToolName] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+
+    def name(self, function: str) -> ToolName:
+        """Return what the client calls a function; one it has not named keeps its name."""
+        return self.names.get(function) or ToolName(function)
+
+    def only(self, functions: set[str]) -> Tools:
+        """Return the tools of these functions."""
+        kept = [entry for entry in self.functions if entry["function"]["name"] in functions]
+        inputs = {name: text for name, text in self.inputs.items() if name in functions}
+        return Tools(kept, self.names, inputs)
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """Return the name of the function that stands for a client's tool."""
+    if not namespace:
+        return name
+    return f"{namespace.removesuffix(_JOINT)}{_JOINT}{name}"
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> Tools:
+    """Return the functions of a request; tools that OpenAI's servers would run are left out."""
+    found = Tools()
+    for at, tool in enumerate(tools):
+        _read_tool(found, tool, f"tools[{at}]", None)
+    return found
+
+
+def _read_tool(found: Tools, tool: Mapping[str, Any], where: str, namespace: str | None) -> None:
+    kind = kind_of(tool)
+    if kind == "function":
+        function = read(FunctionTool, tool, where)
+        _add(found, _plain_function(function), ToolName(function.name, namespace), where)
+    elif kind == "custom":
+        custom = read(CustomTool, tool, where)
+        name = ToolName(custom.name, namespace, "custom")
+        _add(found, _custom_function(custom), name, where)
+        if grammar := _grammar(custom, where):
+            found.inputs[function_name(name.name, namespace)] = grammar
+    elif kind == "namespace" and namespace is None:
+        group = read(NamespaceTool, tool, where)
+        for at, inner in enumerate(group.tools):
+            _read_tool(found, inner, f"{where}.tools[{at}]", group.name)
+    elif kind not in HOSTED:
+        refuse(f"{where}.type", f"there is no type of tool named {kind!r:.80}")
+
+
+def _add(found: Tools, function: dict[str, Any], name: ToolName, where: str) -> None:
+    full = function_name(name.name, name.namespace)
+    if full in found.names:
+        refuse(where, f"two tools are named {full[:80]}")
+    found.names[full] = name
+    found.functions.append({"type": "function", "function": {"name": full, **function}})
+
+
+def _plain_function(tool: FunctionTool) -> dict[str, Any]:
+    made: dict[str, Any] = {"description": tool.description} if tool.description else {}
+    made["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+    if tool.strict is not None:
+        made["strict"] = tool.strict
+    return made
+
+
+def _custom_function(tool: CustomTool) -> dict[str, Any]:
+    """Return a function with the plain text as its only argument."""
+    described = tool.description or ""
+    shape = tool.format or {}
+    if kind_of(shape) == "grammar":
+        syntax, definition = shape.get("syntax", ""), shape.get("definition", "")
+        described += f"\n\nThe input follows this {syntax} grammar:\n{definition}"
+    text = {"type": "string", "description": "The whole input, as plain text."}
+    return {
+        "description": described.strip(),
+        "parameters": {"type": "object", "properties": {INPUT: text}, "required": [INPUT]},
+    }
+
+
+def _grammar(tool: CustomTool, where: str) -> str | None:
+    """Return the Lark grammar of a tool's input; None: any text."""
+    shape = tool.format or {"type": "text"}
+    kind, syntax, text = kind_of(shape), shape.get("syntax"), shape.get("definition")
+    if kind == "text":
+        return None
+    if kind != "grammar" or syntax not in ("lark", "regex") or not isinstance(text, str):
+        refuse(
+            f"{where}.format", "not text, nor a grammar with syntax lark or regex and definition"
+        )
+    if syntax == "lark":
+        return text
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", text, flags=re.DOTALL)
+    return "start: /" + escaped.replace("\n", r"\n") + "/"
+
+
+def read_choice(given: Any, tools: Tools) -> tuple[Tools, str]:
+    """Return the tools that may be called, and the choice as a chat request has it."""
+    if given in _CHOICE_WORDS:
+        return tools, given
+    choice = read(ToolChoice, given, "tool_choice")
+    if choice.type != "allowed_tools":
+        return tools, _chosen(choice, tools, "tool_choice")
+    allowed = set()
+    for at, entry in enumerate(choice.tools):
+        if kind_of(entry) not in HOSTED:
+            where = f"tool_choice.tools[{at}]"
+            allowed.add(_chosen(read(ToolChoice, entry, where), tools, where))
+    return tools.only(allowed), choice.mode
+
+
+def _chosen(choice: ToolChoice, tools: Tools, where: str) -> str:
+    named = function_name(choice.name or "", choice.namespace)
+    if choice.type not in ("function", "custom") or named not in tools.names:
+        refuse(where, f"the request has no tool {(named or choice.type)[:80]} to call")
+    return named
+
+
+# An answer reasons, speaks, then calls.
+_REASONS, _SPEAKS, _CALLS = range(3)
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_MEDIA = ("input_image", "input_file", "input_audio", "computer_screenshot", "image_url")
+
+
+class Conversation:
+    """Messages of a chat, from items: what one answer consists of becomes one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._answer: dict[str, Any] | None = None
+        self._stage = _REASONS
+
+    def add(self, item: Item, where: str) -> None:
+        """Take the next item."""
+        kind = kind_of(item) or ("message" if "role" in item else "")
+        take = self._takers().get(kind)
+        if take is None:
+            text = "images, files and audio" if kind in _MEDIA else f"items of type {kind!r:.80}"
+            refuse(f"{where}.type", f"{text} are not supported")
+        take(item, where)
+
+    def _takers(self) -> dict[str, Callable[[Item, str], None]]:
+        return {
+            "message": self._message,
+            "reasoning": self._reasoning,
+            "function_call": self._function_call,
+            "custom_tool_call": self._custom_call,
+            "function_call_output": self._output,
+            "custom_tool_call_output": self._output,
+        }
+
+    def _message(self, item: Item, where: str) -> None:
+        message = read(Message, item, where)
+        content = _contents(message.content, f"{where}.content")
+        if message.role != "assistant":
+            self._answer = None
+            self.messages.append({"role": message.role, "content": content})
+            return
+        self._assistant(_SPEAKS)["content"] += _plain_text(content)
+
+    def _reasoning(self, item: Item, where: str) -> None:
+        reasoning = read(ReasoningItem, item, where)
+        parts = reasoning.content or reasoning.summary or []
+        if text := _plain_text(_contents(parts, f"{where}.content")):
+            answer = self._assistant(_REASONS)
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def _function_call(self, item: Item, where: str) -> None:
+        call = read(FunctionCall, item, where)
+        self._call(call.call_id, function_name(call.name, call.namespace), call.arguments)
+
+    def _custom_call(self, item: Item, where: str) -> None:
+        call = read(CustomCall, item, where)
+        arguments = json.dumps({INPUT: call.input}, ensure_ascii=False)
+        self._call(call.call_id, function_name(call.name, call.namespace), arguments)
+
+    def _call(self, call_id: str, name: str, arguments: str) -> None:
+        function = {"name": name, "arguments": arguments}
+        calls = self._assistant(_CALLS).setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def _output(self, item: Item, where: str) -> None:
+        output = read(CallOutput, item, where)
+        content = _contents(output.output, f"{where}.output")
+        self._answer = None
+        self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
+
+    def _assistant(self, stage: int) -> dict[str, Any]:
+        """Return the message of the answer; a new one if the last has gone on past this stage."""
+        if self._answer is None or stage < self._stage:
+            self._answer = {"role": "assistant", "content": ""}
+            self.messages.append(self._answer)
+        self._stage = stage
+        return self._answer
+
+
+def _contents(content: str | Sequence[Any], where: str) -> Texts:
+    """Return a content as chat messages have it: a text, or parts that the template joins."""
+    if isinstance(content, str):
+        return content
+    found = []
+    for at, part in enumerate(content):
+        kind = kind_of(part)
+        if kind in _TEXTS:
+            found.append(read(TextPart, part, f"{where}[{at}]").text)
+        elif kind == "refusal":
+            found.append(read(RefusalPart, part, f"{where}[{at}]").refusal)
+        elif kind in _MEDIA:
+            refuse(f"{where}[{at}]", f"{kind}: this server reads text only")
+        else:
+            refuse(f"{where}[{at}].type", f"content of type {kind!r:.80} is not supported")
+    return text_parts(found)
+
+
+def _plain_text(content: Texts) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+# What `include` must name for log probabilities to come.
+LOGPROBS = "message.output_text.logprobs"
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """A request that has been understood.
+
+    chat: for the model. tools: their names for the way back. items: of the
+    input, as a store keeps them.
+    """
+
+    chat: ChatRequest
+    tools: Tools
+    items: Sequence[Item]
+
+
+def read_request(
+    body: ResponsesBody, store: ResponseStore, defaults: Defaults, name: str = ""
+) -> ReadRequest:
+    """Return what a request asks for.
+
+    store: has the responses before this one. name: for logs.
+    """
+    _refuse_unsupported(body)
+    tools = read_tools(body.tools or ())
+    allowed, choice = read_choice(body.tool_choice, tools)
+    items = _input_items(body.input, store.item)
+    conversation = Conversation()
+    if body.instructions:
+        conversation.messages.append({"role": "system", "content": body.instructions})
+    for item in store.items(body.previous_response_id) if body.previous_response_id else ():
+        conversation.add(item, "previous_response_id")
+    for at, item in enumerate(items):
+        conversation.add(item, f"input[{at}]")
+    chat = ChatRequest(
+        messages=conversation.messages,
+        tools=allowed.functions,
+        inputs=allowed.inputs,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        format=_format(body.text.format if body.text else None),
+        variables={
+            **defaults.variables,
+            **template_variables(body.reasoning.effort if body.reasoning else None),
+        },
+        sampling=body.sampling(defaults.sampling),
+        max_tokens=body.max_output_tokens or defaults.max_tokens,
+        stop=body.stops,
+        ignore_eos=body.ignores_eos(defaults),
+        n_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
+        deadline_s=defaults.deadline_s,
+        name=name,
+    )
+    return ReadRequest(chat, tools, items)
+
+
+def _input_items(given: str | list[Item], find: Callable[[str], Item | None]) -> list[Item]:
+    """Return the items of an input, those of the store in place of references to them."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if len(given) > LIMITS.messages:
+        refuse("input", f"{len(given)} items; at most {LIMITS.messages} are read")
+    return [_referenced(item, find, f"input[{at}]") for at, item in enumerate(given)]
+
+
+def _referenced(item: Item, find: Callable[[str], Item | None], where: str) -> Item:
+    # a reference may leave its type out: it then has an id and nothing else
+    if item.get("type") != "item_reference" and item.keys() != {"id"}:
+        return item
+    reference = read(ItemReference, item, where)
+    found = find(reference.id)
+    if found is None:
+        refuse(f"{where}.id", f"there is no item {reference.id[:80]!a}; send the item itself")
+    return found
+
+
+def _refuse_unsupported(body: ResponsesBody) -> None:
+    if body.background:
+        refuse("background", "responses in the background are not supported; use stream")
+    if body.conversation is not None:
+        refuse("conversation", "conversations are not kept; use previous_response_id")
+    if body.prompt is not None:
+        refuse("prompt", "stored prompts are not supported; send instructions and input")
+
+
+def _format(asked: TextFormat | None) -> Format | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return Format("json_object")
+    if asked.schema_ is None:
+        refuse("text.format.schema", "this field is required")
+    return schema_format(asked.schema_, asked.strict is True)
+
+
+def response_fields(
+    body: ResponsesBody, sampling: SamplingParams, model: str, created_at: int
+) -> dict[str, Any]:
+    """Return the fields that do not change while the response is made.
+
+    sampling: that the answer is drawn with. created_at: seconds since the epoch.
+    """
+    given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return {
+        "created_at": created_at,
+        "model": model,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None, **(given.get("reasoning") or {})},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}, **(given.get("text") or {})},
+        "tool_choice": given.get("tool_choice", "auto"),
+        "tools": [_tool_field(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        # a prompt that is too long is refused; nothing is ever left out of it
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+def _tool_field(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": False, **tool}
+
+
+# An event: its fields, but not yet its number.
+Event = dict[str, Any]
+Logprobs = Sequence[dict[str, Any]]
+
+
+@dataclass
+class OutputItem:
+    """An item that grows: `begin`, then `grow` as text comes, then `end`.
+
+    at: its place in the output. status: as OpenAI has it, in_progress until it has ended.
+    """
+
+    at: int
+    id: str
+    text: str = ""
+    status: str = "in_progress"
+
+    def json(self) -> dict[str, Any]:
+        """Return the item as it is now."""
+        raise NotImplementedError
+
+    def begin(self) -> list[Event]:
+        """Return the events of a new item."""
+        return [self._event("response.output_item.added", own=False, item=self.json())]
+
+    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
+        """Add text; return the events of that."""
+        raise NotImplementedError
+
+    def end(self, status: str) -> list[Event]:
+        """Close the item; return the events of that."""
+        events = self._last()
+        self.status = status
+        return [*events, self._event("response.output_item.done", own=False, item=self.json())]
+
+    def _last(self) -> list[Event]:
+        """Return the events that come before the one of the whole item."""
+        raise NotImplementedError
+
+    def _event(self, kind: str, *, own: bool = True, **fields: Any) -> Event:
+        item = {"item_id": self.id} if own else {}
+        return {"type": kind, "output_index": self.at, **item, **fields}
+
+
+class OutputReasoning(OutputItem):
+    """What the model thought; a summary is never made."""
+
+    def json(self) -> dict[str, Any]:
+        """Return the item as it is now."""
+        content = [_reasoning_text(self.text)] if self.text else []
+        made = {"id": self.id, "type": "reasoning", "summary": [], "content": content}
+        return {**made, "encrypted_content": None, "status": self.status}
+
+    def begin(self) -> list[Event]:
+        """Return the events of a new item and its only content."""
+        part = self._event("response.content_part.added", content_index=0, part=_reasoning_text(""))
+        return [*super().begin(), part]
+
+    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
+        """Add text; return the events of that."""
+        self.text += text
+        return [self._event("response.reasoning_text.delta", content_index=0, delta=text)]
+
+    def _last(self) -> list[Event]:
+        part = _reasoning_text(self.text)
+        return [
+            self._event("response.reasoning_text.done", content_index=0, text=self.text),
+            self._event("response.content_part.done", content_index=0, part=part),
+        ]
+
+
+class OutputMessage(OutputItem):
+    """What the model says."""
+
+    logprobs: list[dict[str, Any]]
+
+    def __init__(self, at: int, id: str) -> None:
+        super().__init__(at, id)
+        self.logprobs = []
+        self._has_part = False
+
+    def json(self) -> dict[str, Any]:
+        """Return the item as it is now."""
+        content = [self._part()] if self._has_part else []
+        made = {"id": self.id, "type": "message", "role": "assistant"}
+        return {**made, "status": self.status, "content": content}
+
+    def begin(self) -> list[Event]:
+        """Return the events of a new item and its only content."""
+        events = super().begin()
+        self._has_part = True
+        part = self._event("response.content_part.added", content_index=0, part=self._part())
+        return [*events, part]
+
+    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
+        """Add text; return the events of that."""
+        self.text += text
+        self.logprobs += logprobs
+        kind = "response.output_text.delta"
+        return [self._event(kind, content_index=0, delta=text, logprobs=list(logprobs))]
+
+    def _last(self) -> list[Event]:
+        kind, logprobs = "response.output_text.done", self.logprobs
+        return [
+            self._event(kind, content_index=0, text=self.text, logprobs=logprobs),
+            self._event("response.content_part.done", content_index=0, part=self._part()),
+        ]
+
+    def _part(self) -> dict[str, Any]:
+        made = {"type": "output_text", "text": self.text, "annotations": []}
+        return {**made, "logprobs": self.logprobs}
+
+
+class OutputCall(OutputItem):
+    """A call of a function; its text is that of a JSON object."""
+
+    def __init__(self, at: int, call: CallBegin, name: ToolName) -> None:
+        super().__init__(at, new_id("fc"))
+        self.call_id = call.id
+        self.name = name
+
+    def json(self) -> dict[str, Any]:
+        """Return the item as it is now."""
+        made = {"id": self.id, "type": "function_call", "call_id": self.call_id}
+        made |= {"name": self.name.name, "arguments": self.text, "status": self.status}
+        return {**made, "namespace": self.name.namespace} if self.name.namespace else made
+
+    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
+        """Add text of the arguments; return the events of that."""
+        self.text += text
+        return [self._event("response.function_call_arguments.delta", delta=text)]
+
+    def _last(self) -> list[Event]:
+        kind, name = "response.function_call_arguments.done", self.name.name
+        return [self._event(kind, name=name, arguments=self.text)]
+
+
+class OutputCustomCall(OutputItem):
+    """A call of a tool whose input is plain text: known when the call has ended."""
+
+    def __init__(self, at: int, call: CallBegin, name: ToolName) -> None:
+        super().__init__(at, new_id("ctc"))
+        self.call_id = call.id
+        self.name = name
+        self.input = ""
+
+    def json(self) -> dict[str, Any]:
+        """Return the item as it is now."""
+        made = {"id": self.id, "type": "custom_tool_call", "call_id": self.call_id}
+        made |= {"name": self.name.name, "input": self.input, "status": self.status}
+        return {**made, "namespace": self.name.namespace} if self.name.namespace else made
+
+    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
+        """Add text of the arguments that stand for the input."""
+        self.text += text
+        return []
+
+    def _last(self) -> list[Event]:
+        self.input = plain_input(self.text)
+        kind = "response.custom_tool_call_input"
+        return [
+            self._event(f"{kind}.delta", delta=self.input),
+            self._event(f"{kind}.done", input=self.input),
+        ]
+
+
+def plain_input(arguments: str) -> str:
+    """Return the plain text in a function's arguments; what is no such object stays as it is."""
+    try:
+        found = json.loads(arguments)[INPUT]
+    except (ValueError, KeyError, TypeError):
+        return arguments
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+
+def new_id(kind: str) -> str:
+    """Return an id that nobody guesses: a store hands responses to whoever knows theirs."""
+    return f"{kind}_{uuid4().hex}"
+
+
+def _reasoning_text(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+# Status of an error -> its code in a response object; others are the server's.
+_FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+class ResponseWriter:
+    """Makes one response: `start`, then `take` for each step's parts, then `finish`.
+
+    Each returns the events that a stream shows; `response` is the object as it is.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], tools: Tools, response_id: str) -> None:
+        """fields: of the response object that do not change: model, created_at, tools, ..."""
+        self._fields = dict(fields)
+        self._tools = tools
+        self._id = response_id
+        self._numbers = itertools.count()
+        self._items: list[OutputItem] = []
+        self._open: OutputItem | None = None
+        self._held: list[dict[str, Any]] = []
+        self._ended: dict[str, Any] = {"status": "in_progress"}
+
+    def response(self) -> dict[str, Any]:
+        """Return the response object as it is now."""
+        empty = {"error": None, "incomplete_details": None, "completed_at": None, "usage": None}
+        made = {"id": self._id, "object": "response", **self._fields, **empty, **self._ended}
+        return {**made, "output": self.output()}
+
+    def output(self) -> list[dict[str, Any]]:
+        """Return the items."""
+        return [item.json() for item in self._items]
+
+    def start(self) -> list[Event]:
+        """Return the events that come before the answer."""
+        return self._numbered(
+            {"type": f"response.{name}", "response": self.response()}
+            for name in ("created", "in_progress")
+        )
+
+    def progress(self, found: Mapping[str, Any]) -> Event:
+        """Return an event, in llama-server's form, that tells how far the prompt is read."""
+        event = {"type": "response.in_progress", "response": self.response()}
+        return self._numbered([{**event, "prompt_progress": found}])[0]
+
+    def take(self, parts: Sequence[Part], logprobs: Logprobs = ()) -> list[Event]:
+        """Take the parts of a step; logprobs: of its tokens, if the client wants them.
+
+        Those of tokens whose text is held back are told with the text that comes of them.
+        """
+        events: list[Event] = []
+        held = [*self._held, *logprobs]
+        for part in parts:
+            events += self._part(part, held)
+            held = [] if isinstance(part, ContentPart) or not held else list(logprobs)
+        self._held = [] if parts else held
+        return self._numbered(events)
+
+    def finish(self, last: Step, completed_at: int, n_reasoning: int = 0) -> list[Event]:
+        """End the response with the last step; its parts have been taken.
+
+        completed_at: seconds since the epoch. n_reasoning: tokens of reasoning.
+        """
+        self._ended["usage"] = _usage(last.usage, n_reasoning)
+        if last.finish_reason == "stop":
+            self._ended["completed_at"] = completed_at
+            return self._end("completed", "completed", [])
+        self._ended["incomplete_details"] = {"reason": "max_output_tokens"}
+        return self._end("incomplete", "incomplete", [])
+
+    def fail(self, error: ApiError) -> list[Event]:
+        """End the response with an error; clients read it in the stream's last events."""
+        message = {"code": error.code or error.kind, "message": error.message}
+        # the names that clients know are few; what programs compare is in the event
+        self._ended["error"] = {**message, "code": _FAILURES.get(error.status, "server_error")}
+        return self._end("failed", "incomplete", [{"type": "error", **message, "param": None}])
+
+    def _end(self, status: str, item_status: str, notices: list[Event]) -> list[Event]:
+        events = self._close(item_status) + notices
+        self._ended["status"] = status
+        last = {"type": f"response.{status}", "response": self.response()}
+        return self._numbered([*events, last])
+
+    def _part(self, part: Part, logprobs: Logprobs) -> list[Event]:
+        if isinstance(part, CallEnd):
+            return self._close("completed" if part.is_whole else "incomplete")
+        if isinstance(part, CallBegin):
+            return self._begin(self._call(part))
+        if isinstance(part, CallArguments):
+            return self._open.grow(part.text) if self._open else []
+        kind = OutputReasoning if isinstance(part, ReasoningPart) else OutputMessage
+        events = []
+        if not isinstance(self._open, kind):
+            made = kind(len(self._items), new_id("rs" if kind is OutputReasoning else "msg"))
+            events = self._begin(made)
+        assert self._open is not None
+        return events + self._open.grow(part.text, logprobs)
+
+    def _call(self, begin: CallBegin) -> OutputItem:
+        name = self._tools.name(begin.name)
+        kind = OutputCustomCall if name.kind == "custom" else OutputCall
+        return kind(len(self._items), begin, name)
+
+    def _begin(self, item: OutputItem) -> list[Event]:
+        events = self._close("completed")
+        self._items.append(item)
+        self._open = item
+        return events + item.begin()
+
+    def _close(self, status: str) -> list[Event]:
+        item, self._open = self._open, None
+        return item.end(status) if item else []
+
+    def _numbered(self, events: Iterable[Event]) -> list[Event]:
+        return [{**event, "sequence_number": next(self._numbers)} for event in events]
+
+
+def _usage(usage: Usage, n_reasoning: int) -> dict[str, Any]:
+    """Return what a response has cost; nothing is written to a cache that is paid for."""
+    return {
+        "input_tokens": usage.n_prompt,
+        "input_tokens_details": {"cached_tokens": usage.n_cached, "cache_write_tokens": 0},
+        "output_tokens": usage.n_generated,
+        "output_tokens_details": {"reasoning_tokens": n_reasoning},
+        "total_tokens": usage.n_prompt + usage.n_generated,
+    }
+
+
+@dataclass(frozen=True)
+class _Run(Exchange):
+    """One response in the making.
+
+    keeps: it is kept for later requests. shows_progress: events tell how far its prompt is read.
+    times_steps: the last event of each step has timings.
+    """
+
+    read: ReadRequest
+    writer: ResponseWriter
+    keeps: bool
+    shows_progress: bool
+    times_steps: bool
+
+    def _take(self, update: Update) -> list[Event]:
+        """Return the events of a step; the last one stores the response."""
+        piece = self.accepted.loaded.chat.piece
+        logprobs = chat_logprobs(update.step.logprobs, piece)["content"]
+        events = self.writer.take(update.parts, logprobs)
+        if update.is_last:
+            events += self.writer.finish(update.step, int(time.time()), self.answers.n_reasoning)
+            note_usage(self.http, update.step.usage, update.step.finish_reason)
+            if self.keeps:
+                stores = state_of(self.http).responses
+                stores.put(owner_of(self.http), self.writer.response(), self.read.items)
+        return events
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response, and what the engine did for it."""
+        async for update in self.answers:
+            self._take(update)
+        return {**self.writer.response(), **self.costs()}
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events."""
+        for one in self.writer.start():
+            yield named(one)
+        progress = PromptProgress(self._progress if self.shows_progress else None)
+        async for update in self.answers:
+            for frame in progress.frames(update):
+                yield frame
+            events = self._take(update)
+            if events and (update.is_last or self.times_steps):
+                events[-1] = {**events[-1], "timings": self.timings()}
+            for one in events:
+                yield named(one)
+
+    def _progress(self, _: int, found: dict[str, Any]) -> bytes:
+        return named(self.writer.progress(found))
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """Return the events of an error."""
+        return map(named, self.writer.fail(error))
+
+
+def _own(request: HttpRequest) -> ResponseStore:
+    """Return the responses that the client of a request may use."""
+    return state_of(request).responses.of(owner_of(request))
+
+
+async def create(request: HttpRequest) -> Response:
+    """Make a response, at once or as it is written."""
+    body = await read_schema(request, ResponsesBody)
+    state = state_of(request)
+    read = read_request(body, _own(request), state, request_id(request))
+    chat = read.chat
+
+    def made(accepted: Accepted) -> _Run:
+        name = accepted.loaded.facts.name
+        fields = response_fields(body, chat.sampling, name, int(time.time()))
+        writer = ResponseWriter(fields, read.tools, new_id("resp"))
+        return _Run(
+            accepted, read, writer, body.store is not False, bool(body.return_progress),
+            bool(body.timings_per_token),
+        )  # fmt: skip
+
+    run = await begin(request, lambda model: [prepared(model, chat, body.logit_bias)], made)
+    return await run.respond(body.stream)
+
+
+async def count(request: HttpRequest) -> Response:
+    """Return how many tokens the prompt of a response would have."""
+    body = await read_schema(request, ResponsesBody)
+    state = state_of(request)
+    n_tokens = await state.count(read_request(body, _own(request), state).chat)
+    return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+async def retrieve(request: HttpRequest) -> Response:
+    """Return a response that is stored."""
+    return reply(_own(request).response(request.path_params["id"]))
+
+
+async def delete(request: HttpRequest) -> Response:
+    """Forget a response."""
+    response_id = request.path_params["id"]
+    _own(request).delete(response_id)
+    return reply({"id": response_id, "object": "response", "deleted": True})
+
+
+TABLE = RouteTable(
+    [
+        *operations(either("/v1/responses"), create, ResponsesBody, streams=True),
+        *operations(either("/v1/responses/input_tokens"), count, ResponsesBody),
+        *operations(either("/v1/responses/{id}"), retrieve),
+        *operations(either("/v1/responses/{id}"), delete, method="DELETE"),
+    ]
+)

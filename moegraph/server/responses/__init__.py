@@ -1,1 +1,0 @@
-"""OpenAI's Responses interface: items to messages, and parts of answers to items and events."""
