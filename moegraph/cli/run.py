@@ -21,7 +21,7 @@ from ..gguf.resolve import is_shipped
 from ..loop.sequence import room_after
 from ..sampling import SamplingParams
 from ..text.chat.template import TEMPLATE_KEY
-from ..text.idfiles import read_ids, require_ids_in_range
+from ..text.tokenizer import read_ids, require_ids_in_range
 from . import options, ui
 from .command import Command, Option
 from .completion import MODEL_TARGET

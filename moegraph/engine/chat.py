@@ -12,18 +12,14 @@ import numpy as np
 from ..arch import ModelFile
 from ..errors import RequestError
 from ..loop.requests import Constraint, Request
-from ..text.chat.answer import AnswerParser
+from ..text.chat.answer import END_OF_THINK, AnswerParser, ReasoningSplitter
 from ..text.chat.calls import CALL, FUNCTION
-from ..text.chat.marks import prompt_marks
-from ..text.chat.memory import CallMemory
 from ..text.chat.messages import ReadArguments, TemplateMessage, template_messages
-from ..text.chat.plaintools import CHATML
-from ..text.chat.prompting import PromptMaker, continued, is_continued
-from ..text.chat.reasoning import END_OF_THINK, ReasoningSplitter
+from ..text.chat.prompting import CHATML, PromptMaker, continued, is_continued, prompt_marks
+from ..text.chat.rawjson import CallMemory
 from ..text.chat.segments import Encoded, SegmentEncoder, turn_tags
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
-from ..text.constraint import GrammarConstraint
-from ..text.grammar import Grammars
+from ..text.grammar import GrammarConstraint, Grammars
 from ..text.tokenizer import Tokenizer
 from .chatrequests import (
     NONE,

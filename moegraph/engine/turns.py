@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..text.chat.memory import CallMemory
+from ..text.chat.rawjson import CallMemory
 from ..text.chat.segments import SegmentEncoder
 from ..text.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..errors import ConfigError, MoegraphError, RequestError
 from ..loop.requests import Request, Step, Usage
 from ..sampling import SamplingParams
-from ..text.idfiles import read_ids
+from ..text.tokenizer import read_ids
 from .backend import ServiceInterface
 
 # A line that begins with a file of token ids, and not with a command.

@@ -18,6 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..arch import ModelFile
 from ..errors import ConfigError, InternalError, ModelFileError, RequestError
 from ..lazypackage import import_lazily
@@ -310,3 +313,32 @@ def _captured_log(llama: ModuleType) -> Iterator[list[str]]:
 def _silent(llama: ModuleType) -> Any:
     # Cached so that it is never freed: llama.cpp keeps the pointer. NULL would mean stderr.
     return llama.llama_log_callback(lambda level, text, user_data: None)
+
+
+def read_ids(path: Path) -> npt.NDArray[np.int32]:
+    """Return the ids in a file."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot read token ids: {error.strerror}") from error
+    if not data:
+        raise RequestError(f"{path}: the file is empty; it must hold at least one token id")
+    if len(data) > MAX_PROMPT_BYTES:
+        raise RequestError(f"{path}: larger than {format_bytes(MAX_PROMPT_BYTES)} of token ids")
+    if len(data) % 4:
+        raise RequestError(
+            f"{path}: {len(data)} bytes is not a multiple of 4; "
+            "token ids are little-endian 32-bit integers"
+        )
+    return np.frombuffer(data, dtype="<i4")
+
+
+def require_ids_in_range(path: Path, ids: npt.NDArray[np.int32], n_vocab: int) -> None:
+    """Refuse ids that the model does not have."""
+    wrong = np.flatnonzero((ids < 0) | (ids >= n_vocab))
+    if wrong.size:
+        at = int(wrong[0])
+        raise RequestError(
+            f"{path}: token id {ids[at]} at position {at}; the model has ids 0 to {n_vocab - 1}"
+        )

@@ -13,9 +13,8 @@ import pytest
 from helpers.tag_tokenizer import TagTokenizer
 
 from moegraph.errors import ConfigError, RequestError
-from moegraph.text import constraint
-from moegraph.text.constraint import GrammarConstraint
-from moegraph.text.grammar import MAX_GBNF_CHARS, Grammars
+from moegraph.text import grammar as constraint
+from moegraph.text.grammar import MAX_GBNF_CHARS, GrammarConstraint, Grammars
 
 VOCABULARY = TagTokenizer()
 GRAMMARS = Grammars(VOCABULARY)

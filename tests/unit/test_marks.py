@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moegraph.engine.chat import ChatModel, ChatRequest
 from moegraph.text.chat import ChatTemplate
-from moegraph.text.chat.marks import MAX_QUESTIONS
+from moegraph.text.chat.prompting import MAX_QUESTIONS
 from moegraph.text.chat.segments import SegmentEncoder, turn_tags
 from moegraph.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from helpers.tag_tokenizer import TAGS, TagTokenizer
 
 from moegraph.engine.chat import ChatModel, ChatRequest
 from moegraph.text.chat import ChatTemplate, Reply
-from moegraph.text.chat.memory import CallMemory
+from moegraph.text.chat.rawjson import CallMemory
 from moegraph.text.stream import IncrementalDecoder
 from moegraph.text.tokenizer import Tokenizer
 
@@ -198,7 +198,7 @@ def test_the_older_form(arguments: str, takes_text: bool) -> None:
 
 
 def test_the_memory_forgets_what_was_used_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraph.text.chat.memory._MAX_CHARS", 3 * 70)
+    monkeypatch.setattr("moegraph.text.chat.rawjson._MAX_REMEMBERED", 3 * 70)
     memory = CallMemory()
     for n in range(3):
         memory.keep("f", json.dumps({"a": n}), {"a": f"{n}.00"})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .answer import AnswerParser
-from .history import History, Message
+from .answer import AnswerParser, ReasoningSplitter
+from .messages import History, Message
 from .parts import (
     CallArguments,
     CallBegin,
@@ -14,7 +14,6 @@ from .parts import (
     Reply,
     ToolCall,
 )
-from .reasoning import ReasoningSplitter
 from .template import ChatTemplate, require_template
 
 __all__ = [

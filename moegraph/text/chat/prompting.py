@@ -4,17 +4,140 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from ...errors import MoegraphError, RequestError
-from .marks import first_question
+from .answer import END_OF_THINK, THINK
+from .calls import CALL, END_OF_CALL, END_OF_FUNCTION, END_OF_PARAMETER, FUNCTION, PARAMETER
 from .messages import TemplateMessage, without_late_system
-from .plaintools import described_tools, plain_messages
-from .reasoning import END_OF_THINK, THINK
+from .rawjson import dumps
+from .segments import Encoded
 from .template import ChatTemplate
+
+# Of the earlier questions, so many of the latest have a mark: each costs memory.
+MAX_QUESTIONS = 4
+# So many characters of a message are looked for in the prompt.
+_KEY_CHARS = 64
+# Two texts that have no beginning in common, for messages that are not known yet.
+_A, _B = "A", "B"
+
+
+def first_question(
+    render: Callable[[list[TemplateMessage]], str],
+    messages: Sequence[TemplateMessage],
+    prompt: str,
+) -> int:
+    """Return the character of a prompt where its first message after the system's begins.
+
+    render: makes prompts as that one was made.
+    """
+    n_system = int(messages[0]["role"] == "system")
+    first = messages[n_system]["content"] if len(messages) > n_system else ""
+    other = _B if first.startswith(_A) else _A
+    return n_common(prompt, render([*messages[:n_system], {"role": "user", "content": other}]))
+
+
+def n_common(a: str, b: str) -> int:
+    """Return how many characters two texts have in common before they differ."""
+    return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
+
+
+def prompt_marks(
+    encoded: Encoded, prompt: str, messages: Sequence[TemplateMessage], first: int
+) -> tuple[int, ...]:
+    """Return how many of a prompt's tokens later prompts may begin with, in rising order.
+
+    They are: what is before the first question, before each of the latest questions, before the
+    turn that follows the last one, and before the turn that the prompt asks for. Each is the
+    beginning of a segment, so it is certain that these tokens do not depend on what follows.
+
+    first: the character where the first question begins.
+    """
+    found = {encoded.tokens_before(first), encoded.starts[-1][1]}
+    questions = [*_questions(prompt, messages, first)]
+    found |= {encoded.tokens_before(place) for place in questions[-MAX_QUESTIONS:]}
+    if questions:
+        later = (n for at, n in encoded.starts if at > questions[-1])
+        found.add(next(later, encoded.starts[-1][1]))
+    return tuple(sorted(mark for mark in found if 0 < mark < len(encoded.ids)))
+
+
+def _questions(prompt: str, messages: Sequence[TemplateMessage], first: int) -> Iterator[int]:
+    """Yield where in the prompt the text of each user message is, as far as it is found there."""
+    at = first
+    for message in messages[int(messages[0]["role"] == "system") :]:
+        key = message["content"].strip()[:_KEY_CHARS]
+        place = prompt.find(key, at) if key else -1
+        if place < 0:
+            continue
+        if message["role"] == "user":
+            yield place
+        at = place + len(key)
+
+
+# The template of a model that has none.
+CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+_HOW = f"""\
+You can call these functions; each line describes one:
+{{tools}}
+
+To call one, answer with lines of this form, and with nothing after them:
+{CALL}
+{FUNCTION}NAME>
+{PARAMETER}NAME_OF_PARAMETER>
+VALUE
+{END_OF_PARAMETER}
+{END_OF_FUNCTION}
+{END_OF_CALL}"""
+
+
+def described_tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    """Return what a model is told of tools; "" without any."""
+    lines = "\n".join(dumps(tool.get("function", tool)) for tool in tools)
+    return _HOW.format(tools=lines) if lines else ""
+
+
+def plain_messages(messages: Sequence[TemplateMessage], described: str) -> list[TemplateMessage]:
+    """Return messages with nothing but text: tools, calls and their results are text in them.
+
+    described: of the tools; see `described_tools`.
+    """
+    found: list[TemplateMessage] = []
+    if described:
+        found.append({"role": "system", "content": described})
+    for message, before in zip(messages, ({"role": ""}, *messages)):
+        role, content = message["role"], message["content"]
+        if role == "system" and len(found) == 1 and described:
+            found[0]["content"] = f"{content}\n\n{found[0]['content']}"
+            continue
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+            if before["role"] == "tool":
+                found[-1]["content"] += "\n" + content
+                continue
+        calls = "\n".join(_written(call["function"]) for call in message.get("tool_calls", ()))
+        text = "\n\n".join(part for part in (content, calls) if part)
+        found.append({"role": role, "content": text})
+    return found
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    lines = [CALL, f"{FUNCTION}{function['name']}>"]
+    for key, value in function["arguments"].items():
+        text = value if isinstance(value, str) else dumps(value)
+        lines += [f"{PARAMETER}{key}>", text, END_OF_PARAMETER]
+    return "\n".join([*lines, END_OF_FUNCTION, END_OF_CALL])
+
 
 Render = Callable[[list[TemplateMessage]], str]
 # Beginnings of prompts, up to the first question, that are known without rendering them again; and
@@ -87,9 +210,6 @@ class PromptMaker:
         """Return what makes prompts of messages, with these tools.
 
         opens_turn: prompts end with the beginning of the next answer's turn.
-
-        Raises:
-            RequestError: a tool is not JSON; and so for messages that the template refuses.
         """
         if tools and self.template.knows_tools:
             variables = {**variables, "tools": list(tools)}
@@ -155,9 +275,6 @@ def is_continued(messages: Sequence[TemplateMessage], asked: bool | str | None) 
 
     asked: True, or the field of the message that goes on, "content" or "reasoning_content"; False;
     or None: if the last of several messages is an assistant's without calls.
-
-    Raises:
-        RequestError: it is asked to, but the last message is none that can go on.
     """
     may = bool(messages) and messages[-1]["role"] == "assistant"
     may = may and "tool_calls" not in messages[-1]

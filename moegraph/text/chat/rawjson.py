@@ -1,9 +1,13 @@
-"""JSON text as it was written: key order, numbers and spaces are kept."""
+"""JSON text as it was written: key order, numbers and spaces; also that of earlier calls."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 _MARK = re.compile(r'["\\{}\[\]]')
@@ -18,11 +22,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def loads(text: str) -> Any:
-    """Return the value of JSON text.
-
-    Raises:
-        ValueError: it is not JSON, or too deep. NaN and Infinity are not JSON.
-    """
+    """Return the value of JSON text."""
     try:
         return _DECODER.decode(text)
     except RecursionError as error:
@@ -35,11 +35,7 @@ def dumps(value: Any) -> str:
 
 
 def members(text: str) -> dict[str, str]:
-    """Return the text of each value of a JSON object; of equal keys, the last.
-
-    Raises:
-        ValueError: the text is not a JSON object, or too deep.
-    """
+    """Return the text of each value of a JSON object; of equal keys, the last."""
     if not isinstance(loads(text), dict):
         raise ValueError("the JSON is not an object")
     found: dict[str, str] = {}
@@ -95,3 +91,98 @@ class ObjectEnd:
             self._escaped_at = at + 1
         elif c == '"':
             self._in_string = False
+
+
+# Characters of all values that are remembered.
+_MAX_REMEMBERED = 4 * 1024 * 1024
+
+Raw = Mapping[str, str]
+# In place of a parameter's name: the text of all arguments, of a call that was written as JSON.
+WHOLE = ""
+
+
+class CallMemory:
+    """Remembers how values of calls were written; any thread may call it."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Raw] = OrderedDict()
+        self._n_chars = 0
+        self._lock = threading.Lock()
+
+    def keep(self, name: str, arguments: str, raw: Raw) -> None:
+        """Remember a call; arguments: its JSON text. raw: how values that are no text were written.
+
+        Text is shown as it is anyway. Of a call in JSON, raw has the text under the name `WHOLE`.
+        """
+        try:
+            key = _key(name, loads(arguments))
+        except ValueError:
+            return
+        with self._lock:
+            self._forget(key)
+            self._known[key] = dict(raw)
+            self._n_chars += _size(raw)
+            while self._n_chars > _MAX_REMEMBERED:
+                self._forget(next(iter(self._known)))
+
+    def _forget(self, key: bytes) -> None:
+        if (raw := self._known.pop(key, None)) is not None:
+            self._n_chars -= _size(raw)
+
+    def shown(self, name: str, arguments: str) -> dict[str, Any]:
+        """Return arguments for a template that prints text as it is; arguments: their JSON text.
+
+        A value that is not text becomes the text that the model wrote, if that is known, or else
+        JSON as templates write it; true, false and null remain the template's to write.
+        """
+        values = loads(arguments)
+        if not isinstance(values, dict):
+            raise ValueError("the arguments are not an object")
+        raw = self._raw(name, values)
+        return {
+            name: value if isinstance(value, str) else raw.get(name, _shown(value))
+            for name, value in values.items()
+        }
+
+    def written(self, name: str, arguments: str) -> str:
+        """Return arguments for a template that prints their JSON text as it is.
+
+        They are as the model wrote them, if that is known, or else as templates write JSON; text
+        that is not JSON stays.
+        """
+        try:
+            values = loads(arguments)
+        except ValueError:
+            return arguments
+        return self._raw(name, values).get(WHOLE, dumps(values))
+
+    def _raw(self, name: str, values: object) -> Raw:
+        with self._lock:
+            key = _key(name, values)
+            raw = self._known.get(key, {})
+            if raw:
+                self._known.move_to_end(key)
+            return raw
+
+
+def _shown(value: object) -> object:
+    return value if value is None or isinstance(value, bool) else dumps(value)
+
+
+def _key(name: str, values: object) -> bytes:
+    """Return what calls have in common whose arguments have the same values."""
+    text = json.dumps([name, _with_integers(values)], sort_keys=True)
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _with_integers(value: object) -> object:
+    """Return a value with whole numbers as integers: some languages know no others."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _with_integers(one) for key, one in value.items()}
+    return [_with_integers(one) for one in value] if isinstance(value, list) else value
+
+
+def _size(raw: Raw) -> int:
+    return 64 + sum(len(key) + len(value) for key, value in raw.items())

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from ...errors import ConfigError, InternalError, ModelFileError, MoegraphError, RequestError
 from ...units import GiB, KiB, format_bytes
-from .history import Message
+from .messages import Message
 
 MAX_TEMPLATE_BYTES = 256 * KiB
 MAX_OUTPUT_CHARS = 4 * 1024 * KiB
@@ -26,11 +26,7 @@ _RENDERER = Path(__file__).with_name("render.py")
 
 
 def require_template(kv: Mapping[str, object], path: Path) -> str:
-    """Return the source of a model file's chat template.
-
-    Raises:
-        ConfigError: the file has none.
-    """
+    """Return the source of a model file's chat template."""
     source = kv.get(TEMPLATE_KEY)
     if not isinstance(source, str) or not source:
         raise ConfigError(
