@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_bench_worker.py")
 Line = dict[str, Any]
+# Settings of "sampled" rows.
+SAMPLING = {"temperature": 0.8, "seed": 1}
 
 
 class BenchError(Exception):
@@ -199,19 +201,14 @@ class Raw:
 class Worker:
     """A process of _bench_worker.py; requests and replies go through pipes."""
 
-    def __init__(self, name: str, clock: Clock, kind: Sequence[str], env: Mapping[str, str]):
+    def __init__(self, name: str, clock: Clock, env: Mapping[str, str]) -> None:
         self.name, self._clock = name, clock
         self._errors = tempfile.TemporaryFile()
-        self.started = time.perf_counter()
         self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), *kind], env=dict(env), cwd="/", stderr=self._errors,
+            [sys.executable, str(WORKER)], env=dict(env), cwd="/", stderr=self._errors,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.about: Line = {}
-
-    def age(self) -> float:
-        """Return the seconds since the process started."""
-        return time.perf_counter() - self.started
 
     def ready(self) -> Line:
         """Wait until the worker has started; return what it reports about itself."""
@@ -276,7 +273,7 @@ class Worker:
 
 
 def start_worker(spec: str, clock: Clock) -> Worker:
-    """Start the worker of NAME=FOLDER[,VAR=VALUE...]; NAME "upstream..." means llama.cpp.
+    """Start the worker of NAME=FOLDER[,VAR=VALUE...].
 
     Raises:
         BenchError: the folder has no moegraph package.
@@ -285,21 +282,10 @@ def start_worker(spec: str, clock: Clock) -> Worker:
     folder, *settings = rest.split(",")
     root = Path(folder).resolve()
     extra = dict(setting.split("=", 1) for setting in settings)
-    if is_upstream(name):
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("GGML_", "LLAMA_"))}
-        env["LD_LIBRARY_PATH"] = _libraries(root, env)
-        return Worker(name, clock, ["upstream", str(root)], env | extra)
     if not (root / "moegraph" / "__init__.py").is_file():
         raise BenchError(f"{folder} has no folder moegraph; name a built checkout")
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    return Worker(name, clock, ["ours"], {**os.environ, "PYTHONPATH": path} | extra)
-
-
-def _libraries(root: Path, env: Mapping[str, str]) -> str:
-    """Return LD_LIBRARY_PATH without the folders that hold other builds of these libraries."""
-    known = env.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    kept = [folder for folder in known if folder and not any(Path(folder).glob("libggml*"))]
-    return os.pathsep.join([str(root / "llama_cpp" / "lib"), str(root), *kept])
+    return Worker(name, clock, {**os.environ, "PYTHONPATH": path} | extra)
 
 
 def note_system(raw: Raw, spec: str, worker: Worker) -> None:
@@ -316,11 +302,6 @@ def note_system(raw: Raw, spec: str, worker: Worker) -> None:
     commit = about.get("commit") or commit_of(folder)
     kept = {k: v for k, v in about.items() if k not in ("package", "libraries", "defaults")}
     raw.add("system", system=worker.name, spec=plain_paths([spec])[0], **{**kept, "commit": commit})
-
-
-def is_upstream(name: str) -> bool:
-    """Return whether a system with this name is unpatched llama.cpp."""
-    return name.startswith("upstream")
 
 
 def check_systems(specs: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -70,6 +69,26 @@ class Settings:
         return changed
 
 
+def copy_tree(tree: Path) -> Path:
+    """Copy a checkout's package and scripts, with the libraries of this one; return the copy.
+
+    Raises:
+        BuildError: the folder is no checkout.
+    """
+    if not (tree / "moegraph" / "__init__.py").is_file() or not (tree / "scripts").is_dir():
+        raise BuildError(f"{tree}: no folders moegraph and scripts; name a checkout")
+    copy, package = WORK / "before", ROOT / "moegraph"
+    shutil.rmtree(copy, ignore_errors=True)
+    left_out = shutil.ignore_patterns("lib", "*.so", "__pycache__", "models")
+    for name in ("moegraph", "scripts"):
+        shutil.copytree(tree / name, copy / name, ignore=left_out)
+    for built in (package / "lib", package / "models"):
+        (copy / "moegraph" / built.name).symlink_to(built)
+    shutil.copy(package / "ggml" / "_native.abi3.so", copy / "moegraph" / "ggml")
+    (copy / "COMMIT").write_text(commit_of(tree) + "\n", encoding="ascii")
+    return copy
+
+
 def parse_gpus(text: str) -> list[Gpu]:
     """Parse nvidia-smi's list (csv, noheader, nounits); lines of another form are skipped."""
     found = []
@@ -127,29 +146,14 @@ def cuda_libraries() -> list[str]:
     return [str(toolkit / "lib64"), str(cublas.lib), *wheels]
 
 
-def cores(allowed: Sequence[int], siblings: Mapping[int, str]) -> list[list[int]]:
-    """Return the CPUs of each physical core. siblings: by CPU, what shares its core."""
-    found: dict[str, list[int]] = {}
-    for cpu in sorted(allowed):
-        found.setdefault(siblings.get(cpu, str(cpu)), []).append(cpu)
-    return list(found.values())
-
-
-def find_cores() -> list[list[int]]:
-    """Return the CPUs of each physical core that this process may use."""
+def count_cores() -> int:
+    """Return how many physical cores this process may use."""
     allowed, siblings = os.sched_getaffinity(0), {}
     for cpu in allowed:
         note = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         if note.is_file():
             siblings[cpu] = note.read_text().strip()
-    return cores(sorted(allowed), siblings)
-
-
-def split_cores(found: list[list[int]], n: int) -> list[list[list[int]]]:
-    """Divide cores between lanes, as equal as can be, neighbours together."""
-    each, more = divmod(len(found), n)
-    ends = [at * each + min(at, more) for at in range(n + 1)]
-    return [found[a:b] for a, b in zip(ends, ends[1:])]
+    return max(1, len({siblings.get(cpu, str(cpu)) for cpu in allowed}))
 
 
 @dataclass(frozen=True)
@@ -191,44 +195,38 @@ class Model:
 FULL = {
     "samples": "3", "few": "2", "five": "5", "tokens": "192", "gen": "128", "few_gen": "64",
     "long_answer": "512",
-    "requests": "200", "mid": "2000", "long": "32768", "prompts": "512 8192", "prompt": "512",
+    "prompts": "512 8192", "prompt": "512", "two_prompts": "512 2048",
     "kinds": "code structured hopeless", "mtp": "1 2 3 4", "dflash": "3 5 7", "depth": "256",
     "depths": "8192 32768", "decode_ub": "512", "ub": "2048", "server_ub": "1024",
     "clients": "1 4 8 16", "clients_60": "1 4 8", "many_60": "16 32", "ctx": "40960",
-    "long_prompt": "--long --beside 8 --prompt 8192 --turn 20000", "draft_clients": "2 4 8",
+    "long_prompt": "--long --beside 8 --prompt 8192 --turn 20000",
     "rows": "1 2 4 8 16 32", "rows_comma": "1,2,4,8,16,32", "seqs": "8 16 32",
     "seqs_comma": "8,16,32", "traces": "sticky flat recorded", "warm": "96", "runs": "128",
-    "first": "32 512", "first_comma": "32,512", "vocab": "32768",
-    "lengths": "64 128 256 512 1024 2048", "then_prompts": "512 2048", "then": "8 32 128",
+    "first": "32 512", "first_comma": "32,512", "lengths": "64 128 256 512 1024 2048",
 }  # fmt: skip
 QUICK = {
     "samples": "1", "few": "1", "five": "1", "tokens": "128", "gen": "4", "few_gen": "4",
     "long_answer": "24",
-    "requests": "4", "mid": "60", "long": "200", "prompts": "24", "prompt": "24",
+    "prompts": "24", "prompt": "24", "two_prompts": "24",
     "kinds": "code", "mtp": "2", "dflash": "3", "depth": "24",
     "depths": "40", "decode_ub": "32", "ub": "32", "server_ub": "32",
     "clients": "1 2", "clients_60": "1", "many_60": "2", "ctx": "4096",
-    "long_prompt": "", "draft_clients": "2",
+    "long_prompt": "",
     "rows": "1 2", "rows_comma": "1,2", "seqs": "2 3",
     "seqs_comma": "2,3", "traces": "sticky", "warm": "2", "runs": "8",
-    "first": "8", "first_comma": "8", "vocab": "0",
-    "lengths": "8 24", "then_prompts": "24", "then": "2 4",
+    "first": "8", "first_comma": "8", "lengths": "8 24",
 }  # fmt: skip
 
 
 def values(s: Settings, model: Model, gpu: Gpu | None, n_threads: int) -> dict[str, str]:
     """Return what stands for each name in braces in the commands of parts."""
     found = dict(QUICK if s.quick else FULL)
-    budgets = [n for n in (6, 8, 12) if gpu is None or n + 0.7 < gpu.n_bytes / GIB]
-    whole = gpu is None or not budgets
     sweep = [str(n) for n in sorted({max(1, n_threads * k // 4) for k in (2, 3, 4)})]
     found |= {
         "model": shlex.quote(s.model), "draft": shlex.quote(s.draft),
         "draft_option": f"--draft {shlex.quote(s.draft)}" if s.draft else "",
         "device": "--device cuda:0" if gpu else "--device cpu", "root": shlex.quote(str(ROOT)),
         "before": shlex.quote(s.before), "bin": shlex.quote(str(_card_upstream.programs())),
-        "budget": "whole" if whole else str(min(8, max(budgets))),
-        "budgets": "whole" if whole else " ".join(map(str, budgets)),
         "threads": str(n_threads), "ngl": "-ngl 99" if gpu else "-ngl 0",
         "sweep": " ".join(sweep), "sweep_comma": ",".join(sweep),
         "test_processes": str(test_processes(gpu, n_threads)),

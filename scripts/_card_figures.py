@@ -69,18 +69,6 @@ def ratio(
         yield Figure(name, ours / theirs, bar, goal, less=less, of=of)
 
 
-def memory(lines: Lines, part: str) -> Iterator[Figure]:
-    """Peaks against budgets, and what host memory grew."""
-    for row in lines[part]:
-        budget = row["budget_gib"]
-        if budget is not None:
-            name = f"peak of the device, budget {budget:g} GiB"
-            yield Figure(name, row["peak_gib"], budget, unit=" GiB", less=True)
-        grown = 1024 * (row["host_last_gib"] - row["host_early_gib"])
-        name = f"host memory grown, {row['requests']} requests, longest {row['longest']}"
-        yield Figure(name, grown, 64, unit=" MiB", less=True)
-
-
 def tests(lines: Lines, part: str) -> Iterator[Figure]:
     """Tests that failed, and how many there were."""
     for row in lines[part]:
@@ -113,26 +101,6 @@ def drafts(lines: Lines, part: str) -> Iterator[Figure]:
         if speeds and not is_hopeless:
             way = max(speeds, key=speeds.__getitem__)
             yield from ratio(f"{kind}: auto over {way}", auto, speeds[way], 0.97, 1.0)
-
-
-def drafts_upstream(lines: Lines, part: str) -> Iterator[Figure]:
-    """Drafted decoding beside llama-server's, and what drafts bring on each side."""
-    rows = list(lines[part])
-    plain = next((row for row in rows if not row["kind"]), None)
-    for row in rows:
-        theirs = row.get("theirs_at_rates", row["theirs_tps"])
-        name = f"{row['kind'] or 'no drafts'} {row['theirs']}".strip()
-        yield from ratio(f"{name}: over llama-server", row["ours_tps"], theirs)
-        if plain and row is not plain:
-            yield from ratio(f"{name}: over plain", row["ours_tps"], plain["ours_tps"])
-            yield from ratio(f"{name}: llama-server over plain", theirs, plain["theirs_tps"])
-
-
-def drafts_clients(lines: Lines, part: str) -> Iterator[Figure]:
-    """Drafted decoding of several clients over plain decoding."""
-    for row in lines[part]:
-        name = f"{row['clients']} clients, {row['kind']}: auto over plain"
-        yield from ratio(name, mid(row["auto"]), mid(row["plain"]), 0.97)
 
 
 # By kind of text: what look-up must bring over plain decoding.
@@ -216,27 +184,17 @@ def run_rows(lines: Lines, part: str) -> Iterator[Figure]:
             yield from ratio(row["test"], row["avg_ts"], loop, 0.97, 1.0)
 
 
-def shell(lines: Lines, part: str) -> Iterator[Figure]:
-    """`moegraph run` as a process over the loop of `moegraph bench`."""
-    loop = mid(row["tps"] for row in lines[part] if row["row"] == "bench loop")
-    for row in lines[part]:
-        if row["row"].startswith("run "):
-            name = f"moegraph {row['row'].strip()}"
-            yield from ratio(name, row["tps"], loop, 0.97, 1.0)
-            yield from ratio(f"{name}, after the first tokens", row["tps_between"], loop)
-
-
-def trees(lines: Lines, part: str) -> Iterator[Figure]:
+def before(lines: Lines, part: str) -> Iterator[Figure]:
     """Each test of this tree over the older one."""
     times = set(measured(lines[part], "ms"))
     for setting, test in measured(lines[part]):
-        before, after = (
+        old, new = (
             samples(lines[part], setting=setting, test=test, system=name)
             for name in ("before", "after")
         )
         if (setting, test) in times:
-            before, after = after, before
-        yield from ratio(f"{setting}, {test}: after over before", after, before, 0.98, 1.0)
+            old, new = new, old
+        yield from ratio(f"{setting}, {test}: after over before", new, old, 0.98, 1.0)
 
 
 def depth(lines: Lines, part: str) -> Iterator[Figure]:
@@ -277,35 +235,6 @@ def prompts(lines: Lines, part: str) -> Iterator[Figure]:
         )
         bars = (4.0, 4.5) if test == "pp8192" else (None, None)
         yield from ratio(f"{test}, {setting}: over llama-bench", ours, theirs, *bars)
-
-
-def links(lines: Lines, part: str) -> Iterator[Figure]:
-    """Prompts with some experts over links made slower: against all experts, upstream, the law."""
-    rows = [row for row in lines[part] if not row["first"]]
-    theirs = [row for row in lines.get("prompts", ()) if row.get("kind") == "sample"]
-    ncmoe = dict(zip(("60", "25"), dict.fromkeys(row["setting"] for row in theirs)))
-    keys = dict.fromkeys((row["setting"], row["prompt"], row["link_times"]) for row in rows)
-    speeds = {
-        key: mid(r["tok_s"] for r in rows if (r["setting"], r["prompt"], r["link_times"]) == key)
-        for key in keys
-    }
-    for (setting, n, times), speed in speeds.items():
-        if setting == "whole":
-            continue
-        slower = f", link {times} times slower" if times > 1 else ""
-        name, is_long = f"pp{n} at {setting} %{slower}", n > 2048
-        beside = samples(theirs, setting=ncmoe.get(setting), test=f"pp{n}", system="upstream")
-        bars = (3.5, 4.0) if is_long and times > 1 else (None, None)
-        yield from ratio(f"{name}: over llama-bench", speed, beside, *bars)
-        bars = (0.90, 0.97) if is_long and (setting, times) == ("60", 1) else (None, None)
-        yield from ratio(f"{name}: over all experts", speed, speeds.get(("whole", n, 1)), *bars)
-        law = mid(
-            r["seconds"] / r["predicted_s"] for r in rows
-            if (r["setting"], r["prompt"], r["link_times"]) == (setting, n, times)
-            and "predicted_s" in r
-        )  # fmt: skip
-        if law is not None and not is_long:
-            yield Figure(f"{name}: time over the law", law, 1.25, 1.1, less=True)
 
 
 def sequences(lines: Lines, part: str) -> Iterator[Figure]:
@@ -381,16 +310,3 @@ def first(lines: Lines, part: str) -> Iterator[Figure]:
             of = ", ".join(f"{at} {row[at + '_ms']:.0f}" for at in ("process", "load", "prefill"))
             name = f"moegraph's first token, prompt of {row['n_prompt']}"
             yield Figure(name, row["avg_ns"] / 1e6, unit=" ms", of=of)
-
-
-def devices(lines: Lines, part: str) -> Iterator[Figure]:
-    """Two cards over one with the same share of the experts."""
-    by = {(row["device"], row["what"]): row["value"] for row in lines[part]}
-    names = [*dict.fromkeys(device for device, _ in by), ""]
-    wanted = {
-        "1 sequence": ("1 sequence", 0.9, 1.0), "8 sequences": ("8 in groups", 1.2, None),
-        "32 sequences": ("32 in groups", 1.4, None),
-    }  # fmt: skip
-    for what, (together, bar, goal) in wanted.items():
-        one, two = by.get((names[0], what)), by.get((names[1], together))
-        yield from ratio(f"{what}: two cards over one", two, one, bar, goal)

@@ -18,8 +18,7 @@ class Part:
     """One measurement.
 
     seconds: what it takes on an H200 with the 35B. share: of the experts that must fit on the card.
-    needs: upstream (unpatched llama.cpp), mtp, draft (a drafter's file), before (an older tree),
-    cuda, cards (two of them).
+    needs: upstream (unpatched llama.cpp), mtp, before (an older tree), cuda, tests (pytest).
     """
 
     name: str
@@ -41,38 +40,42 @@ _DRAFTS = (
     "bench_drafts.py {model} {draft_option} {device} --tokens {tokens} --depth {depth}"
     " --repeat {samples} --mtp {mtp} --dflash {dflash} --out {out}"
 )
-_UPSTREAM_DRAFTS = (
-    "bench_drafts_upstream.py {model} {draft_option} {device} --llama-server {bin}/llama-server"
-    " --theirs '{ngl} -fa on -t {threads}' --samples {samples} --tokens {tokens} --depth {depth}"
-    " --out {out}"
-)
-_CLIENTS = (
-    "bench_drafts_clients.py {model} {draft_option} {device} --clients {draft_clients}"
-    " --tokens {tokens} --samples {samples} --out {out}"
-)
 _SERVER = (
     "bench_server.py {model} {device} --llama-server {bin}/llama-server -ub {server_ub} -c {ctx}"
     " --out {out}"
 )
 _RESIDENCY = (
-    "bench_residency.py {model} --llama-bench {bin}/llama-bench {device} --warm {warm}"
-    " --first-token 0 --out {out}"
+    "bench_residency.py {model} --llama-bench {bin}/llama-bench {device} --warm {warm} --out {out}"
 )
 _DECODE = (
     _RESIDENCY + " --samples {five} --ubatch {decode_ub} --prompt {prompt} --traces {traces}"
     " --sweep {sweep}"
 )
 _TREES = "bench_trees.py {model} now={root} {device}"
+_BEFORE = (
+    "bench_trees.py {model} before={before} after={root} {device} --miss stream --gen {gen}"
+    " --rows {rows} --prompt {two_prompts} --samples {samples} --warm {warm} --out {out}"
+)
+_PROGRAM = (
+    "bench_trees.py {model} before={before} after={root} {device} --samples {few}"
+    " --tokens {long_answer} --out {out}"
+)
 _BATCHED = (
     "llama-batched-bench -m {model} {ngl} -t {threads} -fa on -npp 16 -ntg 32 -npl {seqs_comma}"
     " -c 4096 --output-format jsonl"
 )
 
-# Those whose figures README and docs/benchmarks.md show.
-PAGE = (
-    "whole", "residency-60", "residency-25", "residency-none", "rows", "run", "lookup",
-    "server-all", "first",
-)  # fmt: skip
+# Names for several parts. page: those whose figures README and docs/benchmarks.md show.
+GROUPS = {
+    "page": (
+        "whole", "residency-60", "residency-25", "residency-none", "rows", "run", "lookup",
+        "server-all", "first",
+    ),
+    "before": (
+        "before-whole", "before-60", "before-25", "before-none", "before-server", "before-lookup",
+        "before-drafts",
+    ),
+}  # fmt: skip
 
 PARTS: Sequence[Part] = (
     part("whole", 30, "decoding and prompts with all experts beside llama-bench",
@@ -110,12 +113,21 @@ PARTS: Sequence[Part] = (
          "moegraph bench {model} {device} --ttft -p {first_comma} --vram {gib_25} -r {samples}"
          " -o jsonl",
          shows=figures.first, share=0.25, needs="upstream"),
-    part("memory", 60, "200 requests within 8 GiB: device memory, growth of host memory",
-         "bench_memory.py {model} {device} --vram {budget} --requests {requests}"
-         " --longest {mid} --out {out}", shows=figures.memory),
-    part("peaks", 90, "prompts of 32,768 tokens within 6, 8 and 12 GiB",
-         "bench_memory.py {model} {device} --vram {budgets} --requests 3 --longest {long}"
-         " --out {out}", shows=figures.memory),
+    part("before-whole", 70, "an older tree beside this one, all experts",
+         _BEFORE + " --settings whole", shows=figures.before, share=1.0, needs="before"),
+    part("before-60", 70, "the same with 60 % of the experts",
+         _BEFORE + " --settings 60", shows=figures.before, share=0.6, needs="before"),
+    part("before-25", 80, "the same with 25 % of the experts",
+         _BEFORE + " --settings 25", shows=figures.before, share=0.25, needs="before"),
+    part("before-none", 90, "the same with no expert on the card",
+         _BEFORE + " --settings 0", shows=figures.before, needs="before"),
+    part("before-server", 120, "one client of both trees' servers",
+         _PROGRAM + " --programs server", shows=figures.before, share=1.0, needs="before"),
+    part("before-lookup", 120, "look-up of both trees",
+         _PROGRAM + " --programs lookup", shows=figures.before, share=1.0, needs="before"),
+    part("before-drafts", 200, "drafting of both trees",
+         _PROGRAM + " --programs drafts {draft_option}", shows=figures.before, share=1.0,
+         needs="before mtp"),
     part("tests", 200, "tests/cuda, many at a time",
          "pytest {root}/tests/cuda -q -n {test_processes} --dist worksteal -m 'not alone'"
          " -p no:cacheprovider --junitxml {xml}", shows=figures.tests, needs="cuda tests"),
@@ -129,24 +141,6 @@ PARTS: Sequence[Part] = (
     part("drafts-25", 160, "drafting with 25 % of the experts",
          _DRAFTS + " --kind {kinds} --share 25", shows=figures.drafts, share=0.25,
          needs="mtp"),
-    part("drafts-vocab", 60, "drafting with all experts and a smaller vocabulary of drafts",
-         _DRAFTS + " --kind code --draft-vocab {vocab}", shows=figures.drafts, share=1.0,
-         needs="mtp"),
-    part("upstream-drafts-100", 80, "drafting beside llama-server's, all experts",
-         _UPSTREAM_DRAFTS + " --share 100 --ncmoe 0", shows=figures.drafts_upstream, share=1.0,
-         needs="mtp upstream"),
-    part("upstream-drafts-60", 120, "the same with 60 % of the experts",
-         _UPSTREAM_DRAFTS + " --share 60 --ncmoe {ncmoe_60}", shows=figures.drafts_upstream,
-         share=0.6, needs="mtp upstream"),
-    part("upstream-drafts-25", 160, "the same with 25 % of the experts",
-         _UPSTREAM_DRAFTS + " --share 25 --ncmoe {ncmoe_25}", shows=figures.drafts_upstream,
-         share=0.25, needs="mtp upstream"),
-    part("clients-100", 80, "drafting for several clients, all experts",
-         _CLIENTS + " --kind structured", _CLIENTS + " --kind code",
-         shows=figures.drafts_clients, share=1.0, needs="mtp"),
-    part("clients-60", 100, "the same with 60 % of the experts",
-         _CLIENTS + " --kind structured --share 60", _CLIENTS + " --kind code --share 60",
-         shows=figures.drafts_clients, share=0.6, needs="mtp"),
     part("server-long", 60, "a long prompt beside 8 clients, and a second turn",
          _SERVER + " --clients 1 --tokens 16 {long_prompt} --theirs '{ngl} -t {threads}'",
          shows=figures.server, share=1.0, needs="upstream"),
@@ -158,18 +152,6 @@ PARTS: Sequence[Part] = (
          _SERVER + " --clients {many_60} --tokens 64 --ours '--pin-layers 0 --cache-slots"
          " {slots_60}' --theirs '{ngl} -t {threads} -ncmoe {ncmoe_60}'",
          shows=figures.server, share=0.6, needs="upstream"),
-    part("shell", 60, "`moegraph run` from the shell beside the loop of bench",
-         "bench_sampling.py {model} {device} --cli -n {gen} --rounds {samples} --only greedy",
-         shows=figures.shell),
-    part("trees", 250, "this tree beside an older one",
-         "bench_trees.py {model} before={before} after={root} {device} --miss stream"
-         " --settings whole 60 25 0"
-         " --gen {gen} --rows {rows} --prompt {prompts} --samples {samples} --warm {warm}"
-         " --out {out}", shows=figures.trees, share=1.0, needs="before"),
-    part("then", 90, "the first tokens after prompts beside an older tree",
-         "bench_trees.py {model} before={before} after={root} {device} --settings 60 25"
-         " --prompt {then_prompts} --then {then} --samples {samples} --warm {warm} --out {out}",
-         shows=figures.trees, share=0.6, needs="before"),
     part("lengths", 60, "prompts of 64 to 2,048 tokens, all experts, beside llama-bench",
          "bench_vs_upstream.py {model} --llama-bench {bin}/llama-bench {device} --threads {threads}"
          " --prompt {lengths} --gen 0 --ubatch {ub} --samples {samples} --out {out}",
@@ -183,14 +165,7 @@ PARTS: Sequence[Part] = (
          _RESIDENCY + " --samples {samples} --ncmoe {ncmoe_60} {ncmoe_25} --ubatch {ub}"
          " --prompt {prompts} --traces",
          shows=figures.prompts, share=0.6, needs="upstream"),
-    part("links", 110, "prompts over links made 2 and 4 times slower",
-         "bench_prompts.py {model} {device} --settings whole 60 25 --link-times 1 2 4"
-         " --prompt {prompts} --ubatch {ub} --samples {few} --out {out}",
-         shows=figures.links, share=1.0),
     part("sequences", 120, "sequences that decode together beside llama-batched-bench",
          _TREES + " --samples {samples} --settings 60 0 --seqs {seqs} --gen 32 --out {out}",
          _BATCHED + " -ncmoe {ncmoe_60}", shows=figures.sequences, share=0.6, needs="upstream"),
-    part("devices", 120, "two cards beside one",
-         "bench_devices.py {model} cuda:0 cuda:0,cuda:1 --share 0.6 --out {out}",
-         shows=figures.devices, share=0.6, needs="cuda cards"),
 )  # fmt: skip

@@ -58,7 +58,7 @@ def look() -> None:
     for gpu in _card.find_gpus():
         say(f"{gpu.name}, compute capability {gpu.arch / 10}, {gpu.n_bytes / GIB:.0f} GiB")
     nvcc = _gpu.find_nvcc()
-    n_cores, free = len(_card.find_cores()), shutil.disk_usage(ROOT).free
+    n_cores, free = _card.count_cores(), shutil.disk_usage(ROOT).free
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     compiler = nvcc if isinstance(nvcc, str) else f"nvcc {nvcc.version[0]}.{nvcc.version[1]}"
     say(f"{n_cores} cores, {host / GIB:.0f} GiB of memory, {free / GIB:.0f} GiB of disk free; "

@@ -9,7 +9,6 @@ failed. Of a part that ran several times, the last run that is done counts, else
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,20 +23,19 @@ DONE, CUT, FAILED = "done", "cut", "failed"
 
 @dataclass
 class Outcome:
-    """One run of a part. beside: whether another part ran at the same time."""
+    """One run of a part."""
 
     state: str = CUT
     seconds: float = 0.0
     why: str = ""
-    beside: bool = False
     lines: list[Line] = field(default_factory=list)
 
 
 class Results:
-    """A folder of results; lanes append to it at the same time."""
+    """A folder of results."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._lock = folder, threading.Lock()
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "results.jsonl"
         known = [line["run"] for line in self._read() if "run" in line]
@@ -60,9 +58,8 @@ class Results:
 
     def begin(self) -> int:
         """Return the number of a new run of a part."""
-        with self._lock:
-            self._n_runs += 1
-            return self._n_runs
+        self._n_runs += 1
+        return self._n_runs
 
     def raw(self, part: str) -> Path:
         """Return the file to which a part appends its lines while it runs."""
@@ -73,13 +70,13 @@ class Results:
         about = {"part": part, "run": run}
         lines = [{**about, "line": line} for line in take(self.raw(part))]
         ended = {"state": outcome.state, "seconds": round(outcome.seconds, 1), "why": outcome.why}
-        self._append([*lines, {**about, **ended, "beside": outcome.beside}])
+        self._append([*lines, {**about, **ended}])
         self.raw(part).unlink(missing_ok=True)
-        with self._lock, (self.folder / "log.txt").open("a", encoding="utf-8") as file:
+        with (self.folder / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"==== {part}: {outcome.state} after {outcome.seconds:.0f} s\n{log}\n")
 
     def _append(self, lines: Sequence[Line]) -> None:
-        with self._lock, self._file.open("a", encoding="utf-8") as file:
+        with self._file.open("a", encoding="utf-8") as file:
             file.write("".join(map(json_line, lines)))
 
     def cards(self) -> list[Line]:
@@ -101,8 +98,7 @@ class Results:
             if "line" in line:
                 one.lines.append(line["line"])
             else:
-                one.state, one.seconds = line["state"], line["seconds"]
-                one.why, one.beside = line["why"], line["beside"]
+                one.state, one.seconds, one.why = line["state"], line["seconds"], line["why"]
         found: dict[str, Outcome] = {}
         for (name, _), one in sorted(runs.items(), key=lambda item: item[0][1]):
             if name not in found or one.state == DONE or found[name].state != DONE:
@@ -174,11 +170,9 @@ def page(results: Results, unable: dict[str, str]) -> str:
     card = results.card()
     about = card.get("machine", {})
     size = card.get("model_bytes", 0) / 1e9
-    beside = any(one.beside for one in results.outcomes().values())
-    note = "Two parts ran at a time, each on a card and on cores of its own.\n" if beside else ""
     return (
         f"{', '.join(about.get('gpu', ['unknown']))}; {about.get('n_cpus')} CPUs of"
         f" {about.get('cpu')}; {about.get('host_bytes', 0) / 2**30:.0f} GiB.\n"
         f"{card.get('model')} ({size:.1f} GB), commit {str(card.get('commit'))[:12]}, patch set"
-        f" {card.get('patchset')}.\n{note}\n" + "\n".join(table(results.outcomes(), unable)) + "\n"
+        f" {card.get('patchset')}.\n\n" + "\n".join(table(results.outcomes(), unable)) + "\n"
     )

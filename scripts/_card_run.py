@@ -1,4 +1,4 @@
-"""Run the parts of scripts/measure_card: which is next, limits, ends, a lane for each card."""
+"""Run the parts of scripts/measure_card: which is next, limits, ends."""
 
 from __future__ import annotations
 
@@ -29,16 +29,6 @@ LIMIT = "its limit"  # why a part was cut
 _PATIENCE, _MORE_S = 2.5, 30.0
 # Seconds in which a process must end after SIGTERM.
 _GRACE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Lane:
-    """What runs parts beside others: a card and cores. values: of the names in commands."""
-
-    name: str
-    cpus: tuple[int, ...]
-    env: Mapping[str, str]
-    values: Mapping[str, str]
 
 
 @dataclass
@@ -74,7 +64,7 @@ def why_not(part: Part, have: Iterable[str], share_that_fits: float) -> str:
     """Return why a part cannot run, "" if it can. have: of what parts need."""
     named = {
         "upstream": "unpatched llama.cpp is not built", "mtp": "the model has no MTP block",
-        "before": "no --before", "cuda": "no card", "cards": "one card",
+        "before": "no --tree", "cuda": "no card",
         "tests": "pytest or pytest-xdist is not installed",
     }  # fmt: skip
     missing = [named[need] for need in part.needs if need not in have]
@@ -166,67 +156,43 @@ def junit(path: Path) -> Line:
 
 @dataclass
 class Runner:
-    """Runs parts in lanes until they are done, the time is up, or `stop` is set.
+    """Runs parts one after the other until they are done, the time is up, or `stop` is set.
 
-    A part that its limit cut runs once more at the end.
+    env, values: the environment of commands, and what stands for names in them. A part that its
+    limit cut runs once more at the end.
     """
 
     results: Results
     waiting: list[Part]
+    env: Mapping[str, str]
+    values: Mapping[str, str]
     end: float = float("inf")
     pace: Pace = field(default_factory=Pace)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def __post_init__(self) -> None:
-        self._lock, self._running = threading.Lock(), 0
-        self._cut: set[str] = set()
-
-    def run(self, lanes: Sequence[Lane]) -> None:
-        """Run all parts: those for two cards when all others have ended."""
-        both = [part for part in self.waiting if "cards" in part.needs]
-        self.waiting = [part for part in self.waiting if part not in both]
-        self._run_lanes(lanes)
-        if both:
-            self.waiting = both
-            cpus = tuple(cpu for lane in lanes for cpu in lane.cpus)
-            env = {k: v for k, v in lanes[0].env.items() if k not in _OF_A_CARD}
-            self._run_lanes([Lane("all cards", cpus, env, lanes[0].values)])
-
-    def _run_lanes(self, lanes: Sequence[Lane]) -> None:
-        threads = [threading.Thread(target=self._lane, args=(lane,)) for lane in lanes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.2)  # so that signals are heard
-
-    def _lane(self, lane: Lane) -> None:
-        if lane.cpus:
-            os.sched_setaffinity(0, lane.cpus)  # of this thread; its processes inherit it
+    def run(self) -> None:
+        """Run all parts."""
+        was_cut: set[str] = set()
         while not self.stop.is_set():
-            left = self.end - time.monotonic()
-            with self._lock:
-                part = next_part(self.waiting, left, self.pace.times)
-                if part is None:
-                    return
-                self.waiting.remove(part)
-                self._running += 1
-            try:
-                self._run_part(part, lane)
-            finally:
-                with self._lock:
-                    self._running -= 1
+            part = next_part(self.waiting, self.end - time.monotonic(), self.pace.times)
+            if part is None:
+                return
+            self.waiting.remove(part)
+            outcome = self._run_part(part)
+            self.pace.note(part, outcome)
+            if outcome.why == LIMIT and part.name not in was_cut:
+                was_cut.add(part.name)
+                self.waiting.append(part)  # now that it is known how slow this machine is
 
-    def _run_part(self, part: Part, lane: Lane) -> None:
-        run, outcome = self.results.begin(), Outcome(beside=self._running > 1)
-        start = time.monotonic()
+    def _run_part(self, part: Part) -> Outcome:
+        run, outcome, start = self.results.begin(), Outcome(), time.monotonic()
         limit = limit_s(part, self.end - start, self.pace.times)
-        print(f"{lane.name}: {part.name}, about {part.seconds * self.pace.times:.0f} s, at most"
-              f" {limit:.0f}", file=sys.stderr, flush=True)  # fmt: skip
+        print(f"{part.name}: about {part.seconds * self.pace.times:.0f} s, at most {limit:.0f}",
+              file=sys.stderr, flush=True)  # fmt: skip
         path = self.results.raw(part.name).with_suffix(".log")
         with path.open("wb") as log:
             try:
-                outcome.state, outcome.why = self._run_steps(part, lane, start, limit, log)
+                outcome.state, outcome.why = self._run_steps(part, start + limit, log)
             except OSError as error:
                 outcome.state, outcome.why = FAILED, str(error)
             outcome.seconds = time.monotonic() - start
@@ -236,17 +202,11 @@ class Runner:
             words = [line for line in said.splitlines() if line.strip() and line[0] != "{"]
             outcome.why = words[-1][:200] if words else "it said nothing"
         self.results.end(part.name, run, outcome, said)
-        with self._lock:
-            self.pace.note(part, outcome)
-            if outcome.why == LIMIT and part.name not in self._cut:
-                self._cut.add(part.name)
-                self.waiting.append(part)  # now that it is known how slow this machine is
-        print(f"{lane.name}: {part.name} {outcome.state} after {outcome.seconds:.0f} s"
-              f" {outcome.why}".rstrip(), file=sys.stderr, flush=True)  # fmt: skip
+        print(f"{part.name}: {outcome.state} after {outcome.seconds:.0f} s {outcome.why}".rstrip(),
+              file=sys.stderr, flush=True)  # fmt: skip
+        return outcome
 
-    def _run_steps(
-        self, part: Part, lane: Lane, start: float, limit: float, log: IO[bytes]
-    ) -> tuple[str, str]:
+    def _run_steps(self, part: Part, end: float, log: IO[bytes]) -> tuple[str, str]:
         """Run the commands of a part; return how it ended and why."""
         raw = self.results.raw(part.name)
         raw.unlink(missing_ok=True)
@@ -260,8 +220,8 @@ class Runner:
                     with raw.open("ab") as file:
                         file.write(line + b"\n")
 
-            process = Process(arguments(step, {**lane.values, **more}), lane.env, log)
-            code = process.wait(start + limit, self.stop, say)
+            process = Process(arguments(step, {**self.values, **more}), self.env, log)
+            code = process.wait(end, self.stop, say)
             if xml.is_file():
                 raw.write_text(json_line(junit(xml)), encoding="utf-8")
                 xml.unlink()
@@ -272,10 +232,6 @@ class Runner:
         return DONE, ""
 
 
-# Variables of the environment that name a card.
-_OF_A_CARD = ("CUDA_VISIBLE_DEVICES", "BENCH_GPU")
-
-
 def _says_so(step: str, code: int) -> bool:
-    """Return whether an exit status is a finding: tests failed, or a peak was too high."""
-    return code == 1 and step.startswith(("pytest", "bench_memory.py"))
+    """Return whether an exit status is a finding: tests failed."""
+    return code == 1 and step.startswith("pytest")

@@ -9,11 +9,10 @@ import select
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from _bench import BenchError, Clock, Line, TimeUp, existing
+from _bench import BenchError, Clock, Line, Raw, TimeUp, existing
 
 
 def add_upstream(p: argparse.ArgumentParser) -> None:
@@ -84,10 +83,19 @@ class LlamaBench:
         self._paths = os.pathsep.join(folder for folder in folders if folder)
         self.rss_bytes = self.device_bytes = 0
 
-    def rows(
-        self, options: Sequence[str], n_samples: int, **variables: str
-    ) -> Iterator[tuple[float, Line]]:
-        """Run llama-bench once with -r n_samples; yield (seconds since its start, row).
+    def block(self, raw: Raw, setting: str, options: Sequence[str], n_samples: int) -> None:
+        """Run llama-bench with one sample more, which does not count; append samples and memory."""
+        for row in self.rows(options, n_samples + 1):
+            raw.add("upstream", setting=setting, system="upstream", flags=options,
+                    row=settings_of(row))  # fmt: skip
+            for at, tps in enumerate(row["samples_ts"]):
+                raw.sample(setting, test_name(row), "upstream", at, tps)
+        peak = self.device_bytes
+        raw.add("memory", setting=setting, system="upstream", VmHWM=self.rss_bytes,
+                device_peak_bytes=peak, device_driver_bytes=peak)  # fmt: skip
+
+    def rows(self, options: Sequence[str], n_samples: int) -> Iterator[Line]:
+        """Run llama-bench once with -r n_samples; yield its rows.
 
         Afterwards rss_bytes and device_bytes hold its peaks of host and device memory.
 
@@ -95,14 +103,13 @@ class LlamaBench:
             BenchError: llama-bench failed.
             TimeUp: the time limit was reached; llama-bench is ended.
         """
-        env = {**os.environ, "LD_LIBRARY_PATH": self._paths, **variables}
+        env = {**os.environ, "LD_LIBRARY_PATH": self._paths}
         command = [*self._command, "-r", str(n_samples), *options]
         with MemoryWatch() as watch, tempfile.TemporaryFile() as errors:
-            begin = time.perf_counter()
             process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors)
             try:
                 for line in self._lines(process):
-                    yield time.perf_counter() - begin, json.loads(line)
+                    yield json.loads(line)
             except BaseException:
                 process.kill()
                 raise

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from moegraph.arch import open_model
-from moegraph.errors import RequestError
 from moegraph.placement.generator import PRESETS, generate_trace
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.trace import Trace, read_trace
@@ -80,26 +79,3 @@ def write_routing(
         for name, trace in zip(names, traces)
     ]  # fmt: skip
     return {"traces": about, "seed": seed}
-
-
-def write_prompts(
-    folder: Path, facts: ModelFacts, preset: str, warm: int, lengths: Sequence[int], n_then: int
-) -> tuple[Path, list[Path]]:
-    """Write the routing of prompts that an engine reads in turn, with n_then tokens after each.
-
-    Each is another prompt of the same imaginary model. Returns a .npy file of what single rows
-    choose, `warm` tokens of yet another prompt first, and one of each prompt's rows.
-
-    Raises:
-        RequestError: preset is not the name of a preset.
-    """
-    if preset not in PRESETS:
-        raise RequestError(f"prompts of {preset!r}: name a preset, {', '.join(PRESETS)}")
-    decoded, read = [find_trace(preset, facts.shape, warm).ids], []
-    for at, n in enumerate(lengths, 1):
-        ids = find_trace(f"{preset}:{at}", facts.shape, n + n_then).ids
-        read.append(folder / f"prompt{at}.npy")
-        np.save(read[-1], ids[:n])
-        decoded.append(ids[n:])
-    np.save(folder / "decoded.npy", np.concatenate(decoded).astype(np.int32))
-    return folder / "decoded.npy", read

@@ -10,9 +10,7 @@ moegraph's speed depends on which experts a token chooses; llama.cpp's does not.
 moegraph replays each of --traces in turn: first --warm tokens that are not counted, then the
 samples, each from where the one before ended. Rows of moegraph copy the logits to the host, as
 llama_decode does; "argmax" rows copy only the device's argmax; "sampled" rows go through
-`Engine.generate` with --sampling. In prompts, the model's own router chooses.
-
-"first token" is the time from the start of a process to the end of a prompt and one token.
+`Engine.generate` at temperature 0.8. In prompts, the model's own router chooses.
 
 On the CPU there is no device memory to compare: moegraph gets slots for the share of the experts
 that -ncmoe leaves on the device.
@@ -24,7 +22,6 @@ that -ncmoe leaves on the device.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -39,13 +36,9 @@ import _bench as bench
 from _llama_bench import (
     LlamaBench,
     add_upstream,
-    settings_of,
     test_name,
     used_device_bytes,
 )
-
-# Passes of one row after the prompt that is timed from the start of a process.
-FIRST_TOKENS = 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,7 +61,6 @@ def parser() -> argparse.ArgumentParser:
         help="presets of the generator (NAME or NAME:PROMPT) or trace files; with no "
         "value, decode is not measured",
     )
-    p.add_argument("--seed", type=int, default=0, help="seed of the generated traces")
     p.add_argument("--gen", type=bench.positive, default=128, help="tokens of a decode sample")
     p.add_argument(
         "--warm",
@@ -81,33 +73,12 @@ def parser() -> argparse.ArgumentParser:
         "--ubatch", type=bench.positive, nargs="+", default=[512], help="-ub of both sides"
     )
     p.add_argument(
-        "--first-token",
-        type=int,
-        default=512,
-        metavar="N",
-        help="length of the prompt for 'first token'; 0: not measured",
-    )
-    p.add_argument(
         "--sweep",
         type=bench.positive,
         nargs="*",
         default=[],
         metavar="THREADS",
         help="first try upstream with these numbers of threads, and use the best",
-    )
-    p.add_argument(
-        "--graph-opt",
-        action="store_true",
-        help="also measure upstream's decode with GGML_CUDA_GRAPH_OPT=1",
-    )
-    p.add_argument("--policy", default="lfu")
-    p.add_argument("--miss", default="auto", choices=("auto", "cpu", "stream"))
-    p.add_argument(
-        "--sampling",
-        type=json.loads,
-        default={"temperature": 0.8, "seed": 1},
-        metavar="JSON",
-        help="settings of 'sampled' rows, as fields of SamplingParams",
     )
     return p
 
@@ -156,7 +127,7 @@ class Comparison:
 
         args, path = self.args, scratch / "routing.npy"
         each = args.warm + 2 * (args.samples + 1) * args.gen
-        about = write_routing(path, self.facts, args.traces or ["sticky"], each, args.seed)
+        about = write_routing(path, self.facts, args.traces or ["sticky"], each)
         parts = {name: at * each for at, name in enumerate(args.traces)}
         self.raw.add("traces", each=each, parts=parts, n_used=self.facts.n_expert_used,
                      **about)  # fmt: skip
@@ -169,7 +140,7 @@ class Comparison:
             "-t", ",".join(map(str, self.args.sweep)),
         ]  # fmt: skip
         speed: dict[int, float] = {}
-        for _, row in self.program.rows(options, 3):
+        for row in self.program.rows(options, 3):
             tps = row["samples_ts"][1:]
             speed[row["n_threads"]] = statistics.median(tps)
             name = f"upstream, {row['n_threads']} threads"
@@ -188,42 +159,20 @@ class Comparison:
         with_gen = with_gen and bool(args.traces)
         gen = str(args.gen if with_gen else 0)
         prompts = ",".join(map(str, args.prompt)) or "0"
-        self._block(setting, "upstream", [*common, "-p", prompts, "-n", gen])
-        rss, budget = self.program.rss_bytes, self.program.device_bytes
-        self.raw.add("memory", setting=setting, system="upstream", VmHWM=rss,
-                     device_peak_bytes=budget, device_driver_bytes=budget)  # fmt: skip
-        if args.graph_opt and with_gen:
-            self._block(setting, "upstream, GRAPH_OPT", [*common, "-p", "0", "-n", gen],
-                        GGML_CUDA_GRAPH_OPT="1")  # fmt: skip
-        if args.first_token:
-            pair = f"{args.first_token},{FIRST_TOKENS}"
-            options = [*common, "-p", "0", "-n", "0", "-pg", pair, "--no-warmup"]
-            for seconds, _ in self.program.rows(options, 1):
-                self.raw.sample(setting, "first token", "upstream", 1, seconds, "s")
-        return budget
-
-    def _block(self, setting: str, system: str, options: list[str], **variables: str) -> None:
-        for _, row in self.program.rows(options, self.args.samples + 1, **variables):
-            self.raw.add("upstream", setting=setting, system=system, flags=options,
-                         row=settings_of(row))  # fmt: skip
-            for at, tps in enumerate(row["samples_ts"]):
-                self.raw.sample(setting, test_name(row), system, at, tps)
+        options = [*common, "-p", prompts, "-n", gen]
+        self.program.block(self.raw, setting, options, args.samples)
+        return self.program.device_bytes
 
     def _ours(
         self, setting: str, ncmoe: int, ubatch: int, budget: int, replayed: Replayed,
         with_gen: bool,
     ) -> None:  # fmt: skip
         """Load moegraph with the budget and take its samples."""
-        args, n, spec = self.args, self.args.first_token, f"moegraph={bench.ROOT}"
+        args, spec = self.args, f"moegraph={bench.ROOT}"
         used_before = used_device_bytes()
         with bench.start_worker(spec, self.clock) as worker:
             bench.note_system(self.raw, spec, worker)
             self._load(worker, setting, ncmoe, ubatch, budget, replayed.path)
-            if n:
-                worker.ask("prompt", n=n, seed=0, then=FIRST_TOKENS)
-                replayed.step += FIRST_TOKENS
-                seconds = worker.age()
-                self.raw.sample(setting, "first token", "moegraph", 1, seconds, "s")
             if with_gen:
                 for name in replayed.parts:
                     self._decode(worker, setting, name, replayed)
@@ -245,10 +194,9 @@ class Comparison:
     ) -> None:
         """Load with the budget as --vram; if that is too small, load without expert slots."""
         args, facts = self.args, self.facts
-        longest = max([*args.prompt, args.gen, args.first_token + FIRST_TOKENS, 256])
+        longest = max([*args.prompt, args.gen, 256])
         config: dict[str, Any] = {
             "device": args.device, "n_ctx": longest, "n_ubatch": ubatch, "profile": "none",
-            "policy": args.policy, "miss": args.miss,
         }  # fmt: skip
         if args.threads:
             config["n_threads"] = args.threads
@@ -268,7 +216,7 @@ class Comparison:
                                **request)  # fmt: skip
         self.raw.add(
             "load", setting=setting, system="moegraph", ncmoe=ncmoe, ubatch=ubatch, budget=budget,
-            share=sum(found["n_slots"]) / facts.n_experts, policy=args.policy, miss=args.miss,
+            share=sum(found["n_slots"]) / facts.n_experts,
             expert_bytes=facts.expert_bytes, **found,
         )  # fmt: skip
 
@@ -296,7 +244,7 @@ class Comparison:
         if not args.traces:
             return
         for at in range(args.samples + 1):
-            found = worker.ask("generate", n=args.gen, n_prompt=8, seed=at, sampling=args.sampling)
+            found = worker.ask("generate", n=args.gen, n_prompt=8, seed=at, sampling=bench.SAMPLING)
             self.raw.sample(
                 setting, f"tg{args.gen}", f"moegraph, sampled, {args.traces[0]}", at,
                 found["n"] / found["seconds"], experts=found["experts"],

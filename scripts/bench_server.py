@@ -33,9 +33,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+import _bench as bench
 from _llama_bench import MemoryWatch
 
-ROOT = Path(__file__).resolve().parents[1]
 # Ids of prompts: the first ones of a vocabulary are bytes and common pieces.
 IDS = range(100, 900)
 WORDS = "time year people way day man thing woman life child world school state family".split()
@@ -399,7 +399,7 @@ def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], 
     common = ["--port", str(port), "-np", slots, "-c", str(args.ctx_size), "-ub", str(args.ubatch)]
     ours = [sys.executable, "-m", "moegraph", "serve", args.model, "--log-format", "off", *common,
             "--device", args.device, *args.ours.split()]  # fmt: skip
-    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(bench.ROOT), env.get("PYTHONPATH")]))
     found = {"moegraph": (ours, {**env, "PYTHONPATH": path})}
     if args.llama_server:
         theirs = [args.llama_server, "-m", args.model, "--kv-unified", "-fa", "on", *common,
@@ -417,14 +417,12 @@ def with_libraries(server: str | Path) -> dict[str, str]:
 def note(line: dict[str, Any], out: Path | None) -> None:
     """Print a line, and append it to a file."""
     print(json.dumps(line), flush=True)
-    if out:
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    bench.append_line(out, line)
 
 
-def main() -> int:
-    """Measure each server; print lines, and append them to a file."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def parser() -> bench.Parser:
+    """Return the command line."""
+    p = bench.Parser(__doc__)
     p.add_argument("model", help="a GGUF file")
     p.add_argument("--llama-server", metavar="PATH", help="its libraries are beside it")
     p.add_argument("--only", choices=("moegraph", "llama-server"), help="measure this one")
@@ -442,7 +440,12 @@ def main() -> int:
     p.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt")
     p.add_argument("--turn", type=int, default=20000, help="tokens of the conversation")
     p.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines here")
-    args = p.parse_args()
+    return p
+
+
+def main() -> int:
+    """Measure each server; print lines, and append them to a file."""
+    args = parser().parse_args()
     port, speeds = free_port(), dict[tuple[str, int], list[float]]()
     for name, (command, env) in commands(args, port).items():
         if args.only not in (None, name):

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Time several builds in turn on one model: decode, passes of a few rows, prompts.
+"""Time several checkouts in turn on one model: decode, passes of a few rows, prompts, programs.
 
-Every SYSTEM is NAME=FOLDER[,VAR=VALUE...]: a checkout with a built moegraph package, or, if NAME
-starts with "upstream", the folder of unpatched llama.cpp that tests/oracle uses. Each system has
-its own process, which keeps the model loaded; all load at the same time. Systems take turns after
-every sample, in an order that is reversed each time. The first sample of each is written to the
-raw lines but not counted. Ratios are relative to the first system.
+Every SYSTEM is NAME=FOLDER[,VAR=VALUE...], a checkout with a built moegraph package. Each has its
+own process, which keeps the model loaded; all load at the same time. Systems take turns after every
+sample, in an order that is reversed each time. The first sample of each is written to the raw lines
+but not counted. Ratios are relative to the first system.
 
 A setting is "whole" or a percentage of the experts that have a slot on the device. With a
 percentage, passes of one row replay the routing of a generated trace, the same for all systems. A
@@ -13,37 +12,39 @@ model of 22 GB takes up to 20 GB of host memory for each system and setting.
 
 All systems get the same token ids at the same positions; every pass of --rows starts from an empty
 sequence and has ids of its own, as llama-bench's passes have. moegraph copies only the argmax of a
-pass to the host, unless --results says otherwise.
+pass to the host.
 
---then 8 32 128 times prompts and the first tokens after each, and nothing else. Every prompt is
-another one of the trace's model, and so are the tokens after it: the cache counts the prompt as if
-its rows had chosen what the trace says, although its graphs compute what the file's router chooses.
+With --programs, nothing of this is timed: each system's own bench_server.py (one client),
+bench_lookup.py and bench_drafts.py run in turn, a process for each sample.
 
     scripts/bench_trees.py 35b.gguf before=../old after=. --out rows.jsonl
-    scripts/bench_trees.py 35b.gguf upstream=.oracle now=. --results logits argmax --gen 0 --prompt
     scripts/bench_trees.py tiny before=../old after=. --device cpu --gen 16 --prompt 64 --rows 1 4
-    scripts/bench_trees.py 35b.gguf before=../old after=. --settings 60 25 --then 8 32 128
+    scripts/bench_trees.py 35b.gguf before=../old after=. --programs server lookup
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import _bench as bench
 
-if TYPE_CHECKING:
-    from _traces import ModelFacts
+# The options of each system's own scripts.
+PROGRAMS = {
+    "server": "bench_server.py --only moegraph --clients 1 -c 4096",
+    "lookup": "bench_lookup.py --kind edit hopeless --ways off lookup --repeat 1",
+    "drafts": "bench_drafts.py --kind code --mtp 3 --dflash 7 --repeat 1",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,76 +54,33 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("systems", nargs="+", metavar="SYSTEM")
     bench.add_common(p)
     p.add_argument(
-        "--settings",
-        nargs="+",
-        default=["whole", "60", "25", "0"],
-        type=setting,
-        metavar="whole|PERCENT",
-        help="experts on the device",
-    )
+        "--settings", nargs="+", default=["whole", "60", "25", "0"], type=setting,
+        metavar="whole|PERCENT", help="experts on the device",
+    )  # fmt: skip
     p.add_argument("--gen", type=int, default=128, help="tokens of a decode sample; 0: none")
     p.add_argument("--prompt", type=int, nargs="*", default=[512, 2048])
     p.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
     p.add_argument(
-        "--depth",
-        type=int,
-        nargs="*",
-        default=[0],
-        help="positions that a sequence holds before a decode sample",
-    )
-    p.add_argument(
-        "--seqs",
-        type=bench.positive,
-        nargs="*",
-        default=[],
+        "--seqs", type=bench.positive, nargs="*", default=[],
         help="sequences that decode one token each in a pass; then no other test runs, because "
-        "the engine has memory for so many sequences; not for upstream",
-    )
+        "the engine has memory for so many sequences",
+    )  # fmt: skip
     p.add_argument(
-        "--then",
-        type=bench.positive,
-        nargs="*",
-        default=[],
-        metavar="N",
-        help="time the first N tokens after each prompt; then no other test runs; not for upstream",
-    )
-    p.add_argument(
-        "--repeat",
-        type=bench.positive,
-        default=7,
+        "--repeat", type=bench.positive, default=7,
         help="passes of one sample of --rows; their median is the sample",
-    )
+    )  # fmt: skip
     p.add_argument(
         "--warm", type=int, default=96, help="tokens to decode first, if experts are missing"
     )
     p.add_argument("--ubatch", type=bench.positive, default=512)
     p.add_argument(
-        "--results",
-        nargs="+",
-        default=["argmax"],
-        choices=("argmax", "logits"),
-        help="what moegraph copies to the host after a pass: the device's argmax, or "
-        "the logits, as llama_decode always does; give both to measure both",
-    )
-    p.add_argument(
-        "--all-rows",
-        action="store_true",
-        help="return the results of all rows in passes of --rows, not only of the last row",
-    )
-    p.add_argument(
-        "--miss",
-        default="auto",
-        choices=("auto", "stream", "cpu"),
+        "--miss", default="auto", choices=("auto", "stream", "cpu"),
         help="as of moegraph; auto depends on what each system measures while it loads, and they "
         "load at the same time",
-    )
-    p.add_argument(
-        "--host-pin",
-        default="auto",
-        choices=("auto", "all", "none"),
-        help="as of moegraph; only graphs of layers in pinned memory fetch missing experts",
-    )
-    p.add_argument("--trace", default="sticky", help="preset of the replayed routing")
+    )  # fmt: skip
+    p.add_argument("--programs", nargs="+", default=[], choices=PROGRAMS)
+    p.add_argument("--tokens", type=bench.positive, default=256, help="of a program's answers")
+    p.add_argument("--draft", default="", help="a DFlash file, for the program `drafts`")
     return p
 
 
@@ -133,156 +91,125 @@ def setting(text: str) -> str:
 
 @dataclass(frozen=True)
 class Test:
-    """One test: its name, its unit, and a function that takes a sample, with or without logits."""
+    """One test: its name, its unit, and a function that takes a sample."""
 
     name: str
     unit: str
-    sample: Callable[[bench.Worker, int, bool], tuple[float, dict[str, object]]]
+    sample: Callable[[bench.Worker, int], tuple[float, dict[str, object]]]
 
 
 def tests(args: argparse.Namespace) -> list[Test]:
     """Return the tests in the order in which they run."""
 
-    def decode(depth: int) -> Test:
-        def sample(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
-            found = worker.ask("decode", n=args.gen, seed=at, depth=depth, logits=logits)
-            return args.gen / found["seconds"], {"experts": found["experts"]}
+    def timed(name: str, do: str, n_tokens: int, **request: int) -> Test:
+        def sample(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
+            found = worker.ask(do, seed=at, **request)
+            return n_tokens / found["seconds"], {"experts": found["experts"]}
 
-        return Test(f"tg{args.gen}" + (f" @ {depth}" if depth else ""), "tok/s", sample)
-
-    def together(n: int) -> Test:
-        def sample(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
-            found = worker.ask("together", n_seqs=n, n=args.gen, seed=at)
-            return n * args.gen / found["seconds"], {"experts": found["experts"]}
-
-        return Test(f"seqs {n}", "tok/s", sample)
-
-    def prompt(n: int) -> Test:
-        def sample(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
-            found = worker.ask("prompt", n=n, seed=at, logits=logits)
-            return n / found["seconds"], {"experts": found["experts"]}
-
-        return Test(f"pp{n}", "tok/s", sample)
+        return Test(name, "tok/s", sample)
 
     def rows(n: int) -> Test:
-        def sample(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
-            found = worker.ask("rows", n=n, seed=at, repeat=args.repeat, logits=logits,
-                               all_rows=args.all_rows)  # fmt: skip
+        def sample(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
+            found = worker.ask("rows", n=n, seed=at, repeat=args.repeat, logits=False)
             times = found["times"]
             return 1e3 * statistics.median(times), {"times": times, "experts": found["experts"]}
 
         return Test(f"rows {n}", "ms", sample)
 
-    if args.then:
-        return []
+    gen = args.gen
     if args.seqs:
-        return [together(n) for n in args.seqs]
-    generation = [decode(depth) for depth in args.depth] if args.gen else []
-    return [*generation, *map(rows, args.rows), *map(prompt, args.prompt)]
+        return [timed(f"seqs {n}", "together", n * gen, n_seqs=n, n=gen) for n in args.seqs]
+    generation = [timed(f"tg{gen}", "decode", gen, n=gen)] if gen else []
+    prompts = [timed(f"pp{n}", "prompt", n, n=n, logits=False) for n in args.prompt]
+    return [*generation, *map(rows, args.rows), *prompts]
 
 
-def config_for(args: argparse.Namespace, name: str, setting: str, n_all: int) -> dict[str, object]:
+def config_for(args: argparse.Namespace, setting: str, n_all: int) -> dict[str, object]:
     """Return the settings with which a worker loads."""
-    decoded = max(args.gen, args.warm) + max(args.depth, default=0)
-    n_then = max(args.then, default=0)
-    longest = max([decoded, *(n + n_then for n in args.prompt), *args.rows, 256])
-    common = {"n_ctx": longest, "n_ubatch": args.ubatch}
-    if bench.is_upstream(name):
-        place = {"device": "cpu" if args.device == "cpu" else "gpu"}
-        n_threads = args.threads or len(os.sched_getaffinity(0))
-        return {**common, **place, "threads": n_threads, "n_batch": max(2048, args.ubatch)}
+    longest = max([args.gen, args.warm, *args.prompt, *args.rows, 256])
     threads = {"n_threads": args.threads} if args.threads else {}
-    config = {**common, **threads, "device": args.device, "profile": "none"}
+    config = {"n_ctx": longest, "n_ubatch": args.ubatch, **threads, "device": args.device}
+    config["profile"] = "none"
     if args.seqs:
         config["n_seq"] = max(args.seqs)
     if setting == "whole":
         return config | {"mode": "whole"}
     slots = round(float(setting.split()[0]) / 100 * n_all)
-    config |= {"pin_layers": 0, "cache_slots": slots}
-    return config | {"miss": args.miss, "host_pin": args.host_pin}
-
-
-def routings(
-    args: argparse.Namespace, raw: bench.Raw, facts: ModelFacts, folder: Path
-) -> tuple[Path, list[Path]]:
-    """Write the routing of single rows, and with --then that of each prompt; see _traces.py."""
-    from _traces import write_prompts, write_routing
-
-    if args.then:
-        lengths = [n for n in args.prompt for _ in range(args.samples + 1)]
-        return write_prompts(folder, facts, args.trace, args.warm, lengths, max(args.then))
-    raw.add("traces", **write_routing(folder / "routing.npy", facts, [args.trace], 2048))
-    return folder / "routing.npy", []
+    return config | {"pin_layers": 0, "cache_slots": slots, "miss": args.miss}
 
 
 def measure(args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker]) -> None:
     """Take all samples of all settings."""
-    from _traces import ModelFacts
+    from _traces import ModelFacts, write_routing
 
     facts = ModelFacts.of(args.model)
     with tempfile.TemporaryDirectory() as scratch:
-        routing, read = routings(args, raw, facts, Path(scratch))
+        routing = Path(scratch) / "routing.npy"
+        raw.add("traces", **write_routing(routing, facts, ["sticky"], 2048))
         for setting in args.settings:
             partial = setting != "whole"
-            # upstream has no such setting: -ncmoe keeps whole layers on the CPU
-            taking = [w for w in workers if not (partial and bench.is_upstream(w.name))]
-            for worker in taking:
-                replayed = str(routing) if partial else None
-                config = config_for(args, worker.name, setting, facts.n_experts)
-                more = {} if bench.is_upstream(worker.name) else {"routing": replayed}
-                worker.tell("load", model=str(args.model), config=config, **more)
-            for worker in taking:
+            config = config_for(args, setting, facts.n_experts)
+            replayed = str(routing) if partial else None
+            for worker in workers:
+                worker.tell("load", model=str(args.model), config=config, routing=replayed)
+            for worker in workers:
                 raw.add("load", setting=setting, system=worker.name, **worker.hear())
             if partial:
-                for worker in taking:
+                for worker in workers:
                     worker.ask("decode", n=args.warm, seed=0)
-            if args.then:
-                run_answers(args, raw, taking, setting, read if partial else [])
             for test in tests(args):
-                run_test(args, raw, taking, setting, test)
-            for worker in taking:
-                memory = worker.ask("memory")
-                raw.add("memory", setting=setting, system=worker.name, **memory)
+                for at in range(args.samples + 1):
+                    for worker in workers if at % 2 else reversed(workers):
+                        value, more = test.sample(worker, at)
+                        raw.sample(setting, test.name, worker.name, at, value, test.unit, **more)
+            for worker in workers:
+                raw.add("memory", setting=setting, system=worker.name, **worker.ask("memory"))
                 worker.ask("unload")
 
 
-def run_test(
-    args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker], setting: str, test: Test
-) -> None:
-    """Take the samples of one test, the systems in turn."""
-    for at in range(args.samples + 1):
-        for worker in workers if at % 2 else reversed(workers):
-            for results in args.results:
-                first = results == args.results[0]
-                if bench.is_upstream(worker.name) and not first:
-                    continue  # llama_decode always copies the logits
-                name = worker.name if first else f"{worker.name}, {results}"
-                value, more = test.sample(worker, at, results == "logits")
-                raw.sample(setting, test.name, name, at, value, test.unit, **more)
+def run_programs(args: argparse.Namespace, raw: bench.Raw, clock: bench.Clock) -> None:
+    """Run each program of all systems in turn; the first sample of each counts too."""
+    for program in args.programs:
+        for at in range(1, args.samples + 1):
+            for spec in args.systems if at % 2 else reversed(args.systems):
+                name, _, place = spec.partition("=")
+                folder = Path(place.split(",")[0])
+                for test, value in program_samples(args, program, folder, clock):
+                    raw.sample(program, test, name, at, value)
 
 
-def run_answers(
-    args: argparse.Namespace,
-    raw: bench.Raw,
-    workers: list[bench.Worker],
-    setting: str,
-    read: list[Path],
-) -> None:
-    """Time the first tokens after prompts, the systems in turn.
+def program_samples(
+    args: argparse.Namespace, program: str, folder: Path, clock: bench.Clock
+) -> Iterator[tuple[str, float]]:
+    """Run a program of one system; yield names of tests, and tokens a second.
 
-    read: the routing of each prompt, in the order in which the prompts come; [] for the router's.
+    Raises:
+        BenchError: it failed.
+        TimeUp: the time limit was reached.
     """
-    then, n_each = sorted(args.then), args.samples + 1
-    for at in range(n_each * len(args.prompt)):
-        n, sample = args.prompt[at // n_each], at % n_each
-        routing = str(read[at]) if read else None
-        for worker in workers if at % 2 else reversed(workers):
-            found = worker.ask("answer", n=n, seed=at, then=then, routing=routing)
-            raw.sample(setting, f"pp{n}", worker.name, sample, n / found["seconds"])
-            more = {"prompt_s": found["seconds"], "experts": found["experts"]}
-            for count, seconds in zip(then, found["then_seconds"]):
-                name = f"{count} after pp{n}"
-                raw.sample(setting, name, worker.name, sample, 1e3 * seconds, "ms", **more)
+    script, *options = PROGRAMS[program].split()
+    command = [sys.executable, str(folder.resolve() / "scripts" / script), str(args.model)]
+    command += [*options, "--tokens", str(args.tokens), "--device", args.device]
+    command += ["--draft", args.draft] if args.draft and program == "drafts" else []
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "lines.jsonl"
+        try:
+            done = subprocess.run(
+                [*command, "--out", str(out)], check=False, capture_output=True, text=True,
+                timeout=clock.left(),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise bench.TimeUp from None
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            raise bench.BenchError(f"{folder}: {script}: {said[-1] if said else 'it failed'}")
+        for line in map(json.loads, out.read_text(encoding="utf-8").splitlines()):
+            if "error" in line:
+                raise bench.BenchError(f"{folder}: {script}: {line['error']}")
+            if line.get("what") == "clients":
+                yield "one client", line["decode_per_s"] or line["tokens_per_s"]
+            elif "way" in line:
+                yield f"{line['kind']}, {line['way']}", line.get("at_rates", line["tps"])
 
 
 def main() -> int:
@@ -291,13 +218,11 @@ def main() -> int:
 
     def run() -> None:
         bench.check_systems(args.systems)
-        if args.seqs and any(map(bench.is_upstream, args.systems)):
-            raise bench.BenchError("--seqs: upstream's batches of several sequences are not timed")
-        if args.then and (args.seqs or any(map(bench.is_upstream, args.systems))):
-            raise bench.BenchError("--then: not with --seqs, and not of upstream")
         clock, raw = bench.Clock(args.time_limit), bench.Raw("trees", args)
 
         def compare() -> None:
+            if args.programs:
+                return run_programs(args, raw, clock)
             with ExitStack() as stack:
                 workers = [
                     stack.enter_context(bench.start_worker(spec, clock)) for spec in args.systems

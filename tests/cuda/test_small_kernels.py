@@ -1,7 +1,7 @@
 """Kernels that replace several small ones: right against float64, and really one.
 
 What is between the nodes of one kernel is never written: its memory still holds the NaN that it
-was filled with. How long kernels take is the matter of scripts/bench_kernels.py.
+was filled with.
 """
 
 from __future__ import annotations

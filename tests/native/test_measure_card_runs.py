@@ -30,7 +30,7 @@ def test_parts_run_once_and_their_figures_are_in_the_table(tmp_path: Path) -> No
     done = measure(tmp_path, "run", "lookup", "run", "--out", out)
     assert "| lookup | list, " in done.stdout and "% foretold: lookup over plain" in done.stdout
     assert "| run | run8 temperature 0.0 top_k 0 |" in done.stdout
-    assert "mini.gguf" in done.stdout and "| devices | two cards beside one |" in done.stdout
+    assert "mini.gguf" in done.stdout and "| tests | tests/cuda, many at a time |" in done.stdout
     assert {path.name for path in out.iterdir()} == {"results.jsonl", "log.txt", "table.md"}
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [(x["part"], x["state"]) for x in lines if "state" in x] == [
@@ -38,7 +38,7 @@ def test_parts_run_once_and_their_figures_are_in_the_table(tmp_path: Path) -> No
     ]  # fmt: skip
     assert str(tmp_path) not in lines[0]["card"].values(), "what is shown has no paths"
     again = measure(tmp_path, "run", "lookup", "run", "--out", out)
-    assert "cpu: " not in again.stderr, "both are done"
+    assert "lookup: about" not in again.stderr, "both are done"
     table = measure(tmp_path, "table", out).stdout
     assert [row for row in table.splitlines() if row.startswith(("| lookup", "| run"))] == [
         row for row in again.stdout.splitlines() if row.startswith(("| lookup", "| run"))
@@ -47,6 +47,6 @@ def test_parts_run_once_and_their_figures_are_in_the_table(tmp_path: Path) -> No
 
 def test_what_is_not_there_is_named_in_one_line(tmp_path: Path) -> None:
     said = measure(tmp_path, "run", "nothing", "--out", tmp_path / "out", code=1).stderr
-    assert said.startswith("measure_card: no part nothing; there are page, whole, residency")
+    assert said.startswith("measure_card: no part nothing; there are page, before, whole")
     pack = tmp_path / "none"
     assert f"{pack}: no such pack" in measure(tmp_path, "prepare", "--unpack", pack, code=1).stderr

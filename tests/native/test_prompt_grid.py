@@ -1,22 +1,17 @@
-"""Prompts layer by layer have the bits of passes: some of all cases of scripts/check_prompts.py.
+"""Prompts layer by layer have the bits of passes: some of all cases of helpers/prompt_grid.py.
 
 The cases are those of residencies, chunk sizes, sweeps, and what happens on the way; the script
-checks all of them. A seed chooses other ones here for each length.
+lists all of them. A seed chooses other ones here for each length.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import check_prompts as grid
+from helpers import prompt_grid as grid
 
 from moegraph.engine import Engine
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from fit_routing import lru_curve, popularity_curve
-
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.experts.machines import MACHINES
@@ -23,6 +19,30 @@ from moegraph.placement.simulate import even_slots, simulate
 from moegraph.placement.trace import Trace, TraceRecorder
 
 N_TOKENS = 1536
+SHARES = np.arange(1, 8) / 8
+# Tokens at the start that fill the LRU and are not counted.
+SKIP = 256
+
+
+def lru_curve(trace: Trace, il: int) -> npt.NDArray[np.float64]:
+    """Return the hit rates of an LRU with slots for SHARES of one layer's experts."""
+    n_expert = trace.shape.n_expert
+    last = np.full(n_expert, -1.0) - np.arange(n_expert)
+    ages = []
+    for at, chosen in enumerate(trace.ids[:, il].astype(np.intp)):
+        used = last[chosen]
+        if at >= SKIP:
+            ages.append((last > used[:, None]).sum(axis=1))  # experts used since
+        last[chosen] = at + np.arange(len(chosen))[::-1] / len(chosen)
+    deep = np.concatenate(ages)
+    return np.array([(deep < round(share * n_expert)).mean() for share in SHARES])
+
+
+def popularity_curve(trace: Trace, il: int) -> npt.NDArray[np.float64]:
+    """Return the shares of a layer's choices that its most popular experts get, for SHARES."""
+    counts = np.sort(trace.part(SKIP, trace.n_tokens).counts()[il])[::-1]
+    most = np.cumsum(counts) / counts.sum()
+    return np.array([most[round(share * len(counts)) - 1] for share in SHARES])
 
 
 @pytest.fixture(scope="module")

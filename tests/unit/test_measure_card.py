@@ -22,9 +22,10 @@ import _card
 import _card_figures as figures
 import _card_run
 import _card_upstream
-from _card_parts import PAGE, PARTS, Part
+import bench_trees
+from _card_parts import GROUPS, PARTS, Part
 from _card_results import CUT, DONE, FAILED, Outcome, Results, table
-from _card_run import Lane, Pace, Runner, limit_s, next_part, why_not
+from _card_run import Pace, Runner, limit_s, next_part, why_not
 
 GPU = _card.Gpu("a card", 86, 24 << 30, "GPU-1", "0000:01:00.0")
 MODEL = _card.Model(40, 256, 22_500_000_000, 19_500_000_000, True)
@@ -40,9 +41,9 @@ def a_part(name: str, *steps: str, seconds: int = 10, needs: str = "", share: fl
 
 
 def test_parts_have_names_of_their_own_and_known_needs() -> None:
-    assert len({part.name for part in PARTS}) == len(PARTS) >= 25
+    assert len({part.name for part in PARTS}) == len(PARTS) >= 20
     for part in PARTS:
-        everything = {"upstream", "mtp", "before", "cuda", "cards", "tests"}
+        everything = {"upstream", "mtp", "before", "cuda", "tests"}
         assert why_not(part, everything, 1.0) == ""
         assert bool(why_not(part, (), 1.0)) == bool(part.needs)
         assert 0 < part.seconds <= 300, "two of them fit into ten minutes"
@@ -73,17 +74,13 @@ def test_a_part_that_does_not_fit_is_not_run(share: float, fits: float, why: str
     assert why_not(a_part("a", share=share), (), fits) == why
 
 
-def test_what_a_card_is_and_which_cores_a_lane_gets() -> None:
+def test_what_a_card_is() -> None:
     text = (
         "NVIDIA GeForce RTX 3090, 8.6, 24576, GPU-1, 00000000:0A:00.0\nno card\n"
         "Quadro, 7.5, [N/A], GPU-2, 00000000:0B:00.0\n"
     )
     (gpu,) = _card.parse_gpus(text)
     assert gpu == _card.Gpu("NVIDIA GeForce RTX 3090", 86, 24 << 30, "GPU-1", "0000:0a:00.0")
-    cores = _card.cores([0, 1, 2, 3, 5], {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"})
-    assert cores == [[0, 2], [1, 3], [5]]
-    assert _card.split_cores(cores, 2) == [[[0, 2], [1, 3]], [[5]]]
-    assert _card.split_cores(cores, 1) == [cores]
 
 
 def test_budgets_follow_the_card_and_the_model() -> None:
@@ -91,10 +88,7 @@ def test_budgets_follow_the_card_and_the_model() -> None:
     assert (large["gib_60"], large["gib_25"], large["gib_whole"]) == ("14.0", "7.6", "auto")
     assert (large["ncmoe_60"], large["ncmoe_25"], large["ncmoe_none"]) == ("16", "30", "40")
     assert large["slots_60"] == "6144" and large["sweep"] == "8 12 16"
-    assert large["budgets"] == "6 8 12" and large["budget"] == "8"
-    small = _card.values(SETTINGS, MODEL, _card.Gpu("", 75, 8 << 30, "", ""), 4)
-    assert small["budgets"] == "6" and small["budget"] == "6"
-    assert _card.values(SETTINGS, MODEL, None, 4)["budgets"] == "whole"
+    assert _card.values(SETTINGS, MODEL, None, 4)["gib_60"] == "auto"
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -123,6 +117,14 @@ def test_the_scripts_take_the_options_of_the_parts(
                 module.parser().parse_args(command[2:])
 
 
+@pytest.mark.parametrize("program", bench_trees.PROGRAMS)
+def test_the_scripts_take_the_options_of_the_programs(program: str) -> None:
+    script, *options = bench_trees.PROGRAMS[program].split()
+    module = importlib.import_module(script.removesuffix(".py"))
+    more = ["--tokens", "8", "--device", "cpu", "--out", "x"]
+    assert module.parser().parse_args(["tiny", *options, *more]).tokens == 8
+
+
 @pytest.fixture
 def python_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the steps of parts be programs in Python; `out` is their only argument."""
@@ -133,12 +135,8 @@ def python_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_card_run, "arguments", arguments)
 
 
-def lane(name: str = "here") -> Lane:
-    return Lane(name, (), os.environ, {})
-
-
-def run(folder: Path, *parts: Part, lanes: int = 1) -> dict[str, Outcome]:
-    Runner(Results(folder), list(parts)).run([lane(str(at)) for at in range(lanes)])
+def run(folder: Path, *parts: Part) -> dict[str, Outcome]:
+    Runner(Results(folder), list(parts), os.environ, {}).run()
     return Results(folder).outcomes()
 
 
@@ -177,8 +175,9 @@ def test_a_part_ends_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_card_run, "_GRACE_S", 0.2)
-    runner = Runner(Results(tmp_path), [a_part("stays", STAYS), a_part("never", "")])
-    thread = threading.Thread(target=runner.run, args=([lane()],))
+    parts = [a_part("stays", STAYS), a_part("never", "")]
+    runner = Runner(Results(tmp_path), parts, os.environ, {})
+    thread = threading.Thread(target=runner.run)
     thread.start()
     raw = tmp_path / "stays.jsonl"
     while not (raw.is_file() and raw.read_text().endswith("\n")):
@@ -220,25 +219,6 @@ def test_a_limit_cuts_a_part_and_keeps_its_lines(
     assert [x["part"] for x in ended if "state" in x] == ["long", "short", "long"], "once more"
 
 
-@pytest.mark.usefixtures("python_steps")
-def test_two_lanes_run_two_parts_at_a_time(tmp_path: Path) -> None:
-    def waits(mine: str, other: str) -> str:
-        return (
-            f"import pathlib, time; pathlib.Path({mine!r}).touch()\n"
-            f"while not pathlib.Path({other!r}).exists(): time.sleep(0.01)"
-        )
-
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    both = a_part("both", "", needs="cards")
-    parts = [both, a_part("a", waits(a, b)), a_part("b", waits(b, a))]
-    found = run(tmp_path / "out", *parts, lanes=2)
-    assert {name: one.state for name, one in found.items()} == dict.fromkeys(
-        ("a", "b", "both"), DONE
-    )
-    assert list(found)[-1] == "both", "what needs both cards comes last"
-    assert found["a"].beside or found["b"].beside
-
-
 def test_the_last_run_that_is_done_counts(tmp_path: Path) -> None:
     results = Results(tmp_path)
     for state, value in ((CUT, 1), (DONE, 2), (CUT, 3)):
@@ -256,7 +236,7 @@ def test_a_folder_of_a_machine_that_went_away_keeps_the_lines_of_the_last_part(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "results.jsonl").write_text("")
-    (tmp_path / "memory.jsonl").write_text('{"v": 1}\n{"v"')
+    (tmp_path / "depth.jsonl").write_text('{"v": 1}\n{"v"')
     (one,) = Results(tmp_path).outcomes().values()
     assert (one.state, one.lines) == (CUT, [{"v": 1}])
 
@@ -366,7 +346,7 @@ def test_servers_are_compared_where_both_answered() -> None:
     }  # fmt: skip
 
 
-def test_rows_sequences_and_links_meet_their_other_side() -> None:
+def test_rows_and_sequences_meet_their_other_side() -> None:
     bench = {"n_cpu_moe": 30, "n_prompt": 8, "avg_ts": 160.0}
     lines = [
         *sample("whole", "tg128", "now", 400), *sample("60 %", "tg128", "now", 380),
@@ -384,21 +364,6 @@ def test_rows_sequences_and_links_meet_their_other_side() -> None:
     assert shown(figures.sequences, lines) == {
         "8 sequences at 60 %: over llama-batched-bench": (5.0, "met"),
         "no expert resident: 32 sequences over 8": (1.4, "missed"),
-    }
-
-    def link(setting: str, times: int, speed: float) -> dict[str, Any]:
-        return {"setting": setting, "prompt": 8192, "link_times": times, "tok_s": speed,
-                "first": False}  # fmt: skip
-
-    beside = sample("ncmoe 16, ub 2048", "pp8192", "upstream", 2000)
-    slow = {"links": [link("whole", 1, 10000), link("60", 1, 9500), link("60", 4, 8000)],
-            "prompts": beside}  # fmt: skip
-    found = {f.name: (f.value, f.verdict) for f in figures.links(slow, "links")}
-    assert found == {
-        "pp8192 at 60 %: over llama-bench": (4.75, ""),
-        "pp8192 at 60 %: over all experts": (0.95, "met"),
-        "pp8192 at 60 %, link 4 times slower: over llama-bench": (4.0, "goal"),
-        "pp8192 at 60 %, link 4 times slower: over all experts": (0.8, ""),
     }
 
 
@@ -428,8 +393,47 @@ def test_what_the_pages_show_comes_first_and_has_a_name() -> None:
     module = types.ModuleType(card.name)
     module.__file__ = card.path
     card.exec_module(module)
-    chosen = module.selected(module.parser().parse_args(["run", "page", "links"]))
-    assert [part.name for part in chosen] == [*PAGE, "links"]
-    assert [part.name for part in PARTS[: len(PAGE)]] == list(PAGE)
-    assert sum(part.seconds for part in PARTS[: len(PAGE)]) < 10 * 60, "of twelve minutes"
+    page = GROUPS["page"]
+    chosen = module.selected(module.parser().parse_args(["run", "page", "depth"]))
+    assert [part.name for part in chosen] == [*page, "depth"]
+    assert [part.name for part in PARTS[: len(page)]] == list(page)
+    assert sum(part.seconds for part in PARTS[: len(page)]) < 10 * 60, "of twelve minutes"
     assert len(module.selected(module.parser().parse_args(["run"]))) == len(PARTS)
+    assert set(GROUPS["before"]) < {part.name for part in PARTS}
+
+
+def test_an_older_tree_runs_with_the_libraries_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "old"
+    for name in ("moegraph/__init__.py", "moegraph/ggml/lib.py", "scripts/bench_lookup.py"):
+        (old / name).parent.mkdir(parents=True, exist_ok=True)
+        (old / name).write_text("old")
+    for name in ("moegraph/lib/libggml.so", "moegraph/ggml/_native.abi3.so"):
+        for tree in (old, tmp_path / "now"):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_text(tree.name)
+    (old / "COMMIT").write_text("abc")
+    monkeypatch.setattr(_card, "WORK", tmp_path / "card")
+    monkeypatch.setattr(_card, "ROOT", tmp_path / "now")
+    for _ in range(2):
+        copy = _card.copy_tree(old)
+    assert (copy / "moegraph" / "__init__.py").read_text() == "old"
+    assert (copy / "scripts" / "bench_lookup.py").is_file()
+    assert (copy / "moegraph" / "lib" / "libggml.so").read_text() == "now"
+    assert (copy / "moegraph" / "ggml" / "_native.abi3.so").read_text() == "now"
+    assert _card.commit_of(copy) == "abc"
+    with pytest.raises(_card.BuildError, match="name a checkout"):
+        _card.copy_tree(tmp_path / "now" / "moegraph")
+
+
+def test_an_older_tree_is_compared_by_speed() -> None:
+    lines = [
+        *sample("whole", "tg128", "before", 400), *sample("whole", "tg128", "after", 396),
+        *sample("whole", "rows 8", "before", 10, unit="ms"),
+        *sample("whole", "rows 8", "after", 8, unit="ms"),
+    ]  # fmt: skip
+    assert shown(figures.before, lines) == {
+        "whole, tg128: after over before": (0.99, "met"),
+        "whole, rows 8: after over before": (1.25, "goal"),
+    }

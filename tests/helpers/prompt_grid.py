@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Check prompts that are computed layer by layer against passes over the same chunks, bit by bit.
 
 A case is a prompt length, a chunk size, a residency, the rows of a sweep (longer prompts need
@@ -6,32 +5,20 @@ several), and what happens on the way: nothing; other sequences compute between 
 is cancelled after some step, must leave the sequence as it was, and is computed again. Compared are
 the last row's logits, the keys and values of every position, the recurrent states, and the logits
 of rows after it. Works on the CPU, whose results for a chunk do not depend on the runner.
-
-The exit status is 1 if anything differs. --sample takes some of the cases, by --seed.
-
-    scripts/check_prompts.py mini35b.gguf
-    scripts/check_prompts.py mini35b.gguf --tokens 300 2000 --sample 20
 """
 
 from __future__ import annotations
 
 import itertools
-import random
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-
-import _bench as bench
 import numpy as np
 import numpy.typing as npt
 
-from moegraph import Engine, EngineConfig
+from moegraph import Engine
 from moegraph.errors import Cancelled
 from moegraph.events import CancelToken
 from moegraph.placement import footprint
@@ -175,34 +162,3 @@ def run(
             with rows_of_a_sweep(first.sweep_rows), load(first.config(first.residency)) as engine:
                 for case in (first, *more):
                     yield case, check(engine, case, ids, wanted)
-
-
-def main() -> int:
-    """Check all cases, or some."""
-    p = bench.Parser(__doc__)
-    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
-    p.add_argument("--tokens", type=bench.positive, nargs="+", default=[300, 2000, 9000])
-    p.add_argument("--sample", type=bench.positive, metavar="N", help="take N of the cases")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--threads", type=bench.positive, default=1)
-    args = p.parse_args()
-
-    def load(settings: dict[str, Any]) -> Engine:
-        common = {"device": "cpu", "n_threads": args.threads, "profile": "none"}
-        return Engine.load(args.model, EngineConfig(**common, **settings))
-
-    chosen = cases(args.tokens)
-    if args.sample:
-        chosen = random.Random(args.seed).sample(chosen, min(args.sample, len(chosen)))
-    n_wrong, start = 0, time.perf_counter()
-    for case, wrong in run(load, chosen):
-        n_wrong += bool(wrong)
-        print(f"{case.n} in {case.n_chunk}, {case.residency}, sweeps of {case.sweep_rows}, "
-              f"{case.event[0]} {case.event[1]:g}: {wrong or 'equal'}", flush=True)  # fmt: skip
-    took = time.perf_counter() - start
-    print(f"{len(chosen) - n_wrong} of {len(chosen)} equal, {took:.0f} s", file=sys.stderr)
-    return 1 if n_wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(bench.guarded("check_prompts.py", main))
