@@ -16,7 +16,7 @@ from _pages import write_or_check
 
 from moegraph import errors
 from moegraph.cli import main as program
-from moegraph.cli.command import group_of
+from moegraph.cli.options import group_of
 from moegraph.config import GROUPS
 
 PAGE = ROOT / "docs" / "cli.md"

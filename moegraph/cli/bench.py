@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
 from .. import __version__
 from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
+from ..draft.scripted import ScriptedAccept
 from ..errors import RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
-from . import benchlists as lists
-from . import options, ui
+from ..setting import Setting
+from . import models, options, ui
 from .benchrows import STYLES
-from .command import Command
-from .completion import MODEL_TARGET
-from .filesampling import recommended
+from .models import MODEL_TARGET, hf_option, only_target, require_target
+from .options import Command, Decorated, Option, recommended, setting_option
 from .report import config_report, sampling_report
-from .target import hf_option, only_target, require_target
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
@@ -32,10 +32,176 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..placement.trace import Trace
 
-# Settings that may be lists; an engine is loaded for each combination.
-_SWEPT = [setting.name for setting in lists.swept_settings()]
+MAX_TOKENS = 1 << 20
+MAX_TESTS = 1000
+# Of the engine's settings, bench has no use for these.
+_USELESS = ("cache_ram",)
+# Settings that bench chooses if they are not given, with the words for --help.
+_CHOSEN = {"n_ctx": " Default: as large as the tests need."}
+# Not lists: the value of a path may have a comma.
+_SINGLE_KINDS = ("flag", "path")
 # More tokens than any vocabulary has: what a setting may be is checked before a model is opened.
 _MAX_VOCAB = 1 << 31
+
+
+def lengths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
+    """Parse comma lists such as 512,1024 and llama-bench's ranges such as 0-1024+256."""
+    found: list[int] = []
+    for part in _parts(texts):
+        try:
+            found += number_range(part)
+        except ValueError:
+            raise click.BadParameter(
+                f"{part!r}; write lengths as 512,1024 or as a range 0-4096+1024"
+            ) from None
+    if len(found) > MAX_TESTS or any(not 0 <= n <= MAX_TOKENS for n in found):
+        given = ",".join(texts)
+        raise click.BadParameter(f"{given!r}; at most {MAX_TESTS} lengths of 0 to {MAX_TOKENS}")
+    return tuple(found)
+
+
+def pairs(
+    _: click.Context, __: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Parse '512,128', one prompt and one generation each."""
+    found = []
+    for text in texts:
+        try:
+            n_prompt, n_gen = (int(part) for part in text.split(","))
+        except ValueError:
+            raise click.BadParameter(
+                f"{text!r}; write a prompt and a generation, 512,128"
+            ) from None
+        if not (0 < n_prompt <= MAX_TOKENS and 0 < n_gen <= MAX_TOKENS):
+            raise click.BadParameter(f"{text!r}; both are 1 to {MAX_TOKENS}")
+        found.append((n_prompt, n_gen))
+    return tuple(found)
+
+
+def _parts(texts: tuple[str, ...]) -> list[str]:
+    """Return the entries of all comma lists, in order; a repeated option appends its list."""
+    return [part.strip() for text in texts for part in text.split(",")]
+
+
+def shares(_: click.Context, __: click.Parameter, text: str | None) -> tuple[float, ...]:
+    """Parse '0.85,0.72,0.6', shares by position; their owner checks the values."""
+    try:
+        found = tuple(float(part) for part in text.split(",")) if text else ()
+        if found:
+            ScriptedAccept(found)
+    except ValueError:
+        raise click.BadParameter(f"{text!r}; write shares as 0.85,0.72,0.6") from None
+    return found
+
+
+def number_range(text: str) -> list[int]:
+    """Return the numbers of 'a', 'a-b', 'a-b+step' or 'a-b*factor'."""
+    first, dash, rest = text[1:].partition("-")
+    first = text[:1] + first  # a number may be negative
+    if not dash:
+        return [int(first)]
+    last, step, factor = rest, 1, 1
+    if "+" in rest:
+        last, _, by = rest.partition("+")
+        step = int(by)
+    elif "*" in rest:
+        last, _, by = rest.partition("*")
+        step, factor = 0, int(by)
+    low, high = int(first), int(last)
+    if low > high or (step <= 0 and factor <= 1) or (factor > 1 and low <= 0):
+        raise ValueError(text)
+    found: list[int] = []
+    while low <= high and len(found) <= MAX_TESTS:
+        found.append(low)
+        low = low * factor + step
+    return found
+
+
+# What an entry of a list stands for, by the kind of the setting; otherwise itself.
+_READERS: dict[str, Callable[[str], list[Any]]] = {
+    "int": number_range,
+    "float": lambda text: [float(text)],
+    # commas separate entries; several devices of one entry are joined by a plus sign
+    "device": lambda text: [text.replace("+", ",")],
+    "size": lambda text: [text.replace("+", ",")],
+    "split": lambda text: [text.replace("+", ",")],
+}
+
+
+def list_option(*flags: str, **described: Any) -> Callable[[Decorated], Decorated]:
+    """Return a repeatable option that takes comma lists; bench measures every entry."""
+    return click.option(*flags, multiple=True, **described)
+
+
+def _values_of(setting: Setting) -> Callable[..., tuple[Any, ...]]:
+    """Return the callback that parses the list of a setting; its owner checks the values."""
+    read: Callable[[str], list[Any]] = _READERS.get(setting.kind, lambda text: [text])
+
+    def parse(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[Any, ...]:
+        try:
+            found = tuple(value for part in _parts(texts) for value in read(part))
+        except ValueError:
+            how = "1,2 or 1-8" if setting.kind == "int" else "0,0.8"
+            raise click.BadParameter(f"{','.join(texts)!r}; write numbers as {how}") from None
+        if len(found) > MAX_TESTS:
+            raise click.BadParameter(f"{','.join(texts)!r}; at most {MAX_TESTS} values")
+        wrong = [value for value in found if setting.choices and value not in setting.choices]
+        if wrong:
+            raise click.BadParameter(f"{wrong[0]!r} is not one of {', '.join(setting.choices)}")
+        return found
+
+    return parse
+
+
+def _listed(setting: Setting) -> Callable[[Decorated], Decorated]:
+    """Return the option of a setting, as a list where its kind allows."""
+    if setting.kind in _SINGLE_KINDS:
+        return setting_option(setting)
+    known = setting.default not in (None, "") and setting.name not in _CHOSEN
+    metavar = {"size": "LIST (SIZE|auto)"}.get(setting.kind, "LIST")
+    about = setting.help
+    if setting.choices:
+        about += f" Values: {', '.join(setting.choices)}."
+    about += _CHOSEN.get(setting.name, "")
+    return list_option(
+        *setting.flags, setting.name, callback=_values_of(setting), metavar=metavar, help=about,
+        default=(str(setting.default),) if known else None, show_default=known, cls=Option,
+        group=setting.group,
+    )  # fmt: skip
+
+
+def swept_settings() -> list[Setting]:
+    """Return the engine's settings that bench takes as"""
+    return [s for s in engine_settings() if s.flags and s.kind not in _SINGLE_KINDS
+            and s.name not in _USELESS]  # fmt: skip
+
+
+def setting_lists(command: Decorated) -> Decorated:
+    """Add the options of engine and sampler, as"""
+    ours = [s for s in engine_settings() if s.flags and s.name not in _USELESS]
+    chosen = [_listed(s) for s in (*ours, *sampling_settings())]
+    for option in reversed(chosen):
+        command = option(command)
+    return command
+
+
+def combinations(names: list[str], given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all combinations of the values of options, those of the last name fastest."""
+    found: list[dict[str, Any]] = [{}]
+    for name in names:
+        values = given[name] or (None,)
+        found = [{**one, name: value} for one in found for value in values]
+    return found
+
+
+def is_given(name: str) -> bool:
+    """Return whether an option of the running command was given."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not ParameterSource.DEFAULT
+
+
+# Settings that may be lists; an engine is loaded for each combination.
+_SWEPT = [setting.name for setting in swept_settings()]
 
 
 class _Samplings(NamedTuple):
@@ -47,50 +213,50 @@ class _Samplings(NamedTuple):
 
 @click.command(cls=Command)
 @click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
-@lists.list_option(
+@list_option(
     "-m",
     "--model",
-    "models",
+    "model_names",
     type=MODEL_TARGET,
     metavar="TARGET",
     help="A model, instead of the argument TARGET; repeatable.",
 )
 @hf_option
-@lists.list_option(
+@list_option(
     "-p",
     "--n-prompt",
-    callback=lists.lengths,
+    callback=lengths,
     default=("512",),
     metavar="LIST",
     help="Prompt lengths (pp), such as 512,1024; 0: no prompt test.",
 )
-@lists.list_option(
+@list_option(
     "-n",
     "--n-gen",
-    callback=lists.lengths,
+    callback=lengths,
     default=("128",),
     metavar="LIST",
     help="Generation lengths (tg); 0: no generation test.",
 )
-@lists.list_option(
+@list_option(
     "-pg",
     "pairs",
-    callback=lists.pairs,
+    callback=pairs,
     metavar="PP,TG",
     help="A prompt and a generation timed together; repeatable.",
 )
-@lists.list_option(
+@list_option(
     "-d",
     "--n-depth",
-    callback=lists.lengths,
+    callback=lengths,
     default=("0",),
     metavar="LIST",
     help="Context positions that are filled before each test, not timed.",
 )
-@lists.list_option(
+@list_option(
     "--run",
     "n_run",
-    callback=lists.lengths,
+    callback=lengths,
     metavar="LIST",
     help="Generations through the sampler and with text, as moegraph run has them. Lists of "
     "sampling settings apply to these.",
@@ -98,7 +264,7 @@ class _Samplings(NamedTuple):
 @click.option(
     "--draft-accept",
     "draft_accept",
-    callback=lists.shares,
+    callback=shares,
     metavar="RATES",
     help="Accept drafts by a script instead of comparing them, at the real cost: how often the "
     "drafted token at position 1, 2, ... is accepted, such as 0.85,0.72,0.6. Needs --spec.",
@@ -137,10 +303,11 @@ class _Samplings(NamedTuple):
     metavar="TRACE",
     help="Replay a routing trace in tg tests, instead of the router's own choice.",
 )
-@lists.setting_lists
+@setting_lists
 def bench(
-    target: str | None, models: tuple[str, ...], hf_repo: str | None, n_prompt: tuple[int, ...],
-    n_gen: tuple[int, ...], pairs: tuple[tuple[int, int], ...], n_depth: tuple[int, ...],
+    target: str | None, model_names: tuple[str, ...], hf_repo: str | None,
+    n_prompt: tuple[int, ...], n_gen: tuple[int, ...], pairs: tuple[tuple[int, int], ...],
+    n_depth: tuple[int, ...],
     n_run: tuple[int, ...], draft_accept: tuple[float, ...], ttft: bool, repetitions: int,
     no_warmup: bool, style: str, trace_path: Path | None, **given: Any,
 ) -> None:  # fmt: skip
@@ -164,8 +331,8 @@ def bench(
     """
     from ..bench import BenchSpec
 
-    single = only_target(target, hf_repo, *models[:1])
-    names = models or (require_target(single),)
+    single = only_target(target, hf_repo, *model_names[:1])
+    names = model_names or (require_target(single),)
     spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions, pairs=pairs, warm_up=not no_warmup,
                      n_run=n_run)  # fmt: skip
     samplings = _samplings(given, n_run)
@@ -176,7 +343,7 @@ def bench(
         raise RequestError(
             "nothing to measure: all lengths are 0; raise one of -p, -n, -pg and --run"
         )
-    if not lists.is_given("n_ctx"):
+    if not is_given("n_ctx"):
         needed = max(test.n_positions for test in spec.tests)
         given["n_ctx"] = (-(-needed // 256) * 256,)
     trace = _read_routing(trace_path) if trace_path else None
@@ -203,7 +370,7 @@ def _spec_of_ttft(spec: BenchSpec, trace_path: Path | None) -> BenchSpec:
     """Return the spec with the prompts alone; refuse what cannot be measured in other processes."""
     wrong = {
         "-pg": spec.pairs, "-d": any(spec.depth), "--run": spec.n_run, "--routing": trace_path,
-        "-n": lists.is_given("n_gen"), "-p 0": 0 in spec.n_prompt,
+        "-n": is_given("n_gen"), "-p 0": 0 in spec.n_prompt,
     }  # fmt: skip
     for flag, value in wrong.items():
         if value:
@@ -218,8 +385,8 @@ def _samplings(given: dict[str, Any], n_run: tuple[int, ...]) -> _Samplings:
     """
     names = [setting.name for setting in sampling_settings()]
     values = {name: given.pop(name) for name in names}
-    found = [SamplingParams(**one) for one in lists.combinations(names, values)]
-    chosen = frozenset(name for name in names if lists.is_given(name))
+    found = [SamplingParams(**one) for one in combinations(names, values)]
+    chosen = frozenset(name for name in names if is_given(name))
     if chosen and not n_run:
         raise RequestError("sampling settings apply to --run LIST alone; give lengths there")
     differ = [name for name in names if len({getattr(params, name) for params in found}) > 1]
@@ -232,10 +399,8 @@ def _samplings(given: dict[str, Any], n_run: tuple[int, ...]) -> _Samplings:
 
 
 def _configs(given: dict[str, Any]) -> list[EngineConfig]:
-    """Return a configuration for each combination of the settings given as lists."""
-    return [
-        options.build_config({**given, **values}) for values in lists.combinations(_SWEPT, given)
-    ]
+    """Return a configuration for each combination of the settings given as"""
+    return [options.build_config({**given, **values}) for values in combinations(_SWEPT, given)]
 
 
 def _check_profile(profile: str) -> None:
@@ -252,7 +417,7 @@ def _check_drafts(
     if is_drafting and not n_run:
         raise RequestError("drafts are in run tests alone; give lengths with --run LIST")
     of_drafts = [s for s in engine_settings() if s.group == DRAFT_GROUP and s.name != "spec"]
-    given = [s.flags[-1] for s in of_drafts if lists.is_given(s.name)]
+    given = [s.flags[-1] for s in of_drafts if is_given(s.name)]
     given += ["--draft-accept"] if draft_accept else []
     if given and not is_drafting:
         raise RequestError(f"{given[0]} needs something that drafts; name it with --spec")
@@ -271,25 +436,25 @@ def _measure(
     """Load a model and yield its records."""
     from ..bench import run_bench
 
-    with options.load_engine(name, config, trace, warned) as engine:
+    with models.load_engine(name, config, trace, warned) as engine:
         if spec.n_run:
             file, n_vocab = engine.file, engine.hparams.n_vocab
             ours = tuple(
                 (words, recommended(params, file.kv, samplings.chosen, n_vocab, warned)[0])
                 for words, params in samplings.params
             )
-            spec = replace(spec, samplings=ours, text=options.has_vocabulary(file))
+            spec = replace(spec, samplings=ours, text=models.has_vocabulary(file))
         facts = _facts(engine)
         for row in run_bench(engine, spec):
             yield _record(facts, row, engine.threads.report())
-        options.show_messages(engine)
+        models.show_messages(engine)
 
 
 def _ttft(name: str, config: EngineConfig, spec: BenchSpec) -> Iterator[dict[str, Any]]:
     """Yield the records of a model's times to the first token."""
     from ..bench.ttft import run_ttft
 
-    with options.open_header(name) as header:
+    with models.open_header(name) as header:
         facts, n_vocab = _model_facts(header), header.hparams.n_vocab
     path, n = header.path, spec.repetitions
     for row in run_ttft(path, n_vocab, config, spec.n_prompt, n, spec.warm_up, spec.seed):

@@ -18,16 +18,12 @@ from ..errors import Cancelled, RequestError
 from ..gguf.resolve import is_shipped
 from ..sampling import SamplingParams
 from ..text.chat import ChatTemplate, History, require_template
-from . import options, typed, ui
-from .command import Command
-from .commands import COMMANDS, QUIT, WITH_FILES, find_command, run_command
-from .completion import MODEL_TARGET
+from . import models, options, typed, ui
 from .conversation import Answer, Conversation
-from .drafting import show_drafters, summary_lines
-from .filesampling import recommended
-from .linehistory import LineHistory, history_path
-from .report import stats_line
-from .target import model_options, only_target, require_target
+from .models import MODEL_TARGET, model_options, only_target, require_target
+from .options import Command, recommended
+from .report import show_drafters, stats_line, summary_lines
+from .typed import COMMANDS, QUIT, WITH_FILES, LineHistory, find_command, history_path, run_command
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
@@ -122,21 +118,21 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
     with ExitStack() as stack:
         file = given["chat_template_file"]
         template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
-        header = stack.enter_context(options.open_header(job.target, job.config.device))
-        options.require_vocabulary(header)
+        header = stack.enter_context(models.open_header(job.target, job.config.device))
+        models.require_vocabulary(header)
         job.sampling.validate(header.hparams.n_vocab)
         if template is None:
             require_template(header.kv, header.path)
         job, from_file = _fit_to_model(job, header)
         engine = stack.enter_context(
-            options.load_engine(header, job.config, text=True, quiet=job.quiet)
+            models.load_engine(header, job.config, text=True, quiet=job.quiet)
         )
         talk = _conversation(
             job, engine, stack.enter_context(_model_of(engine, template)), from_file
         )
         if not (job.quiet or job.as_json):
             show_drafters(engine)
-        stack.enter_context(options.saving_profile(engine))
+        stack.enter_context(models.saving_profile(engine))
         if job.question is not None:
             _ask_once(talk, job.question)
         elif ui.stdin_is_terminal():
@@ -231,7 +227,7 @@ def _conversation(
 ) -> Conversation:
     sampling = job.sampling
     if job.ignore_eos:
-        bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
+        bans = {**sampling.logit_bias, **models.end_token_bans(engine)}
         sampling = replace(sampling, logit_bias=bans)
     thinks = {"on": True, "off": False}.get(job.reasoning)
     return Conversation(

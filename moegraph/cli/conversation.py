@@ -15,10 +15,9 @@ from ..errors import Cancelled, RequestError
 from ..events import GenerationEvent
 from ..sampling import SamplingParams
 from ..text.chat import ContentPart, History, Part, ReasoningPart
-from . import options, ui
-from .drafting import spec_report, spec_words
+from . import models, ui
 from .interrupt import cancel_on_interrupt
-from .report import sampling_report
+from .report import sampling_report, spec_report, spec_words
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -143,7 +142,7 @@ class Conversation:
         """Show an answer as it comes; return the raw text, (reasoning, answer), and last event."""
         request, parser = prepared.request, prepared.parser
         if not self._warned:
-            options.warn_beyond_training(self.engine, len(request.prompt))
+            models.warn_beyond_training(self.engine, len(request.prompt))
             self._warned = len(request.prompt) > self.engine.hparams.n_ctx_train
         pieces: list[str] = []
         shown = _Shown(silent=self.as_json)
@@ -164,7 +163,7 @@ class Conversation:
             raise Cancelled
         shown.end()
         if not self.quiet:
-            options.show_messages(self.engine)
+            models.show_messages(self.engine)
         return "".join(pieces), (shown.reasoning, shown.answer), event
 
     def remarks(self, answer: Answer) -> list[str]:

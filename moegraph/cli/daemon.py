@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import options, ui
-from .command import Command
-from .target import target_argument
+from . import models, options, ui
+from .models import target_argument
+from .options import Command
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -58,10 +58,10 @@ def daemon(
     frames = Frames(stream_fd, stream_tagged)
     config = replace(options.build_config(given), n_seq=n_slots).validate()
     with ExitStack() as stack:
-        model = stack.enter_context(options.open_header(target, config.device))
-        engine = stack.enter_context(options.load_engine(model, config, text=True))
-        stack.enter_context(options.saving_profile(engine))
-        _serve(engine, frames, n_slots, options.has_vocabulary(model))
+        model = stack.enter_context(models.open_header(target, config.device))
+        engine = stack.enter_context(models.load_engine(model, config, text=True))
+        stack.enter_context(models.saving_profile(engine))
+        _serve(engine, frames, n_slots, models.has_vocabulary(model))
 
 
 def _serve(engine: Engine, frames: Frames, n_slots: int, text: bool) -> None:

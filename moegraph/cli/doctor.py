@@ -21,7 +21,7 @@ from ..errors import MoegraphError, NativeError
 from ..ggml.free_memory import host_memory
 from ..threads import default_threads
 from ..units import format_bytes
-from . import options, ui
+from . import models, options, ui
 
 _VERSIONS = "ggml {ggml}, llama.cpp {llama_commit} with patch set {patchset}"
 # The version whose structs are those of the pinned llama.cpp.
@@ -103,7 +103,7 @@ def _measure(target: str, config: EngineConfig) -> None:
 
     warned: set[str] = set()
     fields = measure_machine(
-        lambda changed, routing: options.load_engine(target, changed, routing, warned, False),
+        lambda changed, routing: models.load_engine(target, changed, routing, warned, False),
         "mine", config,
     )  # fmt: skip
     click.echo(json.dumps(fields, ensure_ascii=False))

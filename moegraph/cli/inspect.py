@@ -17,20 +17,20 @@ import numpy as np
 from ..config import KV_TYPES, EngineConfig
 from ..errors import ModelFileError, RequestError, UnsupportedModel
 from ..units import format_bytes, format_count, parse_bytes
-from . import options, ui
+from . import models, ui
 from .budget import (
     CARD_HEADER,
     RESERVE_BYTES,
     Budget,
     budget_fields,
     card_rows,
+    chooser,
     memory_rows,
     plan_budget,
     plan_cards,
     resident_text,
 )
-from .draftplan import chooser
-from .target import target_argument
+from .models import target_argument
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
@@ -118,16 +118,16 @@ def inspect(
         raise click.UsageError("--key and --template each print one value; give one")
     wanted = _TEMPLATE if with_template else key
     if wanted is not None:
-        with options.open_any(target) as file:
+        with models.open_any(target) as file:
             _print_value(file, wanted, as_json)
         return
     globs = globs or (("*",) if with_tensors else ())
     try:
-        model = options.open_header(target)
+        model = models.open_header(target)
     except UnsupportedModel as error:
         if sizes or with_check:
             raise
-        with options.open_any(target) as file:
+        with models.open_any(target) as file:
             _show_foreign(file, globs, as_json, str(error))
         return
     with model:

@@ -2,47 +2,79 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from ..config import DRAFT_GROUP, EngineConfig
+from ..config import DRAFT_GROUP, GROUPS, EngineConfig
 from ..config import settings as engine_settings
-from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
+from ..errors import RequestError
 from ..gguf.hubnames import is_hub_name
-from ..loop.sequence import room_after
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
 from ..setting import Setting
-from ..text.tokenizer import MAX_PROMPT_BYTES, Tokenizer, open_soon
+from ..text.tokenizer import MAX_PROMPT_BYTES
 from ..units import format_bytes
 from . import ui
-from .command import Option
-from .target import local_path
+from .models import local_path
 
 if TYPE_CHECKING:
-    from ..arch import ModelFile
-    from ..engine import Engine
-    from ..gguf import GgufFile
-    from ..placement.trace import Trace
+    pass
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-# Tokens that a tokenizer may add to a text: one at the beginning and one at the end.
-_MAX_ADDED = 2
-# Settings that have no effect if every expert is resident.
-_FOR_MISSES = ("profile", "profile_class", "policy", "miss", "prefetch", "host_pin")
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT}
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})", re.I | re.A)
+# Keys of general.sampling and the fields of SamplingParams they fill.
+_FIELDS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_last_n": "repeat_last_n",
+    "penalty_repeat": "repeat_penalty",
+}
+_WHOLE = ("top_k", "repeat_last_n")
+# Files hold F32; llama.cpp reads them as text with this number of decimals.
+_DECIMALS = 6
 
 
-def setting_option(setting: Setting) -> Callable[[Command], Command]:
+class Option(click.Option):
+    """An option that is listed under a heading in --help.
+
+    group: one of config.GROUPS.
+    """
+
+    def __init__(self, *args: Any, group: str = GROUPS[0], **described: Any) -> None:
+        super().__init__(*args, **described)
+        self.group = group
+
+
+def group_of(param: click.Parameter) -> str:
+    """Return the heading of an option; an option without its own heading is common."""
+    return param.group if isinstance(param, Option) else GROUPS[0]
+
+
+class Command(click.Command):
+    """A click command with grouped options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, one section for each heading that has options."""
+        for group in GROUPS:
+            options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+            found = [p.get_help_record(ctx) for p in options if group_of(p) == group]
+            rows = [record for record in found if record is not None]
+            if rows:
+                with formatter.section(f"{group} options"):
+                    formatter.write_dl(rows)
+
+
+def setting_option(setting: Setting) -> Callable[[Decorated], Decorated]:
     """Return the click option of a setting of the engine or the sampler."""
     described: dict[str, Any] = {
         "help": setting.help, "default": setting.default, "cls": Option, "group": setting.group,
@@ -60,21 +92,21 @@ def setting_option(setting: Setting) -> Callable[[Command], Command]:
     )
 
 
-def _apply(command: Command, options: list[Callable[[Any], Any]]) -> Command:
+def _apply(command: Decorated, options: list[Callable[[Any], Any]]) -> Decorated:
     # Reversed, because click lists the option of the outermost decorator first.
     for option in reversed(options):
         command = option(command)
     return command
 
 
-def engine_options(command: Command) -> Command:
+def engine_options(command: Decorated) -> Decorated:
     """Add one option for each EngineConfig field that has a spelling."""
     return engine_options_but()(command)
 
 
 def engine_options_but(
     *names: str, drafts: bool = True, **defaults: object
-) -> Callable[[Command], Command]:
+) -> Callable[[Decorated], Decorated]:
     """Return a decorator like engine_options that leaves some fields at their defaults.
 
     drafts: the command generates text; False: it takes no settings of drafts. defaults: of this
@@ -94,7 +126,7 @@ def spec_by_draft(setting: Setting) -> Setting:
     return replace(setting, default=None, help=help)
 
 
-def sampling_options(command: Command) -> Command:
+def sampling_options(command: Decorated) -> Decorated:
     """Add the sampler options under llama.cpp's spellings."""
     options: list[Callable[[Any], Any]] = [setting_option(s) for s in sampling_settings()]
     options += [
@@ -111,7 +143,7 @@ def sampling_options(command: Command) -> Command:
     return _apply(command, options)
 
 
-def length_options(command: Command) -> Command:
+def length_options(command: Decorated) -> Decorated:
     """Add the options that end a generation."""
     return _apply(command, [
         click.option(
@@ -154,13 +186,6 @@ def chosen_sampling(ctx: click.Context) -> frozenset[str]:
     """Return the names of the sampling settings given on the command line."""
     names = (s.name for s in sampling_settings())
     return frozenset(n for n in names if ctx.get_parameter_source(n) is not ParameterSource.DEFAULT)
-
-
-def warn_beyond_training(engine: Engine, n_prompt: int) -> None:
-    """Warn, before the work begins, of a prompt longer than the model's training length."""
-    n_trained = engine.hparams.n_ctx_train
-    if n_trained < n_prompt <= engine.n_ctx:
-        ui.note(f"warning: {n_prompt} positions; the model was trained on only {n_trained}")
 
 
 def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:
@@ -227,146 +252,42 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([nrt'\"\\])", lambda match: known[match[1]], text)
 
 
-def open_header(target: str | Path, device: str | None = None) -> ModelFile:
-    """Open a model by name or path without loading its weights.
+def recommended(
+    params: SamplingParams, kv: Mapping[str, object], chosen: Collection[str], n_vocab: int,
+    warned: set[str] | None = None,
+) -> tuple[SamplingParams, dict[str, float]]:  # fmt: skip
+    """Return params with the values that a file recommends, and those values by field.
 
-    device: the drivers of this device, or of a list, are opened meanwhile.
+    kv: metadata of the file. chosen: fields that the user has set; they stay as they are. Values
+    out of range are left out, with one warning. warned: as in `models.load_engine`.
     """
-    from ..arch import open_model
-
-    path = local_path(target)
-    if device and path.is_file():
-        with suppress(MoegraphError):  # whoever opens the device will say what is wrong
-            from ..ggml.device import wake
-
-            for one in device.split(","):
-                wake(one)
-    return open_model(path)
-
-
-def open_any(target: str | Path) -> GgufFile:
-    """Open a GGUF file of any architecture by name or path, without loading its weights."""
-    from ..gguf import open_gguf
-
-    return open_gguf(local_path(target))
-
-
-def load_engine(
-    target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None,
-    warned: set[str] | None = None, is_chosen: bool = True, text: bool = False,
-    quiet: bool = False,
-) -> Engine:  # fmt: skip
-    """Load a model by name or path, or take over a file that open_header opened.
-
-    Shows a progress bar on a terminal. routing: a trace that replaces the router's choice, for
-    benchmarks. warned: warnings that were printed before, to which this adds. is_chosen: whether
-    the user chose the settings, and not the program. text: whether the tokenizer will be needed.
-    quiet: print warnings only, not what the engine has to say.
-    """
-    with ui.Bars() as bars:
-        ids = None if routing is None else routing.ids.astype("int32")
-        model = open_header(target) if isinstance(target, (str, Path)) else target
-        tokenizer = open_soon(model) if text and has_vocabulary(model) else None
-        from ..engine import Engine  # a tenth of a second, in which the tokenizer goes on
-
-        engine = Engine(model, config, bars, ids, tokenizer)
-    warned = set() if warned is None else warned
-    idle = [*_idle_settings(engine), *idle_drafts(engine.config)] if is_chosen else []
-    for warning in (*engine.file.warnings, *engine.warnings, *idle):
-        if warning not in warned:
-            ui.note(f"warning: {warning}")
-            warned.add(warning)
-    if not quiet:
-        show_messages(engine)
-    return engine
+    taken: dict[str, float] = {}
+    wrong = []
+    for key, name in _FIELDS.items():
+        value = kv.get(f"general.sampling.{key}")
+        if name in chosen or value is None:
+            continue
+        try:
+            number = _number(value, name in _WHOLE)
+            params = replace(params, **{name: number}).validate(n_vocab)
+        except (RequestError, ValueError):
+            wrong.append(f"general.sampling.{key} {reprlib.repr(value)}")
+            continue
+        taken[name] = number
+    line = f"warning: out of range in the model file, and ignored: {', '.join(wrong)}"
+    if wrong and line not in (warned or ()):
+        ui.note(line)
+        if warned is not None:
+            warned.add(line)
+    return params, taken
 
 
-def _idle_settings(engine: Engine) -> list[str]:
-    """Return a line about settings that the user changed and that have no effect, if any."""
-    if not engine.plan.all_resident:
-        return []
-    idle = [
-        s.flags[-1]
-        for s in engine_settings()
-        if s.name in _FOR_MISSES and getattr(engine.config, s.name) not in (s.default, "none")
-    ]
-    if not idle:
-        return []
-    have = "have no effect" if len(idle) > 1 else "has no effect"
-    return [f"{', '.join(idle)} {have}: all experts fit on {engine.device_name}"]
-
-
-def idle_drafts(config: EngineConfig) -> list[str]:
-    """Return a line about settings of drafts that have no effect beside --spec, if any."""
-    idle = [
-        s.flags[-1]
-        for s in engine_settings()
-        if s.group == DRAFT_GROUP and s.name != "spec" and getattr(config, s.name) != s.default
-    ]
-    why = "nothing drafts; choose what does with --spec"
-    if config.spec != "off":
-        idle = ["--draft"] if config.draft and config.spec in ("mtp", "lookup") else []
-        why = f"--spec {config.spec} needs no file"
-    have = "have no effect" if len(idle) > 1 else "has no effect"
-    return [f"{', '.join(idle)} {have}: {why}"] if idle else []
-
-
-def show_messages(engine: Engine) -> None:
-    """Print what the engine has to say, such as that the cache was bypassed."""
-    for line in engine.drain_messages():
-        ui.note(f"note: {line}")
-
-
-def save_profile(engine: Engine) -> dict[str, Any] | None:
-    """Add the experts that the run chose to its routing profile, if any; a failure only warns.
-
-    Return the value of `profile` in --json.
-    """
-    kept = engine.save_profile()
-    if kept is None:
-        return None
-    if kept.warning:
-        ui.note(f"warning: {kept.warning}")
-    return kept.report()
-
-
-@contextmanager
-def saving_profile(engine: Engine) -> Iterator[None]:
-    """Save the routing profile at the end, also after Ctrl-C or a refused request."""
-    try:
-        yield
-    except (Cancelled, KeyboardInterrupt, RequestError):
-        save_profile(engine)
-        raise
-    save_profile(engine)
-
-
-def check_text(model: ModelFile, text: str, config: EngineConfig) -> None:
-    """Refuse a prompt that cannot work, before the weights are loaded."""
-    require_vocabulary(model)
-    n_ctx = config.ctx_within(model.hparams.n_ctx_train)
-    # No token is shorter than a byte, so most prompts pass without the tokenizer.
-    if len(text.encode(errors="replace")) + _MAX_ADDED > n_ctx:
-        with Tokenizer(model) as tokenizer:
-            room_after(len(tokenizer.encode(text)), n_ctx)
-
-
-def has_vocabulary(model: ModelFile) -> bool:
-    """Return whether the model file carries a tokenizer."""
-    return model.kv.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
-
-
-def require_vocabulary(model: ModelFile) -> None:
-    """Refuse text for a model that knows only token ids."""
-    if not has_vocabulary(model):
-        raise ModelFileError(
-            f"{model.path}: the file has no vocabulary, so it cannot read or write text; "
-            "give token ids: moegraph run TARGET PROMPT_IDS N_GEN OUT_IDS"
-        )
-
-
-def end_token_bans(engine: Engine) -> dict[int, float]:
-    """Return the logit biases that --ignore-eos stands for."""
-    if not has_vocabulary(engine.file):
-        return {}
-    return dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))
+def _number(value: object, is_whole: bool) -> Any:
+    """Return the value of a key; a ValueError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError
+    if not is_whole:
+        return round(float(value), _DECIMALS)
+    if value != int(value):
+        raise ValueError
+    return int(value)

@@ -16,24 +16,31 @@ from ..config import settings as engine_settings
 from ..errors import OutOfDeviceMemory
 from ..ggml.free_memory import host_memory
 from ..units import format_bytes, format_share, parse_bytes
-from . import options, ui
-from .assumed import AUTO, Assumption, assumed_text
+from . import models, options, ui
 from .budget import (
     CARD_HEADER,
+    HEADER,
     Budget,
     budget_fields,
     card_rows,
+    chooser,
     default_budgets,
+    draft_fields,
+    draft_row,
     host_text,
     memory_rows,
+    plain_need,
     plan_budget,
     plan_cards,
     refusals,
     slots_text,
 )
-from .draftplan import HEADER, chooser, draft_fields, draft_row, plain_need
-from .simulate import (
+from .models import target_argument
+from .prediction import (
+    AUTO,
+    Assumption,
     Sizes,
+    assumed_text,
     find_sizes,
     prompt_cells,
     prompt_fields,
@@ -42,7 +49,6 @@ from .simulate import (
     simulation_fields,
     trace_fields,
 )
-from .target import target_argument
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
@@ -154,7 +160,7 @@ def plan_command(
     if profile_class is not None and profile_path is None:
         raise click.UsageError("--profile-class needs --profile")
     reserve, assumed = parse_bytes(driver_memory), Assumption.of(machine)
-    with options.open_header(target) as model, ExitStack() as stack:
+    with models.open_header(target) as model, ExitStack() as stack:
         shape = router_shape(model)
         profile = read_profile(profile_path, shape) if profile_path else None
         trace = _trace(trace_path, shape)

@@ -16,7 +16,7 @@ from .. import __version__
 from ..config import debug_level
 from ..errors import Cancelled, InternalError, MoegraphError, NativeError
 from . import ui
-from .refused import refuse_command, refuse_foreign, with_close_guesses
+from .foreign import refuse_command, refuse_foreign, with_close_guesses
 
 # The function of each command, and what the list of commands says about it. A command's module
 # is imported when it is used: all of them together take a quarter of a second.
@@ -33,13 +33,14 @@ COMMANDS = {
     ),
     "bench": ("bench.bench", "Measure speed as llama-bench does."),
     "doctor": ("doctor.doctor", "Check the installation and the machine."),
-    "pull": ("pull.pull", "Download a model, or check the one that is there."),
+    "pull": ("models.pull", "Download a model, or check the one that is there."),
     "daemon": ("daemon.daemon", "Answer requests that come as lines on stdin."),
     "worker": ("worker.worker", "Lend this machine's devices to another one."),
-    "completion": ("completion.completion", "Print the completion script of a shell."),
+    "completion": ("program.completion", "Print the completion script of a shell."),
 }
 # The exit code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
+SHELLS = ("bash", "zsh", "fish")
 
 
 class _ReaderGone(Exception):
@@ -216,3 +217,28 @@ def main(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS), metavar="SHELL")
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print a script with which SHELL (bash, zsh or fish) completes commands, options and files.
+
+    To use it in the current shell only: eval "$(moegraph completion bash)".
+
+    \b
+    Examples:
+      moegraph completion bash >> ~/.bashrc
+      moegraph completion zsh > ~/.zfunc/_moegraph
+      moegraph completion fish > ~/.config/fish/completions/moegraph.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise InternalError(f"no completion for {shell}")
+    program = ctx.find_root()
+    script = kind(program.command, {}, "moegraph", "_MOEGRAPH_COMPLETE").source()
+    # If moegraph offers no completion, bash should complete file names, as for other programs.
+    click.echo(script.replace("complete -o nosort -F", "complete -o nosort -o default -F"))

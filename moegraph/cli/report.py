@@ -1,15 +1,19 @@
-"""The report of a finished generation: the JSON object and the line on stderr."""
+"""The report of a finished generation: the JSON object, and the lines on stderr."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..events import GenerationEvent
+from ..draft.stats import SpecStats
+from ..events import GenerationEvent, Stopwatch
 from ..sampling import SamplingParams
 from ..units import format_bytes, format_duration
-from .starttimes import StartTimes
+from . import ui
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -143,3 +147,85 @@ def expert_report(engine: Engine) -> dict[str, Any] | None:
     if stats is None:
         return None
     return {"n_slots_by_layer": list(engine.plan.n_slots), **stats.report()}
+
+
+def process_age(stat: Path = Path("/proc/self/stat")) -> float | None:
+    """Return the seconds since this process started, to 10 ms; None if the system does not tell."""
+    try:
+        # the name in parentheses may hold spaces; the 20th field after it is the start
+        ticks = int(stat.read_text(errors="replace").rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+
+
+class StartTimes:
+    """Measures from the start of the process to the first token.
+
+    process_s: until this object was made. first_token_s: until the first token. Both are None if
+    the system does not tell when the process started.
+    """
+
+    def __init__(self) -> None:
+        self.process_s = process_age()
+        self._watch = Stopwatch()  # after it, so that no time counts twice
+        self.first_token_s: float | None = None
+
+    def lap(self, phase: str) -> None:
+        """End a phase; it began when the last one ended."""
+        self._watch.lap(phase)
+
+    def token(self) -> None:
+        """Note that a token is there; only the first call counts."""
+        if self.first_token_s is None:
+            self.first_token_s = process_age()
+
+    def report(self) -> dict[str, float | None]:
+        """Return the phases for JSON: their names with _s, and seconds."""
+        found = {"process": self.process_s, **self._watch.seconds}
+        found["first_token"] = self.first_token_s
+        return {f"{name}_s": None if s is None else round(s, 6) for name, s in found.items()}
+
+
+def show_drafters(engine: Engine) -> None:
+    """Print what drafts, and from what, if something does."""
+    for line in engine.drafter_lines:
+        ui.note(line)
+
+
+def spec_report(stats: SpecStats | None) -> dict[str, Any] | None:
+    """Return the value of `spec` in --json."""
+    return None if stats is None else stats.report()
+
+
+def spec_words(stats: SpecStats | None) -> str:
+    """Return a few words about drafts, '' if there were none."""
+    if stats is None or not stats.steps:
+        return ""
+    words = (
+        f"{stats.source} drafted {stats.drafted}, accepted {stats.acceptance:.0%}, "
+        f"{stats.tokens_per_step:.2f} tokens a step"
+    )
+    return words + (f", {stats.speedup:.2f}x" if stats.speedup else "")
+
+
+def summary_lines(stats: SpecStats | None, event: GenerationEvent) -> list[str]:
+    """Return the reference's summary of a generation, and times of a step; [] without drafts."""
+    if stats is None or not stats.steps:
+        return []
+    report, name = stats.report(), stats.source
+    found = [
+        f"[{name}] generated {event.n_generated} tokens in {event.decode_s:.3f} s  ->  "
+        f"{event.decode_tps:.2f} tok/s",
+        f"[{name}] {stats.steps} draft steps, accepted={stats.accepted}/{stats.drafted} "
+        f"({100 * stats.acceptance:.1f}% per step), avg commit/step={stats.tokens_per_step:.2f}",
+    ]
+    rates = " ".join(f"{100 * rate:.0f}" for rate in stats.accepted_by_position)
+    times = ", ".join(
+        f"{part} {report[f'{part}_ms']:.3f}" for part in ("drafter", "verify", "commit")
+    )
+    found.append(f"[{name}] accepted by position, %: {rates}; ms a step: {times}")
+    plain = f"; {stats.plain_steps} steps without drafts" if stats.plain_steps else ""
+    speed = f"about {stats.speedup:.2f}x the speed without drafts" if stats.speedup else ""
+    rest = f"{speed}{plain}".removeprefix("; ")
+    return [*found, f"[{name}] {rest}"] if rest else found

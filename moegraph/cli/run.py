@@ -22,23 +22,13 @@ from ..loop.sequence import room_after
 from ..sampling import SamplingParams
 from ..text.chat.template import TEMPLATE_KEY
 from ..text.tokenizer import read_ids, require_ids_in_range
-from . import options, ui
-from .command import Command, Option
-from .completion import MODEL_TARGET
-from .drafting import (
-    reference_options,
-    show_drafters,
-    show_taken,
-    spec_report,
-    summary_lines,
-)
-from .filesampling import recommended
+from . import models, options, ui
+from .foreign import reference_options, show_taken
 from .interrupt import cancel_on_interrupt
+from .models import MODEL_TARGET, model_options, only_target, require_target
+from .options import Command, Option, recommended
 from .outputs import NpyWriter, OutputFile, TokenStream
-from .report import run_report, stats_line
-from .scaling import show_scaling
-from .starttimes import StartTimes
-from .target import model_options, only_target, require_target
+from .report import StartTimes, run_report, show_drafters, spec_report, stats_line, summary_lines
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
@@ -137,10 +127,10 @@ def run(args: tuple[str, ...], **given: Any) -> None:
         if not job.quiet:
             show_taken(ctx)
         times = StartTimes()
-        model = stack.enter_context(options.open_header(job.target, job.config.device))
+        model = stack.enter_context(models.open_header(job.target, job.config.device))
         job = _check_request(job, model)
         engine = stack.enter_context(
-            options.load_engine(model, job.config, text=True, quiet=job.quiet)
+            models.load_engine(model, job.config, text=True, quiet=job.quiet)
         )
         times.lap("load")
         if not (job.quiet or job.as_json):
@@ -244,7 +234,7 @@ def _check_request(job: _Job, model: ModelFile) -> _Job:
         if "temperature" not in job.chosen:
             return job  # greedy by default, whatever the file says
     else:
-        options.check_text(model, job.prompt or "", job.config)
+        models.check_text(model, job.prompt or "", job.config)
     sampling, from_file = recommended(job.sampling, model.kv, job.chosen, hp.n_vocab)
     return replace(job, sampling=sampling, from_file=from_file)
 
@@ -255,15 +245,15 @@ def _generate(engine: Engine, job: _Job, times: StartTimes) -> None:
         prompt = engine.tokenizer.encode(job.prompt or "")
     else:
         prompt = job.ids.tolist()
-        if options.has_vocabulary(engine.file):
+        if models.has_vocabulary(engine.file):
             _ = engine.tokenizer  # it is opened here, and not with the prompt
     times.lap("tokenizer")
     sampling = job.sampling
     if job.ignore_eos:
-        bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
+        bans = {**sampling.logit_bias, **models.end_token_bans(engine)}
         sampling = replace(sampling, logit_bias=bans)
     _note_template(engine.file, job)
-    options.warn_beyond_training(engine, len(prompt))
+    models.warn_beyond_training(engine, len(prompt))
     tokens: list[int] = []
     pieces: list[str] = []
     with cancel_on_interrupt() as cancel:
@@ -308,7 +298,7 @@ def _stream(
         for event in engine.generate(
             prompt, sampling, max_tokens=job.max_tokens, stop=job.stop, cancel=cancel,
             keep_logits=job.logits_out is not None, progress=bars,
-            text=options.has_vocabulary(engine.file),
+            text=models.has_vocabulary(engine.file),
         ):  # fmt: skip
             bars.clear()
             if event.token is not None:
@@ -345,8 +335,8 @@ def _finish(
     if job.out_ids is not None:
         job.out_ids.write(np.array([*prompt, *tokens], dtype="<i4").tobytes())
     if not job.quiet:
-        options.show_messages(engine)
-    kept = options.save_profile(engine)
+        models.show_messages(engine)
+    kept = models.save_profile(engine)
     if job.as_json:
         report = run_report(engine, sampling, prompt, tokens, text, event, times, job.from_file)
         report["profile"] = kept
@@ -356,3 +346,22 @@ def _finish(
         ui.note(stats_line(event, engine.memory(), sampling))
         for line in summary_lines(engine.spec_stats(), event):
             ui.note(line)
+
+
+def show_scaling(target: str, config: EngineConfig, as_json: bool) -> None:
+    """Load a model, measure, and print a table, or one JSON object."""
+    from ..bench.scaling import measure_scaling, scaling_config
+
+    with models.load_engine(target, scaling_config(config), is_chosen=False) as engine:
+        found = list(measure_scaling(engine))
+    if as_json:
+        rows = [{"n_rows": one.n_rows, "ms": round(1e3 * one.seconds, 4)} for one in found]
+        click.echo(json.dumps({"scaling": rows}))
+        return
+    alone = found[0].seconds
+    cells = [
+        (f"{one.n_rows}", f"{1e3 * one.seconds:.3f}", f"{1e3 * one.seconds / one.n_rows:.3f}",
+         f"{one.seconds / alone:.2f}x")
+        for one in found
+    ]  # fmt: skip
+    ui.table(cells, ("rows", "ms", "ms a row", "of one row"))

@@ -6,30 +6,208 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ..config import EngineConfig
+from ..config import settings as engine_settings
 from ..errors import Cancelled, ConfigError
 from ..sampling import SamplingParams
 from ..units import MiB
-from . import options, ui
-from .command import Command
-from .filesampling import recommended
-from .serveoptions import server_options
-from .target import target_argument
+from . import models, options, ui
+from .models import target_argument
+from .options import Command, Option, recommended
+from .report import show_drafters
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from ..arch import ModelFile
-    from ..server.host import ModelHost
+    from ..engine import Engine
+    from ..engine.chat import ChatModel
+    from ..server.backend import LoadedModel, ModelFacts
+    from ..server.host import ModelHost, keep_small
     from ..server.state import ServerState
 
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://[^/?#@\s]+)/?", re.I)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SWITCH_S = 0.5e-3
 # Many clients come back to many conversations; the default of llama-server.
 _CACHE_MIB = 8192
+
+
+def _option(*flags: str, **described: Any) -> Callable[[Any], Any]:
+    return click.option(*flags, cls=Option, group="Server", **described)
+
+
+def _origins(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> tuple[str, ...]:
+    """Return origins as browsers send them: in small letters, without a slash at the end."""
+    found = []
+    for text in ",".join(texts).split(",") if texts else ():
+        match = _ORIGIN.fullmatch(text)
+        if match is None and text != "*":
+            raise click.BadParameter(
+                f"{text!r}; write scheme and host, such as https://chat.example or "
+                "http://localhost:3000"
+            )
+        found.append(match[1].lower() if match else text)
+    return tuple(found)
+
+
+_OPTIONS = (
+    _option(
+        "--host",
+        default="127.0.0.1",
+        metavar="NAME",
+        help="Address to listen on.",
+    ),
+    _option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=8080,
+        metavar="N",
+        help="Port to listen on; 0 takes a free one.",
+    ),
+    _option(
+        "-np",
+        "--parallel",
+        "n_parallel",
+        type=click.IntRange(1, 256),
+        default=4,
+        metavar="N",
+        help="Most requests that are computed at a time; others wait. They share the context: "
+        "one request may use all of it.",
+    ),
+    _option(
+        "--queue",
+        "n_waiting",
+        type=click.IntRange(0, 65536),
+        default=128,
+        metavar="N",
+        help="Most requests beyond those of -np; others are refused with status 429.",
+    ),
+    _option("-a", "--alias", metavar="NAME", help="Name of the model. Default: its file's name."),
+    _option(
+        "--api-key",
+        "api_keys",
+        multiple=True,
+        metavar="KEY",
+        help="Serve only clients that send this key; repeatable, or several with commas. Other "
+        "users of the machine can read command lines: better use a file, or MOEGRAPH_API_KEY.",
+    ),
+    _option(
+        "--api-key-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="File of keys, one in each line. SIGHUP makes the server read it again.",
+    ),
+    _option(
+        "--insecure-no-key", is_flag=True, help="Let other machines use the server without a key."
+    ),
+    _option(
+        "--alias-host",
+        "alias_hosts",
+        multiple=True,
+        metavar="NAME",
+        help="Also answer requests whose Host is this name; repeatable.",
+    ),
+    _option(
+        "--cors-origin",
+        "--cors-origins",
+        "cors_origins",
+        multiple=True,
+        callback=_origins,
+        metavar="ORIGIN",
+        help="Let pages of this origin use the server, such as https://chat.example, or * for "
+        "all; several with commas, or repeat it.",
+    ),
+    _option(
+        "-n",
+        "--predict",
+        "--n-predict",
+        "n_predict",
+        type=click.INT,
+        default=-1,
+        metavar="N",
+        help="Maximum number of tokens of an answer, if a request says nothing. -1: no limit.",
+    ),
+    _option(
+        "--chat-template-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Use this Jinja template instead of the model's own.",
+    ),
+    _option(
+        "-rea",
+        "--reasoning",
+        type=click.Choice(["on", "off", "auto"]),
+        default="auto",
+        help="Ask for reasoning, or not, if a request says nothing. auto: the template's default.",
+    ),
+    _option(
+        "--timeout",
+        "deadline_s",
+        type=click.FloatRange(0.001),
+        metavar="SECONDS",
+        help="End each answer after this time. Default: never.",
+    ),
+    _option(
+        "--drain",
+        "drain_s",
+        type=click.FloatRange(0),
+        default=30.0,
+        metavar="SECONDS",
+        help="How long requests may go on after SIGTERM or Ctrl-C.",
+    ),
+    _option(
+        "--sleep-idle",
+        "--sleep-idle-seconds",
+        "sleep_s",
+        type=click.FloatRange(0.001),
+        metavar="SECONDS",
+        help="Free the model's memory after this time without requests; the next one loads it "
+        "again.",
+    ),
+    _option(
+        "--cache-dir",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Folder for beginnings of prompts that --cache-ram has no room for, and for all of "
+        "them when the server ends. Files of other models or settings there are not used.",
+    ),
+    _option(
+        "--cache-disk",
+        type=click.IntRange(1, 1 << 24),
+        default=16384,
+        metavar="MIB",
+        help="Most disk space of --cache-dir, in MiB.",
+    ),
+    _option(
+        "--cache-by-key",
+        is_flag=True,
+        help="Let each API key go on only from beginnings of prompts that it has sent itself.",
+    ),
+    _option(
+        "--log-format",
+        type=click.Choice(["text", "json", "off"]),
+        default="text",
+        help="Form of the log on stderr: a line for each request, without prompts and answers.",
+    ),
+)
+
+
+def server_options(command: Decorated) -> Decorated:
+    """Add the options of the server."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 @dataclass(frozen=True)
@@ -73,7 +251,7 @@ def serve(target: str, **given: Any) -> None:
     sys.setswitchinterval(_SWITCH_S)
     from ..server.app import build_site
     from ..server.guards import VARIABLE, Guard, Keys, read_keys
-    from ..server.host import keep_small
+    from ..server.host import ModelHost
     from ..server.listening import listen, url_of
     from ..server.logs import start_logging
     from ..server.running import Ways, run
@@ -88,19 +266,23 @@ def serve(target: str, **given: Any) -> None:
         raise ConfigError("--cache-by-key needs keys; give --api-key-file FILE or MOEGRAPH_API_KEY")
     guard = Guard(keys, hosts, not _is_local(given["host"]), given["cors_origins"])
     start_logging(given["log_format"], sys.stderr)
-    header = options.open_header(job.target, job.config.device)
+    header = models.open_header(job.target, job.config.device)
     with listen(given["host"], given["port"]) as sock:
-        service = _Server(job, header)
+        model = _Model(job, header)
         url = url_of(sock, given["host"])
+
+        def site(host: ModelHost) -> Starlette:
+            return build_site(_state(job, model, host), guard)
+
         ways = Ways(
             ready=lambda: ui.note(
-                f"{service.alias}, with a context of {service.n_ctx:,}, is served at {url}"
+                f"{model.alias}, with a context of {model.n_ctx:,}, is served at {url}"
             ),
             reload=lambda: keys.replace(current_keys()),
             say=ui.note,
             drain_s=given["drain_s"],
         )
-        code = run(lambda host: build_site(service.state(host), guard), service.host, sock, ways)
+        code = run(site, lambda: ModelHost(model.load, model.facts, given["sleep_s"]), sock, ways)
     if code == Cancelled.exit_code:
         raise Cancelled
 
@@ -111,6 +293,19 @@ def _check(ctx: click.Context, target: str, given: dict[str, Any]) -> _Job:
     return _Job(
         target, config, options.build_sampling(given), options.chosen_sampling(ctx),
         options.max_tokens(given["n_predict"]), given,
+    )  # fmt: skip
+
+
+def _state(job: _Job, model: _Model, host: ModelHost) -> ServerState:
+    """Return what the handlers of requests share."""
+    from ..server.state import ServerState
+
+    thinks = {"on": True, "off": False}.get(job.given["reasoning"])
+    return ServerState(
+        host, sampling=model.sampling, max_tokens=job.max_tokens,
+        deadline_s=job.given["deadline_s"], cache_by_key=job.given["cache_by_key"],
+        ignore_eos=job.given["ignore_eos"],
+        variables={} if thinks is None else {"enable_thinking": thinks},
     )  # fmt: skip
 
 
@@ -151,46 +346,88 @@ def _hosts(given: dict[str, Any], has_key: bool) -> frozenset[str]:
     return frozenset(name.lower() for name in names)
 
 
-class _Server:
-    """Makes what the server needs of the command line and of the model file."""
+class _Model:
+    """The model of a server. Its `load` runs at the start and after each sleep, on one thread.
+
+    alias: its name. facts: what is known without loading. n_ctx: positions that all requests
+    share, once it is loaded. sampling: what a request gets that does not set it.
+    """
 
     def __init__(self, job: _Job, header: ModelFile) -> None:
-        from .serving import ModelLoader
+        """header: the file, opened; the first `load` takes it over."""
+        from ..server.backend import ModelFacts
 
-        given = job.given
-        self.alias = given["alias"] or header.path.stem
-        self._job = job
-        self._load = ModelLoader(
-            job.target, header, job.config, self.alias,
-            template_file=given["chat_template_file"], n_waiting=given["n_waiting"],
-            cache_dir=given["cache_dir"], cache_bytes=given["cache_disk"] * MiB,
-        )  # fmt: skip
-        options.require_vocabulary(header)
-        sampling = job.sampling.validate(header.hparams.n_vocab)
-        self._sampling, _ = recommended(sampling, header.kv, job.chosen, header.hparams.n_vocab)
+        self._job, self._warned = job, set[str]()
+        self._header: ModelFile | None = header
+        self.alias = job.given["alias"] or header.path.stem
+        self.n_ctx, hp = 0, header.hparams
+        models.require_vocabulary(header)
+        sampling = job.sampling.validate(hp.n_vocab)
+        self.sampling, _ = recommended(sampling, header.kv, job.chosen, hp.n_vocab)
+        self.facts = ModelFacts(
+            self.alias,
+            n_ctx=job.config.ctx_within(hp.n_ctx_train),
+            n_ctx_train=hp.n_ctx_train,
+            n_vocab=hp.n_vocab,
+            n_embd=hp.n_embd,
+            n_params=sum(prod(tensor.ne) for tensor in header.tensors.values()),
+            n_bytes=header.n_bytes,
+            n_slots=job.config.n_seq,
+            created=int(header.path.stat().st_mtime),
+        )
 
-    @property
-    def n_ctx(self) -> int:
-        """Return the positions that all requests share."""
-        return self._load.n_ctx
+    def load(self) -> LoadedModel:
+        """Load the model and start its service."""
+        from ..engine.chat import ChatModel
+        from ..engine.service import Service
+        from ..server.backend import LoadedModel
+        from ..text.chat import ChatTemplate
 
-    def host(self) -> ModelHost:
-        """Return the host of the model, which loads it when it is started."""
-        from ..server.host import ModelHost
+        given, config = self._job.given, self._job.config
+        header, self._header = self._header, None
+        is_first = header is not None
+        if header is None:
+            header = models.open_header(self._job.target, config.device)
+        with ExitStack() as stack:
+            file = given["chat_template_file"]
+            template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
+            engine = stack.enter_context(
+                models.load_engine(header, config, warned=self._warned, text=True)
+            )
+            if given["cache_dir"]:
+                engine.keep_prefixes(given["cache_dir"], given["cache_disk"] * MiB)
+                models.show_messages(engine)
+            chat = stack.enter_context(ChatModel.of(engine, template))
+            models.warn_once(chat.warnings, self._warned)
+            if is_first:
+                show_drafters(engine)
+            service = Service(
+                engine, n_waiting=given["n_waiting"], say=lambda line: ui.note(f"note: {line}")
+            )
+            service.start()
+            kept = stack.pop_all()
 
-        return ModelHost(self._load, self._load.facts, self._job.given["sleep_s"])
+        def close() -> None:
+            service.close()
+            models.show_messages(engine)
+            models.save_profile(engine)
+            kept.close()
 
-    def state(self, host: ModelHost) -> ServerState:
-        """Return what the handlers of requests share."""
-        from ..server.state import ServerState
+        self.n_ctx = engine.n_ctx
+        return LoadedModel(service, chat, self._known(engine, chat), close)
 
-        thinks = {"on": True, "off": False}.get(self._job.given["reasoning"])
-        return ServerState(
-            host,
-            sampling=self._sampling,
-            max_tokens=self._job.max_tokens,
-            deadline_s=self._job.given["deadline_s"],
-            cache_by_key=self._job.given["cache_by_key"],
-            ignore_eos=self._job.given["ignore_eos"],
-            variables={} if thinks is None else {"enable_thinking": thinks},
+    def _known(self, engine: Engine, chat: ChatModel) -> ModelFacts:
+        """Return the facts of the loaded model; no setting tells a path of this machine."""
+        from ..engine.chat import special_tokens
+
+        tokens = special_tokens(engine.tokenizer)
+        values = {**vars(engine.config), **engine.threads.report()}
+        return replace(
+            self.facts,
+            n_ctx=engine.n_ctx,
+            device=engine.device_name,
+            bos_token=tokens.get("bos_token", ""),
+            eos_token=tokens.get("eos_token", ""),
+            template=chat.template.source,
+            settings={s.name: values[s.name] for s in engine_settings() if s.kind != "path"},
         )

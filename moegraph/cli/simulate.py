@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,12 +12,22 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from ..config import CPU_ROWS
 from ..config import settings as engine_settings
-from ..units import format_bytes, format_share, parse_bytes
-from . import options, ui
-from .assumed import AUTO, Assumption
-from .stagerows import shares_option, show_stages, stage_fields
+from ..errors import MoegraphError
+from ..units import format_share, parse_bytes
+from . import models, options, ui
+from .prediction import (
+    AUTO,
+    Assumption,
+    Sizes,
+    find_sizes,
+    prompt_cells,
+    prompt_fields,
+    prompt_header,
+    prompts_of,
+    simulation_fields,
+    trace_fields,
+)
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
@@ -27,6 +37,9 @@ if TYPE_CHECKING:
     from ..placement.simulate import Simulation
     from ..placement.trace import Trace
 
+_N_SEQUENCES = (1, 8, 32)
+_STAGES = ("layers", "hit rate", "ms/token")
+_SEQUENCES = ("sequences", "groups", "tok/s", "busy")
 _HEADER = (
     "resident", "slots", "policy", "hit rate", "missing/token", "MiB/token", "ms/token", "tok/s",
     "best",
@@ -34,16 +47,89 @@ _HEADER = (
 _MAX_SHARES = 100
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of one expert of each layer, [n_layer] or empty, and a machine's times for them.
+def _shares(_: click.Context, __: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+    """Parse the shares of --split."""
+    from ..placement.split import shares_of
 
-    machine: None if its times do not hold for experts of this size; `why` then says so.
+    try:
+        shares = shares_of(text) if text else None
+    except MoegraphError as error:
+        raise click.BadParameter(str(error)) from None
+    if shares is not None and (len(shares) < 2 or min(shares) < 0 or not sum(shares)):
+        raise click.BadParameter(f"{text!r}; write a share for each of several devices, as 2,1")
+    return shares
+
+
+shares_option = click.option(
+    "--split",
+    "shares",
+    callback=_shares,
+    metavar="LIST",
+    help="Several such machines' devices: the share of the layers that each has, as 1,1 or 2,1.",
+)
+
+
+def stage_fields(found: Simulation, stages: Sequence[range], has_times: bool) -> dict[str, Any]:
+    """Return the JSON fields of several stages; none for a single one."""
+    if not stages:
+        return {}
+    return {
+        "stages": [
+            {"layers": [layers.start, layers.stop], "hit_rate": round(rate, 5),
+             "token_us": round(1e6 * seconds, 2) if has_times else None}
+            for layers, rate, seconds in _stages(found, stages)
+        ],
+        "sequences": [
+            {"n": n, "n_groups": groups, "tokens_per_s": round(speed, 1), "busy": round(busy, 3)}
+            for n, groups, speed, busy in _sequences(found)
+        ] if has_times else None,
+    }  # fmt: skip
+
+
+def show_stages(
+    first: Mapping[float, Simulation], stages: Sequence[range], has_times: bool
+) -> None:
+    """Show a table of stages and one of several sequences; nothing for a single device.
+
+    first: by share of the resident experts, a replay with it.
     """
+    if not stages:
+        return
+    cells = [
+        (format_share(at), f"{layers.start} to {layers.stop - 1}", f"{rate:.3f}",
+         f"{1e3 * seconds:.2f}" if has_times else ui.NONE)
+        for at in sorted(first) for layers, rate, seconds in _stages(first[at], stages)
+    ]  # fmt: skip
+    click.echo()
+    ui.heading("Devices")
+    ui.table(cells, ("resident", *_STAGES))
+    if not has_times:
+        return
+    counts = [
+        (format_share(at), f"{n}", f"{groups}", f"{speed:.0f}", format_share(busy))
+        for at in sorted(first) for n, groups, speed, busy in _sequences(first[at])
+    ]  # fmt: skip
+    click.echo()
+    ui.heading("Several sequences, estimated")
+    ui.table(counts, ("resident", *_SEQUENCES))
 
-    slot_bytes: tuple[int, ...]
-    machine: Machine | None
-    why: str = ""
+
+def _stages(found: Simulation, stages: Sequence[range]) -> list[tuple[range, float, float]]:
+    hits, misses = found.stats.hits, found.stats.misses
+    rates = []
+    for layers in stages:
+        own = slice(layers.start, layers.stop)
+        n = int(hits[own].sum() + misses[own].sum())
+        rates.append(float(hits[own].sum() / n) if n else 1.0)
+    return list(zip(stages, rates, found.stage_s.tolist()))
+
+
+def _sequences(found: Simulation) -> list[tuple[int, int, float, float]]:
+    """Return sequences, groups, tokens a second, and how busy the stages are."""
+    from ..placement.pipeline import HOP_S, throughput
+
+    each = [(n, throughput(found.stage_s.tolist(), HOP_S, n)) for n in _N_SEQUENCES]
+    return [(n, one.n_groups, one.tokens_per_s, one.busy) for n, one in each]
 
 
 @dataclass(frozen=True)
@@ -183,25 +269,9 @@ def _given_sizes(
     from ..placement.footprint import slot_bytes
     from ..placement.identity import router_shape
 
-    with options.open_header(target) as model:
+    with models.open_header(target) as model:
         trace.shape.require(router_shape(model), f"{path}: the trace")
         return slot_bytes(model)
-
-
-def find_sizes(machine: Machine, trace: Trace, slot_bytes: tuple[int, ...]) -> Sizes:
-    """Return the sizes, and the machine's times if they hold for experts of such a size."""
-    if not slot_bytes:
-        why = "the trace does not say how large an expert is; give --model or --expert-size"
-        return Sizes((), None, why)
-    mean = sum(slot_bytes) // len(slot_bytes)
-    scaled = machine.scaled(trace.shape.n_layer, mean)
-    if scaled is None:
-        why = (
-            f"experts of {format_bytes(mean)} differ too much from those of machine "
-            f"{machine.name}, {format_bytes(machine.expert_bytes)}"
-        )
-        return Sizes(slot_bytes, None, why)
-    return Sizes(slot_bytes, scaled)
 
 
 def _replays(
@@ -224,47 +294,6 @@ def _replays(
                 )  # fmt: skip
                 prompts = prompts_of(trace, n_slots, policy, sizes, profile, profile_class)
                 yield _Row(percent / 100, name, found, prompts)
-
-
-def prompts_of(
-    trace: Trace, n_slots: Sequence[int], policy: Policy, sizes: Sizes, profile: Profile | None,
-    profile_class: str | None, n_ubatch: int = CPU_ROWS,
-) -> list[PromptEstimate]:  # fmt: skip
-    """Return what prompts of some lengths take if slots are filled as at the start."""
-    from ..placement.prompttime import PROMPT_LENGTHS, estimate_prompt
-    from ..placement.simulate import warm_cache
-
-    if not sizes.slot_bytes:
-        return []
-    cache = warm_cache(trace, n_slots, policy, profile, profile_class)
-    resident = cache.tables[:, : trace.shape.n_expert] >= 0
-    return [
-        estimate_prompt(trace, resident, n, sizes.slot_bytes, sizes.machine, n_ubatch)
-        for n in PROMPT_LENGTHS
-    ]
-
-
-def prompt_header() -> list[str]:
-    """Return the columns of `prompt_cells`."""
-    from ..placement.prompttime import PROMPT_LENGTHS
-
-    return [f"{n:,} tokens, s" for n in PROMPT_LENGTHS]
-
-
-def prompt_cells(prompts: Sequence[PromptEstimate]) -> list[str]:
-    """Return the seconds of prompts as text."""
-    return [ui.NONE if p.seconds is None else f"{p.seconds:.2f}" for p in prompts]
-
-
-def prompt_fields(prompt: PromptEstimate) -> dict[str, Any]:
-    """Return the JSON fields of a prompt; unknown times are null."""
-    speed = prompt.tokens_per_s
-    return {
-        "n_tokens": prompt.n_tokens, "n_sweeps": prompt.n_sweeps, "sent_bytes": prompt.sent_bytes,
-        "link_s": None if prompt.link_s is None else round(prompt.link_s, 6),
-        "seconds": None if prompt.seconds is None else round(prompt.seconds, 6),
-        "tokens_per_s": None if speed is None else round(speed, 2),
-    }  # fmt: skip
 
 
 def _show(trace: Trace, sizes: Sizes, rows: Sequence[_Row], has_profile: bool) -> None:
@@ -373,42 +402,4 @@ def _report(
             }
             for row in rows
         ],
-    }  # fmt: skip
-
-
-def trace_fields(trace: Trace) -> dict[str, Any]:
-    """Return the JSON fields that identify and describe a trace."""
-    from ..placement.tracestats import trace_stats
-
-    stats = trace_stats(trace)
-    n_layer, n_expert, n_expert_used = trace.shape.sizes
-    return {
-        "sha256": trace.sha256, "source": trace.source, "n_tokens": trace.n_tokens,
-        "n_prompt": trace.n_prompt, "n_layer": n_layer, "n_expert": n_expert,
-        "n_expert_used": n_expert_used, "overlap": round(stats.overlap, 4),
-        "entropy": round(stats.entropy, 4),
-        "lru_hit_rate_by_quarter": [round(rate, 4) for rate in stats.lru],
-        "slot_bytes_by_layer": list(trace.slot_bytes) or None,
-    }  # fmt: skip
-
-
-def simulation_fields(
-    found: Simulation, has_times: bool = True, has_bytes: bool = True
-) -> dict[str, Any]:
-    """Return the JSON fields of a replay; unknown times and bytes are null."""
-    stats = found.stats
-    return {
-        "n_tokens": found.n_tokens,
-        "hits": int(stats.hits.sum()), "misses": int(stats.misses.sum()),
-        "hit_rate": round(found.hit_rate, 5),
-        "hit_rate_by_layer": [round(rate, 4) for rate in stats.hit_rates],
-        "missing_per_token": round(stats.missing_per_step, 4),
-        "missing_per_token_by_quarter": [round(n, 3) for n in found.quarters()],
-        "admitted": int(stats.admitted.sum()), "evicted": int(stats.evicted.sum()),
-        "declined": int(stats.declined.sum()),
-        "uploaded_bytes_per_token": round(found.bytes_per_token) if has_bytes else None,
-        "n_streamed": found.n_streamed, "n_cpu_experts": found.n_cpu,
-        "n_promoted": found.n_promoted,
-        "token_us": round(1e6 * float(found.step_s.mean()), 2) if has_times else None,
-        "decode_tps": round(found.tokens_per_s, 2) if has_times else None,
     }  # fmt: skip

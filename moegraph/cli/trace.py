@@ -12,12 +12,11 @@ import click
 
 from ..errors import Cancelled, ConfigError, InternalError, RequestError
 from ..link import REMOTE
-from . import options, ui
-from .command import Command
-from .filesampling import recommended
+from . import models, options, ui
 from .interrupt import cancel_on_interrupt
-from .simulate import trace_fields
-from .target import target_argument
+from .models import target_argument
+from .options import Command, recommended
+from .prediction import trace_fields
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -105,16 +104,16 @@ def trace_command(
     with ExitStack() as stack:
         if output is not None:
             _require_writable(output)
-        model = stack.enter_context(options.open_header(target))
+        model = stack.enter_context(models.open_header(target))
         sampling.validate(model.hparams.n_vocab)
         chosen = options.chosen_sampling(click.get_current_context())
         sampling, _ = recommended(sampling, model.kv, chosen, model.hparams.n_vocab)
-        options.check_text(model, text, config)
+        models.check_text(model, text, config)
         shape = router_shape(model)
         profile = None
         if profile_path is not None:
             profile = ProfileFile(profile_path, profile_class, True, shape)
-        engine = stack.enter_context(options.load_engine(model, config))
+        engine = stack.enter_context(models.load_engine(model, config))
         trace, cancelled = _record(engine, shape, text, sampling, n_predict)
         if output is not None:
             write_trace(output, trace)
@@ -139,7 +138,7 @@ def _record(
 
     ids = engine.tokenizer.encode(text)
     sampling = replace(
-        sampling, logit_bias={**sampling.logit_bias, **options.end_token_bans(engine)}
+        sampling, logit_bias={**sampling.logit_bias, **models.end_token_bans(engine)}
     )
     recorder = TraceRecorder(shape, slot_bytes(engine.file))
     for part in engine.runner.parts:

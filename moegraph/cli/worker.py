@@ -14,7 +14,7 @@ from ..errors import Cancelled, ConfigError
 from ..threads import MAX_THREADS
 from ..units import format_bytes
 from . import ui
-from .command import Command
+from .options import Command
 
 if TYPE_CHECKING:
     from ..worker.service import Child

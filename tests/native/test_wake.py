@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moegraph.cli import options
+from moegraph.cli import models
 from moegraph.errors import ConfigError, ModelFileError
 from moegraph.ggml import device as device_module
 from moegraph.ggml.device import Device, wake
@@ -53,12 +53,12 @@ def test_a_model_that_cannot_be_opened_wakes_only_if_it_is_a_file(
     looks: list[int], tmp_path: Path
 ) -> None:
     with pytest.raises(ModelFileError):
-        options.open_header(tmp_path / "none.gguf", "auto")
+        models.open_header(tmp_path / "none.gguf", "auto")
     assert device_module._woken == {}
 
 
 def test_the_header_is_read_meanwhile(looks: list[int], model_path: Callable[[str], Path]) -> None:
-    with options.open_header(model_path("legacy32"), "auto") as model:
+    with models.open_header(model_path("legacy32"), "auto") as model:
         assert list(device_module._woken) == ["auto"]
         assert model.hparams.n_expert == 32
     device_module._woken["auto"].result()

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers.fake_engine import FakeEngine
 
-from moegraph.cli import main, options
+from moegraph.cli import main, models
 
 ESCAPE = "\x1b"
 
@@ -23,9 +23,9 @@ class Cli:
         self.engine = FakeEngine("")
         self.loaded: list[str] = []
         self.on_load: Callable[[], None] = lambda: None
-        monkeypatch.setattr(options, "load_engine", self._load)
-        monkeypatch.setattr(options, "open_header", self._open)
-        monkeypatch.setattr(options, "Tokenizer", lambda path: nullcontext(self.engine.tokenizer))
+        monkeypatch.setattr(models, "load_engine", self._load)
+        monkeypatch.setattr(models, "open_header", self._open)
+        monkeypatch.setattr(models, "Tokenizer", lambda path: nullcontext(self.engine.tokenizer))
 
     def _load(self, target: Any, config: Any, *_: object, **__: object) -> FakeEngine:
         self.loaded.append(str(getattr(target, "path", target)))

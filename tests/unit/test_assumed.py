@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from moegraph.cli import doctor, main
-from moegraph.cli.assumed import Assumption, assumed_text
+from moegraph.cli.prediction import Assumption, assumed_text
 from moegraph.errors import RequestError
 from moegraph.experts.machines import MACHINES, card_machine, usual_card
 from moegraph.ggml import nvml

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from helpers.fake_engine import FakeEngine
 
 from moegraph.bench import BenchRow, BenchSpec, ttft
-from moegraph.cli import bench, benchlists, benchrows, main
+from moegraph.cli import bench, benchrows, main
 from moegraph.errors import MoegraphError, NativeError
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ class TestBench:
         ],
     )  # fmt: skip
     def test_lists_and_ranges_as_in_llama_bench(self, text: str, lengths: tuple[int, ...]) -> None:
-        assert benchlists.lengths(None, None, (text,)) == lengths
-        assert benchlists.lengths(None, None, (text, "7")) == (*lengths, 7)
+        assert bench.lengths(None, None, (text,)) == lengths
+        assert bench.lengths(None, None, (text, "7")) == (*lengths, 7)
 
     @pytest.mark.parametrize(
         "text", ["", "x", "1,", "-5", "4-1", "1-", "1-9+0", "1-9*1", "0-9*2", "1-9+", "99999999",
@@ -197,7 +197,7 @@ class TestBench:
             "--draft-vocab": "0,32000", "--draft-swa": "0,512", "--draft-ctx-max": "0,2048",
         }  # fmt: skip
         drafts = ("--run", "1", "--spec", "lookup")
-        names = {setting.name for setting in benchlists.swept_settings()}
+        names = {setting.name for setting in bench.swept_settings()}
         assert len(names) == len(given) + 3  # with -t, -ctk and -ctv, which llama-bench has too
         for flag, values in given.items():
             cli.loaded.clear()

@@ -16,8 +16,7 @@ from helpers.disk import file_limit
 from helpers.fake_engine import FakeEngine
 
 from moegraph.cli import typed, ui
-from moegraph.cli.commands import COMMANDS, QUIT, WITH_FILES
-from moegraph.cli.linehistory import VARIABLE, LineHistory, history_path
+from moegraph.cli.typed import COMMANDS, QUIT, VARIABLE, WITH_FILES, LineHistory, history_path
 from moegraph.text.chat.template import TEMPLATE_KEY
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from helpers.fake_engine import FakeEngine, ids_file
 
-from moegraph.cli import benchrows, options
+from moegraph.cli import benchrows, models
 from moegraph.config import EngineConfig
 from moegraph.draft.scripted import ScriptedAccept
 from moegraph.draft.stats import SpecStats
@@ -87,15 +87,15 @@ class TestSettings:
         assert "goes by measured times" in line
 
     def test_settings_of_drafts_that_change_nothing_are_named(self) -> None:
-        assert options.idle_drafts(EngineConfig(spec="lookup", budget=6)) == []
-        assert options.idle_drafts(EngineConfig()) == []
-        assert options.idle_drafts(EngineConfig(budget=6, ddtree=True)) == [
+        assert models.idle_drafts(EngineConfig(spec="lookup", budget=6)) == []
+        assert models.idle_drafts(EngineConfig()) == []
+        assert models.idle_drafts(EngineConfig(budget=6, ddtree=True)) == [
             "--budget, --ddtree have no effect: nothing drafts; choose what does with --spec"
         ]
-        assert options.idle_drafts(EngineConfig(spec="lookup", draft="d.gguf")) == [
+        assert models.idle_drafts(EngineConfig(spec="lookup", draft="d.gguf")) == [
             "--draft has no effect: --spec lookup needs no file"
         ]
-        assert options.idle_drafts(EngineConfig(spec="dflash", draft="d.gguf")) == []
+        assert models.idle_drafts(EngineConfig(spec="dflash", draft="d.gguf")) == []
 
     def test_what_is_measured_or_recorded_is_not_drafted(self, cli: Cli) -> None:
         line = cli.refused("trace", "m", "-md", "d.gguf")

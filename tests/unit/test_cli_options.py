@@ -15,8 +15,8 @@ from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
 from moegraph.cli import main
-from moegraph.cli.command import group_of
-from moegraph.cli.refused import NO_COMMANDS, NOT_HERE
+from moegraph.cli.foreign import NO_COMMANDS, NOT_HERE
+from moegraph.cli.options import group_of
 from moegraph.config import GROUPS
 from moegraph.config import settings as engine_settings
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from moegraph.cli import starttimes
-from moegraph.cli.starttimes import StartTimes, process_age
+from moegraph.cli import report as report_module
+from moegraph.cli.report import StartTimes, process_age
 from moegraph.events import Stopwatch
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
     code = (
         "import time; time.sleep(0.2)\n"
-        "from moegraph.cli.starttimes import process_age\n"
+        "from moegraph.cli.report import process_age\n"
         "print(process_age())"
     )
     before = time.perf_counter()
@@ -52,7 +52,7 @@ def test_laps_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_the_first_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ages = iter([0.5, 2.0, 9.0])
-    monkeypatch.setattr(starttimes, "process_age", lambda: next(ages))
+    monkeypatch.setattr(report_module, "process_age", lambda: next(ages))
     times = StartTimes()
     times.lap("load")
     times.token()
@@ -70,7 +70,7 @@ def test_no_time_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return clock[0]
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(starttimes, "process_age", slow_age)
+    monkeypatch.setattr(report_module, "process_age", slow_age)
     times = StartTimes()
     clock[0] += 1.0
     times.lap("load")

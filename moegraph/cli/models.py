@@ -1,0 +1,303 @@
+"""The model of a command line: how it is named, found, opened, and loaded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from ..config import DRAFT_GROUP, EngineConfig
+from ..config import settings as engine_settings
+from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
+from ..gguf.hubnames import parse_hub_name
+from ..gguf.resolve import SHIPPED, resolve_target
+from ..loop.sequence import room_after
+from ..text.tokenizer import Tokenizer, open_soon
+from . import ui
+
+if TYPE_CHECKING:
+    from ..arch import ModelFile
+    from ..engine import Engine
+    from ..gguf import GgufFile
+    from ..placement.trace import Trace
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+# Tokens that a tokenizer may add to a text: one at the beginning and one at the end.
+_MAX_ADDED = 2
+# Settings that have no effect if every expert is resident.
+_FOR_MISSES = ("profile", "profile_class", "policy", "miss", "prefetch", "host_pin")
+
+
+class ModelTarget(click.ParamType[str]):
+    """A model: the name of a shipped one, or a path; not checked before it is opened."""
+
+    name = "text"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the shipped names that begin with the text; if none does, ask for file names."""
+        names = [name for name in SHIPPED if incomplete and name.startswith(incomplete)]
+        if names:
+            return [CompletionItem(name) for name in names]
+        return [CompletionItem(incomplete, type="file")]
+
+
+MODEL_TARGET = ModelTarget()
+
+
+def _named(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
+    """Return the TARGET that -hf stands for."""
+    return None if text is None else str(parse_hub_name(text))
+
+
+def hf_option(command: Decorated) -> Decorated:
+    """Add -hf, which names a model on a hub as llama.cpp's does; its value is a TARGET."""
+    return click.option(
+        "-hf", "-hfr", "--hf-repo", "hf_repo", metavar="OWNER/REPO[:QUANT]", callback=_named,
+        help="The model, instead of TARGET: a GGUF file of this repository on Hugging Face, "
+        "downloaded at first use (default quantization: Q4_K_M). The same as TARGET hf:OWNER/REPO.",
+    )(command)  # fmt: skip
+
+
+def model_options(command: Decorated) -> Decorated:
+    """Add -m and -hf, in the place of the first argument."""
+    return click.option(
+        "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
+        help="The model, instead of the first argument.",
+    )(hf_option(command))  # fmt: skip
+
+
+def target_argument(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the argument TARGET, -m and -hf to a command, which gets one model as `target`."""
+
+    @functools.wraps(command)
+    def run(target: str | None, model: str | None, hf_repo: str | None, **given: Any) -> None:
+        command(target=require_target(target, model, hf_repo), **given)
+
+    argument = click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
+    return argument(model_options(run))
+
+
+def only_target(*given: str | None) -> str | None:
+    """Return the model that was given in one of several ways; None: in no way."""
+    found = [target for target in given if target]
+    if len(found) > 1:
+        raise click.UsageError(f"give one model, not {' and '.join(found)}")
+    return found[0] if found else None
+
+
+def require_target(*given: str | None) -> str:
+    """Return the model that was given in one of several ways."""
+    found = only_target(*given)
+    if found is None:
+        raise click.UsageError(
+            "no model; give a GGUF file, a shipped model's name, or -hf OWNER/REPO"
+        )
+    return found
+
+
+def local_path(target: str | Path) -> Path:
+    """Return the path of a model; one on a hub is downloaded first, with a bar on a terminal."""
+    with ui.Bars() as bars:
+
+        def say(line: str) -> None:
+            bars.clear()
+            ui.note(line)
+
+        return resolve_target(target, bars, say)
+
+
+def warn_beyond_training(engine: Engine, n_prompt: int) -> None:
+    """Warn, before the work begins, of a prompt longer than the model's training length."""
+    n_trained = engine.hparams.n_ctx_train
+    if n_trained < n_prompt <= engine.n_ctx:
+        ui.note(f"warning: {n_prompt} positions; the model was trained on only {n_trained}")
+
+
+def open_header(target: str | Path, device: str | None = None) -> ModelFile:
+    """Open a model by name or path without loading its weights.
+
+    device: the drivers of this device, or of a list, are opened meanwhile.
+    """
+    from ..arch import open_model
+
+    path = local_path(target)
+    if device and path.is_file():
+        with suppress(MoegraphError):  # whoever opens the device will say what is wrong
+            from ..ggml.device import wake
+
+            for one in device.split(","):
+                wake(one)
+    return open_model(path)
+
+
+def open_any(target: str | Path) -> GgufFile:
+    """Open a GGUF file of any architecture by name or path, without loading its weights."""
+    from ..gguf import open_gguf
+
+    return open_gguf(local_path(target))
+
+
+def load_engine(
+    target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None,
+    warned: set[str] | None = None, is_chosen: bool = True, text: bool = False,
+    quiet: bool = False,
+) -> Engine:  # fmt: skip
+    """Load a model by name or path, or take over a file that open_header opened.
+
+    Shows a progress bar on a terminal. routing: a trace that replaces the router's choice, for
+    benchmarks. warned: warnings that were printed before, to which this adds. is_chosen: whether
+    the user chose the settings, and not the program. text: whether the tokenizer will be needed.
+    quiet: print warnings only, not what the engine has to say.
+    """
+    with ui.Bars() as bars:
+        ids = None if routing is None else routing.ids.astype("int32")
+        model = open_header(target) if isinstance(target, (str, Path)) else target
+        tokenizer = open_soon(model) if text and has_vocabulary(model) else None
+        from ..engine import Engine  # a tenth of a second, in which the tokenizer goes on
+
+        engine = Engine(model, config, bars, ids, tokenizer)
+    idle = [*_idle_settings(engine), *idle_drafts(engine.config)] if is_chosen else []
+    warnings = [*engine.file.warnings, *engine.warnings, *idle]
+    warn_once(warnings, set() if warned is None else warned)
+    if not quiet:
+        show_messages(engine)
+    return engine
+
+
+def warn_once(warnings: Iterable[str], warned: set[str]) -> None:
+    """Print the warnings that were not printed before, and add them to `warned`."""
+    for warning in dict.fromkeys(warnings):
+        if warning not in warned:
+            ui.note(f"warning: {warning}")
+            warned.add(warning)
+
+
+def _idle_settings(engine: Engine) -> list[str]:
+    """Return a line about settings that the user changed and that have no effect, if any."""
+    if not engine.plan.all_resident:
+        return []
+    idle = [
+        s.flags[-1]
+        for s in engine_settings()
+        if s.name in _FOR_MISSES and getattr(engine.config, s.name) not in (s.default, "none")
+    ]
+    if not idle:
+        return []
+    have = "have no effect" if len(idle) > 1 else "has no effect"
+    return [f"{', '.join(idle)} {have}: all experts fit on {engine.device_name}"]
+
+
+def idle_drafts(config: EngineConfig) -> list[str]:
+    """Return a line about settings of drafts that have no effect beside --spec, if any."""
+    idle = [
+        s.flags[-1]
+        for s in engine_settings()
+        if s.group == DRAFT_GROUP and s.name != "spec" and getattr(config, s.name) != s.default
+    ]
+    why = "nothing drafts; choose what does with --spec"
+    if config.spec != "off":
+        idle = ["--draft"] if config.draft and config.spec in ("mtp", "lookup") else []
+        why = f"--spec {config.spec} needs no file"
+    have = "have no effect" if len(idle) > 1 else "has no effect"
+    return [f"{', '.join(idle)} {have}: {why}"] if idle else []
+
+
+def show_messages(engine: Engine) -> None:
+    """Print what the engine has to say, such as that the cache was bypassed."""
+    for line in engine.drain_messages():
+        ui.note(f"note: {line}")
+
+
+def save_profile(engine: Engine) -> dict[str, Any] | None:
+    """Add the experts that the run chose to its routing profile, if any; a failure only warns.
+
+    Return the value of `profile` in --json.
+    """
+    kept = engine.save_profile()
+    if kept is None:
+        return None
+    if kept.warning:
+        ui.note(f"warning: {kept.warning}")
+    return kept.report()
+
+
+@contextmanager
+def saving_profile(engine: Engine) -> Iterator[None]:
+    """Save the routing profile at the end, also after Ctrl-C or a refused request."""
+    try:
+        yield
+    except (Cancelled, KeyboardInterrupt, RequestError):
+        save_profile(engine)
+        raise
+    save_profile(engine)
+
+
+def check_text(model: ModelFile, text: str, config: EngineConfig) -> None:
+    """Refuse a prompt that cannot work, before the weights are loaded."""
+    require_vocabulary(model)
+    n_ctx = config.ctx_within(model.hparams.n_ctx_train)
+    # No token is shorter than a byte, so most prompts pass without the tokenizer.
+    if len(text.encode(errors="replace")) + _MAX_ADDED > n_ctx:
+        with Tokenizer(model) as tokenizer:
+            room_after(len(tokenizer.encode(text)), n_ctx)
+
+
+def has_vocabulary(model: ModelFile) -> bool:
+    """Return whether the model file carries a tokenizer."""
+    return model.kv.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+
+
+def require_vocabulary(model: ModelFile) -> None:
+    """Refuse text for a model that knows only token ids."""
+    if not has_vocabulary(model):
+        raise ModelFileError(
+            f"{model.path}: the file has no vocabulary, so it cannot read or write text; "
+            "give token ids: moegraph run TARGET PROMPT_IDS N_GEN OUT_IDS"
+        )
+
+
+def end_token_bans(engine: Engine) -> dict[int, float]:
+    """Return the logit biases that --ignore-eos stands for."""
+    if not has_vocabulary(engine.file):
+        return {}
+    return dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))
+
+
+@click.command()
+@click.argument("name", metavar="OWNER/REPO[:QUANT]")
+def pull(name: str) -> None:
+    """Download a GGUF model of Hugging Face into the cache, and print the path of its file.
+
+    QUANT is a quantization such as Q8_0 (default: Q4_K_M), or the name of a file. Commands take
+    the model as -hf OWNER/REPO[:QUANT], or hf:OWNER/REPO[:QUANT] in place of TARGET, and download
+    it themselves if the cache lacks it; only pull looks for a newer one. A download that was cut
+    goes on where it stopped. Files that are there already are read and compared with their
+    checksums.
+
+    Environment: HF_TOKEN for private and restricted models, HF_ENDPOINT for another hub,
+    HF_HUB_CACHE for the folder, HF_HUB_OFFLINE=1 to use only what is there. Needs the package
+    huggingface_hub, which the extra `server` brings.
+
+    \b
+    Examples:
+      moegraph pull unsloth/Qwen3.6-35B-A3B-GGUF
+      moegraph pull unsloth/Qwen3.6-35B-A3B-GGUF:UD-Q4_K_XL
+      moegraph run -hf unsloth/Qwen3.6-35B-A3B-GGUF -p "def fibonacci(n):"
+    """
+    from ..gguf.hub import download
+
+    with ui.Bars() as bars:
+
+        def say(line: str) -> None:
+            bars.clear()
+            ui.note(line)
+
+        path = download(parse_hub_name(name), bars, say, verify=True)
+    click.echo(path)

@@ -1,0 +1,189 @@
+"""Predicted speed: for which machine, of decode, and of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..config import CPU_ROWS
+from ..units import format_bytes
+from . import ui
+
+if TYPE_CHECKING:
+    from ..experts.cost import Machine
+    from ..experts.policy import Policy
+    from ..ggml.nvml import Card
+    from ..placement.profile import Profile
+    from ..placement.prompttime import PromptEstimate
+    from ..placement.simulate import Simulation
+    from ..placement.trace import Trace
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """What speeds are predicted for: a machine that was named, or else this one's card, if any."""
+
+    named: Machine | None
+    card: Card | None
+
+    @classmethod
+    def of(cls, asked: str) -> Assumption:
+        """Return what --machine asks for; `auto` takes the card that the engine would."""
+        from ..experts.machines import find_machine
+        from ..ggml.nvml import gpu_card
+
+        if asked != AUTO:
+            return cls(find_machine(asked), None)
+        return cls(None, gpu_card())
+
+    def machine(self, cards: Sequence[int]) -> Machine:
+        """Return the machine for a budget: the bytes of one card, or of several.
+
+        Unless one was named, it is this machine's if its card has so much memory, or else one with
+        a usual card of that size; of several cards, the smallest decides.
+        """
+        from ..experts.machines import CARD_SHARE, usual_card
+
+        if self.named:
+            return self.named
+        if self.card and max(cards) * CARD_SHARE <= self.card.n_bytes:
+            return _machine(self.card)
+        return usual_card(min(cards))
+
+    def whatever_size(self) -> Machine:
+        """Return the machine for cards of any size: this one's, or `desktop` if it has no card."""
+        from ..experts.machines import MACHINES
+
+        if self.named:
+            return self.named
+        return _machine(self.card) if self.card else MACHINES["desktop"]
+
+
+def _machine(card: Card) -> Machine:
+    """Return the times of a card of this machine: measured for its kind, or computed."""
+    from ..experts.machines import MACHINES, card_machine
+
+    if card.name.startswith("NVIDIA H200"):  # a GH200 has another host
+        return MACHINES["h200"]
+    about = (
+        f"this machine's card: {format_bytes(card.n_bytes)} with {card.memory_rate / 1e9:.0f} "
+        f"GB/s, {card.link}; computed, with DDR5 assumed"
+    )
+    return card_machine(card.name, about, card.memory_rate, card.link_rate, card.arithmetic)
+
+
+def assumed_text(machines: Sequence[Machine]) -> str:
+    """Return in a line for which machines the speeds of budgets are predicted."""
+    if len({machine.name for machine in machines}) == 1:
+        return machines[0].title
+    return "by size, the one in the last column; all but h200 are computed from data sheets"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one expert of each layer, [n_layer] or empty, and a machine's times for them.
+
+    machine: None if its times do not hold for experts of this size; `why` then says so.
+    """
+
+    slot_bytes: tuple[int, ...]
+    machine: Machine | None
+    why: str = ""
+
+
+def find_sizes(machine: Machine, trace: Trace, slot_bytes: tuple[int, ...]) -> Sizes:
+    """Return the sizes, and the machine's times if they hold for experts of such a size."""
+    if not slot_bytes:
+        why = "the trace does not say how large an expert is; give --model or --expert-size"
+        return Sizes((), None, why)
+    mean = sum(slot_bytes) // len(slot_bytes)
+    scaled = machine.scaled(trace.shape.n_layer, mean)
+    if scaled is None:
+        why = (
+            f"experts of {format_bytes(mean)} differ too much from those of machine "
+            f"{machine.name}, {format_bytes(machine.expert_bytes)}"
+        )
+        return Sizes(slot_bytes, None, why)
+    return Sizes(slot_bytes, scaled)
+
+
+def prompts_of(
+    trace: Trace, n_slots: Sequence[int], policy: Policy, sizes: Sizes, profile: Profile | None,
+    profile_class: str | None, n_ubatch: int = CPU_ROWS,
+) -> list[PromptEstimate]:  # fmt: skip
+    """Return what prompts of some lengths take if slots are filled as at the start."""
+    from ..placement.prompttime import PROMPT_LENGTHS, estimate_prompt
+    from ..placement.simulate import warm_cache
+
+    if not sizes.slot_bytes:
+        return []
+    cache = warm_cache(trace, n_slots, policy, profile, profile_class)
+    resident = cache.tables[:, : trace.shape.n_expert] >= 0
+    return [
+        estimate_prompt(trace, resident, n, sizes.slot_bytes, sizes.machine, n_ubatch)
+        for n in PROMPT_LENGTHS
+    ]
+
+
+def prompt_header() -> list[str]:
+    """Return the columns of `prompt_cells`."""
+    from ..placement.prompttime import PROMPT_LENGTHS
+
+    return [f"{n:,} tokens, s" for n in PROMPT_LENGTHS]
+
+
+def prompt_cells(prompts: Sequence[PromptEstimate]) -> list[str]:
+    """Return the seconds of prompts as text."""
+    return [ui.NONE if p.seconds is None else f"{p.seconds:.2f}" for p in prompts]
+
+
+def prompt_fields(prompt: PromptEstimate) -> dict[str, Any]:
+    """Return the JSON fields of a prompt; unknown times are null."""
+    speed = prompt.tokens_per_s
+    return {
+        "n_tokens": prompt.n_tokens, "n_sweeps": prompt.n_sweeps, "sent_bytes": prompt.sent_bytes,
+        "link_s": None if prompt.link_s is None else round(prompt.link_s, 6),
+        "seconds": None if prompt.seconds is None else round(prompt.seconds, 6),
+        "tokens_per_s": None if speed is None else round(speed, 2),
+    }  # fmt: skip
+
+
+def trace_fields(trace: Trace) -> dict[str, Any]:
+    """Return the JSON fields that identify and describe a trace."""
+    from ..placement.tracestats import trace_stats
+
+    stats = trace_stats(trace)
+    n_layer, n_expert, n_expert_used = trace.shape.sizes
+    return {
+        "sha256": trace.sha256, "source": trace.source, "n_tokens": trace.n_tokens,
+        "n_prompt": trace.n_prompt, "n_layer": n_layer, "n_expert": n_expert,
+        "n_expert_used": n_expert_used, "overlap": round(stats.overlap, 4),
+        "entropy": round(stats.entropy, 4),
+        "lru_hit_rate_by_quarter": [round(rate, 4) for rate in stats.lru],
+        "slot_bytes_by_layer": list(trace.slot_bytes) or None,
+    }  # fmt: skip
+
+
+def simulation_fields(
+    found: Simulation, has_times: bool = True, has_bytes: bool = True
+) -> dict[str, Any]:
+    """Return the JSON fields of a replay; unknown times and bytes are null."""
+    stats = found.stats
+    return {
+        "n_tokens": found.n_tokens,
+        "hits": int(stats.hits.sum()), "misses": int(stats.misses.sum()),
+        "hit_rate": round(found.hit_rate, 5),
+        "hit_rate_by_layer": [round(rate, 4) for rate in stats.hit_rates],
+        "missing_per_token": round(stats.missing_per_step, 4),
+        "missing_per_token_by_quarter": [round(n, 3) for n in found.quarters()],
+        "admitted": int(stats.admitted.sum()), "evicted": int(stats.evicted.sum()),
+        "declined": int(stats.declined.sum()),
+        "uploaded_bytes_per_token": round(found.bytes_per_token) if has_bytes else None,
+        "n_streamed": found.n_streamed, "n_cpu_experts": found.n_cpu,
+        "n_promoted": found.n_promoted,
+        "token_us": round(1e6 * float(found.step_s.mean()), 2) if has_times else None,
+        "decode_tps": round(found.tokens_per_s, 2) if has_times else None,
+    }  # fmt: skip
