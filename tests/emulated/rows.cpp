@@ -8,6 +8,7 @@
 
 EMULATED_SHARED(char4, moegraph_rows_smem);
 EMULATED_SHARED(char4, moegraph_wide_smem);
+EMULATED_SHARED(float4, moegraph_f32_smem);
 EMULATED_SHARED(int, counts);
 
 // Of the sum of the products' absolute values.
@@ -243,8 +244,56 @@ static void check_apart(const product_case & c) {
     report("apart " + c.str(), wrong);
 }
 
+// Float weights: the product, and each row has the bits that it has alone.
+static void check_f32(const int m, const int k, const int n) {
+    tensors t;
+    const floats rows = normal((size_t) m*k, 0.7f), values = normal((size_t) k*n, 0.7f);
+    ggml_tensor * w = t.leaf(GGML_TYPE_F32, { k, m }, rows.data());
+    std::string wrong;
+    const auto run = [&](const int first, const int n) {
+        ggml_tensor * x   = t.leaf(GGML_TYPE_F32, { k, n }, values.data() + (size_t) first*k);
+        ggml_tensor * out = t.place(ggml_mul_mat(t.ctx, w, x));
+        ggml_cgraph * graph = ggml_new_graph_custom(t.ctx, 16, false);
+        ggml_build_forward_expand(graph, out);
+        moegraph_keep_rows_apart(graph);
+        ggml_backend_cuda_context cuda;
+        if (!moegraph_rows_f32_supported(out)) {
+            wrong = "is not supported";
+            return floats((size_t) m*n);
+        }
+        moegraph_rows_f32_mul_mat(cuda, out);
+        const float * got = (const float *) out->data;
+        return floats(got, got + (size_t) m*n);
+    };
+    const floats together = run(0, n);
+    for (int r = 0; r < n && wrong.empty(); ++r) {
+        const std::vector<double> xr(values.begin() + (size_t) r*k, values.begin() + (size_t) (r + 1)*k);
+        for (int i = 0; i < m && wrong.empty(); ++i) {
+            const exact want = product(&rows[(size_t) i*k], xr.data(), k);
+            if (!(std::fabs(together[(size_t) r*m + i] - want.value) <= MAX_ERROR*want.size)) {
+                wrong = "row " + std::to_string(r) + " element " + std::to_string(i);
+            }
+        }
+    }
+    for (const int r : { 0, 1, n/2, n - 1 }) {
+        if (wrong.empty() && memcmp(run(r, 1).data(), together.data() + (size_t) r*m, m*sizeof(float)) != 0) {
+            wrong = "row " + std::to_string(r) + " has other bits alone";
+        }
+    }
+    report("f32 m=" + std::to_string(m) + " k=" + std::to_string(k) + " n=" + std::to_string(n), wrong);
+}
+
 int main() {
     int i = 0;
+    emulated::shared_limit = 99*1024; // a kernel keeps the limit of its first launch
+    for (emulated::order = 0; emulated::order < 3; ++emulated::order) {
+        emulated::early_copies = emulated::order == 2;
+        check_f32(33, 2048, 3);
+        check_f32(20, 1536, 40);
+        check_f32(250, 1028, 130); // tiles that are full and tiles that are not, of weight rows, activation rows and values
+        check_f32(300, 2560, 100);
+    }
+    emulated::early_copies = false;
     for (const ggml_type type : { GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K }) {
         const auto next = [&] {
             emulated::order        = ++i % 3;
