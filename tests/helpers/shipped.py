@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "train_drafters"))
+sys.path.insert(0, str(ROOT / "scripts" / "training"))
 
 from merge_mtp import merge
 

@@ -1,10 +1,10 @@
 """Train the small model from scratch on one GPU within a wall-clock budget.
 
-    python train.py CORPUS_DIR OUT_DIR [--seconds 480] [--graph] [--balance-weight 0.002]
-    python train.py CORPUS_DIR OUT_DIR --init CHECKPOINT [--peak-rate 0.0015]
+    python train_tiny.py CORPUS_DIR OUT_DIR [--seconds 480] [--graph] [--balance-weight 0.002]
+    python train_tiny.py CORPUS_DIR OUT_DIR --init CHECKPOINT [--peak-rate 0.0015]
 
-Reads train.u16 and heldout.u16 of bpe.py. Writes OUT_DIR/checkpoint.safetensors (matrices in
-bfloat16, vectors in float32) and OUT_DIR/metrics.json.
+Reads train.u16 and heldout.u16 of tokenize_text.py. Writes OUT_DIR/checkpoint.safetensors (matrices
+in bfloat16, vectors in float32) and OUT_DIR/metrics.json.
 """
 
 from __future__ import annotations

@@ -42,10 +42,9 @@ def tiled_order() -> np.ndarray:
     return (head % SSM_N_GROUP) * repeat + head // SSM_N_GROUP
 
 
-def reorder_heads(x: np.ndarray, entry: Entry, inverse: bool) -> np.ndarray:
-    """Return x with its value heads in tiled order, or back in grouped order."""
-    order = np.argsort(tiled_order()) if inverse else tiled_order()
-    rows = (order[:, None] * entry.v_dim + np.arange(entry.v_dim)).ravel() + entry.v_offset
+def reorder_heads(x: np.ndarray, entry: Entry) -> np.ndarray:
+    """Return x with its value heads in tiled order."""
+    rows = (tiled_order()[:, None] * entry.v_dim + np.arange(entry.v_dim)).ravel() + entry.v_offset
     index = np.concatenate([np.arange(entry.v_offset), rows])
     return np.take(x, index, axis=entry.v_axis)
 
@@ -58,25 +57,11 @@ def to_gguf(entry: Entry, param: np.ndarray) -> np.ndarray:
     if entry.squeeze:
         x = x.squeeze(1) if x.ndim == 3 else x.squeeze(0)
     if entry.v_axis is not None:
-        x = reorder_heads(x, entry, inverse=False)
+        x = reorder_heads(x, entry)
     if entry.kind == NORM:
         x = x + 1.0
     elif entry.kind == DECAY:
         x = -np.exp(x)
-    return np.ascontiguousarray(x, np.float32)
-
-
-def from_gguf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
-    """Return the transformers parameter (one half of it where part is set); undoes to_gguf."""
-    x = tensor.astype(np.float32)
-    if entry.kind == NORM:
-        x = x - 1.0
-    elif entry.kind == DECAY:
-        x = np.log(-x)
-    if entry.v_axis is not None:
-        x = reorder_heads(x, entry, inverse=True)
-    if entry.squeeze:
-        x = x[:, None, :] if x.ndim == 2 else x[None, :]
     return np.ascontiguousarray(x, np.float32)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import lzma
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +31,6 @@ class Recipe:
     weight_decay: float = 0.05
     clip: float = 1.0
 
-    def halved(self) -> Recipe:
-        """Return a recipe with half the batch, for a device that is slow or short of memory."""
-        return replace(self, batch=max(2, self.batch // 2), long_batch=max(1, self.long_batch // 2))
-
     def shrunk(self, by: int) -> Recipe:
         """Return a recipe for dry runs: smaller batches, shorter sequences."""
         return Recipe(
@@ -61,10 +56,6 @@ class Text:
         device = self.tokens.device
         starts = torch.randint(self.tokens.numel() - length, (batch, 1), device=device)
         return self.tokens[starts + torch.arange(length, device=device)].long()
-
-    def extend(self, tokens: Tensor) -> None:
-        """Add tokens to the corpus."""
-        self.tokens = torch.cat([self.tokens, tokens])
 
     def generate(self, target: Target) -> None:
         """Add one batch of the model's own continuations, half of them greedy."""
@@ -92,6 +83,5 @@ class Text:
 
 
 def read_tokens(path: Path, device: str) -> Tensor:
-    """Return the ids of a file of encode_text.py, int32."""
-    ids = np.frombuffer(lzma.decompress(path.read_bytes()), "<u2").astype("<i4")
-    return torch.from_numpy(ids).to(device)
+    """Return the ids of a file of tokenize_text.py, int32."""
+    return torch.from_numpy(np.fromfile(path, "<u2").astype("<i4")).to(device)

@@ -2,7 +2,7 @@
 
     python train_drafters.py MODEL.gguf CORPUS_DIR OUT_DIR [--seconds 300] [--generate 0.15]
 
-Reads train.u16.xz and heldout.u16.xz of encode_text.py. First the model itself continues text of
+Reads train.u16 and heldout.u16 of tokenize_text.py. First the model itself continues text of
 the corpus, because drafters meet its own text, not ours. Then every step runs the model over a
 batch and trains both drafters on the same features, against the model's own distributions. Writes
 OUT_DIR/mtp.safetensors, OUT_DIR/dflash.safetensors (float16) and OUT_DIR/metrics.json.
@@ -14,21 +14,16 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from draft_losses import dflash_loss, mtp_loss
 from draft_rates import evaluate
-from drafters import BlockShape, Dflash, Mtp, Named, n_parameters, shape_name
+from drafters import BlockShape, Dflash, Mtp, Named, dflash_loss, mtp_loss, n_parameters, shape_name
 from safetensors.torch import load_file, save_file
 from target import Target
 from torch import Tensor
 from training_text import Recipe, Text, read_tokens
-
-TIMED_STEPS = range(8, 16)
 
 
 class Trainee:
@@ -80,8 +75,8 @@ class Run:
         torch.manual_seed(args.seed)
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         self.target = Target(args.model, args.device, dtype)
-        self.text = Text(read_tokens(args.corpus / "train.u16.xz", args.device), self.recipe)
-        self.held_out = read_tokens(args.corpus / "heldout.u16.xz", args.device)
+        self.text = Text(read_tokens(args.corpus / "train.u16", args.device), self.recipe)
+        self.held_out = read_tokens(args.corpus / "heldout.u16", args.device)
         self.mtp = Mtp(self.target).to(args.device)
         shape = BlockShape(tuple(args.taps), block_size=args.block)
         self.dflash = Dflash(self.target, shape, args.mask_id).to(args.device)
@@ -94,7 +89,6 @@ class Run:
                 trainee.load(args.init / f"{name}.safetensors")
         self.log: list[dict[str, float]] = []
         self.n_step = 0
-        self.parts: dict[str, float] = {}
 
     def elapsed(self) -> float:
         """Return the seconds since the run was made."""
@@ -118,70 +112,31 @@ class Run:
             self.synchronize()
             self.say(own_tokens=self.text.own.numel())
 
-    def read_more(self) -> None:
-        """Add the tokens of --more to the corpus once that file is there."""
-        if self.args.more and self.args.more.exists():
-            self.text.extend(read_tokens(self.args.more, self.args.device))
-            self.args.more = None
-            self.say(corpus_tokens=self.text.tokens.numel())
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add up the time of a part of the steps TIMED_STEPS."""
-        if self.n_step not in TIMED_STEPS:
-            yield
-            return
-        self.synchronize()
-        start = time.time()
-        yield
-        self.synchronize()
-        self.parts[name] = self.parts.get(name, 0.0) + 1e3 * (time.time() - start)
-
     def step(self, progress: float) -> tuple[Tensor, Tensor]:
         """Take one step with both drafters; return their losses."""
         ids = self.text.batch(self.n_step, self.recipe)
-        with self.timed("target_ms"), torch.no_grad():
+        with torch.no_grad():
             features = self.target.features(ids)
             logits = self.target.logits(features.hidden)
-        with self.timed("mtp_ms"):
-            first = mtp_loss(self.mtp, self.target, ids, features.hidden, logits)
-            self.trainees["mtp"].step(first, self.n_step, progress)
-        with self.timed("dflash_ms"):
-            n_anchor = max(1, self.recipe.n_anchor * ids.shape[1] // self.recipe.time)
-            second = dflash_loss(self.dflash, self.target, ids, features, logits, n_anchor)
-            self.trainees["dflash"].step(second, self.n_step, progress)
+        first = mtp_loss(self.mtp, self.target, ids, features.hidden, logits)
+        self.trainees["mtp"].step(first, self.n_step, progress)
+        n_anchor = max(1, self.recipe.n_anchor * ids.shape[1] // self.recipe.time)
+        second = dflash_loss(self.dflash, self.target, ids, features, logits, n_anchor)
+        self.trainees["dflash"].step(second, self.n_step, progress)
         self.n_step += 1
         return first.detach(), second.detach()
-
-    def adapt(self) -> None:
-        """After the timed steps: say how long their parts took, halve a batch that is too slow."""
-        if self.n_step != TIMED_STEPS[-1] + 1:
-            return
-        mean = {k: round(v / len(TIMED_STEPS), 1) for k, v in self.parts.items()}
-        self.say(**mean)
-        if sum(mean.values()) > self.args.slow_ms:
-            self.recipe = self.recipe.halved()
-            self.say(batch=self.recipe.batch)
 
     def train(self, until: float) -> None:
         """Train until the given second, with a checkpoint every minute."""
         start = self.elapsed()
         said = saved = start
         while (now := self.elapsed()) < until and self.n_step < self.args.max_steps:
-            try:
-                losses = self.step((now - start) / (until - start))
-            except torch.OutOfMemoryError:
-                self.recipe = self.recipe.halved()
-                torch.cuda.empty_cache()
-                self.say(out_of_memory=1, batch=self.recipe.batch)
-                continue
-            self.adapt()
+            losses = self.step((now - start) / (until - start))
             if self.n_step % 4 == 0:
                 self.synchronize()  # the schedule follows the clock, so wait for the device
             if now - said > self.args.log_seconds or self.n_step == 1:
                 said = now
                 self.say_losses(*losses)
-                self.read_more()
             if now - saved > 60:
                 saved = now
                 self.save()
@@ -224,8 +179,6 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=300.0, help="all but the evaluation")
     parser.add_argument("--generate", type=float, default=0.15, help="share spent on its own text")
-    parser.add_argument("--more", type=Path, help="tokens to add once this file is there")
-    parser.add_argument("--slow-ms", type=float, default=160.0, help="step that halves the batch")
     parser.add_argument("--init", type=Path, help="continue from the drafters in this folder")
     parser.add_argument("--taps", type=int, nargs="+", default=[1, 3, 5, 6])
     parser.add_argument("--block", type=int, default=BlockShape.block_size)
@@ -240,7 +193,6 @@ def main() -> None:
     run = Run(args)
     run.say(ready=1)
     run.generate(args.generate * args.seconds)
-    run.read_more()
     run.train(args.seconds)
     run.save()
     run.report()

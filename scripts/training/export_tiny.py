@@ -1,9 +1,9 @@
 """Write the trained model as GGUF, quantized by ggml's own functions.
 
-    python export.py CHECKPOINT TOKENIZER OUT.gguf --ggml LIBGGML_BASE
+    python export_tiny.py CHECKPOINT TOKENIZER OUT.gguf --ggml LIBGGML_BASE
 
-CHECKPOINT is train.py's checkpoint.safetensors, TOKENIZER bpe.py's tokenizer.json and
-LIBGGML_BASE a libggml-base shared library, whose ggml_quantize_chunk does the quantization.
+CHECKPOINT is train_tiny.py's checkpoint.safetensors, TOKENIZER tokenize_text.py's tokenizer.json,
+and LIBGGML_BASE a libggml-base shared library, whose ggml_quantize_chunk does the quantization.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import shape
 from gguf import GGMLQuantizationType as Type
 from mapping import Entry, entries, to_gguf
+from merge_mtp import finish
 from safetensors import safe_open
 
 # Types vary by layer, as in dynamically quantized files: the first and last layers and the
@@ -136,7 +137,7 @@ def add_general(writer: gguf.GGUFWriter) -> None:
     writer.add_name("moegraph tiny")
     writer.add_description(
         "A small Mixture-of-Experts model of Python source, trained from scratch for tests and"
-        " demonstrations; see scripts/train_tiny of moegraph."
+        " demonstrations; see scripts/training of moegraph."
     )
     writer.add_license("MIT")
     writer.add_string(
@@ -160,10 +161,7 @@ def write_model(checkpoint: Path, tokenizer: Path, out: Path, quantize: Quantize
             add_weight(writer, entry, state.get_tensor(entry.param).float().numpy(), quantize)
     if unused:
         raise SystemExit(f"parameters without a tensor: {sorted(unused)}")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, out)
 
 
 def add_weight(
@@ -186,7 +184,6 @@ def main() -> None:
     parser.add_argument("--ggml", type=Path, required=True)
     args = parser.parse_args()
     write_model(args.checkpoint, args.tokenizer, args.out, Quantizer(args.ggml))
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

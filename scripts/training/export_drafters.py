@@ -17,10 +17,10 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
-from gguf_parts import ARCH, copy_fields, finish, value
+from merge_mtp import ARCH, copy_fields, finish, value
 from safetensors.numpy import load_file
 
-DESCRIPTION = "trained on the model's own features and text; see scripts/train_drafters of moegraph"
+DESCRIPTION = "trained on the model's own features and text; see scripts/training of moegraph"
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, x: np.ndarray) -> None:
