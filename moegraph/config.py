@@ -199,15 +199,6 @@ class EngineConfig:
         choices=("auto", "cpu", "stream"),
         group="Expert",
     )
-    prefetch: str = _setting(
-        "choice",
-        "auto",
-        ("--prefetch",),
-        "auto: upload experts that the next layer will probably choose, if a trial during decode "
-        "shows that this is faster. Not used if graphs fetch missing experts.",
-        choices=("auto", "off"),
-        group="Expert",
-    )
     host_pin: str = _setting(
         "choice",
         "auto",
@@ -224,8 +215,8 @@ class EngineConfig:
         ("--deterministic",),
         "Base no decision on timing, and on CUDA give each row the bits that it has alone with all "
         "experts on the GPU: then a text depends neither on drafts, nor on other requests, nor on "
-        "what is cached. With --miss auto the device computes all missing experts, nothing is "
-        "prefetched, and the cache is never bypassed. Slower.",
+        "what is cached. With --miss auto the device computes all missing experts, "
+        "and the cache is never bypassed. Slower.",
     )
     n_seq: int = _setting(
         "int",

@@ -11,8 +11,6 @@ MAX_CPU_ROWS = 32
 # Rows of a pass whose graphs can fetch missing experts, and the ids that they then look up:
 # MOEGRAPH_FETCH_IDS (moegraph.h).
 MAX_FETCH_ROWS, MAX_FETCH_IDS = 32, 256
-# Rows of a pass whose graphs can predict the choice of the next layer.
-_MAX_PREDICT_ROWS = 1
 # A longer piece of a prompt would evict much of what a layer holds.
 SHORT_PROMPT = 32
 # Tokens of a sequence that drafters need not have computed yet, at most: then one graph computes
@@ -36,14 +34,12 @@ class MissRules(NamedTuple):
     """What a pass may do about missing experts; `rules_of` decides it once for each pass.
 
     admits: give them slots; otherwise they only pass through staging. fetches: its graphs may fetch
-    them. on_cpu: the CPU may compute them. predicts: its graphs may predict the choice of the next
-    layer, and the host may prefetch from it.
+    them. on_cpu: the CPU may compute them.
     """
 
     admits: bool
     fetches: bool
     on_cpu: bool
-    predicts: bool
 
 
 class SweepStep(NamedTuple):
@@ -59,11 +55,11 @@ class SweepStep(NamedTuple):
     n_kv: int = 0
 
 
-_ALL = MissRules(admits=True, fetches=True, on_cpu=True, predicts=True)
+_ALL = MissRules(admits=True, fetches=True, on_cpu=True)
 _RULES = {
-    Kind.PREFILL: MissRules(admits=False, fetches=False, on_cpu=False, predicts=False),
+    Kind.PREFILL: MissRules(admits=False, fetches=False, on_cpu=False),
     Kind.DECODE: _ALL,
-    Kind.VERIFY: MissRules(admits=True, fetches=True, on_cpu=True, predicts=False),
+    Kind.VERIFY: _ALL,
 }
 
 
@@ -79,5 +75,4 @@ def rules_of(kind: Kind, n_tokens: int) -> MissRules:
         admits=rules.admits,
         fetches=rules.fetches and n_tokens <= MAX_FETCH_ROWS,
         on_cpu=rules.on_cpu and n_tokens <= MAX_CPU_ROWS,
-        predicts=rules.predicts and n_tokens <= _MAX_PREDICT_ROWS,
     )

@@ -115,7 +115,6 @@ EXPERTS_JSON = {
     "uploaded by the host or fetched by graphs",
     "n_cpu_experts": "experts that the CPU computed",
     "n_fetching_layers": "number of layers whose graphs fetch missing experts",
-    "prefetch": "`predicted`, `correct`, `fetched`: experts; null where nothing is predicted",
     "phases_us_per_pass": "host time by phase: `launch`, `wait`, `resolve`",
     "guard": "`bypassed`: whether the cache is bypassed, because that is faster; `n_probes`, "
     "`n_bypassed_tokens`",

@@ -19,8 +19,6 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-from moegraph.experts.prefetch import PrefetchController
-
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
 
@@ -142,13 +140,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = item.config.stash[MISSING].get(folder)
     if reason:
         pytest.skip(f"tests/{folder}: {reason}")
-
-
-@pytest.fixture
-def prefetch_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have experts fetched ahead from the first guess on, right or wrong."""
-    always = property(lambda _: True, lambda *_: None)
-    monkeypatch.setattr(PrefetchController, "enabled", always, raising=False)
 
 
 @pytest.fixture(scope="session")

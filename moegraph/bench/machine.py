@@ -54,7 +54,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
 
     config: gives device and threads; other settings are ignored.
     """
-    base: dict[str, Any] = {"n_ctx": _N_CTX, "profile": "none", "prefetch": "off"}
+    base: dict[str, Any] = {"n_ctx": _N_CTX, "profile": "none"}
     with load(_changed(config, base), None) as engine:
         model = engine.file
         hp, device = engine.hparams, engine.device

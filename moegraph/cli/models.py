@@ -30,7 +30,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 # Tokens that a tokenizer may add to a text: one at the beginning and one at the end.
 _MAX_ADDED = 2
 # Settings that have no effect if every expert is resident.
-_FOR_MISSES = ("profile", "profile_class", "policy", "miss", "prefetch", "host_pin")
+_FOR_MISSES = ("profile", "profile_class", "policy", "miss", "host_pin")
 
 
 class ModelTarget(click.ParamType[str]):

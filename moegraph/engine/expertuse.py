@@ -28,7 +28,7 @@ class ExpertUse:
             if part.misses:
                 found.append(part.misses.stats(phases))
             else:
-                found.append(ExpertStats(part.cache.stats, 0, 0, 0, None, phases))
+                found.append(ExpertStats(part.cache.stats, 0, 0, 0, phases))
         return ExpertStats.joined(found) if found else None
 
     def counts(self) -> npt.NDArray[np.int64] | None:

@@ -16,7 +16,6 @@ from ..config import EngineConfig
 from ..draft.drafter import Drafter
 from ..errors import ConfigError, NativeError, UnsupportedModel
 from ..events import Progress, Stopwatch
-from ..experts.prefetch import MAX_PREFETCH
 from ..ggml.device import Device
 from ..ggml.free_memory import host_memory
 from ..ggml.mapped import WatchedFiles
@@ -148,9 +147,7 @@ class _Loading:
                 "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
             )
         self._times.lap("plan")
-        may_prefetch = config.prefetch == "auto" and not config.deterministic and routing is None
-        n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
-        stages, sequences = self._open_stages(choice, n_prefetch_slots, progress)
+        stages, sequences = self._open_stages(choice, progress)
         if sources.draft:
             files.add(sources.draft.mappings())
         drafters = self._open_drafters(stages, config, sources)
@@ -212,7 +209,7 @@ class _Loading:
             limit_graphs(drafters, self.hparams, self.config, self.n_ctx)
 
     def _open_stages(
-        self, choice: Choice, n_prefetch_slots: int, progress: Progress | None
+        self, choice: Choice, progress: Progress | None
     ) -> tuple[list[Stage], Sequences]:
         """Open the stages in order of layers, and the sequences that they share."""
         config, stages = self.config, list[Stage]()
@@ -223,7 +220,7 @@ class _Loading:
                 self._own(
                     open_stage(
                         device, self.file, planned.layers, choice.plan.n_slots, config, self.n_ctx,
-                        n_prefetch_slots, progress, self._times, has_mtp, sequences,
+                        progress, self._times, has_mtp, sequences,
                     )
                 )
             )  # fmt: skip

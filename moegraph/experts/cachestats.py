@@ -73,8 +73,7 @@ class ExpertStats:
     n_bytes_to_device: expert bytes that crossed to the device, uploaded or fetched, including the
     first filling of the slots. n_cpu_experts: experts computed on the CPU, an expert of a layer
     counted once a pass. n_fetching: layers whose graphs fetch in passes of one row, at this time.
-    prefetch: experts predicted, predicted correctly and uploaded, since the model was loaded; None
-    if prefetching is off. phases_s: seconds of the host by phase: launch, wait, resolve. guard:
+    phases_s: seconds of the host by phase: launch, wait, resolve. guard:
     what the cache guard reports, since the model was loaded; None if no slot can change.
     """
 
@@ -82,7 +81,6 @@ class ExpertStats:
     n_bytes_to_device: int
     n_cpu_experts: int
     n_fetching: int
-    prefetch: dict[str, int] | None
     phases_s: dict[str, float]
     guard: dict[str, Any] | None = None
 
@@ -96,19 +94,17 @@ class ExpertStats:
             sum(part.n_bytes_to_device for part in parts),
             sum(part.n_cpu_experts for part in parts),
             sum(part.n_fetching for part in parts),
-            _sums([part.prefetch for part in parts]),
             {name: sum(part.phases_s[name] for part in parts) for name in parts[0].phases_s},
             _sums([part.guard for part in parts]),
         )
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
-        """Return what happened since earlier; `prefetch` and `guard` stay sums since loading."""
+        """Return what happened since earlier; `guard` stays since loading."""
         return ExpertStats(
             self.cache.since(earlier.cache),
             self.n_bytes_to_device - earlier.n_bytes_to_device,
             self.n_cpu_experts - earlier.n_cpu_experts,
             self.n_fetching,
-            self.prefetch,
             {name: s - earlier.phases_s[name] for name, s in self.phases_s.items()},
             self.guard,
         )
@@ -130,7 +126,6 @@ class ExpertStats:
             "uploaded_bytes_per_pass": round(self.n_bytes_to_device / n_passes),
             "n_cpu_experts": self.n_cpu_experts,
             "n_fetching_layers": self.n_fetching,
-            "prefetch": self.prefetch,
             "phases_us_per_pass": {
                 name: round(1e6 * s / n_passes, 2) for name, s in self.phases_s.items()
             },

@@ -16,14 +16,13 @@ class MissMode(NamedTuple):
 
     fetch_layers: layers whose graph fetches them. short_layers: those of them whose slots may not
     suffice, so that the host sees to the rest. admits: other missing experts may get slots. cpu:
-    the CPU may compute them. predicts: graphs predict the choice of the next layer.
+    the CPU may compute them.
     """
 
     fetch_layers: frozenset[int] = frozenset()
     short_layers: frozenset[int] = frozenset()
     admits: bool = False
     cpu: bool = False
-    predicts: bool = False
 
 
 # What the device must know of a layer from now on: il; its table I32 numpy [n_expert], expert ->
@@ -63,12 +62,10 @@ class LayerPlan:
     """What happens to the missing experts of a layer.
 
     admitted: to be uploaded into slots of the layer. staged: to be uploaded into staging. on_cpu:
-    for the CPU. promoted: those of them to be uploaded afterwards. prefetched: expert -> slot of
-    the prefetch bank, of experts that need no upload.
+    for the CPU. promoted: those of them to be uploaded afterwards.
     """
 
     admitted: Pairs
     staged: list[int]
     on_cpu: list[int]
     promoted: Pairs
-    prefetched: dict[int, int]

@@ -29,7 +29,6 @@ from .cost import MissWays
 from .fetchchoice import FetchChoice
 from .guard import CacheGuard, Counters
 from .passplan import FetchedLayer, LayerPlan, MissMode, Pairs, PassPlan, TableRow
-from .prefetch import MAX_PREFETCH, PrefetchController
 from .routing import RoutingCounts
 from .slots import LayerSlots, SavedSlots
 
@@ -61,7 +60,7 @@ class Residency:
 
     routing: how often each expert was chosen. split: how many missing experts the CPU computes.
     guard: bypasses the cache when moving experts takes longer than it saves; None if not guarded,
-    or if no slot can change. n_exchanged, n_kept, n_prefetched: experts, summed over all passes.
+    or if no slot can change. n_exchanged, n_kept: experts, summed over all passes.
     """
 
     def __init__(
@@ -70,15 +69,14 @@ class Residency:
         ways: MissWays,
         *,
         fetchable: Collection[int] = (),
-        n_prefetch_slots: int = 0,
         move_s: float | None = None,
         exchanges: bool = True,
     ) -> None:
         """Take over a cache whose slots are filled.
 
-        fetchable: layers whose graph could fetch, given slots. n_prefetch_slots: for prefetched
-        experts. move_s: seconds to upload one expert; None for no guard. exchanges: experts that
-        the policy prefers after a prompt get slots: as it is computed, or by an exchange after it.
+        fetchable: layers whose graph could fetch, given slots. move_s: seconds to upload one
+        expert; None for no guard. exchanges: experts that the policy prefers after a prompt get
+        slots: as it is computed, or by an exchange after it.
         """
         self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
@@ -93,13 +91,9 @@ class Residency:
         self.guard: CacheGuard | None = None
         if move_s is not None and cache.partial:
             self.guard = CacheGuard(partial(_counters, cache), move_s)
-        self._may_prefetch = n_prefetch_slots > 0 and not self._fetch_layers
-        n_predictable = sum(n < cache.n_expert for n in cache.n_slots[1:])
-        self.prefetcher = PrefetchController(n_predictable if n_prefetch_slots else 0)
-        self.n_exchanged = self.n_kept = self.n_prefetched = 0
+        self.n_exchanged = self.n_kept = 0
         self._exchanges = exchanges
         self._pass: PassPlan | None = None
-        self._is_trial = False  # the time of the pass counts for the prefetch trial
         self._is_stale = False  # a prompt changed the scores, and slots may not follow them yet
         self._is_prompt = False  # the pass under way, or the one that others came in between
         self._victim_layers = _NO_LAYERS  # of the pass: their graphs fetch
@@ -108,7 +102,6 @@ class Residency:
         self._n_narrower = 0  # passes in turn that needed fewer
         self._learning = 0, 0  # rows of the pass, misses before it
         self._promoted: list[tuple[int, int]] = []  # (layer, expert), loading
-        self._prefetched: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of the bank
 
     def miss_mode(self, kind: Kind, n_tokens: int) -> MissMode:
         """Return how a pass of this kind would deal with missing experts now."""
@@ -122,8 +115,6 @@ class Residency:
         what the prompt of one prefers is not what the others choose.
         """
         self._pass = None
-        self._prefetched = -1, {}
-        self.prefetcher.discard()
         # only passes of equal work can be compared
         is_single = kind is Kind.DECODE and n_tokens == 1
         is_back = self.guard is not None and self.guard.begin_pass(is_single)
@@ -141,7 +132,6 @@ class Residency:
         self._is_prompt = not rules.admits
         waits = bool(self._promoted)
         self._mark_promoted()
-        self._is_trial = self._may_prefetch and is_active and rules.predicts
         rows = self._changed_rows(mode.fetch_layers, n_tokens * self._n_used)
         plan = PassPlan(n_tokens, mode, exchanged, waits, rows)
         self._pass = plan
@@ -241,7 +231,7 @@ class Residency:
             return _NOTHING_FETCHED
         n_fetched, rest = layer.commit_fetched(missing, chosen), None
         if n_fetched < len(missing):
-            rest = LayerPlan([], missing[n_fetched:], [], [], {})
+            rest = LayerPlan([], missing[n_fetched:], [], [])
             del missing[n_fetched:]
         return FetchedLayer(missing, self._row(layer) if il in self._dirty else None, rest)
 
@@ -266,21 +256,6 @@ class Residency:
             self.routing.add_batch(il, ids)
         return self._layer_plan(plan, layer, missing, ids) if missing else None
 
-    def predicted(self, il: int, ids: npt.NDArray[np.int32]) -> Pairs:
-        """Return the experts of layer il to prefetch, and their slots; ids: its predicted choice.
-
-        Raises:
-            InternalError: the pass does not predict.
-        """
-        if self._pass is None or not self._pass.mode.predicts:
-            raise InternalError(f"layer {il}: a prediction that the pass did not plan")
-        layer = self._layers[il]
-        absent = [expert for expert in ids.tolist() if not layer.has_slot(expert)]
-        pairs = list(zip(self.prefetcher.predicted(il, absent), range(MAX_PREFETCH)))
-        self._prefetched = il, dict(pairs)
-        self.n_prefetched += len(pairs)
-        return pairs
-
     def end_pass(self, seconds: float) -> None:
         """Note that the results of the pass have arrived, and how long it took.
 
@@ -291,8 +266,6 @@ class Residency:
             raise InternalError("a pass ended that did not begin")
         self._pass = None
         self._is_stale = self._is_stale or self._is_prompt
-        if self._is_trial:
-            self.prefetcher.end_token(seconds)
         if self.guard:
             self.guard.end_pass(seconds)
 
@@ -301,7 +274,6 @@ class Residency:
         if self._pass and self._pass.exchanged:
             self._is_stale = True  # what was exchanged is lost
         self._promoted.clear()
-        self._prefetched = -1, {}
         self._learning = 0, 0
         self.cache.rollback()
         self._pass = None
@@ -321,29 +293,17 @@ class Residency:
         self.routing.counts, self._choice = deepcopy(saved.counts), deepcopy(saved.choice)
         return self.cache.restore(saved.cache)
 
-    def prefetch_report(self) -> dict[str, int] | None:
-        """Return how many experts were predicted, rightly predicted, prefetched; None if off."""
-        if not self._may_prefetch:
-            return None
-        return {
-            "predicted": self.prefetcher.n_predicted,
-            "correct": self.prefetcher.n_right,
-            "fetched": self.n_prefetched,
-        }
-
     @property
     def _is_active(self) -> bool:
         return self.guard is None or not self.guard.bypassed
 
     def _mode(self, rules: MissRules, n_tokens: int, is_active: bool) -> MissMode:
-        predicts = rules.predicts and self._may_prefetch and self.prefetcher.enabled
         fetches = rules.fetches and is_active and self._choice.fetches(n_tokens)
         return MissMode(
             self._fetch_layers if fetches else _NO_LAYERS,
             self._short(n_tokens * self._n_used) if fetches else _NO_LAYERS,
             rules.admits and is_active,
             rules.on_cpu and self._has_cpu and n_tokens >= self._cpu_from,
-            predicts and is_active,
         )
 
     def _short(self, n_ids: int) -> frozenset[int]:
@@ -388,17 +348,13 @@ class Residency:
         il, mode = layer.il, plan.mode
         if il in mode.fetch_layers:
             raise InternalError(f"layer {il}: its graph fetches, so the host must not admit")
-        self.prefetcher.score(il, missing)
-        prefetched_il, prefetched = self._prefetched
-        if prefetched_il != il:
-            prefetched = {}
-        on_cpu = self._for_cpu(plan, missing, prefetched, ids) if mode.cpu else []
+        on_cpu = self._for_cpu(plan, missing, ids) if mode.cpu else []
         staged = missing
         if on_cpu:
             elsewhere = set(on_cpu)
             staged = [expert for expert in missing if expert not in elsewhere]
         if not mode.admits or not layer.n_slots:
-            return LayerPlan([], staged, on_cpu, [], prefetched)
+            return LayerPlan([], staged, on_cpu, [])
         working_set = set(ids.tolist())
         admitted, declined = [], []
         for expert in staged:
@@ -408,28 +364,21 @@ class Residency:
             else:
                 admitted.append((expert, slot))
         promoted = self._promote(layer, on_cpu, working_set) if on_cpu else []
-        return LayerPlan(admitted, declined, on_cpu, promoted, prefetched)
+        return LayerPlan(admitted, declined, on_cpu, promoted)
 
-    def _for_cpu(
-        self,
-        plan: PassPlan,
-        missing: list[int],
-        prefetched: Collection[int],
-        ids: npt.NDArray[np.int32],
-    ) -> list[int]:
-        """Return the missing experts that the CPU computes, prefetched ones excluded."""
+    def _for_cpu(self, plan: PassPlan, missing: list[int], ids: npt.NDArray[np.int32]) -> list[int]:
+        """Return the missing experts that the CPU computes."""
         is_bypassed = not self._is_active
-        candidates = [expert for expert in missing if expert not in prefetched]
         if plan.n_tokens == 1:
             # the CPU takes the last of the row's choice: the cache is least likely to want them
-            n_cpu = (self.split.bypassed if is_bypassed else self.split.decode)[len(candidates)]
+            n_cpu = (self.split.bypassed if is_bypassed else self.split.decode)[len(missing)]
         else:
             # the CPU takes the experts that the fewest rows chose: its work grows with the rows,
             # while the device uploads an expert once
             chosen = Counter(ids.tolist())
-            candidates = sorted(candidates, key=chosen.__getitem__, reverse=True)
-            n_cpu = self.split.n_cpu([chosen[e] for e in candidates], is_bypassed)
-        return candidates[len(candidates) - n_cpu :]
+            missing = sorted(missing, key=chosen.__getitem__, reverse=True)
+            n_cpu = self.split.n_cpu([chosen[e] for e in missing], is_bypassed)
+        return missing[len(missing) - n_cpu :]
 
     def _promote(self, layer: LayerSlots, experts: list[int], working_set: set[int]) -> Pairs:
         """Reserve slots for experts that the CPU computes, if the cache wants them."""

@@ -6,7 +6,6 @@ next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import InternalError
@@ -76,12 +75,10 @@ def build_mixer_router(
     x: Tensor,
     cur: Tensor,
     il: int,
-    predict: Callable[[Tensor], None] | None = None,
 ) -> Routed:
     """Append mixer, residual, norm and router for the layer input x and its norm cur.
 
-    x, cur: F32 [n_embd, n_tokens]. predict: called with post_norm before the router is appended;
-    its nodes run beside the router.
+    x, cur: F32 [n_embd, n_tokens].
     """
     w, eps = stage.weights.layer(il), stage.hp.f_norm_rms_eps
     if stage.hp.is_recurrent(il):
@@ -99,8 +96,6 @@ def build_mixer_router(
     residual = b.name(b.add(cur, x), "attn_residual", il)
     post_norm = b.norm(residual, w["post_attention_norm.weight"], eps)
     b.name(post_norm, "attn_post_norm", il)
-    if predict:
-        predict(post_norm)
     return Routed(residual, post_norm, build_router(b, stage.hp, w, post_norm, il))
 
 

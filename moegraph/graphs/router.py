@@ -46,15 +46,6 @@ def build_absent(b: Builder, inp: PassInputs, ids: Tensor) -> Tensor:
     return b.expand(again)
 
 
-def build_prediction(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor) -> Tensor:
-    """Append a prediction of a layer's choice: I32 [n_expert_used, n_tokens], best first.
-
-    w: weights of that layer; cur: the router input of the layer before, F32 [n_embd, n_tokens].
-    Softmax is left out, because it does not change the order.
-    """
-    return b.argsort_top_k(b.mul_mat(w["ffn_gate_inp.weight"], cur), hp.n_expert_used)
-
-
 def build_router(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor, il: int) -> Routing:
     """Append softmax, top-k and normalisation for rows F32 [n_embd, n_tokens].
 

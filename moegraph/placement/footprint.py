@@ -7,7 +7,6 @@ from ..arch.hparams import HParams
 from ..arch.summary import kv_bytes_per_layer, state_bytes
 from ..config import EngineConfig
 from ..experts.crossing import padded
-from ..experts.prefetch import MAX_PREFETCH
 from ..resident.layout import (
     MAX_PAGED_ROWS,
     N_GROUPS,
@@ -109,8 +108,7 @@ def needed_bytes(
         state=state + zeros_bytes(hp) + _draft_bytes(hp, drafted, n_recurrent),
         compute=compute,
         other=_OTHER_BYTES + captured_graphs(hp, config, n_ctx, layers) if is_own else 0,
-        staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
-        + lacking_bytes(hp, n_sweep, n_ubatch, is_own),
+        staging=2 * N_STAGING * sum(kinds.values()) + lacking_bytes(hp, n_sweep, n_ubatch, is_own),
         ring_groups=N_GROUPS,
         ring=ring_bytes(kinds.values(), group_size(hp.n_expert)),
         drafters=drafters,

@@ -1,8 +1,8 @@
 """Replay a routing trace under a policy and a placement: hit rates, bytes, and predicted speed.
 
 The replay drives the `Residency` of a run, one for each device, with the ids that the trace holds.
-So it decides what a run decides, apart from bypassing the cache and from prefetching, which it
-never does. Only the times are predicted (experts/cost.py).
+So it decides what a run decides, but it never bypasses the cache. Only the times are predicted
+(experts/cost.py).
 """
 
 from __future__ import annotations

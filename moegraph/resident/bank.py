@@ -4,8 +4,7 @@ A graph names slots, not experts: it looks up the slots of a row's experts in a 
 device, I32 [1, n_expert], which maps an expert to its slot, or to -1 if it has none.
 
 Each layer has a bank of its own, with slots for some or all of its experts. Layers whose stacks
-have the same types and shapes share two staging banks, for experts that get no slot, and one bank
-for prefetched experts.
+have the same types and shapes share two staging banks, for experts that get no slot.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class ExpertBanks:
     """The banks of some layers and their tables.
 
     n_slots: slots of each of these layers; a full layer's are loaded from the model file.
-    n_prefetch_slots: slots for prefetched experts.
     n_victims: how many victims a list has room for.
     tables: I32 [1, n_expert] of each layer. victim_lists: I32 [2, n_victims] of each layer,
     after its table in memory: slots that may be evicted, and the expert in each, or -1. all_tables:
@@ -78,7 +76,6 @@ class ExpertBanks:
         model: ModelFile,
         layers: range,
         n_slots: Sequence[int],
-        n_prefetch_slots: int = 0,
         has_staging: bool = True,
     ) -> None:
         """Load these layers; n_slots [n_layer] counts all layers of the model.
@@ -86,7 +83,6 @@ class ExpertBanks:
         has_staging: missing experts may go through staging.
         """
         hp = model.hparams
-        self.n_prefetch_slots = n_prefetch_slots
         self.n_victims = min(MAX_FETCH_ROWS * hp.n_expert_used, MAX_FETCH_IDS, hp.n_expert)
         self.n_slots = {il: n_slots[il] for il in layers}
         self._sets: list[TensorSet] = []
@@ -136,7 +132,7 @@ class ExpertBanks:
         kind = stack_kind(infos)
         if kind not in self._staging:
             self._staging[kind] = []
-            for n in (N_STAGING, N_STAGING, *filter(None, [self.n_prefetch_slots])):
+            for n in (N_STAGING, N_STAGING):
                 slots = _Slots(device, infos, n, "staging slots")
                 self._owned.append(slots)
                 self._staging[kind].append(Bank(n, slots.parts, slots.memory))
@@ -149,10 +145,6 @@ class ExpertBanks:
     def staging(self, il: int, turn: int) -> Bank:
         """Return one of the two staging banks that fit layer il."""
         return self._staging_of[il][turn]
-
-    def prefetch(self, il: int) -> Bank:
-        """Return the bank for prefetched experts of layer il, which needs n_prefetch_slots > 0."""
-        return self._staging_of[il][2]
 
     def close(self) -> None:
         """Free the banks and the tables."""

@@ -79,7 +79,6 @@ def open_stage(
     n_slots: Sequence[int],
     config: EngineConfig,
     n_ctx: int,
-    n_prefetch_slots: int = 0,
     progress: Progress | None = None,
     times: Stopwatch | None = None,
     has_mtp: bool = False,
@@ -92,7 +91,7 @@ def open_stage(
 
     n_slots [n_layer]: expert slots of each layer of the model; the other layers' do not matter.
     config: its n_seq, n_kv, n_draft, type_k, type_v and host_pin count. n_ctx: positions of a
-    sequence. n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the
+    sequence. progress: see `Loader`. times: measures the
     phases. has_mtp: make room in the state for the MTP block (mtp.py), which follows these layers.
     sequences: what the stages before have; None for the first stage.
 
@@ -116,7 +115,7 @@ def open_stage(
         with closing(Loader(device, file, progress)) as loader:
             weights = own(closing(Weights(loader, file, layers)))
             times.lap("weights")
-            banks = ExpertBanks(device, loader, file, layers, n_slots, n_prefetch_slots)
+            banks = ExpertBanks(device, loader, file, layers, n_slots)
             own(closing(banks))
         times.lap("banks")
         cached = range(layers.start, layers.stop + has_mtp)

@@ -12,8 +12,6 @@ computes the input norm of the next one.
 
 from __future__ import annotations
 
-from functools import partial
-
 from ..experts.passplan import MissMode
 from ..ggml.lib import C
 from ..ggml.memory import place
@@ -36,7 +34,7 @@ from ..graphs.layer import (
     build_moe,
     build_tap,
 )
-from ..graphs.router import build_absent, build_prediction
+from ..graphs.router import build_absent
 from ..resident.bank import Bank
 from ..resident.stage import Stage
 from ..units import round_up
@@ -126,10 +124,6 @@ class LayerGraphs:
         """Return whether the CPU may have to compute experts of a layer."""
         return mode.cpu and il not in mode.fetch_layers and self.may_lack(il, mode)
 
-    def is_predicted(self, il: int, mode: MissMode) -> bool:
-        """Return whether the choice of layer il is predicted one layer earlier."""
-        return mode.predicts and il in self._stage.layers[1:] and self.may_lack(il, mode)
-
     def _embd(self, b: Builder, name: str, n_tokens: int) -> Tensor:
         return self.carry.leaf(b, name, F32, self._stage.hp.n_embd, n_tokens)
 
@@ -144,10 +138,7 @@ class LayerGraphs:
             if il != layers[0]:
                 norm = build_input_norm(b, stage, x, il)
             build_tap(b, stage, x, norm, il)
-            predict = None
-            if self.is_predicted(il + 1, mode):
-                predict = partial(self._predict, b, il + 1)
-            r = build_mixer_router(b, stage, inp, shape, x, norm, il, predict)
+            r = build_mixer_router(b, stage, inp, shape, x, norm, il)
             ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
             slots, is_fetched = None, il in mode.fetch_layers
             if shape.is_ragged and self.may_lack(il, mode) and not is_fetched:
@@ -170,11 +161,6 @@ class LayerGraphs:
         if for_cpu and self._cpu_experts:
             self._cpu_experts.export(b, r.post_norm, r.routing.weights)
         self._readback.export(b, ids, il)
-
-    def _predict(self, b: Builder, il: int, cur: Tensor) -> None:
-        """Append a prediction of layer il's choice from cur, the router input of layer il - 1."""
-        hp, w = self._stage.hp, self._stage.weights.layer(il)
-        self._readback.export_prediction(b, build_prediction(b, hp, w, cur), il)
 
     def _slots(self, b: Builder, ids: Tensor, il: int, mode: MissMode) -> Tensor:
         """Append the look-up of slots; missing experts are fetched, or get slot -1."""

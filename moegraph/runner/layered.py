@@ -251,13 +251,6 @@ class LayeredRunner(Runner):
         Returns the time of the end, as start is that of the beginning.
         """
         misses, residency, readback = self.misses, self.residency, self._readback
-        if misses and step.prediction is not None and step.lacking is not None:
-            while may_pause and may_pause() and not readback.has(step.prediction):
-                yield
-            readback.wait(step.prediction)
-            start = self._add_phase("wait", start)
-            misses.prefetch(step.lacking, step.prediction.ids)
-            start = self._add_phase("resolve", start)
         # this runs for each layer of each token: no call more than needed
         clock, waited, resolved = time.perf_counter, 0.0, 0.0
         n_tokens, is_ragged = shape.n_tokens, shape.is_ragged

@@ -8,8 +8,7 @@ through staging.
 Otherwise the expert FFN of layer l runs without the missing experts. Meanwhile the host uploads
 them (upload.py), or the CPU computes them (cpu_experts.py), and the graphs `add_uploaded` and
 `add_cpu` add them. Experts that the CPU computed and that the cache wants are promoted: uploaded
-last on the same stream, resident in the next pass. Prefetched experts of the next layer are in a
-bank of their own; those that the router then chooses are copied on the device.
+last on the same stream, resident in the next pass.
 
 The device's slot tables are updated when the next pass begins.
 """
@@ -89,7 +88,6 @@ class MissHandler:
             cache,
             ways,
             fetchable=self.store.rows,
-            n_prefetch_slots=stage.banks.n_prefetch_slots,
             move_s=costs.move_s,
         )
         self.n_cpu_experts = 0
@@ -128,7 +126,6 @@ class MissHandler:
             self.n_bytes_to_device,
             self.n_cpu_experts,
             len(residency.miss_mode(Kind.DECODE, 1).fetch_layers),
-            residency.prefetch_report(),
             phases_s,
             residency.guard.report() if residency.guard else None,
         )
@@ -176,10 +173,6 @@ class MissHandler:
         """Send changed tables; the whole pass is enqueued and all its ids have been read."""
         self._tables.send()
 
-    def prefetch(self, il: int, predicted: npt.NDArray[np.int32]) -> None:
-        """Prefetch experts of layer il; predicted: its predicted choice, best first."""
-        self._upload.prefetch(il, self.residency.predicted(il, predicted))
-
     def carry_out(
         self, il: int, plan: LayerPlan, ids: npt.NDArray[np.int32], n_tokens: int, graphs: AddGraphs
     ) -> None:
@@ -191,10 +184,9 @@ class MissHandler:
         if cpu:  # its threads compute while the uploads are enqueued
             cpu.begin(il, ids, plan.on_cpu, n_tokens)
         if plan.admitted:
-            own = _planned(graphs.own, il)
-            self._upload.add(il, plan.admitted, ids, own, plan.prefetched)
+            self._upload.add(il, plan.admitted, ids, _planned(graphs.own, il))
         if plan.staged:
-            self._upload.add_staged(il, plan.staged, ids, graphs.staging, plan.prefetched)
+            self._upload.add_staged(il, plan.staged, ids, graphs.staging)
         if plan.on_cpu:
             self._add_from_cpu(il, cpu, _planned(graphs.cpu, il))
             self.n_cpu_experts += len(plan.on_cpu)

@@ -37,8 +37,7 @@ class LaunchStep:
 
     ids: (il, I32 [n_tokens * n_expert_used]) of each layer, in host memory. fetch_layers: layers
     whose graph fetches missing experts. lacking: the last layer, if it may lack experts; then there
-    is add. prediction: the prediction for that layer, I32 [n_expert_used]. sum_rows: the graph of
-    that name (CPU device).
+    is add. sum_rows: the graph of that name (CPU device).
     """
 
     graph: BuiltGraph
@@ -46,7 +45,6 @@ class LaunchStep:
     fetch_layers: frozenset[int] = frozenset()
     lacking: int | None = None
     add: AddGraphs | None = None
-    prediction: HostIds | None = None
     sum_rows: BuiltGraph | None = None
 
     def graphs(self) -> Iterator[BuiltGraph]:
@@ -164,11 +162,10 @@ class LaunchPlans:
         layer_shape = shape._replace(n_out=0, n_kv=PAGED if is_recurrent else shape.n_kv)
         # what of the mode matters to this graph
         fetch_layers = mode.fetch_layers & frozenset(layers)
-        predicts = any(graphs.is_predicted(il + 1, mode) for il in layers)
         il, may_lack = layers[-1], graphs.may_lack(layers[-1], mode)
         exports = graphs.exports(il, mode)
         graph = self._graphs.get(
-            ("layers", layers, layer_shape, predicts, fetch_layers, may_lack, exports),
+            ("layers", layers, layer_shape, fetch_layers, may_lack, exports),
             len(layers) * (self._n_nodes_mixer_router + self._n_nodes_moe),
             lambda b: graphs.layers(b, layer_shape, layers, mode),
         )
@@ -182,9 +179,8 @@ class LaunchPlans:
                 self._n_nodes_moe,
                 lambda b: graphs.sum_rows(b, n_tokens, il),
             )
-        prediction = self._readback.prediction_of(il) if graphs.is_predicted(il, mode) else None
         add = self._add_graphs(il, n_tokens, mode)
-        return LaunchStep(graph, ids, fetch_layers, il, add, prediction, sum_rows)
+        return LaunchStep(graph, ids, fetch_layers, il, add, sum_rows)
 
     def _add_graphs(self, il: int, n_tokens: int, mode: MissMode) -> AddGraphs:
         """Return the graphs that add the missing experts of layer il."""

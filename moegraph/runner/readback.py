@@ -27,7 +27,7 @@ class HostIds(NamedTuple):
 
 
 class RoutingReadback:
-    """Pinned host memory for the chosen and the predicted ids of every layer of a stage.
+    """Pinned host memory for the chosen ids of every layer of a stage.
 
     On the CPU device a launch returns after its graph is computed, so waits end at once.
     """
@@ -41,13 +41,10 @@ class RoutingReadback:
         self._device, self._first = stage.device, stage.layers.start
         n_layer, n_expert_used = len(stage.layers), stage.hp.n_expert_used
         self._n_used = n_expert_used
-        self._stride, self._prediction_stride = 4 * n_expert_used * max_rows, 4 * n_expert_used
-        self._predictions_at = self._stride * n_layer
-        size = self._predictions_at + self._prediction_stride * n_layer
+        self._stride = 4 * n_expert_used * max_rows
+        size = self._stride * n_layer
         self._host = stage.device.host_buffer(size, must_pin=True)
-        words = self._host.array[:size].view(np.int32)
-        self._ids = words[: self._predictions_at // 4].reshape(n_layer, -1)
-        self._predictions = words[self._predictions_at // 4 :].reshape(n_layer, -1)
+        self._ids = self._host.array[:size].view(np.int32).reshape(n_layer, -1)
         self._max_rows, self._is_reset = max_rows, False
         self._stream: Any = None
 
@@ -60,37 +57,19 @@ class RoutingReadback:
 
     def export(self, b: Builder, ids: Tensor, il: int) -> None:
         """Append the copy of layer il's chosen ids, I32 [n_expert_used, n_tokens]."""
-        self._copy(b, ids, (il - self._first) * self._stride)
-
-    def export_prediction(self, b: Builder, ids: Tensor, il: int) -> None:
-        """Append the copy of layer il's predicted ids, I32 [n_expert_used, 1]."""
-        self._copy(b, ids, self._prediction_at(il))
-
-    def _copy(self, b: Builder, ids: Tensor, at: int) -> None:
         target = b.leaf(I32, (ids.ne[0], ids.ne[1]), "ids_host")
-        place(self._host, target, at)
+        place(self._host, target, (il - self._first) * self._stride)
         b.expand(b.publish(ids, target))
 
     def of(self, il: int, n_tokens: int) -> HostIds:
         """Return where layer il's chosen ids arrive: I32 [n_tokens * n_expert_used]."""
         at, n = il - self._first, n_tokens * self._n_used
-        return HostIds(self._ids[at, :n], self._address(at * self._stride))
-
-    def prediction_of(self, il: int) -> HostIds:
-        """Return where layer il's predicted ids arrive: I32 [n_expert_used]."""
-        ids = self._predictions[il - self._first]
-        return HostIds(ids, self._address(self._prediction_at(il)))
-
-    def _prediction_at(self, il: int) -> int:
-        return self._predictions_at + (il - self._first) * self._prediction_stride
-
-    def _address(self, at: int) -> Any:
-        return ffi.cast("int32_t *", self._host.address(at))
+        address = ffi.cast("int32_t *", self._host.address(at * self._stride))
+        return HostIds(self._ids[at, :n], address)
 
     def reset(self, n_tokens: int) -> None:
         """Set the ids to MG_NO_ID; the last pass had n_tokens rows, and all its ids were read."""
         self._ids[:, : n_tokens * self._n_used] = C.MG_NO_ID
-        self._predictions[:] = C.MG_NO_ID
         self._is_reset = True
 
     def has(self, host_ids: HostIds) -> bool:

@@ -15,7 +15,7 @@ layer have arrived: by then the device has read it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,6 @@ from ..resident.stage import Stage
 from .tables import HostRows
 
 Pairs = Sequence[tuple[int, int]]  # (expert, slot)
-_NONE: dict[int, int] = {}
 
 
 class Uploader:
@@ -51,24 +50,12 @@ class Uploader:
         self._staging_free = [device.event(), device.event()]
         self._staging_turn = 0
 
-    def send(
-        self, il: int, bank: Bank, pairs: Pairs, prefetched: Mapping[int, int] = _NONE
-    ) -> None:
-        """Enqueue copies of (expert, slot) pairs to a bank; prefetched ones on the device.
-
-        prefetched: expert -> its slot in the prefetch bank.
-        """
+    def send(self, il: int, bank: Bank, pairs: Pairs) -> None:
+        """Enqueue copies of (expert, slot) pairs to a bank."""
         upload, store, packing = self._device.upload.ptr, self._store, self._store.packing(il)
         memory, n_bytes = bank.to_fill, packing.n_bytes
-        for expert, slot in pairs if prefetched else ():
-            if expert in prefetched:
-                source = self._banks.prefetch(il).to_fill
-                source_at = prefetched[expert] * packing.stride
-                C.mg_copy_bytes(upload, source, source_at, memory, slot * packing.stride, n_bytes)
-        if prefetched:
-            pairs = [pair for pair in pairs if pair[0] not in prefetched]
         base = store.pinned(il)
-        if base is not None and pairs:
+        if base is not None:
             both = np.array(pairs, dtype=np.int32)
             C.mg_upload_experts(
                 upload, memory, base, packing.stride,
@@ -130,23 +117,12 @@ class Uploader:
         if self._uploaded:
             self._uploaded.wait()
 
-    def prefetch(self, il: int, pairs: Pairs) -> None:
-        """Upload experts to the prefetch bank."""
-        self.send(il, self._banks.prefetch(il), pairs)
-
-    def add(
-        self,
-        il: int,
-        pairs: Pairs,
-        ids: npt.NDArray[np.int32],
-        graph: BuiltGraph,
-        prefetched: Mapping[int, int],
-    ) -> None:
+    def add(self, il: int, pairs: Pairs, ids: npt.NDArray[np.int32], graph: BuiltGraph) -> None:
         """Upload experts into slots of their layer and launch `add_uploaded` over them.
 
         ids: I32 [n_tokens * n_expert_used], the pass's choice.
         """
-        self._send_and_add(il, 0, self._banks.layer(il), pairs, ids, graph, None, prefetched)
+        self._send_and_add(il, 0, self._banks.layer(il), pairs, ids, graph, None)
 
     def add_staged(
         self,
@@ -154,14 +130,13 @@ class Uploader:
         experts: Sequence[int],
         ids: npt.NDArray[np.int32],
         graphs: Sequence[BuiltGraph],
-        prefetched: Mapping[int, int],
     ) -> None:
         """Upload experts to the staging banks in turn; launch the `add_uploaded` of each bank."""
         for wave, start in enumerate(range(0, len(experts), N_STAGING), 1):
             pairs = list(zip(experts[start : start + N_STAGING], range(N_STAGING)))
             turn, self._staging_turn = self._staging_turn, 1 - self._staging_turn
             bank, free = self._banks.staging(il, turn), self._staging_free[turn]
-            self._send_and_add(il, wave, bank, pairs, ids, graphs[turn], free, prefetched)
+            self._send_and_add(il, wave, bank, pairs, ids, graphs[turn], free)
 
     def _send_and_add(
         self,
@@ -172,7 +147,6 @@ class Uploader:
         ids: npt.NDArray[np.int32],
         graph: BuiltGraph,
         bank_free: Event | None,
-        prefetched: Mapping[int, int],
     ) -> None:
         """Upload pairs to a bank and launch `add_uploaded` over them.
 
@@ -181,7 +155,7 @@ class Uploader:
         """
         if bank_free:
             C.ggml_backend_event_wait(self._device.upload.ptr, bank_free.ptr)
-        self.send(il, bank, pairs, prefetched)  # first: the copy takes longest
+        self.send(il, bank, pairs)  # first: the copy takes longest
         slot_of = np.full(self._n_expert + 1, -1, dtype=np.int32)  # the last for ids of -1
         experts, slots = zip(*pairs)
         slot_of[list(experts)] = slots

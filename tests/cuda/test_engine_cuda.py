@@ -63,20 +63,6 @@ def test_residency_changes_results_no_more_than_where_the_experts_run(open_cuda,
         engine.close()
 
 
-@pytest.mark.parametrize("slots", [0, 20])  # too few to fetch in the graph
-@pytest.mark.parametrize("preset", ["mini35b", "mxfp256"])
-def test_results_do_not_depend_on_what_is_fetched_ahead(open_cuda, preset, slots, prefetch_always):
-    rows = []
-    for prefetch in ("off", "auto"):
-        engine = open_cuda(preset, cache_slots=slots, miss="stream", prefetch=prefetch)
-        ids = prompt(engine, 40, seed=5)
-        rows.append([engine.forward_logits([token], i) for i, token in enumerate(ids)])
-    residency = engine.runner.residency
-    assert residency.n_prefetched > 0 and residency.prefetcher.n_right > 0
-    engine.runner.cache.check()
-    np.testing.assert_array_equal(*rows)
-
-
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
 @pytest.mark.parametrize("preset", ["mini35b", "legacy32", "kquant40", "iq64", "mxfp256"])
 def test_graphs_that_fetch_by_themselves_equal_whole(open_cuda, preset, policy):

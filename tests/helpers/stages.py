@@ -11,27 +11,25 @@ import numpy as np
 from moegraph.arch import ModelFile
 from moegraph.config import EngineConfig
 from moegraph.engine.runners import open_runners
-from moegraph.experts.prefetch import MAX_PREFETCH
 from moegraph.ggml.device import Device
 from moegraph.kinds import Kind
 from moegraph.resident.poolshape import PoolShape
 from moegraph.resident.sequences import Sequences
 from moegraph.resident.stage import Stage, open_stage
-from moegraph.runner import Batch, LayeredRunner, Output
+from moegraph.runner import Batch, Output
 from moegraph.runner.inspect import read_tensor
 
 from .tree_shapes import TREES, path
 
 N_CTX, N_SEQ = 512, 3
 # A quarter of the experts have a slot.
-PARTIAL = {"policy": "lru", "prefetch": "off"}
+PARTIAL = {"policy": "lru"}
 MODES: dict[str, dict[str, Any]] = {
     "whole": {},
     "quantized": {"type_k": "q8_0", "type_v": "q4_0"},
     "layered": {"mode": "layered"},
     "stream": {**PARTIAL, "miss": "stream", "host_pin": "none"},
     "cpu": {**PARTIAL, "miss": "cpu"},
-    "prefetch": {"policy": "lru", "miss": "stream", "host_pin": "none"},
     "fetch": {**PARTIAL, "miss": "stream", "host_pin": "all"},
 }
 
@@ -55,11 +53,8 @@ def new_stage(
 ) -> Stage:
     """Open a stage on a device of its own."""
     device = Device(config.device, config.n_threads)
-    n_prefetch_slots = MAX_PREFETCH if config.prefetch == "auto" else 0
     n_slots = slots_of(file, config)
-    return open_stage(
-        device, file, layers, n_slots, config, N_CTX, n_prefetch_slots, sequences=sequences
-    )
+    return open_stage(device, file, layers, n_slots, config, N_CTX, sequences=sequences)
 
 
 class Stages:
@@ -82,9 +77,6 @@ class Stages:
         self.runner = open_runners(stages, [0] * len(stages), stack, config)
         self.runners = self.runner.parts
         self.runner.reserve_graphs()
-        for part in self.runners:
-            if isinstance(part, LayeredRunner):
-                part.residency.prefetcher.enabled = True
 
     def run(self, batch: Batch) -> Output:
         """Run a pass through all stages."""

@@ -108,10 +108,8 @@ def test_a_profile_grows_from_run_to_run(recorded: Path, tmp_path: Path) -> None
 )
 def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str, host_pin: str) -> None:
     """Same slots, same policy: hits and misses of every layer are equal, not alike."""
-    # what the CPU computes gets its slot later than what was fetched ahead
-    prefetch = "off" if miss == "cpu" else "auto"
     settings = {"pin_layers": 1, "cache_slots": 70, "policy": policy, "miss": miss}
-    settings |= {"prefetch": prefetch, "host_pin": host_pin}
+    settings |= {"host_pin": host_pin}
     config = EngineConfig(device="cpu", n_threads=1, n_ctx=512, **settings)
     with Engine.load(resolve_target("tiny"), config) as engine:
         recorder = TraceRecorder(router_shape(engine.file))

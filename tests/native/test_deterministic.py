@@ -14,7 +14,6 @@ from helpers.shared import greedy_tokens, prompt
 
 from moegraph.engine import Engine
 from moegraph.experts.guard import FIRST_LOOK, CacheGuard
-from moegraph.experts.prefetch import PrefetchController
 from moegraph.runner.calibrate import LinkTimer
 from moegraph.runner.cpu_experts import CpuExperts
 
@@ -28,7 +27,6 @@ PLACES = {
 CLOCKS = [
     (LinkTimer, "seconds"), (CpuExperts, "measure"), (CacheGuard, "end_pass"),
     (CacheGuard, "_decide"), (CacheGuard, "_consider_probe"),
-    (PrefetchController, "end_token"), (PrefetchController, "predicted"),
 ]  # fmt: skip
 
 
@@ -50,7 +48,7 @@ def test_no_clock_is_asked(open_engine, monkeypatch, place: str) -> None:
     engine = open_engine(PRESET, **PLACES[place], deterministic=True)
     assert work(engine) == expected
     stats = engine.expert_stats()
-    assert stats.cache.missing.sum() > 100 and stats.guard is None and stats.prefetch is None
+    assert stats.cache.missing.sum() > 100 and stats.guard is None
     assert (stats.n_cpu_experts > 0) == (place == "cpu")
     assert len(fetch_layers(engine)) == (N_LAYER if place == "pinned" else 0)
 

@@ -224,7 +224,7 @@ def test_which_layers_fetch_and_that_results_do_not_depend_on_it(
 
 @pytest.mark.parametrize("n_slots", [N_LAYER * (N_USED + 2), N_LAYER * N_USED - 3])
 def test_experts_that_are_promoted_after_passes_of_several_rows_and_victims_agree(
-    open_engine, monkeypatch, prefetch_always, n_slots: int
+    open_engine, monkeypatch, n_slots: int
 ) -> None:
     """The CPU computes what four sequences at once miss, and slots are reserved for later."""
     monkeypatch.setattr(cost, "fetches_in_graph", lambda *given: given[-1] == 1)  # of one row
@@ -349,12 +349,3 @@ def test_an_engine_waits_for_a_pass_under_way_before_it_frees_anything(
     monkeypatch.setattr(engine.device, "synchronize", synchronize)
     engine.close()
     assert n_graphs[0] > 0
-
-
-def test_guessing_ahead_is_not_tried_out_where_graphs_fetch(open_engine) -> None:
-    engine, acted = open_fetching(open_engine), set()
-    run(engine, [1] * 50, lambda: acted.add(engine.runner.residency.prefetcher.enabled))
-    assert acted == {False}
-    engine = open_engine(PRESET, **{**FETCHING, "host_pin": "none"})
-    run(engine, [1] * 50, lambda: acted.add(engine.runner.residency.prefetcher.enabled))
-    assert acted == {False, True}, "which this would have shown"

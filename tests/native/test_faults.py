@@ -121,8 +121,8 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
     assert late or name.startswith("mg_"), "none failed behind the threads"
 
 
-# Mode whole reads no ids, and graphs that fetch need no upload.
-UNUSED = {"mg_wait_ids": ("whole",), "mg_upload_launch": ("whole", "graphs")}
+# Mode whole reads no ids; graphs that fetch, and the CPU, need no upload.
+UNUSED = {"mg_wait_ids": ("whole",), "mg_upload_launch": ("whole", "graphs", "cpu")}
 REQUEST_FAULTS = [
     pytest.param(name, settings, id=f"{name}-{kind}")
     for kind, settings in zip(NAMES, CONFIGS)
@@ -132,9 +132,7 @@ REQUEST_FAULTS = [
 
 
 @pytest.mark.parametrize(("name", "settings"), REQUEST_FAULTS)
-def test_a_failure_in_a_request_leaves_the_engine_usable(
-    model_path, name, settings, prefetch_always
-):
+def test_a_failure_in_a_request_leaves_the_engine_usable(model_path, name, settings):
     result, kind = FAULTS[name]
     with Engine.load(model_path("legacy32"), config(settings)) as engine:
         ids = prompt(engine, 20)

@@ -52,8 +52,7 @@ def passes(engine: Engine) -> Any:
 @pytest.mark.parametrize("settings", list(MODES.values())[:3], ids=list(MODES)[:3])
 def test_no_token_waits_for_a_graph(open_engine: Open, settings: dict[str, Any]) -> None:
     """At 256, 512 and 1024 positions, and everywhere between."""
-    # the trial of prefetching has graphs of its own
-    engine = open_engine("legacy32", n_ctx=1280, prefetch="off", **settings)
+    engine = open_engine("legacy32", n_ctx=1280, **settings)
     ids, built = prompt(engine, 240, seed=1), []
     for _ in engine.generate(ids, max_tokens=800, text=False, ignore_eos=True):
         built.append(engine.runner.graphs.n_built)

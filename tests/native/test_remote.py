@@ -206,7 +206,7 @@ def test_weights_cross_the_connection_once(tmp_path: Path) -> None:
 def test_no_expert_may_be_missing_on_a_worker(
     worker: WorkerProcess, opened: Callable[[str], ModelFile], stack: ExitStack
 ) -> None:
-    config = new_config(device=worker.url, policy="lru", prefetch="off", miss="stream")
+    config = new_config(device=worker.url, policy="lru", miss="stream")
     with pytest.raises(ConfigError, match=r"rpc://127.*all experts"):
         Stages(opened("legacy32"), [], config, stack)
     config = new_config(device=worker.url, mode="layered")

@@ -66,7 +66,7 @@ def test_a_replay_moves_the_experts_of_the_run_token_by_token(
     settings, split = WAYS[way]
     engine = open_engine(
         PRESET, pin_layers=1, cache_slots=(N_LAYER - 1) * (N_USED + 3), policy=policy,
-        prefetch="off", **settings,
+        **settings,
     )  # fmt: skip
     run = engine.runner.residency
     run.guard, run.split = None, split

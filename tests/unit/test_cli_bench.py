@@ -191,7 +191,7 @@ class TestBench:
             "--vram": "6,8", "--policy": "lru,lfu", "--cache-slots": "-1,100-300+100",
             "--poll": "0,50", "-tb": "1-2", "--mode": "auto,whole", "--miss": "cpu,stream",
             "--device": "auto,cpu", "--pin-layers": "0,1", "--host-pin": "all,none",
-            "--prefetch": "auto,off", "-c": "1024,2048", "-ub": "64-256*2", "--split": "1+1,1+3",
+            "-c": "1024,2048", "-ub": "64-256*2", "--split": "1+1,1+3",
             "--spec": "off,lookup", "--draft-max": "2,4", "--draft-p-min": "0,0.5",
             "--budget": "2,8", "--ddtree-budget": "8,22", "--ddtree-temp": "0.5,1",
             "--draft-vocab": "0,32000", "--draft-swa": "0,512", "--draft-ctx-max": "0,2048",

@@ -34,7 +34,7 @@ PURE = (
     "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",
     "experts.machines",
-    "experts.passplan", "experts.policy", "experts.prefetch", "experts.ranking",
+    "experts.passplan", "experts.policy", "experts.ranking",
     "experts.residency", "experts.routing", "experts.slots",
     "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity",
     "placement.planner", "placement.profile", "placement.profilefile", "placement.simulate",

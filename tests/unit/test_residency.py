@@ -150,7 +150,7 @@ class Device:
         """Compute a layer whose missing experts the host handles."""
         here = {e for e in set(ids.tolist()) if self.tables[il, e] >= 0}
         assert all(self.bytes[il][self.tables[il, e]] == e for e in here)
-        plan = plan or LayerPlan([], [], [], [], {})
+        plan = plan or LayerPlan([], [], [], [])
         added = [e for e, _ in plan.admitted] + plan.staged + plan.on_cpu
         assert sorted([*here, *added]) == sorted(set(ids.tolist())), "one is missing or twice there"
         assert {e for e, _ in plan.promoted} <= set(plan.on_cpu)
@@ -276,41 +276,35 @@ def test_a_pass_interrupted_before_any_line_is_undone(way: str) -> None:
     raise AssertionError("it did not come to an end")
 
 
-@pytest.mark.parametrize("n_prefetch_slots", [0, 2])
 @pytest.mark.parametrize("fetches", [False, True])
-def test_what_passes_do_follows_from_their_kind_and_size(
-    fetches: bool, n_prefetch_slots: int
-) -> None:
+def test_what_passes_do_follows_from_their_kind_and_size(fetches: bool) -> None:
     residency = residency_of(
         [8, 8, N_EXPERT, 0, 2],
         ways(on_cpu=True, fetches=fetches),
         fetchable=range(5),
-        n_prefetch_slots=n_prefetch_slots,
         move_s=1e-3,
     )
-    residency.prefetcher.enabled = True
     able = frozenset({0, 1}) if fetches else frozenset()
-    predicts = n_prefetch_slots > 0 and not fetches
 
-    def mode(kind: Kind, n_tokens: int) -> tuple[frozenset[int], int, bool, bool, bool]:
+    def mode(kind: Kind, n_tokens: int) -> tuple[frozenset[int], int, bool, bool]:
         found = residency.miss_mode(kind, n_tokens)
         assert residency.begin_pass(kind, n_tokens).mode == found, "decided once"
         assert found.short_layers <= found.fetch_layers
         n_short = len(found.short_layers)
-        return found.fetch_layers, n_short, found.admits, found.cpu, found.predicts
+        return found.fetch_layers, n_short, found.admits, found.cpu
 
     none: frozenset[int] = frozenset()
-    assert mode(Kind.DECODE, 1) == (able, 0, True, True, predicts)
-    assert mode(Kind.DECODE, 2) == (able, 0, True, True, False), "eight slots for eight ids"
-    assert mode(Kind.DECODE, 3) == (able, len(able), True, True, False)
-    assert mode(Kind.DECODE, 32) == (able, len(able), True, True, False)
-    assert mode(Kind.DECODE, 33) == (none, 0, True, False, False), "33 sequences, no prompt"
-    assert mode(Kind.VERIFY, 64) == (none, 0, True, False, False), "drafts are no prompt"
-    assert mode(Kind.VERIFY, 1) == (able, 0, True, True, False)
-    assert mode(Kind.PREFILL, 33) == (none, 0, False, False, False)
+    assert mode(Kind.DECODE, 1) == (able, 0, True, True)
+    assert mode(Kind.DECODE, 2) == (able, 0, True, True), "eight slots for eight ids"
+    assert mode(Kind.DECODE, 3) == (able, len(able), True, True)
+    assert mode(Kind.DECODE, 32) == (able, len(able), True, True)
+    assert mode(Kind.DECODE, 33) == (none, 0, True, False), "33 sequences, no prompt"
+    assert mode(Kind.VERIFY, 64) == (none, 0, True, False), "drafts are no prompt"
+    assert mode(Kind.VERIFY, 1) == (able, 0, True, True)
+    assert mode(Kind.PREFILL, 33) == (none, 0, False, False)
     assert residency.guard
     residency.guard.bypassed = True
-    assert mode(Kind.DECODE, 1) == (none, 0, False, True, False)
+    assert mode(Kind.DECODE, 1) == (none, 0, False, True)
 
 
 def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
@@ -440,30 +434,12 @@ def test_an_order_of_calls_that_no_pass_has_is_an_internal_error() -> None:
         residency.fetched(0, ids(0, 1, 2, 9))
     with pytest.raises(InternalError, match="its graph fetches, so the host must not admit"):
         residency.routed(0, ids(0, 1, 2, 9))
-    with pytest.raises(InternalError, match="a prediction that the pass did not plan"):
-        residency.predicted(1, ids(0, 1, 2, 9))
     residency.begin_fetch([0, 1])
     residency.fetched(0, ids(0, 1, 2, 9))
     with pytest.raises(InternalError, match="what layers 1 fetched is not recorded"):
         residency.begin_pass(Kind.DECODE, 1)
     residency.rollback()
     assert residency.begin_pass(Kind.DECODE, 1).rows
-
-
-def test_prefetched_experts_are_copied_and_not_given_to_the_cpu() -> None:
-    residency = residency_of([4, 4], ways(on_cpu=True), n_prefetch_slots=2)
-    residency.prefetcher.enabled = True
-    residency.begin_pass(Kind.DECODE, 1)
-    assert residency.predicted(1, ids(9, 0, 10, 11)) == [(9, 0), (10, 1)]
-    plan = residency.routed(1, ids(9, 12, 1, 2))
-    assert plan and plan.prefetched == {9: 0, 10: 1} and plan.on_cpu == [12]
-    assert [e for e, _ in plan.admitted] == [9]
-    assert residency.prefetch_report() == {"predicted": 2, "correct": 1, "fetched": 2}
-    later = residency.routed(0, ids(9, 12, 1, 2))
-    assert later and later.prefetched == {}, "they were of another layer"
-    residency.begin_pass(Kind.DECODE, 1)
-    again = residency.routed(1, ids(11, 12, 1, 2))
-    assert again and again.prefetched == {}, "and of another pass"
 
 
 def test_of_several_rows_the_cpu_takes_what_few_rows_chose() -> None:
