@@ -109,11 +109,7 @@ class LayerSlots:
         return expert in self.resident or expert in self.loading
 
     def access(self, ids: list[int]) -> list[int]:
-        """Record what a few rows chose; return the missing experts, each once, in routing order.
-
-        Raises:
-            InternalError: an id is out of range, which only a broken router can produce.
-        """
+        """Record what a few rows chose; return the missing experts, each once, in routing order."""
         # one call for all ids; a resident id is in range
         if self.resident.issuperset(ids):
             missing = []
@@ -128,11 +124,7 @@ class LayerSlots:
         return missing
 
     def absent_of(self, ids: list[int]) -> list[int]:
-        """Return those of ids that are not resident.
-
-        Raises:
-            InternalError: an id is out of range, which only a broken router can produce.
-        """
+        """Return those of ids that are not resident."""
         resident = self.resident
         absent = [expert for expert in ids if expert not in resident]
         if absent and (min(absent) < 0 or max(absent) >= self.n_expert):
@@ -150,11 +142,7 @@ class LayerSlots:
         return missing
 
     def access_batch(self, ids: npt.NDArray[np.int32]) -> list[int]:
-        """Do as `access` for ids I32 [n_tokens * n_expert_used]; the most chosen come first.
-
-        Raises:
-            InternalError: an id is out of range, which only a broken router can produce.
-        """
+        """Do as `access` for ids I32 [n_tokens * n_expert_used]; the most chosen come first."""
         if ids.size == 0:
             return []
         if ids.min() < 0 or ids.max() >= self.n_expert:
@@ -182,9 +170,6 @@ class LayerSlots:
         The policy chooses the victim, which is never in working_set, loading, or admitted in this
         pass. Returns None if the policy declines, if nothing may be evicted, or if expert is
         loading.
-
-        Raises:
-            InternalError: expert is resident already.
         """
         slot = self.reserve_slot(expert, working_set)
         if slot is not None:
@@ -193,11 +178,7 @@ class LayerSlots:
         return slot
 
     def reserve_slot(self, expert: int, working_set: Collection[int]) -> int | None:
-        """Do as `admit`, but expert is loading until `mark_resident`; its victim leaves at once.
-
-        Raises:
-            InternalError: expert is resident already.
-        """
+        """Do as `admit`, but expert is loading until `mark_resident`; its victim leaves at once."""
         if expert in self.resident:
             raise InternalError(f"layer {self.il}: expert {expert} is resident already")
         if expert in self.loading:
@@ -218,11 +199,7 @@ class LayerSlots:
         return slot
 
     def mark_resident(self, expert: int) -> None:
-        """Make a loading expert resident, after its upload has ended.
-
-        Raises:
-            InternalError: expert is not loading.
-        """
+        """Make a loading expert resident, after its upload has ended."""
         slot = self.loading.pop(expert, -1)
         if slot < 0:
             raise InternalError(f"layer {self.il}: expert {expert} is not loading")
@@ -230,11 +207,7 @@ class LayerSlots:
         self._journal.dirty.add(self.il)
 
     def take(self, expert: int, slot: int) -> None:
-        """Make an absent expert resident in a slot, which the expert in it leaves.
-
-        Raises:
-            InternalError: expert has a slot already.
-        """
+        """Make an absent expert resident in a slot, which the expert in it leaves."""
         if self.has_slot(expert):
             raise InternalError(f"layer {self.il}: expert {expert} has a slot already")
         victim = self.owner[slot]
@@ -279,10 +252,6 @@ class LayerSlots:
 
         The rule is that of the device: keep it in step with `moegraph_fetch_assign` (C and CUDA)
         and with the model in tests/helpers/fetch_case.py.
-
-        Raises:
-            InternalError: the layer was not in `ExpertCache.begin_fetch`, the list is too short, or
-                the slots changed after it was made.
         """
         in_flight, n_fetched = self._journal.in_flight, 0
         n_listed = in_flight.get(self.il)
@@ -413,11 +382,7 @@ class LayerSlots:
         return -1
 
     def check(self) -> None:
-        """Verify all invariants.
-
-        Raises:
-            InternalError: an invariant does not hold.
-        """
+        """Verify all invariants."""
         owned, loading = [e for e in self.owner if e >= 0], self.loading
         table, resident = self.table, self.resident
         in_table = set(np.flatnonzero(table >= 0).tolist())

@@ -48,11 +48,7 @@ class Bank:
 
     @property
     def to_fill(self) -> Tensor:
-        """The memory of a bank that experts can be uploaded to.
-
-        Raises:
-            InternalError: it is the bank of a full layer, or has no slots.
-        """
+        """The memory of a bank that experts can be uploaded to."""
         if self.memory is None:
             raise InternalError("an expert was uploaded to a bank of a full layer or without slots")
         return self.memory

@@ -28,11 +28,7 @@ class DraftRings:
     """
 
     def __init__(self, device: Device, hp: DFlashHParams, n_ctx: int, n_seq: int) -> None:
-        """n_ctx: most positions that a layer without a window sees.
-
-        Raises:
-            OutOfDeviceMemory: they do not fit.
-        """
+        """n_ctx: most positions that a layer without a window sees."""
         self._device = device
         self._least = _LEAST if device.can.streams else 0
         self.shapes = ring_shapes(hp, n_ctx)

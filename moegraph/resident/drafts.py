@@ -31,11 +31,7 @@ class DraftRows:
         self.n_rows = 0
 
     def reserve(self, n_rows: int) -> None:
-        """Make room for n_rows rows. The device must be idle, and no graph may use the old memory.
-
-        Raises:
-            OutOfDeviceMemory: there is no room; what was there stays.
-        """
+        """Make room for n_rows rows; the device is idle, and no graph uses the old memory."""
         if n_rows <= self.n_rows:
             return
         n = draft_room(n_rows)

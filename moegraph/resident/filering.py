@@ -57,11 +57,7 @@ class FileRing:
     def __init__(
         self, device: Device, n_bytes: int, read: Callable[[int, int, npt.NDArray[np.uint8]], None]
     ) -> None:
-        """n_bytes: of the largest expert. read: reads (layer, expert) into a block, in any thread.
-
-        Raises:
-            NativeError: there is no host memory.
-        """
+        """n_bytes: of the largest expert. read: reads (layer, expert) to a block, in any thread."""
         self._device, self._read = device, read
         self._blocks = [device.host_buffer(n_bytes) for _ in range(_N_BLOCKS)]
         self._events = deque(device.event() for _ in range(_N_UPLOADS))
@@ -93,11 +89,7 @@ class FileRing:
             self._begin(key, at)
 
     def take(self, il: int, expert: int) -> Any:
-        """Return the address of an expert, once it is read; call `copied` when it is enqueued.
-
-        Raises:
-            ModelFileError: the file is shorter than its header says.
-        """
+        """Return the address of an expert, once it is read; call `copied` when it is enqueued."""
         key = il, expert
         found = self._reads.get(key)
         if found is not None and found.future is None:

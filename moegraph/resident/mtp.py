@@ -45,13 +45,7 @@ class EmbeddingTable:
     """
 
     def __init__(self, device: Device, loader: Loader, model: ModelFile, info: TensorInfo) -> None:
-        """Load the table.
-
-        Raises:
-            NativeError: there is too little host memory, or it cannot be pinned.
-            ModelFileError: the file is shorter than its header says.
-            ConfigError: graphs of the device cannot read host memory.
-        """
+        """Load the table."""
         if not device.can.host_access:
             raise ConfigError(
                 f"the MTP block drafts where the last layer is, and {device.name} cannot read "
@@ -130,12 +124,6 @@ def open_mtp(
 
     n_vocab: draft only so many tokens, the most frequent ones; 0: all. n_kept: how many experts
     stay on the device, the others being fetched from pinned memory; None: all.
-
-    Raises:
-        InternalError: the stage has no head, or its state no room for the block.
-        ModelFileError, UnsupportedModel: the file has no such block, or it is damaged.
-        OutOfDeviceMemory: it does not fit.
-        NativeError, ConfigError: the memory for embeddings or experts cannot be pinned.
     """
     hp, device, head = file.hparams, stage.device, stage.weights.head
     require_nextn(file.path, hp, file.tensors)

@@ -28,11 +28,7 @@ class PoolShape:
 
     @classmethod
     def of(cls, config: EngineConfig, n_ctx: int) -> PoolShape:
-        """Return the shape for a context; its n_seq, n_kv and n_draft count.
-
-        Raises:
-            ConfigError: not even one sequence could have a whole context.
-        """
+        """Return the shape for a context; its n_seq, n_kv and n_draft count."""
         padded, n_seq, n_kv = round_up(n_ctx, PAGE), config.n_seq, config.n_kv
         if 0 < n_kv < n_ctx:
             raise ConfigError(

@@ -100,19 +100,11 @@ class Sequences(Positions):
             state.copy_rows(source, to, n)
 
     def snapshot(self, slot: int) -> Snapshot:
-        """Return a snapshot of a sequence, copied after the passes in flight.
-
-        Raises:
-            OutOfDeviceMemory: there is no memory for it.
-        """
+        """Return a snapshot of a sequence, copied after the passes in flight."""
         return self.snapshots.take(slot, self.n_past[slot])
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Enqueue that a sequence is again as it was when a snapshot was taken.
-
-        Raises:
-            RequestError: the snapshot cannot be restored.
-        """
+        """Enqueue that a sequence is again as it was when a snapshot was taken."""
         self.snapshots.restore(snapshot)
         self.truncate(snapshot.slot, snapshot.n_past)
 

@@ -52,10 +52,6 @@ class State:
     kv_bytes, mtp_bytes, recurrent_bytes: of the caches of the model's layers, and of the MTP
         block; of the states.
     n_attention_parts: see `Device`.
-
-    Raises:
-        OutOfDeviceMemory: the tensors do not fit.
-        ConfigError: there are several sequences, and rows cannot be moved.
     """
 
     def __init__(
@@ -108,11 +104,7 @@ class State:
         return {il: self._new(F32, t.nb[1] // 4, t.ne[1]) for il, t in fit.items()}
 
     def require_words(self, what: str) -> None:
-        """Check that KV rows can be moved, which `what` needs.
-
-        Raises:
-            ConfigError: a row is not a multiple of 4 bytes.
-        """
+        """Check that KV rows can be moved, which `what` needs."""
         odd = next((t.nb[1] for t in self.caches if t.nb[1] % 4), 0)
         if odd:
             raise ConfigError(

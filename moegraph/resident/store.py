@@ -47,11 +47,6 @@ class ExpertStore:
     rows: the experts of each pinned layer as F32 [bytes / 4, n_expert], which a device can read.
     pinned_bytes: host memory taken, including the ring. in_place: the names of the stacks that are
     read from the file.
-
-    Raises:
-        ConfigError: pin is 'all' and the host has too little memory.
-        NativeError: pin is 'all' and the driver refuses.
-        ModelFileError: the file is shorter than its header says.
     """
 
     def __init__(

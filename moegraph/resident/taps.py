@@ -50,10 +50,6 @@ class TapRows:
 
         n_seq: make a ring for so many sequences; 0: none. The device must be idle, and graphs that
         were built before must be dropped.
-
-        Raises:
-            InternalError: there is no such layer.
-            OutOfDeviceMemory: there is no room; what was there stays.
         """
         wanted = tuple(sorted(set(layers)))
         if wanted and not 0 <= wanted[0] <= wanted[-1] <= self._hp.n_layer:

@@ -32,11 +32,7 @@ class Boundary:
     """
 
     def __init__(self, source: Device, to: Device) -> None:
-        """Allocate the memory between.
-
-        Raises:
-            NativeError: there is none.
-        """
+        """Allocate the memory between."""
         self._source, self._to = source, to
         self._follows = to.can_wait_for(source)
         self._between: Tensor | None = None  # on the second device, for direct copies

@@ -98,9 +98,6 @@ class Commits:
         the one before. The pass has been collected. begins: called before the launch; after an
         error that comes later, the caller must reset the sequences whose paths are not empty. An
         earlier one changes nothing.
-
-        Raises:
-            RequestError: there are no such rows, or they are not a path.
         """
         tokens = {slot: self._tokens(slot, path) for slot, path in paths.items()}
         longer = {slot: path for slot, path in paths.items() if path}
@@ -138,11 +135,7 @@ class Commits:
                 state.n_past[slot] += len(path)
 
     def reserve(self, n_rows: int) -> None:
-        """Build the graph of the largest commit of paths of up to n_rows rows.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
+        """Build the graph of the largest commit of paths of up to n_rows rows."""
         self._graph(_Inputs(n_rows, self._stage.state.n_seq), True)
 
     def _graph(self, at: _Inputs, moves: bool) -> BuiltGraph:

@@ -36,9 +36,6 @@ class CpuExperts(ABC):
 
     x: F32 [n_embd, n_tokens]; weights F32 and ids I32: [n_expert_used, n_tokens]; y: F32, y_rows
     rows of n_embd for each row of x; n_tokens <= max_rows.
-
-    Raises:
-        NativeError: the memory cannot be pinned.
     """
 
     def __init__(self, stage: Stage, max_rows: int, y_rows: int) -> None:

@@ -31,10 +31,6 @@ def node_values(runner: AnyRunner, batch: Batch) -> dict[tuple[str, int], npt.ND
     leading dimensions of 1, but at least two dimensions. On CUDA, a node that is part of another's
     kernel is NaN. KV cache and states advance as in any pass. The states behind it are in the
     result under upstream's names conv_state_last and new_state.
-
-    Raises:
-        ConfigError: not every expert is resident; a single graph cannot handle missing experts.
-        OutOfDeviceMemory: the nodes do not fit.
     """
     if not all(part.stage.is_full for part in runner.parts):
         raise ConfigError(

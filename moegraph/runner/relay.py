@@ -14,11 +14,7 @@ class Relay:
     """Copies taps of a stage to the last one: of passes to its `TapRows`, of prompts to memory."""
 
     def __init__(self, stage: Stage, last: Stage) -> None:
-        """Allocate host memory; `reserve` allocates that for prompts.
-
-        Raises:
-            NativeError: there is no host memory.
-        """
+        """Allocate host memory; `reserve` allocates that for prompts."""
         self._stage, self._last = stage, last
         self._boundary = Boundary(stage.device, last.device)
         self._rows: HiddenRows | None = None
@@ -45,11 +41,7 @@ class Relay:
         return call
 
     def reserve(self, n_rows: int) -> None:
-        """Make room for the taps of parts of prompts of up to n_rows rows.
-
-        Raises:
-            OutOfDeviceMemory: they do not fit.
-        """
+        """Make room for the taps of parts of prompts of up to n_rows rows."""
         self._rows = HiddenRows(self._last, n_rows)
 
     def close(self) -> None:

@@ -458,11 +458,7 @@ class StageSweep:
             s.spent("resolve", start)
 
     def head(self, batch: SweepBatch, row: int, n: int) -> Output:
-        """Compute the head for rows of the part, which are of one prompt, and wait for it.
-
-        Raises:
-            NotFinite: results are NaN or infinite.
-        """
+        """Compute the head for rows of the part, which are of one prompt, and wait for it."""
         s, kind, draws = self._s, batch.results, batch.draws
         built = s.graphs.head(n, kind)
         s.memory.copy(s.memory.hidden, row, s.carried("l_out"), 0, n)

@@ -34,11 +34,7 @@ class StagedRunner:
     """
 
     def __init__(self, parts: Sequence[Runner]) -> None:
-        """Take the runners, which the caller closes later.
-
-        Raises:
-            NativeError: there is no host memory for the copies.
-        """
+        """Take the runners, which the caller closes later."""
         self.parts = tuple(parts)
         self._last = last = self.parts[-1]
         self.sequences, self.hp, self.device = last.sequences, last.hp, last.device

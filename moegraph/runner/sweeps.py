@@ -186,11 +186,7 @@ class Sweeps:
             self.graphs.experts(il, n)
 
     def reserve(self) -> None:
-        """Build the largest graphs, so that the shared block never grows later.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
+        """Build the largest graphs, so that the shared block never grows later."""
         hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
         state = self.stage.state
         shapes = [PassShape(n, 1, self.memory.inputs.n_kv(state.n_ctx), 0)]

@@ -35,11 +35,7 @@ class SweptPrompt:
         return self.n_past + len(self.batch.tokens)
 
     def begin(self) -> None:
-        """Take a snapshot, memory for the states at the cuts, and pages.
-
-        Raises:
-            OutOfDeviceMemory: there is no memory for a snapshot.
-        """
+        """Take a snapshot, memory for the states at the cuts, and pages."""
         sequences = self._sequences
         if self.n_past:
             self._before = sequences.snapshot(self.slot)
