@@ -133,22 +133,21 @@ class EngineConfig:
         maximum=1 << 24,
         group="Context",
     )
-    pin_layers: int = _setting(
+    pin_layers: int | None = _setting(
         "int",
-        -1,
+        None,
         ("--pin-layers",),
-        "Number of full layers, whose experts all stay on the device. -1: the planner chooses.",
-        minimum=-1,
+        "Number of full layers, whose experts all stay on the device. Default: chosen.",
+        minimum=0,
         maximum=1 << 10,
         group="Expert",
     )
-    cache_slots: int = _setting(
+    cache_slots: int | None = _setting(
         "int",
-        -1,
+        None,
         ("--cache-slots",),
-        "Number of expert slots on the device for all other layers together. -1: the planner "
-        "chooses.",
-        minimum=-1,
+        "Number of expert slots of all other layers together. Default: chosen.",
+        minimum=0,
         maximum=1 << 20,
         group="Expert",
     )

@@ -237,7 +237,7 @@ def serve(target: str, **given: Any) -> None:
     SIGTERM and Ctrl-C let requests end for a while; a second one ends at once. SIGHUP reads the
     keys again. Sampling settings are what a request gets that does not set them; those that you do
     not give either are those that the model file recommends (general.sampling.*), or else the
-    defaults below. Needs the extra `server`: pip install 'moegraph[server]'.
+    defaults. Needs the extra `server`: pip install 'moegraph[server]'.
 
     \b
     Examples:

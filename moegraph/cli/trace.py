@@ -71,7 +71,7 @@ def trace_command(
 
     The recording goes on after an end token. `moegraph simulate` replays a trace with other cache
     sizes and policies. Sampling settings that you do not give are those that the model file
-    recommends (general.sampling.*), or else the defaults below.
+    recommends (general.sampling.*), or else the defaults.
 
     \b
     Examples:
