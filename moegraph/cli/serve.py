@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..engine.chat import ChatModel
     from ..server.backend import LoadedModel, ModelFacts
-    from ..server.host import ModelHost, keep_small
+    from ..server.host import ModelHost
     from ..server.state import ServerState
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -251,7 +251,7 @@ def serve(target: str, **given: Any) -> None:
     sys.setswitchinterval(_SWITCH_S)
     from ..server.app import build_site
     from ..server.guards import VARIABLE, Guard, Keys, read_keys
-    from ..server.host import ModelHost
+    from ..server.host import ModelHost, keep_small
     from ..server.listening import listen, url_of
     from ..server.logs import start_logging
     from ..server.running import Ways, run
