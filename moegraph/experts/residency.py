@@ -25,11 +25,10 @@ import numpy.typing as npt
 from ..errors import InternalError
 from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
 from .cache import ExpertCache
-from .cost import MissWays
-from .fetchchoice import FetchChoice
+from .cachestats import RoutingCounts
+from .cost import FetchChoice, MissWays
 from .guard import CacheGuard, Counters
 from .passplan import FetchedLayer, LayerPlan, MissMode, Pairs, PassPlan, TableRow
-from .routing import RoutingCounts
 from .slots import LayerSlots, SavedSlots
 
 # Most experts promoted in one pass: 30 MB of a 35B-A3B, which PCIe 5.0 copies in less than a

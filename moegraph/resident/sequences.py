@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from ..ggml.ops import Tensor
 from .hostcopies import HostCopies, RowsCopy, StatesCopy
 from .layout import PAGE
-from .poolshape import PoolShape
-from .positions import Positions
+from .poolshape import PoolShape, Positions
 from .snapshots import Snapshot, Snapshots
 from .state import State
 

@@ -10,23 +10,101 @@ all devices, and `Sequences` decides it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ..arch.hparams import HParams
-from ..errors import ConfigError
+from ..errors import ConfigError, InternalError
 from ..ggml.device import Device
-from ..ggml.handles import Context
+from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
-from ..ggml.ops import F32, Tensor, type_id
+from ..ggml.ops import F32, Builder, Tensor, type_id
 from ..units import round_up
-from .drafts import DraftRows
 from .kvpool import KVPool
-from .layout import zeros_bytes
-from .poolshape import PoolShape
-from .positions import Positions
+from .layout import draft_room, draft_widths, zeros_bytes
+from .poolshape import PoolShape, Positions
+
+
+class DraftRows:
+    """Device memory for the inputs of these layers' DeltaNet recurrences in one verify pass.
+
+    Of each layer and row: the input of the convolution [conv_dim], log decay and beta [n_v_heads].
+    There is no memory before the first verify pass.
+    """
+
+    def __init__(self, device: Device, hp: HParams, layers: range) -> None:
+        self._device = device
+        self._widths = draft_widths(hp)
+        recurrent = [il for il in layers if hp.is_recurrent(il)]
+        self._layers = {il: i for i, il in enumerate(recurrent)}
+        self._buffer: Buffer | None = None
+        self.n_rows = 0
+
+    def reserve(self, n_rows: int) -> None:
+        """Make room for n_rows rows; the device is idle, and no graph uses the old memory."""
+        if n_rows <= self.n_rows:
+            return
+        n = draft_room(n_rows)
+        size = self._stride(n) * max(len(self._layers), 1)
+        larger = self._device.buffer(size, f"{n} rows of verify passes", "draft fewer tokens")
+        C.ggml_backend_buffer_clear(larger.ptr, 0)
+        smaller, self._buffer, self.n_rows = self._buffer, larger, n
+        if smaller:
+            smaller.close()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the memory."""
+        return self._buffer.size if self._buffer else 0
+
+    def _offsets(self, n_rows: int) -> list[int]:
+        """Return where each kind of rows begins in the memory of a layer, and its size."""
+        offsets = [0]
+        for width in self._widths:
+            offsets.append(round_up(offsets[-1] + 4 * width * n_rows, self._device.alignment))
+        return offsets
+
+    def _stride(self, n_rows: int) -> int:
+        return self._offsets(n_rows)[-1]
+
+    def keep(self, b: Builder, rows: Sequence[Tensor], il: int) -> None:
+        """Have a graph leave the rows of layer il here: F32, each kind's width times the rows."""
+        for tensor, width, offset in zip(rows, self._widths, self._offsets_of(il)):
+            base = tensor if tensor.view_src == ffi.NULL else tensor.view_src
+            if C.ggml_nbytes(base) == C.ggml_nbytes(tensor) and base.data == ffi.NULL:
+                # no copy: the node that computes the rows writes them here
+                place(self._memory, base, offset)
+            else:
+                n_rows = C.ggml_nelements(tensor) // width
+                b.expand(b.cpy(tensor, self._leaf(b, width, n_rows, offset)))
+
+    def leaves(self, b: Builder, il: int) -> list[Tensor]:
+        """Return the rows of layer il: F32 [width, n_rows] of each kind."""
+        offsets = self._offsets_of(il)
+        return [self._leaf(b, w, self.n_rows, at) for w, at in zip(self._widths, offsets)]
+
+    def _leaf(self, b: Builder, width: int, n_rows: int, offset: int) -> Tensor:
+        leaf = b.leaf(F32, (width, n_rows), "draft_rows")
+        place(self._memory, leaf, offset)
+        return leaf
+
+    @property
+    def _memory(self) -> Buffer:
+        if self._buffer is None:
+            raise InternalError("a graph keeps rows that no memory was reserved for")
+        return self._buffer
+
+    def _offsets_of(self, il: int) -> list[int]:
+        first = self._layers[il] * self._stride(self.n_rows)
+        return [first + offset for offset in self._offsets(self.n_rows)]
+
+    def close(self) -> None:
+        """Free the memory."""
+        if self._buffer:
+            self._buffer.close()
+
 
 _ROT_MIN = 64
 

@@ -32,9 +32,8 @@ from ..graphs.inputs import PassShape
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from ..resident.hostcopies import StatesCopy
 from .results import NotFinite, Output
-from .sweep_batch import Chunk, Form, SweepBatch, Taps
+from .sweep_batch import Chunk, Form, SweepBatch, SweptPrompt, Taps
 from .sweeps import MAX_AHEAD, Sweeps
-from .swept import SweptPrompt
 
 # Steps of a prompt of several chunks that may be enqueued ahead of the device: they are long, and
 # whoever else wants to compute waits for them. So it is if the caller wants chunks of few rows.

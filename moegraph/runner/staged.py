@@ -13,9 +13,8 @@ from ..errors import InternalError, RequestError
 from ..graphs.inputs import PassShape
 from .base import Runner
 from .batch import Batch, Callback, Once, Predicate
-from .boundary import Boundary
+from .boundary import Boundary, Relay
 from .flights import Flights
-from .relay import Relay
 from .results import Output
 from .sweep import Sweep
 from .sweep_batch import SweepBatch, Taps

@@ -30,6 +30,7 @@ from .sweep_batch import (
     Cut,
     Form,
     SweepBatch,
+    SweptPrompt,
     Taps,
     cut_chunks,
     cut_growing,
@@ -39,7 +40,6 @@ from .sweep_batch import (
 )
 from .sweep_memory import SweepMemory
 from .sweeps import Sweeps
-from .swept import SweptPrompt
 
 
 def _joined(outputs: Sequence[Output]) -> Output:

@@ -23,7 +23,7 @@ from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, PassShape
 from ..graphs.joint import fill
 from ..graphs.layer import Routed, build_input_norm, build_mixer_router, build_moe
-from ..resident.ring import Ring
+from ..resident.bank import Ring
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
 from .sweep_memory import SweepMemory

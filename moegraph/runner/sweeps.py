@@ -19,8 +19,8 @@ from ..graphs.cache import GraphCache
 from ..graphs.chunk import Segment
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PassShape
+from ..resident.bank import Ring
 from ..resident.layout import N_GROUPS, PAGE, group_size
-from ..resident.ring import Ring
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
 from .misses import MissHandler
