@@ -61,11 +61,9 @@ class _Talk:
 @click.argument("args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [QUESTION]")
 @model_options
 @click.option(
-    "-p",
-    "--prompt",
-    metavar="TEXT",
+    "-p", "--prompt", metavar="TEXT",
     help="Ask this question, print the answer, and quit. Piped text goes before it.",
-)
+)  # fmt: skip
 @click.option(
     "-f", "--file", type=click.Path(), metavar="FILE",
     help="Ask about the text of FILE (-: stdin). The question of -p follows the text.",

@@ -49,12 +49,9 @@ _TEMPLATE = "tokenizer.chat_template"
 @target_argument
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
 @click.option(
-    "--tensor",
-    "globs",
-    multiple=True,
-    metavar="GLOB",
+    "--tensor", "globs", multiple=True, metavar="GLOB",
     help="List the tensors whose names match, such as 'blk.0.*'; repeatable.",
-)
+)  # fmt: skip
 @click.option("--key", metavar="KEY", help="Print only the value of one metadata key, in full.")
 @click.option("--template", "with_template", is_flag=True, help="Print only the chat template.")
 @click.option(
@@ -63,36 +60,21 @@ _TEMPLATE = "tokenizer.chat_template"
     "several cards, such as 8,12; repeatable.",
 )  # fmt: skip
 @click.option(
-    "-c",
-    "--ctx-size",
-    "n_ctx",
-    type=click.INT,
-    default=4096,
-    metavar="N",
+    "-c", "--ctx-size", "n_ctx", type=click.INT, default=4096, metavar="N",
     help="Context length that must fit, for --vram. 0: the model's training length.",
-)
+)  # fmt: skip
 @click.option(
-    "-ctk",
-    "--cache-type-k",
-    "type_k",
-    type=click.Choice(KV_TYPES),
-    default="f16",
+    "-ctk", "--cache-type-k", "type_k", type=click.Choice(KV_TYPES), default="f16",
     help="Data type of the K cache, for --vram.",
-)
+)  # fmt: skip
 @click.option(
-    "-ctv",
-    "--cache-type-v",
-    "type_v",
-    type=click.Choice(KV_TYPES),
-    default="f16",
+    "-ctv", "--cache-type-v", "type_v", type=click.Choice(KV_TYPES), default="f16",
     help="Data type of the V cache, for --vram.",
-)
+)  # fmt: skip
 @click.option(
-    "--check",
-    "with_check",
-    is_flag=True,
+    "--check", "with_check", is_flag=True,
     help="Read all weights and report NaN and infinity, which mean that the file is damaged.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(
     target: str, with_tensors: bool, globs: tuple[str, ...], key: str | None, with_template: bool,
