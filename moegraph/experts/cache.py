@@ -18,6 +18,9 @@ class ExpertCache:
     n_slots [n_layer]: 0 for no slots, n_expert for a full layer. tables: I32 numpy [n_layer,
     n_expert], expert -> slot or -1, for the device. dirty: layers whose table or victim list on the
     device is out of date. step: passes so far.
+
+    Raises:
+        ConfigError: a layer has fewer than 0 or more than n_expert slots.
     """
 
     def __init__(
@@ -63,7 +66,11 @@ class ExpertCache:
         return frozenset(self._journal.in_flight)
 
     def begin_pass(self) -> None:
-        """Start a pass of one row or more; the one before has finished."""
+        """Start a pass of one row or more; the one before has finished.
+
+        Raises:
+            InternalError: nobody recorded what a graph of that pass fetched.
+        """
         if self._journal.in_flight:
             layers = ", ".join(map(str, sorted(self._journal.in_flight)))
             raise InternalError(f"a pass begins, but what layers {layers} fetched is not recorded")
@@ -109,6 +116,10 @@ class ExpertCache:
         return {il: pairs for il, pairs in due.items() if pairs}
 
     def check(self) -> None:
-        """Verify all invariants."""
+        """Verify all invariants.
+
+        Raises:
+            InternalError: an invariant does not hold.
+        """
         for layer in self.layers:
             layer.check()

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from ..ggml.ops import Tensor
 from .hostcopies import HostCopies, RowsCopy, StatesCopy
 from .layout import PAGE
-from .poolshape import PoolShape, Positions
+from .poolshape import PoolShape
+from .positions import Positions
 from .snapshots import Snapshot, Snapshots
 from .state import State
 
@@ -46,14 +47,9 @@ class Sequences(Positions):
         return {il: tensor for state in self.states for il, tensor in state.v.items()}
 
     @property
-    def conv(self) -> dict[int, Tensor]:
-        """Return the convolution states of all layers."""
-        return {il: tensor for state in self.states for il, tensor in state.conv.items()}
-
-    @property
-    def ssm(self) -> dict[int, Tensor]:
+    def layer_states(self) -> dict[int, tuple[Tensor, ...]]:
         """Return the recurrent states of all layers."""
-        return {il: tensor for state in self.states for il, tensor in state.ssm.items()}
+        return {il: tensors for one in self.states for il, tensors in one.layer_states.items()}
 
     @property
     def last_out(self) -> Tensor | None:
@@ -99,11 +95,19 @@ class Sequences(Positions):
             state.copy_rows(source, to, n)
 
     def snapshot(self, slot: int) -> Snapshot:
-        """Return a snapshot of a sequence, copied after the passes in flight."""
+        """Return a snapshot of a sequence, copied after the passes in flight.
+
+        Raises:
+            OutOfDeviceMemory: there is no memory for it.
+        """
         return self.snapshots.take(slot, self.n_past[slot])
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Enqueue that a sequence is again as it was when a snapshot was taken."""
+        """Enqueue that a sequence is again as it was when a snapshot was taken.
+
+        Raises:
+            RequestError: the snapshot cannot be restored.
+        """
         self.snapshots.restore(snapshot)
         self.truncate(snapshot.slot, snapshot.n_past)
 

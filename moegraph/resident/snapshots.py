@@ -56,7 +56,11 @@ class Snapshot:
             self._spare.append(copies)
 
     def copies_of_states(self) -> list[Tensor]:
-        """Return the memory of the states, one tensor for each state that there is."""
+        """Return the memory of the states, one tensor for each state that there is.
+
+        Raises:
+            RequestError: the snapshot is closed, or the sequence has lost its positions since.
+        """
         if self._copies is None:
             raise RequestError("the snapshot is closed")
         if not self.is_valid:
@@ -116,7 +120,11 @@ class Snapshots:
         return copies
 
     def take(self, slot: int, n_past: int) -> Snapshot:
-        """Return a snapshot of a sequence that holds n_past positions."""
+        """Return a snapshot of a sequence that holds n_past positions.
+
+        Raises:
+            OutOfDeviceMemory: there is no memory for it.
+        """
         copies = self._spare.pop() if self._spare else self._new()
         snapshot = Snapshot(slot, n_past, copies, self._spare)
         self._live.add(snapshot)
@@ -125,12 +133,20 @@ class Snapshots:
         return snapshot
 
     def reserve(self) -> None:
-        """Allocate the memory of one snapshot."""
+        """Allocate the memory of one snapshot.
+
+        Raises:
+            OutOfDeviceMemory: there is no memory for it.
+        """
         if not self._spare:
             self._spare.append(self._new())
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Enqueue the copy of the states back to the snapshot's sequence."""
+        """Enqueue the copy of the states back to the snapshot's sequence.
+
+        Raises:
+            RequestError: the snapshot cannot be restored.
+        """
         for rows, saved in zip(self._rows, snapshot.copies_of_states()):
             rows.put(snapshot.slot, saved)
 

@@ -465,8 +465,10 @@ class _Run(Exchange):
             events += self.writer.take(update.parts)
             if update.is_last:
                 events += self._finish(update)
-            if frames := [*map(named, events), *progress.frames(update)]:
-                yield b"".join(frames)
+            for one in events:
+                yield named(one)
+            for frame in progress.frames(update):
+                yield frame
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """Return the event of an error."""
