@@ -9,15 +9,16 @@ import pytest
 from helpers.attn_case import (
     KINDS,
     PADDING,
-    Case,
     Graph,
     Heads,
     Row,
     chain,
+    check_bits,
     error,
     flash_attn,
     make_case,
     mixture,
+    moved,
     run,
     same_bits,
     tree,
@@ -97,17 +98,6 @@ def test_many_rows_of_a_long_context(device: Device) -> None:
         assert error(run(device, case), case.expected()) < BOUND
 
 
-def moved(case: Case, rng: np.random.Generator) -> Case:
-    """Return one row's keys and values as a committed context, in other pages."""
-    row = case.rows[0]
-    at = case.pool_rows(row)
-    heads = Heads(case.d, case.n_head, case.n_head_kv)
-    alone = make_case(rng, chain(0, row.n_keys - 1, 1), heads, case.kinds, 16)
-    there = alone.pool_rows(alone.rows[0])
-    alone.k[there], alone.v[there] = case.k[at], case.v[at]
-    return replace(alone, q=case.q)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", HEADS[:4], ids=lambda h: "-".join(str(n) for n in h))
 def test_the_bits_of_a_row_depend_on_its_keys_alone(
@@ -117,14 +107,8 @@ def test_the_bits_of_a_row_depend_on_its_keys_alone(
     rng = np.random.default_rng(3)
     for rows in (mixture(rng, 32, 10, 3000), [*tree(rng, 0, 2500, 27), *chain(1, 600, 5)]):
         case = make_case(rng, rows, heads, (kind, kind), 32)
-        together = run(device, case)
-        assert same_bits(run(device, case), together)
-        for i in rng.permutation(32)[:12]:
-            if rows[i].n_keys:
-                alone = run(device, moved(case.take([int(i)]), rng))
-                assert same_bits(alone[0], together[i]), rows[i]
-            others = [int(j) for j in rng.permutation(32)[: rng.integers(1, 9)]]
-            assert same_bits(run(device, case.take([*others, int(i)]))[-1], together[i]), rows[i]
+        assert same_bits(run(device, case), run(device, case))
+        check_bits(device, case, rng, 12)
 
 
 def shared(rng: np.random.Generator) -> dict[str, list[Row]]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.fetch_case import ANY, CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup
+from helpers.fetch_case import (
+    CASES,
+    Bench,
+    Shape,
+    check_any,
+    check_case,
+    check_order,
+    random_lookup,
+)
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.ops import MAX_FETCH_IDS
@@ -15,13 +23,7 @@ SIZES = (4, 60, 1024, 1028, 16 * 1024, 16 * 1024 + 4, 64 * 1024 - 4, 64 * 1024 +
 
 
 def test_what_is_missing_is_fetched_in_order(device: Device) -> None:
-    victims = [(2, -1), (1, 7), (6, 5), (4, 9), (3, 11)]
-    with Bench(device, Shape(6, 5, 12, 8, 1024), pinned=True) as bench:
-        bench.fill(np.random.default_rng(0))
-        source = bench.source.copy()
-        assert bench.run(Lookup.of(12, HELD, [8, 3, 0, 8, 7, 1], victims)) == [2, 0, 6, 2, 1, 4]
-        for row, expert in ((2, 8), (6, 0), (4, 1)):
-            np.testing.assert_array_equal(bench.target[row], source[expert])
+    check_order(device, 1024, pinned=True)
 
 
 @pytest.mark.parametrize("pinned", [True, False], ids=["host", "device"])
@@ -38,13 +40,7 @@ def test_each_case_gives_its_rows_and_bytes(name: str, pinned: bool, device: Dev
 @pytest.mark.parametrize("n_ids", [1, 2, 7, 8, 20, 33, 63, 64, 129, MAX_FETCH_IDS])
 def test_any_lookup_is_the_models(n_ids: int, pinned: bool, device: Device) -> None:
     """Replays of one graph see other ids, tables and rows to give up each time."""
-    rng = np.random.default_rng(n_ids)
-    for n, n_rows, n_victims in ANY:
-        shape = Shape(n_ids, n_victims or n_ids, n, n_rows, 1036, 4, 8)
-        with Bench(device, shape, pinned) as bench:
-            bench.fill(rng)
-            for _ in range(30):
-                bench.run(random_lookup(rng, shape))
+    check_any(device, n_ids, 1036, pinned, 30)
 
 
 @pytest.mark.parametrize("pinned", [True, False], ids=["host", "device"])

@@ -307,3 +307,26 @@ def error(got: Array, expected: Array) -> float:
 def same_bits(a: Array, b: Array) -> bool:
     """Return whether two F32 arrays are equal to the bit, NaN included."""
     return a.tobytes() == b.tobytes()
+
+
+def moved(case: Case, rng: np.random.Generator) -> Case:
+    """Return one row's keys and values as a committed context, in other pages."""
+    row = case.rows[0]
+    at = case.pool_rows(row)
+    heads = Heads(case.d, case.n_head, case.n_head_kv)
+    alone = make_case(rng, chain(0, row.n_keys - 1, 1), heads, case.kinds, 16)
+    there = alone.pool_rows(alone.rows[0])
+    alone.k[there], alone.v[there] = case.k[at], case.v[at]
+    return replace(alone, q=case.q)
+
+
+def check_bits(device: Device, case: Case, rng: np.random.Generator, n_rows: int) -> None:
+    """Assert that some rows have the bits of rows alone, in other pages, and in other company."""
+    together, n = run(device, case), len(case.rows)
+    for i in map(int, rng.permutation(n)[:n_rows]):
+        if not case.rows[i].n_keys:
+            assert not together[i].any()
+            continue
+        assert same_bits(run(device, moved(case.take([i]), rng))[0], together[i]), case.rows[i]
+        others = [int(j) for j in rng.permutation(n)[: rng.integers(1, 9)]]
+        assert same_bits(run(device, case.take([*others, i]))[-1], together[i]), case.rows[i]

@@ -14,7 +14,7 @@ from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, I32, Builder
 from moegraph.loop.rows import RowSampler
-from moegraph.sampling import Sampler, SamplingParams
+from moegraph.sampling import Sampler, SamplingParams, gumbel
 
 N_LISTED, N_EARLY, N_MASSES, N_PARTS, N_IDS = 384, 32, 8, 32, 508
 # struct moegraph_listed
@@ -171,3 +171,53 @@ def check_passes(engine: Engine, params: SamplingParams, n: int) -> None:
             sampler.accept(token)
         ids = [token]
     assert rows.n_whole < n // 2
+
+
+def check_any_row(device: Device, n_vocab: int) -> None:
+    """Assert lists, sums and wanted logits of rows of all kinds."""
+    rng = np.random.default_rng(n_vocab)
+    with CandidatesBench(device, n_vocab) as bench:
+        for name, logits in rows_of_logits(n_vocab, rng).items():
+            for temperature in (0.0, 0.7, 1.0, 30.0):
+                key = int(rng.integers(1 << 63))
+                words = bench.run(logits, draw_words(temperature, key, (0, n_vocab)))
+                scores = None
+                if temperature:
+                    scores = logits / temperature + gumbel(key, np.arange(n_vocab))
+                row = words.view(ROW)[0, 0]
+                try:
+                    check_row(row, logits, scores)
+                except AssertionError as error:
+                    raise AssertionError(f"{name}, temperature {temperature}") from error
+                assert row["wanted"][0] == logits[0] and np.isnan(row["wanted"][1])
+
+
+def check_rows_alone(device: Device, n_rows: int, n_vocab: int, n_runs: int) -> None:
+    """Assert that each row gives what it gives alone, bit for bit, whenever a graph runs."""
+    logits = np.random.default_rng(5).standard_normal((n_rows, n_vocab)).astype(np.float32)
+    draws = np.stack([draw_words(i % 3, i, (i,)) for i in range(n_rows)])
+    with CandidatesBench(device, n_vocab, n_rows) as bench:
+        runs = [bench.run(logits, draws).view(ROW)[:, 0] for _ in range(n_runs)]
+    with CandidatesBench(device, n_vocab) as bench:
+        for i in range(n_rows):
+            alone = bench.run(logits[i], draws[i]).view(ROW)[0, 0]
+            n, n_early = alone["n_likely"], alone["n_early"]
+            for together in runs:
+                for name, end in (
+                    ("ids", n), ("logits", n), ("early_ids", n_early), ("wanted", None)
+                ):  # fmt: skip
+                    np.testing.assert_array_equal(together[i][name][:end], alone[name][:end])
+                for name in ("total", "largest", "floor", "n_likely", "n_early"):
+                    assert together[i][name] == alone[name]
+
+
+def check_not_finite(device: Device, n_vocab: int) -> None:
+    """Assert that a logit that is not finite shows in the sum, wherever it is."""
+    with CandidatesBench(device, n_vocab) as bench:
+        for bad in (np.nan, np.inf, -np.inf):
+            for at in (0, n_vocab // 2 + 200, n_vocab - 1):
+                logits = np.random.default_rng(1).standard_normal(n_vocab).astype(np.float32)
+                logits[at] = bad
+                for temperature in (0.0, 1.0):
+                    row = bench.run(logits, draw_words(temperature)).view(ROW)[0, 0]
+                    assert np.isnan(row["total"]), (bad, at, temperature)

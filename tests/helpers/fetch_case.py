@@ -262,3 +262,34 @@ def check_case(device: Device, name: str, m: int, pads: tuple[int, int], pinned:
             assert bench.run(lookup) == expected
             if "missing" in name or "single" in name:
                 assert name.startswith("nothing") == (before == bench.target).all()
+
+
+def check_order(device: Device, m: int, pinned: bool) -> None:
+    """Assert what is fetched, written out: by the order of ids and of the rows given up."""
+    with Bench(device, Shape(6, 5, 12, 8, m), pinned) as bench:
+        bench.fill(np.random.default_rng(0))
+        source, before = bench.source.copy(), bench.target.copy()
+        # 7 is needed, so its row stays; 8 is there twice and fetched once
+        victims = [(2, -1), (1, 7), (6, 5), (4, 9), (3, 11)]
+        rows = bench.run(Lookup.of(12, HELD, [8, 3, 0, 8, 7, 1], victims))
+        assert rows == [2, 0, 6, 2, 1, 4]
+        for row, expert in ((2, 8), (6, 0), (4, 1)):
+            np.testing.assert_array_equal(bench.target[row], source[expert])
+        for row in (0, 1, 3, 5, 7):
+            np.testing.assert_array_equal(bench.target[row], before[row])
+
+
+def check_any(device: Device, n_ids: int, m: int, pinned: bool, n_runs: int) -> None:
+    """Run one graph of each size with other ids, tables and rows to give up each time."""
+    rng, n_fetched = np.random.default_rng(n_ids), 0
+    for n, n_rows, n_victims in ANY:
+        shape = Shape(n_ids, n_victims or n_ids, n, n_rows, m, 4, 8)
+        with Bench(device, shape, pinned) as bench:
+            bench.fill(rng)
+            for _ in range(n_runs):
+                lookup = random_lookup(rng, shape)
+                rows = bench.run(lookup)
+                n_fetched += sum(
+                    row >= 0 and lookup.table[one] < 0 for one, row in zip(lookup.ids, rows)
+                )
+    assert n_fetched > 20

@@ -11,15 +11,16 @@ import pytest
 from helpers.attn_case import (
     KINDS,
     PADDING,
-    Case,
     Graph,
     Heads,
     Row,
     chain,
+    check_bits,
     error,
     flash_attn,
     make_case,
     mixture,
+    moved,
     run,
     same_bits,
     tree,
@@ -94,32 +95,12 @@ def test_a_tree_row_reads_its_own_path(device: Device) -> None:
         assert same_bits(run(device, moved(case.take([i]), rng))[0], got[i]), row
 
 
-def moved(case: Case, rng: np.random.Generator) -> Case:
-    """Return one row's keys and values as a committed context, in other pages."""
-    row = case.rows[0]
-    at = case.pool_rows(row)
-    alone = make_case(
-        rng, chain(0, row.n_keys - 1, 1), Heads(case.d, case.n_head, case.n_head_kv), case.kinds, 16
-    )
-    there = alone.pool_rows(alone.rows[0])
-    alone.k[there], alone.v[there] = case.k[at], case.v[at]
-    return replace(alone, q=case.q)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_of_a_row_depend_on_its_keys_alone(kind: str, device: Device) -> None:
     """Not on the rows beside it, nor on padding, pages, or where the committed ones end."""
     rng = np.random.default_rng(8)
-    rows = mixture(rng, 24, 8, 900)
-    case = make_case(rng, rows, Heads(64, 4, 2), (kind, kind), 32)
-    together = run(device, case)
-    for i, row in enumerate(rows):
-        if row.n_keys:
-            assert same_bits(run(device, moved(case.take([i]), rng))[0], together[i])
-            others = [int(j) for j in rng.permutation(24)[:7]]
-            assert same_bits(run(device, case.take([*others, i]))[-1], together[i])
-        else:
-            assert not together[i].any()
+    case = make_case(rng, mixture(rng, 24, 8, 900), Heads(64, 4, 2), (kind, kind), 32)
+    check_bits(device, case, rng, 24)
 
 
 def test_rows_without_keys_are_zero(device: Device) -> None:

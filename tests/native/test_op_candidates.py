@@ -11,9 +11,10 @@ from helpers.candidates_case import (
     N_LISTED,
     ROW,
     CandidatesBench,
-    check_row,
+    check_any_row,
+    check_not_finite,
+    check_rows_alone,
     draw_words,
-    rows_of_logits,
 )
 from helpers.reference_sampler import gumbel
 
@@ -34,19 +35,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 @pytest.mark.parametrize("n_vocab", [1, 2, 127, 384, 385, 513, 4096, 30_001])
 def test_any_row_gives_its_lists_and_sums(n_vocab: int, device: Device) -> None:
-    rng = np.random.default_rng(n_vocab)
-    with CandidatesBench(device, n_vocab) as bench:
-        for name, logits in rows_of_logits(n_vocab, rng).items():
-            for temperature in (0.0, 0.7, 1.0, 30.0):
-                key = int(rng.integers(1 << 63))
-                words = bench.run(logits, draw_words(temperature, key))
-                scores = None
-                if temperature:
-                    scores = logits / temperature + all_gumbel(key, np.arange(n_vocab))
-                try:
-                    check_row(words.view(ROW)[0, 0], logits, scores)
-                except AssertionError as error:
-                    raise AssertionError(f"{name}, temperature {temperature}") from error
+    check_any_row(device, n_vocab)
 
 
 def test_the_random_numbers_are_those_of_the_definition() -> None:
@@ -58,23 +47,7 @@ def test_the_random_numbers_are_those_of_the_definition() -> None:
 
 
 def test_rows_have_inputs_and_results_of_their_own(device: Device) -> None:
-    """Each row gives what it gives alone, bit for bit."""
-    rng = np.random.default_rng(5)
-    logits = rng.standard_normal((5, 3000)).astype(np.float32)
-    draws = np.stack([
-        draw_words(t, key, wanted)
-        for t, key, wanted in ((0.5, 7, (1, 2)), (0, 8, ()), (2, 9, (0,)), (1, 7, ()), (0, 0, (5,)))
-    ])  # fmt: skip
-    with CandidatesBench(device, 3000, 5) as bench:
-        together = bench.run(logits, draws).view(ROW)[:, 0]
-    with CandidatesBench(device, 3000) as bench:
-        for row in range(5):
-            alone = bench.run(logits[row], draws[row]).view(ROW)[0, 0]
-            n, n_early = alone["n_likely"], alone["n_early"]
-            for name, end in (("ids", n), ("logits", n), ("early_ids", n_early), ("wanted", None)):
-                np.testing.assert_array_equal(together[row][name][:end], alone[name][:end])
-            for name in ("total", "largest", "floor", "n_likely", "n_early"):
-                assert together[row][name] == alone[name]
+    check_rows_alone(device, 5, 3000, 1)
 
 
 def test_wanted_logits_are_looked_up_and_other_ids_give_nan(device: Device) -> None:
@@ -86,15 +59,8 @@ def test_wanted_logits_are_looked_up_and_other_ids_give_nan(device: Device) -> N
     np.testing.assert_array_equal(row["wanted"], np.array(expected, dtype=np.float32))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("at", [0, 1700, 2999])
-def test_a_logit_that_is_not_finite_shows_in_the_sum(bad: float, at: int, device: Device) -> None:
-    logits = np.random.default_rng(1).standard_normal(3000).astype(np.float32)
-    logits[at] = bad
-    with CandidatesBench(device, 3000) as bench:
-        for temperature in (0.0, 1.0):
-            row = bench.run(logits, draw_words(temperature)).view(ROW)[0, 0]
-            assert np.isnan(row["total"])
+def test_a_logit_that_is_not_finite_shows_in_the_sum(device: Device) -> None:
+    check_not_finite(device, 3000)
 
 
 def test_more_equal_logits_than_there_is_room_for_are_counted(device: Device) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from helpers.fetch_case import (
-    ANY,
     CASES,
-    HELD,
     Bench,
-    Lookup,
     Shape,
+    check_any,
     check_case,
+    check_order,
     random_lookup,
     strided,
 )
@@ -35,18 +34,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def test_what_is_missing_is_fetched_in_order(device: Device) -> None:
-    """Written out: row by row, by the order of ids and of the rows that may be given up."""
-    with Bench(device, Shape(6, 5, 12, 8, 16)) as bench:
-        bench.fill(np.random.default_rng(0))
-        source, before = bench.source.copy(), bench.target.copy()
-        # 7 is needed, so its row stays; 8 is there twice and fetched once
-        victims = [(2, -1), (1, 7), (6, 5), (4, 9), (3, 11)]
-        rows = bench.run(Lookup.of(12, HELD, [8, 3, 0, 8, 7, 1], victims))
-        assert rows == [2, 0, 6, 2, 1, 4]
-        for row, expert in ((2, 8), (6, 0), (4, 1)):
-            np.testing.assert_array_equal(bench.target[row], source[expert])
-        for row in (0, 1, 3, 5, 7):
-            np.testing.assert_array_equal(bench.target[row], before[row])
+    check_order(device, 16, pinned=False)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,19 +45,8 @@ def test_each_case_gives_its_rows_and_bytes(name: str, device: Device) -> None:
 
 @pytest.mark.parametrize("n_ids", [1, 2, 7, 8, 20, 33, 63, 64, 129, MAX_FETCH_IDS])
 def test_any_lookup_is_the_models(n_ids: int, device: Device) -> None:
-    """One graph, with other ids, tables and rows to give up each time."""
-    rng, n_fetched = np.random.default_rng(n_ids), 0
-    for n, n_rows, n_victims in ANY:
-        shape = Shape(n_ids, n_victims or n_ids, n, n_rows, 12, 4, 8)
-        with Bench(device, shape) as bench:
-            bench.fill(rng)
-            for _ in range(40):
-                lookup = random_lookup(rng, shape)
-                rows = bench.run(lookup)
-                n_fetched += sum(
-                    row >= 0 and lookup.table[one] < 0 for one, row in zip(lookup.ids, rows)
-                )
-    assert n_fetched > 20
+    """Replays of one graph see other ids, tables and rows to give up each time."""
+    check_any(device, n_ids, 12, False, 40)
 
 
 def test_what_follows_in_the_graph_reads_the_new_bytes(device: Device) -> None:
