@@ -177,6 +177,7 @@ class PrefixTree:
             if child.states is None and not child.children and id(child) not in stays:
                 del parent.children[int(child.tokens[0])]
                 _close(child)
+        self._roots = {owner: root for owner, root in self._roots.items() if root.children}
 
     def clear(self) -> None:
         """Remove everything."""

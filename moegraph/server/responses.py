@@ -846,7 +846,7 @@ async def retrieve(request: HttpRequest) -> Response:
 async def delete(request: HttpRequest) -> Response:
     """Forget a response."""
     response_id = request.path_params["id"]
-    _own(request).delete(response_id)
+    state_of(request).responses.delete(owner_of(request), response_id)
     return reply({"id": response_id, "object": "response", "deleted": True})
 
 

@@ -132,15 +132,24 @@ class ResponseStores:
 
     def of(self, owner: str) -> ResponseStore:
         """Return the responses of a client; owner: as `guards.owner_of` returns it."""
-        return self._stores.setdefault(owner, ResponseStore(self._cap))
+        return self._stores.get(owner) or ResponseStore(self._cap)
+
+    def delete(self, owner: str, response_id: str) -> None:
+        """Forget a client's response."""
+        self.of(owner).delete(response_id)
+        self._drop_empty()
 
     def put(
         self, owner: str, response: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
     ) -> None:
         """Keep a client's response; see `ResponseStore.put`."""
-        self.of(owner).put(response, items)
+        self._stores.setdefault(owner, ResponseStore(self._cap)).put(response, items)
         while sum(store.n_bytes for store in self._stores.values()) > self._cap:
             max(self._stores.values(), key=lambda store: store.n_bytes).forget_oldest()
+        self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        self._stores = {owner: store for owner, store in self._stores.items() if len(store)}
 
 
 def _no_previous(response_id: str) -> ApiError:

@@ -199,6 +199,7 @@ def test_owners_share_the_room_and_nothing_else() -> None:
     assert len(tree.places()) == tree.n_states == 3
     tree.shrink(tree.n_bytes - 1, [])
     assert found(tree, 1, 2, 3) == [] and len(tree.find(ids(1, 2, 3), 0, "b")) == 2
+    assert set(tree._roots) == {"a", "b"}  # nothing is left of an owner without states
     tree.clear()
     assert not list(tree.nodes()) and not tree.find(ids(1, 2, 3), 0, "b")
 

@@ -125,6 +125,8 @@ def test_one_client_cannot_push_out_what_another_keeps() -> None:
     assert stores.of("a").response("mine")
     assert 0 < len(stores.of("b")) < 10 and stores.of("b").response("x49")
     assert stores.of("a").n_bytes + stores.of("b").n_bytes <= 1000
+    stores.delete("a", "mine")
+    assert len(stores.of("c")) == 0 and set(stores._stores) == {"b"}  # no others are kept
 
 
 ASKED = {
