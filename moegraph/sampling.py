@@ -61,85 +61,46 @@ class SamplingParams:
     """
 
     temperature: float = _setting(
-        "float",
-        0.8,
-        ("--temp", "--temperature"),
-        "Temperature; 0 always takes the likeliest token.",
-        minimum=-100,
-        maximum=100,
-    )
+        "float", 0.8, ("--temp", "--temperature"),
+        "Temperature; 0 always takes the likeliest token.", minimum=-100, maximum=100,
+    )  # fmt: skip
     top_k: int = _setting(
-        "int",
-        40,
-        ("--top-k",),
-        "Keep the K likeliest tokens; 0 keeps all.",
-        minimum=-1,
+        "int", 40, ("--top-k",), "Keep the K likeliest tokens; 0 keeps all.", minimum=-1,
         maximum=2**31 - 1,
-    )
+    )  # fmt: skip
     top_p: float = _setting(
-        "float",
-        0.95,
-        ("--top-p",),
-        "Keep the likeliest tokens up to this probability; 1 is off.",
-        minimum=0,
-        maximum=1,
-    )
+        "float", 0.95, ("--top-p",), "Keep the likeliest tokens up to this probability; 1 is off.",
+        minimum=0, maximum=1,
+    )  # fmt: skip
     min_p: float = _setting(
-        "float",
-        0.05,
-        ("--min-p",),
-        "Drop tokens below this share of the likeliest; 0 is off.",
-        minimum=0,
-        maximum=1,
-    )
+        "float", 0.05, ("--min-p",), "Drop tokens below this share of the likeliest; 0 is off.",
+        minimum=0, maximum=1,
+    )  # fmt: skip
     typical_p: float = _setting(
-        "float",
-        1.0,
-        ("--typical", "--typical-p"),
-        "Locally typical sampling up to this probability; 1 is off.",
-        minimum=0,
-        maximum=1,
-    )
+        "float", 1.0, ("--typical", "--typical-p"),
+        "Locally typical sampling up to this probability; 1 is off.", minimum=0, maximum=1,
+    )  # fmt: skip
     repeat_penalty: float = _setting(
-        "float",
-        1.0,
-        ("--repeat-penalty",),
-        "Divide the logits of recent tokens; 1 is off.",
-        minimum=0.01,
-        maximum=100,
-    )
+        "float", 1.0, ("--repeat-penalty",), "Divide the logits of recent tokens; 1 is off.",
+        minimum=0.01, maximum=100,
+    )  # fmt: skip
     repeat_last_n: int = _setting(
-        "int",
-        64,
-        ("--repeat-last-n",),
-        "Tokens the penalties look back on; 0 is off, -1 is all of them.",
-        minimum=-1,
+        "int", 64, ("--repeat-last-n",),
+        "Tokens the penalties look back on; 0 is off, -1 is all of them.", minimum=-1,
         maximum=_ALL_TOKENS,
-    )
+    )  # fmt: skip
     presence_penalty: float = _setting(
-        "float",
-        0.0,
-        ("--presence-penalty",),
-        "Subtracted once from logits of recent tokens.",
-        minimum=-100,
-        maximum=100,
-    )
+        "float", 0.0, ("--presence-penalty",), "Subtracted once from logits of recent tokens.",
+        minimum=-100, maximum=100,
+    )  # fmt: skip
     frequency_penalty: float = _setting(
-        "float",
-        0.0,
-        ("--frequency-penalty",),
-        "Subtracted as often as the token occurred.",
-        minimum=-100,
-        maximum=100,
-    )
+        "float", 0.0, ("--frequency-penalty",), "Subtracted as often as the token occurred.",
+        minimum=-100, maximum=100,
+    )  # fmt: skip
     seed: int | None = _setting(
-        "int",
-        None,
-        ("-s", "--seed"),
-        "Seed of the random numbers; -1 picks a random seed.",
-        minimum=-1,
-        maximum=RANDOM_SEED,
-    )
+        "int", None, ("-s", "--seed"), "Seed of the random numbers; -1 picks a random seed.",
+        minimum=-1, maximum=RANDOM_SEED,
+    )  # fmt: skip
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     @property

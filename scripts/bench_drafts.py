@@ -6,8 +6,7 @@ drafted tokens are right, by what was measured of trained drafters for kinds of 
 the model's own without drafts, whatever drafts it, so that all ways need the same experts. For each
 limit of device memory, one engine has all drafters, and each way writes a text in turn. Before and
 after it, the speed without drafts is measured with an engine that has no drafter; the mean is what
-all else is compared with. Rows go to stdout as JSON lines
-with --json, and what each step of each text did goes to --steps.
+all else is compared with.
 
 Example:
     scripts/bench_drafts.py model.gguf --draft dflash.gguf --vram auto 14 7.7
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -96,20 +94,11 @@ class Scripted:
         return replace(draft, tokens=tokens)
 
 
-# What --steps keeps of a step, and its times by their names in milliseconds.
-_KEPT = (
-    "source", "n_draft", "n_rows", "n_spine", "n_accepted", "n_tokens", "n_missing", "is_trial",
-)  # fmt: skip
-_TIMES = {
-    "ms": "seconds", "drafter_ms": "drafter_s", "verify_ms": "verify_s", "commit_ms": "commit_s",
-}  # fmt: skip
-
-
 class ByPlan:
     """A controller that notes which drafter the last plan names, because each has its script.
 
-    steps: what was observed since the text began, for --steps. luck: the tokens that its steps gave
-    over those that they give on average. n_text: tokens at which texts end.
+    luck: the tokens that its steps gave over those that they give on average. n_text: tokens at
+    which texts end.
     """
 
     def __init__(self, controller: Controller, drafters: Sequence[Drafter]) -> None:
@@ -118,14 +107,12 @@ class ByPlan:
         self._source = ""
         self._given, self._expected = 0, 0.0
         self.n_text = sys.maxsize
-        self.steps = list[list[Any]]()
 
     @property
     def luck(self) -> float:
         return self._given / self._expected if self._given else 1.0
 
     def begin(self) -> None:
-        self.steps.clear()
         self._given, self._expected = 0, 0.0
         self._controller.begin()
 
@@ -149,8 +136,6 @@ class ByPlan:
         n_spine = min(step.n_spine, self.n_text - self._given - 2)  # the prompt gave a token
         self._given += step.n_tokens
         self._expected += 1.0 + (drafter.expected(n_spine) if drafter else 0.0)
-        times = [round(1e3 * getattr(step, name), 4) for name in _TIMES.values()]
-        self.steps.append([*(getattr(step, name) for name in _KEPT), *times])
 
     @property
     def stats(self) -> SpecStats:
@@ -183,13 +168,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--depth", type=bench.positive, default=256, help="tokens of the prompt")
     p.add_argument("--repeat", type=bench.positive, default=3)
     p.add_argument("--device", default="auto")
-    p.add_argument(
-        "--draft-vocab", type=int, nargs="+", default=[0],
-        help="drafts of so many tokens, one after the other; 0: of all; the script accepts as many",
-    )  # fmt: skip
-    p.add_argument("--json", action="store_true")
     p.add_argument("--out", type=Path, metavar="FILE", help="append rows here, as JSON lines")
-    p.add_argument("--steps", type=Path, metavar="FILE", help="append the steps of each text here")
     return p
 
 
@@ -258,20 +237,15 @@ class Rows(list[dict[str, Any]]):
         bench.append_line(self._out, one)
 
 
-def measure(
-    vram: str, share: float, n_vocab: int, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Return the rows of one limit of memory.
-
-    share: percent of the experts that have slots. n_vocab: tokens that drafts are made of; 0: all.
-    """
+def measure(vram: str, share: float, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of one limit of memory. share: percent of the experts that have slots."""
     config = EngineConfig(
-        vram=vram, device=args.device, profile="none", draft_vocab=n_vocab,
-        n_ctx=args.depth + args.tokens + 64, n_draft=15,
+        vram=vram, device=args.device, profile="none", n_ctx=args.depth + args.tokens + 64,
+        n_draft=15,
     )  # fmt: skip
     config = with_share(config, args.model, share)
     rows = Rows(args.out)
-    about = {"vram": vram, "draft_vocab": n_vocab}
+    about: dict[str, Any] = {"vram": vram}
     off, text = without_drafters(config, args)
     rows.append({**about, **off})
     lengths = {"dflash": args.dflash if args.draft else [], "mtp": args.mtp}
@@ -322,14 +296,10 @@ def in_turn(
     order = list(ways)
     for at in range(args.repeat + 1):
         for way in order[at % len(order) :] + order[: at % len(order)]:
-            engine.speculation, controller = ways[way], controllers[way]
+            engine.speculation = ways[way]
             tps, luck = text_and_luck(engine, args)
             found[way].append(tps)
             lucks[way].append(luck)
-            if args.steps and isinstance(controller, ByPlan):
-                line = {"kind": kind, "way": way, "at": at, "tps": found[way][-1]}
-                line |= {"fields": [*_KEPT, *_TIMES], "steps": controller.steps}
-                bench.append_line(args.steps, line)
     return [
         summary(
             found[way], lucks[way], controller.stats.since(before[way]).report(),
@@ -337,21 +307,6 @@ def in_turn(
         )
         for way, controller in controllers.items()
     ]  # fmt: skip
-
-
-def even(row: dict[str, Any], plain_tps: float) -> str:
-    """Return how often each token of a fixed draft must be right for the speed without drafts."""
-    n, drafts = row["way"].partition(" ")[2], row["drafts"]
-    if not n.isdigit():
-        return ""
-    step_s = drafts["tokens_per_step"] / row["tps"]
-    needed = step_s * plain_tps  # tokens of a step that make up for its time
-    low, high = 0.0, 1.0
-    while high - low > 1e-4:
-        rate = (low + high) / 2
-        is_enough = sum(rate**depth for depth in range(int(n) + 1)) > needed
-        low, high = (low, rate) if is_enough else (rate, high)
-    return f"  even at {high:.2f}"
 
 
 def drafting(config: EngineConfig, spec: str, draft: str, n: int = 0) -> EngineConfig:
@@ -399,15 +354,11 @@ def slots(engine: Engine) -> float:
 
 def compare(args: argparse.Namespace) -> None:
     """Measure all limits and print a table."""
-    for vram, share, n_vocab in itertools.product(args.vram, args.share, args.draft_vocab):
-        rows = measure(vram, share, n_vocab, args)
-        if args.json:
-            for one in rows:
-                print(json.dumps(one), flush=True)
+    for vram, share in itertools.product(args.vram, args.share):
+        rows = measure(vram, share, args)
         off = statistics.mean(one["tps"] for one in rows if one["way"] == "off")
-        of = f", drafts of {n_vocab} tokens" if n_vocab else ""
         experts = f"{rows[0]['slots']:.0%} of the experts"
-        print(f"{vram} GiB, {experts}{of}: {off:.1f} tok/s without drafts; others at the rates")
+        print(f"{vram} GiB, {experts}: {off:.1f} tok/s without drafts; others at the rates")
         for one in [one for one in rows if one["way"] != "off"]:
             drafts = one["drafts"]
             print(
@@ -416,7 +367,7 @@ def compare(args: argparse.Namespace) -> None:
                 f"  slots {one['slots']:.0%}"
                 f"  {drafts['tokens_per_step']:.2f} a step, "
                 f"ms {drafts['drafter_ms']:.2f} {drafts['verify_ms']:.2f} {drafts['commit_ms']:.2f}"
-                f"  {drafts['plain_steps']} plain{even(one, off)}",
+                f"  {drafts['plain_steps']} plain",
                 flush=True,
             )
 

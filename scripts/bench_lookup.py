@@ -3,8 +3,7 @@
 
 The texts are dictated: each pass computes what it computes, and the token that is drawn is the next
 one of the text. So weights may be random, all ways write the same text, and look-up finds, drafts
-and is accepted as in an answer that a model wrote so. The ways write in turn in one engine. Rows go
-to stdout as JSON lines with --json.
+and is accepted as in an answer that a model wrote so. The ways write in turn in one engine.
 
 Kinds of text: `edit` repeats the lines of its prompt with one word changed in every sixth, `list`
 is a JSON list of records, of which the prompt has some, `mixed` is half lines of the prompt and
@@ -17,11 +16,9 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -106,29 +103,6 @@ def drafting(engine: Engine, config: EngineConfig, spec: str) -> Speculation:
     return found
 
 
-def by_rows(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """Return what steps of each number of rows took, in milliseconds, and what they gave."""
-    found = defaultdict[int, list[Step]](list)
-    for step in steps:
-        found[step.n_rows].append(step)
-    return [
-        {
-            "rows": n_rows, "steps": len(mine),
-            "tokens": round(statistics.fmean(step.n_tokens for step in mine), 2),
-            "ms": _median(step.seconds for step in mine),
-            "worst_ms": round(1e3 * max(step.seconds for step in mine), 3),
-            "draft_ms": _median(step.drafter_s for step in mine),
-            "verify_ms": _median(step.verify_s for step in mine),
-            "commit_ms": _median(step.commit_s for step in mine),
-        }
-        for n_rows, mine in sorted(found.items())
-    ]  # fmt: skip
-
-
-def _median(seconds: Iterator[float]) -> float:
-    return round(1e3 * statistics.median(seconds), 3)
-
-
 class Kept:
     """Notes the steps that a controller observes."""
 
@@ -175,7 +149,7 @@ def row(way: str, tps: Sequence[float], kept: Kept | None, about: dict[str, Any]
             "accepted": round(sum(step.n_accepted for step in steps) / drafted, 3) if n else None,
             "mean_rows": round(1 + drafted / n, 2) if n else None,
             "tokens_a_step": round(sum(s.n_tokens for s in steps) / n, 2) if n else None,
-            "plain_steps": len(kept.steps) - n, "draft_steps": n, "by_rows": by_rows(kept.steps),
+            "plain_steps": len(kept.steps) - n, "draft_steps": n,
         }  # fmt: skip
     return found
 
@@ -192,26 +166,19 @@ def compare(args: argparse.Namespace) -> None:
             plain = next((one["tps"] for one in rows if one["way"] == "off"), None)
             for one in rows:
                 bench.append_line(args.out, one)
-                print(json.dumps(one) if args.json else line(one, plain), flush=True)
+                print(line(one, plain), flush=True)
 
 
 def line(one: dict[str, Any], plain: float | None) -> str:
-    """Return what a row says, and its steps by rows."""
+    """Return what a row says."""
     over = f" {one['tps'] / plain:5.2f}x" if plain else ""
     text = f"{one['kind']:9} {one['way']:7} {one['tps']:8.1f} tok/s{over} first {one['first']:.1f}"
-    if "by_rows" not in one:
+    if "draft_steps" not in one:
         return f"{text}; {one['foretold']:.0%} of the tokens were foretold"
-    text += (
+    return text + (
         f"; {one['accepted']} accepted, {one['mean_rows']} rows and {one['tokens_a_step']} tokens "
         f"a step with a draft, {one['plain_steps']} without"
     )
-    for each in one["by_rows"]:
-        text += (
-            f"\n    {each['rows']:2} rows: {each['steps']:4} steps of {each['tokens']:5} tokens, "
-            f"{each['ms']:7} ms (worst {each['worst_ms']}), draft {each['draft_ms']}, "
-            f"verify {each['verify_ms']}, commit {each['commit_ms']}"
-        )
-    return text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -224,7 +191,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeat", type=bench.positive, default=3)
     p.add_argument("--device", default="auto")
     p.add_argument("--vram", default="auto", help="limit of device memory, in GiB")
-    p.add_argument("--json", action="store_true")
     p.add_argument("--out", type=Path, metavar="FILE", help="append rows here, as JSON lines")
     return p
 

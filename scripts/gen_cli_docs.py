@@ -18,6 +18,8 @@ from moegraph import errors
 from moegraph.cli import main as program
 from moegraph.cli.options import group_of
 from moegraph.config import GROUPS
+from moegraph.config import settings as engine_settings
+from moegraph.sampling import settings as sampling_settings
 
 PAGE = ROOT / "docs" / "cli.md"
 
@@ -247,7 +249,8 @@ JSON_TABLES = {
 def page() -> str:
     """Return the whole page."""
     context = click.Context(program, info_name="moegraph", **program.context_settings)
-    parts = [HEAD, exit_codes()]
+    chat = click.Context(program.commands["chat"], info_name="chat", parent=context)
+    parts = [HEAD, exit_codes(), *shared_sections(chat)]
     for name, command in program.commands.items():
         parts.append(section(command, context))
         parts += [json_table(*table) for table in JSON_TABLES.get(name, [])]
@@ -293,14 +296,73 @@ def section(command: click.Command, parent: click.Context) -> str:
     text, _, examples = inspect.cleandoc(command.help or "").partition("\b\nExamples:\n")
     lines = [f"## {context.command_path}", "", "```", usage, "```", "", text.strip(), ""]
     lines += ["```sh", inspect.cleandoc(examples), "```", ""]
-    lines += ["| option | default | meaning |", "|---|---|---|"]
-    shown = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
-    for group in GROUPS:
-        options = [row(option, context) for option in shown if group_of(option) == group]
-        if options and group != GROUPS[0]:
-            lines.append(f"| **{group} options** | | |")
-        lines += options
+    usual = [option for options in shared().values() for option in options]
+    own = [p for p in visible(command) if not is_shared(p, usual, command)]
+    lines += table(own, context)
+    for title, options in shared().items():
+        lines += shared_line(title, options, [p for p in visible(command) if p not in own])
     return "\n".join(lines) + "\n"
+
+
+def visible(command: click.Command) -> list[click.Option]:
+    """Return the options of a command that --help lists."""
+    return [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+
+
+def shared() -> dict[str, list[click.Option]]:
+    """Return the options that many commands have, as `chat` has them, by the title of a section."""
+    engine = {setting.name for setting in engine_settings()}
+    sampling = {setting.name for setting in sampling_settings()} | {"logit_bias", "ignore_eos"}
+    options = visible(program.commands["chat"])
+    return {
+        "Engine options": [option for option in options if option.name in engine],
+        "Sampling options": [option for option in options if option.name in sampling],
+    }
+
+
+def is_shared(option: click.Option, usual: list[click.Option], command: click.Command) -> bool:
+    """Return whether the page has an option elsewhere; bench has lists, but the same meaning."""
+    for other in usual:
+        if other.name == option.name:
+            same = (other.help, other.default) == (option.help, option.default)
+            return same or (command.name == "bench" and "as the tests need" not in str(option.help))
+    return False
+
+
+def shared_line(title: str, usual: list[click.Option], has: list[click.Option]) -> list[str]:
+    """Return a line that says which of the usual options a command also has, if any."""
+    names = {option.name for option in has}
+    found, missing = ([o for o in usual if (o.name in names) is here] for here in (True, False))
+    where = f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
+    if not found:
+        return []
+    if len(missing) <= len(found):
+        but = f" but {_flags(missing)}" if missing else ""
+        return [f"Also the {where}{but}.", ""]
+    return [f"Also, of the {where}: {_flags(found)}.", ""]
+
+
+def _flags(options: list[click.Option]) -> str:
+    return ", ".join(f"`{option.opts[-1]}`" for option in options)
+
+
+def shared_sections(context: click.Context) -> list[str]:
+    """Return the sections of options that many commands have."""
+    return [
+        "\n".join([f"## {title}", "", *table(options, context)])
+        for title, options in shared().items()
+    ]
+
+
+def table(options: list[click.Option], context: click.Context) -> list[str]:
+    """Return the lines of a table of options, by group."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for group in GROUPS:
+        rows = [row(option, context) for option in options if group_of(option) == group]
+        if rows and group != group_of(options[0]):
+            lines.append(f"| **{group} options** | | |")
+        lines += rows
+    return [*lines, ""]
 
 
 def row(option: click.Option, context: click.Context) -> str:

@@ -24,8 +24,7 @@ from ..placement.identity import RouterShape
 from ..placement.prompttime import compute_seconds
 from ..placement.trace import Trace, ids_dtype
 from ..resident.stage import Stage
-from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
-from ..runner.cpu_experts_graph import GraphCpuExperts
+from ..runner.cpu_experts import CpuExperts, GraphCpuExperts, KernelCpuExperts
 from ..runner.misses import MissHandler
 from ..threads import Threads, default_threads, waiting
 from ..units import MiB, format_bytes

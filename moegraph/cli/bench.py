@@ -214,95 +214,56 @@ class _Samplings(NamedTuple):
 @click.command(cls=Command)
 @click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
 @list_option(
-    "-m",
-    "--model",
-    "model_names",
-    type=MODEL_TARGET,
-    metavar="TARGET",
+    "-m", "--model", "model_names", type=MODEL_TARGET, metavar="TARGET",
     help="A model, instead of the argument TARGET; repeatable.",
-)
+)  # fmt: skip
 @hf_option
 @list_option(
-    "-p",
-    "--n-prompt",
-    callback=lengths,
-    default=("512",),
-    metavar="LIST",
+    "-p", "--n-prompt", callback=lengths, default=("512",), metavar="LIST",
     help="Prompt lengths (pp), such as 512,1024; 0: no prompt test.",
-)
+)  # fmt: skip
 @list_option(
-    "-n",
-    "--n-gen",
-    callback=lengths,
-    default=("128",),
-    metavar="LIST",
+    "-n", "--n-gen", callback=lengths, default=("128",), metavar="LIST",
     help="Generation lengths (tg); 0: no generation test.",
-)
+)  # fmt: skip
 @list_option(
-    "-pg",
-    "pairs",
-    callback=pairs,
-    metavar="PP,TG",
+    "-pg", "pairs", callback=pairs, metavar="PP,TG",
     help="A prompt and a generation timed together; repeatable.",
-)
+)  # fmt: skip
 @list_option(
-    "-d",
-    "--n-depth",
-    callback=lengths,
-    default=("0",),
-    metavar="LIST",
+    "-d", "--n-depth", callback=lengths, default=("0",), metavar="LIST",
     help="Context positions that are filled before each test, not timed.",
-)
+)  # fmt: skip
 @list_option(
-    "--run",
-    "n_run",
-    callback=lengths,
-    metavar="LIST",
+    "--run", "n_run", callback=lengths, metavar="LIST",
     help="Generations through the sampler and with text, as moegraph run has them. Lists of "
     "sampling settings apply to these.",
-)
+)  # fmt: skip
 @click.option(
-    "--draft-accept",
-    "draft_accept",
-    callback=shares,
-    metavar="RATES",
+    "--draft-accept", "draft_accept", callback=shares, metavar="RATES",
     help="Accept drafts by a script instead of comparing them, at the real cost: how often the "
     "drafted token at position 1, 2, ... is accepted, such as 0.85,0.72,0.6. Needs --spec.",
-)
+)  # fmt: skip
 @click.option(
-    "--ttft",
-    is_flag=True,
+    "--ttft", is_flag=True,
     help="Measure instead the time to the first token, with the prompts of -p: each in a process "
     "of its own, from its start on.",
-)
+)  # fmt: skip
 @click.option(
-    "-r",
-    "--repetitions",
-    type=click.IntRange(1, 1000),
-    default=5,
-    metavar="N",
+    "-r", "--repetitions", type=click.IntRange(1, 1000), default=5, metavar="N",
     help="Timed runs of each test.",
-)
+)  # fmt: skip
 @click.option(
-    "--no-warmup",
-    is_flag=True,
-    help="Do not run each test once, untimed, before the timed runs.",
-)
+    "--no-warmup", is_flag=True, help="Do not run each test once, untimed, before the timed runs.",
+)  # fmt: skip
 @click.option(
-    "-o",
-    "--output",
-    "style",
-    type=click.Choice(tuple(STYLES)),
-    default="md",
+    "-o", "--output", "style", type=click.Choice(tuple(STYLES)), default="md",
     help="Format of the rows.",
-)
+)  # fmt: skip
 @click.option(
-    "--routing",
-    "trace_path",
-    type=click.Path(path_type=Path),
-    metavar="TRACE",
+    "--routing", "trace_path", type=click.Path(path_type=Path), metavar="TRACE",
     help="Replay a routing trace in tg tests, instead of the router's own choice.",
-)
+)  # fmt: skip
 @setting_lists
 def bench(
     target: str | None, model_names: tuple[str, ...], hf_repo: str | None,

@@ -31,7 +31,7 @@ _SQL_TABLE = "moegraph_bench"
 # Of columns that may be NULL in the first row.
 _SQL_KINDS = {
     "hit_rate": "REAL", "uploaded_bytes_per_pass": "INTEGER", "tokens_per_step": "REAL",
-    "drafted": "INTEGER", "accepted": "INTEGER",
+    "drafted": "INTEGER", "accepted": "INTEGER", "pin_layers": "INTEGER", "cache_slots": "INTEGER",
 }  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def default_budgets(
     reserve: device memory that the driver takes for itself, in bytes. own: of this machine's card.
     """
     whole = reserve + need.fixed + need.experts
-    if whole > _CARDS[0] or config.pin_layers >= 0 or config.cache_slots >= 0:
+    if whole > _CARDS[0] or (config.pin_layers, config.cache_slots) != (None, None):
         if own is None or any(abs(own - n) < n * _ALIKE for n in _CARDS):
             return list(_CARDS)
         return sorted((*_CARDS, own))
@@ -105,8 +105,8 @@ def plan_budget(
     try:
         plan = make_plan(
             need, usable,
-            None if config.pin_layers < 0 else config.pin_layers,
-            None if config.cache_slots < 0 else config.cache_slots,
+            config.pin_layers,
+            config.cache_slots,
             f"--vram {format_bytes(n_bytes)} less {format_bytes(reserve)} for the driver",
             demand,
         )  # fmt: skip

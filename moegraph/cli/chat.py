@@ -61,11 +61,9 @@ class _Talk:
 @click.argument("args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [QUESTION]")
 @model_options
 @click.option(
-    "-p",
-    "--prompt",
-    metavar="TEXT",
+    "-p", "--prompt", metavar="TEXT",
     help="Ask this question, print the answer, and quit. Piped text goes before it.",
-)
+)  # fmt: skip
 @click.option(
     "-f", "--file", type=click.Path(), metavar="FILE",
     help="Ask about the text of FILE (-: stdin). The question of -p follows the text.",
@@ -98,7 +96,7 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
     else, reasoning included, to stderr. Ctrl-C stops an answer, Ctrl-D ends the conversation, and
     /help lists the commands. When the context is full, chat forgets the oldest turns. Sampling
     settings that you do not give are those that the model file recommends (general.sampling.*),
-    or else the defaults below. The Up key recalls what you typed in earlier conversations; it is
+    or else the defaults. The Up key recalls what you typed in earlier conversations; it is
     in the file that MOEGRAPH_HISTORY names (empty: none), by default
     ~/.local/state/moegraph/chat_history.
 

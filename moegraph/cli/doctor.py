@@ -49,14 +49,10 @@ class Check:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
-    "--measure",
-    "target",
-    is_flag=False,
-    flag_value="tiny",
-    metavar="[TARGET]",
+    "--measure", "target", is_flag=False, flag_value="tiny", metavar="[TARGET]",
     help="Measure this machine with a model (default: the shipped one) and print the times, for "
     "--machine FILE of plan and simulate.",
-)
+)  # fmt: skip
 @options.setting_option(next(s for s in engine_settings() if s.name == "device"))
 @options.setting_option(next(s for s in engine_settings() if s.name == "n_threads"))
 def doctor(as_json: bool, target: str | None, **given: Any) -> None:

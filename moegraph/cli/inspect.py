@@ -7,7 +7,6 @@ import difflib
 import fnmatch
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -50,12 +49,9 @@ _TEMPLATE = "tokenizer.chat_template"
 @target_argument
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
 @click.option(
-    "--tensor",
-    "globs",
-    multiple=True,
-    metavar="GLOB",
+    "--tensor", "globs", multiple=True, metavar="GLOB",
     help="List the tensors whose names match, such as 'blk.0.*'; repeatable.",
-)
+)  # fmt: skip
 @click.option("--key", metavar="KEY", help="Print only the value of one metadata key, in full.")
 @click.option("--template", "with_template", is_flag=True, help="Print only the chat template.")
 @click.option(
@@ -64,36 +60,21 @@ _TEMPLATE = "tokenizer.chat_template"
     "several cards, such as 8,12; repeatable.",
 )  # fmt: skip
 @click.option(
-    "-c",
-    "--ctx-size",
-    "n_ctx",
-    type=click.INT,
-    default=4096,
-    metavar="N",
+    "-c", "--ctx-size", "n_ctx", type=click.INT, default=4096, metavar="N",
     help="Context length that must fit, for --vram. 0: the model's training length.",
-)
+)  # fmt: skip
 @click.option(
-    "-ctk",
-    "--cache-type-k",
-    "type_k",
-    type=click.Choice(KV_TYPES),
-    default="f16",
+    "-ctk", "--cache-type-k", "type_k", type=click.Choice(KV_TYPES), default="f16",
     help="Data type of the K cache, for --vram.",
-)
+)  # fmt: skip
 @click.option(
-    "-ctv",
-    "--cache-type-v",
-    "type_v",
-    type=click.Choice(KV_TYPES),
-    default="f16",
+    "-ctv", "--cache-type-v", "type_v", type=click.Choice(KV_TYPES), default="f16",
     help="Data type of the V cache, for --vram.",
-)
+)  # fmt: skip
 @click.option(
-    "--check",
-    "with_check",
-    is_flag=True,
+    "--check", "with_check", is_flag=True,
     help="Read all weights and report NaN and infinity, which mean that the file is damaged.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(
     target: str, with_tensors: bool, globs: tuple[str, ...], key: str | None, with_template: bool,
@@ -418,8 +399,7 @@ def _path_text(file: GgufFile) -> str:
 
 
 def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
-    hp, mixers = model.hparams, Counter(layer.mixer for layer in summary.layers)
-    shared = ", and one shared" if hp.n_ff_shexp else ""
+    hp = model.hparams
     return [
         ("file", _path_text(model)),
         ("size", format_bytes(model.n_bytes)),
@@ -429,10 +409,11 @@ def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
         ),
         (
             "layers",
-            f"{hp.n_layer}: {', '.join(f'{n} {mixer}' for mixer, n in sorted(mixers.items()))}"
+            f"{hp.n_layer}: {hp.n_layer_recurrent} DeltaNet, "
+            f"{hp.n_layer - hp.n_layer_recurrent} attention"
             + (f"; {hp.n_layer_nextn} for drafts (MTP)" if hp.n_layer_nextn else ""),
         ),
-        ("experts", f"{hp.n_expert} a layer, {hp.n_expert_used} a token{shared}"),
+        ("experts", f"{hp.n_expert} a layer, {hp.n_expert_used} a token, and one shared"),
         ("context", f"{hp.n_ctx_train:,} positions in training"),
         ("vocabulary", f"{hp.n_vocab:,} tokens"),
         ("dense", f"{format_bytes(summary.dense_bytes)}: all that runs for every token"),
@@ -445,7 +426,7 @@ def _layer_rows(layers: Iterable[LayerSummary]) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, ...], list[int]] = {}
     for layer in layers:
         what = (
-            layer.mixer, format_bytes(layer.dense_bytes),
+            "DeltaNet" if layer.recurrent else "attention", format_bytes(layer.dense_bytes),
             format_bytes(layer.expert_bytes), format_bytes(layer.bytes_per_expert),
             _types_text(layer.expert_types),
         )  # fmt: skip

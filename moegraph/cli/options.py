@@ -168,6 +168,9 @@ def build_config(options: Mapping[str, Any]) -> EngineConfig:
     names = {s.name for s in engine_settings() if s.flags}
     # None means that the engine chooses the value; a command may lack some options.
     given = {name: options[name] for name in names if options.get(name) is not None}
+    for name in ("pin_layers", "cache_slots"):
+        if given.get(name) == -1:  # the earlier spelling of the default
+            del given[name]
     if given.get("draft") and "spec" not in given:
         given["spec"] = "dflash" if given.get("deterministic") else "auto"
     config = EngineConfig(**given).validate()

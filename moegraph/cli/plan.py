@@ -86,45 +86,33 @@ def _plan_options(command: Any) -> Any:
 @click.command("plan")
 @target_argument
 @click.option(
-    "--vram",
-    multiple=True,
-    metavar="SIZE",
+    "--vram", multiple=True, metavar="SIZE",
     help="Device memory of the card, such as 8 (in GiB) or 8192MiB, or of several cards, such as "
     "8,12; repeatable. Default: 6, 8, 12, 16, 24 and this machine's card; if the model fits into "
     "6, sizes that hold 25 to 100 % of its experts.",
-)
+)  # fmt: skip
 @click.option(
-    "--driver-memory",
-    default="512MiB",
-    metavar="SIZE",
+    "--driver-memory", default="512MiB", metavar="SIZE",
     help="Part of --vram that the driver takes for itself.",
-)
+)  # fmt: skip
 @_plan_options
 @click.option(
-    "--profile",
-    "profile_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
+    "--profile", "profile_path", type=click.Path(path_type=Path), metavar="FILE",
     help="Routing profile, from which the planner spreads and fills the slots.",
-)
+)  # fmt: skip
 @click.option(
     "--profile-class", metavar="NAME", help="Class of prompts in the profile. Default: all classes."
 )
 @click.option(
-    "--routing",
-    "trace_path",
-    type=click.Path(path_type=Path),
-    metavar="TRACE",
+    "--routing", "trace_path", type=click.Path(path_type=Path), metavar="TRACE",
     help="Predict speed with this routing trace. Default: a generated one.",
-)
+)  # fmt: skip
 @click.option(
-    "--machine",
-    default=AUTO,
-    metavar="auto|NAME|FILE",
+    "--machine", default=AUTO, metavar="auto|NAME|FILE",
     help="Machine to predict for: auto, h200, rtx2060, rtx4060, rtx3060, rtx4060ti, desktop, or "
     "the output of doctor --measure. auto: the card of this machine if it has so much memory, or "
     "else a usual card of that size.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
     target: str, vram: tuple[str, ...], driver_memory: str, profile_path: Path | None,

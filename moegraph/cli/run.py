@@ -101,7 +101,7 @@ def run(args: tuple[str, ...], **given: Any) -> None:
     The prompt comes from -p, from -f, or through a pipe. Run does not apply a chat template; to
     ask a question, use 'moegraph chat -p'. Text goes to stdout, everything else to stderr.
     Sampling settings that you do not give are those that the model file recommends
-    (general.sampling.*), or else the defaults below.
+    (general.sampling.*), or else the defaults.
 
     With three more arguments, run takes token ids: it reads raw little-endian 32-bit ids from the
     file PROMPT_IDS, generates N_GEN tokens, and writes the ids of prompt and tokens to the file

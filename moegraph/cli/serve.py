@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..engine.chat import ChatModel
     from ..server.backend import LoadedModel, ModelFacts
-    from ..server.host import ModelHost, keep_small
+    from ..server.host import ModelHost
     from ..server.state import ServerState
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -63,144 +63,88 @@ def _origins(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> tup
 
 _OPTIONS = (
     _option(
-        "--host",
-        default="127.0.0.1",
-        metavar="NAME",
-        help="Address to listen on.",
+        "--host", default="127.0.0.1", metavar="NAME", help="Address to listen on.",
     ),
     _option(
-        "--port",
-        type=click.IntRange(0, 65535),
-        default=8080,
-        metavar="N",
+        "--port", type=click.IntRange(0, 65535), default=8080, metavar="N",
         help="Port to listen on; 0 takes a free one.",
     ),
     _option(
-        "-np",
-        "--parallel",
-        "n_parallel",
-        type=click.IntRange(1, 256),
-        default=4,
-        metavar="N",
+        "-np", "--parallel", "n_parallel", type=click.IntRange(1, 256), default=4, metavar="N",
         help="Most requests that are computed at a time; others wait. They share the context: "
         "one request may use all of it.",
     ),
     _option(
-        "--queue",
-        "n_waiting",
-        type=click.IntRange(0, 65536),
-        default=128,
-        metavar="N",
+        "--queue", "n_waiting", type=click.IntRange(0, 65536), default=128, metavar="N",
         help="Most requests beyond those of -np; others are refused with status 429.",
     ),
     _option("-a", "--alias", metavar="NAME", help="Name of the model. Default: its file's name."),
     _option(
-        "--api-key",
-        "api_keys",
-        multiple=True,
-        metavar="KEY",
+        "--api-key", "api_keys", multiple=True, metavar="KEY",
         help="Serve only clients that send this key; repeatable, or several with commas. Other "
         "users of the machine can read command lines: better use a file, or MOEGRAPH_API_KEY.",
     ),
     _option(
-        "--api-key-file",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
+        "--api-key-file", type=click.Path(path_type=Path), metavar="FILE",
         help="File of keys, one in each line. SIGHUP makes the server read it again.",
     ),
     _option(
         "--insecure-no-key", is_flag=True, help="Let other machines use the server without a key."
     ),
     _option(
-        "--alias-host",
-        "alias_hosts",
-        multiple=True,
-        metavar="NAME",
+        "--alias-host", "alias_hosts", multiple=True, metavar="NAME",
         help="Also answer requests whose Host is this name; repeatable.",
     ),
     _option(
-        "--cors-origin",
-        "--cors-origins",
-        "cors_origins",
-        multiple=True,
-        callback=_origins,
+        "--cors-origin", "--cors-origins", "cors_origins", multiple=True, callback=_origins,
         metavar="ORIGIN",
         help="Let pages of this origin use the server, such as https://chat.example, or * for "
         "all; several with commas, or repeat it.",
     ),
     _option(
-        "-n",
-        "--predict",
-        "--n-predict",
-        "n_predict",
-        type=click.INT,
-        default=-1,
-        metavar="N",
+        "-n", "--predict", "--n-predict", "n_predict", type=click.INT, default=-1, metavar="N",
         help="Maximum number of tokens of an answer, if a request says nothing. -1: no limit.",
     ),
     _option(
-        "--chat-template-file",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
+        "--chat-template-file", type=click.Path(path_type=Path), metavar="FILE",
         help="Use this Jinja template instead of the model's own.",
     ),
     _option(
-        "-rea",
-        "--reasoning",
-        type=click.Choice(["on", "off", "auto"]),
-        default="auto",
+        "-rea", "--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto",
         help="Ask for reasoning, or not, if a request says nothing. auto: the template's default.",
     ),
     _option(
-        "--timeout",
-        "deadline_s",
-        type=click.FloatRange(0.001),
-        metavar="SECONDS",
+        "--timeout", "deadline_s", type=click.FloatRange(0.001), metavar="SECONDS",
         help="End each answer after this time. Default: never.",
     ),
     _option(
-        "--drain",
-        "drain_s",
-        type=click.FloatRange(0),
-        default=30.0,
-        metavar="SECONDS",
+        "--drain", "drain_s", type=click.FloatRange(0), default=30.0, metavar="SECONDS",
         help="How long requests may go on after SIGTERM or Ctrl-C.",
     ),
     _option(
-        "--sleep-idle",
-        "--sleep-idle-seconds",
-        "sleep_s",
-        type=click.FloatRange(0.001),
+        "--sleep-idle", "--sleep-idle-seconds", "sleep_s", type=click.FloatRange(0.001),
         metavar="SECONDS",
         help="Free the model's memory after this time without requests; the next one loads it "
         "again.",
     ),
     _option(
-        "--cache-dir",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
+        "--cache-dir", type=click.Path(path_type=Path), metavar="DIR",
         help="Folder for beginnings of prompts that --cache-ram has no room for, and for all of "
         "them when the server ends. Files of other models or settings there are not used.",
     ),
     _option(
-        "--cache-disk",
-        type=click.IntRange(1, 1 << 24),
-        default=16384,
-        metavar="MIB",
+        "--cache-disk", type=click.IntRange(1, 1 << 24), default=16384, metavar="MIB",
         help="Most disk space of --cache-dir, in MiB.",
     ),
     _option(
-        "--cache-by-key",
-        is_flag=True,
+        "--cache-by-key", is_flag=True,
         help="Let each API key go on only from beginnings of prompts that it has sent itself.",
     ),
     _option(
-        "--log-format",
-        type=click.Choice(["text", "json", "off"]),
-        default="text",
+        "--log-format", type=click.Choice(["text", "json", "off"]), default="text",
         help="Form of the log on stderr: a line for each request, without prompts and answers.",
     ),
-)
+)  # fmt: skip
 
 
 def server_options(command: Decorated) -> Decorated:
@@ -237,7 +181,7 @@ def serve(target: str, **given: Any) -> None:
     SIGTERM and Ctrl-C let requests end for a while; a second one ends at once. SIGHUP reads the
     keys again. Sampling settings are what a request gets that does not set them; those that you do
     not give either are those that the model file recommends (general.sampling.*), or else the
-    defaults below. Needs the extra `server`: pip install 'moegraph[server]'.
+    defaults. Needs the extra `server`: pip install 'moegraph[server]'.
 
     \b
     Examples:
@@ -251,7 +195,7 @@ def serve(target: str, **given: Any) -> None:
     sys.setswitchinterval(_SWITCH_S)
     from ..server.app import build_site
     from ..server.guards import VARIABLE, Guard, Keys, read_keys
-    from ..server.host import ModelHost
+    from ..server.host import ModelHost, keep_small
     from ..server.listening import listen, url_of
     from ..server.logs import start_logging
     from ..server.running import Ways, run

@@ -159,54 +159,35 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
 @click.command("simulate")
 @click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
 @click.option(
-    "--resident",
-    callback=_percentages,
-    default="10,25,40,60,80,100",
-    metavar="LIST",
+    "--resident", callback=_percentages, default="10,25,40,60,80,100", metavar="LIST",
     help="Percentages of the experts that have a slot; each is replayed.",
-)
+)  # fmt: skip
 @click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=("lfu", "lru"),
-    metavar="NAME[:PARAMETER=N]",
+    "--policy", "policies", multiple=True, default=("lfu", "lru"), metavar="NAME[:PARAMETER=N]",
     help="Policy to replay, such as lru or lfu:half_life=64,hysteresis=1.5; repeatable.",
-)
+)  # fmt: skip
 @shares_option
 @options.setting_option(next(s for s in engine_settings() if s.name == "miss"))
 @click.option(
-    "--machine",
-    default=AUTO,
-    metavar="auto|NAME|FILE",
+    "--machine", default=AUTO, metavar="auto|NAME|FILE",
     help="Machine to predict for: auto, h200, rtx2060, rtx4060, rtx3060, rtx4060ti, desktop "
     "(24 GB), or the output of doctor --measure. auto: the card of this machine, or else desktop.",
-)
+)  # fmt: skip
 @click.option(
-    "--model",
-    "target",
-    metavar="TARGET",
+    "--model", "target", metavar="TARGET",
     help="Take the size of an expert from this model. Default: from the trace.",
-)
+)  # fmt: skip
 @click.option(
-    "--expert-size",
-    metavar="SIZE",
-    help="Size of an expert, such as 1.8MiB, instead of --model.",
-)
+    "--expert-size", metavar="SIZE", help="Size of an expert, such as 1.8MiB, instead of --model.",
+)  # fmt: skip
 @click.option(
-    "--skip",
-    type=click.IntRange(0),
-    default=0,
-    metavar="N",
+    "--skip", type=click.IntRange(0), default=0, metavar="N",
     help="Tokens after the prompt that warm the cache and are not counted.",
-)
+)  # fmt: skip
 @click.option(
-    "--profile",
-    "profile_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
+    "--profile", "profile_path", type=click.Path(path_type=Path), metavar="FILE",
     help="Fill the slots from this routing profile. Default: with the experts of the lowest ids.",
-)
+)  # fmt: skip
 @click.option(
     "--profile-class", metavar="NAME", help="Class of prompts in the profile. Default: all."
 )

@@ -28,38 +28,23 @@ if TYPE_CHECKING:
 @click.command("trace", cls=Command)
 @target_argument
 @click.option(
-    "-o",
-    "--output",
-    "output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
+    "-o", "--output", "output", type=click.Path(path_type=Path), metavar="FILE",
     help="Write the trace to FILE.",
-)
+)  # fmt: skip
 @click.option("-p", "--prompt", metavar="TEXT", help="Prompt to continue.")
 @click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE (-: stdin).")
 @click.option(
-    "-n",
-    "--predict",
-    "--n-predict",
-    "n_predict",
-    type=click.IntRange(0),
-    default=256,
-    metavar="N",
+    "-n", "--predict", "--n-predict", "n_predict", type=click.IntRange(0), default=256, metavar="N",
     help="Maximum number of tokens to generate; end tokens do not stop the run.",
-)
+)  # fmt: skip
 @click.option(
-    "--profile",
-    "profile_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
+    "--profile", "profile_path", type=click.Path(path_type=Path), metavar="FILE",
     help="Create this routing profile, or add the choices to it.",
-)
+)  # fmt: skip
 @click.option(
-    "--profile-class",
-    default="default",
-    metavar="NAME",
+    "--profile-class", default="default", metavar="NAME",
     help="Class of prompts in the profile to add to.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.engine_options_but("profile", "profile_class", "cache_ram", drafts=False)
 @options.sampling_options
@@ -71,7 +56,7 @@ def trace_command(
 
     The recording goes on after an end token. `moegraph simulate` replays a trace with other cache
     sizes and policies. Sampling settings that you do not give are those that the model file
-    recommends (general.sampling.*), or else the defaults below.
+    recommends (general.sampling.*), or else the defaults.
 
     \b
     Examples:

@@ -57,46 +57,31 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @click.command("worker", cls=Command)
 @click.option(
-    "--device",
-    "devices",
-    default="auto",
-    metavar="NAME,...",
+    "--device", "devices", default="auto", metavar="NAME,...",
     help="Devices to lend, with commas: auto, cpu, cuda or cuda:N.",
-)
+)  # fmt: skip
 @click.option(
-    "--listen",
-    default=f"127.0.0.1:{_PORT}",
-    metavar="HOST:PORT",
+    "--listen", default=f"127.0.0.1:{_PORT}", metavar="HOST:PORT",
     help="Address to listen on; port 0 takes a free one. Any other than loopback needs --keys.",
-)
+)  # fmt: skip
 @click.option(
-    "--keys",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
+    "--keys", type=click.Path(path_type=Path), metavar="DIR",
     help="The worker's folder of keys: only clients with keys made together with them are served.",
-)
+)  # fmt: skip
 @click.option(
-    "--new-keys",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
+    "--new-keys", type=click.Path(path_type=Path), metavar="DIR",
     help="Make keys for a worker and its clients in a new folder, and end.",
-)
+)  # fmt: skip
 @click.option(
-    "--cache-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
+    "--cache-dir", type=click.Path(path_type=Path), metavar="DIR",
     help="Keep weights in this folder, so that they cross the network once. It grows by the size "
     "of what is loaded. Default: keep none.",
-)
+)  # fmt: skip
 @click.option(
-    "-t",
-    "--threads",
-    "n_threads",
-    type=click.IntRange(1, MAX_THREADS),
-    metavar="N",
+    "-t", "--threads", "n_threads", type=click.IntRange(1, MAX_THREADS), metavar="N",
     help="CPU threads of a CPU device. Default: the physical cores that other programs leave free "
     "when a client comes.",
-)
+)  # fmt: skip
 def worker(
     devices: str, listen: str, keys: Path | None, new_keys: Path | None,
     cache_dir: Path | None, n_threads: int | None,

@@ -27,10 +27,9 @@ from ..graphs.dflash import build_context, build_draft
 from ..graphs.dflash_joint import JointMemory, build_joint_draft, can_join
 from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
 from ..graphs.dspark import HeadMatrix
-from ..resident import ringcopies
 from ..resident.drafthead import DraftHead
 from ..resident.draftlayout import CHUNK, JOINT_ROWS, MOST_JOINT, N_TAKEN, built_length
-from ..resident.draftring import DraftRings
+from ..resident.draftring import DraftRings, put_rows, row_widths, take_rows
 from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
@@ -171,11 +170,11 @@ class DFlashDrafter:
     @property
     def row_widths(self) -> list[int]:
         """Return the bytes of a position in K and in V of each layer."""
-        return ringcopies.row_widths(self._rings)
+        return row_widths(self._rings)
 
     def take_rows(self, slot: int, first: int, n: int) -> Parts:
         """Copy K and V of n positions, as far as the rings have them, and wait."""
-        return ringcopies.take(self._device, self._rings, slot, first, n)
+        return take_rows(self._device, self._rings, slot, first, n)
 
     def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
         """Have a sequence hold ids, with K and V that were copied back."""
@@ -183,7 +182,7 @@ class DFlashDrafter:
         span.truncate(n_kept)
         if span.n_past < n_kept:
             span.restart(n_kept)
-        ringcopies.put(self._device, self._rings, slot, n_kept, len(ids), pieces)
+        put_rows(self._device, self._rings, slot, n_kept, len(ids), pieces)
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt from position first on."""

@@ -19,8 +19,7 @@ from ..placement.footprint import sweep_rows
 from ..placement.profilefile import ProfileFile
 from ..resident.stage import Stage
 from ..runner import AnyRunner, LayeredRunner, Runner, StagedRunner, WholeRunner
-from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
-from ..runner.cpu_experts_graph import GraphCpuExperts
+from ..runner.cpu_experts import CpuExperts, GraphCpuExperts, KernelCpuExperts
 from ..runner.misses import MissHandler
 from ..runner.replay import Replay
 

@@ -18,9 +18,6 @@ class ExpertCache:
     n_slots [n_layer]: 0 for no slots, n_expert for a full layer. tables: I32 numpy [n_layer,
     n_expert], expert -> slot or -1, for the device. dirty: layers whose table or victim list on the
     device is out of date. step: passes so far.
-
-    Raises:
-        ConfigError: a layer has fewer than 0 or more than n_expert slots.
     """
 
     def __init__(
@@ -66,11 +63,7 @@ class ExpertCache:
         return frozenset(self._journal.in_flight)
 
     def begin_pass(self) -> None:
-        """Start a pass of one row or more; the one before has finished.
-
-        Raises:
-            InternalError: nobody recorded what a graph of that pass fetched.
-        """
+        """Start a pass of one row or more; the one before has finished."""
         if self._journal.in_flight:
             layers = ", ".join(map(str, sorted(self._journal.in_flight)))
             raise InternalError(f"a pass begins, but what layers {layers} fetched is not recorded")
@@ -116,10 +109,6 @@ class ExpertCache:
         return {il: pairs for il, pairs in due.items() if pairs}
 
     def check(self) -> None:
-        """Verify all invariants.
-
-        Raises:
-            InternalError: an invariant does not hold.
-        """
+        """Verify all invariants."""
         for layer in self.layers:
             layer.check()

@@ -98,11 +98,7 @@ def usual_card(n_bytes: int) -> Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """Return a machine by name, or from a JSON file.
-
-    Raises:
-        RequestError: there is no machine of that name, and no file that describes one.
-    """
+    """Return a machine by name, or from a JSON file."""
     if name in MACHINES:
         return MACHINES[name]
     try:

@@ -248,11 +248,7 @@ POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Lru, Lfu, Adaptiv
 
 
 def parse_policy(text: str) -> Policy:
-    """Return the policy written as 'lru' or 'lfu:half_life=32,hysteresis=1.5'.
-
-    Raises:
-        ConfigError: no such policy or parameter, or a value outside its range.
-    """
+    """Return the policy written as 'lru' or 'lfu:half_life=32,hysteresis=1.5'."""
     name, _, listed = text.partition(":")
     if name not in POLICIES:
         raise ConfigError(f"no policy {name!r}; allowed: {', '.join(POLICIES)}")

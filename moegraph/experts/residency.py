@@ -25,11 +25,10 @@ import numpy.typing as npt
 from ..errors import InternalError
 from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
 from .cache import ExpertCache
-from .cost import MissWays
-from .fetchchoice import FetchChoice
+from .cachestats import RoutingCounts
+from .cost import FetchChoice, MissWays
 from .guard import CacheGuard, Counters
 from .passplan import FetchedLayer, LayerPlan, MissMode, Pairs, PassPlan, TableRow
-from .routing import RoutingCounts
 from .slots import LayerSlots, SavedSlots
 
 # Most experts promoted in one pass: 30 MB of a 35B-A3B, which PCIe 5.0 copies in less than a
@@ -203,11 +202,7 @@ class Residency:
         self.n_kept += len(pairs)
 
     def begin_fetch(self, layers: Iterable[int]) -> None:
-        """Note that a graph that fetches in these layers is launched next.
-
-        Raises:
-            InternalError: no pass is under way.
-        """
+        """Note that a graph that fetches in these layers is launched next."""
         if self._pass is None:
             raise InternalError("a fetch without a pass")
         self.cache.begin_fetch(layers, self._pass.n_tokens * self._n_used)
@@ -216,9 +211,6 @@ class Residency:
         """Record what the graph of layer il fetched for rows that chose ids.
 
         ids: I32, n_expert_used of each row that is not padding.
-
-        Raises:
-            InternalError: no pass is under way, or the layer was not in `begin_fetch`.
         """
         plan, layer = self._pass, self._layers[il]
         if plan is None:
@@ -239,9 +231,6 @@ class Residency:
         """Decide what happens to the missing experts of layer il; None if there are none.
 
         ids: I32 [n_tokens * n_expert_used], the pass's choice.
-
-        Raises:
-            InternalError: no pass is under way, or the layer's graph fetches in this pass.
         """
         plan = self._pass
         if plan is None:
@@ -257,11 +246,7 @@ class Residency:
         return self._layer_plan(plan, layer, missing, ids) if missing else None
 
     def end_pass(self, seconds: float) -> None:
-        """Note that the results of the pass have arrived, and how long it took.
-
-        Raises:
-            InternalError: no pass is under way.
-        """
+        """Note that the results of the pass have arrived, and how long it took."""
         if self._pass is None:
             raise InternalError("a pass ended that did not begin")
         self._pass = None

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,99 @@ import numpy.typing as npt
 
 from ..errors import InternalError
 from .policy import LayerPolicy
-from .ranking import Ranking
+
+# `_find` sorts all slots of a layer, so it lists enough residents for several misses.
+_N_LISTED = 16
+
+
+class Ranking:
+    """The evictable residents of lowest score in a layer.
+
+    owner, resident: those of the layer, which changes them in place.
+    """
+
+    def __init__(self, policy: LayerPolicy, owner: list[int], resident: set[int]) -> None:
+        self._policy, self._owner, self._resident = policy, owner, resident
+        # (score, expert) of the residents of lowest score, the lowest last. Scores only rise, so an
+        # entry whose score has not changed is still below all residents that are not listed.
+        self._worst: list[tuple[float, int]] = []
+        self._scores_of_worst = policy.score
+
+    def clear(self) -> None:
+        """Forget the ranking: residents or scores have changed in other ways than `add` says."""
+        self._worst.clear()
+
+    def add(self, expert: int) -> None:
+        """Note that an expert has become resident."""
+        score = self._score()[expert]
+        worst = self._worst
+        if worst and score <= worst[0][0] and expert in self._resident:
+            worst.append((score, expert))
+            worst.sort(reverse=True)
+
+    def lowest(self, n: int) -> list[int]:
+        """Return up to n evictable residents of lowest score, the lowest first."""
+        score, worst = self._score(), self._worst
+        if n <= 0:
+            return []
+        if n > _N_LISTED:  # most of so many would have been chosen since, or have left
+            resident = self._resident
+            ranked = sorted(self._owner[self._policy.n_static :], key=score.__getitem__)
+            return [expert for expert in ranked if expert in resident][:n]
+        if worst:
+            # an expert whose score rose above the list may be above residents that are not listed
+            bound = worst[0][0]
+            known = {e for _, e in worst if e in self._resident and score[e] <= bound}
+            worst[:] = sorted(((score[e], e) for e in known), reverse=True)
+        if len(worst) < n:
+            self._find(_N_LISTED)
+        return [expert for _, expert in reversed(worst[max(0, len(worst) - n) :])]
+
+    def victim(
+        self, expert: int, working_set: Collection[int], fresh: Collection[int]
+    ) -> int | None:
+        """Return the resident that should give its slot to expert, or None.
+
+        It is in neither working_set nor fresh. None: the policy declines, or nothing may leave.
+        """
+        score, worst = self._score(), self._worst
+        while worst:
+            value, lowest = worst[-1]
+            if lowest in self._resident and score[lowest] == value:
+                break
+            self.add(worst.pop()[1])
+        if not worst:
+            self._find(_N_LISTED)
+        if not worst:
+            return None
+        lowest = worst[-1][1]
+        if lowest in working_set or lowest in fresh:
+            candidates = [
+                e
+                for e in self._owner[self._policy.n_static :]
+                if e in self._resident and e not in working_set and e not in fresh
+            ]
+            if not candidates:
+                return None
+            lowest = min(candidates, key=score.__getitem__)
+        return lowest if self._policy.accepts(expert, lowest) else None
+
+    def _score(self) -> list[float]:
+        """Return the policy's scores; forget the ranking if the policy has scaled them back."""
+        score = self._policy.score
+        if score is not self._scores_of_worst:
+            self._scores_of_worst = score
+            self._worst.clear()
+        return score
+
+    def _find(self, n: int) -> None:
+        """Rank the n evictable residents of lowest score."""
+        score = self._score()
+        ranked = sorted(self._owner[self._policy.n_static :], key=score.__getitem__)
+        # -1, the owner of an empty slot, is never resident
+        lowest = list(islice((expert for expert in ranked if expert in self._resident), n))
+        self._worst[:] = [(score[expert], expert) for expert in reversed(lowest)]
+
 
 # Counters of a layer, see `CacheStats`.
 COUNTERS = ("n_hits", "n_misses", "n_missing", "n_admitted", "n_evicted", "n_declined")
@@ -109,11 +202,7 @@ class LayerSlots:
         return expert in self.resident or expert in self.loading
 
     def access(self, ids: list[int]) -> list[int]:
-        """Record what a few rows chose; return the missing experts, each once, in routing order.
-
-        Raises:
-            InternalError: an id is out of range, which only a broken router can produce.
-        """
+        """Record what a few rows chose; return the missing experts, each once, in routing order."""
         # one call for all ids; a resident id is in range
         if self.resident.issuperset(ids):
             missing = []
@@ -128,11 +217,7 @@ class LayerSlots:
         return missing
 
     def absent_of(self, ids: list[int]) -> list[int]:
-        """Return those of ids that are not resident.
-
-        Raises:
-            InternalError: an id is out of range, which only a broken router can produce.
-        """
+        """Return those of ids that are not resident."""
         resident = self.resident
         absent = [expert for expert in ids if expert not in resident]
         if absent and (min(absent) < 0 or max(absent) >= self.n_expert):
@@ -150,11 +235,7 @@ class LayerSlots:
         return missing
 
     def access_batch(self, ids: npt.NDArray[np.int32]) -> list[int]:
-        """Do as `access` for ids I32 [n_tokens * n_expert_used]; the most chosen come first.
-
-        Raises:
-            InternalError: an id is out of range, which only a broken router can produce.
-        """
+        """Do as `access` for ids I32 [n_tokens * n_expert_used]; the most chosen come first."""
         if ids.size == 0:
             return []
         if ids.min() < 0 or ids.max() >= self.n_expert:
@@ -182,9 +263,6 @@ class LayerSlots:
         The policy chooses the victim, which is never in working_set, loading, or admitted in this
         pass. Returns None if the policy declines, if nothing may be evicted, or if expert is
         loading.
-
-        Raises:
-            InternalError: expert is resident already.
         """
         slot = self.reserve_slot(expert, working_set)
         if slot is not None:
@@ -193,11 +271,7 @@ class LayerSlots:
         return slot
 
     def reserve_slot(self, expert: int, working_set: Collection[int]) -> int | None:
-        """Do as `admit`, but expert is loading until `mark_resident`; its victim leaves at once.
-
-        Raises:
-            InternalError: expert is resident already.
-        """
+        """Do as `admit`, but expert is loading until `mark_resident`; its victim leaves at once."""
         if expert in self.resident:
             raise InternalError(f"layer {self.il}: expert {expert} is resident already")
         if expert in self.loading:
@@ -218,11 +292,7 @@ class LayerSlots:
         return slot
 
     def mark_resident(self, expert: int) -> None:
-        """Make a loading expert resident, after its upload has ended.
-
-        Raises:
-            InternalError: expert is not loading.
-        """
+        """Make a loading expert resident, after its upload has ended."""
         slot = self.loading.pop(expert, -1)
         if slot < 0:
             raise InternalError(f"layer {self.il}: expert {expert} is not loading")
@@ -230,11 +300,7 @@ class LayerSlots:
         self._journal.dirty.add(self.il)
 
     def take(self, expert: int, slot: int) -> None:
-        """Make an absent expert resident in a slot, which the expert in it leaves.
-
-        Raises:
-            InternalError: expert has a slot already.
-        """
+        """Make an absent expert resident in a slot, which the expert in it leaves."""
         if self.has_slot(expert):
             raise InternalError(f"layer {self.il}: expert {expert} has a slot already")
         victim = self.owner[slot]
@@ -279,10 +345,6 @@ class LayerSlots:
 
         The rule is that of the device: keep it in step with `moegraph_fetch_assign` (C and CUDA)
         and with the model in tests/helpers/fetch_case.py.
-
-        Raises:
-            InternalError: the layer was not in `ExpertCache.begin_fetch`, the list is too short, or
-                the slots changed after it was made.
         """
         in_flight, n_fetched = self._journal.in_flight, 0
         n_listed = in_flight.get(self.il)
@@ -413,11 +475,7 @@ class LayerSlots:
         return -1
 
     def check(self) -> None:
-        """Verify all invariants.
-
-        Raises:
-            InternalError: an invariant does not hold.
-        """
+        """Verify all invariants."""
         owned, loading = [e for e in self.owner if e >= 0], self.loading
         table, resident = self.table, self.resident
         in_table = set(np.flatnonzero(table >= 0).tolist())

@@ -12,8 +12,7 @@ from ..errors import MoegraphError
 from ..events import CancelToken
 from ..passes.sequencecopies import SwappedSequence
 from ..runner.sweep import Sweep
-from ..runner.sweep_batch import SweepBatch
-from ..runner.swept import SweptPrompt
+from ..runner.sweep_batch import SweepBatch, SweptPrompt
 from .drawing import Drawing
 from .logprobs import token_logprobs
 from .requests import Request, Step, Usage

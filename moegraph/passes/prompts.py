@@ -15,8 +15,7 @@ from ..kinds import SHORT_PROMPT
 from ..runner import AnyRunner, NotFinite, Output
 from ..runner.inspect import first_bad_place
 from ..runner.sweep import Sweep
-from ..runner.sweep_batch import SweepBatch
-from ..runner.swept import SweptPrompt
+from ..runner.sweep_batch import SweepBatch, SweptPrompt
 from .cputhreads import CpuThreads
 
 

@@ -32,17 +32,17 @@ def choose_rows(
         return config.n_ubatch
     if budget is None:
         return CPU_ROWS
-    if config.cache_slots < 0 and config.pin_layers < 0:
+    if config.cache_slots is None and config.pin_layers is None:
         for n_rows in (*_CHUNKS, _LEAST):  # nothing is as good as all experts
             need = need_of(n_rows)
             if need.fixed + need.experts <= budget:
                 return n_rows
     least = need_of(_LEAST)
-    set_bytes = max(0, config.cache_slots) * max(least.slot_bytes)
-    set_bytes += max(0, config.pin_layers) * least.n_expert * max(least.slot_bytes)
+    set_bytes = (config.cache_slots or 0) * max(least.slot_bytes)
+    set_bytes += (config.pin_layers or 0) * least.n_expert * max(least.slot_bytes)
     left = budget - least.fixed - least.staging - least.ring - set_bytes
     # what slots and layers that the user set leave has no other use
-    share = 1.0 if config.cache_slots >= 0 and config.pin_layers >= 0 else _SHARE
+    share = 1.0 if None not in (config.cache_slots, config.pin_layers) else _SHARE
     for n_rows in _CHUNKS:
         need = need_of(n_rows)
         if need.fixed + need.staging - least.fixed - least.staging <= share * left:

@@ -132,8 +132,8 @@ class _Choosing:
 
         n_rows = choose_rows(config, room.n_bytes if room.is_own else None, need_of)
         settings = SplitSettings(
-            config.pin_layers if config.pin_layers >= 0 else None,
-            config.cache_slots if config.cache_slots >= 0 else None,
+            config.pin_layers,
+            config.cache_slots,
             room.shares,
             room.demand,
         )

@@ -29,12 +29,7 @@ class DraftHead:
     def __init__(
         self, device: Device, model: ModelFile, info: TensorInfo, ids: npt.NDArray[np.int32]
     ) -> None:
-        """Copy rows; info: the matrix [n_embd, n_vocab] in the file.
-
-        Raises:
-            OutOfDeviceMemory: they do not fit.
-            ModelFileError: the file is shorter than its header says.
-        """
+        """Copy rows; info: the matrix [n_embd, n_vocab] in the file."""
         self.ids = ids
         row_bytes, n = info.nbytes // info.ne[1], len(ids)
         self._context = Context(2)

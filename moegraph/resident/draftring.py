@@ -1,8 +1,12 @@
-"""K and V of a drafter's layers: what sequences hold, as rings, and the rows of one block."""
+"""K and V of a drafter's layers: what sequences hold, as rings, and the rows of one block.
+
+K and V of a position follow from that position alone, as those of the target do. So they are copied
+to host memory with the target's rows, as far as the rings still have them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +14,11 @@ import numpy.typing as npt
 from ..arch.drafter import DFlashHParams
 from ..ggml.device import Device
 from ..ggml.handles import Context
-from ..ggml.lib import C
+from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, Builder, Tensor
 from ..units import round_up
-from .ringshape import RING_PAGE, Mask, Span, ring_shapes
+from .ringshape import RING_PAGE, Mask, RingShape, Span, ring_shapes
 
 # Rows that graphs read at least where they are dear, because the device captures each. Attention to
 # so many takes no time that could be measured, and a short text needs no second graph.
@@ -28,11 +32,7 @@ class DraftRings:
     """
 
     def __init__(self, device: Device, hp: DFlashHParams, n_ctx: int, n_seq: int) -> None:
-        """n_ctx: most positions that a layer without a window sees.
-
-        Raises:
-            OutOfDeviceMemory: they do not fit.
-        """
+        """n_ctx: most positions that a layer without a window sees."""
         self._device = device
         self._least = _LEAST if device.can.streams else 0
         self.shapes = ring_shapes(hp, n_ctx)
@@ -130,3 +130,85 @@ class DraftRings:
         """Free the memory."""
         self._buffer.close()
         self._context.close()
+
+
+Parts = list[npt.NDArray[np.uint8]]
+
+
+def row_widths(rings: DraftRings) -> list[int]:
+    """Return the bytes of a position in K and in V of each layer."""
+    return [tensor.nb[1] for tensor, _ in _tensors(rings)]
+
+
+def take_rows(device: Device, rings: DraftRings, slot: int, first: int, n: int) -> Parts:
+    """Copy rows of n positions of a sequence, and wait: K and V of each layer, U8 [m, bytes].
+
+    m: the last of these positions that the layer's ring has. None waits for K and V.
+    """
+    device.synchronize()
+    parts, span = [], rings.spans[slot]
+    for tensor, kind in _tensors(rings):
+        shape, end, size = rings.shapes[kind], first + n, tensor.nb[1]
+        start = max(first, min(end, rings.first_kept(slot, kind)))
+        part = np.empty((end - start if end <= span.n_past else 0, size), np.uint8)
+        for at, row, m in _runs(shape, start, len(part)):
+            target = ffi.from_buffer(part[at : at + m])
+            row += slot * shape.n_rows
+            C.ggml_backend_tensor_get(tensor, target, row * size, m * size)
+        parts.append(part)
+    device.check_alive()
+    return parts
+
+
+def put_rows(
+    device: Device, rings: DraftRings, slot: int, n_kept: int, n_past: int,
+    pieces: Sequence[tuple[int, int, Parts]],
+) -> None:  # fmt: skip
+    """Have the rings of a sequence of n_past positions be right, from copies of rows, and wait.
+
+    n_kept: its first positions, which the rings are right about. pieces: the first position,
+    the number of positions, and the copy of each run, in order. Rows before a gap are of no use.
+    """
+    stream, firsts = device.compute.ptr, [0] * len(rings.shapes)
+    for i, (tensor, kind) in enumerate(_tensors(rings)):
+        shape = rings.shapes[kind]
+        size, start, held = tensor.nb[1], n_past, []
+        for at, n, parts in reversed(pieces):
+            if at + n != start:
+                break
+            part = parts[i] if i < len(parts) else np.empty((0, size), np.uint8)
+            start = at + n - len(part)
+            held.append((start, part))
+            if len(part) < n:
+                break
+        if start <= n_kept:
+            start = min(start, rings.first_kept(slot, kind), n_kept)
+        for at, part in reversed(held):
+            skipped = min(len(part), max(0, n_past - shape.n_cells - at))
+            for source, row, m in _runs(shape, at + skipped, len(part) - skipped):
+                rows = ffi.from_buffer(part[skipped + source : skipped + source + m])
+                row += slot * shape.n_rows
+                C.ggml_backend_tensor_set_async(stream, tensor, rows, row * size, m * size)
+        if start > n_past - shape.n_cells:
+            firsts[kind] = max(firsts[kind], start)
+    device.synchronize()
+    span = rings.spans[slot]
+    span.restart(n_past)
+    span.first, span.firsts = min(firsts), tuple(firsts)
+
+
+def _tensors(rings: DraftRings) -> Iterator[tuple[Tensor, int]]:
+    """Yield K and V of each layer, and the kind of its ring."""
+    for il, kind in enumerate(rings.kind):
+        for tensor in (rings.k[il], rings.v[il]):
+            yield tensor, kind
+
+
+def _runs(shape: RingShape, first: int, n: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (index, row, rows) of the parts of n positions whose rows are consecutive."""
+    at = 0
+    while at < n:
+        cell = (first + at) % shape.n_cells
+        m = min(n - at, shape.n_cells - cell)
+        yield at, shape.n_block + cell, m
+        at += m

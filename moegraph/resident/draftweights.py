@@ -42,13 +42,7 @@ class DraftWeights:
     """
 
     def __init__(self, device: Device, file: DraftFile, as_stored: bool = False) -> None:
-        """Load the weights of a file whose tensors were checked (`DraftFile.require_target`).
-
-        Raises:
-            OutOfDeviceMemory: they do not fit.
-            ModelFileError: the file is shorter than its header says.
-            UnsupportedModel: a tensor has a layout that cannot be used.
-        """
+        """Load the weights of a file whose tensors were checked (`DraftFile.require_target`)."""
         hp: DFlashHParams = file.hparams
         planned = list(plan_tensors(file, as_stored))
         # others first: a look-up of -1, the argmax of NaN, must find something before the table

@@ -37,11 +37,6 @@ class ExpertCopies:
     """The packed experts of layers, in host memory that the device can read.
 
     blocks: by layer; expert e begins at byte e * stride. why: why not all layers are here, or ''.
-
-    Raises:
-        ConfigError: pin is 'all' and the host has too little memory.
-        NativeError: pin is 'all' and the driver refuses.
-        ModelFileError: the file is shorter than its header says.
     """
 
     def __init__(

@@ -179,11 +179,7 @@ class HostCopies:
         return sum(buffer.array.nbytes for buffer in self._spare)
 
     def prepare(self, n: int) -> None:
-        """Pin memory for the next n copies of states, at most two, while nobody waits for it.
-
-        Raises:
-            NativeError: there is no host memory.
-        """
+        """Pin memory for the next n copies of states, at most two, while nobody waits for it."""
         while len(self._spare) < min(n, _MAX_SPARE):
             self._spare.append(self._new_buffer())
 
@@ -191,9 +187,6 @@ class HostCopies:
         """Return memory for the states after n_past positions; `take_layer` fills it.
 
         A device may still read what it held before. Who fills it on the host waits for that first.
-
-        Raises:
-            NativeError: there is no host memory.
         """
         self._pin_more()
         if self._spare:
@@ -234,11 +227,7 @@ class HostCopies:
             C.ggml_backend_tensor_get_async(stream, tensor, host.address(at), slot * n, n)
 
     def take_states(self, slot: int, n_past: int) -> StatesCopy:
-        """Copy the states of a sequence, which holds n_past positions, and wait for it.
-
-        Raises:
-            NativeError: there is no host memory.
-        """
+        """Copy the states of a sequence, which holds n_past positions, and wait for it."""
         copy = self.new_states(n_past)
         for part in self._parts:
             self.take_layer(copy, slot, part.device, part.recurrent)
@@ -267,11 +256,7 @@ class HostCopies:
                 C.ggml_backend_tensor_set_async(part.device.compute.ptr, tensor, at, slot * n, n)
 
     def take_rows(self, slot: int, first: int, n: int) -> RowsCopy:
-        """Copy the KV rows of n positions of a sequence, and wait for it.
-
-        Raises:
-            MemoryError: there is no host memory.
-        """
+        """Copy the KV rows of n positions of a sequence, and wait for it."""
         caches = [tensor for part in self._parts for tensor in part.caches]
         parts = [np.empty((n, t.nb[1]), dtype=np.uint8) for t in caches]
         self.wait()

@@ -90,12 +90,7 @@ class KVPool:
         return self.rows(np.array(slot), first + np.arange(n))
 
     def grow(self, slot: int, n_rows: int) -> None:
-        """Give a sequence pages for n_rows positions; it keeps what it has.
-
-        Raises:
-            InternalError: a sequence cannot have so many.
-            PoolFull: fewer are free; the sequence has what it had.
-        """
+        """Give a sequence pages for n_rows positions; it keeps what it has."""
         pages, n = self._pages[slot], -(-n_rows // PAGE)
         if n <= len(pages):
             return
@@ -138,11 +133,7 @@ class KVPool:
         self._write(slot)
 
     def part(self, slot: int, position: int) -> tuple[int, int]:
-        """Give a sequence a page of its own for one that is shared; return both, the old first.
-
-        Raises:
-            PoolFull: none is free.
-        """
+        """Give a sequence a page of its own for one that is shared; return both, the old first."""
         at = position // PAGE
         old = self._pages[slot][at]
         if not self.n_free:
@@ -184,11 +175,7 @@ class KVPool:
         self.version += 1
 
     def check(self) -> None:
-        """Verify that sequences use the pages of their lists, and that the table is right.
-
-        Raises:
-            InternalError: it is not.
-        """
+        """Verify that sequences use the pages of their lists, and that the table is right."""
         for slot, pages in enumerate(self._pages):
             if sorted(pages) != np.flatnonzero(self._uses[slot]).tolist():
                 raise InternalError(f"KV pages: the list of sequence {slot} is not what it owns")

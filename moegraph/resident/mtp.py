@@ -10,12 +10,16 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..arch import ModelFile
-from ..arch.mtp import require_nextn
+from ..arch.tensors import require_nextn
 from ..errors import ConfigError, InternalError, NativeError
 from ..ggml.device import Device
 from ..ggml.free_memory import host_memory
 from ..ggml.handles import Context, closed_on_failure
+from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import Tensor
 from ..gguf import TensorInfo
@@ -25,11 +29,85 @@ from .bank import ExpertBanks
 from .drafthead import DraftHead
 from .expertcopies import shortage
 from .layout import NEXTN_EMBD, draft_vocab, mtp_output
-from .mtpexperts import BlockExperts
 from .reading import PIECE_BYTES, Readers
 from .stage import Stage
 from .store import ExpertStore
 from .weights import HeadWeights, LayerWeights, Loader, Weights, new_tensor
+
+# A count counts half after about so many drafts.
+_HALF_LIFE = 200
+# How much more often an expert must be chosen than the one whose slot it takes.
+_MARGIN = 2.0
+
+
+class BlockExperts:
+    """The slots of layer il of a bank, of which the last n_expert_used are for fetched experts.
+
+    The others keep the experts that drafts choose most often. Each step of a chain fetches what it
+    lacks from pinned memory, and forgets it. So no graph depends on what an earlier step fetched,
+    and the host changes what is kept only between drafts.
+
+    source: all packed experts, F32 [bytes / 4, n_expert], in pinned memory. n_kept: experts that
+    have slots. n_exchanged: how often one took the slot of another.
+    """
+
+    def __init__(
+        self, device: Device, banks: ExpertBanks, store: ExpertStore, il: int, n_expert_used: int
+    ) -> None:
+        """Fill the slots that keep experts with the first ones."""
+        self._device, self._banks, self._store, self._il = device, banks, store, il
+        self.source: Tensor = store.rows[il]
+        n_expert, n_slots = int(self.source.ne[1]), banks.n_slots[il]
+        self.n_kept, self.n_exchanged = n_slots - n_expert_used, 0
+        if not 0 <= self.n_kept < n_expert:
+            raise InternalError(f"{n_slots} slots for {n_expert} experts, {n_expert_used} of a row")
+        self._owner = np.arange(self.n_kept)  # slot -> expert
+        self._counts = np.zeros(n_expert)
+        self._host = device.host_buffer(4 * n_expert)
+        self._table: npt.NDArray[np.int32] = self._host.array[: 4 * n_expert].view(np.int32)
+        self._table[:] = -1
+        self._table[: self.n_kept] = self._owner
+        for slot in range(self.n_kept):
+            self._upload(slot, slot)
+        self._send_table()
+        lists = np.full((banks.n_victims, 2), -1, dtype=np.int32)
+        lists[:n_expert_used, 0] = np.arange(self.n_kept, n_slots)
+        device.synchronize()
+        C.ggml_backend_tensor_set(banks.victim_lists[il], ffi.from_buffer(lists), 0, lists.nbytes)
+
+    def _upload(self, expert: int, slot: int) -> None:
+        """Enqueue the copy of an expert to a slot, after the graphs that read the slot."""
+        packing, memory = self._store.packing(self._il), self._banks.layer(self._il).to_fill
+        source = self._store.source(self._il, expert)
+        stream, at = self._device.compute.ptr, slot * packing.stride
+        C.ggml_backend_tensor_set_async(stream, memory, source, at, packing.n_bytes)
+
+    def _send_table(self) -> None:
+        self._device.send(self._banks.tables[self._il], self._host, 0, self._table.nbytes)
+
+    def note(self, ids: npt.NDArray[np.int32]) -> None:
+        """Count what a draft chose, and enqueue an exchange of two experts if it is worth it.
+
+        ids: I32 numpy, of all steps. The device is idle.
+        """
+        self._counts *= 0.5 ** (1 / _HALF_LIFE)
+        np.add.at(self._counts, ids.reshape(-1), 1.0)
+        if not self.n_kept:
+            return
+        absent = np.where(self._table < 0, self._counts, -1.0)
+        expert, slot = int(absent.argmax()), int(self._counts[self._owner].argmin())
+        if absent[expert] < self._counts[self._owner[slot]] + _MARGIN:
+            return
+        self._table[self._owner[slot]], self._table[expert] = -1, slot
+        self._owner[slot] = expert
+        self.n_exchanged += 1
+        self._upload(expert, slot)
+        self._send_table()
+
+    def close(self) -> None:
+        """Free the host memory."""
+        self._host.close()
+
 
 # Bytes; tensors begin at a multiple.
 _ALIGN = 128
@@ -45,13 +123,7 @@ class EmbeddingTable:
     """
 
     def __init__(self, device: Device, loader: Loader, model: ModelFile, info: TensorInfo) -> None:
-        """Load the table.
-
-        Raises:
-            NativeError: there is too little host memory, or it cannot be pinned.
-            ModelFileError: the file is shorter than its header says.
-            ConfigError: graphs of the device cannot read host memory.
-        """
+        """Load the table."""
         if not device.can.host_access:
             raise ConfigError(
                 f"the MTP block drafts where the last layer is, and {device.name} cannot read "
@@ -130,12 +202,6 @@ def open_mtp(
 
     n_vocab: draft only so many tokens, the most frequent ones; 0: all. n_kept: how many experts
     stay on the device, the others being fetched from pinned memory; None: all.
-
-    Raises:
-        InternalError: the stage has no head, or its state no room for the block.
-        ModelFileError, UnsupportedModel: the file has no such block, or it is damaged.
-        OutOfDeviceMemory: it does not fit.
-        NativeError, ConfigError: the memory for embeddings or experts cannot be pinned.
     """
     hp, device, head = file.hparams, stage.device, stage.weights.head
     require_nextn(file.path, hp, file.tensors)

@@ -1,4 +1,4 @@
-"""How many KV rows the sequences of an engine share, and what passes over them may be.
+"""How many KV rows the sequences of an engine share, and which positions each one holds.
 
 The planner reads it too.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..units import round_up
+from .kvpool import KVPool
 from .layout import PAGE
 
 
@@ -28,11 +29,7 @@ class PoolShape:
 
     @classmethod
     def of(cls, config: EngineConfig, n_ctx: int) -> PoolShape:
-        """Return the shape for a context; its n_seq, n_kv and n_draft count.
-
-        Raises:
-            ConfigError: not even one sequence could have a whole context.
-        """
+        """Return the shape for a context; its n_seq, n_kv and n_draft count."""
         padded, n_seq, n_kv = round_up(n_ctx, PAGE), config.n_seq, config.n_kv
         if 0 < n_kv < n_ctx:
             raise ConfigError(
@@ -89,3 +86,25 @@ class PoolShape:
                 longest = lengths[seq]
             found[-1].append(seq)
         return [tuple(sorted(group)) for group in found]
+
+
+class Positions:
+    """The positions of all sequences.
+
+    shape: how many positions they may have. n_ctx, n_seq: of it. pool: the pages of the sequences.
+    n_past: positions that each sequence holds.
+    """
+
+    def __init__(self, shape: PoolShape) -> None:
+        self.shape, self.n_ctx, self.n_seq = shape, shape.n_ctx, shape.n_seq
+        self.pool = KVPool(shape.n_seq, shape.n_seq_pages, shape.n_pages)
+        self.n_past = [0] * shape.n_seq
+
+    @property
+    def spare_row(self) -> int:
+        """Return the last row of the KV caches, where padding rows of a pass are written."""
+        return self.shape.n_rows
+
+    def n_kv(self, n_used: int) -> int:
+        """Return the KV length of a graph for n_used positions: a multiple of PAGE."""
+        return min(self.n_ctx, max(PAGE, round_up(n_used, PAGE)))

@@ -23,9 +23,6 @@ def measure_rates(device: Device) -> tuple[float, float]:
 
     It takes some hundredths of a second. The second is infinite for a device on another machine:
     it has all experts of its layers, so no pass waits for any.
-
-    Raises:
-        OutOfDeviceMemory, NativeError: there is no memory to measure with.
     """
     with (
         Context(1) as context,

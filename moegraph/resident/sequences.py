@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from ..ggml.ops import Tensor
 from .hostcopies import HostCopies, RowsCopy, StatesCopy
 from .layout import PAGE
-from .poolshape import PoolShape
-from .positions import Positions
+from .poolshape import PoolShape, Positions
 from .snapshots import Snapshot, Snapshots
 from .state import State
 
@@ -47,9 +46,14 @@ class Sequences(Positions):
         return {il: tensor for state in self.states for il, tensor in state.v.items()}
 
     @property
-    def layer_states(self) -> dict[int, tuple[Tensor, ...]]:
+    def conv(self) -> dict[int, Tensor]:
+        """Return the convolution states of all layers."""
+        return {il: tensor for state in self.states for il, tensor in state.conv.items()}
+
+    @property
+    def ssm(self) -> dict[int, Tensor]:
         """Return the recurrent states of all layers."""
-        return {il: tensors for one in self.states for il, tensors in one.layer_states.items()}
+        return {il: tensor for state in self.states for il, tensor in state.ssm.items()}
 
     @property
     def last_out(self) -> Tensor | None:
@@ -95,19 +99,11 @@ class Sequences(Positions):
             state.copy_rows(source, to, n)
 
     def snapshot(self, slot: int) -> Snapshot:
-        """Return a snapshot of a sequence, copied after the passes in flight.
-
-        Raises:
-            OutOfDeviceMemory: there is no memory for it.
-        """
+        """Return a snapshot of a sequence, copied after the passes in flight."""
         return self.snapshots.take(slot, self.n_past[slot])
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Enqueue that a sequence is again as it was when a snapshot was taken.
-
-        Raises:
-            RequestError: the snapshot cannot be restored.
-        """
+        """Enqueue that a sequence is again as it was when a snapshot was taken."""
         self.snapshots.restore(snapshot)
         self.truncate(snapshot.slot, snapshot.n_past)
 

@@ -56,11 +56,7 @@ class Snapshot:
             self._spare.append(copies)
 
     def copies_of_states(self) -> list[Tensor]:
-        """Return the memory of the states, one tensor for each state that there is.
-
-        Raises:
-            RequestError: the snapshot is closed, or the sequence has lost its positions since.
-        """
+        """Return the memory of the states, one tensor for each state that there is."""
         if self._copies is None:
             raise RequestError("the snapshot is closed")
         if not self.is_valid:
@@ -120,11 +116,7 @@ class Snapshots:
         return copies
 
     def take(self, slot: int, n_past: int) -> Snapshot:
-        """Return a snapshot of a sequence that holds n_past positions.
-
-        Raises:
-            OutOfDeviceMemory: there is no memory for it.
-        """
+        """Return a snapshot of a sequence that holds n_past positions."""
         copies = self._spare.pop() if self._spare else self._new()
         snapshot = Snapshot(slot, n_past, copies, self._spare)
         self._live.add(snapshot)
@@ -133,20 +125,12 @@ class Snapshots:
         return snapshot
 
     def reserve(self) -> None:
-        """Allocate the memory of one snapshot.
-
-        Raises:
-            OutOfDeviceMemory: there is no memory for it.
-        """
+        """Allocate the memory of one snapshot."""
         if not self._spare:
             self._spare.append(self._new())
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Enqueue the copy of the states back to the snapshot's sequence.
-
-        Raises:
-            RequestError: the snapshot cannot be restored.
-        """
+        """Enqueue the copy of the states back to the snapshot's sequence."""
         for rows, saved in zip(self._rows, snapshot.copies_of_states()):
             rows.put(snapshot.slot, saved)
 

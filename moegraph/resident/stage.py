@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from ..arch import ModelFile
-from ..arch.base import Architecture
+from ..arch.hparams import HParams
 from ..config import EngineConfig
 from ..errors import ConfigError, InternalError
 from ..events import Progress, Stopwatch
@@ -35,7 +35,7 @@ class Stage:
     """
 
     device: Device
-    hp: Architecture
+    hp: HParams
     layers: range
     weights: Weights
     banks: ExpertBanks
@@ -94,11 +94,6 @@ def open_stage(
     sequence. progress: see `Loader`. times: measures the
     phases. has_mtp: make room in the state for the MTP block (mtp.py), which follows these layers.
     sequences: what the stages before have; None for the first stage.
-
-    Raises:
-        InternalError: these are not consecutive layers of the model.
-        OutOfDeviceMemory: something does not fit; the message names it.
-        ConfigError, NativeError, ModelFileError: as in `State`, `ExpertStore` and `Loader`.
     """
     hp, times = file.hparams, times or Stopwatch()
     with closed_on_failure(), ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""KV caches and recurrent states.
+"""KV cache of full-attention layers and recurrent states of DeltaNet layers.
 
 A sequence has a slot: a row of every recurrent state, and a list of pages of the KV caches
 (kvpool.py). Passes over any slots run with the same graphs. An engine with one sequence has its
@@ -10,23 +10,101 @@ all devices, and `Sequences` decides it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..arch.base import Architecture
-from ..errors import ConfigError
+from ..arch.hparams import HParams
+from ..errors import ConfigError, InternalError
 from ..ggml.device import Device
-from ..ggml.handles import Context
+from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
-from ..ggml.ops import F32, Tensor, type_id
+from ..ggml.ops import F32, Builder, Tensor, type_id
 from ..units import round_up
-from .drafts import DraftRows
 from .kvpool import KVPool
-from .layout import PAGE, zeros_bytes
-from .poolshape import PoolShape
-from .positions import Positions
+from .layout import draft_room, draft_widths, zeros_bytes
+from .poolshape import PoolShape, Positions
+
+
+class DraftRows:
+    """Device memory for the inputs of these layers' DeltaNet recurrences in one verify pass.
+
+    Of each layer and row: the input of the convolution [conv_dim], log decay and beta [n_v_heads].
+    There is no memory before the first verify pass.
+    """
+
+    def __init__(self, device: Device, hp: HParams, layers: range) -> None:
+        self._device = device
+        self._widths = draft_widths(hp)
+        recurrent = [il for il in layers if hp.is_recurrent(il)]
+        self._layers = {il: i for i, il in enumerate(recurrent)}
+        self._buffer: Buffer | None = None
+        self.n_rows = 0
+
+    def reserve(self, n_rows: int) -> None:
+        """Make room for n_rows rows; the device is idle, and no graph uses the old memory."""
+        if n_rows <= self.n_rows:
+            return
+        n = draft_room(n_rows)
+        size = self._stride(n) * max(len(self._layers), 1)
+        larger = self._device.buffer(size, f"{n} rows of verify passes", "draft fewer tokens")
+        C.ggml_backend_buffer_clear(larger.ptr, 0)
+        smaller, self._buffer, self.n_rows = self._buffer, larger, n
+        if smaller:
+            smaller.close()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the memory."""
+        return self._buffer.size if self._buffer else 0
+
+    def _offsets(self, n_rows: int) -> list[int]:
+        """Return where each kind of rows begins in the memory of a layer, and its size."""
+        offsets = [0]
+        for width in self._widths:
+            offsets.append(round_up(offsets[-1] + 4 * width * n_rows, self._device.alignment))
+        return offsets
+
+    def _stride(self, n_rows: int) -> int:
+        return self._offsets(n_rows)[-1]
+
+    def keep(self, b: Builder, rows: Sequence[Tensor], il: int) -> None:
+        """Have a graph leave the rows of layer il here: F32, each kind's width times the rows."""
+        for tensor, width, offset in zip(rows, self._widths, self._offsets_of(il)):
+            base = tensor if tensor.view_src == ffi.NULL else tensor.view_src
+            if C.ggml_nbytes(base) == C.ggml_nbytes(tensor) and base.data == ffi.NULL:
+                # no copy: the node that computes the rows writes them here
+                place(self._memory, base, offset)
+            else:
+                n_rows = C.ggml_nelements(tensor) // width
+                b.expand(b.cpy(tensor, self._leaf(b, width, n_rows, offset)))
+
+    def leaves(self, b: Builder, il: int) -> list[Tensor]:
+        """Return the rows of layer il: F32 [width, n_rows] of each kind."""
+        offsets = self._offsets_of(il)
+        return [self._leaf(b, w, self.n_rows, at) for w, at in zip(self._widths, offsets)]
+
+    def _leaf(self, b: Builder, width: int, n_rows: int, offset: int) -> Tensor:
+        leaf = b.leaf(F32, (width, n_rows), "draft_rows")
+        place(self._memory, leaf, offset)
+        return leaf
+
+    @property
+    def _memory(self) -> Buffer:
+        if self._buffer is None:
+            raise InternalError("a graph keeps rows that no memory was reserved for")
+        return self._buffer
+
+    def _offsets_of(self, il: int) -> list[int]:
+        first = self._layers[il] * self._stride(self.n_rows)
+        return [first + offset for offset in self._offsets(self.n_rows)]
+
+    def close(self) -> None:
+        """Free the memory."""
+        if self._buffer:
+            self._buffer.close()
+
 
 _ROT_MIN = 64
 
@@ -35,13 +113,13 @@ class State:
     """KV cache and recurrent states of all sequences in some layers, on one device.
 
     positions: of the sequences; `shape`, `n_ctx`, `n_seq`, `pool` and `n_past` are its own.
-    k, v: of each layer with a KV cache, [n_embd_gqa, shape.n_rows + 1]; `pool` knows which row has
+    k, v: of each full-attention layer, [n_embd_gqa, shape.n_rows + 1]; `pool` knows which row has
         which position. Padding rows of a pass are written to the last row, which nothing reads.
     k_words, v_words: the same memory as F32, to move rows byte for byte; empty if a row is not a
         multiple of 4 bytes.
     drafts: what a verify pass keeps of its rows.
-    page_size: positions of a page.
-    layer_states: of each layer with recurrent states (`Layer.states`), F32 [size, n_seq] each.
+    conv: of each DeltaNet layer, F32 [(d_conv - 1) * conv_dim, n_seq].
+    ssm: of each DeltaNet layer, F32 [head_v_dim^2 * n_v_heads, n_seq].
     last_out: F32 [n_embd, n_seq], the output of the last layer at each sequence's last position,
         from which an MTP block drafts; None unless the layers have one, which is layer n_layer. It
         is zeros in an empty sequence, and who runs a pass keeps it up to date.
@@ -52,14 +130,10 @@ class State:
     kv_bytes, mtp_bytes, recurrent_bytes: of the caches of the model's layers, and of the MTP
         block; of the states.
     n_attention_parts: see `Device`.
-
-    Raises:
-        OutOfDeviceMemory: the tensors do not fit.
-        ConfigError: there are several sequences, and rows cannot be moved.
     """
 
     def __init__(
-        self, device: Device, hp: Architecture, layers: range, positions: Positions,
+        self, device: Device, hp: HParams, layers: range, positions: Positions,
         type_k: str, type_v: str,
     ) -> None:  # fmt: skip
         self.positions, self.device = positions, device
@@ -72,21 +146,21 @@ class State:
         self._context = Context(4 * len(layers) + 4)
         self.k: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}
-        self.layer_states: dict[int, tuple[Tensor, ...]] = {}
-        self.page_size = PAGE
+        self.conv: dict[int, Tensor] = {}
+        self.ssm: dict[int, Tensor] = {}
         self.spare_row = positions.spare_row
         rows = self.spare_row + 1
         for il in layers:
-            layer = hp.layer(il)
-            if layer.states:
-                self.layer_states[il] = tuple(self._new(F32, n, n_seq) for n in layer.state_sizes)
-            if layer.kv:
-                self.k[il] = self._new(type_id(type_k), layer.kv[0], rows)
-                self.v[il] = self._new(type_id(type_v), layer.kv[1], rows)
+            if hp.is_recurrent(il):
+                self.conv[il] = self._new(F32, (hp.ssm_d_conv - 1) * hp.conv_dim, n_seq)
+                self.ssm[il] = self._new(F32, hp.head_v_dim**2 * hp.n_v_heads, n_seq)
+            else:
+                self.k[il] = self._new(type_id(type_k), hp.n_embd_head_k * hp.n_head_kv, rows)
+                self.v[il] = self._new(type_id(type_v), hp.n_embd_head_v * hp.n_head_kv, rows)
         self._mtp = hp.n_layer
         has_mtp = self._mtp in layers
         self.last_out: Tensor | None = self._new(F32, hp.n_embd, n_seq) if has_mtp else None
-        self.recurrent = [t for kind in zip(*self.layer_states.values()) for t in kind]
+        self.recurrent = [*self.conv.values(), *self.ssm.values()]
         if self.last_out is not None:
             self.recurrent.append(self.last_out)
         self.caches = [*self.k.values(), *self.v.values()]
@@ -108,11 +182,7 @@ class State:
         return {il: self._new(F32, t.nb[1] // 4, t.ne[1]) for il, t in fit.items()}
 
     def require_words(self, what: str) -> None:
-        """Check that KV rows can be moved, which `what` needs.
-
-        Raises:
-            ConfigError: a row is not a multiple of 4 bytes.
-        """
+        """Check that KV rows can be moved, which `what` needs."""
         odd = next((t.nb[1] for t in self.caches if t.nb[1] % 4), 0)
         if odd:
             raise ConfigError(

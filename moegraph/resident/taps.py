@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.base import Architecture
+from ..arch.hparams import HParams
 from ..errors import InternalError
 from ..ggml.device import Device
 from ..ggml.handles import Buffer, Context, closed_on_failure
@@ -37,7 +37,7 @@ class TapRows:
     the memory, F32; `offset` says where a tap begins.
     """
 
-    def __init__(self, device: Device, hp: Architecture) -> None:
+    def __init__(self, device: Device, hp: HParams) -> None:
         self._device, self._hp = device, hp
         self._buffer: Buffer | None = None
         self._context: Context | None = None
@@ -50,10 +50,6 @@ class TapRows:
 
         n_seq: make a ring for so many sequences; 0: none. The device must be idle, and graphs that
         were built before must be dropped.
-
-        Raises:
-            InternalError: there is no such layer.
-            OutOfDeviceMemory: there is no room; what was there stays.
         """
         wanted = tuple(sorted(set(layers)))
         if wanted and not 0 <= wanted[0] <= wanted[-1] <= self._hp.n_layer:

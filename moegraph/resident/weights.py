@@ -91,10 +91,6 @@ class Loader:
 
         what: what they are, for error messages. join: groups of matrices of the same type and input
         width to place next to each other; ignored for a mapped file, which has its own order.
-
-        Raises:
-            OutOfDeviceMemory: the tensors do not fit.
-            ModelFileError: the file is shorter than its header says.
         """
         infos = list(infos)
         aligned = all(info.offset % _HOST_ALIGNMENT == 0 for info in infos)
@@ -167,11 +163,7 @@ class Loader:
         return buffer
 
     def close(self) -> None:
-        """End the copies that were begun, and free the pinned blocks.
-
-        Raises:
-            ModelFileError: the file is shorter than its header says.
-        """
+        """End the copies that were begun, and free the pinned blocks."""
         if self._staging:
             self._staging.close()
 
@@ -257,9 +249,6 @@ class TokenEmbedding:
     """Rows of token_embd.weight as F32, read on the host.
 
     A pass needs only a few rows, so the table (1 GB in F16 for the 35B) takes no device memory.
-
-    Raises:
-        ModelFileError: ggml cannot convert the table's type to F32.
     """
 
     def __init__(self, model: _Mapped) -> None:
@@ -349,14 +338,18 @@ class LayerWeights(dict[str, Tensor]):
         }
 
 
-def _groups(model: ModelFile, il: int) -> list[tuple[str, ...]]:
-    """Return the groups of a layer's projections that have the same type.
+# Projections of the same vector. For one row, one product with all of them saves up to three
+# launches and as many quantizations of that vector.
+_SAME_INPUT = (
+    ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight"),
+    ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+)
 
-    For one row, one product with all of them saves up to three launches and as many quantizations
-    of that vector.
-    """
+
+def _groups(model: ModelFile, il: int) -> list[tuple[str, ...]]:
+    """Return the groups of a layer's projections that have the same type."""
     groups = []
-    for names in model.hparams.same_input:
+    for names in _SAME_INPUT:
         by_type: dict[object, list[str]] = {}
         for name in (f"blk.{il}.{name}" for name in names):
             if name in model.tensors:

@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager, closing, nullcontext
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.inputs import PAGED, PassShape
 from ..errors import InternalError, RequestError
 from ..ggml.choose import DRAW_ROWS
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs, Results
 from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import InputBlock
+from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.paged import can_page
 from ..kinds import Kind
 from ..resident.layout import MAX_PAGED_ROWS, PADDED_WIDTHS, graph_bytes
@@ -107,11 +106,7 @@ class Runner(ABC):
         return self._inputs.n_bytes + self.graphs.n_bytes + sum(parts)
 
     def require_idle(self) -> None:
-        """Check that no pass is in flight.
-
-        Raises:
-            RequestError: a pass is in flight.
-        """
+        """Check that no pass is in flight."""
         if self._pending is not None:
             raise RequestError("a pass is in flight; collect its results first")
 
@@ -209,10 +204,6 @@ class Runner(ABC):
         caller must reset the sequences of the pass. After an earlier one, or after any error of a
         verify pass, it must truncate them to what they held. meanwhile: called if the host would
         wait for the device; it must not use the device.
-
-        Raises:
-            Cancelled: cancelled() returned true before a graph.
-            RequestError: a pass is in flight.
         """
         self.prepare(batch)
         self.fill(batch)
@@ -270,9 +261,6 @@ class Runner(ABC):
         """Return a sweep over prompts of different sequences; `Sweep.begin` begins it.
 
         Several have no results of all rows, and `may_join` is true of them.
-
-        Raises:
-            InternalError: there is no memory for sweeps.
         """
         if self.sweeps is None:
             raise InternalError("this runner has no memory for prompts")
@@ -291,23 +279,13 @@ class Runner(ABC):
     def commit(
         self, paths: Mapping[int, list[int]], begins: Callback = lambda: None
     ) -> dict[int, list[int]]:
-        """Enqueue the commit of verified rows; see `Commits.commit`.
-
-        Raises:
-            RequestError: a pass is in flight, or the rows are no paths of the last verify pass.
-        """
+        """Enqueue the commit of verified rows; see `Commits.commit`."""
         self.require_idle()
         self._results.forget()
         return self._commits.commit(paths, begins)
 
     def collect(self) -> Output:
-        """Wait for the pass in flight and return its results.
-
-        Raises:
-            RequestError: no pass is in flight.
-            NotFinite: a logit, or a hidden state before the output matrix, is NaN or infinite.
-            DeviceLost: a worker is gone.
-        """
+        """Wait for the pass in flight and return its results."""
         batch = self._pending
         if batch is None:
             raise RequestError("no pass is in flight; submit one first")
@@ -333,9 +311,6 @@ class Runner(ABC):
         """Return the logits of a row of the pass that was collected last, F32 [n_vocab].
 
         The memory is used again by the next call. Call this before anything else is computed.
-
-        Raises:
-            InternalError: something was computed since, or there is no such row.
         """
         if self._pending is not None and not self._results.is_kept:
             raise InternalError(f"the logits of row {row} are not computed yet")
@@ -355,9 +330,6 @@ class Runner(ABC):
 
         n_draft: drafted tokens of each sequence in the largest verify pass; 0 for none. Passes of a
         prompt that return results of all rows may still need more.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit, or a snapshot.
         """
         n_rows = min(n_draft + 1, self.n_ubatch)
         if n_draft:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ..errors import InternalError, RequestError
 from ..graphs.head import Results
-from ..graphs.rows import PADDING, Tree, check_parents
+from ..graphs.rows import Tree
+from ..graphs.tree import PADDING, check_parents
 from ..kinds import Kind, MissRules, rules_of
 
 # Asked in the middle of a pass: whether it is cancelled, or may pause. Called at some moment of it.
@@ -72,12 +73,7 @@ class Batch:
     draws: npt.NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
-        """Check what would otherwise give wrong results.
-
-        Raises:
-            RequestError: a sequence is named twice, or their number is not that of token rows.
-            InternalError: a tree without a verify pass, or the other way round.
-        """
+        """Check what would otherwise give wrong results."""
         n_seqs, n = len(self.slots), self.tokens.shape[0]
         if n_seqs != n:
             raise RequestError(f"token ids for {n} sequences, but {n_seqs} sequences are named")
@@ -105,10 +101,6 @@ class Batch:
         lengths: how many rows of each sequence are real, at least 1; the rest is padding, and what
         tokens and parents hold there does not matter. draws: for candidates of all rows, padding
         included.
-
-        Raises:
-            RequestError: the lengths or the sequences do not fit the tokens.
-            InternalError: a parent is neither an earlier row nor -1, or too many rows.
         """
         n_seqs, n = tokens.shape
         given = tuple([n] * n_seqs if lengths is None else lengths)

@@ -1,15 +1,20 @@
-"""Copies rows from one stage's device to the next one's, in the order of both streams."""
+"""Copies rows from one stage's device to the next one's, in the order of both streams;
+and the layer outputs that a drafter wants to the last stage, where drafters are."""
 
 from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing
 
+from ..errors import InternalError
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor
+from ..graphs.hidden import HiddenRows
+from ..resident.stage import Stage
+from .sweep_batch import Tap
 
 # Bytes of a piece of a long copy; one goes to the second device while the next leaves the first.
 _PIECE = 4 << 20
@@ -32,11 +37,7 @@ class Boundary:
     """
 
     def __init__(self, source: Device, to: Device) -> None:
-        """Allocate the memory between.
-
-        Raises:
-            NativeError: there is none.
-        """
+        """Allocate the memory between."""
         self._source, self._to = source, to
         self._follows = to.can_wait_for(source)
         self._between: Tensor | None = None  # on the second device, for direct copies
@@ -118,3 +119,44 @@ class Boundary:
         self._source.synchronize()
         self._to.synchronize()
         self._opened.close()
+
+
+class Relay:
+    """Copies taps of a stage to the last one: of passes to its `TapRows`, of prompts to memory."""
+
+    def __init__(self, stage: Stage, last: Stage) -> None:
+        """Allocate host memory; `reserve` allocates that for prompts."""
+        self._stage, self._last = stage, last
+        self._boundary = Boundary(stage.device, last.device)
+        self._rows: HiddenRows | None = None
+
+    def bring(self, n_rows: int) -> None:
+        """Enqueue the copy of the taps of a pass that was launched in the stage."""
+        mine, its = self._stage.taps, self._last.taps
+        if n_rows > mine.n_rows:
+            return  # the pass keeps none
+        for il in mine.layers:
+            size = 4 * self._stage.hp.n_embd * n_rows
+            self._boundary.copy(mine.words, its.words, size, mine.offset(il), its.offset(il))
+
+    def relayed(self, tap: Tap) -> Tap:
+        """Return what calls a tap of a prompt with a copy of its rows."""
+
+        def call(rows: Tensor, row: int, n: int, first: int) -> None:
+            if self._rows is None:
+                raise InternalError("there is no memory for the taps of a prompt")
+            size = 4 * self._stage.hp.n_embd
+            self._boundary.copy(rows, self._rows.all, size * n, size * row, size * row)
+            tap(self._rows.all, row, n, first)
+
+        return call
+
+    def reserve(self, n_rows: int) -> None:
+        """Make room for the taps of parts of prompts of up to n_rows rows."""
+        self._rows = HiddenRows(self._last, n_rows)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._boundary.close()
+        if self._rows:
+            self._rows.close()

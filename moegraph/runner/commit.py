@@ -20,6 +20,8 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, MAX_TREE_ROWS, Builder
 from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.deltanet import DeltaRows
+from ..graphs.tree import build_commit
 from ..resident.stage import Stage
 from ..units import round_up
 from .batch import Batch, Callback
@@ -96,9 +98,6 @@ class Commits:
         the one before. The pass has been collected. begins: called before the launch; after an
         error that comes later, the caller must reset the sequences whose paths are not empty. An
         earlier one changes nothing.
-
-        Raises:
-            RequestError: there are no such rows, or they are not a path.
         """
         tokens = {slot: self._tokens(slot, path) for slot, path in paths.items()}
         longer = {slot: path for slot, path in paths.items() if path}
@@ -136,11 +135,7 @@ class Commits:
                 state.n_past[slot] += len(path)
 
     def reserve(self, n_rows: int) -> None:
-        """Build the graph of the largest commit of paths of up to n_rows rows.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
+        """Build the graph of the largest commit of paths of up to n_rows rows."""
         self._graph(_Inputs(n_rows, self._stage.state.n_seq), True)
 
     def _graph(self, at: _Inputs, moves: bool) -> BuiltGraph:
@@ -192,12 +187,11 @@ class Commits:
             place(self._buffer, leaves[name], offset)
         C.ggml_set_input(leaves["slots"])  # kernels read it early
         for il in stage.layers:
-            layer = stage.hp.layer(il)
-            if layer.states:
-                rows, w = stage.state.drafts.leaves(b, il), stage.weights.layer(il)
+            if stage.hp.is_recurrent(il):
+                rows, w = DeltaRows(*stage.state.drafts.leaves(b, il)), stage.weights.layer(il)
                 inputs = leaves["slots"], leaves["path"], leaves["lengths"]
-                stage.hp.commit(b, w, stage.state, rows, *inputs, il)
-            if layer.kv and moves:
+                build_commit(b, stage.hp, w, stage.state, rows, *inputs, il)
+            elif moves:
                 for cache in (stage.state.k_words[il], stage.state.v_words[il]):
                     copy = b.get_rows(cache, leaves["sources"])
                     b.expand(b.set_rows(cache, copy, leaves["targets"]))

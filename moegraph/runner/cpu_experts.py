@@ -24,7 +24,9 @@ from ..ggml.device import HostBuffer
 from ..ggml.handles import Buffer, Context, Handle
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
-from ..ggml.ops import F32, Builder, Tensor, shape
+from ..ggml.ops import F32, I32, Builder, Tensor, shape
+from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.experts import build_expert_rows
 from ..resident.bank import Bank, strided_stack
 from ..resident.stage import Stage
 from ..resident.store import ExpertStore
@@ -36,9 +38,6 @@ class CpuExperts(ABC):
 
     x: F32 [n_embd, n_tokens]; weights F32 and ids I32: [n_expert_used, n_tokens]; y: F32, y_rows
     rows of n_embd for each row of x; n_tokens <= max_rows.
-
-    Raises:
-        NativeError: the memory cannot be pinned.
     """
 
     def __init__(self, stage: Stage, max_rows: int, y_rows: int) -> None:
@@ -166,4 +165,48 @@ class KernelCpuExperts(CpuExperts):
     def close(self) -> None:
         """Stop the threads and free the host memory."""
         self._ffn.close()
+        super().close()
+
+
+class GraphCpuExperts(CpuExperts):
+    """Computes experts with a ggml graph for each layer and number of rows, on a CPU device.
+
+    The aim is not speed: results must not depend on what is resident. So every expert goes through
+    the kernels that `moe` uses, reference kernels included, and `sum_rows` sums all rows in routing
+    order.
+
+    y: the experts' weighted rows, [n_embd, n_expert_used, n_tokens]; zeros for other experts.
+    """
+
+    def __init__(self, stage: Stage, max_rows: int) -> None:
+        super().__init__(stage, max_rows, y_rows=stage.hp.n_expert_used)
+        self._device = stage.device
+        self._graphs = GraphCache(stage.device)
+
+    def _graph(self, il: int, n_tokens: int) -> BuiltGraph:
+        return self._graphs.get((il, n_tokens), 64, lambda b: self._build(b, il, n_tokens))
+
+    def _build(self, b: Builder, il: int, n_tokens: int) -> Tensor:
+        hp, k = self._hp, self._hp.n_expert_used
+
+        def put(tensor: Tensor, name: str) -> Tensor:
+            place(self._block, tensor, self._offsets[name])
+            return tensor
+
+        x = put(b.leaf(F32, (hp.n_embd, n_tokens), "x"), "x")
+        ids = put(b.leaf(I32, (k, n_tokens), "ids"), "ids")
+        weights = put(b.leaf(F32, (1, k, n_tokens), "weights"), "weights")
+        return put(build_expert_rows(b, self._banks[il], x, ids, weights, il), "y")
+
+    def _prepare(self, il: int, n_tokens: int) -> None:
+        self._graph(il, n_tokens)
+
+    def _begin(self, il: int, n_tokens: int) -> None:
+        graph = self._graph(il, n_tokens).graph
+        status = C.mg_launch(self._device.compute.ptr, graph, ffi.NULL, 0)
+        self._device.check(status, f"the experts of layer {il} on the CPU")
+
+    def close(self) -> None:
+        """Free graphs and host memory."""
+        self._graphs.close()
         super().close()

@@ -89,11 +89,7 @@ class Flights:
         return not self._flights
 
     def require_idle(self) -> None:
-        """Check that one more pass may start.
-
-        Raises:
-            RequestError: as many are in flight as there are stages.
-        """
+        """Check that one more pass may start."""
         if len(self._flights) >= len(self._parts):
             raise RequestError("each stage has a pass in flight; collect the oldest one first")
 
@@ -109,9 +105,6 @@ class Flights:
         Errors as in `Runner.submit`, of this pass. keeps_logits: after `collect`, `Runner.logits`
         has its rows until the next call here: they are copied before a pass enters the last stage,
         or if there is no memory for that, none enters before.
-
-        Raises:
-            RequestError: as many passes are in flight as there are stages.
         """
         self.require_idle()
         self._release()
@@ -240,10 +233,6 @@ class Flights:
         """Wait for the oldest pass, return its results, and have the others go on.
 
         Errors are those of this pass; it is not in flight any more.
-
-        Raises:
-            RequestError: no pass is in flight.
-            NotFinite, DeviceLost: as in `Runner.collect`.
         """
         if not self._flights:
             raise RequestError("no pass is in flight; submit one first")

@@ -31,10 +31,6 @@ def node_values(runner: AnyRunner, batch: Batch) -> dict[tuple[str, int], npt.ND
     leading dimensions of 1, but at least two dimensions. On CUDA, a node that is part of another's
     kernel is NaN. KV cache and states advance as in any pass. The states behind it are in the
     result under upstream's names conv_state_last and new_state.
-
-    Raises:
-        ConfigError: not every expert is resident; a single graph cannot handle missing experts.
-        OutOfDeviceMemory: the nodes do not fit.
     """
     if not all(part.stage.is_full for part in runner.parts):
         raise ConfigError(
@@ -76,9 +72,12 @@ def _nodes_of(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray
 def _states(stage: Stage, slots: tuple[int, ...]) -> dict[tuple[str, int], npt.NDArray[Any]]:
     """Return the recurrent states in some slots."""
     hp, found, rows = stage.hp, {}, list(slots)
-    for il, tensors in stage.state.layer_states.items():
-        for (name, ne), tensor in zip(hp.layer(il).states, tensors):
-            found[name, il] = _squeezed(read_tensor(tensor)[rows].reshape(-1, *reversed(ne)))
+    for il in stage.state.ssm:
+        conv = read_tensor(stage.state.conv[il])[rows]
+        ssm = read_tensor(stage.state.ssm[il])[rows]
+        d = hp.head_v_dim
+        found["conv_state_last", il] = _squeezed(conv.reshape(-1, hp.conv_dim, hp.ssm_d_conv - 1))
+        found["new_state", il] = _squeezed(ssm.reshape(-1, hp.n_v_heads, d, d))
     return found
 
 

@@ -31,7 +31,6 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.inputs import PassShape
 from ..errors import Cancelled, InternalError
 from ..experts.cache import ExpertCache
 from ..experts.cost import MissCosts, choose_ways
@@ -41,11 +40,11 @@ from ..experts.residency import Residency
 from ..ggml.lib import C, ffi
 from ..graphs.head import Results
 from ..graphs.hidden import HiddenRows
+from ..graphs.inputs import PassShape
 from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch, Predicate
-from .clock import PassClock
 from .layer_graphs import LayerGraphs
 from .misses import MissHandler
 from .plan import LaunchPlan, LaunchPlans, LaunchStep
@@ -53,6 +52,36 @@ from .readback import RoutingReadback
 from .replay import Replay
 from .results import Output
 from .sweeps import Sweeps
+
+
+class PassClock:
+    """Measures one pass: `start`, `leave` once it is enqueued, `back` when its caller asks for it.
+
+    A pass that is never asked for is never read; the next `start` begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._left_at: float | None = None
+
+    def start(self) -> float:
+        """Start from zero; return the time now."""
+        self._began, self._left_at = time.perf_counter(), None
+        return self._began
+
+    def leave(self) -> None:
+        """Stop: the caller runs while the pass is under way."""
+        self._left_at = time.perf_counter()
+
+    def back(self) -> None:
+        """Go on: the engine waits for the pass."""
+        if self._left_at is not None:
+            self._began += time.perf_counter() - self._left_at
+            self._left_at = None
+
+    def seconds(self) -> float:
+        """Return the seconds since `start`, without those between `leave` and `back`."""
+        return time.perf_counter() - self._began
 
 
 class LayeredRunner(Runner):

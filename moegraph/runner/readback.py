@@ -33,11 +33,7 @@ class RoutingReadback:
     """
 
     def __init__(self, stage: Stage, max_rows: int) -> None:
-        """Allocate memory for passes of at most max_rows rows.
-
-        Raises:
-            NativeError: the memory cannot be pinned; the device writes only to pinned memory.
-        """
+        """Allocate memory for passes of at most max_rows rows."""
         self._device, self._first = stage.device, stage.layers.start
         n_layer, n_expert_used = len(stage.layers), stage.hp.n_expert_used
         self._n_used = n_expert_used
@@ -77,11 +73,7 @@ class RoutingReadback:
         return not (host_ids.ids == C.MG_NO_ID).any()
 
     def wait(self, host_ids: HostIds) -> None:
-        """Block until the device has written all these ids.
-
-        Raises:
-            NativeError: the device finished its work without writing them.
-        """
+        """Block until the device has written all these ids."""
         if not C.mg_wait_ids(self._stream, host_ids.address, host_ids.ids.size):
             raise NativeError(
                 f"{self._device.name} finished a pass without writing the router's choice"

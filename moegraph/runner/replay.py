@@ -24,12 +24,7 @@ class Replay:
     """
 
     def __init__(self, stage: Stage, ids: npt.NDArray[np.int32]) -> None:
-        """Check the recording and upload its first step.
-
-        Raises:
-            ConfigError: it has another shape than the model, or ids out of range.
-            OutOfDeviceMemory: its device memory cannot be allocated.
-        """
+        """Check the recording and upload its first step."""
         device, hp, layers = stage.device, stage.hp, stage.layers
         wanted = (hp.n_layer, hp.n_expert_used)
         if ids.ndim != 3 or ids.shape[1:] != wanted or ids.shape[0] == 0:

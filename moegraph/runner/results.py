@@ -40,11 +40,7 @@ class Output:
     candidates: npt.NDArray[np.int32] | None = None
 
     def require_logits(self) -> npt.NDArray[np.float32]:
-        """Return the logits, F32, numpy shape [n_out, n_vocab].
-
-        Raises:
-            InternalError: the pass returned something else.
-        """
+        """Return the logits, F32, numpy shape [n_out, n_vocab]."""
         if self.logits is None:
             raise InternalError("the pass did not return logits")
         return self.logits
@@ -201,9 +197,6 @@ class ResultMemory:
         """Return the logits of a row that was kept, or else of the head that was launched last.
 
         F32 [n_vocab]. The memory is used again by the next call.
-
-        Raises:
-            InternalError: something was computed since, or there is no such row.
         """
         if 0 <= row < self._kept.n_rows:
             self._logits = self._logits or self._device.host_buffer(4 * self._n_vocab)

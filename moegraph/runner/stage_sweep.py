@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.inputs import PassShape
 from ..errors import InternalError
 from ..experts.crossing import Crossing, Forecast, Group, by_popularity
 from ..experts.passplan import PassPlan
@@ -29,12 +28,12 @@ from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import Segment, kv_length
+from ..graphs.inputs import PassShape
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from ..resident.hostcopies import StatesCopy
 from .results import NotFinite, Output
-from .sweep_batch import Chunk, Form, SweepBatch, Taps
+from .sweep_batch import Chunk, Form, SweepBatch, SweptPrompt, Taps
 from .sweeps import MAX_AHEAD, Sweeps
-from .swept import SweptPrompt
 
 # Steps of a prompt of several chunks that may be enqueued ahead of the device: they are long, and
 # whoever else wants to compute waits for them. So it is if the caller wants chunks of few rows.
@@ -164,7 +163,7 @@ class StageSweep:
         if il == s.stage.layers.start:
             self._send_inputs(chunk)
         s.memory.copy(s.memory.hidden, chunk.row, s.carried("l_out"), 0, chunk.n)
-        if s.stage.hp.layer(il).kv or not self._is_plain:
+        if not s.stage.hp.is_recurrent(il) or not self._is_plain:
             s.memory.inputs.select(at)
         return self._shape_of(chunk)
 
@@ -193,7 +192,7 @@ class StageSweep:
             self._n_ahead += 1
 
     def _step(self, il: int, chunk: Chunk) -> SweepStep:
-        if not self._s.stage.hp.layer(il).kv:
+        if self._s.stage.hp.is_recurrent(il):
             return SweepStep("recurrent", chunk.n)
         n_kv = max(kv_length(self._state, segment.end) for segment in chunk.segments)
         return SweepStep("attention", chunk.n, n_kv)
@@ -401,15 +400,15 @@ class StageSweep:
 
     def _copy_state(self, il: int, chunk: Chunk) -> None:
         """Copy the recurrent states after a chunk to the host, if one ends at a cut."""
-        states = self._state.layer_states.get(il)
-        if states is None:
+        state = self._state
+        if il not in state.ssm:
             return
         for segment in chunk.segments:
             for copy in self._prompts[segment.slot].saved:
                 if copy.n_past == segment.end:
-                    self._save(copy, segment.slot, states)
+                    self._save(copy, segment.slot, [state.conv[il], state.ssm[il]])
 
-    def _save(self, copy: StatesCopy, slot: int, states: Sequence[Tensor]) -> None:
+    def _save(self, copy: StatesCopy, slot: int, states: list[Tensor]) -> None:
         s = self._s
         s.stage.sequences.copies.take_layer(copy, slot, s.device, states)
 
@@ -458,11 +457,7 @@ class StageSweep:
             s.spent("resolve", start)
 
     def head(self, batch: SweepBatch, row: int, n: int) -> Output:
-        """Compute the head for rows of the part, which are of one prompt, and wait for it.
-
-        Raises:
-            NotFinite: results are NaN or infinite.
-        """
+        """Compute the head for rows of the part, which are of one prompt, and wait for it."""
         s, kind, draws = self._s, batch.results, batch.draws
         built = s.graphs.head(n, kind)
         s.memory.copy(s.memory.hidden, row, s.carried("l_out"), 0, n)

@@ -9,13 +9,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.inputs import PassShape
 from ..errors import InternalError, RequestError
+from ..graphs.inputs import PassShape
 from .base import Runner
 from .batch import Batch, Callback, Once, Predicate
-from .boundary import Boundary
+from .boundary import Boundary, Relay
 from .flights import Flights
-from .relay import Relay
 from .results import Output
 from .sweep import Sweep
 from .sweep_batch import SweepBatch, Taps
@@ -34,11 +33,7 @@ class StagedRunner:
     """
 
     def __init__(self, parts: Sequence[Runner]) -> None:
-        """Take the runners, which the caller closes later.
-
-        Raises:
-            NativeError: there is no host memory for the copies.
-        """
+        """Take the runners, which the caller closes later."""
         self.parts = tuple(parts)
         self._last = last = self.parts[-1]
         self.sequences, self.hp, self.device = last.sequences, last.hp, last.device

@@ -30,6 +30,7 @@ from .sweep_batch import (
     Cut,
     Form,
     SweepBatch,
+    SweptPrompt,
     Taps,
     cut_chunks,
     cut_growing,
@@ -39,7 +40,6 @@ from .sweep_batch import (
 )
 from .sweep_memory import SweepMemory
 from .sweeps import Sweeps
-from .swept import SweptPrompt
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
@@ -125,11 +125,7 @@ class Sweep:
         return sum(stage.n_done for stage in self._stages)
 
     def begin(self) -> None:
-        """Copy the states of the sequences, to go back to; after any error call `cancel`.
-
-        Raises:
-            OutOfDeviceMemory: there is no memory for a snapshot.
-        """
+        """Copy the states of the sequences, to go back to; after any error call `cancel`."""
         self.is_open = True
         for one in self._each:
             one.results.forget()
@@ -138,13 +134,7 @@ class Sweep:
         self.upcoming = next(self._work, None)
 
     def step(self, cancelled: Predicate = lambda: False) -> bool:
-        """Enqueue the next step; return whether there are more. After an error call `cancel`.
-
-        Raises:
-            Cancelled: cancelled() returned true.
-            RequestError: the sweep has ended.
-            NotFinite: results are NaN or infinite.
-        """
+        """Enqueue the next step; return whether there are more. After an error call `cancel`."""
         if not self.is_open:
             raise RequestError("the prompt has been computed or cancelled; begin another one")
         if cancelled():

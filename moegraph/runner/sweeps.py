@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.inputs import PassShape
 from ..experts.crossing import Group, padded
 from ..experts.residency import Residency
 from ..ggml.handles import Context, Event
@@ -19,8 +18,9 @@ from ..ggml.ops import F32, Tensor
 from ..graphs.cache import GraphCache
 from ..graphs.chunk import Segment
 from ..graphs.hidden import HiddenRows
+from ..graphs.inputs import PassShape
+from ..resident.bank import Ring
 from ..resident.layout import N_GROUPS, PAGE, group_size
-from ..resident.ring import Ring
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
 from .misses import MissHandler
@@ -186,11 +186,7 @@ class Sweeps:
             self.graphs.experts(il, n)
 
     def reserve(self) -> None:
-        """Build the largest graphs, so that the shared block never grows later.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
+        """Build the largest graphs, so that the shared block never grows later."""
         hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
         state = self.stage.state
         shapes = [PassShape(n, 1, self.memory.inputs.n_kv(state.n_ctx), 0)]
@@ -202,7 +198,7 @@ class Sweeps:
         seen = set()
         for il in self.stage.layers:
             full = banks.n_slots[il] == hp.n_expert
-            kind = hp.layer(il), full, self.ring and not full and self.ring.kind(il)
+            kind = hp.is_recurrent(il), full, self.ring and not full and self.ring.kind(il)
             if kind in seen:
                 continue
             seen.add(kind)

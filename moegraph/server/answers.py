@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from ..engine.chat import Prepared
 from ..errors import MoegraphError
 from ..loop.requests import Request, Step, Usage
-from ..text.chat import AnswerParser, Part, ReasoningPart
+from ..text.chat import AnswerParser, ContentPart, Part, ReasoningPart
 from .backend import ServiceInterface, Ticket
 from .errors import RETRY_S, ApiError, from_failure
 
@@ -92,7 +92,7 @@ class Update:
 
 
 class Listener(Protocol):
-    """Hears what a talk costs, for statistics."""
+    """Hears what answers cost, for statistics."""
 
     def opened(self, requests: Sequence[Request]) -> None:
         """Requests were accepted."""
@@ -111,8 +111,7 @@ class Answers:
     not taken are merged, so it holds no more than the answers. n_reasoning: tokens of reasoning.
     warnings: lines for the client.
 
-    Raises, when it is made:
-        ApiError: the service refuses one of the requests; none of them runs then.
+    If the service refuses one of the requests, none of them runs, and making it raises ApiError.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Answers:
             )  # fmt: skip
         self._mailbox = mailbox()
         self._steps: deque[tuple[int, Step]] = deque()
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._listener = listener
         self._parsers: list[AnswerParser] = [p.parser for p in prepared]
         self._clock = [time.monotonic()] * len(prepared)
@@ -164,8 +163,8 @@ class Answers:
         while not self._steps:
             if not self._running:
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         index, step = self._next()
         before, self.usages[index] = self.usages[index], step.usage
         now = time.monotonic()
@@ -188,6 +187,9 @@ class Answers:
 
     def _count_reasoning(self, index: int, parts: Sequence[Part], n_tokens: int) -> None:
         """Count tokens of reasoning: by length of texts, once there is text of the tokens."""
+        if len(parts) == 1 and type(parts[0]) is ContentPart:  # as of nearly every token
+            self._n_held[index] = 0
+            return
         self._n_held[index] += n_tokens
         lengths = [(part, len(getattr(part, "text", ""))) for part in parts]
         n_reasoning = sum(n for part, n in lengths if isinstance(part, ReasoningPart))
@@ -213,7 +215,7 @@ class Answers:
     def _cancel(self) -> None:
         self._running.clear()
         self._steps.clear()
-        self._arrived.set()
+        self._wake()
         for ticket in self._tickets:
             ticket.cancel()
 
@@ -234,7 +236,12 @@ class Answers:
     def _take(self, index: int, step: Step) -> None:
         if index in self._running:
             self._steps.append((index, step))
-            self._arrived.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 def total(usages: Sequence[Usage]) -> Usage:

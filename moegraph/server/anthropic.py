@@ -465,10 +465,8 @@ class _Run(Exchange):
             events += self.writer.take(update.parts)
             if update.is_last:
                 events += self._finish(update)
-            for one in events:
-                yield named(one)
-            for frame in progress.frames(update):
-                yield frame
+            if frames := [*map(named, events), *progress.frames(update)]:
+                yield b"".join(frames)
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """Return the event of an error."""

@@ -28,7 +28,7 @@ from .exchange import (
     with_biases,
 )
 from .logs import note_usage, request_id
-from .replies import DONE, data
+from .replies import DONE, PLACE, Template, data
 from .routes import RouteTable, either, operations, read_schema
 from .schemas.completions import TextBody
 from .state import state_of
@@ -119,12 +119,18 @@ class _Run(Exchange):
         n_shown, finish = [0] * self._n_choices, None
         for index in range(self._n_choices if self.echoes else 0):
             yield data(self._chunk(index, self._echo(index)))
+        templates = [Template(self._chunk(i, PLACE)) for i in range(self._n_choices)]
         write = self._progress if self.body.return_progress else None
         progress = PromptProgress(write, self.body.n_choices)
         async for update in self.answers:
-            for frame in progress.frames(update):
-                yield frame
+            if frames := progress.frames(update):
+                yield b"".join(frames)
             if update.is_reading:
+                continue
+            step = update.step
+            if not (update.is_last or step.logprobs or self.body.timings_per_token):
+                if step.text:
+                    yield templates[update.index].fill(step.text)
                 continue
             finish = finish_reason(update.step) or finish
             if update.step.text or update.step.logprobs or update.is_last:

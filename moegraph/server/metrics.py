@@ -19,6 +19,10 @@ _SHORT_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75
 _LONG_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
 
+# Times between tokens that are kept until somebody asks.
+_MAX_PAUSES = 4096
+
+
 class Metrics:
     """The statistics of one server; used on the event loop only.
 
@@ -31,6 +35,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.n_computed = self.n_cached = self.n_generated = self.n_steps = self.n_held_max = 0
         self.n_drafted = self.n_accepted = 0
+        self._pauses: list[float] = []
+        self._n_told = 0
         self.prefill_s = self.decode_s = 0.0
         self._then = (0, 0.0, 0, 0.0)
         self.n_open = self.n_queued = 0
@@ -75,7 +81,7 @@ class Metrics:
         return found
 
     def meter(self, on_close: Callable[[], None] = lambda: None) -> Meter:
-        """Return a listener for one talk; on_close is called at its end."""
+        """Return a listener for the answers to a client; on_close is called at their end."""
         return Meter(self, on_close)
 
     @property
@@ -94,11 +100,26 @@ class Metrics:
         n, seconds = self.n_steps - self._then[2], self.decode_s - self._then[3]
         return n / seconds if seconds > 0 else 0.0
 
+    def note_pause(self, seconds: float) -> None:
+        """Note the time between two tokens."""
+        self._pauses.append(seconds)
+        if len(self._pauses) >= _MAX_PAUSES:
+            self._tell_tokens()
+
+    def _tell_tokens(self) -> None:
+        """Tell Prometheus's client of the tokens since the last time: it is slow for each token."""
+        for seconds in self._pauses:
+            self.between_s.observe(seconds)
+        self._pauses.clear()
+        self.generation_tokens.inc(self.n_generated - self._n_told)
+        self._n_told = self.n_generated
+
     def page(self, is_scrape: bool = True) -> bytes:
         """Return the text that Prometheus reads.
 
         is_scrape: means of rates begin anew, as in llama-server; False for other readers.
         """
+        self._tell_tokens()
         found = generate_latest(self.registry)
         if is_scrape:
             self._then = self._now
@@ -130,7 +151,7 @@ _LLAMA: tuple[tuple[str, str, str, Callable[[Metrics], float]], ...] = (
 
 
 class Meter:
-    """Hears the steps of one talk and adds them to the statistics."""
+    """Hears the steps of the answers to a client and adds them to the statistics."""
 
     def __init__(self, metrics: Metrics, on_close: Callable[[], None]) -> None:
         self._metrics = metrics
@@ -168,9 +189,7 @@ class Meter:
         if n_new and not before.n_generated:
             sums.first_token_s.observe(usage.queued_s + usage.prefill_s)
         elif n_new:
-            sums.between_s.observe(seconds / n_new)
-        if n_new:
-            sums.generation_tokens.inc(n_new)
+            sums.note_pause(seconds / n_new)
         if step.finish_reason is not None:
             self._end(usage, step.finish_reason)
 

@@ -28,10 +28,12 @@ from .exchange import (
     with_biases,
 )
 from .logs import note_usage, request_id
-from .replies import DONE, data, reply
+from .replies import DONE, PLACE, Template, data, reply
 from .routes import RouteTable, either, operations, read_schema
 from .schemas.chat import ChatBody
 from .state import state_of
+
+_FIELDS = {ContentPart: "content", ReasoningPart: "reasoning_content"}
 
 
 @dataclass
@@ -97,21 +99,39 @@ class _Run(Exchange):
         calls, finish = [0] * self.body.n_choices, None
         write = self._progress if self.body.return_progress else None
         progress = PromptProgress(write, self.body.n_choices)
+        templates: dict[tuple[int, str], Template] = {}
         for index in range(self.body.n_choices):
             yield data(self._chunk(index, {"role": "assistant", "content": None, "refusal": None}))
         async for update in self.answers:
-            for frame in progress.frames(update):
-                yield frame
+            if frames := progress.frames(update):
+                yield b"".join(frames)
             if update.is_reading:
                 continue
-            calls[update.index] += sum(isinstance(part, CallBegin) for part in update.parts)
-            for frame in self._chunks(update, calls[update.index] > 0):
+            if frame := self._text_frame(update, templates):
                 yield frame
+                continue
+            calls[update.index] += sum(isinstance(part, CallBegin) for part in update.parts)
+            if frames := self._chunks(update, calls[update.index] > 0):
+                yield b"".join(frames)
             finish = finish_reason(update.step, calls[update.index] > 0) or finish
         note_usage(self.http, self.usage, finish)
         if self.body.wants_usage:
             yield data({**self._head("chat.completion.chunk"), "choices": [], **self._sums()})
         yield DONE
+
+    def _text_frame(
+        self, update: Update, templates: dict[tuple[int, str], Template]
+    ) -> bytes | None:
+        """Return the event of a step that brings text alone, as most do; None: it brings more."""
+        if len(update.parts) != 1 or update.is_last or update.step.logprobs:
+            return None
+        part = update.parts[0]
+        if self.body.timings_per_token or not isinstance(part, ContentPart | ReasoningPart):
+            return None
+        key = update.index, _FIELDS[type(part)]
+        if key not in templates:
+            templates[key] = Template(self._chunk(update.index, {key[1]: PLACE}))
+        return templates[key].fill(part.text)
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """Return the event of an error."""
@@ -164,10 +184,8 @@ def _prepared(model: ChatInterface, chat: ChatRequest, body: ChatBody) -> list[P
 
 
 def _delta(part: Part) -> dict[str, Any]:
-    if isinstance(part, ReasoningPart):
-        return {"reasoning_content": part.text}
-    if isinstance(part, ContentPart):
-        return {"content": part.text}
+    if isinstance(part, ContentPart | ReasoningPart):
+        return {_FIELDS[type(part)]: part.text}
     if isinstance(part, CallEnd):
         return {}
     if isinstance(part, CallBegin):

@@ -17,6 +17,8 @@ PING_S = 10.0
 # A client that takes nothing for so long has gone, or never will.
 STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
+# Where a `Template` has its text; a control character that no other field ends with.
+PLACE = "\0"
 # json.dumps would make an encoder for each event
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -39,6 +41,20 @@ def event(name: str, value: object) -> bytes:
 def named(value: Mapping[str, Any]) -> bytes:
     """Return an event that has the name of its type."""
     return event(value["type"], value)
+
+
+class Template:
+    """An event without a name that is sent many times with another text: the rest is encoded once.
+
+    value: of the event, with `PLACE` where the text belongs; no later field may hold that.
+    """
+
+    def __init__(self, value: object) -> None:
+        self._before, _, self._after = data(value).rpartition(encode(PLACE).encode())
+
+    def fill(self, text: str) -> bytes:
+        """Return the event with a text."""
+        return self._before + encode(text).encode(errors="replace") + self._after
 
 
 def comment(text: str) -> bytes:

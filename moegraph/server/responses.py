@@ -789,13 +789,12 @@ class _Run(Exchange):
             yield named(one)
         progress = PromptProgress(self._progress if self.shows_progress else None)
         async for update in self.answers:
-            for frame in progress.frames(update):
-                yield frame
+            frames = progress.frames(update)
             events = self._take(update)
             if events and (update.is_last or self.times_steps):
                 events[-1] = {**events[-1], "timings": self.timings()}
-            for one in events:
-                yield named(one)
+            if frames := [*frames, *map(named, events)]:
+                yield b"".join(frames)
 
     def _progress(self, _: int, found: dict[str, Any]) -> bytes:
         return named(self.writer.progress(found))

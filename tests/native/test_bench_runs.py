@@ -219,39 +219,27 @@ def test_bench_service_keeps_what_a_service_did_beside_a_prompt(tmp_path: Path) 
         assert any(n_rows == 1 for _, _, _, n_rows, _ in line["rounds"]), "the request beside it"
 
 
-def test_bench_drafts_keeps_the_steps_of_its_texts(tmp_path: Path) -> None:
-    out, steps = tmp_path / "rows.jsonl", tmp_path / "steps.jsonl"
+def test_bench_drafts_compares_ways_of_drafting(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
     drafter = ROOT / "moegraph" / "models" / "tiny-dflash.gguf"
     given = ("--tokens", 24, "--depth", 24, "--repeat", 1, "--kind", "code", "--mtp", "--dflash", 3)
-    files = ("--draft", drafter, "--out", out, "--steps", steps)
-    done = run("bench_drafts.py", "tiny", "--device", "cpu", *given, *files)
+    done = run("bench_drafts.py", "tiny", "--device", "cpu", *given, "--draft", drafter,
+               "--out", out)  # fmt: skip
     ways = ["loaded, off", "dflash 3", "auto"]
     rows = {row["way"]: row for row in lines_of(out)}
     assert list(rows) == ["off", *ways] and all(row["at_rates"] > 0 for row in rows.values())
     assert all(way in done.stdout for way in ways)
-    lines = lines_of(steps)
-    assert sorted((x["way"], x["at"]) for x in lines) == [
-        (way, n) for way in sorted(ways) for n in (0, 1)
-    ]
-    for line in lines:
-        at = line["fields"].index("n_tokens")
-        n_tokens = [step[at] for step in line["steps"]]
-        assert sum(n_tokens) == 23, "the first of 24 tokens came from the prompt"
-        assert line["way"] != "loaded, off" or n_tokens == [1] * 23
 
 
 def test_bench_lookup_writes_the_same_dictated_text_in_every_way(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     given = ("--device", "cpu", "--tokens", 60, "--repeat", 1, "--out", out)
-    run("bench_lookup.py", "tiny", *given, "--kind", "edit", "hopeless")
+    run("bench_lookup.py", "tiny", *given, "--kind", "edit", "hopeless", "--ways", "off", "lookup")
     rows = {(row["kind"], row["way"]): row for row in lines_of(out)}
-    assert list(rows) == [(k, w) for k in ("edit", "hopeless") for w in ("off", "lookup", "auto")]
+    assert list(rows) == [(k, w) for k in ("edit", "hopeless") for w in ("off", "lookup")]
     edit, hopeless = rows["edit", "lookup"], rows["hopeless", "lookup"]
     assert edit["foretold"] > 0.5 and edit["draft_steps"] and edit["accepted"] > 0.3
     assert hopeless["foretold"] == 0.0 and not hopeless["accepted"]
-    for row in (edit, hopeless):
-        n_tokens = sum(each["steps"] * each["tokens"] for each in row["by_rows"])
-        assert n_tokens == pytest.approx(59, abs=0.5), "the first token came from the prompt"
 
 
 def test_texts_without_a_measured_part_are_refused_in_one_line() -> None:

@@ -9,8 +9,7 @@ from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.ggml.device import Device
 from moegraph.resident.stage import open_stage
-from moegraph.runner.cpu_experts import CpuExperts, KernelCpuExperts
-from moegraph.runner.cpu_experts_graph import GraphCpuExperts
+from moegraph.runner.cpu_experts import CpuExperts, GraphCpuExperts, KernelCpuExperts
 
 MAX_ROWS = 4
 PRESETS = ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"]

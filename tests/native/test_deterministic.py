@@ -14,8 +14,8 @@ from helpers.shared import greedy_tokens, prompt
 
 from moegraph.engine import Engine
 from moegraph.experts.guard import FIRST_LOOK, CacheGuard
-from moegraph.runner.calibrate import LinkTimer
 from moegraph.runner.cpu_experts import CpuExperts
+from moegraph.runner.misses import LinkTimer
 
 SLOTS = {"pin_layers": 0, "cache_slots": N_LAYER * 6}
 PLACES = {

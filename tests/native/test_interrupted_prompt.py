@@ -11,7 +11,7 @@ from helpers.shared import prompt
 
 from moegraph.engine import Engine
 
-OURS = "runner/sweep.py", "runner/swept.py"
+OURS = "runner/sweep.py", "runner/sweep_batch.py"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moegraph.runner.clock import PassClock
+from moegraph.runner.layered import PassClock
 
 
 def test_the_time_of_the_caller_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

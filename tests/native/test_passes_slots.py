@@ -15,8 +15,7 @@ from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ContextOverflow, RequestError
 from moegraph.ggml.handles import live_handles
 from moegraph.resident.kvpool import PAGE
-from moegraph.resident.poolshape import PoolShape
-from moegraph.resident.positions import Positions
+from moegraph.resident.poolshape import PoolShape, Positions
 from moegraph.resident.state import State
 from moegraph.runner import NotFinite
 from moegraph.server.host import give_back

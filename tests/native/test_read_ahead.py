@@ -21,9 +21,9 @@ from moegraph.errors import Cancelled, ModelFileError
 from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import ffi
-from moegraph.resident import filering
-from moegraph.resident.filering import FileRing
+from moegraph.resident import store
 from moegraph.resident.layout import N_STAGING
+from moegraph.resident.store import FileRing
 
 Open = Callable[..., Engine]
 SETTINGS = {"pin_layers": 0, "cache_slots": 40, "miss": "stream", "deterministic": True}
@@ -70,8 +70,8 @@ class SlowFile:
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have threads read experts as small as those of test models, on any machine."""
-    monkeypatch.setattr(filering, "_THREADED_BYTES", 0)
-    monkeypatch.setattr(filering, "usable_cpus", lambda: 16)
+    monkeypatch.setattr(store, "_THREADED_BYTES", 0)
+    monkeypatch.setattr(store, "usable_cpus", lambda: 16)
 
 
 @pytest.mark.parametrize("has_events", [False, True])
@@ -158,7 +158,7 @@ def test_an_interrupt_at_any_line_loses_no_block(open_engine: Open, threaded: No
     ids = prompt(engine, 70, seed=6)
     expected = plain.prefill(ids).require_logits()
     ring, line, n_came = engine.stage.store._ring, 0, 0
-    while interrupted(line, lambda: engine.prefill(ids), "resident/filering.py"):
+    while interrupted(line, lambda: engine.prefill(ids), "resident/store.py"):
         n_came += 1
         line += 13 + line // 6
         engine.reset()

@@ -18,7 +18,7 @@ from moegraph.ggml.capabilities import Capabilities
 from moegraph.ggml.lib import ffi
 from moegraph.ggml.ops import Tensor
 from moegraph.graphs import experts
-from moegraph.resident.ring import Ring
+from moegraph.resident.bank import Ring
 from moegraph.runner import sweep_graphs
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep_batch import SweepBatch

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from moegraph.cli import main
 from moegraph.cli.foreign import NO_COMMANDS, NOT_HERE
 from moegraph.cli.options import group_of
-from moegraph.config import GROUPS
+from moegraph.config import GROUPS, EngineConfig
 from moegraph.config import settings as engine_settings
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ class TestRefused:
         call = cli.engine.calls[0]
         assert (call.prompt, call.max_tokens, cli.engine.config.n_threads) == ("-xy", 5, 2)
         assert cli("run", "-p", "x", "--", "-xy").exit_code == 0
+
+    def test_slots_that_are_not_set_are_none(self, cli: Cli) -> None:
+        for given in ((), ("--cache-slots", "-1", "--pin-layers", "-1")):
+            assert cli("run", "m", "-p", "x", *given).exit_code == 0
+            assert cli.engine.config == EngineConfig()
 
     @pytest.mark.parametrize(
         ("typed", "guess"), [("--tempreture", "--temperature"), ("--thread", "--threads")]

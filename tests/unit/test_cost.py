@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moegraph.experts.cost import (
     Curve,
+    FetchChoice,
     Machine,
     MissCosts,
     best_split,
@@ -22,7 +23,6 @@ from moegraph.experts.cost import (
     streams_rare_misses,
     usual_slots,
 )
-from moegraph.experts.fetchchoice import FetchChoice
 from moegraph.experts.machines import MACHINES
 from moegraph.kinds import MAX_FETCH_ROWS
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moegraph.experts.cachestats import RoutingCounts
 from moegraph.experts.crossing import Crossing, Forecast, by_popularity, padded
-from moegraph.experts.routing import RoutingCounts
 
 
 @given(

@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from moegraph.errors import InternalError
 from moegraph.experts.cache import ExpertCache
+from moegraph.experts.cachestats import RoutingCounts
 from moegraph.experts.cost import MissSplit, MissWays
 from moegraph.experts.passplan import LayerPlan, PassPlan
 from moegraph.experts.policy import POLICIES, Lfu, Lru, Policy
 from moegraph.experts.residency import MAX_PROMOTED, Residency
-from moegraph.experts.routing import RoutingCounts
 from moegraph.kinds import MAX_FETCH_ROWS, Kind
 
 N_EXPERT, N_USED = 16, 4

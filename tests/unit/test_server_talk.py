@@ -18,7 +18,7 @@ from moegraph.engine.chat import Prepared, TextRequest
 from moegraph.errors import QueueFull
 from moegraph.server.answers import Answers, Mailbox, mailbox, total
 from moegraph.server.errors import ApiError
-from moegraph.server.replies import EventStream, comment, data, event
+from moegraph.server.replies import PLACE, EventStream, Template, comment, data, event
 
 
 def prepared(*prompts: str) -> list[Prepared]:
@@ -274,3 +274,11 @@ def test_no_call_is_lost_between_threads() -> None:
         assert [i for i in found if i < 5000] == list(range(5000))
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("text", ["a", '"\\\n', "\u00e9\U0001f600", "\ud800", "\0"])
+def test_a_template_writes_what_the_whole_event_would_be(text: str) -> None:
+    def event_of(content: str) -> dict[str, object]:
+        return {"model": "\0", "choices": [{"delta": {"content": content}, "logprobs": None}]}
+
+    assert Template(event_of(PLACE)).fill(text) == data(event_of(text))

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ...ggml.ops import Builder, Tensor
+from ..ggml.ops import Builder, Tensor
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Parts of layers that several architectures share; what differs is an argument."""
