@@ -39,7 +39,7 @@ _N_MARKS = 3
 
 
 @dataclass(frozen=True)
-class _Talk:
+class _Job:
     """A checked command line: the model, the question if one was given, and the settings."""
 
     target: str
@@ -50,11 +50,17 @@ class _Talk:
     stop: tuple[str, ...]
     system: str | None
     question: str | None
-    each: bool
-    ignore_eos: bool
-    as_json: bool
-    quiet: bool
-    reasoning: str
+    given: dict[str, Any]
+
+    @property
+    def as_json(self) -> bool:
+        """Whether answers are JSON objects."""
+        return bool(self.given["as_json"])
+
+    @property
+    def quiet(self) -> bool:
+        """Whether statistics and notes are left out."""
+        return bool(self.given["quiet"])
 
 
 @click.command(cls=Command)
@@ -125,22 +131,22 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
         engine = stack.enter_context(
             models.load_engine(header, job.config, text=True, quiet=job.quiet)
         )
-        talk = _conversation(
+        conversation = _conversation(
             job, engine, stack.enter_context(_model_of(engine, template)), from_file
         )
         if not (job.quiet or job.as_json):
             show_drafters(engine)
         stack.enter_context(models.saving_profile(engine))
         if job.question is not None:
-            _ask_once(talk, job.question)
+            _ask_once(conversation, job.question)
         elif ui.stdin_is_terminal():
-            _converse(talk)
+            _converse(conversation)
         else:
-            return _answer_lines(talk, job.each)
+            return _answer_lines(conversation, given["each"])
     return 0
 
 
-def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> _Talk:
+def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> _Job:
     """Check all that can be checked before the model file is opened."""
     rest = list(args)
     model = only_target(given["model"], given["hf_repo"])
@@ -154,7 +160,7 @@ def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> 
     question = _question(given)
     if given["each"] and (question is not None or ui.stdin_is_terminal()):
         raise click.UsageError("--each is for questions that are piped in, one a line", ctx)
-    return _Talk(
+    return _Job(
         target=model,
         config=options.build_config(given),
         sampling=options.build_sampling(given).seeded(),
@@ -163,11 +169,7 @@ def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> 
         stop=tuple(options.argument_text(text, given["escape"]) for text in given["stop"]),
         system=_system(given),
         question=question,
-        each=given["each"],
-        ignore_eos=given["ignore_eos"],
-        as_json=given["as_json"],
-        quiet=given["quiet"],
-        reasoning=given["reasoning"],
+        given=given,
     )
 
 
@@ -194,7 +196,7 @@ def _question(given: dict[str, Any]) -> str | None:
     return options.joined_question(text, asked)
 
 
-def _fit_to_model(job: _Talk, header: ModelFile) -> tuple[_Talk, dict[str, float]]:
+def _fit_to_model(job: _Job, header: ModelFile) -> tuple[_Job, dict[str, float]]:
     """Return the job with the settings that the model file recommends, and those settings."""
     sampling, from_file = recommended(job.sampling, header.kv, job.chosen, header.hparams.n_vocab)
     limit = job.max_tokens
@@ -221,13 +223,12 @@ def _is_base(kv: Mapping[str, object]) -> bool:
 
 
 def _conversation(
-    job: _Talk, engine: Engine, model: ChatModel, from_file: dict[str, float]
+    job: _Job, engine: Engine, model: ChatModel, from_file: dict[str, float]
 ) -> Conversation:
     sampling = job.sampling
-    if job.ignore_eos:
-        bans = {**sampling.logit_bias, **models.end_token_bans(engine)}
-        sampling = replace(sampling, logit_bias=bans)
-    thinks = {"on": True, "off": False}.get(job.reasoning)
+    if job.given["ignore_eos"]:
+        sampling = models.ignoring_end(engine, sampling)
+    thinks = {"on": True, "off": False}.get(job.given["reasoning"])
     return Conversation(
         engine, model, History(job.system), sampling, job.max_tokens, job.stop,
         {} if thinks is None else {"enable_thinking": thinks}, from_file, job.as_json, job.quiet,
@@ -240,19 +241,21 @@ def _model_of(engine: Engine, template: ChatTemplate | None) -> ChatModel:
     return ChatModel.of(engine, template)
 
 
-def _ask_once(talk: Conversation, question: str) -> None:
-    answer = talk.answer(question)
-    _remark(talk, answer)
-    if not talk.as_json:
-        talk.note(stats_line(answer.event, talk.engine.memory(), talk.sampling))
+def _ask_once(conversation: Conversation, question: str) -> None:
+    answer = conversation.answer(question)
+    _remark(conversation, answer)
+    if not conversation.as_json:
+        conversation.note(
+            stats_line(answer.event, conversation.engine.memory(), conversation.sampling)
+        )
         for line in summary_lines(answer.drafts, answer.event):
-            talk.note(line)
+            conversation.note(line)
     _require_whole(answer)
 
 
-def _remark(talk: Conversation, answer: Answer) -> None:
-    for line in talk.remarks(answer):
-        talk.note(f"note: {line}")
+def _remark(conversation: Conversation, answer: Answer) -> None:
+    for line in conversation.remarks(answer):
+        conversation.note(f"note: {line}")
 
 
 def _require_whole(answer: Answer) -> None:
@@ -260,46 +263,46 @@ def _require_whole(answer: Answer) -> None:
         raise Cancelled
 
 
-def _answer_lines(talk: Conversation, each: bool) -> int:
+def _answer_lines(conversation: Conversation, each: bool) -> int:
     """Answer each line of stdin; return the exit code, which is 2 if one had no answer."""
     code, number = 0, 0
     while line := sys.stdin.readline():
         number += 1
         question = line.removesuffix("\n").removesuffix("\r")
-        if number > 1 and not talk.as_json:
+        if number > 1 and not conversation.as_json:
             click.echo(_SEPARATOR)
         if each:
-            talk.history.clear()
+            conversation.history.clear()
         if not question.strip():
-            _say_nothing(talk, question)
+            _say_nothing(conversation, question)
             continue
         try:
-            answer = talk.answer(question)
+            answer = conversation.answer(question)
         except RequestError as error:
             code = error.exit_code
-            _say_nothing(talk, question, str(error))
+            _say_nothing(conversation, question, str(error))
             ui.error(f"message {number}: {error}")
             continue
-        _remark(talk, answer)
+        _remark(conversation, answer)
         _require_whole(answer)
     return code
 
 
-def _say_nothing(talk: Conversation, question: str, error: str | None = None) -> None:
+def _say_nothing(conversation: Conversation, question: str, error: str | None = None) -> None:
     """Print an empty answer, so that answers and questions stay in step."""
-    if talk.as_json:
+    if conversation.as_json:
         report = {"question": question, "answer": "", "error": error}
         click.echo(json.dumps(report, ensure_ascii=False))
     else:
         click.echo()
 
 
-def _converse(talk: Conversation) -> None:
+def _converse(conversation: Conversation) -> None:
     """Answer typed messages until the user ends the conversation."""
     history = LineHistory(history_path())
     typed.start_editing((*COMMANDS, *QUIT), WITH_FILES, history)
-    engine = talk.engine
-    talk.note(
+    engine = conversation.engine
+    conversation.note(
         f"{engine.file.path.name} on {engine.device_name}, context {engine.n_ctx} tokens; "
         "/help for help"
     )
@@ -309,17 +312,17 @@ def _converse(talk: Conversation) -> None:
         if message is None or message.strip() in QUIT:
             break
         try:
-            _take_turn(talk, message)
+            _take_turn(conversation, message)
         except RequestError as error:
             ui.error(str(error))
         except KeyboardInterrupt:
             ui.note("stopped")
 
 
-def _take_turn(talk: Conversation, message: str) -> None:
+def _take_turn(conversation: Conversation, message: str) -> None:
     found = find_command(message)
     if found is not None:
-        question = run_command(talk, found[0], message.split()[0], found[1])
+        question = run_command(conversation, found[0], message.split()[0], found[1])
         if question is None:
             return
         message = question
@@ -327,11 +330,11 @@ def _take_turn(talk: Conversation, message: str) -> None:
         message = message[1:]
     if not message.strip():
         return
-    answer = talk.answer(message)
-    _remark(talk, answer)
+    answer = conversation.answer(message)
+    _remark(conversation, answer)
     if answer.event.finish_reason == "cancelled" and not answer.event.n_generated:
         read = f"{answer.event.n_computed} of {answer.event.n_prompt} tokens"
         ui.note(f"stopped after reading {read}; the message is forgotten")
         return
     stopped = "stopped; " if answer.event.finish_reason == "cancelled" else ""
-    talk.note(stopped + talk.summary(answer))
+    conversation.note(stopped + conversation.summary(answer))

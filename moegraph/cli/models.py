@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,7 @@ from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
 from ..gguf.hubnames import parse_hub_name
 from ..gguf.resolve import SHIPPED, resolve_target
 from ..loop.sequence import room_after
+from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer, open_soon
 from . import ui
 
@@ -263,11 +265,12 @@ def require_vocabulary(model: ModelFile) -> None:
         )
 
 
-def end_token_bans(engine: Engine) -> dict[int, float]:
-    """Return the logit biases that --ignore-eos stands for."""
+def ignoring_end(engine: Engine, sampling: SamplingParams) -> SamplingParams:
+    """Return the settings with the end tokens banned, which is what --ignore-eos means."""
     if not has_vocabulary(engine.file):
-        return {}
-    return dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))
+        return sampling
+    bans = dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))
+    return replace(sampling, logit_bias={**sampling.logit_bias, **bans})
 
 
 @click.command()

@@ -90,24 +90,29 @@ def sampling_report(params: SamplingParams, from_file: Iterable[str] = ()) -> di
     return {**values, "logit_bias": bias, "from_file": list(from_file)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """A finished generation: the ids of its prompt and its tokens, its text, its last event."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    text: str
+    event: GenerationEvent
+
+
 def run_report(
-    engine: Engine,
-    params: SamplingParams,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    text: str,
-    event: GenerationEvent,
-    times: StartTimes,
+    engine: Engine, params: SamplingParams, found: Generated, times: StartTimes,
     from_file: Iterable[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the object that --json prints; durations in seconds, sizes in bytes."""
+    event = found.event
     return {
         "model": model_report(engine),
         "config": config_report(engine),
         "sampling": sampling_report(params, from_file),
-        "prompt_tokens": list(prompt),
-        "tokens": list(tokens),
-        "text": text,
+        "prompt_tokens": list(found.prompt),
+        "tokens": list(found.tokens),
+        "text": found.text,
         "finish_reason": event.finish_reason,
         "n_prompt": event.n_prompt,
         "n_computed": event.n_computed,

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from ..config import EngineConfig
 from ..errors import Cancelled, RequestError
-from ..events import CancelToken, GenerationEvent
+from ..events import CancelToken
 from ..gguf.resolve import is_shipped
 from ..loop.sequence import room_after
 from ..sampling import SamplingParams
@@ -28,7 +28,15 @@ from .interrupt import cancel_on_interrupt
 from .models import MODEL_TARGET, model_options, only_target, require_target
 from .options import Command, Option, recommended
 from .outputs import NpyWriter, OutputFile, TokenStream
-from .report import StartTimes, run_report, show_drafters, spec_report, stats_line, summary_lines
+from .report import (
+    Generated,
+    StartTimes,
+    run_report,
+    show_drafters,
+    spec_report,
+    stats_line,
+    summary_lines,
+)
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
@@ -248,17 +256,13 @@ def _generate(engine: Engine, job: _Job, times: StartTimes) -> None:
         if models.has_vocabulary(engine.file):
             _ = engine.tokenizer  # it is opened here, and not with the prompt
     times.lap("tokenizer")
-    sampling = job.sampling
     if job.ignore_eos:
-        bans = {**sampling.logit_bias, **models.end_token_bans(engine)}
-        sampling = replace(sampling, logit_bias=bans)
+        job = replace(job, sampling=models.ignoring_end(engine, job.sampling))
     _note_template(engine.file, job)
     models.warn_beyond_training(engine, len(prompt))
-    tokens: list[int] = []
-    pieces: list[str] = []
     with cancel_on_interrupt() as cancel:
-        event = _stream(engine, job, prompt, sampling, cancel, tokens, pieces, times)
-    _finish(engine, job, sampling, prompt, tokens, "".join(pieces), event, times)
+        found = _stream(engine, job, prompt, cancel, times)
+    _finish(engine, job, found, times)
     if cancel.is_set():
         raise Cancelled
 
@@ -274,16 +278,11 @@ def _note_template(model: ModelFile, job: _Job) -> None:
 
 
 def _stream(
-    engine: Engine,
-    job: _Job,
-    prompt: list[int],
-    sampling: SamplingParams,
-    cancel: CancelToken,
-    tokens: list[int],
-    pieces: list[str],
-    times: StartTimes,
-) -> GenerationEvent:
-    """Print text as it comes; return the last event."""
+    engine: Engine, job: _Job, prompt: list[int], cancel: CancelToken, times: StartTimes
+) -> Generated:
+    """Print text as it comes; return what came."""
+    tokens: list[int] = []
+    pieces: list[str] = []
     shows_text = not job.as_json and job.out_ids is None
     if shows_text and job.display_prompt and job.prompt is not None:
         ui.write_text(job.prompt, "muted")
@@ -296,7 +295,7 @@ def _stream(
     with ui.errors_begin_lines(end_line), ui.Bars() as bars:
         bars.expect("prefill", len(prompt))
         for event in engine.generate(
-            prompt, sampling, max_tokens=job.max_tokens, stop=job.stop, cancel=cancel,
+            prompt, job.sampling, max_tokens=job.max_tokens, stop=job.stop, cancel=cancel,
             keep_logits=job.logits_out is not None, progress=bars,
             text=models.has_vocabulary(engine.file),
         ):  # fmt: skip
@@ -316,34 +315,27 @@ def _stream(
         raise Cancelled
     if shows_text:
         ui.end_line(pieces[-1] if pieces else job.prompt or "", follows=not job.quiet)
-    return event
+    return Generated(prompt, tokens, "".join(pieces), event)
 
 
-def _finish(
-    engine: Engine,
-    job: _Job,
-    sampling: SamplingParams,
-    prompt: list[int],
-    tokens: list[int],
-    text: str,
-    event: GenerationEvent,
-    times: StartTimes,
-) -> None:
+def _finish(engine: Engine, job: _Job, found: Generated, times: StartTimes) -> None:
+    """Write the results, and what they cost."""
+    event = found.event
     n_trained, n_held = engine.hparams.n_ctx_train, event.n_prompt + event.n_generated
     if event.n_prompt <= n_trained < n_held:
         ui.note(f"warning: {n_held} positions; the model was trained on only {n_trained}")
     if job.out_ids is not None:
-        job.out_ids.write(np.array([*prompt, *tokens], dtype="<i4").tobytes())
+        job.out_ids.write(np.array([*found.prompt, *found.tokens], dtype="<i4").tobytes())
     if not job.quiet:
         models.show_messages(engine)
     kept = models.save_profile(engine)
     if job.as_json:
-        report = run_report(engine, sampling, prompt, tokens, text, event, times, job.from_file)
+        report = run_report(engine, job.sampling, found, times, job.from_file)
         report["profile"] = kept
         report["spec"] = spec_report(engine.spec_stats())
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
     elif not job.quiet:
-        ui.note(stats_line(event, engine.memory(), sampling))
+        ui.note(stats_line(event, engine.memory(), job.sampling))
         for line in summary_lines(engine.spec_stats(), event):
             ui.note(line)
 

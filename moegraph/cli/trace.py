@@ -122,9 +122,7 @@ def _record(
     from ..runner import LayeredRunner
 
     ids = engine.tokenizer.encode(text)
-    sampling = replace(
-        sampling, logit_bias={**sampling.logit_bias, **models.end_token_bans(engine)}
-    )
+    sampling = models.ignoring_end(engine, sampling)
     recorder = TraceRecorder(shape, slot_bytes(engine.file))
     for part in engine.runner.parts:
         if not isinstance(part, LayeredRunner):

@@ -223,51 +223,51 @@ def find_command(message: str) -> tuple[ChatCommand, str] | None:
     return command, argument
 
 
-def run_command(talk: Conversation, command: ChatCommand, name: str, argument: str) -> str | None:
+def run_command(chat: Conversation, command: ChatCommand, name: str, argument: str) -> str | None:
     """Run a command; return the question to ask next, if any."""
     if not command.fits(argument):
         raise RequestError(f"{name} takes {command.takes}")
-    return command.act(talk, argument)
+    return command.act(chat, argument)
 
 
-def _clear(talk: Conversation, _: str) -> None:
-    talk.forget()
+def _clear(chat: Conversation, _: str) -> None:
+    chat.forget()
     ui.note("cleared")
 
 
-def _again(talk: Conversation, _: str) -> str:
-    question = talk.history.undo()
+def _again(chat: Conversation, _: str) -> str:
+    question = chat.history.undo()
     if question is None:
         raise RequestError("there is no question to ask again; type one first")
-    if talk.sampling.is_greedy:
+    if chat.sampling.is_greedy:
         ui.note("note: at temperature 0 the answer is always the same; see /set temp")
-    talk.draw_anew()
+    chat.draw_anew()
     return question
 
 
-def _system(talk: Conversation, text: str) -> None:
-    talk.history.system = None if text in ('""', "''") else text or talk.history.system
-    shown = talk.history.system
+def _system(chat: Conversation, text: str) -> None:
+    chat.history.system = None if text in ('""', "''") else text or chat.history.system
+    shown = chat.history.system
     ui.note("no system prompt" if shown is None else f"system prompt: {shown}")
 
 
-def _set(talk: Conversation, argument: str) -> None:
+def _set(chat: Conversation, argument: str) -> None:
     name, _, text = argument.partition(" ")
     if not name:
-        return _list_sampling(talk)
+        return _list_sampling(chat)
     setting = _setting_named(name)
     if not text.strip():
-        return ui.note(f"{setting.name} is {getattr(talk.sampling, setting.name)}")
+        return ui.note(f"{setting.name} is {getattr(chat.sampling, setting.name)}")
     try:
         value: Any = (int if setting.kind == "int" else float)(text.strip())
     except ValueError:
         raise RequestError(
             f"{setting.name} is {text.strip()!r}; allowed: {setting.allowed}"
         ) from None
-    changed = replace(talk.sampling, **{setting.name: value})
-    talk.sampling = changed.validate(talk.engine.hparams.n_vocab).seeded()
-    talk.from_file.pop(setting.name, None)
-    ui.note(f"{setting.name} is {getattr(talk.sampling, setting.name)}")
+    changed = replace(chat.sampling, **{setting.name: value})
+    chat.sampling = changed.validate(chat.engine.hparams.n_vocab).seeded()
+    chat.from_file.pop(setting.name, None)
+    ui.note(f"{setting.name} is {getattr(chat.sampling, setting.name)}")
     return None
 
 
@@ -281,34 +281,34 @@ def _setting_named(name: str) -> Setting:
     raise RequestError(f"no setting {name!r}; there are {known}")
 
 
-def _list_sampling(talk: Conversation) -> None:
+def _list_sampling(chat: Conversation) -> None:
     for setting in sampling_settings():
-        where = "  (of the model file)" if setting.name in talk.from_file else ""
-        ui.note(f"{setting.name:<18} {getattr(talk.sampling, setting.name)}{where}")
+        where = "  (of the model file)" if setting.name in chat.from_file else ""
+        ui.note(f"{setting.name:<18} {getattr(chat.sampling, setting.name)}{where}")
 
 
-def _save(talk: Conversation, name: str) -> None:
+def _save(chat: Conversation, name: str) -> None:
     from ..placement.trace import replace_file
 
     path = Path(_one_path(name))
     if os.path.lexists(path) and not _is_saved(path):
         raise RequestError(f"{path}: exists and holds no conversation; choose another name")
-    messages = [{"role": m.role, "content": m.content} for m in talk.history.messages]
+    messages = [{"role": m.role, "content": m.content} for m in chat.history.messages]
     saved = {"format": _FORMAT, "version": _VERSION, "messages": messages}
     text = json.dumps(saved, ensure_ascii=False, indent=1) + "\n"
     try:
         replace_file(path, [text.encode(errors="replace")])
     except ConfigError as error:
         raise RequestError(str(error)) from error
-    turns = talk.history.n_turns
+    turns = chat.history.n_turns
     ui.note(f"saved {turns} turn{'' if turns == 1 else 's'} to {path}")
 
 
-def _load(talk: Conversation, name: str) -> None:
+def _load(chat: Conversation, name: str) -> None:
     path = Path(_one_path(name))
-    talk.history.restore(_read_saved(path))
-    talk.n_held = 0
-    turns = talk.history.n_turns
+    chat.history.restore(_read_saved(path))
+    chat.n_held = 0
+    turns = chat.history.n_turns
     ui.note(f"loaded {turns} turn{'' if turns == 1 else 's'} from {path}")
 
 
@@ -361,18 +361,18 @@ def _expanded(name: str) -> str:
     return os.path.expanduser(name)
 
 
-def _show(talk: Conversation, _: str) -> None:
-    engine = talk.engine
+def _show(chat: Conversation, _: str) -> None:
+    engine = chat.engine
     ui.note(f"model    {engine.file.path} on {engine.device_name}, mode {engine.mode}")
-    turns = talk.history.n_turns
-    ui.note(f"context  {talk.n_held} of {engine.n_ctx} tokens; questions so far: {turns}")
+    turns = chat.history.n_turns
+    ui.note(f"context  {chat.n_held} of {engine.n_ctx} tokens; questions so far: {turns}")
     kept = engine.prefixes
     places = "1 place" if kept.n_places == 1 else f"{kept.n_places} places"
     ui.note(f"kept     {places} to go on from, {format_bytes(kept.n_bytes)}")
-    ui.note(f"system   {talk.history.system or '(none)'}")
-    limit = "none" if talk.max_tokens is None else talk.max_tokens
+    ui.note(f"system   {chat.history.system or '(none)'}")
+    limit = "none" if chat.max_tokens is None else chat.max_tokens
     ui.note(f"limit    {limit} (-n)")
-    _list_sampling(talk)
+    _list_sampling(chat)
 
 
 def _help(_: Conversation, __: str) -> None:

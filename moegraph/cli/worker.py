@@ -101,7 +101,7 @@ def worker(
     if new_keys:
         _make_keys(new_keys)
         return
-    from ..link.listening import listen_on
+    from ..link.address import listen_on
     from ..link.tls import tls_context
     from ..passes.prefixfile import private_folder
     from ..worker.service import Worker, WorkerSettings

@@ -1,8 +1,10 @@
-"""The spelling of a device on another machine: rpc://HOST:PORT[/N][?keys=FOLDER&timeout=S]."""
+"""Addresses of workers: rpc://HOST:PORT[/N][?keys=FOLDER&timeout=S], and sockets."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import socket
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
@@ -10,6 +12,8 @@ from ..errors import ConfigError
 
 # No graph of ours takes so long; a worker that is silent for longer counts as lost.
 TIMEOUT_S = 120.0
+# Connections that the system keeps until they are accepted.
+_WAITING = 16
 _SPELLING = "rpc://HOST:PORT[/N][?keys=FOLDER&timeout=SECONDS]"
 
 
@@ -64,3 +68,26 @@ def parse_address(name: str) -> Address:
             "client's folder that `moegraph worker --new-keys` made"
         )
     return Address(host, port, int(number), keys, timeout_s)
+
+
+def listen_on(host: str, port: int, has_keys: bool) -> socket.socket:
+    """Return a socket that listens; port 0 takes a free one."""
+    if not has_keys and not is_loopback(host):
+        raise ConfigError(
+            f"--listen {host}: other machines are served through TLS only; make keys with "
+            "`moegraph worker --new-keys DIR` and give the worker's folder with --keys"
+        )
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--listen {host}: {error.strerror or error}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_WAITING)
+    except OSError as error:
+        sock.close()
+        reason = "in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"--listen {host}:{port}: {reason}") from None
+    return sock

@@ -12,12 +12,12 @@ import os
 import socket
 import struct
 import subprocess
+import sys
 from dataclasses import asdict, dataclass, replace
 
 from ..errors import NativeError
 from .address import Address
 from .hello import HELLO_S, Build, RemoteDevice, greet, read_answer
-from .process import start_python
 from .relay import watch
 
 
@@ -99,3 +99,23 @@ def _limit(sock: socket.socket, timeout_s: float) -> None:
     span = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)
+
+
+def start_python(
+    module: str, job: str, sock: socket.socket, stdout: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module job` in a session of its own; it inherits one socket.
+
+    A session of its own: Ctrl-C on the terminal does not reach it.
+    """
+    # the same modules as here, also in a checkout that is not installed
+    path = os.pathsep.join(os.path.abspath(part) for part in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, job],
+        pass_fds=(sock.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+        cwd="/",  # Python looks for modules there first
+    )

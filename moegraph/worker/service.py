@@ -21,8 +21,8 @@ from typing import Any
 
 from ..errors import ConfigError, NativeError
 from ..link import hello
+from ..link.connect import start_python
 from ..link.hello import Build, HelloRefused, RemoteDevice
-from ..link.process import start_python
 from ..link.relay import relay, watch
 
 # Connections that have not proved themselves yet. For one more, the one goes that has said nothing

@@ -12,7 +12,7 @@ import numpy as np
 
 from moegraph.engine import Engine
 from moegraph.errors import MoegraphError, NativeError, OutOfDeviceMemory
-from moegraph.ggml.capabilities import Capabilities
+from moegraph.ggml.device import Capabilities
 from moegraph.ggml.lib import C, ffi
 
 FAILED = C.GGML_STATUS_FAILED

@@ -14,7 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.ggml.capabilities import Capabilities
+from moegraph.ggml.device import Capabilities
 from moegraph.ggml.lib import ffi
 from moegraph.ggml.ops import Tensor
 from moegraph.graphs import experts

@@ -211,7 +211,7 @@ def inexact(open_engine: Open, monkeypatch, preset: str, **settings: Any) -> Eng
     """Open an engine on a CPU device that does not claim exact sums."""
     from dataclasses import replace
 
-    from moegraph.ggml.capabilities import Capabilities
+    from moegraph.ggml.device import Capabilities
 
     real = Capabilities.of.__func__
     of = classmethod(lambda cls, dev: replace(real(cls, dev), exact_sums=False))

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from moegraph.cli.worker import _split, worker
 from moegraph.config import EngineConfig
 from moegraph.errors import ConfigError
-from moegraph.link.address import Address, is_loopback, parse_address
+from moegraph.link.address import Address, is_loopback, listen_on, parse_address
 from moegraph.link.hello import (
     MAX_ANSWER,
     MAX_QUESTION,
@@ -37,7 +37,6 @@ from moegraph.link.hello import (
     read_question,
     refusal,
 )
-from moegraph.link.listening import listen_on
 from moegraph.link.relay import relay
 
 BUILD = Build("0.25.3", "0123456789abcdef")
