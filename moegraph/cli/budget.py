@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..errors import ConfigError, OutOfDeviceMemory
-from ..units import GiB, MiB, format_bytes, format_share
+from ..units import GiB, MiB, format_bytes, format_share, parse_bytes
 from . import ui
 
 if TYPE_CHECKING:
@@ -59,6 +59,11 @@ class Budget:
     def title(self) -> str:
         """Return the budget in words."""
         return " + ".join(map(format_bytes, self.cards or (self.n_bytes,)))
+
+
+def card_sizes(sizes: Iterable[str]) -> list[list[int]]:
+    """Return the bytes of the cards that each --vram names; a bare number means GiB."""
+    return [[parse_bytes(one, unit="g") for one in size.split(",")] for size in sizes]
 
 
 def default_budgets(

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import KV_TYPES, EngineConfig
 from ..errors import ModelFileError, RequestError, UnsupportedModel
-from ..units import format_bytes, format_count, parse_bytes
+from ..units import format_bytes, format_count
 from . import models, ui
 from .budget import (
     CARD_HEADER,
@@ -24,6 +24,7 @@ from .budget import (
     Budget,
     budget_fields,
     card_rows,
+    card_sizes,
     chooser,
     memory_rows,
     plan_budget,
@@ -93,7 +94,7 @@ def inspect(
       moegraph inspect model.gguf --key general.name
       moegraph inspect model.gguf --check
     """
-    sizes = [[parse_bytes(one, unit="g") for one in size.split(",")] for size in vram]
+    sizes = card_sizes(vram)
     if not 0 <= n_ctx <= 1 << 22:
         raise RequestError(f"n_ctx is {n_ctx} (-c/--ctx-size); allowed: 0 to {1 << 22}")
     if key is not None and with_template:

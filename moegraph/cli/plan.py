@@ -23,6 +23,7 @@ from .budget import (
     Budget,
     budget_fields,
     card_rows,
+    card_sizes,
     chooser,
     default_budgets,
     draft_fields,
@@ -42,6 +43,7 @@ from .prediction import (
     Sizes,
     assumed_text,
     find_sizes,
+    profile_of,
     prompt_cells,
     prompt_fields,
     prompt_header,
@@ -136,21 +138,18 @@ def plan_command(
     from ..experts.policy import parse_policy
     from ..placement.drafters import with_drafts
     from ..placement.identity import router_shape
-    from ..placement.profile import read_profile
     from ..placement.split import shares_of
 
     shares = shares_of(given.pop("split"))
     config = with_drafts(options.build_config(given))
-    given_sizes = [[parse_bytes(one, unit="g") for one in size.split(",")] for size in vram]
+    given_sizes = card_sizes(vram)
     for cards in given_sizes:
         if shares is not None and len(cards) not in (1, len(shares)):
             raise click.UsageError(f"--split has {len(shares)} entries for {len(cards)} cards")
-    if profile_class is not None and profile_path is None:
-        raise click.UsageError("--profile-class needs --profile")
     reserve, assumed = parse_bytes(driver_memory), Assumption.of(machine)
     with models.open_header(target) as model, ExitStack() as stack:
         shape = router_shape(model)
-        profile = read_profile(profile_path, shape) if profile_path else None
+        profile = profile_of(profile_path, profile_class, shape)
         trace = _trace(trace_path, shape)
         need_of = plain_need(model, config)
         need = need_of(config.n_rows)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from ..config import CPU_ROWS
 from ..units import format_bytes
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from ..experts.cost import Machine
     from ..experts.policy import Policy
     from ..ggml.nvml import Card
+    from ..placement.identity import RouterShape
     from ..placement.profile import Profile
     from ..placement.prompttime import PromptEstimate
     from ..placement.simulate import Simulation
@@ -92,6 +96,15 @@ class Sizes:
     slot_bytes: tuple[int, ...]
     machine: Machine | None
     why: str = ""
+
+
+def profile_of(path: Path | None, name: str | None, shape: RouterShape) -> Profile | None:
+    """Return the routing profile of --profile, if any; name: of --profile-class."""
+    from ..placement.profile import read_profile
+
+    if name is not None and path is None:
+        raise click.UsageError("--profile-class needs --profile")
+    return read_profile(path, shape) if path else None
 
 
 def find_sizes(machine: Machine, trace: Trace, slot_bytes: tuple[int, ...]) -> Sizes:

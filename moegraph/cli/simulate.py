@@ -21,6 +21,7 @@ from .prediction import (
     Assumption,
     Sizes,
     find_sizes,
+    profile_of,
     prompt_cells,
     prompt_fields,
     prompt_header,
@@ -214,7 +215,6 @@ def simulate_command(
       moegraph simulate routing.trace --machine mine.json --json
     """
     from ..experts.policy import parse_policy
-    from ..placement.profile import read_profile
     from ..placement.split import by_shares
     from ..placement.trace import read_trace
 
@@ -222,9 +222,7 @@ def simulate_command(
     times = Assumption.of(machine).whatever_size()
     trace = read_trace(trace_path)
     sizes = find_sizes(times, trace, _given_sizes(trace, trace_path, target, expert_size))
-    profile = read_profile(profile_path, trace.shape) if profile_path else None
-    if profile_class is not None and profile is None:
-        raise click.UsageError("--profile-class needs --profile")
+    profile = profile_of(profile_path, profile_class, trace.shape)
     stages = by_shares(trace.shape.n_layer, shares) if shares else []
     rows = list(_replays(
         trace, resident, chosen, sizes, times, miss, profile, profile_class, skip, stages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -69,23 +70,14 @@ def trace_command(
     from ..placement.trace import write_trace
     from ..placement.tracestats import trace_stats
 
-    if (prompt is None) == (file is None):
-        raise RequestError("give the prompt with -p or with -f, one of them")
     if output is None and profile_path is None:
         raise RequestError("nothing to write; give -o or --profile")
     require_class_name(profile_class)
-    text = prompt if prompt is not None else options.read_text(file or "-")
-    if not text:
-        raise RequestError("the prompt is empty; give it at least one character")
+    text = _read_prompt(prompt, file)
     sampling = options.build_sampling(given).seeded()
     # Only in mode 'layered' does the host see the routing.
     config = replace(options.build_config(given), mode="layered")
-    for device in config.devices:
-        if device.startswith(REMOTE):
-            raise ConfigError(
-                f"the choices of experts on {device} are not read, because nothing but rows comes "
-                "back from another machine; trace with devices of this one"
-            )
+    _require_local(config.devices)
     with ExitStack() as stack:
         if output is not None:
             _require_writable(output)
@@ -111,6 +103,25 @@ def trace_command(
         ui.note(trace_stats(trace).line())
         if cancelled:
             raise Cancelled
+
+
+def _read_prompt(prompt: str | None, file: str | None) -> str:
+    if (prompt is None) == (file is None):
+        raise RequestError("give the prompt with -p or with -f, one of them")
+    text = prompt if prompt is not None else options.read_text(file or "-")
+    if not text:
+        raise RequestError("the prompt is empty; give it at least one character")
+    return text
+
+
+def _require_local(devices: Iterable[str]) -> None:
+    """Refuse devices of other machines, from which the choices of experts do not come back."""
+    for device in devices:
+        if device.startswith(REMOTE):
+            raise ConfigError(
+                f"the choices of experts on {device} are not read, because nothing but rows comes "
+                "back from another machine; trace with devices of this one"
+            )
 
 
 def _record(

@@ -477,11 +477,8 @@ class Device:
         """Wait until all streams are idle; return at once if the device is closed."""
         if self.compute.is_closed:
             return
-        for stream in self._streams():
+        for stream in (self.compute, self.upload):
             C.ggml_backend_synchronize(stream.ptr)
-
-    def _streams(self) -> list[Backend]:
-        return list(dict.fromkeys((self.compute, self.upload)))
 
     def check(self, status: int, what: str) -> None:
         """Turn a graph status into an exception."""
@@ -498,7 +495,7 @@ class Device:
     def close(self) -> None:
         """Wait for the device, then free its streams and thread pools."""
         self.synchronize()
-        for stream in self._streams():
+        for stream in (self.compute, self.upload):
             stream.close()
         self._unlink()
         for pool in self._pools.values():
