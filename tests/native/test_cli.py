@@ -403,6 +403,12 @@ def test_inspect_and_doctor() -> None:
     assert b"ok  native libraries" in done.stdout
 
 
+def bench_rows(*args: object) -> list[dict]:
+    """Return the records of a benchmark."""
+    done = moegraph("bench", "tiny", *args, "-o", "jsonl")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 def test_bench_prints_rows() -> None:
     done = moegraph("bench", "tiny", "-p", 8, "-n", 4, "-d", 16, "-r", 2, "-o", "json", *CPU)
     rows = json.loads(done.stdout)
@@ -420,8 +426,7 @@ def test_threads_and_waiting_can_be_given() -> None:
 
 def test_bench_measures_lists_of_settings() -> None:
     tests = ("-p", 8, "-p", 12, "-n", 0, "-pg", "4,3", "-r", 1, "--no-warmup", "--device", "cpu")
-    done = moegraph("bench", "tiny", *tests, "-t", "1,2", "-ub", "4,512", "-o", "jsonl")
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = bench_rows(*tests, "-t", "1,2", "-ub", "4,512")
     assert [row["test"] for row in rows] == 4 * ["pp8", "pp12", "pp4+tg3"]
     settings = [(row["n_threads"], row["n_ubatch"]) for row in rows[::3]]
     assert settings == [(1, 4), (2, 4), (1, 512), (2, 512)]
@@ -430,9 +435,7 @@ def test_bench_measures_lists_of_settings() -> None:
 
 def test_bench_runs_the_sampler_and_the_text_path() -> None:
     tests = ("-p", 0, "-n", 4, "--run", 4, "-d", "0,16", "-r", 2, "--top-k", "0,1", *CPU)
-    rows = [
-        json.loads(x) for x in moegraph("bench", "tiny", *tests, "-o", "jsonl").stdout.splitlines()
-    ]
+    rows = bench_rows(*tests)
     names = ["tg4", "run4 top_k 0", "run4 top_k 1"]
     assert [row["test"] for row in rows] == [*names, *(f"{name} @ d16" for name in names)]
     assert all(row["avg_ts"] > 0 and row["n_gen"] == 4 for row in rows)
@@ -441,9 +444,7 @@ def test_bench_runs_the_sampler_and_the_text_path() -> None:
 
 def test_bench_times_first_tokens_of_fresh_processes() -> None:
     tests = ("--ttft", "-p", "4,20", "-r", 1, "--no-warmup", *CPU)
-    rows = [
-        json.loads(x) for x in moegraph("bench", "tiny", *tests, "-o", "jsonl").stdout.splitlines()
-    ]
+    rows = bench_rows(*tests)
     assert [(row["test"], row["n_prompt"]) for row in rows] == [("ttft4", 4), ("ttft20", 20)]
     for row in rows:
         parts = [row[f"{name}_ms"] for name in ("process", "load", "tokenizer", "prefill", "other")]
@@ -466,26 +467,14 @@ def test_bench_warns_once_whatever_it_loads() -> None:
 def test_text_and_figures_in_one_stream_are_lines_of_their_own(
     where: str, is_quiet: bool, tmp_path: Path
 ) -> None:
-    command = [
-        *COMMAND,
-        "run",
-        "tiny",
-        "-p",
-        PROMPT,
-        "-n",
-        "3",
-        "--temp",
-        "0",
-        *CPU,
-        *["-q"] * is_quiet,
-    ]
-    alone = moegraph(*command[len(COMMAND) :]).stdout
+    args = ["run", "tiny", "-p", PROMPT, "-n", "3", "--temp", "0", *CPU, *["-q"] * is_quiet]
+    alone = moegraph(*args).stdout
     assert not alone.endswith(b"\n")
     with open(tmp_path / "both", "w+b") as file:
         target = file if where == "file" else subprocess.PIPE
         done = subprocess.run(
-            command, stdout=target, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENV,
-            cwd=ROOT, check=True, timeout=PATIENCE_S,
+            [*COMMAND, *args], stdout=target, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env=ENV, cwd=ROOT, check=True, timeout=PATIENCE_S,
         )  # fmt: skip
         file.seek(0)
         both = file.read() if where == "file" else done.stdout

@@ -52,9 +52,10 @@ class TestText:
         assert result.exit_code == 0
         assert result.stderr.count("note: the expert cache hits nothing\n") == 1
 
-    def test_characters_of_several_tokens_arrive_whole(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("naïve 日本")
-        assert cli("run", "m", "-p", "x").stdout == "naïve 日本"
+    @pytest.mark.parametrize("text", ["naïve 日本", "a\x07b"])
+    def test_characters_arrive_in_a_pipe_whole_and_as_they_are(self, cli: Cli, text: str) -> None:
+        cli.engine = FakeEngine(text)
+        assert cli("run", "m", "-p", "x").stdout == text
 
     def test_the_prompt_is_shown_only_on_request(self, cli: Cli) -> None:
         cli.engine = FakeEngine("b")
@@ -100,10 +101,6 @@ class TestText:
     def test_predict(self, cli: Cli, n: str, expected: int | None) -> None:
         cli("run", "m", "-p", "x", "-n", n)
         assert cli.engine.calls[0].max_tokens == expected
-
-    def test_control_characters_reach_a_pipe_as_they_are(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("a\x07b")
-        assert cli("run", "m", "-p", "x").stdout == "a\x07b"
 
     def test_quiet_leaves_only_the_text(self, cli: Cli) -> None:
         cli.engine = FakeEngine("x", kv={TEMPLATE_KEY: "t"})
@@ -229,37 +226,38 @@ class TestPrompt:
         monkeypatch.setattr(ui, "stdin_is_terminal", lambda: True)
         assert "no prompt; give -p TEXT" in cli.refused("run", "m")
 
-    @pytest.mark.parametrize("args", [["-p", ""], []])
-    def test_an_empty_prompt(self, cli: Cli, args: list[str]) -> None:
-        assert "the prompt is empty" in cli.refused("run", "m", *args, stdin="\n")
+    @pytest.mark.parametrize(
+        ("args", "stdin", "line"),
+        [
+            (["m", "-p", ""], b"\n", "the prompt is empty"),
+            (["m"], b"\n", "the prompt is empty"),
+            (["m"], b"\xff", "stdin: the prompt is not UTF-8"),
+            (["m", "-p", "x", "-f", "y"], b"", "both -p and -f"),
+            (["m", "-f", "nope"], b"", "cannot read the prompt: No such file"),
+            (["m", "-f", "/"], b"", "Is a directory"),
+            (["m", "-p", "a\udcff"], b"", "not UTF-8 text on the command line"),
+            ([], b"", "no model"),
+        ],
+    )
+    def test_prompts_that_cannot_be_read(
+        self, cli: Cli, args: list[str], stdin: bytes, line: str
+    ) -> None:
+        assert line in cli.refused("run", *args, stdin=stdin)
 
-    def test_two_prompts(self, cli: Cli) -> None:
-        assert "both -p and -f" in cli.refused("run", "m", "-p", "x", "-f", "y")
-
-    def test_a_prompt_file_that_cannot_be_read(self, cli: Cli, tmp_path: Path) -> None:
-        assert "cannot read the prompt: No such file" in cli.refused("run", "m", "-f", "nope")
-        assert "Is a directory" in cli.refused("run", "m", "-f", tmp_path)
-
-    def test_a_prompt_that_is_not_text(self, cli: Cli, tmp_path: Path) -> None:
+    def test_a_prompt_file_that_is_not_text_or_too_large(
+        self, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "p").write_bytes(b"ok\xff")
         line = cli.refused("run", "m", "-f", tmp_path / "p")
         assert "not UTF-8 text (byte 0xff at offset 2)" in line
-        assert "stdin: the prompt is not UTF-8" in cli.refused("run", "m", stdin=b"\xff")
-
-    def test_an_argument_that_is_not_text(self, cli: Cli) -> None:
-        assert "not UTF-8 text on the command line" in cli.refused("run", "m", "-p", "a\udcff")
-
-    def test_an_argument_in_a_locale_without_utf8_is_still_text(self, cli: Cli) -> None:
-        cli("run", "m", "-p", "\u65e5".encode().decode("ascii", "surrogateescape"))
-        assert cli.engine.calls[0].prompt == "\u65e5"
-
-    def test_a_prompt_that_is_too_large(
-        self, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
         monkeypatch.setattr("moegraph.cli.options.MAX_PROMPT_BYTES", 10)
         (tmp_path / "p").write_text("x" * 11)
         assert "larger than 10 B" in cli.refused("run", "m", "-f", tmp_path / "p")
         assert cli.loaded == []
+
+    def test_an_argument_in_a_locale_without_utf8_is_still_text(self, cli: Cli) -> None:
+        cli("run", "m", "-p", "\u65e5".encode().decode("ascii", "surrogateescape"))
+        assert cli.engine.calls[0].prompt == "\u65e5"
 
     def test_a_prompt_longer_than_the_context(self, cli: Cli) -> None:
         line = cli.refused("run", "m", "-p", "x" * 257, "-c", "256")
@@ -267,6 +265,7 @@ class TestPrompt:
         assert "-c/--ctx-size" in line
         assert cli.loaded == []
         assert "holds 4096" in cli.refused("run", "m", "-p", "x" * 4097, "-c", "0")
+        assert cli("run", "m", "-p", "x" * 256, "-c", "256").exit_code == 0
 
     def test_text_beyond_the_trained_context_is_told(self, cli: Cli) -> None:
         cli.engine = FakeEngine("abc", n_ctx=8192)
@@ -285,16 +284,10 @@ class TestPrompt:
             "warning: 4097 positions; the model was trained on only 4096", "error: device lost",
         ]  # fmt: skip
 
-    def test_a_prompt_that_just_fits(self, cli: Cli) -> None:
-        assert cli("run", "m", "-p", "x" * 256, "-c", "256").exit_code == 0
-
     def test_samplers_out_of_range_are_found_before_the_weights_are_read(self, cli: Cli) -> None:
         assert "top_p" in cli.refused("run", "m", "-p", "x", "--top-p", "2")
         assert "vocabulary" in cli.refused("run", "m", "-p", "x", "-l", "256+1")
         assert cli.loaded == []
-
-    def test_no_model(self, cli: Cli) -> None:
-        assert "no model" in cli.refused("run")
 
 
 class TestJson:
@@ -372,7 +365,7 @@ class TestFailures:
             (NativeError("mul_mat failed"), 4),
             (OutOfDeviceMemory("needs 3 GiB, 2 GiB free; lower -c"), 4),
             (InternalError("slots"), 1),
-            (RuntimeError("surprise"), 1),
+            (KeyError("key"), 1),
             (MemoryError(), 4),
             (KeyboardInterrupt(), 130),
         ],
@@ -387,29 +380,21 @@ class TestFailures:
         cli.on_load = fail
         line = cli.refused("run", "m", "-p", "x", code=code)
         assert str(error) in line
+        if isinstance(error, KeyError):
+            assert "internal error: KeyError: 'key' (please report this)" in line
 
-    def test_an_unexpected_error_asks_for_a_report(self, cli: Cli) -> None:
-        cli.on_load = lambda: {}["key"]
-        line = cli.refused("run", "m", "-p", "x", code=1)
-        assert "internal error: KeyError: 'key' (please report this)" in line
-
-    def test_an_error_in_the_middle_comes_after_the_text(self, cli: Cli) -> None:
-        def fail(at: int) -> None:
-            if at == 2:
-                raise NativeError("layer 3: logits are not finite")
-
-        cli.engine = FakeEngine("abcdef", before_token=fail)
-        result = cli("run", "m", "-p", "x")
-        assert (result.exit_code, result.stdout) == (4, "ab")
-        assert result.stderr == "error: layer 3: logits are not finite\n"
-
-    def test_on_a_terminal_it_begins_a_line(
+    def test_an_error_in_the_middle_comes_after_the_text(
         self, cli: Cli, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(at: int) -> None:
             if at == 2:
                 raise NativeError("device lost")
 
+        cli.engine = FakeEngine("abcdef", before_token=fail)
+        result = cli("run", "m", "-p", "x")
+        assert (result.exit_code, result.stdout) == (4, "ab")
+        assert result.stderr == "error: device lost\n"
+        # on a terminal it begins a line
         monkeypatch.setattr(ui, "is_terminal", lambda stream: True)
         monkeypatch.setenv("NO_COLOR", "1")
         cli.engine = FakeEngine("abcdef", before_token=fail)
@@ -453,25 +438,15 @@ class TestInterrupt:
         assert result.stderr.splitlines()[-1] == "interrupted"
         assert cli.engine.closed
 
-    def test_held_text_is_shown(self, cli: Cli) -> None:
+    def test_what_was_generated_so_far_is_written(self, cli: Cli, tmp_path: Path) -> None:
         cli.engine = FakeEngine("abc", before_token=press_ctrl_c(3))
-        assert cli("run", "m", "-p", "x", "--stop", "bcd").stdout == "abc"
-
-    def test_ids_that_were_generated_are_written(self, cli: Cli, tmp_path: Path) -> None:
+        assert cli("run", "m", "-p", "x", "--stop", "bcd").stdout == "abc", "text held back"
         cli.engine = FakeEngine("abcdef", before_token=press_ctrl_c(2))
         result = cli("run", "m", ids_file(tmp_path / "in", 7), 6, tmp_path / "out")
         assert result.exit_code == 130
         assert np.fromfile(tmp_path / "out", "<i4").tolist() == [7, 97, 98]
-
-    def test_json_is_complete(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("abcdef", before_token=press_ctrl_c(2))
-        result = cli("run", "m", "-p", "x", "--json")
-        assert result.exit_code == 130
+        result = cli("run", "m", "-p", "xy", "--json", "--logits-out", tmp_path / "l.npy")
         assert json.loads(result.stdout)["finish_reason"] == "cancelled"
-
-    def test_logits_so_far_are_a_whole_array(self, cli: Cli, tmp_path: Path) -> None:
-        cli.engine = FakeEngine("abcdef", before_token=press_ctrl_c(2))
-        cli("run", "m", "-p", "xy", "--logits-out", tmp_path / "l.npy")
         assert np.load(tmp_path / "l.npy").shape == (3, N_VOCAB)
 
     def test_a_second_ctrl_c_does_not_wait_for_the_engine(self, cli: Cli) -> None:
