@@ -14,7 +14,7 @@ from ..errors import UnsupportedModel
 from ..gguf.metadata import Metadata
 from ..gguf.scan import TensorInfo
 from .drafter import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
-from .hparams import refuse_mtp_alone
+from .mtp import refuse_mtp_alone
 
 ARCHITECTURE = "general.architecture"
 UPSTREAM = "dflash"

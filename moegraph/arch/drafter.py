@@ -25,7 +25,7 @@ _FLOATS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQua
 
 @dataclass(frozen=True)
 class RopeParams:
-    """Arguments of ggml_rope_ext, with scaling applied; named as in `HParams`.
+    """Arguments of ggml_rope_ext, with scaling applied; named as in `Architecture`.
 
     text: what the file says, for people.
     """

@@ -14,10 +14,10 @@ from ..gguf.reader import StringArray
 from ..gguf.safetensors import SafetensorsFile
 from ..gguf.scan import TensorInfo
 from ..gguf.sniff import MAGIC
+from .base import Architecture
 from .dflashgguf import read_dialect
 from .dflashhf import open_config, read_config, renamed
 from .drafter import DFlashHParams, check_tensors, refuse_variant
-from .hparams import HParams
 from .model import ModelFile
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -127,7 +127,7 @@ class DraftFile:
         return _other_tokens(own, target.kv)
 
 
-def _misfit(hp: DFlashHParams, target: HParams) -> str:
+def _misfit(hp: DFlashHParams, target: Architecture) -> str:
     """Return what does not fit, or ''."""
     if hp.n_embd != target.n_embd:
         return f"it was made for a target of width {hp.n_embd}, and this one has {target.n_embd}"

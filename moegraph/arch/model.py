@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ModelFileError, UnsupportedModel
@@ -10,16 +12,26 @@ from ..gguf.file import GgufFile
 from ..gguf.metadata import Metadata
 from ..gguf.scan import TensorInfo
 from ..gguf.vocab import check_vocab
-from .hparams import ARCH, HParams, read_hparams, refuse_mtp_alone
-from .tensors import check_tensors
+from .base import Architecture
+from .mtp import nextn_warnings, refuse_mtp_alone
+from .qwen35moe import Qwen35Moe
+from .tensors import Expected, block_index, check_tensor, matrix, vector
 
 _ARCHITECTURE = "general.architecture"
+_ARCHITECTURES: dict[str, type[Architecture]] = {one.name: one for one in (Qwen35Moe,)}
+# Variants that llama.cpp computes differently; ignoring these tensors would change the results.
+_REFUSED = (
+    (re.compile(r".*\.(scale|input_scale)"), "per-tensor scales (NVFP4)"),
+    (re.compile(r"blk\.\d+\.attn_(q|k|v|qkv|output)\.bias"), "attention biases"),
+    (re.compile(r"output\.bias"), "an output bias"),
+    (re.compile(r"rope_freqs\.weight|.*\.rope_freqs\.weight"), "rope frequency factors"),
+)
 
 
 class ModelFile(GgufFile):
-    """A validated qwen35moe model; a context manager that `open_model` returns."""
+    """A validated model; a context manager that `open_model` returns."""
 
-    hparams: HParams
+    hparams: Architecture
 
     def _check_metadata(self, meta: Metadata) -> None:
         _check_arch(self.path, meta)
@@ -46,21 +58,104 @@ def _check_arch(path: Path, meta: Metadata) -> None:
             f"{path}: this is a drafter; give the model for which it was made, and the drafter "
             "with --draft"
         )
-    if arch != ARCH:
+    if arch not in _ARCHITECTURES:
+        known = ", ".join(f"{name!r} ({one.families})" for name, one in _ARCHITECTURES.items())
         raise UnsupportedModel(
-            f"{path}: architecture {arch!r} is not supported; moegraph runs {ARCH!r} "
-            "(Qwen3.5 and Qwen3.6 Mixture-of-Experts)"
+            f"{path}: architecture {arch!r} is not supported; moegraph runs {known}"
         )
 
 
 def _validate(
     path: Path, meta: Metadata, tensors: dict[str, TensorInfo]
-) -> tuple[HParams, list[str]]:
+) -> tuple[Architecture, list[str]]:
     """Check hyper-parameters, vocabulary and tensors; return hparams and warnings."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         refuse_mtp_alone(path, tensors)
         what = "the file holds no tensors" if not tensors else "tensor token_embd.weight missing"
         raise ModelFileError(f"{path}: {what}; the file is incomplete")
-    hparams = read_hparams(meta, check_vocab(meta, embedding.ne[1]))
+    kind = _ARCHITECTURES[meta.string(_ARCHITECTURE)]
+    hparams = kind.read(meta, check_vocab(meta, embedding.ne[1]))
     return hparams, check_tensors(path, hparams, tensors)
+
+
+def expected_tensors(hp: Architecture, merged: frozenset[int]) -> dict[str, Expected]:
+    """Return the tensors, by name, of the embedding, the head and the layers that run.
+
+    merged: layers whose gate and up experts are stored as one tensor, gate first.
+    """
+    expected = {
+        "token_embd.weight": matrix(hp.n_embd, hp.n_vocab),
+        "output_norm.weight": vector(hp.n_embd),
+        # Without it the embedding serves as the head.
+        "output.weight": matrix(hp.n_embd, hp.n_vocab, required=False),
+    }
+    for il in range(hp.n_layer):
+        layer = hp.layer_tensors(il, il in merged)
+        expected |= {f"blk.{il}.{name}": spec for name, spec in layer.items()}
+    return expected
+
+
+def merged_layers(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> frozenset[int]:
+    """Return the blocks whose gate and up experts are one tensor, prediction blocks included."""
+    blocks = range(hp.n_layer + hp.n_layer_nextn)
+    return frozenset(il for il in blocks if f"blk.{il}.ffn_gate_up_exps.weight" in tensors)
+
+
+def check_tensors(
+    path: os.PathLike[str], hp: Architecture, tensors: Mapping[str, TensorInfo]
+) -> list[str]:
+    """Check that the file holds what the model needs; return warnings, one line each.
+
+    Raises:
+        ModelFileError: a tensor is missing or has the wrong shape.
+        UnsupportedModel: a tensor has a type, or belongs to a variant, that moegraph does not run.
+    """
+    _check_variants(path, hp, tensors)
+    merged = merged_layers(hp, tensors)
+    expected = expected_tensors(hp, merged)
+    missing = [name for name, spec in expected.items() if spec.required and name not in tensors]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelFileError(
+            f"{path}: tensor {missing[0]}{more} missing; the file is incomplete "
+            "or its keys describe another model"
+        )
+    for name, spec in expected.items():
+        if name in tensors:
+            check_tensor(path, tensors[name], spec)
+    return nextn_warnings(hp, tensors) + _unknown_warnings(hp, tensors, expected)
+
+
+def _check_variants(
+    path: os.PathLike[str], hp: Architecture, tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Refuse known variants first: this message helps more than that of a missing tensor."""
+    for name in tensors:
+        for pattern, what in _REFUSED:
+            if pattern.fullmatch(name):
+                raise UnsupportedModel(
+                    f"{path}: tensor {name}: moegraph does not run models with {what}"
+                )
+    if hp.n_layer_nextn and "blk.0.attn_norm.weight" not in tensors:
+        raise UnsupportedModel(
+            f"{path}: the file holds only prediction (MTP) blocks; give the whole model"
+        )
+    for il in range(hp.n_layer):
+        if hp.layer(il).kv and f"blk.{il}.attn_qkv.weight" in tensors:
+            raise UnsupportedModel(
+                f"{path}: tensor blk.{il}.attn_qkv.weight: full-attention layer {il} stores q, k "
+                "and v as one tensor; moegraph needs attn_q, attn_k and attn_v, convert it again"
+            )
+
+
+def _unknown_warnings(
+    hp: Architecture, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Expected]
+) -> list[str]:
+    """Describe unknown tensors outside the prediction blocks; no graph reads them."""
+    nextn = range(hp.n_layer, hp.n_layer + hp.n_layer_nextn)
+    unknown = [n for n in tensors if n not in expected and block_index(n) not in nextn]
+    if not unknown:
+        return []
+    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    return [f"tensor {unknown[0]}{more}: not part of this architecture, ignored"]

@@ -1,6 +1,6 @@
 """Sizes of a model in bytes: by type, layer, expert and token.
 
-Pure functions of a tensor table and HParams. Sizes are those of the tensors alone, without the
+Pure functions of a tensor table and Architecture. Sizes are those of the tensors alone, without the
 alignment that allocators add.
 """
 
@@ -13,8 +13,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import ConfigError
 from ..gguf.scan import TensorInfo
-from .hparams import HParams
-from .tensors import block_index, expected_tensors, merged_layers
+from .base import Architecture, Layer
+from .model import expected_tensors, merged_layers
+from .tensors import block_index
 
 _F32_BYTES = 4
 _EXPERT_NAMES = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")
@@ -40,6 +41,7 @@ class LayerSummary:
     """One layer that runs. expert_types: (short name, type) of each routed-expert tensor."""
 
     il: int
+    mixer: str
     recurrent: bool
     dense_bytes: int
     expert_bytes: int
@@ -71,7 +73,7 @@ class ModelSummary:
         return max(layer.bytes_per_expert for layer in self.layers)
 
 
-def summarize(hp: HParams, tensors: Mapping[str, TensorInfo]) -> ModelSummary:
+def summarize(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> ModelSummary:
     """Return the sizes of a model."""
     names = expected_tensors(hp, merged_layers(hp, tensors))
     running = {name: tensors[name] for name in names if name in tensors}
@@ -96,37 +98,33 @@ def summarize(hp: HParams, tensors: Mapping[str, TensorInfo]) -> ModelSummary:
     )
 
 
-def kv_bytes_per_layer(hp: HParams, type_k: str = "f16", type_v: str = "f16") -> int:
-    """Return the bytes that one position takes in the KV cache of one full-attention layer.
+def kv_bytes(layer: Layer, type_k: str = "f16", type_v: str = "f16") -> int:
+    """Return the bytes that one position takes in the KV cache of a layer.
 
     Raises:
         ConfigError: an unknown cache type, or one whose blocks do not divide a row.
     """
-    k = _row_bytes("type_k", type_k, hp.n_embd_head_k * hp.n_head_kv)
-    v = _row_bytes("type_v", type_v, hp.n_embd_head_v * hp.n_head_kv)
-    return k + v
+    if layer.kv is None:
+        return 0
+    return _row_bytes("type_k", type_k, layer.kv[0]) + _row_bytes("type_v", type_v, layer.kv[1])
 
 
-def state_bytes(hp: HParams, n_seq: int = 1) -> int:
-    """Return the bytes of convolution and DeltaNet state of n_seq sequences, all layers, F32.
-
-    Shapes, per layer and sequence: [d_conv - 1, conv_dim], [head_v_dim, head_v_dim, n_v_heads].
-    """
-    conv = (hp.ssm_d_conv - 1) * hp.conv_dim
-    delta = hp.head_v_dim * hp.head_k_dim * hp.n_v_heads
-    return n_seq * hp.n_layer_recurrent * (conv + delta) * _F32_BYTES
+def state_bytes(layer: Layer, n_seq: int = 1) -> int:
+    """Return the bytes of a layer's recurrent states of n_seq sequences."""
+    return n_seq * sum(layer.state_sizes) * _F32_BYTES
 
 
 def _is_expert(name: str) -> bool:
     return name.endswith(tuple(f".{short}.weight" for short in _EXPERT_NAMES))
 
 
-def _summarize_layer(hp: HParams, il: int, tensors: list[TensorInfo]) -> LayerSummary:
-    experts = [t for t in tensors if _is_expert(t.name)]
+def _summarize_layer(hp: Architecture, il: int, tensors: list[TensorInfo]) -> LayerSummary:
+    layer, experts = hp.layer(il), [t for t in tensors if _is_expert(t.name)]
     expert_bytes = sum(t.nbytes for t in experts)
     return LayerSummary(
         il=il,
-        recurrent=hp.is_recurrent(il),
+        mixer=layer.mixer,
+        recurrent=layer.kv is None,
         dense_bytes=sum(t.nbytes for t in tensors) - expert_bytes,
         expert_bytes=expert_bytes,
         bytes_per_expert=expert_bytes // hp.n_expert,
@@ -134,7 +132,7 @@ def _summarize_layer(hp: HParams, il: int, tensors: list[TensorInfo]) -> LayerSu
     )
 
 
-def _active_params(hp: HParams, tensors: Mapping[str, TensorInfo]) -> int:
+def _active_params(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> int:
     """Return the parameters that one token touches: top-k experts, one embedding row, the head."""
     total = 0
     for name, info in tensors.items():

@@ -7,6 +7,7 @@ import difflib
 import fnmatch
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -400,7 +401,8 @@ def _path_text(file: GgufFile) -> str:
 
 
 def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
-    hp = model.hparams
+    hp, mixers = model.hparams, Counter(layer.mixer for layer in summary.layers)
+    shared = ", and one shared" if hp.n_ff_shexp else ""
     return [
         ("file", _path_text(model)),
         ("size", format_bytes(model.n_bytes)),
@@ -410,11 +412,10 @@ def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
         ),
         (
             "layers",
-            f"{hp.n_layer}: {hp.n_layer_recurrent} DeltaNet, "
-            f"{hp.n_layer - hp.n_layer_recurrent} attention"
+            f"{hp.n_layer}: {', '.join(f'{n} {mixer}' for mixer, n in sorted(mixers.items()))}"
             + (f"; {hp.n_layer_nextn} for drafts (MTP)" if hp.n_layer_nextn else ""),
         ),
-        ("experts", f"{hp.n_expert} a layer, {hp.n_expert_used} a token, and one shared"),
+        ("experts", f"{hp.n_expert} a layer, {hp.n_expert_used} a token{shared}"),
         ("context", f"{hp.n_ctx_train:,} positions in training"),
         ("vocabulary", f"{hp.n_vocab:,} tokens"),
         ("dense", f"{format_bytes(summary.dense_bytes)}: all that runs for every token"),
@@ -427,7 +428,7 @@ def _layer_rows(layers: Iterable[LayerSummary]) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, ...], list[int]] = {}
     for layer in layers:
         what = (
-            "DeltaNet" if layer.recurrent else "attention", format_bytes(layer.dense_bytes),
+            layer.mixer, format_bytes(layer.dense_bytes),
             format_bytes(layer.expert_bytes), format_bytes(layer.bytes_per_expert),
             _types_text(layer.expert_types),
         )  # fmt: skip

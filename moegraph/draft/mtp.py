@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.inputs import PAGED
 from ..errors import InternalError
 from ..ggml.choose import likeliest_rows
 from ..ggml.device import HostBuffer
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.inputs import PAGED
 from ..graphs.mtp import (
     build_chain,
     build_known_rows,

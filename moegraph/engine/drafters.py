@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from ..arch import ModelFile
-from ..arch.hparams import HParams
+from ..arch.base import Architecture
 from ..config import EngineConfig
 from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
@@ -84,7 +84,7 @@ def open_drafters(
 
 
 def limit_graphs(
-    drafters: Sequence[Drafter], hp: HParams, config: EngineConfig, n_ctx: int
+    drafters: Sequence[Drafter], hp: Architecture, config: EngineConfig, n_ctx: int
 ) -> None:
     """Let the graphs of drafters that a device captures take what the plan has for them.
 

@@ -97,7 +97,7 @@ class Builder:
         self.ctx = ctx.ptr
         self.graph = C.ggml_new_graph_custom(self.ctx, n_nodes, False)
         self.named: dict[tuple[str, int], Tensor] = {}
-        self.spans: list[Any] = []  # tensors whose size is the KV length (graphs/length.py)
+        self.spans: list[Any] = []  # tensors whose size is the KV length (arch/blocks/length.py)
 
     def name(self, t: Tensor, name: str, il: int = -1) -> Tensor:
         """Name a node as upstream's cb() does: `name-il`, or `name` outside a layer."""

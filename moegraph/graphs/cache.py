@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+from ..arch.blocks.length import Span, set_length
 from ..errors import OutOfDeviceMemory, UnsupportedModel
 from ..ggml.device import Device
 from ..ggml.handles import Context, GraphAllocator
@@ -14,7 +15,6 @@ from ..ggml.lib import C, ffi, last_error
 from ..ggml.ops import Builder, name_of, shape
 from ..resident.layout import CAPTURED_NODE_BYTES, GRAPH_BYTES, RECORDED_NODE_BYTES
 from ..units import format_bytes
-from .length import Span, set_length
 
 
 class BuiltGraph:

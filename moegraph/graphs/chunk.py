@@ -9,8 +9,8 @@ positions and not the others, so each piece of the mask is one of PAGE + 1 patte
 sends the numbers of the patterns. With --deterministic on CUDA, attention reads pages as decode
 passes do (paged.py): then the bits of a row do not depend on its chunk, and there is no mask.
 
-A chunk may have rows of several sequences (joint.py). Then the sequences and the KV rows that they
-attend to are inputs of the chunk too; otherwise all chunks share them.
+A chunk may have rows of several sequences (`JointRows`). Then the sequences and the KV rows that
+they attend to are inputs of the chunk too; otherwise all chunks share them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.inputs import PAGED, JointRows, PassInputs, PassShape
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
@@ -31,8 +32,6 @@ from ..resident.stage import Stage
 from ..resident.state import State
 from ..resident.weights import TokenEmbedding
 from ..units import round_up
-from .inputs import PAGED, PassInputs, PassShape
-from .joint import JointRows
 from .paged import ROW_WORDS, can_page, prompt_rows
 from .rows import gathered_rows
 

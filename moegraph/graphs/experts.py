@@ -1,15 +1,16 @@
-"""Expert FFN: routed experts over a bank of slots, the shared expert, and their sum."""
+"""Routed experts over a bank of slots, and their sum."""
 
 from __future__ import annotations
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from ..arch.hparams import HParams
+from ..arch.base import Architecture
+from ..arch.inputs import PassInputs
 from ..errors import InternalError
-from ..ggml.ops import Builder, Tensor
+from ..ggml.lib import C
+from ..ggml.ops import F32, I32, Builder, Tensor
 from ..resident.bank import Bank, ExpertBanks
 from ..resident.stage import Stage
-from ..resident.weights import LayerWeights
 from ..units import round_up
 
 # What our kernels on CUDA compute: types, and choices of experts (moegraph_rows_type and
@@ -62,31 +63,21 @@ def build_fetched_slots(
     return b.reshape(slots, k, n_tokens)
 
 
-def build_expert_rows(
-    b: Builder, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, il: int
-) -> Tensor:
-    """Append the weighted outputs of single experts: F32 [n_embd, n_expert_used, n_tokens].
+def build_absent(b: Builder, inp: PassInputs, ids: Tensor) -> Tensor:
+    """Return ids, or slots, I32 [n_expert_used, n_tokens]; those of padding become -1, in place.
 
-    cur F32 [n_embd, n_tokens], or [n_embd, n_expert_used, n_tokens] if each expert has a row of its
-    own; slots I32 [n_expert_used, n_tokens] (a slot < 0 gives a row of zeros); weights F32
-    [1, n_expert_used, n_tokens]. For few rows, CUDA runs gate, up and activation as one kernel if
-    they are in this order.
-
-    Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
+    So padding costs no expert: none is read, and none is fetched. Nodes that need the ids as they
+    were come first.
     """
-    k, n_tokens = slots.ne[0], slots.ne[1]
-    cur = b.reshape(cur, cur.ne[0], cur.ne[1] * cur.ne[2] // n_tokens, n_tokens)
-    if "gate_up" in bank.parts:
-        both = b.name(b.mul_mat_id(bank.parts["gate_up"], cur, slots), "ffn_moe_gate_up", il)
-        half, strides = (both.ne[0] // 2, k, n_tokens), (both.nb[1], both.nb[2])
-        gate = b.name(b.view(both, half, strides), "ffn_moe_gate", il)
-        up = b.name(b.view(both, half, strides, 2 * both.ne[0]), "ffn_moe_up", il)
-    else:
-        up = b.name(b.mul_mat_id(bank.parts["up"], cur, slots), "ffn_moe_up", il)
-        gate = b.name(b.mul_mat_id(bank.parts["gate"], cur, slots), "ffn_moe_gate", il)
-    act = b.name(b.swiglu(gate, up), "ffn_moe_swiglu", il)
-    down = b.name(b.mul_mat_id(bank.parts["down"], act, slots), "ffn_moe_down", il)
-    return b.expand(b.name(b.mul(down, weights), "ffn_moe_weighted", il))
+    if inp.padding is None or inp.absent is None:
+        return ids
+    (k, n_tokens), stride = (ids.ne[0], ids.ne[1]), ids.nb[1]
+    words = C.ggml_view_2d(b.ctx, ids, k, n_tokens, stride, 0)
+    words.type = F32  # ggml moves rows of F32
+    written = b.expand(b.set_rows(words, inp.absent, inp.padding))
+    again = C.ggml_view_2d(b.ctx, written, k, n_tokens, stride, 0)
+    again.type = I32
+    return b.expand(again)
 
 
 def build_expert_sum(b: Builder, rows: Tensor, il: int) -> Tensor:
@@ -119,8 +110,8 @@ def build_routed_experts(
     if not stage.device.can.exact_sums and _have_tiles(bank, n * slots.ne[0]):
         n_group = rows_together(stage.hp, n)
     if n_group > 1:
-        return build_grouped_experts(b, bank, cur, slots, weights, n_group, il)
-    return build_expert_sum(b, build_expert_rows(b, bank, cur, slots, weights, il), il)
+        return build_grouped_experts(b, stage.hp, bank, cur, slots, weights, n_group, il)
+    return build_expert_sum(b, stage.hp.expert_rows(b, bank.parts, cur, slots, weights, il), il)
 
 
 def _have_tiles(bank: Bank, n_choices: int) -> bool:
@@ -131,7 +122,7 @@ def _have_tiles(bank: Bank, n_choices: int) -> bool:
     return all(GGML_QUANT_SIZES[GGMLQuantizationType(kind)][0] > 1 for kind in kinds)
 
 
-def rows_together(hp: HParams, n_tokens: int) -> int:
+def rows_together(hp: Architecture, n_tokens: int) -> int:
     """Return how many rows `build_grouped_experts` should take as one; 1: it is of no use.
 
     CUDA makes tiles for as many rows of an expert as there are tokens, and leaves most of a tile
@@ -144,8 +135,9 @@ def rows_together(hp: HParams, n_tokens: int) -> int:
 
 
 def build_grouped_experts(
-    b: Builder, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, n_group: int, il: int
-) -> Tensor:
+    b: Builder, hp: Architecture, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor,
+    n_group: int, il: int,
+) -> Tensor:  # fmt: skip
     """Do as `build_routed_experts`, with narrower tiles.
 
     n_group rows count as one token that chose n_group * n_expert_used experts, so that CUDA's tiles
@@ -171,7 +163,7 @@ def build_grouped_experts(
     slots, weights = grouped(slots), grouped(b.reshape(weights, k, n))
     weights = b.reshape(weights, 1, n_group * k, n_groups)
     cur = b.reshape(full(cur), n_embd, n_group, n_groups)
-    rows = build_expert_rows(b, bank, cur, slots, weights, il)
+    rows = hp.expert_rows(b, bank.parts, cur, slots, weights, il)
     shape, strides = (n_embd, n_group, n_groups), (rows.nb[1], rows.nb[2])
     parts = [b.expand(b.view(rows, shape, strides, i * n_group * rows.nb[1])) for i in range(k)]
     out = parts[0]
@@ -181,17 +173,3 @@ def build_grouped_experts(
         out = b.cont(out)
     out = b.reshape(out, n_embd, n_full)
     return b.name(b.view(out, (n_embd, n), (out.nb[1],)), "ffn_moe_out", il)
-
-
-def build_shared_expert(b: Builder, w: LayerWeights, cur: Tensor, il: int) -> Tensor:
-    """Append the shared expert, scaled by its gate: F32 [n_embd, n_tokens] in and out.
-
-    Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_ffn.
-    """
-    up = b.name(b.mul_mat(w["ffn_up_shexp.weight"], cur), "ffn_up", il)
-    gate = b.name(b.mul_mat(w["ffn_gate_shexp.weight"], cur), "ffn_gate", il)
-    act = b.name(b.swiglu(gate, up), "ffn_swiglu", il)
-    out = b.name(b.mul_mat(w["ffn_down_shexp.weight"], act), "ffn_shexp", il)
-    gate = b.name(b.mul_mat(w["ffn_gate_inp_shexp.weight"], cur), "shared_expert_gate", il)
-    gate = b.name(b.sigmoid(gate), "shared_expert_gate_sigmoid", il)
-    return b.name(b.mul(out, gate), "ffn_shexp_gated", il)

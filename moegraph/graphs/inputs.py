@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.blocks.length import spans
+from ..arch.inputs import PAGED, PassInputs, PassShape
 from ..errors import InternalError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..ggml.handles import Context
@@ -21,74 +23,10 @@ from ..resident.state import State
 from ..resident.taps import TapRows
 from ..units import round_up
 from .hidden import HiddenRows
-from .joint import JointRows
-from .length import spans
 from .paged import ROW_WORDS, fill_rows
 from .rows import Tree, fill_mask, gathered_rows
 
 _ALIGN = 256
-PAGED = 0
-
-
-class PassShape(NamedTuple):
-    """Everything that determines the graphs of a pass; which sequences it has is an input.
-
-    n_seq_tokens rows for each of n_seqs sequences. Rows attend to n_kv positions, or, if n_kv is
-    PAGED, to what is in the pages of their sequences. n_out rows reach the head: none, the last of
-    each sequence, or all. is_tree: the rows of a sequence are a tree, and the pass leaves all
-    states as they are. is_ragged: some of these rows are padding; which ones is an input.
-    """
-
-    n_seq_tokens: int
-    n_seqs: int
-    n_kv: int
-    n_out: int
-    is_tree: bool = False
-    is_ragged: bool = False
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether attention reads K and V through lists of pages."""
-        return self.n_kv == PAGED
-
-    @property
-    def n_tokens(self) -> int:
-        """Rows of the pass."""
-        return self.n_seq_tokens * self.n_seqs
-
-
-@dataclass(frozen=True)
-class PassInputs:
-    """The input tensors of one pass.
-
-    embd F32 [n_embd, n_tokens], what the stage's first layer takes: embeddings of tokens, or what
-    the stage before left; pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches; out_ids
-    I32 [n_out], or None if n_out is 0; slots I32 [n_seqs], the recurrent states of the sequences;
-    kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
-    kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
-    I32 [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
-    which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS
-    results: draws I32 [DRAW_WORDS, n_out], for candidates (`RowSampler.draw`). With pages, in place
-    of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. With
-    sequences of which each has its own number of rows: joint. With taps and without trees: taps
-    I32 [n_tokens], where rows go in their ring. What a pass does not need is None.
-    """
-
-    embd: Tensor
-    pos: Tensor
-    kv_idx: Tensor
-    out_ids: Tensor | None
-    draws: Tensor | None
-    kq_mask: Tensor | None
-    slots: Tensor
-    kv_rows: Tensor | None
-    parents: Tensor | None
-    padding: Tensor | None
-    absent: Tensor | None
-    pages: Tensor | None
-    rows: Tensor | None
-    taps: Tensor | None
-    joint: JointRows | None = None
 
 
 @dataclass(frozen=True)

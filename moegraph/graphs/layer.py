@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..arch.base import Routing
+from ..arch.inputs import PassInputs, PassShape
 from ..errors import InternalError
 from ..ggml.ops import Builder, Tensor
 from ..resident.stage import Stage
-from .attention import build_attention
-from .deltanet import build_deltanet
-from .experts import build_routed_experts, build_shared_expert
-from .inputs import PassInputs, PassShape
-from .router import Routing, build_router
-from .tree import build_tree_deltanet
+from .experts import build_routed_experts
 
 
 @dataclass(frozen=True)
@@ -80,23 +77,13 @@ def build_mixer_router(
 
     x, cur: F32 [n_embd, n_tokens].
     """
-    w, eps = stage.weights.layer(il), stage.hp.f_norm_rms_eps
-    if stage.hp.is_recurrent(il):
-        if inp.parents is None:
-            cur = build_deltanet(b, stage.hp, w, stage.state, shape, inp.slots, cur, il, inp.joint)
-        else:
-            args = (b, stage.hp, w, stage.state, shape, inp.slots, inp.parents)
-            cur, rows = build_tree_deltanet(*args, cur, il)
-            stage.state.drafts.keep(b, (rows.qkv, rows.gate, rows.beta), il)
-    else:
-        cur = build_attention(b, stage.hp, w, stage.state, inp, shape, cur, il)
+    hp, w = stage.hp, stage.weights.layer(il)
+    cur = hp.mixer(b, w, stage.state, inp, shape, cur, il)
     # a view, so that ggml's CUDA backend does not put a single row's product and this sum into one
-    # kernel: ours for the product, and for the sum with the norm behind it, take less time
-    cur = b.reshape(cur, stage.hp.n_embd, x.ne[1])
-    residual = b.name(b.add(cur, x), "attn_residual", il)
-    post_norm = b.norm(residual, w["post_attention_norm.weight"], eps)
-    b.name(post_norm, "attn_post_norm", il)
-    return Routed(residual, post_norm, build_router(b, stage.hp, w, post_norm, il))
+    # kernel: ours for the product, and for the sum with the norm after it, take less time
+    cur = b.reshape(cur, hp.n_embd, x.ne[1])
+    residual, post_norm = hp.ffn_input(b, w, cur, x, il)
+    return Routed(residual, post_norm, hp.router(b, w, post_norm, il))
 
 
 def build_moe(
@@ -115,17 +102,4 @@ def build_moe(
     bank, moe = stage.banks.layer(il), None
     if bank.n_slots:
         moe = build_routed_experts(b, stage, post_norm, slots, weights, il)
-    return build_layer_end(b, stage, residual, post_norm, moe, il)
-
-
-def build_layer_end(
-    b: Builder, stage: Stage, residual: Tensor, post_norm: Tensor, moe: Tensor | None, il: int
-) -> Tensor:
-    """Append shared expert and residual; add moe, the sum of the routed experts, if given.
-
-    All are F32 [n_embd, n_tokens].
-    """
-    out = build_shared_expert(b, stage.weights.layer(il), post_norm, il)
-    if moe is not None:
-        out = b.name(b.add(moe, out), "ffn_out", il)
-    return b.expand(b.name(b.add(out, residual), "l_out", il))
+    return stage.hp.layer_end(b, stage.weights.layer(il), residual, post_norm, moe, il)

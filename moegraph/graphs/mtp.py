@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..arch.inputs import PassInputs, PassShape
+from ..arch.mtp import build_block_input
 from ..ggml.choose import WINNER_WORD
 from ..ggml.ops import Builder, Tensor
 from ..resident.mtp import MtpBlock
-from .attention import build_keys_values
 from .experts import build_fetched_slots
-from .inputs import PassInputs, PassShape
 from .layer import build_input_norm, build_mixer_router, build_moe
 
 
@@ -48,19 +48,9 @@ class StepInputs:
 Keep = Callable[[Tensor, int], None]
 
 
-def build_block_input(b: Builder, block: MtpBlock, tokens: Tensor, h: Tensor) -> Tensor:
-    """Append what the block takes: F32 [n_embd, n].
-
-    tokens I32 [n]; h F32 [n_embd, n], normed outputs of the position before each.
-
-    Source: mirrors llama.cpp src/models/qwen35moe.cpp graph_mtp.
-    """
-    w, eps, il = block.weights, block.stage.hp.f_norm_rms_eps, block.stage.layers.start
-    h = b.name(b.norm(h, w["nextn.hnorm.weight"], eps), "mtp_hnorm", il)
-    e = b.get_rows(block.embeddings.tensor, tokens)
-    e = b.name(b.norm(e, w["nextn.enorm.weight"], eps), "mtp_enorm", il)
-    x = b.mul_mat(w["nextn.eh_proj.weight"], b.concat(e, h, 0))
-    return b.name(x, "mtp_eh_proj", il)
+def _block_input(b: Builder, block: MtpBlock, tokens: Tensor, h: Tensor) -> Tensor:
+    hp, table = block.stage.hp, block.embeddings.tensor
+    return build_block_input(b, hp, block.weights, table, tokens, h)
 
 
 @dataclass(frozen=True)
@@ -89,9 +79,9 @@ def build_known_rows(b: Builder, block: MtpBlock, inp: KnownRows, before: Tensor
     stage = block.stage
     hp, il = stage.hp, stage.layers.start
     h = b.norm(before, block.output_norm, hp.f_norm_rms_eps)
-    x = build_block_input(b, block, inp.tokens, h)
+    x = _block_input(b, block, inp.tokens, h)
     cur = build_input_norm(b, stage, x, il)
-    build_keys_values(b, hp, block.weights, stage.state, inp.pos, inp.kv_idx, cur, il)
+    hp.keys_values(b, block.weights, stage.state, inp.pos, inp.kv_idx, cur, il)
 
 
 def build_taken_rows(
@@ -125,7 +115,7 @@ def build_chain(
     il, eps = stage.layers.start, stage.hp.f_norm_rms_eps
     h = b.norm(before, block.output_norm, eps)
     for at, inputs in enumerate(steps):
-        x = build_block_input(b, block, token, h)
+        x = _block_input(b, block, token, h)
         norm = build_input_norm(b, stage, x, il)
         r = build_mixer_router(b, stage, inputs.of(x), shape, x, norm, il)
         slots = _slots(b, block, r.routing.topk, keep_ids, at)

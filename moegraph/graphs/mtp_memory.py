@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.blocks.length import spans
+from ..arch.inputs import PAGED
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
@@ -15,8 +17,6 @@ from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.mtp import MtpBlock
 from ..units import round_up
-from .inputs import PAGED
-from .length import spans
 from .mtp import KnownRows, StepInputs
 from .paged import ROW_WORDS, fill_rows
 from .rows import fill_mask, gathered_rows

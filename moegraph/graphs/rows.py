@@ -8,9 +8,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import InternalError
+from ..ggml.ops import MAX_TREE_ROWS
 from ..resident.kvpool import KVPool
 from ..resident.layout import PAGE
 
+# As a parent: the row is none of the tree's.
+PADDING = -2
 _IN_PAGE: npt.NDArray[np.int32] = np.arange(PAGE, dtype=np.int32)
 
 
@@ -122,3 +126,31 @@ def gathered_rows(pool: KVPool, slots: tuple[int, ...], n_kv: int) -> npt.NDArra
     pages = pool.table[list(slots), : n_kv // PAGE]
     rows: npt.NDArray[np.int32] = pages[:, :, None] * np.int32(PAGE) + _IN_PAGE
     return rows.reshape(len(slots), n_kv)
+
+
+def check_parents(parents: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """Return the parents of rows as I32, numpy shape [n_seqs, n_seq_tokens].
+
+    A parent is an earlier row, -1 for a root, or PADDING for a row that counts for nothing.
+
+    Raises:
+        InternalError: no rows, more than MAX_TREE_ROWS, or a parent that is none of these or
+            padding itself.
+    """
+    given = np.atleast_2d(np.asarray(parents))
+    if not 0 < given.shape[-1] <= MAX_TREE_ROWS:
+        raise InternalError(f"a tree has {given.shape[-1]} rows, not 1 to {MAX_TREE_ROWS}")
+    bad = np.argwhere((given < PADDING) | (given >= np.arange(given.shape[-1])))
+    if len(bad):
+        seq, row = bad[0].tolist()
+        raise InternalError(
+            f"tree {seq}: the parent of row {row} is {given[seq, row]}, not {PADDING} to {row - 1}"
+        )
+    above = np.take_along_axis(given, np.maximum(given, 0).astype(np.int64), -1)
+    lost = np.argwhere((given >= 0) & (above == PADDING))
+    if len(lost):
+        seq, row = lost[0].tolist()
+        raise InternalError(
+            f"tree {seq}: the parent of row {row} is row {given[seq, row]}, which is padding"
+        )
+    return given.astype(np.int32)

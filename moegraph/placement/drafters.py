@@ -6,10 +6,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 from ..arch import ModelFile
+from ..arch.base import Architecture
 from ..arch.draftfile import DraftFile, open_drafter
-from ..arch.hparams import HParams
-from ..arch.summary import kv_bytes_per_layer
-from ..arch.tensors import require_nextn
+from ..arch.mtp import require_nextn
+from ..arch.summary import kv_bytes
 from ..config import MAX_VERIFY_ROWS, EngineConfig
 from ..errors import ConfigError, ModelFileError
 from ..gguf.resolve import resolve_draft, shipped_drafter
@@ -186,7 +186,7 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
         weights += sum(info.nbytes for info in experts.values())
     else:
         weights += (n_kept + hp.n_expert_used) * Packing.of(experts).stride
-    kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (shape.n_rows + 1)
+    kv = kv_bytes(hp.layer(il), config.type_k, config.type_v) * (shape.n_rows + 1)
     outputs = 4 * hp.n_embd * (config.n_seq + 1)
     outputs += tap_bytes(hp.n_embd, 1, tap_rows(config), config.n_seq)
     return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, shape.n_ctx) + _SMALL
@@ -201,7 +201,7 @@ def _head_bytes(model: ModelFile, n_vocab: int) -> int:
     return n_drafted * (info.nbytes // info.ne[1] + 4)
 
 
-def _graph_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:
+def _graph_bytes(hp: Architecture, n_rows: int, n_ctx: int) -> int:
     """Return a bound on inputs, results and intermediates of the graphs of the MTP block."""
     kv = hp.n_embd_head_k * hp.n_head_kv
     known = 4 * n_rows * (10 * hp.n_embd + 6 * kv)

@@ -7,8 +7,8 @@ ones are built.
 
 from __future__ import annotations
 
+from ..arch.base import Architecture
 from ..arch.drafter import DFlashHParams
-from ..arch.hparams import HParams
 from ..config import EngineConfig
 from ..resident.draftlayout import CHUNK, MOST_JOINT, N_TAKEN, built_length, joint_lengths
 from ..resident.layout import CAPTURED_NODE_BYTES, MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
@@ -34,7 +34,7 @@ def longest_draft(config: EngineConfig, most: int) -> int:
     return max(min(limits), 1)
 
 
-def captured_drafts(hp: HParams, config: EngineConfig, n_ctx: int, sources: Sources) -> int:
+def captured_drafts(hp: Architecture, config: EngineConfig, n_ctx: int, sources: Sources) -> int:
     """Return the memory for all that is loaded; hp: of the model. config: after `with_drafts`."""
     total = mtp_graph_bytes(hp, config) if sources.mtp else 0
     if sources.draft:
@@ -42,7 +42,7 @@ def captured_drafts(hp: HParams, config: EngineConfig, n_ctx: int, sources: Sour
     return total
 
 
-def mtp_graph_bytes(hp: HParams, config: EngineConfig) -> int:
+def mtp_graph_bytes(hp: Architecture, config: EngineConfig) -> int:
     """Return the memory of chains, and of known rows.
 
     hp: of the model. config: after `with_drafts`. Chains go on with the likeliest token, or with

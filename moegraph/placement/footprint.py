@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..arch import ModelFile
-from ..arch.hparams import HParams
-from ..arch.summary import kv_bytes_per_layer, state_bytes
+from ..arch.base import Architecture, Layer
+from ..arch.summary import kv_bytes, state_bytes
 from ..config import EngineConfig
 from ..experts.crossing import padded
 from ..resident.layout import (
@@ -17,7 +17,6 @@ from ..resident.layout import (
     Packing,
     captured_bytes,
     draft_room,
-    draft_widths,
     expert_tensors,
     group_size,
     is_dense,
@@ -69,7 +68,7 @@ def needed_bytes(
     """
     hp = model.hparams
     layers = range(hp.n_layer) if layers is None else layers
-    n_recurrent = sum(hp.is_recurrent(il) for il in layers)
+    kept = [hp.layer(il) for il in layers]
     has_head = layers.stop == hp.n_layer
     shape = PoolShape.of(config, n_ctx)
     padded, n_kv = shape.n_ctx, shape.n_rows
@@ -86,26 +85,26 @@ def needed_bytes(
     compute = max(compute, *(inputs + n_bytes for n_bytes in narrow))
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
-        compute += 4 * n_kv * hp.n_embd_head_k * hp.n_head_kv
+        compute += 4 * n_kv * max((layer.kv[0] for layer in kept if layer.kv), default=0)
     if config.deterministic:  # the rows of single experts, see `CarryBuffers` and `SweepMemory`
         compute += 4 * hp.n_embd * hp.n_expert_used * (rows + sweep_rows(n_ubatch, padded) + 1)
         compute += paged_scratch_bytes(hp, min(n_ubatch, _PLANNED_ROWS), padded)
     if len(layers) < hp.n_layer:  # between stages
         compute += 4 * hp.n_embd * rows
-    each = kv_bytes_per_layer(hp, config.type_k, config.type_v)
+    kv = [kv_bytes(layer, config.type_k, config.type_v) for layer in kept]
     n_sweep = sweep_rows(n_ubatch, padded)
     compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded, config.n_seq)
     if config.n_seq > 1:  # the rows that one layer's attention gathers
-        compute += each * n_kv + 4 * n_kv
-    state = state_bytes(hp, config.n_seq + 1) // max(hp.n_layer_recurrent, 1) * n_recurrent
+        compute += max(kv) * n_kv + 4 * n_kv
+    state = sum(state_bytes(layer, config.n_seq + 1) for layer in kept)
     return Footprint(
         n_expert=hp.n_expert,
         n_expert_used=hp.n_expert_used,
         slot_bytes=sizes,
         weights=_dense_bytes(model, layers, has_head),
-        kv=each * (len(layers) - n_recurrent) * (n_kv + 1),
+        kv=sum(kv) * (n_kv + 1),
         # a snapshot too, to undo a prompt
-        state=state + zeros_bytes(hp) + _draft_bytes(hp, drafted, n_recurrent),
+        state=state + zeros_bytes(hp) + _draft_bytes(kept, drafted),
         compute=compute,
         other=_OTHER_BYTES + captured_graphs(hp, config, n_ctx, layers) if is_own else 0,
         staging=2 * N_STAGING * sum(kinds.values()) + lacking_bytes(hp, n_sweep, n_ubatch, is_own),
@@ -142,14 +141,14 @@ def _dense_bytes(model: ModelFile, layers: range, has_head: bool) -> int:
     return sum(info.nbytes for info in dense)
 
 
-def captured_graphs(hp: HParams, config: EngineConfig, n_ctx: int, layers: range) -> int:
+def captured_graphs(hp: Architecture, config: EngineConfig, n_ctx: int, layers: range) -> int:
     """Return the device memory that captured graphs of a stage's layers may take."""
     n_widths = min(config.n_draft, _DRAFT_WIDTHS)
     if config.n_seq > 1:
         n_widths += sum(width <= config.n_seq for width in PADDED_WIDTHS)
     n_ctx = PoolShape.of(config, n_ctx).n_ctx
     n_chunks = -(-n_ctx // min(config.n_rows, n_ctx))
-    n_attention = sum(not hp.is_recurrent(il) for il in layers)
+    n_attention = sum(hp.layer(il).kv is not None for il in layers)
     chunks = min(n_attention * n_chunks * _CHUNK_GRAPH_BYTES, _CHUNK_GRAPHS_BYTES)
     return captured_bytes(len(layers), n_widths) + chunks
 
@@ -159,7 +158,7 @@ def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
     return max(n_ubatch, min(n_ctx, SWEEP_ROWS))
 
 
-def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int) -> int:
+def _sweep_bytes(hp: Architecture, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int) -> int:
     """Return a bound on what a sweep of n_rows rows holds: hidden states, inputs, and a mask."""
     n_words, n_lists = (4, 1) if n_seq == 1 else (7, 6)  # of a row, and of KV rows
     n_seen = max(n_ctx // PAGE, _ROW_WORDS)  # of a row: patterns of the mask, or its path
@@ -167,7 +166,7 @@ def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int
     return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + _SWEEP_CONSTANTS
 
 
-def lacking_bytes(hp: HParams, n_rows: int, n_ubatch: int, is_own: bool = True) -> int:
+def lacking_bytes(hp: Architecture, n_rows: int, n_ubatch: int, is_own: bool = True) -> int:
     """Return what a sweep holds beside that if experts may be missing."""
     n_terms = most_terms(hp.n_expert_used, hp.n_expert)
     unit = 4 * (4 + n_terms) * padded(hp.n_expert_used * n_ubatch // UNIT_SHARE + 64)
@@ -182,14 +181,13 @@ def slot_bytes(model: ModelFile) -> tuple[int, ...]:
     return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
 
 
-def _row_bytes(hp: HParams) -> int:
+def _row_bytes(hp: Architecture) -> int:
     """Return a bound on the input and one layer's intermediates of a row, without its mask."""
-    mixer = 3 * hp.conv_dim + 3 * hp.value_dim + 4 * hp.n_embd_head_k * hp.n_head
     experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
-    return 4 * (mixer + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
+    return 4 * (hp.mixer_width + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
 
 
-def _narrow_bytes(hp: HParams, n_tokens: int, n_ctx: int, logits: int) -> int:
+def _narrow_bytes(hp: Architecture, n_tokens: int, n_ctx: int, logits: int) -> int:
     """Return a bound for a decode or verify pass: a head row for each row, and paged attention.
 
     Its inputs come on top. logits: what a head row takes.
@@ -198,8 +196,8 @@ def _narrow_bytes(hp: HParams, n_tokens: int, n_ctx: int, logits: int) -> int:
     return n_tokens * (_row_bytes(hp) + logits) + scratch
 
 
-def _draft_bytes(hp: HParams, n_rows: int, n_recurrent: int) -> int:
+def _draft_bytes(layers: list[Layer], n_rows: int) -> int:
     """Return the bytes that verify passes of n_rows rows keep; see `DraftRows`."""
     room = draft_room(n_rows) if n_rows else 0
-    layer = sum(round_up(4 * width * room, _ALIGN) for width in draft_widths(hp))
-    return n_recurrent * layer
+    widths = (width for layer in layers for width in layer.drafts)
+    return sum(round_up(4 * width * room, _ALIGN) for width in widths)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES
 
 from ..arch import ModelFile
-from ..arch.hparams import HParams
+from ..arch.base import Architecture
 from ..gguf import TensorInfo
 from ..kinds import MOST_BEHIND
 from ..units import round_up
@@ -77,9 +77,10 @@ def captured_bytes(n_layer: int, n_widths: int) -> int:
     return (n_widths + _OTHER_FORMS) * n_layer * _LAYER_NODES * CAPTURED_NODE_BYTES
 
 
-def zeros_bytes(hp: HParams) -> int:
+def zeros_bytes(hp: Architecture) -> int:
     """Return the size of the block of zeros that is copied to empty states and KV rows."""
-    return max(4 * hp.head_v_dim**2 * hp.n_v_heads, _MIN_ZEROS)
+    sizes = (size for il in range(hp.n_layer) for size in hp.layer(il).state_sizes)
+    return max(4 * max(sizes, default=0), _MIN_ZEROS)
 
 
 def draft_room(n_rows: int) -> int:
@@ -88,11 +89,6 @@ def draft_room(n_rows: int) -> int:
     while n < n_rows:
         n *= 2
     return n
-
-
-def draft_widths(hp: HParams) -> tuple[int, int, int]:
-    """Return the F32 numbers of each kind that a verify pass keeps of a row of a DeltaNet layer."""
-    return hp.conv_dim, hp.n_v_heads, hp.n_v_heads
 
 
 def tap_bytes(n_embd: int, n_taps: int, n_rows: int, n_seq: int = 0) -> int:
@@ -113,7 +109,7 @@ def ring_room(n_rows: int, n_seq: int) -> int:
     return n_seq * (MOST_BEHIND + n_rows) + 1 if n_seq else 0
 
 
-def paged_scratch_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:
+def paged_scratch_bytes(hp: Architecture, n_rows: int, n_ctx: int) -> int:
     """Return a bound on what attention over pages needs beside its result.
 
     Each row and head has a partial sum for each split of its positions: 32 << l positions each up

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arch import ModelFile
-from ..arch.tensors import require_nextn
+from ..arch.mtp import require_nextn
 from ..errors import ConfigError, InternalError, NativeError
 from ..ggml.device import Device
 from ..ggml.free_memory import host_memory

@@ -46,14 +46,9 @@ class Sequences(Positions):
         return {il: tensor for state in self.states for il, tensor in state.v.items()}
 
     @property
-    def conv(self) -> dict[int, Tensor]:
-        """Return the convolution states of all layers."""
-        return {il: tensor for state in self.states for il, tensor in state.conv.items()}
-
-    @property
-    def ssm(self) -> dict[int, Tensor]:
+    def layer_states(self) -> dict[int, tuple[Tensor, ...]]:
         """Return the recurrent states of all layers."""
-        return {il: tensor for state in self.states for il, tensor in state.ssm.items()}
+        return {il: tensors for one in self.states for il, tensors in one.layer_states.items()}
 
     @property
     def last_out(self) -> Tensor | None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from ..arch import ModelFile
-from ..arch.hparams import HParams
+from ..arch.base import Architecture
 from ..config import EngineConfig
 from ..errors import ConfigError, InternalError
 from ..events import Progress, Stopwatch
@@ -35,7 +35,7 @@ class Stage:
     """
 
     device: Device
-    hp: HParams
+    hp: Architecture
     layers: range
     weights: Weights
     banks: ExpertBanks

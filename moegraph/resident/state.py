@@ -1,4 +1,4 @@
-"""KV cache of full-attention layers and recurrent states of DeltaNet layers.
+"""KV caches and recurrent states.
 
 A sequence has a slot: a row of every recurrent state, and a list of pages of the KV caches
 (kvpool.py). Passes over any slots run with the same graphs. An engine with one sequence has its
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..arch.hparams import HParams
+from ..arch.base import Architecture
 from ..errors import ConfigError, InternalError
 from ..ggml.device import Device
 from ..ggml.handles import Buffer, Context
@@ -23,22 +23,22 @@ from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor, type_id
 from ..units import round_up
 from .kvpool import KVPool
-from .layout import draft_room, draft_widths, zeros_bytes
+from .layout import PAGE, draft_room, zeros_bytes
 from .poolshape import PoolShape, Positions
 
 
 class DraftRows:
-    """Device memory for the inputs of these layers' DeltaNet recurrences in one verify pass.
+    """Device memory for what layers with states keep of the rows of one verify pass.
 
-    Of each layer and row: the input of the convolution [conv_dim], log decay and beta [n_v_heads].
-    There is no memory before the first verify pass.
+    `Layer.drafts` has the widths, which are the same in all these layers. There is no memory before
+    the first verify pass.
     """
 
-    def __init__(self, device: Device, hp: HParams, layers: range) -> None:
+    def __init__(self, device: Device, hp: Architecture, layers: range) -> None:
         self._device = device
-        self._widths = draft_widths(hp)
-        recurrent = [il for il in layers if hp.is_recurrent(il)]
-        self._layers = {il: i for i, il in enumerate(recurrent)}
+        kept = {il: hp.layer(il).drafts for il in layers if hp.layer(il).drafts}
+        self._widths = next(iter(kept.values()), ())
+        self._layers = {il: i for i, il in enumerate(kept)}
         self._buffer: Buffer | None = None
         self.n_rows = 0
 
@@ -113,13 +113,13 @@ class State:
     """KV cache and recurrent states of all sequences in some layers, on one device.
 
     positions: of the sequences; `shape`, `n_ctx`, `n_seq`, `pool` and `n_past` are its own.
-    k, v: of each full-attention layer, [n_embd_gqa, shape.n_rows + 1]; `pool` knows which row has
+    k, v: of each layer with a KV cache, [n_embd_gqa, shape.n_rows + 1]; `pool` knows which row has
         which position. Padding rows of a pass are written to the last row, which nothing reads.
     k_words, v_words: the same memory as F32, to move rows byte for byte; empty if a row is not a
         multiple of 4 bytes.
     drafts: what a verify pass keeps of its rows.
-    conv: of each DeltaNet layer, F32 [(d_conv - 1) * conv_dim, n_seq].
-    ssm: of each DeltaNet layer, F32 [head_v_dim^2 * n_v_heads, n_seq].
+    page_size: positions of a page.
+    layer_states: of each layer with recurrent states (`Layer.states`), F32 [size, n_seq] each.
     last_out: F32 [n_embd, n_seq], the output of the last layer at each sequence's last position,
         from which an MTP block drafts; None unless the layers have one, which is layer n_layer. It
         is zeros in an empty sequence, and who runs a pass keeps it up to date.
@@ -133,7 +133,7 @@ class State:
     """
 
     def __init__(
-        self, device: Device, hp: HParams, layers: range, positions: Positions,
+        self, device: Device, hp: Architecture, layers: range, positions: Positions,
         type_k: str, type_v: str,
     ) -> None:  # fmt: skip
         self.positions, self.device = positions, device
@@ -146,21 +146,21 @@ class State:
         self._context = Context(4 * len(layers) + 4)
         self.k: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}
-        self.conv: dict[int, Tensor] = {}
-        self.ssm: dict[int, Tensor] = {}
+        self.layer_states: dict[int, tuple[Tensor, ...]] = {}
+        self.page_size = PAGE
         self.spare_row = positions.spare_row
         rows = self.spare_row + 1
         for il in layers:
-            if hp.is_recurrent(il):
-                self.conv[il] = self._new(F32, (hp.ssm_d_conv - 1) * hp.conv_dim, n_seq)
-                self.ssm[il] = self._new(F32, hp.head_v_dim**2 * hp.n_v_heads, n_seq)
-            else:
-                self.k[il] = self._new(type_id(type_k), hp.n_embd_head_k * hp.n_head_kv, rows)
-                self.v[il] = self._new(type_id(type_v), hp.n_embd_head_v * hp.n_head_kv, rows)
+            layer = hp.layer(il)
+            if layer.states:
+                self.layer_states[il] = tuple(self._new(F32, n, n_seq) for n in layer.state_sizes)
+            if layer.kv:
+                self.k[il] = self._new(type_id(type_k), layer.kv[0], rows)
+                self.v[il] = self._new(type_id(type_v), layer.kv[1], rows)
         self._mtp = hp.n_layer
         has_mtp = self._mtp in layers
         self.last_out: Tensor | None = self._new(F32, hp.n_embd, n_seq) if has_mtp else None
-        self.recurrent = [*self.conv.values(), *self.ssm.values()]
+        self.recurrent = [t for kind in zip(*self.layer_states.values()) for t in kind]
         if self.last_out is not None:
             self.recurrent.append(self.last_out)
         self.caches = [*self.k.values(), *self.v.values()]

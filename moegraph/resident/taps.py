@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.hparams import HParams
+from ..arch.base import Architecture
 from ..errors import InternalError
 from ..ggml.device import Device
 from ..ggml.handles import Buffer, Context, closed_on_failure
@@ -37,7 +37,7 @@ class TapRows:
     the memory, F32; `offset` says where a tap begins.
     """
 
-    def __init__(self, device: Device, hp: HParams) -> None:
+    def __init__(self, device: Device, hp: Architecture) -> None:
         self._device, self._hp = device, hp
         self._buffer: Buffer | None = None
         self._context: Context | None = None

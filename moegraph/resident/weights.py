@@ -338,18 +338,14 @@ class LayerWeights(dict[str, Tensor]):
         }
 
 
-# Projections of the same vector. For one row, one product with all of them saves up to three
-# launches and as many quantizations of that vector.
-_SAME_INPUT = (
-    ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight"),
-    ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
-)
-
-
 def _groups(model: ModelFile, il: int) -> list[tuple[str, ...]]:
-    """Return the groups of a layer's projections that have the same type."""
+    """Return the groups of a layer's projections that have the same type.
+
+    For one row, one product with all of them saves up to three launches and as many quantizations
+    of that vector.
+    """
     groups = []
-    for names in _SAME_INPUT:
+    for names in model.hparams.same_input:
         by_type: dict[object, list[str]] = {}
         for name in (f"blk.{il}.{name}" for name in names):
             if name in model.tensors:

@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager, closing, nullcontext
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.inputs import PAGED, PassShape
 from ..errors import InternalError, RequestError
 from ..ggml.choose import DRAW_ROWS
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs, Results
 from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import PAGED, InputBlock, PassShape
+from ..graphs.inputs import InputBlock
 from ..graphs.paged import can_page
 from ..kinds import Kind
 from ..resident.layout import MAX_PAGED_ROWS, PADDED_WIDTHS, graph_bytes

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from ..errors import InternalError, RequestError
 from ..graphs.head import Results
-from ..graphs.rows import Tree
-from ..graphs.tree import PADDING, check_parents
+from ..graphs.rows import PADDING, Tree, check_parents
 from ..kinds import Kind, MissRules, rules_of
 
 # Asked in the middle of a pass: whether it is cancelled, or may pause. Called at some moment of it.

@@ -20,8 +20,6 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, MAX_TREE_ROWS, Builder
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.deltanet import DeltaRows
-from ..graphs.tree import build_commit
 from ..resident.stage import Stage
 from ..units import round_up
 from .batch import Batch, Callback
@@ -187,11 +185,12 @@ class Commits:
             place(self._buffer, leaves[name], offset)
         C.ggml_set_input(leaves["slots"])  # kernels read it early
         for il in stage.layers:
-            if stage.hp.is_recurrent(il):
-                rows, w = DeltaRows(*stage.state.drafts.leaves(b, il)), stage.weights.layer(il)
+            layer = stage.hp.layer(il)
+            if layer.states:
+                rows, w = stage.state.drafts.leaves(b, il), stage.weights.layer(il)
                 inputs = leaves["slots"], leaves["path"], leaves["lengths"]
-                build_commit(b, stage.hp, w, stage.state, rows, *inputs, il)
-            elif moves:
+                stage.hp.commit(b, w, stage.state, rows, *inputs, il)
+            if layer.kv and moves:
                 for cache in (stage.state.k_words[il], stage.state.v_words[il]):
                     copy = b.get_rows(cache, leaves["sources"])
                     b.expand(b.set_rows(cache, copy, leaves["targets"]))

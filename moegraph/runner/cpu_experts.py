@@ -26,7 +26,6 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor, shape
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.experts import build_expert_rows
 from ..resident.bank import Bank, strided_stack
 from ..resident.stage import Stage
 from ..resident.store import ExpertStore
@@ -196,7 +195,7 @@ class GraphCpuExperts(CpuExperts):
         x = put(b.leaf(F32, (hp.n_embd, n_tokens), "x"), "x")
         ids = put(b.leaf(I32, (k, n_tokens), "ids"), "ids")
         weights = put(b.leaf(F32, (1, k, n_tokens), "weights"), "weights")
-        return put(build_expert_rows(b, self._banks[il], x, ids, weights, il), "y")
+        return put(hp.expert_rows(b, self._banks[il].parts, x, ids, weights, il), "y")
 
     def _prepare(self, il: int, n_tokens: int) -> None:
         self._graph(il, n_tokens)

@@ -72,12 +72,9 @@ def _nodes_of(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray
 def _states(stage: Stage, slots: tuple[int, ...]) -> dict[tuple[str, int], npt.NDArray[Any]]:
     """Return the recurrent states in some slots."""
     hp, found, rows = stage.hp, {}, list(slots)
-    for il in stage.state.ssm:
-        conv = read_tensor(stage.state.conv[il])[rows]
-        ssm = read_tensor(stage.state.ssm[il])[rows]
-        d = hp.head_v_dim
-        found["conv_state_last", il] = _squeezed(conv.reshape(-1, hp.conv_dim, hp.ssm_d_conv - 1))
-        found["new_state", il] = _squeezed(ssm.reshape(-1, hp.n_v_heads, d, d))
+    for il, tensors in stage.state.layer_states.items():
+        for (name, ne), tensor in zip(hp.layer(il).states, tensors):
+            found[name, il] = _squeezed(read_tensor(tensor)[rows].reshape(-1, *reversed(ne)))
     return found
 
 

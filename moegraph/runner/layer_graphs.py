@@ -12,29 +12,28 @@ computes the input norm of the next one.
 
 from __future__ import annotations
 
+from ..arch.inputs import PassShape
 from ..experts.passplan import MissMode
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.experts import (
-    build_expert_rows,
+    build_absent,
     build_expert_sum,
     build_fetched_slots,
     build_slots,
 )
 from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import InputBlock, PassShape
+from ..graphs.inputs import InputBlock
 from ..graphs.layer import (
     Routed,
     build_input_norm,
     build_last_tap,
-    build_layer_end,
     build_mixer_router,
     build_moe,
     build_tap,
 )
-from ..graphs.router import build_absent
 from ..resident.bank import Bank
 from ..resident.stage import Stage
 from ..units import round_up
@@ -185,7 +184,7 @@ class LayerGraphs:
         if bank.n_slots == 0:
             rows = b.fill(self._rows_leaf(b, r.post_norm.ne[1]), 0.0)
         else:
-            rows = build_expert_rows(b, bank, r.post_norm, slots, r.routing.weights, il)
+            rows = stage.hp.expert_rows(b, bank.parts, r.post_norm, slots, r.routing.weights, il)
         c.put(b.expand(rows), "expert_rows")
 
     def _router_leaves(self, b: Builder, n_tokens: int) -> tuple[Tensor, Tensor]:
@@ -226,7 +225,7 @@ class LayerGraphs:
         c = self.carry
         post_norm, weights = self._router_leaves(b, n_tokens)
         slots = c.leaf(b, "slots", I32, self._stage.hp.n_expert_used, n_tokens)
-        rows = build_expert_rows(b, bank, post_norm, slots, weights, -1)
+        rows = self._stage.hp.expert_rows(b, bank.parts, post_norm, slots, weights, -1)
         if self._sums_last:
             c.put(b.expand(b.add(self._rows_leaf(b, n_tokens), rows)), "expert_rows")
         else:
@@ -256,7 +255,8 @@ class LayerGraphs:
             self._embd(b, "residual", n_tokens),
             self._embd(b, "post_norm", n_tokens),
         )
-        x = build_layer_end(b, self._stage, residual, post_norm, moe, il)
+        stage = self._stage
+        x = stage.hp.layer_end(b, stage.weights.layer(il), residual, post_norm, moe, il)
         self._put_outputs(b, x, il)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.inputs import PassShape
 from ..errors import Cancelled, InternalError
 from ..experts.cache import ExpertCache
 from ..experts.cost import MissCosts, choose_ways
@@ -40,7 +41,6 @@ from ..experts.residency import Residency
 from ..ggml.lib import C, ffi
 from ..graphs.head import Results
 from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import PassShape
 from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner

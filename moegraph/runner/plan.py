@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from ..arch.inputs import PAGED, PassShape
 from ..experts.passplan import MissMode
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.head import Results
-from ..graphs.inputs import PAGED, PassShape
 from ..resident.stage import Stage
 from .layer_graphs import LayerGraphs
 from .misses import AddGraphs
@@ -157,9 +157,9 @@ class LaunchPlans:
     def _step(self, shape: PassShape, layers: range, mode: MissMode) -> LaunchStep:
         """Return the step of these layers, with the graphs that complete the last one."""
         graphs, n_tokens = self._layer_graphs, shape.n_tokens
-        # the KV length does not matter to DeltaNet layers: one graph serves all lengths
-        is_recurrent = all(self._stage.hp.is_recurrent(il) for il in layers)
-        layer_shape = shape._replace(n_out=0, n_kv=PAGED if is_recurrent else shape.n_kv)
+        # without KV caches, one graph serves all lengths
+        has_kv = any(self._stage.hp.layer(il).kv for il in layers)
+        layer_shape = shape._replace(n_out=0, n_kv=shape.n_kv if has_kv else PAGED)
         # what of the mode matters to this graph
         fetch_layers = mode.fetch_layers & frozenset(layers)
         il, may_lack = layers[-1], graphs.may_lack(layers[-1], mode)

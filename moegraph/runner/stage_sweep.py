@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.inputs import PassShape
 from ..errors import InternalError
 from ..experts.crossing import Crossing, Forecast, Group, by_popularity
 from ..experts.passplan import PassPlan
@@ -28,7 +29,6 @@ from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import Segment, kv_length
-from ..graphs.inputs import PassShape
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from ..resident.hostcopies import StatesCopy
 from .results import NotFinite, Output
@@ -163,7 +163,7 @@ class StageSweep:
         if il == s.stage.layers.start:
             self._send_inputs(chunk)
         s.memory.copy(s.memory.hidden, chunk.row, s.carried("l_out"), 0, chunk.n)
-        if not s.stage.hp.is_recurrent(il) or not self._is_plain:
+        if s.stage.hp.layer(il).kv or not self._is_plain:
             s.memory.inputs.select(at)
         return self._shape_of(chunk)
 
@@ -192,7 +192,7 @@ class StageSweep:
             self._n_ahead += 1
 
     def _step(self, il: int, chunk: Chunk) -> SweepStep:
-        if self._s.stage.hp.is_recurrent(il):
+        if not self._s.stage.hp.layer(il).kv:
             return SweepStep("recurrent", chunk.n)
         n_kv = max(kv_length(self._state, segment.end) for segment in chunk.segments)
         return SweepStep("attention", chunk.n, n_kv)
@@ -400,15 +400,15 @@ class StageSweep:
 
     def _copy_state(self, il: int, chunk: Chunk) -> None:
         """Copy the recurrent states after a chunk to the host, if one ends at a cut."""
-        state = self._state
-        if il not in state.ssm:
+        states = self._state.layer_states.get(il)
+        if states is None:
             return
         for segment in chunk.segments:
             for copy in self._prompts[segment.slot].saved:
                 if copy.n_past == segment.end:
-                    self._save(copy, segment.slot, [state.conv[il], state.ssm[il]])
+                    self._save(copy, segment.slot, states)
 
-    def _save(self, copy: StatesCopy, slot: int, states: list[Tensor]) -> None:
+    def _save(self, copy: StatesCopy, slot: int, states: Sequence[Tensor]) -> None:
         s = self._s
         s.stage.sequences.copies.take_layer(copy, slot, s.device, states)
 

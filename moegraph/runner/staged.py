@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.inputs import PassShape
 from ..errors import InternalError, RequestError
-from ..graphs.inputs import PassShape
 from .base import Runner
 from .batch import Batch, Callback, Once, Predicate
 from .boundary import Boundary, Relay

@@ -69,7 +69,7 @@ class SweepBatch:
 class Form(Enum):
     """How the rows of chunks are given to graphs.
 
-    PLAIN: those of one sequence, as many as there are. JOINT: of several (graphs/joint.py).
+    PLAIN: those of one sequence, as many as there are. JOINT: of several (`JointRows`).
     ROUNDED: of one or several, rounded up.
     """
 

@@ -14,14 +14,13 @@ it and from there after it (`HiddenRows`, `CarryBuffers`), and units name their 
 
 from __future__ import annotations
 
+from ..arch.inputs import PAGED, PassShape
 from ..errors import InternalError
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.experts import build_expert_rows, build_slots
+from ..graphs.experts import build_slots
 from ..graphs.head import Results, build_head
 from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import PAGED, PassShape
-from ..graphs.joint import fill
 from ..graphs.layer import Routed, build_input_norm, build_mixer_router, build_moe
 from ..resident.bank import Ring
 from ..resident.stage import Stage
@@ -65,8 +64,8 @@ class SweepGraphs:
         return self._layer_graphs.carry
 
     def _of_layer(self, il: int, shape: PassShape) -> PassShape:
-        """Return what of a shape matters to a layer: a graph of a DeltaNet serves any length."""
-        return shape._replace(n_kv=PAGED) if self._stage.hp.is_recurrent(il) else shape
+        """Return what matters to a layer: without a KV cache, a graph serves any length."""
+        return shape if self._stage.hp.layer(il).kv else shape._replace(n_kv=PAGED)
 
     def mixer(self, il: int, n: int, shape: PassShape) -> BuiltGraph:
         """Return `mixer` for n rows; its outputs: the ids I32 [n_used, n] for the host.
@@ -144,7 +143,7 @@ class SweepGraphs:
         m, x = self._stage, self._hidden.leaf(b, n)
         inputs = self._memory.inputs.leaves(b, x, shape)
         if inputs.joint:
-            x = fill(b, x, inputs.joint)
+            x = inputs.joint.fill(b, x)
         norm = build_input_norm(b, m, x, il)
         return build_mixer_router(b, m, inputs, shape, x, norm, il)
 
@@ -183,7 +182,7 @@ class SweepGraphs:
         if bank.n_slots == 0:
             rows = b.fill(self._carry.leaf(b, "expert_rows", F32, m.hp.n_embd, k, n), 0.0)
         else:
-            rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
+            rows = m.hp.expert_rows(b, bank.parts, post_norm, slots, weights, il)
         self._carry.put(b.expand(rows), "expert_rows")
 
     def _build_unit(self, b: Builder, il: int, group: int, n_padded: int) -> None:
@@ -199,7 +198,8 @@ class SweepGraphs:
         cur = b.reshape(cur, n_embd, n, n_padded // n)
         weights = b.reshape(b.get_rows(memory.tensor("weights"), at), 1, n, n_padded // n)
         slots = b.reshape(slot, n, n_padded // n)
-        rows = build_expert_rows(b, self._ring.bank(il, group), cur, slots, weights, -1)
+        parts = self._ring.bank(il, group).parts
+        rows = self._stage.hp.expert_rows(b, parts, cur, slots, weights, -1)
         rows = b.reshape(rows, n_embd, n_padded)
         if self._sums_last:
             b.expand(b.set_rows(memory.tensor("expert_rows"), rows, at))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.inputs import PassShape
 from ..experts.crossing import Group, padded
 from ..experts.residency import Residency
 from ..ggml.handles import Context, Event
@@ -18,7 +19,6 @@ from ..ggml.ops import F32, Tensor
 from ..graphs.cache import GraphCache
 from ..graphs.chunk import Segment
 from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import PassShape
 from ..resident.bank import Ring
 from ..resident.layout import N_GROUPS, PAGE, group_size
 from ..resident.stage import Stage
@@ -198,7 +198,7 @@ class Sweeps:
         seen = set()
         for il in self.stage.layers:
             full = banks.n_slots[il] == hp.n_expert
-            kind = hp.is_recurrent(il), full, self.ring and not full and self.ring.kind(il)
+            kind = hp.layer(il), full, self.ring and not full and self.ring.kind(il)
             if kind in seen:
                 continue
             seen.add(kind)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..arch.inputs import PassShape
 from ..errors import Cancelled, InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
+from ..graphs.experts import build_absent
 from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import InputBlock, PassShape
+from ..graphs.inputs import InputBlock
 from ..graphs.layer import (
     build_input_norm,
     build_last_tap,
@@ -18,7 +20,6 @@ from ..graphs.layer import (
     build_moe,
     build_tap,
 )
-from ..graphs.router import build_absent
 from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner

@@ -20,7 +20,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Hyper-parameters that the layers need, named as in moegraph/arch/hparams.py."""
+    """Hyper-parameters that the layers need, named as in moegraph/arch/base.py."""
 
     n_layer: int
     n_embd: int

@@ -12,11 +12,11 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 from helpers.graph_runs import Array, Graph, nmse, random
 
+from moegraph.arch.blocks.experts import build_expert_rows
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
 from moegraph.ggml.ops import I32, Tensor
-from moegraph.graphs.experts import build_expert_rows, build_expert_sum, build_slots
-from moegraph.resident.bank import Bank
+from moegraph.graphs.experts import build_expert_sum, build_slots
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -87,7 +87,7 @@ class Experts:
         parts["down"] = graph.blocks(self.kind, self.down, N_FF, self.n_embd, N_SLOTS)
         x = graph.b.scale(graph.leaf(self.x), 1.0)
         routing = graph.leaf(self.routing)
-        rows = build_expert_rows(graph.b, Bank(N_SLOTS, parts), x, slots, routing, 0)
+        rows = build_expert_rows(graph.b, parts, x, slots, routing, 0)
         act = rows.src[0].src[1]
         products = [act.src[0].src[0]] if merged else [act.src[0], act.src[1]]
         return rows, act, products

@@ -11,11 +11,11 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 from helpers.graph_runs import Array, Graph, nmse, random
 
+from moegraph.arch.blocks.experts import build_expert_rows
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
 from moegraph.ggml.ops import I32, Tensor
-from moegraph.graphs.experts import build_expert_rows, build_expert_sum
-from moegraph.resident.bank import Bank
+from moegraph.graphs.experts import build_expert_sum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -60,7 +60,7 @@ class Experts:
             parts[part] = b.view(whole, (n_in, n_out, self.N_SLOTS), (whole.nb[1], whole.nb[2]))
         slots, routing = graph.leaf(self.ids, I32), graph.leaf(self.routing)
         x = b.scale(graph.leaf(self.x), 1.0)
-        rows = build_expert_rows(b, Bank(self.N_SLOTS, parts), x, slots, routing, 0)
+        rows = build_expert_rows(b, parts, x, slots, routing, 0)
         down = rows.src[0]
         if apart:
             C.ggml_set_output(down)

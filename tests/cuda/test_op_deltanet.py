@@ -12,7 +12,7 @@ from helpers.tree_rows import ConvCase, DeltaCase, check_lengths, padded
 from helpers.tree_shapes import TREES, path
 
 from moegraph.ggml.device import Device
-from moegraph.graphs.tree import check_parents
+from moegraph.graphs.rows import check_parents
 
 # Squared error over squared norm of the rows of a path. The order of sums is that of chains; the
 # GPU's exp differs from the CPU's by some 1e-7, once for each ancestor.

@@ -86,7 +86,7 @@ def contents(engine: Engine, seq: int = 0) -> Values:
     found = [np.array(engine.held(seq))]
     for stage in engine.stages:
         one = stage.state
-        found += [read_tensor(t)[seq].copy() for t in (*one.conv.values(), *one.ssm.values())]
+        found += [read_tensor(t)[seq].copy() for each in one.layer_states.values() for t in each]
         found += [read_tensor(t)[rows].copy() for t in (*one.k.values(), *one.v.values())]
     return found
 

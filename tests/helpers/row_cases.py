@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from helpers.graph_runs import Graph, random
+from moegraph.arch.blocks.experts import build_expert_rows, build_shared_expert
+from moegraph.arch.blocks.router import build_router
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
 from moegraph.ggml.ops import F32, I32, Tensor
-from moegraph.graphs.experts import build_expert_rows, build_expert_sum, build_shared_expert
-from moegraph.graphs.router import build_router
-from moegraph.resident.bank import Bank
+from moegraph.graphs.experts import build_expert_sum
 
 WIDTHS = (2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 100)
 N_ROWS = max(WIDTHS)
@@ -98,7 +98,7 @@ def experts(gate_up: str, down: str) -> Build:
             "down": matrix(graph, down, 5, N_FF, N_EMBD, N_EXPERT),
         }
         slots, weights = graph.leaf(ids_of(rows), I32), graph.leaf(rows_of(4, rows, N_USED, 1))
-        each = build_expert_rows(b, Bank(N_EXPERT, parts), x, slots, weights, 0)
+        each = build_expert_rows(b, parts, x, slots, weights, 0)
         return build_expert_sum(b, each, 0)
 
     return build

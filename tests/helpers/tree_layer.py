@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from helpers.tree_shapes import forest, heap, path
+from moegraph.arch.blocks.deltanet import build_commit, build_deltanet
+from moegraph.arch.inputs import PassShape
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, Builder
-from moegraph.graphs.deltanet import build_deltanet
-from moegraph.graphs.inputs import PassShape
-from moegraph.graphs.tree import build_commit, build_tree_deltanet, check_parents
+from moegraph.graphs.rows import check_parents
 
 Array = npt.NDArray[np.float32]
 
@@ -51,12 +51,17 @@ class Layer:
                 values = -np.abs(values)
             C.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
         self.weights = type("Weights", (dict,), {"joined": {}})(leaf)
-        self.state = SimpleNamespace(conv={0: conv}, ssm={0: ssm})
+        self.state = SimpleNamespace(layer_states={0: (conv, ssm)}, drafts=self)
+        self._rows: Any = None
+
+    def keep(self, b: Builder, rows: Any, il: int) -> None:
+        """Note the rows of a verify pass, for the commit in the same graph."""
+        self._rows = rows
 
     def states(self) -> Array:
         """Return the states of every slot: [N_SLOTS, n], the convolution's first."""
         found: list[Array] = []
-        for tensor in (self.state.conv[0], self.state.ssm[0]):
+        for tensor in self.state.layer_states[0]:
             found.append(np.empty(C.ggml_nelements(tensor), np.float32))
             C.ggml_backend_tensor_get(tensor, ffi.from_buffer(found[-1]), 0, found[-1].nbytes)
         return np.concatenate([values.reshape(N_SLOTS, -1) for values in found], 1)
@@ -74,20 +79,18 @@ class Layer:
             slots = b.leaf(I32, (n_seqs,), "slots")
             inputs = [(cur, x), (slots, np.array(SLOTS[:n_seqs], np.int32))]
             args = (b, HP, self.weights, self.state)
-            if trees is None:
-                out = b.expand(build_deltanet(*args, shape, slots, cur, 0))
-            else:
-                parents = b.leaf(I32, (n_tokens, n_seqs), "parents")
-                out, rows = build_tree_deltanet(*args, shape, slots, parents, cur, 0)
-                inputs.append((parents, check_parents(trees)))
-                b.expand(out)
+            inp = SimpleNamespace(slots=slots, parents=None, joint=None)
+            if trees is not None:
+                inp.parents = b.leaf(I32, (n_tokens, n_seqs), "parents")
+                inputs.append((inp.parents, check_parents(trees)))
+            out = b.expand(build_deltanet(*args, inp, shape, cur, 0))
             if paths is not None:
                 path = b.leaf(I32, (len(paths[0]), n_seqs), "path")
                 firsts = n_tokens * np.arange(n_seqs)[:, None]
                 inputs.append((path, np.array(firsts + paths, np.int32)))
                 lengths = b.leaf(I32, (n_seqs,), "lengths")
                 inputs.append((lengths, np.full(n_seqs, len(paths[0]), np.int32)))
-                build_commit(*args, rows, slots, path, lengths, 0)
+                build_commit(*args, self._rows, slots, path, lengths, 0)
             with Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, self.device.buft)):
                 for tensor, array in inputs:
                     C.ggml_backend_tensor_set(

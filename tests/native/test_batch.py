@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from moegraph.errors import InternalError, RequestError
-from moegraph.graphs.rows import Tree, fill_mask
-from moegraph.graphs.tree import PADDING
+from moegraph.graphs.rows import PADDING, Tree, fill_mask
 from moegraph.kinds import Kind
 from moegraph.runner import Batch
 

@@ -14,6 +14,7 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 from helpers.patience import until
 
+from moegraph.arch.blocks.experts import build_expert_rows
 from moegraph.errors import InternalError
 from moegraph.ggml.cpu_ffn import CpuFfn
 from moegraph.ggml.device import Device
@@ -21,8 +22,7 @@ from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, Tensor
 from moegraph.graphs.cache import GraphCache
-from moegraph.graphs.experts import build_expert_rows, build_expert_sum
-from moegraph.resident.bank import Bank
+from moegraph.graphs.experts import build_expert_sum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -61,7 +61,7 @@ class Layer:
         self.x = C.ggml_new_tensor_2d(self._context.ptr, F32, self.n_embd, MAX_ROWS)
         self.weights = C.ggml_new_tensor_3d(self._context.ptr, F32, 1, N_USED, MAX_ROWS)
         self.ids = C.ggml_new_tensor_2d(self._context.ptr, I32, N_USED, MAX_ROWS)
-        self.bank = Bank(N_EXPERT, parts)
+        self.parts = parts
         self._buffer = Buffer(
             C.ggml_backend_alloc_ctx_tensors_from_buft(self._context.ptr, self._cpu.buft)
         )
@@ -88,7 +88,7 @@ class Layer:
             x = b.view(self.x, (self.n_embd, n_rows), (self.x.nb[1],))
             weights = b.view(self.weights, (1, N_USED, n_rows), tuple(self.weights.nb)[1:3])
             ids = b.view(self.ids, (N_USED, n_rows), (self.ids.nb[1],))
-            return build_expert_sum(b, build_expert_rows(b, self.bank, x, ids, weights, 0), 0)
+            return build_expert_sum(b, build_expert_rows(b, self.parts, x, ids, weights, 0), 0)
 
         built = self._graphs.get(n_rows, 128, build)
         self._cpu.check(C.mg_launch(self._cpu.compute.ptr, built.graph, ffi.NULL, 0), "graph")
@@ -115,7 +115,7 @@ class Layer:
     def begun(self, ffn: CpuFfn, n_rows: int) -> npt.NDArray[np.float32]:
         """Have our kernel begin; return what it will write to."""
         y = np.full((n_rows, self.n_embd), np.nan, np.float32)
-        self.described = ffn.layer(self.bank.parts)  # lives as long as the job
+        self.described = ffn.layer(self.parts)  # lives as long as the job
         x, ids, weights = self.x.data, self.ids.data, self.weights.data
         ffn.begin(self.described, x, ids, weights, n_rows, ffi.cast("float *", y.ctypes.data))
         return y
@@ -314,6 +314,6 @@ def test_other_shapes_are_refused(make_layer) -> None:
             layer.own(ffn, 3)
     with CpuFfn(1, N_EMBD, 2 * N_FF, N_USED, 2) as ffn:
         with pytest.raises(InternalError, match=r"expert stack \[512, 256, 20, 1\].*expected"):
-            ffn.layer(layer.bank.parts)
+            ffn.layer(layer.parts)
     with pytest.raises(InternalError, match="each must be at least 1"):
         CpuFfn(0, N_EMBD, N_FF, N_USED, 2)

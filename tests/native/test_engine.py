@@ -66,7 +66,8 @@ def states_of(engine: Engine) -> dict[str, np.ndarray]:
     from moegraph.runner.inspect import read_tensor
 
     state = engine.state
-    groups = {"conv": state.conv, "ssm": state.ssm, "k": state.k, "v": state.v}
+    conv, ssm = ({il: t[i] for il, t in state.layer_states.items()} for i in range(2))
+    groups = {"conv": conv, "ssm": ssm, "k": state.k, "v": state.v}
     return {
         f"{kind}-{il}": read_tensor(t)
         for kind, tensors in groups.items()

@@ -12,7 +12,7 @@ import pytest
 from helpers.mtp import MtpModel
 
 from moegraph.arch import open_model
-from moegraph.arch.tensors import require_nextn
+from moegraph.arch.mtp import require_nextn
 from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter

@@ -16,7 +16,7 @@ from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, MAX_TREE_ROWS, Builder
-from moegraph.graphs.tree import check_parents
+from moegraph.graphs.rows import check_parents
 
 HEADS = [(2, 2, 64), (2, 4, 128), (1, 3, 16), (2, 2, 20)]
 # Slots of sequences, in a pool of five; the last two name no slot of it.

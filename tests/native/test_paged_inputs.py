@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from helpers.tree_shapes import TREES
 
+from moegraph.arch.inputs import PAGED, PassInputs, PassShape
 from moegraph.engine import Engine
 from moegraph.ggml.handles import Context
 from moegraph.ggml.ops import Builder
-from moegraph.graphs.inputs import PAGED, PassInputs, PassShape
 from moegraph.graphs.paged import ROW_WORDS, can_page
 from moegraph.kinds import Kind
 from moegraph.resident.layout import MAX_PAGED_ROWS, PAGE

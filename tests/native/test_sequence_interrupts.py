@@ -116,7 +116,7 @@ class Interrupted(Machine):
 
     def forward_with_nan(self) -> None:
         slots = self.some_slots()
-        tensor = next(iter(self.engine.state.ssm.values()))
+        tensor = next(iter(self.engine.state.layer_states.values()))[1]
         nan = np.array([np.nan], np.float32)
         C.ggml_backend_tensor_set(tensor, ffi.from_buffer(nan), slots[0] * tensor.nb[1], 4)
         tokens = self.rng.integers(0, N_VOCAB, (len(slots), 1))

@@ -89,7 +89,7 @@ def test_a_stage_has_its_layers_and_no_others(
     assert [s.has_head for s in cut] == [False, False, True]
     for stage in cut:
         state, mine = stage.state, set(stage.layers)
-        assert set(state.conv) | set(state.k) == mine and set(state.ssm) == set(state.conv)
+        assert set(state.layer_states) | set(state.k) == mine
         assert set(stage.banks.n_slots) == mine
         assert set(stage.store.layers) == mine - {n_layer - 1}
         with pytest.raises(KeyError):

@@ -269,7 +269,7 @@ def test_graphs_of_all_chunks_can_be_built_ahead(
 def states(engine: Engine, seq: int) -> list[Floats]:
     """Return the recurrent states of a sequence."""
     state = engine.state
-    return [read_tensor(t)[seq].copy() for t in (*state.conv.values(), *state.ssm.values())]
+    return [read_tensor(t)[seq].copy() for each in state.layer_states.values() for t in each]
 
 
 def keys(engine: Engine, seq: int) -> list[npt.NDArray[Any]]:
@@ -489,7 +489,7 @@ def test_rows_that_are_taken_together_have_the_bits_of_rows_alone(
     real = experts.build_grouped_experts
 
     def build(*args: Any) -> Tensor:
-        grouped.append(args[5])
+        grouped.append(args[6])
         return real(*args)
 
     monkeypatch.setattr(experts, "build_grouped_experts", build)

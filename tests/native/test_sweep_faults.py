@@ -79,7 +79,7 @@ def held(engine: Engine) -> list[npt.NDArray[Any]]:
     """Return all that sequence 0 consists of."""
     state = engine.state
     rows = state.pool.rows(np.array(0), np.arange(state.n_past[0]))
-    found = [read_tensor(t)[0].copy() for t in (*state.conv.values(), *state.ssm.values())]
+    found = [read_tensor(t)[0].copy() for each in state.layer_states.values() for t in each]
     found += [read_tensor(t)[rows].copy() for t in (*state.k.values(), *state.v.values())]
     return [np.array(engine.held(0)), np.array(state.n_past), *found]
 

@@ -12,13 +12,13 @@ from helpers.faults import FAULTS, faulty
 from helpers.stages import MODES, N_SEQ, Stages, batches, new_config, new_stage
 
 from moegraph.arch import ModelFile, open_model
+from moegraph.arch.inputs import PassShape
 from moegraph.engine.runners import open_runner
 from moegraph.errors import InternalError, OutOfDeviceMemory
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import Builder
 from moegraph.graphs.head import Results
-from moegraph.graphs.inputs import PassShape
 from moegraph.kinds import MOST_BEHIND
 from moegraph.runner import Batch, Runner, WholeRunner
 from moegraph.runner.inspect import node_values, read_tensor

@@ -55,7 +55,7 @@ class Alone:
 def states_of(engine: Engine) -> list[np.ndarray]:
     """Copy all recurrent states."""
     state = engine.state
-    return [read_tensor(t) for t in (*state.conv.values(), *state.ssm.values())]
+    return [read_tensor(t) for each in state.layer_states.values() for t in each]
 
 
 def held_by(engine: Engine, slot: int) -> list[int]:
@@ -291,7 +291,7 @@ def test_what_cannot_be_committed_is_refused_and_changes_nothing(open_engine: Op
 
 def poke(engine: Engine, slot: int, value: float) -> None:
     """Change a number in a recurrent state of a sequence."""
-    tensor = next(iter(engine.state.ssm.values()))
+    tensor = next(iter(engine.state.layer_states.values()))[1]
     raw = np.array([value], np.float32)
     C.ggml_backend_tensor_set(tensor, ffi.from_buffer(raw), slot * tensor.nb[1], 4)
 

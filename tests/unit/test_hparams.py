@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 from helpers.ggufbytes import REAL_35B, Shape, T, key, kv, kv_array, model_pairs
 
-from moegraph.arch.hparams import HParams, read_hparams
+from moegraph.arch.qwen35moe import Qwen35Moe
 from moegraph.errors import ModelFileError, UnsupportedModel
 from moegraph.gguf.metadata import Metadata
 from moegraph.gguf.reader import Reader
 from moegraph.gguf.scan import _read_metadata
 
 N_VOCAB = 40
-Read = Callable[..., HParams]
+Read = Callable[..., Qwen35Moe]
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
     """Return a function that reads the hyper-parameters of a shape with some keys replaced."""
 
-    def run(shape: Shape | None = None, **changes: bytes | None) -> HParams:
+    def run(shape: Shape | None = None, **changes: bytes | None) -> Qwen35Moe:
         pairs: dict[str, bytes | None] = {**model_pairs(shape or Shape())}
         pairs |= {key(name.replace("__", ".")): value for name, value in changes.items()}
         kept = [p for p in pairs.values() if p is not None]
-        return read_hparams(_metadata(tmp_path / "a.gguf", kept), N_VOCAB)
+        return Qwen35Moe.read(_metadata(tmp_path / "a.gguf", kept), N_VOCAB)
 
     return run
 
@@ -55,8 +55,8 @@ def text(suffix: str, v: str) -> bytes:
 
 def test_the_35b_shape_gives_the_sizes_of_the_real_model(read: Read) -> None:
     hp = read(Shape(**REAL_35B))
-    assert (hp.n_layer, hp.n_layer_nextn, hp.n_layer_recurrent) == (40, 1, 30)
-    assert [il for il in range(40) if not hp.is_recurrent(il)] == list(range(3, 40, 4))
+    assert (hp.n_layer, hp.n_layer_nextn, sum(hp.recurrent)) == (40, 1, 30)
+    assert [il for il in range(40) if hp.layer(il).kv] == list(range(3, 40, 4))
     assert (hp.head_k_dim, hp.head_v_dim, hp.n_k_heads, hp.n_v_heads) == (128, 128, 16, 32)
     assert (hp.key_dim, hp.value_dim, hp.conv_dim) == (2048, 4096, 8192)
     assert (hp.n_embd_head_k, hp.n_rot, hp.n_head, hp.n_head_kv) == (256, 64, 16, 2)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import asdict, fields, replace
 
 import pytest
 from helpers import shared  # noqa: F401 - it finds the scripts
@@ -17,7 +15,8 @@ from modelgen.presets import PRESETS
 from modelgen.tensors import Plan as Tensors
 
 from moegraph.arch import open_model
-from moegraph.arch.tensors import nextn_tensors, require_nextn
+from moegraph.arch.mtp import nextn_tensors, require_nextn
+from moegraph.arch.qwen35moe import Qwen35Moe
 from moegraph.config import EngineConfig
 from moegraph.errors import ModelFileError, UnsupportedModel
 from moegraph.placement.drafters import mtp_bytes, wants_mtp
@@ -74,7 +73,8 @@ def test_the_benchmark_shape_may_have_a_block() -> None:
     entries = {t.name: t.entry() for t in Tensors(shape, Mix(preset.mix), Calibration()).tensors()}
     block = {n.removeprefix("blk.40."): e for n, e in entries.items() if n.startswith("blk.40.")}
     heads = {"n_embd_head_k": shape.head_dim, "n_embd_head_v": shape.head_dim}
-    hp: Any = SimpleNamespace(**asdict(shape), **heads)
+    sizes = {f.name: asdict(shape).get(f.name, 0) for f in fields(Qwen35Moe)}
+    hp = Qwen35Moe(**sizes | heads)
     for name, spec in nextn_tensors(hp, shape.merged_gate_up).items():
         if name in block:
             assert block[name].ne == spec.ne, name

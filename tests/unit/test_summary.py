@@ -9,9 +9,10 @@ import pytest
 from helpers.ggufbytes import Q, Shape, Tensor, add, edit, model_file, model_tensors
 
 from moegraph.arch import open_model
-from moegraph.arch.hparams import HParams
-from moegraph.arch.summary import kv_bytes_per_layer, state_bytes, summarize
-from moegraph.arch.tensors import expected_tensors
+from moegraph.arch.base import Architecture
+from moegraph.arch.model import expected_tensors
+from moegraph.arch.qwen35moe import Qwen35Moe
+from moegraph.arch.summary import kv_bytes, state_bytes, summarize
 from moegraph.errors import ConfigError
 from moegraph.gguf.scan import TensorInfo
 from moegraph.units import MiB
@@ -19,7 +20,9 @@ from moegraph.units import MiB
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")
 
 
-def load(tmp_path: Path, shape: Shape, **kwargs: object) -> tuple[HParams, dict[str, TensorInfo]]:
+def load(
+    tmp_path: Path, shape: Shape, **kwargs: object
+) -> tuple[Architecture, dict[str, TensorInfo]]:
     path = tmp_path / "m.gguf"
     path.write_bytes(model_file(shape, **kwargs).build())  # type: ignore[arg-type]
     with open_model(path) as model:
@@ -86,9 +89,9 @@ def test_unknown_tensors_are_unused(tmp_path: Path) -> None:
     assert summarize(*load(tmp_path, Shape(), tensors=extra)).unused_bytes == 20
 
 
-def big() -> tuple[HParams, dict[str, TensorInfo]]:
+def big() -> tuple[Architecture, dict[str, TensorInfo]]:
     """Return the 35B-A3B shape with Q4_K experts, without writing 20 GB."""
-    hp = HParams(
+    hp = Qwen35Moe(
         n_vocab=248_320,
         n_embd=2048,
         n_layer=40,
@@ -132,16 +135,17 @@ def test_the_35b_shape_has_the_published_sizes() -> None:
     s = summarize(hp, tensors)
     assert round(s.n_params / 1e9) == 35 and round(s.active_params / 1e9) == 3
     assert s.bytes_per_expert == 3 * 2048 * 512 // 256 * 144
-    assert kv_bytes_per_layer(hp) == 2 * (2 * 256) * 2
-    assert kv_bytes_per_layer(hp, "q8_0", "q4_0") == (512 // 32) * (34 + 18)
-    # 96 KiB of convolution and 2 MiB of DeltaNet state in each of 30 layers.
-    assert state_bytes(hp) == 30 * (96 * 1024 + 2 * MiB)
-    assert state_bytes(hp, 4) == 4 * state_bytes(hp)
+    attention, delta = hp.layer(3), hp.layer(0)
+    assert kv_bytes(attention) == 2 * (2 * 256) * 2 and kv_bytes(delta) == 0
+    assert kv_bytes(attention, "q8_0", "q4_0") == (512 // 32) * (34 + 18)
+    # 96 KiB of convolution and 2 MiB of DeltaNet state.
+    assert state_bytes(delta) == 96 * 1024 + 2 * MiB and state_bytes(attention) == 0
+    assert state_bytes(delta, 4) == 4 * state_bytes(delta)
 
 
 def test_cache_types_that_cannot_hold_a_row_are_refused(tmp_path: Path) -> None:
     hp, _ = load(tmp_path, Shape(head_dim=8, n_rot=8))
     with pytest.raises(ConfigError, match="type_k is 'q8_0', whose blocks of 32"):
-        kv_bytes_per_layer(hp, "q8_0")
+        kv_bytes(hp.layer(3), "q8_0")
     with pytest.raises(ConfigError, match="type_v is 'bf17'; allowed: f16"):
-        kv_bytes_per_layer(hp, "f16", "bf17")
+        kv_bytes(hp.layer(3), "f16", "bf17")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..ggml.ops import Builder, Tensor
+if TYPE_CHECKING:
+    from ...ggml.ops import Builder, Tensor
 
 
 @dataclass(frozen=True)

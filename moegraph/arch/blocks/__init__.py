@@ -1,0 +1,1 @@
+"""Parts of layers that several architectures share; what differs is an argument."""

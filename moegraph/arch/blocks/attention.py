@@ -1,0 +1,199 @@
+"""Full attention over a KV cache, with normed heads, and with or without an output gate."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ...errors import InternalError
+from ..base import Architecture, Layer
+from ..inputs import Memory, PassInputs, PassShape, Weights, project
+from ..tensors import Expected, matrix, vector
+from .length import spans
+
+if TYPE_CHECKING:
+    from ...ggml.ops import Builder, Tensor
+
+_KV = ("attn_k.weight", "attn_v.weight")
+
+
+def attention_layer(hp: Architecture) -> Layer:
+    """Return what an attention layer keeps."""
+    return Layer("attention", kv=(hp.n_embd_head_k * hp.n_head_kv, hp.n_embd_head_v * hp.n_head_kv))
+
+
+def attention_tensors(hp: Architecture, gated: bool) -> dict[str, Expected]:
+    """Return the tensors of an attention mixer; gated: each head of Q has a gate after it."""
+    d = hp.n_embd_head_k
+    return {
+        "attn_norm.weight": vector(hp.n_embd),
+        "attn_q.weight": matrix(hp.n_embd, (1 + gated) * d * hp.n_head),
+        "attn_k.weight": matrix(hp.n_embd, d * hp.n_head_kv),
+        "attn_v.weight": matrix(hp.n_embd, hp.n_embd_head_v * hp.n_head_kv),
+        "attn_output.weight": matrix(d * hp.n_head, hp.n_embd),
+        "attn_q_norm.weight": vector(d),
+        "attn_k_norm.weight": vector(d),
+    }
+
+
+def build_attention(
+    b: Builder, hp: Architecture, w: Weights, memory: Memory, inp: PassInputs, shape: PassShape,
+    cur: Tensor, il: int, gated: bool,
+) -> Tensor:  # fmt: skip
+    """Append one attention mixer: F32 [n_embd, n_tokens] in and out.
+
+    gated: each head of attn_q has d query elements, then d of a gate of the head's output.
+
+    Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn, and qwen3moe.cpp.
+    """
+    d, n_head, n_tokens = hp.n_embd_head_k, hp.n_head, cur.ne[1]
+    q, k, v = project(b, w, ("attn_q.weight", *_KV), cur)
+    gate = None
+    if gated:
+        q_full = b.name(q, "Qcur_full", il)
+        strides = (8 * d, 8 * d * n_head)
+        q = b.view(q_full, (d, n_head, n_tokens), strides)
+        gate = b.view(q_full, (d, n_head, n_tokens), strides, 4 * d)
+    else:
+        q = b.reshape(q, d, n_head, n_tokens)
+    q = b.name(b.norm(q, w["attn_q_norm.weight"], hp.f_norm_rms_eps), "Qcur_normed", il)
+    k = _normed_keys(b, hp, w, k, il)
+    if gate is not None:
+        gate = b.name(b.cont(gate, d * n_head, n_tokens), "gate_reshaped", il)
+    v = _value_heads(b, hp, v, il)
+
+    q = b.name(b.rope(q, inp.pos, hp), "Qcur", il)
+    k = b.name(b.rope(k, inp.pos, hp), "Kcur", il)
+
+    cur = _attend(b, hp, memory, inp, shape, (q, k, v), il)
+    if gate is not None:
+        cur = b.name(cur, "attn_pregate", il)
+        gate = b.name(b.sigmoid(gate), "gate_sigmoid", il)
+        cur = b.name(b.mul(cur, gate), "attn_gated", il)
+    return b.name(b.mul_mat(w["attn_output.weight"], cur), "attn_output", il)
+
+
+def build_keys_values(
+    b: Builder, hp: Architecture, w: Weights, memory: Memory, pos: Tensor, kv_idx: Tensor,
+    cur: Tensor, il: int,
+) -> None:  # fmt: skip
+    """Append only the writes of K and V of rows F32 [n_embd, n_tokens], as `build_attention` does.
+
+    pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the caches.
+    """
+    k, v = project(b, w, _KV, cur)
+    k = b.name(b.rope(_normed_keys(b, hp, w, k, il), pos, hp), "Kcur", il)
+    _write(b, memory, *_rotated(b, memory, k, _value_heads(b, hp, v, il)), kv_idx, il)
+
+
+def _normed_keys(b: Builder, hp: Architecture, w: Weights, k: Tensor, il: int) -> Tensor:
+    """Append the norm of the heads of K: F32 [d, n_head_kv, n_tokens]."""
+    k = b.reshape(k, hp.n_embd_head_k, hp.n_head_kv, k.ne[1])
+    return b.name(b.norm(k, w["attn_k_norm.weight"], hp.f_norm_rms_eps), "Kcur_normed", il)
+
+
+def _value_heads(b: Builder, hp: Architecture, v: Tensor, il: int) -> Tensor:
+    return b.name(b.reshape(v, hp.n_embd_head_v, hp.n_head_kv, v.ne[1]), "Vcur", il)
+
+
+def _rotated(b: Builder, memory: Memory, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Append the rotations of quantized K and V."""
+    if memory.rot_k is not None:
+        k = b.mul_mat_hadamard(memory.rot_k, k)
+    if memory.rot_v is not None:
+        v = b.mul_mat_hadamard(memory.rot_v, v)
+    return k, v
+
+
+def _write(b: Builder, memory: Memory, k: Tensor, v: Tensor, kv_idx: Tensor, il: int) -> None:
+    """Append the writes of K and V to rows kv_idx of the caches."""
+    # K last: CUDA fuses rope, view and set_rows only if they follow one another
+    for t in (v, k):
+        b.expand(t)
+    b.expand(b.set_rows(memory.k[il], _merge_heads(b, k), kv_idx))
+    b.expand(b.set_rows(memory.v[il], _merge_heads(b, v), kv_idx))
+
+
+def _attend(
+    b: Builder,
+    hp: Architecture,
+    memory: Memory,
+    inp: PassInputs,
+    shape: PassShape,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    il: int,
+) -> Tensor:
+    """Append the writes of K and V to the cache and the attention: F32 [d * n_head, n_tokens]."""
+    q, k, v = qkv
+    if memory.rot_k is not None:
+        q = b.mul_mat_hadamard(memory.rot_k, q)
+    k, v = _rotated(b, memory, k, v)
+    b.expand(q)
+    _write(b, memory, k, v, inp.kv_idx, il)
+
+    scale = 1.0 / math.sqrt(hp.n_embd_head_k)
+    if inp.pages is not None and inp.rows is not None:
+        out = b.paged_attn(
+            q, memory.k[il], memory.v[il], inp.pages, inp.rows, memory.page_size, scale
+        )
+    else:
+        out = _attend_by_mask(b, hp, memory, inp, shape, q, scale, il)
+    out = b.expand(out)
+    return out if memory.rot_v is None else b.mul_mat_hadamard(memory.rot_v, out)
+
+
+def _attend_by_mask(
+    b: Builder, hp: Architecture, memory: Memory, inp: PassInputs, shape: PassShape, q: Tensor,
+    scale: float, il: int,
+) -> Tensor:  # fmt: skip
+    """Append llama.cpp's attention over a view of the caches, or over the rows gathered from them.
+
+    q F32 [d, n_head, n_tokens]; returns F32 [d * n_head, n_tokens].
+    """
+    if inp.kq_mask is None:
+        raise InternalError("a pass has neither pages nor a mask")
+    d, n_head, n_seq_tokens, n_seqs = hp.n_embd_head_k, hp.n_head, shape.n_seq_tokens, shape.n_seqs
+    if inp.joint:
+        q = inp.joint.spread(b, b.reshape(q, d * n_head, q.ne[2]))
+        q = b.reshape(q, d, n_head, shape.n_tokens)
+    q = b.view(q, (d, n_head, n_seq_tokens, n_seqs), (q.nb[1], q.nb[2], q.nb[2] * n_seq_tokens))
+    if inp.kv_rows is None:  # the engine's only sequence: its positions are in order
+        cached_k, cached_v = memory.k[il], memory.v[il]
+    else:
+        cached_k = _gathered(b, memory.k_words[il], inp.kv_rows, memory.k[il], shape.n_kv)
+        cached_v = _gathered(b, memory.v_words[il], inp.kv_rows, memory.v[il], shape.n_kv)
+    out = b.flash_attn(
+        b.permute(q, 0, 2, 1, 3),
+        _heads(b, hp, shape, cached_k),
+        _heads(b, hp, shape, cached_v),
+        inp.kq_mask,
+        scale,
+        memory.n_attention_parts,
+    )
+    out = b.reshape(out, d * n_head, n_seq_tokens * n_seqs)
+    return inp.joint.gather(b, out) if inp.joint else out
+
+
+def _merge_heads(b: Builder, t: Tensor) -> Tensor:
+    """View [d, n_head_kv, n_tokens] as [d * n_head_kv, n_tokens]; CUDA fuses only a view."""
+    return b.view(t, (t.ne[0] * t.ne[1], t.ne[2]), (t.nb[2],))
+
+
+def _gathered(b: Builder, words: Tensor, rows: Tensor, cache: Tensor, n_kv: int) -> Tensor:
+    """Append a copy of rows I32 [n] of a cache, byte for byte: [n_embd_gqa, n], the cache's type.
+
+    words: the cache's memory as F32. n: a multiple of n_kv.
+    """
+    found = spans(b, n_kv, b.get_rows(words, rows), 1, 2, 3)
+    return spans(b, n_kv, b.retype(found, cache.type, cache.ne[0]), 1, 2, 3)
+
+
+def _heads(b: Builder, hp: Architecture, shape: PassShape, rows: Tensor) -> Tensor:
+    """View rows of the pass's sequences as [d, n_kv, n_head_kv, n_seqs].
+
+    rows: [n_embd_gqa, at least n_kv * n_seqs], first all positions of the first sequence.
+    """
+    d, row, n_kv = hp.n_embd_head_k, rows.nb[1], shape.n_kv
+    ne = (d, hp.n_head_kv, n_kv, shape.n_seqs)
+    heads = b.view(rows, ne, (row // hp.n_head_kv, row, row * n_kv))
+    return spans(b, n_kv, b.permute(spans(b, n_kv, heads, 2, 3), 0, 2, 1, 3), 1, 3)

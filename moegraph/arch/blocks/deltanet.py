@@ -1,0 +1,292 @@
+"""Gated DeltaNet: a short convolution and the gated delta rule; both update the states.
+
+In shapes, T is n_seq_tokens and S is n_seqs. The states are columns of the two
+tensors of `Memory.layer_states`; slots I32 [S] names the column of each sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..base import Architecture, Layer
+from ..hparams import MAX_DIM, key
+from ..inputs import JointRows, Memory, PassInputs, PassShape, Weights, project
+from ..tensors import Expected, matrix, vector
+
+if TYPE_CHECKING:
+    from ...ggml.ops import Builder, Tensor
+    from ...gguf.metadata import Metadata
+
+PROJECTIONS = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight")
+
+
+@dataclass(frozen=True)
+class DeltaArchitecture(Architecture):
+    """An architecture some of whose layers are gated DeltaNets: those where `recurrent` is true."""
+
+    ssm_d_conv: int
+    ssm_d_inner: int
+    ssm_d_state: int
+    ssm_dt_rank: int
+    ssm_n_group: int
+    recurrent: tuple[bool, ...]
+
+    @property
+    def head_k_dim(self) -> int:
+        """Return the width of a DeltaNet key head."""
+        return self.ssm_d_state
+
+    @property
+    def head_v_dim(self) -> int:
+        """Return the width of a DeltaNet value head."""
+        return self.ssm_d_inner // self.ssm_dt_rank
+
+    @property
+    def n_k_heads(self) -> int:
+        """Return the number of DeltaNet key heads; value head h reads key head h % n_k_heads."""
+        return self.ssm_n_group
+
+    @property
+    def n_v_heads(self) -> int:
+        """Return the number of DeltaNet value heads."""
+        return self.ssm_dt_rank
+
+    @property
+    def key_dim(self) -> int:
+        """Return the width of all DeltaNet key heads together."""
+        return self.head_k_dim * self.n_k_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Return the width of all DeltaNet value heads together."""
+        return self.head_v_dim * self.n_v_heads
+
+    @property
+    def conv_dim(self) -> int:
+        """Return the number of convolution channels: q, k and v side by side."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def n_layer_recurrent(self) -> int:
+        """Return how many of the n_layer layers are DeltaNet layers."""
+        return sum(self.recurrent)
+
+
+def read_delta(meta: Metadata) -> dict[str, Any]:
+    """Read the sizes of the DeltaNet layers."""
+    d_conv = meta.integer(key(meta, "ssm_d_conv"), 2, 64)
+    d_inner = meta.integer(key(meta, "ssm_d_inner"), 1, MAX_DIM)
+    d_state = meta.integer(key(meta, "ssm_d_state"), 1, MAX_DIM)
+    dt_rank = meta.integer(key(meta, "ssm_dt_rank"), 1, MAX_DIM)
+    n_group = meta.integer(key(meta, "ssm_n_group"), 1, MAX_DIM)
+    if d_inner != dt_rank * d_state:
+        raise meta.error(
+            key(meta, "ssm_d_inner"),
+            f"is {d_inner}; it must be {dt_rank} value heads "
+            f"({key(meta, 'ssm_dt_rank')}) times the state size {d_state} "
+            f"({key(meta, 'ssm_d_state')})",
+        )
+    if dt_rank % n_group:
+        raise meta.error(
+            key(meta, "ssm_n_group"),
+            f"gives {n_group} key heads, "
+            f"which do not divide the {dt_rank} value heads ({key(meta, 'ssm_dt_rank')})",
+        )
+    return {
+        "ssm_d_conv": d_conv,
+        "ssm_d_inner": d_inner,
+        "ssm_d_state": d_state,
+        "ssm_dt_rank": dt_rank,
+        "ssm_n_group": n_group,
+    }
+
+
+def delta_layer(hp: DeltaArchitecture) -> Layer:
+    """Return what a DeltaNet layer keeps."""
+    d = hp.head_v_dim
+    states = (
+        ("conv_state_last", (hp.ssm_d_conv - 1, hp.conv_dim)),
+        ("new_state", (d, d, hp.n_v_heads)),
+    )
+    return Layer("DeltaNet", states=states, drafts=(hp.conv_dim, hp.n_v_heads, hp.n_v_heads))
+
+
+def delta_tensors(hp: DeltaArchitecture) -> dict[str, Expected]:
+    """Return the tensors of a DeltaNet mixer."""
+    return {
+        "attn_norm.weight": vector(hp.n_embd),
+        "attn_qkv.weight": matrix(hp.n_embd, hp.conv_dim),
+        "attn_gate.weight": matrix(hp.n_embd, hp.value_dim),
+        "ssm_conv1d.weight": vector(hp.ssm_d_conv, hp.conv_dim),
+        "ssm_dt.bias": vector(hp.n_v_heads),
+        "ssm_a": vector(hp.n_v_heads),
+        "ssm_beta.weight": matrix(hp.n_embd, hp.n_v_heads),
+        "ssm_alpha.weight": matrix(hp.n_embd, hp.n_v_heads),
+        "ssm_norm.weight": vector(hp.head_v_dim),
+        "ssm_out.weight": matrix(hp.value_dim, hp.n_embd),
+    }
+
+
+@dataclass(frozen=True)
+class _DeltaRows:
+    """Inputs of one layer's recurrences; enough to run some of the rows again.
+
+    qkv F32 [conv_dim, T, S], before the convolution. gate (log of the decay, <= 0) and beta: F32
+    [1, n_v_heads, T, S].
+    """
+
+    qkv: Tensor
+    gate: Tensor
+    beta: Tensor
+
+
+def build_deltanet(
+    b: Builder, hp: DeltaArchitecture, w: Weights, memory: Memory, inp: PassInputs,
+    shape: PassShape, cur: Tensor, il: int,
+) -> Tensor:  # fmt: skip
+    """Append one DeltaNet mixer: F32 [n_embd, n_tokens] in and out.
+
+    With inp.joint, the rows of the sequences are not equally many; shape has the rectangle. With
+    inp.parents, each row continues its parent; a root continues the states, which do not change.
+    Then the inputs of the recurrences go to memory.drafts, from which `build_commit` runs the
+    accepted rows again.
+
+    Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn_linear, except that states
+    are read and written in place; upstream copies them.
+    """
+    if inp.joint is not None:
+        return _joint_deltanet(b, hp, w, memory, inp.joint, inp.slots, shape, cur, il)
+    rows, z = _project_rows(b, hp, w, shape, cur, il)
+    out = _recurrence(b, hp, w, memory, rows, inp.slots, il, inp.parents)
+    out = _output(b, hp, w, shape, out, z, il)
+    if inp.parents is not None:
+        memory.drafts.keep(b, (rows.qkv, rows.gate, rows.beta), il)
+    return out
+
+
+def _joint_deltanet(
+    b: Builder, hp: DeltaArchitecture, w: Weights, memory: Memory, joint: JointRows, slots: Tensor,
+    shape: PassShape, cur: Tensor, il: int,
+) -> Tensor:  # fmt: skip
+    n, flat = cur.ne[1], PassShape(cur.ne[1], 1, shape.n_kv, 0)
+    rows, z = _project_rows(b, hp, w, flat, cur, il)
+    rows = _spread_rows(b, rows, shape, joint)
+    out = _recurrence(b, hp, w, memory, rows, slots, il, lengths=joint.lengths)
+    out = joint.gather(b, b.reshape(out, hp.value_dim, shape.n_tokens))
+    out = b.reshape(out, hp.head_v_dim, hp.n_v_heads, n, 1)
+    return _output(b, hp, w, flat, out, z, il)
+
+
+def _spread_rows(b: Builder, rows: _DeltaRows, shape: PassShape, joint: JointRows) -> _DeltaRows:
+    """Append copies of rows of several sequences to their places in the rectangle of shape."""
+    n, t, s = rows.qkv.ne[1], shape.n_seq_tokens, shape.n_seqs
+    n_channels, n_v = rows.qkv.ne[0], rows.gate.ne[1]
+    qkv = b.reshape(joint.spread(b, b.reshape(rows.qkv, n_channels, n)), n_channels, t, s)
+    gate, beta = (
+        b.expand(b.reshape(joint.spread(b, b.reshape(one, n_v, n)), 1, n_v, t, s))
+        for one in (rows.gate, rows.beta)
+    )
+    return _DeltaRows(qkv, gate, beta)
+
+
+def _project_rows(
+    b: Builder, hp: DeltaArchitecture, w: Weights, shape: PassShape, cur: Tensor, il: int
+) -> tuple[_DeltaRows, Tensor]:
+    """Append the projections of rows F32 [n_embd, n_tokens]; z is F32 [value_dim, n_tokens]."""
+    t, s, n_v = shape.n_seq_tokens, shape.n_seqs, hp.n_v_heads
+
+    qkv, z, beta, alpha = project(b, w, PROJECTIONS, cur)
+    qkv = b.name(b.reshape(qkv, hp.conv_dim, t, s), "linear_attn_qkv_mixed", il)
+    z = b.name(z, "z", il)
+    beta = b.name(b.reshape(beta, 1, n_v, t, s), "beta", il)
+    # CUDA runs the nodes from here to k in _recurrence as one kernel, in this order, for few
+    # rows
+    beta = b.expand(b.name(b.sigmoid(beta), "beta_sigmoid", il))
+    alpha = b.name(b.reshape(alpha, n_v, t, s), "alpha", il)
+    softplus = b.name(b.softplus(b.add(alpha, w["ssm_dt.bias"])), "a_softplus", il)
+    gate = b.expand(b.name(b.mul(softplus, w["ssm_a"]), "gate", il))
+    return _DeltaRows(qkv, b.reshape(gate, 1, n_v, t, s), beta), z
+
+
+def _output(
+    b: Builder, hp: DeltaArchitecture, w: Weights, shape: PassShape, out: Tensor, z: Tensor, il: int
+) -> Tensor:
+    """Append norm, gate z and projection of out F32 [head_v_dim, n_v_heads, T, S].
+
+    Returns F32 [n_embd, n_tokens].
+    """
+    d_v, n_v, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs
+    out = b.norm(out, w["ssm_norm.weight"], hp.f_norm_rms_eps)
+    out = b.mul(out, b.silu(b.reshape(z, d_v, n_v, t, s)))
+    # one matrix of rows, also of several sequences: else CUDA would read the weights for each of
+    # them, with a kernel whose sums have another order
+    out = b.name(b.reshape(out, d_v * n_v, t * s), "final_output", il)
+    return b.name(b.mul_mat(w["ssm_out.weight"], out), "linear_attn_out", il)
+
+
+def _recurrence(
+    b: Builder, hp: DeltaArchitecture, w: Weights, memory: Memory, rows: _DeltaRows,
+    slots: Tensor, il: int, parents: Tensor | None = None, lengths: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Append convolution and delta rule: F32 [head_v_dim, n_v_heads, T, S].
+
+    They store the new states. With parents I32 [T, S] (see graphs/rows.py) they store none. With
+    lengths I32 [S], only the first lengths[s] rows of a sequence count.
+    """
+    conv_state, state = memory.layer_states[il]
+    conv = b.conv(rows.qkv, w["ssm_conv1d.weight"], conv_state, slots, parents, lengths)
+    conv = b.name(b.silu(b.name(conv, "conv_output_raw", il)), "conv_output_silu", il)
+    q, k, v = _split_qkv(b, hp, conv)
+    q = b.expand(b.name(_l2_norm(b, q, hp.f_norm_rms_eps), "q_conv_predelta", il))
+    k = b.expand(b.name(_l2_norm(b, k, hp.f_norm_rms_eps), "k_conv_predelta", il))
+    b.name(v, "v_conv_predelta", il)
+    args = (q, k, v, rows.gate, rows.beta, state, slots, parents, lengths)
+    out = b.delta_net(*args)
+    return b.expand(b.name(out, "attn_output", il))
+
+
+def _split_qkv(b: Builder, hp: DeltaArchitecture, conv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """View q, k [head_k_dim, n_k_heads, T, S] and v [head_v_dim, n_v_heads, T, S]."""
+    parts, offset = [], 0
+    for d, n in (
+        (hp.head_k_dim, hp.n_k_heads),
+        (hp.head_k_dim, hp.n_k_heads),
+        (hp.head_v_dim, hp.n_v_heads),
+    ):
+        ne = (d, n, conv.ne[1], conv.ne[2])
+        parts.append(b.view(conv, ne, (4 * d, conv.nb[1], conv.nb[2]), offset))
+        offset += 4 * d * n
+    return parts[0], parts[1], parts[2]
+
+
+def _l2_norm(b: Builder, x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(sum(x^2) + eps), as rms_norm and scale, which CUDA runs as one kernel."""
+    n = x.ne[0]
+    return b.scale(b.rms_norm(x, eps / n), 1.0 / math.sqrt(n))
+
+
+def build_commit(
+    b: Builder, hp: DeltaArchitecture, w: Weights, memory: Memory, rows: Sequence[Tensor],
+    slots: Tensor, path: Tensor, lengths: Tensor, il: int,
+) -> None:  # fmt: skip
+    """Append the update of a layer's states by the rows of one path through each sequence's tree.
+
+    rows: what `build_deltanet` kept, or several such passes. slots I32 [S]. path: I32 [n_accepted,
+    S], rows counted over all sequences (row r of sequence s is s * T + r), of each tree from its
+    root on; lengths: I32 [S], how many of them count. The recurrences of build_deltanet run over
+    the path alone, so the states are those of a pass without the rest of the tree.
+    """
+    n, s, n_v = path.ne[0], path.ne[1], hp.n_v_heads
+    flat = b.reshape(path, n * s)
+
+    def along(a: Tensor, width: int) -> Tensor:
+        n_rows = math.prod(a.ne[i] for i in range(4)) // width
+        return b.get_rows(b.reshape(a, width, n_rows), flat)
+
+    qkv = b.reshape(along(rows[0], hp.conv_dim), hp.conv_dim, n, s)
+    gate, beta = (b.reshape(along(a, n_v), 1, n_v, n, s) for a in rows[1:])
+    accepted = _DeltaRows(qkv, gate, beta)
+    _recurrence(b, hp, w, memory, accepted, slots, il, lengths=lengths)

@@ -1,0 +1,79 @@
+"""Routed experts over stacks of slots, and the shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..base import Architecture
+from ..inputs import Weights
+from ..tensors import Expected, matrix
+
+if TYPE_CHECKING:
+    from ...ggml.ops import Builder, Tensor
+
+
+def expert_tensors(hp: Architecture, merged: bool) -> dict[str, Expected]:
+    """Return the tensors of router and routed experts; merged: as in `layer_tensors`."""
+    n_embd, n_ff, n_expert = hp.n_embd, hp.n_ff_exp, hp.n_expert
+    if merged:
+        experts = {"ffn_gate_up_exps.weight": matrix(n_embd, 2 * n_ff, n_expert)}
+    else:
+        experts = {
+            "ffn_gate_exps.weight": matrix(n_embd, n_ff, n_expert),
+            "ffn_up_exps.weight": matrix(n_embd, n_ff, n_expert),
+        }
+    return experts | {
+        "ffn_gate_inp.weight": matrix(n_embd, n_expert),
+        "ffn_down_exps.weight": matrix(n_ff, n_embd, n_expert),
+    }
+
+
+def shared_tensors(hp: Architecture) -> dict[str, Expected]:
+    """Return the tensors of the shared expert and its gate."""
+    n_embd, n_ff = hp.n_embd, hp.n_ff_shexp
+    return {
+        "ffn_gate_inp_shexp.weight": matrix(n_embd),
+        "ffn_gate_shexp.weight": matrix(n_embd, n_ff),
+        "ffn_up_shexp.weight": matrix(n_embd, n_ff),
+        "ffn_down_shexp.weight": matrix(n_ff, n_embd),
+    }
+
+
+def build_expert_rows(
+    b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor, il: int
+) -> Tensor:
+    """Append the weighted outputs of single experts with SwiGLU; see `Architecture.expert_rows`.
+
+    For few rows, CUDA runs gate, up and activation as one kernel if
+    they are in this order.
+
+    Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
+    """
+    k, n_tokens = slots.ne[0], slots.ne[1]
+    cur = b.reshape(cur, cur.ne[0], cur.ne[1] * cur.ne[2] // n_tokens, n_tokens)
+    if "gate_up" in parts:
+        both = b.name(b.mul_mat_id(parts["gate_up"], cur, slots), "ffn_moe_gate_up", il)
+        half, strides = (both.ne[0] // 2, k, n_tokens), (both.nb[1], both.nb[2])
+        gate = b.name(b.view(both, half, strides), "ffn_moe_gate", il)
+        up = b.name(b.view(both, half, strides, 2 * both.ne[0]), "ffn_moe_up", il)
+    else:
+        up = b.name(b.mul_mat_id(parts["up"], cur, slots), "ffn_moe_up", il)
+        gate = b.name(b.mul_mat_id(parts["gate"], cur, slots), "ffn_moe_gate", il)
+    act = b.name(b.swiglu(gate, up), "ffn_moe_swiglu", il)
+    down = b.name(b.mul_mat_id(parts["down"], act, slots), "ffn_moe_down", il)
+    return b.expand(b.name(b.mul(down, weights), "ffn_moe_weighted", il))
+
+
+def build_shared_expert(b: Builder, w: Weights, cur: Tensor, il: int) -> Tensor:
+    """Append the shared expert, scaled by its gate: F32 [n_embd, n_tokens] in and out.
+
+    Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_ffn.
+    """
+    up = b.name(b.mul_mat(w["ffn_up_shexp.weight"], cur), "ffn_up", il)
+    gate = b.name(b.mul_mat(w["ffn_gate_shexp.weight"], cur), "ffn_gate", il)
+    act = b.name(b.swiglu(gate, up), "ffn_swiglu", il)
+    out = b.name(b.mul_mat(w["ffn_down_shexp.weight"], act), "ffn_shexp", il)
+    gate = b.name(b.mul_mat(w["ffn_gate_inp_shexp.weight"], cur), "shared_expert_gate", il)
+    gate = b.name(b.sigmoid(gate), "shared_expert_gate_sigmoid", il)
+    return b.name(b.mul(out, gate), "ffn_shexp_gated", il)

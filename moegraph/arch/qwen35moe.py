@@ -1,0 +1,188 @@
+"""qwen35moe: Qwen3.5 and Qwen3.6 Mixture-of-Experts models.
+
+Most mixers are gated DeltaNets, every fourth is attention with gated heads. Each layer has routed
+experts and a shared one. Keys that llama.cpp ignores here (expert_weights_scale, attention.scale,
+the yarn_* keys) are ignored too.
+
+Source: mirrors llama.cpp src/models/qwen35moe.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedModel
+from .base import Architecture, Layer, Routing
+from .blocks.attention import attention_layer, attention_tensors, build_attention, build_keys_values
+from .blocks.deltanet import (
+    PROJECTIONS,
+    DeltaArchitecture,
+    build_commit,
+    build_deltanet,
+    delta_layer,
+    delta_tensors,
+    read_delta,
+)
+from .blocks.experts import (
+    build_expert_rows,
+    build_shared_expert,
+    expert_tensors,
+    shared_tensors,
+)
+from .blocks.router import build_router
+from .hparams import (
+    MAX_DIM,
+    MAX_LAYERS,
+    key,
+    read_attention,
+    read_experts,
+    read_rope,
+    read_sizes,
+)
+from .inputs import Memory, PassInputs, PassShape, Weights
+from .tensors import Expected, vector
+
+if TYPE_CHECKING:
+    from ..ggml.ops import Builder, Tensor
+    from ..gguf.metadata import Metadata
+
+
+@dataclass(frozen=True)
+class Qwen35Moe(DeltaArchitecture):
+    """See `Architecture`; recurrent: which layers are DeltaNets."""
+
+    name = "qwen35moe"
+    families = "Qwen3.5 and Qwen3.6 Mixture-of-Experts"
+    same_input = (PROJECTIONS, *Architecture.same_input)
+
+    @classmethod
+    def read(cls, meta: Metadata, n_vocab: int) -> Qwen35Moe:
+        """Read and check the hyper-parameters."""
+        sizes, layers = read_sizes(meta, n_vocab), _layers(meta)
+        n_all = layers["n_layer"] + layers["n_layer_nextn"]
+        attention = read_attention(meta, sizes["n_embd"], n_all)
+        _check_sections(meta, attention["n_rot"], attention["n_embd_head_k"])
+        return cls(
+            **sizes,
+            **layers,
+            **attention,
+            **read_experts(meta, n_all, shared=True),
+            **read_rope(meta, sizes["n_ctx_train"]),
+            **read_delta(meta),
+        )
+
+    def _is_recurrent(self, il: int) -> bool:
+        """Return whether layer il is a DeltaNet; the prediction block has attention."""
+        return il < self.n_layer and self.recurrent[il]
+
+    def layer(self, il: int) -> Layer:
+        """Return what layer il keeps."""
+        return delta_layer(self) if self._is_recurrent(il) else attention_layer(self)
+
+    def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
+        """Return the tensors of layer il."""
+        mixer = delta_tensors(self) if self._is_recurrent(il) else attention_tensors(self, True)
+        norm = {"post_attention_norm.weight": vector(self.n_embd)}
+        return mixer | norm | expert_tensors(self, merged) | shared_tensors(self)
+
+    @property
+    def mixer_width(self) -> int:
+        """Return a bound on the F32 numbers that a mixer has of a row."""
+        return 3 * self.conv_dim + 3 * self.value_dim + super().mixer_width
+
+    def mixer(
+        self, b: Builder, w: Weights, memory: Memory, inp: PassInputs, shape: PassShape,
+        cur: Tensor, il: int,
+    ) -> Tensor:  # fmt: skip
+        """Append DeltaNet or attention."""
+        if self._is_recurrent(il):
+            return build_deltanet(b, self, w, memory, inp, shape, cur, il)
+        return build_attention(b, self, w, memory, inp, shape, cur, il, gated=True)
+
+    def ffn_input(
+        self, b: Builder, w: Weights, cur: Tensor, x: Tensor, il: int
+    ) -> tuple[Tensor, Tensor]:
+        """Append residual and norm."""
+        residual = b.name(b.add(cur, x), "attn_residual", il)
+        norm = b.norm(residual, w["post_attention_norm.weight"], self.f_norm_rms_eps)
+        return residual, b.name(norm, "attn_post_norm", il)
+
+    def router(self, b: Builder, w: Weights, cur: Tensor, il: int) -> Routing:
+        """Append the choice of experts."""
+        return build_router(b, self, w, cur, il)
+
+    def expert_rows(
+        self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,
+        il: int,
+    ) -> Tensor:  # fmt: skip
+        """Append the outputs of experts."""
+        return build_expert_rows(b, parts, cur, slots, weights, il)
+
+    def layer_end(
+        self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int
+    ) -> Tensor:
+        """Append shared expert, sum and residual."""
+        out = build_shared_expert(b, w, cur, il)
+        if moe is not None:
+            out = b.name(b.add(moe, out), "ffn_out", il)
+        return b.expand(b.name(b.add(out, residual), "l_out", il))
+
+    def keys_values(
+        self, b: Builder, w: Weights, memory: Memory, pos: Tensor, kv_idx: Tensor, cur: Tensor,
+        il: int,
+    ) -> None:  # fmt: skip
+        """Append the writes of K and V."""
+        build_keys_values(b, self, w, memory, pos, kv_idx, cur, il)
+
+    def commit(
+        self, b: Builder, w: Weights, memory: Memory, rows: list[Tensor], slots: Tensor,
+        path: Tensor, lengths: Tensor, il: int,
+    ) -> None:  # fmt: skip
+        """Append the update of a DeltaNet's states."""
+        build_commit(b, self, w, memory, rows, slots, path, lengths, il)
+
+
+def _layers(meta: Metadata) -> dict[str, Any]:
+    """Read the block counts and which layers are recurrent."""
+    n_all = meta.integer(key(meta, "n_layer_all"), 1, MAX_LAYERS)
+    n_nextn = meta.integer(key(meta, "n_layer_nextn"), 0, MAX_LAYERS, 0)
+    if n_nextn >= n_all:
+        raise meta.error(
+            key(meta, "n_layer_nextn"), f"is {n_nextn}, but there are {n_all} blocks in all"
+        )
+    n_layer = n_all - n_nextn
+    if key(meta, "recurrent") in meta:
+        flags = meta.integers(key(meta, "recurrent"), n_all, 0, 1)[:n_layer]
+        recurrent = tuple(bool(flag) for flag in flags)
+    else:
+        interval = meta.integer(key(meta, "interval"), 1, 1 << 31, 4)
+        recurrent = tuple((il + 1) % interval != 0 for il in range(n_layer))
+    return {"n_layer": n_layer, "n_layer_nextn": n_nextn, "recurrent": recurrent}
+
+
+def _check_sections(meta: Metadata, n_rot: int, n_embd_head: int) -> None:
+    """Check that interleaved M-RoPE of a text position equals plain NEOX rope.
+
+    A text position is equal in the first three of its four components and 0 in the fourth, so
+    no rotated pair may take its angle from the fourth.
+
+    Source: llama.cpp ggml/src/ggml-cpu/ops.cpp ggml_mrope_cache_init.
+    """
+    sections = meta.integers(key(meta, "sections"), 4, 0, MAX_DIM)
+    total = sum(sections)
+    if not any(sections[:3]) or total > n_embd_head:
+        raise meta.error(
+            key(meta, "sections"),
+            f"is {list(sections)}; the first three cannot all be 0 and the sum "
+            f"cannot exceed the head size {n_embd_head}",
+        )
+    for pair in range(n_rot // 2):
+        sector = pair % total
+        if sector >= 3 * sections[sector % 3]:
+            raise UnsupportedModel(
+                f"{meta.path}: key {key(meta, 'sections')} is {list(sections)}, which leaves "
+                f"rotary pair {pair} of {n_rot // 2} without a text position; "
+                "moegraph runs text models"
+            )
