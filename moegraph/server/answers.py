@@ -8,17 +8,18 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from starlette.requests import Request as HttpRequest
 
 from ..engine.chat import Prepared
 from ..errors import MoegraphError
-from ..loop.requests import Request, Step, Usage
+from ..loop.requests import Step, Usage
 from ..text.chat import AnswerParser, ContentPart, Part, ReasoningPart
 from .backend import ServiceInterface, Ticket
 from .errors import RETRY_S, ApiError, from_failure
+from .metrics import Meter
 
 
 class Mailbox:
@@ -91,19 +92,6 @@ class Update:
         return self.step.finish_reason is not None
 
 
-class Listener(Protocol):
-    """Hears what answers cost, for statistics."""
-
-    def opened(self, requests: Sequence[Request]) -> None:
-        """Requests were accepted."""
-
-    def heard(self, step: Step, seconds: float, before: Usage) -> None:
-        """A step came, some seconds after the choice's last one, which had the usage before."""
-
-    def closed(self) -> None:
-        """Nothing more comes."""
-
-
 class Answers:
     """Submit requests of one client and iterate over what becomes of them.
 
@@ -118,7 +106,7 @@ class Answers:
         self,
         service: ServiceInterface,
         prepared: Sequence[Prepared],
-        listener: Listener | None = None,
+        meter: Meter | None = None,
     ) -> None:
         if len(prepared) > service.capacity:  # to try again would never help
             raise ApiError(
@@ -128,7 +116,7 @@ class Answers:
         self._mailbox = mailbox()
         self._steps: deque[tuple[int, Step]] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._listener = listener
+        self._meter = meter
         self._parsers: list[AnswerParser] = [p.parser for p in prepared]
         self._clock = [time.monotonic()] * len(prepared)
         self._tickets: list[Ticket] = []
@@ -146,8 +134,8 @@ class Answers:
             if isinstance(error, MoegraphError | MemoryError):
                 raise from_failure(error) from error
             raise
-        if listener is not None:
-            listener.opened([one.request for one in prepared])
+        if meter is not None:
+            meter.opened([one.request for one in prepared])
 
     def __enter__(self) -> Answers:
         return self
@@ -168,8 +156,8 @@ class Answers:
         index, step = self._next()
         before, self.usages[index] = self.usages[index], step.usage
         now = time.monotonic()
-        if self._listener is not None:
-            self._listener.heard(step, now - self._clock[index], before)
+        if self._meter is not None:
+            self._meter.heard(step, now - self._clock[index], before)
         self._clock[index] = now
         if step.finish_reason in ("error", "cancelled"):
             self.close()
@@ -208,9 +196,9 @@ class Answers:
         if self._running:
             self._cancel()
         self._tickets.clear()  # they know us, and the prompts
-        if self._listener is not None:
-            self._listener.closed()
-            self._listener = None
+        if self._meter is not None:
+            self._meter.closed()
+            self._meter = None
 
     def _cancel(self) -> None:
         self._running.clear()

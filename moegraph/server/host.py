@@ -68,7 +68,7 @@ class ModelHost:
 
     load: returns the model with its service started; it is called again after each sleep.
     facts: what is known before it is loaded. sleep_s: idle seconds after which the model leaves
-    the memory; None: never.
+    the memory; None: never. n_users: requests that use the model.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ModelHost:
         self._turn = asyncio.Lock()
         self._loaded: LoadedModel | None = None
         self._state = "loading"
-        self._n_users = 0
+        self.n_users = 0
         self._is_tidy = True
         self._idle_since = time.monotonic()
         self.facts = facts
@@ -99,19 +99,14 @@ class ModelHost:
         """Return why the engine's thread does not work, or an empty string."""
         return "" if self._loaded is None else self._loaded.service.failure or ""
 
-    @property
-    def n_users(self) -> int:
-        """Return how many requests use the model."""
-        return self._n_users
-
     def enter(self) -> None:
         """A request uses the model from now on."""
-        self._n_users += 1
+        self.n_users += 1
         self._is_tidy = False
 
     def leave(self) -> None:
         """A request uses it no more."""
-        self._n_users -= 1
+        self.n_users -= 1
         self._idle_since = time.monotonic()
 
     def peek(self) -> LoadedModel | None:
@@ -133,17 +128,17 @@ class ModelHost:
             await self._bring()
 
     async def _bring(self) -> None:
+        def load_and_settle() -> LoadedModel:
+            loaded = self._load()
+            settle()
+            return loaded
+
         loop = asyncio.get_running_loop()
-        self._loaded = await loop.run_in_executor(self._thread, self._load_settled)
+        self._loaded = await loop.run_in_executor(self._thread, load_and_settle)
         self.facts = self._loaded.facts
         self._idle_since = time.monotonic()
         if self._state != "closing":
             self._state = "ready"
-
-    def _load_settled(self) -> LoadedModel:
-        loaded = self._load()
-        settle()
-        return loaded
 
     async def _wake(self) -> None:
         async with self._turn:
@@ -167,8 +162,10 @@ class ModelHost:
         while True:
             await asyncio.sleep(_LOOK_S)
             now = self._stopped()
-            if now and self._has_ended():
-                return now
+            if now and self._loaded is not None:
+                status = self._loaded.service.status()
+                if status.failure and not status.busy_s:  # it has failed, and is not only slow
+                    return now
             if now != failure:
                 log.error("no answers: %s", now) if now else log.info("the engine works again")
                 failure = now
@@ -177,20 +174,13 @@ class ModelHost:
             elif not self._is_tidy and self._rests_for(_QUIET_S):
                 await self._tidy(give_back)
 
-    def _has_ended(self) -> bool:
-        """Return whether the engine has failed, and does not only take very long."""
-        if self._loaded is None:
-            return False
-        status = self._loaded.service.status()
-        return bool(status.failure) and not status.busy_s
-
     def _is_idle(self) -> bool:
         if self._sleep_s is None or self._state != "ready":
             return False
         return self._rests_for(self._sleep_s)
 
     def _rests_for(self, seconds: float) -> bool:
-        return not self._n_users and time.monotonic() - self._idle_since >= seconds
+        return not self.n_users and time.monotonic() - self._idle_since >= seconds
 
     async def _tidy(self, *steps: Callable[[], None]) -> None:
         """Return free memory to the system."""
@@ -211,21 +201,17 @@ class ModelHost:
         if loaded is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, loaded.close)
 
-    def end(self) -> None:
-        """Take no more requests."""
-        self._state = "closing"
-
     async def drain(self, timeout_s: float) -> bool:
-        """Wait for the requests that run; return whether they have ended in time."""
-        self.end()
+        """Take no more requests; return whether those that run have ended in time."""
+        self._state = "closing"
         until = time.monotonic() + timeout_s
-        while self._n_users and time.monotonic() < until:
+        while self.n_users and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        return not self._n_users
+        return not self.n_users
 
     async def close(self) -> None:
         """End what runs and free the model; a model that is being loaded is not waited for."""
-        self.end()
+        self._state = "closing"
         if not self._turn.locked():
             async with self._turn:
                 await self._unload()

@@ -213,6 +213,68 @@ _AFTER = {
 Found = str | CallBegin | CallArguments | CallEnd
 
 
+class _CallOutput:
+    """What a scanner has found, and the call that it is in, if any.
+
+    arguments: of the call; None outside of one. Other arguments as in `CallScanner`.
+    """
+
+    def __init__(
+        self,
+        tools: Tools,
+        indices: Iterator[int],
+        new_id: Callable[[], str],
+        raw: dict[int, dict[str, str]],
+    ) -> None:
+        self.arguments: Arguments | JSONArguments | None = None
+        self.raws = raw
+        self._tools, self._indices, self._new_id = tools, indices, new_id
+        self._out: list[Found] = []
+        self._index = 0
+
+    def taken(self) -> list[Found]:
+        """Return what was found since the last time."""
+        out, self._out = self._out, []
+        return out
+
+    def text(self, text: str) -> None:
+        """Add text of the answer."""
+        if text:
+            self._out.append(text)
+
+    def say(self, text: str) -> None:
+        """Add text of the call's arguments."""
+        if text:
+            self._out.append(CallArguments(self._index, text))
+
+    def open(self, name: str, arguments: JSONArguments | None = None) -> None:
+        """Begin a call."""
+        self._index = next(self._indices)
+        self.arguments = arguments or Arguments(name, self._tools)
+        self._out.append(CallBegin(self._index, self._new_id(), name))
+
+    def close(self) -> None:
+        """End a call whose parameters came as plain text; what stood between them is text."""
+        arguments = self.plain()
+        self.say(arguments.close())
+        self.end(is_whole=True)
+        self.text(arguments.stray.replace(END_OF_PARAMETER, "").strip())
+
+    def end(self, is_whole: bool) -> None:
+        """End a call."""
+        arguments, self.arguments = self.arguments, None
+        assert arguments is not None
+        if isinstance(arguments, JSONArguments):
+            self.say(arguments.flush())
+        self.raws[self._index] = arguments.raw
+        self._out.append(CallEnd(self._index, is_whole))
+
+    def plain(self) -> Arguments:
+        """Return the arguments, which come as plain text."""
+        assert isinstance(self.arguments, Arguments)
+        return self.arguments
+
+
 class CallScanner:
     """Split a stream of text into text and tool calls; only what may become a call is held back.
 
@@ -228,23 +290,22 @@ class CallScanner:
         new_id: Callable[[], str],
         raw: dict[int, dict[str, str]],
     ) -> None:
-        self._tools, self._indices, self._new_id, self._raws = tools, indices, new_id, raw
+        self._tools, self._call = tools, _CallOutput(tools, indices, new_id, raw)
         self._held = ""  # not yet understood
         self._raw = ""  # understood as the beginning of a call, which may still prove to be none
-        self._out: list[Found] = []
         self._is_last = False
         # a function of the class: a bound method would make us hold ourselves
         self._step: Callable[[CallScanner], bool] = CallScanner._outside
         self._name = ""
-        self._index = 0
         self._json = ObjectEnd()
         self._n_failed = 0
-        self._arguments: Arguments | JSONArguments | None = None
 
     def push(self, text: str) -> list[Found]:
         """Return the text and the parts of calls that text completes."""
         self._held += text
-        return self._run()
+        while self._step(self):
+            pass
+        return self._call.taken()
 
     def flush(self, is_cut: bool = False) -> list[Found]:
         """Return what was held back; call it at the end of the stream.
@@ -254,28 +315,23 @@ class CallScanner:
         if is_cut:
             self._cut()
         self._is_last = True
-        return self._run()
+        return self.push("")
 
     def _cut(self) -> None:
         """End a call whose name is known without an end; drop what may be the beginning of one."""
-        if self._arguments is None and self._step is CallScanner._whole_json:
+        if self._call.arguments is None and self._step is CallScanner._whole_json:
             found = _NAME_FIRST.match(self._held)
             self._name = found[1] if found else ""
-        if self._arguments is None and self._step in _AFTER_NAME and self._name:
-            self._open(self._name)
-        if self._arguments is not None:
-            self._end_call(is_whole=False)
+        if self._call.arguments is None and self._step in _AFTER_NAME and self._name:
+            self._raw = ""
+            self._call.open(self._name)
+        if self._call.arguments is not None:
+            self._call.end(is_whole=False)
         elif self._step is CallScanner._outside:
-            if self._raws:  # after a call, what begins a tag is no text
+            if self._call.raws:  # after a call, what begins a tag is no text
                 self._held = _safe(self._held, (CALL, FUNCTION))
             return
         self._raw, self._held, self._step = "", "", CallScanner._outside
-
-    def _run(self) -> list[Found]:
-        while self._step(self):
-            pass
-        out, self._out = self._out, []
-        return out
 
     # Each step returns whether the next one can go on with what is held.
 
@@ -284,11 +340,11 @@ class CallScanner:
         if start is not None:
             text = self._held[:start].rstrip()
             self._raw = self._held[len(text) : start]
-            self._text(text)
+            self._call.text(text)
             self._held, self._step = self._held[start:], CallScanner._header
             return True
         text = self._held if self._is_last else _safe(self._held, (CALL, FUNCTION)).rstrip()
-        self._text(text)
+        self._call.text(text)
         self._held = self._held[len(text) :]
         return False
 
@@ -304,14 +360,12 @@ class CallScanner:
         if end is None:
             return self._wait_or_text(True)
         name = held[at + len(FUNCTION) : end].strip(" \"'")
-        if held[end] != ">" or not self._may_call(name, is_wrapped):
+        may_call = name in self._tools or (is_wrapped and _NAME.fullmatch(name) is not None)
+        if held[end] != ">" or not may_call:
             return self._wait_or_text(False)
         self._name, self._step = name, CallScanner._begin
         self._take(end + 1)
         return True
-
-    def _may_call(self, name: str, is_wrapped: bool) -> bool:
-        return name in self._tools or (is_wrapped and _NAME.fullmatch(name) is not None)
 
     def _begin(self) -> bool:
         """After <function=NAME>: what follows tells whether this is a call."""
@@ -322,13 +376,14 @@ class CallScanner:
         tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
         if not rest.startswith(tags):
             return self._wait_or_text(any(tag.startswith(rest) for tag in tags))
-        self._open(self._name)
+        self._raw = ""
+        self._call.open(self._name)
         self._step = CallScanner._between
         return True
 
     def _between(self) -> bool:
         """Between the parameters of a call."""
-        arguments = self._plain_arguments()
+        arguments = self._call.plain()
         tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
         start = _first(self._held, tags)
         if start is None:
@@ -350,16 +405,16 @@ class CallScanner:
             arguments.stray += PARAMETER
             self._held = self._held[len(PARAMETER) :]
             return True
-        self._say(arguments.begin(self._held[len(PARAMETER) : end].strip(" \"'")))
+        self._call.say(arguments.begin(self._held[len(PARAMETER) : end].strip(" \"'")))
         self._held, self._step = self._held[end + 1 :], CallScanner._value
         return True
 
     def _value(self) -> bool:
-        arguments = self._plain_arguments()
+        arguments = self._call.plain()
         end = self._value_end()
         if end is None:
             return False
-        self._say(arguments.value(self._held[:end]) + arguments.end())
+        self._call.say(arguments.value(self._held[:end]) + arguments.end())
         self._held, self._step = self._held[end:], CallScanner._between
         return True
 
@@ -381,7 +436,7 @@ class CallScanner:
     def _take_value(self, n: int) -> None:
         # what stands before a tag decides whether <parameter= is one
         n = max(0, n - 1)
-        self._say(self._plain_arguments().value(self._held[:n]))
+        self._call.say(self._call.plain().value(self._held[:n]))
         self._held = self._held[n:]
 
     def _ends_value(self, tag: str, start: int, end: int) -> bool | None:
@@ -393,7 +448,7 @@ class CallScanner:
             if stop is None or held[start - 1 : start] != "\n":
                 return None if stop is None and not self._is_last else False
             name = held[end:stop].strip(" \"'")
-            is_new = not self._plain_arguments().has(name)
+            is_new = not self._call.plain().has(name)
             return held[stop] == ">" and is_new and self._tools.knows(self._name, name)
         rest = held[_skip(held, end) :]
         if rest.startswith(_AFTER[tag]):
@@ -444,19 +499,20 @@ class CallScanner:
         return self._wait_or_text(False)
 
     def _begin_json(self, name: str, rest: str) -> bool:
-        self._open(name, JSONArguments(name, self._tools))
+        self._raw, self._name = "", name
+        self._call.open(name, JSONArguments(name, self._tools))
         self._held, self._step = rest, CallScanner._json_arguments
         return True
 
     def _json_arguments(self) -> bool:
         """Inside the object of a call's arguments."""
-        arguments = self._arguments
+        arguments = self._call.arguments
         assert isinstance(arguments, JSONArguments)
         text, self._held = arguments.push(self._held)
-        self._say(text)
+        self._call.say(text)
         if not (arguments.is_over or self._is_last):
             return False
-        self._end_call(arguments.is_whole)
+        self._call.end(arguments.is_whole)
         self._json, self._step = ObjectEnd(), CallScanner._rest_of_json
         return True
 
@@ -476,30 +532,9 @@ class CallScanner:
         self._step = CallScanner._after
         return True
 
-    def _open(self, name: str, arguments: JSONArguments | None = None) -> None:
-        self._raw, self._name, self._index = "", name, next(self._indices)
-        self._arguments = arguments or Arguments(name, self._tools)
-        self._out.append(CallBegin(self._index, self._new_id(), name))
-
     def _close(self) -> None:
-        arguments = self._plain_arguments()
-        self._say(arguments.close())
-        self._end_call(is_whole=True)
-        stray = arguments.stray.replace(END_OF_PARAMETER, "").strip()
-        self._text(stray)
+        self._call.close()
         self._step = CallScanner._after
-
-    def _end_call(self, is_whole: bool) -> None:
-        arguments, self._arguments = self._arguments, None
-        assert arguments is not None
-        if isinstance(arguments, JSONArguments):
-            self._say(arguments.flush())
-        self._raws[self._index] = arguments.raw
-        self._out.append(CallEnd(self._index, is_whole))
-
-    def _plain_arguments(self) -> Arguments:
-        assert isinstance(self._arguments, Arguments)
-        return self._arguments
 
     def _wait_or_text(self, may_wait: bool) -> bool:
         """Wait for more of what may be a call, or give its beginning up as text."""
@@ -510,21 +545,13 @@ class CallScanner:
         start = _skip(held, 0)
         tag = CALL if held.startswith(CALL, start) else FUNCTION
         end = start + len(tag)
-        self._text(held[:end])
+        self._call.text(held[:end])
         self._raw, self._held, self._step = "", held[end:], CallScanner._outside
         return True
 
     def _take(self, n: int) -> None:
         self._raw += self._held[:n]
         self._held = self._held[n:]
-
-    def _text(self, text: str) -> None:
-        if text:
-            self._out.append(text)
-
-    def _say(self, text: str) -> None:
-        if text:
-            self._out.append(CallArguments(self._index, text))
 
 
 # Steps at which the name of a call is known, but nothing was told of it.
