@@ -1,4 +1,4 @@
-"""What a pass or a step of a sweep is for, and what a pass may do about missing experts."""
+"""Kinds of passes and of steps of a sweep, and how a pass may handle missing experts."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ _ALL_TOKENS = 1 << 22
 
 # Columns that `_top_k` folds a row into; their maxima give a lower bound of the top k.
 _N_COLUMNS = 1024
-# Candidates that top-p tries first; each further try has so many times more.
+# Candidates that top-p tries first; each further try has this many times more.
 _TOP_P_FIRST, _TOP_P_MORE = 256, 16
-# Up to so many candidates, sums are over double precision.
+# Up to this number of candidates, sums are in double precision.
 _FEW = 4096
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

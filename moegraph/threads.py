@@ -127,7 +127,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _unknown() -> None:
-    """Say that nobody knows how many CPUs are free."""
+    """The number of free CPUs is unknown."""
 
 
 class Tuner:

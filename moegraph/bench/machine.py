@@ -155,8 +155,8 @@ def _token_samples(engine: Engine, n: int) -> npt.NDArray[np.float64]:
 def _prompt_seconds(engine: Engine, n: int, upload: Curve | None = None) -> float:
     """Return the seconds of a prompt of n tokens with all experts resident.
 
-    upload: if some are missing, the seconds of sending so many of a layer; what the missing ones
-    cost is then taken off, by the law of placement/prompttime.py.
+    upload: seconds to send n experts of a layer, if some are missing; their cost is then taken off
+    by the law of placement/prompttime.py.
     """
     ids, samples = np.arange(n, dtype=np.int32) % engine.hparams.n_vocab, []
     for at in range(1 + _N_PROMPTS):

@@ -1,4 +1,4 @@
-"""How long the model's passes over 1 to 128 rows take: what a verify pass of so many rows costs."""
+"""The time of the model's passes over 1 to 128 rows, the cost of verifying a draft."""
 
 from __future__ import annotations
 

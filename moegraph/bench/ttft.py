@@ -1,4 +1,4 @@
-"""Time to the first token, from the start of a process: what a user waits for `moegraph run`.
+"""Time to the first token of `moegraph run`, from the start of its process.
 
 Each repetition is a process of its own, so it has nothing that an earlier one prepared, except that
 the model file is in the page cache from the first one on.

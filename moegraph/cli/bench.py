@@ -40,7 +40,7 @@ _USELESS = ("cache_ram",)
 _CHOSEN = {"n_ctx": " Default: as large as the tests need."}
 # Not lists: the value of a path may have a comma.
 _SINGLE_KINDS = ("flag", "path")
-# More tokens than any vocabulary has: what a setting may be is checked before a model is opened.
+# More tokens than any vocabulary has, because settings are checked before a model is opened.
 _MAX_VOCAB = 1 << 31
 
 

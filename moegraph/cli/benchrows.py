@@ -97,7 +97,7 @@ def _sql_value(value: Any) -> str:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without samples, with a few figures of what is nested: the same columns."""
+    """Return a row without samples; a few figures stand for nested objects."""
     experts, drafts = record.get("experts") or {}, record.get("drafts") or {}
     fields = {k: v for k, v in record.items() if k not in _NESTED}
     return {

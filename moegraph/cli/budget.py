@@ -92,8 +92,7 @@ def plan_budget(
 ) -> Budget:  # fmt: skip
     """Plan a budget of n_bytes, of which the driver takes `reserve` bytes.
 
-    need_of: what the model needs if so many rows of a prompt are computed at a time. demand: as of
-    `make_plan`.
+    need_of: the memory that the model needs, by the rows of a chunk. demand: as of `make_plan`.
     """
     from ..placement.chunksize import choose_rows
     from ..placement.planner import make_plan, upstream_cpu_layers

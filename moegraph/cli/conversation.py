@@ -30,7 +30,7 @@ _ANSWER_SHARE, _FREE_SHARE = 4, 2
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to a question, and what it cost.
+    """A model's answer to a question, and its cost.
 
     n_held: positions of the context that are in use. n_forgotten: turns that were forgotten to
     make room. hit_rate: of the expert cache, 0 to 1; None without one. drafts: what was drafted

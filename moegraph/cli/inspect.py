@@ -1,4 +1,4 @@
-"""`moegraph inspect`: what a model file holds, and what fits into given amounts of memory."""
+"""`moegraph inspect`: the contents of a model file, and how much of it fits into memory."""
 
 from __future__ import annotations
 

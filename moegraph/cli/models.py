@@ -131,7 +131,7 @@ def open_header(target: str | Path, device: str | None = None) -> ModelFile:
 
     path = local_path(target)
     if device and path.is_file():
-        with suppress(MoegraphError):  # whoever opens the device will say what is wrong
+        with suppress(MoegraphError):  # opening the device reports the error
             from ..ggml.device import wake
 
             for one in device.split(","):
@@ -156,7 +156,7 @@ def load_engine(
     Shows a progress bar on a terminal. routing: a trace that replaces the router's choice, for
     benchmarks. warned: warnings that were printed before, to which this adds. is_chosen: whether
     the user chose the settings, and not the program. text: whether the tokenizer will be needed.
-    quiet: print warnings only, not what the engine has to say.
+    quiet: print warnings only, not the messages of the engine.
     """
     with ui.Bars() as bars:
         ids = None if routing is None else routing.ids.astype("int32")
@@ -212,7 +212,7 @@ def idle_drafts(config: EngineConfig) -> list[str]:
 
 
 def show_messages(engine: Engine) -> None:
-    """Print what the engine has to say, such as that the cache was bypassed."""
+    """Print the messages of the engine, such as that the cache was bypassed."""
     for line in engine.drain_messages():
         ui.note(f"note: {line}")
 

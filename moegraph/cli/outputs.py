@@ -17,7 +17,7 @@ class OutputFile:
     """A file that is opened at once but truncated only by the first write.
 
     If the command fails before its first write, an old file keeps its content and a new file is
-    removed. A new file is also removed if a write fails: nobody should take it for the whole.
+    removed. A new file is also removed if a write fails, because it is not complete.
     Devices and pipes such as /dev/null also work.
     """
 

@@ -241,7 +241,7 @@ def _check(ctx: click.Context, target: str, given: dict[str, Any]) -> _Job:
 
 
 def _state(job: _Job, model: _Model, host: ModelHost) -> ServerState:
-    """Return what the handlers of requests share."""
+    """Return the state that the handlers of requests share."""
     from ..server.state import ServerState
 
     thinks = {"on": True, "off": False}.get(job.given["reasoning"])
@@ -293,8 +293,8 @@ def _hosts(given: dict[str, Any], has_key: bool) -> frozenset[str]:
 class _Model:
     """The model of a server. Its `load` runs at the start and after each sleep, on one thread.
 
-    alias: its name. facts: what is known without loading. n_ctx: positions that all requests
-    share, once it is loaded. sampling: what a request gets that does not set it.
+    alias: its name. facts: known without loading. n_ctx: positions that all requests share, once
+    it is loaded. sampling: the defaults of requests.
     """
 
     def __init__(self, job: _Job, header: ModelFile) -> None:

@@ -105,8 +105,8 @@ def _entries(data: bytes) -> Iterator[str]:
 def start_editing(commands: Sequence[str], with_files: Sequence[str], history: LineHistory) -> None:
     """Let Tab complete commands and file names, keep pasted lines together, and recall messages.
 
-    commands: what Tab completes. with_files: those that take a file name. history: messages of
-    earlier conversations. Does nothing if Python has no readline.
+    commands: completed by Tab. with_files: the commands that take a file name. history: messages
+    of earlier conversations. Does nothing if Python has no readline.
     """
     ui.enable_line_editing()
     readline = _readline()

@@ -1,4 +1,4 @@
-"""Choose a token from what the device says of a row of logits (native/py/choose.c)."""
+"""Choose a token from the candidates that the device lists for a row (native/py/choose.c)."""
 
 from __future__ import annotations
 

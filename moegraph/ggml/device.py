@@ -1,4 +1,4 @@
-"""A device: compute and upload streams, memory, events, and what it can do.
+"""A device: compute and upload streams, memory, events, and capabilities.
 
 Callers make the same calls in the same order on every device. Without streams, each is finished
 when it returns.

@@ -1,4 +1,4 @@
-"""Owners of native objects: each frees its object once and keeps alive what the object needs."""
+"""Owners of native objects: each frees its object once and keeps its parents alive."""
 
 from __future__ import annotations
 

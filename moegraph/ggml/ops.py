@@ -390,11 +390,11 @@ class Builder:
         pages I32 [n_pages, n_seqs]: the pages of each sequence, in the order of what is stored in
         them. rows I32 [36, n_rows], for each row: its sequence; n_past, the committed positions of
         the sequence; n_keys, the row's position + 1, or 0 for padding; a word that is not used;
-        then 32 words for the row's own path: word i says after how many rows behind the committed
-        ones the key of position n_past + i is stored. Returns F32 [d * n_head, n_rows], zeros for
-        padding. A row's bits depend on its query and on its keys and values in order of position,
-        and on nothing else. On CUDA, d is 64, 128 or 256, at most 16 query heads share a head of
-        keys, and the result's memory has partial sums behind its elements
+        then 32 words for the row's own path: word i is the offset in rows, after the committed
+        ones, at which the key of position n_past + i is stored. Returns F32 [d * n_head, n_rows],
+        zeros for padding. A row's bits depend on its query and on its keys and values in order of
+        position, and on nothing else. On CUDA, d is 64, 128 or 256, at most 16 query heads share a
+        head of keys, and the result's memory has partial sums after its elements
         (ggml_backend_buft_get_alloc_size).
 
         Source: native/ggml/include/moegraph.h, moegraph_attn.

@@ -52,14 +52,14 @@ def load_rpc() -> None:
         raise NativeError(f"{path}: cannot read: {error.strerror}; run scripts/build") from None
     if found != patchset():
         raise NativeError(f"{path} carries patch set {found}, not {patchset()}; run scripts/build")
-    said = C.mg_remote_load(os.fsencode(path))
-    if said != ffi.NULL:
-        text = ffi.string(said).decode("utf-8", "replace")
+    message = C.mg_remote_load(os.fsencode(path))
+    if message != ffi.NULL:
+        text = ffi.string(message).decode("utf-8", "replace")
         raise NativeError(f"{path} cannot be loaded: {text}")
 
 
 def this_build() -> Build:
-    """Return what a worker and its client must have in common."""
+    """Return the build, in which a worker and its client must agree."""
     return Build(versions()["ggml"], patchset())
 
 
@@ -116,7 +116,7 @@ class RemoteLink:
             raise DeviceLost(f"worker {self.worker} is lost: {os.strerror(code)}")
 
     def traffic(self) -> Traffic:
-        """Return what the connection has carried so far."""
+        """Return the traffic of the connection so far."""
         counts = ffi.new("struct mg_remote_counts *")
         C.mg_remote_count(self._endpoint, counts)
         return Traffic(

@@ -78,8 +78,8 @@ def _forwarded(address: Address, build: Build) -> Connection:
         forwarder = start_python("moegraph.link.forward", job, theirs, stdout=subprocess.PIPE)
     try:
         assert forwarder.stdout
-        with forwarder.stdout as said:
-            line = said.readline()
+        with forwarder.stdout as output:
+            line = output.readline()
         if not line:
             raise NativeError(f"the forwarder to worker {address.worker} ended")
         answer = json.loads(line)

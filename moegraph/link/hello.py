@@ -55,7 +55,7 @@ def question_of(build: Build) -> bytes:
 
 
 def read_question(line: bytes) -> Build | None:
-    """Return what a client's line says; None if it is no such line."""
+    """Return the build that a client's line names; None if it is malformed."""
     found = _EXPECTED.fullmatch(line)
     return Build(found[1].decode("ascii"), found[2].decode("ascii")) if found else None
 
@@ -71,7 +71,7 @@ def refusal(reason: str) -> bytes:
 
 
 def difference(own: Build, other: Build) -> str:
-    """Return in what the other side differs; "" if in nothing."""
+    """Return how the other side differs; "" if it does not."""
     if own.ggml != other.ggml:
         return f"ggml {other.ggml} there and {own.ggml} here"
     if own.patchset != other.patchset:
@@ -102,12 +102,12 @@ def read_line(sock: socket.socket, most: int, within_s: float) -> bytes:
 def read_answer(line: bytes, worker: str) -> list[RemoteDevice]:
     """Return the devices that a worker offers."""
     try:
-        said: Any = json.loads(line)
-        if "error" in said:
-            raise HelloRefused(f"worker {worker} refused: {str(said['error'])[:400]}")
+        answer: Any = json.loads(line)
+        if "error" in answer:
+            raise HelloRefused(f"worker {worker} refused: {str(answer['error'])[:400]}")
         found = [
             RemoteDevice(str(d["device"]), str(d["kind"]), str(d["description"]))
-            for d in said["devices"]
+            for d in answer["devices"]
         ]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise HelloRefused(f"{worker} is no moegraph worker: its answer is malformed") from None

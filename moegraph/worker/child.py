@@ -67,8 +67,8 @@ def main(job: str) -> int:
         failure = {"error": str(error), "code": error.exit_code}
         worker.sendall(json.dumps(failure).encode() + b"\n")
         return error.exit_code
-    said, fds, _, _ = socket.recv_fds(worker, 1, 1)
-    if not said or not fds:
+    word, fds, _, _ = socket.recv_fds(worker, 1, 1)
+    if not word or not fds:
         return 0
     if n_threads is None:
         leave_busy_cpus(devices)
