@@ -446,7 +446,7 @@ Logprobs = Sequence[dict[str, Any]]
 
 
 @dataclass
-class OutputItem:
+class _OutputItem:
     """An item that grows: `begin`, then `grow` as text comes, then `end`.
 
     at: its place in the output. status: as OpenAI has it, in_progress until it has ended.
@@ -467,13 +467,17 @@ class OutputItem:
 
     def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
         """Add text; return the events of that."""
-        raise NotImplementedError
+        self.text += text
+        return self._grown(text, logprobs)
 
     def end(self, status: str) -> list[Event]:
         """Close the item; return the events of that."""
         events = self._last()
         self.status = status
         return [*events, self._event("response.output_item.done", own=False, item=self.json())]
+
+    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
+        raise NotImplementedError
 
     def _last(self) -> list[Event]:
         """Return the events that come before the one of the whole item."""
@@ -483,69 +487,61 @@ class OutputItem:
         item = {"item_id": self.id} if own else {}
         return {"type": kind, "output_index": self.at, **item, **fields}
 
+    def _content(self, kind: str, **fields: Any) -> Event:
+        """Return an event of the only content."""
+        return self._event(kind, content_index=0, **fields)
 
-class OutputReasoning(OutputItem):
-    """What the model thought; a summary is never made."""
+
+class _Reasoning(_OutputItem):
+    """The reasoning of a model; a summary is never made."""
 
     def json(self) -> dict[str, Any]:
-        """Return the item as it is now."""
         content = [_reasoning_text(self.text)] if self.text else []
         made = {"id": self.id, "type": "reasoning", "summary": [], "content": content}
         return {**made, "encrypted_content": None, "status": self.status}
 
     def begin(self) -> list[Event]:
-        """Return the events of a new item and its only content."""
-        part = self._event("response.content_part.added", content_index=0, part=_reasoning_text(""))
-        return [*super().begin(), part]
+        part = _reasoning_text("")
+        return [*super().begin(), self._content("response.content_part.added", part=part)]
 
-    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
-        """Add text; return the events of that."""
-        self.text += text
-        return [self._event("response.reasoning_text.delta", content_index=0, delta=text)]
+    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
+        return [self._content("response.reasoning_text.delta", delta=text)]
 
     def _last(self) -> list[Event]:
-        part = _reasoning_text(self.text)
         return [
-            self._event("response.reasoning_text.done", content_index=0, text=self.text),
-            self._event("response.content_part.done", content_index=0, part=part),
+            self._content("response.reasoning_text.done", text=self.text),
+            self._content("response.content_part.done", part=_reasoning_text(self.text)),
         ]
 
 
-class OutputMessage(OutputItem):
-    """What the model says."""
-
-    logprobs: list[dict[str, Any]]
+class _Message(_OutputItem):
+    """The text of an answer."""
 
     def __init__(self, at: int, id: str) -> None:
         super().__init__(at, id)
-        self.logprobs = []
+        self.logprobs: list[dict[str, Any]] = []
         self._has_part = False
 
     def json(self) -> dict[str, Any]:
-        """Return the item as it is now."""
         content = [self._part()] if self._has_part else []
         made = {"id": self.id, "type": "message", "role": "assistant"}
         return {**made, "status": self.status, "content": content}
 
     def begin(self) -> list[Event]:
-        """Return the events of a new item and its only content."""
         events = super().begin()
         self._has_part = True
-        part = self._event("response.content_part.added", content_index=0, part=self._part())
-        return [*events, part]
+        return [*events, self._content("response.content_part.added", part=self._part())]
 
-    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
-        """Add text; return the events of that."""
-        self.text += text
+    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.logprobs += logprobs
         kind = "response.output_text.delta"
-        return [self._event(kind, content_index=0, delta=text, logprobs=list(logprobs))]
+        return [self._content(kind, delta=text, logprobs=list(logprobs))]
 
     def _last(self) -> list[Event]:
-        kind, logprobs = "response.output_text.done", self.logprobs
+        kind = "response.output_text.done"
         return [
-            self._event(kind, content_index=0, text=self.text, logprobs=logprobs),
-            self._event("response.content_part.done", content_index=0, part=self._part()),
+            self._content(kind, text=self.text, logprobs=self.logprobs),
+            self._content("response.content_part.done", part=self._part()),
         ]
 
     def _part(self) -> dict[str, Any]:
@@ -553,23 +549,24 @@ class OutputMessage(OutputItem):
         return {**made, "logprobs": self.logprobs}
 
 
-class OutputCall(OutputItem):
+class _Call(_OutputItem):
     """A call of a function; its text is that of a JSON object."""
 
+    kind, id_kind = "function_call", "fc"
+
     def __init__(self, at: int, call: CallBegin, name: ToolName) -> None:
-        super().__init__(at, new_id("fc"))
-        self.call_id = call.id
-        self.name = name
+        super().__init__(at, new_id(self.id_kind))
+        self.call_id, self.name = call.id, name
 
     def json(self) -> dict[str, Any]:
-        """Return the item as it is now."""
-        made = {"id": self.id, "type": "function_call", "call_id": self.call_id}
-        made |= {"name": self.name.name, "arguments": self.text, "status": self.status}
+        made = {"id": self.id, "type": self.kind, "call_id": self.call_id}
+        made |= {"name": self.name.name, **self._given(), "status": self.status}
         return {**made, "namespace": self.name.namespace} if self.name.namespace else made
 
-    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
-        """Add text of the arguments; return the events of that."""
-        self.text += text
+    def _given(self) -> dict[str, str]:
+        return {"arguments": self.text}
+
+    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
         return [self._event("response.function_call_arguments.delta", delta=text)]
 
     def _last(self) -> list[Event]:
@@ -577,32 +574,24 @@ class OutputCall(OutputItem):
         return [self._event(kind, name=name, arguments=self.text)]
 
 
-class OutputCustomCall(OutputItem):
+class _CustomCall(_Call):
     """A call of a tool whose input is plain text: known when the call has ended."""
 
-    def __init__(self, at: int, call: CallBegin, name: ToolName) -> None:
-        super().__init__(at, new_id("ctc"))
-        self.call_id = call.id
-        self.name = name
-        self.input = ""
+    kind, id_kind = "custom_tool_call", "ctc"
+    _input = ""
 
-    def json(self) -> dict[str, Any]:
-        """Return the item as it is now."""
-        made = {"id": self.id, "type": "custom_tool_call", "call_id": self.call_id}
-        made |= {"name": self.name.name, "input": self.input, "status": self.status}
-        return {**made, "namespace": self.name.namespace} if self.name.namespace else made
+    def _given(self) -> dict[str, str]:
+        return {"input": self._input}
 
-    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
-        """Add text of the arguments that stand for the input."""
-        self.text += text
+    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
         return []
 
     def _last(self) -> list[Event]:
-        self.input = plain_input(self.text)
+        self._input = plain_input(self.text)
         kind = "response.custom_tool_call_input"
         return [
-            self._event(f"{kind}.delta", delta=self.input),
-            self._event(f"{kind}.done", input=self.input),
+            self._event(f"{kind}.delta", delta=self._input),
+            self._event(f"{kind}.done", input=self._input),
         ]
 
 
@@ -640,8 +629,8 @@ class ResponseWriter:
         self._tools = tools
         self._id = response_id
         self._numbers = itertools.count()
-        self._items: list[OutputItem] = []
-        self._open: OutputItem | None = None
+        self._items: list[_OutputItem] = []
+        self._open: _OutputItem | None = None
         self._held: list[dict[str, Any]] = []
         self._ended: dict[str, Any] = {"status": "in_progress"}
 
@@ -712,20 +701,20 @@ class ResponseWriter:
             return self._begin(self._call(part))
         if isinstance(part, CallArguments):
             return self._open.grow(part.text) if self._open else []
-        kind = OutputReasoning if isinstance(part, ReasoningPart) else OutputMessage
+        kind = _Reasoning if isinstance(part, ReasoningPart) else _Message
         events = []
         if not isinstance(self._open, kind):
-            made = kind(len(self._items), new_id("rs" if kind is OutputReasoning else "msg"))
+            made = kind(len(self._items), new_id("rs" if kind is _Reasoning else "msg"))
             events = self._begin(made)
         assert self._open is not None
         return events + self._open.grow(part.text, logprobs)
 
-    def _call(self, begin: CallBegin) -> OutputItem:
+    def _call(self, begin: CallBegin) -> _OutputItem:
         name = self._tools.name(begin.name)
-        kind = OutputCustomCall if name.kind == "custom" else OutputCall
+        kind = _CustomCall if name.kind == "custom" else _Call
         return kind(len(self._items), begin, name)
 
-    def _begin(self, item: OutputItem) -> list[Event]:
+    def _begin(self, item: _OutputItem) -> list[Event]:
         events = self._close("completed")
         self._items.append(item)
         self._open = item
