@@ -211,7 +211,7 @@ def measure(args: argparse.Namespace) -> None:
     config = with_share(EngineConfig(n_seq=n_seq, n_kv=-1, **given), args.model, args.share)
     with Engine.load(args.model, config) as engine:
         service = Service(engine)
-        rounds = Rounds(service._loop._tally, args.rounds) if args.rounds else None
+        rounds = Rounds(service._loop.tally, args.rounds) if args.rounds else None
         service.start()
         try:
             for at in range(args.samples + 1):  # graphs are built in the first

@@ -24,8 +24,7 @@ from ..experts.cachestats import ExpertStats
 from ..ggml.handles import closed_on_failure
 from ..gguf import resolve_target
 from ..loop.core import Core
-from ..loop.requests import Constraint
-from ..loop.sequence import Sequence
+from ..loop.requests import Constraint, Request
 from ..passes.grouppasses import passes_of
 from ..passes.ids import Cancel, Seqs, prompt_ids
 from ..passes.prefixes import Prefixes
@@ -141,9 +140,13 @@ class Engine:
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.copies, limit)
         self._stack.callback(self.prefixes.close)
-        self.core = Core(
-            self.file, self.passes, self.prefixes, self.copies, self.speculation, runner,
-            self.devices, self.stage,
+
+    @property
+    def core(self) -> Core:
+        """What a loop over requests needs of this engine."""
+        return Core(
+            self.file, self.passes, self.prefixes, self.copies, self.speculation, self.runner,
+            self.devices, self.stage, self.n_ctx,
         )  # fmt: skip
 
     def keep_prefixes(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
@@ -444,23 +447,21 @@ class Engine:
             NativeError: a result is not finite.
         """
         self.ownership.enter()
-        sampling = (sampling or SamplingParams(temperature=0.0)).validate(self.hparams.n_vocab)
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
-        ids = prompt_ids(prompt, self.hparams.n_vocab)
-        vocabulary = self.tokenizer if text else None
-        sequence = Sequence(
-            ids.tolist(),
-            n_ctx=self.n_ctx,
-            max_tokens=max_tokens,
-            piece=vocabulary.piece if vocabulary else None,
-            eog_ids=vocabulary.eog_ids if vocabulary and not ignore_eos else frozenset(),
-            stop=stop,
+        request = Request(
+            prompt,
+            sampling or SamplingParams(temperature=0.0),
+            max_tokens,
+            stop,
+            ignore_eos,
+            tuple(int(mark) for mark in marks),  # also those of numpy
+            reuse=reuse,
+            constraint=constraint,
         )
         generation = Generation(
-            self._loaded, self.passes, self.ownership,
-            sequence, ids, sampling, cancel, keep_logits, progress,
-            self.prefixes if reuse else None, marks, self.speculation, constraint,
+            self.core, self.ownership, request, self.tokenizer if text else None, cancel, progress,
+            keep_logits,
         )  # fmt: skip
         return Events(generation.run(), self.ownership)
 

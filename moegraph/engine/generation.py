@@ -1,31 +1,22 @@
-"""The generation loop: from prompt ids to events."""
+"""One request on the caller's thread: the loop turns as the caller asks for events."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator
-from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Cancelled
+from ..errors import InternalError
 from ..events import CancelToken, GenerationEvent, Progress
-from ..loop.drawing import Drawing
-from ..loop.requests import Constraint
-from ..loop.sequence import Sequence
-from ..passes.passes import Passes
-from ..passes.prefixes import Prefixes
-from ..passes.prompts import is_short
-from ..passes.speculation import Speculation
-from ..runner import Batch, Output
-from ..runner.sweep_batch import SweepBatch
-from ..sampling import SamplingParams
-from .drafted import DraftedSteps
-from .loader import LoadedModel
+from ..loop.answer import Answer
+from ..loop.core import Core
+from ..loop.loop import Loop
+from ..loop.requests import Request
+from ..text.tokenizer import Tokenizer
 from .ownership import Ownership, is_live
-from .steps import SEQ, Drawn, Steps
+
+SEQ = 0  # the sequence of a generation
 
 
 class Events(Iterator[GenerationEvent]):
@@ -56,182 +47,82 @@ class Events(Iterator[GenerationEvent]):
 
 
 class Generation:
-    """One run of the loop: the prompt in chunks, then steps, each of which draws tokens.
+    """A request that a loop of its own answers, in sequence 0.
 
-    The next pass starts before an event is yielded, so that the device computes while the caller
-    handles the text.
+    A step of the loop ends when the next pass was started, so the device computes while the text
+    of the last one is made and the caller handles it.
     """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        passes: Passes,
-        ownership: Ownership,
-        sequence: Sequence,
-        ids: npt.NDArray[np.int32],
-        sampling: SamplingParams,
-        cancel: CancelToken | None,
-        keep_logits: bool,
-        progress: Progress | None,
-        prefixes: Prefixes | None,
-        marks: SequenceOf[int],
-        speculation: Speculation | None,
-        constraint: Constraint | None,
-    ) -> None:
-        """prefixes: None to compute the whole prompt. Others: as in `Engine.generate`.
+        self, core: Core, ownership: Ownership, request: Request, vocabulary: Tokenizer | None,
+        cancel: CancelToken | None, progress: Progress | None, keep_logits: bool,
+    ) -> None:  # fmt: skip
+        """vocabulary: None for no text. Others: as in `Engine.generate`.
 
-        speculation: what drafts; None to draw one token with each pass.
+        Raises:
+            RequestError, ContextOverflow: the request is wrong.
         """
-        self.model = model
-        self.passes = passes
-        self.ownership = ownership
-        self.sequence = sequence
-        self.ids = ids
-        self.cancel = cancel or CancelToken()
-        self.keep_logits = keep_logits
-        self.progress = progress
-        self.prefixes = prefixes
-        self.marks = [int(mark) for mark in marks] if prefixes else []  # also those of numpy
-        n_vocab = model.file.hparams.n_vocab
-        drawing = Drawing(passes, sequence, sampling, n_vocab, keep_logits, constraint)
-        self.greedy = drawing.greedy
-        self.speculation = speculation
-        self.steps = Steps(passes, drawing, self.cancel)
-        if speculation:
-            streams = model.stage.device.can.streams
-            self.steps = DraftedSteps(passes, drawing, self.cancel, speculation, streams)
-        self.prefill_s = self.decode_s = 0.0
-        self.is_reading = False  # a prompt that fails leaves the sequence as it was
-        self.n_reused = self.n_read = 0
+        self._core, self._ownership = core, ownership
+        self._n_told = 0
+        self._answer = Answer.of(request, core, vocabulary, None, cancel, progress, keep_logits)
 
     def run(self) -> Generator[GenerationEvent, None, None]:
         """Yield the events."""
-        passes, devices = self.passes, self.model.devices
-        self.model.file.check_unchanged()
-        self.started = time.perf_counter()
-        n_reused = 0
-        if self.prefixes is None:
-            passes.reset(SEQ)
-        else:
-            n_reused = self.prefixes.resume(SEQ, self.ids)
-            self.marks = self.prefixes.begin(self.ids, self.marks, n_reused)
-        self.n_reused = self.n_read = n_reused
-        if self.speculation:
-            self.speculation.begin(SEQ, passes.held(SEQ))
-        self._bind(self.cancel.flag)
-        finished = False
+        answer, loop = self._answer, Loop(self._core, 1)
+        answer.submit()
+        if not answer.request.reuse:
+            self._core.passes.reset(SEQ)  # else what it holds would be saved
+        loop.add(answer)
         try:
-            yield from self._steps(n_reused)
-            finished = True
-        except Cancelled:
-            finished = True
-            self._clock()
-            text = self.sequence.cancel()
-            yield self._event(None, text, None, self.sequence.finish_reason)
+            while not answer.is_over:
+                if answer.cancel.is_set() and answer.sequence.tokens:
+                    loop.cancel(answer)
+                if not loop.step() and not answer.is_over:
+                    raise InternalError("a request was left without an answer")
+                while answer.fresh:
+                    yield self._next_event()
+            if answer.error:
+                raise answer.error
+            if not answer.is_drawn or not self._n_told:
+                reason = answer.reason or "cancelled"
+                text = "" if answer.is_drawn else answer.sequence.cancel(reason)
+                yield self._event(None, text, answer.prompt_logits, reason)
         finally:
-            # an error, or the caller closed it; what fails in the prompt undoes itself
-            is_lost = not finished and not self.is_reading
-            if is_lost:
-                passes.abandon(SEQ)
-            if not devices[-1].compute.is_closed:
-                self._bind(None)
-                if is_lost and self.ownership.is_here:
-                    passes.reset(SEQ)
+            if not answer.is_over or answer.error:
+                self._give_up()
 
-    def _bind(self, flag: npt.NDArray[np.int32] | None) -> None:
-        for device in self.model.devices:
-            device.bind_cancel(flag)
-
-    def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
-        sequence, steps = self.sequence, self.steps
-        output = self._prefill(n_reused)
-        self._bind(None)  # what is left are passes of a few rows; see `Steps.submit`
-        self._clock()
-        if sequence.finish_reason:  # nothing to generate
-            logits = output.logits if self.keep_logits else None
-            yield self._event(None, "", logits, sequence.finish_reason)
+    def _give_up(self) -> None:
+        """End early: after an error, or because the caller closed the generation."""
+        passes, answer = self._core.passes, self._answer
+        if answer.sequence.tokens:
+            passes.abandon(SEQ)
+        else:  # what the sequence was before the prompt is right
+            passes.abandon_prompts()
+        if self._core.devices[-1].compute.is_closed:
             return
-        drawn = steps.first(output)
-        while True:
-            self._clock()
-            if sequence.finish_reason:
-                yield from self._events(drawn)
-                return
-            try:
-                steps.submit()
-            except Cancelled:
-                # these tokens were drawn before the cancellation
-                yield from self._events(drawn)
-                raise
-            yield from self._events(drawn)
-            drawn = steps.collect()
+        for device in self._core.devices:
+            device.bind_cancel(None)
+        if self._ownership.is_here:
+            passes.clean_up()
 
-    def _events(self, drawn: SequenceOf[Drawn]) -> Iterator[GenerationEvent]:
-        """Yield the events of the last tokens."""
-        sequence = self.sequence
-        n_before = sequence.n_generated - len(drawn)
-        for n, one in enumerate(drawn, n_before + 1):
-            text = sequence.tell()
-            reason = sequence.finish_reason if n == sequence.n_generated else None
-            yield self._event(one.token, text, one.logits, reason, n)
-
-    def _prefill(self, n_reused: int) -> Output:
-        n = len(self.ids)
-
-        def progress(n_rows: int) -> None:
-            self.n_read = n_reused + n_rows
-            if self.progress:
-                self.progress("prefill", self.n_read, n)
-
-        def meanwhile() -> None:
-            runner = self.model.runner
-            if runner.device.can.streams and not self.sequence.finish_reason:
-                row = np.zeros((1, 1), dtype=np.int32)  # its graphs, while the device computes
-                batch = Batch(row, (SEQ,), greedy=self.greedy, draws=self.steps.draws())
-                runner.build_ahead(batch)
-
-        cuts = tuple(mark for mark in self.marks if n_reused < mark < n)
-        tokens, draws = self.ids[n_reused:], self.steps.draws()
-        batch = SweepBatch(tokens, SEQ, self.keep_logits, self.greedy, draws, cuts)
-        is_sweep = not is_short(batch, self.model.runner.n_ubatch)
-        self.is_reading = True
-        if self.speculation and is_sweep:
-            batch = replace(batch, taps=self.speculation.prompt_taps(SEQ, tokens))
-        output, saved = self.passes.read(batch, self.cancel, progress, meanwhile)
-        self.is_reading = False
-        if self.speculation and not is_sweep:
-            self.speculation.committed(SEQ, tokens.tolist())
-        if self.prefixes:
-            for states in saved:
-                self.prefixes.save(SEQ, states)
-            if n in self.marks:
-                self.prefixes.save(SEQ)
-        return output
-
-    def _clock(self) -> None:
-        now = time.perf_counter() - self.started
-        if not self.sequence.n_generated or not self.prefill_s:
-            self.prefill_s = now
-        self.decode_s = now - self.prefill_s
+    def _next_event(self) -> GenerationEvent:
+        """Return the event of the next token that was drawn."""
+        answer, sequence = self._answer, self._answer.sequence
+        token, logits = answer.fresh.popleft()
+        self._n_told += 1
+        text = sequence.tell()
+        reason = sequence.finish_reason if self._n_told == len(sequence.tokens) else None
+        return self._event(token, text, logits, reason)
 
     def _event(
-        self,
-        token: int | None,
-        text: str,
-        logits: npt.NDArray[np.float32] | None,
+        self, token: int | None, text: str, logits: npt.NDArray[np.float32] | None,
         reason: str | None,
-        n_generated: int | None = None,
-    ) -> GenerationEvent:
-        """n_generated: None: all tokens so far."""
+    ) -> GenerationEvent:  # fmt: skip
+        answer = self._answer
+        if logits is not None and logits.ndim == 1:
+            logits = logits[None]
+        prefill_s, decode_s = answer.times()
         return GenerationEvent(
-            token,
-            text,
-            self.sequence.n_prompt,
-            self.sequence.n_generated if n_generated is None else n_generated,
-            self.prefill_s,
-            self.decode_s,
-            reason,
-            logits,
-            self.n_reused,
-            self.n_read,
-        )
+            token, text, len(answer.ids), self._n_told, prefill_s, decode_s, reason, logits,
+            answer.n_cached, answer.n_read,
+        )  # fmt: skip

@@ -87,6 +87,8 @@ class Ownership:
             RequestError: as in `enter`.
         """
         self.enter()
+        if self._generation and self._generation() is generation:
+            return
         owner = self._owner()
         if owner is None:
             self._generation = weakref.ref(generation)

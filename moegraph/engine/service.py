@@ -8,30 +8,32 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import QueueFull, RequestError, ServiceClosed
+from ..errors import InternalError, MoegraphError, QueueFull, ServiceClosed
 from ..loop.answer import Answer
-from ..loop.drawing import Drawing
+from ..loop.building import Building
+from ..loop.loop import Loop
 from ..loop.requests import Request, Step
-from ..loop.scheduler import Scheduler
-from ..loop.sequence import Sequence
 from ..loop.status import ServiceStatus
-from ..passes.ids import prompt_ids
-from .serviceloop import CLOSED, ServiceLoop
 
 if TYPE_CHECKING:
     from .engine import Engine
 
+_CLOSED = "the server is ending; it takes no more requests"
 # Requests that may wait for a slot, unless the caller says otherwise.
 N_WAITING = 128
 # Seconds after which work that has not ended counts as stuck.
 _STUCK_S = 300.0
+# Seconds between two accounts of what the service is doing.
+_STATUS_S = 0.25
+# Seconds for which graphs are built between two looks for requests.
+_BUILD_S = 0.01
 
 
 class Ticket:
     """A request that a service has accepted."""
 
-    def __init__(self, service: Service, answer: Answer) -> None:
-        self._service, self._answer = service, answer
+    def __init__(self, loop: Loop, answer: Answer) -> None:
+        self._loop, self._answer = loop, answer
 
     @property
     def name(self) -> str:
@@ -40,7 +42,7 @@ class Ticket:
 
     def cancel(self) -> None:
         """End the request soon, with a last step; safe from any thread and more than once."""
-        self._service.cancel(self._answer)
+        self._loop.cancel(self._answer)
 
 
 class Service:
@@ -62,13 +64,20 @@ class Service:
         n_waiting: most requests beyond those that run. stuck_s: see `failure`. say: called on the
         engine's thread with each of `Engine.drain_messages`.
         """
-        self._engine = engine
-        scheduler = Scheduler[Answer](engine.config.n_seq, n_waiting)
-        self._loop = ServiceLoop(engine, scheduler, say)
-        self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
+        self._engine, self._say = engine, say
+        n_seq, streams = engine.config.n_seq, engine.device.can.streams
+        self._core = engine.core
+        self._loop = Loop(self._core, n_seq, n_waiting)
+        # a graph costs much only where a device captures it
+        self._building = Building(engine.runner, n_seq, streams)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stuck_s = stuck_s
         self._n_refused = 0
-        self._is_draining = False
+        self._is_draining = self._is_closing = self._is_resting = False
+        self._failure: str | None = None  # why the thread has ended, if nobody asked for it
+        self._busy_since: float | None = None  # when the work under way began
+        self._status_at = 0.0
+        self._status = self._account()
 
     def start(self) -> None:
         """Start the engine's thread; the engine belongs to it from now on.
@@ -85,12 +94,10 @@ class Service:
 
         Work that takes longer than `stuck_s` counts as a failure until it ends.
         """
-        if self._loop.failure:
-            return self._loop.failure
-        since = self._loop.busy_since
-        if since is not None and time.perf_counter() - since > self._stuck_s:
-            return f"the engine has been busy with one piece of work for {self._stuck_s:.0f} s"
-        return None
+        since = self._busy_since
+        if self._failure or since is None or time.perf_counter() - since <= self._stuck_s:
+            return self._failure
+        return f"the engine has been busy with one piece of work for {self._stuck_s:.0f} s"
 
     @property
     def capacity(self) -> int:
@@ -107,56 +114,30 @@ class Service:
             QueueFull: too many requests wait.
             ServiceClosed: the service is ending, or has failed.
         """
-        answer = self._answer(request, deliver)
+        vocabulary = self._engine.tokenizer if request.text else None
+        answer = Answer.of(
+            request, self._core, vocabulary,
+            lambda answer, reason: deliver(answer.step(reason)),
+        )  # fmt: skip
         with self._loop.lock:
-            self._require_open()
+            if self._failure:
+                raise ServiceClosed(f"the server has failed: {self._failure}")
+            if self._is_draining or self._is_closing or not self._thread.is_alive():
+                raise ServiceClosed(_CLOSED)
             try:
-                self._loop.scheduler.add(answer, answer.deadline)
+                self._loop.add(answer)
             except QueueFull:
                 self._n_refused += 1
                 raise
-            self._loop.lock.notify_all()
-        return Ticket(self, answer)
-
-    def _answer(self, request: Request, deliver: Callable[[Step], None]) -> Answer:
-        engine, n_vocab = self._engine, self._engine.hparams.n_vocab
-        sampling = request.sampling.validate(n_vocab)
-        ids = prompt_ids(request.prompt, n_vocab)
-        n_top = request.n_logprobs
-        if n_top is not None and not 0 <= n_top <= n_vocab:
-            raise RequestError(f"{n_top} likeliest tokens; the vocabulary has {n_vocab}")
-        vocabulary = engine.tokenizer if request.text else None
-        sequence = Sequence(
-            ids.tolist(),
-            n_ctx=engine.n_ctx,
-            max_tokens=request.max_tokens,
-            piece=vocabulary.piece if vocabulary else None,
-            eog_ids=vocabulary.eog_ids if vocabulary and not request.ignore_eos else frozenset(),
-            stop=request.stop,
-        )
-        drawing = Drawing(engine.passes, sequence, sampling, n_vocab, constraint=request.constraint)
-        return Answer(request, ids, drawing, deliver)
-
-    def _require_open(self) -> None:
-        if self._loop.failure:
-            raise ServiceClosed(f"the server has failed: {self._loop.failure}")
-        if self._is_draining or self._loop.is_closing or not self._thread.is_alive():
-            raise ServiceClosed(CLOSED)
-
-    def cancel(self, answer: Answer) -> None:
-        """End a request soon; see `Ticket.cancel`."""
-        with self._loop.lock:
-            answer.cancel.set()
-            self._loop.to_cancel.append(answer)
-            self._loop.lock.notify_all()
+        return Ticket(self._loop, answer)
 
     def status(self) -> ServiceStatus:
         """Return what the service is doing."""
-        since, found = self._loop.busy_since, self._loop.status
+        since, found, scheduler = self._busy_since, self._status, self._loop.scheduler
         return replace(
             found,
-            n_running=self._loop.scheduler.n_running,
-            n_waiting=self._loop.scheduler.n_waiting,
+            n_running=scheduler.n_running,
+            n_waiting=scheduler.n_waiting,
             counts=replace(found.counts, refused=self._n_refused),
             busy_s=0.0 if since is None else time.perf_counter() - since,
             failure=self.failure,
@@ -167,16 +148,96 @@ class Service:
 
         Return whether they have; False if that takes longer than timeout_s.
         """
+
+        def is_done() -> bool:
+            is_idle = self._is_resting and self._loop.scheduler.is_idle
+            return is_idle or not self._thread.is_alive()
+
         with self._loop.lock:
             self._is_draining = True
-            return self._loop.lock.wait_for(
-                lambda: self._loop.is_done or not self._thread.is_alive(), timeout_s
-            )
+            return self._loop.lock.wait_for(is_done, timeout_s)
 
     def close(self) -> None:
         """End all requests and the thread; the engine is free for another thread."""
         with self._loop.lock:
-            self._is_draining = self._loop.is_closing = True
+            self._is_draining = self._is_closing = True
             self._loop.lock.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
+
+    # the engine's thread
+
+    def _run(self) -> None:
+        """Step until the service is closed or fails."""
+        error: MoegraphError = ServiceClosed(_CLOSED)
+        try:
+            self._engine.ownership.enter()
+            if self._engine.prefixes.is_on:
+                self._engine.copies.memory.pin_ahead()
+            while not self._is_closing:
+                self._busy_since = time.perf_counter()
+                if not self._loop.step():
+                    self._rest()
+                if time.perf_counter() - self._status_at >= _STATUS_S:
+                    self._publish()
+        except MoegraphError as caught:
+            error, self._failure = caught, str(caught)
+        except BaseException as caught:  # noqa: BLE001 - no request may wait for ever
+            error = InternalError(f"{type(caught).__name__}: {caught}")
+            self._failure = str(error)
+        finally:
+            self._end(error)
+
+    def _end(self, error: MoegraphError) -> None:
+        with self._loop.lock:
+            self._is_closing = True
+        self._loop.end_all(error)
+        with self._loop.lock:
+            self._loop.lock.notify_all()
+        self._busy_since = None
+        self._status = self._account()
+        if not self._engine.ownership.is_closed:
+            self._engine.hand_over()
+
+    def _rest(self) -> None:
+        """Build graphs, or wait for a request or the end."""
+        self._publish()
+        self._busy_since = None
+        loop = self._loop
+        with loop.lock:
+            self._is_resting = not (loop.has_work or self._is_closing)
+            if self._is_resting:
+                loop.lock.notify_all()
+                if self._building.is_done:
+                    loop.lock.wait()
+        if self._is_resting:
+            self._building.run(_BUILD_S)
+        with loop.lock:
+            self._is_resting = False
+        loop.tally.begin_round()
+
+    def _publish(self) -> None:
+        """Say what the service is doing, and what the engine has to say."""
+        self._status = self._account()
+        for line in self._engine.drain_messages():
+            self._say(line)
+
+    def _account(self) -> ServiceStatus:
+        """Return what the service is doing."""
+        engine, loop = self._engine, self._loop
+        self._status_at = time.perf_counter()
+        flights = loop.flight_counts
+        return ServiceStatus(
+            loop.answers.slots(),
+            n_running=loop.scheduler.n_running,
+            n_waiting=loop.scheduler.n_waiting,
+            n_ctx=engine.n_ctx,
+            counts=loop.tally.counts,
+            prefix_bytes=engine.prefixes.n_bytes,
+            prefix_places=engine.prefixes.n_places,
+            memory={} if engine.ownership.is_closed else engine.memory(),
+            experts=engine.expert_stats(),
+            spec=engine.spec_stats(),
+            group_passes=flights.passes,
+            stage_idle=flights.bubbles,
+        )

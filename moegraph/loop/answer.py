@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import MoegraphError
-from ..events import CancelToken
+from ..errors import MoegraphError, RequestError
+from ..events import CancelToken, Progress
+from ..passes.ids import prompt_ids
 from ..passes.sequencecopies import SwappedSequence
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch, SweptPrompt
+from ..text.tokenizer import Tokenizer
+from .core import Core
 from .drawing import Drawing
-from .logprobs import token_logprobs
-from .requests import Request, Step, Usage
+from .requests import Request, Step, TokenLogprobs, Usage
+from .sequence import Sequence
 
 Ids = npt.NDArray[np.int32]
 
@@ -35,18 +39,35 @@ class Answer:
     n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
     late: a row that was computed before the grammar knew what may follow it: its logits F32
     [n_vocab], and which row of the tree it was.
-    may_draft: whether the next step may draft. is_over: its last step was delivered. problem: why
-    its caller could not be told of a step.
+    wants_logits: whether the logits of each row are needed besides the token.
+    fresh: tokens that the caller was not told yet, each with its logits if they are wanted.
+    may_draft: whether the next step may draft. is_over: its last step was delivered. reason: of its
+    end. error: why it ended, with the reason "error". problem: why telling its caller failed.
     """
 
     def __init__(
-        self, request: Request, ids: Ids, drawing: Drawing, deliver: Callable[[Step], None]
+        self,
+        request: Request,
+        ids: Ids,
+        drawing: Drawing,
+        deliver: Callable[[Answer, str | None], None] | None,
+        cancel: CancelToken | None = None,
+        progress: Progress | None = None,
     ) -> None:
+        """deliver: called when there is something to tell, with the reason if it is the last step;
+        None: the caller looks for it.
+
+        cancel: ends the request; its prompt at once, its answer after the pass under way. progress:
+        called with "prefill" and the tokens of the prompt that its sequence holds; None: `deliver`
+        is called too, now and then.
+        """
+        self._progress = progress
         self.request = request
         self.ids = ids
         self.drawing = drawing
+        self.wants_logits = request.n_logprobs is not None or drawing.keep_logits
         self.sequence = drawing.sequence
-        self.cancel = CancelToken()
+        self.cancel = cancel or CancelToken()
         self.slot, self.number = -1, 0
         self.sweep: Sweep | None = None
         self.swept: SweptPrompt | None = None
@@ -59,11 +80,49 @@ class Answer:
         self.late: tuple[npt.NDArray[np.float32], int] | None = None
         self.may_draft = True
         self.is_over = False
+        self.reason: str | None = None
+        self.error: MoegraphError | None = None
         self.problem: Exception | None = None
+        self.prompt_logits: npt.NDArray[np.float32] | None = None  # if nothing is drawn
         self.submitted = self._told = time.perf_counter()
         self.began = self._first = self._last = 0.0
         self._deliver = deliver
-        self._fresh: list[tuple[int, npt.NDArray[np.float32] | None]] = []
+        self.fresh: deque[tuple[int, npt.NDArray[np.float32] | None]] = deque()
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        core: Core,
+        vocabulary: Tokenizer | None,
+        deliver: Callable[[Answer, str | None], None] | None,
+        cancel: CancelToken | None = None,
+        progress: Progress | None = None,
+        keep_logits: bool = False,
+    ) -> Answer:
+        """Return the answer to a request, which nothing computes yet.
+
+        vocabulary: None if there is to be no text. deliver, cancel, progress: as above.
+        keep_logits: the caller gets all rows of logits.
+
+        Raises:
+            RequestError, ContextOverflow: the request is wrong.
+        """
+        n_vocab, n_top = core.file.hparams.n_vocab, request.n_logprobs
+        sampling = request.sampling.validate(n_vocab)
+        ids = prompt_ids(request.prompt, n_vocab)
+        if n_top is not None and not 0 <= n_top <= n_vocab:
+            raise RequestError(f"{n_top} likeliest tokens; the vocabulary has {n_vocab}")
+        sequence = Sequence(
+            ids.tolist(),
+            n_ctx=core.n_ctx,
+            max_tokens=request.max_tokens,
+            piece=vocabulary.piece if vocabulary else None,
+            eog_ids=vocabulary.eog_ids if vocabulary and not request.ignore_eos else frozenset(),
+            stop=request.stop,
+        )
+        drawing = Drawing(core.passes, sequence, sampling, n_vocab, keep_logits, request.constraint)
+        return cls(request, ids, drawing, deliver, cancel, progress)
 
     @property
     def deadline(self) -> float | None:
@@ -81,10 +140,15 @@ class Answer:
         """Whether the last token was drawn."""
         return self.sequence.finish_reason is not None
 
-    @property
-    def wants_logits(self) -> bool:
-        """Whether the logits of each row are needed besides the token."""
-        return self.request.n_logprobs is not None
+    def submit(self) -> None:
+        """Note that the request begins to wait now."""
+        self.submitted = self._told = time.perf_counter()
+
+    def times(self) -> tuple[float, float]:
+        """Return the seconds from the submission to the first token, and from there to the last."""
+        if not self._first:
+            return time.perf_counter() - self.submitted, 0.0
+        return self._first - self.submitted, self._last - self._first
 
     def begin(self, n_cached: int) -> None:
         """Note that the prompt begins in a slot that holds its first n_cached tokens."""
@@ -95,7 +159,7 @@ class Answer:
         """Note a token; `tell` delivers it. logits: F32 [n_vocab], if they are wanted."""
         self._last = time.perf_counter()
         self._first = self._first or self._last
-        self._fresh.append((token, logits))
+        self.fresh.append((token, logits))
 
     def usage(self) -> Usage:
         """Return what the request has cost so far."""
@@ -116,16 +180,19 @@ class Answer:
     def tell(self) -> None:
         """Deliver the tokens that were drawn; the last step if these end the text."""
         reason = self.sequence.finish_reason
-        if self.is_over or not (self._fresh or reason):
+        if self.is_over or not (self.fresh or reason):
             return
-        self.is_over = reason is not None
-        self._send(self._step(reason))
+        if reason:
+            self.is_over, self.reason = True, reason
+        if self._deliver:
+            self._send(reason)
 
     def tell_progress(self) -> None:
-        """Deliver a step that says how much of the prompt is read, now and then."""
-        now = time.perf_counter()
-        if now - self._told >= _PROGRESS_S and not self.is_over:
-            self._send(Step(self.usage()))
+        """Tell how much of the prompt is read."""
+        if self._progress:
+            self._progress("prefill", self.n_read, len(self.ids))
+        elif time.perf_counter() - self._told >= _PROGRESS_S and not self.is_over:
+            self._send(None)
 
     def end(self, reason: str, error: MoegraphError | None = None) -> None:
         """Deliver the last step, unless that was done or the text has ended by itself."""
@@ -134,11 +201,12 @@ class Answer:
         if self.is_drawn:
             self.tell()
             return
-        self.is_over = True
-        self._send(self._step(reason, error))
+        self.is_over, self.reason, self.error = True, reason, error
+        self._send(reason)
 
-    def _step(self, reason: str | None, error: MoegraphError | None = None) -> Step:
-        fresh, self._fresh = self._fresh, []
+    def step(self, reason: str | None) -> Step:
+        """Return what the caller was not told yet; reason: why the answer ends with it."""
+        fresh, self.fresh = self.fresh, deque()
         text = "".join([self.sequence.tell() for _ in fresh])
         if reason is not None and not self.is_drawn:
             text += self.sequence.cancel(reason)
@@ -147,11 +215,28 @@ class Answer:
             found = [token_logprobs(row, t, n_top) for t, row in fresh if row is not None]
         stop = self.sequence.stop if reason == "stop" else None
         tokens = tuple(token for token, _ in fresh)
-        return Step(self.usage(), tokens, text, tuple(found), reason, stop, error)
+        return Step(self.usage(), tokens, text, tuple(found), reason, stop, self.error)
 
-    def _send(self, step: Step) -> None:
+    def _send(self, reason: str | None) -> None:
         self._told = time.perf_counter()
         try:
-            self._deliver(step)
+            if self._deliver:
+                self._deliver(self, reason)
         except Exception as error:  # noqa: BLE001 - one caller's mistake ends its own request
             self.problem = error
+
+
+def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
+    """Return the log probability of a token and of the n_top likeliest ones, before sampling.
+
+    logits: F32 [n_vocab], finite. Of equally likely tokens the smaller id comes first.
+    """
+    largest = logits.max()
+    below = float(largest) + float(np.log(np.exp(logits - largest, dtype=np.float64).sum()))
+    top: list[tuple[int, float]] = []
+    if n_top:
+        floor = np.partition(logits, logits.size - n_top)[logits.size - n_top]
+        ids = np.flatnonzero(logits >= floor)
+        order = ids[np.argsort(-logits[ids], kind="stable")][:n_top]
+        top = [(int(i), float(logits[i]) - below) for i in order]
+    return TokenLogprobs(token, float(logits[token]) - below, tuple(top))

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+import numpy as np
+import numpy.typing as npt
+
 from ..draft.rejection import Odds
 from ..errors import (
     Cancelled,
@@ -36,7 +39,7 @@ class Answers:
 
     sweeping: the requests whose prompts a sweep reads. One that ends meanwhile keeps its slot until
     the sweep has ended, unless it is alone in it. worthless: idle slots that hold what nobody is to
-    go on from.
+    go on from. n_failures: how often the device failed since it last did some work.
     """
 
     def __init__(
@@ -52,8 +55,8 @@ class Answers:
         self._clock = self._n_entered = 0
         self.worthless: set[int] = set()
         self._to_tell: list[Answer] = []
-        self._left: list[Answer] = []
-        self._n_failures = 0
+        self.left: list[Answer] = []  # since the last `take_left`
+        self.n_failures = 0
 
     def idle_slots(self) -> list[int]:
         """Return the slots without a request, the one unused for longest first."""
@@ -84,14 +87,17 @@ class Answers:
 
     def take_left(self) -> list[Answer]:
         """Return the requests that need no more work since the last call."""
-        found, self._left = self._left, []
+        found, self.left = self.left, []
         return found
 
     # tokens
 
     def draw(self, answer: Answer, output: Output, row: int) -> None:
         """Draw the next token of a request from a row of results; `tell` delivers it."""
-        self.guard(answer, lambda: self.pick(answer, output, row))
+        try:
+            self.pick(answer, output, row)
+        except Exception as error:  # noqa: BLE001 - a grammar's too
+            self._spoiled(answer, error)
         self.keep(answer)
 
     def is_late(self, answer: Answer, output: Output, row: int, node: int = 0) -> bool:
@@ -99,7 +105,7 @@ class Answers:
 
         Arguments as in `pick`. `draw_late` draws from it.
         """
-        if answer.drawing.is_ready(_LATE_S):
+        if not answer.drawing.constraint or answer.drawing.is_ready(_LATE_S):
             return False
         logits = self._passes.logits(row) if output.logits is None else output.logits[row]
         answer.late = logits.copy(), node
@@ -122,24 +128,33 @@ class Answers:
     ) -> int:
         """Return the next token, which the text has taken.
 
-        row: of the pass. node, offered: as in `Drawing.pick`.
+        row: of the pass; -1 for that of a prompt. node, offered: as in `Drawing.pick`.
 
         Raises:
             RequestError: settings or grammar exclude every token.
         """
-        token, logits = answer.drawing.pick(output, row, node, offered), output.logits
-        found = None
-        if answer.wants_logits:
-            found = self._passes.logits(row).copy() if logits is None else logits[row]
-        answer.drawing.take(token)
-        answer.drew(token, found)
+        drawing = answer.drawing
+        token = drawing.pick(output, row, node, offered)
+        drawing.take(token)
+        answer.drew(token, self._rows(answer, output, row) if answer.wants_logits else None)
         return token
+
+    def put(self, answer: Answer, output: Output, row: int, token: int) -> None:
+        """Have the text of a request go on with a token."""
+        answer.drawing.take(token)
+        answer.drew(token, self._rows(answer, output, row) if answer.wants_logits else None)
+
+    def _rows(self, answer: Answer, output: Output, row: int) -> npt.NDArray[np.float32]:
+        """Return logits for the caller: of a row, or of all rows of a prompt."""
+        if output.logits is None:
+            return self._passes.logits(max(row, 0)).copy()
+        return output.logits if answer.drawing.keep_logits and row < 0 else output.logits[row]
 
     def keep(self, answer: Answer) -> None:
         """Have the next `tell` say what was drawn; a text that has ended gives its slot back."""
         if not answer.is_over:
             self._to_tell.append(answer)
-            if answer.is_drawn:
+            if answer.sequence.finish_reason:
                 self.leave(answer)
 
     def guard(self, answer: Answer, work: Callable[[], object]) -> None:
@@ -148,10 +163,13 @@ class Answers:
             return
         try:
             work()
-        except MoegraphError as error:
-            self.end(answer, "error", error)
-        except Exception as error:  # noqa: BLE001 - of a grammar, which is not ours
-            self.end(answer, "error", InternalError(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # noqa: BLE001 - a grammar's too
+            self._spoiled(answer, error)
+
+    def _spoiled(self, answer: Answer, error: Exception) -> None:
+        if not isinstance(error, MoegraphError):  # of a grammar, which is not ours
+            error = InternalError(f"{type(error).__name__}: {error}")
+        self.end(answer, "error", error)
 
     def tell(self) -> None:
         """Deliver what was drawn."""
@@ -213,11 +231,7 @@ class Answers:
             answer.swapped.close()
             answer.swapped = None
         self.leave_slot(answer)
-        self._left.append(answer)
-
-    def succeeded(self) -> None:
-        """Note that the device has done some work."""
-        self._n_failures = 0
+        self.left.append(answer)
 
     def failed(self, answers: Sequence[Answer], error: MoegraphError) -> None:
         """End the requests of some work that failed.
@@ -233,9 +247,9 @@ class Answers:
         self.tally.begin_round()
         if isinstance(error, Cancelled):
             return
-        self._n_failures += 1
+        self.n_failures += 1
         is_lost = isinstance(error, ModelFileError | InternalError | DeviceLost)
-        if is_lost or self._n_failures >= _MOST_FAILURES:
+        if is_lost or self.n_failures >= _MOST_FAILURES:
             raise error
 
     @contextmanager

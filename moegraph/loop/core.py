@@ -19,6 +19,7 @@ class Core:
     """A loaded model: what runs its passes, and what is kept of its sequences.
 
     stage: the last one, which has the results. speculation: what drafts; None without drafters.
+    n_ctx: positions of a sequence.
     """
 
     file: ModelFile
@@ -29,3 +30,4 @@ class Core:
     runner: AnyRunner
     devices: tuple[Device, ...]
     stage: Stage
+    n_ctx: int

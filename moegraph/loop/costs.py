@@ -121,11 +121,19 @@ class Costs:
                 self._steps.note(steps, seconds, at_most=True)
             else:
                 self._steps.note(steps, seconds - self._of_pass(steps, n_rows, seconds))
-        elif n_rows and (not has_built or pass_s is None or seconds < pass_s):
-            before = self._pass_s.get(n_rows)
-            if before is not None and seconds < before / 2:
-                before = None  # a graph was built then
-            self._pass_s[n_rows] = _mean(before, seconds, _LONGER)
+        elif n_rows:
+            self.note_pass(n_rows, seconds, has_built)
+
+    def note_pass(self, n_rows: int, seconds: float, has_built: bool) -> None:
+        """Learn from a decode pass of n_rows rows; has_built: as in `note_round`."""
+        before = self._pass_s.get(n_rows)
+        if has_built and before is not None and seconds >= before:
+            return
+        if before is None or seconds < before / 2:  # a graph was built then
+            self._pass_s[n_rows] = seconds
+        else:
+            longer = _LONGER if seconds > before else _NEWEST
+            self._pass_s[n_rows] = before + longer * (seconds - before)
 
     def _of_pass(self, steps: Sequence[SweepStep], n_rows: int, seconds: float) -> float:
         """Return what of a round with steps was its pass of n_rows rows; 0: no pass.

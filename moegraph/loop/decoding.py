@@ -1,4 +1,4 @@
-"""Decode passes of a service: the next rows of several requests at once, drafted ones too."""
+"""Decode passes: the next rows of several requests at once, drafted ones too."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.acceptance import walk
-from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
-from ..errors import MoegraphError, RequestError
+from ..errors import MoegraphError, PoolFull, RequestError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
-from ..kinds import Kind
 from ..passes.grouppasses import GroupPasses
-from ..passes.passes import Passes
-from ..passes.prefixes import Prefixes
 from ..runner import NotFinite, Output
 from ..runner.flights import FlightCounts
 from .answer import Answer
 from .answers import Answers
+from .core import Core
 from .drafting import Drafting
 from .groups import Groups
 
-# Seconds that a service waits for grammars if there is nothing else to compute.
+# Seconds that the loop waits for grammars if there is nothing else to compute.
 _REST_S = 0.005
+
+Batch = Sequence[Answer]
+Trees = Sequence[DraftTree]
 
 
 class Decoding:
-    """Runs passes and draws from their results, on the engine's thread.
+    """Starts passes, and draws from their results when these are taken.
 
     groups: runs passes of several groups at once; None if the model is in one stage.
     """
 
-    def __init__(
-        self, passes: Passes, prefixes: Prefixes, answers: Answers, drafting: Drafting
-    ) -> None:
-        self._passes, self._prefixes = passes, prefixes
+    def __init__(self, core: Core, answers: Answers, drafting: Drafting | None) -> None:
+        """drafting: None without drafters."""
+        self._passes, self._prefixes = core.passes, core.prefixes
         self._answers = answers
         self._drafting = drafting
+        self._flight: tuple[Batch, Trees | None] | None = None  # the pass whose results come next
         self.groups: Groups | None = None
-        if isinstance(passes, GroupPasses):
+        if isinstance(core.passes, GroupPasses):
             draws = partial(self._draws, trees=None)
-            self.groups = Groups(passes, answers, draws, self._draw)
+            self.groups = Groups(core.passes, answers, draws, self._draw)
 
     @property
     def flight_counts(self) -> FlightCounts:
@@ -51,7 +51,27 @@ class Decoding:
         passes = self._passes
         return passes.flights.counts if isinstance(passes, GroupPasses) else FlightCounts()
 
-    def decode_groups(self, batch: Sequence[Answer]) -> bool:
+    def ready(self, batch: Batch) -> list[Answer]:
+        """Return the requests that have a row for the next pass.
+
+        The others have ended, or wait for their grammar; if all do, wait a moment for that.
+        """
+        found, late = list[Answer](), list[Answer]()
+        for answer in batch:
+            if answer.late:
+                late.append(answer)
+            elif not (answer.is_over or answer.sequence.finish_reason):
+                found.append(answer)
+        if late and not found:
+            self._answers.tell()
+            late[0].drawing.rest(_REST_S)
+        for answer in late:
+            self._answers.draw_late(answer)
+            if not (answer.late or answer.is_over or answer.is_drawn):
+                found.append(answer)
+        return found
+
+    def decode_groups(self, batch: Batch) -> bool:
         """Run the next row of some requests in groups, if that is faster than in one pass.
 
         Otherwise nothing is in flight afterwards.
@@ -62,36 +82,30 @@ class Decoding:
         groups = self.groups
         if groups is None:
             return False
+        self.take()
         n_rows, n = len(batch), groups.choice.n_groups(len(batch))
         is_one_pass = len(self._passes.room.groups(answer.slot for answer in batch)) == 1
-        if n == 1 or not is_one_pass or self._drafting.is_on or not groups.has_room(batch):
+        if n == 1 or not is_one_pass or self._drafting or not groups.has_room(batch):
             self.land()
             return False
         groups.decode(batch, n)
         self._note(n_rows, n)
         return True
 
-    def ready(self, batch: Sequence[Answer]) -> list[Answer]:
-        """Return the requests that have a row for the next pass.
-
-        The others have ended, or wait for their grammar; if all do, wait a moment for that.
-        """
-        late = [answer for answer in batch if answer.late]
-        if late and len(late) == len(batch):
-            self._answers.tell()
-            late[0].drawing.rest(_REST_S)
-        for answer in batch:
-            self._answers.draw_late(answer)
-        return [a for a in batch if not (a.is_over or a.is_drawn or a.late)]
-
     def land(self) -> None:
-        """Have no pass in flight, after `decode_groups`; errors as there."""
+        """Have no pass in flight, and draw from what was; errors as in `decode_groups`."""
+        self.take()
         if self.groups and self.groups.is_flying:
             self.groups.land()
             self._answers.tally.begin_round()
+        if self._drafting:
+            self._drafting.settle()
 
     def give_up(self) -> None:
         """Have no pass in flight, whatever has happened; nothing is drawn."""
+        if self._flight:
+            self._passes.abandon(*(answer.slot for answer in self._flight[0]))
+            self._flight = None
         if self.groups and self.groups.is_flying:
             self.groups.give_up()
 
@@ -102,67 +116,73 @@ class Decoding:
             self.groups.choice.note(n_rows, n_groups, seconds)
         return seconds
 
-    def decode(self, batch: Sequence[Answer]) -> None:
-        """Run the next row of some requests; deliver what was drawn before while it runs.
+    def start(self, batch: Batch) -> None:
+        """Start the pass of the next row of some requests; `take` draws from its results.
+
+        While it runs, what was drawn before is delivered.
 
         Raises:
+            PoolFull: there are too few pages; nothing changes.
             MoegraphError: nothing more can be computed.
         """
-        by_slot = {answer.slot: answer for answer in batch}
-        for slots in self._passes.room.groups(by_slot):
-            self._pass([by_slot[slot] for slot in slots])
+        if len(batch) > 1:  # several passes, if one would be too long
+            by_slot = {answer.slot: answer for answer in batch}
+            *before, last = self._passes.room.groups(by_slot)
+            for slots in before:
+                self._start([by_slot[slot] for slot in slots])
+                self.take()
+            batch = [by_slot[slot] for slot in last]
+        self._start(batch)
 
-    def _pass(self, batch: Sequence[Answer]) -> None:
-        answers = self._answers
+    def _start(self, batch: Batch) -> None:
         try:
-            with answers.cancelling(*batch):
-                trees = self._launch(batch)
-                answers.build_ahead()
-                self._drafting.launched()
-                output = self._collect(batch, trees)
-                seconds, n_tokens = self._note(len(batch), 1), len(batch)
-                if trees:
-                    n_tokens = self._take(batch, trees, output)
-                n_rows = len(batch) * max((tree.n_rows for tree in trees or ()), default=1)
-                self._drafting.shared(len(batch), n_tokens, seconds, n_rows)
+            trees = self._launch(batch)
+        except PoolFull:
+            raise
         except MoegraphError as error:
-            answers.failed(batch, error)
+            self._answers.failed(batch, error)
             return
-        answers.succeeded()
-        if not trees:
-            self._draw(batch, output)
+        self._flight = batch, trees
+        try:
+            if self._answers.sweeping:
+                self._answers.build_ahead()
+            if self._drafting:
+                self._drafting.launched()
+        except MoegraphError as error:
+            self.give_up()
+            self._answers.failed(batch, error)
 
-    def _launch(self, batch: Sequence[Answer]) -> list[DraftTree] | None:
+    def _launch(self, batch: Batch) -> Trees | None:
         """Start a pass; return the rows of each request if some were drafted."""
-        trees = self._drafting.propose(batch)
-        if trees:
+        drafting = self._drafting
+        trees = drafting.propose(batch) if drafting else None
+        if drafting and trees:
             try:
                 self._verify(batch, trees, partial(self._meanwhile, batch, trees))
                 return trees
             except RequestError:  # there is no memory for so many rows
-                self._drafting.give_up()
-        self._submit(batch, partial(self._meanwhile, batch, None))
+                drafting.give_up()
+        tokens, slots, is_greedy, draws = list[int](), list[int](), True, None
+        for answer in batch:
+            tokens.append(answer.sequence.tokens[-1])
+            slots.append(answer.slot)
+            is_greedy = is_greedy and answer.drawing.greedy
+        if not is_greedy:
+            is_greedy, draws = self._draws(batch, None)
+        meanwhile = partial(self._meanwhile, batch, None)
+        self._passes.decode(tokens, tuple(slots), is_greedy, draws, meanwhile)
         return None
 
-    def _meanwhile(self, batch: Sequence[Answer], trees: Sequence[DraftTree] | None) -> None:
+    def _meanwhile(self, batch: Batch, trees: Trees | None) -> None:
         """Do what the device need not wait for: deliver tokens, and prepare to draw the next."""
         self._answers.tell()
         for i, answer in enumerate(batch):
-            tree = trees[i] if trees else None
-            self._answers.guard(answer, partial(answer.drawing.prepare, tree))
-
-    # one row of each
-
-    def _submit(self, batch: Sequence[Answer], meanwhile: Callable[[], None]) -> None:
-        rows = np.array([[answer.sequence.tokens[-1]] for answer in batch], dtype=np.int32)
-        slots = [answer.slot for answer in batch]
-        cancels = tuple(answer.cancel for answer in batch)
-        greedy, draws = self._draws(batch, None)
-        kind = Kind.DECODE
-        self._passes.submit(rows, slots, False, greedy, cancels, kind, draws, meanwhile)
+            if not answer.drawing.greedy:
+                tree = trees[i] if trees else None
+                self._answers.guard(answer, partial(answer.drawing.prepare, tree))
 
     def _draws(
-        self, batch: Sequence[Answer], trees: Sequence[DraftTree] | None
+        self, batch: Batch, trees: Trees | None
     ) -> tuple[bool, npt.NDArray[np.int32] | None]:
         """Return whether a pass gives the argmax, and what it needs to list candidates.
 
@@ -170,7 +190,7 @@ class Decoding:
         """
         n_each = max(tree.n_rows for tree in trees) if trees else 1
         n_rows = n_each * len(batch)
-        if all(answer.drawing.greedy for answer in batch) or n_rows > DRAW_ROWS:
+        if n_rows > DRAW_ROWS or all(answer.drawing.greedy for answer in batch):
             for answer in batch:
                 answer.drawing.expect_argmax()
             return True, None
@@ -188,13 +208,43 @@ class Decoding:
                 is_listed = True
         return not is_listed, draws if is_listed else None
 
-    def _collect(self, batch: Sequence[Answer], trees: Sequence[DraftTree] | None) -> Output:
+    def take(self) -> None:
+        """Wait for the pass in flight, if there is one, and draw from its results.
+
+        Raises:
+            MoegraphError: nothing more can be computed.
+        """
+        if self._flight is None:
+            return
+        (batch, trees), self._flight = self._flight, None
+        try:
+            output = self._collect(batch, trees)
+            seconds, n_tokens = self._note(len(batch), 1), len(batch)
+            if trees:
+                n_tokens = self._take(batch, trees, output)
+        except MoegraphError as error:
+            self._answers.failed(batch, error)
+            return
+        self._answers.n_failures = 0
+        if not trees:
+            self._draw(batch, output)
+        if self._drafting:
+            if len(batch) > 1:
+                n_rows = len(batch) * max((tree.n_rows for tree in trees or ()), default=1)
+                self._drafting.shared(len(batch), n_tokens, seconds, n_rows)
+            for answer in batch:
+                if answer.sequence.finish_reason:
+                    self._drafting.settle()  # perhaps no pass follows
+
+    def _collect(self, batch: Batch, trees: Trees | None) -> Output:
         """Return the results of the pass; requests whose results are not finite end.
 
         If a row was drafted, perhaps the text never comes to it: then only the draft is lost.
         """
+        drafting = self._drafting
+        if drafting:
+            drafting.clock.back()
         try:
-            self._drafting.waits()
             output = self._passes.collect(locates=len(batch) == 1)
         except NotFinite as error:
             bad = [answer for answer in batch if answer.slot in error.sequences]
@@ -206,37 +256,43 @@ class Decoding:
                 if answer.slot not in drafted:
                     self._answers.end(answer, "error", error)
             output = error.output
-        self._drafting.arrived()
+        if drafting:
+            drafting.clock.arrive()
         return output
 
-    def _draw(self, batch: Sequence[Answer], output: Output) -> None:
+    def _draw(self, batch: Batch, output: Output) -> None:
+        """Draw the next token of each request from its row."""
+        answers, drafting = self._answers, self._drafting
         for row, answer in enumerate(batch):
             if answer.is_over:
                 continue
-            anchor, n = answer.sequence.tokens[-1], answer.sequence.n_generated
-            if self._answers.is_late(answer, output, row):
-                self._took(answer, [anchor])
-                self._drafting.drew(answer, [])
-                continue
-            self._answers.draw(answer, output, row)
-            self._took(answer, [anchor])
-            self._drafting.drew(answer, answer.sequence.tokens[n:])
+            tokens = answer.sequence.tokens
+            anchor, n = tokens[-1], len(tokens)
+            is_late = answer.drawing.constraint is not None and answers.is_late(answer, output, row)
+            if not is_late:
+                answers.draw(answer, output, row)
+            if anchor in answer.request.keep_after:
+                self._keep_state(answer, [anchor])
+            elif drafting:
+                drafting.taken.append((answer.slot, anchor))  # told while the device computes
+            if drafting:
+                drafting.drew(answer, [] if is_late else tokens[n:])
 
-    def _took(self, answer: Answer, tokens: Sequence[int]) -> None:
-        """Note that a sequence has taken tokens."""
-        self._drafting.took(answer.slot, tokens)
-        if tokens[-1] in answer.request.keep_after:
-            save = partial(self._prefixes.save, answer.slot)
-            if self.groups and self.groups.is_flying:
-                self.groups.when_landed(save)
-            else:
-                save()
+    def _keep_state(self, answer: Answer, tokens: Sequence[int]) -> None:
+        """Note that a sequence has taken tokens, after which its state may be kept."""
+        if self._drafting:
+            self._drafting.took(answer.slot, tokens)
+        if tokens[-1] not in answer.request.keep_after:
+            return
+        save = partial(self._prefixes.save, answer.slot)
+        if self.groups and self.groups.is_flying:
+            self.groups.when_landed(save)
+        else:
+            save()
 
     # trees
 
-    def _verify(
-        self, batch: Sequence[Answer], trees: Sequence[DraftTree], meanwhile: Callable[[], None]
-    ) -> None:
+    def _verify(self, batch: Batch, trees: Trees, meanwhile: Callable[[], None]) -> None:
         n = max(tree.n_rows for tree in trees)
         tokens = np.zeros((len(batch), n), dtype=np.int32)
         parents = np.full((len(batch), n), -1, dtype=np.int32)
@@ -245,10 +301,10 @@ class Decoding:
         greedy, draws = self._draws(batch, trees)
         self._passes.verify(
             tokens, [answer.slot for answer in batch], parents, [tree.n_rows for tree in trees],
-            greedy, tuple(answer.cancel for answer in batch), draws, meanwhile,
+            greedy, None, draws, meanwhile,
         )  # fmt: skip
 
-    def _take(self, batch: Sequence[Answer], trees: Sequence[DraftTree], output: Output) -> int:
+    def _take(self, batch: Batch, trees: Trees, output: Output) -> int:
         """Draw along the trees; the sequences take the rows that are what was drawn.
 
         Return how many tokens were drawn.
@@ -256,15 +312,14 @@ class Decoding:
         n = max(tree.n_rows for tree in trees)
         walks = {a: _Walk(self._answers, a, trees[i], i * n) for i, a in enumerate(batch)}
         for answer, one in walks.items():
-            if answer.may_draft:
-                odds = self._drafting.odds(answer)
-                self._answers.guard(answer, partial(one.draw, output, odds))
+            if answer.may_draft and self._drafting:
+                self._answers.guard(answer, partial(one.draw, output, self._drafting))
         done = {answer: one for answer, one in walks.items() if one.path and not answer.is_over}
         self._passes.commit({answer.slot: one.path for answer, one in done.items()})
         for answer, one in done.items():
-            tokens = [one.tree.tokens[row] for row in one.path]
-            self._took(answer, tokens)
-            self._drafting.drew(answer, one.drawn)
+            self._keep_state(answer, [one.tree.tokens[row] for row in one.path])
+            if self._drafting:
+                self._drafting.drew(answer, one.drawn)
             answer.n_drafted += one.tree.n_rows - 1
             answer.n_accepted += len(one.path) - 1
             self._answers.keep(answer)
@@ -283,15 +338,22 @@ class _Walk:
         self.path: list[int] = []
         self.drawn: list[int] = []
 
-    def draw(self, output: Output, odds: Sequence[Odds]) -> None:
+    def draw(self, output: Output, drafting: Drafting) -> None:
         """Draw after the rows of the tree, as long as they are what was drawn."""
+        answer, answers = self._answer, self._answers
+        odds, forced = drafting.odds(answer), drafting.forced(answer)
 
         def next_token(row: int) -> int | None:
             depth, at = len(self.drawn), self.first + row
-            if self._answers.is_late(self._answer, output, at, row):
+            if answers.is_late(answer, output, at, row):
                 return None
-            offered = odds[depth] if depth < len(odds) else None
-            self.drawn.append(self._answers.pick(self._answer, output, at, row, offered))
-            return None if self._answer.is_drawn else self.drawn[-1]
+            if forced and depth < len(forced):
+                answers.put(answer, output, at, forced[depth])
+                self.drawn.append(forced[depth])
+            else:
+                offered = odds[depth] if depth < len(odds) else None
+                self.drawn.append(answers.pick(answer, output, at, row, offered))
+            is_over = answer.is_drawn or (forced is not None and depth >= len(forced))
+            return None if is_over else self.drawn[-1]
 
         self.path = walk(self.tree, next_token)

@@ -17,65 +17,71 @@ _UNKNOWN = StepSeconds(0.0, 0.0, 0.0)
 
 
 class Drafting:
-    """The drafters of a service; without any, every method does nothing.
+    """The drafters: which requests draft in the next pass, and what is learned from it.
 
     A request that is alone in its passes drafts as in a generation. Several draft if that pays for
     so many; then only how much was accepted is learned, not what it cost.
+
+    clock: measures the steps of a lone request. taken: tokens that sequences took and of which the
+    drafters were not told, each with its slot.
     """
 
-    def __init__(self, speculation: Speculation | None, has_streams: bool) -> None:
+    def __init__(self, speculation: Speculation, has_streams: bool) -> None:
         """has_streams: see `StepClock`."""
         self._speculation = speculation
-        self._clock = StepClock(has_streams)
+        self.clock = StepClock(has_streams)
         self._lone: Answer | None = None  # whose steps the clock measures
         self._proposals: dict[int, Proposal] = {}  # by slot, before the pass in flight
         self._n_missing = 0  # until that pass
+        self._rests = False  # the lone request drafts nothing next
+        self.taken: list[tuple[int, int]] = []
         # what there is to learn from the last pass, while the device computes
         self._done: list[tuple[Proposal | None, list[int], StepSeconds, int]] = []
 
-    @property
-    def is_on(self) -> bool:
-        """Whether there are drafters."""
-        return self._speculation is not None
-
     def begin(self, slot: int, held: Sequence[int]) -> None:
         """Have the drafters know what a sequence holds whose prompt begins."""
-        if self._speculation:
-            self._speculation.begin(slot, held)
+        self._speculation.begin(slot, held)
 
     def tapped(self, batch: SweepBatch) -> SweepBatch:
         """Return a prompt with what the drafters want of its sweep."""
-        if not self._speculation:
-            return batch
         return replace(batch, taps=self._speculation.prompt_taps(batch.slot, batch.tokens))
 
     def took(self, slot: int, tokens: Sequence[int]) -> None:
-        """Note that a sequence took tokens, whose rows the last pass computed."""
-        if self._speculation:
-            self._speculation.committed(slot, tokens)
+        """Tell the drafters that a sequence took tokens, whose rows the last pass computed."""
+        self._note_taken()
+        self._speculation.committed(slot, tokens)
+
+    def _note_taken(self) -> None:
+        taken, self.taken = self.taken, []
+        for slot, token in taken:
+            self._speculation.committed(slot, [token])
 
     def propose(self, batch: Sequence[Answer]) -> list[DraftTree] | None:
         """Return the rows of each request in the next pass; None if none of them drafts.
 
+        Whether a lone request drafts was found out while the last pass ran, if it could be.
+
         Raises:
             NativeError: the device failed.
         """
-        self._proposals = {}
-        if not self._speculation:
-            return None
-        if len(batch) > 1:
+        speculation, self._proposals = self._speculation, {}
+        found, n, rests = list[DraftTree](), len(batch), False
+        if n > 1:
+            # asked once for all: while drafts rest, a pass must not cost more than without drafters
             self._lone = None
+            rests = speculation.rests(max(a.sequence.n_left for a in batch), n)
         elif self._lone is not batch[0]:
             self._lone = batch[0]
-            self._clock.begin()
-        found, n = list[DraftTree](), len(batch)
-        # asked once for all: while drafts rest, a pass must not cost more than without drafters
-        if n == 1 or not self._speculation.rests(max(a.sequence.n_left for a in batch), n):
-            found = self._trees(self._speculation, batch)
+            self.clock.begin()
+        else:
+            rests = self._rests
+        if not rests:
+            self._note_taken()
+            found = self._trees(speculation, batch)
         if n == 1:  # otherwise no step is measured
-            self._n_missing = self._speculation.n_missing()
-        self._clock.launch()
-        return found if any(tree.n_rows > 1 for tree in found) else None
+            self._n_missing = speculation.n_missing()
+        self.clock.launch()
+        return found if found and any(tree.n_rows > 1 for tree in found) else None
 
     def _trees(self, speculation: Speculation, batch: Sequence[Answer]) -> list[DraftTree]:
         """Return the rows of each request; several requests draft at once where a drafter can."""
@@ -105,6 +111,15 @@ class Drafting:
         proposal = self._proposals.get(answer.slot)
         return proposal.odds if proposal else ()
 
+    def forced(self, answer: Answer) -> list[int] | None:
+        """Return the drafted tokens that a request takes whatever is drawn; see `Speculation`."""
+        proposal = self._proposals.get(answer.slot)
+        accept = self._speculation.accept
+        if accept is None:
+            return None
+        spine = proposal.spine if proposal else []
+        return spine[: accept(len(spine))]
+
     def give_up(self) -> None:
         """Note that the pass has no drafted rows after all."""
         self._proposals = {}
@@ -115,34 +130,30 @@ class Drafting:
         Raises:
             NativeError: the device failed.
         """
-        if self._speculation:
-            done, self._done = self._done, []
-            for proposal, drawn, seconds, n_missing in done:
-                step = step_of(proposal, drawn, seconds, n_missing)
-                self._speculation.controller.observe(step)
-            if self._lone and not self._proposals:
-                self._speculation.foresee(self._lone.slot, self._lone.sequence.n_left - 1)
-            self._clock.leave()
+        self.settle()
+        self._rests = False
+        if self._lone and not self._proposals:
+            n_left = self._lone.sequence.n_left - 1
+            self._rests = self._speculation.foresee(self._lone.slot, n_left)
+        self.clock.leave()
 
-    def waits(self) -> None:
-        """Note that all else is done, and the service waits for the pass."""
-        self._clock.back()
-
-    def arrived(self) -> None:
-        """Note that the results are there."""
-        self._clock.arrive()
+    def settle(self) -> None:
+        """Tell the drafters and the controller what they were not told yet."""
+        self._note_taken()
+        done, self._done = self._done, []
+        for proposal, drawn, seconds, n_missing in done:
+            step = step_of(proposal, drawn, seconds, n_missing)
+            self._speculation.controller.observe(step)
 
     def drew(self, answer: Answer, drawn: list[int]) -> None:
         """Note what a request drew after the pass, once its sequence has taken its rows."""
-        if not self._speculation:
-            return
         if not drawn:  # it waits for its grammar, so the step has no time
             self._lone = None
             return
         proposal = self._proposals.get(answer.slot)
         if self._lone is answer:
             n_missing = self._speculation.n_missing() - self._n_missing
-            self._done.append((proposal, drawn, self._clock.end(), n_missing))
+            self._done.append((proposal, drawn, self.clock.end(), n_missing))
         elif proposal:
             self._done.append((proposal, drawn, _UNKNOWN, 0))
 
@@ -151,8 +162,7 @@ class Drafting:
 
         seconds: None if not known. n_rows: of the pass.
         """
-        if self._speculation and n_seqs > 1:
-            self._speculation.controller.observe_shared(n_seqs, n_tokens, seconds or 0.0, n_rows)
+        self._speculation.controller.observe_shared(n_seqs, n_tokens, seconds or 0.0, n_rows)
 
 
 def _ask(answer: Answer) -> Ask:

@@ -27,8 +27,8 @@ class Drawing:
     For each pass: `words` before it, `prepare` while the device computes, `pick` and `take` when
     the results are there.
 
-    greedy: the device's argmax is the next token. keep_logits: passes are to return the logits of
-    all rows. sequence: takes the tokens.
+    greedy: the device's argmax is the next token. keep_logits: the caller gets the logits of all
+    rows. sequence: takes the tokens. constraint: a grammar.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Drawing:
         self.greedy = not (sampling.needs_logits or keep_logits or constraint)
         self.sampler = RowSampler(sampling, n_vocab)
         self.sampler.accept_all(sequence.prompt)
-        self._constraint = constraint
+        self.constraint = constraint
         self._n_vocab = n_vocab
         self._is_listed = False  # the pass was asked for candidates, and they may suffice
         # which tokens may follow each row of the pass; None: `pick` finds out
@@ -84,7 +84,7 @@ class Drawing:
 
     def cut(self, tree: DraftTree) -> DraftTree:
         """Return a tree without the rows to which the grammar does not lead."""
-        constraint = self._constraint
+        constraint = self.constraint
         if constraint is None:
             return tree
         if constraint.is_slow:
@@ -102,17 +102,19 @@ class Drawing:
 
         tree: None for a single row.
         """
+        if self.greedy:
+            return
         self.sampler.prepare()
-        if self._constraint:
+        if self.constraint:
             n_rows = tree.n_rows if tree else 1
             aheads = [tree.ahead(row) for row in range(n_rows)] if tree else [()]
-            self._allowed = _threads().submit(self._find, self._constraint, aheads)
+            self._allowed = _threads().submit(self._find, self.constraint, aheads)
 
     def is_ready(self, within_s: float) -> bool:
         """Return whether `pick` need not wait for the grammar; wait a moment for a quick one."""
         if self._allowed is None or self._allowed.done():
             return True
-        is_slow = self._constraint is not None and self._constraint.is_slow
+        is_slow = self.constraint is not None and self.constraint.is_slow
         return not is_slow and not wait([self._allowed], within_s).not_done
 
     def rest(self, seconds: float) -> None:
@@ -154,8 +156,8 @@ class Drawing:
         if self.greedy and output.argmax is not None:
             return int(output.argmax[row])
         allowed = None
-        if self._constraint:
-            known = self._allowed.result() if self._allowed else self._find(self._constraint, [()])
+        if self.constraint:
+            known = self._allowed.result() if self._allowed else self._find(self.constraint, [()])
             allowed = known[node if self._allowed else 0]
         listed, logits = output.candidates, output.logits
         if offered:
@@ -172,7 +174,7 @@ class Drawing:
         if not self.greedy:
             self.sampler.accept(token)
         self.sequence.append(token)
-        if self._constraint and not self.sequence.finish_reason:
+        if self.constraint and not self.sequence.finish_reason:
             self._taken.append(token)
 
 

@@ -116,7 +116,7 @@ class Groups:
         except MoegraphError as error:
             self._answers.failed(group, error)
             return []
-        self._answers.succeeded()
+        self._answers.n_failures = 0
         self._draw(group, output)
         return [answer for answer in group if _goes_on(answer)]
 

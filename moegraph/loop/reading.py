@@ -41,9 +41,9 @@ class Reading:
     """
 
     def __init__(
-        self, core: Core, answers: Answers, drafting: Drafting, swapping: Swapping
+        self, core: Core, answers: Answers, drafting: Drafting | None, swapping: Swapping
     ) -> None:
-        self._passes, self._prefixes = core.passes, core.prefixes
+        self._passes, self._prefixes, self._runner = core.passes, core.prefixes, core.runner
         self._file, self._n_ubatch = core.file, core.runner.n_ubatch
         sweeps = core.runner.parts[0].sweeps
         self._taps = core.stage.taps
@@ -164,7 +164,8 @@ class Reading:
         self._answers.enter_slot(answer, slot)
         answer.begin(len(answer.ids) - n)
         try:
-            self._drafting.begin(slot, self._passes.held(slot))
+            if self._drafting:
+                self._drafting.begin(slot, self._passes.held(slot))
             self._swapping.reserve(answer)
         except PoolFull:
             self._answers.leave_slot(answer)
@@ -240,7 +241,8 @@ class Reading:
         if len(group) == 1:
             (answer,) = group
             batches = [self._first_part(answer, batches[0])]
-        batches = [self._drafting.tapped(batch) for batch in batches]
+        if self._drafting:
+            batches = [self._drafting.tapped(batch) for batch in batches]
         sweep = self._passes.begin_prompts(batches)
         for answer, swept in zip(group, sweep.prompts):
             answer.sweep, answer.swept = sweep, swept
@@ -272,7 +274,8 @@ class Reading:
         words = drawing.words()
         draws = None if words is None else words[None]
         rest, greedy = ids[n_cached:], drawing.greedy
-        return SweepBatch(rest, slot, False, greedy, draws, cuts, is_rounded=self._rounds), marks
+        keeps = drawing.keep_logits
+        return SweepBatch(rest, slot, keeps, greedy, draws, cuts, is_rounded=self._rounds), marks
 
     def read(self, seconds: float) -> float | None:
         """Run a step of the sweep that is under way, and more if they take so long in all.
@@ -292,11 +295,11 @@ class Reading:
         try:
             with self._answers.cancelling(*group):
                 while more:
-                    n_built = self._tally.n_built
+                    n_built = self._runner.n_built
                     more = self._step(sweep, group)
                     costs.upcoming = step = sweep.upcoming
                     next_s = costs.step_s if step else None
-                    if n_built != self._tally.n_built:
+                    if n_built != self._runner.n_built:
                         expected_s = None
                         break
                     if next_s is None or took_s + next_s > seconds:
@@ -321,7 +324,7 @@ class Reading:
         """Run a step; return whether there are more."""
         step = sweep.upcoming
         more = self._passes.step_prompt(sweep, group[0].cancel if len(group) == 1 else None)
-        self._answers.succeeded()
+        self._answers.n_failures = 0
         if step:
             self._tally.stepped(step)
         for answer in group:
@@ -334,7 +337,9 @@ class Reading:
     def _pick(self, answer: Answer, output: Output) -> None:
         """Draw the first token, before other results take the place of these."""
         if not answer.is_drawn:  # otherwise nothing is to be generated
-            self._answers.guard(answer, lambda: self._answers.pick(answer, output, 0))
+            self._answers.guard(answer, lambda: self._answers.pick(answer, output, -1))
+        elif answer.wants_logits and not answer.sequence.tokens:
+            answer.prompt_logits = output.logits
 
     def _note_progress(self, answer: Answer) -> None:
         sweep, swept = answer.sweep, answer.swept
@@ -378,7 +383,8 @@ class Reading:
         try:
             with self._answers.cancelling(answer):
                 output, _ = self._passes.read(piece, answer.cancel)
-            self._drafting.took(slot, piece.tokens.tolist())
+            if self._drafting:
+                self._drafting.took(slot, piece.tokens.tolist())
         except MoegraphError as error:
             self._answers.failed([answer], error)
             return 0.0
@@ -396,9 +402,10 @@ class Reading:
     def _was_read(self, answer: Answer, saved: list[StatesCopy]) -> None:
         """Note that a prompt is read, and keep beginnings of it."""
         answers = self._answers
-        answers.succeeded()
+        answers.n_failures = 0
         answers.swept(answer)
         answer.n_read = len(answer.ids)
+        answer.tell_progress()
         answers.keep(answer)
         self._keep(answer, saved, answer.marks)
         self._read.append(answer)

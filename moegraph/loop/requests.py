@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import MoegraphError
 from ..sampling import BoolArray, SamplingParams
 
@@ -55,10 +58,10 @@ class Request:
     the same owner; files of them have this text.
     """
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] | npt.NDArray[np.int32]
     sampling: SamplingParams
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
     marks: tuple[int, ...] = ()
     keep_after: frozenset[int] = frozenset()

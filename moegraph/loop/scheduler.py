@@ -117,7 +117,10 @@ class Scheduler(Generic[T]):
     """
 
     def __init__(self, n_slots: int, n_waiting: int) -> None:
-        """n_waiting: most requests beyond those that slots are for."""
+        """deadlines: of requests that have one.
+
+        n_waiting: most requests beyond those that slots are for.
+        """
         self.costs = Costs()
         self._n_slots, self._n_waiting = n_slots, n_waiting
         self._waiting: dict[T, None] = {}  # in the order of arrival
@@ -126,7 +129,7 @@ class Scheduler(Generic[T]):
         self._in_pieces: T | None = None
         self._decoding: dict[T, None] = {}
         self._preempted: dict[T, None] = {}
-        self._deadlines: dict[T, float] = {}
+        self.deadlines: dict[T, float] = {}
         self._arrival: dict[T, int] = {}
         self._n_arrived = 0
         self._is_held = False
@@ -192,7 +195,7 @@ class Scheduler(Generic[T]):
         self._arrival[key] = self._n_arrived
         self._n_arrived += 1
         if deadline is not None:
-            self._deadlines[key] = deadline
+            self.deadlines[key] = deadline
 
     def requests(self) -> list[T]:
         """Return all requests, in the order of their arrival."""
@@ -215,9 +218,9 @@ class Scheduler(Generic[T]):
 
     def due(self, now: float) -> list[T]:
         """Return the requests whose deadline is over; each is returned once."""
-        found = [key for key, deadline in self._deadlines.items() if deadline <= now]
+        found = [key for key, deadline in self.deadlines.items() if deadline <= now]
         for key in found:
-            del self._deadlines[key]
+            del self.deadlines[key]
         return found
 
     def began(self, key: T, n_rows: int, others: Iterable[T] = (), seconds: float = 0.0) -> None:
@@ -258,7 +261,7 @@ class Scheduler(Generic[T]):
         self._waiting.pop(key, None)
         self._decoding.pop(key, None)
         self._preempted.pop(key, None)
-        self._deadlines.pop(key, None)
+        self.deadlines.pop(key, None)
         self._arrival.pop(key, None)
         self._is_held = False
         self._left(key)

@@ -105,7 +105,7 @@ class Sequence:
         self.tokens.append(token)
         if token in self._eog_ids:
             self.finish_reason = "stop"
-        elif self.n_generated >= self._limit:
+        elif len(self.tokens) >= self._limit:
             self.finish_reason = "length"
         if self._matcher.stops:
             self._known.append(self._tell())
@@ -124,7 +124,7 @@ class Sequence:
             self.text += text
         if self._matcher.matched is not None:
             self.finish_reason = "stop"
-        elif self.finish_reason is not None and self._n_told == self.n_generated:
+        elif self.finish_reason is not None and self._n_told == len(self.tokens):
             text += self._finish(self.finish_reason)
         return text
 

@@ -28,8 +28,11 @@ class Swapping:
     def fits(self, answer: Answer) -> bool:
         """Return whether there are pages for a request without a slot, if idle slots give theirs.
 
-        Requests that have a slot keep one page more each, for their next tokens.
+        Requests that have a slot keep one page more each, for their next tokens. Without any, a
+        request begins, or fails, whatever there is.
         """
+        if not self._answers.n_busy:
+            return True
         idle = self._answers.idle_slots()
         n_usable = self._passes.room.n_free_pages + sum(len(self._pool.pages(s)) for s in idle)
         n_needed = self._pages(self._n_rows(answer)) + self._answers.n_busy

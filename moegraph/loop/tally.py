@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from ..kinds import SweepStep
+from ..runner import AnyRunner
 from .answer import Answer
 from .costs import Costs
 from .status import ServiceCounts
@@ -19,30 +19,31 @@ class Tally:
     sweep, a decode pass, or both. One that builds graphs is a poor measure of others.
     """
 
-    def __init__(self, costs: Costs, n_built: Callable[[], int]) -> None:
-        """n_built: returns how many graphs were built so far."""
-        self.costs, self._n_built = costs, n_built
+    def __init__(self, costs: Costs, runner: AnyRunner) -> None:
+        """runner: says how many graphs were built."""
+        self.costs, self._runner = costs, runner
         self._ended = Counter[str]()
         self._sums = Counter[str]()
         self._prompt_s = self._decode_s = 0.0
+        self._n_passes = self._n_rows = 0
         self.begin_round()
 
     @property
     def counts(self) -> ServiceCounts:
         """The sums so far."""
         return ServiceCounts(
-            dict(self._ended), prompt_s=self._prompt_s, decode_s=self._decode_s, **self._sums
+            dict(self._ended),
+            prompt_s=self._prompt_s,
+            decode_s=self._decode_s,
+            passes=self._n_passes,
+            pass_rows=self._n_rows,
+            **self._sums,
         )
-
-    @property
-    def n_built(self) -> int:
-        """How many graphs were built so far."""
-        return self._n_built()
 
     def begin_round(self) -> None:
         """Note that the device has no work, and that the time until now does not count."""
         self._since, self._steps = time.perf_counter(), list[SweepStep]()
-        self._built = self._n_built()
+        self._built = self._runner.n_built
 
     def pause(self) -> None:
         """Note that the time until now does not count, unless steps are under way."""
@@ -58,24 +59,28 @@ class Tally:
 
         Return what the pass took in seconds; None: not known.
         """
-        seconds, n_steps = time.perf_counter() - self._since, len(self._steps)
-        self.costs.note_round(self._steps, n_rows, seconds, self._built != self._n_built())
-        pass_s = min(seconds, self.costs.pass_s(n_rows) or 0.0) if n_rows else 0.0
-        prompt_s = seconds - pass_s if n_steps else 0.0
+        now, n_built, steps = time.perf_counter(), self._runner.n_built, self._steps
+        seconds, has_built, prompt_s = now - self._since, n_built != self._built, 0.0
+        if steps:
+            self.costs.note_round(steps, n_rows, seconds, has_built)
+            pass_s = min(seconds, self.costs.pass_s(n_rows) or 0.0) if n_rows else 0.0
+            prompt_s = seconds - pass_s
+            self._steps = []
+        elif n_rows:
+            self.costs.note_pass(n_rows, seconds, has_built)
         self._prompt_s += prompt_s
         self._decode_s += seconds - prompt_s
         if n_rows:
-            self._sums["passes"] += 1
-            self._sums["pass_rows"] += n_rows
-        is_known = not n_steps and self._built == self._n_built()
-        self.begin_round()
-        return seconds if is_known else None
+            self._n_passes += 1
+            self._n_rows += n_rows
+        self._since, self._built = now, n_built
+        return None if steps or has_built else seconds
 
     def end_piece(self, n_rows: int) -> float:
         """Note that the device has read a piece of a prompt; return what it took in seconds."""
         seconds = time.perf_counter() - self._since
         if not self._steps:
-            self.costs.note_piece(n_rows, seconds, self._built != self._n_built())
+            self.costs.note_piece(n_rows, seconds, self._built != self._runner.n_built)
         self._prompt_s += seconds
         self.begin_round()
         return seconds

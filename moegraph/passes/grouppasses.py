@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
 from ..runner import AnyRunner, Batch, NotFinite, Output, StagedRunner
 from .cputhreads import CpuThreads
-from .ids import Cancel
+from .ids import Cancel, cancelled_of
 from .passes import Passes
 
 
@@ -42,7 +41,7 @@ class GroupPasses(Passes):
         keeps_logits: see `Flights.submit`; the rest, and errors, are as in `submit`. An interrupt
         empties all sequences in flight.
         """
-        self._clean_up()
+        self.clean_up()
         self.flights.require_idle()
         rows, slots = self._given(tokens, tuple(seqs))
         taken = {slot for batch in self._groups for slot in batch.slots}
@@ -50,7 +49,9 @@ class GroupPasses(Passes):
             raise RequestError("a sequence has a row in flight; collect its group first")
         batch = self._checked(Batch(rows, slots, Kind.DECODE, False, greedy, draws=draws))
         try:
-            self._start(batch, cancel, partial(self.flights.submit, keeps_logits=keeps_logits))
+            cancelled = cancelled_of(cancel, len(slots))
+            with self._recording(batch) as begins:
+                self.flights.submit(batch, cancelled, begins, keeps_logits=keeps_logits)
         except Exception:
             raise
         except BaseException:
@@ -78,7 +79,7 @@ class GroupPasses(Passes):
             raise
         except Exception:
             self.abandon(*batch.slots)
-            self._clean_up()
+            self.clean_up()
             raise
         except BaseException:
             self.abandon(*batch.slots)
@@ -91,7 +92,7 @@ class GroupPasses(Passes):
             self.abandon(*batch.slots)
         self._groups.clear()
         self._runner.give_up()
-        self._clean_up()
+        self.clean_up()
 
 
 def passes_of(runner: AnyRunner, files: WatchedFiles, n_ctx: int, threads: CpuThreads) -> Passes:

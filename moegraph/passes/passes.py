@@ -8,7 +8,8 @@ pass that ended before its first graph has changed nothing: its sequences only g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,9 @@ from .cputhreads import CpuThreads
 from .ids import Cancel, Seqs, cancelled_of, checked_ids, checked_rows, require_seq, slots_of
 from .prompts import Prompts, is_short, where_not_finite
 from .room import Room
+
+_DECODE = Kind.DECODE  # members of an Enum are slow to look up
+_never = bool  # whether a pass is cancelled
 
 
 class Passes:
@@ -75,7 +79,7 @@ class Passes:
         require_seq(seq, self.n_seq)
         self._forget_before(seq)
         self.abandon(seq)
-        self._clean_up()
+        self.clean_up()
 
     def _forget_before(self, seq: int) -> None:
         if seq in self._before:
@@ -85,12 +89,17 @@ class Passes:
         """Mark sequences as unfinished; the next call empties them. Safe from any thread."""
         self._unfinished.update(seqs)
 
-    def _clean_up(self) -> None:
+    def abandon_prompts(self) -> None:
+        """Give up the prompts under way; the next call undoes them. Safe from any thread."""
+        self._prompts.abandon()
+
+    def clean_up(self) -> None:
         """Empty the sequences that are marked as unfinished."""
         if self._is_lost:
             self._runner.give_up()
             self._is_lost = False
-        self._prompts.clean_up(self._unfinished)
+        if self._prompts.sweep:
+            self._prompts.clean_up(self._unfinished)
         if not self._unfinished and not self._to_truncate:
             return
         for seq in sorted(self._to_truncate - self._unfinished):
@@ -134,7 +143,7 @@ class Passes:
             ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
             Cancelled: all sequences were cancelled while the pass was launched.
         """
-        self._clean_up()
+        self.clean_up()
         self._runner.require_idle()
         rows, slots = self._given(tokens, seq)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
@@ -142,23 +151,59 @@ class Passes:
         self._submit(batch, cancel, meanwhile)
 
     def _submit(self, batch: Batch, cancel: Cancel, meanwhile: Callable[[], object]) -> None:
-        once = Once(meanwhile)
-        self._start(batch, cancel, partial(self._runner.submit, meanwhile=once))
+        cancelled, once = cancelled_of(cancel, len(batch.slots)), Once(meanwhile)
+        with self._recording(batch) as begins:
+            self._runner.submit(batch, cancelled, begins, once)
         once()
 
-    def _start(self, batch: Batch, cancel: Cancel, submit: Callable[..., None]) -> None:
-        self._to_truncate.update(batch.slots)  # until everything is recorded
+    @contextmanager
+    def _recording(self, batch: Batch) -> Iterator[Callable[[], object]]:
+        """Have sequences hold the rows of a pass that is submitted meanwhile; undo a failure.
+
+        Yields what is to be called before its first graph is launched.
+        """
+        runner, slots = self._runner, batch.slots
+        self._to_truncate.update(slots)  # until everything is recorded
         try:
-            self._run(batch, cancel, submit)
-            taken = [] if batch.tree else batch.tokens.tolist()  # verified rows come with `commit`
-            for slot, row in zip(batch.slots, taken):
+            self._batch, n_built = batch, runner.n_built
+            self._threads.begin(batch.tokens.size)
+            # a verify pass changes no sequence; the others are marked until everything is recorded
+            yield bool if batch.tree else partial(self._unfinished.update, slots)
+            if runner.n_built == n_built:  # building a graph says nothing of threads
+                self._threads.end()
+            taken = () if batch.tree else batch.tokens.tolist()  # verified rows come with `commit`
+            for slot, row in zip(slots, taken):
                 self._held[slot].extend(row)
         except BaseException:
-            self._clean_up()
+            self.clean_up()
             self._files.check()  # a file that was cut short explains the failure: raise that
             raise
         self._to_truncate.clear()
-        self._unfinished.difference_update(batch.slots)
+        self._unfinished.difference_update(slots)
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        slots: tuple[int, ...],
+        greedy: bool,
+        draws: npt.NDArray[np.int32] | None = None,
+        meanwhile: Callable[[], object] = bool,
+    ) -> None:
+        """Start the pass of one row of each of some sequences, without waiting for its results.
+
+        tokens: drawn by the caller, who has seen to it that the context has room. greedy, draws,
+        meanwhile, failures: as in `submit`; the pass runs to its end.
+
+        Raises:
+            PoolFull: there are too few pages; nothing changes.
+        """
+        self.clean_up()
+        self._runner.require_idle()
+        rows = np.array(tokens, dtype=np.int32)[:, None]
+        batch, once = Batch(rows, slots, _DECODE, False, greedy, draws=draws), Once(meanwhile)
+        with self._recording(batch) as begins:
+            self._runner.submit(batch, _never, begins, once)
+        once()
 
     def begin_prompts(self, batches: Sequence[SweepBatch], runs: bool = False) -> Sweep:
         """Begin prompts of different sequences, which one sweep reads; `step_prompt` computes them.
@@ -172,7 +217,7 @@ class Passes:
             ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
             OutOfDeviceMemory: there is no memory to go back to what a sequence is now.
         """
-        self._clean_up()
+        self.clean_up()
         self._runner.require_idle()
         self._files.check()
         for batch in batches:
@@ -184,7 +229,7 @@ class Passes:
 
     def leave_prompt(self, sweep: Sweep, seq: int) -> bool:
         """Give up one of several prompts; return whether the sweep has ended. It may go on."""
-        self._clean_up()
+        self.clean_up()
         return self._prompts.leave(sweep, seq)
 
     def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
@@ -195,7 +240,7 @@ class Passes:
             Cancelled: cancel was set.
             NotFinite, ModelFileError: as in `collect`.
         """
-        self._clean_up()
+        self.clean_up()
         self._runner.require_idle()
         return self._prompts.step(sweep, cancel)
 
@@ -233,7 +278,7 @@ class Passes:
         self, batch: SweepBatch, cancel: CancelToken | None, meanwhile: Callable[[], None]
     ) -> Output:
         """Compute a short prompt as one pass; if it fails, the sequence is what it was."""
-        self._clean_up()
+        self.clean_up()
         self._runner.require_idle()
         seq = batch.slot
         require_seq(seq, self.n_seq)
@@ -251,7 +296,7 @@ class Passes:
         except BaseException:
             self._is_lost = True
             self.abandon(seq)
-            self._clean_up()
+            self.clean_up()
             raise
         self._forget_before(seq)
         return output
@@ -278,7 +323,7 @@ class Passes:
             ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
             Cancelled: all sequences were cancelled while the pass was launched.
         """
-        self._clean_up()
+        self.clean_up()
         self._runner.require_idle()
         rows, slots = self._given(tokens, seq)
         batch = self._checked(Batch.verify(rows, slots, parents, lengths, greedy, draws))
@@ -296,7 +341,7 @@ class Passes:
         """
         for seq in paths:
             require_seq(seq, self.n_seq)
-        self._clean_up()
+        self.clean_up()
         wanted = {seq: list(path) for seq, path in paths.items()}
         changed = [seq for seq, path in wanted.items() if path]
         try:
@@ -304,7 +349,7 @@ class Passes:
             for seq, row in tokens.items():
                 self._held[seq].extend(row)
         except BaseException:
-            self._clean_up()
+            self.clean_up()
             raise
         self._unfinished.difference_update(changed)
 
@@ -316,7 +361,7 @@ class Passes:
             OutOfDeviceMemory: there is no memory for it.
         """
         require_seq(seq, self.n_seq)
-        self._clean_up()
+        self.clean_up()
         return self._state.snapshot(seq)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -326,7 +371,7 @@ class Passes:
             RequestError: the snapshot is closed, or the sequence has lost positions that it had.
             PoolFull: others use its last page too, and none is free; nothing changes.
         """
-        self._clean_up()
+        self.clean_up()
         slot = snapshot.slot
         snapshot.copies_of_states()  # an error here changes nothing
         self.room.require_place(slot, snapshot.n_past, snapshot.n_past)
@@ -345,7 +390,7 @@ class Passes:
                 sequence is under way.
         """
         require_seq(seq, self.n_seq)
-        self._clean_up()
+        self.clean_up()
         self._runner.require_idle()
         self._prompts.require_read(seq)
 
@@ -360,7 +405,7 @@ class Passes:
             PoolFull: too few pages are free; nothing changes.
         """
         require_seq(seq, self.n_seq)
-        self._clean_up()
+        self.clean_up()
         self._runner.require_idle()
         self.room.require_place(seq, len(ids), *((0, source[1]) if source else (n_kept, 0)))
         self.abandon(seq)
@@ -370,20 +415,6 @@ class Passes:
         self._held[seq] = list(ids)
         self._unfinished.discard(seq)
 
-    def _run(self, batch: Batch, cancel: Cancel, submit: Callable[..., None]) -> None:
-        """Submit a pass to the runner, with the threads for it."""
-        cancelled = cancelled_of(cancel, len(batch.slots))
-        self._batch = batch
-        n_built = self._runner.n_built
-        self._threads.begin(batch.tokens.size)
-        # a verify pass changes no sequence; the others are marked until everything is recorded
-        begins: Callable[[], object] = (
-            bool if batch.tree else partial(self._unfinished.update, batch.slots)
-        )
-        submit(batch, cancelled, begins)
-        if self._runner.n_built == n_built:  # building a graph says nothing of threads
-            self._threads.end()
-
     def run(
         self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel
     ) -> Output:
@@ -391,7 +422,7 @@ class Passes:
 
         If it comes after the rows were submitted, the sequences may hold them.
         """
-        self._clean_up()
+        self.clean_up()
         self._runner.require_idle()
         try:
             self.submit(tokens, seq, all_rows, greedy, cancel)
@@ -400,7 +431,7 @@ class Passes:
             raise  # there is no pass in flight
         except BaseException:
             self._is_lost = True
-            self._clean_up()
+            self.clean_up()
             raise
 
     def collect(self, locates: bool = True) -> Output:
@@ -439,7 +470,7 @@ class Passes:
                 elif locates:
                     where = where_not_finite(self._runner, self._held[bad], bad)
             finally:
-                self._clean_up()
+                self.clean_up()
             raise NotFinite(
                 f"{self._runner.device.name} computed logits{of} that are not finite after "
                 f"{n_held} positions, {where}",
@@ -458,7 +489,7 @@ class Passes:
             RequestError, ContextOverflow: as in `submit`.
             ConfigError: not every expert is resident.
         """
-        self._clean_up()
+        self.clean_up()
         self._runner.require_idle()
         rows, slots = self._given(tokens, seq)
         batch = self._checked(Batch(rows, slots, Kind.PREFILL, all_rows=True))
@@ -472,7 +503,7 @@ class Passes:
             for slot, row in zip(batch.slots, rows.tolist()):
                 self._held[slot].extend(row)
         except BaseException:
-            self._clean_up()
+            self.clean_up()
             raise
         self._unfinished.difference_update(batch.slots)
         return values
@@ -496,5 +527,5 @@ class Passes:
         except ModelFileError:
             if self._batch is not None:
                 self.abandon(*self._batch.slots)
-            self._clean_up()
+            self.clean_up()
             raise

@@ -33,7 +33,8 @@ def keep_nothing(sweep: Sweep) -> None:
 class Prompts:
     """The prompts under way, which one sweep reads, if there are any, and what undoes them.
 
-    held: the token ids of every sequence; a finished prompt extends its list.
+    held: the token ids of every sequence; a finished prompt extends its list. sweep: reads the
+    prompts; None without any.
     """
 
     def __init__(
@@ -41,9 +42,13 @@ class Prompts:
     ) -> None:
         self._runner, self._files, self._threads = runner, files, threads
         self._held = held
-        self._sweep: Sweep | None = None
+        self.sweep: Sweep | None = None
         self._is_stepping = False  # it failed, or was interrupted, unless a step is under way
         self.keep: Callable[[Sweep], None] = keep_nothing  # before a cancelled one is undone
+
+    def abandon(self) -> None:
+        """Give up the prompts under way; the next call undoes them. Safe from any thread."""
+        self._is_stepping = self.sweep is not None
 
     def require_read(self, *slots: int) -> None:
         """Check that the prompt of none of these sequences is under way.
@@ -51,13 +56,13 @@ class Prompts:
         Raises:
             RequestError: one is.
         """
-        found = self._sweep.slots.intersection(slots) if self._sweep else ()
+        found = self.sweep.slots.intersection(slots) if self.sweep else ()
         for slot in found:
             raise RequestError(f"the prompt of sequence {slot} is under way; finish it first")
 
     def clean_up(self, slots: set[int]) -> None:
         """Undo the prompts if a step failed, or if a sequence of theirs is one of slots."""
-        sweep = self._sweep
+        sweep = self.sweep
         if sweep and (self._is_stepping or not sweep.slots.isdisjoint(slots)):
             for slot in sweep.slots:
                 self._runner.drop(slot)
@@ -66,7 +71,7 @@ class Prompts:
                 self._note_ended(sweep)
                 for prompt in sweep.prompts:
                     prompt.close(True)  # nobody else will
-            self._sweep, self._is_stepping = None, False
+            self.sweep, self._is_stepping = None, False
 
     def _note_ended(self, sweep: Sweep) -> None:
         """Note what the sequences of a sweep that has ended hold; a second call changes nothing."""
@@ -81,7 +86,7 @@ class Prompts:
         """
         for prompt in sweep.prompts:
             prompt.has_left = prompt.has_left or prompt.slot == slot
-        if sweep is self._sweep and all(prompt.has_left for prompt in sweep.prompts):
+        if sweep is self.sweep and all(prompt.has_left for prompt in sweep.prompts):
             self.clean_up({slot})
         return not sweep.is_open
 
@@ -94,14 +99,14 @@ class Prompts:
             RequestError: another prompt is under way.
             OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
         """
-        if self._sweep:
+        if self.sweep:
             raise RequestError(
-                f"the prompt of sequence {self._sweep.slot} is under way; finish or cancel it first"
+                f"the prompt of sequence {self.sweep.slot} is under way; finish or cancel it first"
             )
         for batch in batches:
             self._runner.drop(batch.slot)  # verified rows cannot be committed after these
         sweep = self._runner.sweep(*batches)
-        self._sweep, self._is_stepping = sweep, True
+        self.sweep, self._is_stepping = sweep, True
         try:
             sweep.begin()
         except BaseException:
@@ -119,7 +124,7 @@ class Prompts:
             NotFinite: a result is not finite.
             ModelFileError: the model file was cut short.
         """
-        if sweep is not self._sweep:
+        if sweep is not self.sweep:
             raise RequestError("the prompt has been computed or cancelled; begin another one")
         return self._undone_on_failure(sweep, lambda: self._step(sweep, cancel))
 
@@ -146,7 +151,7 @@ class Prompts:
             for prompt in sweep.prompts:
                 if prompt.error and not prompt.has_left:
                     prompt.error = self._located(prompt.error, prompt)
-            self._sweep = None
+            self.sweep = None
         return more
 
     def _undone_on_failure(self, sweep: Sweep, work: Callable[[], bool]) -> bool:

@@ -43,6 +43,8 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """Return the text that is certainly before any stop string."""
+        if not self.stops:
+            return text
         if self.matched is not None:
             return ""
         text = self._held + text

@@ -74,12 +74,12 @@ def test_a_service_builds_while_it_rests_and_gives_way_to_requests(
         Building, "step", lambda self: (steps.append(time.perf_counter()), step(self))
     )
     with serving(engine) as service:
-        service._loop._building = Building(engine.runner, 4)
+        service._building = Building(engine.runner, 4)
         assert Client(service, [1, 2], max_tokens=3).wait().reason == "length"
         client = Client(service, [1, 2], max_tokens=30).wait()
         assert client.reason == "length"
         assert service.drain(60.0)
-        until(lambda: service._loop._building.is_done)
+        until(lambda: service._building.is_done)
         n = len(steps)
         time.sleep(0.05)
         assert n == len(steps) > 20 and service.failure is None
@@ -95,9 +95,9 @@ def test_a_graph_that_cannot_be_built_ends_only_the_building(
 
     monkeypatch.setattr(building.Sweeps, "build_chunk", fail)
     with serving(engine) as service:
-        service._loop._building = Building(engine.runner, 4)
+        service._building = Building(engine.runner, 4)
         assert Client(service, [1, 2], max_tokens=3).wait().reason == "length"
-        until(lambda: service._loop._building.is_done)
+        until(lambda: service._building.is_done)
         assert Client(service, [3], max_tokens=3).wait().reason == "length"
 
 

@@ -281,7 +281,7 @@ def test_a_cancellation_or_a_nan_in_one_group_touches_no_other(
     def spoil(step: Any) -> None:
         if len(clients[1].tokens) == 5 and not poisoned.is_set():
             poisoned.set()
-            slots = service._loop._answers.slots()
+            slots = service._loop.answers.slots()
             poison(engine, next(s.id for s in slots if s.request and s.request.name == "bad"))
 
     def cancel(step: Any) -> None:
@@ -342,7 +342,7 @@ def test_closing_with_passes_in_flight_ends_every_request(open_engine: Open) -> 
         def stay(step: Any) -> None:
             drawn.extend(step.tokens)
             if len(drawn) > 40:
-                until(lambda: service._loop.is_closing)
+                until(lambda: service._is_closing)
 
         with together(service):
             clients = [Client(service, [n + 1], max_tokens=400, on_step=stay) for n in range(4)]

@@ -12,6 +12,7 @@ from helpers.reading import read
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
+from moegraph.loop.answer import Answer
 from moegraph.loop.requests import Request
 from moegraph.passes import prefixes
 from moegraph.passes.prefixfile import read_head
@@ -119,7 +120,7 @@ def test_nobody_waits_for_the_same_prompt_of_another_owner(open_engine: Open) ->
     ids = prompt(engine, 300)
     with serving(engine) as service:
         one, same, other = (
-            service._answer(Request(ids, GREEDY, text=False, owner=owner), lambda step: None)
+            Answer.of(Request(ids, GREEDY, text=False, owner=owner), engine.core, None, None)
             for owner in "aab"
         )
         shares = service._loop._reading._shares

@@ -97,7 +97,7 @@ def test_a_generation_that_failed_gives_the_engine_free(engine, monkeypatch) -> 
     a = events(engine, 1)
     next(a)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.passes, "collect", lambda: 1 / 0)
+        patch.setattr(engine.passes, "collect", lambda locates: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             next(a)
     with pytest.raises(StopIteration):

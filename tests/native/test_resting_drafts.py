@@ -99,7 +99,7 @@ def test_drafts_that_are_switched_on_and_off_lose_nothing(
 def calls_between_passes(engine: Engine, ids: np.ndarray) -> float:
     """Return the Python calls of a step from the results of a pass to the launch of the next."""
     counts, passes = Counter[str](), engine.passes
-    collect, submit = passes.collect, passes.submit
+    collect, submit = passes.collect, passes.decode
 
     def count(frame: Any, event: str, arg: Any) -> None:
         counts["calls"] += event == "call"
@@ -114,12 +114,12 @@ def calls_between_passes(engine: Engine, ids: np.ndarray) -> float:
         counts["steps"] += 1
         submit(*args, **more)
 
-    passes.collect, passes.submit = collected, submitted  # type: ignore[method-assign]
+    passes.collect, passes.decode = collected, submitted  # type: ignore[method-assign]
     try:
         text(engine, ids, 60)
     finally:
         sys.setprofile(None)
-        passes.collect, passes.submit = collect, submit  # type: ignore[method-assign]
+        passes.collect, passes.decode = collect, submit  # type: ignore[method-assign]
     return counts["calls"] / counts["steps"]
 
 

@@ -76,7 +76,7 @@ class Interrupted(Machine):
             self.n_interrupts += 1
         finally:
             interrupt.end()
-        self.engine.passes._clean_up()  # as any call does first
+        self.engine.passes.clean_up()  # as any call does first
         if self.engine.runner._pending is not None:
             self.engine.collect()  # an interrupt came while it waited
         self.adopt(before, {int(name[1:]): tokens for name, tokens in after.items()})

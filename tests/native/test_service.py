@@ -209,7 +209,7 @@ def test_a_nan_in_one_sequence_touches_no_other(open_engine: Open) -> None:
     def spoil(step: Any) -> None:
         if len(clients[1].tokens) == 5 and not poisoned.is_set():
             poisoned.set()
-            slots = service._loop._answers.slots()
+            slots = service._loop.answers.slots()
             poison(engine, next(s.id for s in slots if s.request and s.request.name == "bad"))
 
     clients: list[Client] = []
@@ -236,7 +236,7 @@ def test_closing_ends_every_request_once(open_engine: Open) -> None:
     with serving(engine) as service:
 
         def stay(step: Step) -> None:
-            until(lambda: service._loop.is_closing)
+            until(lambda: service._is_closing)
 
         clients = [
             Client(service, prompt(engine, n), max_tokens=500, on_step=stay)

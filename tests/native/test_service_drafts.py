@@ -221,7 +221,7 @@ def test_drafts_after_a_prompt_that_was_read_in_pieces(
 
         def come(step: Step) -> None:
             if not chat:
-                assert service._loop._answers.sweeping and not step.tokens
+                assert service._loop.answers.sweeping and not step.tokens
                 chat.append(Client(service, prompt(engine, 70, seed=2), max_tokens=40))
 
         long = Client(service, prompt(engine, 220, seed=1), max_tokens=3, on_step=come).wait()

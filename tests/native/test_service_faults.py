@@ -112,13 +112,13 @@ def test_prompts_of_one_sweep_that_all_leave_give_their_slots_back(
         with together(service):
             clients = [Client(service, prompt(engine, 50, seed=i), max_tokens=2) for i in range(2)]
         assert is_there.wait(PATIENCE_S)
-        assert len(service._loop._answers.sweeping) == 2
+        assert len(service._loop.answers.sweeping) == 2
         for client in clients:
             client.ticket.cancel()
         go_on.set()
         assert [client.wait().reason for client in clients] == ["cancelled"] * 2
         assert Client(service, [1, 2], max_tokens=2).wait().reason == "length"
-        assert service.drain(PATIENCE_S) and len(service._loop._answers.idle_slots()) == 2
+        assert service.drain(PATIENCE_S) and len(service._loop.answers.idle_slots()) == 2
 
 
 def test_failures_between_steps_of_a_prompt_that_succeed_end_no_service(

@@ -107,7 +107,7 @@ def test_a_request_in_host_memory_can_be_cancelled(open_engine: Open, no_leak: N
         def stay(step: Step) -> None:
             if step.finish_reason:
                 go_on.clear()  # until the next one is cancelled
-            elif service._loop._tally.counts.preempted:
+            elif service._loop.tally.counts.preempted:
                 go_on.wait(PATIENCE_S)
 
         with together(service):
@@ -115,7 +115,7 @@ def test_a_request_in_host_memory_can_be_cancelled(open_engine: Open, no_leak: N
                 Client(service, prompt(engine, 250, seed=i), max_tokens=700, on_step=stay)
                 for i in range(4)
             ]
-        until(lambda: service._loop._tally.counts.preempted)
+        until(lambda: service._loop.tally.counts.preempted)
         assert not clients[0].is_done
         for client in reversed(clients):
             client.ticket.cancel()

@@ -54,7 +54,7 @@ def test_answers_are_those_of_an_engine_alone(
         for part in engine.runner.parts:
             part.graphs.max_device_bytes = most_bytes
         with serving(engine) as service:
-            until(lambda: service._loop._building.is_done or service.failure)
+            until(lambda: service._building.is_done or service.failure)
             clients = [Client(service, one.prompt, max_tokens=one.max_tokens) for one in requests]
             assert [client.wait().tokens for client in clients] == expected
             assert service.failure is None
