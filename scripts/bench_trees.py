@@ -41,8 +41,8 @@ import _bench as bench
 
 # The options of each system's own scripts.
 PROGRAMS = {
-    "server": "bench_server.py --only moegraph --clients 1 -c 4096",
-    "lookup": "bench_lookup.py --kind edit hopeless --ways off lookup --repeat 1",
+    "server": "bench_server.py --only moegraph --clients 1 --samples 3 -c 4096",
+    "lookup": "bench_lookup.py --kind edit hopeless --ways off lookup --repeat 2",
     "drafts": "bench_drafts.py --kind code --mtp 3 --dflash 7 --repeat 1",
 }
 

@@ -100,12 +100,21 @@ def build(name: str) -> Path:
         includes = [work, NATIVE / "include", NATIVE / "src", GGML / "include", GGML / "src"]
         common = [compiler(), *flags(), f"-fmacro-prefix-map={work}/="]
         common += [f"-I{path}" for path in includes]
+        emulator = kept / f"emulator-{_digest([])}.o"  # the same in all programs
         objects = []
         for path in [work / "emulator.cpp", work / f"{name}.cpp", *kernels]:
             objects.append(str(work / f"{path.stem}.o"))
-            fast = ["-O3"] if path.name == "emulator.cpp" else []
+            is_emulator = path.name == "emulator.cpp"
+            if is_emulator and emulator.is_file():
+                shutil.copy(emulator, objects[-1])
+                continue
+            fast = ["-O3"] if is_emulator else []
             source = str(work / path.name)
             _run([*common, *fast, "-x", "c++", "-c", source, "-o", objects[-1]])
+            if is_emulator:
+                for old in kept.glob("emulator-*.o"):
+                    old.unlink(missing_ok=True)
+                os.replace(shutil.copy(objects[-1], work / "shared.o"), emulator)
         link = [f"-L{LIBRARIES}", "-lggml-base", f"-Wl,-rpath,{LIBRARIES}"]
         _run([compiler(), *objects, *link, "-o", str(work / name)])
         for old in kept.glob(f"{name}-*"):
