@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     # Python drops what a handler raises while an object is finalized, so this comes once more
     signal.signal(signal.SIGALRM, _stop)
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # ending may take longer
     raise SystemExit(0)
 
 
