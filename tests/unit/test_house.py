@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import io
-import statistics
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -59,8 +59,22 @@ LAZY = {
     "text.tokenizer": "prompts are measured and refused without the native libraries",
 }
 
-FILE_MEDIAN = 200
-FUNCTION_CAP, FUNCTION_P90 = 80, 35
+# A reader holds a folder of the package in mind, a class has one concern, a function fits on a
+# screen.
+ROOM_CAP, CLASS_CAP, FUNCTION_CAP = 25, 20, 60
+# Rooms, classes (methods) and functions (lines) that are still larger: these lists only shrink.
+LARGE = {
+    "draft": 32, "runner": 29,
+    # one method for each operation of ggml
+    "Builder": 45,
+    "CallScanner": 26, "ChunkInputs": 27, "Controller": 37, "DFlashDrafter": 46, "Engine": 36,
+    "GgufFile": 28, "HostCopies": 25, "LayerSlots": 29, "MtpDrafter": 26, "MtpMemory": 27,
+    "Passes": 34, "PrefixDisk": 30, "Prefixes": 32, "Reading": 26, "Residency": 29, "Runner": 42,
+    "Answers": 27, "Scheduler": 37, "Speculation": 29, "StageSweep": 33, "StagedRunner": 25,
+    "engine.generate": 66, "loader.load": 66, "simulate.simulate": 66, "train_tiny.train": 73,
+}  # fmt: skip
+# Lines of the package, at most. A commit that raises it says why.
+LINES = 59_000
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
@@ -227,21 +241,39 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     assert (done.stdout, done.stderr) == ("True set()\n", "")
 
 
-def test_the_usual_file_is_small() -> None:
-    lengths = {short(p): len(p.read_text(encoding="utf-8").splitlines()) for p in EVERYTHING}
-    package = [n for name, n in lengths.items() if name.startswith("moegraph/")]
-    assert statistics.median(package) <= FILE_MEDIAN
+def methods(node: ast.ClassDef) -> int:
+    """Return the number of functions in the body of a class, properties included."""
+    return sum(isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef) for x in node.body)
 
 
-def test_functions_stay_small() -> None:
-    sizes = {
-        f"{short(path)}:{f.lineno} {f.name}": (f.end_lineno or f.lineno) - f.lineno + 1
+def too_large(found: Iterable[tuple[str, int]], cap: int) -> dict[str, int]:
+    """Return the names whose size is above the cap, or above their own in LARGE."""
+    return {name: n for name, n in found if n > LARGE.get(name, cap)}
+
+
+def test_rooms_have_few_modules() -> None:
+    found = Counter(path.parent.name for path in PACKAGE.rglob("*.py"))
+    assert too_large(found.items(), ROOM_CAP) == {}
+
+
+def test_classes_have_few_methods() -> None:
+    nodes = [node for path in MODULES for node in ast.walk(tree(path))]
+    found = [(node.name, methods(node)) for node in nodes if isinstance(node, ast.ClassDef)]
+    assert too_large(found, CLASS_CAP) == {}
+
+
+def test_functions_fit_on_a_screen() -> None:
+    found = [
+        (f"{path.stem}.{f.name}", (f.end_lineno or f.lineno) - f.lineno + 1)
         for path in EVERYTHING
         for f in functions(path)
-    }
-    assert {name: n for name, n in sizes.items() if n > FUNCTION_CAP} == {}
-    package = sorted(n for name, n in sizes.items() if name.startswith("moegraph/"))
-    assert package[len(package) * 9 // 10] <= FUNCTION_P90
+    ]
+    assert too_large(found, FUNCTION_CAP) == {}
+
+
+def test_the_package_does_not_grow_unseen() -> None:
+    n = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES)
+    assert n <= LINES, f"moegraph/ has {n} lines"
 
 
 def test_lines_fit_into_100_columns() -> None:
