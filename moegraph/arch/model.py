@@ -14,11 +14,12 @@ from ..gguf.scan import TensorInfo
 from ..gguf.vocab import check_vocab
 from .base import Architecture
 from .mtp import nextn_warnings, refuse_mtp_alone
+from .qwen3moe import Qwen3Moe
 from .qwen35moe import Qwen35Moe
 from .tensors import Expected, block_index, check_tensor, matrix, vector
 
 _ARCHITECTURE = "general.architecture"
-_ARCHITECTURES: dict[str, type[Architecture]] = {one.name: one for one in (Qwen35Moe,)}
+ARCHITECTURES: dict[str, type[Architecture]] = {one.name: one for one in (Qwen35Moe, Qwen3Moe)}
 # Variants that llama.cpp computes differently; ignoring these tensors would change the results.
 _REFUSED = (
     (re.compile(r".*\.(scale|input_scale)"), "per-tensor scales (NVFP4)"),
@@ -58,8 +59,8 @@ def _check_arch(path: Path, meta: Metadata) -> None:
             f"{path}: this is a drafter; give the model for which it was made, and the drafter "
             "with --draft"
         )
-    if arch not in _ARCHITECTURES:
-        known = ", ".join(f"{name!r} ({one.families})" for name, one in _ARCHITECTURES.items())
+    if arch not in ARCHITECTURES:
+        known = ", ".join(f"{name!r} ({one.families})" for name, one in ARCHITECTURES.items())
         raise UnsupportedModel(
             f"{path}: architecture {arch!r} is not supported; moegraph runs {known}"
         )
@@ -74,7 +75,7 @@ def _validate(
         refuse_mtp_alone(path, tensors)
         what = "the file holds no tensors" if not tensors else "tensor token_embd.weight missing"
         raise ModelFileError(f"{path}: {what}; the file is incomplete")
-    kind = _ARCHITECTURES[meta.string(_ARCHITECTURE)]
+    kind = ARCHITECTURES[meta.string(_ARCHITECTURE)]
     hparams = kind.read(meta, check_vocab(meta, embedding.ne[1]))
     return hparams, check_tensors(path, hparams, tensors)
 

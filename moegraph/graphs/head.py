@@ -47,7 +47,7 @@ def build_head(
 
     out_ids: None for all rows. draws: I32 [DRAW_WORDS, n_out], for candidates.
 
-    Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (all after the last layer).
+    Source: mirrors the end of llama.cpp's graphs, all after the last layer.
 
     Raises:
         InternalError: draws is None, and they are needed.

@@ -98,8 +98,9 @@ class Costs:
         rows, most_s = most, pass_s * (self.share if share is None else share)
         for shorter in lengths:
             steps = SweepStep("recurrent", rows), SweepStep("attention", rows, n_kv)
-            found = [self.of_step(step) for step in steps]
-            fits = all(seconds is not None and seconds <= most_s for seconds in found)
+            # a model may have layers of one kind only
+            found = [seconds for step in steps if (seconds := self.of_step(step)) is not None]
+            fits = bool(found) and max(found) <= most_s
             if fits or shorter < least:
                 break
             rows = shorter

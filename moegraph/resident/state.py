@@ -47,7 +47,10 @@ class DraftRows:
         if n_rows <= self.n_rows:
             return
         n = draft_room(n_rows)
-        size = self._stride(n) * max(len(self._layers), 1)
+        if not self._layers:
+            self.n_rows = n
+            return
+        size = self._stride(n) * len(self._layers)
         larger = self._device.buffer(size, f"{n} rows of verify passes", "draft fewer tokens")
         C.ggml_backend_buffer_clear(larger.ptr, 0)
         smaller, self._buffer, self.n_rows = self._buffer, larger, n

@@ -1,3 +1,3 @@
-"""Write synthetic `qwen35moe` GGUF files of any shape with numpy alone."""
+"""Write synthetic GGUF files of any shape with numpy alone."""
 
 from __future__ import annotations

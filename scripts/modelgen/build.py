@@ -9,16 +9,16 @@ from .calibrate import Calibration
 from .fill import Filler
 from .gguf_write import KV, Bytes, KVType, TensorEntry, write_split
 from .mix import Mix
-from .shape import ARCH, Shape
+from .shape import Shape
 from .tensors import Plan
 from .vocab import vocabulary
 
 
-def _general(seed: int) -> list[KV]:
+def _general(shape: Shape, seed: int) -> list[KV]:
     return [
-        KV("general.architecture", KVType.STRING, ARCH),
+        KV("general.architecture", KVType.STRING, shape.arch),
         KV("general.type", KVType.STRING, "model"),
-        KV("general.name", KVType.STRING, f"synthetic {ARCH}, seed {seed}"),
+        KV("general.name", KVType.STRING, f"synthetic {shape.arch}, seed {seed}"),
         KV("general.quantization_version", KVType.U32, 2),
     ]
 
@@ -57,5 +57,5 @@ def write_model(
         if progress:
             progress(written, total)
 
-    kvs = [*_general(seed), *shape.metadata(), *vocabulary(shape.n_vocab, pre)]
+    kvs = [*_general(shape, seed), *shape.metadata(), *vocabulary(shape.n_vocab, pre)]
     return write_split(path, kvs, entries, n_splits, data, done)

@@ -79,4 +79,9 @@ PRESETS = {
         DEFAULT_MIX,
         "the 35B-A3B mix and head shapes at a small size, with an MTP block",
     ),
+    "qwen3moe": Preset(
+        _small(arch="qwen3moe", n_layer=3, n_rot=64, n_expert_used=6, n_ff_shexp=0),
+        "all=Q6_K,embd=F16,attn=Q8_0,gate_up=Q4_K,down=Q4_0,down@1=Q8_0",
+        "qwen3moe: 3 layers of plain attention, 32 experts top-6, no shared expert",
+    ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hyper-parameters of a `qwen35moe` model, their checks and their GGUF keys."""
+"""Hyper-parameters of a model, their checks and their GGUF keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from .gguf_write import KV, KVType
 
-ARCH = "qwen35moe"
+ARCHITECTURES = ("qwen35moe", "qwen3moe")
 
 
 def _opt(default: Any, text: str) -> Any:
@@ -18,6 +18,7 @@ def _opt(default: Any, text: str) -> Any:
 class Shape:
     """The hyper-parameters of one model; the defaults are those of 35B-A3B."""
 
+    arch: str = _opt("qwen35moe", "architecture: qwen35moe or qwen3moe")
     n_vocab: int = _opt(248320, "vocabulary size")
     n_ctx_train: int = _opt(262144, "context length written to the file")
     n_embd: int = _opt(2048, "width of the residual stream")
@@ -47,6 +48,11 @@ class Shape:
     tied: bool = _opt(False, "the head is the token embedding")
 
     @property
+    def is_qwen35(self) -> bool:
+        """Whether there are DeltaNets, gated attention and shared experts."""
+        return self.arch == "qwen35moe"
+
+    @property
     def key_dim(self) -> int:
         return self.ssm_d_state * self.n_k_heads
 
@@ -64,7 +70,7 @@ class Shape:
 
     def is_recurrent(self, il: int) -> bool:
         """Return whether layer `il` is DeltaNet; MTP blocks are full attention."""
-        if il >= self.n_layer:
+        if il >= self.n_layer or not self.is_qwen35:
             return False
         if self.layers:
             return self.layers[il] == "d"
@@ -72,7 +78,13 @@ class Shape:
 
     def problems(self) -> list[str]:
         """Return what is wrong with this shape, a line each."""
+        plain = self.n_rot == self.head_dim and not (self.n_layer_nextn or self.merged_gate_up)
         rules = [
+            (self.arch in ARCHITECTURES, f"arch must be one of {', '.join(ARCHITECTURES)}"),
+            (
+                self.is_qwen35 or plain,
+                f"{self.arch}: n_rot must be head_dim, without MTP blocks and merged_gate_up",
+            ),
             (self.n_layer_nextn in (0, 1), "n_layer_nextn must be 0 or 1"),
             (self.n_head % self.n_head_kv == 0, "n_head must be a multiple of n_head_kv"),
             (
@@ -115,11 +127,28 @@ class Shape:
             ("attention.value_length", u32, self.head_dim),
             ("attention.layer_norm_rms_epsilon", f32, self.f_norm_rms_eps),
             ("rope.dimension_count", u32, self.n_rot),
-            ("rope.dimension_sections", KVType.I32_ARRAY, self.rope_sections()),
             ("rope.freq_base", f32, self.rope_freq_base),
             ("expert_count", u32, self.n_expert),
             ("expert_used_count", u32, self.n_expert_used),
             ("expert_feed_forward_length", u32, self.n_ff_exp),
+        ]
+        if self.is_qwen35:
+            items += self._hybrid()
+        if self.expert_weights_scale:
+            items.append(("expert_weights_scale", f32, self.expert_weights_scale))
+        if self.rope_scaling != "none":
+            items += [
+                ("rope.scaling.type", KVType.STRING, self.rope_scaling),
+                ("rope.scaling.factor", f32, self.rope_factor),
+                ("rope.scaling.original_context_length", u32, self.rope_orig_ctx),
+            ]
+        return [KV(f"{self.arch}.{key}", kind, value) for key, kind, value in items]
+
+    def _hybrid(self) -> list[tuple[str, KVType, Any]]:
+        """Return the keys of DeltaNets, the shared expert and MTP blocks."""
+        u32 = KVType.U32
+        items: list[tuple[str, KVType, Any]] = [
+            ("rope.dimension_sections", KVType.I32_ARRAY, self.rope_sections()),
             ("expert_shared_feed_forward_length", u32, self.n_ff_shexp),
             ("ssm.conv_kernel", u32, self.ssm_d_conv),
             ("ssm.inner_size", u32, self.value_dim),
@@ -134,15 +163,7 @@ class Shape:
             items.append(("full_attention_interval", u32, self.full_attention_interval))
         if self.n_layer_nextn:
             items.append(("nextn_predict_layers", u32, self.n_layer_nextn))
-        if self.expert_weights_scale:
-            items.append(("expert_weights_scale", f32, self.expert_weights_scale))
-        if self.rope_scaling != "none":
-            items += [
-                ("rope.scaling.type", KVType.STRING, self.rope_scaling),
-                ("rope.scaling.factor", f32, self.rope_factor),
-                ("rope.scaling.original_context_length", u32, self.rope_orig_ctx),
-            ]
-        return [KV(f"{ARCH}.{key}", kind, value) for key, kind, value in items]
+        return items
 
 
 def shape_options() -> list[tuple[str, Any, str]]:

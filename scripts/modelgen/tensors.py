@@ -76,7 +76,8 @@ class Plan:
         n_embd = self.shape.n_embd
         norm = "mixer_norm" if self.shape.is_recurrent(il) else "norm"
         yield self._vector(il, "attn_norm.weight", n_embd, norm)
-        yield self._vector(il, "post_attention_norm.weight", n_embd, "block_norm")
+        ffn_norm = "post_attention_norm" if self.shape.is_qwen35 else "ffn_norm"
+        yield self._vector(il, f"{ffn_norm}.weight", n_embd, "block_norm")
         yield from self._deltanet(il) if self.shape.is_recurrent(il) else self._attention(il)
         yield from self._ffn(il)
         if il >= self.shape.n_layer:
@@ -88,7 +89,7 @@ class Plan:
     def _attention(self, il: int) -> Iterator[Tensor]:
         s = self.shape
         n_q, n_kv = s.n_head * s.head_dim, s.n_head_kv * s.head_dim
-        yield self._matrix(il, "attn_q", (s.n_embd, 2 * n_q), "attn", 1.0)
+        yield self._matrix(il, "attn_q", (s.n_embd, (1 + s.is_qwen35) * n_q), "attn", 1.0)
         yield self._matrix(il, "attn_k", (s.n_embd, n_kv), "attn", 1.0)
         yield self._matrix(il, "attn_v", (s.n_embd, n_kv), "attn", 1.0)
         yield self._matrix(il, "attn_output", (n_q, s.n_embd), "attn", self.cal.attn_out_gain(s))
@@ -122,6 +123,8 @@ class Plan:
             yield self._matrix(il, "ffn_up_exps", wide, "gate_up", 1.0)
         down = (s.n_ff_exp, s.n_embd, s.n_expert)
         yield self._matrix(il, "ffn_down_exps", down, "down", cal.down_gain(s))
+        if not s.is_qwen35:
+            return
         gate_std = 1 / math.sqrt(s.n_embd)
         yield self._vector(il, "ffn_gate_inp_shexp.weight", s.n_embd, "normal", gate_std)
         yield self._matrix(il, "ffn_gate_shexp", (s.n_embd, s.n_ff_shexp), "shexp", 1.0)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from moegraph.arch.model import ARCHITECTURES
 from moegraph.config import EngineConfig, settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +164,18 @@ def _may_be_lazy(found: Import, name: str) -> bool:
 def test_only_the_ggml_room_imports_the_native_module(imports: list[Import]) -> None:
     native = [found for found in imports if "_native" in found.name.split(".")]
     assert native and [where(f) for f in native if f.source_room != "ggml"] == []
+
+
+def test_only_the_arch_room_knows_an_architecture_by_its_name() -> None:
+    """A further model is a file in arch/: everything else asks it (`Architecture`)."""
+    wrong = [
+        f"{short(path)}: {name}"
+        for path in MODULES
+        if room(path) != "arch"
+        for name in ARCHITECTURES
+        if name in path.read_text(encoding="utf-8").lower()
+    ]
+    assert wrong == []
 
 
 # Ways to read or write memory by its address from Python.

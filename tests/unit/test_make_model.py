@@ -115,11 +115,16 @@ def test_a_preset_reads_back_as_it_was_asked_for(name: str, tmp_path: Path) -> N
     (path,) = write_model(tmp_path / "m.gguf", shape, PRESETS[name].mix)
     with open_model(path) as model:
         hp = model.hparams
-        for field in ("n_vocab", "n_embd", "n_layer", "n_layer_nextn", "n_head", "n_head_kv",
-                      "n_rot", "n_expert", "n_expert_used", "n_ff_exp", "n_ff_shexp",
-                      "n_k_heads", "n_v_heads", "key_dim", "value_dim", "conv_dim"):  # fmt: skip
+        names = ("n_vocab", "n_embd", "n_layer", "n_layer_nextn", "n_head", "n_head_kv", "n_rot",
+                 "n_expert", "n_expert_used", "n_ff_exp", "n_ff_shexp")  # fmt: skip
+        if shape.is_qwen35:
+            names += ("n_k_heads", "n_v_heads", "key_dim", "value_dim", "conv_dim")
+        for field in names:
             assert getattr(hp, field) == getattr(shape, field), field
-        assert list(hp.recurrent) == [shape.is_recurrent(il) for il in range(shape.n_layer)]
+        layers = range(shape.n_layer)
+        assert [hp.layer(il).kv is None for il in layers] == [
+            shape.is_recurrent(il) for il in layers
+        ]
         down = {il: model.tensors[f"blk.{il}.ffn_down_exps.weight"] for il in range(shape.n_layer)}
         assert {il: t.type.name for il, t in down.items()} == {
             il: mix.type_of("down", il) for il in down

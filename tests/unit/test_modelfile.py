@@ -197,7 +197,7 @@ def test_prediction_blocks_are_recognised_and_never_fatal(write: Write) -> None:
     assert "only prediction (MTP) blocks" in refused(path, UnsupportedModel)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3moe", "qwen35", "", "Qwen35MoE"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3next", "qwen35", "", "Qwen35MoE"])
 def test_another_architecture_is_named(write: Write, arch: str) -> None:
     pairs = {"general.architecture": kv("general.architecture", T.STRING, arch)}
     message = refused(write(model_file(pairs=pairs)), UnsupportedModel)
