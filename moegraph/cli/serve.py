@@ -198,7 +198,7 @@ def serve(target: str, **given: Any) -> None:
     from ..server.host import ModelHost, keep_small
     from ..server.listening import listen, url_of
     from ..server.logs import start_logging
-    from ..server.running import Ways, run
+    from ..server.running import Hooks, run
 
     def current_keys() -> list[str]:
         return read_keys(given["api_keys"], given["api_key_file"], os.environ.get(VARIABLE))
@@ -218,7 +218,7 @@ def serve(target: str, **given: Any) -> None:
         def site(host: ModelHost) -> Starlette:
             return build_site(_state(job, model, host), guard)
 
-        ways = Ways(
+        hooks = Hooks(
             ready=lambda: ui.note(
                 f"{model.alias}, with a context of {model.n_ctx:,}, is served at {url}"
             ),
@@ -226,7 +226,7 @@ def serve(target: str, **given: Any) -> None:
             say=ui.note,
             drain_s=given["drain_s"],
         )
-        code = run(site, lambda: ModelHost(model.load, model.facts, given["sleep_s"]), sock, ways)
+        code = run(site, lambda: ModelHost(model.load, model.facts, given["sleep_s"]), sock, hooks)
     if code == Cancelled.exit_code:
         raise Cancelled
 

@@ -266,7 +266,7 @@ def _failure(step: Step) -> ApiError:
 
 
 class ClientLeft(Exception):
-    """The client has closed its connection; nobody reads an answer."""
+    """The client has closed its connection; no answer is needed."""
 
 
 async def unless_left(request: HttpRequest, work: Awaitable[T]) -> T:

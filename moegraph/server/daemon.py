@@ -460,7 +460,7 @@ class Daemon:
 
     def _refuse(self, why: str, streams: bool) -> None:
         self._say(f"err {why}")
-        if streams:  # whoever reads the stream must not wait for this request
+        if streams:  # the reader of the stream must not wait for this request
             self._frames.done(self._focus.request)
 
     def _take_prefixes(self, line: Line) -> None:

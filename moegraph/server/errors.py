@@ -30,7 +30,7 @@ _KINDS = {
 }
 # OpenAI's code, and llama-server's type with the fields n_prompt_tokens and n_ctx.
 _CONTEXT_CODE, _CONTEXT_KIND = "context_length_exceeded", "exceed_context_size_error"
-# What a client that was turned away should wait for, in seconds, if nobody knows better.
+# Seconds that a refused client should wait for, if nothing better is known.
 RETRY_S = 5.0
 # Longest part of a client's own words that an error repeats.
 _MAX_ECHO = 80

@@ -93,7 +93,7 @@ class Keys:
 def cache_owner(owner: str) -> str:
     """Return under which name a cache keeps what a client sent: a slow hash of the client's name.
 
-    It is written to disk, where nobody is to find a key by trying many.
+    It is written to disk, where a key must not be found by trying many.
     """
     if not owner:
         return ""

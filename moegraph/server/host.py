@@ -1,4 +1,4 @@
-"""The life of the model behind the server: load, sleep when idle, wake, close."""
+"""The life of the model that is served: load, sleep when idle, wake, close."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _REASONS = {
 
 
 class ModelHost:
-    """A `Backend` that loads its model on a thread of its own.
+    """A `ModelSource` that loads its model on a thread of its own.
 
     load: returns the model with its service started; it is called again after each sleep.
     facts: what is known before it is loaded. sleep_s: idle seconds after which the model leaves

@@ -23,12 +23,12 @@ from .guards import is_address
 HEAD_S = 20.0
 _MAX_HEAD_BYTES = 64 << 10
 MAX_CONNECTIONS = 1024
-# So many are accepted before the first of them is looked at.
+# Connections that are accepted before the first of them is looked at.
 _AT_A_TIME = 128
 _KEEP_ALIVE_S = 75
 # After the requests have ended, connections get this time to send what is left.
 _LINGER_S = 5
-# A client that takes nothing of an answer for so long has gone, or never will.
+# Seconds after which a client that takes nothing of an answer is given up.
 STALL_S = 60.0
 # A machine that vanished does not say so. After these seconds of silence it is asked, as often, at
 # this interval.

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 # A proxy may close a connection on which nothing is sent; comments tell it that we work.
 PING_S = 10.0
-# A client that takes nothing for so long has gone, or never will.
+# Seconds after which a client that takes nothing is given up.
 STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
 # Where a `Template` has its text; a control character that no other field ends with.

@@ -57,7 +57,7 @@ from .state import state_of
 
 Kind = Literal["function", "custom"]
 
-# Whoever runs such a tool is not here: its requests are served as if it had not been named.
+# OpenAI runs such tools itself: requests are served as if they did not name them.
 HOSTED = frozenset(
     """web_search web_search_2025_08_26 web_search_preview web_search_preview_2025_03_11 file_search
     code_interpreter image_generation mcp computer computer_use_preview local_shell shell
@@ -605,7 +605,7 @@ def plain_input(arguments: str) -> str:
 
 
 def new_id(kind: str) -> str:
-    """Return an id that nobody guesses: a store hands responses to whoever knows theirs."""
+    """Return an id that cannot be guessed: knowing it is enough to get a response."""
     return f"{kind}_{uuid4().hex}"
 
 

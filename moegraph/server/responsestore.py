@@ -123,7 +123,7 @@ class ResponseStores:
     """The responses of each client, all together within a cap in bytes.
 
     A client finds only its own. At the cap, the client that has most bytes loses its oldest
-    response, so that nobody can push out what others keep.
+    response, so that no client can push out responses of others.
     """
 
     def __init__(self, cap_bytes: int = CAP_BYTES) -> None:

@@ -23,13 +23,13 @@ log = logging.getLogger("moegraph.server")
 _INTERRUPTED = 130
 # An engine that has work to end gets this time.
 _CLOSE_S = 10.0
-# And so long get threads that still prepare a request, whose client has left.
+# Seconds for threads that still prepare a request whose client has left.
 _GRACE_S = 1.0
 _EXIT_CODES = {signal.SIGINT: _INTERRUPTED, signal.SIGTERM: 0}
 
 
 @dataclass(frozen=True)
-class Ways:
+class Hooks:
     """What the process does besides serving.
 
     ready: called when requests are answered. reload: called at SIGHUP; it raises to keep what is
@@ -43,20 +43,20 @@ class Ways:
 
 
 def run(app: Callable[[ModelHost], Starlette], host: Callable[[], ModelHost],
-        sock: socket.socket, ways: Ways) -> int:  # fmt: skip
+        sock: socket.socket, hooks: Hooks) -> int:  # fmt: skip
     """Serve until a signal comes; return the exit code.
 
     host: makes the model's host, on the event loop. app: makes the application for it.
     """
-    return asyncio.run(_Process(app, host, sock, ways).run())
+    return asyncio.run(_Process(app, host, sock, hooks).run())
 
 
 class _Process:
     def __init__(
         self, app: Callable[[ModelHost], Starlette], host: Callable[[], ModelHost],
-        sock: socket.socket, ways: Ways,
+        sock: socket.socket, hooks: Hooks,
     ) -> None:  # fmt: skip
-        self._app, self._make_host, self._sock, self._ways = app, host, sock, ways
+        self._app, self._make_host, self._sock, self._hooks = app, host, sock, hooks
         self._code = 0
         self._is_drained = True
         self._ending = asyncio.Event()
@@ -95,7 +95,7 @@ class _Process:
         try:
             await self._load(host)
             if not self._ending.is_set():
-                self._ways.ready()
+                self._hooks.ready()
             some = (ending, serving, watching)
             await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)
             await self._drain(host)
@@ -107,11 +107,11 @@ class _Process:
 
     def _say_last(self, failure: MoegraphError | None, is_stuck: bool) -> None:
         if failure is not None:
-            self._ways.say(f"error: {failure}")
+            self._hooks.say(f"error: {failure}")
         elif self._code == _INTERRUPTED:
-            self._ways.say("interrupted")
+            self._hooks.say("interrupted")
         if is_stuck:
-            self._ways.say(
+            self._hooks.say(
                 f"ended; a prompt or grammar was still being prepared after {_GRACE_S:g} s more"
             )
 
@@ -127,11 +127,11 @@ class _Process:
     async def _drain(self, host: ModelHost) -> None:
         if host.n_users:
             requests = "1 request" if host.n_users == 1 else f"{host.n_users} requests"
-            self._ways.say(
-                f"ending; waiting up to {self._ways.drain_s:g} s for {requests} "
+            self._hooks.say(
+                f"ending; waiting up to {self._hooks.drain_s:g} s for {requests} "
                 "(again to end at once)"
             )
-        self._is_drained = await host.drain(self._ways.drain_s)
+        self._is_drained = await host.drain(self._hooks.drain_s)
         if not self._is_drained:
             log.warning("requests that are cut off: %d", host.n_users)
 
@@ -143,14 +143,14 @@ class _Process:
 
     def _end(self, number: signal.Signals) -> None:
         if self._ending.is_set():
-            self._ways.say("ended at once")
+            self._hooks.say("ended at once")
             _leave(_INTERRUPTED if number == signal.SIGINT else 128 + number)
         self._code = _EXIT_CODES[number]
         self._ending.set()
 
     def _reload(self) -> None:
         try:
-            self._ways.reload()
+            self._hooks.reload()
         except MoegraphError as error:
             log.error("%s; the keys stay as they are", error)
         else:

@@ -14,7 +14,7 @@ from .schemas.chat import ChatBody
 from .schemas.completions import DetokenizeBody, TokenizeBody
 from .state import state_of
 
-# No other thread runs Python while so many tokens are written as JSON.
+# Tokens that are written as JSON at once; no other thread runs Python meanwhile.
 _SLICE = 10_000
 
 

@@ -40,7 +40,7 @@ _MAX_LEXER_STATES = 20_000
 # llguidance makes a state for each remainder, without a limit of its own.
 _MAX_REMAINDERS = 20_000
 # Each optional property of an object is several items of a parser's row, and compiling takes time
-# that grows with their square: 3 s for so many.
+# that grows with their square: 3 s for this limit.
 _MAX_OPTIONAL, _ITEMS_PER_ROW = 2_000, 40_000
 # Grammars of which the first uses the others, in llguidance's own form.
 _SEVERAL = '{"grammars":'
@@ -381,7 +381,7 @@ _SLOW_S = 0.005
 
 class _Phase(Enum):
     FREE = "before the text that the grammar comes after"
-    BLANK = "behind it, where line ends may come first"
+    BLANK = "after it, where line ends may come first"
     GRAMMAR = "within the grammar"
 
 

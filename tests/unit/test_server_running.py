@@ -24,7 +24,7 @@ from moegraph.server.backend import LoadedModel, ModelFacts
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.host import ModelHost
 from moegraph.server.listening import listen, url_of
-from moegraph.server.running import Ways, run
+from moegraph.server.running import Hooks, run
 from moegraph.server.state import BODY_BYTES, ServerState, Workers
 
 FACTS = ModelFacts("fake")
@@ -62,7 +62,7 @@ class Process:
         with listen("127.0.0.1", 0) as sock:
             url = url_of(sock, "127.0.0.1")
             thread = threading.Thread(target=act, args=(url,))
-            ways = Ways(thread.start, self.reload, self.said.append, self.drain_s)
+            ways = Hooks(thread.start, self.reload, self.said.append, self.drain_s)
             try:
                 return run(
                     lambda host: build_site(ServerState(host), Guard(Keys())),

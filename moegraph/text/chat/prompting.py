@@ -18,9 +18,9 @@ from .rawjson import dumps
 from .segments import Encoded
 from .template import ChatTemplate
 
-# Of the earlier questions, so many of the latest have a mark: each costs memory.
+# Earlier questions, the latest ones, that have a mark: each costs memory.
 MAX_QUESTIONS = 4
-# So many characters of a message are looked for in the prompt.
+# Characters of a message that are looked for in the prompt.
 _KEY_CHARS = 64
 # Two texts that have no beginning in common, for messages that are not known yet.
 _A, _B = "A", "B"
