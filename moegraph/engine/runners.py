@@ -110,6 +110,6 @@ def _open_misses(
             misses.residency.routing.expect(il, shares)
     times.lap("measure")
     for il in store.layers:
-        misses.fill(il, placed[il])
+        misses.uploads.fill(il, placed[il])
     times.lap("fill")
     return misses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +61,6 @@ class Runner(ABC):
         self._can_page = can_page(stage)
         self.widths = PADDED_WIDTHS if self.device.can.streams else ()
         self._has_head = stage.has_head
-        self._begins: Callback = lambda: None  # call it before the first graph
-        self._shape: PassShape  # of the pass that was prepared last
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
 
@@ -176,7 +174,7 @@ class Runner(ABC):
             return shape
         return shape._replace(n_kv=self.stage.state.shape.most_kv(shape.n_seqs))
 
-    def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
+    def fill(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
         state = self.stage.state
         for seq, slot in enumerate(batch.slots):
@@ -206,12 +204,15 @@ class Runner(ABC):
         verify pass, it must truncate them to what they held. meanwhile: called if the host would
         wait for the device; it must not use the device.
         """
-        self.prepare(batch)
-        self.fill(batch)
-        self.launch(batch, cancelled, begins, meanwhile)
+        shape = self.prepare(batch)
+        self.fill(batch, shape)
+        run_out(self.launch(batch, shape, cancelled, begins, self.pauses(meanwhile)), meanwhile)
 
-    def prepare(self, batch: Batch) -> None:
-        """Build what a pass needs; `fill` follows. After an error nothing has changed."""
+    def prepare(self, batch: Batch) -> PassShape:
+        """Build what a pass needs; `fill` and `launch` follow. After an error nothing has changed.
+
+        Return what determines its graphs.
+        """
         self.require_idle()
         shape = self.shape_of(batch)
         self._results.forget()
@@ -220,38 +221,28 @@ class Runner(ABC):
             self._reserve_drafts(shape.n_tokens)
         # graphs first: building one may use the device, and must not disturb the uploaded inputs
         self._prepare(shape, batch)
-        self._shape = shape
+        return shape
 
-    def fill(self, batch: Batch) -> None:
-        """Enqueue the upload of the inputs of the pass that was prepared; `launch` follows."""
-        self.fill_inputs(batch, self._shape)
+    def pauses(self, meanwhile: Once | None) -> Predicate | None:
+        """Return whether `launch` is to pause while there is other work; None: never."""
+        if meanwhile is None or not self.device.can.streams:  # there a launch computes: no waiting
+            return None
+        return lambda: meanwhile.is_due
 
     def launch(
-        self, batch: Batch, cancelled: Predicate, begins: Callback, meanwhile: Once | None = None
-    ) -> None:
-        """Start the pass whose inputs are on their way; see `submit`."""
-        if meanwhile is None or not self.device.can.streams:  # there a launch computes: no waiting
-            for _ in self.launching(batch, cancelled, begins):
-                pass
-            return
-        with closing(self.launching(batch, cancelled, begins, lambda: meanwhile.is_due)) as pauses:
-            for _ in pauses:
-                meanwhile()
-
-    def launching(
         self,
         batch: Batch,
+        shape: PassShape,
         cancelled: Predicate,
         begins: Callback,
         may_pause: Predicate | None = None,
     ) -> Generator[None, None, None]:
-        """Do `launch`, with pauses: the host would wait for the device, and may do other work.
+        """Start the pass whose inputs are on their way, with pauses: the host may do other work.
 
-        may_pause: whether to pause rather than to wait; None: never. If the iterator is closed
-        before its end, the pass has failed.
+        may_pause: whether to pause rather than to wait for the device; None: never. If the
+        iterator is closed before its end, the pass has failed.
         """
-        self._begins = begins
-        yield from self._launch(self._shape, cancelled, may_pause)
+        yield from self._launch(shape, cancelled, begins, may_pause)
         self.advance(batch)
         self._dropped.clear()
         self._pending = batch
@@ -380,9 +371,9 @@ class Runner(ABC):
 
     @abstractmethod
     def _launch(
-        self, shape: PassShape, cancelled: Predicate, may_pause: Predicate | None
+        self, shape: PassShape, cancelled: Predicate, begins: Callback, may_pause: Predicate | None
     ) -> Iterable[None]:
-        """Enqueue the graphs of the pass and the copies of its results; see `launching`."""
+        """Enqueue the graphs of the pass and the copies of its results; see `launch`."""
 
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""
@@ -395,3 +386,13 @@ class Runner(ABC):
         if self.hidden:
             self.hidden.close()
         self._results.close()
+
+
+def run_out(launch: Generator[None, None, None], meanwhile: Once | None) -> None:
+    """Do all of `Runner.launch`, and the other work in its pauses."""
+    try:
+        for _ in launch:
+            if meanwhile:
+                meanwhile()
+    finally:
+        launch.close()  # if the other work fails, the pass has failed

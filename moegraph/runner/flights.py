@@ -134,8 +134,8 @@ class Flights:
         part = self._parts[i]
         self._leave(i)
         try:
-            part.prepare(flight.batch)
-            part.fill(flight.batch)
+            shape = part.prepare(flight.batch)
+            part.fill(flight.batch, shape)
             if i:
                 self._hand_over(i, flight.batch.tokens.size)
         except BaseException:
@@ -143,7 +143,7 @@ class Flights:
             part.recover()
             raise
         flight.at, self._began[i] = i, self._clock()
-        flight.work = part.launching(flight.batch, cancelled, begins, lambda: self._may_pause)
+        flight.work = part.launch(flight.batch, shape, cancelled, begins, lambda: self._may_pause)
 
     def _leave(self, i: int) -> None:
         """Wait until a stage has computed what it was given, unless its results were read."""

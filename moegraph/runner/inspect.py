@@ -61,7 +61,7 @@ def _nodes_of(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray
             )
         with Buffer(raw, device.compute):
             C.ggml_backend_buffer_clear(raw, 0xFF)
-            runner.fill_inputs(batch, at)
+            runner.fill(batch, at)
             device.check(C.mg_launch(device.compute.ptr, builder.graph, ffi.NULL, 0), "a pass")
             device.synchronize()
             runner.advance(batch)

@@ -165,7 +165,7 @@ class LayerGraphs:
         """Append the look-up of slots; missing experts are fetched, or get slot -1."""
         banks = self._stage.banks
         if self._misses and il in mode.fetch_layers:
-            return build_fetched_slots(b, banks, il, ids, self._misses.source(il))
+            return build_fetched_slots(b, banks, il, ids, self._misses.store.rows[il])
         if self.may_lack(il, mode):
             return build_slots(b, banks.tables[il], ids)
         return ids  # in a full layer, the slot of an expert is its id

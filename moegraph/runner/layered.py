@@ -44,7 +44,7 @@ from ..graphs.hidden import HiddenRows
 from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
-from .batch import Batch, Predicate
+from .batch import Batch, Callback, Predicate
 from .layer_graphs import LayerGraphs
 from .misses import MissHandler
 from .plan import LaunchPlan, LaunchPlans, LaunchStep
@@ -169,7 +169,7 @@ class LayeredRunner(Runner):
             due = self.residency.restore(saved)
             if self.misses and sent:
                 for il, pairs in due.items():
-                    self.misses.fill(il, pairs)
+                    self.misses.uploads.fill(il, pairs)
                 self.misses.sent = sent
             self.phases.update(phases)
 
@@ -192,10 +192,10 @@ class LayeredRunner(Runner):
             raise
 
     def _launch(
-        self, shape: PassShape, cancelled: Predicate, may_pause: Predicate | None
+        self, shape: PassShape, cancelled: Predicate, begins: Callback, may_pause: Predicate | None
     ) -> Iterator[None]:
         try:
-            yield from self._launch_all(shape, cancelled, may_pause)
+            yield from self._launch_all(shape, cancelled, begins, may_pause)
         except BaseException:
             self._roll_back()
             raise
@@ -215,7 +215,7 @@ class LayeredRunner(Runner):
         self._is_unfinished = False
 
     def _launch_all(
-        self, shape: PassShape, cancelled: Predicate, may_pause: Predicate | None
+        self, shape: PassShape, cancelled: Predicate, begins: Callback, may_pause: Predicate | None
     ) -> Iterator[None]:
         start = self.clock.start()
         if self._current is None:
@@ -229,7 +229,7 @@ class LayeredRunner(Runner):
             if cancelled():
                 raise Cancelled("cancelled")
             if step is launches.steps[0]:
-                self._begins()
+                begins()
             if step.fetch_layers:
                 self.residency.begin_fetch(step.fetch_layers)
             status = C.mg_launch(self.device.compute.ptr, step.graph.graph, ffi.NULL, 0)

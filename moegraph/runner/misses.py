@@ -17,28 +17,22 @@ what an upload costs here, and what the CPU takes.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from ..errors import InternalError
 from ..experts.cache import ExpertCache
 from ..experts.cachestats import ExpertStats
 from ..experts.cost import MissCosts, choose_ways
-from ..experts.passplan import LayerPlan, Pairs, PassPlan, TableRow
+from ..experts.passplan import LayerPlan, PassPlan, TableRow
 from ..experts.policy import few_slots_warning
 from ..experts.residency import Residency
 from ..ggml.lib import C, ffi
-from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..kinds import Kind
-from ..resident.bank import Bank
 from ..resident.layout import N_STAGING
 from ..resident.stage import Stage
 from .cpu_experts import CpuExperts
-from .upload import SlotTables, Uploader
+from .upload import Ids, SlotTables, Uploader
 
 
 @dataclass(frozen=True)
@@ -57,9 +51,9 @@ class AddGraphs:
 class MissHandler:
     """The means to compute missing experts, and the residency that decides about them.
 
-    store: host memory of the experts of all layers that are not full. cpu_experts: computes experts
-    on the CPU; None when the device computes all. link: measures uploads. n_cpu_experts: experts
-    computed on the CPU, summed over all layers and passes.
+    store: host memory of the experts of all layers that are not full. uploads: copies experts; link
+    measures them. cpu_experts: computes experts on the CPU; None when the device computes all.
+    n_cpu_experts: experts computed on the CPU, summed over all layers and passes.
     """
 
     def __init__(
@@ -78,8 +72,8 @@ class MissHandler:
         self._device, self.store = stage.device, stage.store
         n_expert, n_used = cache.n_expert, cache.n_expert_used
         self._tables = SlotTables(stage)
-        self._upload = Uploader(stage, max_rows * n_used)
-        self.link = LinkTimer(stage, self._upload)
+        self.uploads = Uploader(stage, max_rows * n_used)
+        self.link = LinkTimer(stage, self.uploads)
         costs = measure_costs(self.link, cpu_experts, mode, n_used, guarded and bool(cache.partial))
         ways = choose_ways(mode, costs, cache.n_slots, n_used, n_expert)
         if cpu_experts and not ways.cpu:
@@ -108,16 +102,16 @@ class MissHandler:
     @property
     def n_bytes_to_device(self) -> int:
         """Expert bytes that crossed to the device, uploaded or fetched."""
-        return self._upload.n_bytes + self._n_fetched_bytes
+        return self.uploads.n_bytes + self._n_fetched_bytes
 
     @property
     def sent(self) -> tuple[int, int, int]:
         """Bytes uploaded and fetched, and experts computed on the CPU; set to count anew."""
-        return self._upload.n_bytes, self._n_fetched_bytes, self.n_cpu_experts
+        return self.uploads.n_bytes, self._n_fetched_bytes, self.n_cpu_experts
 
     @sent.setter
     def sent(self, counted: tuple[int, int, int]) -> None:
-        self._upload.n_bytes, self._n_fetched_bytes, self.n_cpu_experts = counted
+        self.uploads.n_bytes, self._n_fetched_bytes, self.n_cpu_experts = counted
 
     def stats(self, phases_s: dict[str, float]) -> ExpertStats:
         """Return all counters; phases_s: the runner's seconds."""
@@ -131,34 +125,15 @@ class MissHandler:
             residency.guard.report() if residency.guard else None,
         )
 
-    def source(self, il: int) -> Tensor:
-        """Return a fetching layer's packed experts: F32 [bytes / 4, n_expert], pinned memory."""
-        return self.store.rows[il]
-
-    def fill(self, il: int, placed: Sequence[tuple[int, int]]) -> None:
-        """Upload (expert, slot) pairs into slots of a layer and wait."""
-        self._upload.fill(il, placed)
-
-    def send(self, il: int, bank: Bank, pairs: Pairs) -> None:
-        """Enqueue uploads of (expert, slot) pairs of a layer to a bank."""
-        self._upload.send(il, bank, pairs)
-
-    def slow_link(self, times: int) -> None:
-        """Do each upload so often, as if the link were slower; graphs fetch as before.
-
-        Benchmarks so see what cards on slower links will see.
-        """
-        self._upload.n_copies = times
-
     def begin_pass(self, plan: PassPlan) -> None:
         """Upload what the plan exchanges, wait for promoted experts, and send changed tables.
 
         The last pass must have finished, so that no host row and no slot is in use.
         """
         if plan.exchanged:
-            self._upload.exchange(plan.exchanged)
+            self.uploads.exchange(plan.exchanged)
         if plan.waits:
-            self._upload.wait()
+            self.uploads.wait()
         for row in plan.rows:
             self._tables.write(row)
         self._tables.send()
@@ -175,42 +150,40 @@ class MissHandler:
         self._tables.send()
 
     def carry_out(
-        self, il: int, plan: LayerPlan, ids: npt.NDArray[np.int32], n_tokens: int, graphs: AddGraphs
+        self, il: int, plan: LayerPlan, ids: Ids, n_tokens: int, graphs: AddGraphs
     ) -> None:
         """Upload or compute the missing experts of a layer, and launch the graphs that add them.
 
         ids: I32 [n_tokens * n_expert_used], the pass's choice in layer il.
         """
-        cpu = self.cpu_experts if plan.on_cpu else None
-        if cpu:  # its threads compute while the uploads are enqueued
-            cpu.begin(il, ids, plan.on_cpu, n_tokens)
-        if plan.admitted:
-            self._upload.add(il, plan.admitted, ids, _planned(graphs.own, il))
-        if plan.staged:
-            self._upload.add_staged(il, plan.staged, ids, graphs.staging)
+        uploads, cpu = self.uploads, self.cpu_experts
         if plan.on_cpu:
+            if cpu is None:
+                raise InternalError(f"layer {il}: there is nothing that computes on the CPU")
+            cpu.begin(il, ids, plan.on_cpu, n_tokens)  # its threads compute from now on
+        if plan.admitted:
+            uploads.add(il, plan.admitted, ids, _planned(graphs.own, il))
+        if plan.staged:
+            uploads.add_staged(il, plan.staged, ids, graphs.staging)
+        if cpu and plan.on_cpu:
             self._add_from_cpu(il, cpu, _planned(graphs.cpu, il))
             self.n_cpu_experts += len(plan.on_cpu)
         if plan.promoted:
-            self._upload.promote(il, plan.promoted)
+            uploads.promote(il, plan.promoted)
 
-    def _add_from_cpu(self, il: int, cpu: CpuExperts | None, graph: BuiltGraph) -> None:
+    def _add_from_cpu(self, il: int, cpu: CpuExperts, graph: BuiltGraph) -> None:
         """Have the device add what the CPU has begun to compute."""
-        if cpu is None:
-            raise InternalError(f"layer {il}: there is a graph add_cpu but no CpuExperts")
         cpu.end()
-        y = graph.outputs
-        C.ggml_backend_tensor_set_async(
-            self._device.compute.ptr, y, cpu.address("y"), 0, C.ggml_nbytes(y)
-        )
-        status = C.mg_launch(self._device.compute.ptr, graph.graph, ffi.NULL, 0)
+        compute, y = self._device.compute.ptr, graph.outputs
+        C.ggml_backend_tensor_set_async(compute, y, cpu.address("y"), 0, C.ggml_nbytes(y))
+        status = C.mg_launch(compute, graph.graph, ffi.NULL, 0)
         if status:
             self._device.check(status, f"the experts of layer {il} on the CPU")
 
     def close(self) -> None:
         """Free events and tables."""
         self._device.synchronize()
-        for part in (self.cpu_experts, self._tables, self._upload):
+        for part in (self.cpu_experts, self._tables, self.uploads):
             if part:
                 part.close()
 
@@ -230,7 +203,7 @@ class LinkTimer:
     """Measures uploads to a staging bank; each number of experts once."""
 
     def __init__(self, stage: Stage, upload: Uploader) -> None:
-        self._stage, self._upload = stage, upload
+        self._stage, self.uploads = stage, upload
         self._measured: dict[int, float] = {}
 
     def seconds(self, n_experts: int) -> float:
@@ -242,17 +215,17 @@ class LinkTimer:
         """Return the least of six uploads of n_experts experts; what disturbs one adds time."""
         if n_experts in self._measured:
             return self._measured[n_experts]
-        stage, samples, n_bytes = self._stage, [], self._upload.n_bytes
+        stage, samples, n_bytes = self._stage, [], self.uploads.n_bytes
         il = stage.store.layers[0]
         bank = stage.banks.staging(il, 0)
         for at in range(6):
             # each twice: the device reads a page more slowly the first time
             first = at % 3 * n_experts % (stage.hp.n_expert - n_experts + 1)
             start = time.perf_counter()
-            self._upload.send(il, bank, [(first + i, i) for i in range(n_experts)])
+            self.uploads.send(il, bank, [(first + i, i) for i in range(n_experts)])
             C.ggml_backend_synchronize(stage.device.upload.ptr)
             samples.append(time.perf_counter() - start)
-        self._upload.n_bytes = n_bytes  # what is measured is not counted
+        self.uploads.n_bytes = n_bytes  # what is measured is not counted
         self._measured[n_experts] = min(samples)
         return self._measured[n_experts]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..arch.inputs import PassShape
 from ..errors import InternalError, RequestError
-from .base import Runner
+from .base import Runner, run_out
 from .batch import Batch, Callback, Once, Predicate
 from .boundary import Boundary, Relay
 from .flights import Flights
@@ -115,15 +115,17 @@ class StagedRunner:
         """Start a pass; see `Runner.submit`."""
         self.require_idle()
         try:
+            shapes = []
             for part in self.parts:
                 part.give_up()  # left there if the clean-up of an earlier pass was interrupted
-                part.prepare(batch)
-            for part in self.parts:  # before the host may have to wait for a stage
-                part.fill(batch)
-            for i, part in enumerate(self.parts):
+                shapes.append(part.prepare(batch))
+            for part, shape in zip(self.parts, shapes):  # before the host may wait for a stage
+                part.fill(batch, shape)
+            for i, (part, shape) in enumerate(zip(self.parts, shapes)):
                 if i:
                     self.hand_over(i, batch.tokens.size)
-                part.launch(batch, cancelled, bool if i else begins, meanwhile)
+                pauses, first = part.pauses(meanwhile), bool if i else begins
+                run_out(part.launch(batch, shape, cancelled, first, pauses), meanwhile)
                 if i in self._relays:
                     self._relays[i].bring(batch.tokens.size)
         except BaseException:

@@ -132,7 +132,7 @@ class Sweeps:
     def send(self, il: int, group: int, pairs: list[tuple[int, int]]) -> None:
         """Enqueue uploads of (expert, slot in the group)."""
         if self.misses and self.ring:
-            self.misses.send(il, self.ring.bank(il, group), pairs)
+            self.misses.uploads.send(il, self.ring.bank(il, group), pairs)
 
     def keep(self, il: int, group: Group, slot_of: Mapping[int, int]) -> None:
         """Copy experts of a group into slots of their layer, on the device.

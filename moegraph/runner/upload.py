@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from ..experts.passplan import TableRow
 from ..ggml.device import Device
-from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
@@ -88,41 +87,39 @@ class SlotTables:
 
 
 Pairs = Sequence[tuple[int, int]]  # (expert, slot)
+Ids = npt.NDArray[np.int32]
 
 
 class Uploader:
     """Enqueues copies of experts, and the graphs that add them.
 
-    n_bytes: bytes that crossed to the device, summed. n_copies: how often each upload is done; more
-    than once only in benchmarks, which so make the link slower.
+    n_bytes: bytes that crossed to the device, summed.
     """
 
     def __init__(self, stage: Stage, max_ids: int) -> None:
         """Allocate host rows for passes of at most max_ids chosen ids."""
         self._device, self._banks, self._store = stage.device, stage.banks, stage.store
-        device, self._n_expert = stage.device, stage.hp.n_expert
-        self.n_bytes, self.n_copies = 0, 1
+        self._n_expert, self.n_bytes = stage.hp.n_expert, 0
         # row 0: slots of the layer's own bank; one row for each wave through a staging bank
-        self._slots = HostRows(device, 1 + -(-self._n_expert // N_STAGING), max_ids)
-        self._uploaded, self._enqueued = device.event(), device.event()
-        self._staging_free = [device.event(), device.event()]
+        self._slots = HostRows(stage.device, 1 + -(-self._n_expert // N_STAGING), max_ids)
+        self._uploaded, self._enqueued = stage.device.event(), stage.device.event()
+        self._staging_free = [stage.device.event(), stage.device.event()]
         self._staging_turn = 0
 
     def send(self, il: int, bank: Bank, pairs: Pairs) -> None:
         """Enqueue copies of (expert, slot) pairs to a bank."""
         upload, store, packing = self._device.upload.ptr, self._store, self._store.packing(il)
-        memory, n_bytes = bank.to_fill, packing.n_bytes
-        base = store.pinned(il)
-        if base is not None:
+        memory, base = bank.to_fill, store.pinned(il)
+        if base is None:
+            self._send_from_file(il, memory, pairs)
+        else:
             both = np.array(pairs, dtype=np.int32)
             C.mg_upload_experts(
                 upload, memory, base, packing.stride,
-                ffi.cast("int32_t *", ffi.from_buffer(both)), len(pairs), packing.stride, n_bytes,
-                self.n_copies,
+                ffi.cast("int32_t *", ffi.from_buffer(both)), len(pairs), packing.stride,
+                packing.n_bytes, 1,
             )  # fmt: skip
-        else:
-            self._send_from_file(il, memory, pairs)
-        self.n_bytes += n_bytes * len(pairs)
+        self.n_bytes += packing.n_bytes * len(pairs)
 
     def _send_from_file(self, il: int, memory: Tensor, pairs: Pairs) -> None:
         """Enqueue copies of experts that are not pinned."""
@@ -132,11 +129,8 @@ class Uploader:
                 if n_done % N_STAGING == 0:
                     store.copied()
                     store.ahead((il, e) for e, _ in pairs[n_done : n_done + 2 * N_STAGING])
-                found = store.source(il, expert)
-                for _ in range(self.n_copies):
-                    C.ggml_backend_tensor_set_async(
-                        upload, memory, found, slot * packing.stride, packing.n_bytes
-                    )
+                found, at = store.source(il, expert), slot * packing.stride
+                C.ggml_backend_tensor_set_async(upload, memory, found, at, packing.n_bytes)
         except BaseException:
             store.forget()
             raise
@@ -175,45 +169,35 @@ class Uploader:
         if self._uploaded:
             self._uploaded.wait()
 
-    def add(self, il: int, pairs: Pairs, ids: npt.NDArray[np.int32], graph: BuiltGraph) -> None:
+    def add(self, il: int, pairs: Pairs, ids: Ids, graph: BuiltGraph) -> None:
         """Upload experts into slots of their layer and launch `add_uploaded` over them.
 
-        ids: I32 [n_tokens * n_expert_used], the pass's choice.
+        ids: I32 [n_tokens * n_expert_used], the pass's choice; -1 in rows that do not count.
         """
-        self._send_and_add(il, 0, self._banks.layer(il), pairs, ids, graph, None)
+        self.send(il, self._banks.layer(il), pairs)
+        self._launch(il, 0, pairs, ids, graph, ffi.NULL)
 
     def add_staged(
-        self,
-        il: int,
-        experts: Sequence[int],
-        ids: npt.NDArray[np.int32],
-        graphs: Sequence[BuiltGraph],
+        self, il: int, experts: Sequence[int], ids: Ids, graphs: Sequence[BuiltGraph]
     ) -> None:
         """Upload experts to the staging banks in turn; launch the `add_uploaded` of each bank."""
         for wave, start in enumerate(range(0, len(experts), N_STAGING), 1):
             pairs = list(zip(experts[start : start + N_STAGING], range(N_STAGING)))
             turn, self._staging_turn = self._staging_turn, 1 - self._staging_turn
-            bank, free = self._banks.staging(il, turn), self._staging_free[turn]
-            self._send_and_add(il, wave, bank, pairs, ids, graphs[turn], free)
+            event = self._staging_free[turn]
+            free = event.ptr if event else ffi.NULL
+            if event:  # the graph that read the bank last has ended
+                C.ggml_backend_event_wait(self._device.upload.ptr, free)
+            self.send(il, self._banks.staging(il, turn), pairs)
+            self._launch(il, wave, pairs, ids, graphs[turn], free)
 
-    def _send_and_add(
-        self,
-        il: int,
-        wave: int,
-        bank: Bank,
-        pairs: Pairs,
-        ids: npt.NDArray[np.int32],
-        graph: BuiltGraph,
-        bank_free: Event | None,
+    def _launch(
+        self, il: int, wave: int, pairs: Pairs, ids: Ids, graph: BuiltGraph, free: Any
     ) -> None:
-        """Upload pairs to a bank and launch `add_uploaded` over them.
+        """Launch `add_uploaded` after the uploads; free: the event to record after it.
 
-        ids: those of rows that do not count are -1. wave: the host row that carries the slots.
-        bank_free: the upload waits for this event.
+        wave: the host row that carries the slots.
         """
-        if bank_free:
-            C.ggml_backend_event_wait(self._device.upload.ptr, bank_free.ptr)
-        self.send(il, bank, pairs)  # first: the copy takes longest
         slot_of = np.full(self._n_expert + 1, -1, dtype=np.int32)  # the last for ids of -1
         experts, slots = zip(*pairs)
         slot_of[list(experts)] = slots
@@ -221,8 +205,7 @@ class Uploader:
         uploaded = self._uploaded.ptr if self._uploaded else ffi.NULL
         status = C.mg_upload_launch(
             self._device.compute.ptr, self._device.upload.ptr, graph.outputs,
-            self._slots.addresses[wave], 4 * ids.size,
-            bank_free.ptr if bank_free else ffi.NULL, uploaded, graph.graph,
+            self._slots.addresses[wave], 4 * ids.size, free, uploaded, graph.graph,
         )  # fmt: skip
         if status:
             self._device.check(status, f"the missing experts of layer {il}")

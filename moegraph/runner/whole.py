@@ -23,7 +23,7 @@ from ..graphs.layer import (
 from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
-from .batch import Batch, Predicate
+from .batch import Batch, Callback, Predicate
 from .sweeps import Sweeps
 
 
@@ -92,7 +92,7 @@ class WholeRunner(Runner):
         self._built = self._get(shape, batch.results)
 
     def _launch(
-        self, shape: PassShape, cancelled: Predicate, may_pause: Predicate | None
+        self, shape: PassShape, cancelled: Predicate, begins: Callback, may_pause: Predicate | None
     ) -> Iterable[None]:
         if cancelled():
             raise Cancelled("cancelled")
@@ -100,7 +100,7 @@ class WholeRunner(Runner):
         if built is None:
             raise InternalError("a pass was launched before it was prepared")
         reads, n_reads = self._result_reads(built.outputs)
-        self._begins()
+        begins()
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n_reads)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
         return ()

@@ -28,7 +28,7 @@ def filled(engine: Engine, batch: Batch, shape: PassShape) -> dict[str, np.ndarr
     block, found = engine.runner._inputs, {}
     with Context(16, 16) as context:
         inputs: PassInputs = block.leaves(Builder(context, 16), shape)
-        engine.runner.fill_inputs(batch, shape)
+        engine.runner.fill(batch, shape)
         for name, tensor in vars(inputs).items():
             if tensor is not None:
                 found[name] = read_tensor(tensor)

@@ -19,7 +19,7 @@ from moegraph.events import CancelToken
 from moegraph.ggml.ops import Tensor
 from moegraph.graphs import experts
 from moegraph.placement import footprint
-from moegraph.runner import sweep_graphs, upload
+from moegraph.runner import sweep_graphs
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep import Sweep
 from moegraph.runner.sweep_batch import SweepBatch, cut_chunks, cut_parts
@@ -150,34 +150,6 @@ def test_every_missing_expert_crosses_the_link_once(open_engine: Open) -> None:
             store.packing(il).n_bytes * len(experts) for il, experts in cold.items() if experts
         )
         assert 0 < needed <= sent_bytes(engine) - before <= 1.1 * needed
-
-
-def test_a_slowed_link_copies_as_often_as_asked_and_changes_nothing(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, other = open_engine(**SOME_FULL), open_engine(**SOME_FULL)
-    ids, copies = prompt(engine, 150, seed=5), []
-    engine.runner.misses.slow_link(3)
-    real = upload.C
-
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
-
-        def ggml_backend_tensor_set_async(self, *args: Any) -> None:
-            copies.append(args[4])
-            real.ggml_backend_tensor_set_async(*args)
-
-    before = sent_bytes(engine)
-    with monkeypatch.context() as patch:
-        patch.setattr(upload, "C", Counting())
-        found = swept(engine, ids)
-    n_bytes = sent_bytes(engine) - before
-    np.testing.assert_array_equal(found, swept(other, ids))
-    assert sum(copies) == 3 * n_bytes > 0, "bytes are counted once"
-    pinned = open_engine(**MISSING[1])  # one call for all experts of a group
-    pinned.runner.misses.slow_link(3)
-    np.testing.assert_array_equal(swept(pinned, ids), found)
 
 
 def test_sums_that_are_finished_first_differ_in_last_bits_only(
@@ -378,7 +350,7 @@ def test_the_books_hold_after_a_failure_at_any_upload(open_engine: Open, monkeyp
     for e in (engine, plain):
         e.prefill(ids[:30])
     expected = plain.prefill(ids[30:]).require_logits()
-    misses, real = engine.runner.misses, engine.runner.misses.send
+    uploads, real = engine.runner.misses.uploads, engine.runner.misses.uploads.send
     n = 0
     while True:
         n_calls = 0
@@ -390,7 +362,7 @@ def test_the_books_hold_after_a_failure_at_any_upload(open_engine: Open, monkeyp
                 raise NativeError("the copy failed")
             real(*args)
 
-        monkeypatch.setattr(misses, "send", send)
+        monkeypatch.setattr(uploads, "send", send)
         try:
             output = engine.prefill(ids[30:])
         except NativeError:

@@ -52,11 +52,16 @@ class Part:
     def prepare(self, batch: Batch) -> None:
         assert self.is_idle, "a stage has one pass at a time"
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: Batch, shape: object) -> None:
         pass
 
-    def launching(
-        self, batch: Batch, cancelled: object, begins: object, may_pause: Callable[[], bool]
+    def launch(
+        self,
+        batch: Batch,
+        shape: object,
+        cancelled: object,
+        begins: object,
+        may_pause: Callable[[], bool],
     ) -> Iterator[None]:
         world, slot = self.world, batch.slots[0]
         begin = max(world.now, self.end, self.ready)
