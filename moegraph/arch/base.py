@@ -100,13 +100,7 @@ class Architecture(ABC):
     @classmethod
     @abstractmethod
     def read(cls, meta: Metadata, n_vocab: int) -> Architecture:
-        """Read and check the hyper-parameters; n_vocab is that of tokenizer and embedding.
-
-        Raises:
-            ModelFileError: a key is missing, of the wrong type, out of range, or contradicts
-                another.
-            UnsupportedModel: a well-formed variant that moegraph does not run.
-        """
+        """Read and check the hyper-parameters; n_vocab is that of tokenizer and embedding."""
 
     @abstractmethod
     def layer(self, il: int) -> Layer:

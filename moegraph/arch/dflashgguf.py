@@ -32,12 +32,7 @@ _OTHER_NAMES = (
 def read_dialect(
     meta: Metadata, tensors: Mapping[str, TensorInfo]
 ) -> tuple[DFlashHParams, dict[str, TensorInfo]]:
-    """Read hyper-parameters, and tensors by llama.cpp's names, of a drafter in any dialect.
-
-    Raises:
-        ModelFileError: a key is missing, of the wrong type, out of range, or contradicts another.
-        UnsupportedModel: not a DFlash drafter, or a variant that moegraph does not run.
-    """
+    """Read hyper-parameters, and tensors by llama.cpp's names, of a drafter in any dialect."""
     arch = meta.string(ARCHITECTURE)
     refuse_mtp_alone(meta.path, tensors)
     if arch not in DIALECTS:

@@ -122,11 +122,7 @@ def _short(value: Any) -> str:
 
 
 def open_config(path: Path) -> Config:
-    """Read a config.json.
-
-    Raises:
-        ModelFileError: missing, too long, or not a JSON object.
-    """
+    """Read a config.json."""
     try:
         with open(path, "rb") as file:
             raw = file.read(_MAX_CONFIG + 1)
@@ -158,10 +154,6 @@ def read_config(config: Config, tensors: Mapping[str, TensorInfo]) -> DFlashHPar
     """Read the hyper-parameters; tensors: by llama.cpp's names.
 
     Source: what llama.cpp's conversion/qwen.py (DFlashModel, DSparkModel) makes of a config.
-
-    Raises:
-        ModelFileError: a value is missing, of the wrong type, out of range, or contradicts another.
-        UnsupportedModel: a variant that moegraph does not run.
     """
     is_speculators = "transformer_layer_config" in config or "aux_hidden_state_layer_ids" in config
     config = config.part("transformer_layer_config").over(config)

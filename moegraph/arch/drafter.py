@@ -168,10 +168,6 @@ def check_tensors(
     """Check that a file holds the tensors that a drafter needs; return warnings, one line each.
 
     tensors: by llama.cpp's names. n_vocab: tokens of the target.
-
-    Raises:
-        ModelFileError: a tensor is missing or has the wrong shape.
-        UnsupportedModel: a tensor has a type that moegraph does not run.
     """
     expected = expected_tensors(hp, n_vocab)
     for name, spec in expected.items():
@@ -193,9 +189,6 @@ def refuse_variant(path: os.PathLike[str], tensors: Mapping[str, TensorInfo]) ->
     """Refuse tensors of variants that compute something else; they must not be ignored.
 
     tensors: by llama.cpp's names.
-
-    Raises:
-        UnsupportedModel: names the tensor and the variant.
     """
     variants = {
         "selector_": "DFlash2 drafters",

@@ -52,27 +52,15 @@ class DraftFile:
         return self._source.stamps
 
     def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
-        """Copy a tensor's bytes, from byte `start` of it on, into out, U8 numpy [n]. Thread-safe.
-
-        Raises:
-            ModelFileError: the file ends before the tensor does, or the disk fails.
-        """
+        """Copy a tensor's bytes, from byte `start` of it on, into out, U8 numpy [n]."""
         self._source.read(info, out, start)
 
     def map(self, info: TensorInfo) -> np.ndarray:
-        """Return a read-only view of a tensor's bytes in the mapped file, U8 [nbytes].
-
-        Raises:
-            ModelFileError: the file is now shorter than it was, or cannot be mapped.
-        """
+        """Return a read-only view of a tensor's bytes in the mapped file, U8 [nbytes]."""
         return self._source.map(info)
 
     def mappings(self) -> list[tuple[Path, np.ndarray]]:
-        """Return (path, all bytes) of the mapped file; `map` returns slices of these bytes.
-
-        Raises:
-            ModelFileError: as in `map`.
-        """
+        """Return (path, all bytes) of the mapped file; `map` returns slices of these bytes."""
         return self._source.mappings()
 
     def ids(self, name: str) -> np.ndarray:
@@ -90,12 +78,7 @@ class DraftFile:
         self._source.close()
 
     def require_target(self, target: ModelFile) -> None:
-        """Check that this drafter can draft for a target, and note warnings.
-
-        Raises:
-            UnsupportedModel: it was trained for another model; the message says what differs.
-            ModelFileError: a tensor is missing or has the wrong shape.
-        """
+        """Check that this drafter can draft for a target, and note warnings."""
         hp, other = self.hparams, target.hparams
         problem = _misfit(hp, other) or self._other_tokens(target)
         if problem:
@@ -107,11 +90,7 @@ class DraftFile:
             self.d2t(other.n_vocab)
 
     def d2t(self, n_vocab: int) -> np.ndarray:
-        """Return the target's token of each token of a reduced vocabulary, I32 numpy [n].
-
-        Raises:
-            ModelFileError: one is out of range, or occurs twice.
-        """
+        """Return the target's token of each token of a reduced vocabulary, I32 numpy [n]."""
         ids = self.ids("d2t")
         if self.hparams.dialect == "safetensors":  # there it holds differences
             ids = ids + np.arange(len(ids))
@@ -158,12 +137,7 @@ def _other_tokens(own: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def open_drafter(path: str | os.PathLike[str]) -> DraftFile:
-    """Open a drafter: a GGUF or safetensors file, or the folder of the latter.
-
-    Raises:
-        ModelFileError: missing, unreadable, truncated or malformed.
-        UnsupportedModel: well-formed, but not a drafter that moegraph runs.
-    """
+    """Open a drafter: a GGUF or safetensors file, or the folder of the latter."""
     file = Path(path)
     if file.is_dir():
         file = _weights_in(file)

@@ -106,12 +106,7 @@ def merged_layers(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> frozen
 def check_tensors(
     path: os.PathLike[str], hp: Architecture, tensors: Mapping[str, TensorInfo]
 ) -> list[str]:
-    """Check that the file holds what the model needs; return warnings, one line each.
-
-    Raises:
-        ModelFileError: a tensor is missing or has the wrong shape.
-        UnsupportedModel: a tensor has a type, or belongs to a variant, that moegraph does not run.
-    """
+    """Check that the file holds what the model needs; return warnings, one line each."""
     _check_variants(path, hp, tensors)
     merged = merged_layers(hp, tensors)
     expected = expected_tensors(hp, merged)

@@ -77,12 +77,7 @@ def _fault(hp: Architecture, tensors: Mapping[str, TensorInfo], il: int) -> str:
 def require_nextn(
     path: os.PathLike[str], hp: Architecture, tensors: Mapping[str, TensorInfo]
 ) -> None:
-    """Check that the file has one prediction (MTP) block, and all of it, to draft with.
-
-    Raises:
-        ModelFileError: there is none, or a tensor of it is missing or has the wrong shape.
-        UnsupportedModel: there are several, or a tensor has a type that moegraph does not run.
-    """
+    """Check that the file has one prediction (MTP) block, and all of it, to draft with."""
     if hp.n_layer_nextn != 1:
         count = f"{hp.n_layer_nextn} prediction (MTP) blocks"
         error = UnsupportedModel if hp.n_layer_nextn else ModelFileError
@@ -97,11 +92,7 @@ def require_nextn(
 
 
 def refuse_mtp_alone(path: os.PathLike[str] | str, names: Collection[str]) -> None:
-    """Refuse a file with the tensors of a prediction (MTP) block and not those of its model.
-
-    Raises:
-        UnsupportedModel: names has tensors of such a block, and no token embedding.
-    """
+    """Refuse a file with the tensors of a prediction (MTP) block and not those of its model."""
     if "token_embd.weight" not in names and any(".nextn." in name for name in names):
         raise UnsupportedModel(
             f"{path}: this is a prediction (MTP) block alone; it drafts only as a part of its "

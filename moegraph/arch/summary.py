@@ -99,11 +99,7 @@ def summarize(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> ModelSumma
 
 
 def kv_bytes(layer: Layer, type_k: str = "f16", type_v: str = "f16") -> int:
-    """Return the bytes that one position takes in the KV cache of a layer.
-
-    Raises:
-        ConfigError: an unknown cache type, or one whose blocks do not divide a row.
-    """
+    """Return the bytes that one position takes in the KV cache of a layer."""
     if layer.kv is None:
         return 0
     return _row_bytes("type_k", type_k, layer.kv[0]) + _row_bytes("type_v", type_v, layer.kv[1])

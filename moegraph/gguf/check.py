@@ -69,9 +69,6 @@ def find_nonfinite(
     """Return every tensor with a value or scale that is NaN or infinite.
 
     progress: called with (bytes read, bytes in total) after each chunk.
-
-    Raises:
-        ModelFileError: the file ends early or the disk fails.
     """
     infos = [info for info in model.tensors.values() if info.type in _FIELDS]
     total, done = sum(info.nbytes for info in infos), 0

@@ -42,12 +42,7 @@ class GgufFile:
     warnings: tuple[str, ...]
 
     def __init__(self, path: Path) -> None:
-        """Open the first part and the parts that it announces, and check all of them.
-
-        Raises:
-            ModelFileError: missing, unreadable, foreign, truncated or malformed.
-            UnsupportedModel: well-formed, but not a model that moegraph runs.
-        """
+        """Open the first part and the parts that it announces, and check all of them."""
         self._fds: list[int] = []
         self._stamps: list[tuple[int, int]] = []  # size and mtime of each part at opening
         # Closes the files if the caller does not, at exit at the latest.
@@ -106,9 +101,6 @@ class GgufFile:
         """Return a read-only view of a tensor's bytes in the mapped file.
 
         Shapes: [nbytes] uint8. The view stays valid after close().
-
-        Raises:
-            ModelFileError: the file is now shorter than it was, or cannot be mapped.
         """
         self._check_open()
         part = self._parts[info.part]
@@ -124,9 +116,6 @@ class GgufFile:
         """Return (path, all bytes) of every part, in order; `map` returns slices of these bytes.
 
         Shapes: [size of the part] uint8.
-
-        Raises:
-            ModelFileError: a part is now shorter than it was, or cannot be mapped.
         """
         self._check_open()
         return [
@@ -148,9 +137,6 @@ class GgufFile:
 
         Shapes: out [n] uint8, or [n_rows, n] uint8 with any distance between rows; each row is
         contiguous and writable, and start + n * n_rows <= info.nbytes. Thread-safe.
-
-        Raises:
-            ModelFileError: the file ends before the tensor does, or the disk fails.
         """
         self._check_open()
         rows = out[None] if out.ndim == 1 else out
@@ -191,9 +177,6 @@ class GgufFile:
         """Refuse a model that was written to after it was opened, by size and modification time.
 
         Removing the path, or renaming another file over it, leaves the opened file unchanged.
-
-        Raises:
-            ModelFileError: names the file.
         """
         self._check_open()
         for part, fd, stamp in zip(self._parts, self._fds, self._stamps):
@@ -291,11 +274,7 @@ def _close_all(fds: list[int]) -> None:
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
-    """Open a well-formed GGUF file of any architecture, for inspection.
-
-    Raises:
-        ModelFileError: missing, unreadable, foreign, truncated or malformed.
-    """
+    """Open a well-formed GGUF file of any architecture, for inspection."""
     return GgufFile(Path(path))
 
 

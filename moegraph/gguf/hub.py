@@ -49,10 +49,6 @@ def get_model(name: HubName, progress: Progress | None = None, say: Say | None =
 
     The hub is not asked if the cache has the quantization that is wanted. progress: called with
     ("download" or "checksum", bytes done, bytes in total). say: called with lines for the user.
-
-    Raises:
-        ConfigError: huggingface_hub is not installed.
-        ModelFileError: there is no such model, or it could not be downloaded.
     """
     hub = _library()
     cached = _cached(hub, name, name.pick or DEFAULT_QUANT)
@@ -76,9 +72,6 @@ def download(
 
     progress, say: as in `get_model`. verify: compare also the checksums of files that the cache
     has; a wrong one is removed and downloaded again.
-
-    Raises:
-        ConfigError, ModelFileError: as `get_model`.
     """
     hub = _library()
     progress, say = progress or _no_progress, say or _silent
@@ -106,11 +99,7 @@ class _Unreachable(ModelFileError):
 
 
 def _library() -> Any:
-    """Return the module huggingface_hub, whose types its versions change.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the module huggingface_hub, whose types its versions change."""
     try:
         import huggingface_hub
         from huggingface_hub import constants, errors, file_download, utils  # noqa: F401
@@ -154,11 +143,7 @@ def _look_up(hub: Any, repo: str, file: str) -> _Remote:
 
 
 def _announce(missing: list[_Remote], name: HubName, say: Say) -> None:
-    """Say what is about to be downloaded, and refuse it if the disk is too small.
-
-    Raises:
-        ModelFileError: the free space does not suffice.
-    """
+    """Say what is about to be downloaded, and refuse it if the disk is too small."""
     folder = missing[0].blob.parent
     folder.mkdir(parents=True, exist_ok=True)
     held = sum(p.stat().st_size for r in missing if (p := _partial(r)).is_file())
@@ -193,11 +178,7 @@ def _partial(remote: _Remote) -> Path:
 
 
 def _bring(hub: Any, repo: str, remote: _Remote, progress: Progress, say: Say) -> None:
-    """Download a file, or the rest of it, and move it into the cache if its checksum is right.
-
-    Raises:
-        ModelFileError: the checksum is wrong; nothing of the file is kept.
-    """
+    """Download a file, or the rest of it, and move it into the cache if its checksum is right."""
     partial = _partial(remote)
     with _locked(partial, say) as file:
         if remote.blob.is_file():  # another process was faster
@@ -296,11 +277,7 @@ def _is_right(path: Path, etag: str, progress: Progress) -> bool:
 
 
 def _enter(hub: Any, name: HubName, remote: _Remote) -> Path:
-    """Give a downloaded file its name in the cache; return its path.
-
-    Raises:
-        ModelFileError: the repository has changed since the file was looked up.
-    """
+    """Give a downloaded file its name in the cache; return its path."""
     path = Path(hub.hf_hub_download(name.repo, remote.file))
     if path.is_symlink() and path.resolve().name != remote.etag:
         raise ModelFileError(f"{name}: the repository changed during the download; try again")

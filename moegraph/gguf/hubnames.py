@@ -53,11 +53,7 @@ def name_in(text: str) -> str | None:
 
 
 def parse_hub_name(text: str) -> HubName:
-    """Parse OWNER/REPO, OWNER/REPO:QUANT or OWNER/REPO:FILE.gguf, with or without "hf:".
-
-    Raises:
-        ConfigError: the name has another form.
-    """
+    """Parse OWNER/REPO, OWNER/REPO:QUANT or OWNER/REPO:FILE.gguf, with or without "hf:"."""
     name = text.removeprefix(PREFIX)
     match = _NAME.fullmatch(name)
     if match is None or ".." in name or "--" in match["repo"]:
@@ -76,9 +72,6 @@ def choose_files(files: Iterable[str], name: HubName) -> tuple[str, ...]:
 
     Without a quantization it is Q4_K_M, or the only model that there is. A quantization also
     means its UD- variant, if there is no other.
-
-    Raises:
-        ModelFileError: no file fits, or several do; the message lists what there is.
     """
     known = sorted(set(files))
     models = [f for f in known if _is_model(f)]

@@ -25,10 +25,6 @@ def resolve_target(
 
     A model of a hub is downloaded unless the cache has it; progress, say: as in `get_model`. A
     path that contains a folder ('./tiny') is never read as a shipped name.
-
-    Raises:
-        ConfigError: the name on a hub is malformed, or huggingface_hub is not installed.
-        ModelFileError: the model is not installed, not on the hub, or no file has that name.
     """
     name = os.fspath(target)
     if isinstance(target, str) and is_hub_name(name):
@@ -50,11 +46,7 @@ def resolve_target(
 
 
 def resolve_draft(name: str) -> Path:
-    """Return the path of a drafter: hf:OWNER/REPO[:QUANT], or a file or folder.
-
-    Raises:
-        ConfigError, ModelFileError: as in `resolve_target`, of a name on a hub.
-    """
+    """Return the path of a drafter: hf:OWNER/REPO[:QUANT], or a file or folder."""
     return get_model(parse_hub_name(name)) if is_hub_name(name) else Path(name)
 
 

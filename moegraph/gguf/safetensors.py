@@ -36,11 +36,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open a file and check its header.
-
-        Raises:
-            ModelFileError: missing, unreadable, truncated or malformed.
-        """
+        """Open a file and check its header."""
         self.path = Path(path)
         try:
             # O_NONBLOCK: opening a FIFO would otherwise wait for a writer
@@ -134,11 +130,7 @@ class SafetensorsFile:
         raise ModelFileError(f"{self.path}: not a good safetensors file: {what}")
 
     def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
-        """Copy a tensor's bytes, from byte `start` of it on, into out, U8 numpy [n].
-
-        Raises:
-            ModelFileError: the file ends before the tensor does, or the disk fails.
-        """
+        """Copy a tensor's bytes, from byte `start` of it on, into out, U8 numpy [n]."""
         if start < 0 or start + out.size > info.nbytes or out.dtype != np.uint8:
             raise InternalError(f"read of {out.size} bytes of {info.name} from {start} on")
         view, at = out.data, info.offset + start
@@ -153,20 +145,12 @@ class SafetensorsFile:
             raise ModelFileError(text) from error
 
     def map(self, info: TensorInfo) -> np.ndarray:
-        """Return a read-only view of a tensor's bytes in the mapped file, U8 [nbytes].
-
-        Raises:
-            ModelFileError: the file was written to, or cannot be mapped.
-        """
+        """Return a read-only view of a tensor's bytes in the mapped file, U8 [nbytes]."""
         self.check_unchanged()
         return np.frombuffer(self._mapping(), np.uint8, info.nbytes, info.offset)
 
     def mappings(self) -> list[tuple[Path, np.ndarray]]:
-        """Return (path, all bytes) of the file; `map` returns slices of these bytes.
-
-        Raises:
-            ModelFileError: the file was written to, or cannot be mapped.
-        """
+        """Return (path, all bytes) of the file; `map` returns slices of these bytes."""
         self.check_unchanged()
         return [(self.path, np.frombuffer(self._mapping(), np.uint8))]
 
@@ -179,11 +163,7 @@ class SafetensorsFile:
         return self._mapped
 
     def check_unchanged(self) -> None:
-        """Refuse a file that was written to after it was opened, by size and modification time.
-
-        Raises:
-            ModelFileError: names the file.
-        """
+        """Refuse a file that was written to after it was opened, by size and modification time."""
         status = os.fstat(self._fd)
         if (status.st_size, status.st_mtime_ns) != self._stamp:
             raise ModelFileError(f"{self.path}: the file was written to while it was in use")

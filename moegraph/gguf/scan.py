@@ -83,11 +83,7 @@ class Part:
 
 
 def scan_part(fd: int, path: os.PathLike[str], size: int, part: int = 0) -> Part:
-    """Scan the header of an open regular file of size bytes; part: its index among the splits.
-
-    Raises:
-        ModelFileError: anything in the header is malformed or does not fit the file.
-    """
+    """Scan the header of an open regular file of size bytes; part: its index among the splits."""
     reader = Reader(fd, path, size)
     version, n_tensors, n_kv = _read_preamble(reader)
     metadata = _read_metadata(reader, n_kv)

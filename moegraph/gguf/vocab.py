@@ -51,10 +51,6 @@ def check_vocab(meta: Metadata, n_embd_rows: int) -> int:
     """Check the tokenizer keys and return n_vocab.
 
     n_embd_rows: rows of token_embd.weight; the default of n_vocab without a tokenizer.
-
-    Raises:
-        ModelFileError: a tokenizer key is missing, malformed, or contradicts the embedding.
-        UnsupportedModel: a tokenizer other than byte-level BPE ('gpt2').
     """
     model = meta.string(MODEL, NO_TOKENIZER[0])
     if model in NO_TOKENIZER:
@@ -84,9 +80,6 @@ def frequent_ids(meta: Metadata, n_vocab: int, n: int) -> npt.NDArray[np.int32]:
     Those that are not ordinary text come first; there are few of them. The others are taken in the
     order of their ids, which for byte-level BPE is that of how often their merges occurred in the
     text that the tokenizer was made from.
-
-    Raises:
-        ModelFileError: the types of the tokens are malformed.
     """
     order = np.arange(n_vocab, dtype=np.int32)
     if TOKEN_TYPE in meta:

@@ -92,10 +92,6 @@ class GraphCache:
         """Return the graph of a key; build it if it is not in the cache.
 
         n_nodes: upper bound on the nodes of the graph, and on its leaves.
-
-        Raises:
-            UnsupportedModel: the device cannot run one of its nodes.
-            OutOfDeviceMemory: the intermediates do not fit.
         """
         found = self._graphs.get(key)
         if found is not None:

@@ -60,11 +60,7 @@ class JointMemory:
     """
 
     def __init__(self, device: Device, hp: DFlashHParams, rings: DraftRings, mask: Floats) -> None:
-        """mask: the embedding of the mask token.
-
-        Raises:
-            OutOfDeviceMemory: there is no room.
-        """
+        """mask: the embedding of the mask token."""
         self._device, self._hp, self._rings = device, hp, rings
         # a page more, of which a window sees a part
         self._n_pages = [shape.n_rows // RING_PAGE + 1 for shape in rings.shapes]

@@ -73,11 +73,7 @@ class DraftMemory:
     def __init__(
         self, device: Device, hp: DFlashHParams, shapes: Sequence[RingShape], n_sweep: int
     ) -> None:
-        """n_sweep: most rows of a part of a prompt.
-
-        Raises:
-            OutOfDeviceMemory: there is no room.
-        """
+        """n_sweep: most rows of a part of a prompt."""
         self._device, self._hp, self._n_sweep = device, hp, n_sweep
         self._n_rings = len(shapes)
         at = self._at = _Layout(hp, shapes, n_sweep)

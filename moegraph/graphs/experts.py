@@ -47,9 +47,6 @@ def build_fetched_slots(
 
     source: packed experts of layer il, F32 [bytes / 4, n_expert], in pinned memory. Missing experts
     go into the slots of the layer's victim list; those beyond the list get slot -1.
-
-    Raises:
-        InternalError: the layer has no slots.
     """
     k, n_tokens, rows = ids.ne[0], ids.ne[1], banks.layer(il).rows
     if rows is None:

@@ -48,9 +48,6 @@ def build_head(
     out_ids: None for all rows. draws: I32 [DRAW_WORDS, n_out], for candidates.
 
     Source: mirrors the end of llama.cpp's graphs, all after the last layer.
-
-    Raises:
-        InternalError: draws is None, and they are needed.
     """
     cur = cur if out_ids is None else b.get_rows(cur, out_ids)
     b.name(cur, "result_norm")

@@ -26,11 +26,7 @@ class Routed:
 
 
 def build_input_norm(b: Builder, stage: Stage, x: Tensor, il: int) -> Tensor:
-    """Append the norm of layer il's input F32 [n_embd, n_tokens]; the last layer's + 1: the head.
-
-    Raises:
-        InternalError: the stage has no head.
-    """
+    """Append the norm of layer il's input F32 [n_embd, n_tokens]; after the last: the head's."""
     weights, eps = stage.weights, stage.hp.f_norm_rms_eps
     if il < stage.layers.stop:
         norm = b.norm(x, weights.layer(il)["attn_norm.weight"], eps)

@@ -38,11 +38,7 @@ class MtpMemory:
     """
 
     def __init__(self, block: MtpBlock, max_rows: int, max_draft: int, is_paged: bool) -> None:
-        """is_paged: chains read K and V through pages.
-
-        Raises:
-            OutOfDeviceMemory: it does not fit.
-        """
+        """is_paged: chains read K and V through pages."""
         stage = block.stage
         self._device, self._state, hp = stage.device, stage.state, stage.hp
         self.max_rows, self.max_draft = max_rows, max_draft

@@ -132,10 +132,6 @@ def check_parents(parents: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """Return the parents of rows as I32, numpy shape [n_seqs, n_seq_tokens].
 
     A parent is an earlier row, -1 for a root, or PADDING for a row that counts for nothing.
-
-    Raises:
-        InternalError: no rows, more than MAX_TREE_ROWS, or a parent that is none of these or
-            padding itself.
     """
     given = np.atleast_2d(np.asarray(parents))
     if not 0 < given.shape[-1] <= MAX_TREE_ROWS:
