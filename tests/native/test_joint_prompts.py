@@ -54,9 +54,8 @@ def open_joint(open_engine: Open, preset: str, **settings: Any) -> Engine:
     return open_engine(preset, **settings)
 
 
-@pytest.mark.parametrize("is_rounded", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("preset", ["kquant40", "mini35b"])
+@pytest.mark.parametrize(("preset", "is_rounded"), [("kquant40", False), ("mini35b", True)])
 def test_prompts_read_together_have_the_bits_of_each_alone(
     open_engine: Open, preset: str, placement: dict[str, Any], is_rounded: bool
 ) -> None:

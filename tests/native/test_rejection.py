@@ -44,7 +44,9 @@ def expected(
     return found
 
 
-@pytest.mark.parametrize("source", ["mtp", "dflash", "dspark"])
+@pytest.mark.parametrize(
+    "source", [pytest.param("mtp", marks=pytest.mark.nightly), "dflash", "dspark"]
+)
 def test_texts_have_the_targets_distribution(
     open_engine: Open, tmp_path: Path, source: str
 ) -> None:
