@@ -46,6 +46,8 @@ class DFlashDrafter:
     hparams: what the file says. joins: its device can draft for several sequences at once.
     """
 
+    is_free = False
+
     def __init__(
         self, stage: Stage, file: DraftFile, n_sweep: int, n_ctx: int | None = None,
         as_stored: bool = False, part: DraftHead | None = None,

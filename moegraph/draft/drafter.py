@@ -151,12 +151,14 @@ class Drafter(Protocol):
     Attributes:
         name: "mtp", "dflash", "dspark" or "lookup".
         max_draft: the most tokens that it can propose after the anchor.
+        is_free: a draft takes no time worth mentioning, and says how likely it is right.
         taps: what the target's passes must keep of each row (`TapRows`): il is l_out of layer il,
             n_layer is h_nextn, the normed rows that the head gets.
     """
 
     name: str
     max_draft: int
+    is_free: bool
     taps: tuple[int, ...]
 
     @property

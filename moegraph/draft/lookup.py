@@ -76,6 +76,7 @@ class LookUp(KeepsNoRows):
     """
 
     name = "lookup"
+    is_free = True
     n_bytes = 0
     taps: tuple[int, ...] = ()
 

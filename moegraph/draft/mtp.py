@@ -47,6 +47,7 @@ class MtpDrafter(KeepsNoRows):
     """
 
     name = "mtp"
+    is_free = False
 
     def __init__(
         self, block: MtpBlock, max_rows: int = MTP_ROWS, max_draft: int = MAX_MTP_DRAFT

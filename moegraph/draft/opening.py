@@ -10,7 +10,7 @@ from ..placement.draftprice import PRIORS
 from ..resident.layout import USUAL_MTP_DRAFT
 from .controller import Controller
 from .drafter import Drafter, as_joint
-from .missing import Experts
+from .estimates import Experts
 from .plan import DraftSettings, Source
 from .tree import DDTree, TreeDrafter
 
@@ -41,7 +41,7 @@ def open_controller(
         costs, most = (known.fixed, known.per_token, known.accept, known.n_top), drafter.max_draft
         if spec == "auto" and drafter.name == "mtp":  # longer ones hardly pay, and have no graphs
             most = min(most, config.draft_max or USUAL_MTP_DRAFT)
-        joins, is_free = as_joint(drafter) is not None, drafter.name == "lookup"
+        joins, is_free = as_joint(drafter) is not None, drafter.is_free
         sources.append(Source(drafter.name, most, *costs, has_tree, joins, is_free))
     if experts and config.deterministic:
         experts = Experts(experts.n_layer, experts.n_expert, experts.n_expert_used, _UNTIMED_MISS)

@@ -8,14 +8,14 @@ from contextlib import ExitStack, closing
 from ..arch import ModelFile
 from ..arch.base import Architecture
 from ..config import EngineConfig
+from ..draft.controller import FIRST_WIDTH
 from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
 from ..draft.dspark import DSparkDrafter
+from ..draft.estimates import Experts
 from ..draft.lookup import LookUp
-from ..draft.missing import Experts
 from ..draft.mtp import MtpDrafter
 from ..draft.opening import open_controller
-from ..draft.widths import FIRST_WIDTH
 from ..ggml.handles import closed_on_failure
 from ..gguf.vocab import frequent_ids
 from ..passes.speculation import Speculation
@@ -151,7 +151,7 @@ def open_speculation(
         if times.plain and controller.settings.is_timed:
             controller.calibrate(times.plain, times.verify)
         else:
-            controller.widths.have(times.built)
+            controller.have(times.built)
     if known and not config.deterministic:  # what was drafted earlier must not matter
         controller.remember(known)
     speculation = Speculation(drafters, controller, hp.n_vocab, max_rows)

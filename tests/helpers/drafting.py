@@ -14,7 +14,7 @@ import numpy as np
 
 from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft
-from moegraph.draft.missing import Experts
+from moegraph.draft.estimates import Experts
 from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)

@@ -21,7 +21,7 @@ import numpy as np
 from moegraph.config import EngineConfig
 from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft
-from moegraph.draft.missing import Experts
+from moegraph.draft.estimates import Experts
 from moegraph.draft.opening import open_controller
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 
@@ -34,8 +34,6 @@ ACCEPTED = {
     "story": {"mtp": (0.62, 0.34, 0.19), "dflash": (0.50, 0.20, 0.08, 0.04, 0.02, 0.01)},
     "hopeless": {"mtp": (0.25, 0.05, 0.01), "dflash": (0.20, 0.04, 0.01)},
 }  # fmt: skip
-LENGTHS = {"mtp": (1, 2, 3, 4, 5, 7), "dflash": (2, 3, 5, 7, 11, 15)}
-FIXED = [PLAIN, *(Plan(name, n) for name, lengths in LENGTHS.items() for n in lengths)]
 # Milliseconds of passes and their commits by rows; with a part of the experts, those of all but the
 # missing ones, 40 us each; missing experts by the share of those on the device.
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -262,13 +260,15 @@ def engine(share: float, *names: str, is_timed: bool = True, spec: str = "auto")
     """
     ready = (2, 4, 8, 16) if spec == "lookup" else _READY
     drafters: list[Any] = [
-        SimpleNamespace(name=name, max_draft=16 if name == "lookup" else 15)
+        SimpleNamespace(
+            name=name, max_draft=16 if name == "lookup" else 15, is_free=name == "lookup"
+        )
         for name in names or ("mtp", "dflash")
     ]
     experts = Experts(40, 256, 8, 43e-6) if share < 1.0 else None
     controller = open_controller(drafters, EngineConfig(spec=spec), 16, experts)
     if experts:
-        controller.widths.have(_READY_PART)
+        controller.have(_READY_PART)
     elif is_timed:
         times = {n: _MS[1.0][n] / 1e3 for n in ready}
         controller.calibrate(_MS[1.0][1] / 1e3, times)

@@ -30,7 +30,7 @@ class ScriptedDrafter:
     is right; otherwise it may still be among the others.
     """
 
-    n_bytes = 0
+    n_bytes, is_free = 0, False
     taps: tuple[int, ...] = ()
 
     def __init__(

@@ -15,7 +15,7 @@ from helpers.drafting import Rates, Text, Tool, World, auto, best_fixed, simulat
 from moegraph.config import EngineConfig
 from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft
-from moegraph.draft.missing import Experts
+from moegraph.draft.estimates import Experts
 from moegraph.draft.opening import open_controller
 from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from moegraph.draft.tree import DDTree
@@ -287,7 +287,7 @@ def test_without_credit_steps_are_plain_however_good_the_estimate() -> None:
 def test_the_number_of_rows_follows_the_confidence_in_a_draft() -> None:
     it = world([Text(2500, CODE)], "dflash", MANY)
     controller = warm(it)
-    controller.widths.open = controller.widths.every
+    controller.open = controller.passes.widths
     plan = controller._drafters["dflash"].plan
     tokens = np.zeros((plan.n_draft, 3), np.int32)
 
@@ -352,7 +352,7 @@ def test_where_graphs_are_dear_the_last_draft_is_as_long_as_one_that_has_a_graph
     controller = Controller([MTP.source], DraftSettings("mtp", budget=6, graph_price=16.0))
     assert [controller.choose(n).n_draft for n in (7, 6, 4, 2, 1)] == [5, 5, 5, 5, 0]
     controller = warm(h200("structured", 800))
-    controller.widths.have([2, 4, 8])
+    controller.have([2, 4, 8])
     for _ in range(60):
         controller.observe(Step("mtp", 2 * STEP, 8, 8, 7, 7, 7, (0,) * 7, (), 0.3 * STEP))
     for _ in range(2):
@@ -360,7 +360,7 @@ def test_where_graphs_are_dear_the_last_draft_is_as_long_as_one_that_has_a_graph
     plans = [controller.choose(n) for n in (100, 6, 5, 3, 2)]
     assert {plan.source for plan in plans} == {"mtp"}
     rows = [plan.n_draft + 1 for plan in plans]
-    assert rows == sorted(rows, reverse=True) and set(rows) <= set(controller.widths.open)
+    assert rows == sorted(rows, reverse=True) and set(rows) <= set(controller.open)
     assert rows[-2:] == [4, 2]
 
 
@@ -419,8 +419,8 @@ def test_where_times_do_not_count_two_runs_choose_the_same() -> None:
 
 
 def test_the_settings_of_an_engine_become_those_of_its_controller() -> None:
-    named = SimpleNamespace(name="dspark", max_draft=15)
-    drafters: list[Any] = [named, SimpleNamespace(name="lookup", max_draft=16)]
+    named = SimpleNamespace(name="dspark", max_draft=15, is_free=False)
+    drafters: list[Any] = [named, SimpleNamespace(name="lookup", max_draft=16, is_free=True)]
     config = EngineConfig(spec="dflash", ddtree=True, ddtree_budget=22, ddtree_temp=0.5)
     settings = open_controller(drafters, config, 32).settings
     assert settings.spec == "dspark" and settings.is_timed
@@ -437,20 +437,6 @@ def shared(accept: tuple[float, ...]) -> Controller:
     controller = auto(world)
     simulate(world, controller)
     return controller
-
-
-def test_drafting_begins_with_a_clear_gain_and_ends_only_with_a_loss() -> None:
-    controller = Controller([MTP.source], DraftSettings())
-    controller._plain_value = 100.0
-    best = controller._ranked[0]
-    best.plan = Plan("mtp", 3)
-    for is_drafting, pays in ((False, [False, False, True]), (True, [False, True, True])):
-        controller._is_drafting = is_drafting
-        found = []
-        for value in (98.0, 101.0, 103.0):  # tokens a second
-            best.value = value
-            found.append(controller._pays(best))
-        assert found == pays
 
 
 def test_several_sequences_draft_as_long_as_that_pays_for_so_many() -> None:

@@ -115,7 +115,6 @@ def test_the_next_start_begins_with_what_was_learned() -> None:
     good = begun((0.9, 0.88, 0.86), known=True)
     plan = good.choose(500)
     assert plan.source == "mtp" and not plan.is_trial and plan.n_draft >= 2
-    assert begun((0.9, 0.88, 0.86), known=False).choose(500).is_trial
 
     def n_tried(controller: Controller) -> int:
         n = 0

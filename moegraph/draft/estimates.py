@@ -1,0 +1,353 @@
+"""What drafts are expected to bring and to cost: acceptance by depth, seconds by width.
+
+Laws say both before anything is measured; what is measured corrects them. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..experts.rowlaw import independent_rows, pass_time
+from .plan import PLAIN, Growth, Plan, Source, Step
+
+# Weight of a belief against what was observed, in observations: a drafter that is believed to be
+# right and never is has to show it a few times.
+_PRIOR = 4.0
+# What is kept of older counts at each observation: about 100 drafts tell of a text.
+STEADY = 0.99
+# How often a candidate beside the spine is drawn where all those before it are wrong.
+_LEAF = 0.3
+# Drafts that those of earlier runs count for, at most: the text at hand soon counts for more.
+_REMEMBERED = 20.0
+# Weight of what is known of a time against a new one, at most: times follow the machine.
+MEMORY = 12.0
+# A single time may be off by this factor: the process may have been paused, or a graph built.
+OUTLIER = 1.5
+_LIMIT = math.log(OUTLIER)
+# Standard deviations by which the rates of a drafter may well be higher than they seem. All rates
+# of a draft are that high at once, so this is not a small hope.
+HOPE = 1.5
+# What drafts may lose, as a share of all time: less than anyone notices.
+SHARE = 0.006
+# What each further sequence adds to a draft for several at once, as a share of one for a sequence:
+# the weights are read once.
+_FURTHER = 0.2
+
+
+class Acceptance:
+    """How often one drafter is right.
+
+    A depth is observed only if the target accepted every token before it. So each depth has counts
+    of its own, and what is not observed is inferred from the depth before it.
+
+    rates: by depth, the probability of acceptance if all before it were accepted.
+    leaf: by rank from 1 on, the probability that the target draws this candidate where it does not
+    draw the likeliest one; empty if the drafter names one candidate only.
+    """
+
+    def __init__(self, max_draft: int, prior: float, n_top: int = 1) -> None:
+        self._prior = prior
+        self._seen = [0.0] * max_draft
+        self._hits = [0.0] * max_draft
+        # of classes of confidence: how often tokens were right, and how often by their depth alone
+        self._classes: dict[int, tuple[float, float]] = {}
+        self._wrong = _PRIOR
+        self._ranked = [_PRIOR * _LEAF**rank for rank in range(1, n_top)]
+        self._infer()
+
+    @property
+    def n_seen(self) -> float:
+        """Drafts that count."""
+        return self._seen[0]
+
+    def forget(self, kept: float) -> None:
+        """Have what was seen count only `kept` times as much: the text may be another now."""
+        self._seen = [kept * n for n in self._seen]
+        self._hits = [kept * n for n in self._hits]
+
+    def remember(self, seen: Sequence[int], right: Sequence[int]) -> None:
+        """Begin with counts of earlier runs, by depth."""
+        scale = min(1.0, _REMEMBERED / seen[0])
+        for depth, (n, hits) in enumerate(zip(seen[: len(self._seen)], right)):
+            self._seen[depth], self._hits[depth] = scale * n, scale * hits
+        self._infer()
+
+    def observe(self, ranks: Sequence[int], log_p: Sequence[float] = ()) -> None:
+        """Count a verified draft; ranks, log_p: as in `Step`."""
+        for depth, rank in enumerate(ranks):
+            hit = float(rank == 0)
+            if depth < len(log_p):
+                right, expected = self._classes.get(at := _class_of(log_p[depth]), (0.0, 0.0))
+                self._classes[at] = STEADY * right + hit, STEADY * expected + self.rates[depth]
+            self._count(depth, 1.0, hit)
+        if ranks and ranks[-1] != 0:
+            self._wrong = STEADY * self._wrong + 1.0
+            self._ranked = [
+                STEADY * n + (ranks[-1] == rank) for rank, n in enumerate(self._ranked, 1)
+            ]
+        self._infer()
+
+    def expect(self, accept: Sequence[float], first: int) -> None:
+        """Count the depths from `first` on of a draft that will not be verified so far.
+
+        accept: their rates by the drafter's confidence. Without them, only drafts of which the
+        drafter is sure would count, and the rates would be too high.
+        """
+        reach = math.prod(accept[:first])
+        for depth in range(first, len(accept)):
+            self._count(depth, reach, reach * accept[depth])
+            reach *= accept[depth]
+
+    def _count(self, depth: int, weight: float, hits: float) -> None:
+        kept = 1.0 - (1.0 - STEADY) * weight
+        self._seen[depth] = kept * self._seen[depth] + weight
+        self._hits[depth] = kept * self._hits[depth] + hits
+
+    def _infer(self) -> None:
+        self.rates = self.hopes(0.0)
+        self.leaf = tuple(n / self._wrong for n in self._ranked)
+
+    def hopes(self, deviations: float) -> list[float]:
+        """Return the rates as high as they may well be, by how often each was observed.
+
+        deviations: standard deviations by which each rate may be higher than it seems.
+        """
+        found: list[float] = []
+        inferred = self._prior
+        for hits, seen in zip(self._hits, self._seen):
+            rate = (hits + _PRIOR * inferred) / (seen + _PRIOR)
+            # a depth that was not observed is inferred from what is hoped of the one before it
+            known = seen / (seen + 1.0) if found else 1.0
+            rate += deviations * known * math.sqrt(rate * (1.0 - rate) / (seen + _PRIOR))
+            inferred = min(rate, 1.0)
+            found.append(inferred)
+        return found
+
+    def rates_of(self, log_p: Sequence[float]) -> list[float]:
+        """Return the rates of one draft, by the drafter's confidence in each of its tokens.
+
+        Each is the depth's rate, times how much oftener than expected tokens of its class of
+        confidence were accepted.
+        """
+        found = []
+        for rate, one in zip(self.rates, log_p):
+            right, expected = self._classes.get(_class_of(one), (0.0, 0.0))
+            found.append(min(rate * (right + _PRIOR) / (expected + _PRIOR), 1.0))
+        return found
+
+
+def _class_of(log_p: float) -> int:
+    """Return the class of a log probability: each power of two of percents below 1 is one."""
+    percents = -100.0 * log_p
+    return min(int(percents), 1 << 10).bit_length() if math.isfinite(percents) else -1
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What missing experts cost. n_layer, n_expert, n_expert_used: of the model.
+
+    miss_s: seconds that a pass takes longer for each missing expert.
+    """
+
+    n_layer: int
+    n_expert: int
+    n_expert_used: int
+    miss_s: float
+
+    def distinct(self, n_rows: int) -> float:
+        """Return how many experts of all layers a pass of this many rows chooses."""
+        unchosen = 1.0 - self.n_expert_used / self.n_expert  # of one row
+        share = 1.0 - math.pow(unchosen, independent_rows(n_rows))
+        return self.n_layer * self.n_expert * share
+
+
+class Ratios:
+    """Measured over expected times by size, such as rows, as logarithms; sizes near tell too."""
+
+    def __init__(self, limit: float = _LIMIT) -> None:
+        self._limit = limit
+        self._known: dict[int, tuple[float, float, float]] = {}  # logarithm, weight, limit
+
+    def at(self, size: int) -> float:
+        """Return the logarithm of a size; 0 if nothing was measured near it."""
+        total, weight = 0.0, 0.5  # of what other sizes and the law say: one observation
+        for other, (log, n, _) in self._known.items():
+            if other != size:
+                near = n * (other / size if size > other else (size / other) ** 3)
+                total, weight = total + near * log, weight + near
+        log, n, _ = self._known.get(size, (0.0, 0.0, 0.0))
+        return (total / weight + n * log) / (1.0 + n)
+
+    def observe(self, size: int, log: float) -> None:
+        """Count what was measured; one outlier changes little, several in a row are believed."""
+        before, n, limit = self._known.get(size, (0.0, 0.0, self._limit))
+        over = log - self.at(size)
+        log -= max(over - limit, 0.0) + min(over + limit, 0.0)
+        n = min(n + 1.0, MEMORY)
+        if abs(over) > limit:
+            n, limit = max(n / 2, 1.0), 2.0 * limit
+        else:
+            limit = self._limit
+        self._known[size] = before + (log - before) / n, n, limit
+
+    @property
+    def largest(self) -> int:
+        """The largest size that was measured; 1 without any."""
+        return max(self._known, default=1)
+
+
+class PassTimes:
+    """Seconds of passes by rows, plain steps being of one.
+
+    A pass takes `base * (law + lacking) * ratio`. base: a plain step without its missing experts.
+    law: of a pass with every expert resident, lacking: what missing experts take, in these. ratio:
+    measured over expected.
+
+    plain_s: a plain step; 0 if none has been measured. seconds: by width, of verify passes; empty
+    as long as plain_s is 0.
+    """
+
+    def __init__(self, widths: Sequence[int], experts: Experts | None = None) -> None:
+        """widths: rows that a verify pass may have, in order."""
+        self.widths = tuple(widths)
+        self._experts = experts
+        self._miss_s = experts.miss_s if experts else 0.0
+        self._base_s = self._one = 0.0  # the missing experts of a plain step
+        self._n_plain, self._miss = 0, 0.0
+        self._ratios, self._lacking = Ratios(), Ratios()
+        self.plain_s = 0.0
+        self.seconds: dict[int, float] = {}
+
+    def by_law(self, n_rows: int, n_missing: int) -> float:
+        """Return what a pass takes by the law, if a plain step without missing experts takes 1."""
+        return pass_time(n_rows) + self._miss_s * n_missing
+
+    def at(self, n_rows: int) -> float:
+        """Return the seconds of a pass, also of widths that are not planned; 0 if not known."""
+        if n_rows == 1:
+            return self.plain_s
+        law = pass_time(n_rows) + self._miss * self._missing(n_rows)
+        return self._base_s * law * math.exp(self._ratios.at(n_rows))
+
+    @property
+    def widest(self) -> int:
+        """The most rows of a pass so far."""
+        return self._ratios.largest
+
+    def _missing(self, n_rows: int) -> float:
+        if not (self._experts and self._one):
+            return 0.0
+        more = self._experts.distinct(n_rows) / self._experts.distinct(1)
+        return self._one * more * math.exp(self._lacking.at(n_rows))
+
+    def observe(self, n_rows: int, seconds: float, n_missing: int, is_new: bool = False) -> None:
+        """Count a pass and what surrounds it, but for the draft.
+
+        is_new: the machine is faster or slower than before, so older plain steps do not count.
+        """
+        if n_rows > 1:
+            self._observe_verify(n_rows, seconds, n_missing)
+            return
+        if self._n_plain < 2:  # the first may have built graphs
+            base = max(seconds - self._miss_s * n_missing, seconds / 8)
+            self._base_s = min(base, self._base_s or base)
+            self._miss = self._miss_s / self._base_s
+        elif is_new:
+            self._base_s = seconds / (1.0 + self._miss * n_missing)
+        else:
+            base = min(seconds / (1.0 + self._miss * n_missing), OUTLIER * self._base_s)
+            self._base_s += (base - self._base_s) / min(self._n_plain, MEMORY)
+        self._n_plain += 1
+        self._one += (n_missing - self._one) / min(self._n_plain, MEMORY)
+        self.plain_s = self._base_s * (1.0 + self._miss * self._one)
+
+    def _observe_verify(self, n_rows: int, seconds: float, n_missing: int) -> None:
+        if not self._base_s:
+            return
+        if expected := self._missing(n_rows):
+            found = math.log(max(n_missing, 1.0) / expected)
+            self._lacking.observe(n_rows, found + self._lacking.at(n_rows))
+            self._one *= 1.0 + 0.3 * (n_missing / expected - 1.0) / MEMORY
+        law = pass_time(n_rows) + self._miss * n_missing
+        self._ratios.observe(n_rows, math.log(seconds / (self._base_s * law)))
+
+    def update(self) -> None:
+        """Have plain_s and seconds follow from all that was counted."""
+        if self._base_s:
+            self.plain_s = self._base_s * (1.0 + self._miss * self._one)
+            self.seconds = {width: self.at(width) for width in self.widths}
+
+
+class Known:
+    """What is known of a drafter: how often it is right, what it costs, what is best to draft.
+
+    value: tokens a second of `plan`, the best one of the open widths. best: those of all widths,
+    and the width. hope, hoped: value and depth of the best plan if it is as good as it may well be.
+    tried_at: the step of its last trial.
+    """
+
+    def __init__(self, source: Source, most: int) -> None:
+        """most: depths of a draft."""
+        self.source, self.most = source, most
+        self.acceptance = Acceptance(max(most, 1), source.accept, source.n_top)
+        self._ratios = Ratios()
+        self.value = self.hope = 0.0
+        self.plan, self.hoped = PLAIN, 0
+        self.best: tuple[float, int] = (0.0, 1)
+        self.tried_at = 0
+
+    @property
+    def was_seen(self) -> bool:
+        """Whether any of its drafts was verified."""
+        return self.acceptance.n_seen > 0.0
+
+    def draft_s(self, n_draft: int, passes: PassTimes) -> float:
+        """Return the seconds of a draft of so many tokens."""
+        if n_draft < 1:
+            return 0.0
+        steps = self.source.fixed + self.source.per_token * n_draft
+        return steps * math.exp(self._ratios.at(n_draft)) * passes.plain_s
+
+    def observe_draft(self, n_draft: int, seconds: float, plain_s: float) -> None:
+        """Count a draft; plain_s: of a plain step."""
+        law_s = plain_s * (self.source.fixed + self.source.per_token * n_draft)
+        if law_s and seconds:
+            self._ratios.observe(n_draft, math.log(seconds / law_s))
+
+    def drafts_s(self, n_draft: int, n_seqs: int, passes: PassTimes) -> float:
+        """Return the seconds of drafts of so many tokens for each of n_seqs sequences."""
+        n = 1.0 + _FURTHER * (n_seqs - 1) if self.source.joins else n_seqs
+        return n * self.draft_s(n_draft, passes)
+
+    def best_of(
+        self, growth: Growth, passes: PassTimes, widths: Sequence[int]
+    ) -> tuple[float, Plan, int]:
+        """Return the best value of rows added in this order, the plan that drafts them, its rows.
+
+        widths: of which it takes one, in order.
+        """
+        value, plan_depth, best_width = 0.0, 0, 1
+        for width in widths:
+            if width > len(growth.tokens):
+                break
+            depth = max(growth.depths[: width - 1])
+            seconds = self.draft_s(depth, passes) + passes.seconds[width]
+            if growth.tokens[width - 1] > value * seconds:
+                value = growth.tokens[width - 1] / seconds
+                plan_depth, best_width = depth, width
+        # where leaves are worth their rows, a drafter that knows what follows them does better
+        has_leaves = best_width > plan_depth + 1
+        n_nodes = best_width - 1 if has_leaves and self.source.has_tree else 0
+        plan = Plan(self.source.name, plan_depth, self.source.n_top, n_nodes=n_nodes)
+        return value, plan, best_width
+
+
+def by_law(step: Step, drafter: Known | None, passes: PassTimes) -> Step:
+    """Return a step with the times that it should take."""
+    draft_s = 0.0
+    if drafter:
+        draft_s = drafter.source.fixed + drafter.source.per_token * step.n_draft
+    verify_s = passes.by_law(step.n_rows, step.n_missing)
+    return replace(step, seconds=draft_s + verify_s, drafter_s=draft_s)
