@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from ..engine.chat import Prepared, TextRequest
 from ..loop.requests import Step, TokenLogprobs, Usage
 from .answers import Update, total
 from .backend import ChatInterface
-from .errors import ApiError, openai_body
 from .exchange import (
     Accepted,
     Exchange,
@@ -139,10 +138,6 @@ class _Run(Exchange):
         if self.body.wants_usage:
             yield data({**self._head(), "choices": [], **self._sums()})
         yield DONE
-
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        """Return the event of an error."""
-        return [data(openai_body(error))]
 
     def _step_chunk(self, update: Update, n_shown: list[int]) -> dict[str, Any]:
         chunk = self._chunk(update.index, update.step.text)

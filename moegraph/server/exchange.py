@@ -19,10 +19,10 @@ from ..loop.requests import Request, Step, TokenLogprobs, Usage
 from ..sampling import RANDOM_SEED, SamplingParams
 from .answers import Answers, Update, unless_left
 from .backend import ChatInterface, LoadedModel, ModelSource
-from .errors import ApiError, public_error
+from .errors import ApiError, openai_body, public_error
 from .guards import owner_of
 from .logs import WARNING, note_usage, note_warnings
-from .replies import EventStream, comment, reply
+from .replies import EventStream, comment, data, reply
 from .state import state_of
 
 # What OpenAI calls the ends of an answer.
@@ -234,9 +234,9 @@ class Exchange(ABC):
     def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of the answer."""
 
-    @abstractmethod
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        """Return the events that end an answer which fails."""
+        """Return the events that end an answer which fails; in OpenAI's form by default."""
+        return [data(openai_body(error))]
 
     def costs(self) -> dict[str, Any]:
         """Return the fields, beyond those of the interface, that tell what the answer has cost."""

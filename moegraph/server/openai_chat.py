@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from ..loop.requests import Step, TokenLogprobs
 from ..text.chat import CallBegin, CallEnd, ContentPart, Part, ReasoningPart, Reply
 from .answers import Update
 from .backend import ChatInterface
-from .errors import ApiError, openai_body
 from .exchange import (
     Exchange,
     PromptProgress,
@@ -132,10 +131,6 @@ class _Run(Exchange):
         if key not in templates:
             templates[key] = Template(self._chunk(update.index, {key[1]: PLACE}))
         return templates[key].fill(part.text)
-
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        """Return the event of an error."""
-        return [data(openai_body(error))]
 
     def _progress(self, index: int, found: dict[str, Any]) -> bytes:
         timed = self.reading(index, found, self.body.timings_per_token)
