@@ -176,7 +176,7 @@ def test_experts_that_do_not_fit(tmp_path: Path) -> None:
     assert steps == [*range(4, each, 4), *range(each + 4, 2 * each, 4)], "traces do not overlap"
 
 
-@pytest.mark.parametrize("mib, share", [(20, 0.0), (300, None)])
+@pytest.mark.parametrize("mib, share", [(12, 0.0), (300, None)])
 def test_moegraph_gets_the_device_memory_that_llama_bench_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int, share: float | None
 ) -> None:
