@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import UnsupportedModel
 from ..gguf.metadata import Metadata
 from ..gguf.scan import TensorInfo
-from .drafter import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
+from .dflash import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
 from .mtp import refuse_mtp_alone
 
 ARCHITECTURE = "general.architecture"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ModelFileError, UnsupportedModel
 from ..gguf.scan import TensorInfo
-from .drafter import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
+from .dflash import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
 
 _MAX_CONFIG = 1 << 20
 _MAX_DIM, _MAX_CTX, _MAX_ID = 1 << 20, 1 << 30, 1 << 24

@@ -15,9 +15,9 @@ from ..gguf.safetensors import SafetensorsFile
 from ..gguf.scan import TensorInfo
 from ..gguf.sniff import MAGIC
 from .base import Architecture
+from .dflash import DFlashHParams, check_tensors, refuse_variant
 from .dflashgguf import read_dialect
 from .dflashhf import open_config, read_config, renamed
-from .drafter import DFlashHParams, check_tensors, refuse_variant
 from .model import ModelFile
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"

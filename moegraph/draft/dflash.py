@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.drafter import DFlashHParams
+from ..arch.dflash import DFlashHParams, build_context, build_draft
 from ..arch.draftfile import DraftFile
+from ..arch.dspark import HeadMatrix
 from ..errors import InternalError
 from ..ggml.choose import likeliest_rows
 from ..ggml.device import HostBuffer
@@ -23,10 +24,8 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.dflash import build_context, build_draft
 from ..graphs.dflash_joint import JointMemory, build_joint_draft, can_join
 from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
-from ..graphs.dspark import HeadMatrix
 from ..resident.drafthead import DraftHead
 from ..resident.draftlayout import CHUNK, JOINT_ROWS, MOST_JOINT, N_TAKEN, built_length
 from ..resident.draftring import DraftRings, put_rows, row_widths, take_rows

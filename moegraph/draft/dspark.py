@@ -7,12 +7,12 @@ from functools import partial
 
 import numpy as np
 
-from ..ggml.choose import likeliest_rows
+from ..arch.dflash import build_rows
+from ..arch.dspark import build_drawn, build_lists
+from ..ggml.choose import WINNER_WORD, likeliest_rows
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
-from ..graphs.dflash import build_rows
 from ..graphs.dflash_memory import BEAM
-from ..graphs.dspark import build_drawn, build_lists
 from .dflash import DFlashDrafter, Results
 from .drafter import Draft, Race, empty_draft
 from .drawn import drawn
@@ -100,7 +100,7 @@ class DSparkDrafter(DFlashDrafter):
             args = b, self.hparams, self._weights, self._rings, inp, self._head, slot, n
             _, logits = build_rows(*args)
             scratch = [memory.scratch(b, i, 1) for i in range(n - 1)]
-            more = memory.races_leaf(b, n), scratch
+            more = memory.races_leaf(b, n), scratch, 4 * WINNER_WORD
             return self._results(build_drawn(b, self._weights, logits, inp.anchor, *more), None)
 
         return self._graphs.get(("drawn", slot, n, lengths), self._n_nodes(n), build)

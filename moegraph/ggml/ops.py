@@ -110,6 +110,11 @@ class Builder:
         C.ggml_build_forward_expand(self.graph, t)
         return t
 
+    def output(self, t: Tensor) -> Tensor:
+        """Mark a node as a result, whose memory no later node takes; return it."""
+        C.ggml_set_output(t)
+        return t
+
     def leaf(self, dtype: int, ne: Sequence[int], name: str) -> Tensor:
         """Make a tensor that no node computes; the caller places it in memory."""
         t = C.ggml_new_tensor(self.ctx, dtype, len(ne), list(ne))

@@ -14,7 +14,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from ..arch.drafter import DFlashHParams
+from ..arch.dflash import DFlashHParams, DraftOutputs, build_block, build_keys, build_queries
+from ..arch.dspark import HeadMatrix, build_markov
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.device import Device
 from ..ggml.handles import Context
@@ -27,9 +28,7 @@ from ..resident.draftweights import DraftWeights
 from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.ringshape import RING_PAGE
 from ..units import round_up
-from .dflash import DraftOutputs, build_block, build_keys, build_queries
 from .dflash_memory import Floats
-from .dspark import HeadMatrix, build_markov
 from .paged import describe_path
 
 _ALIGN = 256

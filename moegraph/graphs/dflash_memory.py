@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.drafter import DFlashHParams
+from ..arch.dflash import BlockInputs, DFlashHParams
+from ..arch.dspark import Scratch
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Context
@@ -18,8 +19,6 @@ from ..ggml.ops import F16, F32, I32, Builder, Tensor
 from ..resident.draftlayout import N_TAKEN
 from ..resident.ringshape import Mask, RingShape
 from ..units import round_up
-from .dflash import BlockInputs
-from .dspark import Scratch
 
 _ALIGN = 256
 # Most tokens of a depth of which it is known what follows them.

@@ -8,7 +8,7 @@ ones are built.
 from __future__ import annotations
 
 from ..arch.base import Architecture
-from ..arch.drafter import DFlashHParams
+from ..arch.dflash import DFlashHParams
 from ..config import EngineConfig
 from ..resident.draftlayout import CHUNK, MOST_JOINT, N_TAKEN, built_length, joint_lengths
 from ..resident.layout import CAPTURED_NODE_BYTES, MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT

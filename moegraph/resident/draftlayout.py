@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from ..arch.drafter import DFlashHParams
+from ..arch.dflash import DFlashHParams
 from ..arch.draftfile import DraftFile
 from ..errors import UnsupportedModel
 from ..gguf.scan import TensorInfo

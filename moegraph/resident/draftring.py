@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.drafter import DFlashHParams
+from ..arch.dflash import DFlashHParams
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 
-from ..arch.drafter import DFlashHParams
+from ..arch.dflash import DFlashHParams
 from ..arch.draftfile import DraftFile
 from ..errors import UnsupportedModel
 from ..ggml.device import Device

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.drafter import DFlashHParams
+from ..arch.dflash import DFlashHParams
 from ..units import round_up
 from .layout import PAGE
 

@@ -17,8 +17,8 @@ from helpers.shared import model_writer
 from modelgen.drafter import FORMATS, PRESETS, hf_config, tensor_shapes, values
 
 from moegraph.arch import open_model
+from moegraph.arch.dflash import DFlashHParams, expected_tensors
 from moegraph.arch.dflashhf import Config, read_config
-from moegraph.arch.drafter import DFlashHParams, expected_tensors
 from moegraph.arch.draftfile import open_drafter
 from moegraph.errors import ModelFileError, UnsupportedModel
 

@@ -30,7 +30,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 PURE = (
     "config", "cpuload", "errors", "events", "kinds", "sampling", "setting",
     "threads", "units",
-    "gguf", "arch", "arch.draftfile", "arch.hparams", "arch.summary",
+    "gguf", "arch", "arch.dflash", "arch.draftfile", "arch.hparams", "arch.summary",
     "text.chat", "text.grammar", "text.stream",
     "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from ..ggml.choose import WINNER_WORD
-from ..ggml.lib import C
-from ..ggml.ops import Builder, Tensor
-from ..resident.draftweights import DraftWeights
+if TYPE_CHECKING:
+    from ..ggml.ops import Builder, Tensor
 
 # Byte of the ids in a row of candidates (struct moegraph_listed).
 _IDS = 16
+
+
+class DrafterWeights(Protocol):
+    """A drafter's tensors by their names, and those of each layer."""
+
+    tensors: dict[str, Tensor]
+    layers: list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class ListOutputs:
 
 
 def build_markov(
-    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchors: Tensor, head: HeadMatrix
+    b: Builder, w: DrafterWeights, logits: Tensor, rows: Tensor, anchors: Tensor, head: HeadMatrix
 ) -> tuple[Tensor, Tensor | None]:
     """Append the Markov head: each row's logits, given the likeliest token of the one before.
 
@@ -76,13 +82,14 @@ def build_markov(
 
 
 def build_drawn(
-    b: Builder, w: DraftWeights, logits: Tensor, anchor: Tensor, races: Tensor,
-    scratch: Sequence[Scratch],
+    b: Builder, w: DrafterWeights, logits: Tensor, anchor: Tensor, races: Tensor,
+    scratch: Sequence[Scratch], winner_at: int,
 ) -> list[Tensor]:  # fmt: skip
     """Append the Markov head where each row is given the winner of the race before it.
 
     For a drafter of the target's tokens. races: I32 [DRAW_WORDS, n], what the race of each row
-    depends on. scratch: for each row but the last, for one id. Returns the candidates of each row,
+    depends on. scratch: for each row but the last, for one id. winner_at: byte of the
+    winner's id in candidates. Returns the candidates of each row,
     I32 [words, 1].
     """
     before, found = anchor, []
@@ -92,14 +99,14 @@ def build_drawn(
         biased = b.add(row, b.mul_mat(w.tensors["markov_w2.weight"], trait))
         race = b.view(races, (races.ne[0], 1), (races.nb[1],), i * races.nb[1])
         found.append(b.expand(b.candidates(biased, race)))
-        C.ggml_set_output(found[-1])
+        b.output(found[-1])
         if i + 1 < logits.ne[1]:
-            before = _ids_at(b, found[-1], 4 * WINNER_WORD, scratch[i], logits.ne[0])
+            before = _ids_at(b, found[-1], winner_at, scratch[i], logits.ne[0])
     return found
 
 
 def build_lists(
-    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: HeadMatrix,
+    b: Builder, w: DrafterWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: HeadMatrix,
     draws: Tensor, scratch: Sequence[Scratch],
 ) -> ListOutputs:  # fmt: skip
     """Append the Markov head for several tokens before each row; arguments as in `build_markov`.
@@ -116,7 +123,7 @@ def build_lists(
         biased = b.add(b.mul_mat(w.tensors["markov_w2.weight"], trait), row)
         m = biased.ne[1]
         found.append(b.candidates(biased, b.view(draws, (draws.ne[0], m), (draws.nb[1],))))
-        C.ggml_set_output(b.expand(found[-1]))
+        b.output(b.expand(found[-1]))
         if i + 1 < n:
             ids = _ids_at(b, found[-1], _IDS, scratch[i], logits.ne[0])
             before = _as_target(b, ids, head)
@@ -139,7 +146,7 @@ def _as_target(b: Builder, ids: Tensor, head: HeadMatrix) -> Tensor:
 
 
 def _build_confidence(
-    b: Builder, w: DraftWeights, rows: Tensor, traits: Sequence[Tensor]
+    b: Builder, w: DrafterWeights, rows: Tensor, traits: Sequence[Tensor]
 ) -> Tensor | None:
     """Append how probable it is that each token is right if those before are: F32 [1, n]."""
     weight, bias = w.tensors.get("conf_proj.weight"), w.tensors.get("conf_proj.bias")
@@ -148,7 +155,7 @@ def _build_confidence(
     found = b.mul_mat(b.reshape(weight, weight.ne[0], 1), b.concat(rows, _joined(b, traits), 0))
     found = found if bias is None else b.add(found, bias)
     found = b.expand(b.sigmoid(found))
-    C.ggml_set_output(found)
+    b.output(found)
     return found
 
 
