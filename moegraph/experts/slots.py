@@ -412,13 +412,6 @@ class LayerSlots:
         self._journal.dirty.add(self.il)
         return placed
 
-    def residents(self) -> list[int]:
-        """Return the resident experts: those in static slots, then by falling score."""
-        n_static = self.policy.n_static
-        static = [e for e in self.owner[:n_static] if e in self.resident]
-        rest = [e for e in self.owner[n_static:] if e in self.resident]
-        return static + sorted(rest, key=self.policy.score.__getitem__, reverse=True)
-
     def rebuild(self) -> None:
         """Empty the slots of loading experts; rebuild the rest of the state from owner."""
         for slot in self.loading.values():

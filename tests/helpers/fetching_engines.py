@@ -43,7 +43,7 @@ def fetch_layers(engine: Engine) -> frozenset[int]:
 
 
 def check_sound(engine: Engine) -> None:
-    """Check that cache, tables and landings agree, and that slots hold what they are said to."""
+    """Check that cache, tables and listeds agree, and that slots hold what they are said to."""
     handler, cache = engine.runner.misses, engine.runner.cache
     store, tables, fetching = handler.store, handler._tables, fetch_layers(engine)
     cache.check()
@@ -54,15 +54,15 @@ def check_sound(engine: Engine) -> None:
     for il in set(range(len(cache.tables))) - cache.dirty:
         np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
         if il in fetching & engine.runner.residency._victim_layers:
-            landing = sent[il, cache.n_expert :][: 2 * engine.stage.banks.n_victims].reshape(-1, 2)
-            landing = landing[landing[:, 0] >= 0]
+            listed = sent[il, cache.n_expert :][: 2 * engine.stage.banks.n_victims].reshape(-1, 2)
+            listed = listed[listed[:, 0] >= 0]
             layer = cache.layers[il]
-            assert [layer.owner[slot] for slot, _ in landing] == landing[:, 1].tolist()
-            assert len(set(landing[:, 0].tolist())) == len(landing) >= N_USED
+            assert [layer.owner[slot] for slot, _ in listed] == listed[:, 1].tolist()
+            assert len(set(listed[:, 0].tolist())) == len(listed) >= N_USED
             # of equal scores any may be listed
-            first = landing[: 2 * N_USED, 1].tolist()
+            first = listed[: 2 * N_USED, 1].tolist()
             scores = [layer.policy.score[e] for e in first if e >= 0]
-            others = layer.resident - set(landing[:, 1].tolist())
+            others = layer.resident - set(listed[:, 1].tolist())
             movable = others & set(layer.owner[layer.policy.n_static :])
             assert all(max(scores) <= layer.policy.score[e] for e in movable if scores)
     for il in store.layers:

@@ -17,6 +17,7 @@ from modelgen.presets import PRESETS
 if TYPE_CHECKING:
     from moegraph.engine import Engine
     from moegraph.experts.cache import ExpertCache
+    from moegraph.experts.slots import LayerSlots
 
 
 def prompt(engine: Engine, n: int, seed: int = 0) -> np.ndarray:
@@ -55,3 +56,11 @@ def model_writer(folder: Path, seed: int) -> Callable[[str], Path]:
         return made[preset]
 
     return path_of
+
+
+def residents(layer: LayerSlots) -> list[int]:
+    """Return the resident experts: those in static slots, then by falling score."""
+    n_static = layer.policy.n_static
+    static = [e for e in layer.owner[:n_static] if e in layer.resident]
+    rest = [e for e in layer.owner[n_static:] if e in layer.resident]
+    return static + sorted(rest, key=layer.policy.score.__getitem__, reverse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers.interrupts import interrupted
-from helpers.shared import empty
+from helpers.shared import empty, residents
 
 from moegraph.errors import InternalError
 from moegraph.experts.cache import ExpertCache
@@ -78,7 +78,7 @@ def test_landing_takes_whatever_is_missing_even_against_hysteresis() -> None:
     cache.layers[0].plan_victims(N_USED)
     before = cache.stats
     fetch(cache, [9, 8, 0, 1])
-    assert set(cache.layers[0].residents()) == {0, 1, 2, 8, 9}
+    assert set(residents(cache.layers[0])) == {0, 1, 2, 8, 9}
     since = cache.stats.since(before)
     assert (since.admitted[0], since.evicted[0], since.missing[0]) == (2, 2, 2)
 
@@ -110,7 +110,7 @@ def test_slots_that_never_change_are_not_landed_in() -> None:
         cache.layers[0].plan_victims(N_USED)
         ids = [base, base + 1, base + 2, base + 3]
         fetch(cache, ids)
-    assert cache.layers[0].residents()[:4] == [0, 2, 3, 4] and cache.tables[0, 1] == -1
+    assert residents(cache.layers[0])[:4] == [0, 2, 3, 4] and cache.tables[0, 1] == -1
 
 
 def test_loading_slots_are_not_landed_in() -> None:
@@ -137,7 +137,7 @@ def test_whatever_changes_a_landing_makes_its_layer_dirty() -> None:
     assert not is_due([0, 1, 2, 3]), "all hit, and none was at risk"
     assert is_due([0, 1, 8, 3]), "one was at risk, and others are worse now"
     assert not is_due([0, 1, 8, 3])
-    assert is_due([0, 1, 15, 3]), "one landed"
+    assert is_due([0, 1, 15, 3]), "one is taken"
     cache.layers[0].access([14])
     cache.layers[0].reserve_slot(14, [14])
     cache.dirty.clear()
@@ -146,7 +146,7 @@ def test_whatever_changes_a_landing_makes_its_layer_dirty() -> None:
     cache.dirty.clear()
     (slot, _), *_ = cache.layers[0].plan_victims(N_USED)
     assert cache.layers[0].reserve_slot(14, [14]) == slot
-    assert cache.dirty == {0}, "the free slot is taken and must not be landed in"
+    assert cache.dirty == {0}, "the free slot is taken, so no graph may fetch into it"
 
 
 def test_choices_of_passes_that_do_not_land_make_a_landing_due_too() -> None:
@@ -163,7 +163,7 @@ def test_choices_of_passes_that_do_not_land_make_a_landing_due_too() -> None:
     cache.layers[1].preload()
     cache.dirty.clear()
     cache.layers[1].access([7, 6, 5, 4])
-    assert not cache.dirty, "nobody lands in this layer"
+    assert not cache.dirty, "no graph fetches into this layer"
 
 
 def test_what_landed_against_the_rules_is_an_internal_error() -> None:
@@ -178,7 +178,7 @@ def test_what_landed_against_the_rules_is_an_internal_error() -> None:
     cache.begin_fetch([0], N_USED)
     with pytest.raises(InternalError, match="5 experts for 4 slots"):
         cache.layers[0].commit_fetched([*missing, 12], ids)
-    assert cache.layers[0].residents() == [0, 1, 2, 3, 4]
+    assert residents(cache.layers[0]) == [0, 1, 2, 3, 4]
     cache.layers[0].plan_victims(N_USED)
     cache.layers[0].owner[4] = -1
     with pytest.raises(InternalError, match="slot 4 no longer holds expert 4"):
@@ -194,15 +194,15 @@ def test_a_lost_landing_costs_the_experts_in_it_and_no_others() -> None:
     assert cache.layers[0].plan_victims(N_USED) == [(7, -1), (6, 13), (5, 11), (4, 9)]
     cache.dirty.clear()
     cache.rollback()
-    assert sorted(cache.layers[0].residents()) == [1, 3, 5, 7, 9, 11, 13], "no graph was in flight"
+    assert sorted(residents(cache.layers[0])) == [1, 3, 5, 7, 9, 11, 13], "no graph was in flight"
     assert cache.layers[0].plan_victims(N_USED) == [(7, -1), (6, 13), (5, 11), (4, 9)]
     cache.begin_fetch([0], N_USED)
     cache.rollback()
-    assert sorted(cache.layers[0].residents()) == [1, 3, 5, 7] and cache.dirty == {0}
+    assert sorted(residents(cache.layers[0])) == [1, 3, 5, 7] and cache.dirty == {0}
     cache.check()
     cache.layers[0].plan_victims(N_USED)
     cache.rollback()
-    assert sorted(cache.layers[0].residents()) == [1, 3, 5, 7], "once is enough"
+    assert sorted(residents(cache.layers[0])) == [1, 3, 5, 7], "once is enough"
     assert sorted(cache.layers[0].plan_victims(N_USED)) == [(4, -1), (5, -1), (6, -1), (7, -1)]
 
 
@@ -223,9 +223,9 @@ def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
         cache.rollback()
         cache.check()
         if was_noted:
-            assert set(cache.layers[0].residents()) == {7, *ids, 5}
+            assert set(residents(cache.layers[0])) == {7, *ids, 5}
             continue
-        assert cache.layers[0].residents() == [7, 5]
+        assert residents(cache.layers[0]) == [7, 5]
         assert len(cache.layers[0].plan_victims(N_USED)) == N_USED
     else:
         raise AssertionError("it did not come to an end")
@@ -252,9 +252,7 @@ def test_an_exchange_is_undone_wherever_it_was_interrupted(step: str) -> None:
         cache.rollback()
         cache.check()
         # published, its bytes are there: it may keep its slot
-        assert set(cache.layers[0].residents()) <= (
-            {7, 5, 3, 9} if step == "publish" else {7, 5, 3}
-        )
+        assert set(residents(cache.layers[0])) <= ({7, 5, 3, 9} if step == "publish" else {7, 5, 3})
     else:
         raise AssertionError("it did not come to an end")
 
@@ -273,8 +271,8 @@ def test_a_rollback_that_was_interrupted_is_done_again() -> None:
         was_interrupted = interrupted(line, cache.rollback, EXPERTS)
         cache.rollback()
         cache.check()
-        assert sorted(cache.layers[0].residents()) == [1, 3, 5, 7]
-        assert sorted(cache.layers[1].residents()) == [1, 2, 3] and cache.dirty == {0, 1}
+        assert sorted(residents(cache.layers[0])) == [1, 3, 5, 7]
+        assert sorted(residents(cache.layers[1])) == [1, 2, 3] and cache.dirty == {0, 1}
         if not was_interrupted:
             assert line > 40
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.shared import empty
+from helpers.shared import empty, residents
 
 from moegraph.errors import ConfigError, InternalError
 from moegraph.experts.cache import ExpertCache
@@ -82,7 +82,7 @@ def test_everything_in_the_working_set_means_nothing_to_evict(name: str) -> None
     ids = [0, 1, 2, 3, 4, 5, 5, 5]
     assert cache.layers[0].access(ids) == [5]
     assert cache.layers[0].admit(5, ids) is None
-    assert set(cache.layers[0].residents()) == {0, 1, 2, 3, 4}
+    assert set(residents(cache.layers[0])) == {0, 1, 2, 3, 4}
     if name == "lru":
         assert cache.layers[0].admit(5, ids[1:]) == 0, "what is no longer protected can go"
 
@@ -139,10 +139,10 @@ def test_lru_gives_up_what_was_chosen_longest_ago() -> None:
     run_step(cache, [0, 1, 2, 3])
     run_step(cache, [4, 5, 0, 1])
     run_step(cache, [6, 0, 4, 5])
-    assert set(cache.layers[0].residents()) in ({0, 1, 3, 4, 5, 6}, {0, 1, 2, 4, 5, 6})
+    assert set(residents(cache.layers[0])) in ({0, 1, 3, 4, 5, 6}, {0, 1, 2, 4, 5, 6})
     run_step(cache, [7, 8, 0, 6])
-    assert 1 not in cache.layers[0].residents() or cache.stats.evicted[0] == 3
-    assert {0, 4, 5, 6, 7, 8} == set(cache.layers[0].residents())
+    assert 1 not in residents(cache.layers[0]) or cache.stats.evicted[0] == 3
+    assert {0, 4, 5, 6, 7, 8} == set(residents(cache.layers[0]))
 
 
 def test_lfu_keeps_the_frequent_through_a_single_newcomer() -> None:
@@ -152,7 +152,7 @@ def test_lfu_keeps_the_frequent_through_a_single_newcomer() -> None:
     assert run_step(cache, [0, 1, 2, 9]) == [None]
     for _ in range(40):
         run_step(cache, [0, 1, 2, 9])
-    assert set(cache.layers[0].residents()) == {0, 1, 2, 9}
+    assert set(residents(cache.layers[0])) == {0, 1, 2, 9}
 
 
 def test_lfu_forgets_by_its_half_life() -> None:
@@ -193,7 +193,7 @@ def test_static_never_admits() -> None:
     assert run_step(cache, [1, 2]) == [None, None]
     assert cache.layers[0].preload([9, 8]) == [(9, 0), (8, 1)]
     assert run_step(cache, [9, 1, 8]) == [None]
-    assert cache.layers[0].residents() == [9, 8]
+    assert residents(cache.layers[0]) == [9, 8]
 
 
 def test_adaptive_keeps_the_best_of_the_profile_and_exchanges_the_rest() -> None:
@@ -201,8 +201,8 @@ def test_adaptive_keeps_the_best_of_the_profile_and_exchanges_the_rest() -> None
     cache.layers[0].preload(list(range(8)))
     for base in (8, 12, 8, 12):
         run_step(cache, [base, base + 1, base + 2, base + 3])
-    assert set(cache.layers[0].residents()) == {0, 1, 2, 3, 12, 13, 14, 15}
-    assert cache.layers[0].residents()[:4] == [0, 1, 2, 3]
+    assert set(residents(cache.layers[0])) == {0, 1, 2, 3, 12, 13, 14, 15}
+    assert residents(cache.layers[0])[:4] == [0, 1, 2, 3]
 
 
 def test_adaptive_without_a_profile_is_lru() -> None:
@@ -210,7 +210,7 @@ def test_adaptive_without_a_profile_is_lru() -> None:
     cache.layers[0].preload()
     for base in (8, 12):
         run_step(cache, [base, base + 1, base + 2, base + 3])
-    assert set(cache.layers[0].residents()) == set(range(8, 16))
+    assert set(residents(cache.layers[0])) == set(range(8, 16))
 
 
 def test_preload_takes_the_lowest_ids_or_a_ranking() -> None:
@@ -235,8 +235,8 @@ def test_the_worst_of_a_ranking_goes_first() -> None:
         cache = new_cache([4], policy)
         cache.layers[0].preload([7, 5, 3, 1])
         run_step(cache, [9, 7])
-        assert cache.layers[0].residents()[-2:] == [5, 3], policy
-        assert 1 not in cache.layers[0].residents()
+        assert residents(cache.layers[0])[-2:] == [5, 3], policy
+        assert 1 not in residents(cache.layers[0])
 
 
 def test_shares_of_a_profile_defend_a_frequent_expert_under_lfu() -> None:
@@ -247,7 +247,7 @@ def test_shares_of_a_profile_defend_a_frequent_expert_under_lfu() -> None:
     assert run_step(cache, [9]) == [None]
     for _ in range(3):
         run_step(cache, [9])
-    assert cache.layers[0].residents() == [3, 9]
+    assert residents(cache.layers[0]) == [3, 9]
 
 
 def test_reserved_slot_is_not_resident_until_published_and_nobody_takes_it() -> None:
@@ -280,11 +280,11 @@ def test_slots_given_away_in_a_step_that_failed_are_free_again() -> None:
     assert cache.tables[0, 5] == 0 and cache.layers[0].admit(3, [3]) == 1
     cache.rollback()
     cache.check()
-    assert cache.layers[0].residents() == [5]
+    assert residents(cache.layers[0]) == [5]
     assert cache.layers[0].admit(3, [3]) == 1
     cache.begin_pass()
     cache.rollback()
-    assert set(cache.layers[0].residents()) == {3, 5}, "the step before had ended well"
+    assert set(residents(cache.layers[0])) == {3, 5}, "the step before had ended well"
     cache.check()
 
 
@@ -359,7 +359,7 @@ def test_what_is_preferred_after_a_prompt_takes_the_slots_of_the_worst() -> None
             cache.check()
         assert preferred(layer) == [] and [layer.table[e] for e in found] == [s for _, s in pairs]
         best = {9, 8, 7, 1} if isinstance(policy, Lfu) else {4, 5, 6, 9}
-        assert set(layer.residents()) == best
+        assert set(residents(layer)) == best
         with pytest.raises(InternalError, match="expert 9 has a slot already"):
             layer.take(9, 0)
 
@@ -374,7 +374,7 @@ def test_what_is_preferred_fills_free_slots_first_and_leaves_static_ones() -> No
     for expert, slot in pairs:
         layer.take(expert, slot)
     cache.check()
-    assert set(layer.residents()) >= {expert for expert, _ in pairs} | {0, 1}
+    assert set(residents(layer)) >= {expert for expert, _ in pairs} | {0, 1}
     assert preferred(new_cache([N_EXPERT]).layers[0]) == preferred(new_cache([0]).layers[0]) == []
 
 
@@ -461,7 +461,7 @@ def test_restoring_undoes_all_that_passes_changed(name: str) -> None:
         for layer in each.layers:
             layer.preload()
         steps(each, np.random.default_rng(1), 60)
-        empty(each, 1, each.layers[1].residents()[0])
+        empty(each, 1, residents(each.layers[1])[0])
     saved = cache.save()
     steps(cache, rng, 40)
     for il, pairs in cache.restore(saved).items():

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers.interrupts import interrupted
+from helpers.shared import residents
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -329,7 +330,7 @@ def test_an_exchange_that_failed_is_made_in_the_next_pass() -> None:
     residency.end_pass(0.0)
     wanted = residency.begin_pass(Kind.DECODE, 1).exchanged
     residency.rollback()
-    assert residency.cache.layers[0].residents() == [1]
+    assert residents(residency.cache.layers[0]) == [1]
     again = residency.begin_pass(Kind.DECODE, 1).exchanged
     assert {e for e, _ in again[0][1]} == {e for e, _ in wanted[0][1]} == {7, 8, 9}
 
@@ -342,7 +343,7 @@ def test_a_replay_exchanges_when_it_says_so_or_never() -> None:
         residency.end_pass(0.0)
         residency.exchange()
         held = {1, 7, 8, 9} if exchanges else {0, 1, 2, 3}
-        assert set(residency.cache.layers[0].residents()) == held
+        assert set(residents(residency.cache.layers[0])) == held
         assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
 
 
@@ -375,7 +376,7 @@ def test_while_the_cache_is_bypassed_nothing_moves_and_then_slots_are_exchanged(
     for _ in range(30):
         plan = token(residency, 9, 8, 7, 1)
         assert plan and plan.promoted == plan.admitted == []
-    assert set(residency.cache.layers[0].residents()) == {0, 1, 2, 3}
+    assert set(residents(residency.cache.layers[0])) == {0, 1, 2, 3}
     guard._settle(False, "")
     assert residency.begin_pass(Kind.DECODE, 1).exchanged, "the slots were out of date"
 
