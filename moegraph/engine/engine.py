@@ -38,10 +38,9 @@ from ..units import MiB
 from .drafters import open_speculation
 from .expertuse import ExpertUse
 from .generation import Events, Generation
-from .loader import LoadedModel, load_model
+from .loader import LoadedModel, load_model, open_disk
 from .memoryuse import memory_use
 from .ownership import Ownership
-from .prefixidentity import open_disk
 
 if TYPE_CHECKING:
     from .chat import ChatModel

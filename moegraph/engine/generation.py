@@ -69,6 +69,7 @@ class Generation:
     def run(self) -> Generator[GenerationEvent, None, None]:
         """Yield the events."""
         answer, loop = self._answer, Loop(self._core, 1)
+        is_failed = False
         answer.submit()
         if not answer.request.reuse:
             self._core.passes.reset(SEQ)  # else what it holds would be saved
@@ -82,13 +83,17 @@ class Generation:
                 while answer.fresh:
                     yield self._next_event()
             if answer.error:
-                raise answer.error
+                error, answer.error, is_failed = answer.error, None, True
+                try:
+                    raise error
+                finally:
+                    del error  # its frames know the answer: a circle would keep their memory
             if not answer.is_drawn or not self._n_told:
                 reason = answer.reason or "cancelled"
                 text = "" if answer.is_drawn else answer.sequence.cancel(reason)
                 yield self._event(None, text, answer.prompt_logits, reason)
         finally:
-            if not answer.is_over or answer.error:
+            if not answer.is_over or is_failed:
                 self._give_up()
 
     def _give_up(self) -> None:

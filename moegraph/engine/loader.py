@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -14,28 +19,212 @@ from ..arch import ModelFile
 from ..arch.draftfile import DraftFile
 from ..config import EngineConfig
 from ..draft.drafter import Drafter
-from ..errors import ConfigError, NativeError, UnsupportedModel
+from ..errors import ConfigError, MoegraphError, NativeError, UnsupportedModel
 from ..events import Progress, Stopwatch
-from ..ggml.device import Device
+from ..experts.cache import ExpertCache
+from ..experts.policy import POLICIES
+from ..ggml.device import Device, gpu_names
 from ..ggml.free_memory import host_memory
+from ..ggml.handles import closed_on_failure
+from ..ggml.lib import C, ffi
 from ..ggml.mapped import WatchedFiles
+from ..kinds import MAX_CPU_ROWS
 from ..passes.cputhreads import CpuThreads
+from ..passes.prefixdisk import PrefixDisk
+from ..passes.prefixfile import Widths
 from ..placement.draftchoice import Choice, Room, choose
 from ..placement.drafters import Sources, open_draft_file, with_drafts
-from ..placement.footprint import captured_graphs, context_within
-from ..placement.identity import router_shape
+from ..placement.footprint import captured_graphs, context_within, sweep_rows
+from ..placement.identity import file_hash, router_shape
 from ..placement.planner import Plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
-from ..placement.split import StagePlan, shares_of
+from ..placement.split import LINK_RATE, MEMORY_RATE, Place, StagePlan, evened, shares_of
 from ..resident.poolshape import PoolShape
+from ..resident.rates import measure_rates
 from ..resident.sequences import Sequences
 from ..resident.stage import Stage, open_stage
-from ..runner import AnyRunner
-from .devices import joined_name, open_device, open_more, places_of
+from ..runner import AnyRunner, LayeredRunner, Runner, StagedRunner, WholeRunner
+from ..runner.cpu_experts import CpuExperts, GraphCpuExperts, KernelCpuExperts
+from ..runner.misses import MissHandler
+from ..runner.replay import Replay
+from ..units import parse_bytes
 from .drafters import first_widths, limit_graphs, open_drafters
-from .runners import open_runners
 from .warmup import PassTimes, time_verify, warm_up
+
+
+def open_runners(
+    stages: Sequence[Stage],
+    rings: Sequence[int],
+    stack: ExitStack,
+    config: EngineConfig,
+    profile: ProfileFile | None = None,
+    routing: npt.NDArray[np.int32] | None = None,
+    times: Stopwatch | None = None,
+) -> AnyRunner:
+    """Return what runs passes over all stages of a model.
+
+    rings: the ring_groups of each stage. stack: gets the calls that close everything. Others, and
+    errors: as in `open_runner`.
+    """
+    parts = []
+    for stage, ring_groups in zip(stages, rings):
+        parts.append(open_runner(stage, config, profile, routing, times, ring_groups))
+        stack.callback(parts[-1].close)
+    if len(parts) == 1:
+        return parts[0]
+    runner = StagedRunner(parts)
+    stack.callback(runner.close)
+    return runner
+
+
+def open_runner(
+    stage: Stage,
+    config: EngineConfig,
+    profile: ProfileFile | None = None,
+    routing: npt.NDArray[np.int32] | None = None,
+    times: Stopwatch | None = None,
+    ring_groups: int = 0,
+) -> Runner:
+    """Return what runs passes over a stage, its slots filled; close it before the stage.
+
+    profile: which experts fill the slots; the first ones without it. routing: see `Engine.load`.
+    times: measures the phases. ring_groups: see `Sweeps`.
+
+    Raises:
+        ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
+    """
+    n_ubatch = min(config.n_rows, stage.state.n_ctx)
+    n_sweep = sweep_rows(n_ubatch, stage.state.n_ctx)
+    with closed_on_failure():
+        if not stage.device.can.host_access and (routing is not None or config.mode == "layered"):
+            raise ConfigError(
+                f"on {stage.device.name} one graph computes a pass: neither --mode layered nor "
+                "given routing works there"
+            )
+        if stage.is_full and routing is None and config.mode != "layered":
+            return WholeRunner(stage, n_ubatch, n_sweep)
+        misses = None
+        if not stage.is_full:
+            misses = _open_misses(stage, config, profile, times or Stopwatch())
+        replay = None if routing is None else Replay(stage, routing)
+        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep, ring_groups)
+
+
+def _open_misses(
+    stage: Stage, config: EngineConfig, profile: ProfileFile | None, times: Stopwatch
+) -> MissHandler:
+    """Open the cache and what computes missing experts, and fill the slots."""
+    device, hp, store = stage.device, stage.hp, stage.store
+    policy = POLICIES[config.policy]()
+    cache = ExpertCache(hp.n_expert, stage.n_slots, policy, hp.n_expert_used)
+    # 'auto' depends on measured times
+    miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
+    if miss == "cpu" and not store.is_aligned:
+        raise ConfigError(
+            "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
+            "use --miss stream"
+        )
+    cpu_experts: CpuExperts | None = None
+    if miss != "stream" and store.is_aligned and device.can.cpu_threads:
+        cpu_experts = GraphCpuExperts(stage, MAX_CPU_ROWS)
+    elif miss != "stream" and store.is_aligned:
+        cpu_experts = KernelCpuExperts(stage, device.n_threads, MAX_CPU_ROWS)
+    starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
+    placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
+    max_rows = stage.state.shape.pass_rows(config.n_rows)
+    misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
+    for il, (_, shares) in enumerate(starts):
+        if shares is not None:
+            misses.residency.routing.expect(il, shares)
+    times.lap("measure")
+    for il in store.layers:
+        misses.uploads.fill(il, placed[il])
+    times.lap("fill")
+    return misses
+
+
+# Bytes a second out of host memory with two channels.
+_HOST_RATE = 50e9
+_RATES = ("memory_rate", "link_rate")
+# Device memory left free with --vram auto, for other programs and for CUDA graphs.
+_MARGIN_BYTES = 256 << 20
+
+
+def open_device(name: str, config: EngineConfig) -> Device:
+    """Open one device of a configuration.
+
+    Raises:
+        ConfigError: there is no such device, or a setting does not suit it.
+    """
+    device = Device(name, config.n_threads, config.cpu_reference, config.deterministic)
+    if device.is_invariant and config.miss == "cpu":
+        device.close()
+        raise ConfigError(
+            "--deterministic computes every expert on the GPU, because the CPU rounds "
+            "otherwise; drop --miss cpu or --deterministic"
+        )
+    return device
+
+
+def open_more(
+    devices: Sequence[Device], config: EngineConfig, own: Callable[[Device], Device]
+) -> list[Device]:
+    """Open the other GPUs where `auto` has taken the first; one that fails is left out."""
+    more = list(devices)
+    for name in gpu_names():
+        if name != devices[0].name:
+            try:
+                more.append(own(open_device(name, config)))
+            except MoegraphError:
+                continue
+    return more
+
+
+def places_of(devices: Sequence[Device], config: EngineConfig) -> list[Place]:
+    """Return the memory that the plan may use on each device, and the speed of each.
+
+    Speeds are measured where there are several devices with memory of their own, unless decisions
+    must not depend on times.
+
+    Raises:
+        OutOfDeviceMemory, NativeError: as in `measure_rates`.
+    """
+    names = [device.name for device in devices]
+    sizes = config.vram.split(",")
+    sizes = sizes * len(devices) if len(sizes) == 1 else sizes
+    found = []
+    for device, size in zip(devices, sizes):
+        budget, source = _budget(device, size, names.count(device.name))
+        if len(devices) > 1:
+            source = f"{source} of {device.name}"
+        needs_all = not device.can.host_access
+        rates = MEMORY_RATE, LINK_RATE
+        if not device.can.own_memory:
+            rates = _HOST_RATE, LINK_RATE
+        elif len(set(names)) > 1 and not config.deterministic:
+            rates = measure_rates(device)
+        found.append(Place(budget, source, needs_all, *rates))
+    memory, link = (evened([getattr(p, name) for p in found]) for name in _RATES)
+    return [replace(place, memory_rate=a, link_rate=b) for place, a, b in zip(found, memory, link)]
+
+
+def _budget(device: Device, size: str, n_stages: int) -> tuple[int | None, str]:
+    """Return the device memory that a stage may use, None without a limit, and what says so.
+
+    n_stages: how many stages are on this device.
+    """
+    if size != "auto":
+        return parse_bytes(size, "g") - device.context_bytes, "--vram"
+    if not device.can.own_memory:
+        return None, "--vram"
+    free = device.memory()[0]
+    return (free - max(_MARGIN_BYTES, free // 50)) // n_stages, "the memory that is free"
+
+
+def joined_name(devices: Sequence[Device]) -> str:
+    """Return the names of devices as --device takes them."""
+    return ",".join(device.name for device in devices)
 
 
 class _Closes(Protocol):
@@ -283,3 +472,46 @@ class _Loading:
                 for stage in stages:
                     stage.taps.close()
         return open_drafters(stages, self.file, config, Sources(), self._stack)
+
+
+# Of the format of what is saved; it changes with what computes it.
+_VERSION = 2
+_SETTINGS = ("type_k", "type_v", "cpu_reference", "deterministic")
+
+
+def prefix_identity(loaded: LoadedModel) -> str:
+    """Return a hash of a loaded model, its settings, the kinds of its devices, and what drafts.
+
+    How many sequences there are, and of what length, does not matter.
+    """
+    config: EngineConfig = loaded.config
+    parts = {
+        "version": _VERSION,
+        "patches": ffi.string(C.mg_patchset_built()).decode(),
+        "model": file_hash(loaded.file),
+        "devices": [device.name.partition(":")[0] for device in loaded.devices],
+        "settings": {name: getattr(config, name) for name in _SETTINGS},
+        "widths": asdict(_widths(loaded)),
+        "drafters": [one.name for one in loaded.drafters],
+        "draft": loaded.draft_stamps,
+        "stages": [stage.layers.stop for stage in loaded.stages],  # copies have them in order
+    }
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def open_disk(loaded: LoadedModel, folder: str | os.PathLike[str], max_bytes: int) -> PrefixDisk:
+    """Open a folder for beginnings of prompts of a loaded model.
+
+    Files of other models or settings there are not used.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+        ModelFileError: the model file cannot be read.
+    """
+    return PrefixDisk(Path(folder), prefix_identity(loaded), _widths(loaded), max_bytes)
+
+
+def _widths(loaded: LoadedModel) -> Widths:
+    copies, drafters = loaded.sequences.copies, loaded.drafters
+    drafted = {one.name: one.row_widths for one in drafters if one.row_widths}
+    return Widths(copies.row_widths, drafted, copies.states_bytes)

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
-from ..passes.proposal import Ask, Proposal, step_of
+from ..passes.proposal import Ask, Proposal, StepClock, StepSeconds, step_of
 from ..passes.speculation import Speculation
-from ..passes.stepclock import StepClock, StepSeconds
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 

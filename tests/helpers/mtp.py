@@ -31,7 +31,7 @@ class MtpModel:
         """n_vocab, n_kept: see `open_mtp`. settings: as in `EngineConfig`."""
         from moegraph.arch import open_model
         from moegraph.draft.mtp import MtpDrafter
-        from moegraph.engine.runners import open_runner
+        from moegraph.engine.loader import open_runner
         from moegraph.ggml.device import Device
         from moegraph.resident.mtp import open_mtp
         from moegraph.resident.stage import open_stage

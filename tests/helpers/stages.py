@@ -10,7 +10,7 @@ import numpy as np
 
 from moegraph.arch import ModelFile
 from moegraph.config import EngineConfig
-from moegraph.engine.runners import open_runners
+from moegraph.engine.loader import open_runners
 from moegraph.ggml.device import Device
 from moegraph.kinds import Kind
 from moegraph.resident.poolshape import PoolShape

@@ -15,7 +15,7 @@ from helpers.smallest import smallest
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine, devices
+from moegraph.engine import Engine, loader
 from moegraph.errors import (
     Cancelled,
     ConfigError,
@@ -230,15 +230,15 @@ def test_auto_takes_more_devices_only_if_more_experts_fit(
     mib = smallest(lambda n: fits(need, n)) + 1
     assert not make_plan(need, mib << 20).all_resident
     names = ["cpu:1"] if is_wider else []
-    real = devices.open_device
+    real = loader.open_device
 
     def opened(name: str, config: EngineConfig) -> Device:
         device = real("cpu" if name == "cpu:1" else name, config)
         device.name = name if name == "cpu:1" else device.name
         return device
 
-    monkeypatch.setattr(devices, "gpu_names", lambda: names)
-    monkeypatch.setattr(devices, "open_device", opened)
+    monkeypatch.setattr(loader, "gpu_names", lambda: names)
+    monkeypatch.setattr(loader, "open_device", opened)
     engine = open_engine(device="auto", vram=f"{mib}MiB", host_pin="none", n_ubatch=32)
     assert engine.device_name == ("cpu,cpu:1" if is_wider else "cpu")
     assert len(engine.stages) == 1 + is_wider

@@ -15,7 +15,7 @@ from helpers.shared import greedy_tokens, prompt
 
 from moegraph.arch import ModelFile
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine, runners
+from moegraph.engine import Engine, loader
 from moegraph.errors import (
     ConfigError,
     ModelFileError,
@@ -93,7 +93,7 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
 
     monkeypatch.setattr(cpu_experts, "CpuFfn", start)
     monkeypatch.setattr(
-        runners,
+        loader,
         "GraphCpuExperts",
         lambda *common: KernelCpuExperts(common[0], 3, common[1]),
     )

@@ -13,7 +13,7 @@ from helpers.stages import MODES, Stages, assert_same, batches, new_config, new_
 
 from moegraph.arch import ModelFile
 from moegraph.engine import Engine
-from moegraph.engine.runners import open_runner
+from moegraph.engine.loader import open_runner
 from moegraph.errors import InternalError, OutOfDeviceMemory
 from moegraph.kinds import Kind
 from moegraph.runner import Batch, LayeredRunner, WholeRunner

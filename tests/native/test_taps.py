@@ -13,7 +13,7 @@ from helpers.stages import MODES, N_SEQ, Stages, batches, new_config, new_stage
 
 from moegraph.arch import ModelFile, open_model
 from moegraph.arch.inputs import PassShape
-from moegraph.engine.runners import open_runner
+from moegraph.engine.loader import open_runner
 from moegraph.errors import InternalError, OutOfDeviceMemory
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi

@@ -19,8 +19,14 @@ from helpers.tag_tokenizer import TAGS, TagTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegraph.engine.chat import ChatModel, ChatRequest, Format, TextRequest, thinking_variables
-from moegraph.engine.promptroom import PromptRoom
+from moegraph.engine.chat import (
+    ChatModel,
+    ChatRequest,
+    Format,
+    PromptRoom,
+    TextRequest,
+    thinking_variables,
+)
 from moegraph.errors import ContextOverflow, ModelFileError, RequestError
 from moegraph.gguf.reader import StringArray
 from moegraph.text.chat import ChatTemplate
