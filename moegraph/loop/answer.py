@@ -104,9 +104,6 @@ class Answer:
 
         vocabulary: None if there is to be no text. deliver, cancel, progress: as above.
         keep_logits: the caller gets all rows of logits.
-
-        Raises:
-            RequestError, ContextOverflow: the request is wrong.
         """
         n_vocab, n_top = core.file.hparams.n_vocab, request.n_logprobs
         sampling = request.sampling.validate(n_vocab)

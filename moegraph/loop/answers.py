@@ -129,9 +129,6 @@ class Answers:
         """Return the next token, which the text has taken.
 
         row: of the pass; -1 for that of a prompt. node, offered: as in `Drawing.pick`.
-
-        Raises:
-            RequestError: settings or grammar exclude every token.
         """
         drawing = answer.drawing
         token = drawing.pick(output, row, node, offered)
@@ -234,11 +231,7 @@ class Answers:
         self.left.append(answer)
 
     def failed(self, answers: Sequence[Answer], error: MoegraphError) -> None:
-        """End the requests of some work that failed.
-
-        Raises:
-            MoegraphError: the same error, if nothing more can be computed.
-        """
+        """End the requests of some work that failed."""
         for answer in answers:
             if isinstance(error, Cancelled):
                 self.end(answer, "deadline" if answer.is_late else "cancelled")

@@ -75,9 +75,6 @@ class Decoding:
         """Run the next row of some requests in groups, if that is faster than in one pass.
 
         Otherwise nothing is in flight afterwards.
-
-        Raises:
-            MoegraphError: nothing more can be computed.
         """
         groups = self.groups
         if groups is None:
@@ -120,10 +117,6 @@ class Decoding:
         """Start the pass of the next row of some requests; `take` draws from its results.
 
         While it runs, what was drawn before is delivered.
-
-        Raises:
-            PoolFull: there are too few pages; nothing changes.
-            MoegraphError: nothing more can be computed.
         """
         if len(batch) > 1:  # several passes, if one would be too long
             by_slot = {answer.slot: answer for answer in batch}
@@ -209,11 +202,7 @@ class Decoding:
         return not is_listed, draws if is_listed else None
 
     def take(self) -> None:
-        """Wait for the pass in flight, if there is one, and draw from its results.
-
-        Raises:
-            MoegraphError: nothing more can be computed.
-        """
+        """Wait for the pass in flight, if there is one, and draw from its results."""
         if self._flight is None:
             return
         (batch, trees), self._flight = self._flight, None

@@ -59,9 +59,6 @@ class Drafting:
         """Return the rows of each request in the next pass; None if none of them drafts.
 
         Whether a lone request drafts was found out while the last pass ran, if it could be.
-
-        Raises:
-            NativeError: the device failed.
         """
         speculation, self._proposals = self._speculation, {}
         found, n, rests = list[DraftTree](), len(batch), False
@@ -124,11 +121,7 @@ class Drafting:
         self._proposals = {}
 
     def launched(self) -> None:
-        """Note that the pass runs: there is time to learn from the last one, and to look ahead.
-
-        Raises:
-            NativeError: the device failed.
-        """
+        """Note that the pass runs: there is time to learn from the last one, and to look ahead."""
         self.settle()
         self._rests = False
         if self._lone and not self._proposals:

@@ -149,9 +149,6 @@ class Drawing:
 
         row: of the pass, -1 for the last one. node: which of the rows of this sequence it is.
         offered: a token drafted at random, to accept or to reject.
-
-        Raises:
-            RequestError: settings or grammar exclude every token, or the grammar is too complex.
         """
         if self.greedy and output.argmax is not None:
             return int(output.argmax[row])

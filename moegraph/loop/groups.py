@@ -60,11 +60,7 @@ class Groups:
         return sum(room.pages_for(answer.slot, 2) for answer in batch) <= room.n_free_pages
 
     def decode(self, batch: Batch, n_groups: int) -> None:
-        """Run the next row of each request, and start the one after it.
-
-        Raises:
-            MoegraphError: nothing more can be computed.
-        """
+        """Run the next row of each request, and start the one after it."""
         most = -(-len(batch) // n_groups)
         flying = {id(answer) for group in self._flying for answer in group}
         waiting = deque(answer for answer in batch if id(answer) not in flying)
@@ -121,11 +117,7 @@ class Groups:
         return [answer for answer in group if _goes_on(answer)]
 
     def land(self) -> None:
-        """Draw from the results of all passes in flight, and start none.
-
-        Raises:
-            MoegraphError: nothing more can be computed.
-        """
+        """Draw from the results of all passes in flight, and start none."""
         while self._flying:
             self._collect()
         work, self._to_save = self._to_save, []

@@ -64,11 +64,7 @@ class Loop:
         return bool(self._to_cancel) or not self.scheduler.is_idle
 
     def add(self, answer: Answer) -> None:
-        """Accept a request.
-
-        Raises:
-            QueueFull: there are as many requests as are allowed.
-        """
+        """Accept a request."""
         with self.lock:
             self.scheduler.add(answer, answer.deadline)
             self._has_news = True
@@ -83,11 +79,7 @@ class Loop:
             self.lock.notify_all()
 
     def step(self) -> bool:
-        """Take the results of the pass in flight and start what is next; False: there is nothing.
-
-        Raises:
-            MoegraphError: nothing more can be computed.
-        """
+        """Take the results of the pass in flight and start the next; False: there is none."""
         self._decoding.take()
         again = self._again
         if again and not (self._has_news or self.answers.left or self.scheduler.deadlines):
@@ -237,11 +229,7 @@ class Loop:
             self.note_done()
 
     def finish(self, answer: Answer) -> None:
-        """Step until a request has ended, which was asked for.
-
-        Raises:
-            MoegraphError: nothing more can be computed.
-        """
+        """Step until a request has ended, which was asked for."""
         while not answer.is_over:
             if not self.step():
                 raise InternalError("a request that was to end has not ended")

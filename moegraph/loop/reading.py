@@ -93,10 +93,6 @@ class Reading:
 
         others: wait too; the sweep takes along what fits of them. A prompt that is longer than it
         seemed waits, if another sweep is under way.
-
-        Raises:
-            PoolFull: there is no memory for it now; it waits.
-            MoegraphError: nothing more can be computed.
         """
         group: dict[Answer, SweepBatch] = {}
         is_sweeping = bool(self._answers.sweeping)
@@ -141,10 +137,6 @@ class Reading:
         """Give a request a slot, which holds what is known of its prompt; return the rest of it.
 
         None: the rest has more than `most` tokens, and the request has no slot.
-
-        Raises:
-            PoolFull: there is no memory for it now; the request has no slot.
-            MoegraphError: the device failed.
         """
         known, worthless = answer.ids, self._answers.worthless
         if not answer.request.reuse:
@@ -282,9 +274,6 @@ class Reading:
 
         None comes after a step that built graphs: what these take is not in the expected time.
         Return what such steps take; None: not known, so others go first now.
-
-        Raises:
-            MoegraphError: nothing more can be computed.
         """
         group, costs = list(self._answers.sweeping), self._tally.costs
         sweep = group[0].sweep if group else None
@@ -362,11 +351,7 @@ class Reading:
             self._was_read(answer, swept.saved)
 
     def read_piece(self, answer: Answer, n_rows: int) -> float:
-        """Read some rows of a prompt as one pass, up to the next mark; return what it took.
-
-        Raises:
-            MoegraphError: nothing more can be computed.
-        """
+        """Read some rows of a prompt as one pass, up to the next mark; return what it took."""
         batch = answer.rest
         if batch is None:
             raise InternalError("a prompt that is not under way was to be read")

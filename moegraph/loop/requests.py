@@ -31,11 +31,7 @@ class Constraint(Protocol):
         """
 
     def accept(self, token: int) -> None:
-        """Take the next token of the answer, unless it ends the answer.
-
-        Raises:
-            RequestError: the grammar does not go on with it, or has grown too complex.
-        """
+        """Take the next token of the answer, unless it ends the answer."""
 
     def roll_back(self, n: int) -> None:
         """Forget the last n tokens."""

@@ -155,9 +155,6 @@ class RowSampler:
 
         candidates: what the device lists of the row; None without. logits: returns the logits of
         the row, F32 [n_vocab]. allowed: as in `Sampler.sample`.
-
-        Raises:
-            RequestError: the logit bias, or allowed, excludes every token.
         """
         if candidates is not None:
             self.prepare()
@@ -171,9 +168,6 @@ class RowSampler:
         """Return the next token, where one was drafted at random; see draft/rejection.py.
 
         logits: F32 [n_vocab]. allowed: as in `Sampler.sample`.
-
-        Raises:
-            RequestError: the logit bias, or allowed, excludes every token.
         """
         self.n_whole += 1
         if allowed is not None:

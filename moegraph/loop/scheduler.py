@@ -166,11 +166,7 @@ class Scheduler(Generic[T]):
         return self._n_slots + self._n_waiting
 
     def require_room(self) -> None:
-        """Check that there may be one more request.
-
-        Raises:
-            QueueFull: there are as many as are allowed.
-        """
+        """Check that there may be one more request."""
         if len(self._arrival) >= self.capacity:
             seconds = min(max(self.retry_after_s, _SOONEST), _LATEST)
             raise QueueFull(
@@ -185,11 +181,7 @@ class Scheduler(Generic[T]):
         return (self.costs.request_s or 0.0) / self._n_slots
 
     def add(self, key: T, deadline: float | None = None) -> None:
-        """Have a request wait; deadline: when `due` returns it, None for never.
-
-        Raises:
-            QueueFull: there are as many requests as are allowed.
-        """
+        """Have a request wait; deadline: when `due` returns it, None for never."""
         self.require_room()
         self._waiting[key] = None
         self._arrival[key] = self._n_arrived

@@ -12,12 +12,7 @@ from ..text.stream import IncrementalDecoder, StopMatcher
 
 
 def room_after(n_prompt: int, n_ctx: int) -> int:
-    """Return how many tokens can follow a prompt.
-
-    Raises:
-        RequestError: the prompt is empty.
-        ContextOverflow: it is longer than the context.
-    """
+    """Return how many tokens can follow a prompt."""
     if n_prompt == 0:
         raise RequestError("the prompt is empty; give it at least one token")
     if n_prompt > n_ctx:
@@ -42,11 +37,6 @@ class Sequence:
         piece: returns the bytes of a token; None: no text, and no stop strings.
         eog_ids: tokens that end the generation.
         stop: strings that end the generation; they are not part of the text.
-
-    Raises:
-        RequestError: the prompt is empty, a stop string or max_tokens is out of range, or stop
-            strings are given without piece.
-        ContextOverflow: the prompt is longer than the context.
     """
 
     def __init__(

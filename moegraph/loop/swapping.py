@@ -43,11 +43,7 @@ class Swapping:
         return 1 + (len(answer.swapped.ids) if answer.swapped else len(answer.ids))
 
     def make_room(self, answer: Answer, slot: int) -> None:
-        """Have an idle slot be able to take the positions of a request.
-
-        Raises:
-            PoolFull: there are not as many pages.
-        """
+        """Have an idle slot be able to take the positions of a request."""
         n_needed = self._pages(self._n_rows(answer) - 1) - len(self._pool.pages(slot))
         if not self._reclaim(n_needed, slot):
             raise PoolFull(n_needed, self._passes.room.n_free_pages)
@@ -90,11 +86,7 @@ class Swapping:
         return True
 
     def swap_in(self, answer: Answer) -> None:
-        """Give a request that was moved to host memory a slot again.
-
-        Raises:
-            PoolFull: there is no memory for it now.
-        """
+        """Give a request that was moved to host memory a slot again."""
         slot, swapped = self._answers.idle_slots()[0], answer.swapped
         try:
             if swapped:

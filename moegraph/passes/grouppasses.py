@@ -64,11 +64,6 @@ class GroupPasses(Passes):
 
         After an error its sequences are emptied, and those of other groups stay as they are. An
         interrupt empties all sequences in flight.
-
-        Raises:
-            RequestError: no pass of a group is in flight.
-            NotFinite, ModelFileError: as in `collect`.
-            NativeError: a device failed.
         """
         if not self._groups:
             raise RequestError("no group is in flight; submit one first")

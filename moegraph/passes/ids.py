@@ -17,11 +17,7 @@ Cancel = CancelToken | list[CancelToken | None] | tuple[CancelToken | None, ...]
 
 
 def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
-    """Return token ids as I32, in the same numpy shape.
-
-    Raises:
-        RequestError: tokens are not integers, or an id is outside the vocabulary.
-    """
+    """Return token ids as I32, in the same numpy shape."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.size == 1:
         one: npt.NDArray[np.int32] = tokens  # one row of decode: the device waits for it
         if 0 <= one.item() < n_vocab:
@@ -46,11 +42,7 @@ def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
 
 
 def prompt_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
-    """Return the token ids of a prompt as I32 [n].
-
-    Raises:
-        RequestError: they are not a list of integers, or an id is outside the vocabulary.
-    """
+    """Return the token ids of a prompt as I32 [n]."""
     ids = checked_ids(tokens, n_vocab)
     if ids.ndim != 1:
         raise RequestError(f"a prompt has token ids of shape {list(ids.shape)}; allowed: [n]")
@@ -58,11 +50,7 @@ def prompt_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
 
 
 def checked_rows(tokens: object, n_vocab: int, n_ubatch: int) -> npt.NDArray[np.int32]:
-    """Return the token ids of a pass as I32, numpy [n_seqs, n_seq_tokens].
-
-    Raises:
-        RequestError: wrong ids or shape, or too many rows.
-    """
+    """Return the token ids of a pass as I32, numpy [n_seqs, n_seq_tokens]."""
     rows = np.ascontiguousarray(checked_ids(tokens, n_vocab))
     if rows.ndim < 2:
         rows = rows.reshape(1, -1)
@@ -75,11 +63,7 @@ def checked_rows(tokens: object, n_vocab: int, n_ubatch: int) -> npt.NDArray[np.
 
 
 def slots_of(seq: Seqs, n_rows: int, n_seq: int) -> tuple[int, ...]:
-    """Return the sequence of each of n_rows rows of token ids; the engine has n_seq sequences.
-
-    Raises:
-        RequestError: there is no such sequence.
-    """
+    """Return the sequence of each of n_rows rows of token ids; the engine has n_seq sequences."""
     if not isinstance(seq, int):
         for slot in seq:
             require_seq(slot, n_seq)
@@ -93,21 +77,13 @@ def slots_of(seq: Seqs, n_rows: int, n_seq: int) -> tuple[int, ...]:
 
 
 def require_seq(seq: int, n_seq: int) -> None:
-    """Check that an engine with n_seq sequences has this one.
-
-    Raises:
-        RequestError: it has not.
-    """
+    """Check that an engine with n_seq sequences has this one."""
     if not 0 <= seq < n_seq:
         raise RequestError(f"there is no sequence {seq}; the engine has 0 to {n_seq - 1}")
 
 
 def cancelled_of(cancel: Cancel, n_seqs: int) -> Callable[[], bool]:
-    """Return whether all n_seqs sequences of a pass are cancelled, as a function.
-
-    Raises:
-        RequestError: there is not one token for each sequence.
-    """
+    """Return whether all n_seqs sequences of a pass are cancelled, as a function."""
     if cancel is None:
         return bool
     if not isinstance(cancel, (list, tuple)):

@@ -58,11 +58,7 @@ class Passes:
         self._before: dict[int, Snapshot] = {}  # sequences that a failed pass does not empty
 
     def held(self, seq: int) -> list[int]:
-        """Return the token ids that a sequence holds.
-
-        Raises:
-            RequestError: there is no such sequence.
-        """
+        """Return the token ids that a sequence holds."""
         require_seq(seq, self.n_seq)
         return [] if seq in self._unfinished else self._held[seq]
 
@@ -71,11 +67,7 @@ class Passes:
         self._prompts.keep = keep
 
     def reset(self, seq: int) -> None:
-        """Empty a sequence; others, and their results of a pass in flight, stay as they are.
-
-        Raises:
-            RequestError: there is no such sequence.
-        """
+        """Empty a sequence; others, and their results of a pass in flight, stay as they are."""
         require_seq(seq, self.n_seq)
         self._forget_before(seq)
         self.abandon(seq)
@@ -137,11 +129,6 @@ class Passes:
         them; `reset` ends one sequence, also in flight. An error or a cancellation before the first
         graph is launched changes no sequence. After a later one the sequences of the pass are
         emptied, because some layers may have advanced and others not.
-
-        Raises:
-            RequestError: wrong ids, shape or sequences, too many rows, or a pass is in flight.
-            ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
-            Cancelled: all sequences were cancelled while the pass was launched.
         """
         self.clean_up()
         self._runner.require_idle()
@@ -193,9 +180,6 @@ class Passes:
 
         tokens: drawn by the caller, who has seen to it that the context has room. greedy, draws,
         meanwhile, failures: as in `submit`; the pass runs to its end.
-
-        Raises:
-            PoolFull: there are too few pages; nothing changes.
         """
         self.clean_up()
         self._runner.require_idle()
@@ -211,11 +195,6 @@ class Passes:
         Passes over other sequences may run between steps. A step that fails or is cancelled undoes
         the prompts. `leave_prompt` gives up one of several, and if its results are not finite, the
         error is in `Sweep.prompts` at the end. runs: all steps follow at once, or all is undone.
-
-        Raises:
-            RequestError: wrong ids or sequence, a pass is in flight, or a prompt is under way.
-            ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
-            OutOfDeviceMemory: there is no memory to go back to what a sequence is now.
         """
         self.clean_up()
         self._runner.require_idle()
@@ -233,13 +212,7 @@ class Passes:
         return self._prompts.leave(sweep, seq)
 
     def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
-        """Enqueue the next step of a prompt; return whether there are more.
-
-        Raises:
-            RequestError: a pass is in flight, or the prompt is not under way.
-            Cancelled: cancel was set.
-            NotFinite, ModelFileError: as in `collect`.
-        """
+        """Enqueue the next step of a prompt; return whether there are more."""
         self.clean_up()
         self._runner.require_idle()
         return self._prompts.step(sweep, cancel)
@@ -316,12 +289,6 @@ class Passes:
 
         It changes no sequence, whatever happens; `commit` takes rows of it. tokens, parents,
         lengths: as in `Batch.verify`; others: as in `submit`, but greedy wins over draws.
-
-        Raises:
-            RequestError: as in `submit`, or the lengths do not fit the tokens.
-            InternalError: a parent is neither an earlier row nor -1, or a tree has too many rows.
-            ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
-            Cancelled: all sequences were cancelled while the pass was launched.
         """
         self.clean_up()
         self._runner.require_idle()
@@ -335,9 +302,6 @@ class Passes:
         paths: by sequence, rows of its tree from a root on, each the child of the one before; none
         changes nothing. One call for all sequences is one launch; if that fails, those that it
         would have changed are emptied.
-
-        Raises:
-            RequestError: a pass is in flight, or some rows are not such a path; nothing changes.
         """
         for seq in paths:
             require_seq(seq, self.n_seq)
@@ -354,23 +318,13 @@ class Passes:
         self._unfinished.difference_update(changed)
 
     def snapshot(self, seq: int) -> Snapshot:
-        """Return a snapshot of a sequence, to `restore`; close it when it is not needed.
-
-        Raises:
-            RequestError: there is no such sequence.
-            OutOfDeviceMemory: there is no memory for it.
-        """
+        """Return a snapshot of a sequence, to `restore`; close it when it is not needed."""
         require_seq(seq, self.n_seq)
         self.clean_up()
         return self._state.snapshot(seq)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Have a sequence be again as it was when a snapshot was taken; no other one waits.
-
-        Raises:
-            RequestError: the snapshot is closed, or the sequence has lost positions that it had.
-            PoolFull: others use its last page too, and none is free; nothing changes.
-        """
+        """Have a sequence be again as it was when a snapshot was taken; no other one waits."""
         self.clean_up()
         slot = snapshot.slot
         snapshot.copies_of_states()  # an error here changes nothing
@@ -383,12 +337,7 @@ class Passes:
         self._unfinished.discard(slot)
 
     def require_resting(self, seq: int) -> None:
-        """Check that nothing of a sequence is under way.
-
-        Raises:
-            RequestError: there is no such sequence, a pass is in flight, or the prompt of the
-                sequence is under way.
-        """
+        """Check that nothing of a sequence is under way."""
         require_seq(seq, self.n_seq)
         self.clean_up()
         self._runner.require_idle()
@@ -398,12 +347,7 @@ class Passes:
         self, seq: int, ids: Sequence[int], n_kept: int, rows: Sequence[tuple[int, RowsCopy]],
         states: StatesCopy, source: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """Have a sequence hold ids, from copies in host memory; see `Sequences.put_back`.
-
-        Raises:
-            RequestError: there is no such sequence, or a pass is in flight.
-            PoolFull: too few pages are free; nothing changes.
-        """
+        """Have a sequence hold ids, from copies in host memory; see `Sequences.put_back`."""
         require_seq(seq, self.n_seq)
         self.clean_up()
         self._runner.require_idle()
@@ -439,13 +383,6 @@ class Passes:
 
         locates: compute a sequence whose results are not finite again, to name the layer; then
         `logits` has nothing of the others.
-
-        Raises:
-            RequestError: no pass is in flight.
-            NotFinite: results of some sequences are not finite; the message names the first such
-                layer. Those sequences are emptied, or left as they were by a verify pass. The
-                others keep what they hold, and their results are in the error's `output`.
-            ModelFileError: the model file was cut short; the engine is unusable from then on.
         """
         return self._collected(self._runner.collect, locates)
 
@@ -483,12 +420,7 @@ class Passes:
         return self._runner.logits(row)
 
     def nodes(self, tokens: object, seq: int) -> dict[tuple[str, int], npt.NDArray[Any]]:
-        """Run tokens as one pass; return named nodes by (name, il), as `node_values`.
-
-        Raises:
-            RequestError, ContextOverflow: as in `submit`.
-            ConfigError: not every expert is resident.
-        """
+        """Run tokens as one pass; return named nodes by (name, il), as `node_values`."""
         self.clean_up()
         self._runner.require_idle()
         rows, slots = self._given(tokens, seq)

@@ -77,9 +77,6 @@ class PrefixDisk:
         """Read what the folder has; files of other models or settings stay as they are.
 
         identity: of the model, and of all that its KV rows and states depend on. widths: of these.
-
-        Raises:
-            ConfigError: the folder cannot be made or read, or others could write there.
         """
         self._folder, self._identity, self.max_bytes = folder, identity, max_bytes
         self._widths = widths

@@ -254,10 +254,6 @@ class Prefixes:
 
         At least the last id is left to compute. The sequence is emptied if it holds other tokens,
         or those of another owner, and nothing else fits. Return how many ids it holds.
-
-        Raises:
-            RequestError: there is no such sequence, or a pass is in flight.
-            PoolFull: the pages for that are not free; nothing changes.
         """
         n = self._resume(seq, ids, owner)
         self.own(seq, owner)

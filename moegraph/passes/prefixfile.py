@@ -83,11 +83,7 @@ class Head:
         return [*self.rows, *(shape for each in self.drafted.values() for shape in each)]
 
     def require(self, widths: Widths) -> None:
-        """Check that every shape is what a model keeps.
-
-        Raises:
-            DamagedFile: one is not.
-        """
+        """Check that every shape is what a model keeps."""
         if self.rows != [[self.n_tokens, width] for width in widths.rows]:
             raise DamagedFile(f"KV rows of shapes that {self.n_tokens} positions do not have")
         if self.n_states != widths.states:
@@ -118,11 +114,7 @@ _NAMES = tuple(f.name for f in fields(Head) if f.name != "tokens")
 
 
 def write_file(path: Path, head: Head, rows: Iterable[Bytes], states: Bytes) -> None:
-    """Write a file, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file, whole or not at all."""
     text = head.text
     beginning = MAGIC + len(text).to_bytes(4, "little") + text + head.tokens.tobytes()
     # a name that nobody can foretell, which only its owner can read: it has what users wrote
@@ -143,11 +135,7 @@ def write_file(path: Path, head: Head, rows: Iterable[Bytes], states: Bytes) -> 
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Open a file to read; no link is followed, and a pipe waits for no writer.
-
-    Raises:
-        OSError: it cannot be opened, or is no file.
-    """
+    """Open a file to read; no link is followed, and a pipe waits for no writer."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -156,11 +144,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder for a cache, which only its owner can use, or check one that is there.
-
-    Raises:
-        ConfigError: it cannot be made, or others than its user could change what is in it.
-    """
+    """Make a folder for a cache, which only its owner can use, or check one that is there."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -179,12 +163,7 @@ def private_folder(folder: Path) -> None:
 
 
 def read_head(path: Path) -> Head:
-    """Read what a file says of itself.
-
-    Raises:
-        DamagedFile: it is not whole, or not such a file.
-        OSError: it cannot be read.
-    """
+    """Read what a file says of itself."""
     with _opened(path) as file:
         start = file.read(len(MAGIC) + 4)
         if not start.startswith(MAGIC):
@@ -216,12 +195,7 @@ def _parsed(text: bytes) -> Head:
 
 
 def read_rows(path: Path, head: Head) -> tuple[list[Bytes], dict[str, list[Bytes]]]:
-    """Read the rows of a file: of the model's caches, and of each drafter's, U8 [n, bytes].
-
-    Raises:
-        DamagedFile: they are not what was written.
-        OSError, MemoryError: they cannot be read.
-    """
+    """Read the rows of a file: of the model's caches, and of each drafter's, U8 [n, bytes]."""
     parts: list[Bytes] = [np.empty((n, size), np.uint8) for n, size in head.row_parts]
     with _opened(path) as file:
         file.seek(len(MAGIC) + 4 + len(head.text) + 4 * head.n_tokens + _HASH)
@@ -232,12 +206,7 @@ def read_rows(path: Path, head: Head) -> tuple[list[Bytes], dict[str, list[Bytes
 
 
 def read_states(path: Path, head: Head, out: Bytes) -> None:
-    """Read the states of a file into U8 [n_states].
-
-    Raises:
-        DamagedFile: they are not what was written.
-        OSError: they cannot be read.
-    """
+    """Read the states of a file into U8 [n_states]."""
     with _opened(path) as file:
         file.seek(head.n_bytes - head.n_states - _HASH)
         _read(file, [out], "the states")

@@ -51,11 +51,7 @@ class Prompts:
         self._is_stepping = self.sweep is not None
 
     def require_read(self, *slots: int) -> None:
-        """Check that the prompt of none of these sequences is under way.
-
-        Raises:
-            RequestError: one is.
-        """
+        """Check that the prompt of none of these sequences is under way."""
         found = self.sweep.slots.intersection(slots) if self.sweep else ()
         for slot in found:
             raise RequestError(f"the prompt of sequence {slot} is under way; finish it first")
@@ -94,10 +90,6 @@ class Prompts:
         """Begin prompts that one sweep reads; the caller has checked its arguments.
 
         runs: `run` follows at once; if it does not come to that, the prompt is undone.
-
-        Raises:
-            RequestError: another prompt is under way.
-            OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
         """
         if self.sweep:
             raise RequestError(
@@ -116,14 +108,7 @@ class Prompts:
         return sweep
 
     def step(self, sweep: Sweep, cancel: CancelToken | None) -> bool:
-        """Enqueue the next step; return whether there are more. An error undoes the prompt.
-
-        Raises:
-            RequestError: the prompt is not under way.
-            Cancelled: cancel was set.
-            NotFinite: a result is not finite.
-            ModelFileError: the model file was cut short.
-        """
+        """Enqueue the next step; return whether there are more. An error undoes the prompt."""
         if sweep is not self.sweep:
             raise RequestError("the prompt has been computed or cancelled; begin another one")
         return self._undone_on_failure(sweep, lambda: self._step(sweep, cancel))
@@ -201,11 +186,7 @@ def where_not_finite(runner: AnyRunner, tokens: list[int], slot: int) -> str:
 
 
 def finished(sweep: Sweep) -> Output:
-    """Return the results of a sweep after its last step.
-
-    Raises:
-        InternalError: it has more steps.
-    """
+    """Return the results of a sweep after its last step."""
     if sweep.output is None:
         raise InternalError("the results of a prompt were asked for before its last step")
     return sweep.output

@@ -45,12 +45,7 @@ class Room:
         return self._state.shape.groups(lengths)
 
     def require(self, more: Mapping[int, int]) -> None:
-        """Check that sequences can take so many more rows.
-
-        Raises:
-            ContextOverflow: one would be longer than the context.
-            PoolFull: there are not as many pages.
-        """
+        """Check that sequences can take so many more rows."""
         n_needed = 0
         for seq, n_rows in more.items():
             last = self._state.n_past[seq] + n_rows
@@ -66,21 +61,13 @@ class Room:
         """Check that a sequence can have n_rows positions once it gives up others than n_kept.
 
         n_shared: positions that it gets from another one, whose whole pages it shares.
-
-        Raises:
-            PoolFull: there are not as many pages.
         """
         n_needed, n_free = self._state.pool.lacking(seq, n_rows, n_kept, n_shared // PAGE)
         if n_needed > n_free:
             raise PoolFull(n_needed, n_free)
 
     def require_pass(self, batch: Batch) -> None:
-        """Check that the sequences of a pass can take its rows, and that they fit one pass.
-
-        Raises:
-            ContextOverflow, PoolFull: as in `require`.
-            RequestError: the pass has too many rows, or gathers too many.
-        """
+        """Check that the sequences of a pass can take its rows, and that they fit one pass."""
         slots, most = batch.slots, self._runner.max_rows
         self.require({slot: batch.n_rows(at) for at, slot in enumerate(slots)})
         if batch.tokens.size > most:

@@ -65,11 +65,7 @@ class SequenceCopies:
         return self.memory.row_bytes + (drafts.row_bytes if drafts else 0)
 
     def take_states(self, seq: int) -> StatesCopy:
-        """Copy the states of a sequence, and wait.
-
-        Raises:
-            NativeError: there is no host memory.
-        """
+        """Copy the states of a sequence, and wait."""
         if drafts := self._speculation():
             drafts.settle(seq)
         return self.memory.take_states(seq, len(self._passes.held(seq)))
@@ -78,9 +74,6 @@ class SequenceCopies:
         """Copy the rows of positions of a sequence, those of drafters too, and wait.
 
         ids: the tokens of all positions up to the last of these; first: the first of these.
-
-        Raises:
-            MemoryError: there is no host memory.
         """
         drafts = self._speculation()
         if drafts:
@@ -99,12 +92,7 @@ class SequenceCopies:
         states: StatesCopy,
         source: tuple[int, int] | None = None,
     ) -> None:
-        """Have a sequence hold ids, from copies; see `Sequences.put_back`.
-
-        Raises:
-            RequestError: there is no such sequence, or a pass is in flight.
-            PoolFull: too few pages are free; nothing changes.
-        """
+        """Have a sequence hold ids, from copies; see `Sequences.put_back`."""
         held = self._passes.held(seq)[:n_kept]
         drafts = self._speculation()
         if drafts and source:
@@ -117,11 +105,6 @@ class SequenceCopies:
         """Take a sequence out of the device: it is empty after this, and its pages are free.
 
         Verified rows that were not committed are lost.
-
-        Raises:
-            RequestError: there is no such sequence, a pass is in flight, or the prompt of the
-                sequence is under way; nothing changes.
-            NativeError: there is no host memory; nothing changes.
         """
         self._passes.require_resting(seq)
         ids = list(self._passes.held(seq))
@@ -143,12 +126,7 @@ class SequenceCopies:
         return swapped
 
     def swap_in(self, seq: int, swapped: SwappedSequence) -> None:
-        """Have a sequence, whatever it held, be what another one was; this uses up the copy.
-
-        Raises:
-            RequestError: as in `swap_out`.
-            PoolFull: too few pages are free; nothing changes.
-        """
+        """Have a sequence, whatever it held, be what another one was; this uses up the copy."""
         self._passes.require_resting(seq)
         if swapped.rows is None or swapped.states is None:
             self._passes.reset(seq)

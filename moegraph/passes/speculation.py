@@ -211,19 +211,11 @@ class Speculation:
         self._followed[slot] = _Followed(list(ids), dict.fromkeys(self.drafters, len(ids)))
 
     def propose(self, ask: Ask) -> Proposal | None:
-        """Return the rows of the next pass of a lone sequence; None if nothing was drafted.
-
-        Raises:
-            NativeError: the device failed.
-        """
+        """Return the rows of the next pass of a lone sequence; None if nothing was drafted."""
         return self._propose(ask, 1, ())
 
     def propose_all(self, asks: Sequence[Ask], n_seqs: int) -> list[Proposal | None]:
-        """Return the rows of each sequence in a pass that n_seqs share; None: nothing was drafted.
-
-        Raises:
-            NativeError: the device failed.
-        """
+        """Return the rows of each sequence in a pass that n_seqs share; None: nothing drafted."""
         self._foreseen = None
         groups: dict[str, list[tuple[Ask, Plan]]] = {}
         for ask in asks:
@@ -304,9 +296,6 @@ class Speculation:
         The device is idle while `propose` runs, and not now. n_left: tokens that will be left
         then. Return whether nothing will be drafted, whatever the pass gives. If it is only
         certain that nothing is drafted where look-up finds nothing, `propose` asks that first.
-
-        Raises:
-            NativeError: the device failed.
         """
         followed, names = self._followed.get(slot), list[str]()
         if followed and len(followed.ids) >= followed.least + MOST_BEHIND:

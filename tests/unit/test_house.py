@@ -64,17 +64,17 @@ LAZY = {
 ROOM_CAP, CLASS_CAP, FUNCTION_CAP = 25, 20, 60
 # Rooms, classes (methods) and functions (lines) that are still larger: these lists only shrink.
 LARGE = {
-    "draft": 32, "runner": 29,
     # one method for each operation of ggml
-    "Builder": 45,
-    "CallScanner": 26, "ChunkInputs": 27, "Controller": 37, "DFlashDrafter": 46, "Engine": 36,
-    "GgufFile": 28, "HostCopies": 25, "LayerSlots": 29, "MtpDrafter": 26, "MtpMemory": 27,
-    "Passes": 34, "PrefixDisk": 30, "Prefixes": 32, "Reading": 26, "Residency": 29, "Runner": 42,
-    "Answers": 27, "Scheduler": 37, "Speculation": 29, "StageSweep": 33, "StagedRunner": 25,
-    "engine.generate": 66, "loader.load": 66, "simulate.simulate": 66, "train_tiny.train": 73,
+    "Builder": 42,
+    "Answers": 25, "CallScanner": 22, "ChunkInputs": 23, "Controller": 31,
+    "DFlashDrafter": 42, "Engine": 33, "GgufFile": 24, "HostCopies": 21, "LayerSlots": 24,
+    "MtpDrafter": 22, "MtpMemory": 23, "Passes": 31, "PrefixDisk": 26, "Prefixes": 28,
+    "Reading": 22, "Residency": 25, "Runner": 37, "Scheduler": 33, "Speculation": 25,
+    "StageSweep": 29, "StagedRunner": 21,
+    "loader.load": 62, "simulate.simulate": 62, "train_tiny.train": 69,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 59_000
+LINES = 57_700
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
