@@ -14,8 +14,8 @@ from . import ui
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
-    from ..placement.draftchoice import Choice
     from ..placement.drafters import Sources
+    from ..placement.memory import Choice
     from ..placement.planner import Demand, Footprint, Plan
     from ..placement.split import StagePlan
 
@@ -245,8 +245,8 @@ def chooser(
     config: after `with_drafts`. stack: gets the call that closes the drafter's file. shares: of the
     layers that several cards get; None: the planner chooses.
     """
-    from ..placement.draftchoice import Room, choose
     from ..placement.drafters import open_draft_file, sources_of
+    from ..placement.memory import Budget, choose
     from ..placement.split import Place
 
     draft, n_ctx = (
@@ -261,7 +261,7 @@ def chooser(
         places = [Place(max(n, 0), name) for n, name in zip(budgets, names)]
         mine = shares if len(places) > 1 else None
         try:
-            return choose(model, config, n_ctx, draft, Room.of(places, True, demand, mine)), ""
+            return choose(model, config, n_ctx, draft, Budget.of(places, True, demand, mine)), ""
         except (ConfigError, OutOfDeviceMemory) as error:
             return None, str(error)
 

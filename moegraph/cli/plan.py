@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from ..arch import ModelFile
     from ..experts.cost import Machine
     from ..experts.policy import Policy
-    from ..placement.draftchoice import Choice
     from ..placement.identity import RouterShape
+    from ..placement.memory import Choice
     from ..placement.planner import Footprint, Plan
     from ..placement.profile import Profile
     from ..placement.prompttime import PromptEstimate

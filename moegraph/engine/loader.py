@@ -32,10 +32,10 @@ from ..kinds import MAX_CPU_ROWS
 from ..passes.cputhreads import CpuThreads
 from ..passes.prefixdisk import PrefixDisk
 from ..passes.prefixfile import Widths
-from ..placement.draftchoice import Choice, Room, choose
 from ..placement.drafters import Sources, open_draft_file, with_drafts
 from ..placement.footprint import captured_graphs, context_within, sweep_rows
 from ..placement.identity import file_hash, router_shape
+from ..placement.memory import Budget, Choice, choose
 from ..placement.planner import Plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
@@ -375,7 +375,7 @@ class _Loading:
         config, is_own = self.config, self.devices[0].can.own_memory
         if config.n_ctx >= 0:
             return config.n_ctx or self.hparams.n_ctx_train
-        n_bytes = Room.of(places_of(self.devices, config), is_own).n_bytes
+        n_bytes = Budget.of(places_of(self.devices, config), is_own).n_bytes
         if n_bytes is None:
             n_bytes = host_memory().spare or 0
         return context_within(self.file, config, n_bytes, is_own)
@@ -453,8 +453,8 @@ class _Loading:
         demand = self._profile.demand if self._profile else None
         is_own = devices[0].can.own_memory
         shares = shares_of(self.config.split)
-        room = Room.of(places_of(devices, self.config), is_own, demand, shares)
-        return choose(self.file, self.config, self.n_ctx, draft, room)
+        budget = Budget.of(places_of(devices, self.config), is_own, demand, shares)
+        return choose(self.file, self.config, self.n_ctx, draft, budget)
 
     def _open_drafters(
         self, stages: list[Stage], config: EngineConfig, sources: Sources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -80,3 +81,16 @@ def test_a_context_by_memory_takes_little_from_experts(model: ModelFile, is_own:
             assert twice > max(size // 16, left // 2)
     assert whole.fixed - least.fixed > sizes[1] // 16
     assert context_within(model, config, 1 << 40, is_own) == 4096  # it was trained with 2,048
+
+
+def test_rows_of_attention_that_are_planned_are_those_that_the_kernel_computes_at_once() -> None:
+    cuda = Path(__file__).parents[2] / "native" / "ggml" / "src" / "ggml-cuda"
+    planned = re.search(
+        r"#define MOEGRAPH_ATTN_PLANNED (\d+)", (cuda / "moegraph-attn-plan.cuh").read_text()
+    )
+    together = re.search(
+        r"MOEGRAPH_ATTN_TOGETHER = (\d+)\*MOEGRAPH_ATTN_PLANNED;",
+        (cuda / "moegraph-attn.cu").read_text(),
+    )
+    assert planned and together
+    assert int(planned[1]) * int(together[1]) == footprint._PLANNED_ROWS

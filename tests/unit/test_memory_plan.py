@@ -20,10 +20,10 @@ from modelgen.presets import PRESETS
 from moegraph.arch import open_model
 from moegraph.config import CPU_ROWS, EngineConfig
 from moegraph.errors import OutOfDeviceMemory
-from moegraph.placement.draftchoice import Choice, Room, choose
 from moegraph.placement.drafters import open_draft_file, with_drafts
 from moegraph.placement.draftprice import price_of
 from moegraph.placement.footprint import needed_bytes
+from moegraph.placement.memory import Budget, Choice, choose
 from moegraph.placement.planner import Footprint, Plan, make_plan
 
 GIB = 1 << 30
@@ -92,7 +92,7 @@ def chosen(
     with ExitStack() as stack:
         model = stack.enter_context(closing(open_model(files[0])))
         draft = open_draft_file(model, config, stack)
-        return choose(model, config, config.n_ctx, draft, Room(n_bytes, is_own=is_own))
+        return choose(model, config, config.n_ctx, draft, Budget(n_bytes, is_own=is_own))
 
 
 def test_all_that_fits_beside_the_experts_is_loaded(files: tuple[Path, Path]) -> None:

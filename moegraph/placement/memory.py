@@ -1,4 +1,4 @@
-"""Decides what is loaded to draft tokens, and divides device memory between it and experts."""
+"""Divides device memory between experts and drafters, and decides which drafters are loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .split import Place, SplitSettings, StagePlan, merged, plan_stage, split_la
 
 
 @dataclass(frozen=True)
-class Room:
+class Budget:
     """The device memory that a model and its drafters may use.
 
     n_bytes: None without a limit. source: what sets it, for messages. is_own: the device has memory
@@ -42,7 +42,7 @@ class Room:
     def of(
         cls, places: Sequence[Place], is_own: bool = True, demand: Demand | None = None,
         shares: tuple[float, ...] | None = None,
-    ) -> Room:  # fmt: skip
+    ) -> Budget:  # fmt: skip
         """Return the memory of one or several devices."""
         budgets = [place.budget for place in places]
         total = None if None in budgets else sum(n for n in budgets if n is not None)
@@ -69,18 +69,13 @@ class Choice:
 
 
 def choose(
-    model: ModelFile, config: EngineConfig, n_ctx: int, draft: DraftFile | None, room: Room
+    model: ModelFile, config: EngineConfig, n_ctx: int, draft: DraftFile | None, budget: Budget
 ) -> Choice:
     """Return what is loaded to draft tokens, and the plan for it.
 
     config: after `with_drafts`. draft: the open drafter's file, if there is one.
-
-    Raises:
-        ConfigError: the settings name dflash and no file, or slots that do not fit.
-        ModelFileError: they name the MTP block, and the file lacks it.
-        OutOfDeviceMemory: the part without experts does not fit.
     """
-    choosing = _Choosing(model, config, n_ctx, room)
+    choosing = _Choosing(model, config, n_ctx, budget)
     found = choosing.choose(sources_of(model, config, draft))
     choosing.forget()
     return found
@@ -89,8 +84,8 @@ def choose(
 class _Choosing:
     """One call of `choose`."""
 
-    def __init__(self, model: ModelFile, config: EngineConfig, n_ctx: int, room: Room) -> None:
-        self._model, self._config, self._n_ctx, self._room = model, config, n_ctx, room
+    def __init__(self, model: ModelFile, config: EngineConfig, n_ctx: int, budget: Budget) -> None:
+        self._model, self._config, self._n_ctx, self._budget = model, config, n_ctx, budget
 
     def choose(self, choices: list[Sources]) -> Choice:
         """Return the first choice that fits, and with `auto` is worth its memory."""
@@ -118,8 +113,8 @@ class _Choosing:
         vars(self).pop("_plain", None)
 
     def _planned(self, sources: Sources) -> Choice:
-        config, room = self._config, self._room
-        places = room.places or (Place(room.n_bytes, room.source),)
+        config, budget = self._config, self._budget
+        places = budget.places or (Place(budget.n_bytes, budget.source),)
         n = len(places)
 
         def need_of(n_rows: int) -> Footprint:
@@ -130,12 +125,12 @@ class _Choosing:
             }
             return replace(need, **each)
 
-        n_rows = choose_rows(config, room.n_bytes if room.is_own else None, need_of)
+        n_rows = choose_rows(config, budget.n_bytes if budget.is_own else None, need_of)
         settings = SplitSettings(
             config.pin_layers,
             config.cache_slots,
-            room.shares,
-            room.demand,
+            budget.shares,
+            budget.demand,
         )
         n_layer = self._model.hparams.n_layer
         if n == 1:
@@ -155,12 +150,14 @@ class _Choosing:
         drafters = 0
         if layers is None or layers.stop == self._model.hparams.n_layer:
             drafters = drafters_bytes(self._model, rows, n_ctx, sources)
-            if self._room.is_own:
+            if self._budget.is_own:
                 drafters += captured_drafts(self._model.hparams, rows, n_ctx, sources)
-            if self._room.places and sources.draft:  # copies of taps of other stages
+            if self._budget.places and sources.draft:  # copies of taps of other stages
                 n_sweep = sweep_rows(min(rows.n_rows, n_ctx), n_ctx)
-                drafters += 4 * self._model.hparams.n_embd * n_sweep * (len(self._room.places) - 1)
-        return needed_bytes(self._model, rows, n_ctx, drafters, layers, self._room.is_own)
+                drafters += (
+                    4 * self._model.hparams.n_embd * n_sweep * (len(self._budget.places) - 1)
+                )
+        return needed_bytes(self._model, rows, n_ctx, drafters, layers, self._budget.is_own)
 
     def _price(self, found: Choice) -> Price:
         plain, limit = self._plain, max(self._config.n_draft, 1)
