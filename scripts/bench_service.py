@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,9 +27,7 @@ from bench_drafts import with_share
 
 from moegraph import Engine, EngineConfig, SamplingParams
 from moegraph.engine.service import Service
-from moegraph.kinds import SweepStep
 from moegraph.loop.requests import Request, Step
-from moegraph.loop.tally import Tally
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -68,50 +65,6 @@ class Client:
         return self
 
 
-class Rounds:
-    """Keeps the rounds of a service (`Tally`) until they are written, for --rounds.
-
-    A round is a list: when it began and ended, the graphs that it built, the rows of its pass, and
-    its steps: kind, rows, positions, and when each was enqueued. Times are in seconds.
-    """
-
-    def __init__(self, tally: Tally, out: Path) -> None:
-        self._out, self._all = out, list[list[Any]]()
-        self._tally, self._steps = tally, list[list[Any]]()
-        self._begin, self._step, self._end = tally.begin_round, tally.stepped, tally.end_round
-        for method in (self.begin_round, self.stepped, self.end_round):
-            setattr(tally, method.__name__, method)
-        self.begin_round()
-
-    def begin_round(self) -> None:
-        """Note that a round begins."""
-        self._steps = []
-        self._begun, self._n_built = time.perf_counter(), self._tally.n_built
-        self._begin()
-
-    def stepped(self, step: SweepStep) -> None:
-        """Note a step that was enqueued."""
-        self._steps.append([*step, time.perf_counter()])
-        self._step(step)
-
-    def end_round(self, n_rows: int = 0) -> float | None:
-        """Note the end of a round."""
-        n_built = self._tally.n_built - self._n_built
-        self._all.append([self._begun, time.perf_counter(), n_built, n_rows, self._steps])
-        return self._end(n_rows)
-
-    def write(self, begun: float, first: float, gaps: Sequence[tuple[float, float]]) -> None:
-        """Append those beside a prompt, from half a second before it to half a second after it.
-
-        begun, first: when the prompt was submitted, and its first token came. gaps: between tokens
-        of others meanwhile: when each ended, and how long it was.
-        """
-        rounds = [one for one in self._all if begun - 0.5 < one[0] < first + 0.5]
-        line = {"begun": begun, "first": first, "rounds": rounds, "gaps": gaps}
-        bench.append_line(self._out, line)
-        self._all.clear()
-
-
 def prompt_of(engine: Engine, n: int, seed: int) -> list[int]:
     """Return random token ids."""
     rng = np.random.default_rng(seed)
@@ -141,12 +94,8 @@ def decode(service: Service, engine: Engine, n: int, n_tokens: int, seed: int) -
     return [client.wait() for client in clients]
 
 
-def beside(
-    service: Service, engine: Engine, n: int, n_prompt: int, seed: int, rounds: Rounds | None
-) -> dict[str, float]:
+def beside(service: Service, engine: Engine, n: int, n_prompt: int, seed: int) -> dict[str, float]:
     """Return what a long prompt does to n requests that decode, in milliseconds.
-
-    rounds: those beside the prompt are written.
 
     Raises:
         BenchError: there is too little context.
@@ -168,10 +117,7 @@ def beside(
     gaps = [(at, at - before) for c in clients for before, at in zip(c.times[20:], c.times[21:])]
     # contexts grow, so what is usual is measured before and after
     usual = [gap for at, gap in gaps if at < begun or at - gap > first]
-    meanwhile = [(at, gap) for at, gap in gaps if begun <= at <= first]
-    slowed = [gap for _, gap in meanwhile]
-    if rounds:
-        rounds.write(begun, first, meanwhile)
+    slowed = [gap for at, gap in gaps if begun <= at <= first]
     median = float(np.median(usual))
     p99 = float(np.percentile(slowed, 99)) if slowed else 0.0
     return {
@@ -196,7 +142,6 @@ def parser() -> bench.Parser:
     p.add_argument("--vram", default="auto", help="device memory in GiB, as of moegraph")
     p.add_argument("--spec", default="off", help="what drafts, as of moegraph")
     p.add_argument("--share", type=float, default=100, help="percent of the experts with slots")
-    p.add_argument("--rounds", type=Path, metavar="FILE", help="append what the service did here")
     return p
 
 
@@ -211,7 +156,6 @@ def measure(args: argparse.Namespace) -> None:
     config = with_share(EngineConfig(n_seq=n_seq, n_kv=-1, **given), args.model, args.share)
     with Engine.load(args.model, config) as engine:
         service = Service(engine)
-        rounds = Rounds(service._loop.tally, args.rounds) if args.rounds else None
         service.start()
         try:
             for at in range(args.samples + 1):  # graphs are built in the first
@@ -224,7 +168,7 @@ def measure(args: argparse.Namespace) -> None:
                         print(f"{n} clients: {speed:.1f} tok/s", flush=True)
                 clock.left()
                 seed = 1000 * at + 500
-                found = beside(service, engine, args.beside, args.prompt, seed, rounds)
+                found = beside(service, engine, args.beside, args.prompt, seed)
                 if at:
                     raw.add("beside", at=at, clients=args.beside, **found)
                     shown = ", ".join(f"{name} {value:.2f}" for name, value in found.items())

@@ -203,20 +203,10 @@ def test_a_measurement_stops_at_its_time_limit() -> None:
     assert done.stderr == "bench_service.py: stopped at its time limit\n"
 
 
-def test_bench_service_keeps_what_a_service_did_beside_a_prompt(tmp_path: Path) -> None:
-    out = tmp_path / "rounds.jsonl"
+def test_bench_service_times_requests_beside_a_prompt() -> None:
     given = ("--clients", 1, "--beside", 1, "--tokens", 64, "--prompt", 64, "--samples", 1)
-    done = run("bench_service.py", "tiny", *COMMON, *given, "--rounds", out)
-    assert "64 tokens beside 1: " in done.stdout
-    lines = lines_of(out)
-    assert len(lines) == 2, "the samples that count, and those before"
-    for line in lines:
-        inside = [one for one in line["rounds"] if line["begun"] <= one[1] <= line["first"]]
-        assert all(begin < end for begin, end, *_ in line["rounds"])
-        assert all(line["begun"] <= at <= line["first"] and gap > 0 for at, gap in line["gaps"])
-        kinds = {kind for *_, steps in inside for kind, *_ in steps}
-        assert kinds >= {"attention", "recurrent"}, "the prompt"
-        assert any(n_rows == 1 for _, _, _, n_rows, _ in line["rounds"]), "the request beside it"
+    done = run("bench_service.py", "tiny", *COMMON, *given)
+    assert "64 tokens beside 1: " in done.stdout and "1 clients: " in done.stdout
 
 
 def test_bench_drafts_compares_ways_of_drafting(tmp_path: Path) -> None:
