@@ -73,17 +73,17 @@ class Qwen35Moe(DeltaArchitecture):
             **read_delta(meta),
         )
 
-    def _is_recurrent(self, il: int) -> bool:
+    def is_recurrent(self, il: int) -> bool:
         """Return whether layer il is a DeltaNet; the prediction block has attention."""
         return il < self.n_layer and self.recurrent[il]
 
     def layer(self, il: int) -> Layer:
         """Return what layer il keeps."""
-        return delta_layer(self) if self._is_recurrent(il) else attention_layer(self)
+        return delta_layer(self) if self.is_recurrent(il) else attention_layer(self)
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of layer il."""
-        mixer = delta_tensors(self) if self._is_recurrent(il) else attention_tensors(self, True)
+        mixer = delta_tensors(self) if self.is_recurrent(il) else attention_tensors(self, True)
         norm = {"post_attention_norm.weight": vector(self.n_embd)}
         return mixer | norm | expert_tensors(self, merged) | shared_tensors(self)
 
@@ -97,7 +97,7 @@ class Qwen35Moe(DeltaArchitecture):
         cur: Tensor, il: int,
     ) -> Tensor:  # fmt: skip
         """Append DeltaNet or attention."""
-        if self._is_recurrent(il):
+        if self.is_recurrent(il):
             return build_deltanet(b, self, w, memory, inp, shape, cur, il)
         return build_attention(b, self, w, memory, inp, shape, cur, il, gated=True)
 

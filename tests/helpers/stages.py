@@ -85,11 +85,14 @@ class Stages:
 
     def states(self) -> dict[tuple[str, int], np.ndarray]:
         """Copy recurrent states and caches, by kind and layer."""
-        return {
+        found = {
             (kind, il): read_tensor(tensor)
-            for kind in ("conv", "ssm", "k", "v")
+            for kind in ("k", "v")
             for il, tensor in getattr(self.sequences, kind).items()
         }
+        for il, tensors in self.sequences.layer_states.items():
+            found |= {(f"state {i}", il): read_tensor(t) for i, t in enumerate(tensors)}
+        return found
 
 
 def batch_of(kind: str) -> Batch:
