@@ -356,7 +356,7 @@ class Reading:
         if batch is None:
             raise InternalError("a prompt that is not under way was to be read")
         slot, n_held = answer.slot, len(self._passes.held(answer.slot))
-        most = self._taps.n_rows if self._taps.layers else self._n_ubatch
+        most = min(self._n_ubatch, self._taps.n_rows) if self._taps.layers else self._n_ubatch
         n = min([n_rows, most, *(cut - n_held for cut in batch.cuts)])
         if self._rounds:
             n = 1 << (min(n, len(batch.tokens)).bit_length() - 1)
