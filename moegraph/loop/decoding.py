@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from weakref import proxy
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +43,9 @@ class Decoding:
         self._flight: tuple[Batch, Trees | None] | None = None  # the pass whose results come next
         self.groups: Groups | None = None
         if isinstance(core.passes, GroupPasses):
-            draws = partial(self._draws, trees=None)
-            self.groups = Groups(core.passes, answers, draws, self._draw)
+            mine = proxy(self)  # a circle would keep all memory when a loop is let go
+            draws = partial(Decoding._draws, mine, trees=None)
+            self.groups = Groups(core.passes, answers, draws, partial(Decoding._draw, mine))
 
     @property
     def flight_counts(self) -> FlightCounts:

@@ -38,9 +38,9 @@ def test_a_step_that_builds_graphs_is_the_last_of_its_slice(
         return took_s
 
     def noted_step(self: Reading, *given: Any) -> bool:
-        before = self._tally.n_built
+        before = self._runner.n_built
         more = step(self, *given)
-        slices[-1].append(self._tally.n_built > before)
+        slices[-1].append(self._runner.n_built > before)
         return more
 
     monkeypatch.setattr(Reading, "read", noted_read)
