@@ -106,7 +106,7 @@ PARTS: Sequence[Part] = (
     part("server-all", 80, "many clients beside llama-server",
          _SERVER + " --clients {clients} --samples {samples} --theirs '{ngl} -t {threads}'",
          shows=figures.server, share=1.0, needs="upstream"),
-    part("first", 70, "from the start of a process to its first text, beside llama-completion",
+    part("first", 100, "from the start of a process to its first text, beside llama-completion",
          "bench_first.py {model} {device} --llama-completion {bin}/llama-completion"
          " --prompt {first} --vram {gib_25} --theirs '{ngl} -t {threads} -ncmoe {ncmoe_25}'"
          " --samples {samples} --out {out}",
