@@ -368,8 +368,9 @@ class Controller:
             self._gain(step, seconds if counts else usual_s)
             if counts:
                 drafter.observe_draft(step.n_draft, step.drafter_s, passes.plain_s)
-                if step.n_rows in passes.widths:
-                    passes.observe(step.n_rows, seconds - step.drafter_s, step.n_missing)
+                pass_s = seconds - step.drafter_s
+                if step.n_rows in passes.widths and pass_s > 0.0:  # else it says nothing
+                    passes.observe(step.n_rows, pass_s, step.n_missing)
         self._since_plain += step.n_rows > 1
         if step.n_spine:
             drafter.acceptance.observe(step.ranks, step.log_p)

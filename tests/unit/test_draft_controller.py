@@ -259,6 +259,17 @@ def test_a_pause_of_the_process_does_not_end_drafting() -> None:
     assert n_plain < 600
 
 
+def test_a_draft_that_took_longer_than_its_step_says_nothing_of_passes() -> None:
+    it = h200("structured", 400)
+    controller = auto(it)
+    simulate(it, controller)
+    usual_s = controller.passes.at(4)
+    for more in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5):  # one of them at least is as long as expected
+        seconds = more * usual_s
+        controller.observe(Step("mtp", seconds, 1, 4, 3, 3, 0, (-1,), (), 2 * seconds, 0.4))
+    assert controller.passes.at(4) == usual_s
+
+
 def test_passes_that_cost_far_more_than_the_law_are_given_up_soon() -> None:
     it = world([Text(1000, STRUCTURED)], "all", RESIDENT)
     it.law = lambda n_rows: 1.0 if n_rows == 1 else 12.0 + n_rows
