@@ -59,10 +59,6 @@ class DFlashDrafter:
         that layers without a window see; None for a sequence's share of the target's. as_stored:
         BF16 weights stay BF16. part: the target's output matrix for some tokens, to propose no
         others; for a drafter that `takes_part`. The caller closes it.
-
-        Raises:
-            OutOfDeviceMemory: it does not fit.
-            ModelFileError: the file is shorter than its header says.
         """
         hp, state = file.hparams, stage.state
         self.hparams: DFlashHParams = hp
@@ -133,11 +129,7 @@ class DFlashDrafter:
         return tuple(shape.n_rows for shape in self._rings.shapes)
 
     def reserve(self) -> None:
-        """Build the largest graphs, so that their memory never grows later.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
+        """Build the largest graphs, so that their memory never grows later."""
         self._draft_graph(0, self.max_draft, self._full_lengths)
         if self._joint:
             for m in range(2, min(len(self._rings.spans), MOST_JOINT) + 1):
@@ -307,11 +299,7 @@ class DFlashDrafter:
         build_context(b, self.hparams, self._weights, self._rings, total, pos, cells)
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
-        """Propose at most n tokens after the anchor: one graph, and one wait.
-
-        Raises:
-            NativeError: the device failed.
-        """
+        """Propose at most n tokens after the anchor: one graph, and one wait."""
         n = min(n, self.max_draft)
         if n < 1:
             return empty_draft()
@@ -325,11 +313,7 @@ class DFlashDrafter:
         return self.joins
 
     def draft_all(self, anchors: Mapping[int, int], n: int, n_top: int) -> list[Draft]:
-        """Propose at most n tokens after the anchor of each sequence: one graph, and one wait.
-
-        Raises:
-            NativeError: the device failed.
-        """
+        """Propose at most n tokens after the anchor of each sequence: one graph, and one wait."""
         m, joint = len(anchors), self._joint
         n_built = self._n_joint(n, m)
         if not (joint and 1 < m <= MOST_JOINT and n_built):
@@ -377,9 +361,6 @@ class DFlashDrafter:
         """Compute a block that proposes n tokens, and wait for its results.
 
         graph: returns the graph for the rows of the rings that it reads.
-
-        Raises:
-            NativeError: the device failed.
         """
         memory, n_rows, lengths = self._memory, self._n_rows(n), self._rings.lengths(slot)
         built = graph(lengths)

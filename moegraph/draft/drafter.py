@@ -193,9 +193,6 @@ class Drafter(Protocol):
 
         race: the text is sampled so. What follows is best drafted after the token that will
         probably win; that token then comes first at its depth.
-
-        Raises:
-            NativeError: the device failed.
         """
 
     def truncate(self, slot: int, n_past: int) -> None:
@@ -241,9 +238,6 @@ class JointDrafter(Drafter, Protocol):
         """Propose at most n tokens after the anchor of each sequence, as `draft` does for one.
 
         anchors: the last token of each text, by sequence. Returns their drafts, in this order.
-
-        Raises:
-            NativeError: the device failed.
         """
 
 

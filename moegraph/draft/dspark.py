@@ -45,9 +45,6 @@ class DSparkDrafter(DFlashDrafter):
 
         After the first tokens of each depth, what follows is known for the BEAM likeliest; after
         others, nothing follows. With a race, the likeliest are those that will probably win.
-
-        Raises:
-            NativeError: the device failed.
         """
         n = min(n_depth, self.max_draft)
         if n < 1:
@@ -80,9 +77,6 @@ class DSparkDrafter(DFlashDrafter):
 
         With a race, each depth begins with its winner, and later depths follow it; but with a
         reduced vocabulary as without, because a race is about all tokens.
-
-        Raises:
-            NativeError: the device failed.
         """
         n = min(n, self.max_draft)
         if race is None or self._d2t is not None or n < 1:

@@ -52,11 +52,7 @@ class MtpDrafter(KeepsNoRows):
     def __init__(
         self, block: MtpBlock, max_rows: int = MTP_ROWS, max_draft: int = MAX_MTP_DRAFT
     ) -> None:
-        """max_rows: known rows that are computed at a time.
-
-        Raises:
-            OutOfDeviceMemory: its memory does not fit.
-        """
+        """max_rows: known rows that are computed at a time."""
         self._block, self._device = block, block.stage.device
         state = self._state = block.stage.state
         if state.last_out is None:
@@ -77,11 +73,7 @@ class MtpDrafter(KeepsNoRows):
         return weights + kv + self.memory.n_bytes + self._graphs.n_bytes
 
     def reserve(self) -> None:
-        """Build the largest graphs, so that their memory never grows later.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
+        """Build the largest graphs, so that their memory never grows later."""
         self._known(self.memory.max_rows)
         n_kv = PAGED if self._is_paged else self._state.n_ctx
         for races in (False, True):
@@ -169,9 +161,6 @@ class MtpDrafter(KeepsNoRows):
 
         With a race, each depth begins with its winner, and later depths follow it; but if only a
         part of the vocabulary is drafted, then as without, because a race is about all tokens.
-
-        Raises:
-            NativeError: the device failed.
         """
         race = None if self._block.part else race
         results = self._run(slot, anchor, n, race)

@@ -29,11 +29,7 @@ class ScriptedAccept:
     """
 
     def __init__(self, rates: Sequence[float], seed: int = 1) -> None:
-        """Make the script.
-
-        Raises:
-            RequestError: there are no rates or too many, one is not in range, or they rise.
-        """
+        """Make the script."""
         if not 1 <= len(rates) <= MAX_RATES:
             raise RequestError(f"{len(rates)} rates of acceptance; allowed: 1 to {MAX_RATES}")
         before = 1.0

@@ -84,9 +84,6 @@ class TreeDrafter(Drafter, Protocol):
         The rows come in the order of their worth, so that the first of them are the best smaller
         tree. The draft has the tokens of the tree's spine, at most n_depth; `Drafter.draft` says
         more about it.
-
-        Raises:
-            NativeError: the device failed.
         """
 
 

@@ -67,9 +67,6 @@ def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) ->
 
     None if there is none, or it is not to draft. config: after `with_drafts`. stack: gets the call
     that closes it.
-
-    Raises:
-        ModelFileError, UnsupportedModel: it is damaged, or does not fit the model.
     """
     if config.spec not in ("auto", "dflash"):
         return None
@@ -84,11 +81,7 @@ def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) ->
 
 
 def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
-    """Return whether the settings ask for drafts of the MTP block, if there is room for it.
-
-    Raises:
-        ModelFileError: they name it, and the file has no such block, or a damaged one.
-    """
+    """Return whether the settings ask for drafts of the MTP block, if there is room for it."""
     if config.spec == "mtp":
         require_nextn(model.path, model.hparams, model.tensors)
         return True
@@ -117,10 +110,6 @@ def sources_of(model: ModelFile, config: EngineConfig, draft: DraftFile | None) 
     """Return what may be loaded, best first; `auto` takes the first that is worth its memory.
 
     The MTP block comes with all its experts, then with few, if the others can be fetched.
-
-    Raises:
-        ConfigError: the settings name dflash, and no file.
-        ModelFileError: as in `wants_mtp`.
     """
     if config.spec == "dflash":
         if draft is None:

@@ -58,11 +58,7 @@ class RouterShape:
         return RouterShape(n_layer, n_expert, n_expert_used, model)
 
     def require(self, model: RouterShape, what: str) -> None:
-        """Refuse data of another model; what: name of the data, as in 'trace.bin: the trace'.
-
-        Raises:
-            RequestError: shapes or fingerprints differ.
-        """
+        """Refuse data of another model; what: name of the data, as in 'trace.bin: the trace'."""
         if self.sizes != model.sizes:
             raise RequestError(f"{what} is of a model with {self}; this model has {model}")
         if self.model and model.model and self.model != model.model:
@@ -93,9 +89,6 @@ def file_hash(model: ModelFile) -> str:
     and shapes of all tensors, and bytes from the middle of each expert of each tensor, or from 16
     places of a tensor without experts. So a file that was written to has another hash. One whose
     modification time was set back has the old hash only if no sample changed.
-
-    Raises:
-        ModelFileError: the file is shorter than it was, or the disk fails.
     """
     digest = hashlib.blake2b(repr((model.hparams, model.stamps)).encode(), digest_size=16)
     for info in model.tensors.values():

@@ -109,10 +109,6 @@ def make_plan(
     pin_layers, cache_slots (sum over all layers): as the user set them. If both are None, all
     experts are resident if they fit, else the budget becomes slots. If one is None, it gets the
     rest of the budget. source: where the budget comes from, for messages.
-
-    Raises:
-        ConfigError: full layers or slots are out of range or exceed the budget.
-        OutOfDeviceMemory: the part without experts does not fit.
     """
     n_layer = need.n_layer
     require_counts(n_layer, need.n_expert, pin_layers, cache_slots)
@@ -149,11 +145,7 @@ def make_plan(
 def require_counts(
     n_layer: int, n_expert: int, pin_layers: int | None, cache_slots: int | None
 ) -> None:
-    """Check what the user set.
-
-    Raises:
-        ConfigError: a model of so many layers and experts cannot have so many.
-    """
+    """Check what the user set."""
     for name, value, most in (
         ("--pin-layers", pin_layers, n_layer),
         ("--cache-slots", cache_slots, n_layer * n_expert),

@@ -61,11 +61,7 @@ class Profile:
         self.drafts = added(self.drafts, more)
 
     def add(self, name: str, counts: npt.ArrayLike, n_tokens: int) -> None:
-        """Add the choices of n_tokens tokens, [n_layer, n_expert], to a class, which may be new.
-
-        Raises:
-            RequestError: the name is not allowed, or there are too many classes.
-        """
+        """Add the choices of n_tokens tokens, [n_layer, n_expert], to a class, which may be new."""
         require_class_name(name)
         more = np.asarray(counts, dtype=np.int64)
         known = self.classes.get(name)
@@ -85,9 +81,6 @@ class Profile:
 
         name: a class, or None for the mean of all classes. Each row adds up to n_expert_used, or to
         0 if nothing was counted.
-
-        Raises:
-            RequestError: there is no such class.
         """
         if name is not None and name not in self.classes:
             known = ", ".join(sorted(self.classes)) or "none yet"
@@ -111,11 +104,7 @@ class Profile:
         return np.mean(parts, axis=0) if parts else np.zeros(self.shape.sizes[:2])
 
     def save(self, path: str | Path) -> None:
-        """Write the profile; replace an older file only when the new one is complete.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write the profile; replace an older file only when the new one is complete."""
         n_layer, n_expert, n_expert_used = self.shape.sizes
         content = {
             "format": FORMAT, "version": _VERSION, "n_layer": n_layer, "n_expert": n_expert,
@@ -131,11 +120,7 @@ class Profile:
 
 
 def require_class_name(name: str) -> None:
-    """Refuse a name that is not allowed for a class.
-
-    Raises:
-        RequestError: it is empty, too long, or has characters other than letters, digits and ._-.
-    """
+    """Refuse a name that is not allowed for a class."""
     if not _is_name(name):
         raise RequestError(
             f"profile class {name!r}: not allowed; use 1 to {_MAX_NAME} letters, digits or ._-"
@@ -149,11 +134,7 @@ def profile_path(model: str | Path) -> Path:
 
 
 def read_profile(path: str | Path, model: RouterShape) -> Profile:
-    """Read and check the profile of a model.
-
-    Raises:
-        RequestError: the file cannot be read, is damaged, or is of another model.
-    """
+    """Read and check the profile of a model."""
     data = _read_bounded(path, model)
     try:
         content = json.loads(data)

@@ -67,10 +67,6 @@ class ProfileFile:
     class_name: empty to read all classes together and to update 'default'. is_named: the user gave
     the path, so the file may be new. Otherwise it is beside the model, and a bad file is ignored
     unless a class was given.
-
-    Raises:
-        ConfigError: the file is new and its folder does not exist.
-        RequestError: the file is damaged or of another model, or the class name is not allowed.
     """
 
     def __init__(self, path: Path, class_name: str, is_named: bool, shape: RouterShape) -> None:
@@ -225,10 +221,6 @@ def open_profile(
 
     name: a path, 'none', or empty for the profile beside the model. shape: called only if there is
     a profile.
-
-    Raises:
-        ConfigError: a class was given without a profile, or as ProfileFile.
-        RequestError: as ProfileFile.
     """
     if name == "none" or (not name and not beside.is_file()):
         if class_name:

@@ -150,9 +150,6 @@ def simulate(
     those of the trace, else of the machine. exchange: after the prompt, give slots to the experts
     that the policy then prefers. is_pinned: the experts are in pinned memory, so graphs may fetch.
     stages: the layers of each device, if there are several; each takes the machine's times.
-
-    Raises:
-        RequestError: the trace does not fit the placement, or all its tokens are prompt or skipped.
     """
     shape = trace.shape
     if len(n_slots) != shape.n_layer:

@@ -88,10 +88,6 @@ def split_layers(
     """Return the layers of each place, at least one, and the plans.
 
     need_of: (place, layers) -> what these layers need there.
-
-    Raises:
-        ConfigError: there are more places than layers, or settings exceed a budget.
-        OutOfDeviceMemory: no division fits, or not the one that the shares ask for.
     """
     if len(places) > n_layer:
         raise ConfigError(f"{len(places)} devices for {n_layer} layers; name fewer (--device)")
@@ -108,11 +104,7 @@ def split_layers(
 
 
 def by_shares(n_layer: int, shares: Sequence[float]) -> list[range]:
-    """Return ranges of layers as near to the shares as whole layers allow, none empty.
-
-    Raises:
-        ConfigError: the shares are all zero.
-    """
+    """Return ranges of layers as near to the shares as whole layers allow, none empty."""
     total, n = sum(shares), len(shares)
     if total <= 0:
         raise ConfigError("--split gives no device a share; give at least one more than 0")
@@ -125,11 +117,7 @@ def by_shares(n_layer: int, shares: Sequence[float]) -> list[range]:
 
 
 def shares_of(text: str) -> tuple[float, ...] | None:
-    """Return the shares of --split: plain numbers, or bytes; None for an empty text.
-
-    Raises:
-        ConfigError: an entry is neither.
-    """
+    """Return the shares of --split: plain numbers, or bytes; None for an empty text."""
     if not text:
         return None
     parts = text.split(",")

@@ -105,11 +105,7 @@ class TraceRecorder:
         self._pass: npt.NDArray[Any] | None = None
 
     def __call__(self, il: int, ids: npt.NDArray[np.int32]) -> None:
-        """Note the ids of one layer and pass, I32 [n_tokens * n_expert_used].
-
-        Raises:
-            InternalError: layers are out of order or differ in their number of rows.
-        """
+        """Note the ids of one layer and pass, I32 [n_tokens * n_expert_used]."""
         shape = self._shape
         rows = ids.reshape(-1, shape.n_expert_used)
         if il == 0:
@@ -131,11 +127,7 @@ class TraceRecorder:
 
 
 def write_trace(path: str | Path, trace: Trace) -> None:
-    """Write a trace; replace an older file only when the new one is complete.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a trace; replace an older file only when the new one is complete."""
     shape = trace.shape
     ids = np.ascontiguousarray(trace.ids, dtype=ids_dtype(shape.n_expert))
     header = json.dumps({
@@ -148,11 +140,7 @@ def write_trace(path: str | Path, trace: Trace) -> None:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read and check a trace.
-
-    Raises:
-        RequestError: the file cannot be read, is not a trace, or is damaged.
-    """
+    """Read and check a trace."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -184,9 +172,6 @@ def replace_file(path: str | Path, pieces: Sequence[bytes]) -> None:
 
     The new file keeps the permissions of the old one. If path is a symbolic link, its target is
     replaced. A device or a pipe, such as /dev/null, is written directly.
-
-    Raises:
-        ConfigError: the file cannot be written.
     """
     target = Path(os.path.realpath(path))
     try:
