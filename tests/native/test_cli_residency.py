@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from helpers.cli_page import json_tables
 from helpers.drafters import write_small
 from helpers.fetching_engines import fetch_layers
 from helpers.smallest import smallest
@@ -348,11 +348,10 @@ def test_plan_and_simulate_predict_with_a_measured_machine(
 
 
 def test_json_has_the_keys_that_the_docs_name(recorded: Path) -> None:
-    docs = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "gen_cli_docs.py"))
-
     def known(command: str) -> set[str]:
-        tables = [table for _, table in docs["JSON_TABLES"][command]]
-        words = " ".join(word for table in tables for word in (*table, *table.values()))
+        words = " ".join(
+            word for table in json_tables(command) for one in table.items() for word in one
+        )
         return set(re.findall(r"[a-z_0-9]+", words))
 
     plan = json.loads(invoke("plan", "tiny", "--vram", "1", "--json").stdout)

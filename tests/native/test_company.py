@@ -1,4 +1,4 @@
-"""What scripts/check_invariance finds: nothing in reference mode, and a node that was changed."""
+"""Rows beside others and rows alone: equal in reference mode; a changed node is found."""
 
 from __future__ import annotations
 

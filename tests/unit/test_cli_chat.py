@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from helpers.cli_page import json_tables
 from helpers.fake_engine import END, FakeEngine
 
 from moegraph.cli import ui
@@ -30,12 +30,6 @@ TEMPLATE = (
 )
 KV = {TEMPLATE_KEY: TEMPLATE}
 Type = Callable[..., "Result"]
-
-
-@pytest.fixture(scope="module")
-def generator() -> dict[str, dict[str, str]]:
-    """What the script that writes docs/cli.md defines."""
-    return runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "gen_cli_docs.py"))
 
 
 def prompts(cli: Cli) -> list[str]:
@@ -90,9 +84,7 @@ class TestPiped:
         assert prompts(cli) == ["[system]S[user]a[assistant]", "[system]S[user]b[assistant]"]
         assert "--each is for" in cli.refused("chat", "m", "--each", "-p", "a")
 
-    def test_json_is_one_object_a_line(
-        self, cli: Cli, generator: dict[str, dict[str, str]]
-    ) -> None:
+    def test_json_is_one_object_a_line(self, cli: Cli) -> None:
         kv = {**KV, "general.sampling.top_k": 20}
         cli.engine = FakeEngine("<think>\nhm</think>\n\nyes\nand no", kv=kv, n_ctx=100)
         result = cli("chat", "m", "--json", "-n", 50, stdin="a\n\n" + "b" * 200 + "\n")
@@ -102,7 +94,7 @@ class TestPiped:
         assert first["n_held"] == first["n_prompt"] + first["n_generated"]
         assert (first["n_ctx"], first["hit_rate"]) == (100, None)
         assert first["sampling"]["from_file"] == ["top_k"]
-        assert list(first) == list(generator["CHAT_JSON"])
+        assert list(first) == list(json_tables("chat")[0])
         assert empty == {"question": "", "answer": "", "error": None}
         assert failed["question"] == "b" * 200 and "the context holds 100" in failed["error"]
         assert result.exit_code == 2

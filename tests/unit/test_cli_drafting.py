@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from helpers.cli_page import json_tables
 from helpers.fake_engine import FakeEngine, ids_file
 
 from moegraph.cli import benchrows, models
@@ -21,7 +21,6 @@ from moegraph.errors import RequestError
 if TYPE_CHECKING:
     from conftest import Cli
 
-ROOT = Path(__file__).resolve().parents[2]
 STATS = SpecStats(
     steps=4, tokens=11, plain_steps=3, drafted=16, accepted=7, verified_at=(4, 4, 2),
     accepted_at=(4, 2, 1), timed_steps=4, drafter_s=2e-3, verify_s=16e-3, commit_s=1e-3,
@@ -37,11 +36,6 @@ LINES = [
 
 
 KV = {"tokenizer.chat_template": "{{ messages[-1].content }}"}
-
-
-@pytest.fixture(scope="module")
-def generator() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "scripts" / "gen_cli_docs.py"))
 
 
 class GrowingEngine(FakeEngine):
@@ -169,13 +163,12 @@ class TestFigures:
         cli.engine.spec = SpecStats(plain_steps=2)
         assert "[" not in cli("run", "m", "-p", "x").stderr
 
-    def test_json_has_an_object(self, cli: Cli, generator: dict[str, Any]) -> None:
+    def test_json_has_an_object(self, cli: Cli) -> None:
         cli.engine = FakeEngine("hi")
         cli.engine.spec = STATS
         found = json.loads(cli("run", "m", "-p", "x", "--json").stdout)["spec"]
         assert found == STATS.report()
-        explained = [name for names in generator["SPEC_JSON"] for name in names.split(", ")]
-        assert list(found) == explained
+        assert list(found) == list(json_tables("run")[2])
         cli.engine = FakeEngine("hi")
         assert json.loads(cli("run", "m", "-p", "x", "--json").stdout)["spec"] is None
 

@@ -1,4 +1,4 @@
-"""scripts/edit_patches: patches become commits and patches again, also on another llama.cpp."""
+"""scripts/edit_patches: patches become commits and patches again."""
 
 from __future__ import annotations
 
@@ -125,66 +125,6 @@ def test_a_commit_that_adds_a_file_is_not_a_patch(
     editor.git(folder, "commit", "-q", "-m", "A kernel")
     with pytest.raises(editor.BuildError, match=r"'A kernel' adds ours.cu; .* native/"):
         editor.export(folder, patches, patches[0].parent)
-
-
-@pytest.fixture
-def upstream(tmp_path: Path) -> Path:
-    """Return a newer upstream: a.c moved down by three lines, a file is gone and one is new."""
-    folder = tmp_path / "upstream"
-    folder.mkdir()
-    (folder / "a.c").write_text("x\ny\nz\none\ntwo\n")
-    (folder / "b.c").write_text("three\n")
-    (folder / "new.c").write_text("")
-    return folder
-
-
-def test_a_rebase_moves_patches_to_where_their_lines_are_now(
-    editor: ModuleType, tree: tuple[Path, list[Path]], upstream: Path
-) -> None:
-    folder, patches = tree
-    assert editor.rebase(folder, patches, upstream, None) == []
-    assert (folder / "a.c").read_text() == "x\ny\nz\none\none and a half\ntwo\n"
-    assert (folder / "new.c").exists() and (upstream / "a.c").read_text().startswith("x")
-    assert editor.export(folder, patches, patches[0].parent) == [patches[0]]
-    series = [(path.name, path.read_text()) for path in patches]
-    texts = editor.fetch.unified.apply_series(series, lambda path: (upstream / path).read_text())
-    assert texts["b.c"] == "four\n" and "one and a half" in texts["a.c"], "exact again"
-
-
-def test_a_conflict_names_the_patch_and_its_files_and_the_rebase_goes_on(
-    editor: ModuleType, tree: tuple[Path, list[Path]], upstream: Path
-) -> None:
-    folder, patches = tree
-    (upstream / "b.c").write_text("thirty\n")
-    with pytest.raises(editor.Conflict, match=r"^0002-number.patch conflicts in b.c; .*edit, "):
-        editor.rebase(folder, patches, upstream, None)
-    with pytest.raises(editor.BuildError, match="rebase under way"):
-        editor.export(folder, patches, patches[0].parent)
-    with pytest.raises(editor.Conflict, match=r"0002-number.patch conflicts in b.c"):
-        editor.rebase(folder, patches, None, None)
-    (folder / "b.c").write_text("forty\n")
-    editor.git(folder, "add", "b.c")
-    assert editor.rebase(folder, patches, None, None) == []
-    assert editor.export(folder, patches, patches[0].parent) == patches
-    assert "-thirty\n+forty\n" in patches[1].read_text()
-    assert editor.words_of(patches[1].read_text()) == "Another number\n\nIt was wrong."
-    with pytest.raises(editor.BuildError, match="no rebase under way"):
-        editor.rebase(folder, patches, None, None)
-
-
-def test_a_rebase_onto_a_commit_says_which_patches_it_has(
-    editor: ModuleType, tree: tuple[Path, list[Path]], upstream: Path
-) -> None:
-    folder, patches = tree
-    (upstream / "b.c").write_text("four\n")
-    editor.git(upstream, "init", "-q")
-    editor.git(upstream, "add", "-A")
-    editor.git(upstream, "commit", "-q", "-m", "has it")
-    (upstream / "b.c").write_text("not committed\n")
-    assert editor.rebase(folder, patches, upstream, "HEAD") == ["0002-number.patch"]
-    with pytest.raises(editor.BuildError, match="1 commits for 2 patches"):
-        editor.export(folder, patches, patches[0].parent)
-    assert editor.export(folder, patches[:1], patches[0].parent) == patches[:1]
 
 
 def test_a_patch_that_does_not_apply_leaves_nothing_half_done(

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import _cuda
-import _ptx
 import _tools
+import check_ptx
 from _tools import BuildError, fetch
 
 FOLDER = "ggml/src/ggml-cuda"
@@ -47,7 +47,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (top / "bin" / "nvcc").chmod(0o755)
     monkeypatch.setattr(_tools, "launcher", list)
     monkeypatch.setenv("CUDACXX", str(top / "bin" / "nvcc"))
-    tree = tmp_path / "build" / "check-patches" / "llama.cpp"
+    tree = tmp_path / "build" / "ptx" / "llama.cpp"
     for name, text in FILES.items():
         (tree / FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / FOLDER / name).write_text(text)
@@ -72,16 +72,16 @@ def compiled(build: Path) -> list[str]:
 def test_sources_and_one_user_of_a_header_are_compiled_once_for_a_patch_set(
     build: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _ptx.check("90", build, None)
+    check_ptx.check("90", build, None)
     assert compiled(build) == ["ours.cu", "tile-1.cu"]
     assert "2 files compiled to PTX for compute_90" in capsys.readouterr().out
-    _ptx.check("90", build, None)
+    check_ptx.check("90", build, None)
     assert compiled(build) == []
     assert "not compiled again" in capsys.readouterr().out
-    _ptx.check("86", build, None)
+    check_ptx.check("86", build, None)
     assert len(compiled(build)) == 2, "another architecture"
     fetch.patch_files()[0].write_text(f"+++ b/{FOLDER}/tile.cu\n")
-    _ptx.check("86", build, None)
+    check_ptx.check("86", build, None)
     assert compiled(build) == ["ours.cu", "tile.cu"], "other patches"
 
 
@@ -92,7 +92,7 @@ def test_ccache_is_asked_to_compile_not_to_link(
     ccache.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nexec "$@"\n')
     ccache.chmod(0o755)
     monkeypatch.setattr(_tools, "launcher", lambda: [str(ccache)])
-    _ptx.check("90", build, None)
+    check_ptx.check("90", build, None)
     assert compiled(build) == ["ours.cu", "tile-1.cu"]
     lines = [line.split() for line in asked.read_text().splitlines()]
     assert len(lines) == 2
@@ -101,11 +101,11 @@ def test_ccache_is_asked_to_compile_not_to_link(
 
 
 def test_an_error_in_a_source_fails_now_and_next_time(build: Path) -> None:
-    source = build / "check-patches" / "llama.cpp" / FOLDER / "ours.cu"
+    source = build / "ptx" / "llama.cpp" / FOLDER / "ours.cu"
     source.write_text(FILES["ours.cu"].replace("{}", "{ foo(); }"))
     for _ in range(2):
         with pytest.raises(BuildError, match=r"ours.cu does not compile:\n.*foo is undefined"):
-            _ptx.check("90", build, None)
+            check_ptx.check("90", build, None)
 
 
 def test_without_nvcc_or_cublas_it_says_that_it_did_not(
@@ -115,21 +115,21 @@ def test_without_nvcc_or_cublas_it_says_that_it_did_not(
     monkeypatch.setattr(_cuda.sysconfig, "get_path", lambda name: "/nowhere")
     done = subprocess.CompletedProcess([], 1, "", "")
     monkeypatch.setattr(_cuda, "find_toolkit", lambda: (build.parent / "cuda", (13, 0)))
-    monkeypatch.setattr(_ptx.subprocess, "run", lambda *args, **kwargs: done)
-    _ptx.check("90", build, None)
+    monkeypatch.setattr(check_ptx.subprocess, "run", lambda *args, **kwargs: done)
+    check_ptx.check("90", build, None)
     assert "CUDA sources NOT compiled: no cuBLAS 13 headers" in capsys.readouterr().out
 
     def none() -> None:
         raise BuildError("no nvcc; install the CUDA toolkit")
 
     monkeypatch.setattr(_cuda, "find_toolkit", none)
-    _ptx.check("90", build, None)
+    check_ptx.check("90", build, None)
     assert capsys.readouterr().out == "moegraph: CUDA sources NOT compiled: no nvcc\n"
     assert compiled(build) == []
 
 
 def test_the_kernels_of_this_checkout_are_compiled_and_what_its_patches_touch() -> None:
-    touched = _ptx.touched_by(fetch.patch_files(), fetch.native_files())
+    touched = check_ptx.touched_by(fetch.patch_files(), fetch.native_files())
     names = [Path(name).name for name in touched]
     assert {"ggml-cuda.cu", "mmvq.cu", "mmq.cuh"} < set(names)
     ours = [name for name in names if name.startswith("moegraph-") and name.endswith(".cu")]
@@ -144,7 +144,7 @@ def test_the_real_compiler_refuses_a_planted_error(tmp_path: Path) -> None:
     source = tmp_path / "tiny.cu"
     source.write_text("__global__ void f(float * x) { __syncthreads(); x[0] = 1; }\n")
     nvcc = toolkit / "bin" / "nvcc"
-    _ptx.compile_all(nvcc, [source], [], "90")
+    check_ptx.compile_all(nvcc, [source], [], "90")
     source.write_text(source.read_text().replace("__syncthreads", "foo"))
     with pytest.raises(BuildError, match='(?s)tiny.cu does not compile.*"foo" is undefined'):
-        _ptx.compile_all(nvcc, [source], [], "90")
+        check_ptx.compile_all(nvcc, [source], [], "90")

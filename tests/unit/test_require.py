@@ -235,9 +235,7 @@ def test_scripts_test_ends_as_pytest_does(
     arguments = ["-q", "--ptx", "90", "--require", "native,regression"]
     monkeypatch.setattr(sys, "argv", ["scripts/test", *arguments])
     assert script.main() != 0
-    assert [step[1:] for step in steps] == [
-        [str(tree / "scripts" / "check_patches"), "--ptx", "90"]
-    ]
+    assert [step[1:] for step in steps] == [[str(tree / "scripts" / "check_ptx.py"), "90"]]
     said = "".join(capfd.readouterr())
     assert said.split() == f"ERROR: MOEGRAPH_ORACLE is {tree}/nowhere, which is no folder".split()
     assert list((tree / "tests").rglob("*.pyc")), "is kept for the processes that tests start"

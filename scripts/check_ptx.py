@@ -1,11 +1,16 @@
+#!/usr/bin/env python3
 """Compile our CUDA sources and those that patches touch to PTX: checks them without a GPU.
 
 Machine code would take most of an hour; PTX for one architecture takes a minute or two and finds
-the same compiler errors. Of cuBLAS only the headers are needed.
+the same compiler errors. Of cuBLAS only the headers are needed. A patch set is compiled once.
+Without nvcc the script says that it compiled nothing.
+
+  scripts/check_ptx.py 90
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import shutil
 import subprocess
@@ -17,9 +22,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _cuda
 import _tools
-from _tools import BuildError, fetch, say
+from _tools import FAILURES, ROOT, BuildError, fetch, say
 
 # CMake's flags for ggml-cuda, without host compiler flags and the choice of attention types.
 FLAGS = (
@@ -104,7 +110,7 @@ def compile_all(nvcc: Path, sources: Sequence[Path], includes: Sequence[Path], a
             out = Path(tmp) / f"{source.stem}.ptx"
             done = subprocess.run(
                 [*compiler, *flags, "-o", str(out), str(source)],
-                cwd=_tools.ROOT, env=_tools.environment(),
+                cwd=ROOT, env=_tools.environment(),
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             out.unlink(missing_ok=True)
@@ -134,7 +140,7 @@ def check(arch: str, build: Path, sdist: str | None) -> None:
         return
     what = f"{fetch.patchset()} {fetch.PIN['sha256']} CUDA {major}.{minor} compute_{arch}"
     wanted = f"{what} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
-    work = build / "check-patches"
+    work = build / "ptx"
     stamp = work / STAMP
     if stamp.is_file() and stamp.read_text("utf-8") == wanted:
         say(f"CUDA sources not compiled again: patch set {fetch.patchset()} compiled here before")
@@ -154,3 +160,23 @@ def check(arch: str, build: Path, sdist: str | None) -> None:
     stamp.write_text(wanted, "utf-8")
     spent = time.monotonic() - begin
     say(f"CUDA sources: {len(sources)} files compiled to PTX for compute_{arch} in {spent:.0f} s")
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("arch", metavar="ARCH", help="an architecture, such as 90")
+    p.add_argument("--sdist", help=f"a copy of {fetch.PIN['file']}; default: fetched with pip")
+    args = p.parse_args()
+    try:
+        check(args.arch, ROOT / "build", args.sdist)
+    except FAILURES as e:
+        print(f"moegraph: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
