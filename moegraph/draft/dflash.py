@@ -26,10 +26,9 @@ from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.dflash_joint import JointMemory, build_joint_draft, can_join
 from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
-from ..resident.drafthead import DraftHead
 from ..resident.draftlayout import CHUNK, JOINT_ROWS, MOST_JOINT, N_TAKEN, built_length
 from ..resident.draftring import DraftRings, put_rows, row_widths, take_rows
-from ..resident.draftweights import DraftWeights
+from ..resident.draftweights import DraftHead, DraftWeights
 from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
 from ..runner.sweep_batch import Tap

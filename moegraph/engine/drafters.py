@@ -23,7 +23,7 @@ from ..placement.draftcounts import DraftCounts
 from ..placement.drafters import Sources, tap_rows
 from ..placement.draftgraphs import dflash_graph_bytes, longest_draft, mtp_graph_bytes
 from ..placement.footprint import sweep_rows
-from ..resident.drafthead import DraftHead
+from ..resident.draftweights import DraftHead
 from ..resident.layout import head_tensor
 from ..resident.mtp import open_mtp
 from ..resident.stage import Stage

@@ -40,14 +40,13 @@ from ..placement.planner import Plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
 from ..placement.split import LINK_RATE, MEMORY_RATE, Place, StagePlan, evened, shares_of
-from ..resident.poolshape import PoolShape
-from ..resident.rates import measure_rates
+from ..resident.kvpool import PoolShape
 from ..resident.sequences import Sequences
-from ..resident.stage import Stage, open_stage
+from ..resident.stage import Stage, measure_rates, open_stage
 from ..runner import AnyRunner, LayeredRunner, Runner, StagedRunner, WholeRunner
 from ..runner.cpu_experts import CpuExperts, GraphCpuExperts, KernelCpuExperts
 from ..runner.misses import MissHandler
-from ..runner.replay import Replay
+from ..runner.readback import Replay
 from ..units import parse_bytes
 from .drafters import first_widths, limit_graphs, open_drafters
 from .warmup import PassTimes, time_verify, warm_up

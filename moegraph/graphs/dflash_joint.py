@@ -22,11 +22,10 @@ from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import ATTN_WORDS, F32, I32, Builder, Tensor
-from ..resident.draftlayout import MOST_JOINT
+from ..resident.draftlayout import MOST_JOINT, RING_PAGE
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from ..resident.layout import MAX_PAGED_ROWS
-from ..resident.ringshape import RING_PAGE
 from ..units import round_up
 from .dflash_memory import Floats
 from .paged import describe_path

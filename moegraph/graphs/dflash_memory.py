@@ -16,8 +16,7 @@ from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, Builder, Tensor
-from ..resident.draftlayout import N_TAKEN
-from ..resident.ringshape import Mask, RingShape
+from ..resident.draftlayout import N_TAKEN, Mask, RingShape
 from ..units import round_up
 
 _ALIGN = 256

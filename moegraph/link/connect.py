@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from ..errors import NativeError
 from .address import Address
 from .hello import HELLO_S, Build, RemoteDevice, greet, read_answer
-from .relay import watch
+from .tls import watch
 
 
 @dataclass

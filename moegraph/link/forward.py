@@ -18,8 +18,7 @@ from ..errors import MoegraphError
 from .address import Address
 from .connect import dial
 from .hello import Build, answer_of, greet
-from .relay import relay
-from .tls import tls_context
+from .tls import relay, tls_context
 
 
 def _open(address: Address, build: Build) -> tuple[ssl.SSLSocket, bytes]:

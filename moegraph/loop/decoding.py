@@ -15,7 +15,7 @@ from ..errors import MoegraphError, PoolFull, RequestError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..passes.grouppasses import GroupPasses
 from ..runner import NotFinite, Output
-from ..runner.flights import FlightCounts
+from ..runner.staged import FlightCounts
 from .answer import Answer
 from .answers import Answers
 from .core import Core

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import InternalError, MoegraphError, PoolFull
-from ..runner.flights import FlightCounts
+from ..runner.staged import FlightCounts
 from .answer import Answer
 from .answers import Answers
 from .core import Core

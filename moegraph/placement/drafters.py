@@ -15,6 +15,7 @@ from ..errors import ConfigError, ModelFileError
 from ..gguf.resolve import resolve_draft, shipped_drafter
 from ..kinds import SHORT_PROMPT
 from ..resident.draftlayout import dflash_bytes
+from ..resident.kvpool import PoolShape
 from ..resident.layout import (
     MAX_MTP_DRAFT,
     MAX_PAGED_ROWS,
@@ -28,7 +29,6 @@ from ..resident.layout import (
     paged_scratch_bytes,
     tap_bytes,
 )
-from ..resident.poolshape import PoolShape
 from ..units import round_up
 from .footprint import sweep_rows
 from .planner import Plan

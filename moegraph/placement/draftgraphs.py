@@ -10,10 +10,16 @@ from __future__ import annotations
 from ..arch.base import Architecture
 from ..arch.dflash import DFlashHParams
 from ..config import EngineConfig
-from ..resident.draftlayout import CHUNK, MOST_JOINT, N_TAKEN, built_length, joint_lengths
+from ..resident.draftlayout import (
+    CHUNK,
+    MOST_JOINT,
+    N_TAKEN,
+    built_length,
+    joint_lengths,
+    ring_shapes,
+)
+from ..resident.kvpool import PoolShape
 from ..resident.layout import CAPTURED_NODE_BYTES, MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
-from ..resident.poolshape import PoolShape
-from ..resident.ringshape import ring_shapes
 from .drafters import Sources
 from .footprint import sweep_rows
 

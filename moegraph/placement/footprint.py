@@ -7,6 +7,7 @@ from ..arch.base import Architecture, Layer
 from ..arch.summary import kv_bytes, state_bytes
 from ..config import EngineConfig
 from ..experts.crossing import padded
+from ..resident.kvpool import PoolShape
 from ..resident.layout import (
     MAX_PAGED_ROWS,
     N_GROUPS,
@@ -26,7 +27,6 @@ from ..resident.layout import (
     stack_kind,
     zeros_bytes,
 )
-from ..resident.poolshape import PoolShape
 from ..units import round_up
 from .planner import Footprint
 

@@ -18,7 +18,7 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, Builder, Tensor
 from ..units import round_up
-from .ringshape import RING_PAGE, Mask, RingShape, Span, ring_shapes
+from .draftlayout import RING_PAGE, Mask, RingShape, Span, ring_shapes
 
 # Rows that graphs read at least where they are dear, because the device captures each. Attention to
 # so many takes no time that could be measured, and a short text needs no second graph.

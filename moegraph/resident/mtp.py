@@ -26,13 +26,11 @@ from ..gguf import TensorInfo
 from ..gguf.vocab import frequent_ids
 from ..units import round_up
 from .bank import ExpertBanks
-from .drafthead import DraftHead
-from .expertcopies import shortage
+from .draftweights import DraftHead
 from .layout import NEXTN_EMBD, draft_vocab, mtp_output
-from .reading import PIECE_BYTES, Readers
 from .stage import Stage
-from .store import ExpertStore
-from .weights import HeadWeights, LayerWeights, Loader, Weights, new_tensor
+from .store import ExpertStore, shortage
+from .weights import PIECE_BYTES, HeadWeights, LayerWeights, Loader, Readers, Weights, new_tensor
 
 # A count counts half after about so many drafts.
 _HALF_LIFE = 200

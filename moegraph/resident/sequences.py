@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from ..ggml.ops import Tensor
 from .hostcopies import HostCopies, RowsCopy, StatesCopy
+from .kvpool import PoolShape, Positions
 from .layout import PAGE
-from .poolshape import PoolShape, Positions
 from .snapshots import Snapshot, Snapshots
 from .state import State
 

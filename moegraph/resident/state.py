@@ -22,9 +22,8 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor, type_id
 from ..units import round_up
-from .kvpool import KVPool
+from .kvpool import KVPool, PoolShape, Positions
 from .layout import PAGE, draft_room, zeros_bytes
-from .poolshape import PoolShape, Positions
 
 
 class DraftRows:

@@ -45,11 +45,9 @@ from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch, Callback, Predicate
-from .layer_graphs import LayerGraphs
+from .layer_graphs import LaunchPlan, LaunchPlans, LaunchStep, LayerGraphs
 from .misses import MissHandler
-from .plan import LaunchPlan, LaunchPlans, LaunchStep
-from .readback import RoutingReadback
-from .replay import Replay
+from .readback import Replay, RoutingReadback
 from .results import Output
 from .sweeps import Sweeps
 

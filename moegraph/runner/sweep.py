@@ -38,7 +38,7 @@ from .sweep_batch import (
     cut_together,
     part_end,
 )
-from .sweep_memory import SweepMemory
+from .sweep_graphs import SweepMemory
 from .sweeps import Sweeps
 
 

@@ -25,8 +25,7 @@ from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
 from .misses import MissHandler
 from .results import ResultMemory
-from .sweep_graphs import SweepGraphs
-from .sweep_memory import SweepMemory
+from .sweep_graphs import SweepGraphs, SweepMemory
 
 # Steps that may be enqueued ahead of the device.
 MAX_AHEAD = 8

@@ -23,7 +23,7 @@ from ..errors import ConfigError, NativeError
 from ..link import hello
 from ..link.connect import start_python
 from ..link.hello import Build, HelloRefused, RemoteDevice
-from ..link.relay import relay, watch
+from ..link.tls import relay, watch
 
 # Connections that have not proved themselves yet. For one more, the one goes that has said nothing
 # for longest, of the address that has most of them.

@@ -22,7 +22,7 @@ from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, Tensor
 from moegraph.loop.groupchoice import GroupChoice
-from moegraph.resident.rates import measure_rates
+from moegraph.resident.stage import measure_rates
 from moegraph.runner.boundary import Boundary
 
 SAME, OTHER = "cuda:0,cuda:0", "cuda:0,cuda:1"

@@ -19,7 +19,7 @@ from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32
-from moegraph.resident import expertcopies
+from moegraph.resident import store as stores
 from moegraph.resident.layout import expert_tensors
 
 MIB = 1 << 20
@@ -77,7 +77,7 @@ def test_an_engine_keeps_experts_in_pages_that_the_device_reads(model_file, monk
     path = model_file("legacy32")
     config = EngineConfig(**SETTINGS, host_pin="all", miss="stream", deterministic=True)
     with monkeypatch.context() as patch:
-        patch.setattr(expertcopies, "_registers", lambda device: False)
+        patch.setattr(stores, "_registers", lambda device: False)
         with Engine.load(path, config) as engine:
             blocks = engine.stages[0].store._pinned
             assert not any(isinstance(block, HostPages) for block in blocks.values())

@@ -13,7 +13,7 @@ from moegraph.config import EngineConfig
 from moegraph.engine.loader import open_runners
 from moegraph.ggml.device import Device
 from moegraph.kinds import Kind
-from moegraph.resident.poolshape import PoolShape
+from moegraph.resident.kvpool import PoolShape
 from moegraph.resident.sequences import Sequences
 from moegraph.resident.stage import Stage, open_stage
 from moegraph.runner import Batch, Output

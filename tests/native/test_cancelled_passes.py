@@ -12,7 +12,7 @@ from helpers.faults import FAULTS, faulty
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, RequestError
 from moegraph.events import CancelToken
-from moegraph.runner import plan
+from moegraph.runner import layer_graphs
 
 Open = Callable[..., Engine]
 N_VOCAB, N_SEQ, PRESET = 1000, 4, "legacy32"
@@ -87,7 +87,7 @@ class Case:
 def case(request: Any, open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> Case:
     """Return sequences whose passes launch every layer by itself."""
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(plan, name, 1)
+        monkeypatch.setattr(layer_graphs, name, 1)
     return Case(open_engine, request.param)
 
 

@@ -14,7 +14,7 @@ from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ModelFileError, NativeError
 from moegraph.experts.cost import MissSplit
-from moegraph.runner.upload import Uploader
+from moegraph.runner.misses import Uploader
 
 # One row, a few, more than admission allows, a chunk of many: then single rows again.
 CUTS = [0, 1, 2, 3, 5, 9, 40, 104, 105, 106, 107, 108, 112, 120]

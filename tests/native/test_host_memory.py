@@ -34,14 +34,14 @@ from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.ggml import device as device_module
 from moegraph.ggml.free_memory import HostMemory
-from moegraph.resident import expertcopies, reading, weights
+from moegraph.resident import store, weights
 
 path, pin, spare = sys.argv[1], sys.argv[2], int(sys.argv[3])
 real, host_buffer = device_module.Capabilities.of, device_module.Device.host_buffer
 device_module.Capabilities.of = lambda dev: dataclasses.replace(real(dev), own_memory=True)
 device_module.Device.pin = lambda self, memory: None
 device_module.Device.host_buffer = lambda self, size, must_pin=False: host_buffer(self, size)
-weights.PIECE_BYTES = reading.PIECE_BYTES = 1 << 18
+weights.PIECE_BYTES = 1 << 18
 
 
 def taken():
@@ -75,7 +75,7 @@ def host_memory():
     return HostMemory(1 << 40, given[-1] + reserve, None)
 
 
-expertcopies.host_memory = host_memory
+store.host_memory = host_memory
 thread = threading.Thread(target=watch)
 thread.start()
 with Engine.load(path, config(host_pin=pin)) as engine:

@@ -19,7 +19,7 @@ from moegraph.errors import ConfigError, NativeError
 from moegraph.ggml.device import Device, HostPages
 from moegraph.ggml.free_memory import HostMemory
 from moegraph.ggml.lib import C, ffi
-from moegraph.resident import expertcopies
+from moegraph.resident import store as stores
 from moegraph.resident.layout import Packing, expert_tensors
 from moegraph.resident.store import ExpertStore
 from moegraph.units import GiB, MiB
@@ -76,7 +76,7 @@ def pinned(model_path, no_leak, monkeypatch) -> Callable[..., SimpleNamespace]:
                 Packing.of(expert_tensors(model, il)).stride * model.hparams.n_expert
                 for il in layers
             )
-            monkeypatch.setattr(expertcopies, "host_memory", lambda: memory(size))
+            monkeypatch.setattr(stores, "host_memory", lambda: memory(size))
             store = ExpertStore(made, model, layers, pin)
             for il in layers:
                 for expert in range(model.hparams.n_expert):
@@ -155,7 +155,7 @@ def test_where_the_systems_memory_cannot_be_pinned_the_driver_allocates_it(pinne
 
 def test_all_is_refused_before_anything_is_taken(open_engine, monkeypatch, no_leak):
     small = HostMemory(8 * GiB, MiB // 4, 2 * GiB)
-    monkeypatch.setattr(expertcopies, "host_memory", lambda: small)
+    monkeypatch.setattr(stores, "host_memory", lambda: small)
     message = (
         r"host_pin 'all' needs .* of host memory, 256 KiB are available "
         r"\(the control group may use 2\.00 GiB\), and 256 MiB of them stay free; "
@@ -180,7 +180,7 @@ def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monke
 
     # 'auto', as on a device that pins: half of the layers have room
     memory = HostMemory(16 * GiB, 2 * GiB + n_bytes // 2, None)
-    monkeypatch.setattr(expertcopies, "host_memory", lambda: memory)
+    monkeypatch.setattr(stores, "host_memory", lambda: memory)
     real = ExpertStore.__init__
     monkeypatch.setattr(
         ExpertStore,

@@ -18,7 +18,7 @@ from helpers.shared import greedy_tokens, prompt
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled
 from moegraph.ggml.lib import C
-from moegraph.runner import plan
+from moegraph.runner import layer_graphs
 
 SLOTS = {"pin_layers": 0, "cache_slots": N_LAYER * 6, "policy": "lru"}
 WAYS = {
@@ -37,7 +37,7 @@ WIDTHS = [1, 8, 1, 3, 1]
 def engine(request, open_engine, monkeypatch) -> Engine:
     """Return an engine that launches every layer by itself, so that a pass has many ends."""
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(plan, name, 1)
+        monkeypatch.setattr(layer_graphs, name, 1)
     engine = open_engine(PRESET, **WAYS[request.param])
     engine.runner.residency.guard = None
     return engine

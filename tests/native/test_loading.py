@@ -26,7 +26,7 @@ from moegraph.errors import ModelFileError
 from moegraph.ggml import device as device_module
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, cpu_converter, ffi
-from moegraph.resident import reading, weights
+from moegraph.resident import weights
 
 PRESET = "legacy32"
 WHOLE = {"mode": "whole"}
@@ -52,7 +52,6 @@ def copy_on_the_cpu(patch: pytest.MonkeyPatch, piece: int = 20_000) -> None:
         lambda self, size, must_pin=False: host_buffer(self, size),
     )
     patch.setattr(weights, "PIECE_BYTES", piece)
-    patch.setattr(reading, "PIECE_BYTES", piece)
 
 
 def config(settings: dict[str, Any]) -> EngineConfig:

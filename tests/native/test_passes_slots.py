@@ -14,8 +14,7 @@ from helpers.shared import prompt, resident_bytes
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ContextOverflow, RequestError
 from moegraph.ggml.handles import live_handles
-from moegraph.resident.kvpool import PAGE
-from moegraph.resident.poolshape import PoolShape, Positions
+from moegraph.resident.kvpool import PAGE, PoolShape, Positions
 from moegraph.resident.state import State
 from moegraph.runner import NotFinite
 from moegraph.server.host import give_back

@@ -20,7 +20,7 @@ from helpers.shared import prompt
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.loop.requests import Request
-from moegraph.runner import upload
+from moegraph.runner import misses
 from moegraph.runner.sweep_batch import SweepBatch
 
 FETCHING = {"cache_slots": 60, "pin_layers": 0, "miss": "stream", "host_pin": "all"}
@@ -94,8 +94,8 @@ def test_an_exchange_waits_for_the_steps_of_another_prompt(
         sweep = engine.passes.begin_prompts([SweepBatch(ids[100:], 1)])
         for _ in range(3):
             assert engine.passes.step_prompt(sweep)
-        log = _Logging(upload.C, engine)
-        monkeypatch.setattr(upload, "C", log)
+        log = _Logging(misses.C, engine)
+        monkeypatch.setattr(misses, "C", log)
         engine.forward(ids[:1])
         n_exchanged = engine.runner.residency.n_exchanged
         assert n_exchanged > 0

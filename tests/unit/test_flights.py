@@ -10,7 +10,7 @@ import pytest
 
 from moegraph.errors import NativeError, RequestError
 from moegraph.runner import Batch, Output
-from moegraph.runner.flights import Flights
+from moegraph.runner.staged import Flights
 
 _POLL = 0.01
 

@@ -32,7 +32,7 @@ PURE = (
     "threads", "units",
     "gguf", "arch", "arch.dflash", "arch.draftfile", "arch.hparams", "arch.summary",
     "text.chat", "text.grammar", "text.stream",
-    "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
+    "resident.draftlayout", "resident.kvpool", "resident.layout",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",
     "experts.machines",
     "experts.passplan", "experts.policy",

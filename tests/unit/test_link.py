@@ -37,7 +37,7 @@ from moegraph.link.hello import (
     read_question,
     refusal,
 )
-from moegraph.link.relay import relay
+from moegraph.link.tls import relay
 
 BUILD = Build("0.25.3", "0123456789abcdef")
 

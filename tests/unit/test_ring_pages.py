@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from moegraph.resident.ringshape import RING_PAGE, RingShape, Span
+from moegraph.resident.draftlayout import RING_PAGE, RingShape, Span
 
 N, BASE = 8, 1000
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegraph.resident.ringshape import RingShape, Span
+from moegraph.resident.draftlayout import RingShape, Span
 
 
 def shown(shape: RingShape, mask: np.ndarray, held: dict[int, int], n: int) -> list[set[int]]:
