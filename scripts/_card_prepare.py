@@ -150,7 +150,7 @@ def pack(
         kinds = [kind for kind in kinds if kind != "wheels"]
     start = time.monotonic()
     about: Manifest = {"kinds": kinds, "options": options, "patchset": fetch.patchset()}
-    folders = _card_pack.chosen(FOLDERS, kinds)
+    folders = {name: path for name, path in FOLDERS.items() if name.partition("/")[0] in kinds}
     written = _card_pack.pack(path, folders, about, int(piece_mib * 2**20))
     size = sum(piece.stat().st_size for piece in written)
     say(f"packed {', '.join(kinds)} into {len(written)} pieces, {size / 2**20:.1f} MiB, in "

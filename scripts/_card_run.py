@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
 import shlex
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,65 +82,30 @@ def arguments(step: str, values: Mapping[str, str]) -> list[str]:
     return [str(_card_upstream.programs() / program), *rest]
 
 
-class Process:
-    """A command in a process group of its own, with all that it starts."""
+def run_command(
+    command: Sequence[str], env: Mapping[str, str], out: IO[bytes], log: IO[bytes], end: float,
+    stop: threading.Event,
+) -> int | None:  # fmt: skip
+    """Run a command, and end all that it has started; return its exit status, None if it was cut.
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> None:
-        self._log = log
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
-        )  # fmt: skip
-        self._held: dict[IO[bytes], bytes] = {}  # by pipe: the begin of a line
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            self._held[pipe] = b""
-
-    def wait(self, end: float, stop: threading.Event, say: Callable[[bytes], None]) -> int | None:
-        """Wait for the end; hand over each line of its output. None: it was ended by us.
-
-        end: of time.monotonic().
-        """
-        with selectors.DefaultSelector() as chosen:
-            for pipe in self._held:
-                chosen.register(pipe, selectors.EVENT_READ)
-            while self._process.poll() is None and time.monotonic() < end and not stop.is_set():
-                for key, _ in chosen.select(0.1):
-                    pipe = next(pipe for pipe in self._held if pipe is key.fileobj)
-                    if not self._take(pipe, say):
-                        chosen.unregister(pipe)
-        code = self._process.poll()
-        self.end()
-        for pipe in self._held:
-            while self._take(pipe, say):
-                pass
-            self._log.write(self._held[pipe])
-            pipe.close()
-        return code
-
-    def _take(self, pipe: IO[bytes], say: Callable[[bytes], None]) -> bool:
-        """Read what there is of a pipe, and log whole lines; return whether there was anything."""
-        data = pipe.read(1 << 16)
-        *whole, self._held[pipe] = (self._held[pipe] + (data or b"")).split(b"\n")
-        for line in whole:
-            self._log.write(line + b"\n")
-            if pipe is self._process.stdout:
-                say(line)
-        return bool(data)
-
-    def end(self) -> None:
-        """End the whole group: politely, then not."""
-        if self._process.poll() is None:
-            self._signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_S)
-        self._signal(signal.SIGKILL)  # what it started and left
-        self._process.wait()
-
-    def _signal(self, number: int) -> None:
+    end: of time.monotonic().
+    """
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=dict(env), stdin=subprocess.DEVNULL, stdout=out, stderr=log,
+        start_new_session=True,
+    )  # fmt: skip
+    while process.poll() is None and time.monotonic() < end and not stop.wait(0.1):
+        pass
+    code = process.poll()
+    if code is None:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it started and left
+    process.wait()
+    return code
 
 
 def junit(path: Path) -> Line:
@@ -213,15 +177,10 @@ class Runner:
         for step in part.steps:
             xml = raw.with_suffix(".xml")
             more = {"out": shlex.quote(str(raw)), "xml": shlex.quote(str(xml))}
-            keeps = "{out}" not in step
-
-            def say(line: bytes, keeps: bool = keeps) -> None:
-                if keeps and line.startswith(b"{"):
-                    with raw.open("ab") as file:
-                        file.write(line + b"\n")
-
-            process = Process(arguments(step, {**self.values, **more}), self.env, log)
-            code = process.wait(end, self.stop, say)
+            command = arguments(step, {**self.values, **more})
+            with raw.open("ab") as lines:
+                out = lines if _prints(step) else log
+                code = run_command(command, self.env, out, log, end, self.stop)
             if xml.is_file():
                 raw.write_text(json_line(junit(xml)), encoding="utf-8")
                 xml.unlink()
@@ -230,6 +189,11 @@ class Runner:
             if code:
                 return (DONE, "") if _says_so(step, code) else (FAILED, "")
         return DONE, ""
+
+
+def _prints(step: str) -> bool:
+    """Return whether the lines of a step are what it prints."""
+    return "{out}" not in step and "{xml}" not in step
 
 
 def _says_so(step: str, code: int) -> bool:

@@ -7,12 +7,11 @@ of several target layers; with DSpark's heads it also knows the token before eac
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from qwen_layers import Shape, Weights, attend, experts, gated_out, gated_qkv, rms_norm, rope
+from qwen_layers import Weights, attend, experts, gated_out, gated_qkv, rms_norm, rope
 from target import Features, Target
 from torch import Tensor, nn
 
@@ -219,16 +218,6 @@ def block_mask(anchors: Tensor, visible: Tensor, time: int) -> Tensor:
     # Rows that take no part see themselves, so that every row has a key.
     own = own | torch.eye(rows, dtype=torch.bool, device=anchors.device)
     return torch.cat([context, own], -1)[:, None]
-
-
-def n_parameters(module: nn.Module) -> int:
-    """Return the number of trainable values."""
-    return sum(math.prod(p.shape) for p in module.parameters())
-
-
-def shape_name(hp: Shape) -> str:
-    """Return a short description of the target."""
-    return f"{hp.n_layer} layers, n_embd {hp.n_embd}, n_vocab {hp.n_vocab}"
 
 
 # By step of the chain.

@@ -143,7 +143,7 @@ def run(folder: Path, *parts: Part) -> dict[str, Outcome]:
 @pytest.mark.usefixtures("python_steps")
 def test_lines_of_a_part_are_what_it_writes_or_what_it_prints(tmp_path: Path) -> None:
     writes = "open('{out}', 'a').write('{\"a\": 1}\\n{\"a\": 2}\\n{\"cut'); print('{\"b\": 0}')"
-    prints = "print('{\"a\": 3}'); print('words')"
+    prints = "import sys; print('{\"a\": 3}'); print('words', file=sys.stderr)"
     found = run(tmp_path, a_part("writes", writes), a_part("prints", prints))
     assert {name: (one.state, one.lines) for name, one in found.items()} == {
         "writes": (DONE, [{"a": 1}, {"a": 2}]), "prints": (DONE, [{"a": 3}]),

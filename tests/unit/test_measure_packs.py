@@ -91,11 +91,6 @@ def test_a_pack_writes_only_into_its_folders(tmp_path: Path) -> None:
             _card_pack.place(name, folders)
 
 
-def test_only_chosen_kinds_are_packed() -> None:
-    folders = {"ours/lib": Path("a"), "upstream": Path("b"), "wheels": Path("c")}
-    assert list(_card_pack.chosen(folders, ["ours", "wheels"])) == ["ours/lib", "wheels"]
-
-
 def test_what_was_unpacked_need_not_be_built_but_for_another_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
