@@ -93,9 +93,6 @@ class TestReasoning:
             ReasoningPart("hm\n\nso"), ContentPart("Yes"),
         ]  # fmt: skip
 
-    def test_left_in_the_text(self) -> None:
-        assert parse("<think>a</think>b", reasoning=False) == [ContentPart("<think>a</think>b")]
-
     def test_left_in_the_text_with_the_tag_of_the_prompt(self) -> None:
         found = parse("a</think>b", "<|im_start|>assistant\n<think>\n", reasoning=False)
         assert found == [ContentPart("<think>\na</think>b")]
@@ -119,14 +116,6 @@ class TestReasoning:
     def test_more_of_it(self) -> None:
         text = "a\n</think>\n\n<think>\nb</think>\n\nc"
         assert parse(text, "<think>\n") == [ReasoningPart("a\n\nb"), ContentPart("c")]
-
-    def test_no_answer(self) -> None:
-        assert parse("only thoughts", "<think>") == [ReasoningPart("only thoughts")]
-
-    def test_a_call_inside_counts(self) -> None:
-        found = reply("Let me see.\n" + call("write", path="a") + "\n", "<think>\n")
-        assert (found.reasoning, found.content) == ("Let me see.", "")
-        assert found.calls[0].arguments == '{"path": "a"}'
 
     def test_a_call_inside_and_one_after(self) -> None:
         text = f"hm\n{call('write', path='a')}\nso\n</think>\n\nOK\n{call('write', path='b')}"
@@ -152,15 +141,8 @@ class TestCalls:
             "name": "add", "arguments": '{"a": 1}',
         }  # fmt: skip
 
-    def test_text_after_a_call(self) -> None:
-        assert reply(call("write", path="a") + "\nDone.").content == "Done."
-
     def test_no_parameters(self) -> None:
         assert calls("<tool_call>\n<function=write>\n</function>\n</tool_call>") == [("write", {})]
-
-    def test_values_are_text_as_it_stands(self) -> None:
-        value = '\n  if a < b && c:\n\t"$x" \\ é 😀 </parameter> and </tool_call>!\n'
-        assert calls(call("write", text=value)) == [("write", {"text": value})]
 
     def test_types_by_schema(self) -> None:
         text = call(
@@ -235,14 +217,6 @@ class TestCalls:
         assert [(one.arguments, one.is_whole) for one in found.calls] == [(arguments, True)]
         assert found.content == "Done."
 
-    @pytest.mark.parametrize("n", range(1, 12))
-    def test_escapes_in_json_may_be_split(self, n: int) -> None:
-        given = '{"note": "a \\\\\\" b \\\\\\\\", "any": "\\\\\\""}'
-        text = f'<tool_call>\n{{"name": "add", "arguments": {given}}}\n</tool_call>'
-        for cuts in (tuple(range(0, len(text), n)), (text.index("\\") + 1,)):
-            (found,) = reply(text, cuts=cuts).calls
-            assert found.is_whole and found.arguments == given
-
     @pytest.mark.parametrize("broken", ['{"a": oops}', '{"a": [1}', '{"a": "\\x"}', '{"a": 1 2}'])
     def test_json_that_proves_to_be_wrong(self, broken: str) -> None:
         text = f'<tool_call>\n{{"name": "add", "arguments": {broken}}}\n</tool_call>\nDone.'
@@ -273,10 +247,6 @@ class TestCalls:
         assert parser.is_done and len(found.calls) == parser.n_calls == 1 and not found.content
         assert parser.push("more") == parser.flush() == []
 
-    def test_without_tools_all_is_text(self) -> None:
-        text = call("write", path="a")
-        assert parse(text, tools=[]) == [ContentPart(text)]
-
 
 class TestDrift:
     """What models write in place of the form that they were taught."""
@@ -298,12 +268,6 @@ class TestDrift:
     )
     def test_understood(self, text: str) -> None:
         assert calls(text) == [("write", {"path": "a"})]
-
-    def test_an_end_tag_forgotten_before_the_next_parameter(self) -> None:
-        text = (
-            "<tool_call>\n<function=write>\n<parameter=path>\na\n<parameter=text>\nb\n</parameter>"
-        )
-        assert calls(text) == [("write", {"path": "a", "text": "b"})]
 
     def test_the_same_parameter_twice(self) -> None:
         text = call("write", path="a").replace("</function>", "<parameter=path>b</parameter>")
@@ -331,22 +295,6 @@ class TestDrift:
     def test_not_understood_is_text(self, text: str) -> None:
         found = reply(text)
         assert found.content == text and not found.calls
-
-    def test_a_call_after_one_that_is_none(self) -> None:
-        found = reply("<tool_call>\noops\n" + call("write", path="a"))
-        assert found.content == "<tool_call>\noops" and len(found.calls) == 1
-
-    def test_an_answer_that_was_cut_inside_a_call(self) -> None:
-        text = "<tool_call>\n<function=write>\n<parameter=text>\nhalf of"
-        found = reply(text, is_cut=True).calls[0]
-        assert not found.is_whole and found.arguments.startswith('{"text": "half')
-        with pytest.raises(json.JSONDecodeError):
-            json.loads(found.arguments)
-
-    @pytest.mark.parametrize("n", range(1, 28))
-    def test_an_answer_that_was_cut_behind_a_call(self, n: int) -> None:
-        found = reply(call("write", path="a")[:-n], is_cut=True)
-        assert found.content == "" and [one.is_whole for one in found.calls] == [n <= 13]
 
     @pytest.mark.parametrize("n", range(1, 45))
     def test_an_answer_that_was_cut_in_the_beginning_of_a_call(self, n: int) -> None:
@@ -423,8 +371,3 @@ def test_calls_in_json_are_those_that_were_written(
     assert found.is_whole and json.loads(found.arguments) == arguments
     for cut in reply(text[:end], cuts=tuple(range(0, end, n)), is_cut=True).calls:
         assert found.arguments.startswith(cut.arguments)
-
-
-@given(st.text(max_size=60).filter(lambda text: "<" not in text))
-def test_text_without_tags_is_unchanged(text: str) -> None:
-    assert "".join(p.text for p in parse(text) if isinstance(p, ContentPart)) == text

@@ -50,24 +50,12 @@ def test_a_message_at_once() -> None:
     assert case.model.chats[0].variables == {"enable_thinking": True}
 
 
-def test_llama_servers_timings_are_not_in_it() -> None:
-    assert "timings" not in Case().answer("/v1/messages", ASK)
-    assert not any("timings" in event for event in Case().events("/v1/messages", ASK))
-
-
 def test_the_list_of_models_has_its_fields() -> None:
     with client_of(Case()) as client:
         (found,) = client.models.list()
         assert found.type == "model" and found.id == found.display_name == "fake"
         assert found.created_at.tzinfo is not None
         assert client.models.retrieve("fake") == found
-
-
-def test_the_model_reasons_only_if_someone_asks_for_it() -> None:
-    for variables, thinks in (({}, False), ({"enable_thinking": True}, True)):
-        case = Case(state={"variables": variables})
-        case.answer("/v1/messages", ASK)
-        assert case.model.chats[0].variables == {"enable_thinking": thinks}
 
 
 def test_a_stream_makes_the_message_that_comes_at_once() -> None:
@@ -108,22 +96,6 @@ def test_a_tool_makes_its_round() -> None:
     assert [one["tool_call_id"], two["tool_call_id"]] == ids
 
 
-def test_a_stop_sequence_is_told() -> None:
-    with client_of(Case(["Hel", "lo END of it"])) as client:
-        found = client.messages.create(**ASK, stop_sequences=["END"])
-    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "END")
-    assert found.content[0].type == "text" and found.content[0].text == "Hello "
-
-
-def test_structured_output_asks_for_the_schema() -> None:
-    case = Case(['{"a": 1}'])
-    with client_of(case) as client:
-        form: Any = {"type": "json_schema", "schema": SCHEMA}
-        client.messages.create(**ASK, output_config={"format": form})
-    asked = case.model.chats[0].format
-    assert asked is not None and (asked.kind, asked.source) == ("json_schema", SCHEMA)
-
-
 def test_tokens_are_counted_without_an_answer() -> None:
     case = Case()
     with client_of(case) as client:
@@ -158,22 +130,6 @@ def test_a_refusal_is_the_clients_exception(refusal: Exception, kind: type, word
             client.messages.create(**ASK)
         with pytest.raises(kind, match=word):
             client.messages.create(**ASK, stream=True)
-
-
-def test_a_wrong_field_is_named_in_anthropics_form() -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-    wrong: Any = [
-        ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0]"),
-        ({"stop_sequences": [1]}, "stop_sequences[0]"),
-        ({"messages": []}, "messages"),
-    ]
-    with client_of(Case()) as client:
-        for fields, name in wrong:
-            with pytest.raises(anthropic.BadRequestError) as caught:
-                client.messages.create(**{**ASK, **fields})
-            body: Any = caught.value.body
-            assert body["error"]["type"] == "invalid_request_error"
-            assert body["error"]["message"].startswith(name)
 
 
 def test_a_failure_in_the_middle_reaches_the_client() -> None:

@@ -60,16 +60,6 @@ def test_results_of_tools_become_messages_of_their_own() -> None:
     assert more == {"role": "user", "content": [text("go"), text("on")]}
 
 
-def test_a_result_without_content_is_empty() -> None:
-    result = {"type": "tool_result", "tool_use_id": "t1"}
-    assert messages({"role": "user", "content": [result]})[0]["content"] == ""
-
-
-def test_a_system_message_keeps_its_place() -> None:
-    late = {"role": "system", "content": "more rules"}
-    assert messages(*HELLO, late)[1] == late
-
-
 def test_documents_of_plain_text_and_found_texts_are_read() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "body"}
     document = {"type": "document", "source": source, "title": "T"}
@@ -136,11 +126,6 @@ def test_the_server_says_what_the_request_does_not() -> None:
     assert found.ignore_eos and found.variables["enable_thinking"] and found.deadline_s == 3.0
     found = read(server, ignore_eos=False, thinking={"type": "disabled"})
     assert not found.ignore_eos and not found.variables["enable_thinking"]
-
-
-def test_a_count_needs_no_limit_of_tokens() -> None:
-    found = read_request(CountBody.model_validate({"messages": HELLO}), PLAIN)
-    assert found.messages == HELLO and found.max_tokens is None
 
 
 @pytest.mark.parametrize(

@@ -98,11 +98,6 @@ def test_parallel_calls_are_blocks_with_their_own_input() -> None:
     assert [block.get("input") for block in starts] == [None, {}, {}]
 
 
-def test_reasoning_after_a_call_is_another_block() -> None:
-    _, whole = run(ReasoningPart("a"), *CALL, ReasoningPart("b"))
-    assert [block.type for block in whole.content] == ["thinking", "tool_use", "thinking"]
-
-
 @pytest.mark.parametrize(
     "last, reason",
     [
@@ -124,11 +119,6 @@ def test_a_call_that_was_cut_has_no_input() -> None:
     whole = Message.model_validate(made.message())
     assert whole.stop_reason == "max_tokens"
     assert whole.content[0].type == "tool_use" and whole.content[0].input == {}
-
-
-def test_an_answer_of_nothing_has_no_blocks() -> None:
-    events, whole = run()
-    assert (len(events), whole.content, whole.stop_reason) == (3, [], "end_turn")
 
 
 def test_usage_tells_cached_tokens_apart() -> None:

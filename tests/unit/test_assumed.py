@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from moegraph.cli import doctor, main
-from moegraph.cli.prediction import Assumption, assumed_text
+from moegraph.cli.prediction import Assumption
 from moegraph.errors import RequestError
-from moegraph.experts.machines import MACHINES, card_machine, usual_card
+from moegraph.experts.machines import MACHINES, usual_card
 from moegraph.ggml import nvml
 from moegraph.ggml.nvml import Card, gpu_card, gpu_used_bytes
 from moegraph.units import GiB
@@ -39,11 +39,6 @@ def test_without_a_card_the_size_decides(
     assert Assumption.of("auto").machine([int(gib * GiB)]).name == name
 
 
-def test_of_several_cards_the_smallest_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    have(monkeypatch)
-    assert Assumption.of("auto").machine([12 * GiB, 8 * GiB]).name == "rtx4060"
-
-
 def test_the_card_of_this_machine_is_taken_up_to_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -60,32 +55,9 @@ def test_the_card_of_this_machine_is_taken_up_to_its_memory(
     assert Assumption.of("auto").machine([8 * GiB]) is MACHINES["h200"], "measured"
 
 
-def test_a_card_with_another_host_is_not_the_one_that_was_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    have(monkeypatch, Card("NVIDIA GH200 480GB", 96 * GiB, 4e12, 5e10, "PCIe 5.0 x16", 2e15))
-    assert "computed" in Assumption.of("auto").machine([8 * GiB]).about
-
-
 def test_a_machine_that_is_unknown_is_refused() -> None:
     with pytest.raises(RequestError, match="not a built-in machine .h200, rtx2060"):
         Assumption.of("rtx9999")
-
-
-def test_the_line_names_one_machine_or_says_that_they_differ() -> None:
-    one, other = MACHINES["rtx4060"], MACHINES["rtx3060"]
-    assert assumed_text([one, one]) == one.title and "8 GB card with 272 GB/s" in one.title
-    assert "last column" in assumed_text([one, other])
-
-
-def test_times_of_a_card_follow_its_memory_and_its_link() -> None:
-    slow, fast = MACHINES["rtx4060"], MACHINES["desktop"]
-    assert fast.whole == pytest.approx(7.0e-3, rel=0.01)
-    assert slow.whole > 2.5 * fast.whole and slow.stream(8) > 1.8 * fast.stream(8)
-    assert slow.cpu == fast.cpu, "the same host"
-    like = card_machine("x", "", 4.9e12, 50e9, 2e15)
-    assert like.whole == pytest.approx(MACHINES["h200"].whole, rel=0.01)
-    assert like.stream(8) == pytest.approx(MACHINES["h200"].stream(8), rel=0.1)
 
 
 def test_the_card_of_this_machine_is_among_the_budgets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,14 +20,9 @@ sys.path.insert(0, str(SCRIPTS))
 
 import _bench
 import bench_tables
-from _traces import ModelFacts, find_trace, write_routing
 
-from moegraph.errors import RequestError
-from moegraph.experts.machines import MACHINES
-from moegraph.experts.policy import POLICIES
 from moegraph.placement.generator import PRESETS, RoutingModel, generate_trace
 from moegraph.placement.identity import RouterShape
-from moegraph.placement.simulate import even_slots, simulate
 from moegraph.placement.trace import read_trace
 
 FAKE = str(ROOT / "tests" / "helpers" / "fake_llama_bench.py")
@@ -153,21 +146,6 @@ def test_arguments_are_published_without_folders() -> None:
     assert _bench.plain_paths(given) == ["a=tree,X=1", "--out", "rows.jsonl", ".", "m.gguf", "8192"]
 
 
-def test_a_commit_comes_from_the_argument_a_file_or_git(tmp_path: Path) -> None:
-    assert _bench.commit_of(tmp_path, "abc") == "abc"
-    (tmp_path / "COMMIT").write_text("def\n")
-    assert _bench.commit_of(tmp_path) == "def"
-
-
-@pytest.mark.parametrize("mark, said", [
-    ("<!-- table: dinner whole -->\n<!-- end -->", "no table 'dinner'; there are about"),
-    ("<!-- table: decode breakfast -->\n<!-- end -->", "measure_card has no part breakfast"),
-])  # fmt: skip
-def test_a_table_that_cannot_be_written_is_named(mark: str, said: str) -> None:
-    with pytest.raises(_bench.BenchError, match=said):
-        bench_tables.marked(mark)
-
-
 def test_the_pages_say_what_the_raw_lines_say() -> None:
     """Before a run has been taken, they say that their figures are none of ours."""
     texts = [path.read_text() for path in bench_tables.PAGES]
@@ -258,22 +236,6 @@ def test_the_preset_of_the_published_tables_gives_the_same_ids() -> None:
     assert trace.sha256.startswith("c349334d5f4c1403") and PRESETS["sticky"] == RoutingModel()
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_weights_of_a_preset_square_to_one(name: str) -> None:
-    found = PRESETS[name]
-    for m in [found] if isinstance(found, RoutingModel) else found:
-        squares = m.fixed**2 + m.drift**2 + m.recent**2 + m.white**2
-        assert squares == pytest.approx(1.0, abs=5e-3)
-
-
-def test_models_of_a_preset_are_spread_over_the_layers() -> None:
-    uneven, even = RoutingModel(0.99, 0.0, 0.0, 0.141), RoutingModel(0.0, 0.0, 0.0, 1.0)
-    still = [replace(m, spread=0.0, edge=0.0) for m in (uneven, even)]
-    trace = generate_trace(RouterShape(6, 64, 4), 200, model=still)
-    most = [trace.counts()[il].max() / 200 for il in range(6)]
-    assert min(most[:3]) > 0.9 and max(most[3:]) < 0.3
-
-
 def test_a_written_trace_is_one_that_simulate_reads(tmp_path: Path) -> None:
     path = tmp_path / "t"
     done = run("make_trace.py", str(path), "--preset", "flat", "--tokens", "64", "--layers", "4",
@@ -285,37 +247,3 @@ def test_a_written_trace_is_one_that_simulate_reads(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert shown.returncode == 0 and trace.sha256 in json.dumps(json.loads(shown.stdout))
-
-
-def test_traces_are_put_end_to_end(tmp_path: Path) -> None:
-    facts = ModelFacts(4, 16, 2, 100, 1000)
-    about = write_routing(tmp_path / "r.npy", facts, ["sticky", "flat:3"], 10)
-    ids = np.load(tmp_path / "r.npy")
-    assert ids.shape == (20, 4, 2) and ids.dtype == np.int32
-    for at, name in enumerate(("sticky", "flat:3")):
-        trace = find_trace(name, facts.shape, 10)
-        assert (ids[10 * at : 10 * at + 10] == trace.ids).all()
-        assert about["traces"][at]["sha256"] == trace.sha256
-    two = (find_trace(name, facts.shape, 10) for name in ("flat", "flat:3"))
-    assert len({trace.sha256 for trace in two}) == 2, "another prompt"
-    with pytest.raises(RequestError, match="nowhere: cannot read the trace"):
-        find_trace("nowhere", facts.shape, 10)
-
-
-def test_what_ran_before_a_trace_hardly_matters_after_its_warm_tokens() -> None:
-    """So traces can share one engine: hit rates are those of the trace alone."""
-    names, n, warm = ("sticky", "flat", "recorded"), 320, 96
-    parts = [generate_trace(BIG, n, model=PRESETS[name]) for name in names]
-    whole = replace(parts[0], ids=np.concatenate([part.ids for part in parts]))
-    n_slots = even_slots(40, 256, 0.25)
-
-    def missing(ids: np.ndarray) -> np.ndarray:
-        policy = POLICIES["lfu"]()
-        trace = replace(whole, ids=ids)
-        return simulate(trace, n_slots, policy, MACHINES["h200"], mode="stream").missing
-
-    together = missing(whole.ids)
-    for at, part in enumerate(parts):
-        alone = missing(part.ids)[warm:].sum() / (n - warm) / 320
-        after = together[at * n + warm : (at + 1) * n].sum() / (n - warm) / 320
-        assert after == pytest.approx(alone, abs=0.02), names[at]

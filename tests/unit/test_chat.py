@@ -50,11 +50,6 @@ class TestUse:
             "<|im_start|>assistant\n"
         )
 
-    def test_a_template_renders_again_and_again(self) -> None:
-        with ChatTemplate("{{ messages[-1].content }}") as template:
-            for text in ("one", "tw\u00f6", "3\n\u2028"):
-                assert template.render([Message("user", text)]) == text
-
     def test_a_renderer_that_somebody_ended_is_replaced(self) -> None:
         """Where memory runs out, the kernel may choose it."""
         with ChatTemplate("{{ messages[-1].content }}") as template:
@@ -101,13 +96,6 @@ class TestUse:
             with pytest.raises(RequestError, match="refuses the messages: one at a time"):
                 template.render(HELLO * 2)
             assert template.render(HELLO) == "ok"
-
-    def test_a_closed_template_starts_again(self) -> None:
-        template = ChatTemplate("x")
-        template.close()
-        template.close()
-        assert template.render(HELLO) == "x"
-        template.close()
 
 
 class TestAttacks:
@@ -211,17 +199,6 @@ class TestOrigin:
 
 
 class TestHistory:
-    def test_keeps_the_order_and_the_system_prompt(self) -> None:
-        history = History("sys")
-        history.ask("a")
-        history.answer("b")
-        assert [(m.role, m.content) for m in history.messages] == [
-            ("system", "sys"), ("user", "a"), ("assistant", "b"),
-        ]  # fmt: skip
-        assert history.system == "sys"
-        history.clear()
-        assert [m.role for m in history.messages] == ["system"]
-
     def test_turns_can_be_taken_back_from_both_ends(self) -> None:
         history = History("sys")
         for turn in "abc":
@@ -241,24 +218,11 @@ class TestHistory:
         assert history.forget_oldest() and not history.forget_oldest()
         assert [m.content for m in history.messages] == ["c"]
 
-    def test_the_system_prompt_can_be_set_and_removed(self) -> None:
-        history = History()
-        history.ask("a")
-        history.system = "one"
-        history.system = "two"
-        assert [m.content for m in history.messages] == ["two", "a"]
-        history.system = None
-        assert (history.system, len(history.messages)) == (None, 1)
-
     def test_reasoning_that_was_cut_is_not_an_answer(self) -> None:
         history = History()
         history.answer("<think>\nlet me see")
         history.answer("<think>\nwell</think>yes")
         assert [m.content for m in history.messages] == ["", "<think>\nwell</think>yes"]
-
-    def test_roles_are_checked(self) -> None:
-        with pytest.raises(RequestError, match="message role 'root'"):
-            Message("root", "x")
 
 
 def split_stream(text: str, cuts: list[int], opened: bool) -> tuple[str, str]:

@@ -96,20 +96,3 @@ def test_an_answer_of_a_given_type() -> None:
             streamed = stream.get_final_completion()
     for one in (found, streamed):
         assert one.choices[0].message.parsed == City(name="Paris")
-
-
-def test_probabilities_of_a_stream() -> None:
-    with client_of(Case(["ab", "c"])) as client:
-        with client.chat.completions.stream(**ASK, logprobs=True, top_logprobs=1) as stream:
-            kinds = {event.type for event in stream}
-            found = stream.get_final_completion().choices[0].logprobs
-    assert "logprobs.content.delta" in kinds and found and found.refusal is None
-    assert [one.token for one in found.content or ()] == ["a", "b", "c"]
-
-
-def test_thoughts_that_stay_in_the_text() -> None:
-    with client_of(Case(["<think>hm</think>yes"])) as client:
-        kept = client.chat.completions.create(**ASK, extra_body={"reasoning_format": "none"})
-        apart = client.chat.completions.create(**ASK)
-    assert kept.choices[0].message.content == "<think>hm</think>yes"
-    assert apart.choices[0].message.content == "yes"

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from helpers.fake_engine import ByteTokenizer
 from helpers.qwen_template import QWEN
@@ -28,7 +27,6 @@ from moegraph.engine.chat import (
     thinking_variables,
 )
 from moegraph.errors import ContextOverflow, ModelFileError, RequestError
-from moegraph.gguf.reader import StringArray
 from moegraph.text.chat import ChatTemplate
 from moegraph.text.chat.parts import ContentPart, ReasoningPart
 from moegraph.text.tokenizer import Tokenizer
@@ -77,22 +75,8 @@ class TestPrompt:
             asked = ChatRequest(messages=[USER], variables=thinking_variables("none"))
             assert not chat.prepare(asked).parser.is_reasoning
 
-    def test_the_effort_of_reasoning(self) -> None:
-        assert thinking_variables(None) == {}
-        assert thinking_variables("low") == {"enable_thinking": True, "reasoning_effort": "low"}
-
     def test_variables_cannot_replace_the_messages(self) -> None:
         assert "Hi" in prompt([USER], variables={"messages": [], "add_generation_prompt": False})
-
-    def test_it_has_the_ids_that_a_request_has(self) -> None:
-        asked = ChatRequest([USER], [TOOL], variables={"enable_thinking": False})
-        with model("{{ bos_token }}" + QWEN) as chat:
-            found = chat.prompt(asked)
-            assert found.encoded.ids == list(chat.prepare(asked).request.prompt)
-        assert found.text.endswith("<think>\n\n</think>\n\n") and found.encoded.ids[:2] != [1, 1]
-
-    def test_without_the_beginning_of_an_answer(self) -> None:
-        assert prompt([USER], add_generation_prompt=False).endswith("user\nHi<|im_end|>\n")
 
     @pytest.mark.parametrize(
         ("show", "separator"),
@@ -152,17 +136,6 @@ class TestPrompt:
             }
             assert '{"c": "é", "l": [1, 2]}' in prompt([USER, turn], source)
 
-    def test_a_form_of_its_own_wins_over_json(self) -> None:
-        source = (
-            "{% if tools %}{% endif %}{% for c in messages[-1].tool_calls or [] %}"
-            "{% set a = c.function.arguments %}[{% if a is mapping %}"
-            "{% for k, v in a | items %}{{ k }}:{{ v }}{% endfor %}"
-            "{% else %}{{ a }}{% endif %}]{% endfor %}"
-        )
-        function = {"name": "look", "arguments": '{"n": 1}'}
-        turn = {"role": "assistant", "tool_calls": [{"function": function}]}
-        assert prompt([USER, turn], source) == "[n:1]"
-
     def test_a_conversation_with_tools(self) -> None:
         text = prompt(
             [
@@ -209,14 +182,6 @@ class TestPrompt:
         with model() as chat:
             assert not chat.prepare(asked).request.keep_after
 
-    @pytest.mark.parametrize("broken", ["{", '["a"]', "5"])
-    def test_a_call_that_the_model_wrote_wrongly_can_be_sent_back(self, broken: str) -> None:
-        turn = {
-            "role": "assistant",
-            "tool_calls": [{"function": {"name": "look", "arguments": broken}}],
-        }
-        assert broken in prompt([USER, turn, {"role": "tool", "content": "no"}])
-
 
 class TestSystem:
     def test_messages_at_the_beginning_become_one(self) -> None:
@@ -250,15 +215,6 @@ class TestBegun:
         assert bytes(found.request.prompt).decode().endswith(end)
         assert not found.parser.is_reasoning
 
-    def test_without_reasoning(self) -> None:
-        messages = [USER, {"role": "assistant", "content": "It is"}]
-        text = prompt(messages, variables={"enable_thinking": False})
-        assert text.endswith("assistant\n<think>\n\n</think>\n\nIt is")
-
-    def test_begun_reasoning_goes_on(self) -> None:
-        begun = {"role": "assistant", "content": "", "reasoning_content": "Well,"}
-        assert prompt([USER, begun]).endswith("<think>\nWell,")
-
     @pytest.mark.parametrize("opens_turn", [True, False])
     @pytest.mark.parametrize(
         ("asked", "end"),
@@ -285,11 +241,6 @@ class TestBegun:
             ]
         kind = ReasoningPart if thinks else ContentPart
         assert found == [[kind("!")], [kind("Well,"), kind("!")]]
-
-    def test_reasoning_goes_on_where_the_template_has_closed_it(self) -> None:
-        begun = {"role": "assistant", "content": "", "reasoning_content": "Well,"}
-        found = prompt([USER, begun], variables={"enable_thinking": False})
-        assert found.endswith("<|im_start|>assistant\n<think>\nWell,")
 
     def test_a_last_answer_that_does_not_go_on(self) -> None:
         begun = {"role": "assistant", "content": "It is"}
@@ -369,16 +320,6 @@ class TestRefused:
             assert shown(chat, "1") == "1.0"
 
 
-class TestText:
-    def test_a_raw_prompt_and_ids(self) -> None:
-        with model() as chat:
-            found = chat.prepare_text(TextRequest("ab", max_tokens=3))
-            assert list(found.request.prompt) == [97, 98] and found.request.max_tokens == 3
-            assert list(chat.prepare_text(TextRequest([97, 98])).request.prompt) == [97, 98]
-            text = "<think>a</think><tool_call>"
-            assert found.parser.push(text) == [ContentPart(text)]
-
-
 def test_many_threads_may_prepare_at_once() -> None:
     def asked(n: int) -> ChatRequest:
         said = {"role": "assistant", "content": f"Answer {n % 7}"}
@@ -448,12 +389,6 @@ class TestRoom:
             assert tokenizer.n_longest == 80
             assert len(chat.prompt(asked).encoded.ids) > 200  # counting is no answer
 
-    def test_the_longest_token_is_that_of_the_file(self) -> None:
-        data, starts = b"".join(bytes([n]) + bytes(7 + n) for n in (3, 6)), [8, 19, 33]
-        tokens = StringArray(data, np.array(starts, dtype=np.uint64))
-        assert PromptRoom.of({"tokenizer.ggml.tokens": tokens}, 7) == PromptRoom(7, 6)
-        assert PromptRoom.of({}, 7) is None
-
 
 class TestOf:
     def engine(self, **kv: str) -> Any:
@@ -465,10 +400,6 @@ class TestOf:
             assert shown(chat) == "\x01x" and chat.warnings == []
             # a BOS in the prompt is the only one
             assert list(chat.prepare(ChatRequest([USER])).request.prompt) == [1, 120]
-
-    def test_another_replaces_it(self) -> None:
-        with ChatModel.of(self.engine(), ChatTemplate("mine")) as chat:
-            assert shown(chat) == "mine" and chat.warnings == []
 
     def test_a_template_that_fails_for_all_messages_is_at_fault_itself(self) -> None:
         broken = self.engine(**{"tokenizer.chat_template": "{{ 1 / 0 }}"})

@@ -40,12 +40,6 @@ def test_all_experts_stay_resident_if_they_can() -> None:
         assert chosen((need.fixed + need.experts) / GIB) == n_rows
 
 
-def test_slots_that_the_user_set_are_not_given_up() -> None:
-    room = need_of(1024).fixed + need_of(1024).staging + 3000 * 1_900_000
-    assert chosen(room / GIB, cache_slots=3000, pin_layers=0) == 1024
-    assert chosen(20, cache_slots=3000, pin_layers=0) == 2048
-
-
 def test_the_users_number_and_no_limit() -> None:
     assert chosen(4, n_ubatch=4096) == 4096
     assert choose_rows(EngineConfig(), None, need_of) == CPU_ROWS == EngineConfig().n_rows

@@ -62,29 +62,6 @@ class TestBench:
         assert cells[2][-2:] == ["pp512", "123.46 \u00b1 1.50"]
         assert cells[3][-2] == "tg128 @ d4096"
 
-    def test_unusual_and_varied_settings_get_a_column(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        record = {**RECORDS[0], "n_ubatch": 64, "type_v": "q8_0"}
-        header = self.out("md", capsys, [record]).splitlines()[0]
-        assert "n_ubatch" in header
-        assert "type_v" in header
-        assert "type_k" not in header
-        varied = frozenset({"type_k"})
-        assert "type_k" in self.out("md", capsys, [record], varied).splitlines()[0]
-
-    def test_a_wide_table_keeps_to_100_columns_and_notes_what_is_constant(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        experts = {"hit_rate": 0.5, "uploaded_bytes_per_pass": 3 << 20}
-        wide = [{**record, "model_type": "qwen35moe 35B.A3B Q4_K", "mode": "layered",
-                 "experts": experts} for record in RECORDS]  # fmt: skip
-        benchrows.STYLES["md"](iter(wide), ["pp512", "tg128 @ d4096"], frozenset({"n_threads"}))
-        out, err = capsys.readouterr()
-        assert max(len(line) for line in out.splitlines()) <= 100
-        assert "| 0.500 |" in " ".join(out.split()) and "| 3.0 |" in " ".join(out.split())
-        assert "mode layered" in err and "params 33.0 M" in err and "threads" in out
-
     def test_all_formats_hold_the_same_rows(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert json.loads(self.out("json", capsys)) == RECORDS
         assert [json.loads(line) for line in self.out("jsonl", capsys).splitlines()] == RECORDS
@@ -96,9 +73,6 @@ class TestBench:
             base.executescript(self.out("sql", capsys, named))
             found = base.execute("SELECT test, avg_ts, model_type, hit_rate FROM moegraph_bench")
             assert found.fetchall() == [(row["test"], 123.456, "it's", None) for row in RECORDS]
-
-    def test_no_rows_are_still_an_array(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert json.loads(self.out("json", capsys, [])) == []
 
     @pytest.mark.parametrize(
         ("text", "lengths"),
@@ -186,34 +160,6 @@ class TestBench:
         assert rows[3]["n_prompt"] == 4 and rows[3]["n_gen"] == 2
         assert rows[3]["samples_ts"] == [12, 6]
 
-    def test_every_setting_takes_a_list(self, cli: Cli, specs: list[BenchSpec]) -> None:
-        given = {
-            "--vram": "6,8", "--policy": "lru,lfu", "--cache-slots": "-1,100-300+100",
-            "--poll": "0,50", "-tb": "1-2", "--mode": "auto,whole", "--miss": "cpu,stream",
-            "--device": "auto,cpu", "--pin-layers": "0,1", "--host-pin": "all,none",
-            "-c": "1024,2048", "-ub": "64-256*2", "--split": "1+1,1+3",
-            "--spec": "off,lookup", "--draft-max": "2,4", "--draft-p-min": "0,0.5",
-            "--budget": "2,8", "--ddtree-budget": "8,22", "--ddtree-temp": "0.5,1",
-            "--draft-vocab": "0,32000", "--draft-swa": "0,512", "--draft-ctx-max": "0,2048",
-        }  # fmt: skip
-        drafts = ("--run", "1", "--spec", "lookup")
-        names = {setting.name for setting in bench.swept_settings()}
-        assert len(names) == len(given) + 3  # with -t, -ctk and -ctv, which llama-bench has too
-        for flag, values in given.items():
-            cli.loaded.clear()
-            more = ("--run", "1", "--device", "cpu+cpu") if flag == "--split" else drafts
-            rows = json.loads(
-                cli("bench", "m", "-p", "1", "-n", "0", *more, flag, values, "-o", "json").stdout
-            )
-            n = {"--cache-slots": 4, "-ub": 3, "--spec": 3}.get(flag, 2)
-            assert len(rows) == 2 * len(cli.loaded) == 2 * n, flag
-        shown = cli("bench", "m", "-p", "1", "-n", "0", "--vram", "6,8", "--policy", "lru,lfu")
-        cells = [[c.strip() for c in line.split("|")] for line in shown.stdout.splitlines()]
-        at = cells[0].index("vram")
-        assert [row[at - 1 : at + 1] for row in cells[2:]] == [
-            ["lru", "6"], ["lfu", "6"], ["lru", "8"], ["lfu", "8"]
-        ]  # fmt: skip
-
     def test_run_rows_sample_as_run_does(self, cli: Cli, specs: list[BenchSpec]) -> None:
         kv = {"general.sampling.top_k": 20, "general.sampling.top_p": 2.0}
         cli.engine = FakeEngine("", kv=kv)
@@ -292,19 +238,6 @@ class TestTtft:
         assert row["load_phases_ms"] == {"weights": 750} and row["backends"] == "CUDA"
         assert cli.loaded == []
 
-    def test_the_table_and_the_other_formats(self, cli: Cli, commands: list[list[str]]) -> None:
-        lines = cli("bench", "m", "--ttft", "-p", "5", "-r", "2", "--no-warmup").stdout.splitlines()
-        assert len(commands) == 2 and len({len(line) for line in lines}) == 1
-        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-        parts = ["process", "load", "tokenizer", "prefill", "other", "first token, ms"]
-        assert cells[0][-7:] == ["test", *parts]
-        assert cells[2][-7:-1] == ["ttft5", "500", "1000", "250", "31", "469"]
-        assert cells[2][-1] == "2250 \u00b1 354"
-        rows = list(csv.DictReader(io.StringIO(
-            cli("bench", "m", "--ttft", "-p", "5", "-r", "1", "-o", "csv").stdout
-        )))  # fmt: skip
-        assert rows[0]["load_ms"] == "1000.0" and "load_phases_ms" not in rows[0]
-
     def test_a_process_that_fails_is_the_error(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
@@ -315,12 +248,3 @@ class TestTtft:
         silent = 'print(\'{"timings": {"first_token_s": null}}\')'
         with pytest.raises(NativeError, match="does not tell when a process started"):
             ttft._first_token([sys.executable, "-c", silent])
-
-
-@pytest.mark.parametrize(
-    ("device", "backends"),
-    [("cpu", "CPU"), ("cpu,cpu", "CPU"), ("cuda:0,cuda:1", "CUDA"), ("cuda:0, cpu", "CUDA,CPU"),
-     ("cpu,rpc://127.0.0.1:50052/1", "CPU,RPC")],
-)  # fmt: skip
-def test_the_backends_are_those_of_all_devices(device: str, backends: str) -> None:
-    assert bench._device_facts(device, "")["backends"] == backends

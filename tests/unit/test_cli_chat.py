@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from helpers.cli_page import json_tables
-from helpers.fake_engine import END, FakeEngine
+from helpers.fake_engine import FakeEngine
 
 from moegraph.cli import ui
-from moegraph.errors import NativeError
 from moegraph.gguf import resolve_target
 from moegraph.text.chat.template import TEMPLATE_KEY
 
@@ -56,11 +55,6 @@ class TestPiped:
         result = cli("chat", "m", stdin="a\nb\n")
         assert result.exit_code == 0 and news == []
         assert result.stderr.count("note: bypassed\n") == 1
-
-    def test_a_system_prompt_comes_first(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("ok", kv=KV)
-        cli("chat", "m", "--system", "Be brief.", stdin="hi\n")
-        assert prompts(cli) == ["[system]Be brief.[user]hi[assistant]"]
 
     def test_a_system_prompt_in_a_file(self, cli: Cli, tmp_path: Path) -> None:
         (tmp_path / "s").write_text("Be brief:\\n\n")
@@ -128,12 +122,6 @@ class TestPiped:
         assert "the context of 20 tokens is full" in cli("chat", "m", "-p", "a").stderr
         assert "cut" not in cli("chat", "m", "-p", "a", "-n", 2, "-q").stderr
 
-    def test_an_answer_of_reasoning_alone_is_told(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("<think>\nhm hm", kv=KV)
-        result = cli("chat", "m", "-p", "a")
-        assert result.stdout == ""
-        assert "note: there is no answer, only reasoning\n" in result.stderr
-
     def test_the_shipped_model_is_no_chat_model(self, cli: Cli) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
         tiny = resolve_target("tiny")
@@ -164,32 +152,6 @@ class TestPiped:
         assert result.stderr == "hm\nhm\n"
         # The template decides what becomes of old reasoning.
         assert "[assistant]<think>\nhm</think>\n\nyes[user]b" in prompts(cli)[1]
-
-    def test_reasoning_that_the_prompt_opens_stays_whole_in_the_history(self, cli: Cli) -> None:
-        opens = TEMPLATE.replace("[assistant]", "[assistant]<think>\n")
-        cli.engine = FakeEngine("hm\n</think>\nyes", kv={TEMPLATE_KEY: opens})
-        result = cli("chat", "m", stdin="a\nb\n")
-        assert (result.stdout, result.stderr) == ("yes\n---\nyes\n", "hm\nhm\n")
-        assert "<think>\nhm\n</think>\nyes[user]b" in prompts(cli)[1]
-
-    @pytest.mark.parametrize(("choice", "seen"), [("on", "True"), ("off", "False"), ("auto", "")])
-    def test_reasoning_is_asked_of_the_template(self, cli: Cli, choice: str, seen: str) -> None:
-        cli.engine = FakeEngine("ok", kv=KV)
-        cli("chat", "m", "--reasoning", choice, stdin="a\n")
-        assert prompts(cli) == [f"[user]a[assistant]{seen}"]
-
-    def test_settings_reach_the_engine(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("ok", kv=KV)
-        cli("chat", "m", "-n", 5, "--stop", r"\n", "-e", "--seed", 3, "--ignore-eos", stdin="a\n")
-        call = cli.engine.calls[0]
-        assert (call.max_tokens, call.stop, call.sampling.seed) == (5, ("\n",), 3)
-        assert call.sampling.logit_bias == {END: float("-inf")}
-
-    def test_a_seed_holds_for_the_whole_conversation(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("ok", kv=KV)
-        cli("chat", "m", stdin="a\nb\n")
-        first, second = (call.sampling.seed for call in cli.engine.calls)
-        assert first == second is not None
 
     def test_a_template_that_prints_the_bos_gets_no_second_one(self, cli: Cli) -> None:
         asked = []
@@ -225,11 +187,6 @@ class TestPiped:
         assert all(p.startswith("[system]S[user]question") for p in prompts(cli))
         assert all(f"question {i}" in p for i, p in enumerate(prompts(cli)))
 
-    def test_a_long_prompt_is_told_once_before_the_work(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("ok", kv=KV, n_ctx=99999)
-        result = cli("chat", "m", stdin="a" * 5000 + "\nb\n")
-        assert result.stderr.count("positions; the model was trained on only 4096") == 1
-
     def test_ctrl_c_ends_it(self, cli: Cli) -> None:
         cli.engine = FakeEngine("abc", kv=KV, before_token=lambda at: at == 2 and press())
         result = cli("chat", "m", stdin="a\nb\n")
@@ -252,19 +209,6 @@ class TestTemplate:
         line = cli.refused("chat", "m", "--chat-template-file", tmp_path / "t", stdin="a\n")
         assert "is not valid: line 1" in line
         assert "No such file" in cli.refused("chat", "m", "--chat-template-file", tmp_path / "no")
-        assert cli.loaded == []
-
-    def test_a_broken_template_of_a_model_is_a_broken_model(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("", kv={TEMPLATE_KEY: "{{ ''.__class__.mro() }}"})
-        assert "the chat template failed" in cli.refused("chat", "m", stdin="a\n", code=3)
-
-    def test_a_template_may_refuse_a_message(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("", kv={TEMPLATE_KEY: "{{ raise_exception('too rude') }}"})
-        assert "refuses the messages: too rude" in cli.refused("chat", "m", "-p", "a")
-
-    def test_a_model_without_vocabulary(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("", vocabulary=False, kv=KV)
-        assert "no vocabulary" in cli.refused("chat", "m", stdin="a\n", code=3)
         assert cli.loaded == []
 
     def test_it_takes_exactly_one_model(self, cli: Cli) -> None:
@@ -305,11 +249,6 @@ class TestTyped:
         assert "/help for help" in result.stderr
         assert "; wrote 4, 4.0 tok/s\n" in result.stderr
 
-    def test_one_token_has_no_speed(self, cli: Cli, type_lines: Type) -> None:
-        cli.engine = FakeEngine("one", kv=KV)
-        result = type_lines("a", args=("-n", "1"))
-        assert result.stderr.rstrip().endswith("wrote 1")
-
     def test_a_message_of_several_lines(self, cli: Cli, type_lines: Type) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
         block = ('"""one', "", 'two"""', '"""three"""')
@@ -341,29 +280,11 @@ class TestTyped:
         assert "stopped after reading 18 of 18 tokens; the message is forgotten" in result.stderr
         assert prompts(cli)[1] == "[user]b[assistant]"
 
-    def test_ctrl_c_twice_forgets_the_question(self, cli: Cli, type_lines: Type) -> None:
-        def press_twice(at: int) -> None:
-            if len(cli.engine.calls) == 1:
-                for _ in range(2):
-                    signal.raise_signal(signal.SIGINT)
-
-        cli.engine = FakeEngine("yes", kv=KV, before_token=press_twice)
-        result = type_lines("a", "b")
-        assert result.exit_code == 0
-        assert prompts(cli)[1] == "[user]b[assistant]"
-
     def test_ctrl_c_at_the_prompt_is_a_hint(self, cli: Cli, type_lines: Type) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
         result = type_lines(KeyboardInterrupt, "a")
         assert (result.exit_code, result.stdout) == (0, "ok\n")
         assert "Ctrl-D or /quit" in result.stderr
-
-    def test_a_wrong_message_is_told_and_forgotten(self, cli: Cli, type_lines: Type) -> None:
-        cli.engine = FakeEngine("ok", kv=KV, n_ctx=40)
-        result = type_lines("b" * 100, "c")
-        assert (result.exit_code, result.stdout) == (0, "ok\n")
-        assert "error: the prompt has" in result.stderr
-        assert prompts(cli)[-1] == "[user]c[assistant]"
 
     def test_a_full_context_is_told(self, cli: Cli, type_lines: Type) -> None:
         cli.engine = FakeEngine("abcdef", kv=KV)
@@ -374,12 +295,3 @@ class TestTyped:
         shown = type_lines("a").stderr
         assert "cut: the context of 20 tokens is full; your next" in shown
         assert "context 20 of 20; read 18" in shown
-
-    def test_a_failure_of_the_engine_ends_it(self, cli: Cli, type_lines: Type) -> None:
-        def fail(at: int) -> None:
-            raise NativeError("device lost")
-
-        cli.engine = FakeEngine("ok", kv=KV, before_token=fail)
-        result = type_lines("a", "b")
-        assert result.exit_code == 4
-        assert result.stderr.splitlines()[-1] == "error: device lost"

@@ -60,19 +60,6 @@ def test_clear_forgets_all_but_the_system_prompt(cli: Cli, talk: Talk) -> None:
     assert cli.engine.n_resets == 1
 
 
-@pytest.mark.parametrize("command", QUIT)
-def test_quit_ends_it(cli: Cli, talk: Talk, command: str) -> None:
-    talk("a", command, "b")
-    assert len(prompts(cli)) == 1
-
-
-@pytest.mark.parametrize("name", ["/help", "/?"])
-def test_help_names_every_command(cli: Cli, talk: Talk, name: str) -> None:
-    shown = talk(name).stderr
-    assert all(command in shown for command in COMMANDS)
-    assert prompts(cli) == []
-
-
 @pytest.mark.parametrize(
     "line", ["/etc/passwd is what?", "/2 is a half?", "/clear\nthe table", " /dance", " /help me"]
 )
@@ -92,21 +79,12 @@ def test_a_wrong_command_is_no_message(cli: Cli, talk: Talk, line: str, wrong: s
     assert prompts(cli) == []
 
 
-def test_an_argument_that_is_missing_is_told(cli: Cli, talk: Talk) -> None:
-    assert "error: /save takes FILE\n" in talk("/save").stderr
-    assert "error: /read takes FILE [QUESTION]\n" in talk("/read").stderr
-
-
 def test_regen_asks_again_with_another_seed(cli: Cli, talk: Talk) -> None:
     result = talk("/regen", "a", "b", "/regen")
     assert "error: there is no question to ask again; type one first" in result.stderr
     assert prompts(cli)[2] == prompts(cli)[1] == "[user]a[assistant]one[user]b[assistant]"
     seeds = [call.sampling.seed for call in cli.engine.calls]
     assert seeds[0] == seeds[1] != seeds[2]
-
-
-def test_regen_of_a_greedy_answer_warns(cli: Cli, talk: Talk) -> None:
-    assert "always the same" in talk("a", "/regen", args=("--temp", "0")).stderr
 
 
 def test_system_replaces_the_system_prompt(cli: Cli, talk: Talk) -> None:
@@ -208,26 +186,6 @@ def test_tab_completes_commands_and_files(tmp_path: Path) -> None:
     start = str(tmp_path / "ta")
     assert found(f"/load {start}", start) == [f"{start}lk.json", f"{start}lks/"]
     assert found(f"cat {start}", start) == []
-
-
-def test_a_block_is_one_entry_of_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = ["before"]
-    lines = iter(['"""one', "two", 'three"""'])
-
-    def ask(prompt: str) -> str:
-        line = next(lines)
-        entries.append(line)
-        return line
-
-    fake = SimpleNamespace(
-        get_current_history_length=lambda: len(entries),
-        remove_history_item=entries.pop,
-        add_history=entries.append,
-    )
-    monkeypatch.setitem(sys.modules, "readline", fake)
-    monkeypatch.setattr(ui, "ask", ask)
-    assert typed.next_message(LineHistory(None)) == "one\ntwo\nthree"
-    assert entries == ["before", '"""one\ntwo\nthree"""']
 
 
 def test_what_counts_as_piped_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,24 +25,6 @@ class TestIds:
         assert "decode 2 tokens" in result.stderr
         assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, 98, 120, 121, END]
         assert cli.engine.calls[0].max_tokens == 64
-
-    def test_it_is_greedy_unless_told_otherwise(self, cli: Cli, tmp_path: Path) -> None:
-        trio = (ids_file(tmp_path / "in", 97), 1, "/dev/null")
-        cli("run", "m", *trio)
-        cli("run", "m", *trio, "--temp", "0.8")
-        first, second = (call.sampling for call in cli.engine.calls)
-        assert not first.needs_logits
-        assert second.temperature == 0.8
-
-    def test_an_old_file_is_replaced_whole(self, cli: Cli, tmp_path: Path) -> None:
-        (tmp_path / "out").write_bytes(b"z" * 1000)
-        cli("run", "m", ids_file(tmp_path / "in", 97), 1, tmp_path / "out")
-        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, END]
-
-    def test_json_goes_with_ids(self, cli: Cli, tmp_path: Path) -> None:
-        cli.engine = FakeEngine("xy")
-        result = cli("run", "m", ids_file(tmp_path / "in", 97), 2, "/dev/null", "--json")
-        assert json.loads(result.stdout)["tokens"] == [120, 121]
 
     def test_a_model_without_vocabulary_runs(self, cli: Cli, tmp_path: Path) -> None:
         cli.engine = FakeEngine(b"\x05\x06", vocabulary=False)
@@ -71,9 +52,6 @@ class TestIds:
         assert cli.loaded == []
         assert not (tmp_path / "out").exists()
 
-    def test_ids_that_cannot_be_read(self, cli: Cli, tmp_path: Path) -> None:
-        assert "No such file" in cli.refused("run", "m", tmp_path / "in", 4, "/dev/null")
-
     @pytest.mark.parametrize("n", ["0", "-1", "x", "1.5", "", str(2**31), "9" * 5000, "²"])
     def test_n_gen_out_of_range(self, cli: Cli, tmp_path: Path, n: str) -> None:
         line = cli.refused("run", "m", "--", ids_file(tmp_path / "in", 1), n, "/dev/null")
@@ -85,20 +63,6 @@ class TestIds:
     ) -> None:
         trio = (ids_file(tmp_path / "in", 1), 1, "/dev/null")
         assert f"{extra[0]} does not go with" in cli.refused("run", "m", *trio, *extra)
-
-    @pytest.mark.parametrize("n", [1, 2, 5])
-    def test_a_wrong_number_of_arguments(self, cli: Cli, n: int) -> None:
-        counted = "1 argument" if n == 1 else f"{n} arguments"
-        assert f"{counted} after the model" in cli.refused("run", "m", *"abcde"[:n])
-
-    @pytest.mark.parametrize("flag", ["-ngl", "-ncmoe", "-fa", "--n-gpu-layers", "--flash-attn"])
-    @pytest.mark.parametrize("value", [[], ["99"], ["on"]])
-    def test_options_of_llama_cpp_that_are_not_here_say_why(
-        self, cli: Cli, flag: str, value: list[str]
-    ) -> None:
-        for command in ("run", "chat", "bench"):
-            line = cli.refused(command, "m", flag, *value)
-            assert line.startswith(f"error: there is no {flag}: ")
 
 
 class TestOutputs:
@@ -149,7 +113,3 @@ class TestOutputs:
         logits = np.load(tmp_path / "l.npy")
         assert (logits.shape, logits.dtype) == ((3 + 4 - 1, N_VOCAB), np.float32)
         assert logits[:, 0].tolist() == [1, 1, 1, 2, 3, 4]
-
-    def test_logits_go_to_regular_files_only(self, cli: Cli) -> None:
-        line = cli.refused("run", "m", "-p", "x", "--logits-out", "/dev/null")
-        assert "cannot write an array to a device" in line

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers.ggufbytes import Shape, T, edit, kv, model_file, model_pairs, vocab_pairs
 
-from moegraph.cli import inspect, main
+from moegraph.cli import main
 
 
 def invoke(*args: object) -> Result:
@@ -58,13 +58,6 @@ class TestInspect:
             {"name": name, "type": "F32", "n_bad": 2, "n_blocks": len(values), "first": 3}
         ]
 
-    def test_tensors_are_listed_on_request(self, model: Path) -> None:
-        tensors = json.loads(invoke("inspect", model, "--json", "--tensors").stdout)["tensors"]
-        by_name = {tensor["name"]: tensor for tensor in tensors}
-        embedding = by_name["token_embd.weight"]
-        assert embedding["ne"] == [Shape().n_embd, Shape().n_vocab]
-        assert embedding["type"] in ("F32", "F16", "Q8_0")
-
     def test_what_fits_is_what_plan_says(self, model: Path) -> None:
         settings = ("-c", 1000, "--vram", "100MiB", "--vram", "730MiB", "--vram", "2", "--json")
         budgets = json.loads(invoke("inspect", model, *settings).stdout)["budgets"]
@@ -86,30 +79,6 @@ class TestInspect:
                      "blk.0.ffn_gate_inp.weight"):  # fmt: skip
             assert part in result.stdout
         assert result.stdout.index("Model") < result.stdout.index("Metadata")
-
-    def test_layers_that_are_alike_share_a_row(self, model: Path) -> None:
-        shown = invoke("inspect", model).stdout
-        rows = shown[shown.index("Layers") :].splitlines()[2:]
-        assert [row.split()[:3] for row in rows] == [["0-2", "3", "DeltaNet"],
-                                                     ["3", "1", "attention"]]  # fmt: skip
-        assert inspect._runs([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
-        assert inspect._runs(range(0, 20, 2)) == "0, 2, 4, ..., 18"
-
-    def test_numbers_are_written_for_people(self, tmp_path: Path) -> None:
-        pairs = {**model_pairs(Shape()), **vocab_pairs(Shape().n_vocab)}
-        extra = (("general.file_type", T.UINT32, 15), ("a.big", T.UINT32, 262144),
-                 ("a.eps", T.FLOAT32, 1e-6), ("a.f64", T.FLOAT64, 0.1),
-                 ("a.huge", T.FLOAT64, 1e300))  # fmt: skip
-        for key, kind, value in extra:
-            pairs[key] = kv(key, kind, value)
-        path = tmp_path / "m.gguf"
-        path.write_bytes(model_file(pairs=pairs).build())
-        lines = [line.split(maxsplit=1) for line in invoke("inspect", path).stdout.splitlines()]
-        shown = {line[0]: line[1] for line in lines if len(line) == 2}
-        assert shown["general.file_type"] == "15 (Q4_K_M)" and shown["a.big"] == "262,144"
-        assert (shown["a.eps"], shown["a.f64"], shown["a.huge"]) == ("1e-06", "0.1", "1e+300")
-        report = json.loads(invoke("inspect", path, "--json").stdout)
-        assert report["metadata"]["a.big"] == 262144
 
     def test_one_value_of_the_metadata(self, tmp_path: Path) -> None:
         pairs = {**model_pairs(Shape()), **vocab_pairs(Shape().n_vocab)}
@@ -166,20 +135,6 @@ class TestInspect:
         assert "evil" in invoke("inspect", path).stdout
         report = json.loads(invoke("inspect", path, "--json").stdout)
         assert report["metadata"]["general.odd"] == "nan"
-
-    @pytest.mark.parametrize(
-        ("args", "line"),
-        [
-            (("--vram", "lots"), "not a size: 'lots'"),
-            (("-c", "-2"), "n_ctx is -2"),
-            (("-c", "x"), "'x' is not a valid integer"),
-            (("-ctk", "q5"), "'q5' is not one of"),
-        ],
-    )
-    def test_wrong_options(self, model: Path, args: tuple[str, ...], line: str) -> None:
-        result = invoke("inspect", model, *args)
-        assert result.exit_code == 2
-        assert line in result.stderr
 
     def test_files_that_are_no_model(self, tmp_path: Path) -> None:
         (tmp_path / "x.gguf").write_bytes(b"not a model")

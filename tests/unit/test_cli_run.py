@@ -16,7 +16,6 @@ import pytest
 from helpers.fake_engine import END, N_VOCAB, FakeEngine, ids_file
 
 from moegraph.cli import ui
-from moegraph.cli.report import stats_line
 from moegraph.config import EngineConfig
 from moegraph.errors import (
     ConfigError,
@@ -26,7 +25,6 @@ from moegraph.errors import (
     OutOfDeviceMemory,
     UnsupportedModel,
 )
-from moegraph.events import GenerationEvent
 from moegraph.text.chat.template import TEMPLATE_KEY
 
 if TYPE_CHECKING:
@@ -77,10 +75,6 @@ class TestText:
         cli("run", "m", "-p", "typed", stdin="piped")
         assert cli.engine.calls[0].prompt == "typed"
 
-    def test_the_model_may_come_as_an_option(self, cli: Cli) -> None:
-        cli("run", "-m", "m.gguf", "-p", "x")
-        assert cli.loaded == ["m.gguf"]
-
     def test_stop_strings_end_the_text(self, cli: Cli) -> None:
         cli.engine = FakeEngine("one\n\ntwo")
         assert cli("run", "m", "-p", "x", "-e", "--stop", r"\n\n").stdout == "one"
@@ -97,11 +91,6 @@ class TestText:
         prompts = [call.prompt for call in cli.engine.calls]
         assert prompts == [read, read, typed, typed, read, typed]
 
-    @pytest.mark.parametrize(("n", "expected"), [("-1", None), ("0", 0), ("7", 7)])
-    def test_predict(self, cli: Cli, n: str, expected: int | None) -> None:
-        cli("run", "m", "-p", "x", "-n", n)
-        assert cli.engine.calls[0].max_tokens == expected
-
     def test_quiet_leaves_only_the_text(self, cli: Cli) -> None:
         cli.engine = FakeEngine("x", kv={TEMPLATE_KEY: "t"})
         result = cli("run", "m", "-p", "a", "-q")
@@ -114,39 +103,6 @@ class TestText:
         assert "note:" not in cli("run", "m", "-p", "<|im_start|>user\nWhy?").stderr
         cli.engine = FakeEngine("x")
         assert "note:" not in cli("run", "m", "-p", "Why?").stderr
-
-    def test_an_error_stands_alone_and_not_below_the_note_on_templates(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("x", kv={TEMPLATE_KEY: "t"})
-
-        def fail() -> None:
-            raise OutOfDeviceMemory("the model does not fit")
-
-        cli.on_load = fail
-        result = cli("run", "m", "-p", "Why?")
-        assert (result.exit_code, result.stderr) == (4, "error: the model does not fit\n")
-
-    def test_a_greedy_run_names_no_seed(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("x")
-        assert "seed" not in cli("run", "m", "-p", "a", "--temp", 0).stderr
-        assert "; seed 7; " in cli("run", "m", "-p", "a", "--seed", 7).stderr
-
-    @pytest.mark.parametrize(
-        ("n_read", "line"),
-        [(0, "prefill 0 of 9 tokens in 500 ms; "),
-         (4, "prefill 4 of 9 tokens in 500 ms, 8.0 tok/s; "),
-         (9, "prefill 9 tokens in 500 ms, 18.0 tok/s; ")],
-    )  # fmt: skip
-    def test_nothing_read_has_no_speed(self, n_read: int, line: str) -> None:
-        event = GenerationEvent(None, "", 9, 0, 0.5, 0.0, "cancelled", n_read=n_read)
-        assert stats_line(event, FakeEngine("").memory()).startswith(line + "peak")
-
-    def test_the_statistics_say_what_copies_of_experts_take(self):
-        event = GenerationEvent(None, "", 9, 1, 0.5, 0.0, "length")
-        memory = {"device_peak_bytes": 8 << 30, "host_peak_bytes": 20 << 30}
-        line = stats_line(event, memory | {"host_pinned_bytes": 18 << 30})
-        assert line.endswith("8.00 GiB on the device; peak 20.0 GiB on the host, 18.0 GiB of it "
-                             "copies of experts")  # fmt: skip
-        assert stats_line(event, memory | {"host_pinned_bytes": 0}).endswith("GiB on the host")
 
     def test_a_model_without_vocabulary_says_how_to_use_ids(self, cli: Cli) -> None:
         cli.engine = FakeEngine("", vocabulary=False)
@@ -274,21 +230,6 @@ class TestPrompt:
         warning, _ = cli(*args, "3").stderr.splitlines()
         assert warning == "warning: 4097 positions; the model was trained on only 4096"
 
-    def test_a_prompt_beyond_the_trained_context_is_told_before_the_work(self, cli: Cli) -> None:
-        def fail(at: int) -> None:
-            raise NativeError("device lost")
-
-        cli.engine = FakeEngine("abc", n_ctx=8192, before_token=fail)
-        result = cli("run", "m", "-p", "x" * 4097, "-c", "8192")
-        assert result.stderr.splitlines() == [
-            "warning: 4097 positions; the model was trained on only 4096", "error: device lost",
-        ]  # fmt: skip
-
-    def test_samplers_out_of_range_are_found_before_the_weights_are_read(self, cli: Cli) -> None:
-        assert "top_p" in cli.refused("run", "m", "-p", "x", "--top-p", "2")
-        assert "vocabulary" in cli.refused("run", "m", "-p", "x", "-l", "256+1")
-        assert cli.loaded == []
-
 
 class TestJson:
     def report(self, cli: Cli, *args: object) -> dict[str, Any]:
@@ -314,11 +255,6 @@ class TestJson:
         assert report["sampling"]["seed"] == 5
         assert report["sampling"]["logit_bias"] == {"7": "-inf"}
         assert report["model"]["n_expert"] == 32
-
-    def test_a_random_seed_is_told(self, cli: Cli) -> None:
-        first, second = (self.report(cli, "-p", "x")["sampling"]["seed"] for _ in range(2))
-        assert isinstance(first, int)
-        assert first != second
 
     def test_what_the_file_recommends_is_used_unless_told_otherwise(self, cli: Cli) -> None:
         cli.engine = FakeEngine("x", kv={
@@ -348,11 +284,6 @@ class TestJson:
         assert sampling["from_file"] == []
         sampling = self.report(cli, "--temp", "1", ids, 1, tmp_path / "out")["sampling"]
         assert (sampling["temperature"], sampling["repeat_penalty"]) == (1.0, 1.5)
-
-    def test_length_is_a_reason(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("abcdef")
-        report = self.report(cli, "-p", "x", "-n", "3")
-        assert (report["text"], report["finish_reason"]) == ("abc", "length")
 
 
 class TestFailures:
@@ -459,8 +390,3 @@ class TestInterrupt:
         cli.engine = FakeEngine("abcdef", before_token=press_twice)
         result = cli("run", "m", "-p", "x")
         assert (result.exit_code, result.stderr) == (130, "interrupted\n")
-
-    def test_the_handler_is_put_back(self, cli: Cli) -> None:
-        before = signal.getsignal(signal.SIGINT)
-        cli("run", "m", "-p", "x")
-        assert signal.getsignal(signal.SIGINT) is before

@@ -10,12 +10,10 @@ import pytest
 
 from moegraph.experts.machines import MACHINES, machine_fields
 from moegraph.ggml import nvml
-from moegraph.ggml.nvml import Card
 from moegraph.placement.generator import generate_trace
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.profile import Profile
 from moegraph.placement.trace import Trace, write_trace
-from moegraph.units import GiB
 
 if TYPE_CHECKING:
     from conftest import Cli
@@ -89,24 +87,6 @@ def test_measured_machines_and_profiles_are_read(cli: Cli, trace: Path, tmp_path
     assert cold["token_us"] > 100_000
 
 
-def test_the_graph_fetches_where_the_mode_lets_it(cli: Cli, trace: Path, tmp_path: Path) -> None:
-    """With eight slots each of four layers can, with three none."""
-    fields = machine_fields(MACHINES["h200"]) | {"n_layer": 4}
-
-    def ms(miss: str, share: float, **changes: float) -> float:
-        (tmp_path / "m.json").write_text(json.dumps({**fields, **changes}))
-        given = ("--miss", miss, "--resident", share, "--policy", "lru", "--json")
-        result = cli("simulate", trace, *given, "--machine", tmp_path / "m.json")
-        return json.loads(result.stdout)["rows"][0]["token_us"] / 1e3
-
-    for miss, share, n_fetching in (("auto", 25, 4), ("stream", 25, 4), ("cpu", 25, 0),
-                                    ("auto", 9.375, 0), ("stream", 9.375, 0)):  # fmt: skip
-        before = ms(miss, share)
-        lookup = ms(miss, share, fetch_layer_us=fields["fetch_layer_us"] + 1000) - before
-        look = ms(miss, share, host_layer_us=fields["host_layer_us"] + 1000) - before
-        assert (lookup, look) == pytest.approx((n_fetching, 4 - n_fetching)), (miss, share)
-
-
 @pytest.mark.parametrize("size", [67 << 10, 20 << 20])
 def test_times_of_other_experts_are_not_told_as_ones_own(
     cli: Cli, trace: Path, tmp_path: Path, size: int
@@ -139,25 +119,6 @@ def test_without_sizes_nothing_is_made_up(cli: Cli, tmp_path: Path) -> None:
     assert "give one" in line
 
 
-def test_budgets_stand_apart_and_the_best_is_marked(cli: Cli, trace: Path) -> None:
-    args = ("simulate", trace, "--resident", "25,100")
-    policies = ("--policy", "lfu", "--policy", "lru", "--policy", "adaptive")
-    result = cli(*args, *policies)
-    groups = result.stdout.split("\n\n")
-    assert groups.pop().startswith("Prompts")
-    assert len(groups) == 2
-    rows = {line.split()[3]: line for line in groups[0].splitlines()[1:]}
-    speed = {name: float(line.removesuffix("best").split()[-1]) for name, line in rows.items()}
-    best = [name for name, line in rows.items() if line.endswith("best")]
-    assert best == [name for name, tps in speed.items() if tps == max(speed.values())]
-    assert 0 < len(best) < 3
-    assert "best" not in groups[1], "all resident: nothing to choose"
-    assert "at 25 %: lru = adaptive" in result.stderr
-    assert "without --profile, adaptive acts as lru" in result.stderr
-    few = cli(*args[:2], "--resident", "6.25", "--policy", "lfu", "--policy", "lru")
-    assert "at 6.2 %: lfu = lru" in few.stderr and "lru and adaptive act as lfu" in few.stderr
-
-
 @pytest.mark.parametrize(
     ("args", "say"),
     [(("--policy", "mru"), "no policy 'mru'"), (("--resident", "x"), "percentages as 25,60,100"),
@@ -182,12 +143,6 @@ def test_files_that_are_no_traces_are_refused_in_one_line(cli: Cli, tmp_path: Pa
     assert "trace format 0" in cli.refused("simulate", tmp_path / "x")
 
 
-def test_a_profile_of_another_model_is_refused(cli: Cli, trace: Path, tmp_path: Path) -> None:
-    Profile(RouterShape(4, 32, 4, "other")).save(tmp_path / "p.json")
-    line = cli.refused("simulate", trace, "--profile", tmp_path / "p.json")
-    assert "another router (other; this model: abc)" in line
-
-
 def test_several_devices(cli: Cli, trace: Path) -> None:
     given = ("simulate", trace, "--resident", "50", "--policy", "lru", "--miss", "stream")
     one = json.loads(cli(*given, "--json").stdout)["rows"][0]
@@ -206,17 +161,3 @@ def test_several_devices(cli: Cli, trace: Path) -> None:
     assert "1 to 3" in result.stdout and "Several sequences" in result.stdout
     for wrong in ("1", "a,b", "0,0", "1,-1"):
         assert "--split" in cli(*given, "--split", wrong).stderr
-
-
-def test_times_are_those_of_this_machines_card(
-    cli: Cli, trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def machine(*args: str) -> str:
-        found: str = json.loads(cli("simulate", trace, "--json", *args).stdout)["machine"]
-        return found
-
-    assert machine() == machine("--machine", "auto") == "desktop"
-    card = Card("NVIDIA GeForce RTX 3060", 12 * GiB, 360e9, 25.2e9, "PCIe 4.0 x16", 100e12)
-    monkeypatch.setattr(nvml, "gpu_card", lambda: card)
-    assert machine() == machine("--machine", "auto") == card.name
-    assert machine("--machine", "desktop") == "desktop"

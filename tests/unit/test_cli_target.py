@@ -40,12 +40,6 @@ def test_hf_names_the_model(cli: Cli, flag: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_m_names_the_model(cli: Cli, name: str) -> None:
-    both = cli.refused(name, "-m", "ours", "-hf", "a/b", *COMMANDS[name])
-    assert "give one model, not" in both and " ours" in both and "hf:a/b" in both
-
-
-@pytest.mark.parametrize("name", COMMANDS)
 def test_there_is_one_model(cli: Cli, name: str) -> None:
     rest = COMMANDS[name]
     assert "no model; give a GGUF file, a shipped model's name, or -hf" in cli.refused(name, *rest)

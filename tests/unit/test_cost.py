@@ -14,14 +14,12 @@ from moegraph.experts.cost import (
     FetchChoice,
     Machine,
     MissCosts,
-    best_split,
     choose_ways,
     expected_missing,
     fetch_limit,
     fetches_in_graph,
     machine_costs,
     streams_rare_misses,
-    usual_slots,
 )
 from moegraph.experts.machines import MACHINES
 from moegraph.kinds import MAX_FETCH_ROWS
@@ -45,32 +43,6 @@ def fetches(
     return fetches_in_graph(on_cpu, bus, n_missing, n_rows)
 
 
-@pytest.mark.parametrize("n_slots", [0, 16, 32, 64])
-def test_the_quicker_path_decides_where_much_is_missing(n_slots: int) -> None:
-    fast, slow = line(10, 5), line(400, 400)
-    assert not fetches(fast, slow, n_slots, N_EXPERT), "a fast CPU, a slow bus"
-    assert fetches(slow, fast, n_slots, N_EXPERT), "a slow CPU, a fast bus"
-
-
-def test_a_server_fetches_unless_nearly_everything_is_missing() -> None:
-    by_slots = [fetches(SERVER_CPU, SERVER_PCIE, n, N_EXPERT) for n in (0, 32, 128, 255)]
-    assert by_slots == [False, True, True, True]
-
-
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
-def test_shares_of_the_experts_decide_and_not_their_number(share: float) -> None:
-    for bus in (line(60, 60), line(90, 80), line(140, 140)):
-        answers = {fetches(SERVER_CPU, bus, round(share * n), n) for n in (100, 200, 1000)}
-        assert len(answers) == 1
-
-
-def test_layers_that_cannot_fetch_have_no_say() -> None:
-    """Pinned ones, and those with fewer slots than a row chooses."""
-    assert usual_slots([256, 0, 7, 20, 40, 256], 8, 256) == 30.0
-    assert usual_slots([256, 0, 7], 8, 256) == 0.0
-    assert not fetches(SERVER_CPU, SERVER_PCIE, 0.0, N_EXPERT)
-
-
 def curves() -> st.SearchStrategy[list[float]]:
     """Curves of eight experts: any first step, any further ones."""
     steps = st.lists(st.floats(0.1, 300.0), min_size=8, max_size=8)
@@ -88,13 +60,6 @@ def test_a_slower_cpu_and_a_faster_bus_speak_for_the_graph(
     assert fetches(slower, streamed, n_slots, N_EXPERT)
     faster = [seconds / factor for seconds in streamed]
     assert fetches(on_cpu, faster, n_slots, N_EXPERT)
-
-
-def test_where_the_bus_takes_all_anyway_the_graph_is_never_worse() -> None:
-    never = [0.0] + [1.0] * 8
-    for bus in (line(10, 10), line(500, 500)):
-        assert best_split(never, bus) == [0] * 9
-        assert all(fetches(never, bus, n, N_EXPERT) for n in range(N_EXPERT + 1))
 
 
 def test_modes_and_curves_of_a_machine_decide_as_in_a_run() -> None:

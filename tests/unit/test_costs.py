@@ -29,27 +29,6 @@ def test_chunks_of_a_prompt_are_shorter_where_a_step_would_take_too_long() -> No
     assert costs.chunk_rows(2048, 32, 32, 9000) == 2048
 
 
-def test_a_step_is_taken_to_cost_what_similar_ones_do_until_it_is_measured() -> None:
-    costs = Costs()
-    assert costs.of_step(layer(32)) is None
-    costs.note_round([layer(32)], 0, 0.004)
-    assert costs.of_step(layer(8)) == costs.of_step(layer(8, 1024)) == pytest.approx(0.0025)
-    costs.note_round([layer(32, 1024)], 0, 0.004)
-    assert costs.of_step(layer(32, 2048)) == pytest.approx(0.004)
-    assert costs.of_step(layer(32, 512)) == pytest.approx(0.004)
-    assert costs.of_step(SweepStep("head", 1)) is None
-
-
-def test_a_chunk_takes_what_lies_between_those_measured() -> None:
-    costs = Costs()
-    costs.note_round([layer(512)], 0, 0.0331)
-    costs.note_round([layer(8)], 0, 0.0008)
-    assert costs.of_step(layer(64)) == pytest.approx(0.0008 + 56 / 504 * 0.0323)
-    assert costs.of_step(layer(1024)) == pytest.approx(1.5 * 0.0331)
-    assert costs.of_step(layer(4)) == pytest.approx(0.75 * 0.0008)
-    assert costs.of_step(layer(64, 1000)) == costs.of_step(layer(64))
-
-
 @pytest.mark.parametrize("n_rows", [16, 1024])
 def test_steps_do_not_seem_to_cost_nothing_beside_a_pass_that_took_long_once(n_rows: int) -> None:
     """Else all of them would run at once, and nothing would bring their costs back."""
@@ -64,29 +43,6 @@ def test_steps_do_not_seem_to_cost_nothing_beside_a_pass_that_took_long_once(n_r
     assert (costs.of_step(layer(200, 4096)) or 0.0) > 1e-5
 
 
-def test_a_chunk_that_took_long_by_chance_is_tried_again() -> None:
-    costs = Costs()
-    for n_rows, seconds in ((8, 0.001), (16, 0.009), (24, 0.0024)):
-        costs.note_round([layer(n_rows)], 0, seconds)
-    assert costs.of_step(layer(16)) == pytest.approx(0.0024)
-    costs.note_round([layer(8)], 0, 0.001)
-    assert costs.of_step(layer(16)) == pytest.approx(0.002)
-    costs.note_round([layer(16)], 0, 0.004)  # it is so
-    assert costs.of_step(layer(16)) == pytest.approx(0.003)
-
-
-def test_a_cpu_has_chunks_of_more_lengths() -> None:
-    costs = Costs()
-    costs.note_round((), 2, 0.0024)
-    assert costs.chunk_rows(300, 8, 2, 300, is_fine=True) == 8
-    for _ in range(4):
-        costs.note_round([layer(8), layer(8, 300)], 0, 0.0016)
-        costs.note_round([layer(300), layer(300, 300)], 0, 0.04)
-    assert costs.chunk_rows(300, 8, 2, 300, is_fine=True) == 16  # 1.3 ms; 24 would take 1.9
-    assert costs.chunk_rows(300, 8, 2, 300) == 18
-    assert costs.chunk_rows(300, 8, 0, 300, is_fine=True) == 300  # nobody decodes
-
-
 def test_rows_of_pieces() -> None:
     costs = Costs()
     assert costs.piece_rows(900, 1.0) == costs.piece_rows(900, 0.0) == PIECES[-1]
@@ -99,30 +55,6 @@ def test_rows_of_pieces() -> None:
     assert costs.piece_rows(500, 0.001) == 500  # nothing fits: 60 ms for all, by a guess
     costs.note_piece(500, 0.2)
     assert costs.piece_rows(500, 0.001) == 128
-
-
-def test_a_piece_that_built_graphs_says_at_most_what_such_pieces_take() -> None:
-    costs = Costs()
-    costs.note_piece(32, 0.1, has_built=True)
-    assert costs.piece_s(32) is None  # else it might stay the only one
-    costs.note_piece(32, 0.01)
-    costs.note_piece(32, 0.1, has_built=True)
-    assert costs.piece_s(32) == 0.01
-    costs.note_piece(32, 0.006, has_built=True)
-    assert costs.piece_s(32) == pytest.approx(0.009)
-
-
-@pytest.mark.parametrize(("is_rounded", "times"), [(True, 2 + 2**0.5 + 1), (False, 2.5)])
-def test_what_a_prompt_takes_in_pieces(is_rounded: bool, times: float) -> None:
-    costs = Costs()
-    costs.is_rounded = is_rounded
-    assert costs.pieces_s(200) == 0.0
-    costs.note_piece(30, 0.01)
-    found = costs.pieces_s(200)
-    assert found == pytest.approx(0.01 * times)  # of 128, 64 and 8 rows, or of 200
-    costs.note_rows(100, 1.0)  # a piece that was measured counts
-    assert costs.pieces_s(200) == found
-    assert costs.pieces_s(1024 + 200) == pytest.approx(2 * (costs.piece_s(512) or 0.0) + found)
 
 
 def test_costs_of_steps_beside_a_pass() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.experts.cachestats import RoutingCounts
-from moegraph.experts.crossing import Crossing, Forecast, by_popularity, padded
+from moegraph.experts.crossing import Crossing, Forecast
 
 
 @given(
@@ -46,18 +46,6 @@ def test_each_expert_is_sent_once_and_read_once(asked, n_groups, n_each, in_orde
         assert used == sent if in_order else sorted(used) == sorted(sent)
         crossing.leave(il)
         assert crossing.n_room == n_groups * n_each
-
-
-def test_the_most_chosen_absent_experts_come_first() -> None:
-    ids, absent = np.array([3, 1, 3, 0, 2, 1, 3, 0], dtype=np.int32), np.ones(8, dtype=bool)
-    absent[[3, 7]] = False
-    assert by_popularity(ids, absent, 5) == [3, 1, 2]
-
-
-@given(st.integers(0, 100_000))
-def test_a_padded_number_is_above_and_near(n: int) -> None:
-    assert n < padded(n) <= max(32, n + max(16, n // 4))
-    assert padded(n) % 16 == 0
 
 
 @pytest.mark.parametrize(("n_rows", "most"), [(512, 0.1), (4096, 0.02)])

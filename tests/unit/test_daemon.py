@@ -39,10 +39,6 @@ def test_lines(text: str, line: Line) -> None:
     assert parse_line(text) == line
 
 
-def test_an_empty_line_is_none() -> None:
-    assert parse_line("") is None and parse_line(" \t") is None
-
-
 def test_sampling_of_a_line() -> None:
     line = parse_line("/p 4 samp=0.7,0.9,40,1.1,42,0.5,0.25")
     assert line is not None and line.sampling == SamplingParams(
@@ -231,19 +227,6 @@ def test_a_prompt_is_streamed_bare(make: Callable[..., Talk]) -> None:
     assert request.sampling == GREEDY and request.marks == () and request.name == "req0"
 
 
-def test_a_prompt_is_streamed_in_frames_with_its_sampling(talk: Talk) -> None:
-    talk(f"REQ 9 {talk.file(5, 6, 7)} 2 samp=0.7,0.9,40,1.1,42")
-    assert talk.tagged() == [(9, 8), (9, 9), (9, -1)]
-    assert talk.service.requests[0].sampling.temperature == 0.7
-    assert talk.service.requests[0].name == "req9"
-
-
-def test_an_answer_that_stops_early(talk: Talk) -> None:
-    talk.service.stop_at = 9
-    assert "gen=2" in talk(f"{talk.file(7)} 8")
-    assert talk.tagged() == [(0, 8), (0, 9), (0, -1)]
-
-
 def test_generate_reads_and_writes_counted_files(talk: Talk, tmp_path: Path) -> None:
     source, target = talk.file(3, 5, 6, 7), tmp_path / "out.bin"
     assert talk(f"generate {source} 2 {target}").endswith(f"out={target}")
@@ -287,13 +270,6 @@ def test_a_request_is_continued_in_its_slot(talk: Talk) -> None:
     assert talk("LIST_TARGET_CACHE_SLOTS") == "[daemon] target_cache_slots=2 active=0"
 
 
-def test_an_answer_that_stops_within_a_quantum_is_done(talk: Talk) -> None:
-    talk.service.stop_at = 13
-    assert talk(f"START {talk.file(10)} 9 2").endswith("emitted=2 remaining=7")
-    assert talk("CONT").endswith("emitted=3 remaining=0")
-    assert talk.tagged()[3:] == [(0, 13), (0, -1)]
-
-
 def test_a_cancelled_request_is_rejected_afterwards(talk: Talk) -> None:
     talk.service.endless = True
     talk(f"REQ 4 START {talk.file(10)} 5 2")
@@ -304,14 +280,6 @@ def test_a_cancelled_request_is_rejected_afterwards(talk: Talk) -> None:
     assert talk("CANCEL 4") == "err no_active_request req 4"
     talk.service.endless = False
     assert talk(f"REQ 5 START {talk.file(10)} 1").startswith("ok START req=5 slot=0")
-
-
-def test_the_end_cancels_what_runs(talk: Talk) -> None:
-    talk.service.endless = True
-    talk(f"START {talk.file(10)} 5 2")
-    assert not talk.daemon.obey("quit")
-    talk.daemon.close()
-    assert talk.service.tickets[0].cancelled.is_set()
 
 
 def test_snapshots_are_marks(talk: Talk) -> None:
@@ -363,12 +331,6 @@ def test_replies_to_lines_that_cannot_be_obeyed(talk: Talk, text: str, reply: st
     assert talk.service.requests == []
 
 
-def test_an_odd_number_of_bytes(talk: Talk, tmp_path: Path) -> None:
-    (tmp_path / "odd").write_bytes(b"12345")
-    assert "is not a multiple of 4" in talk(f"{tmp_path}/odd 2")
-    assert talk.tagged() == [(0, -1)]
-
-
 def test_a_service_that_refuses(talk: Talk) -> None:
     talk.service.refuses = QueueFull("128 requests wait", 1.0)
     assert talk(f"{talk.file(1)} 2") == "err bad_request 128 requests wait"
@@ -395,14 +357,6 @@ def test_turns_need_tags_and_prompts_a_stream(make: Callable[..., Talk]) -> None
     daemon = Daemon(Scripted(), replies.append, Frames(None))
     daemon.obey(f"{bare.file(1)} 2")
     assert replies == ["err no_stream_fd give --stream-fd to the daemon"]
-
-
-def test_the_greeting(make: Callable[..., Talk]) -> None:
-    one, two = make(n_slots=1), make()
-    one.daemon.greet()
-    two.daemon.greet()
-    assert one.replies == ["[daemon] ready"]
-    assert two.replies == ["[daemon] ready", "[daemon] target_cache_slots=2 stream_tagged=1"]
 
 
 def test_a_stream_that_is_closed(tmp_path: Path) -> None:

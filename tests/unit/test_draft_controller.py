@@ -285,42 +285,6 @@ def test_a_drafter_that_lies_about_its_confidence_cannot_make_text_slow() -> Non
     assert plain / ours > 0.97
 
 
-def test_without_credit_steps_are_plain_however_good_the_estimate() -> None:
-    controller = auto(world([], "mtp", RESIDENT))
-    for _ in range(3):
-        controller.observe(Step("", STEP, verify_s=STEP))
-    assert controller.choose(100).source == "mtp"
-    for _ in range(10):  # accepted as estimated, but the steps take ages
-        controller.observe(Step("mtp", 9 * STEP, 3, 3, 2, 2, 2, (0, 0), (), STEP, 8 * STEP))
-    assert controller.choose(100) == PLAIN
-
-
-def test_the_number_of_rows_follows_the_confidence_in_a_draft() -> None:
-    it = world([Text(2500, CODE)], "dflash", MANY)
-    controller = warm(it)
-    controller.open = controller.passes.widths
-    plan = controller._drafters["dflash"].plan
-    tokens = np.zeros((plan.n_draft, 3), np.int32)
-
-    def n_rows(p: float) -> int:
-        log_p = np.full((plan.n_draft, 3), math.log(p), np.float32)
-        return controller.shape(plan, Draft(tokens, log_p)).n_rows
-
-    assert n_rows(0.999) > n_rows(0.3) >= 1
-
-
-def test_a_confidence_head_counts_instead_of_log_p() -> None:
-    controller = Controller([DFLASH.source], DraftSettings("dflash", p_min=0.5, budget=9))
-    plan = controller.choose(100)
-    assert plan == Plan("dflash", 8)
-    log_p = np.full((8, 1), math.log(0.9), np.float32)
-    sure = np.array([0.9] * 3 + [0.4] + [0.9] * 4, np.float32)
-    tokens = np.zeros((8, 1), np.int32)
-    assert controller.shape(plan, Draft(tokens, log_p)) == Shape(8)
-    assert controller.shape(plan, Draft(tokens, log_p, sure)) == Shape(3)
-    assert controller.shape(plan, Draft(tokens[:0], log_p[:0])) == Shape(0)
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -341,70 +305,12 @@ def test_what_the_user_fixes_is_done_in_every_step(settings: DraftSettings, expe
                                 n_draft=expected.n_draft))  # fmt: skip
 
 
-def test_a_named_source_drafts_in_every_step_also_where_it_does_not_pay() -> None:
-    it = world([Text(600, HOPELESS)], "mtp", MANY)
-    controller = auto(it, DraftSettings("mtp"))
-    simulate(it, controller)
-    stats = controller.stats
-    # to know what a plain step takes, and for the last token
-    assert stats.source == "mtp" and stats.plain_steps in (2, 3)
-    assert stats.speedup is not None and stats.speedup < 1.0
-
-
 def test_a_draft_is_no_longer_than_the_text_may_become() -> None:
     controller = Controller([MTP.source], DraftSettings("mtp", budget=6, graph_price=2.0))
     assert controller.choose(4).n_draft == 3
     assert controller.choose(2).n_draft == 1
     assert controller.choose(1) == PLAIN
     assert controller.choose(9, without=("mtp",)) == PLAIN
-
-
-def test_where_graphs_are_dear_the_last_draft_is_as_long_as_one_that_has_a_graph() -> None:
-    controller = Controller([MTP.source], DraftSettings("mtp", budget=6, graph_price=16.0))
-    assert [controller.choose(n).n_draft for n in (7, 6, 4, 2, 1)] == [5, 5, 5, 5, 0]
-    controller = warm(h200("structured", 800))
-    controller.have([2, 4, 8])
-    for _ in range(60):
-        controller.observe(Step("mtp", 2 * STEP, 8, 8, 7, 7, 7, (0,) * 7, (), 0.3 * STEP))
-    for _ in range(2):
-        controller.observe(Step("", STEP))
-    plans = [controller.choose(n) for n in (100, 6, 5, 3, 2)]
-    assert {plan.source for plan in plans} == {"mtp"}
-    rows = [plan.n_draft + 1 for plan in plans]
-    assert rows == sorted(rows, reverse=True) and set(rows) <= set(controller.open)
-    assert rows[-2:] == [4, 2]
-
-
-def test_a_trial_uses_a_width_that_has_graphs() -> None:
-    controller = auto(h200("code", 400), DraftSettings(graph_price=16.0))
-    controller.calibrate(STEP, {2: 1.3 * STEP, 4: 1.6 * STEP, 8: 1.9 * STEP})
-    widths = set()
-    for at in range(400):
-        plan = controller.choose(1000)
-        if plan.is_trial:
-            widths.add(plan.n_draft + 1)
-        ranks, n_rows = (0,) * (at % 2) + (-1,) if plan.source else (), plan.n_draft + 1
-        controller.observe(Step(
-            plan.source, STEP * 1.5, 1 + at % 2, n_rows, plan.n_draft, plan.n_draft, at % 2,
-            ranks[: plan.n_draft], (), 0.2 * STEP, is_trial=plan.is_trial,
-        ))  # fmt: skip
-    assert widths and widths <= {2, 4, 8}
-
-
-def test_a_drafter_that_knows_what_follows_leaves_builds_the_tree_itself() -> None:
-    source = replace(DFLASH.source, name="dspark", n_top=3, has_tree=True)
-    controller = Controller([source], DraftSettings("dspark", budget=12))
-    assert controller.choose(100) == Plan("dspark", 11, n_nodes=11)
-    controller = Controller([source], DraftSettings())
-    for _ in range(3):
-        controller.observe(Step("", STEP))
-    # the spine is mostly wrong, and then its first alternative is right
-    for _ in range(200):
-        controller.observe(Step("dspark", 1.2 * STEP, 2, 4, 3, 1, 1, (1,), (), 0.1 * STEP))
-    for _ in range(2):
-        controller.observe(Step("", STEP))
-    plan = controller.choose(100)
-    assert plan.source == "dspark" and plan.n_nodes > plan.n_draft
 
 
 def test_where_times_do_not_count_two_runs_choose_the_same() -> None:
@@ -467,12 +373,3 @@ def test_several_sequences_draft_as_long_as_that_pays_for_so_many() -> None:
     assert good.choose_for(2, 100) is plan  # worked out once for all sequences
     draft = Draft(np.arange(8, dtype=np.int32)[:, None])
     assert good.shape(plan, draft) == Shape(plan.n_draft)
-
-
-def test_passes_of_several_sequences_tell_what_a_single_one_takes() -> None:
-    controller = auto(World([], [MTP], law))
-    assert controller.choose_for(2, 100) == PLAIN
-    for _ in range(4):
-        controller.observe_shared(2, 2, 2.6e-3, 2)
-    assert 2e-3 < controller.passes.plain_s < 2.5e-3
-    assert controller.choose_for(2, 100).source == "mtp"

@@ -13,7 +13,7 @@ from helpers.drafting import Rates, Text, Tool, World, auto, simulate
 from moegraph.draft.controller import Controller
 from moegraph.draft.plan import DraftSettings, Source, Step
 from moegraph.errors import RequestError
-from moegraph.placement.draftcounts import MAX_DEPTH, MAX_DRAFTERS, added, from_fields, less
+from moegraph.placement.draftcounts import added, from_fields, less
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.profile import Profile, read_profile
 from moegraph.placement.profilefile import ProfileFile
@@ -38,14 +38,6 @@ def test_counts_are_added_and_older_ones_fade() -> None:
     assert first <= 4096 + 900 and second < first and right / first < 0.15
 
 
-def test_there_are_never_too_many() -> None:
-    known: dict[str, Any] = {}
-    for i in range(2 * MAX_DRAFTERS):
-        known = added(known, {f"d{i}": ((1,) * (2 * MAX_DEPTH), (0,) * (2 * MAX_DEPTH))})
-    assert len(known) == MAX_DRAFTERS
-    assert all(len(seen) == len(right) == MAX_DEPTH for seen, right in known.values())
-
-
 def test_a_profile_keeps_them(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     opened = ProfileFile(path, "", True, SHAPE)
@@ -64,16 +56,6 @@ def test_a_profile_keeps_them(tmp_path: Path) -> None:
     opened = ProfileFile(tmp_path / "q.json", "", True, SHAPE)
     opened.add_new(COUNTS, {})
     assert "drafts" not in (tmp_path / "q.json").read_text()
-
-
-def test_the_largest_profile_can_be_read(tmp_path: Path) -> None:
-    profile = Profile(SHAPE)
-    for i in range(MAX_DRAFTERS):
-        profile.add_drafts({f"d{i}": ((4000,) * MAX_DEPTH, (3000,) * MAX_DEPTH)})
-    for i in range(64):
-        profile.add(f"class-{i}", COUNTS, 5)
-    profile.save(tmp_path / "p.json")
-    assert len(read_profile(tmp_path / "p.json", SHAPE).drafts) == MAX_DRAFTERS
 
 
 @pytest.mark.parametrize("drafts", [
@@ -129,12 +111,3 @@ def test_the_next_start_begins_with_what_was_learned() -> None:
         return n
 
     assert n_tried(begun((0.1, 0.1), known=True)) < n_tried(begun((0.1, 0.1), known=False))
-
-
-def test_what_is_remembered_is_soon_outweighed() -> None:
-    controller = begun((0.1, 0.1), known=True)
-    for _ in range(40):
-        draft_s, pass_s = 0.4 * STEP, 1.4 * STEP
-        controller.observe(Step("mtp", pass_s + draft_s, 3, 3, 2, 2, 2, (0, 0), (), draft_s))
-    assert controller.choose(500).source == "mtp"
-    controller.remember({"gone": ((9,), (9,)), "mtp": ((), ())})  # nothing of use

@@ -11,7 +11,6 @@ from operator import mul
 import pytest
 from helpers.drafting import Tool, World, auto
 
-from moegraph.draft.estimates import Known, PassTimes
 from moegraph.draft.plan import Source, Step
 from moegraph.draft.shared import SharedPasses
 
@@ -48,47 +47,11 @@ def test_drafts_that_lose_are_tried_ever_less_often(drafted_s: float) -> None:
     assert cost < 1.04
 
 
-def test_passes_that_were_slow_at_first_do_not_make_drafts_seem_to_gain() -> None:
-    passes = SharedPasses()
-    for _ in range(4):
-        passes.observe(4, 4, 1.6, 4)
-    cost, n_drafted = serve(passes, 1000, 4, 2.2, 1.9)  # a loss, but not beside the first ones
-    assert 16 <= n_drafted < 120 and cost < 1.02
-
-
-def test_numbers_of_sequences_count_apart() -> None:
-    passes = SharedPasses()
-    serve(passes, 40, 8, 3.0, 1.2)
-    serve(passes, 50, 2, 1.1, 1.9)
-    assert passes.may_draft(2) and not passes.may_draft(8) and not passes.may_draft(9)
-
-
-def test_where_times_are_not_known_drafts_go_on() -> None:
-    passes = SharedPasses()
-    for _ in range(100):
-        passes.observe(2, 3, 0.0, 4 if passes.may_draft(2) else 2)
-    assert passes.may_draft(2)
-
-
 def test_drafts_begin_again_where_they_gain_later() -> None:
     passes = SharedPasses()
     serve(passes, 300, 2, 3.0, 1.2)
     cost, _ = serve(passes, 2000, 2, 1.1, 1.9)
     assert cost < 0.8
-
-
-def test_sequences_that_come_and_go_do_not_change_what_drafts_are_worth() -> None:
-    """A pass of seven takes longer than one of four, and gives more tokens."""
-    for tokens_each, n_least, n_most in ((1.9, 1900, 2000), (1.2, 8, 400)):
-        passes, rng, n_drafted = SharedPasses(), random.Random(1), 0
-        for at in range(2000):
-            n = 4 if at // 50 % 2 else 7
-            drafts = passes.may_draft(n)
-            n_tokens = sum(1 + (drafts and rng.random() < tokens_each - 1) for _ in range(n))
-            took = 1.4 if drafts else 1.0  # of one row
-            passes.observe(n, n_tokens, took, 2 * n if drafts else n)
-            n_drafted += drafts
-        assert n_least < n_drafted < n_most
 
 
 # Seconds of passes by rows, and of a draft beside a pass of one row: of a 35B on an H200.
@@ -153,21 +116,6 @@ def test_shorter_drafts_are_tried_where_wide_passes_take_longer_than_expected() 
     rates = (0.93, 0.9, 0.89, 0.88, 0.86, 0.86, 0.85)
     speed, n_drafted = served(rates, 4, lambda n_rows: 3.0 if n_rows > 16 else 1.0)
     assert n_drafted > 200 and speed > 1.2
-
-
-def test_without_times_a_pass_that_takes_long_changes_nothing() -> None:
-    passes = PassTimes([2, 4, 8, 16, 32])
-    for _ in range(4):
-        passes.observe(1, pass_s(1), 0)
-    passes.update()
-    drafter = Known(replace(DFLASH, fixed=0.1, accept=0.9), 15)
-    for is_timed in (False, True):
-        told = SharedPasses(is_timed)
-        before = told.plan(drafter, passes, 4, 100, 1.02)
-        for _ in range(4):
-            told.observe(4, 8, 1.0, 32, ratio=4.0)
-        told.forget_plans()
-        assert (told.plan(drafter, passes, 4, 100, 1.02) == before) != is_timed
 
 
 @pytest.mark.parametrize("n_seqs", [2, 4, 8, 16])

@@ -64,13 +64,6 @@ def test_ddtree_has_the_likeliest_paths(seed: int) -> None:
             assert paths_of(cut) == paths_of(seeded)[: max(0, n - 1)]
 
 
-def test_paths_that_are_equally_likely_come_in_the_order_of_ranks() -> None:
-    tokens = np.arange(2) + 10 * np.arange(2)[:, None]
-    draft = Draft(tokens.astype(np.int32), np.log(np.full((2, 2), 0.5)).astype(np.float32))
-    tree = DDTree(6, chain_seed=False).tree(ANCHOR, draft)
-    assert paths_of(tree) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
-
-
 def test_a_draft_without_probabilities_becomes_a_chain() -> None:
     draft = Draft(np.array([[5], [6], [7]], dtype=np.int32))
     for chain_seed in (True, False):
@@ -79,11 +72,6 @@ def test_a_draft_without_probabilities_becomes_a_chain() -> None:
     assert spine_tree(ANCHOR, draft, 2) == DraftTree((ANCHOR, 5, 6), (-1, 0, 1))
     for nothing in (DDTree().tree(ANCHOR, empty_draft()), spine_tree(ANCHOR, empty_draft(), 3)):
         assert nothing == DraftTree((ANCHOR,), (-1,))
-
-
-def test_ddtree_asks_for_as_many_tokens_as_it_compares() -> None:
-    assert DDTree(15).n_top(15) == 1 and DDTree(16).n_top(15) == 8
-    assert DDTree(5, chain_seed=False).n_top(15) == 5
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
@@ -160,11 +148,3 @@ def test_the_walk_draws_after_each_accepted_row_and_stops_at_the_first_surprise(
 
         assert walk(tree, draw) == path == seen
         assert list(drawn) == []
-
-
-def test_only_keeps_rows_whose_parents_are_kept() -> None:
-    tree = DraftTree((9, 1, 2, 3, 4), (-1, 0, 1, 0, 2))
-    assert tree.only(lambda row: True) is tree
-    assert tree.only(lambda row: row != 1) == DraftTree((9, 3), (-1, 0))
-    assert tree.only(lambda row: row != 4) == DraftTree((9, 1, 2, 3), (-1, 0, 1, 0))
-    assert tree.only(lambda row: False) == DraftTree((9,), (-1,))

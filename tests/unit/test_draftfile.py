@@ -177,28 +177,6 @@ def test_a_config_that_cannot_be(
         open_drafter(path)
 
 
-def test_windows_of_a_config(tmp_path: Path) -> None:
-    path = write_small(tmp_path, "safetensors")
-    for change, n_swa in (
-        (lambda c: c.pop("use_sliding_window"), 24),
-        (lambda c: c.update(use_sliding_window=False), 0),
-        (lambda c: c["dflash_config"].update(use_swa=True, swa_window_size=9), 9),
-    ):
-        edit_config(path, change)
-        draft = open_drafter(path)
-        assert draft.hparams.n_swa == n_swa
-        assert draft.hparams.window(0) == n_swa
-        draft.close()
-
-
-def test_yarn_magnitude_of_a_config(tmp_path: Path) -> None:
-    path = write_small(tmp_path, "safetensors", yarn_factor=64.0)
-    edit_config(path, lambda c: c["rope_scaling"].update(attention_factor=1.0))
-    draft = open_drafter(path)
-    assert draft.hparams.rope.rope_attn_factor == pytest.approx(1 / 1.4158883)
-    draft.close()
-
-
 def test_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"without model.safetensors"):
         open_drafter(tmp_path)

@@ -6,19 +6,15 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from moegraph.experts.cache import ExpertCache
 from moegraph.experts.cost import MissSplit, MissWays
-from moegraph.experts.policy import Lfu, parse_policy
+from moegraph.experts.policy import Lfu
 from moegraph.experts.residency import Residency
 from moegraph.kinds import MAX_FETCH_ROWS, Kind
-from moegraph.placement.generator import generate_trace
-from moegraph.placement.identity import RouterShape
 
 N_EXPERT, N_USED = 16, 4
-Ids = npt.NDArray[np.int32]
 
 
 def residency_of(n_slots: list[int], fetchable: Collection[int], **more: Any) -> Residency:
@@ -68,23 +64,6 @@ def test_passes_that_do_not_fetch_exchange(
     assert plan.mode.fetch_layers == {0, 1} - set(exchanging)
 
 
-def test_layers_that_fetch_exchange_once_the_cache_is_no_longer_bypassed() -> None:
-    residency = residency_of([6], fetchable=[0], move_s=1e-3)
-    guard = residency.guard
-    assert guard
-    guard._settle(True, "")
-    for _ in range(30):
-        residency.begin_pass(Kind.DECODE, 1)
-        residency.routed(0, np.array([9, 8, 7, 1], np.int32))
-        residency.end_pass(1e-3)
-    guard._settle(False, "")
-    plan = residency.begin_pass(Kind.DECODE, 1)
-    assert plan.mode.fetch_layers == {0}
-    assert {e for e, _ in plan.exchanged[0][1]} == {7, 8, 9}
-    residency.end_pass(1e-3)
-    assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
-
-
 def test_what_a_prompt_has_on_the_device_gets_slots_if_the_policy_prefers_it() -> None:
     residency = residency_of([6, 6, N_EXPERT], fetchable=[1])
     residency.begin_pass(Kind.PREFILL, 40)
@@ -120,79 +99,3 @@ def test_nothing_is_kept_while_the_cache_is_bypassed() -> None:
     residency.guard._settle(True, "")
     read(residency, 9, 8, 7, 1)
     assert residency.preferred(0) == {}
-
-
-SHAPE = RouterShape(6, 128, 8)
-
-
-class Texts:
-    """Texts of one imaginary model, read and continued in turn; layers fetch."""
-
-    def __init__(self, policy: str, exchanges: bool) -> None:
-        cache = ExpertCache(128, [76] * 6, parse_policy(policy), 8)
-        for layer in cache.layers:
-            layer.preload()
-        ways = MissWays(MissSplit.fixed(8, False), False, MAX_FETCH_ROWS)
-        self.residency = Residency(cache, ways, fetchable=range(6))
-        self._exchanges = exchanges
-
-    def read(self, ids: Ids) -> int:
-        """Compute a prompt, ids [n, n_layer, n_used]; return how many experts are exchanged."""
-        residency = self.residency
-        residency.begin_pass(Kind.PREFILL, len(ids))
-        for il in range(6):
-            residency.routed(il, ids[:, il].reshape(-1))
-        residency.end_pass(0.0)
-        pairs = residency._exchange(frozenset()) if self._exchanges else []
-        return sum(len(found) for _, found in pairs)
-
-    def decode(self, ids: Ids) -> list[int]:
-        """Decode tokens; return how many experts each fetched."""
-        residency, found = self.residency, []
-        for row in ids:
-            residency.begin_fetch(residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers)
-            found.append(sum(len(residency.fetched(il, row[il]).experts) for il in range(6)))
-            residency.end_pass(1e-3)
-        return found
-
-    def residents(self) -> list[set[int]]:
-        return [set(layer.resident) for layer in self.residency.cache.layers]
-
-
-def text(seed: int, n: int) -> Ids:
-    return generate_trace(SHAPE, n, prompt=seed).ids.astype(np.int32)
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-@pytest.mark.parametrize("n_prompt", [64, 512])
-def test_kept_experts_save_fetches_and_an_exchange_costs_more_than_it_saves(
-    policy: str, n_prompt: int
-) -> None:
-    """What crosses the link after a prompt: kept experts did so before."""
-    found = {}
-    for name in ("exchanged", "fetched", "kept"):
-        texts = Texts(policy, exchanges=name != "fetched")
-        for seed in (1, 2):
-            ids = text(seed, n_prompt + 384)
-            n_moved = texts.read(ids[:n_prompt])
-            tokens = texts.decode(ids[n_prompt:])
-        found[name] = np.cumsum(tokens) + (n_moved if name == "exchanged" else 0)
-    exchanged, fetched, kept = (found[name] for name in ("exchanged", "fetched", "kept"))
-    assert fetched[7] < 0.75 * exchanged[7] and fetched[31] < 0.9 * exchanged[31]
-    assert fetched[-1] < 1.02 * exchanged[-1]
-    assert kept[7] < 0.75 * fetched[7] and kept[127] < 0.9 * fetched[127]
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_a_follow_up_leaves_the_slots_as_they_are(policy: str) -> None:
-    ids = text(1, 512 + 200 + 64 + 64)
-    sent = []
-    for exchanges in (True, False):
-        texts = Texts(policy, exchanges)
-        texts.read(ids[:512])
-        texts.decode(ids[512:712])
-        held = texts.residents()
-        n_first = texts.read(ids[712:776])
-        assert (texts.residents() == held) != exchanges
-        sent.append(n_first + sum(texts.decode(ids[776:])))
-    assert sent[1] < sent[0]

@@ -135,21 +135,6 @@ def test_each_stage_computes_another_group(mode: str, n_stages: int) -> None:
     assert np.diff(first) == pytest.approx(1.0, abs=0.2)
 
 
-@pytest.mark.parametrize("mode", ["layered", "whole"])
-def test_a_group_goes_on_while_the_results_of_the_other_are_read(mode: str) -> None:
-    """Drawing takes a fifth of a stage: the first stage waits for it, the last one does not."""
-    world, n = World(), 20
-    flights, _ = flights_of(world, [1.0, 1.0], mode)
-    run(flights, world, 2, n, drawing_s=0.2)
-    assert world.now < 2 * n * 1.25
-    alone = World()
-    one, _ = flights_of(alone, [1.0, 1.0], mode)
-    run(one, alone, 1, n, drawing_s=0.2)
-    assert alone.now == pytest.approx(n * 2.2, rel=0.05)
-    assert flights.counts.bubbles < 0.2
-    assert mode == "whole" or one.counts.bubbles > 0.5
-
-
 @pytest.mark.parametrize("has_memory", [False, True])
 def test_the_logits_of_a_pass_stay_until_the_next_call(has_memory: bool) -> None:
     """They are copied before the next pass enters the last stage, or that pass waits."""

@@ -13,7 +13,6 @@ import pytest
 
 from moegraph.arch import ModelFile, open_model
 from moegraph.config import EngineConfig
-from moegraph.graphs.paged import ROW_WORDS
 from moegraph.placement import footprint
 from moegraph.placement.footprint import captured_graphs, context_within, needed_bytes
 
@@ -29,10 +28,6 @@ def model() -> Iterator[ModelFile]:
 def captured(model: ModelFile, n_ctx: int = 512, **given: int) -> int:
     hp = model.hparams
     return captured_graphs(hp, EngineConfig(**given), n_ctx, range(hp.n_layer))
-
-
-def test_a_row_over_pages_has_the_words_that_graphs_give_it() -> None:
-    assert footprint._ROW_WORDS == ROW_WORDS
 
 
 def test_each_usual_width_of_passes_has_captured_graphs(model: ModelFile) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -64,22 +64,3 @@ def test_a_step_without_repetition_asks_no_controller() -> None:
         speculation.foresee(0, 9)
         controller.n_asked = 0
         assert speculation.propose(Ask(slot, 7, n_left, 99)) is None and controller.n_asked == 2
-
-
-def test_what_a_drafter_was_not_told_is_told_while_the_device_computes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So that no step has it done before its launch."""
-    speculation, _ = opened()
-    told: list[int] = []
-
-    def committed(slot: int, first: int, tokens: Sequence[int]) -> None:
-        told.append(len(tokens))
-
-    monkeypatch.setattr(speculation.drafters["lookup"], "committed", committed)
-    for n in range(200):
-        speculation.foresee(0, 1)
-        before = len(told)
-        speculation.committed(0, [n])
-        assert len(told) == before
-    assert told == [64] * 3

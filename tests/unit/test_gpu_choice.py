@@ -13,7 +13,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import _cuda
 import _gpu
 from _gpu import Card, Toolkit, choose, parse_cards
-from _tools import BuildError
 
 CARD = Card("NVIDIA GeForce RTX 3090", 86)
 CUDA = Toolkit((12, 8), frozenset({75, 80, 86, 89, 90, 120}))
@@ -88,14 +87,6 @@ def test_programs_are_asked(
     (folder / "nvidia-smi").unlink()
     assert _gpu.build_options([]) == ["--cpu"]
     assert "no NVIDIA card found (there is no nvidia-smi)" in capsys.readouterr().out
-
-
-def test_without_nvcc_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise BuildError("no nvcc; install it")
-
-    monkeypatch.setattr(_cuda, "find_toolkit", missing)
-    assert _gpu.find_nvcc() == "no nvcc; install it"
 
 
 def test_cublas_is_installed_only_where_it_is_missing(

@@ -42,10 +42,3 @@ def test_sizes_are_apart_and_few_rows_are_one_group() -> None:
     assert choice.n_groups(8) == 1
     assert choice.n_groups(2) == 1
     assert share(choice, 2, 2.0, 500) == 0.0
-
-
-def test_rounds_of_another_way_say_nothing() -> None:
-    choice = GroupChoice(2)
-    for _ in range(100):
-        choice.note(8, 2, 1e-6)
-    assert choice.n_groups(8) == 1

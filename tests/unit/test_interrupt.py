@@ -37,40 +37,6 @@ def test_the_token_is_set_while_native_code_runs() -> None:
     assert seen == [True]
 
 
-def test_without_ctrl_c_nothing_is_set_and_everything_is_put_back() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    threads = set(threading.enumerate())
-    with cancel_on_interrupt() as token:
-        assert not token.is_set()
-    assert signal.getsignal(signal.SIGINT) is before
-    assert signal.set_wakeup_fd(-1) == -1
-    assert set(threading.enumerate()) <= threads
-
-
-def test_other_signals_do_not_cancel() -> None:
-    previous = signal.signal(signal.SIGUSR1, lambda *_: None)
-    try:
-        with cancel_on_interrupt() as token:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.05)
-            assert not token.is_set()
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
-
-
-def test_outside_the_main_thread_it_only_makes_a_token() -> None:
-    found: list[bool] = []
-
-    def run() -> None:
-        with cancel_on_interrupt() as token:
-            found.append(token.is_set())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [False]
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_ctrl_c_inside_a_callback_from_native_code_is_not_lost(kept: bool) -> None:
     code = f"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moegraph.errors import InternalError, PoolFull
 from moegraph.resident.kvpool import PAGE, KVPool
 
 
@@ -18,27 +17,6 @@ def test_one_sequence_always_has_its_pages_in_order() -> None:
         pages = pool.pages(0)
         assert pages == list(range(len(pages)))
         pool.check()
-
-
-def test_random_sequences_never_share_a_page_and_return_them_all() -> None:
-    pool, rng = KVPool(7, 5), np.random.default_rng(1)
-    held = [0] * 7
-    for _ in range(2000):
-        slot = int(rng.integers(0, 7))
-        if rng.random() < 0.6:
-            held[slot] = int(rng.integers(held[slot], 5 * PAGE + 1))
-            before = pool.pages(slot)
-            pool.grow(slot, held[slot])
-            assert pool.pages(slot)[: len(before)] == before
-        else:
-            held[slot] = int(rng.integers(0, held[slot] + 1))
-            pool.shrink(slot, held[slot])
-        pool.check()
-        assert pool.n_pages - pool.n_free == sum(-(-n // PAGE) for n in held)
-    for slot in range(7):
-        pool.shrink(slot, 0)
-    assert pool.n_free == pool.n_pages == 35
-    pool.check()
 
 
 def test_rows_follow_the_pages() -> None:
@@ -55,29 +33,6 @@ def test_rows_follow_the_pages() -> None:
         np.testing.assert_array_equal(pool.run(0, first, n), run)
     # what a sequence has no page for repeats its first one, which holds no one else's rows
     np.testing.assert_array_equal(pool.table, [[0, 3, 0], [1, 2, 1]])
-
-
-def test_rows_beyond_a_length_are_runs_of_rows() -> None:
-    pool = KVPool(2, 4)
-    for slot, n in ((0, 2), (1, 1), (0, 4)):
-        pool.grow(slot, n * PAGE)
-    assert pool.pages(0) == [0, 1, 3, 4]
-    assert pool.beyond(0, 0) == [(0, 2 * PAGE), (3 * PAGE, 2 * PAGE)]
-    assert pool.beyond(0, PAGE + 7) == [(PAGE + 7, PAGE - 7), (3 * PAGE, 2 * PAGE)]
-    assert pool.beyond(0, 2 * PAGE) == [(3 * PAGE, 2 * PAGE)]
-    assert pool.beyond(0, 4 * PAGE) == pool.beyond(1, PAGE) == []
-
-
-def test_a_sequence_has_a_limit_and_the_version_tells_of_changes() -> None:
-    pool = KVPool(2, 2)
-    with pytest.raises(InternalError, match="sequence 1 needs 3 pages of 256 positions; the limit"):
-        pool.grow(1, 2 * PAGE + 1)
-    pool.grow(1, 5)
-    version = pool.version
-    pool.grow(1, PAGE)
-    assert pool.version == version
-    pool.grow(1, PAGE + 1)
-    assert pool.version > version
 
 
 @pytest.mark.parametrize("at", range(8))
@@ -113,17 +68,6 @@ def test_shrinking_mends_what_an_interrupt_left(at: int) -> None:
     assert pool.pages(0) == [0, 2, 3, 4]
 
 
-def test_the_books_are_checked() -> None:
-    pool = KVPool(2, 2)
-    pool.grow(0, 1)
-    pool.table[0, 0] = 1
-    with pytest.raises(InternalError, match="the table of sequence 0"):
-        pool.check()
-    pool._pages[1].append(0)
-    with pytest.raises(InternalError, match="KV pages"):
-        pool.check()
-
-
 def test_sequences_share_whole_pages_and_part_again() -> None:
     pool = KVPool(3, 4, 6)
     pool.grow(0, 3 * PAGE)
@@ -140,26 +84,6 @@ def test_sequences_share_whole_pages_and_part_again() -> None:
     pool.check()
     pool.shrink(0, 0)
     assert pool.pages(1) == [0, 4, 3] and pool.n_free == 3 and not pool.is_shared(1, 0)
-    pool.check()
-
-
-def test_what_a_sequence_lacks_counts_what_it_gives_back() -> None:
-    pool = KVPool(3, 4, 5)
-    pool.grow(0, 3 * PAGE)
-    pool.share(1, 0, 1)
-    pool.grow(1, 2 * PAGE)
-    assert pool.n_free == 1
-    assert pool.lacking(1, 3 * PAGE, 2 * PAGE, 0) == (1, 1)
-    assert pool.lacking(1, 3 * PAGE, 0, 0) == (3, 2)  # its first page has another user
-    assert pool.lacking(1, 3 * PAGE, 0, 2) == (1, 2)
-    assert pool.lacking(1, 1, 1, 0) == (1, 2)  # that page, it gets for itself
-    assert pool.lacking(2, 0, 0, 0) == (0, 1)
-    with pytest.raises(PoolFull, match="pages needed: 2, free: 1"):
-        pool.grow(2, PAGE + 1)
-    pool.grow(2, PAGE)
-    with pytest.raises(PoolFull, match="pages needed: 1, free: 0"):
-        pool.part(1, 0)
-    assert (pool.room(0), pool.room(2), pool.needed(2, 3 * PAGE)) == (3 * PAGE, PAGE, 2)
     pool.check()
 
 

@@ -41,15 +41,3 @@ def test_the_rest_comes_when_it_is_needed(big: Path) -> None:
     assert package.ROW is table.ROW
     with pytest.raises(AttributeError, match="has no attribute 'NOTHING'"):
         _ = package.NOTHING
-
-
-def test_what_was_imported_stays(big: Path) -> None:
-    package = importlib.import_module("big_package")
-    import_lazily("big_package")
-    assert sys.modules["big_package"] is package
-    assert "big_package.slow" in sys.modules
-
-
-def test_a_package_that_is_missing() -> None:
-    import_lazily("no_such_package")
-    assert "no_such_package" not in sys.modules

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -199,7 +200,8 @@ def test_an_address_to_listen_on_is_read(listen: str, wanted: tuple[str, int]) -
 
 def test_a_worker_keeps_no_weights_where_others_can_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    found = CliRunner().invoke(worker, ["--cache-dir", str(tmp_path)])
+    given: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+    found = CliRunner().invoke(worker, ["--cache-dir", str(tmp_path)], **given)
     assert isinstance(found.exception, ConfigError) and "(mode 777)" in str(found.exception)
 
 

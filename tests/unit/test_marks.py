@@ -75,13 +75,6 @@ def test_behind_the_system_prompt_and_before_the_answer() -> None:
     assert prompt == marks[-1] + "<|im_start|>assistant\n<think>\n"
 
 
-def test_behind_tools_without_a_system_prompt() -> None:
-    with Talk() as talk:
-        _, marks = talk.prompt(user("look"), tools=True)
-    assert marks[0].endswith("<|im_end|>\n") and '"name": "look"' in marks[0]
-    assert len(marks) == 2
-
-
 def test_a_turn_with_calls_parts_where_its_reasoning_is_dropped() -> None:
     turn = [user("Do it"), assistant("I look", calls=1), {"role": "tool", "content": "42"}]
     with Talk() as talk:
@@ -133,13 +126,6 @@ def test_what_was_encoded_is_not_encoded_again() -> None:
 def test_a_template_without_control_tokens_has_no_marks(source: str) -> None:
     with Talk(source) as talk:
         assert talk.prompt(SYSTEM, user("Ask"))[1] == []
-
-
-def test_a_template_that_wants_more_than_one_message() -> None:
-    refuses = "{% if messages | length < 3 %}{{ raise_exception('few') }}{% endif %}" + QWEN
-    with Talk(refuses) as talk:
-        _, marks = talk.prompt(SYSTEM, user("Ask"), assistant("Yes"), user("So"))
-    assert marks[-1].endswith("So<|im_end|>\n")
 
 
 def test_prompts_are_cut_only_at_control_tokens_that_no_other_token_reaches_into() -> None:

@@ -25,11 +25,9 @@ import _card_upstream
 import bench_trees
 from _card_parts import GROUPS, PARTS, Part
 from _card_results import CUT, DONE, FAILED, Outcome, Results, table
-from _card_run import Pace, Runner, limit_s, next_part, why_not
+from _card_run import Runner, next_part, why_not
 
-GPU = _card.Gpu("a card", 86, 24 << 30, "GPU-1", "0000:01:00.0")
 MODEL = _card.Model(40, 256, 22_500_000_000, 19_500_000_000, True)
-SETTINGS = _card.Settings(("--cuda-arch", "86"), "/m/35b.gguf", "/m/a draft.gguf")
 
 
 def nothing(lines: figures.Lines, part: str) -> Iterable[figures.Figure]:
@@ -54,41 +52,6 @@ def test_the_first_part_that_should_end_in_time_is_next() -> None:
     assert [next_part(parts, left, 1.0) for left in (100, 99, 29, 4)] == [*parts, None]
     assert next_part(parts, 100, 2.0) is parts[1]
     assert next_part(parts, float("inf"), 9.0) is parts[0]
-
-
-def test_a_slow_machine_gets_longer_limits() -> None:
-    part, pace = a_part("a", seconds=50), Pace()
-    assert limit_s(part, 1000, pace.times) == 155 and limit_s(part, 40, pace.times) == 40
-    pace.note(part, Outcome(DONE, 25.0))
-    assert pace.times == 1.0, "a quick one does not shorten limits"
-    pace.note(part, Outcome(CUT, 275.0))
-    assert pace.times == 3.0 and limit_s(part, 1000, pace.times) == 405
-    pace.note(part, Outcome(FAILED, 1.0))
-    assert pace.times == 3.0
-
-
-@pytest.mark.parametrize("share, fits, why", [
-    (0.6, 0.6, ""), (1.0, 0.6, "the card is too small for 100% of the experts"), (0.0, 0.0, ""),
-])  # fmt: skip
-def test_a_part_that_does_not_fit_is_not_run(share: float, fits: float, why: str) -> None:
-    assert why_not(a_part("a", share=share), (), fits) == why
-
-
-def test_what_a_card_is() -> None:
-    text = (
-        "NVIDIA GeForce RTX 3090, 8.6, 24576, GPU-1, 00000000:0A:00.0\nno card\n"
-        "Quadro, 7.5, [N/A], GPU-2, 00000000:0B:00.0\n"
-    )
-    (gpu,) = _card.parse_gpus(text)
-    assert gpu == _card.Gpu("NVIDIA GeForce RTX 3090", 86, 24 << 30, "GPU-1", "0000:0a:00.0")
-
-
-def test_budgets_follow_the_card_and_the_model() -> None:
-    large = _card.values(SETTINGS, MODEL, GPU, 16)
-    assert (large["gib_60"], large["gib_25"], large["gib_whole"]) == ("14.0", "7.6", "auto")
-    assert (large["ncmoe_60"], large["ncmoe_25"], large["ncmoe_none"]) == ("16", "30", "40")
-    assert large["slots_60"] == "6144" and large["sweep"] == "8 12 16"
-    assert _card.values(SETTINGS, MODEL, None, 4)["gib_60"] == "auto"
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -232,15 +195,6 @@ def test_the_last_run_that_is_done_counts(tmp_path: Path) -> None:
     assert Results(tmp_path).begin() == 4
 
 
-def test_a_folder_of_a_machine_that_went_away_keeps_the_lines_of_the_last_part(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "results.jsonl").write_text("")
-    (tmp_path / "depth.jsonl").write_text('{"v": 1}\n{"v"')
-    (one,) = Results(tmp_path).outcomes().values()
-    assert (one.state, one.lines) == (CUT, [{"v": 1}])
-
-
 def test_a_table_has_the_bar_beside_each_figure() -> None:
     def shows(lines: figures.Lines, part: str) -> list[figures.Figure]:
         return [
@@ -265,66 +219,9 @@ def test_a_table_has_the_bar_beside_each_figure() -> None:
     ]  # fmt: skip
 
 
-def sample(setting: str, test: str, system: str, *values: float, unit: str = "tok/s") -> list[Any]:
-    about = {"kind": "sample", "setting": setting, "test": test, "system": system, "unit": unit}
-    return [{**about, "at": at, "value": value} for at, value in enumerate((1.0, *values))]
-
-
 def shown(shows: figures.Shows, lines: list[Any], part: str = "p") -> dict[str, tuple[float, str]]:
     found = shows({part: lines}, part)
     return {figure.name: (round(figure.value, 3), figure.verdict) for figure in found}
-
-
-def test_depth_takes_the_ubatch_that_is_best_for_each_side() -> None:
-    lines = [
-        *sample("ub 512", "pp512 @ d8192", "upstream", 100, 110, 120),
-        *sample("ub 2048", "pp512 @ d8192", "upstream", 90),
-        *sample("ub 512", "pp512 @ d8192", "whole", 80),
-        *sample("ub 2048", "pp512 @ d8192", "whole", 165),
-    ]
-    assert shown(figures.depth, lines) == {
-        "pp512 @ d8192, all experts: over llama-bench": (1.5, "met")
-    }
-
-
-def test_drafts_are_compared_with_plain_text_and_with_the_best_fixed_length() -> None:
-    def row(kind: str, way: str, tps: float) -> dict[str, Any]:
-        return {
-            "kind": kind,
-            "way": way,
-            "tps": tps / 2 if kind == "code" else tps,
-            "at_rates": tps,
-        }
-
-    lines = [
-        row("", "off", 102), row("", "off", 98), row("hopeless", "loaded, off", 98),
-        row("code", "mtp 2", 120), row("code", "mtp 3", 150),
-        row("code", "dflash 5", 140), row("code", "auto", 144),
-        row("hopeless", "dflash 5", 20), row("hopeless", "auto", 96),
-    ]  # fmt: skip
-    assert shown(figures.drafts, lines, "drafts-100") == {
-        "drafters loaded, none used": (0.98, "met"), "code: auto over plain": (1.44, "missed"),
-        "code: mtp 3 over plain": (1.5, ""), "code: dflash 5 over plain": (1.4, ""),
-        "code: auto over mtp 3": (0.96, "missed"), "hopeless: auto over plain": (0.96, "missed"),
-        "hopeless: dflash 5 over plain": (0.2, ""),
-    }  # fmt: skip
-
-
-def test_all_experts_beside_llama_bench() -> None:
-    lines = [
-        *sample("ub 512", "tg128", "upstream", 200), *sample("ub 512", "tg128", "whole", 400),
-        *sample("ub 512", "tg128", "whole, argmax", 440),
-    ]  # fmt: skip
-    assert shown(figures.whole, lines) == {
-        "tg128, all experts: over llama-bench": (2.0, "met"),
-        "tg128, all experts, argmax: over llama-bench": (2.2, "missed"),
-    }
-
-
-def test_a_first_text_without_another_side_says_nothing() -> None:
-    ours = {"system": "moegraph", "n_prompt": 32, "vram": "7.6"}
-    lines = [{**ours, "seconds": 2.0}, {**ours, "system": "upstream", "error": "std::bad_cast"}]
-    assert shown(figures.first, lines) == {}
 
 
 def test_servers_are_compared_where_both_answered() -> None:
@@ -346,48 +243,6 @@ def test_servers_are_compared_where_both_answered() -> None:
     }  # fmt: skip
 
 
-def test_rows_and_sequences_meet_their_other_side() -> None:
-    bench = {"n_cpu_moe": 30, "n_prompt": 8, "avg_ts": 160.0}
-    lines = [
-        *sample("whole", "tg128", "now", 400), *sample("60 %", "tg128", "now", 380),
-        *sample("25 %", "rows 8", "now", 10, unit="ms"), {**bench, "n_cpu_moe": 0},
-        {**bench, "n_cpu_moe": 16}, {**bench, "avg_ts": 80.0, "n_threads": 8}, bench,
-    ]  # fmt: skip
-    assert shown(figures.rows_alone, lines) == {
-        "decode at 60 %: over all experts": (0.95, "met"),
-        "8 rows at 25 %: speed over llama-bench's": (5.0, "met"),
-    }
-    lines = [
-        *sample("60 %", "seqs 8", "now", 500), {"pl": 8, "speed_tg": 100},
-        *sample("0 %", "seqs 8", "now", 200), *sample("0 %", "seqs 32", "now", 280),
-    ]  # fmt: skip
-    assert shown(figures.sequences, lines) == {
-        "8 sequences at 60 %: over llama-batched-bench": (5.0, "met"),
-        "no expert resident: 32 sequences over 8": (1.4, "missed"),
-    }
-
-
-def test_what_pytest_counted_is_read(tmp_path: Path) -> None:
-    xml = tmp_path / "x.xml"
-    xml.write_text(
-        '<testsuites><testsuite tests="4" failures="1" errors="0" skipped="1">'
-        '<testcase classname="tests.cuda.test_a" name="test_b"><failure/></testcase>'
-        '<testcase classname="tests.cuda.test_a" name="test_c"/></testsuite></testsuites>'
-    )
-    row = _card_run.junit(xml)
-    assert row["failed"] == ["tests.cuda.test_a.test_b"]
-    assert shown(figures.tests, [row]) == {"tests that failed": (1, "missed")}
-
-
-def test_settings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_card, "WORK", tmp_path)
-    monkeypatch.setattr(_card, "_SETTINGS", tmp_path / "settings.json")
-    assert _card.Settings.load().on_cpu
-    _card.Settings.load().keep(options=("--cuda-arch", "86"), model="m")
-    kept = _card.Settings.load()
-    assert kept.model == "m" and kept.options == ("--cuda-arch", "86") and not kept.on_cpu
-
-
 def test_what_the_pages_show_comes_first_and_has_a_name() -> None:
     card = importlib.machinery.SourceFileLoader("measure_card", str(SCRIPTS / "measure_card"))
     module = types.ModuleType(card.name)
@@ -400,40 +255,3 @@ def test_what_the_pages_show_comes_first_and_has_a_name() -> None:
     assert sum(part.seconds for part in PARTS[: len(page)]) < 10 * 60, "of twelve minutes"
     assert len(module.selected(module.parser().parse_args(["run"]))) == len(PARTS)
     assert set(GROUPS["before"]) < {part.name for part in PARTS}
-
-
-def test_an_older_tree_runs_with_the_libraries_of_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = tmp_path / "old"
-    for name in ("moegraph/__init__.py", "moegraph/ggml/lib.py", "scripts/bench_lookup.py"):
-        (old / name).parent.mkdir(parents=True, exist_ok=True)
-        (old / name).write_text("old")
-    for name in ("moegraph/lib/libggml.so", "moegraph/ggml/_native.abi3.so"):
-        for tree in (old, tmp_path / "now"):
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            (tree / name).write_text(tree.name)
-    (old / "COMMIT").write_text("abc")
-    monkeypatch.setattr(_card, "WORK", tmp_path / "card")
-    monkeypatch.setattr(_card, "ROOT", tmp_path / "now")
-    for _ in range(2):
-        copy = _card.copy_tree(old)
-    assert (copy / "moegraph" / "__init__.py").read_text() == "old"
-    assert (copy / "scripts" / "bench_lookup.py").is_file()
-    assert (copy / "moegraph" / "lib" / "libggml.so").read_text() == "now"
-    assert (copy / "moegraph" / "ggml" / "_native.abi3.so").read_text() == "now"
-    assert _card.commit_of(copy) == "abc"
-    with pytest.raises(_card.BuildError, match="name a checkout"):
-        _card.copy_tree(tmp_path / "now" / "moegraph")
-
-
-def test_an_older_tree_is_compared_by_speed() -> None:
-    lines = [
-        *sample("whole", "tg128", "before", 400), *sample("whole", "tg128", "after", 396),
-        *sample("whole", "rows 8", "before", 10, unit="ms"),
-        *sample("whole", "rows 8", "after", 8, unit="ms"),
-    ]  # fmt: skip
-    assert shown(figures.before, lines) == {
-        "whole, tg128: after over before": (0.99, "met"),
-        "whole, rows 8: after over before": (1.25, "goal"),
-    }

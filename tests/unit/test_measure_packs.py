@@ -13,15 +13,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import _card_pack
-import _card_prepare
-import _card_upstream
-import _gpu
 from _tools import BuildError
-
-
-def test_a_library_has_the_name_by_which_others_ask_for_it() -> None:
-    names = ["libggml.so", "libggml.so.0", "libggml.so.0.9.4", "libserver-impl.so"]
-    assert _card_upstream.libraries(names) == ["libggml.so.0", "libserver-impl.so"]
 
 
 @pytest.fixture
@@ -89,33 +81,3 @@ def test_a_pack_writes_only_into_its_folders(tmp_path: Path) -> None:
     for name in ("ours/lib/../../x", "/etc/passwd", "other/x", "ours/library"):
         with pytest.raises(ValueError, match="unexpected file"):
             _card_pack.place(name, folders)
-
-
-def test_what_was_unpacked_need_not_be_built_but_for_another_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_card_prepare._gpu, "find_cards", lambda: [_gpu.Card("a card", 89)])
-    monkeypatch.setattr(_card_prepare._gpu, "find_nvcc", lambda: "there is no nvcc")
-    cuda, choose = ["--cuda-arch", "86", "89"], _card_prepare.choose_options
-    assert choose([], cuda) == cuda and choose(["--cpu"], cuda) == ["--cpu"]
-    with pytest.raises(BuildError, match="there is no nvcc; --cpu tries"):
-        choose([], ["--cpu"])
-    toolkit = _gpu.Toolkit((13, 0), frozenset({89}))
-    monkeypatch.setattr(_card_prepare._gpu, "find_nvcc", lambda: toolkit)
-    assert choose([], ["--cpu"]) == ["--cuda-arch", "89"]
-
-
-def test_bindings_of_a_pack_serve_sources_that_have_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine without the archive: `prepare` compiles llama.cpp that a build left."""
-    sources, packed = tmp_path / "llama.cpp", tmp_path / "bindings"
-    sources.mkdir()
-    monkeypatch.setattr(_card_upstream, "BINDINGS", packed)
-    monkeypatch.setattr(_card_upstream.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(_card_upstream.BuildError, match="has no folder llama_cpp"):
-        _card_upstream.find_package(sources)
-    (packed / "llama_cpp").mkdir(parents=True)
-    (packed / "llama_cpp" / "llama.py").write_text("x = 1\n")
-    _card_upstream.bindings(sources, tmp_path / "out")
-    assert (tmp_path / "out" / "llama_cpp" / "llama.py").read_text() == "x = 1\n"

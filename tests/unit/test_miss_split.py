@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegraph.experts.cost import MissSplit, best_split
+from moegraph.experts.cost import MissSplit
 
 STREAMED = [0.0, 40.0, 80.0, 120.0, 160.0]
 ON_CPU = [0.0, 60.0, 70.0, 80.0, 90.0]
@@ -43,20 +43,6 @@ def test_a_mode_is_kept_for_any_number_of_rows(rows: list[int]) -> None:
     for alone in (False, True):
         assert MissSplit.fixed(4, on_cpu=True).n_cpu(rows, alone) == len(rows)
         assert MissSplit.fixed(4, on_cpu=False).n_cpu(rows, alone) == 0
-
-
-def test_one_row_is_the_split_as_it_was() -> None:
-    split = MissSplit(ON_CPU, STREAMED, 0.7)
-    assert split.decode == best_split(ON_CPU, STREAMED)
-    assert [split.n_cpu([1] * n) for n in range(1, 5)] == split.decode[1:]
-    assert MissSplit.fixed(4, on_cpu=True).decode == [0, 1, 2, 3, 4]
-    assert MissSplit.fixed(4, on_cpu=False).decode == [0] * 5
-
-
-def test_experts_of_many_rows_are_streamed() -> None:
-    split = MissSplit(ON_CPU, STREAMED, 1.0)
-    assert split.n_cpu([1] * 6) > split.n_cpu([4] * 6) > 0
-    assert MissSplit(ON_CPU, STREAMED, 0.0).n_cpu([4] * 6) == split.n_cpu([1] * 6)
 
 
 @pytest.mark.parametrize(("rows", "n_cpu"), [([1], 1), ([1] * 4, 4), ([8] * 4, 1)])

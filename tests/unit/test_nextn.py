@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
 
 import pytest
 from helpers import shared  # noqa: F401 - it finds the scripts
 from helpers.ggufbytes import Q, Shape, Tensor, add, drop, edit, model_file
 from helpers.modelfiles import Write, write
-from modelgen.calibrate import Calibration
-from modelgen.mix import Mix
-from modelgen.presets import PRESETS
-from modelgen.tensors import Plan as Tensors
 
 from moegraph.arch import open_model
-from moegraph.arch.mtp import nextn_tensors, require_nextn
-from moegraph.arch.qwen35moe import Qwen35Moe
+from moegraph.arch.mtp import require_nextn
 from moegraph.config import EngineConfig
 from moegraph.errors import ModelFileError, UnsupportedModel
 from moegraph.placement.drafters import mtp_bytes, wants_mtp
@@ -65,19 +59,3 @@ def test_settings_say_whether_a_whole_block_drafts(write: Write) -> None:
         )
         experts = sum(t.nbytes for n, t in model.tensors.items() if "blk.4" in n and "exps" in n)
         assert experts < small < large
-
-
-def test_the_benchmark_shape_may_have_a_block() -> None:
-    preset = PRESETS["35b-a3b"]
-    shape = replace(preset.shape, n_layer_nextn=1)
-    entries = {t.name: t.entry() for t in Tensors(shape, Mix(preset.mix), Calibration()).tensors()}
-    block = {n.removeprefix("blk.40."): e for n, e in entries.items() if n.startswith("blk.40.")}
-    heads = {"n_embd_head_k": shape.head_dim, "n_embd_head_v": shape.head_dim}
-    sizes = {f.name: asdict(shape).get(f.name, 0) for f in fields(Qwen35Moe)}
-    hp = Qwen35Moe(**sizes | heads)
-    for name, spec in nextn_tensors(hp, shape.merged_gate_up).items():
-        if name in block:
-            assert block[name].ne == spec.ne, name
-        else:
-            assert not spec.required
-    assert sum(e.n_bytes for e in block.values()) == pytest.approx(0.55e9, rel=0.1)

@@ -52,23 +52,3 @@ def test_a_refusal_is_the_failure_of_one_test() -> None:
     for token in (1, 2):
         with pytest.raises(OracleError, match="no such node"):
             upstream.logits(MODEL, [token])
-
-
-def test_a_crash_before_the_first_test_is_its_failure_too() -> None:
-    oracle = Crashes(OracleError("exit code -11"), dies=True)
-    upstream: Any = Upstream(oracle)  # type: ignore[arg-type]
-    assert upstream.has_gpu(), "the tests are not skipped for another reason"
-    with pytest.raises(pytest.fail.Exception, match="crashed: exit code -11"):
-        upstream.logits(MODEL, [1])
-    with pytest.raises(pytest.skip.Exception, match="crashed in an earlier test"):
-        upstream.logits(MODEL, [2])
-    assert oracle.n_asked == 1
-
-
-def test_what_asks_the_oracle_itself_is_skipped_after_a_crash() -> None:
-    oracle: Any = Crashes(OracleError("exit code -6"), dies=True)
-    upstream = Upstream(oracle)
-    with pytest.raises(OracleError):
-        upstream.oracle.run()
-    with pytest.raises(pytest.skip.Exception, match=r"crashed in an earlier test$"):
-        _ = upstream.oracle

@@ -13,7 +13,6 @@ from helpers.browser import PATIENCE_MS, Visit, chromium
 from helpers.patience import PATIENCE_S
 from helpers.served import served
 from helpers.server_case import Case
-from helpers.server_process import serving
 
 from moegraph.errors import NativeError, QueueFull
 from moegraph.loop.requests import Request
@@ -185,14 +184,6 @@ def shown(visit: Visit, *texts: str) -> str:
     return found
 
 
-def test_code_keeps_its_lines_while_it_is_written(empty_page: Visit) -> None:
-    text = "So:\n\n  ~~~python\n  a\n    b\n```\n  ~~~\nend"
-    grown = shown(empty_page, *(text[:i] for i in range(len(text))), text)
-    assert grown == shown(empty_page, text)
-    assert "<span>python</span>" in grown
-    assert "<code>a\n  b\n```</code>" in grown and grown.endswith("<p>end</p>")
-
-
 @pytest.mark.parametrize(
     "text", ["`" * 99_999, "*a " * 50_000, "**" * 50_000, "- " * 50_000, "`a ``b " * 20_000,
              "#\n" * 30_000, "```\n" * 30_000],
@@ -320,19 +311,6 @@ def test_errors_are_shown(browser: Any, given: dict[str, Any], words: str) -> No
         assert visit.page.inner_text(".answer > .note") == "no complete answer"
 
 
-def test_a_server_that_goes_away_is_noticed(browser: Any) -> None:
-    with served(Case().app) as url:
-        visit = Visit(browser, url)
-        visit.page.wait_for_selector("#slots li")
-    try:
-        visit.wait_for("document.getElementById('condition').textContent !== ''")
-        visit.ask("hi")
-        visit.wait_until_idle()
-        assert visit.page.inner_text("#trouble") == "The server cannot be reached."
-    finally:
-        visit.close()
-
-
 class Experts:
     """Expert statistics that grow each time that they are looked at."""
 
@@ -388,29 +366,6 @@ def test_it_fits_a_phone(browser: Any) -> None:
             assert box["y"] + box["height"] <= 844 and box["height"] >= 36
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_stand_out_in_both_schemes(browser: Any, scheme: str) -> None:
-    with visiting(browser, Case(), color_scheme=scheme) as visit:
-        back, text, soft, bad, mine = visit.page.evaluate(
-            "['--back', '--text', '--soft', '--bad', '--mine'].map((name) =>"
-            " getComputedStyle(document.documentElement).getPropertyValue(name).trim())"
-        )
-        assert (luminance(back) < 0.05) == (scheme == "dark")
-        for front, behind in ((text, back), (soft, back), (bad, back), (text, mine)):
-            assert contrast(front, behind) >= 4.5
-
-
-def luminance(color: str) -> float:
-    values = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
 def test_every_control_has_a_name_and_is_reached_by_tab(browser: Any) -> None:
     roles = {"button", "textbox", "spinbutton", "dialog", "progressbar", "log", "navigation",
              "complementary", "article", "region"}  # fmt: skip
@@ -436,60 +391,3 @@ def test_every_control_has_a_name_and_is_reached_by_tab(browser: Any) -> None:
         expected = ["open-settings", "open-status", "messages", "Copy", "Edit"]
         assert [one for one in seen if one in expected][:5] == expected
         assert seen.index("Edit") < seen.index("prompt") < seen.index("send")
-
-
-def test_code_and_answers_are_copied(browser: Any) -> None:
-    case = Case(["a **b**\n", "```\n  x = 1\n```"])
-    with visiting(browser, case) as visit:
-        visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
-        visit.ask("hi")
-        visit.wait_until_idle()
-        for name, text in (
-            ("Copy code", "  x = 1"),
-            ("Copy the answer", "a **b**\n```\n  x = 1\n```"),
-        ):
-            visit.page.get_by_role("button", name=name).click()
-            visit.wait_for("document.getElementById('said').textContent === 'Copied'")
-            assert visit.page.evaluate("navigator.clipboard.readText()") == text
-
-
-def test_the_view_follows_the_end_unless_it_was_left(browser: Any) -> None:
-    hold = threading.Event()
-    hold.set()
-    case = Case([f"line {i}\n\n" for i in range(100)], hold=hold, step_s=0.002)
-    with visiting(browser, case) as visit:
-        left = "(() => { const m = document.getElementById('messages');" \
-               " return m.scrollHeight - m.scrollTop - m.clientHeight; })()"  # fmt: skip
-        visit.ask("hi")
-        visit.wait_until_idle()
-        assert visit.page.evaluate(left) < 5
-        visit.ask("again")
-        visit.wait_for("document.querySelectorAll('.answer')[1]?.innerText.length > 50")
-        hold.clear()
-        # the page is told in its next frame
-        visit.page.evaluate(
-            "() => new Promise((done) => { document.getElementById('messages').scrollTop = 0;"
-            " requestAnimationFrame(() => requestAnimationFrame(done)); })"
-        )
-        hold.set()
-        visit.wait_until_idle()
-        assert visit.page.evaluate("document.getElementById('messages').scrollTop") == 0
-
-
-def test_the_shipped_model_answers_in_the_browser(browser: Any) -> None:
-    with serving("-np", 2) as server:
-        visit = Visit(browser, server.url)
-        try:
-            visit.ask("Tell me about cats")
-            visit.page.wait_for_selector(".answer .text > *")
-            # what they say is told by a test with a slow answer; this one may be over already
-            visit.wait_for("document.querySelectorAll('#slots li').length === 2")
-            visit.page.evaluate("document.getElementById('stop').click()")
-            visit.wait_until_idle()
-            figures = visit.page.inner_text(".figures")
-            # the model may end after a token, or the stop come so soon: no speed is told then
-            assert figures.startswith("1 token ·") != ("tokens/s" in figures)
-            assert visit.page.locator("#slots li").count() == 2
-            assert visit.complaints == []
-        finally:
-            visit.close()

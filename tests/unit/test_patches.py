@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from types import ModuleType
@@ -65,11 +63,6 @@ def pristine(fetch: ModuleType, sdist: Path) -> dict[str, str]:
                 assert content is not None
                 texts[name] = content.read().decode("utf-8")
     return texts
-
-
-def test_every_patch_has_a_number_of_its_own() -> None:
-    numbers = [int(patch.name.split("-")[0]) for patch in PATCHES]
-    assert numbers and numbers == sorted(set(numbers))
 
 
 def test_the_series_applies_to_the_pinned_source(
@@ -150,12 +143,6 @@ def test_the_patch_set_changes_with_names_and_contents(fetch: ModuleType, tmp_pa
     }  # fmt: skip
     assert len(hashes) == 11
     assert all(re.fullmatch("[0-9a-f]{16}", value) for value in hashes)
-
-
-def test_a_series_changes_two_files(fetch: ModuleType) -> None:
-    tree = {"a.txt": "one\ntwo\nthree\n", "b.txt": "x\n"}
-    texts = fetch.unified.apply_series([("1", DIFF), ("2", OTHER)], tree.get)
-    assert texts == {"a.txt": "one\nTWO\nthree\n", "b.txt": "y\n"}
 
 
 @pytest.mark.parametrize(
@@ -239,24 +226,6 @@ def test_only_native_files_that_changed_are_written_and_those_gone_are_removed(
     (folder / "one.cu").unlink()
     assert fetch.apply(tree, [], fetch.native_files(tmp_path)) == []
     assert not (tree / "ggml/src/one.cu").exists() and (tree / "ggml/src/two.cuh").exists()
-
-
-def test_a_native_file_does_not_replace_one_of_upstream(
-    fetch: ModuleType, tree: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "a.txt").write_text("ours")
-    with pytest.raises(fetch.FetchError, match=r"a.txt: llama.cpp has a file of that name"):
-        fetch.apply(tree, [], {"b.cu": tmp_path / "a.txt", "a.txt": tmp_path / "a.txt"})
-    assert not (tree / "b.cu").exists() and (tree / "a.txt").read_text().startswith("one")
-
-
-def test_fetch_reports_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "vendor" / "fetch.py", "--sdist", str(tmp_path / "absent")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert re.fullmatch(r"moegraph: .*absent: no such file; expected .*\n", done.stderr)
 
 
 def test_sources_without_the_archive_serve_both_builds(

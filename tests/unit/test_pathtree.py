@@ -69,13 +69,6 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger_one() -> None:
         assert best_paths(1, lists, n) == large.cut(n + 1)
 
 
-def test_numbers_that_are_none_come_last() -> None:
-    tokens = [np.array([[1, 2, 3]], np.int32), np.array([[4, 5, 6]], np.int32)]
-    log_p = [np.array([[-0.1, -3, np.nan]], np.float32), np.array([[-np.inf] * 3], np.float32)]
-    tree = best_paths(0, listed(tokens, log_p), 20)
-    assert tree.tokens[:3] == (0, 1, 2) and tree.n_rows == 7
-
-
 def test_lists_in_another_order_than_what_follows_them() -> None:
     """The likeliest token is the second that the next lists follow; after 3, nothing is known."""
     tokens = [np.array([[2, 3, 1]], np.int32), np.array([[4, 5, 6], [7, 8, 9]], np.int32)]

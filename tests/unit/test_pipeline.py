@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,15 +9,6 @@ from moegraph.experts.rowlaw import pass_time
 from moegraph.placement.pipeline import throughput
 
 WHOLE = 2.334e-3  # a token of a 35B-A3B on an H200, measured
-
-
-def test_one_sequence_gets_nothing_from_more_stages_but_hops() -> None:
-    one = throughput([WHOLE], 0.0, 1)
-    for n in (2, 4, 10):
-        found = throughput([WHOLE / n] * n, 30e-6, 1)
-        assert found.n_groups == 1
-        assert found.round_s == pytest.approx(one.round_s + 30e-6 * n)
-        assert found.busy == pytest.approx(WHOLE / n / found.round_s)
 
 
 def test_several_sequences_keep_two_stages_busy() -> None:
@@ -30,13 +20,6 @@ def test_several_sequences_keep_two_stages_busy() -> None:
         assert least < two.tokens_per_s / one.tokens_per_s < 1.5
         in_one = throughput([WHOLE / 2] * 2, 30e-6, n_seq, n_groups=1)
         assert in_one.tokens_per_s < one.tokens_per_s
-
-
-def test_the_slowest_stage_sets_the_pace() -> None:
-    even = throughput([1e-3, 1e-3], 0.0, 32, n_groups=2)
-    uneven = throughput([0.5e-3, 1.5e-3], 0.0, 32, n_groups=2)
-    assert uneven.round_s == pytest.approx(1.5 * even.round_s)
-    assert uneven.busy == pytest.approx(even.busy / 1.5)
 
 
 @given(

@@ -31,11 +31,6 @@ def test_everything_resident_when_it_fits_and_staging_is_then_not_needed() -> No
         make_plan(BIG, exact - 1, pin_layers=40)
 
 
-def test_no_budget_and_no_wish_is_everything() -> None:
-    assert make_plan(BIG, None).all_resident
-    assert make_plan(BIG, None).margin is None
-
-
 def unpinned(plan: Plan) -> int:
     """Return the slots of all layers that are not pinned."""
     return sum(n for il, n in enumerate(plan.n_slots) if il not in plan.pinned)
@@ -50,11 +45,6 @@ def test_a_budget_becomes_even_slots_whatever_the_types() -> None:
     assert plan.resident_share == pytest.approx(plan.bytes["slots"] / BIG.experts)
 
 
-def test_the_last_byte_is_used() -> None:
-    assert make_plan(SMALL, SMALL.fixed + 130).n_slots == (4, 3, 3, 3)
-    assert make_plan(SMALL, SMALL.fixed + 129).n_slots == (3, 3, 3, 3)
-
-
 def test_first_and_last_layer_are_pinned_first_then_from_layer_1() -> None:
     assert pin_order(6) == [0, 5, 1, 2, 3, 4]
     assert pin_order(1) == [0] and pin_order(2) == [0, 1]
@@ -62,40 +52,6 @@ def test_first_and_last_layer_are_pinned_first_then_from_layer_1() -> None:
     assert plan.pinned == (0, 1, 39)
     assert min(plan.n_slots) > 100, "the rest of the budget becomes slots"
     assert plan.bytes["pinned"] == 256 * (SIZES[0] + SIZES[1] + SIZES[39])
-
-
-def test_slots_of_the_user_come_first_and_pins_take_the_rest() -> None:
-    plan = make_plan(BIG, 14 * GiB, cache_slots=2000)
-    assert unpinned(plan) == 2000
-    assert 10 < len(plan.pinned) < 20 and {0, 39, 1} <= set(plan.pinned)
-    assert plan.margin is not None and 0 <= plan.margin < 256 * max(SIZES) + 2000 * 200_000
-
-
-def test_both_from_the_user_are_taken_as_they_are() -> None:
-    plan = make_plan(BIG, 14 * GiB, pin_layers=2, cache_slots=77)
-    assert [plan.n_slots[il] for il in (0, 39)] == [256, 256]
-    assert plan.n_slots[1:39] == (3,) + (2,) * 37 and plan.n_slots[1] == 3
-    without = make_plan(BIG, None, pin_layers=2, cache_slots=77)
-    assert without.n_slots == plan.n_slots
-
-
-def test_no_slots_and_no_pins_is_valid_with_and_without_a_budget() -> None:
-    for budget in (None, 4 * GiB):
-        plan = make_plan(BIG, budget, pin_layers=0, cache_slots=0)
-        assert plan.n_slots == (0,) * 40
-        assert plan.resident_share == 0.0 and not plan.all_resident
-        assert plan.total == BIG.fixed + BIG.staging
-
-
-def test_without_a_budget_one_wish_leaves_the_other_at_nothing() -> None:
-    assert make_plan(SMALL, None, pin_layers=1).n_slots == (8, 0, 0, 0)
-    assert make_plan(SMALL, None, cache_slots=6).n_slots == (2, 2, 1, 1)
-    assert make_plan(SMALL, None, cache_slots=32).all_resident
-
-
-def test_a_budget_that_holds_only_the_dense_part_is_all_cold() -> None:
-    plan = make_plan(BIG, BIG.fixed + BIG.staging)
-    assert plan.n_slots == (0,) * 40 and plan.margin == 0
 
 
 def test_a_dense_part_that_does_not_fit_is_refused_with_numbers_and_remedies() -> None:
@@ -156,18 +112,6 @@ def test_with_a_profile_flat_layers_get_more_slots() -> None:
         assert plan.n_slots == (2, 6, 2, 6)
     unseen = make_plan(SMALL, None, cache_slots=22, demand=[[1.0] * 2 + [0.0] * 6] * 4)
     assert unseen.n_slots == (6, 6, 5, 5)
-
-
-def test_with_a_profile_every_layer_first_gets_what_a_token_chooses() -> None:
-    demand = [[9.0] * 8, [0.1] * 8, [0.1] * 8, [0.1] * 8]
-    assert make_plan(SMALL, None, cache_slots=9, demand=demand).n_slots == (3, 2, 2, 2)
-    assert make_plan(SMALL, None, cache_slots=24, demand=demand).n_slots == (8, 6, 5, 5)
-
-
-def test_with_a_profile_dear_slots_need_more_demand() -> None:
-    need = Footprint(8, 1, (10, 30), weights=0, kv=0, state=0, compute=0)
-    assert make_plan(need, 100, demand=[[0.5] * 8] * 2).n_slots == (7, 1)
-    assert make_plan(need, 100, demand=[[0.1] * 8, [0.5] * 8]).n_slots == (1, 3)
 
 
 footprints = st.builds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moegraph.passes.prefixtree import Path, PrefixTree, n_common
+from moegraph.passes.prefixtree import Path, PrefixTree
 
 
 class States:
@@ -76,77 +76,11 @@ def check(tree: PrefixTree) -> None:
         waiting += [(n, before + tokens, str(k)) for k, n in node.children.items()]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "n"), [([], [], 0), ([1], [], 0), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2)]
-)
-def test_what_two_runs_have_in_common(a: list[int], b: list[int], n: int) -> None:
-    assert n_common(ids(*a), ids(*b)) == n_common(ids(*b), ids(*a)) == n
-
-
-def test_a_sequence_goes_on_only_where_states_were_saved() -> None:
-    tree = PrefixTree()
-    assert found(tree, 1, 2, 3) == []
-    save(tree, 1, 2, 3, 4)
-    assert found(tree, 1, 2, 3, 4) == [1, 2, 3, 4]
-    assert found(tree, 1, 2, 3, 4, 9) == [1, 2, 3, 4]
-    assert found(tree, 1, 2, 3) == found(tree, 1, 2, 3, 9) == found(tree, 2) == []
-
-
-def test_a_run_is_divided_where_another_one_parts_from_it() -> None:
-    tree = PrefixTree()
-    save(tree, 1, 2, 3, 4)
-    save(tree, 1, 2, 7, 8)
-    check(tree)
-    assert sorted(node.tokens.tolist() for node in tree.nodes()) == [[1, 2], [3, 4], [7, 8]]
-    assert found(tree, 1, 2, 3, 4, 5) == [1, 2, 3, 4]
-    assert found(tree, 1, 2, 7, 8, 5) == [1, 2, 7, 8]
-    assert found(tree, 1, 2, 9) == []  # the first two have rows but no states
-    save(tree, 1, 2)
-    assert found(tree, 1, 2, 9) == [1, 2]
-    assert tree.n_states == 3
-
-
-def test_the_deepest_states_serve() -> None:
-    tree = PrefixTree()
-    for n in (2, 5, 3):
-        save(tree, *range(n))
-    assert found(tree, 0, 1, 2, 3, 9) == [0, 1, 2]
-    assert found(tree, 0, 1, 2, 3, 4) == [0, 1, 2, 3, 4]
-
-
 def test_rows_that_are_not_saved_must_be_in_the_sequence() -> None:
     tree = PrefixTree()
     save(tree, 1, 2, 3, with_rows=False)
     assert found(tree, 1, 2, 3, 4, n_kept=2) == []
     assert found(tree, 1, 2, 3, 4, n_kept=3) == [1, 2, 3]
-
-
-def test_the_states_used_longest_ago_go_first_and_rows_with_the_last_that_need_them() -> None:
-    tree = PrefixTree()
-    save(tree, 1, 2, 3, 4)
-    other = save(tree, 5)
-    kept = save(tree, 1, 2)
-    tree.touch(tree.find(ids(1, 2, 3, 4), 0))
-    n = tree.n_bytes
-    assert tree.shrink(n, kept) and tree.n_bytes == n
-    assert tree.shrink(n - 1, kept)
-    assert other[-1].rows.is_closed and tree.n_states == 2
-    assert tree.shrink(tree.n_bytes - 1, kept)
-    check(tree)
-    assert found(tree, 1, 2, 3, 4) == [1, 2]
-    assert [node.tokens.tolist() for node in tree.nodes()] == [[1, 2]]
-    assert not tree.shrink(0, tree.reach(ids(1, 2)))
-    assert found(tree, 1, 2, 9) == [1, 2]
-    assert tree.shrink(0, []) and tree.n_bytes == 0
-
-
-def test_states_in_the_middle_may_go_without_the_end() -> None:
-    tree = PrefixTree()
-    save(tree, 1, 2)
-    kept = save(tree, 1, 2, 3)
-    assert tree.shrink(tree.n_bytes - 1, kept)
-    assert found(tree, 1, 2, 9) == [] and found(tree, 1, 2, 3, 9) == [1, 2, 3]
-    check(tree)
 
 
 def test_clear_closes_everything() -> None:

@@ -8,15 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from moegraph.errors import ConfigError, RequestError
-from moegraph.experts.cache import ExpertCache
-from moegraph.experts.policy import Lru
-from moegraph.placement.generator import generate_trace
 from moegraph.placement.identity import RouterShape
-from moegraph.placement.profile import Profile, profile_path, read_profile
+from moegraph.placement.profile import Profile, read_profile
 
 SHAPE = RouterShape(2, 4, 2, "abc")
 CODE = [[8, 0, 1, 1], [0, 5, 5, 0]]
@@ -47,25 +43,6 @@ def test_shares_add_up_to_the_experts_a_token_uses() -> None:
     assert Profile(SHAPE).shares().tolist() == [[0.0] * 4] * 2
 
 
-def test_ranking_is_by_count_and_ties_by_id() -> None:
-    profile = two_classes()
-    assert profile.ranking("code").tolist() == [[0, 2, 3, 1], [1, 2, 0, 3]]
-    assert Profile(SHAPE).ranking().tolist() == [[0, 1, 2, 3]] * 2
-
-
-def test_demand_keeps_the_order_of_each_class() -> None:
-    profile = two_classes()
-    assert profile.demand()[0].tolist() == pytest.approx([1.4, 0.3, 0.3, 0])
-    assert profile.demand()[1].tolist() == pytest.approx([1.2, 0.6, 0.1, 0.1])
-    assert Profile(SHAPE).demand().tolist() == [[0.0] * 4] * 2
-
-
-def test_a_large_class_does_not_outvote_a_small_one() -> None:
-    profile = two_classes()
-    profile.add("code", np.array(CODE) * 1000, 5000)
-    assert profile.shares()[0, 1] == pytest.approx(0.6)
-
-
 def test_adding_forgets_by_halves() -> None:
     profile = Profile(SHAPE)
     profile.add("a", [[100_000, 0, 0, 0], [0] * 4], 50_000)
@@ -74,13 +51,6 @@ def test_adding_forgets_by_halves() -> None:
     kept = profile.classes["a"]
     assert kept.n_tokens <= 65_536
     assert kept.counts[0, 1] > 4 * kept.counts[0, 0] > 0
-
-
-def test_counts_given_are_copied() -> None:
-    profile, counts = Profile(SHAPE), np.array(CODE, dtype=np.int64)
-    profile.add("a", counts, 5)
-    counts[:] = 0
-    assert profile.classes["a"].counts.sum() == 20
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 65, "\n", "ä"])
@@ -186,18 +156,6 @@ def test_reading_takes_little_memory_whatever_is_in_the_file(tmp_path: Path, uni
         assert peak < 80 << 20
 
 
-def test_the_largest_profile_can_be_read(tmp_path: Path) -> None:
-    profile, path = Profile(BIG), tmp_path / "p.json"
-    counts = np.full((40, 256), (1 << 48) - 1)
-    for i in range(64):
-        profile.add(f"{'n' * 62}{i:02d}", counts, 1 << 47)
-    profile.save(path)
-    assert path.stat().st_size > 10_000_000
-    read = read_profile(path, BIG)
-    assert len(read.classes) == 64
-    assert all((c.counts == counts).all() for c in read.classes.values())
-
-
 def test_files_out_of_reach_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot read the profile: No such file"):
         read_profile(tmp_path / "p.json", SHAPE)
@@ -208,35 +166,3 @@ def test_files_out_of_reach_are_named(tmp_path: Path) -> None:
         file.truncate(300 << 20)
     with pytest.raises(RequestError, match="profile of 300 MiB; one of this model has at most"):
         read_profile(huge, SHAPE)
-
-
-def test_the_profile_lies_beside_its_model() -> None:
-    assert profile_path("/m/a.gguf") == Path("/m/a.gguf.routing.json")
-
-
-def test_a_profile_of_the_same_prompt_class_starts_a_cache_warm() -> None:
-    shape = RouterShape(4, 128, 8)
-    trace = generate_trace(shape, 208)
-    profile = Profile(shape)
-    profile.add("same", trace.part(0, 200).counts(), 200)
-
-    def misses(ranking: list[list[int]] | None) -> int:
-        cache = ExpertCache(128, [50] * 4, Lru(), 8)
-        for il in range(4):
-            cache.layers[il].preload(ranking[il] if ranking else None)
-        for row in trace.part(200, 208).rows():
-            cache.begin_pass()
-            for il, ids in enumerate(row):
-                for expert in cache.layers[il].access(ids):
-                    cache.layers[il].admit(expert, ids)
-        return int(cache.stats.misses.sum())
-
-    assert misses(profile.ranking("same").tolist()) < 0.7 * misses(None)
-
-
-def test_a_very_long_run_leaves_something_of_what_was_known() -> None:
-    shape = RouterShape(1, 4, 2, "abc")
-    profile = Profile(shape)
-    profile.add("a", np.array([[1000, 1000, 0, 0]]), 1000)
-    profile.add("a", np.array([[0, 0, 140_000, 0]]), 70_000)
-    assert profile.classes["a"].counts[0, 0] > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,6 @@ def test_a_named_file_may_be_new_and_grows(tmp_path: Path) -> None:
     again.update(COUNTS)
     assert read_profile(path, SHAPE).classes["code"].n_tokens == 10
     assert os.listdir(tmp_path) == ["p.json"]
-
-
-def test_two_runs_at_once_both_count(tmp_path: Path) -> None:
-    path = saved(tmp_path / "p.json", "default")
-    first, second = (ProfileFile(path, "", False, SHAPE) for _ in range(2))
-    assert first.update(COUNTS).warning == second.update(COUNTS).warning == ""
-    assert read_profile(path, SHAPE).classes["default"].n_tokens == 15
 
 
 def test_a_new_class_fills_from_all_and_keeps_the_others(tmp_path: Path) -> None:
@@ -114,15 +106,6 @@ def test_a_read_only_folder_is_harmless(
     kept = opened.update(COUNTS)
     assert "read-only" in kept.why and bool(kept.warning) == warns
     assert path.read_bytes() == before
-
-
-def test_a_read_only_file_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(tmp_path / "p.json", "a")
-    opened = ProfileFile(path, "a", True, SHAPE)
-    forbid(monkeypatch, path)
-    kept = opened.update(COUNTS)
-    assert "p.json is read-only" in kept.why and not kept.warning
-    assert read_profile(path, SHAPE).classes["a"].n_tokens == 5
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
@@ -194,16 +177,6 @@ def test_a_lock_that_is_never_given_up_is_a_warning(
     assert read_profile(path, SHAPE).classes["default"].n_tokens == 10
 
 
-def test_a_lock_is_waited_for(tmp_path: Path) -> None:
-    opened = ProfileFile(saved(tmp_path / "p.json", "default"), "", False, SHAPE)
-    descriptor = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with ThreadPoolExecutor(1) as pool:
-        kept = pool.submit(opened.update, COUNTS)
-        threading.Timer(0.1, os.close, [descriptor]).start()
-        assert kept.result(timeout=120).warning == ""
-
-
 def test_what_is_read_is_what_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that is turned meanwhile cannot have another file replaced."""
     mine, victim, link = saved(tmp_path / "mine", "a"), tmp_path / "victim", tmp_path / "link"
@@ -224,11 +197,6 @@ def test_what_is_read_is_what_is_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "resolve", turn)
     assert "not a routing profile" in opened.update(COUNTS).warning
     assert victim.read_text() == "precious"
-
-
-def test_a_run_without_tokens_writes_nothing(tmp_path: Path) -> None:
-    kept = ProfileFile(tmp_path / "p.json", "", True, SHAPE).update(0 * COUNTS)
-    assert "no token" in kept.why and not kept.warning and os.listdir(tmp_path) == []
 
 
 def test_runs_that_end_together_all_count(tmp_path: Path) -> None:

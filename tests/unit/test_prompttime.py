@@ -12,9 +12,7 @@ from moegraph.experts.machines import MACHINES
 from moegraph.placement.generator import generate_trace
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.prompttime import (
-    _PAUSE,
     PromptEstimate,
-    compute_seconds,
     estimate_prompt,
 )
 from moegraph.placement.simulate import even_slots
@@ -58,28 +56,6 @@ def test_measured_prompts_follow_from_the_built_in_machine(
     assert found.sent_bytes / 1e9 == pytest.approx(sent, rel=0.18)
 
 
-@pytest.mark.parametrize(
-    ("n", "seconds"), [(80, 0.0174), (192, 0.0224), (768, 0.0519), (8192, 0.496)]
-)
-def test_prompts_with_all_experts_follow_from_their_neighbours(
-    trace: Trace, n: int, seconds: float
-) -> None:
-    assert estimate(trace, 1.0, n).seconds == pytest.approx(seconds, rel=0.08)
-
-
-def test_a_slower_link_is_hidden_until_it_takes_longer_than_computing(trace: Trace) -> None:
-    def slowed(times: int, n: int) -> float:
-        points = tuple((x, times * seconds) for x, seconds in H200.stream.points)
-        found = estimate(trace, 0.6, n, replace(H200, stream=Curve(points)), 512)
-        assert found.seconds is not None and found.link_s is not None
-        assert found.seconds > found.link_s / 2 and found.seconds > estimate(trace, 1, n).seconds
-        return found.seconds
-
-    assert slowed(2, 8192) == pytest.approx(slowed(1, 8192), rel=1e-6)
-    assert slowed(2, 512) > 1.4 * slowed(1, 512)
-    assert slowed(16, 8192) > 1.4 * slowed(8, 8192)
-
-
 def test_a_prompt_beyond_one_sweep_sends_experts_again(trace: Trace) -> None:
     one, two = estimate(trace, 0.6, 8192), estimate(trace, 0.6, 16_384)
     assert (one.n_sweeps, two.n_sweeps) == (1, 2)
@@ -87,33 +63,8 @@ def test_a_prompt_beyond_one_sweep_sends_experts_again(trace: Trace) -> None:
     assert two.seconds == pytest.approx(2 * one.seconds)
 
 
-def test_a_prompt_in_the_trace_sends_what_the_trace_chose() -> None:
-    ids = np.array([[[0, 1]], [[0, 2]], [[5, 1]]], dtype=np.uint8)
-    trace = Trace(RouterShape(1, 6, 2), ids)
-    resident = np.array([[True, False, False, False, False, False]])
-    machine = replace(H200, n_layer=1, stream=Curve(((1, 2.0),)), prompt=Curve(((1, 1.0),)))
-    two = estimate_prompt(trace, resident, 2, [100], machine, 512)
-    assert two.sent_bytes == 200  # 1 and 2
-    # computing takes 2 s; 2 of 4 choices miss; sending takes 4 s, and pauses for a part of 2 s
-    assert (two.link_s, two.seconds) == (4.0, pytest.approx(4.0 + 2.0 * _PAUSE))
-    # the first of two chunks is computed in one second
-    one = estimate_prompt(trace, resident, 2, [100], machine, 1).seconds
-    assert one == pytest.approx(4.0 + 1.0 * _PAUSE)
-    assert estimate_prompt(trace, resident, 3, [100], machine, 512).sent_bytes == 300
-    # beyond the trace, also experts that it never chose are expected
-    assert 450 < estimate_prompt(trace, resident, 200, [100], machine, 512).sent_bytes <= 500
-
-
 def test_a_machine_that_knows_nothing_of_prompts_tells_bytes_only(trace: Trace) -> None:
     found = estimate(trace, 0.6, 512, replace(H200, prompt=None))
     assert found.seconds is None and found.tokens_per_s is None and found.link_s is not None
     found = estimate(trace, 0.6, 512, None)
     assert (found.seconds, found.link_s) == (None, None) and found.sent_bytes > 0
-
-
-def test_compute_follows_from_a_prompt_that_missed_experts(trace: Trace) -> None:
-    for share, n in ((0.6, 512), (0.25, 512), (0.6, 2048), (0.25, 2048)):
-        found = estimate(trace, share, n)
-        assert found.seconds is not None and found.link_s is not None
-        compute = compute_seconds(found.seconds, 1.0 - share, found.link_s)
-        assert compute == pytest.approx(H200.prompt(n), rel=0.25)

@@ -85,21 +85,6 @@ def test_sources_and_one_user_of_a_header_are_compiled_once_for_a_patch_set(
     assert compiled(build) == ["ours.cu", "tile.cu"], "other patches"
 
 
-def test_ccache_is_asked_to_compile_not_to_link(
-    build: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ccache, asked = build.parent / "ccache", build.parent / "asked"
-    ccache.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nexec "$@"\n')
-    ccache.chmod(0o755)
-    monkeypatch.setattr(_tools, "launcher", lambda: [str(ccache)])
-    check_ptx.check("90", build, None)
-    assert compiled(build) == ["ours.cu", "tile-1.cu"]
-    lines = [line.split() for line in asked.read_text().splitlines()]
-    assert len(lines) == 2
-    for line in lines:
-        assert line[0].endswith("/nvcc") and {"-c", "-ptx"} < set(line)
-
-
 def test_an_error_in_a_source_fails_now_and_next_time(build: Path) -> None:
     source = build / "ptx" / "llama.cpp" / FOLDER / "ours.cu"
     source.write_text(FILES["ours.cu"].replace("{}", "{ foo(); }"))
@@ -126,14 +111,6 @@ def test_without_nvcc_or_cublas_it_says_that_it_did_not(
     check_ptx.check("90", build, None)
     assert capsys.readouterr().out == "moegraph: CUDA sources NOT compiled: no nvcc\n"
     assert compiled(build) == []
-
-
-def test_the_kernels_of_this_checkout_are_compiled_and_what_its_patches_touch() -> None:
-    touched = check_ptx.touched_by(fetch.patch_files(), fetch.native_files())
-    names = [Path(name).name for name in touched]
-    assert {"ggml-cuda.cu", "mmvq.cu", "mmq.cuh"} < set(names)
-    ours = [name for name in names if name.startswith("moegraph-") and name.endswith(".cu")]
-    assert len(ours) >= 13
 
 
 def test_the_real_compiler_refuses_a_planted_error(tmp_path: Path) -> None:

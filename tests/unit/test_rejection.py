@@ -132,20 +132,6 @@ def test_the_statistic_notices_texts_of_the_drafter() -> None:
     assert chi_square(counts, toy.expected(SamplingParams(**OFF))) > 30
 
 
-def test_as_many_tokens_are_accepted_as_the_distributions_overlap() -> None:
-    toy, params = Toy(0.6), SamplingParams(**OFF)
-    p = np.exp(toy.target[0] - toy.target[0].max())
-    p, q = p / p.sum(), np.exp(toy.log_q[0])
-    ids = np.argsort(-q)[: N_VOCAB - 1]  # all but the least likely are offered
-    q = np.where(np.isin(np.arange(N_VOCAB), ids), q, 0) / q[ids].sum()
-    n_accepted = 0
-    for seed in range(4000):
-        race = Race(params, Sampler(SamplingParams(**OFF, seed=seed), N_VOCAB).key_at)
-        odds = offer(toy.draft(0, offered_race(race)), race)[1][0]
-        n_accepted += judge(odds, np.arange(N_VOCAB), p, race.key(0)) == odds.token
-    assert n_accepted / 4000 == pytest.approx(np.minimum(p, q).sum(), abs=0.03)
-
-
 def test_a_drafter_without_probabilities_offers_nothing() -> None:
     draft, odds = offer(Draft(np.array([[3], [4]], np.int32)), Race(SamplingParams(), int))
     assert draft.n_depth == 0 and odds == ()
@@ -169,25 +155,3 @@ def test_the_least_likely_token_of_a_list_is_never_offered_and_changes_nothing()
         assert odds[0].p.tolist() == others[0].p.tolist() == pytest.approx([0.625, 0.375])
         offered.add(odds[0].token)
     assert offered == {0, 1}
-
-
-def test_an_offer_ends_after_a_token_that_the_rest_of_the_draft_does_not_follow() -> None:
-    params, lengths = SamplingParams(**OFF), set()
-    log_p = np.log(np.array([[0.5, 0.3, 0.15]] * 3, dtype=np.float32))
-    draft = Draft(np.array([[0, 1, 2]] * 3, np.int32), log_p)
-    for seed in range(100):
-        made, odds = offer(draft, race_of(params, seed))
-        tokens = made.tokens[:, 0].tolist()
-        assert tokens == [one.token for one in odds]
-        assert set(tokens[:-1]) <= {0} and (tokens[-1] == 1 or len(tokens) == 3)
-        lengths.add(len(tokens))
-    assert lengths == {1, 2, 3}
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_what_is_offered_has_the_samplers_temperature(temperature: float) -> None:
-    params = SamplingParams(**{**OFF, "temperature": temperature})
-    log_p = np.log(np.array([[0.5, 0.3, 0.15]], dtype=np.float32))
-    _, (odds,) = offer(Draft(np.array([[0, 1, 2]], np.int32), log_p), race_of(params, 3))
-    weights = np.array([0.5, 0.3]) ** (1 / temperature)
-    assert odds.p == pytest.approx(weights / weights.sum())

@@ -105,15 +105,6 @@ def test_libraries_that_are_not_built_skip_and_say_so(tree: Path) -> None:
     assert refused(tree, "--require=cuda") == f"ERROR: --require cuda: {NOT_BUILT}"
 
 
-def test_a_missing_judge_skips_and_says_so(tree: Path) -> None:
-    shutil.rmtree(tree / ".oracle")
-    code, said = run(tree, "tests/regression", "tests/native")
-    assert code == 0 and "1 passed, 2 skipped" in said, said
-    assert ": tests/regression: no unpatched llama.cpp" in said
-    line = refused(tree, "tests/unit", "--require", "native", "--require", "regression")
-    assert line.startswith("ERROR: --require regression: no unpatched llama.cpp to compare with")
-
-
 def test_an_import_error_is_never_a_reason_to_skip(tree: Path) -> None:
     write(tree, {"moegraph/engine/engine.py": "import math\n\nfrom math import no_such_name\n"})
     for args in (("tests/native/test_native.py::test_one",), ("tests/unit", "--require=native")):
@@ -121,12 +112,6 @@ def test_an_import_error_is_never_a_reason_to_skip(tree: Path) -> None:
         assert line.startswith("ERROR: moegraph.engine.engine cannot be imported: ImportError: ")
         assert line.endswith("(engine.py:3)")
     assert run(tree, "tests/unit")[0] == 0, "asks for nothing native"
-
-
-def test_an_import_error_in_a_test_fails_where_the_folder_is_skipped(tree: Path) -> None:
-    write(tree, {"tests/cuda/test_cuda.py": "from moegraph.engine.engine import Motor"})
-    code, said = run(tree, "tests/cuda")
-    assert code == 2 and "cannot import name 'Motor'" in said, said
 
 
 def test_libraries_that_do_not_load_are_a_failure(tree: Path) -> None:
@@ -137,12 +122,6 @@ def test_libraries_that_do_not_load_are_a_failure(tree: Path) -> None:
     write(tree, {LIBRARY: "not a library"})
     line = refused(tree)
     assert "cannot be imported: NativeError" in line and "carries no patch set" in line
-
-
-def test_wrong_names_are_refused(tree: Path) -> None:
-    assert refused(tree, "--require=gpu") == (
-        "ERROR: --require gpu: known are native, regression, cuda"
-    )
 
 
 # Notes in a file which process ran it, whether alone, and from when to when.
@@ -190,27 +169,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     script = importlib.util.module_from_spec(spec)
     loader.exec_module(script)
     return script
-
-
-@pytest.mark.parametrize(
-    "device, cores, arguments, is_shared",
-    [
-        ("--cpu", 2, [], True),
-        ("--cpu", 8, ["-k", "deltanet", "-x", "--lf", "tests/native"], True),
-        ("--cpu", 1, [], False),
-        ("--cuda-arch", 2, [], False),
-        ("--cpu", 2, ["tests/unit/test_cost.py"], False),
-        ("--cpu", 2, ["tests/unit/test_cost.py::test_split"], False),
-        ("--cpu", 2, ["tests/unit", "--pdb"], False),
-    ],
-)
-def test_two_processes_where_tests_can_share_the_machine(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, device: str, cores: int,
-    arguments: list[str], is_shared: bool,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(script._tools, "built_device", lambda: [device, "86"])
-    monkeypatch.setattr(script._tools, "default_jobs", lambda cuda: cores)
-    assert script.sharing(arguments) == (["-n", "2", "--dist", "worksteal"] if is_shared else [])
 
 
 def test_scripts_test_ends_as_pytest_does(

@@ -15,13 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moegraph.errors import InternalError
 from moegraph.experts.cache import ExpertCache
-from moegraph.experts.cachestats import RoutingCounts
 from moegraph.experts.cost import MissSplit, MissWays
 from moegraph.experts.passplan import LayerPlan, PassPlan
 from moegraph.experts.policy import POLICIES, Lfu, Lru, Policy
-from moegraph.experts.residency import MAX_PROMOTED, Residency
+from moegraph.experts.residency import Residency
 from moegraph.kinds import MAX_FETCH_ROWS, Kind
 
 N_EXPERT, N_USED = 16, 4
@@ -41,10 +39,6 @@ def residency_of(
     for layer in cache.layers:
         layer.preload()
     return Residency(cache, chosen or ways(), **more)
-
-
-def fetching(n_slots: list[int], **more: Any) -> Residency:
-    return residency_of(n_slots, ways(fetches=True), fetchable=range(len(n_slots)), **more)
 
 
 def ids(*experts: int) -> Ids:
@@ -323,51 +317,6 @@ def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
     assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
 
 
-def test_an_exchange_that_failed_is_made_in_the_next_pass() -> None:
-    residency = residency_of([4], policy=Lfu(hysteresis=1.0))
-    residency.begin_pass(Kind.PREFILL, 40)
-    residency.routed(0, rows(*[[9, 8, 7, 1]] * 40))
-    residency.end_pass(0.0)
-    wanted = residency.begin_pass(Kind.DECODE, 1).exchanged
-    residency.rollback()
-    assert residents(residency.cache.layers[0]) == [1]
-    again = residency.begin_pass(Kind.DECODE, 1).exchanged
-    assert {e for e, _ in again[0][1]} == {e for e, _ in wanted[0][1]} == {7, 8, 9}
-
-
-def test_a_replay_exchanges_when_it_says_so_or_never() -> None:
-    for exchanges in (True, False):
-        residency = residency_of([4], policy=Lfu(hysteresis=1.0), exchanges=exchanges)
-        residency.begin_pass(Kind.PREFILL, 40)
-        residency.routed(0, rows(*[[9, 8, 7, 1]] * 40))
-        residency.end_pass(0.0)
-        residency.exchange()
-        held = {1, 7, 8, 9} if exchanges else {0, 1, 2, 3}
-        assert set(residents(residency.cache.layers[0])) == held
-        assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
-
-
-def test_what_the_cpu_computes_is_resident_one_pass_later() -> None:
-    residency = residency_of([5], ways(on_cpu=True))
-    plan = token(residency, 9, 10, 0, 1)
-    assert plan and plan.on_cpu == [9, 10] and plan.staged == plan.admitted == []
-    assert [e for e, _ in plan.promoted] == [9, 10]
-    assert not residency.cache.layers[0].resident & {9, 10}
-    begun = residency.begin_pass(Kind.DECODE, 1)
-    assert begun.waits and [il for il, *_ in begun.rows] == [0]
-    assert residency.cache.layers[0].resident >= {9, 10}
-    assert residency.routed(0, ids(9, 10, 0, 1)) is None
-    assert not residency.begin_pass(Kind.DECODE, 1).waits
-
-
-def test_a_pass_promotes_no_more_than_the_next_can_wait_for() -> None:
-    residency = residency_of([12] * 6, ways(on_cpu=True))
-    residency.begin_pass(Kind.DECODE, 1)
-    plans = [residency.routed(il, ids(12, 13, 14, 15)) for il in range(6)]
-    assert [len(plan.promoted) for plan in plans if plan] == [4, 4, 4, 4, 0, 0]
-    assert sum(len(plan.on_cpu) for plan in plans if plan) == 24 > MAX_PROMOTED
-
-
 def test_while_the_cache_is_bypassed_nothing_moves_and_then_slots_are_exchanged() -> None:
     residency = residency_of([4], ways(on_cpu=True), Lfu(hysteresis=1.0), move_s=1e-3)
     guard = residency.guard
@@ -381,68 +330,6 @@ def test_while_the_cache_is_bypassed_nothing_moves_and_then_slots_are_exchanged(
     assert residency.begin_pass(Kind.DECODE, 1).exchanged, "the slots were out of date"
 
 
-def test_no_guard_without_slots_that_can_change() -> None:
-    assert residency_of([4, 0], move_s=1e-3).guard
-    assert residency_of([N_EXPERT, 0], move_s=1e-3).guard is None
-    assert residency_of([4, 0]).guard is None
-
-
-def test_victims_are_planned_when_the_pass_begins_and_sent_with_the_tables() -> None:
-    residency = fetching([8, 8])
-    plan = residency.begin_pass(Kind.DECODE, 1)
-    assert [(il, len(victims or [])) for il, _, victims in plan.rows] == [(0, 4), (1, 4)]
-    residency.begin_fetch(plan.mode.fetch_layers)
-    victims = residency.cache.layers[0].victims
-    assert residency.fetched(0, ids(0, 1, 2, 3)) == ([], None, None), "nothing to send"
-    missing, row, rest = residency.fetched(1, ids(0, 1, 9, 8))
-    assert missing == [9, 8] and row is not None and row[0] == 1 and rest is None
-    assert [slot for slot, _ in victims[:2]] == [row[1][9], row[1][8]]
-    residency.end_pass(1e-3)
-    assert residency.begin_pass(Kind.DECODE, 1).rows == []
-
-
-def test_victims_are_planned_anew_once_a_listed_one_was_chosen() -> None:
-    residency = fetching([8])
-    residency.begin_fetch(residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers)
-    listed = [expert for _, expert in residency.cache.layers[0].victims]
-    missing, row, _ = residency.fetched(0, ids(listed[0], 0, 1, 2))
-    assert missing == [] and row and row[2], "all hit, but the list is old"
-    assert listed[0] not in [expert for _, expert in row[2]]
-
-
-def test_victims_are_planned_anew_after_the_cache_was_bypassed() -> None:
-    residency = fetching([8], move_s=1e-3)
-    assert residency.guard
-    residency.begin_pass(Kind.DECODE, 1)
-    listed = [expert for _, expert in residency.cache.layers[0].victims]
-    residency.guard._settle(True, "")
-    for chosen in (listed, set(range(8)) - set(listed), listed, [0, 1, 2, 3]):
-        assert residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers == frozenset()
-        assert residency.routed(0, ids(*chosen)) is None
-    residency.guard._settle(False, "")
-    ((_, _, victims),) = residency.begin_pass(Kind.DECODE, 1).rows
-    assert victims and not {expert for _, expert in victims} & {0, 1, 2, 3}
-
-
-def test_an_order_of_calls_that_no_pass_has_is_an_internal_error() -> None:
-    residency = fetching([8, 8])
-    with pytest.raises(InternalError, match="ids without a pass"):
-        residency.routed(0, ids(0, 1, 2, 3))
-    with pytest.raises(InternalError, match="a pass ended that did not begin"):
-        residency.end_pass(1.0)
-    residency.begin_pass(Kind.DECODE, 1)
-    with pytest.raises(InternalError, match="a fetch was recorded that no graph announced"):
-        residency.fetched(0, ids(0, 1, 2, 9))
-    with pytest.raises(InternalError, match="its graph fetches, so the host must not admit"):
-        residency.routed(0, ids(0, 1, 2, 9))
-    residency.begin_fetch([0, 1])
-    residency.fetched(0, ids(0, 1, 2, 9))
-    with pytest.raises(InternalError, match="what layers 1 fetched is not recorded"):
-        residency.begin_pass(Kind.DECODE, 1)
-    residency.rollback()
-    assert residency.begin_pass(Kind.DECODE, 1).rows
-
-
 def test_of_several_rows_the_cpu_takes_what_few_rows_chose() -> None:
     seconds = [float(n) for n in range(N_USED + 1)]
     chosen = MissWays(MissSplit(seconds, seconds, 1.0), True, 0)
@@ -451,15 +338,3 @@ def test_of_several_rows_the_cpu_takes_what_few_rows_chose() -> None:
     plan = residency.routed(0, rows([8, 9, 10, 11], [8, 9, 10, 12], [8, 9, 13, 14]))
     assert plan and set(plan.on_cpu) <= {11, 12, 13, 14} and plan.on_cpu
     assert set(plan.staged) >= {8, 9} and not plan.admitted
-
-
-def test_choices_are_counted_row_by_row_and_in_batches() -> None:
-    rng = np.random.default_rng(5)
-    one, many = RoutingCounts(2, N_EXPERT), RoutingCounts(2, N_EXPERT)
-    for _ in range(3):
-        chosen = rng.integers(0, N_EXPERT, (40, N_USED)).astype(np.int32)
-        many.add_batch(1, chosen)
-        for row in chosen.tolist():
-            one.add(1, row)
-    assert one.counts == many.counts and sum(one.counts[1]) == 3 * 40 * N_USED
-    assert one.counts[0] == [0] * N_EXPERT

@@ -140,34 +140,6 @@ def test_structured_output_is_parsed() -> None:
     assert isinstance(form.source, dict) and form.source["required"] == ["name"]
 
 
-def test_log_probabilities() -> None:
-    case = Case(["ab"])
-    with client_of(case) as client:
-        found = client.responses.create(
-            model="m", input="a", include=["message.output_text.logprobs"], top_logprobs=2
-        )
-    message: Any = found.output[0]
-    entries = message.content[0].logprobs
-    assert [entry.token for entry in entries] == ["a", "b"]
-    assert [len(entry.top_logprobs) for entry in entries] == [2, 2]
-
-
-def test_an_answer_that_is_cut_is_incomplete() -> None:
-    with client_of(Case(["Hello"])) as client:
-        with client.responses.stream(model="m", input="a", max_output_tokens=3) as stream:
-            last = list(stream)[-1]
-    assert last.type == "response.incomplete"
-    details = last.response.incomplete_details
-    assert last.response.output_text == "Hel" and details and details.reason == "max_output_tokens"
-
-
-def test_tokens_are_counted_without_an_answer() -> None:
-    case = Case()
-    with client_of(case) as client:
-        found = client.responses.input_tokens.count(model="m", input="hi")
-    assert (found.input_tokens, case.service.requests) == (len("user: hi"), [])
-
-
 @pytest.mark.parametrize(
     "refusal, kind, code",
     [
@@ -185,18 +157,6 @@ def test_a_refusal_is_the_clients_exception(
             assert caught.value.code == code
 
 
-def test_a_wrong_field_is_named() -> None:
-    image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
-    wrong: Any = 5
-    with client_of(Case()) as client:
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.responses.create(model="m", input=image)
-        assert caught.value.param == "input[0].content[0]"
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.responses.create(model="m", input=wrong)
-        assert caught.value.param == "input"
-
-
 def test_a_failure_in_the_middle_reaches_the_client() -> None:
     with client_of(Case(["Hel", NativeError("the device is gone")])) as client:
         events = list(client.responses.create(model="m", input="a", stream=True))
@@ -205,14 +165,3 @@ def test_a_failure_in_the_middle_reaches_the_client() -> None:
         assert last.response.error.message == "the device is gone"
         with pytest.raises(openai.InternalServerError, match="the device is gone"):
             client.responses.create(model="m", input="a")
-
-
-def test_a_client_that_leaves_ends_its_request() -> None:
-    case = Case(["a"] * 1000, step_s=0.01)
-    with client_of(case) as client:
-        with client.responses.create(model="m", input="a", stream=True) as stream:
-            for event in stream:
-                if event.type == "response.output_text.delta":
-                    break
-        assert case.service.tickets[0].gone.wait(120)
-    assert len(case.state.responses.of("")) == 0

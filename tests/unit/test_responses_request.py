@@ -88,22 +88,9 @@ def test_items_of_one_answer_are_one_message() -> None:
     assert found[2] == {"role": "tool", "tool_call_id": "c1", "content": "42"}
 
 
-def test_an_answer_that_reasons_or_speaks_again_is_a_new_message() -> None:
-    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
-    found = messages(call("c1"), thought, call("c2"), text("assistant", "x"))
-    assert [message.get("reasoning_content") for message in found] == [None, "hm", None]
-    assert [message["content"] for message in found] == ["", "", "x"]
-
-
 def test_reasoning_that_only_openai_can_read_is_left_out() -> None:
     hidden = {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
     assert messages(text("user", "q"), hidden) == [{"role": "user", "content": "q"}]
-
-
-def test_output_of_a_tool_may_be_a_list_of_texts() -> None:
-    output = [{"type": "input_text", "text": "4"}, {"type": "output_text", "text": "2"}]
-    found = messages({"type": "function_call_output", "call_id": "c", "output": output})
-    assert found[0]["content"] == [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
 
 
 def test_functions_lose_what_a_chat_does_not_know() -> None:
@@ -147,22 +134,6 @@ def test_a_tool_of_plain_text_is_a_function_with_one_argument() -> None:
     assert found.chat.inputs == {"patch": "start: /a/"}
 
 
-@pytest.mark.parametrize("shape, expected", [
-    ({"type": "text"}, {}),
-    ({"type": "grammar", "syntax": "regex", "definition": "a/b\\/\n"},
-     {"patch": "start: /a\\/b\\/\\n/"}),
-])  # fmt: skip
-def test_grammars_of_plain_text(shape: Any, expected: dict[str, str]) -> None:
-    found = read(tools=[{"type": "custom", "name": "patch", "format": shape}])
-    assert found.chat.inputs == expected
-
-
-def test_a_grammar_of_plain_text_has_a_syntax_and_a_definition() -> None:
-    shape = {"type": "grammar", "syntax": "gbnf", "definition": "root ::= [a]"}
-    with pytest.raises(ApiError, match="lark or regex"):
-        read(tools=[{"type": "custom", "name": "patch", "format": shape}])
-
-
 @pytest.mark.parametrize(
     "choice, expected",
     [
@@ -193,10 +164,6 @@ def test_settings_of_the_answer() -> None:
     assert found.sampling.top_k == SamplingParams().top_k and not found.parallel_tool_calls
     assert found.format == Format("json_schema", schema) and found.n_logprobs == 3
     assert found.variables["enable_thinking"] is False
-
-
-def test_log_probabilities_come_only_when_they_are_included() -> None:
-    assert read(top_logprobs=3).chat.n_logprobs is None
 
 
 def test_a_conversation_goes_on_from_a_stored_response() -> None:

@@ -120,11 +120,6 @@ def test_the_input_of_a_custom_tool_is_plain_text() -> None:
     assert "".join(deltas) == 'say "x"\n'
 
 
-def test_arguments_without_the_input_are_handed_on_as_they_are() -> None:
-    _, whole = run(CallBegin(0, "c", "patch"), CallArguments(0, '{"patch": 1}'), CallEnd(0))
-    assert whole["output"][0]["input"] == '{"patch": 1}'
-
-
 @pytest.mark.parametrize("reason", ["length", "deadline"])
 def test_an_answer_that_was_cut_is_incomplete(reason: str) -> None:
     events, whole = run(CallBegin(0, "c", "look"), CallArguments(0, '{"a'), reason=reason)
@@ -138,18 +133,6 @@ def test_usage_counts_what_was_cached_and_reasoned() -> None:
     assert usage is not None and usage.total_tokens == 15
     assert usage.input_tokens_details.cached_tokens == 4
     assert usage.output_tokens_details.reasoning_tokens == 2
-
-
-def test_an_answer_of_nothing_has_no_items() -> None:
-    events, whole = run()
-    assert (kinds(events), whole["output"]) == (["created", "in_progress", "completed"], [])
-
-
-def test_log_probabilities_are_beside_the_text() -> None:
-    entry = {"token": "x", "bytes": [120], "logprob": -0.5, "top_logprobs": []}
-    events, whole = run(ContentPart("x"), logprobs=[entry])
-    assert whole["output"][0]["content"][0]["logprobs"] == [entry]
-    assert next(e for e in events if e["type"].endswith("text.delta"))["logprobs"] == [entry]
 
 
 def test_probabilities_of_held_back_tokens_come_with_their_text() -> None:

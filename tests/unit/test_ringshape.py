@@ -65,12 +65,3 @@ def test_masks_show_what_is_held(
             lost = {p for p in wanted if p < span.high - shape.n_cells}
             assert block <= seen and seen - block <= wanted
             assert wanted - lost <= seen
-
-
-def test_rings_are_as_long_as_needed() -> None:
-    full, window = RingShape.of(0, 16, 4096), RingShape.of(1000, 16, 4096)
-    assert (full.n_rows, full.n_cells) == (4352, 4336)
-    assert window.n_rows == 1024 and window.n_cells >= 1000
-    lengths = [full.length(n) for n in range(5000)]
-    assert all(n % 256 == 0 for n in lengths) and len(set(lengths)) <= 17
-    assert all(16 + min(n, full.n_cells) <= length for n, length in enumerate(lengths))

@@ -12,7 +12,6 @@ from helpers.tag_tokenizer import TAGS, TagTokenizer
 
 from moegraph.engine.chat import ChatModel, ChatRequest
 from moegraph.text.chat import ChatTemplate, Reply
-from moegraph.text.chat.rawjson import CallMemory
 from moegraph.text.stream import IncrementalDecoder
 from moegraph.text.tokenizer import Tokenizer
 
@@ -163,16 +162,6 @@ def test_an_answer_that_was_cut_is_not_remembered(talk: Talk) -> None:
     assert after == talk.tokenizer.encode(talk.tokenizer.decode(after))
 
 
-def test_a_text_that_was_stopped_is_not_remembered(talk: Talk) -> None:
-    _, parser = talk.turn(USER)
-    parser.push("so</think>\n\nYes", [*talk.tokenizer.encode("so</think>\n\nYes!")])
-    parser.push("", [talk.tokenizer.eos])
-    parser.flush()
-    message = {"role": "assistant", "content": "Yes", "reasoning_content": "so"}
-    after, _ = talk.turn(USER, message, RESULT)
-    assert "!" not in talk.tokenizer.decode(after)
-
-
 @pytest.mark.parametrize(
     "arguments", ['{"n": 1.5, "text": "b"}', '{"text":"b",  "n": 1.50}', '{"n": "7"}', "{}"]
 )
@@ -195,15 +184,3 @@ def test_the_older_form(arguments: str, takes_text: bool) -> None:
     else:
         values = json.loads(arguments.replace('"7"', "7"))
         assert shown.startswith(THOUGHT + said.replace(arguments, json.dumps(values)))
-
-
-def test_the_memory_forgets_what_was_used_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraph.text.chat.rawjson._MAX_REMEMBERED", 3 * 70)
-    memory = CallMemory()
-    for n in range(3):
-        memory.keep("f", json.dumps({"a": n}), {"a": f"{n}.00"})
-    assert memory.shown("f", '{"a": 0}') == {"a": "0.00"}
-    memory.keep("f", '{"a": 3}', {"a": "3.00"})
-    assert memory.shown("f", '{"a":1.0}') == {"a": "1.0"}
-    assert memory.shown("f", '{"a":0.0}') == {"a": "0.00"}
-    assert memory.shown("g", '{"a":0.0}') == {"a": "0.0"}

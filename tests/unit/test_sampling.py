@@ -128,13 +128,6 @@ def test_top_k_of_a_large_vocabulary_is_exact() -> None:
             assert (kept == logits[expected]).all()
 
 
-def test_top_k_with_equal_logits_takes_the_lowest_ids() -> None:
-    logits = np.zeros(5000, dtype=np.float32)
-    logits[[100, 4000]] = 1
-    ids, _ = sampling._top_k(logits, 5)
-    assert ids.tolist() == [100, 4000, 0, 1, 2]
-
-
 @pytest.mark.parametrize("n_vocab", [4, 1024, 4096, 65_536])
 @pytest.mark.parametrize("share", [1 / 1024, 1 / 64, 0.25, 0.5, 0.75])
 def test_top_p_ends_with_the_token_that_reaches_it_exactly(n_vocab: int, share: float) -> None:
@@ -146,21 +139,6 @@ def test_top_p_ends_with_the_token_that_reaches_it_exactly(n_vocab: int, share: 
     more = SamplingParams(**{**OFF, "top_p": share + 0.5 / n_vocab})
     ids, _ = Sampler(more, n_vocab).distribution(equal)
     assert ids.tolist() == list(range(min(n_keep + (share * n_vocab >= 1), n_vocab)))
-
-
-@pytest.mark.parametrize("n_vocab", [4, 1024, 65_536])
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-def test_typical_ends_with_the_token_that_exceeds_it(n_vocab: int, share: float) -> None:
-    params = SamplingParams(**{**OFF, "typical_p": share})
-    ids, _ = Sampler(params, n_vocab).distribution(np.zeros(n_vocab, dtype=np.float32))
-    assert ids.tolist() == list(range(int(share * n_vocab) + 1))
-
-
-def test_min_p_is_a_share_of_the_likeliest_token_that_typical_leaves() -> None:
-    probs = np.array([0.4] + [0.1] * 6)  # the first is not typical
-    params = SamplingParams(**{**OFF, "typical_p": 0.25, "min_p": 0.5})
-    ids, _ = Sampler(params, 7).distribution(np.log(probs).astype(np.float32))
-    assert ids.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("scale", [0.01, 3.0, 12.0])
@@ -267,27 +245,6 @@ class TestGreedy:
         biased = Sampler(SamplingParams(temperature=0, logit_bias={0: 9.0}), 3)
         assert biased.sample(logits) == 0
 
-    def test_after_typical_takes_the_likeliest_survivor(self) -> None:
-        # One sure token and many unlikely ones: the sure one is less typical than its entropy.
-        probs = np.array([0.4] + [0.1] * 6)
-        params = SamplingParams(temperature=0, typical_p=0.3, top_k=0)
-        assert params.needs_logits
-        assert Sampler(params, 7).sample(np.log(probs).astype(np.float32)) == 1
-
-    def test_after_typical_the_most_typical_token_is_not_the_answer(self) -> None:
-        logits = np.log(np.array([0.2, 0.3, 0.5], dtype=np.float32))
-        params = SamplingParams(**{**OFF, "temperature": 0.0, "typical_p": 0.7})
-        ids, _ = Sampler(params, 3).distribution(logits)
-        assert ids.tolist() == [1, 2]  # the most typical first
-        assert Sampler(params, 3).sample(logits) == 2
-
-    def test_needs_no_logits_when_the_argmax_is_the_answer(self) -> None:
-        assert not SamplingParams(temperature=0).needs_logits
-        assert not SamplingParams(temperature=0, repeat_penalty=2, repeat_last_n=0).needs_logits
-        assert SamplingParams().needs_logits
-        assert SamplingParams(temperature=0, repeat_penalty=1.1).needs_logits
-        assert SamplingParams(temperature=0, logit_bias={1: 0.5}).needs_logits
-
 
 class TestPenalties:
     def adjusted(self, logits: list[float], recent: list[int], **params: float) -> list[float]:
@@ -304,13 +261,6 @@ class TestPenalties:
         assert self.adjusted([0, 0, 0], [0, 0, 1], frequency_penalty=0.5) == [-1, -0.5, 0]
         assert self.adjusted([0, 0, 0], [0, 0, 1], presence_penalty=0.5) == [-0.5, -0.5, 0]
 
-    def test_only_the_window_counts(self) -> None:
-        out = self.adjusted([0, 0, 0], [0, 1, 2, 1], presence_penalty=1, repeat_last_n=2)
-        assert out == [0, -1, -1]
-        assert self.adjusted([0, 0], [0, 1], presence_penalty=1, repeat_last_n=0) == [0, 0]
-        longer = [0, *[1] * 100]
-        assert self.adjusted([0, 0], longer, presence_penalty=1, repeat_last_n=-1) == [-1, -1]
-
     @pytest.mark.parametrize("n_last", [1, 2, 3])
     def test_the_window_moves_with_every_token_of_the_answer(self, n_last: int) -> None:
         params = SamplingParams(**{**OFF, "presence_penalty": 50.0, "repeat_last_n": n_last})
@@ -321,14 +271,6 @@ class TestPenalties:
             ids, probs = sampler.distribution(logits)
             recent = set(range(max(token - n_last + 1, 0), token + 1))
             assert {int(i) for i, p in zip(ids, probs) if p > 1e-9} == set(range(6)) - recent
-
-    def test_the_logits_of_the_caller_stay_as_they_are(self) -> None:
-        logits = np.ones(4, dtype=np.float32)
-        params = SamplingParams(presence_penalty=1, logit_bias={2: 5.0}, seed=0)
-        sampler = Sampler(params, 4)
-        sampler.accept(1)
-        sampler.sample(logits)
-        assert (logits == 1).all()
 
 
 class TestBias:
@@ -390,18 +332,6 @@ def test_any_setting_draws_a_token_of_the_vocabulary(logits: list[float], chain:
         token = sampler.sample(row)
         assert 0 <= token < len(logits)
         sampler.accept(token)
-
-
-def test_what_min_p_cuts_anyway_is_not_sorted_for_top_p() -> None:
-    logits = random_logits(0, N_VOCAB_LARGE, 2.0)
-    params = SamplingParams(temperature=1, top_k=0, seed=0)
-    sampler = Sampler(params, N_VOCAB_LARGE)
-    order = np.argsort(-logits, kind="stable")
-    weights = np.exp(logits[order].astype(np.float64) - float(logits.max()))
-    n_near = int((logits >= logits.max() + np.float32(math.log(params.min_p))).sum())
-    n_keep = min(n_near, 1 + int((weights.cumsum()[:-1] < params.top_p * weights.sum()).sum()))
-    assert set(sampler.distribution(logits)[0].tolist()) == set(order[:n_keep].tolist())
-    assert best_time(lambda: sampler.sample(logits)) < sort_time(logits) / 4
 
 
 def test_default_settings_take_little_time_on_the_largest_vocabulary() -> None:

@@ -15,18 +15,9 @@ from moegraph.kinds import SweepStep
 from moegraph.loop.scheduler import (
     Begin,
     Decode,
-    Piece,
     Read,
     Scheduler,
 )
-
-
-def test_a_request_alone_reads_and_decodes_without_pause() -> None:
-    machine = Machine()
-    machine.add("a", 1000, 50)
-    machine.run()
-    assert machine.now == pytest.approx(100 * 0.003 + 49 * 0.01)
-    assert len(machine.tokens["a"]) == 50
 
 
 def test_requests_decode_together() -> None:
@@ -68,21 +59,6 @@ def test_a_long_prompt_at_most_doubles_the_time_between_tokens(
     # and the prompt gets a third of the time
     begun = max(now for now, what, names in machine.log if (what, names) == ("begin", ("long",)))
     assert machine.tokens["long"][0] - begun < 3.2 * 2000 * step_s + 5 * machine.pass_s
-
-
-def test_a_step_longer_than_a_pass_waits_until_passes_have_earned_it() -> None:
-    machine = Machine(step_s=0.25)  # 62.5 ms for the fewest rows
-    machine.add("a", 10, 20_000)
-    for _ in range(5):
-        machine.turn()
-    machine.add("long", 1000, 1)
-    machine.run()
-    first, last = (
-        edge(now for now, what, names in machine.log if what == "read") for edge in (min, max)
-    )
-    n_passes = sum(first < now < last and what == "decode" for now, what, _ in machine.log)
-    assert n_passes >= 0.95 * 9.6 * 4 * 100
-    assert machine.longest_gap("a") <= machine.pass_s + 0.0625 + 1e-9
 
 
 def test_a_short_prompt_begins_beside_a_sweep_and_a_long_one_waits() -> None:
@@ -137,50 +113,6 @@ def test_a_chat_beside_a_long_prompt_begins_within_a_second(
     begun = next(now for now, what, names in machine.log if (what, names) == ("begin", ("long",)))
     alone_s = 6.0 if not n_decoding else 3.1 * 6.0
     assert machine.tokens["long"][0] - begun < alone_s + 3 * cost + 1.0
-
-
-def test_pieces_are_so_short_that_others_hardly_wait() -> None:
-    machine = chat_beside(512, lambda n: 0.001 + 0.0001 * n)
-    chat = [now for now, what, names in machine.log if (what, names) == ("piece", ("chat",))]
-    assert len(chat) == 13  # 32 rows take 4 ms; 128 rows, tried once, more than a decode pass
-    assert machine.longest_gap("0") <= 3.2 * machine.pass_s
-
-
-def test_a_stream_of_chats_takes_half_of_the_time_for_prompts() -> None:
-    machine = Machine(n_slots=300, n_waiting=400)
-    machine.piece_s = lambda n: 0.05
-    machine.add("long", 20_000, 2)
-    machine.turn()
-    for i in range(250):
-        machine.add(f"{i}", 300, 1)
-    machine.run()
-    n_before = sum(times[0] < machine.tokens["long"][0] for times in machine.tokens.values())
-    assert 110 < n_before < 140  # 50 ms each, in twelve seconds of which six are the sweep's
-
-
-def test_a_prompt_of_medium_length_waits_for_a_sweep_that_is_nearly_done() -> None:
-    machine = Machine()
-    machine.add("first", 600, 5)
-    machine.turn()
-    machine.turn()
-    machine.add("other", 400, 5)
-    machine.run()
-    assert [names[0] for _, what, names in machine.log if what == "begin"] == ["first", "other"]
-    assert not any(what == "piece" for _, what, _ in machine.log)
-
-
-def test_short_prompts_take_turns_with_decoding() -> None:
-    machine = Machine(n_slots=64)
-    machine.add("a", 10, 500)
-    for _ in range(5):
-        machine.turn()
-    for i in range(40):
-        machine.add(f"{i}", 20, 1)
-    machine.run()
-    # a short prompt takes as long as two passes; those that wait go first, for up to twelve
-    assert machine.longest_gap("a") <= 15 * machine.pass_s + 1e-9
-    last = machine.tokens["39"][0]
-    assert last < 40 * 5.2 * machine.pass_s
 
 
 def test_short_prompts_do_not_keep_a_long_one_waiting_for_ever() -> None:
@@ -239,24 +171,6 @@ def test_with_no_room_to_wait_an_idle_service_still_takes_a_request() -> None:
     machine.add("b", 100, 2)
 
 
-def test_nothing_but_passes_can_run_where_no_slot_is_free_or_nobody_waits() -> None:
-    scheduler = Scheduler[str](2, 10)
-    assert scheduler.only_decodes
-    scheduler.add("a")
-    assert not scheduler.only_decodes  # it may begin
-    scheduler.began("a", 100)
-    assert not scheduler.only_decodes  # its prompt is under way
-    scheduler.is_read("a")
-    assert scheduler.only_decodes
-    scheduler.add("b")
-    assert not scheduler.only_decodes
-    scheduler.is_read("b")
-    scheduler.add("c")
-    assert scheduler.only_decodes  # it waits until one of the others ends
-    scheduler.end("a")
-    assert not scheduler.only_decodes
-
-
 def test_deadlines_are_told_once_and_forgotten_with_their_requests() -> None:
     scheduler = Scheduler[str](2, 10)
     scheduler.add("a", 5.0)
@@ -267,27 +181,6 @@ def test_deadlines_are_told_once_and_forgotten_with_their_requests() -> None:
     assert scheduler.due(2.9) == []
     assert scheduler.due(5.0) == ["a", "b"]
     assert scheduler.due(9.0) == []
-
-
-@pytest.mark.parametrize("factor", [0.25, 4.0])
-def test_steps_that_take_another_time_than_before_are_corrected_at_once(factor: float) -> None:
-    """A slice or two of each kind of step is too long; then what is known is nearly right."""
-    machine = Machine(n_slots=2, pass_s=0.01, step_s=0.0005)
-    machine.add("a", 10, 4000)
-    for _ in range(20):
-        machine.turn()
-    machine.add("first", 4000, 1)
-    while not machine.tokens["first"]:
-        machine.turn()
-    n_before, real = len(machine.tokens["a"]), machine.step_of
-    machine.step_of = lambda step: factor * real(step)
-    machine.add("second", 4000, 1)
-    while not machine.tokens["second"]:
-        machine.turn()
-    at = machine.tokens["a"][n_before:]
-    gaps = [b - a for a, b in zip(at, at[1:])]
-    late = [gap for gap in gaps if gap > 1.9 * machine.pass_s]
-    assert len(late) <= 8 and max(gaps) <= (1 + 0.9 * max(factor, 1.0)) * machine.pass_s
 
 
 @pytest.mark.parametrize("depth_s", [1e-7, 4e-6])
@@ -376,19 +269,6 @@ def test_if_memory_runs_out_the_oldest_go_on_and_the_others_come_back_in_order()
     assert all(len(times) == 500 for times in machine.tokens.values())
 
 
-def test_an_older_request_comes_back_even_if_a_younger_one_must_go() -> None:
-    machine = Machine(n_slots=3)
-    machine.n_rows = 1000
-    machine.add("old", 300, 400)
-    for _ in range(5):
-        machine.turn()
-    machine.add("young", 600, 300)
-    machine.run()
-    assert machine.tokens["old"][-1] < machine.tokens["young"][-1]
-    preempted = [names[0] for _, what, names in machine.log if what == "preempt"]
-    assert preempted == ["young"]
-
-
 def test_what_does_not_fit_waits_until_something_ends() -> None:
     scheduler = Scheduler[str](3, 10)
     scheduler.add("a")
@@ -472,29 +352,3 @@ def test_a_sweep_may_take_along_the_requests_that_wait() -> None:
     for name in "cd":
         scheduler.end(name)
     assert scheduler.next(lambda name: 100) == Begin("b", ("e", "f"))
-
-
-def test_steps_that_build_graphs_count_as_time_of_their_sweep() -> None:
-    """Else pieces beside it would wait until all graphs are built."""
-    scheduler = Scheduler[str](4, 100)
-    scheduler.add("a")
-    scheduler.began("a", 10_000)
-    scheduler.costs.note_rows(10, 0.01)
-    scheduler.add("b")
-    assert scheduler.next(lambda name: 200) == Begin("b")
-    scheduler.in_pieces("b")
-    scheduler.took_piece(0.1)
-    for n_left in (9_900, 9_800):
-        assert isinstance(scheduler.next(lambda name: 72), Read)
-        scheduler.swept(n_left, None, 0.06)
-    assert isinstance(scheduler.next(lambda name: 72), Piece)
-
-
-def test_a_short_prompt_waits_for_a_sweep_that_ends_soon() -> None:
-    for row_s, begins in ((1e-5, False), (1e-3, True)):
-        scheduler = Scheduler[str](4, 100)
-        scheduler.add("a")
-        scheduler.began("a", 10_000)
-        scheduler.costs.note_rows(10, 10 * row_s)
-        scheduler.add("b")
-        assert isinstance(scheduler.next(lambda name: 40), Begin) == begins

@@ -56,62 +56,6 @@ def test_with_missing_experts_more_requests_get_more_tokens(seed: int) -> None:
     assert speeds[-1] > 1.4 * speeds[2]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_many_prompts_that_come_at_once_go_before_the_few_that_decode(seed: int) -> None:
-    machine = served(32, 200, seed)
-    seconds = dict.fromkeys(("read", "piece", "decode"), 0.0)
-    at = machine.log[0][0]
-    for now, what, _ in machine.log:
-        seconds[what] = seconds.get(what, 0.0) + now - at
-        at = now
-    assert seconds["piece"] < 0.2 and seconds["read"] < 1.3
-    widths = [len(names) for _, what, names in machine.log if what == "decode"]
-    assert sum(widths) / len(widths) > 22
-
-
-def test_while_prompts_go_first_the_few_that_decode_still_get_tokens() -> None:
-    machine = served(32, 200)
-    assert machine.longest_gap("0") < 0.1 + 0.02
-
-
-def test_a_long_prompt_that_comes_during_a_pass_does_not_begin_with_a_long_slice() -> None:
-    machine = at_60_percent(12)
-    names = [f"{i}" for i in range(8)]
-    for name in names:
-        machine.add(name, 300, 5000)
-    while not all(machine.tokens.values()):
-        machine.turn()
-    for long in ("first", "second"):  # what steps take is known then
-        begun = machine.now
-        machine.add(long, 8192, 2)
-        machine.decode(names)  # a request waits, so this pass earns more than usual
-        while not machine.tokens[long]:
-            machine.turn()
-    at = [now for now in machine.tokens["0"] if now > begun]
-    assert max(b - a for a, b in zip(at, at[1:])) < 2 * machine.pass_of(8)
-
-
-@pytest.mark.parametrize("begin_s", [1e-4, 5e-3])
-def test_a_pass_runs_between_the_begin_of_a_prompt_and_its_first_step(begin_s: float) -> None:
-    """Else others would wait for both."""
-    machine = at_60_percent(9)
-    machine.begin_s = begin_s
-    for i in range(8):
-        machine.add(f"{i}", 24, 400)
-    machine.add("before", 8192, 1)  # what steps take is known then
-    while machine.left["before"]:
-        machine.turn()
-    for _ in range(5):
-        machine.turn()
-    since, n_before = machine.now, len(machine.log)
-    machine.add("long", 8192, 1)
-    while not machine.tokens["long"]:
-        machine.turn()
-    assert [what for _, what, _ in machine.log[n_before:]][:2] == ["begin", "decode"]
-    at = [now for now in machine.tokens["0"] if now >= since]
-    assert max(b - a for a, b in zip(at, at[1:])) < 2 * machine.pass_of(8)
-
-
 @pytest.mark.parametrize("passes_seem", [1.0, 4.0])
 @pytest.mark.parametrize("lacks", [False, True])
 def test_hardly_anybody_waits_twice_as_long_on_a_noisy_card(

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.errors import ContextOverflow, RequestError
-from moegraph.events import CancelToken, GenerationEvent
 from moegraph.loop.sequence import Sequence
 from moegraph.text.stream import MAX_STOP_CHARS, MAX_STOPS, IncrementalDecoder, StopMatcher
 
@@ -39,11 +38,6 @@ class TestIncrementalDecoder:
             assert text.startswith(shown)
         assert shown + decoder.flush() == text
 
-    def test_an_unfinished_character_is_held_back_and_then_replaced(self) -> None:
-        decoder = IncrementalDecoder()
-        assert decoder.push("é".encode()[:1]) == ""
-        assert decoder.flush() == "\ufffd"
-
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     """Read one character after the other until a stop string is complete."""
@@ -60,11 +54,6 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
 
 
 class TestStopMatcher:
-    def test_a_single_string_is_one_stop_string(self):
-        matcher = StopMatcher("ab")
-        assert (matcher.push("b a"), matcher.push("b")) == ("b ", "")
-        assert matcher.matched == "ab"
-
     @given(FEW_LETTERS, STOPS, st.lists(st.integers(0, 24), max_size=8))
     def test_the_split_of_the_text_makes_no_difference(
         self, text: str, stops: list[str], cuts: list[int]
@@ -86,19 +75,6 @@ class TestStopMatcher:
             held = text[len(shown) : at + 1]
             assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
 
-    def test_without_stop_strings_everything_passes(self) -> None:
-        matcher = StopMatcher()
-        assert matcher.push("any text") == "any text"
-        assert matcher.flush() == ""
-
-    def test_nothing_follows_a_match(self) -> None:
-        matcher = StopMatcher(["\n\n"])
-        assert matcher.push("one\n") == "one"
-        assert matcher.push("\ntwo") == ""
-        assert matcher.push("three") == ""
-        assert matcher.matched == "\n\n"
-        assert matcher.flush() == ""
-
     @pytest.mark.parametrize(
         ("stops", "line"),
         [
@@ -116,11 +92,6 @@ class TestStopMatcher:
             StopMatcher(stops)
 
 
-def spell(text: str) -> list[int]:
-    """Token ids of a vocabulary in which a token is a byte."""
-    return list(text.encode())
-
-
 def byte_of(token: int) -> bytes:
     return bytes([token])
 
@@ -132,17 +103,6 @@ def take(seq: Sequence, token: int) -> str:
 
 
 class TestSequence:
-    def test_text_grows_until_the_limit(self) -> None:
-        seq = Sequence([1, 2, 3], n_ctx=16, max_tokens=2, piece=byte_of)
-        assert (take(seq, 104), seq.finish_reason) == ("h", None)
-        assert (take(seq, 105), seq.finish_reason) == ("i", "length")
-        assert (seq.text, seq.n_prompt, seq.n_generated) == ("hi", 3, 2)
-
-    def test_the_last_token_needs_no_position_of_its_own(self) -> None:
-        seq = Sequence([1, 2, 3], n_ctx=3, piece=byte_of)
-        take(seq, 104)
-        assert seq.finish_reason == "length"
-
     def test_the_context_bounds_max_tokens(self) -> None:
         seq = Sequence([0] * 6, n_ctx=8, max_tokens=100)
         while seq.finish_reason is None:
@@ -154,12 +114,6 @@ class TestSequence:
         take(seq, 104)
         assert take(seq, 0) == ""
         assert (seq.finish_reason, seq.tokens, seq.text) == ("stop", [104, 0], "h")
-
-    def test_a_stop_string_ends_it_and_is_not_shown(self) -> None:
-        seq = Sequence([1], n_ctx=64, piece=byte_of, stop=["END"])
-        shown = [take(seq, token) for token in spell("an END")]
-        assert shown == ["a", "n", " ", "", "", ""]
-        assert (seq.finish_reason, seq.text) == ("stop", "an ")
 
     @pytest.mark.parametrize("how", ["length", "eog", "cancel"])
     def test_held_text_appears_at_the_end(self, how: str) -> None:
@@ -175,18 +129,11 @@ class TestSequence:
             assert (take(seq, 0) if how == "eog" else seq.cancel()) == "EN"
         assert seq.text == "EN"
 
-    def test_a_character_cut_by_the_limit_is_replaced(self) -> None:
-        seq = Sequence([1], n_ctx=64, max_tokens=1, piece=byte_of)
-        assert take(seq, "é".encode()[0]) == "\ufffd"
-
     def test_without_a_vocabulary_there_are_ids_and_no_text(self) -> None:
         seq = Sequence([1], n_ctx=64, max_tokens=1)
         assert (take(seq, 5), seq.tokens) == ("", [5])
         with pytest.raises(RequestError, match="vocabulary"):
             Sequence([1], n_ctx=64, stop=["x"])
-
-    def test_zero_tokens_only_compute_the_prompt(self) -> None:
-        assert Sequence([1], n_ctx=4, max_tokens=0).finish_reason == "length"
 
     def test_an_impossible_prompt_is_refused(self) -> None:
         with pytest.raises(RequestError, match="prompt is empty"):
@@ -198,24 +145,6 @@ class TestSequence:
             with pytest.raises(RequestError, match=re.escape(line)):
                 Sequence([1], n_ctx=4, max_tokens=cast(int, wrong))
         assert Sequence([1], n_ctx=4, max_tokens=cast(int, np.int64(2))).n_left == 2
-
-
-def test_speed_counts_the_first_token_to_the_prefill() -> None:
-    event = GenerationEvent(1, "", n_prompt=100, n_generated=11, prefill_s=0.5, decode_s=2.0)
-    assert event.prefill_tps == 200
-    assert event.decode_tps == 5
-    reused = GenerationEvent(1, "", 100, 1, prefill_s=0.5, decode_s=0.0, n_reused=90)
-    assert reused.prefill_tps == 20
-    start = GenerationEvent(1, "", n_prompt=100, n_generated=1, prefill_s=0.0, decode_s=0.0)
-    assert (start.prefill_tps, start.decode_tps) == (0, 0)
-
-
-def test_a_cancel_token_stays_set() -> None:
-    token = CancelToken()
-    assert not token.is_set()
-    token.set()
-    token.set()
-    assert token.is_set()
 
 
 def test_tokens_that_come_together_are_told_one_by_one() -> None:

@@ -23,14 +23,7 @@ from moegraph.errors import (
     ServiceClosed,
 )
 from moegraph.sampling import SamplingParams, settings
-from moegraph.server.answers import Answers
 from moegraph.text.chat import AnswerParser, Part
-
-
-@pytest.fixture
-def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no steps be merged, however slow the machine is."""
-    monkeypatch.setattr(Answers, "_next", lambda talk: talk._steps.popleft())
 
 
 def test_an_answer_has_the_form_of_openai() -> None:
@@ -54,12 +47,6 @@ def test_an_answer_has_the_form_of_openai() -> None:
     n = answer["timings"]["predicted_n"]
     assert answer["timings"]["predicted_per_second"] == pytest.approx(1000 * (n - 1) / n)
     assert answer["timings"]["predicted_per_token_ms"] == pytest.approx(n / (n - 1))
-
-
-def test_an_answer_of_one_token_has_no_rate() -> None:
-    timings = Case(["a"]).chat(n=2)["timings"]
-    assert timings["predicted_n"] == 2 and timings["predicted_ms"] > 0
-    assert timings["predicted_per_second"] == timings["predicted_per_token_ms"] == 0.0
 
 
 def test_a_stream_has_the_same_answer_in_pieces() -> None:
@@ -249,13 +236,6 @@ def test_what_the_answer_begins_with_reaches_the_model() -> None:
     assert [chat.echo for chat in case.model.chats] == [False] * 5 + [True]
 
 
-def test_thoughts_may_stay_in_the_text() -> None:
-    case = Case()
-    for reasoning_format in ("none", "auto", "deepseek", None):
-        case.chat(reasoning_format=reasoning_format)
-    assert [chat.reasoning for chat in case.model.chats] == [False, True, True, True]
-
-
 def test_seeds_of_64_bits_are_folded() -> None:
     case = Case()
     for seed in (-1, 2**40 + 3, -5, 0xFFFFFFFF):
@@ -333,12 +313,6 @@ def test_what_is_passed_over_is_told(is_stream: bool, caplog: pytest.LogCaptureF
     assert "X-Moegraph-Warning" not in case.post("/v1/chat/completions", CHAT).headers
 
 
-def test_text_is_no_format() -> None:
-    case = Case()
-    case.chat(response_format={"type": "text"})
-    assert case.model.chats[0].format is None
-
-
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -407,10 +381,6 @@ def test_a_wrong_field_is_named(given: dict[str, Any], param: str) -> None:
     assert error["param"] == param and error["message"]
 
 
-def test_fields_that_nobody_knows_are_tolerated() -> None:
-    Case().chat(model="gpt-9", user="me", store=True, metadata={}, service_tier="auto", x=1)
-
-
 def test_deep_and_large_schemas_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100):
@@ -422,16 +392,6 @@ def test_deep_and_large_schemas_are_refused() -> None:
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]},
         ):
             assert Case().post("/v1/chat/completions", {**CHAT, **given}).status_code == 400
-
-
-@pytest.mark.usefixtures("one_by_one")
-def test_a_stream_tells_how_far_the_prompt_is_read() -> None:
-    case = Case(n_read_steps=2)
-    text = case.post("/v1/chat/completions", {**CHAT, "stream": True}).text
-    assert ": read 4 of 8 tokens of the prompt\n\n" in text
-    *chunks, _ = case.events("/v1/chat/completions", {**CHAT, "return_progress": True})
-    found = [c["prompt_progress"] for c in chunks if "prompt_progress" in c]
-    assert [one["processed"] for one in found] == [0, 4, 8]
 
 
 @pytest.mark.parametrize("n_cached", [0, 3, 7])
@@ -452,61 +412,6 @@ def test_reports_of_a_prompt_begin_with_what_is_cached_and_end_with_all_of_it(
         assert n_told[0] == n_cached and n_told[-1] == n_prompt
         assert n_told == sorted(set(n_told)) and found[-1]["time_ms"] >= found[0]["time_ms"]
         assert {(one["total"], one["cache"]) for one in found} == {(n_prompt, n_cached)}
-
-
-def test_answers_name_what_made_them() -> None:
-    bodies = {"/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "a"}}
-    for path, body in bodies.items():
-        case = Case()
-        found = [case.answer(path, body), *case.events(path, body)[:-1]]
-        names = {one["system_fingerprint"] for one in found}
-        assert len(names) == 1 and names.pop().startswith("b")
-    facts = case.state.backend.facts
-    assert replace(facts, settings={"a": 1}).fingerprint != facts.fingerprint
-    assert replace(facts, device="other").fingerprint != facts.fingerprint
-
-
-def test_cached_tokens_and_timings_are_reported() -> None:
-    answer = Case(n_cached=5).chat()
-    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
-    assert answer["timings"]["cache_n"] == 5 and answer["timings"]["prompt_n"] == 3
-    assert answer["moegraph"]["cached_tokens"] == 5
-
-
-@pytest.mark.usefixtures("one_by_one")
-def test_tokens_of_reasoning_are_counted() -> None:
-    answer = Case(["<think>", "a", "b", "</think>", "c"]).chat()
-    details = answer["usage"]["completion_tokens_details"]
-    assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
-    answer = Case(["<think>a", "b</th"]).chat(max_tokens=13)  # the end is held back to the last
-    assert answer["choices"][0]["message"]["reasoning_content"] == "ab</th"
-    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 13
-
-
-class Experts:
-    """Statistics of an expert cache: one more hit each time that they are asked for."""
-
-    n_hits = 0
-
-    def since(self, earlier: Experts) -> Experts:
-        self.n_hits += 1
-        return self
-
-    def report(self) -> dict[str, int]:
-        return {"hits": self.n_hits}
-
-
-def test_what_the_expert_cache_did_is_reported() -> None:
-    case = Case(experts=Experts())
-    assert case.chat()["moegraph"]["experts"] == {"hits": 1}
-    body = {**CHAT, "stream_options": {"include_usage": True}}
-    assert case.events("/v1/chat/completions", body)[-2]["moegraph"]["experts"] == {"hits": 2}
-
-
-def test_a_limit_of_tokens_is_the_reason() -> None:
-    answer = Case(["Hello", " world"]).chat(max_completion_tokens=7)
-    assert answer["choices"][0]["message"]["content"] == "Hello w"
-    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 class Faulty(AnswerParser):

@@ -7,7 +7,6 @@ import logging
 import socket
 import threading
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 import pytest
@@ -44,10 +43,6 @@ class Loader:
         self.n_closed += 1
 
 
-def _has(values: list[None], n: int) -> bool:
-    return len(values) == n
-
-
 def refusal(host: ModelHost) -> Any:
     async def ask() -> ApiError:
         with pytest.raises(ApiError) as caught:
@@ -82,32 +77,6 @@ def test_a_model_that_cannot_be_loaded_is_told_to_the_process() -> None:
         with pytest.raises(ModelFileError):
             await host.start()
         assert host.condition == "loading"
-        await host.close()
-
-    asyncio.run(go())
-
-
-def test_free_memory_is_given_back_once_after_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraph.server.host._LOOK_S", 0.005)
-    monkeypatch.setattr("moegraph.server.host._QUIET_S", 0.05)
-    given: list[None] = []
-    monkeypatch.setattr("moegraph.server.host.give_back", lambda: given.append(None))
-
-    async def go() -> None:
-        host = ModelHost(Loader(), FACTS)
-        await host.start()
-        watching = asyncio.ensure_future(host.watch())
-        await asyncio.sleep(0.1)
-        assert not given  # nobody has used any
-        for n in (1, 2):
-            host.enter()
-            await asyncio.sleep(0.1)
-            assert len(given) == n - 1
-            host.leave()
-            await until_so(partial(_has, given, n))
-        await asyncio.sleep(0.1)
-        assert len(given) == 2
-        watching.cancel()
         await host.close()
 
     asyncio.run(go())

@@ -16,7 +16,6 @@ from helpers.server_case import CHAT, Case
 
 from moegraph.engine.chat import TextRequest
 from moegraph.errors import InternalError, MoegraphError
-from moegraph.server import host
 from moegraph.server.answers import Answers
 
 LONG = "x" * 5000
@@ -124,13 +123,3 @@ def test_a_talk_is_free_when_it_is_closed(is_read: bool) -> None:
         assert asyncio.run(talk())() is None
     finally:
         gc.enable()
-
-
-def test_the_heap_can_be_set_and_trimmed_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other:
-        """A C library with none of glibc's names."""
-
-    host.give_back()
-    monkeypatch.setattr("ctypes.CDLL", lambda _: Other())
-    host.keep_small()
-    host.give_back()

@@ -203,13 +203,6 @@ def test_a_signal_does_not_wait_for_a_model_that_is_being_loaded(
     assert codes == [130] and process.said == ["interrupted"]
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
-    process = Process()
-    process.error = ModelFileError("broken")
-    with pytest.raises(ModelFileError, match="broken"):
-        process.run(lambda url: None)
-
-
 def test_an_engine_that_fails_ends_the_server() -> None:
     process = Process()
 

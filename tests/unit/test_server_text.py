@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from moegraph.loop.requests import Request
 from moegraph.loop.status import SlotStatus
 from moegraph.sampling import SamplingParams
-from moegraph.server import info
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
@@ -57,22 +56,6 @@ def test_probabilities_have_the_old_form() -> None:
     *chunks, _ = Case(["ab"], step_s=0.001).events(PATH, {"prompt": "x", "logprobs": 0})
     found = [c["choices"][0]["logprobs"] for c in chunks]
     assert [t for one in found for t in one["tokens"]] == ["a", "b"]
-
-
-@pytest.mark.parametrize(("path", "body"), [(PATH, {"prompt": "user: hi"}), (CHAT_PATH, CHAT)])
-def test_reports_of_a_prompt_are_timed_if_steps_are(path: str, body: dict[str, Any]) -> None:
-    case = Case(["ab"], n_read_steps=2, step_s=0.001)
-    timed = {"return_progress": True, "timings_per_token": True}
-    chunks = case.events(path, {**body, **timed})[:-1]
-    reports = [chunk for chunk in chunks if "prompt_progress" in chunk]
-    assert [c["timings"]["prompt_n"] for c in reports] == [
-        c["prompt_progress"]["processed"] for c in reports
-    ]
-    first, *_, last = [chunk["timings"] for chunk in reports]
-    assert first["prompt_ms"] == 0 < last["prompt_ms"]
-    assert first["predicted_n"] == last["predicted_n"] == 0
-    chunks = case.events(path, {**body, "return_progress": True})[:-1]
-    assert not any("timings" in chunk for chunk in chunks if "prompt_progress" in chunk)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +115,6 @@ def test_a_prompt_is_that_of_a_chat_with_the_same_body(given: dict[str, Any]) ->
     assert case.service.requests[0].prompt == list(text.encode())
     chat, *others = [replace(one, name="") for one in case.model.asked]
     assert others == [chat, chat] and "enable_thinking" in chat.variables
-
-
-def test_a_conversation_without_a_chats_form_is_no_prompt() -> None:
-    for path in ("/apply-template", "/tokenize"):
-        error = Case().post(path, {"messages": [{"role": "robot"}]}).json()["error"]
-        assert error["param"].startswith("messages[0]")
 
 
 def test_the_server_describes_its_model() -> None:
@@ -249,16 +226,6 @@ def test_an_address_with_v1_too_often_or_not_at_all_is_recognised(path: str, hin
     error = Case().post(path, {}).json()["error"]
     assert error["code"] == "unknown_path"
     assert error["message"] == f"there is no POST '{path}'{hint}"
-
-
-def test_a_client_of_ollama_learns_what_is_served() -> None:
-    error = Case().client.get("/api/tags").json()["error"]
-    assert error["code"] == "not_served" and "/v1/models" in error["message"]
-
-
-def test_no_path_is_served_twice() -> None:
-    here = {route.path for route in info.TABLE.routes}  # type: ignore[attr-defined]
-    assert not here & {route.path for route in info.ABSENT.routes}  # type: ignore[attr-defined]
 
 
 def test_health_is_good_when_the_model_is_there() -> None:

@@ -8,15 +8,10 @@ import gguf
 import numpy as np
 import pytest
 from helpers.shipped import TINY, TINY_DFLASH, TINY_MTP, merged_tiny
-from merge_mtp import merge
 
 from moegraph.arch import open_model
 from moegraph.arch.draftfile import open_drafter
 from moegraph.errors import UnsupportedModel
-
-
-def test_together_they_take_at_most_eight_megabytes() -> None:
-    assert TINY_MTP.stat().st_size + TINY_DFLASH.stat().st_size <= 8_000_000
 
 
 def test_dflash_fits_the_model() -> None:
@@ -47,25 +42,3 @@ def test_a_block_alone_is_neither_a_model_nor_a_drafter() -> None:
         open_model(TINY_MTP)
     with pytest.raises(UnsupportedModel, match=r"a prediction \(MTP\) block alone; it drafts only"):
         open_drafter(TINY_MTP)
-
-
-def test_a_block_is_merged_once_and_only_where_it_fits(tmp_path: Path) -> None:
-    path = merged_tiny(tmp_path)
-    with pytest.raises(SystemExit, match="already has an MTP block"):
-        merge(path, TINY_MTP, tmp_path / "twice.gguf")
-    with pytest.raises(SystemExit, match="no key qwen35moe"):
-        merge(TINY, TINY_DFLASH, tmp_path / "dflash.gguf")
-    with pytest.raises(SystemExit, match="not for a model of 8 layers"):
-        merge(TINY, path_of_other_depth(tmp_path), tmp_path / "depth.gguf")
-
-
-def path_of_other_depth(folder: Path) -> Path:
-    """Write a file with the keys of a block for a model of 9 layers."""
-    path = folder / "deeper.gguf"
-    writer = gguf.GGUFWriter(str(path), "qwen35moe")
-    writer.add_uint32("qwen35moe.block_count", 10)
-    writer.add_uint32("qwen35moe.nextn_predict_layers", 1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +13,6 @@ from moegraph.placement.split import (
     SplitSettings,
     StagePlan,
     by_shares,
-    evened,
     merged,
     split_layers,
     stage_seconds,
@@ -98,30 +95,6 @@ def test_slots_and_full_layers_of_the_user_are_those_of_all_devices() -> None:
     assert {0, stages[1].layers.start} & set(plan.pinned)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (SplitSettings(cache_slots=10241), "--cache-slots is 10241; allowed .*: 0 to 10240"),
-        (SplitSettings(pin_layers=41), "--pin-layers is 41; allowed for this model: 0 to 40"),
-    ],
-)
-def test_more_than_the_model_has_is_refused(settings: SplitSettings, message: str) -> None:
-    for n in (1, 2):
-        with pytest.raises(ConfigError, match=message):
-            split_layers(N_LAYER, [Place(None)] * n, need_of, settings)
-
-
-def test_a_profile_divides_the_slots_of_each_device() -> None:
-    demand = [[8 / (rank + 1) * (1 + il % 2) for rank in range(N_EXPERT)] for il in range(N_LAYER)]
-    settings = SplitSettings(shares=(1, 1), demand=demand)
-    stages = split_layers(N_LAYER, [Place(8 * GiB)] * 2, need_of, settings)
-    for stage in stages:
-        by_layer = dict(zip(stage.layers, stage.plan.n_slots))
-        assert min(n for il, n in by_layer.items() if il % 2) > max(
-            n for il, n in by_layer.items() if il % 2 == 0
-        )
-
-
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=8), st.integers(8, 60))
 def test_shares_cover_all_layers_in_order(shares: list[float], n_layer: int) -> None:
     if sum(shares) <= 0:
@@ -131,12 +104,6 @@ def test_shares_cover_all_layers_in_order(shares: list[float], n_layer: int) -> 
     ranges = by_shares(n_layer, shares)
     assert len(ranges) == len(shares) and all(ranges)
     assert [il for layers in ranges for il in layers] == list(range(n_layer))
-
-
-def test_shares_are_as_near_as_whole_layers_allow() -> None:
-    assert by_shares(40, (3, 1)) == [range(30), range(30, 40)]
-    assert by_shares(40, (1, 0)) == [range(39), range(39, 40)]
-    assert by_shares(40, (1, 1, 1)) == [range(13), range(13, 27), range(27, 40)]
 
 
 @pytest.mark.parametrize("budget", [None, 40 * GiB, 8 * GiB])
@@ -154,14 +121,3 @@ def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(OutOfDeviceMemory, match=r"--vram of cuda:1 allows 600 MiB"):
         places = [Place(8 * GiB), Place(600 * MiB, "--vram of cuda:1")]
         split_layers(N_LAYER, places, need_of, AUTO)
-
-
-def test_one_stage_merged_is_its_plan() -> None:
-    plan = make_plan(need_of(0, range(N_LAYER)), 9 * GiB)
-    assert merged([StagePlan(range(N_LAYER), plan)], SIZES, N_EXPERT) == replace(plan)
-
-
-def test_devices_whose_rates_are_nearly_equal_count_as_equal() -> None:
-    assert evened([50.0, 48.0]) == [50.0, 50.0]
-    assert evened([25.0, 50.0, 26.0]) == [26.0, 50.0, 26.0]
-    assert evened([float("inf"), 50.0]) == [float("inf"), 50.0]

@@ -11,7 +11,6 @@ import pytest
 
 from moegraph.cli import report as report_module
 from moegraph.cli.report import StartTimes, process_age
-from moegraph.events import Stopwatch
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
@@ -30,36 +29,6 @@ def test_a_system_that_does_not_tell_when_a_process_began(tmp_path: Path, text: 
     if text is not None:
         (tmp_path / "stat").write_text(text)
     assert process_age(tmp_path / "stat") is None
-
-
-def test_a_name_with_spaces_does_not_shift_the_fields(tmp_path: Path) -> None:
-    (tmp_path / "stat").write_text("1 (a b) c) S " + " ".join(["7"] * 18) + " 0 0 0\n")
-    before = time.clock_gettime(time.CLOCK_BOOTTIME)
-    age = process_age(tmp_path / "stat")
-    assert age is not None
-    assert before <= age <= time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def test_laps_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 11.0, 13.0, 13.5])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    watch = Stopwatch()
-    for phase in ("a", "b", "a"):
-        watch.lap(phase)
-    assert watch.seconds == {"a": 1.5, "b": 2.0}
-    assert list(watch.seconds) == ["a", "b"]
-
-
-def test_only_the_first_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ages = iter([0.5, 2.0, 9.0])
-    monkeypatch.setattr(report_module, "process_age", lambda: next(ages))
-    times = StartTimes()
-    times.lap("load")
-    times.token()
-    times.token()
-    report = times.report()
-    assert (report["process_s"], report["first_token_s"]) == (0.5, 2.0)
-    assert list(report) == ["process_s", "load_s", "first_token_s"]
 
 
 def test_no_time_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:

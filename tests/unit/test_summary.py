@@ -6,16 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
-from helpers.ggufbytes import Q, Shape, Tensor, add, edit, model_file, model_tensors
+from helpers.ggufbytes import Q, Shape, Tensor, edit, model_file, model_tensors
 
 from moegraph.arch import open_model
 from moegraph.arch.base import Architecture
-from moegraph.arch.model import expected_tensors
-from moegraph.arch.qwen35moe import Qwen35Moe
-from moegraph.arch.summary import kv_bytes, state_bytes, summarize
+from moegraph.arch.summary import kv_bytes, summarize
 from moegraph.errors import ConfigError
 from moegraph.gguf.scan import TensorInfo
-from moegraph.units import MiB
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")
 
@@ -82,65 +79,6 @@ def test_active_parameters_count_the_chosen_experts_and_one_embedding_row(tmp_pa
         else:
             want += params(t)
     assert summarize(hp, tensors).active_params == want
-
-
-def test_unknown_tensors_are_unused(tmp_path: Path) -> None:
-    extra = add(Tensor("blk.0.mystery.weight", (5,)))
-    assert summarize(*load(tmp_path, Shape(), tensors=extra)).unused_bytes == 20
-
-
-def big() -> tuple[Architecture, dict[str, TensorInfo]]:
-    """Return the 35B-A3B shape with Q4_K experts, without writing 20 GB."""
-    hp = Qwen35Moe(
-        n_vocab=248_320,
-        n_embd=2048,
-        n_layer=40,
-        n_layer_nextn=0,
-        n_ctx_train=262_144,
-        n_head=16,
-        n_head_kv=2,
-        n_embd_head_k=256,
-        n_embd_head_v=256,
-        n_rot=64,
-        n_ff_exp=512,
-        n_ff_shexp=512,
-        n_expert=256,
-        n_expert_used=8,
-        f_norm_rms_eps=1e-6,
-        rope_freq_base=1e7,
-        rope_freq_scale=1.0,
-        rope_ext_factor=0.0,
-        rope_attn_factor=1.0,
-        rope_beta_fast=32.0,
-        rope_beta_slow=1.0,
-        n_ctx_orig=262_144,
-        ssm_d_conv=4,
-        ssm_d_inner=4096,
-        ssm_d_state=128,
-        ssm_dt_rank=32,
-        ssm_n_group=16,
-        recurrent=tuple((il + 1) % 4 != 0 for il in range(40)),
-    )
-    tensors = {}
-    for name, spec in expected_tensors(hp, frozenset()).items():
-        n = math.prod(spec.ne)
-        kind = Q.Q4_K if "_exps" in name else Q.Q8_0 if len(spec.types) > 1 else Q.F32
-        nbytes = {Q.Q4_K: n // 256 * 144, Q.Q8_0: n // 32 * 34, Q.F32: 4 * n}[kind]
-        tensors[name] = TensorInfo(name, kind, spec.ne4, len(spec.ne), nbytes, 0, 0)
-    return hp, tensors
-
-
-def test_the_35b_shape_has_the_published_sizes() -> None:
-    hp, tensors = big()
-    s = summarize(hp, tensors)
-    assert round(s.n_params / 1e9) == 35 and round(s.active_params / 1e9) == 3
-    assert s.bytes_per_expert == 3 * 2048 * 512 // 256 * 144
-    attention, delta = hp.layer(3), hp.layer(0)
-    assert kv_bytes(attention) == 2 * (2 * 256) * 2 and kv_bytes(delta) == 0
-    assert kv_bytes(attention, "q8_0", "q4_0") == (512 // 32) * (34 + 18)
-    # 96 KiB of convolution and 2 MiB of DeltaNet state.
-    assert state_bytes(delta) == 96 * 1024 + 2 * MiB and state_bytes(attention) == 0
-    assert state_bytes(delta, 4) == 4 * state_bytes(delta)
 
 
 def test_cache_types_that_cannot_hold_a_row_are_refused(tmp_path: Path) -> None:

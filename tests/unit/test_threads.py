@@ -14,7 +14,6 @@ from moegraph.threads import (
     SPIN,
     Threads,
     Tuner,
-    default_threads,
     usable_cpus,
     waiting,
     ways,
@@ -48,13 +47,6 @@ class Machine:
         return n / (self.now - start)
 
 
-def test_the_ways_begin_with_all_cores_and_end_asleep() -> None:
-    assert TWO == [SPINNING, ONE, SLEEPING]
-    assert [way.n for way in ways(4)] == [4, 3, 2, 1, 4]
-    assert [way.n for way in ways(16)] == [16, 11, 8, 6, 4, 3, 2, 1, 16]
-    assert ways(1) == [ONE]
-
-
 def test_what_the_user_gave_is_not_tried() -> None:
     assert ways(8, n_threads=3) == [Threads(3, SPIN), Threads(3, SLEEP)]
     assert ways(3, poll=10) == [Threads(3, 10), Threads(2, 10), Threads(1, 10)]
@@ -72,34 +64,6 @@ def test_the_quickest_way_is_chosen_within_a_tenth_of_a_second(
     Machine(tuner).run(0.1, table.__getitem__)
     assert tuner.is_settled and tuner.current == best
     assert set(tuner.measured) == set(TWO)
-
-
-@pytest.mark.parametrize(
-    ("table", "limit_s"), [(IDLE, 0.04), ({**BUSY, SPINNING: 0.04}, 0.07)], ids=["idle", "busy"]
-)
-def test_a_trial_of_the_shipped_model_is_short(table: dict[Threads, float], limit_s: float) -> None:
-    machine = Machine(Tuner(TWO))
-    while not machine.tuner.is_settled:
-        machine.run(1e-6, table.__getitem__)
-    assert machine.now < limit_s
-    assert set(machine.tuner.measured) == set(TWO)
-
-
-def test_sleeping_is_chosen_where_it_is_quickest() -> None:
-    tuner = Tuner(TWO)
-    Machine(tuner).run(1.0, {SPINNING: 0.1, ONE: 0.05, SLEEPING: 0.03}.__getitem__)
-    assert tuner.current == SLEEPING
-
-
-def test_fewer_threads_are_not_tried_once_they_are_much_slower() -> None:
-    def large_model(way: Threads) -> float:
-        return 0.8 / way.n if way.poll else 0.11
-
-    tuner = Tuner(ways(8))
-    Machine(tuner).run(4.0, large_model)
-    assert tuner.current == Threads(8, SPIN)
-    assert min(way.n for way in tuner.measured) == 4
-    assert Threads(8, SLEEP) in tuner.measured
 
 
 def test_a_machine_that_becomes_busy_and_idle_again_is_followed() -> None:
@@ -132,25 +96,6 @@ def test_noise_does_not_move_the_choice() -> None:
     machine.run(1, noisy)
     assert machine.run(60, noisy) > 0.95 / (1.04 * IDLE[SPINNING])
     assert machine.tuner.current == SPINNING
-
-
-def test_a_longer_context_is_no_reason_to_try_again() -> None:
-    machine = Machine(Tuner(TWO))
-    machine.run(1, IDLE.__getitem__)
-    machine.run(60, lambda way: IDLE[way] * (1 + machine.now / 20))
-    assert machine.n_trials == 0
-
-
-def test_a_change_to_the_same_way_becomes_usual() -> None:
-    machine = Machine(Tuner(TWO))
-    machine.run(2, IDLE.__getitem__)
-    machine.run(60, lambda way: 2 * IDLE[way])
-    assert machine.n_trials == 1 and machine.tuner.current == SPINNING
-
-
-def test_default_threads_never_exceed_what_the_process_may_use() -> None:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert 1 <= default_threads() <= usable_cpus() <= (usable or 1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from moegraph.threads import SLEEP, SPIN, Threads, Tuner, ways
 Busy = Callable[[float], int]
 # Seconds a token of the shipped model takes with so many threads, each on a core of its own.
 SMALL = {1: 0.00066, 2: 0.00054, 3: 0.00050, 4: 0.00047}
-LARGE = {1: 0.16, 2: 0.08, 3: 0.055, 4: 0.042}
 # The load is the mean of the time between two looks.
 LAG_S = 0.1
 SPANS = (0.2, 2.0, 20.0)
@@ -81,15 +80,6 @@ def test_a_trial_beside_busy_cores_is_short(n_cores: int, n_busy: int) -> None:
     assert max(way.n for way in machine.used) == max(1, n_cores - n_busy)
 
 
-@pytest.mark.parametrize("span", SPANS)
-def test_without_the_load_a_trial_beside_a_busy_core_is_long(span: float) -> None:
-    """This is what the look at the load is for."""
-    known, unknown = (Machine(2, lambda now: 1, is_known) for is_known in (True, False))
-    assert known.lost(span) < 0.05
-    assert unknown.lost(span) > (0.0015 if span > 2 else 0.015)
-    assert unknown.lost(span) >= known.lost(span)
-
-
 @pytest.mark.parametrize(("span", "limit"), [(0.2, 0.8), (2.0, 0.2), (20.0, 0.02)])
 @pytest.mark.parametrize(("n_cores", "n_busy"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 def test_a_program_that_comes_is_noticed(
@@ -127,45 +117,6 @@ def test_programs_that_come_and_go_cost_little(n_cores: int, period: float, limi
     assert {way.n for way in machine.used} >= {n_cores - 1, n_cores}
 
 
-@pytest.mark.parametrize("span", SPANS)
-@pytest.mark.parametrize(("n_cores", "n_busy"), [(2, 1), (2, 2), (4, 1), (4, 2)])
-def test_a_program_that_came_between_two_answers_costs_little(
-    n_cores: int, n_busy: int, span: float
-) -> None:
-    machine = Machine(n_cores, lambda now: n_busy if now > 1 else 0)
-    machine.load()
-    machine.now = 10.0
-    machine.tuner.resume()
-    assert machine.lost(span) < 0.05
-    assert max(way.n for way in machine.used[-5:]) == max(1, n_cores - n_busy)
-
-
-def test_nothing_is_tried_between_two_answers_while_cores_are_free() -> None:
-    for token_s, n_busy in ((SMALL, 0), (LARGE, 1)):
-        machine = Machine(2, lambda now, n=n_busy: n, token_s=token_s)
-        machine.load()
-        machine.tuner.resume()
-        assert machine.tuner.is_settled
-
-
-def test_a_load_that_is_wrong_costs_little() -> None:
-    """Some containers show only their own load: all cores seem free, and one is busy."""
-    machine = Machine(2, lambda now: 1)
-    machine.tuner = Tuner(machine.choices, lambda: 2)
-    machine.load()
-    assert machine.lost(60.0) < 0.02
-
-
-def test_tokens_of_a_large_model_try_every_way() -> None:
-    """One of them takes as long as the wait for a busy core."""
-    machine = Machine(4, lambda now: 1, token_s=LARGE)
-    machine.load()
-    assert Threads(4, SLEEP) in machine.tuner.measured
-    best = min(machine.choices, key=machine.seconds)
-    assert machine.tuner.current in (best, Threads(3, SPIN))
-    assert machine.lost(60.0) < 0.1
-
-
 def test_threads_that_the_user_named_sleep_beside_a_busy_core() -> None:
     machine = Machine(2, lambda now: 1)
     machine.choices = ways(2, n_threads=2)
@@ -174,13 +125,4 @@ def test_threads_that_the_user_named_sleep_beside_a_busy_core() -> None:
     assert machine.tuner.measured.keys() == {Threads(2, SLEEP)}
     assert machine.lost(2.0) < 0.01
     machine.tuner = Tuner(ways(2, n_threads=2, poll=SPIN), machine.free)
-    assert machine.tuner.current == Threads(2, SPIN)
-
-
-def test_a_core_that_is_taken_and_slows_nothing_is_kept() -> None:
-    """Programs with a low priority, or on the second thread of a core."""
-    machine = Machine(2, lambda now: 0)
-    machine.load()
-    machine.tuner._free = lambda: 1  # type: ignore[assignment]
-    assert machine.lost(20.0) < 0.01
     assert machine.tuner.current == Threads(2, SPIN)

@@ -106,14 +106,6 @@ def test_values_that_a_schema_names_are_the_only_ones(key: str) -> None:
         assert not case.allows(call("f", **{key: text})), text
 
 
-def test_a_schema_beside_tools_may_be_loose() -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-    with pytest.raises(RequestError, match="uniqueItems"):
-        Case(tools=[STOP], format=Format("json_schema", schema))
-    loose = {**schema, "x-guidance": {"lenient": True}}
-    assert Case(tools=[STOP], format=Format("json_schema", loose)).allows("[1, 1]")
-
-
 @pytest.mark.parametrize(
     ("source", "told"), [(XML, ("tools: schema keywords passed over: anyOf, pattern",)), (JSON, ())]
 )
@@ -148,9 +140,6 @@ class TestRequired:
         case = Case(tools=[ADD, STOP], tool_choice="stop")
         assert case.allows(call("stop")) and not case.allows(WHOLE)
 
-    def test_a_function_without_a_schema_takes_anything(self) -> None:
-        assert Case(tools=[STOP], tool_choice="stop").allows(call("stop", now="yes", n="1"))
-
     def test_after_reasoning(self) -> None:
         case = Case(
             tools=[STOP], tool_choice="stop", variables={"enable_thinking": True}, source=XML
@@ -173,10 +162,6 @@ class TestStrict:
         assert not case.allows("any text, then\n" + call("add", text="a"))
         assert case.next("hm <tool_call>") == {"\n"}
 
-    def test_without_strict_tools_there_is_no_grammar(self) -> None:
-        with pytest.raises(AssertionError):
-            Case(tools=[STOP])
-
     def test_they_may_be_forbidden(self) -> None:
         with pytest.raises(AssertionError):
             Case(tools=[ADD], tool_choice="none")
@@ -198,10 +183,6 @@ class TestFormat:
         for asked in (Format("json_schema", SCHEMA), Format("json_object")):
             case = Case(tools=[ADD], format=asked)
             assert case.allows('{"a": 1}') and case.allows(WHOLE) and not case.allows("text")
-
-    def test_without_calls(self) -> None:
-        case = Case(tools=[ADD], tool_choice="none", format=Format("regex", "ab"))
-        assert case.allows("ab") and not case.allows(WHOLE)
 
     def test_a_grammar_beside_tools_is_refused(self) -> None:
         with pytest.raises(RequestError, match="not together with tools"):

@@ -59,13 +59,6 @@ def test_sizes_parse_in_powers_of_1024(text: str, n: int) -> None:
     assert parse_bytes(text) == n
 
 
-def test_a_bare_number_takes_the_given_unit_and_a_prefix_overrides_it() -> None:
-    assert parse_bytes("6", "g") == 6 * GiB
-    assert parse_bytes("5.5", "g") == 11 * GiB // 2
-    assert parse_bytes("700m", "g") == 700 * MiB
-    assert parse_bytes("700b", "g") == 700
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "x", "-1", "1e9", "1..2", "GiB", "1 PB", "nan", "inf", "1.", ".5", "\u0661", "9" * 40],

@@ -64,29 +64,8 @@ def test_the_device_of_the_last_build_is_built_for_again(
     assert steps == [wanted]
 
 
-def test_a_build_that_fails_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "build").write_text("print('moegraph: no'); raise SystemExit(3)\n")
-    monkeypatch.setattr(_venv, "ROOT", tmp_path)
-    monkeypatch.setattr(_venv, "python", lambda: Path(sys.executable))
-    with pytest.raises(_tools.Told) as told:
-        _venv.run_build([])
-    assert told.value.code == 3
-    assert capfd.readouterr().out == "moegraph: no\n"
-
-
 def test_a_disk_that_is_nearly_full_is_refused(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     _tools.check_space(tmp_path, free // 2)
     with pytest.raises(_tools.BuildError, match=r"GB of free space; a build needs [\d.]+ GB$"):
         _tools.check_space(tmp_path, 2 * free + 10**9)
-
-
-def test_a_damaged_note_of_the_device_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_tools, "DEVICE_OPTIONS", tmp_path / "options")
-    (tmp_path / "options").write_text("7")
-    assert _tools.built_device() == []
