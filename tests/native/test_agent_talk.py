@@ -131,12 +131,3 @@ def test_an_edit_in_the_middle_and_a_new_conversation(agent: Agent) -> None:
     agent.ask("Hello")
     fresh = agent.answer(**TEXT)
     assert fresh.n_computed <= BEGIN + APART < fresh.n_prompt
-
-
-def test_the_cap_in_bytes_is_kept(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 6 * agent.engine.prefixes._copies.states_bytes
-    monkeypatch.setattr(agent.engine.prefixes, "_max_bytes", limit)
-    for n in range(6):
-        agent.ask(f"Question {n}: " + "where is it? " * 8)
-        agent.answer(**TEXT)
-        assert 0 < agent.engine.prefixes.n_bytes <= limit

@@ -6,27 +6,11 @@ import numpy as np
 import pytest
 
 from moegraph.errors import InternalError, RequestError
-from moegraph.graphs.rows import PADDING, Tree, fill_mask
+from moegraph.graphs.rows import Tree, fill_mask
 from moegraph.kinds import Kind
 from moegraph.runner import Batch
 
 ROWS = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
-
-
-def test_a_batch_of_trees_marks_its_padding() -> None:
-    batch = Batch.verify(ROWS, [4, 2], [[-1, 0, 1], [-1, 7, 9]], [3, 1])
-    assert batch.tokens.tolist() == [[1, 2, 3], [4, 4, 4]]
-    assert batch.tree.parents.tolist() == [[-1, 0, 1], [-1, PADDING, PADDING]]
-    assert batch.tree.padding.tolist() == [4, 4, 4, 4, 4, 5]
-    assert (batch.slots, batch.kind, batch.all_rows) == ((4, 2), Kind.VERIFY, True)
-    assert [batch.n_rows(0), batch.n_rows(1)] == [3, 1] and batch.tree.is_ragged
-    assert ROWS.tolist() == [[1, 2, 3], [4, 5, 6]]
-
-
-def test_rows_without_parents_are_chains() -> None:
-    batch = Batch.verify(ROWS, [0, 1])
-    assert batch.tree.parents.tolist() == [[-1, 0, 1]] * 2 and not batch.tree.is_ragged
-    assert batch.tree.depths.tolist() == [[0, 1, 2]] * 2
 
 
 def test_a_row_sees_its_path_and_what_is_committed() -> None:
@@ -40,13 +24,6 @@ def test_a_row_sees_its_path_and_what_is_committed() -> None:
     assert np.flatnonzero(mask[0, 3] == 0).tolist() == [0, 1, 2, 4, 5]
     assert np.flatnonzero(mask[1, 2] == 0).tolist() == [0, 1, 2, 3, 4, 5]
     assert set(np.unique(mask)) == {0.0, -np.inf}
-
-
-def test_a_mask_near_the_end_of_the_context_has_no_room_for_padding() -> None:
-    tree = Tree(np.array([[-1, 0, -1, -1]], np.int32), (2,))
-    mask = np.zeros((1, 4, 8), np.float16)
-    fill_mask(mask, [6], tree.sees)
-    assert (mask[0, 1] == 0).all() and (mask[0, 3, :7] == 0).all() and mask[0, 3, 7] == -np.inf
 
 
 @pytest.mark.parametrize(("path", "words"), [

@@ -14,7 +14,6 @@ from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.errors import NativeError
-from moegraph.ggml.choose import DRAW_ROWS
 from moegraph.loop import building
 from moegraph.loop.building import Building
 from moegraph.runner.sweep_batch import SweepBatch
@@ -99,23 +98,3 @@ def test_a_graph_that_cannot_be_built_ends_only_the_building(
         assert Client(service, [1, 2], max_tokens=3).wait().reason == "length"
         until(lambda: service._building.is_done)
         assert Client(service, [3], max_tokens=3).wait().reason == "length"
-
-
-def test_one_sequence_has_no_passes_of_others(open_engine: Open) -> None:
-    engine = open_engine("mini35b", n_ctx=1024, n_ubatch=512)
-    engine.runner.widths = (2, 4, 6)
-    work = Building(engine.runner, 1)
-    while not work.is_done:
-        work.step()
-    n_built = engine.runner.n_built
-    engine.forward(np.ones((1, 1), np.int32), [0], greedy=True)
-    assert engine.runner.n_built == n_built
-
-
-def test_more_sequences_than_candidates_are_listed_for(open_engine: Open) -> None:
-    engine = open_engine(n_seq=DRAW_ROWS + 8, n_ctx=512, n_kv=512)
-    engine.runner.widths = (2, DRAW_ROWS, DRAW_ROWS + 8)
-    work, before = Building(engine.runner, DRAW_ROWS + 8), engine.runner.n_built
-    for _ in range(8):
-        work.step()
-    assert engine.runner.n_built > before + 4

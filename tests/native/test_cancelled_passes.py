@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.faults import FAULTS, faulty
 
 from moegraph.engine import Engine
-from moegraph.errors import Cancelled, RequestError
+from moegraph.errors import Cancelled
 from moegraph.events import CancelToken
 from moegraph.runner import layer_graphs
 
@@ -148,66 +147,3 @@ def test_verify_passes_change_nothing_wherever_they_are_cancelled(case: Case) ->
             passes.verify(case.rows(3), RUN, lengths=[3, 1, 2], cancel=last)
         assert [engine.held(slot) for slot in range(N_SEQ)] == case.held
     case.check()
-
-
-def test_a_token_for_some_sequences_alone_cuts_nothing_short(case: Case) -> None:
-    token = CancelToken()
-    token.set()
-    for cancel in ([token, None, token], [None] * 3, None):
-        rows = case.rows()
-        case.engine.forward(rows, RUN, cancel=cancel)
-        case.took(rows, *RUN)
-    with pytest.raises(RequestError, match="2 cancel tokens for 3 sequences"):
-        case.engine.forward(case.rows(), RUN, cancel=[token, token])
-    with pytest.raises(Cancelled):
-        case.engine.forward(case.rows(), RUN, cancel=token)
-    case.check()
-
-
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_an_error_before_the_first_graph_changes_no_sequence(case: Case, at: int) -> None:
-    result, kind = FAULTS["mg_graph_alloc"]
-    rows, is_whole = case.rows(5), case.engine.mode == "whole"  # needs graphs that are not built
-    with faulty("mg_graph_alloc", 1 if is_whole else at, result), pytest.raises(kind):
-        case.engine.forward(rows, RUN)
-    assert [case.engine.held(slot) for slot in range(N_SEQ)] == case.held
-    case.engine.forward(rows, RUN)
-    case.took(rows, *RUN)
-    case.check()
-
-
-def test_an_error_after_the_first_graph_empties_the_sequences_of_the_pass(case: Case) -> None:
-    result, kind = FAULTS["mg_launch"]
-    with faulty("mg_launch", 1, result), pytest.raises(kind):
-        case.engine.forward(case.rows(), RUN)
-    for slot in RUN:
-        case.held[slot] = []
-    assert [case.engine.held(slot) for slot in range(N_SEQ)] == case.held
-    for slot in RUN:
-        case.grow(slot)
-    case.check()
-
-
-def test_an_interrupt_while_results_are_awaited_leaves_no_pass_in_flight(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, rows, waits = case.engine, case.rows(), []
-    engine.forward(rows, RUN)  # now there is memory for its results
-    case.took(rows, *RUN)
-
-    def interrupted(*_: Any) -> None:
-        waits.append(None)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "collect", interrupted)
-        patch.setattr(engine.device, "synchronize", interrupted)  # the clean-up is cut short
-        with pytest.raises(KeyboardInterrupt):
-            engine.forward(rows, RUN)
-    assert len(waits) == 2
-    case.took(rows, *RUN)
-    case.check()
-    engine.submit(case.rows(), RUN, False, False, None)
-    with pytest.raises(RequestError, match="a pass is in flight"):
-        engine.forward(case.rows(), RUN)
-    engine.collect()

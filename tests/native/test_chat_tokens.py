@@ -5,10 +5,7 @@ With the shipped model's own vocabulary; the scripted engine of tests/unit spell
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +16,11 @@ from hypothesis import strategies as st
 from moegraph.cli import main
 from moegraph.engine import Engine
 from moegraph.gguf import resolve_target
-from moegraph.passes import prefixes
 from moegraph.text.chat.segments import SegmentEncoder
 from moegraph.text.tokenizer import Tokenizer
 
 CPU = ("--device", "cpu", "-t", "1", "-c", "256", "--temp", "0")
 START, END = "<|im_start|>", "<|im_end|>"
-TURN = (START, *"assistant", "\n")
 
 
 @pytest.fixture
@@ -77,41 +72,6 @@ def test_the_token_that_ends_an_answer_is_no_text_and_the_next_turn_has_it_once(
     assert second["ids"].count(end) == 3
 
 
-# Drops the reasoning of earlier answers, as the templates of reasoning models do.
-REASONS = """
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for m in messages %}
-{%- set said = m.content.split('</think>')[-1].lstrip() if loop.index0 < ns.last else m.content %}
-{{- '<|im_start|>' + m.role + '\\n' + said + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
-
-
-def answers(folder: Path, *args: object) -> list[dict[str, Any]]:
-    """Talk with a template that drops reasoning; return the objects of --json."""
-    (folder / "t").write_text(REASONS)
-    said = chat(
-        "--chat-template-file", folder / "t", "-sys", "Be brief, and be kind to all readers.",
-        "-n", 8, "--json", "-q", *args, stdin="one\ntwo and three\nfour\nfive\n",
-    )  # fmt: skip
-    return [json.loads(line) for line in said.splitlines()]
-
-
-def test_a_turn_reads_only_what_the_turn_before_did_not_have(
-    prompts: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefixes, "_WORTH", 1)
-    found = answers(tmp_path)
-    assert found[0]["n_computed"] == found[0]["n_prompt"]
-    for before, now in pairwise(prompts):
-        shared = next(i for i, (a, b) in enumerate(zip(before["ids"], now["ids"])) if a != b)
-        answer = found[prompts.index(now)]
-        # a mark is where a turn begins: its first tokens are read again
-        assert 0 <= answer["n_computed"] - (len(now["ids"]) - shared) <= len(TURN)
-
-
 @given(
     st.lists(st.sampled_from([START, END, "<|endoftext|>", "def f(x):\n", " ", "a", "<|", "\n"]))
 )
@@ -126,15 +86,3 @@ def test_prompts_encoded_in_segments_have_the_tokens_of_the_whole(parts: list[st
 @cache
 def vocabulary() -> Tokenizer:
     return Tokenizer(resolve_target("tiny"))
-
-
-def test_the_answers_are_those_of_a_chat_that_keeps_nothing(
-    prompts: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefixes, "_WORTH", 1)
-    kept, cold = (answers(tmp_path, "--cpu-reference", "--cache-ram", n) for n in (64, 0))
-    assert [a["answer"] + a["reasoning"] for a in kept] == [
-        a["answer"] + a["reasoning"] for a in cold
-    ]
-    assert all(a["n_computed"] == a["n_prompt"] for a in cold)
-    assert [p["ids"] for p in prompts[:4]] == [p["ids"] for p in prompts[4:]]

@@ -109,14 +109,6 @@ class TestRun:
         assert logits.shape == (len(prompt) + 24 - 1, report["model"]["n_vocab"])
         assert logits[len(prompt) - 1 :].argmax(axis=1).tolist() == tokens
 
-    def test_a_seed_repeats_a_run(self) -> None:
-        runs = [
-            json.loads(moegraph("run", "tiny", "-p", PROMPT, "-n", 12, "-s", seed, "--json",
-                                *CPU).stdout)["tokens"]
-            for seed in (7, 7, 8)
-        ]  # fmt: skip
-        assert runs[0] == runs[1] != runs[2]
-
     def test_text_streams(self) -> None:
         # such a socket keeps what is written apart, however late it is read
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -373,20 +365,6 @@ def test_quiet_leaves_out_what_the_engine_says_of_loading(command: str) -> None:
     assert moegraph(*args, "-q").stderr == b""
 
 
-def test_statistics_begin_on_a_line_of_their_own_after_a_pipe() -> None:
-    master, slave = pty.openpty()
-    args = ("run", "tiny", "-p", "import os", "-n", "2", "--temp", "0", *CPU)
-    done = subprocess.run(
-        [*COMMAND, *args], stdout=subprocess.PIPE, stderr=slave, stdin=subprocess.DEVNULL,
-        env=ENV, cwd=ROOT, check=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    os.close(slave)
-    shown = os.read(master, 1 << 16)
-    os.close(master)
-    assert done.stdout and not done.stdout.endswith(b"\n")
-    assert shown.startswith(b"\r\n") and b"prefill" in shown
-
-
 def test_a_terminal_sees_prompt_and_text_and_a_pipe_only_text() -> None:
     terminal = Terminal("run", "tiny", "-p", "import os", "-n", 4, *CPU)
     assert terminal.exit_code() == 0
@@ -407,21 +385,6 @@ def bench_rows(*args: object) -> list[dict]:
     """Return the records of a benchmark."""
     done = moegraph("bench", "tiny", *args, "-o", "jsonl")
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_bench_prints_rows() -> None:
-    done = moegraph("bench", "tiny", "-p", 8, "-n", 4, "-d", 16, "-r", 2, "-o", "json", *CPU)
-    rows = json.loads(done.stdout)
-    assert [row["test"] for row in rows] == ["pp8 @ d16", "tg4 @ d16"]
-    assert all(len(row["samples_ts"]) == 2 and row["avg_ts"] > 0 for row in rows)
-    assert all({"n_threads", "poll", "threads_chosen", "cpus_taken"} <= set(row) for row in rows)
-
-
-def test_threads_and_waiting_can_be_given() -> None:
-    given = ("-t", 1, "-tb", 2, "--poll", 7, "-p", 8, "-n", 4, "-r", 1, "-o", "json")
-    prompt, tokens = json.loads(moegraph("bench", "tiny", *given, "--device", "cpu").stdout)
-    assert (prompt["n_threads"], tokens["n_threads"], tokens["poll"]) == (2, 1, 7)
-    assert tokens["threads_chosen"] == "given"
 
 
 def test_bench_measures_lists_of_settings() -> None:
@@ -454,12 +417,6 @@ def test_bench_times_first_tokens_of_fresh_processes() -> None:
     failed = moegraph("bench", "tiny", "--ttft", "--cache-slots", 100000)
     assert failed.returncode == 2
     assert failed.stderr.startswith(b"error: a process to be timed failed: --cache-slots is 100000")
-
-
-def test_bench_warns_once_whatever_it_loads() -> None:
-    tests = ("-p", 8, "-n", 0, "-r", 1, "--no-warmup", "--device", "cpu", "--miss", "stream")
-    done = moegraph("bench", "tiny", *tests, "-t", "1,2")
-    assert done.stderr.count(b"--miss has no effect") == 1
 
 
 @pytest.mark.parametrize("where", ["file", "pipe"])

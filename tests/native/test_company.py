@@ -12,9 +12,6 @@ import numpy.typing as npt
 import pytest
 from helpers import company
 from helpers.company import differing_nodes, open_alone, open_company, settings_for
-from helpers.row_cases import OPERATIONS, OTHER_OPERATIONS, compute, differing
-
-from moegraph.ggml.device import Device
 
 WIDTHS = (1, 2, 5, 9)
 ModelPath = Callable[[str], Path]
@@ -59,16 +56,3 @@ def test_the_first_node_that_differs_is_named(
         "attn_gated of layer 3: 1 of 3 rows differ",
         "l_out of layer 3: a node of its own only alone",
     ]
-
-
-def test_operations_compute_rows_that_differ_from_each_other() -> None:
-    device = Device("cpu", 2, reference=True)
-    for build in (
-        OPERATIONS["router"],
-        OPERATIONS["experts Q4_0"],
-        OTHER_OPERATIONS["product F16"],
-    ):
-        assert not any(differing(device, build, (2, 3)).values())
-        rows = compute(device, build, range(4))
-        assert len({row.tobytes() for row in rows}) == 4
-    device.close()

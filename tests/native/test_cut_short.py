@@ -23,7 +23,6 @@ from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ModelFileError
 from moegraph.ggml.handles import live_handles
-from moegraph.ggml.lib import C
 from moegraph.ggml.mapped import WatchedFiles
 from moegraph.gguf import resolve_target
 
@@ -89,26 +88,13 @@ def check_cut(engine: Engine, path: Path, tensor: str, expected: list[int]) -> N
             greedy_tokens(engine, ids, 2)
 
 
-def test_the_byte_named_is_one_of_a_cold_expert(copy):
-    with Engine.load(copy, config(**COLD)) as engine:
-        engine.forward_logits(prompt(engine, 3))
-        infos = [i for n, i in engine.file.tensors.items() if "blk.7" in n and "_exps" in n]
-        cut(copy, "blk.7.ffn_gate_exps.weight")
-        with pytest.raises(ModelFileError) as caught:
-            engine.forward_logits(prompt(engine, 3), 3)
-    byte = int(re.search(r"byte (\d+)", str(caught.value))[1])
-    assert any(i.offset <= byte < i.offset + i.nbytes for i in infos)
-
-
 CHILD = (
     ("-t", "1"),
-    ("-t", "1", "--mode", "layered"),
-    ("-t", "1", "--pin-layers", "0", "--cache-slots", "0", "--miss", "cpu"),
     ("-t", "1", "--pin-layers", "0", "--cache-slots", "64", "--miss", "cpu"),
 )
 
 
-@pytest.mark.parametrize("options", CHILD, ids=["dense", "layered", "cold", "slots"])
+@pytest.mark.parametrize("options", CHILD, ids=["dense", "slots"])
 def test_a_run_ends_with_status_3_and_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
     path = Path(shutil.copy(resolve_target("tiny"), tmp_path / "cut.gguf"))
     child = subprocess.Popen(
@@ -173,7 +159,7 @@ def overwrite(path: Path, tensor: str) -> None:
             file.write(b"x")
 
 
-@pytest.mark.parametrize("settings", [{"mode": "whole"}, COLD, {**COLD, "miss": "stream"}])
+@pytest.mark.parametrize("settings", [{"mode": "whole"}, COLD])
 def test_a_file_that_is_written_to_is_refused_at_the_next_request(copy, settings):
     with Engine.load(copy, config(**settings)) as engine:
         ids = prompt(engine, 5)
@@ -231,19 +217,6 @@ def test_what_is_still_in_the_file_is_read_as_it_was(tmp_path):
     with_watch.close()
 
 
-def test_files_under_watch_do_not_answer_for_each_other(tmp_path):
-    first, second = mapped(tmp_path / "a", 4), mapped(tmp_path / "b", 4)
-    watches = [WatchedFiles([(tmp_path / n, d)]) for n, d in (("a", first), ("b", second))]
-    os.truncate(tmp_path / "b", 0)
-    assert second[5000] == 0
-    watches[0].check()
-    with pytest.raises(ModelFileError, match="/b: byte 5000"):
-        watches[1].check()
-    for watch in watches:
-        watch.close()
-        watch.close()
-
-
 FOREIGN = """
 import faulthandler, os, sys
 import numpy as np
@@ -268,72 +241,3 @@ def test_any_other_bus_error_ends_the_process_as_before(tmp_path, how):
         check=False,
     )  # fmt: skip
     assert done.returncode == -signal.SIGBUS and done.stdout == b"", done.stderr
-
-
-def test_a_python_handler_of_the_signal_still_gets_it(tmp_path):
-    seen = []
-    before = signal.signal(signal.SIGBUS, lambda *_: seen.append(1))
-    try:
-        watch = WatchedFiles([(tmp_path / "a", mapped(tmp_path / "a", 2))])
-        os.kill(os.getpid(), signal.SIGBUS)
-        watch.close()
-        os.kill(os.getpid(), signal.SIGBUS)
-        assert len(seen) == 2
-    finally:
-        signal.signal(signal.SIGBUS, before)
-
-
-def test_many_watches_come_and_go(tmp_path):
-    data = mapped(tmp_path / "a", 1)
-    n_faults = C.mg_watch_faults()
-    for _ in range(3000):
-        WatchedFiles([(tmp_path / "a", data)]).close()
-    assert C.mg_watch_faults() == n_faults
-
-
-COLD_THREADS = """
-import mmap, os, sys
-from pathlib import Path
-import numpy as np
-from moegraph.errors import ModelFileError
-from moegraph.ggml.cpu_ffn import CpuFfn
-from moegraph.ggml.lib import ffi
-from moegraph.ggml.mapped import WatchedFiles
-from moegraph.ggml.ops import F32
-
-n_embd, n_ff, n_used, n_expert = 256, 512, 4, 16
-expert = 4 * n_embd * n_ff
-path = Path(sys.argv[1])
-path.write_bytes(bytes(3 * n_expert * expert))
-with open(path, "rb") as file:
-    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-data = np.frombuffer(mapped, np.uint8)
-watched, kernel = WatchedFiles([(path, data)]), CpuFfn(4, n_embd, n_ff, n_used, 1)
-parts = {"gate": 0, "up": n_expert * expert, "down": 2 * n_expert * expert}
-layer = {name: ffi.cast("void *", data.ctypes.data + at) for name, at in parts.items()}
-layer |= {f"{name}_stride": expert for name in parts} | {f"{name}_type": F32 for name in parts}
-layer = ffi.new("struct mg_cpu_ffn_layer *", {**layer, "n_expert": n_expert})
-x, y = np.ones(n_embd, np.float32), np.zeros(n_embd, np.float32)
-ids, weights = np.array([1, 5, 9, 15], np.int32), np.full(n_used, 0.25, np.float32)
-pointer = lambda array, kind: ffi.cast(kind, array.ctypes.data)
-for at in range(100):
-    if at == 50:
-        os.truncate(path, 4096)
-    kernel.compute(
-        layer, pointer(x, "float *"), pointer(ids, "int32_t *"), pointer(weights, "float *"), 1,
-        pointer(y, "float *"),
-    )
-try:
-    watched.check()
-except ModelFileError as error:
-    print(error)
-kernel.close()
-"""
-
-
-def test_threads_of_the_cold_kernel_survive_a_file_that_is_cut_short(tmp_path: Path) -> None:
-    path = tmp_path / "experts.bin"
-    command = [sys.executable, "-c", COLD_THREADS, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert str(path) in done.stdout

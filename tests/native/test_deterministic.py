@@ -77,8 +77,3 @@ def test_a_clock_gone_wild_changes_nothing(open_engine, monkeypatch, place: str)
     assert found[0][0] == found[1][0]
     for one, other in zip(found[0][1:], found[1][1:]):
         np.testing.assert_array_equal(one, other)
-
-
-def test_auto_opens_nothing_for_the_cpu(open_engine) -> None:
-    engine = open_engine(PRESET, **SLOTS, miss="auto", deterministic=True)
-    assert engine.runner.misses.cpu_experts is None

@@ -13,7 +13,6 @@ from helpers.drafter_pair import CHANGES, N_VOCAB, TOLERANCE, Pair, pairs
 from moegraph.draft.drafter import Draft, as_joint
 from moegraph.engine import Engine
 from moegraph.ggml.lib import C, ffi
-from moegraph.resident.draftlayout import dflash_bytes
 from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]
@@ -99,41 +98,6 @@ def test_sequences_that_began_late_or_were_taken_back(pair: Callable[..., Pair])
     assert spans[1].first == 33
 
 
-def test_taking_tokens_of_several_is_taking_those_of_each(pair: Callable[..., Pair]) -> None:
-    """More tokens than a graph takes."""
-    both = pair(**FULL)
-    together, apart = both.drafter, both.again()
-    lengths = (30, 33, 31, 29)
-    try:
-        for one in (together, apart):
-            for slot in range(4):
-                one.restart(slot, np.zeros(0, np.int32))
-        for slot, n in enumerate(lengths):
-            both.engine.forward(both.tokens(n)[None], [slot])
-            apart.committed(slot, 0, [1] * n)
-        together.committed_all([(slot, 0, [1] * n) for slot, n in enumerate(lengths)])
-        for got, wanted in zip(alone(both, ANCHORS, 7, 3), together.draft_all(ANCHORS, 7, 3)):
-            np.testing.assert_allclose(got.log_p, wanted.log_p, atol=TOLERANCE)
-        both.drafter = apart
-        wanted = alone(both, ANCHORS, 7, 3)
-        both.drafter = together
-        for one, other in zip(alone(both, ANCHORS, 7, 3), wanted):
-            np.testing.assert_array_equal(one.log_p, other.log_p)
-    finally:
-        both.drafter = together
-        apart.close()
-
-
-def test_one_sequence_has_nobody_to_join(
-    open_engine: Open, model_path: Callable[[str], Path], tmp_path: Path
-) -> None:
-    with pairs(open_engine, model_path, tmp_path) as make:
-        drafter = make(**FULL).drafter
-        assert not drafter.joins
-        [got] = drafter.draft_all({0: 7}, 5, 3)
-        np.testing.assert_array_equal(got.log_p, drafter.draft(0, 7, 5, 3).log_p)
-
-
 def test_nan_of_one_sequence_is_its_own(pair: Callable[..., Pair]) -> None:
     both = pair(**FULL)
     for slot in range(4):
@@ -147,11 +111,3 @@ def test_nan_of_one_sequence_is_its_own(pair: Callable[..., Pair]) -> None:
     assert [draft.problem(N_VOCAB) != "" for draft in after] == [False, False, True, False]
     for slot in (0, 1, 3):
         np.testing.assert_array_equal(before[slot].log_p, after[slot].log_p)
-
-
-def test_memory_is_as_planned(pair: Callable[..., Pair]) -> None:
-    for changes in (FULL, {**FULL, **CHANGES["reduced"]}):
-        both = pair(**changes)
-        planned = dflash_bytes(both.file, N_VOCAB, 512, 4, 512, True)
-        taken = both.drafter.n_bytes
-        assert taken <= planned < 2 * taken

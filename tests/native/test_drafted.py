@@ -153,7 +153,7 @@ SETTINGS: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize("residency", ["whole", "60"])
+@pytest.mark.parametrize("residency", ["60"])
 def test_settings_decide_what_an_engine_drafts(open_engine: Open, residency: str) -> None:
     """And the text stays what it is."""
     texts = []
@@ -216,23 +216,6 @@ def test_nothing_is_accepted_after_an_end_token(open_engine: Open) -> None:
         assert events_of(engine, ids, sampling=params, text=True, max_tokens=200) == plain
 
 
-def test_kept_logits_are_those_without_drafts(open_engine: Open) -> None:
-    engine = open_engine(cpu_reference=True, n_draft=12, mode="whole")
-    ids = prompt(engine, 9).tolist()
-
-    def logits() -> list[np.ndarray]:
-        events = engine.generate(ids, max_tokens=12, text=False, keep_logits=True)
-        return [event.logits for event in events]
-
-    engine.speculation = None
-    plain = logits()
-    tokens = [(int(row[-1].argmax()),) for row in plain]
-    controller = speculate(engine, scripted(engine, ids, tokens, right=0.9), seed=1)
-    for a, b in zip(plain, logits(), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert sum(step.n_accepted for step in controller.steps) > 2
-
-
 def test_a_conversation_goes_on_with_what_drafts_left(open_engine: Open) -> None:
     """The sequence is continued where it ends, cut short at marks, and emptied."""
     engine = open_engine(cpu_reference=True, n_draft=12, **RESIDENCIES["60"])
@@ -273,47 +256,6 @@ def test_a_cancelled_generation_tells_what_it_drew(open_engine: Open) -> None:
         (event,) = engine.generate(told, max_tokens=1, text=False, reuse=True)
         assert (event.n_reused, event.token) == (len(told) - 1, plain[len(events)][0])
         assert events_of(engine, ids) == plain
-
-
-@pytest.mark.parametrize("spec", ["mtp", "lookup"])
-def test_a_cancelled_generation_tells_what_real_drafters_drew(open_engine: Open, spec: str) -> None:
-    engine = open_engine("mini35b", spec=spec, budget=4, **MINI["whole"])
-    ids = np.tile(prompt(engine, 12), 4).tolist()
-    for n in range(1, 12, 2):
-        token, events = CancelToken(), []
-        for event in engine.generate(ids, max_tokens=40, text=False, cancel=token):
-            events.append(event)
-            if len(events) == n:
-                token.set()
-        assert [event.n_generated for event in events[:-1]] == list(range(1, len(events)))
-        assert events[-1].n_generated == len(events) - 1
-
-
-def test_a_cancelled_prompt_takes_nothing_away(open_engine: Open) -> None:
-    engine = open_engine("mini35b", spec="mtp", cpu_reference=True, **MINI["whole"])
-    first = prompt(engine, 40).tolist()
-    answer = [event[0] for event in events_of(engine, first)]
-    longer = [*first, *answer, *prompt(engine, 70, seed=5).tolist()]
-    token = CancelToken()
-    token.set()
-    (event,) = engine.generate(longer, text=False, reuse=True, cancel=token)
-    held = engine.held(0)
-    assert event.finish_reason == "cancelled" and len(held) == event.n_reused > len(first)
-    assert held == longer[: len(held)]
-
-
-def test_a_generation_that_is_closed_leaves_the_engine_usable(open_engine: Open) -> None:
-    engine = open_engine(cpu_reference=True, n_draft=12, mode="whole")
-    ids = prompt(engine, 9).tolist()
-    plain = plain_text(engine, ids)
-    speculate(engine, scripted(engine, ids, plain, right=1.0), LookUp(), shapes=["chain"])
-    for n in (1, 3, 6):
-        events = engine.generate(ids, max_tokens=24, text=False)
-        for _ in range(n):
-            next(events)
-        events.close()
-        assert engine.held(0) == []
-        assert events_of(engine, ids, reuse=True) == plain
 
 
 @pytest.mark.parametrize("spoiled", ["nan", "id", "empty"])

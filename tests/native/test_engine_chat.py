@@ -77,16 +77,6 @@ def test_an_answer_has_the_form_that_was_asked_for(
     assert answer.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_grammars_at_temperature_one(engine: Engine, seed: int) -> None:
-    sampling = SamplingParams(temperature=1.0, seed=seed)
-    grammar = Format("gbnf", 'root ::= item ("," item)*\nitem ::= [a-c]{2} | "x"')
-    text = engine.chat(ASKED, sampling=sampling, format=grammar, max_tokens=30).whole().content
-    assert text and set(text) <= set("abcx,")
-    digits = Format("regex", r"\d{4}-\d\d")
-    assert len(engine.chat(ASKED, sampling=sampling, format=digits).whole().content) == 7
-
-
 def test_a_tool_that_must_be_called(engine: Engine) -> None:
     answer = engine.chat(
         ASKED, [PICK], tool_choice="pick", sampling=WARM, max_tokens=200, parallel_tool_calls=False
@@ -100,7 +90,7 @@ def test_a_tool_that_must_be_called(engine: Engine) -> None:
     assert engine.chat(messages, [PICK], max_tokens=4).whole() is not None
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_next_turn_has_the_tokens_that_were_drawn(engine: Engine, seed: int) -> None:
     """A grammar makes the model draw tokens that its text is not encoded to."""
     sampling = SamplingParams(temperature=1.5, seed=seed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from helpers.fetching_engines import fetch_layers
@@ -12,9 +10,12 @@ from helpers.shared import greedy_tokens, prompt
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.errors import ConfigError, ModelFileError, NativeError
+from moegraph.errors import ConfigError, NativeError
 from moegraph.experts.cost import MissSplit
+<<<<<<< HEAD
 from moegraph.runner.misses import Uploader
+=======
+>>>>>>> 1d5b0178 (Tests of the native library: grids are pairs of corners; tests of internals that others see from outside go (tests -3,200 lines))
 
 # One row, a few, more than admission allows, a chunk of many: then single rows again.
 CUTS = [0, 1, 2, 3, 5, 9, 40, 104, 105, 106, 107, 108, 112, 120]
@@ -56,74 +57,11 @@ def test_results_do_not_depend_on_what_is_resident(open_engine, preset):
         engine.close()
 
 
-@pytest.mark.parametrize("preset", ["legacy32", "mini35b"])
-@pytest.mark.parametrize("miss", ["cpu", "stream"])
+@pytest.mark.parametrize(("preset", "miss"), [("legacy32", "cpu"), ("mini35b", "stream")])
 def test_reference_mode_is_bit_equal_with_misses_too(open_engine, preset, miss):
     expected = run(open_engine(preset, cpu_reference=True))
     engine = open_engine(preset, cpu_reference=True, cache_slots=30, miss=miss, n_threads=2)
     np.testing.assert_array_equal(run(engine), expected)
-
-
-@pytest.mark.parametrize("slots", [0, 40])
-def test_an_expert_is_never_fetched_more_often_than_it_is_missed(open_engine, slots):
-    engine = open_engine("mini35b", cache_slots=slots, miss="stream")
-    run(engine)
-    residency, cache = engine.runner.residency, engine.runner.cache
-    filled = sum(n for n in cache.n_slots) * engine_expert_bytes(engine)
-    fetched = engine.runner.misses.n_bytes_to_device - filled
-    announced = cache.stats.missing.sum() + residency.n_exchanged
-    assert 0 < fetched <= announced * engine_expert_bytes(engine)
-
-
-def engine_expert_bytes(engine: Engine) -> int:
-    """Return the largest packed expert of a layer."""
-    store = engine.runner.misses.store
-    return max(store.packing(il).n_bytes for il in store.layers)
-
-
-@pytest.mark.parametrize("miss", ["cpu", "stream"])
-def test_a_prompt_decides_what_is_resident_for_the_first_token(open_engine, miss):
-    settings = {"pin_layers": 0, "cache_slots": 256, "miss": miss, "policy": "lfu"}
-    engine, plain = open_engine("mxfp256", **settings), open_engine("mxfp256")
-    ids = prompt(engine, 1)
-    prompt_ids = np.repeat(ids, 80)  # one token over and over: few experts
-    before = engine.runner.cache.stats
-    for other in (engine, plain):
-        other.forward(prompt_ids[:40])
-        other.forward(prompt_ids[40:])
-    loaded = engine.runner.cache.stats.since(before).admitted.sum()
-    assert loaded == 0, "chunks of a prompt do not touch the slots"
-    rows = [e.forward(ids).logits for e in (engine, plain)]
-    after = engine.runner.cache.stats.since(before)
-    assert 0 < after.admitted.sum() <= 256
-    engine.runner.cache.check()
-    np.testing.assert_array_equal(*rows)
-
-
-@pytest.mark.parametrize("miss", ["cpu", "stream"])
-def test_the_cache_learns(open_engine, miss):
-    engine = open_engine("mini35b", cache_slots=64, policy="lru", miss=miss)
-    ids = prompt(engine, 1)
-    for _ in range(30):  # the same token over and over settles on few experts
-        engine.forward(ids, greedy=True)
-    before = engine.runner.cache.stats
-    for _ in range(10):
-        engine.forward(ids, greedy=True)
-    after = engine.runner.cache.stats
-    hits, misses = (after.hits - before.hits).sum(), (after.misses - before.misses).sum()
-    assert hits > 8 * misses
-
-
-def test_cancelled_and_failed_requests_leave_the_cache_sound(open_engine):
-    engine = open_engine("legacy32", cache_slots=40, miss="cpu")
-    ids = prompt(engine, 20)
-    expected = greedy_tokens(engine, ids, 10)
-    stream = engine.generate(ids, max_tokens=50, text=False)
-    for _ in range(3):
-        next(stream)
-    stream.close()
-    engine.runner.cache.check()
-    assert greedy_tokens(engine, ids, 10) == expected
 
 
 def test_a_recorded_routing_replaces_the_router_for_single_rows(open_engine, model_path):
@@ -156,28 +94,6 @@ def test_a_recording_with_an_expert_that_is_not_there_is_refused(open_engine, mo
             Engine.load(model_path("mini35b"), config, routing=trace)
 
 
-def test_a_recording_of_another_shape_is_refused(model_path):
-    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
-    with pytest.raises(ConfigError, match="this model needs steps of 8 layers with 4 experts"):
-        Engine.load(model_path("legacy32"), config, routing=np.zeros((3, 4, 4), dtype=np.int32))
-
-
-def test_a_file_cut_short_while_running_is_an_error(tmp_path, model_path):
-    source = model_path("legacy32")
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(source.read_bytes())
-    with open_model(path) as model:
-        first = min(i.offset for i in model.tensors.values() if "_exps" in i.name)
-    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, cache_slots=8, miss="stream")
-    with Engine.load(path, config) as engine:
-        greedy_tokens(engine, prompt(engine, 3), 2)
-        store, layer = engine.runner.misses.store, engine.hparams.n_layer - 1
-        with open(path, "r+b") as file:
-            file.truncate(first)
-        with pytest.raises(ModelFileError, match="cut.gguf"):
-            store.source(layer, 5)
-
-
 def test_more_experts_than_the_ring_has_blocks_arrive_intact(open_engine):
     # eight sequences of eight experts: up to 64 admitted at once, 16 blocks in the ring
     settings = {"cache_slots": 320, "pin_layers": 0, "miss": "stream", "policy": "lru"}
@@ -188,12 +104,6 @@ def test_more_experts_than_the_ring_has_blocks_arrive_intact(open_engine):
         np.testing.assert_array_equal(*rows)
         if at == 0:
             assert max(engines[0].runner.cache.stats.admitted) > 16
-
-
-def test_a_pass_cannot_be_looked_into_while_experts_are_missing(open_engine):
-    engine = open_engine("legacy32", cache_slots=40, pin_layers=0)
-    with pytest.raises(ConfigError, match="needs every expert on the device"):
-        engine.forward_nodes([1, 2, 3])
 
 
 def test_nan_in_one_request_does_not_reach_the_next(tmp_path, model_path):
@@ -262,19 +172,6 @@ def check_bypassed(engine: Engine) -> None:
     assert since.admitted.sum() == 0 and since.hit_rate == 0.75
 
 
-def test_every_number_of_streamed_experts_is_measured_once(open_engine, monkeypatch):
-    real, seen = Uploader.send, Counter()
-
-    def send(self, il, bank, pairs):
-        seen[len(pairs)] += bank is self._banks.staging(il, 0)
-        real(self, il, bank, pairs)
-
-    monkeypatch.setattr(Uploader, "send", send)
-    engine = open_engine(pin_layers=0, cache_slots=40, miss="auto")
-    assert engine.runner.residency.guard, "which needs the time of one expert, too"
-    assert seen[1] == seen[2] > 1
-
-
 def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
     plain = open_engine("mxfp256")
     ids = prompt(plain, 8, seed=9)
@@ -302,7 +199,7 @@ def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
     assert misses.n_bytes_to_device > 0 and misses.n_cpu_experts > 0
 
 
-@pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32"])
+@pytest.mark.parametrize("preset", ["legacy32", "mxfp256"])
 def test_graphs_that_fetch_by_themselves_change_no_result(open_engine, preset):
     expected_engine = open_engine(preset)
     expected, hp = run(expected_engine), expected_engine.hparams

@@ -7,18 +7,15 @@ import os
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.faults import FAULTS, faulty
 from helpers.patience import PATIENCE_S
 from helpers.shared import greedy_tokens, prompt
 
-from moegraph.arch import ModelFile
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, loader
 from moegraph.errors import (
     ConfigError,
-    ModelFileError,
     MoegraphError,
 )
 from moegraph.ggml.cpu_ffn import CpuFfn
@@ -160,29 +157,3 @@ def test_a_failure_in_a_request_leaves_the_engine_usable(model_path, name, setti
             handles = handles or now
             assert now == handles
         assert n_injected > 5
-
-
-def test_a_short_read_while_a_request_runs_is_an_error_and_the_next_one_is_right(
-    model_path, monkeypatch
-):
-    settings = {"cache_slots": 24, "miss": "stream", "policy": "lru"}
-    with Engine.load(model_path("legacy32"), config(settings)) as engine:
-        ids = prompt(engine, 20)
-        expected = greedy_tokens(engine, ids, 5)
-        real = ModelFile.read
-        for at in (1, 2, 3, 7, 20, 50):
-            calls = 0
-
-            def read(self: ModelFile, info: Any, out: np.ndarray, start: int = 0) -> None:
-                nonlocal calls
-                calls += 1
-                if calls == at:
-                    raise ModelFileError(f"{info.name}: short read")
-                real(self, info, out, start)
-
-            monkeypatch.setattr(ModelFile, "read", read)
-            with pytest.raises(ModelFileError, match="short read"):
-                greedy_tokens(engine, ids, 5)
-            monkeypatch.setattr(ModelFile, "read", real)
-            engine.runner.cache.check()
-            assert greedy_tokens(engine, ids, 5) == expected, f"after read {at}"

@@ -14,7 +14,6 @@ import pytest
 from moegraph.engine import Engine
 from moegraph.errors import OutOfDeviceMemory
 from moegraph.ggml.device import Device
-from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import BuiltGraph, GraphCache
@@ -57,11 +56,6 @@ def test_graphs_stay_within_the_limit_of_the_device(graphs: GraphCache) -> None:
     assert graphs.n_built == n_built
     graphs.clear()
     assert graphs.n_device_bytes == 0
-
-
-def test_one_graph_is_kept_whatever_it_takes(graphs: GraphCache) -> None:
-    graphs.max_device_bytes = 1
-    assert get(graphs, 0) is get(graphs, 0) is get(graphs, 0)
 
 
 class Told:
@@ -117,15 +111,6 @@ def test_a_device_forgets_graphs_that_are_stale(graphs: GraphCache, told: Told) 
     assert told.take() == [first_node(large)] and len(graphs) == 0
 
 
-def test_a_closed_device_has_nothing_to_forget(told: Told) -> None:
-    device = Device("cpu", n_threads=1)
-    graphs = GraphCache(device)
-    get(graphs, 0)
-    device.close()
-    graphs.close()
-    assert not told.take()
-
-
 def test_graphs_that_a_caller_keeps_count_as_used(graphs: GraphCache) -> None:
     kept, dropped = get(graphs, 0), get(graphs, 1)
     graphs.max_device_bytes = 3 * N_NODES * CAPTURED_NODE_BYTES
@@ -137,37 +122,6 @@ def test_graphs_that_a_caller_keeps_count_as_used(graphs: GraphCache) -> None:
     assert get(graphs, 0) is kept and graphs.n_built == n_built
     graphs.used([dropped])  # is not there any more
     assert get(graphs, 1) is not dropped
-
-
-@pytest.mark.parametrize("settings", [{"mode": "layered"}, {"cache_slots": 60, "miss": "stream"}])
-def test_graphs_of_a_plan_are_known_to_be_in_use(
-    open_engine: Callable[..., Engine], settings: dict[str, Any]
-) -> None:
-    """A launch plan keeps its graphs and does not ask the cache for them."""
-    engine = open_engine(n_ctx=256, **settings)
-    [part] = engine.runner.parts
-    engine.prefill([1, 2, 3])
-    engine.forward([5], greedy=True)
-    for at in range(120):  # what nobody asks for is used last
-        engine.forward([5], greedy=True)
-        get(part.graphs, at)
-    newest = list(part.graphs._graphs)[-40:]
-    assert {key[0] for key in newest if isinstance(key, tuple)} >= {"layers", "head"}
-
-
-def test_plans_keep_no_graph_that_the_cache_has_not(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine(n_ctx=256, mode="layered")
-    [part] = engine.runner.parts
-
-    def others() -> int:
-        return live_handles()["Context"] - len(part.graphs)
-
-    engine.prefill([1, 2, 3])
-    engine.forward([5], greedy=True)
-    before = others()
-    part.graphs.clear()  # as if the shared block had moved
-    engine.forward([5], greedy=True)
-    assert others() == before
 
 
 @pytest.mark.parametrize("settings", [{"mode": "layered"}, {"cache_slots": 60, "miss": "stream"}])

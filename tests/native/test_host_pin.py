@@ -136,21 +136,10 @@ def test_with_enough_memory_or_where_it_is_not_known_all_layers_are_pinned(pinne
         assert found.note == "" and found.ring == 0
 
 
-def test_the_last_layer_needs_no_room_for_a_ring(pinned):
-    found = pinned(lambda size: HostMemory(64 * GiB, 2 * GiB + 8 * size, None))
-    assert found.layers == list(range(found.n_layer)) and found.n_layer == 8
-    assert found.ring == 0 and found.n_bytes <= 8 * found.size
-
-
 @pytest.mark.parametrize("registers", [True, False])
 def test_where_the_driver_pins_no_more_the_rest_is_read_from_the_file(pinned, registers):
     found = pinned(lambda _: HostMemory(64 * GiB, 60 * GiB, None), n_blocks=2, registers=registers)
     assert found.layers == [0, 1] and found.note.endswith("from the file: the driver does not")
-
-
-def test_where_the_systems_memory_cannot_be_pinned_the_driver_allocates_it(pinned):
-    found = pinned(lambda _: HostMemory(64 * GiB, 60 * GiB, None), registers=False)
-    assert found.layers == list(range(found.n_layer)) and found.note == ""
 
 
 def test_all_is_refused_before_anything_is_taken(open_engine, monkeypatch, no_leak):

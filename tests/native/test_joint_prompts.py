@@ -113,10 +113,15 @@ def drafts_after(engine: Engine, batches: list[SweepBatch], together: bool) -> l
     return found
 
 
-@pytest.mark.parametrize(("device", "placement", "is_rounded"), [
-    ("cpu", PLACEMENTS[0], False), ("cpu", PLACEMENTS[3], True), ("cpu,cpu", PLACEMENTS[0], True),
-], ids=["whole", "few", "two devices"])  # fmt: skip
-@pytest.mark.parametrize("spec", ["mtp", "dflash"])
+@pytest.mark.parametrize(
+    ("spec", "device", "placement", "is_rounded"),
+    [
+        ("mtp", "cpu", PLACEMENTS[3], True),
+        ("dflash", "cpu", PLACEMENTS[0], False),
+        ("dflash", "cpu,cpu", PLACEMENTS[0], True),
+    ],
+    ids=["few", "whole", "two devices"],
+)
 def test_drafters_read_each_of_several_prompts(
     open_engine: Open, tmp_path: Path, spec: str, device: str, placement: dict[str, Any],
     is_rounded: bool,
@@ -133,7 +138,7 @@ def test_drafters_read_each_of_several_prompts(
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[3]], ids=str)
 def test_rows_that_are_rounded_up_change_nothing(
     open_engine: Open, placement: dict[str, Any]
 ) -> None:
@@ -224,31 +229,7 @@ def test_a_fault_undoes_all_prompts_of_a_sweep(open_engine: Open) -> None:
     engine.state.pool.check()
 
 
-def test_a_prompt_whose_results_are_not_finite_ends_alone(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = open_joint(open_engine, "mini35b")
-    batches = mixed(engine)
-    real = stage_sweep.StageSweep.head
-
-    def head(self: Any, batch: SweepBatch, row: int, n: int) -> Any:
-        output = real(self, batch, row, n)
-        if batch.slot in (1, 3):
-            raise NotFinite("not finite", (batch.slot,), output)
-        return output
-
-    monkeypatch.setattr(stage_sweep.StageSweep, "head", head)
-    sweep = engine.passes.begin_prompts(batches)
-    while engine.passes.step_prompt(sweep):
-        pass
-    assert [bool(swept.error) for swept in sweep.prompts] == [False, True] * 2 + [False] * 2
-    assert "unstable" in str(sweep.prompts[1].error)  # it is finite when computed again
-    assert [len(engine.held(slot)) for slot in range(6)] == [40, 0, 150, 300, 90, 1]
-
-
-@pytest.mark.parametrize(
-    ("max_rows", "is_rounded"), [(7, False), (64, False), (1000, False), (256, True), (1000, True)]
-)
+@pytest.mark.parametrize(("max_rows", "is_rounded"), [(7, False), (1000, False), (256, True)])
 def test_rows_of_prompts_are_cut_into_few_chunks(max_rows: int, is_rounded: bool) -> None:
     prompts = [(0, 0, 400, (100,)), (3, 50, 30, ()), (1, 0, 1, ()), (2, 7, 200, (10, 206))]
     chunks = cut_together(prompts, max_rows, lambda cut: len(cut) < 4, is_rounded)
@@ -299,8 +280,9 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("is_rounded", [False, True])
-@pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[3]], ids=str)
+@pytest.mark.parametrize(
+    ("placement", "is_rounded"), [(PLACEMENTS[0], True), (PLACEMENTS[3], False)], ids=str
+)
 def test_requests_that_wait_are_read_together(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, placement: dict[str, Any], is_rounded: bool
 ) -> None:
@@ -348,25 +330,6 @@ def test_requests_without_room_in_a_sweep_wait_for_the_next_one(
     for client in clients:
         assert client.tokens == alone(single, client.request)[0]
     engine.state.pool.check()
-
-
-def test_requests_are_read_together_beside_a_drafter(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = open_joint(open_engine, "mini35b", n_ubatch=512, spec="mtp", n_draft=4)
-    swept = watched(engine, monkeypatch)
-    with serving(engine) as service:
-        requests = [
-            partial(Client, service, prompt(engine, n, seed=n), max_tokens=12)
-            for n in (140, 35, 60)
-        ]
-        clients = held(service, *requests)
-        for client in clients:
-            client.wait()
-    assert swept[0] == [140, 35, 60]
-    single = open_engine("mini35b", cpu_reference=True, n_ctx=2048)
-    for client in clients:
-        assert client.tokens == alone(single, client.request)[0]
 
 
 def test_a_cancelled_request_leaves_those_that_are_read_with_it(

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import shutil
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,30 +141,6 @@ def test_a_read_that_fails_is_the_error_and_nothing_stays(model_path, monkeypatc
 
 
 @MODES
-def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path, model_path, monkeypatch,
-                                                    settings) -> None:  # fmt: skip
-    path = Path(shutil.copy(model_path(PRESET), tmp_path / "cut.gguf"))
-    before = live_handles()
-    copy_on_the_cpu(monkeypatch)
-    with open_model(path) as model:
-        offset = model.tensors["blk.5.ffn_down_exps.weight"].offset
-    real, calls = ModelFile.read, []
-
-    def read(self: ModelFile, *args: Any) -> None:
-        if len(calls) == 30:
-            with path.open("r+b") as file:
-                file.truncate(offset)
-        calls.append(1)
-        real(self, *args)
-
-    monkeypatch.setattr(ModelFile, "read", read)
-    with pytest.raises(ModelFileError, match=r"cut\.gguf"):
-        Engine.load(path, config(settings)).close()
-    assert live_handles() == before
-    assert readers() == []
-
-
-@MODES
 def test_an_interrupt_while_loading_ends_the_threads(model_path, monkeypatch, settings) -> None:
     path, before = model_path(PRESET), live_handles()
     copy_on_the_cpu(monkeypatch)
@@ -203,13 +177,6 @@ def test_progress_ends_at_the_bytes_of_the_file(model_path, monkeypatch) -> None
         with open_model(model_path(PRESET)) as model:
             unread = model.tensors["token_embd.weight"].nbytes
         assert done == total - unread, "all but the embeddings, which stay in the file"
-
-
-def test_the_engine_says_how_many_rows_it_computes_at_a_time(model_path) -> None:
-    for n_ubatch, found in ((None, 512), (7, 7)):
-        config = EngineConfig(device="cpu", n_ctx=256, n_ubatch=n_ubatch)
-        with Engine.load(model_path("legacy32"), config) as engine:
-            assert engine.config.n_ubatch == found and engine.runner.n_ubatch <= found
 
 
 def test_a_context_by_memory_is_longer_where_there_is_more(model_path) -> None:

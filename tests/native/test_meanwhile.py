@@ -45,15 +45,6 @@ def test_work_is_done_when_the_host_first_waits(
     assert seen == [0] and len(waits) == engine.hparams.n_layer
 
 
-def test_work_is_done_once_if_the_host_never_waits(open_engine: Open) -> None:
-    for settings in (SOME, {"cpu_reference": True}):
-        engine, seen = open_engine("legacy32", **settings), list[int]()
-        engine.forward_logits(prompt(engine, 5), 0)
-        submitted(engine, lambda seen=seen: seen.append(1))
-        assert seen == [1]
-        engine.passes.collect()
-
-
 def test_an_error_in_between_ends_the_pass_and_nothing_else(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

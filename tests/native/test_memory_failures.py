@@ -79,13 +79,3 @@ def test_no_graph_outlives_an_interrupt_that_comes_with_a_larger_block(
         assert graphs.n_bytes > before, "the block did not move"
         assert len(graphs) == 0 and graphs.generation > generation
         np.testing.assert_array_equal(engine.forward_logits(np.arange(3)), expected)
-
-
-def test_graphs_stay_where_a_further_one_fits(open_engine) -> None:
-    engine = open_engine()
-    engine.forward_logits(np.arange(3))
-    graphs, generation = engine.runner.graphs, engine.runner.graphs.generation
-    n_graphs = len(graphs)
-    engine.reset()
-    engine.forward_logits(np.arange(5))
-    assert len(graphs) == n_graphs + 1 and graphs.generation == generation

@@ -42,13 +42,7 @@ def test_every_library_carries_the_hash() -> None:
     assert set(found.values()) == {patchset_of(PACKAGE / "ggml/_native.abi3.so")} == {patchset()}
 
 
-def test_the_copy_works(copy: Path) -> None:
-    done = load(copy)
-    assert (done.returncode, done.stderr) == (0, "") and str(copy) in done.stdout
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-@pytest.mark.parametrize("other", [OTHER, "none"])
+@pytest.mark.parametrize(("name", "other"), [("llama", OTHER), ("ggml-cuda", "none")])
 def test_a_library_of_another_build_is_named(copy: Path, name: str, other: str) -> None:
     path, ours = copy / f"lib{name}.so", patchset()
     data = (path if path.exists() else copy / "libggml.so").read_bytes()
@@ -64,7 +58,7 @@ def test_a_library_of_another_build_is_named(copy: Path, name: str, other: str) 
     assert expected in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("data", [b"", b"\x7fELF\x02\x01", b"\x7fELF\x02\x01" + b"\xff" * 100])
+@pytest.mark.parametrize("data", [b"", b"\x7fELF\x02\x01" + b"\xff" * 100])
 def test_what_is_no_library_is_refused_as_one_without_a_hash(copy: Path, data: bytes) -> None:
     (copy / "libllama.so").write_bytes(data)
     done = load(copy)

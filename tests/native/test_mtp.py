@@ -14,15 +14,14 @@ from helpers.mtp import MtpModel
 from moegraph.arch import open_model
 from moegraph.arch.mtp import require_nextn
 from moegraph.config import EngineConfig
-from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
-from moegraph.errors import InternalError, ModelFileError, OutOfDeviceMemory
+from moegraph.errors import ModelFileError, OutOfDeviceMemory
 from moegraph.ggml.lib import C, ffi
 from moegraph.gguf.vocab import frequent_ids
 from moegraph.kinds import MOST_BEHIND
 from moegraph.placement.drafters import kept_experts, mtp_bytes
 from moegraph.placement.footprint import needed_bytes
-from moegraph.resident.layout import MAX_MTP_DRAFT, MTP_ROWS
+from moegraph.resident.layout import MTP_ROWS
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
 from moegraph.runner.inspect import read_tensor
@@ -50,8 +49,7 @@ def commit(model: MtpModel, tokens: np.ndarray, parents: list[int], path: list[i
     model.drafter.committed(0, model.state.n_past[0] - len(path), tokens[path].tolist())
 
 
-@pytest.mark.parametrize("preset", ["mini35b", "float32"])
-@pytest.mark.parametrize("n_seq", [1, 2])
+@pytest.mark.parametrize(("preset", "n_seq"), [("mini35b", 2), ("float32", 1)])
 def test_a_prompt_gives_the_same_keys_in_any_pieces(
     model_path: ModelPath, no_leak: None, preset: str, n_seq: int
 ) -> None:
@@ -93,7 +91,7 @@ def test_accepted_tokens_give_the_same_keys_as_a_prompt(
         assert_same(model.cache(), wanted)
 
 
-@pytest.mark.parametrize("n_each", [1, 17, MOST_BEHIND])
+@pytest.mark.parametrize("n_each", [1, MOST_BEHIND])
 def test_tokens_without_drafts_are_caught_up_with(
     model_path: ModelPath, no_leak: None, n_each: int
 ) -> None:
@@ -139,35 +137,6 @@ def test_a_chain_begins_with_the_shorter_ones(model_path: ModelPath, kv: str) ->
             np.testing.assert_array_equal(model.logits(n), rows[:n])
 
 
-def test_warming_up_leaves_nothing(model_path: ModelPath) -> None:
-    ids = random_ids(30)
-    with MtpModel(model_path("mini35b"), n_kept=8) as model:
-        model.read(ids)
-        wanted, cache = model.drafter.draft(0, 3, 4, 2), model.cache()
-        model.state.reset(0)
-        model.drafter.warm_up(MAX_MTP_DRAFT)
-        assert model.state.pool.n_free == model.state.pool.n_pages
-        model.read(ids)
-        assert_same(model.cache(), cache)
-        again = model.drafter.draft(0, 3, 4, 2)
-        np.testing.assert_array_equal(again.tokens, wanted.tokens)
-        np.testing.assert_array_equal(again.log_p, wanted.log_p)
-
-
-def test_probabilities_are_those_of_the_logits(model_path: ModelPath) -> None:
-    with MtpModel(model_path("float32")) as model:
-        model.read(random_ids(20))
-        draft = model.drafter.draft(0, 7, 5, 6)
-        rows = model.logits(5).astype(np.float64)
-        assert draft.problem(model.hp.n_vocab) == ""
-        exact = rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True))
-        exact -= rows.max(1, keepdims=True)
-        order = np.argsort(-rows, axis=1, kind="stable")[:, :6]
-        np.testing.assert_array_equal(draft.tokens, order)
-        assert draft.log_p is not None
-        np.testing.assert_allclose(draft.log_p, np.take_along_axis(exact, order, 1), atol=1e-4)
-
-
 def test_a_chain_stops_at_the_end_of_the_context(model_path: ModelPath) -> None:
     with MtpModel(model_path("mini35b"), n_ctx=256) as model:
         model.read(random_ids(253))
@@ -175,53 +144,6 @@ def test_a_chain_stops_at_the_end_of_the_context(model_path: ModelPath) -> None:
         for token in (1, 2, 3):
             model.decode(token)
         assert model.drafter.draft(0, 4, 8, 1).n_depth == 0
-
-
-def test_what_is_restored_has_the_block_too(model_path: ModelPath, no_leak: None) -> None:
-    ids, other = random_ids(150), random_ids(80, seed=2)
-    with MtpModel(model_path("mini35b"), n_ubatch=40, **EXACT) as model:
-        model.read(ids[:70])
-        wanted = model.cache()
-        draft = model.drafter.draft(0, int(ids[70]), 4, 2)
-        model.state.reset(0)
-        assert not model.cache()[2].any()
-        model.read(ids, cuts=(70,))
-        whole = model.cache()
-        [states] = model.saved
-        rows = model.state.copies.take_rows(0, 0, 70)
-        # another conversation, and then the copies in host memory
-        model.state.reset(0)
-        model.read(other)
-        model.state.put_back(0, 0, [(0, rows)], states)
-        model.drafter.restart(0, ids[:70])
-        assert_same(model.cache(), wanted)
-        again = model.drafter.draft(0, int(ids[70]), 4, 2)
-        np.testing.assert_array_equal(again.tokens, draft.tokens)
-        np.testing.assert_array_equal(again.log_p, draft.log_p)
-        snapshot = model.state.snapshot(0)
-        model.read(ids[70:])
-        assert_same(model.cache(), whole)
-        model.state.restore(snapshot)
-        assert_same(model.cache(), wanted)
-        snapshot.close()
-        states.close()
-
-
-def test_a_cancelled_prompt_changes_nothing(model_path: ModelPath) -> None:
-    from moegraph.runner.sweep import Sweep
-
-    ids = random_ids(100)
-    with MtpModel(model_path("mini35b"), **EXACT) as model:
-        model.read(ids[:30])
-        wanted = model.cache()
-        taps = model.drafter.prompt_taps(0, ids[30:], 30)
-        sweep = Sweep([model.runner.sweeps], [SweepBatch(ids[30:], 0, taps=taps)])
-        sweep.begin()
-        for _ in range(sweep.n_steps - 1):
-            sweep.step()
-        sweep.cancel()
-        model.drafter.truncate(0, 30)
-        assert_same(model.cache(), wanted)
 
 
 def test_positions_without_the_drafter_cost_only_acceptance(model_path: ModelPath) -> None:
@@ -287,8 +209,7 @@ def test_a_part_of_the_vocabulary_drafts_as_the_whole(
         assert model.drafter.n_bytes < n_bytes + len(part) * 4 * (model.hp.n_embd + 64)
 
 
-@pytest.mark.parametrize("preset", ["mini35b", "float32"])
-@pytest.mark.parametrize("n_kept", [0, 5, 20])
+@pytest.mark.parametrize(("preset", "n_kept"), [("mini35b", 5), ("float32", 0)])
 def test_experts_that_are_fetched_change_no_draft(
     model_path: ModelPath, no_leak: None, preset: str, n_kept: int
 ) -> None:
@@ -367,18 +288,8 @@ def test_a_block_that_is_not_whole_is_refused(model_path: ModelPath, no_leak: No
             open_mtp(model.stage, file)
 
 
-def test_a_state_without_room_for_the_block_is_refused(
-    model_path: ModelPath, open_engine: Callable[..., Any]
-) -> None:
-    engine = open_engine("mini35b")
-    assert engine.state.last_out is None
-    with open_model(model_path("mini35b")) as file, pytest.raises(InternalError, match="MTP"):
-        open_mtp(engine.stage, file)
-
-
-@pytest.mark.parametrize("preset", ["mini35b", "float32"])
-@pytest.mark.parametrize(("n_seq", "n_vocab", "n_kept"), [
-    (1, 0, None), (3, 0, None), (1, 700, None), (1, 0, 8), (1, 0, 0),
+@pytest.mark.parametrize(("preset", "n_seq", "n_vocab", "n_kept"), [
+    ("mini35b", 3, 0, None), ("float32", 1, 700, None), ("mini35b", 1, 0, 8), ("float32", 1, 0, 0),
 ])  # fmt: skip
 def test_the_plan_counts_what_it_takes(
     model_path: ModelPath, preset: str, n_seq: int, n_vocab: int, n_kept: int | None
@@ -396,15 +307,6 @@ def test_the_plan_counts_what_it_takes(
             config = EngineConfig(n_seq=n_seq, n_ctx=512, draft_vocab=n_vocab)
             planned = mtp_bytes(file, config, 512, n_kept)
     assert taken <= planned <= 1.7 * taken
-
-
-def test_it_is_a_drafter(model_path: ModelPath) -> None:
-    with MtpModel(model_path("mini35b")) as model:
-        drafter: Drafter = model.drafter
-        assert (drafter.name, drafter.taps) == ("mtp", (model.hp.n_layer - 1,))
-        before = drafter.n_bytes
-        model.drafter.reserve()
-        assert drafter.n_bytes > before > model.state.kv_bytes // 2
 
 
 def has_block(engine: Any) -> bool:
@@ -458,7 +360,7 @@ def test_auto_leaves_the_block_where_experts_need_the_memory(
         engine.close()
 
 
-@pytest.mark.parametrize("part", ["EmbeddingTable", "Weights", "ExpertBanks"])
+@pytest.mark.parametrize("part", ["Weights"])
 def test_auto_goes_on_without_a_block_that_cannot_be_loaded(
     open_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

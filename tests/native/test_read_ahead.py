@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,7 @@ from moegraph.arch import ModelFile
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, ModelFileError
 from moegraph.events import CancelToken
-from moegraph.ggml.device import Device
-from moegraph.ggml.lib import ffi
 from moegraph.resident import store
-from moegraph.resident.layout import N_STAGING
 from moegraph.resident.store import FileRing
 
 Open = Callable[..., Engine]
@@ -96,34 +93,6 @@ def check_prompt(
     assert file.n_ahead > 0.9 * file.n_asked, "the prompt waited for reads"
     engine.stage.store.forget()
     assert file.n_now == 0
-
-
-def test_every_batch_of_uploads_is_read_by_several_threads(threaded: None) -> None:
-    """Blocks whose upload has ended are free again before the next batch is asked for."""
-    device, lock, n_now, most = Device("cpu", 1), threading.Lock(), [0], [0]
-    are_four = threading.Event()
-
-    def read(il: int, expert: int, target: np.ndarray) -> None:
-        with lock:
-            n_now[0] += 1
-            most[0] = max(most[0], n_now[0])
-            if most[0] >= 4:
-                are_four.set()
-        are_four.wait(PATIENCE_S)
-        target[:2] = il, expert
-        with lock:
-            n_now[0] -= 1
-
-    with closing(device), closing(FileRing(device, 64, read)) as ring:
-        for il in range(8):
-            most[0] = 0
-            are_four.clear()
-            ring.ahead((il, expert) for expert in range(N_STAGING))
-            for expert in range(N_STAGING):
-                address = ring.take(il, expert)
-                assert bytes(ffi.buffer(address, 2)) == bytes((il, expert))
-            ring.copied()
-            assert most[0] >= 4, f"batch {il}"
 
 
 def test_a_cancelled_or_failed_prompt_leaves_no_read_behind(

@@ -120,15 +120,6 @@ def test_tensors_keep_their_memory_as_long_as_the_workers_backend_asks(
     assert at[4] == at[5]
 
 
-def test_a_backend_that_asks_for_nothing_is_asked_once_a_graph(
-    lend: Callable[[Backend], Device], stack: ExitStack
-) -> None:
-    backend = Backend([])
-    graph, _, _ = chain(lend(backend), stack, 3)
-    at = {int(ffi.cast("uintptr_t", node.data)) for node in graph.outputs}
-    assert len(at) == 1 and len(backend.seen) == 1
-
-
 def test_the_workers_backend_knows_which_buffers_have_weights(
     lend: Callable[[Backend], Device], stack: ExitStack
 ) -> None:

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from helpers.tree_shapes import TREES, path
 
-from moegraph.arch import open_model
-from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.placement.footprint import lacking_bytes, needed_bytes, sweep_rows
+from moegraph.placement.footprint import lacking_bytes, sweep_rows
 from moegraph.resident.layout import PAGE, draft_room, paged_scratch_bytes
 from moegraph.units import round_up
 
@@ -23,7 +21,6 @@ MODES: list[dict[str, Any]] = [
     {"cache_slots": 48, "pin_layers": 0, "miss": "stream"},
     {"cache_slots": 48, "pin_layers": 0, "miss": "cpu", "type_k": "q8_0"},
 ]
-NAMES = ["whole", "stream", "cpu"]
 
 
 def memory_of(engine: Engine) -> tuple[int, ...]:
@@ -32,9 +29,14 @@ def memory_of(engine: Engine) -> tuple[int, ...]:
     return graphs.n_bytes, graphs.generation, engine.stage.state.drafts.n_rows
 
 
-@pytest.mark.parametrize(("n_seq", "n_draft"), [(1, 7), (3, 0), (12, 5)])
-@pytest.mark.parametrize("pages", [False, True], ids=["mask", "pages"])
-@pytest.mark.parametrize("settings", MODES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("settings", "pages", "n_seq", "n_draft"),
+    [
+        (MODES[0], False, 1, 7), (MODES[0], True, 12, 5), (MODES[1], False, 3, 0),
+        (MODES[1], True, 1, 7), (MODES[2], False, 12, 5),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_no_pass_needs_more_than_was_reserved(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, settings: dict, pages: bool,
     n_seq: int, n_draft: int,
@@ -63,8 +65,11 @@ def test_no_pass_needs_more_than_was_reserved(
         assert memory_of(engine) == reserved, f"turn {turn}"
 
 
-@pytest.mark.parametrize(("n_seq", "n_draft"), [(1, 0), (1, 15), (4, 7), (12, 5)])
-@pytest.mark.parametrize("settings", MODES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("settings", "n_seq", "n_draft"),
+    [(MODES[0], 1, 15), (MODES[0], 12, 5), (MODES[1], 1, 0), (MODES[1], 4, 7), (MODES[2], 12, 5)],
+    ids=str,
+)
 def test_the_plan_counts_what_is_reserved(
     open_engine: Open, settings: dict, n_seq: int, n_draft: int
 ) -> None:
@@ -79,20 +84,6 @@ def test_the_plan_counts_what_is_reserved(
         assert taken["compute_bytes"] <= plan["compute"] + lacking
         assert taken["state_bytes"] <= plan["state"]
         assert taken["kv_bytes"] <= plan["kv"]
-
-
-def test_only_who_drafts_pays_for_it(model_path: Callable[[str], Any]) -> None:
-    def need(**settings: Any) -> tuple[int, int]:
-        config = EngineConfig(device="cpu", **settings)
-        with open_model(model_path("mini35b")) as model:
-            found = needed_bytes(model, config, config.n_ctx)
-        return found.compute, found.state
-
-    plain = need(n_ubatch=64)
-    assert need(n_ubatch=64, n_draft=1)[1] > plain[1]
-    assert need(n_ubatch=8, n_seq=4, n_draft=7)[0] > need(n_ubatch=8, n_seq=4)[0]
-    # the widest prompt covers a row for each sequence
-    assert need(n_ubatch=512)[0] == need(n_ubatch=512, n_draft=3)[0]
 
 
 def test_long_contexts_need_room_for_partial_sums(open_engine: Open) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
 
 from moegraph.draft.controller import Controller
-from moegraph.draft.lookup import LookUp
-from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Source
+from moegraph.draft.plan import PLAIN, Plan
 from moegraph.engine import Engine
 from moegraph.kinds import MOST_BEHIND
 from moegraph.passes.speculation import Speculation
@@ -71,8 +68,7 @@ def kept(engine: Engine) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("source", ["mtp", "dflash"])
-@pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize(("source", "device"), [("mtp", "cpu"), ("dflash", "cpu,cpu")])
 def test_drafts_that_are_switched_on_and_off_lose_nothing(
     open_engine: Open, tmp_path: Path, source: str, device: str
 ) -> None:
@@ -94,47 +90,6 @@ def test_drafts_that_are_switched_on_and_off_lose_nothing(
     for got, want in zip(kept(engine), kept(again), strict=True):
         assert want.any()
         np.testing.assert_array_equal(got, want)
-
-
-def calls_between_passes(engine: Engine, ids: np.ndarray) -> float:
-    """Return the Python calls of a step from the results of a pass to the launch of the next."""
-    counts, passes = Counter[str](), engine.passes
-    collect, submit = passes.collect, passes.decode
-
-    def count(frame: Any, event: str, arg: Any) -> None:
-        counts["calls"] += event == "call"
-
-    def collected(*args: Any, **more: Any) -> Any:
-        found = collect(*args, **more)
-        sys.setprofile(count)
-        return found
-
-    def submitted(*args: Any, **more: Any) -> None:
-        sys.setprofile(None)
-        counts["steps"] += 1
-        submit(*args, **more)
-
-    passes.collect, passes.decode = collected, submitted  # type: ignore[method-assign]
-    try:
-        text(engine, ids, 60)
-    finally:
-        sys.setprofile(None)
-        passes.collect, passes.decode = collect, submit  # type: ignore[method-assign]
-    return counts["calls"] / counts["steps"]
-
-
-def test_the_device_does_not_wait_for_drafters_that_rest(open_engine: Open, tmp_path: Path) -> None:
-    """A plain step of `auto` makes few calls more than one without drafters before its launch."""
-    engine = opened(open_engine, tmp_path, "mtp")
-    ids, drafters = prompt(engine, 40), [*engine._loaded.drafters, LookUp()]
-    engine.speculation = None
-    plain = calls_between_passes(engine, ids)
-    sources = [Source(drafter.name, 8, 9.0, 9.0, 0.1) for drafter in drafters]  # they never pay
-    controller = Controller(sources, DraftSettings())
-    engine.speculation = Speculation(drafters, controller, engine.hparams.n_vocab, 8)
-    resting = calls_between_passes(engine, ids)
-    assert controller.stats.steps == 0 and controller.stats.plain_steps > 50
-    assert resting - plain < 9
 
 
 def test_a_profile_keeps_how_right_drafts_were(open_engine: Open, tmp_path: Path) -> None:

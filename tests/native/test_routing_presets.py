@@ -11,11 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.experts.machines import MACHINES
-from moegraph.experts.policy import POLICIES
 from moegraph.placement.generator import PRESETS, generate_trace
 from moegraph.placement.identity import RouterShape, router_shape
-from moegraph.placement.simulate import even_slots, simulate
 from moegraph.placement.trace import Trace, TraceRecorder
 
 N_TOKENS = 1536
@@ -65,7 +62,7 @@ def scaled() -> Trace:
     return generate_trace(RouterShape(8, 256, 8), N_TOKENS, seed=3, model=PRESETS["recorded"])
 
 
-@pytest.mark.parametrize("il", range(8))
+@pytest.mark.parametrize("il", [0, 3, 7])
 def test_a_layer_has_the_hit_rates_of_the_recorded_one(
     recorded: Trace, scaled: Trace, il: int
 ) -> None:
@@ -76,25 +73,3 @@ def test_a_layer_has_the_hit_rates_of_the_recorded_one(
     """
     for curve in (lru_curve, popularity_curve):
         assert np.abs(curve(recorded, il) - curve(scaled, il)).max() < 0.07, curve.__name__
-
-
-def test_the_policy_in_use_hits_as_often_at_the_same_share(recorded: Trace, scaled: Trace) -> None:
-    """`lfu`, which the fit did not look at."""
-    for share in (0.25, 0.5, 0.75):
-        rates = []
-        for trace in (recorded, scaled):
-            n_slots = even_slots(8, trace.shape.n_expert, share)
-            policy, machine = POLICIES["lfu"](), MACHINES["h200"]
-            found = simulate(trace, n_slots, policy, machine, mode="stream", skip=256)
-            rates.append(found.hit_rate)
-        assert rates[0] == pytest.approx(rates[1], abs=0.05), share
-
-
-def test_the_other_presets_come_back_to_fewer_experts(recorded: Trace) -> None:
-    """At a quarter of the slots the shipped model hits .4, `flat` .6, `sticky` .8."""
-    at = 1  # 25 %
-    rates = [np.mean([lru_curve(recorded, il)[at] for il in range(8)])]
-    for name in ("flat", "sticky"):
-        trace = generate_trace(RouterShape(8, 256, 8), N_TOKENS, model=PRESETS[name])
-        rates.append(np.mean([lru_curve(trace, il)[at] for il in range(8)]))
-    assert [round(float(rate), 1) for rate in rates] == [0.4, 0.6, 0.8]

@@ -99,11 +99,3 @@ def test_the_same_candidates_with_the_same_probabilities(llama: ModuleType, sett
         assert set(ours) == set(theirs)
         for token, prob in theirs.items():
             assert ours[token] == pytest.approx(prob, rel=PROBABILITY_RTOL, abs=1e-12)
-
-
-def test_the_comparison_notices_another_order(llama: ModuleType) -> None:
-    """The gate itself: temperature before top-p leaves other candidates."""
-    logits = (np.random.default_rng(0).standard_normal(N_VOCAB) * 3).astype(np.float32)
-    params = SamplingParams(temperature=3.0, top_p=0.7)
-    ids, _ = Sampler(params, N_VOCAB).distribution(logits / np.float32(3.0))
-    assert set(ids.tolist()) != set(upstream_distribution(llama, params, logits, []))

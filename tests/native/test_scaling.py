@@ -20,7 +20,7 @@ def invoke(*args: object) -> Result:
     return CliRunner().invoke(main, [str(arg) for arg in given])
 
 
-@pytest.mark.parametrize("settings", [{}, {"cache_slots": 60, "pin_layers": 0}])
+@pytest.mark.parametrize("settings", [{"cache_slots": 60, "pin_layers": 0}])
 def test_every_width_is_measured_and_the_sequence_stays(settings: dict[str, Any]) -> None:
     config = EngineConfig(device="cpu", n_threads=1, n_ctx=512, **settings)
     with Engine.load("tiny", scaling_config(config)) as engine:

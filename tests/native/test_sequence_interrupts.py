@@ -208,8 +208,9 @@ class Interrupted(Machine):
                 self.adopt(self.held, {})
 
 
-@pytest.mark.parametrize(("n_seq", "seed"), [(3, 0), (1, 1)])
-@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("n_seq", "seed", "settings"), list(zip((3, 1, 3, 1), range(4), SETTINGS)), ids=NAMES
+)
 def test_sequences_hold_what_they_say_wherever_a_call_ends(
     open_engine: Open, settings: dict, n_seq: int, seed: int
 ) -> None:

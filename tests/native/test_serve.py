@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -174,61 +172,13 @@ def test_a_client_that_hangs_up_ends_in_the_engine(server: ServerProcess) -> Non
     until(lambda: idle(server) and n_left(server) == before + 1, 0.02)
 
 
-@pytest.mark.parametrize("path", ["completions", "chat"])
-def test_a_prompt_is_computed_anew_where_the_client_asks_for_that(
-    client: openai.OpenAI, path: str
-) -> None:
+def test_a_prompt_is_computed_anew_where_the_client_asks_for_that(client: openai.OpenAI) -> None:
     def n_cached(**more: Any) -> int:
         given: Any = {"model": "tiny", "max_tokens": 2, "temperature": 0, "extra_body": more}
-        text = "A text that comes again. " * 20 + path
-        if path == "chat":
-            found = client.chat.completions.create(
-                messages=[{"role": "user", "content": text}], **given
-            )
-        else:
-            found = client.completions.create(prompt=text, **given)
+        found = client.completions.create(prompt="A text that comes again. " * 20, **given)
         assert found.usage and found.usage.prompt_tokens_details
         return found.usage.prompt_tokens_details.cached_tokens or 0
 
     assert [n_cached(cache_prompt=False) for _ in range(2)] == [0, 0]
     n_cached()
     assert n_cached() > 0 and n_cached(cache_prompt=False) == 0
-
-
-def test_clients_beside_one_another_get_their_own_answers(client: openai.OpenAI) -> None:
-    prompts = [f"def f{i}(" for i in range(6)]
-
-    def ask(prompt: str) -> str:
-        given: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 12}
-        return client.completions.create(**given).choices[0].text
-
-    alone = {prompt: ask(prompt) for prompt in prompts}
-    together: dict[str, str] = {}
-    threads = [
-        threading.Thread(target=lambda p=prompt: together.update({p: ask(p)}))  # type: ignore[misc]
-        for prompt in prompts
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == alone
-
-
-def test_tokens_and_template(server: ServerProcess) -> None:
-    def post(path: str, body: Any) -> Any:
-        return httpx.post(
-            server.url + path, json=body, headers={"X-Api-Key": "key"}, timeout=PATIENCE_S
-        ).json()
-
-    tokens = post("/tokenize", {"content": PROMPT})["tokens"]
-    assert post("/detokenize", {"tokens": tokens})["content"] == PROMPT
-    assert "write a function" in post("/apply-template", {"messages": ASK})["prompt"]
-    assert get(server, "/props")["default_generation_settings"]["n_ctx"] == 4096
-
-
-def test_a_connection_that_says_nothing_holds_nobody_up(server: ServerProcess) -> None:
-    where = urlsplit(server.url)
-    with socket.create_connection((where.hostname, where.port)) as silent:
-        silent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
-        assert get(server, "/health") == {"status": "ok"}

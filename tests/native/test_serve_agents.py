@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from helpers.server_process import ServerProcess, serving
@@ -96,21 +95,6 @@ def test_a_second_turn_goes_on_from_the_first(
     assert two.usage.input_tokens_details.cached_tokens >= one.usage.input_tokens - 8
 
 
-def test_a_late_system_message_is_read_in_its_place(client: anthropic.Anthropic) -> None:
-    late: Any = [*ASK, {"role": "system", "content": "Agents: none."}]
-    before = client.messages.count_tokens(model="m", messages=ASK, system="s")
-    after = client.messages.count_tokens(model="m", messages=late, system="s")
-    assert after.input_tokens > before.input_tokens
-    assert client.messages.create(model="m", max_tokens=2, messages=late, system="s").content
-
-
-def test_a_begun_answer_is_continued(client: anthropic.Anthropic) -> None:
-    begun: Any = [*ASK, {"role": "assistant", "content": "def add("}]
-    asked = client.messages.count_tokens(model="m", messages=ASK)
-    found = client.messages.count_tokens(model="m", messages=begun)
-    assert 0 < found.input_tokens - asked.input_tokens < 8
-
-
 def test_a_tool_that_must_be_called_makes_its_round(client: anthropic.Anthropic) -> None:
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     given: Any = {"model": "m", "max_tokens": 100, "tools": [TOOL]}
@@ -178,13 +162,3 @@ def test_agents_beside_one_another_get_their_own_answers(
         thread.join(120)
     assert len(together) == 6
     assert all(text == alone[word] for (word, _), text in together.items())
-
-
-def test_a_prompt_that_does_not_fit_is_told_in_each_form(server: ServerProcess) -> None:
-    words = "a b c d e f g h " * 2000
-    body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": words}]}
-    answer = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["message"].startswith("prompt is too long: ")
-    answer = httpx.post(f"{server.url}/v1/responses", json={"input": words}, timeout=60)
-    assert answer.json()["error"]["code"] == "context_length_exceeded"

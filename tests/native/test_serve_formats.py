@@ -92,28 +92,10 @@ def test_a_tool_is_called_and_its_result_goes_back(client: openai.OpenAI) -> Non
     assert again.choices[0].finish_reason in ("length", "stop")
 
 
-def test_a_tool_is_called_in_a_stream(client: openai.OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model="tiny", messages=ASK, tools=[ADD], max_tokens=500, stream=True,
-            tool_choice={"type": "function", "function": {"name": "add"}},
-        )
-    )  # fmt: skip
-    calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
-    text = "".join(c.function.arguments or "" for c in calls if c.function)
-    assert (
-        calls[0].function
-        and calls[0].function.name == "add"
-        and set(json.loads(text)) == {"a", "b"}
-    )
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
 @pytest.mark.parametrize(
     "given",
     [
         {"grammar": "root ::= ("},
-        {"grammar": 'start ::= "a"'},
         {"json_schema": {"type": "nothing"}},
         {"grammar": "%llguidance {}\nbroken"},
     ],

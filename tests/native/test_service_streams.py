@@ -33,8 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 ASKED = ((3, 12), (200, 30), (40, 1), (700, 12), (40, 30))
 
 
-@pytest.mark.parametrize("n_seq", [1, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "n_seq"), list(zip(CASES, (1, 3))))
 def test_answers_are_those_of_an_engine_alone(
     model_path: Callable[[str], Path], stack: ExitStack, case: str, n_seq: int
 ) -> None:

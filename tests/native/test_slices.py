@@ -12,10 +12,8 @@ from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.kinds import SweepStep
 from moegraph.loop.costs import Costs
 from moegraph.loop.reading import Reading
-from moegraph.loop.scheduler import Decode, Read, Scheduler
 from moegraph.runner.sweep import Sweep
 
 
@@ -55,24 +53,6 @@ def test_a_step_that_builds_graphs_is_the_last_of_its_slice(
     # and the scheduler does not go on at once with what it took to be left
     assert not any(is_known and one[-1] for is_known, one in zip(known, slices))
     assert any(known)
-
-
-def test_after_a_slice_of_unknown_length_others_go_first() -> None:
-    scheduler = Scheduler[str](4, 10)
-    for name in "ab":
-        scheduler.add(name)
-        scheduler.is_read(name)
-    step = scheduler.costs.upcoming = SweepStep("recurrent", 512)
-    scheduler.costs.note_round((), 2, 0.01)
-    scheduler.costs.note_round([step], 0, 0.001)
-    scheduler.add("long")
-    scheduler.began("long", 1000)
-    scheduler.decoded(2)
-    assert isinstance(scheduler.next(lambda name: 1000), Read)
-    scheduler.swept(990, 0.001)
-    assert isinstance(scheduler.next(lambda name: 990), Read)  # 5.5 ms are left
-    scheduler.swept(980, None)
-    assert isinstance(scheduler.next(lambda name: 980), Decode)
 
 
 def test_chunks_beside_others_follow_what_they_take(

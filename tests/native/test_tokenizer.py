@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.shared import PRESETS, write_model
 from hypothesis import given, settings
@@ -49,13 +48,6 @@ def test_the_vocabulary_is_that_of_the_file(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode(special, parse_special=False)) > 1
 
 
-def test_special_tokens_are_those_that_the_file_names(tokenizer: Tokenizer) -> None:
-    with open_model(TINY) as model:
-        types = np.asarray(model.kv["tokenizer.ggml.token_type"])
-    found = [token for token in range(tokenizer.n_vocab) if tokenizer.is_special(token)]
-    assert found == np.flatnonzero(types == 3).tolist()
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=60))
 def test_text_comes_back(text: str) -> None:
@@ -77,11 +69,6 @@ def test_text_of_many_tokens_asks_for_more_room(tokenizer: Tokenizer, text: str)
     assert tokenizer.decode(ids) == text
 
 
-def test_an_empty_text_has_no_tokens(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("", add_special=False) == []
-    assert tokenizer.decode([]) == ""
-
-
 def test_ids_that_do_not_exist(tokenizer: Tokenizer) -> None:
     for token in (-1, tokenizer.n_vocab, 2**31):
         with pytest.raises(RequestError, match=f"token id {token}"):
@@ -98,16 +85,6 @@ def test_text_that_is_too_long_or_no_text(tokenizer: Tokenizer) -> None:
         tokenizer.encode("ab\ud800")
     with pytest.raises(RequestError, match=r"byte 0xff is not UTF-8 \(character 1\)"):
         tokenizer.encode(b"a\xff".decode(errors="surrogateescape"))
-
-
-def test_a_closed_tokenizer_says_so() -> None:
-    opened = Tokenizer(TINY)
-    opened.close()
-    opened.close()
-    with pytest.raises(InternalError, match="is closed"):
-        opened.encode("x")
-    with pytest.raises(InternalError, match="is closed"):
-        opened.piece(0)
 
 
 @pytest.mark.parametrize("data", [b"", b"GGUF", b"not a model at all"])
@@ -139,14 +116,6 @@ def test_the_file_that_was_checked_is_the_one_that_is_read(tmp_path: Path, way: 
             assert opened.decode(ids) == text and ids == shared().encode(text)
     with pytest.raises(InternalError, match="the model file is closed"):
         Tokenizer(model)
-
-
-def test_the_engine_reads_the_file_that_it_opened(tmp_path: Path) -> None:
-    path = Path(shutil.copy(TINY, tmp_path / "m.gguf"))
-    with Engine.load(path, EngineConfig(device="cpu", n_ctx=64, n_threads=1)) as engine:
-        path.unlink()
-        path.write_bytes(b"another file")
-        assert engine.tokenizer.encode("def f():") == shared().encode("def f():")
 
 
 def test_a_file_that_was_written_to_since_is_refused(tmp_path: Path) -> None:
@@ -189,19 +158,6 @@ def test_llama_cpp_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert captured.out + captured.err == ""
 
 
-def test_the_log_callback_of_ggml_stays_ours() -> None:
-    base = ctypes.CDLL(str(lib.library_dir() / "libggml-base.so"))
-
-    def installed() -> int | None:
-        callback, data = ctypes.c_void_p(), ctypes.c_void_p()
-        base.ggml_log_get(ctypes.byref(callback), ctypes.byref(data))
-        return callback.value
-
-    before = installed()
-    Tokenizer(TINY).close()
-    assert installed() == before
-
-
 @pytest.mark.parametrize("before", [None, "/somewhere/else"])
 def test_the_environment_stays_as_it_was(before: str | None) -> None:
     """Child processes of the caller may have a llama.cpp of their own."""
@@ -230,12 +186,6 @@ def test_one_ggml_in_the_process() -> None:
     assert {Path(name).parent for name in mapped} == {lib.library_dir()}
 
 
-def test_end_tokens_are_those_that_llama_cpp_names(tokenizer: Tokenizer) -> None:
-    vocab, is_eog = tokenizer._open_vocab(), tokenizer._lib.llama_vocab_is_eog
-    one_by_one = {token for token in range(tokenizer.n_vocab) if is_eog(vocab, token)}
-    assert tokenizer.eog_ids == one_by_one != set()
-
-
 def test_an_error_of_another_thread_is_kept_while_a_vocabulary_is_read() -> None:
     """llama.cpp has one log callback for all threads."""
     base = ctypes.CDLL(str(lib.library_dir() / "libggml-base.so"))
@@ -257,35 +207,6 @@ def test_an_error_of_another_thread_is_kept_while_a_vocabulary_is_read() -> None
     assert lib.last_error() == "no memory for a graph"
 
 
-def test_the_bindings_come_without_the_package_around_them() -> None:
-    """Its other modules take longer to import than the vocabulary of a small model to read."""
-    code = (
-        "import sys\n"
-        "from moegraph.text.tokenizer import Tokenizer\n"
-        f"with Tokenizer({str(TINY)!r}) as tokenizer:\n"
-        "    ids = tokenizer.encode('def f')\n"
-        "print({'llama_cpp.llama', 'jinja2', 'yaml', 'gguf.gguf_writer'} & set(sys.modules))\n"
-        "import llama_cpp\n"
-        "print(llama_cpp.Llama and llama_cpp.llama_tokenize is tokenizer._lib.llama_tokenize)\n"
-        f"with Tokenizer({str(TINY)!r}) as tokenizer:\n"
-        "    print(tokenizer.encode('def f') == ids)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == ["set()", "True", "True"]
-
-
-def test_an_engine_takes_over_a_tokenizer_that_is_being_opened() -> None:
-    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
-    model = open_model(TINY)
-    begun = open_soon(model)
-    with Engine(model, config, None, None, begun) as engine:
-        assert engine.tokenizer is begun.result()
-        assert engine.tokenizer.encode("a")
-    with pytest.raises(InternalError, match="closed"):
-        begun.result().encode("a")
-
-
 def test_a_tokenizer_that_fails_to_open_fails_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -299,12 +220,3 @@ def test_a_tokenizer_that_fails_to_open_fails_where_it_is_asked_for(
         assert len(list(engine.generate([1, 2], max_tokens=2, text=False))) == 2
         with pytest.raises(ConfigError, match="no llama-cpp-python"):
             engine.tokenizer.encode("a")
-
-
-def test_a_load_that_fails_closes_the_tokenizer_too() -> None:
-    model = open_model(TINY)
-    begun = open_soon(model)
-    with pytest.raises(ConfigError, match="pin-layers"):
-        Engine(model, EngineConfig(device="cpu", pin_layers=1000), None, None, begun)
-    with pytest.raises(InternalError, match="closed"):
-        begun.result().encode("a")

@@ -21,8 +21,8 @@ from moegraph.errors import (
 )
 from moegraph.events import CancelToken
 from moegraph.ggml.lib import C, ffi
-from moegraph.runner import Batch, NotFinite
-from moegraph.runner.inspect import node_values, read_tensor
+from moegraph.runner import NotFinite
+from moegraph.runner.inspect import read_tensor
 
 Open = Callable[..., Engine]
 N_SEQ, N_VOCAB = 4, 1000
@@ -69,8 +69,9 @@ def verify(engine: Engine, *args: Any, **kwargs: Any) -> np.ndarray:
     return engine.collect().require_logits()
 
 
-@pytest.mark.parametrize("n_seq", [1, N_SEQ])
-@pytest.mark.parametrize("settings", MODES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("settings", "n_seq"), list(zip(MODES, (N_SEQ, N_SEQ, 1, N_SEQ))), ids=NAMES
+)
 def test_rows_of_ragged_trees_equal_their_paths_and_commits_equal_passes(
     open_engine: Open, settings: dict, n_seq: int
 ) -> None:
@@ -166,7 +167,7 @@ def test_rows_at_the_end_of_the_context_leave_room_for_no_padding(open_engine: O
     np.testing.assert_array_equal(engine.forward([3], 1).logits[0], wanted)
 
 
-@pytest.mark.parametrize("n", [4, 12], ids=["as lists", "as arrays"])
+@pytest.mark.parametrize("n", [12])
 def test_padding_counts_for_nothing_in_the_books(open_engine: Open, n: int) -> None:
     engine = open_engine(n_seq=2, deterministic=True, **MODES[2])
     rng, seen = np.random.default_rng(1), []
@@ -188,7 +189,7 @@ def test_padding_counts_for_nothing_in_the_books(open_engine: Open, n: int) -> N
     cache.check()
 
 
-@pytest.mark.parametrize("settings", MODES[2:], ids=NAMES[2:])
+@pytest.mark.parametrize("settings", MODES[2:3], ids=NAMES[2:3])
 def test_padding_costs_no_expert(
     open_engine: Open, settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,22 +211,6 @@ def test_padding_costs_no_expert(
         assert [(row < 0).all() for row in ids] == [False, True, True, True, False, False, False,
                                                     True]  # fmt: skip
         assert (ids[[0, 4, 5, 6]] >= 0).all()
-
-
-def test_the_router_of_a_padding_row_chooses_nothing(open_engine: Open) -> None:
-    """In a graph whose nodes keep their values; the rows of its experts are zeros."""
-    engine = open_engine(cpu_reference=True, n_seq=2)
-    rng = np.random.default_rng(5)
-    engine.forward(rng.integers(0, N_VOCAB, (2, 7)))
-    tokens, lengths = rng.integers(0, N_VOCAB, (2, 3)).astype(np.int32), [1, 3]
-    verify(engine, tokens, [0, 1], lengths=lengths)
-    nodes = node_values(engine.runner, Batch.verify(tokens, [0, 1], lengths=lengths))
-    padding = np.array([False, True, True, False, False, False])
-    for il in range(engine.hparams.n_layer):
-        assert ((nodes["ffn_moe_topk", il] < 0).all(axis=1) == padding).all()
-        assert ((nodes["ffn_moe_topk", il] < 0).any(axis=1) == padding).all()
-        assert ((nodes["ffn_moe_weighted", il] == 0).all(axis=(1, 2)) == padding).all()
-        assert np.isfinite(nodes["l_out", il]).all()
 
 
 def test_padding_changes_no_row_that_a_sequence_owns(open_engine: Open) -> None:
@@ -355,64 +340,3 @@ def test_a_commit_that_fails_empties_the_sequences_that_it_changes(
     for slot, before in enumerate([[], held[1], [*held[2], 1, 2], []]):
         wanted = alone.logits([*before, *tokens[slot].tolist()])[-1]
         np.testing.assert_array_equal(got[slot], wanted)
-
-
-def test_a_tree_that_was_verified_before_is_planned_once(open_engine: Open) -> None:
-    engine = open_engine(n_seq=6, deterministic=True, **MODES[2])
-    rng = np.random.default_rng(2)
-    engine.forward(rng.integers(0, N_VOCAB, (6, 4)))
-
-    def turn() -> None:
-        slots = rng.permutation(6)[:3].tolist()
-        parents = [TREES[rng.integers(0, len(TREES))](4, rng) for _ in slots]
-        lengths = rng.integers(1, 5, 3).tolist()
-        verify(engine, rng.integers(0, N_VOCAB, (3, 4)), slots, parents, lengths)
-        for slot in slots:
-            engine.passes.commit({slot: [0]})
-
-    for _ in range(3):
-        turn()
-    warm = engine.runner.graphs.n_built, engine.runner.plans.n_planned
-    for _ in range(20):
-        turn()
-    assert (engine.runner.graphs.n_built, engine.runner.plans.n_planned) == warm
-
-
-def test_more_drafted_rows_than_before_get_room(open_engine: Open) -> None:
-    engine = open_engine("float32", cpu_reference=True, n_seq=2)
-    rng, drafts = np.random.default_rng(3), engine.stage.state.drafts
-    assert drafts.n_rows == 0
-    expected = open_engine("float32", cpu_reference=True)
-    ids = rng.integers(0, N_VOCAB, 10)
-    engine.forward(ids, 1)
-    for n, room in ((2, 32), (20, 64), (3, 64), (64, 128)):
-        tokens = rng.integers(0, N_VOCAB, (2, n))
-        got = verify(engine, tokens, [0, 1]).reshape(2, n, -1)
-        assert drafts.n_rows == room
-        expected.reset()
-        wanted = expected.forward([*ids, *tokens[1][: 64 - len(ids)]], all_rows=True).logits
-        np.testing.assert_array_equal(got[1][: len(wanted) - 10], wanted[10:])
-
-
-def test_single_drafted_rows_with_joined_projections_are_kept_too(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # forces the copying loader
-    monkeypatch.setattr("moegraph.resident.weights._HOST_ALIGNMENT", 1 << 40)
-    engine, other = (open_engine(cpu_reference=True) for _ in range(2))
-    assert engine.stage.weights.layer(0).joined
-    for token in range(6):
-        got = verify(engine, [[token]], 0)
-        engine.passes.commit({0: [0]})
-        np.testing.assert_array_equal(got, other.forward([token]).logits)
-        for a, b in zip(states_of(engine), states_of(other)):
-            np.testing.assert_array_equal(a, b)
-
-
-def test_rows_are_lost_when_nodes_are_read(open_engine: Open) -> None:
-    engine = open_engine(cpu_reference=True)
-    engine.forward(prompt(engine, 5))
-    verify(engine, np.array([[1, 2]], dtype=np.int32), [0])
-    engine.forward_nodes(prompt(engine, 3), pos0=5)
-    with pytest.raises(RequestError):
-        engine.passes.commit({0: [0]})

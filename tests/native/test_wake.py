@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from moegraph.cli import models
-from moegraph.errors import ConfigError, ModelFileError
+from moegraph.errors import ConfigError
 from moegraph.ggml import device as device_module
 from moegraph.ggml.device import Device, wake
 
@@ -47,18 +43,3 @@ def test_a_device_that_does_not_exist_is_refused_where_it_is_opened(looks: list[
     for _ in range(2):
         with pytest.raises(ConfigError, match="no device 'cuda:77'"):
             Device("cuda:77")
-
-
-def test_a_model_that_cannot_be_opened_wakes_only_if_it_is_a_file(
-    looks: list[int], tmp_path: Path
-) -> None:
-    with pytest.raises(ModelFileError):
-        models.open_header(tmp_path / "none.gguf", "auto")
-    assert device_module._woken == {}
-
-
-def test_the_header_is_read_meanwhile(looks: list[int], model_path: Callable[[str], Path]) -> None:
-    with models.open_header(model_path("legacy32"), "auto") as model:
-        assert list(device_module._woken) == ["auto"]
-        assert model.hparams.n_expert == 32
-    device_module._woken["auto"].result()

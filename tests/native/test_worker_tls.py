@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,8 @@ import pytest
 from cryptography import x509
 from helpers.logged_process import ROOT
 from helpers.patience import PATIENCE_S, until
-from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess, limit, working
 
-from moegraph.arch import open_model
-from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, NativeError
 from moegraph.ggml import remote
@@ -208,8 +205,13 @@ def test_bytes_before_the_handshake_end_nothing(worker: WorkerProcess, keys: Pat
     Device(url_of(worker, keys / "client"), 1).close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("whom", ["child", "worker", "forwarder"])
+@pytest.mark.parametrize(
+    ("whom", "number"),
+    [
+        ("child", signal.SIGKILL), ("worker", signal.SIGKILL), ("worker", signal.SIGSTOP),
+        ("forwarder", signal.SIGSTOP),
+    ],
+)  # fmt: skip
 def test_whatever_is_lost_is_an_error_in_time(
     worker: WorkerProcess, keys: Path, open_engine: Callable[..., Engine], whom: str, number: int
 ) -> None:
@@ -273,31 +275,3 @@ def test_keys_are_found_from_the_folder_of_the_engine(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise SystemExit(7)")
     Device(url_of(worker, Path(os.path.relpath(keys / "client"))), 1).close()
-
-
-def test_engines_take_the_spelling_with_keys(keys: Path) -> None:
-    EngineConfig(device=f"cpu,rpc://10.0.0.2:50052?keys={keys}&timeout=5").validate()
-    with pytest.raises(ConfigError):
-        EngineConfig(device="rpc://").validate()
-
-
-@pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
-def test_a_connection_that_is_cut_while_a_pass_waits(
-    worker: WorkerProcess, keys: Path, model_path: Callable[[str], Path], stack: ExitStack,
-    kind: str,
-) -> None:  # fmt: skip
-    """The error comes at once, without the timeout."""
-    file = stack.enter_context(closing(open_model(model_path("mini35b"))))
-    url = url_of(worker, keys / "client", timeout=2 * PATIENCE_S)
-    stages = Stages(file, [], new_config(device=url), stack)
-    link = stages.runner.device.link
-    assert link
-    stages.run(batch_of(kind))
-    worker.signal(signal.SIGSTOP)
-    stages.runner.submit(batch_of(kind))
-    begin = time.monotonic()
-    os.kill(link.forwarder_pid, signal.SIGKILL)
-    with pytest.raises(NativeError, match=f"worker {worker.url[6:]} is lost"):
-        stages.runner.collect()
-    assert time.monotonic() - begin < PATIENCE_S
-    worker.signal(signal.SIGCONT)
