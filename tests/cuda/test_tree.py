@@ -1,4 +1,4 @@
-"""DeltaNet over trees of rows on a GPU, and the commit of a path; deltanet.cpp has more shapes."""
+"""DeltaNet over trees of rows on a GPU, and the commit of a path."""
 
 from __future__ import annotations
 

@@ -11,26 +11,18 @@ from helpers import emulated
 REASON = emulated.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
-STUCK = "threads wait for others that do not come to the same place"
 # What the emulator says about a kernel with this error.
 FAULTS = {
-    "barrier of some threads": STUCK,
-    "two barriers": STUCK,
-    "lanes that have ended": STUCK,
+    "barrier of some threads": "threads wait for others that do not come to the same place",
     "lane outside of its mask": "a mask 000000ff that leaves out its own lane 8",
-    "reads from a lane outside of the mask": "lane 0 reads from lane 8",
     "reads behind memory": "reads or writes outside of all memory",
-    "writes before memory": "reads or writes outside of all memory",
-    "writes behind shared memory": "writes behind the 256 bytes of shared memory",
     "copy not aligned": "a copy of 16 bytes is not aligned",
     "too much shared memory": "51200 bytes of shared memory, the limit is 49152",
-    "static beside all dynamic memory": "256 or more bytes of static shared memory",
 }
 # What is NaN of 64 results.
 NAN = {
     "none": 0,
     "no barrier, first to last": 32,
-    "no barrier, last to first": 32,
     "copies without a wait": 64,
 }
 
@@ -68,12 +60,3 @@ def test_what_nobody_has_written_is_nan(fault: str) -> None:
     done = run("faults", fault)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{NAN[fault]} of 64 are NaN\n"
-
-
-@pytest.mark.parametrize("name", ["deltanet", "few_rows", "moe_down", "mul_mat_id"])
-def test_a_program_that_checks_kernels_on_a_gpu_compiles(name: str) -> None:
-    includes = [f"-I{folder / 'include'}" for folder in (emulated.NATIVE, emulated.GGML)]
-    source = emulated.ROOT / "tests" / "cuda" / f"{name}.cpp"
-    command = [emulated.compiler(), "-std=c++17", "-fsyntax-only", *includes, str(source)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]

@@ -12,10 +12,6 @@ from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, NativeError
 from moegraph.experts.cost import MissSplit
-<<<<<<< HEAD
-from moegraph.runner.misses import Uploader
-=======
->>>>>>> 1d5b0178 (Tests of the native library: grids are pairs of corners; tests of internals that others see from outside go (tests -3,200 lines))
 
 # One row, a few, more than admission allows, a chunk of many: then single rows again.
 CUTS = [0, 1, 2, 3, 5, 9, 40, 104, 105, 106, 107, 108, 112, 120]
