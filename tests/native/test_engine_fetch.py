@@ -29,7 +29,7 @@ from moegraph.errors import Cancelled, NativeError
 from moegraph.experts import cost
 from moegraph.experts.guard import FIRST_LOOK
 from moegraph.ggml.lib import C
-from moegraph.runner import layered, plan
+from moegraph.runner import layer_graphs, layered
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_failure_at_any_graph_leaves_the_cache_sound(
     open_engine, expected, monkeypatch, merged: int, runs: bool, policy: str
 ) -> None:
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(plan, name, merged)
+        monkeypatch.setattr(layer_graphs, name, merged)
     engine = open_fetching(open_engine, policy=policy)
     n_graphs, lost = -(-N_LAYER // merged) + 1, 0
     for at in range(1, n_graphs + 1):
@@ -104,7 +104,7 @@ def test_a_pass_cancelled_between_two_graphs_leaves_the_cache_sound(
     open_engine, expected, monkeypatch, merged: int
 ) -> None:
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(plan, name, merged)
+        monkeypatch.setattr(layer_graphs, name, merged)
     engine = open_fetching(open_engine)
     for at in range(1, N_LAYER // merged + 1):
         run(engine, [1, 8, 1, 1])
@@ -148,7 +148,7 @@ def test_a_failure_while_the_host_looks_leaves_the_cache_sound(
 ) -> None:
     """Layers that the host has noted are as they are; those behind are given up."""
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(plan, name, merged)
+        monkeypatch.setattr(layer_graphs, name, merged)
     engine = open_fetching(open_engine)
 
     def observe(il: int, _: object) -> None:
@@ -249,7 +249,7 @@ def test_the_guard_switches_it_off_and_on(
     open_engine, expected, monkeypatch, merged: int, more: int
 ) -> None:
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(plan, name, merged)
+        monkeypatch.setattr(layer_graphs, name, merged)
     engine = open_engine(PRESET, **{**FETCHING, "cache_slots": N_LAYER * (N_USED + more)})
     guard, cache = engine.runner.residency.guard, engine.runner.cache
     turns = []

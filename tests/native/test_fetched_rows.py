@@ -22,7 +22,7 @@ from moegraph.errors import Cancelled, NativeError
 from moegraph.experts import cost
 from moegraph.ggml.lib import C
 from moegraph.kinds import Kind
-from moegraph.runner import layered, plan
+from moegraph.runner import layer_graphs, layered
 
 N_SEQ, N_VOCAB = 32, 1000
 # Rows of passes in turn: lists of victims grow, shrink, and are cut.
@@ -185,7 +185,7 @@ def test_a_failure_at_any_graph_leaves_the_cache_sound(
     open_engine, monkeypatch, merged: int, each: int
 ) -> None:
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(plan, name, merged)
+        monkeypatch.setattr(layer_graphs, name, merged)
     engine = open_rows(open_engine, cache_slots=N_LAYER * each)
     plain, n_failed = open_engine(PRESET, n_seq=N_SEQ, n_ubatch=8), 0
     for at in range(1, 40):
