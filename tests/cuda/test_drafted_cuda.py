@@ -57,20 +57,3 @@ def test_drafted_text_is_plain_text(open_cuda: Open, placement: str, name: str) 
     assert tokens_of(engine, ids, name) == plain
     assert told_of(engine, known) == engine.held(0)
     assert sum(step.n_accepted for step in controller.steps) >= 3 and not engine.drain_messages()
-
-
-@pytest.mark.parametrize("placement", ["whole", "fetched"])
-def test_shapes_that_come_again_build_no_graph(open_cuda: Open, placement: str) -> None:
-    engine = open_cuda(n_draft=15, deterministic=True, **PLACEMENTS[placement])
-    ids = prompt(engine, 40).tolist()
-    plain, before, grown = tokens_of(engine, ids, "defaults", 100), [], []
-    for _ in range(5):
-        known = ScriptedDrafter([*ids, *plain], engine.hparams.n_vocab, right=0.8)
-        speculate(engine, known)
-        built = engine.runner.graphs.n_built
-        text = tokens_of(engine, ids, "defaults", 100)
-        grown.append(engine.runner.graphs.n_built - built)
-        # a text that parts from the one before has drafts and paths of other lengths
-        assert grown[-1] == 0 or text != before
-        before = text
-    assert 4 * grown[-1] <= grown[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from helpers.fetching_engines import fetch_layers
@@ -134,28 +132,6 @@ def test_requests_repeat_and_memory_is_flat(open_cuda, settings):
     assert max(used[150:]) >= max(used[100:150]) - (8 << 20), "less and less is free"
     # every prompt length has been seen after 40 requests; built graphs are kept up to a limit
     assert max(handles[120:]) <= max(handles[40:120])
-
-
-def one_by_one(engine: Engine, ids: np.ndarray, cuts: Sequence[int]) -> np.ndarray:
-    """Return the logits of sequences [n_seqs, n_tokens], each by itself in passes of cuts."""
-    rows = []
-    for row in ids:
-        engine.reset()
-        parts = [engine.forward_logits(row[a:b], a) for a, b in zip(cuts, cuts[1:])]
-        rows.append(np.concatenate(parts))
-    return np.stack(rows)
-
-
-def test_several_sequences_in_one_pass(open_cuda):
-    """They differ from single ones as passes of other widths or another device do, at most."""
-    together, alone = open_cuda(n_seq=3), open_cuda()
-    ids = prompt(together, 60).reshape(3, 20)
-    batch = together.forward(ids, all_rows=True).logits.reshape(3, 20, -1)
-    single = one_by_one(alone, ids, [0, 20])
-    others = [one_by_one(alone, ids, cuts) for cuts in (range(21), [0, 4, 12, 20])]
-    others.append(one_by_one(open_cuda(device="cpu"), ids, [0, 20]))
-    bound = 2 * max(nmse(other, single) for other in others)
-    assert nmse(batch, single) <= bound < nmse(batch[[1, 2, 0]], single)
 
 
 def test_too_large_a_context_is_refused_with_numbers(model_file):

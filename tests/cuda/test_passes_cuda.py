@@ -147,19 +147,6 @@ def test_a_nan_in_one_sequence_touches_no_other(open_cuda: Open) -> None:
     assert nmse(got, alone.logits(ids[1].tolist())) < LIMIT
 
 
-def test_sequences_that_take_turns_plan_nothing_when_warm(open_cuda: Open) -> None:
-    engine = open_cuda(n_seq=12, cache_slots=60, pin_layers=0, deterministic=True)
-    rng = np.random.default_rng(5)
-    engine.forward(rng.integers(0, N_VOCAB, (12, 4)))
-    for n_seqs in range(1, 13):
-        engine.forward(np.ones((n_seqs, 1), np.int32), list(range(n_seqs)), greedy=True)
-    warm = engine.runner.graphs.n_built, engine.runner.plans.n_planned
-    for _ in range(60):
-        slots = rng.permutation(12)[: rng.integers(1, 13)].tolist()
-        engine.forward(np.ones((len(slots), 1), np.int32), slots, greedy=True)
-    assert (engine.runner.graphs.n_built, engine.runner.plans.n_planned) == warm
-
-
 def test_partial_sums_of_attention_take_what_the_planner_counts(open_cuda: Open) -> None:
     engine = open_cuda()
     hp, state, device = engine.hparams, engine.state, engine.device

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -92,19 +87,3 @@ def test_an_engine_keeps_experts_in_pages_that_the_device_reads(model_file, monk
         np.testing.assert_array_equal(engine.forward_logits(np.arange(9)), expected)
         addresses = [block.base for block in blocks.values()]
     assert [device_address(address) for address in addresses] == [None] * len(addresses)
-
-
-@pytest.mark.parametrize("pin", ["auto", "all"])
-def test_without_pinned_memory_one_line_says_what_to_do(
-    model_file, tmp_path: Path, pin: str
-) -> None:
-    ids = tmp_path / "ids"
-    np.arange(4, dtype="<i4").tofile(ids)
-    command = [sys.executable, "-m", "moegraph", "run", model_file("legacy32"), ids, "4",
-               tmp_path / "out", "--device", "cuda", "-c", "256", "--pin-layers", "0",
-               "--cache-slots", "80", "--host-pin", pin]  # fmt: skip
-    env = {**os.environ, "GGML_CUDA_NO_PINNED": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode != 0
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert "cannot pin" in done.stderr and "unset GGML_CUDA_NO_PINNED" in done.stderr

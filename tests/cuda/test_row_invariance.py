@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.company import RAGGED, WIDTHS, Alone, Company, open_company, settings_for
 from helpers.fetching_engines import fetch_layers
@@ -85,38 +84,6 @@ def test_experts_that_the_host_streams_change_no_bit(
         fetches = fetch_layers(company.engine)
         assert bool(fetches) == (host_pin == "all"), "not what this test is about"
         check(company)
-
-
-@pytest.mark.parametrize("share", [None, 25])
-def test_greedy_text_with_drafts_is_that_without(
-    share: int | None, alone: Callable[[str, bool], Alone], model_file: Callable[[str], Path]
-) -> None:
-    """Drafts that are right for some rows, wrong from then on, in chains of changing length."""
-    single = alone("mini35b", True).engine
-    hp = single.hparams
-    n = 160
-    rng = np.random.default_rng(4)
-    ids = rng.integers(0, hp.n_vocab, 9).tolist()
-    single.reset()
-    plain = [int(single.forward(ids).logits[-1].argmax())]
-    while len(plain) < n:
-        plain.append(int(single.forward(plain[-1:]).logits[-1].argmax()))
-    config = settings_for(share, hp.n_layer * hp.n_expert)
-    with Engine.load(model_file("mini35b"), EngineConfig(**config, n_draft=15)) as engine:
-        text = [int(engine.forward(ids).logits[-1].argmax())]
-        while len(text) < n:
-            width, right = int(rng.integers(1, 17)), int(rng.integers(0, 16))
-            draft = plain[len(text) : len(text) + width - 1]
-            draft[right:] = [(token + 1) % hp.n_vocab for token in draft[right:]]
-            rows = [text[-1], *draft]
-            engine.passes.verify([rows], [0], greedy=True)
-            chosen = engine.passes.collect().argmax.tolist()
-            taken = 1
-            while taken < len(rows) and rows[taken] == chosen[taken - 1]:
-                taken += 1
-            engine.passes.commit({0: list(range(taken))})
-            text += chosen[:taken]
-    assert text[:n] == plain
 
 
 SAMPLERS: dict[str, dict[str, Any]] = {

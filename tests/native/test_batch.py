@@ -6,24 +6,11 @@ import numpy as np
 import pytest
 
 from moegraph.errors import InternalError, RequestError
-from moegraph.graphs.rows import Tree, fill_mask
+from moegraph.graphs.rows import Tree
 from moegraph.kinds import Kind
 from moegraph.runner import Batch
 
 ROWS = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
-
-
-def test_a_row_sees_its_path_and_what_is_committed() -> None:
-    tree = Tree(np.array([[-1, 0, 0, 2, -1], [-1, 0, 1, -1, -1]], np.int32), (5, 3))
-    paths = [[[0], [0, 1], [0, 2], [0, 2, 3], [4]], [[0], [0, 1], [0, 1, 2], [0], [0]]]
-    for seq, rows in enumerate(paths):
-        assert [np.flatnonzero(row).tolist() for row in tree.sees[seq]] == rows
-    assert tree.depths.tolist() == [[0, 1, 1, 2, 0], [0, 1, 2, 0, 0]]
-    mask = np.full((2, 5, 8), 7, np.float16)
-    fill_mask(mask, [2, 3], tree.sees)
-    assert np.flatnonzero(mask[0, 3] == 0).tolist() == [0, 1, 2, 4, 5]
-    assert np.flatnonzero(mask[1, 2] == 0).tolist() == [0, 1, 2, 3, 4, 5]
-    assert set(np.unique(mask)) == {0.0, -np.inf}
 
 
 @pytest.mark.parametrize(("path", "words"), [

@@ -13,8 +13,6 @@ from helpers.patience import until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.errors import NativeError
-from moegraph.loop import building
 from moegraph.loop.building import Building
 from moegraph.runner.sweep_batch import SweepBatch
 
@@ -82,19 +80,3 @@ def test_a_service_builds_while_it_rests_and_gives_way_to_requests(
         n = len(steps)
         time.sleep(0.05)
         assert n == len(steps) > 20 and service.failure is None
-
-
-def test_a_graph_that_cannot_be_built_ends_only_the_building(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = opened(open_engine)
-
-    def fail(*_: Any) -> None:
-        raise NativeError("no")
-
-    monkeypatch.setattr(building.Sweeps, "build_chunk", fail)
-    with serving(engine) as service:
-        service._building = Building(engine.runner, 4)
-        assert Client(service, [1, 2], max_tokens=3).wait().reason == "length"
-        until(lambda: service._building.is_done)
-        assert Client(service, [3], max_tokens=3).wait().reason == "length"

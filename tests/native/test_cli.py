@@ -231,12 +231,12 @@ class TestInterrupt:
 class Terminal:
     """A program on a pseudo terminal, as a person sees it."""
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: object, **env: str) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             heed_ctrl_c()
             os.chdir(ROOT)
-            os.execve(sys.executable, [*COMMAND, *map(str, args)], ENV)
+            os.execve(sys.executable, [*COMMAND, *map(str, args)], {**ENV, **env})
         self.seen = ""
 
     def wait_for(self, pattern: str) -> str:
@@ -329,6 +329,20 @@ class TestChat:
         terminal.type("\x04")
         assert terminal.exit_code() == 0
         os.close(terminal.fd)
+
+    def test_up_recalls_what_was_typed_in_the_conversation_before(self, tmp_path: Path) -> None:
+        for typed, shown in (
+            ("/system Be kind to cats.\r", "system prompt"),
+            ("\x1b[A\x1b[A\r", "system prompt: Be kind to cats."),
+        ):
+            terminal = Terminal("chat", "tiny", *CPU, MOEGRAPH_HISTORY=str(tmp_path / "history"))
+            terminal.wait_for_prompt()
+            terminal.type(typed)
+            terminal.wait_for(shown)
+            terminal.wait_for_prompt()
+            terminal.type("/quit\r")
+            assert terminal.exit_code() == 0
+            os.close(terminal.fd)
 
     def test_a_piped_session(self) -> None:
         done = moegraph("chat", "tiny", "-n", 8, "--temp", 0, "--ignore-eos", "--each", *CPU,

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from helpers.cli_page import json_tables
-from helpers.drafters import write_small
 from helpers.fetching_engines import fetch_layers
 from helpers.smallest import smallest
 
 from moegraph.arch import open_model
-from moegraph.bench.machine import _machine, _Segment
 from moegraph.cli import main
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -60,16 +58,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.exit_code == 0, result.output
     (folder / "report.json").write_text(result.stdout)
     return folder
-
-
-def test_a_trace_holds_prompt_and_generated_tokens(recorded: Path) -> None:
-    trace = read_trace(recorded / "t")
-    report = json.loads((recorded / "report.json").read_text())
-    with open_model(resolve_target("tiny")) as model:
-        assert trace.shape == router_shape(model)
-    # the last generated token is never fed back
-    assert trace.n_tokens == trace.n_prompt + 20 - 1 == report["n_tokens"]
-    assert report["sha256"] == trace.sha256 and report["n_prompt"] == trace.n_prompt
 
 
 def test_a_profile_grows_from_run_to_run(recorded: Path, tmp_path: Path) -> None:
@@ -191,24 +179,6 @@ def test_a_plan_prices_drafters(need: Footprint) -> None:
     assert "Drafters" not in invoke("plan", "tiny", *sizes, *SMALL).stdout
 
 
-def test_a_plan_with_a_drafter_of_another_model_is_one_line(tmp_path: Path) -> None:
-    other = write_small(tmp_path)
-    assert "does not fit" in refused("plan", "tiny", "--vram", "1", "--draft", other, code=3)
-    assert "prediction" in refused("plan", "tiny", "--vram", "1", "--spec", "mtp", code=3)
-
-
-def test_budgets_suit_the_model_unless_they_are_named(need: Footprint) -> None:
-    """On the smallest usual card, too, every expert of the shipped model is resident."""
-    report = json.loads(invoke("plan", "tiny", *SMALL, "--driver-memory", "0", "--json").stdout)
-    budgets = report["budgets"]
-    shares = [row["plan"]["resident_share"] for row in budgets]
-    assert shares[0] == pytest.approx(0.25, abs=0.06) and shares[-1] == 1.0
-    assert shares == sorted(set(shares)) and len(shares) >= 2
-    assert 0 <= budgets[-1]["budget_bytes"] - need.fixed - need.experts < 2**20
-    named = json.loads(invoke("plan", "tiny", "--vram", "6", "--json").stdout)["budgets"]
-    assert [row["budget_bytes"] for row in named] == [6 << 30]
-
-
 def test_a_single_budget_shows_where_memory_goes() -> None:
     result = invoke("plan", "tiny", "--vram", "1", "--pin-layers", 2, "--cache-slots", 9)
     assert result.exit_code == 0, result.output
@@ -251,24 +221,6 @@ def test_a_measured_machine_says_what_it_is(measured: Path) -> None:
     assert told["host_copy_bytes_per_s"] > 1e8 and list(told["cpu_us_by_threads"]) == ["1"]
     # the graphs of this device can fetch, so a miss was timed there, too
     assert [n for n, _ in fields["fetch_us"]] == [1, 4]
-
-
-def test_the_law_of_a_measured_machine_gives_back_what_was_timed() -> None:
-    """Ten layers; 1 ms whole, 5 us a look, 40 us around a stream of 20 us; graphs are quicker."""
-    by_host = [_Segment(1.05e-3, 0.0), _Segment(1.65e-3, 1.0), _Segment(1.9e-3, 4.0)]
-    by_graph = [_Segment(1.01e-3, 0.0), _Segment(1.26e-3, 1.0), _Segment(2.01e-3, 4.0)]
-    words = {"device": "a card", "model": "a model"}
-    machine = _machine(
-        "m", words, [100] * 10, 1e-3, [10e-6, 15e-6], [30e-6, 29e-6], [20e-6, 25e-6], by_host,
-        by_graph,
-    )  # fmt: skip
-    assert machine.whole + 10 * machine.host_layer == pytest.approx(by_host[0].seconds)
-    assert machine.fixed == pytest.approx(40e-6), "what the stream itself took is not in it"
-    assert machine.stream(1) == pytest.approx(10e-6), "pinned, as in a run"
-    assert machine.whole + 10 * (machine.fetch_layer + machine.fetch(4)) == pytest.approx(2.01e-3)
-    assert machine.cpu(2) == machine.cpu(1), "curves do not fall"
-    bare = _machine("m", words, [100] * 10, None, [1e-6], [], [1e-6], by_host[:1], [])
-    assert bare.whole == by_host[0].seconds and bare.host_layer == 0 and bare.fetch == bare.stream
 
 
 def test_plan_and_simulate_predict_with_a_measured_machine(

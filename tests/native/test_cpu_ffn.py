@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -265,23 +264,6 @@ def test_a_job_that_nobody_ends_is_ended_by_the_next_or_by_closing(make_layer) -
                 np.testing.assert_array_equal(layer.own(ffn, 3), expected)
                 np.testing.assert_array_equal(lost, expected)
             lost = layer.begun(ffn, 3)
-
-
-def test_threads_sleep_when_nothing_is_missing_and_wake_up_again(make_layer) -> None:
-    layer, rng = make_layer("Q4_K", "Q4_K", "Q5_K"), np.random.default_rng(1)
-    layer.put(rng, choose(rng, 1, 0.0))
-    with CpuFfn(8, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
-        for _ in range(5):
-            check(layer, ffn, 1)
-            time.sleep(0.05)
-        until(lambda: seconds_used() < 0.05)
-
-
-def seconds_used() -> float:
-    """Return how much CPU time this process takes in half a second in which it does nothing."""
-    start = time.process_time()
-    time.sleep(0.5)
-    return time.process_time() - start
 
 
 def test_open_and_close_many_times_leaves_no_thread(make_layer) -> None:

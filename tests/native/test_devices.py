@@ -145,23 +145,6 @@ def test_a_failure_in_any_stage_empties_the_sequence_in_all(
     assert greedy_tokens(cut, ids, 5) == wanted
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"device": "cpu,tpu"}, "device is 'cpu,tpu'"),
-        ({"device": "auto,cpu"}, "device is 'auto,cpu'"),
-        ({"device": TWO, "split": "1"}, "1 entries for 2 devices"),
-        ({"device": "cpu", "vram": "8,12"}, "2 entries for 1 device "),
-        ({"device": TWO, "split": "1,x"}, "split is '1,x'"),
-    ],
-)
-def test_lists_that_do_not_fit_the_devices_are_refused(
-    settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(**settings).validate()
-
-
 def test_more_devices_than_layers_are_refused(open_engine: Open, no_leak: None) -> None:
     with pytest.raises(ConfigError, match="9 devices for 8 layers"):
         open_engine(device=",".join(["cpu"] * 9))

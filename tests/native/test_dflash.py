@@ -9,17 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.drafter_pair import CHANGES, COARSE, N_VOCAB, TOLERANCE, Pair, pairs
-from helpers.drafters import write_small
 from helpers.faults import FAULTS, faulty
 
-from moegraph.arch.draftfile import open_drafter
 from moegraph.draft.drafter import Race
 from moegraph.draft.dspark import DSparkDrafter
 from moegraph.draft.tree import TreeDrafter
 from moegraph.engine import Engine
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
-from moegraph.resident.draftlayout import dflash_bytes
 from moegraph.sampling import SamplingParams, gumbel
 
 Open = Callable[..., Engine]
@@ -92,42 +89,6 @@ def test_drafts_where_experts_are_missing(pair: Callable[..., Pair], settings: A
     both.check()
 
 
-def test_truncated_and_restarted_sequences(pair: Callable[..., Pair]) -> None:
-    both = pair()
-    both.prompt(40)
-    both.decode(4)
-    drafter, state = both.drafter, both.engine.state
-    both.check()
-    # as if the last two tokens had been taken back
-    drafter.truncate(0, 42)
-    spans = drafter._rings.spans[0]
-    assert (spans.first, spans.n_past) == (0, 42)
-    got = drafter.draft(0, 7, 7, 3)
-    log_p, _ = both.reference.draft(7, 42, 7)
-    wanted = np.take_along_axis(log_p, got.tokens.astype(np.int64), 1)
-    np.testing.assert_allclose(got.log_p, wanted, atol=TOLERANCE)
-    # a beginning whose rows the drafter has not seen
-    drafter.restart(0, np.zeros(44, np.int32))
-    both.reference.taps.clear()
-    assert state.n_past[0] == 44
-    both.check()
-    both.decode(3)
-    both.check()
-    drafter.truncate(0, 10)
-    assert (spans.first, spans.n_past) == (10, 10)
-
-
-def test_memory_is_as_planned(pair: Callable[..., Pair], tmp_path: Path) -> None:
-    for n, changes in enumerate(({}, {"markov_rank": 32, "n_vocab_draft": 300})):
-        both = pair(**changes)
-        file = open_drafter(write_small(tmp_path / f"again{n}", taps=(3, 0, 4), **changes))
-        planned = dflash_bytes(file, N_VOCAB, 512, 1, 512, True)
-        file.close()
-        taken = both.drafter.n_bytes
-        assert taken <= planned < 2 * taken
-        assert "taps: outputs of layers 3, 0, 4" in both.drafter.describe()
-
-
 def test_a_drafter_that_does_not_fit_leaves_nothing_open(pair: Callable[..., Pair]) -> None:
     """Every native call of opening a drafter may fail."""
     both = pair()
@@ -189,32 +150,6 @@ def test_a_drafter_that_computes_nan_says_so(
     if isinstance(both.drafter, DSparkDrafter):
         spine, tree = both.drafter.tree(0, 7, 5, 9)
         assert spine.problem(N_VOCAB) and max(tree.tokens) < N_VOCAB
-
-
-def test_tokens_of_many_passes_are_taken_at_once(pair: Callable[..., Pair]) -> None:
-    """Single tokens, accepted rows of trees and a short prompt; the ring of taps wraps around."""
-    both = pair()
-    both.prompt(10)
-    drafter, n = both.drafter, both.engine.state.n_past[0]
-    committed, both.drafter.committed = drafter.committed, lambda *args: None
-    for _ in range(3):
-        both.decode(30)
-        both.verify([0, 2, 3])
-        both.verify([0, 1])
-        ids = both.tokens(7)
-        both.engine.forward(ids)
-        both._note(ids)
-        held = both.engine.held(0)
-        committed(0, n, held[n:])
-        n = len(held)
-        assert drafter._rings.spans[0].n_past == n
-        both.check()
-    assert n == 10 + 3 * 42 > both.engine.stage.taps.n_kept
-    drafter.truncate(0, 60)
-    got = drafter.draft(0, 7, 7, 3)
-    log_p, _ = both.reference.draft(7, 60, 7)
-    wanted = np.take_along_axis(log_p, got.tokens.astype(np.int64), 1)
-    np.testing.assert_allclose(got.log_p, wanted, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["mg_launch", "mg_graph_alloc", "ggml_init"])

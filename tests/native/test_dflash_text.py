@@ -92,17 +92,6 @@ def test_the_text_is_that_without_drafts(
         again.close()
 
 
-def test_conversations_go_on(open_engine: Open, tmp_path: Path) -> None:
-    """A prompt that begins as the last one did, one that does not, and one from host copies."""
-    plain = open_engine(PRESET, cpu_reference=True)
-    engine = drafting(open_engine, write_small(tmp_path))
-    first, other = prompt(plain, 60, seed=1), prompt(plain, 40, seed=2)
-    for ids in (first, first[:50], other, np.concatenate([first, other])):
-        assert text(engine, ids, None, 8) == text(plain, ids, None, 8)
-        engine.speculation.settle(0)
-        assert drafter_of(engine)._rings.spans[0].n_past == engine.state.n_past[0]
-
-
 @pytest.mark.parametrize("n_held", [0, 12])
 def test_a_prompt_that_is_not_finite_leaves_no_nan(
     open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_held: int

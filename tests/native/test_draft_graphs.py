@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.drafters import write_small
-from helpers.faults import events_on_cpu
 from helpers.mtp import MtpModel
 
 from moegraph.arch.draftfile import open_drafter
 from moegraph.config import EngineConfig
 from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.dspark import DSparkDrafter
-from moegraph.draft.mtp import MtpDrafter
 from moegraph.engine import Engine
 from moegraph.engine.drafters import limit_graphs
 from moegraph.placement.draftgraphs import dflash_graph_bytes, mtp_graph_bytes
@@ -106,24 +103,3 @@ def test_graphs_of_the_mtp_block_in_use_fit(
             assert graphs.n_dropped == 0 and graphs.n_built == n_built
             most = max(most, graphs.n_device_bytes)
         assert most <= planned <= 1.3 * most
-
-
-@pytest.mark.parametrize(("streams", "vram"), [(True, "1"), (True, "auto"), (False, "1")])
-def test_loading_limits_the_graphs_of_drafters(
-    model_path: Callable[[str], Path], streams: bool, vram: str
-) -> None:
-    """Where a device captures graphs and its memory is limited."""
-    config = EngineConfig(
-        device="cpu", n_threads=1, n_ctx=512, n_ubatch=64, spec="mtp", draft_max=3, vram=vram
-    )
-    path = model_path("mini35b")
-    with events_on_cpu() if streams else nullcontext(), Engine.load(path, config) as engine:
-        [drafter] = engine._loaded.drafters
-        assert isinstance(drafter, MtpDrafter)
-        planned = mtp_graph_bytes(engine.hparams, engine._loaded.config)
-        limited = streams and vram != "auto"
-        assert drafter._graphs.max_device_bytes == (planned if limited else math.inf)
-        if streams:  # no longer chains are warm than there will be
-            drafter._graphs._shrink()
-            lengths = {key[1] for key in drafter._graphs._graphs if key[0] == "mtp chain"}
-            assert lengths - {drafter.max_draft} == {1, 2, 3}

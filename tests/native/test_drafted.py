@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.faults import FAULTS, faulty
-from helpers.scripted_drafts import AnyController, ScriptedDrafter, ScriptedTrees, told_of
+from helpers.scripted_drafts import AnyController, ScriptedDrafter, told_of
 from helpers.shared import prompt
 
 from moegraph.draft.drafter import Draft, empty_draft
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
-from moegraph.draft.tree import DraftTree
 from moegraph.engine import Engine
 from moegraph.errors import MoegraphError
 from moegraph.events import CancelToken
@@ -118,26 +117,6 @@ def test_text_with_drafts_of_the_mtp_block_is_the_text_without(
             assert events_of(engine, ids, sampling=params, reuse=reuse) == plain, name
         assert {"mtp", "scripted", ""} == {step.source for step in controller.steps}
         assert not engine.drain_messages()
-
-
-def test_trees_that_a_drafter_builds_give_the_text_without(open_engine: Open) -> None:
-    engine = open_engine(cpu_reference=True, n_draft=12, n_ctx=256, mode="whole")
-    for i, name in enumerate(("greedy", "penalties")):
-        params = SamplingParams(**SAMPLERS[name])
-        ids = prompt(engine, 220 if i else 9, seed=i).tolist()  # the context ends
-        plain = plain_text(engine, ids, sampling=params, max_tokens=None if i else 40)
-        text = [*ids, *[event[0] for event in plain]]
-        drafter = ScriptedTrees(text, engine.hparams.n_vocab, seed=i)
-        controller = speculate(engine, drafter, LookUp(), shapes=["tree"], seed=i)
-        assert events_of(engine, ids, sampling=params, max_tokens=None if i else 40) == plain
-        assert max(step.n_rows for step in controller.steps) == 13
-        assert sum(step.n_accepted for step in controller.steps) > 5
-    wrong = Draft(np.array([[3]], np.int32)), DraftTree((1, 3, 1024), (-1, 0, 0))
-    drafter.tree = lambda *_: wrong  # type: ignore[method-assign]
-    assert events_of(engine, ids, sampling=params, max_tokens=None) == plain
-    assert ["its tree has tokens that the model lacks" in s for s in engine.drain_messages()] == [
-        True
-    ]
 
 
 # and the rows of a verify pass that there must be memory for
@@ -338,36 +317,6 @@ def test_a_native_call_that_fails_ends_only_that_generation(
     assert n_failed or name not in ("mg_launch", "mg_graph_alloc")
 
 
-# Logits; their standard deviation is 3. A pass of several rows rounds differently, and where that
-# changes a router's choice, logits differ by up to 0.4.
-MARGIN = 0.5
-
-
-@pytest.mark.parametrize("residency", ["whole", "25"])
-def test_by_default_text_parts_only_where_two_tokens_are_nearly_as_likely(
-    open_engine: Open, residency: str
-) -> None:
-    engine = open_engine("mini35b", n_draft=12, deterministic=True, **MINI[residency])
-    n_parted = n_accepted = 0
-    for seed in range(5):
-        ids = prompt(engine, 12, seed).tolist()
-        kwargs: dict[str, Any] = {"max_tokens": 40, "text": False, "keep_logits": True}
-        engine.speculation = None
-        plain = list(engine.generate(ids, **kwargs))
-        drafter = scripted(engine, ids, [(event.token,) for event in plain], seed=seed)
-        controller = speculate(engine, drafter, seed=seed)
-        drafted = list(engine.generate(ids, **kwargs))
-        assert len(plain) == len(drafted)
-        n_accepted += sum(step.n_accepted for step in controller.steps)
-        for a, b in zip(plain, drafted):
-            if a.token != b.token:
-                n_parted += 1
-                logits = a.logits[-1]
-                assert logits[a.token] - logits[b.token] < MARGIN
-                break
-    assert n_accepted > 30 and n_parted <= 2
-
-
 def test_a_step_says_what_became_of_its_draft(open_engine: Open) -> None:
     engine = open_engine(cpu_reference=True, n_draft=12, **RESIDENCIES["25"])
     ids = prompt(engine, 9).tolist()
@@ -399,16 +348,3 @@ def test_a_step_says_what_became_of_its_draft(open_engine: Open) -> None:
     stats = engine.expert_stats()
     assert stats is not None
     assert 0 < sum(s.n_missing for s in controller.steps) <= stats.cache.missing.sum()
-
-
-def test_scripted_acceptance_takes_the_spine_whatever_the_target_draws(open_engine: Open) -> None:
-    engine = open_engine(cpu_reference=True, n_draft=12, mode="whole")
-    ids = prompt(engine, 9).tolist()
-    drafter = ScriptedDrafter([], engine.hparams.n_vocab)
-    controller = speculate(engine, drafter, shapes=["chain"])
-    assert engine.speculation is not None
-    engine.speculation.accept = lambda n_spine: n_spine // 2
-    events_of(engine, ids, max_tokens=60)
-    drafted = [step for step in controller.steps if step.n_rows > 1]
-    assert [s.n_accepted for s in drafted[:-1]] == [s.n_spine // 2 for s in drafted[:-1]]
-    assert sum(s.n_accepted for s in drafted) > 5 and told_of(engine, drafter) == engine.held(0)

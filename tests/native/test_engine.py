@@ -41,38 +41,6 @@ def test_layered_equals_whole_bit_for_bit(open_engine, preset, type_kv):
     np.testing.assert_array_equal(logits[0], logits[1])
 
 
-@pytest.mark.parametrize(
-    ("preset", "mode"), [("legacy32", "whole"), ("kquant40", "layered"), ("float32", "layered")]
-)
-def test_reference_mode_is_bit_equal_over_widths_chunks_and_threads(open_engine, preset, mode):
-    rows = []
-    for chunks, n_threads in (((60,), 1), ((1,) * 60, 1), ((7, 8, 33, 12), 2), ((60,), 3)):
-        engine = open_engine(preset, mode=mode, cpu_reference=True, n_threads=n_threads)
-        ids, start, parts = prompt(engine, 60), 0, []
-        for n in chunks:
-            parts.append(engine.forward_logits(ids[start : start + n], start))
-            start += n
-        rows.append((np.concatenate(parts), states_of(engine)))
-    for logits, states in rows[1:]:
-        np.testing.assert_array_equal(logits, rows[0][0])
-        for name, value in states.items():
-            np.testing.assert_array_equal(value, rows[0][1][name], err_msg=name)
-
-
-def states_of(engine: Engine) -> dict[str, np.ndarray]:
-    """Copy every cache and state tensor."""
-    from moegraph.runner.inspect import read_tensor
-
-    state = engine.state
-    conv, ssm = ({il: t[i] for il, t in state.layer_states.items()} for i in range(2))
-    groups = {"conv": conv, "ssm": ssm, "k": state.k, "v": state.v}
-    return {
-        f"{kind}-{il}": read_tensor(t)
-        for kind, tensors in groups.items()
-        for il, t in tensors.items()
-    }
-
-
 @pytest.mark.parametrize(("preset", "mode"), [("legacy32", "layered"), ("iq64", "whole")])
 def test_sequences_in_one_pass_equal_sequences_alone(open_engine, preset, mode):
     together = open_engine(preset, mode=mode, cpu_reference=True, n_seq=3)

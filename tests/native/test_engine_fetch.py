@@ -22,12 +22,9 @@ from helpers.fetching_engines import (
     fetch_layers,
     run,
 )
-from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, NativeError
-from moegraph.experts import cost
-from moegraph.experts.guard import FIRST_LOOK
 from moegraph.ggml.lib import C
 from moegraph.runner import layer_graphs, layered
 
@@ -222,28 +219,6 @@ def test_which_layers_fetch_and_that_results_do_not_depend_on_it(
     assert fetched > 0 or settings == {"miss": "cpu"}
 
 
-@pytest.mark.parametrize("n_slots", [N_LAYER * (N_USED + 2), N_LAYER * N_USED - 3])
-def test_experts_that_are_promoted_after_passes_of_several_rows_and_victims_agree(
-    open_engine, monkeypatch, n_slots: int
-) -> None:
-    """The CPU computes what four sequences at once miss, and slots are reserved for later."""
-    monkeypatch.setattr(cost, "fetches_in_graph", lambda *given: given[-1] == 1)  # of one row
-    monkeypatch.setattr(cost, "streams_rare_misses", lambda *_: False)
-    settings = {**FETCHING, "miss": "auto", "cache_slots": n_slots, "n_seq": 4}
-    plain, engine = open_engine(PRESET, n_seq=4), open_engine(PRESET, **settings)
-    residency, n_promoted = engine.runner.residency, 0
-    residency.guard, residency.split = None, cost.MissSplit.fixed(N_USED, on_cpu=True)
-    assert len(fetch_layers(engine)) == min(N_LAYER, n_slots - N_LAYER * (N_USED - 1))
-    rng = np.random.default_rng(4)
-    for turn in range(40):
-        n_seqs, seq = (4, 0) if turn % 3 == 2 else (1, turn % 4)
-        ids = rng.integers(0, 1000, (n_seqs, 1)).astype(np.int32)
-        np.testing.assert_array_equal(*(e.forward(ids, seq).logits for e in (plain, engine)))
-        n_promoted += len(residency._promoted) if n_seqs == 4 else 0
-        check_sound(engine)
-    assert n_promoted and engine.runner.misses.n_cpu_experts > 0
-
-
 @pytest.mark.parametrize(("merged", "more"), [(1, 12), (4, 1)])
 def test_the_guard_switches_it_off_and_on(
     open_engine, expected, monkeypatch, merged: int, more: int
@@ -268,56 +243,3 @@ def test_the_guard_switches_it_off_and_on(
     for (_, before), (bypassed, now) in zip(turns, turns[1:]):
         moved[bypassed] += now - before
     assert moved[True] == 0 < moved[False]
-
-
-@pytest.mark.parametrize("is_suspect", [False, True], ids=["as it is", "suspicious"])
-def test_the_guard_looks_by_its_own_clock_while_graphs_fetch(open_engine, is_suspect: bool) -> None:
-    """Default settings, past the guard's first look. What it decides changes no bit."""
-    engines = [open_engine(PRESET), open_engine(PRESET, **FETCHING)]
-    guard = engines[1].runner.residency.guard
-    if is_suspect:
-        guard._move_s = 1.0  # whatever is moved seems to take long
-    manners, began, looks = set(), [], guard._consider_probe
-    guard._consider_probe = lambda: (began.append(guard._n), looks())
-    for at, token in enumerate(prompt(engines[0], 3 * FIRST_LOOK, seed=9).tolist()):
-        np.testing.assert_array_equal(*(e.forward_logits([token], at) for e in engines))
-        assert fetch_layers(engines[1]) == (frozenset() if guard.bypassed else ALL)
-        manners.add(fetch_layers(engines[1]))
-        if at % 16 == 0:
-            check_sound(engines[1])
-    assert began and began[0] == FIRST_LOOK, "the guard never looked"
-    if is_suspect:
-        assert guard.n_probes > 0 and manners == {ALL, frozenset()}
-
-
-@pytest.mark.parametrize("policy", ["lfu", "adaptive"])
-def test_what_was_chosen_while_the_cache_was_bypassed_counts_afterwards(
-    open_engine, policy: str
-) -> None:
-    settings = {**FETCHING, "policy": policy, "cache_slots": N_LAYER * (N_USED + 12)}
-    engine = open_engine(PRESET, **settings)
-    guard, at = engine.runner.residency.guard, 0
-    guard._consider_probe = lambda: None
-    for turn, token in enumerate(prompt(engine, 80, seed=3).tolist()):
-        if turn % 10 == 9:
-            guard._settle(not guard.bypassed, "it was told to")
-        width = 3 if turn % 20 == 19 else 1  # the first pass with the cache again
-        engine.forward_logits([token] * width, at)
-        check_sound(engine)
-        at += width
-
-
-def test_an_engine_waits_for_a_pass_under_way_before_it_frees_anything(
-    open_engine, monkeypatch, no_leak
-) -> None:
-    engine = open_fetching(open_engine)
-    engine.submit(np.zeros((1, 1), np.int32), 0, False, False, None)
-    real, n_graphs = engine.device.synchronize, []
-
-    def synchronize() -> None:
-        n_graphs.append(len(engine.runner.graphs))
-        real()
-
-    monkeypatch.setattr(engine.device, "synchronize", synchronize)
-    engine.close()
-    assert n_graphs[0] > 0

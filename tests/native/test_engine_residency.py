@@ -11,7 +11,6 @@ from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, NativeError
-from moegraph.experts.cost import MissSplit
 
 # One row, a few, more than admission allows, a chunk of many: then single rows again.
 CUTS = [0, 1, 2, 3, 5, 9, 40, 104, 105, 106, 107, 108, 112, 120]
@@ -166,33 +165,6 @@ def check_bypassed(engine: Engine) -> None:
         engine.forward_logits([i], i)
     since = engine.runner.cache.stats.since(before)
     assert since.admitted.sum() == 0 and since.hit_rate == 0.75
-
-
-def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
-    plain = open_engine("mxfp256")
-    ids = prompt(plain, 8, seed=9)
-    expected = plain.forward_logits(ids)
-    engine = open_engine("mxfp256", cache_slots=0, miss="cpu")
-    np.testing.assert_array_equal(engine.forward_logits(ids), expected)
-    assert engine.runner.misses.n_bytes_to_device == 0, "none is streamed in mode cpu"
-
-    engine = open_engine("mxfp256", cache_slots=0, miss="cpu")
-    misses, taken = engine.runner.misses, []
-    # an expert takes as long either way, and each further row on the CPU as long again
-    seconds = [float(n) for n in range(engine.hparams.n_expert_used + 1)]
-    engine.runner.residency.split = MissSplit(seconds, seconds, 1.0)
-    begin = misses.cpu_experts.begin
-
-    def watched(il, chosen, experts, n_rows):
-        rows = np.bincount(chosen, minlength=256)
-        others = set(np.unique(chosen).tolist()) - set(experts)
-        taken.append((max(rows[list(experts)]), min(rows[list(others)])))
-        begin(il, chosen, experts, n_rows)
-
-    misses.cpu_experts.begin = watched
-    np.testing.assert_array_equal(engine.forward_logits(ids), expected)
-    assert taken and all(most <= least for most, least in taken)
-    assert misses.n_bytes_to_device > 0 and misses.n_cpu_experts > 0
 
 
 @pytest.mark.parametrize("preset", ["legacy32", "mxfp256"])

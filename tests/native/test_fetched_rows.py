@@ -130,29 +130,6 @@ def test_what_passes_missed_decides_who_acts_next_and_no_bit_changes(
     assert engine.runner.misses.n_cpu_experts > 0 and modes(engine, 8)[0] == ALL
 
 
-def test_what_the_slots_do_not_hold_goes_through_staging(open_engine) -> None:
-    """As many are fetched as slots may be given up; only the rest is uploaded, and computed."""
-    engine = open_rows(open_engine, cache_slots=N_LAYER * N_USED)
-    plain = open_engine(PRESET, n_seq=N_SEQ, n_ubatch=8)
-    handler, rests = engine.runner.misses, []
-    real = handler.carry_out
-
-    def carry_out(il: int, plan: Any, *args: Any) -> None:
-        assert not plan.admitted and not plan.on_cpu and plan.staged
-        rests.append(len(plan.staged))
-        real(il, plan, *args)
-
-    handler.carry_out = carry_out
-    for turn in range(4):
-        before = engine.runner.cache.stats
-        rests.clear()
-        np.testing.assert_array_equal(*(decode(e, turn, N_SEQ) for e in (plain, engine)))
-        since = engine.runner.cache.stats.since(before)
-        assert sum(rests) == (since.missing - since.admitted).sum() > 0
-        assert since.admitted.sum() > 0 and (since.admitted <= N_USED).all()
-        check_sound(engine)
-
-
 @pytest.mark.parametrize("each", [N_USED, 14, 31])
 def test_drafted_rows_fetch_and_change_no_bit(open_engine, each: int) -> None:
     """Trees of several sequences, padded to the largest; a path of each is committed."""

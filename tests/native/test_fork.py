@@ -6,25 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
-
-KERNEL = """
-import gc, os, sys
-from moegraph.ggml.cpu_ffn import CpuFfn
-kernel = CpuFfn(4, 256, 256, 4, 1)
-if os.fork() == 0:
-    if sys.argv[1] == "close":
-        kernel.close()
-    if sys.argv[1] == "collect":
-        del kernel
-        gc.collect()
-    sys.exit(7)
-assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
-kernel.close()
-assert len(os.listdir("/proc/self/task")) == 1
-"""
 
 ENGINE = """
 import os, sys
@@ -93,11 +75,6 @@ def run(script: str, argument: str) -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("how", ["close", "collect", "exit"])
-def test_threads_of_the_cold_kernel_are_the_parents(how: str) -> None:
-    run(KERNEL, how)
 
 
 def test_an_engine_is_closed_in_the_child_and_goes_on_in_the_parent(model_path) -> None:

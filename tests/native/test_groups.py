@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.clients import Client, alone, serving, together
-from helpers.faults import FAULTS, faulty, poison
+from helpers.faults import faulty, poison
 from helpers.patience import PATIENCE_S
 from helpers.shared import prompt
 
@@ -165,41 +165,6 @@ def test_a_fault_in_one_group_does_not_lose_the_other(
     np.testing.assert_array_equal(begun(cut, 4), again)
 
 
-def test_a_group_that_is_reset_in_flight_changes_no_other(open_engine: Open) -> None:
-    settings = {"n_seq": 4, "deterministic": True, "device": TWO}
-    cut, whole = open_engine(**settings), open_engine(**settings)
-    wanted = singly(whole, begun(whole, 4), 2)
-    groups = Groups(cut, begun(cut, 4), [2, 2])
-    groups.submit()
-    groups.submit()
-    cut.reset(1)
-    assert cut.held(1) == [] and cut.state.n_past[1] == 0
-    groups.collect()
-    groups.collect()
-    for seq in (0, 2, 3):
-        np.testing.assert_array_equal(groups.found[seq][0], wanted[0, seq])
-    assert cut.held(1) == [] and cut.state.n_past[1] == 0
-
-
-def test_nothing_else_runs_while_groups_are_in_flight(open_engine: Open) -> None:
-    cut = open_engine(n_seq=4, device=TWO)
-    passes, rows = cut.passes, begun(cut, 4)
-    assert isinstance(passes, GroupPasses)
-    with pytest.raises(RequestError, match="no group is in flight"):
-        passes.collect_group()
-    passes.submit_group(rows[:2, None], [0, 1], True, None)
-    with pytest.raises(RequestError, match="in flight"):
-        passes.submit(rows[2:, None], [2, 3], False, True, None)
-    with pytest.raises(RequestError, match="has a row in flight"):
-        passes.submit_group(rows[1:, None], [1, 2, 3], True, None)
-    passes.submit_group(rows[2:3, None], [2], True, None)
-    with pytest.raises(RequestError, match="collect the oldest"):
-        passes.submit_group(rows[3:, None], [3], True, None)
-    passes.give_up_groups()
-    assert [len(cut.held(seq)) for seq in range(4)] == [0, 0, 0, 26]
-    assert begun(cut, 3)[0] == rows[0]
-
-
 class Always(GroupChoice):
     """Takes groups wherever they can be."""
 
@@ -295,36 +260,6 @@ def test_a_cancellation_or_a_nan_in_one_group_touches_no_other(
     single = open_engine(cpu_reference=True)
     for client in (clients[0], clients[3], again):
         assert client.tokens == alone(single, client.request)[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "calls"),
-    [
-        ("mg_launch", (300, 401, 502)),
-        ("mg_wait_ids", (150, 211, 290)),
-        ("mg_upload_launch", (97, 150, 231)),
-    ],
-)
-def test_a_failed_call_ends_requests_of_one_group(
-    open_engine: Open, prompts_first: None, name: str, calls: tuple[int, ...]
-) -> None:
-    engine = open_engine(n_seq=4, cpu_reference=True, device=TWO, **MODES["stream"])
-    single = open_engine(cpu_reference=True)
-    ids = [prompt(engine, n, seed=n) for n in (4, 10, 7, 20)]
-    n_errors = []
-    with in_groups(engine) as service:
-        for at in calls:
-            with faulty(name, at, FAULTS[name][0]):
-                clients = [Client(service, one.tolist(), max_tokens=25) for one in ids]
-                for client in clients:
-                    client.wait()
-            assert service.failure is None
-            n_errors.append(sum(client.reason == "error" for client in clients))
-            for client in clients:
-                tokens = alone(single, client.request)[0]
-                assert client.tokens == tokens[: len(client.tokens)]
-                assert client.reason == "error" or len(client.tokens) == 25
-    assert any(n_errors) and max(n_errors) < 4, n_errors  # 3: before the fourth was read
 
 
 @pytest.mark.parametrize("at", [1, 8])

@@ -114,12 +114,6 @@ def test_pinning_stops_while_the_host_has_memory_left(pinned):
     assert "the others are read from the file" in found.note and "2.00 GiB" in found.note
 
 
-def test_the_limit_of_a_container_is_named_and_its_reserve_is_smaller(pinned):
-    found = pinned(lambda size: HostMemory(64 * GiB, GiB // 8 + 2 * size, GiB))
-    assert found.layers == [0]
-    assert "(the control group may use 1.00 GiB), and 128 MiB of them stay free" in found.note
-
-
 def test_memory_that_others_take_meanwhile_counts(pinned):
     looks = iter(range(100))
 

@@ -20,11 +20,10 @@ from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.engine.service import Service
-from moegraph.errors import Cancelled, RequestError
+from moegraph.errors import Cancelled
 from moegraph.events import CancelToken
-from moegraph.loop import reading
 from moegraph.runner import NotFinite, stage_sweep
-from moegraph.runner.sweep_batch import SweepBatch, cut_together
+from moegraph.runner.sweep_batch import SweepBatch
 from moegraph.sampling import SamplingParams
 
 Open = Callable[..., Engine]
@@ -184,34 +183,6 @@ def test_experts_cross_once_for_all_prompts_of_a_sweep(open_engine: Open) -> Non
     assert together < 0.5 * (sent_bytes() - before)
 
 
-def test_one_of_several_prompts_is_given_up(open_engine: Open) -> None:
-    engine, other = (open_joint(open_engine, "mini35b") for _ in range(2))
-    batches = mixed(engine)
-    mixed(other)
-    sweep = engine.passes.begin_prompts(batches)
-    engine.passes.step_prompt(sweep)
-    assert not engine.passes.leave_prompt(sweep, 0)
-    assert not engine.passes.leave_prompt(sweep, 3)
-    while engine.passes.step_prompt(sweep):
-        pass
-    assert (len(engine.held(0)), len(engine.held(3)), len(engine.held(2))) == (0, 300, 150)
-    for batch in (batches[2], batches[3], batches[0]):  # the others were not touched
-        last, after = read_alone(other, batch)
-        if batch.slot != 2:
-            np.testing.assert_array_equal(read_alone(engine, batch), [last, after])
-        else:
-            np.testing.assert_array_equal(engine.forward([5], 2).require_logits(), after)
-    # a sweep that nobody wants ends at once
-    for slot in (1, 4):
-        engine.reset(slot)
-    sweep = engine.passes.begin_prompts([batches[1], batches[4]])
-    assert not engine.passes.leave_prompt(sweep, 1) and engine.passes.leave_prompt(sweep, 4)
-    assert engine.held(1) == engine.held(4) == []
-    with pytest.raises(RequestError, match="begin another"):
-        engine.passes.step_prompt(sweep)
-    engine.state.pool.check()
-
-
 def test_a_fault_undoes_all_prompts_of_a_sweep(open_engine: Open) -> None:
     engine = open_joint(open_engine, "mini35b")
     batches = mixed(engine)
@@ -227,25 +198,6 @@ def test_a_fault_undoes_all_prompts_of_a_sweep(open_engine: Open) -> None:
         pass
     assert [len(engine.held(batch.slot)) for batch in batches] == [40, 7, 150, 333, 90, 1]
     engine.state.pool.check()
-
-
-@pytest.mark.parametrize(("max_rows", "is_rounded"), [(7, False), (1000, False), (256, True)])
-def test_rows_of_prompts_are_cut_into_few_chunks(max_rows: int, is_rounded: bool) -> None:
-    prompts = [(0, 0, 400, (100,)), (3, 50, 30, ()), (1, 0, 1, ()), (2, 7, 200, (10, 206))]
-    chunks = cut_together(prompts, max_rows, lambda cut: len(cut) < 4, is_rounded)
-    found: dict[int, list[int]] = {}
-    for chunk in chunks:
-        slots = [segment.slot for segment in chunk]
-        assert len(set(slots)) == len(slots) < 4
-        assert max(segment.n for segment in chunk) * len(chunk) <= max_rows
-        for segment in chunk:
-            found.setdefault(segment.slot, []).extend(range(segment.first, segment.end))
-    for slot, first, n, cuts in prompts:
-        assert found[slot] == list(range(first, first + n))
-        ends = {segment.end for chunk in chunks for segment in chunk if segment.slot == slot}
-        assert ends.issuperset(cuts)
-    n_rows = sum(n for _, _, n, _ in prompts)
-    assert len(chunks) <= 2.2 * n_rows / max_rows + 4
 
 
 # in a service
@@ -308,27 +260,6 @@ def test_requests_that_wait_are_read_together(
         assert client.tokens == alone(single, client.request)[0]
         for step in client.steps:
             assert [one.token for one in step.logprobs] in ([], list(step.tokens))
-    engine.state.pool.check()
-
-
-def test_requests_without_room_in_a_sweep_wait_for_the_next_one(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = open_joint(open_engine, "mini35b", n_ubatch=512)
-    swept = watched(engine, monkeypatch)
-    monkeypatch.setattr(reading, "may_join", lambda memory, batches, sequences: len(batches) < 3)
-    with serving(engine) as service:
-        requests = [
-            partial(Client, service, prompt(engine, n, seed=n), max_tokens=6)
-            for n in (140, 90, 70, 60, 50)
-        ]
-        clients = held(service, *requests)
-        for client in clients:
-            client.wait()
-    assert swept == [[140, 90], [70, 60], [50]]
-    single = open_engine("mini35b", cpu_reference=True, n_ctx=2048)
-    for client in clients:
-        assert client.tokens == alone(single, client.request)[0]
     engine.state.pool.check()
 
 

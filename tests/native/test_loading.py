@@ -84,27 +84,6 @@ def test_copied_weights_have_the_bits_of_mapped_ones(open_engine, monkeypatch, s
     assert greedy_tokens(copied, ids, 12) == tokens
 
 
-@MODES
-def test_memory_says_what_stays_in_the_file(open_engine, monkeypatch, settings) -> None:
-    mapped = open_engine(**settings)
-    copy_on_the_cpu(monkeypatch, 1 << 20)
-    copied = open_engine(**settings)
-    tensors = mapped.file.tensors
-    embeddings = tensors["token_embd.weight"].nbytes
-    partial = [il for il, n in enumerate(mapped.plan.n_slots) if n < mapped.hparams.n_expert]
-    experts = sum(
-        info.nbytes for name, info in tensors.items()
-        if "_exps." in name and int(name.split(".")[1]) in partial
-    )  # fmt: skip
-    left = experts if settings is RING else 0
-    assert copied.memory()["host_mapped_bytes"] == embeddings + left
-    everything = sum(info.nbytes for info in tensors.values())
-    packed = 0 if settings is RING else experts
-    assert mapped.memory()["host_mapped_bytes"] == everything - packed
-    if settings is PAGES:
-        assert copied.memory()["host_pinned_bytes"] == mapped.plan.host_bytes >= experts
-
-
 def fail_at(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[int]:
     """Have the at-th read fail; return the list that counts them."""
     real, calls = ModelFile.read, []
@@ -161,22 +140,6 @@ def test_an_interrupt_while_loading_ends_the_threads(model_path, monkeypatch, se
             Engine.load(path, config(settings), progress)
         assert live_handles() == before
         assert readers() == []
-
-
-def test_progress_ends_at_the_bytes_of_the_file(model_path, monkeypatch) -> None:
-    copy_on_the_cpu(monkeypatch)
-    for settings in (WHOLE, PAGES):
-        seen: list[tuple[int, int]] = []
-        Engine.load(
-            model_path(PRESET),
-            config(settings),
-            lambda stage, n, of, seen=seen: seen.append((n, of)) if stage == "load" else None,
-        ).close()
-        done, total = seen[-1]
-        assert [n for n, _ in seen] == sorted(n for n, _ in seen)
-        with open_model(model_path(PRESET)) as model:
-            unread = model.tensors["token_embd.weight"].nbytes
-        assert done == total - unread, "all but the embeddings, which stay in the file"
 
 
 def test_a_context_by_memory_is_longer_where_there_is_more(model_path) -> None:

@@ -17,18 +17,14 @@ from moegraph.config import EngineConfig
 from moegraph.draft.mtp import MtpDrafter
 from moegraph.errors import ModelFileError, OutOfDeviceMemory
 from moegraph.ggml.lib import C, ffi
-from moegraph.gguf.vocab import frequent_ids
 from moegraph.kinds import MOST_BEHIND
 from moegraph.placement.drafters import kept_experts, mtp_bytes
 from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import MTP_ROWS
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
-from moegraph.runner.inspect import read_tensor
-from moegraph.runner.sweep_batch import SweepBatch
 
 ModelPath = Callable[[str], Path]
-TINY = Path(__file__).resolve().parents[2] / "moegraph" / "models" / "tiny.gguf"
 EXACT: dict[str, Any] = {"cpu_reference": True}
 
 
@@ -146,22 +142,6 @@ def test_a_chain_stops_at_the_end_of_the_context(model_path: ModelPath) -> None:
         assert model.drafter.draft(0, 4, 8, 1).n_depth == 0
 
 
-def test_positions_without_the_drafter_cost_only_acceptance(model_path: ModelPath) -> None:
-    ids = random_ids(64)
-    with MtpModel(model_path("mini35b"), **EXACT) as model:
-        model.read(ids[:20])
-        model.sweep(SweepBatch(ids[20:50], 0))
-        keys = model.cache()[0]
-        assert keys[:20].any(axis=1).all() and not keys[20:].any()
-        model.read(ids[50:])
-        again = model.cache()
-        # K and V depend on their own row and the output before it, which the sweep has left
-        model.state.reset(0)
-        model.read(ids)
-        assert_same([a[50:] for a in again[:2]], [a[50:] for a in model.cache()[:2]])
-        assert_same(again[2:], model.cache()[2:])
-
-
 def test_own_embeddings_and_head_are_used(model_path: ModelPath) -> None:
     """A block that has the model's matrices as its own gives the same drafts; others do not."""
     path, ids = model_path("mini35b"), random_ids(30)
@@ -230,34 +210,6 @@ def test_experts_that_are_fetched_change_no_draft(
     np.testing.assert_array_equal(*found)
     with MtpModel(path) as model:
         assert n_bytes < model.drafter.n_bytes
-
-
-def test_experts_that_drafts_choose_stay_on_the_device(model_path: ModelPath) -> None:
-    with MtpModel(model_path("mini35b"), n_kept=12) as model:
-        experts, n_used = model.block.experts, model.hp.n_expert_used
-        chosen = np.arange(20, 20 + n_used, dtype=np.int32)
-        for _ in range(40):
-            experts.note(chosen)
-        assert experts.n_exchanged == n_used
-        for _ in range(40):
-            experts.note(chosen)
-        assert experts.n_exchanged == n_used, "what is kept stays"
-        table = read_tensor(model.block.stage.banks.tables[model.hp.n_layer]).reshape(-1)
-        assert (table[chosen] >= 0).all() and (table >= 0).sum() == 12
-        assert len(set(table[table >= 0].tolist())) == 12 and table.max() < 12
-
-
-def test_frequent_tokens_are_the_first_and_those_of_turns_and_tools() -> None:
-    with open_model(TINY) as file:
-        n_vocab, meta = file.hparams.n_vocab, file.metadata
-        kinds = np.array(meta.integers("tokenizer.ggml.token_type", n_vocab, 0, 9))
-        special = np.flatnonzero((kinds == 3) | (kinds == 4))
-        assert 0 < len(special) < 100
-        found = frequent_ids(meta, n_vocab, 200)
-        assert len(found) == 200 and set(special) <= set(found.tolist())
-        rest = np.setdiff1d(found, special)
-        np.testing.assert_array_equal(rest, np.setdiff1d(np.arange(n_vocab), special)[: len(rest)])
-        assert len(frequent_ids(meta, n_vocab, 1 << 20)) == n_vocab
 
 
 @pytest.mark.parametrize("n_vocab", [0, 300])

@@ -10,9 +10,7 @@ import pytest
 from helpers.faults import FAULTS, faulty
 from helpers.mtp import MtpModel
 
-from moegraph.arch import open_model
 from moegraph.errors import MoegraphError
-from moegraph.resident.mtp import open_mtp
 
 ModelPath = Callable[[str], Path]
 NAMES = ["mg_launch", "ggml_backend_tensor_alloc", "mg_graph_alloc", "ggml_init",
@@ -55,22 +53,3 @@ def test_a_failure_while_drafting_changes_no_later_draft(
                 np.testing.assert_array_equal(got, want)
             before.close()
     assert n_failures
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_failure_while_loading_the_block_leaks_nothing(
-    model_path: ModelPath, no_leak: None, name: str
-) -> None:
-    path, (result, kind) = model_path("mini35b"), FAULTS[name]
-    with MtpModel(path) as model, open_model(path) as file:
-        at = 0
-        while True:
-            at += 1
-            with faulty(name, at, result) as library:
-                try:
-                    open_mtp(model.stage, file, 100).close()
-                except MoegraphError as error:
-                    assert isinstance(error, kind) and "\n" not in str(error)
-            if library.n_calls < at:
-                break
-        open_mtp(model.stage, file).close()

@@ -111,26 +111,3 @@ def test_requests_of_different_owners_share_nothing(open_engine: Open, n_seq: in
         cached = [client.wait().last.usage.n_cached for client in both]
     assert cached == [0, 299, 0]
     assert all(client.tokens == first.tokens for client in both)
-
-
-def test_a_request_that_was_moved_to_host_memory_comes_back_as_its_owners(
-    open_engine: Open,
-) -> None:
-    engine = open_engine(cpu_reference=True, n_ctx=1024, n_seq=4, n_kv=-1)
-    with serving(engine) as service:
-        with together(service):
-            clients = [
-                Client(service, prompt(engine, 250, seed=i), max_tokens=500, owner=f"{i}")
-                for i in range(4)
-            ]
-        texts = [client.wait().tokens for client in clients]
-        service.drain()
-        assert service.status().counts.preempted
-    n_known = 0
-    for i, tokens in enumerate(texts):
-        ids = np.concatenate([prompt(engine, 250, seed=i), tokens])
-        for owner in "0123":
-            found = [engine.prefixes.n_common(seq, ids, owner) for seq in range(4)]
-            n_known += max(found) * (owner == f"{i}")
-            assert owner == f"{i}" or max(found) < 50
-    assert n_known > 250

@@ -77,19 +77,6 @@ def test_a_generation_that_ends_early_gives_the_engine_free(engine, how: str) ->
     assert tokens(events(engine, 2)) == expected
 
 
-def test_a_generation_that_failed_gives_the_engine_free(engine, monkeypatch) -> None:
-    expected = tokens(events(engine, 2))
-    a = events(engine, 1)
-    next(a)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.passes, "collect", lambda locates: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            next(a)
-    with pytest.raises(StopIteration):
-        next(a)
-    assert tokens(events(engine, 2)) == expected
-
-
 def test_nothing_else_goes_while_a_generation_runs(engine) -> None:
     expected = tokens(events(engine, 1))
     a = events(engine, 1)

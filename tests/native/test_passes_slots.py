@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ from helpers.faults import poison
 from helpers.shared import prompt, resident_bytes
 
 from moegraph.engine import Engine
-from moegraph.errors import ConfigError, ContextOverflow, RequestError
+from moegraph.errors import ContextOverflow, RequestError
 from moegraph.ggml.handles import live_handles
-from moegraph.resident.kvpool import PAGE, PoolShape, Positions
-from moegraph.resident.state import State
+from moegraph.resident.kvpool import PAGE
 from moegraph.runner import NotFinite
 from moegraph.server.host import give_back
 
@@ -195,28 +193,3 @@ def test_sequences_that_do_not_fit_the_rows_are_refused(open_engine: Open) -> No
     with pytest.raises(ContextOverflow, match="257 positions, the context holds 256"):
         engine.forward([[1], [2]], [0, 2])
     assert [len(engine.held(slot)) for slot in range(3)] == [0, 0, 256]
-
-
-def test_rows_of_odd_size_need_an_engine_with_one_sequence(open_engine: Open) -> None:
-    engine = open_engine()
-    odd = replace(engine.hparams, n_head_kv=1, n_embd_head_k=32, n_embd_head_v=32)
-    two = PoolShape(256, 2, 512, 1)
-    with pytest.raises(ConfigError, match=r"several sequences \(n_seq\) needs .* have 34; use f16"):
-        State(engine.device, odd, engine.stage.layers, Positions(two), "q8_0", "q8_0")
-    one = PoolShape(256, 1, 256, 1)
-    State(engine.device, odd, engine.stage.layers, Positions(one), "q8_0", "q8_0").close()
-
-
-@pytest.mark.parametrize("n", [20, 200])
-def test_a_follow_up_leaves_most_of_what_a_conversation_uses(open_engine, n: int) -> None:
-    """A few rows as a pass, more of them layer by layer."""
-    settings = {"cache_slots": 60, "pin_layers": 0, "miss": "stream", "policy": "lfu"}
-    engine = open_engine("mini35b", n_ctx=1024, n_ubatch=128, **settings)
-    ids = prompt(engine, 100 + n, seed=20)
-    list(engine.generate(ids[:100], max_tokens=100, text=False, ignore_eos=True))
-    used = engine.runner.cache.tables >= 0
-    engine.prefill(ids[100:], greedy=True)
-    for token in ids[:3]:
-        engine.forward([token])
-    kept = used & (engine.runner.cache.tables >= 0)
-    assert kept.sum() > 0.85 * used.sum()

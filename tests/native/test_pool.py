@@ -139,30 +139,6 @@ def test_a_swapped_sequence_goes_on_in_another_slot(
     engine.state.pool.check()
 
 
-def test_what_is_under_way_is_not_swapped(open_engine: Open) -> None:
-    engine = open_engine(**SHARED)
-    ids = prompt(engine, 200)
-    sweep = engine.passes.begin_prompts([SweepBatch(ids, 0)])
-    engine.passes.step_prompt(sweep)
-    engine.forward(ids[:4], seq=1)
-    swapped = engine.copies.swap_out(1)  # another one may go while a prompt waits
-    with pytest.raises(RequestError, match="the prompt of sequence 0 is under way"):
-        engine.copies.swap_out(0)
-    with pytest.raises(RequestError, match="the prompt of sequence 0 is under way"):
-        engine.copies.swap_in(0, swapped)
-    engine.copies.swap_in(2, swapped)
-    while engine.passes.step_prompt(sweep):
-        pass
-    alone = open_engine(**ONE)
-    assert engine.held(2) == ids[:4].tolist()
-    np.testing.assert_array_equal(sweep.output.require_logits()[-1], last_row(alone, ids))
-    engine.submit(ids[:1], 2, False, False, None)
-    for call in (engine.copies.swap_out, lambda seq: engine.copies.swap_in(seq, swapped)):
-        with pytest.raises(RequestError, match="a pass is in flight"):
-            call(1)
-    engine.collect()
-
-
 def test_a_sequence_without_host_memory_stays(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

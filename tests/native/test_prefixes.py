@@ -92,34 +92,6 @@ def test_with_the_same_chunks_every_mode_equals_cold_runs(
     np.testing.assert_array_equal(logits, cold_logits)
 
 
-@pytest.mark.parametrize("kv", ["f16", "q4_0"])
-def test_rows_go_to_the_host_and_back_in_any_pages(open_engine: Open, kv: str) -> None:
-    """The pages of a sequence are neither in order nor the same when it comes back."""
-    settings = {"n_ctx": 1024, "n_ubatch": 256, "cpu_reference": True, "type_k": kv, "type_v": kv}
-    engine = open_engine(n_seq=3, **settings)
-    ids, others = prompt(engine, 700), prompt(engine, 250, seed=1)
-    for part in (ids[:100], ids[100:256], ids[256:300]):
-        engine.forward(part, seq=1)
-        engine.forward(others, seq=2)
-        engine.prefixes.save(1)
-    engine.forward(ids[300:556], seq=1)
-    engine.forward(ids[556:600], seq=1)
-    engine.prefixes.save(1)
-    engine.reset(1)
-    engine.reset(2)
-    engine.forward(others, seq=2)
-    for seq in (0, 1):
-        assert engine.prefixes.resume(seq, ids) == 600
-        assert engine.held(seq) == ids[:600].tolist()
-    logits = engine.forward(ids[600:], seq=1).logits
-    engine.state.pool.check()
-    alone = open_engine(**settings)
-    for at in range(0, 600, 200):
-        alone.forward(ids[at : at + 200])
-    np.testing.assert_array_equal(logits, alone.forward(ids[600:]).logits)
-    np.testing.assert_array_equal(logits, engine.forward(ids[600:], seq=0).logits)
-
-
 def test_rows_come_back_to_no_other_sequences_pages(open_engine: Open) -> None:
     """The first position that comes back is in the middle of a page, before another's page."""
     engine, alone = open_engine(n_seq=3, n_ctx=1024), open_engine(n_ctx=1024)
@@ -164,20 +136,6 @@ def test_a_failed_or_cancelled_prompt_takes_nothing_away(open_engine: Open) -> N
     tokens, logits, n_reused = answer(engine, second)
     assert (tokens, n_reused) == (expected[0], mark)
     np.testing.assert_array_equal(logits, expected[1])
-
-
-def test_a_mark_just_behind_one_that_is_kept_is_left_out(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefixes, "_WORTH", 20)
-    engine = open_engine()
-    ids = prompt(engine, 60)
-    answer(engine, ids, marks=(10, 25, 30, 44, 45, 55))
-    assert answer(engine, [*ids[:50], 1])[2] == 45 and engine.prefixes.n_places == 2
-    answer(engine, [*ids[:58], 1, 2], marks=(58,))  # 13 behind the mark at 45
-    assert engine.prefixes.n_places == 2
-    engine.reset()
-    assert answer(engine, [*ids[:30], 1])[2] == 25
 
 
 def test_the_limit_holds_and_the_latest_turns_stay(open_engine: Open) -> None:

@@ -135,16 +135,6 @@ def scaler(worker: WorkerProcess, stack: ExitStack) -> Scaler:
     return Scaler(stack.enter_context(closing(Device(worker.url, 1))), stack)
 
 
-def test_graphs_that_alternate_are_sent_once(scaler: Scaler) -> None:
-    link, values = link_of(scaler.device), np.arange(4, dtype=np.float32)
-    two, three = scaler.built(2.0), scaler.built(3.0)
-    for turn in range(4):
-        np.testing.assert_array_equal(scaler.run(two, values + turn), 2 * (values + turn))
-        np.testing.assert_array_equal(scaler.run(three, values + turn), 3 * (values + turn))
-    traffic = link.traffic()
-    assert (traffic.n_graphs_sent, traffic.n_graphs_stored) == (2, 6)
-
-
 def test_a_freed_buffer_takes_only_its_own_graphs(scaler: Scaler, stack: ExitStack) -> None:
     link, values = link_of(scaler.device), np.ones(4, np.float32)
     with ExitStack() as inner:
@@ -210,13 +200,6 @@ def test_no_expert_may_be_missing_on_a_worker(
     config = new_config(device=worker.url, mode="layered")
     with pytest.raises(ConfigError, match=r"rpc://127.*one graph"):
         Stages(opened("legacy32"), [], config, stack)
-
-
-def test_a_worker_has_only_the_devices_that_it_lends(worker: WorkerProcess) -> None:
-    with pytest.raises(ConfigError, match="1 devices"):
-        Device(worker.url + "/1", 1)
-    with pytest.raises(ConfigError, match="CPU device"):
-        Device(worker.url, 1, reference=True)
 
 
 def test_the_library_is_loaded_only_for_a_worker() -> None:

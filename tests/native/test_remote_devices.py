@@ -15,10 +15,8 @@ from helpers.shared import prompt
 from helpers.workers import WorkerProcess, working
 
 from moegraph.engine import Engine
-from moegraph.kinds import Kind
 from moegraph.loop.groupchoice import GroupChoice
 from moegraph.loop.requests import Step
-from moegraph.passes.grouppasses import GroupPasses
 from moegraph.runner import LayeredRunner, WholeRunner
 
 Open = Callable[..., Engine]
@@ -101,32 +99,6 @@ def test_a_token_takes_one_round_trip(
     engine.close()
     assert times[-1] - times[0] >= 0.2 * (len(times) - 1)
     assert min(np.diff(times)) < 0.36  # of those that nothing else held up
-
-
-@pytest.mark.parametrize("device", ["cpu,{0}", "{0},cpu,{1}"])
-def test_groups_of_sequences_have_the_bits_of_one(
-    workers: tuple[WorkerProcess, WorkerProcess], open_engine: Open, device: str
-) -> None:
-    """Passes of several groups are in the stages at once."""
-    names = device.format(*(worker.url for worker in workers))
-    settings: dict[str, Any] = {"n_seq": 6, "deterministic": True}
-    one, cut = open_engine(**settings), open_engine(device=names, **settings)
-    rows = []
-    for engine in (one, cut):
-        logits = [engine.prefill(prompt(engine, 5 + 7 * seq, seed=seq), seq) for seq in range(6)]
-        rows.append([int(out.require_logits()[-1].argmax()) for out in logits])
-    assert rows[0] == rows[1]
-    tokens = np.array(rows[0], np.int32)
-    passes, groups = cut.passes, [[0, 1, 2], [3, 4, 5]]
-    assert isinstance(passes, GroupPasses)
-    for _ in range(6):
-        one.passes.submit(tokens[:, None], range(6), False, False, None, Kind.DECODE)
-        wanted = one.passes.collect().require_logits()
-        for slots in groups:
-            passes.submit_group(tokens[slots][:, None], slots, False, None)
-        found = [passes.collect_group().require_logits() for _ in groups]
-        np.testing.assert_array_equal(np.concatenate(found), wanted)
-        tokens = wanted.argmax(1).astype(np.int32)
 
 
 @pytest.mark.parametrize("at", ["{0},cpu", "cpu,{0}"])

@@ -54,18 +54,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# These may keep more than the lists can decide.
-ROUGH = {
-    "top-p-half",
-    "top-k-300-top-p",
-    "top-k-1000",
-    "penalties-up",
-    "freezing",
-    "all",
-    "typical-whole",
-}
-
-
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
     opened = Device("cpu", n_threads=2)
@@ -111,35 +99,6 @@ def test_each_setting_draws_the_reference_token(name: str, device: Device) -> No
                 # likely tokens come again, so that penalties meet candidates
                 text.rows.accept(int(logits.argmax()))
                 text.tokens.append(int(logits.argmax()))
-
-
-def test_usual_rows_are_not_read_as_a_whole(device: Device) -> None:
-    """The settings that people use decide from the lists; others do sometimes."""
-    rng = np.random.default_rng(3)
-    with CandidatesBench(device, N_VOCAB) as bench:
-        for name, settings in SETTINGS.items():
-            text = Text(bench, SamplingParams(**settings, seed=1))
-            text.start([1, 2, 3])
-            for _ in range(40):
-                text.step((rng.standard_normal(N_VOCAB) * 2).astype(np.float32))
-            if name in ROUGH:
-                continue
-            assert text.rows.n_whole <= 2, name
-
-
-@pytest.mark.parametrize("name", ["whole", "penalties"])
-def test_a_row_without_candidates_draws_the_same_token(name: str) -> None:
-    rng = np.random.default_rng(8)
-    params = SamplingParams(**SETTINGS[name], seed=3)
-    rows, plain, tokens = RowSampler(params, N_VOCAB), Sampler(params, N_VOCAB), []
-    for _ in range(20):
-        logits = (rng.standard_normal(N_VOCAB) * 3).astype(np.float32)
-        token = rows.sample(None, lambda: logits)
-        assert token == plain.sample(logits) == choose(logits, params, len(tokens), tokens)
-        rows.accept(token)
-        plain.accept(token)
-        tokens.append(token)
-    assert rows.n_whole == 20
 
 
 def test_a_mask_leaves_only_allowed_tokens(device: Device) -> None:

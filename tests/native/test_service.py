@@ -15,7 +15,7 @@ from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.errors import ContextOverflow, QueueFull, RequestError, ServiceClosed
+from moegraph.errors import QueueFull, RequestError, ServiceClosed
 from moegraph.loop import scheduler
 from moegraph.loop.requests import Request, Step
 from moegraph.sampling import SamplingParams
@@ -89,29 +89,6 @@ def test_stops_end_tokens_and_texts_are_those_of_the_request_alone(shipped_engin
     assert clients[3].tokens == [] and clients[3].last.usage.n_read == 4
 
 
-def test_wrong_requests_are_refused_at_once(open_engine: Open) -> None:
-    engine = open_engine(n_seq=2, n_ctx=64)
-    with serving(engine) as service:
-        for more, error in (
-            ({"prompt": []}, RequestError),
-            ({"prompt": [1, 5000]}, RequestError),
-            ({"prompt": range(65)}, ContextOverflow),
-            ({"prompt": [1], "sampling": SamplingParams(top_p=7)}, RequestError),
-            ({"prompt": [1], "n_logprobs": -1}, RequestError),
-            ({"prompt": [1], "max_tokens": -1}, RequestError),
-        ):
-            with pytest.raises(error):
-                Client(service, **more)
-        assert service.status().n_running == 0
-        assert Client(service, [1, 2], max_tokens=2).wait().reason == "length"
-        with pytest.raises(RequestError, match="another thread"):
-            engine.forward([1])
-    with pytest.raises(ServiceClosed):
-        service.submit(Request([1], SamplingParams()), lambda step: None)
-    engine.reset()
-    engine.forward([1])  # the engine belongs to this thread again
-
-
 def test_a_full_queue_refuses_and_says_when_to_come_back(open_engine: Open) -> None:
     engine, go_on = open_engine(n_seq=1), threading.Event()
     with serving(engine, n_waiting=2) as service:
@@ -129,16 +106,6 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(open_engine: Open) -> N
             assert client.wait().reason == "length"
         Client(service, [4], max_tokens=1).wait()
         assert service.status().counts.refused == 1
-
-
-def test_the_slot_that_is_idle_for_longest_gives_way(open_engine: Open) -> None:
-    engine = open_engine(n_seq=3, cpu_reference=True, cache_ram=0)
-    prompts = [prompt(engine, 40, seed=i) for i in range(3)]
-    with serving(engine) as service:
-        for ids in (*prompts, prompt(engine, 40, seed=9)):  # the last one takes the first's slot
-            Client(service, ids, max_tokens=1).wait()
-        again = [Client(service, [*ids, 1], max_tokens=1).wait() for ids in prompts[1:]]
-    assert [client.last.usage.n_cached for client in again] == [40, 40]
 
 
 @pytest.mark.parametrize("n_seq", [2])

@@ -85,24 +85,6 @@ def test_texts_are_those_without_drafts(open_engine: Open, settings: dict[str, A
     assert {step.seconds > 0.0 for step in steps} == {True, False}  # alone, and in company
 
 
-def test_auto_drafts_alone_and_in_company(open_engine: Open) -> None:
-    """What it chooses depends on times; the texts do not."""
-    engine = open_engine("mini35b", cpu_reference=True, spec="auto", n_seq=3, n_ctx=256)
-    plain = open_engine("mini35b", cpu_reference=True, n_ctx=256)
-    speculation = engine.speculation
-    assert speculation is not None and speculation.max_rows == 10
-    assert "mtp" in speculation.drafters
-    with serving(engine) as service:
-        clients = [
-            Client(service, prompt(engine, n, seed=n), max_tokens=40, sampling=SAMPLINGS[i % 3])
-            for i, n in enumerate((70, 20, 5, 33))
-        ]
-        for client in clients:
-            client.wait()
-    for client in clients:
-        assert (client.tokens, client.reason) == (alone(plain, client.request)[0], "length")
-
-
 def test_accepted_drafts_give_several_tokens_in_a_step(open_engine: Open) -> None:
     """A grammar that allows one token at a time: what it allows is what is drafted."""
     engine = drafting(open_engine)

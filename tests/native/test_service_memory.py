@@ -87,18 +87,6 @@ def test_a_request_waits_until_those_that_decode_have_their_next_page_too(
         assert service.status().counts.preempted == 0
 
 
-def test_idle_slots_give_up_their_pages_and_what_they_held_is_kept(open_engine: Open) -> None:
-    engine = small(open_engine)
-    ids = [prompt(engine, 480, seed=i) for i in range(4)]
-    with serving(engine) as service:
-        for one in ids:
-            client = Client(service, one, max_tokens=2, marks=(400,)).wait()
-            assert client.reason == "length" and client.last.usage.n_cached == 0
-        again = [Client(service, one, max_tokens=2).wait() for one in ids]
-        assert service.status().counts.preempted == 0
-    assert [client.last.usage.n_cached for client in again] == [400] * 4
-
-
 def test_a_request_in_host_memory_can_be_cancelled(open_engine: Open, no_leak: None) -> None:
     engine = small(open_engine)
     with serving(engine) as service:

@@ -82,47 +82,6 @@ def test_a_sequence_that_goes_back_into_a_shared_page_gets_its_own(open_engine: 
     before.close()
 
 
-def test_where_no_page_is_free_going_back_is_refused(open_engine: Open) -> None:
-    engine, alone = open_engine(**SHARED), open_engine(**ONE)
-    ids, other = prompt(engine, 700), prompt(engine, 100, seed=1)
-    read(engine, 0, ids[:300])
-    before = engine.passes.snapshot(0)
-    read(engine, 0, ids[:620], 600)
-    asked = np.concatenate([ids[:600], other])
-    read(engine, 1, asked)
-    # what it would give back has other users, but for one page: that is enough
-    assert engine.passes.room.n_free_pages == 0
-    engine.passes.restore(before)
-    assert engine.passes.room.n_free_pages == 0
-    engine.state.pool.check()
-    found = engine.forward(other[:2], seq=1).require_logits()[-1]
-    np.testing.assert_array_equal(found, cold(alone, np.append(asked, other[:2])))
-    before.close()
-    with pytest.raises(PoolFull, match="pages needed: 1, free: 0"):
-        engine.prefixes.resume(2, asked)
-    assert engine.held(2) == []
-
-
-def test_a_prompt_goes_where_most_of_it_is(open_engine: Open) -> None:
-    engine = open_engine(**{**SHARED, "n_kv": 0})
-    ids = [prompt(engine, 300, seed=seed) for seed in range(4)]
-    for seq in range(3):
-        read(engine, seq, ids[seq], 200)
-    choose, idle = engine.prefixes.choose, (2, 0, 1)
-    for seq in range(3):
-        assert choose(np.append(ids[seq], 7), idle) == seq  # it goes on where that one ended
-        assert choose(np.append(ids[seq][:200], 7), idle) == seq
-    n_places = engine.prefixes.n_places
-    assert n_places == 3
-    # another one takes the slot that was idle for longest, which is saved before it gives way
-    assert choose(ids[3], idle) == 2 and engine.prefixes.n_places == n_places + 1
-    read(engine, 2, ids[3])
-    assert choose(np.append(ids[2], 7), (0, 1)) == 0
-    assert read(engine, 0, np.append(ids[2], 7))[1] == 300
-    # a slot of which little is needed is like any other
-    assert choose(np.append(ids[1][:100], ids[0]), (2, 0, 1)) == 2
-
-
 @pytest.mark.parametrize("settings", SETTINGS[::2], ids=NAMES[::2])
 def test_a_cancelled_prompt_leaves_what_all_layers_have(
     open_engine: Open, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -67,18 +67,6 @@ def test_a_prompt_has_the_bits_of_passes_of_its_chunks(open_engine: Open, placem
         np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize("n_ubatch", [100])
-def test_every_chunk_size_and_a_long_prompt(open_engine: Open, n_ubatch: int) -> None:
-    settings = {"n_ctx": 2048, "n_ubatch": n_ubatch}
-    plain = open_engine("mini35b", **settings)
-    ids = prompt(plain, 2000, seed=2)
-    expected = in_passes(plain, ids)
-    for placement in MISSING[:2]:
-        engine = open_engine("mini35b", **settings, **placement)
-        np.testing.assert_array_equal(swept(engine, ids), expected)
-        engine.close()
-
-
 @pytest.mark.parametrize("n_rows", [130])
 def test_a_prompt_may_need_several_sweeps(open_engine: Open, monkeypatch, n_rows: int) -> None:
     monkeypatch.setattr(footprint, "SWEEP_ROWS", n_rows)
@@ -178,30 +166,6 @@ def test_other_sequences_run_between_any_two_steps(open_engine: Open, placement)
     )
 
 
-@pytest.mark.parametrize("placement", [{"cache_slots": 60, "miss": "stream"}])
-def test_graphs_of_all_chunks_can_be_built_ahead(
-    open_engine: Open, placement: dict[str, Any]
-) -> None:
-    engine, plain = (
-        open_engine(n_ctx=1024, n_ubatch=64, cpu_reference=True, **placement) for _ in range(2)
-    )
-    ids, built = prompt(engine, 600), engine.runner.parts[0].graphs
-    sweep = begin(engine, ids, 0, False, False)
-    n_before = built.n_built
-    sweep.build_ahead(0.0)
-    assert built.n_built == n_before
-    while engine.passes.step_prompt(sweep) and sweep.n_done < 20:
-        sweep.build_ahead(0.002)
-    sweep.build_ahead(60.0)
-    keys, mixers = set(built._graphs), ("sweep mixer", "sweep experts", "sweep layer")
-    while engine.passes.step_prompt(sweep):
-        sweep.build_ahead(60.0)
-    assert not [key for key in set(built._graphs) - keys if key[0] in mixers]
-    assert sweep.output is not None
-    wanted = plain.prefill(ids).require_logits()
-    np.testing.assert_array_equal(sweep.output.require_logits(), wanted)
-
-
 def states(engine: Engine, seq: int) -> list[Floats]:
     """Return the recurrent states of a sequence."""
     state = engine.state
@@ -289,21 +253,6 @@ def test_going_back_cancels_the_prompt_of_that_sequence(open_engine: Open) -> No
     engine.passes.restore(snapshot)
     assert engine.held(0) == ids[:40].tolist() and not sweep.is_open
     np.testing.assert_array_equal(swept(engine, ids[40:]), in_passes(plain, ids[40:]))
-
-
-@pytest.mark.parametrize(("preset", "n"), [("float32", 301), ("kquant40", 301), ("mxfp256", 60)])
-def test_rows_are_not_taken_together_where_no_tiles_compute_them(
-    open_engine: Open, monkeypatch, preset: str, n: int
-) -> None:
-    """Floats, types that kernels for few rows compute, and few choices of any type."""
-
-    def build(*_: Any) -> Tensor:
-        raise AssertionError("taken together")
-
-    engine = inexact(open_engine, monkeypatch, preset, n_ctx=1024, n_ubatch=512)
-    monkeypatch.setattr(experts, "build_grouped_experts", build)
-    assert n * engine.hparams.n_expert_used <= 512 or n > 100
-    swept(engine, prompt(engine, n, seed=4))
 
 
 @pytest.mark.parametrize("preset", ["mxfp256", "iq64", "legacy32"])

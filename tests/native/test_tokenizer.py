@@ -62,13 +62,6 @@ def shared() -> Tokenizer:
     return Tokenizer(TINY)
 
 
-@pytest.mark.parametrize("text", ["\U0001f600" * 500, "\x00\x01" * 400, "a\u0301\u200d" * 300])
-def test_text_of_many_tokens_asks_for_more_room(tokenizer: Tokenizer, text: str) -> None:
-    ids = tokenizer.encode(text, add_special=False)
-    assert len(ids) > len(text.encode()) // 2 + 16
-    assert tokenizer.decode(ids) == text
-
-
 def test_ids_that_do_not_exist(tokenizer: Tokenizer) -> None:
     for token in (-1, tokenizer.n_vocab, 2**31):
         with pytest.raises(RequestError, match=f"token id {token}"):
@@ -137,25 +130,6 @@ def test_a_model_in_parts_has_a_vocabulary(tmp_path: Path, n_parts: int) -> None
         with Tokenizer(model) as opened:
             assert len(model.paths) == n_parts and opened.n_vocab == model.hparams.n_vocab
             assert opened.decode(opened.encode("x y")) == "x y"
-
-
-def test_messages_have_the_path_that_the_user_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bad").write_bytes(b"not a model at all")
-    with open_model(TINY) as model, open(tmp_path / "bad", "rb") as bad:
-        monkeypatch.setattr(model, "opened_paths", lambda: [f"/proc/self/fd/{bad.fileno()}"])
-        with pytest.raises(ModelFileError) as caught:
-            Tokenizer(model)
-    assert str(caught.value).startswith(f"{TINY}: llama.cpp cannot read the vocabulary: ")
-    assert "/proc" not in str(caught.value)
-
-
-def test_llama_cpp_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with Tokenizer(TINY) as opened:
-        opened.encode("def f():")
-    captured = capfd.readouterr()
-    assert captured.out + captured.err == ""
 
 
 @pytest.mark.parametrize("before", [None, "/somewhere/else"])

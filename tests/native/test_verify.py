@@ -167,52 +167,6 @@ def test_rows_at_the_end_of_the_context_leave_room_for_no_padding(open_engine: O
     np.testing.assert_array_equal(engine.forward([3], 1).logits[0], wanted)
 
 
-@pytest.mark.parametrize("n", [12])
-def test_padding_counts_for_nothing_in_the_books(open_engine: Open, n: int) -> None:
-    engine = open_engine(n_seq=2, deterministic=True, **MODES[2])
-    rng, seen = np.random.default_rng(1), []
-    engine.runner.observers.append(lambda il, ids: seen.append((il, ids.tolist())))
-    engine.forward(rng.integers(0, N_VOCAB, (2, 3)))
-    cache, n_used = engine.runner.cache, engine.hparams.n_expert_used
-    before = cache.stats, np.array(engine.runner.residency.routing.counts).sum()
-    seen.clear()
-    verify(engine, rng.integers(0, N_VOCAB, (2, n)), [0, 1], lengths=[n, 1])
-    n_layer = engine.hparams.n_layer
-    assert [len(ids) for _, ids in seen] == [(n + 1) * n_used] * n_layer
-    assert (
-        np.array(engine.runner.residency.routing.counts).sum() - before[1]
-        == (n + 1) * n_used * n_layer
-    )
-    stats = cache.stats.since(before[0]) if hasattr(cache.stats, "since") else cache.stats
-    assert (stats.hits + stats.misses <= (n + 1) * n_used + before[0].hits + before[0].misses).all()
-    assert all(min(ids) >= 0 for _, ids in seen)
-    cache.check()
-
-
-@pytest.mark.parametrize("settings", MODES[2:3], ids=NAMES[2:3])
-def test_padding_costs_no_expert(
-    open_engine: Open, settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its ids arrive as -1: nothing is uploaded or computed for it, also if it chose anew."""
-    engine = open_engine(n_seq=2, deterministic=True, **settings)
-    rng, n_used, chosen = np.random.default_rng(4), engine.hparams.n_expert_used, []
-    engine.forward(rng.integers(0, N_VOCAB, (2, 3)))
-    misses = engine.runner.misses
-    carry_out = misses.carry_out
-
-    def carry(il: int, plan: Any, ids: np.ndarray, n_tokens: int, graphs: Any) -> None:
-        chosen.append(ids.reshape(n_tokens, n_used).copy())
-        carry_out(il, plan, ids, n_tokens, graphs)
-
-    monkeypatch.setattr(misses, "carry_out", carry)
-    verify(engine, rng.integers(0, N_VOCAB, (2, 4)), [1, 0], lengths=[1, 3])
-    assert chosen
-    for ids in chosen:
-        assert [(row < 0).all() for row in ids] == [False, True, True, True, False, False, False,
-                                                    True]  # fmt: skip
-        assert (ids[[0, 4, 5, 6]] >= 0).all()
-
-
 def test_padding_changes_no_row_that_a_sequence_owns(open_engine: Open) -> None:
     engine = open_engine("float32", cpu_reference=True, n_seq=3, **MODES[2])
     state, rng = engine.state, np.random.default_rng(6)

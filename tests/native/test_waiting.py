@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,24 +21,9 @@ from moegraph.ggml.handles import Context, live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import GraphCache
-from moegraph.passes import cputhreads
-from moegraph.runner import WholeRunner
 from moegraph.threads import SLEEP, SPIN, Threads
 
 N_NODES = 400
-
-
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[Threads]:
-    """Return a list that gets the threads of each pass from now on."""
-    used: list[Threads] = []
-    submit = WholeRunner.submit
-
-    def note(self: WholeRunner, *args: Any, **more: Any) -> None:
-        used.append(next(reversed(self.device._pools)))
-        submit(self, *args, **more)
-
-    monkeypatch.setattr(WholeRunner, "submit", note)
-    return used
 
 
 def n_tasks() -> int:
@@ -133,55 +117,6 @@ def test_threads_may_change_between_tokens_without_a_bit_of_difference(
         changing = rows(engine, change=True)
     for at, (a, b) in enumerate(zip(fixed, changing, strict=True)):
         assert np.array_equal(a, b), f"single row {at}"
-
-
-def test_measuring_at_load_leaves_no_trace(model_path) -> None:
-    path, prompt = model_path("legacy32"), [5, 6, 7]
-    texts = []
-    for poll in (None, SLEEP):
-        config = EngineConfig(device="cpu", n_threads=2, poll=poll, n_ctx=256)
-        with Engine.load(path, config) as engine:
-            assert engine.held(0) == [] and engine.state.n_past == [0]
-            chosen = engine.threads.report()
-            texts.append([e.token for e in engine.generate(prompt, max_tokens=12, text=False)])
-        assert chosen["n_threads"] == chosen["n_threads_batch"] == 2
-        assert chosen["threads_chosen"] == ("given" if poll is not None else "measured")
-        assert poll in (None, chosen["poll"])
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize(
-    ("poll", "free", "expected"),
-    [(None, 2, SPIN), (None, 1, SLEEP), (SPIN, 1, SPIN)],
-)
-def test_the_threads_of_a_prompt_sleep_beside_a_busy_core(
-    model_path, monkeypatch, poll: int | None, free: int | None, expected: int
-) -> None:
-    monkeypatch.setattr(LOAD, "free", lambda: free)
-    monkeypatch.setattr(cputhreads, "waiting", lambda _: SPIN)
-    config = EngineConfig(device="cpu", n_threads=2, poll=poll, n_ctx=256)
-    with Engine.load(model_path("legacy32"), config) as engine:
-        used = noted(monkeypatch)
-        engine.forward(np.arange(9, dtype=np.int32))
-        assert used == [Threads(2, expected)]
-
-
-@pytest.mark.parametrize(
-    ("n_rows", "free", "n_batch", "expected"),
-    [(8, 1, None, Threads(1, SPIN)), (9, 1, None, Threads(2, SLEEP)), (2, 1, 2, Threads(2, SLEEP)),
-     (2, 2, None, Threads(2, SPIN))],
-)  # fmt: skip
-def test_few_rows_have_the_threads_of_one_beside_a_busy_core(
-    model_path, monkeypatch, n_rows: int, free: int, n_batch: int | None, expected: Threads
-) -> None:
-    monkeypatch.setattr(LOAD, "free", lambda: free)
-    monkeypatch.setattr(cputhreads, "waiting", lambda _: SPIN)
-    config = EngineConfig(device="cpu", n_threads=2, n_threads_batch=n_batch, n_ctx=256)
-    with Engine.load(model_path("legacy32"), config) as engine:
-        engine.threads.tuner.current = Threads(1, SPIN)
-        used = noted(monkeypatch)
-        engine.forward(np.arange(n_rows, dtype=np.int32))
-        assert used == [expected]
 
 
 @pytest.mark.parametrize("preset", ["mini35b"])

@@ -104,17 +104,6 @@ def test_copies_from_a_lost_worker_are_no_copies(
         copies.take_rows(0, 0, 4)
 
 
-def test_a_worker_that_ends_while_weights_are_sent(
-    worker: WorkerProcess, mini35b: ModelFile, stack: ExitStack
-) -> None:
-    device = Device(worker.url, 1)
-    worker.signal(signal.SIGKILL)
-    with pytest.raises(NativeError, match="is lost"):
-        for _ in range(100):
-            device.buffer(1 << 20, "weights", "").close()
-    device.close()
-
-
 def test_a_worker_that_freezes_while_weights_are_sent(
     worker: WorkerProcess, stack: ExitStack
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import shutil
 import signal
 import socket
 import ssl
@@ -24,7 +22,7 @@ from helpers.patience import PATIENCE_S, until
 from helpers.workers import WorkerProcess, limit, working
 
 from moegraph.engine import Engine
-from moegraph.errors import ConfigError, NativeError
+from moegraph.errors import NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
 from moegraph.link.hello import question_of
@@ -178,33 +176,6 @@ def test_a_client_without_keys_is_refused(worker: WorkerProcess, keys: Path) -> 
     Device(url_of(worker, keys / "client"), 1).close()
 
 
-def test_keys_that_cannot_be_used(worker: WorkerProcess, keys: Path, tmp_path: Path) -> None:
-    with pytest.raises(NativeError, match=r"ca.pem, cert.pem and key.pem cannot be used"):
-        Device(url_of(worker, tmp_path), 1)
-    shutil.copytree(keys / "worker", tmp_path / "damaged")
-    (tmp_path / "damaged" / "cert.pem").write_text("no certificate")
-    with pytest.raises(ConfigError, match="cannot be used"):
-        tls_context(tmp_path / "damaged", is_server=True)
-
-
-def test_bytes_before_the_handshake_end_nothing(worker: WorkerProcess, keys: Path) -> None:
-    rng = random.Random(3)
-    child = worker.children if worker.address else []
-    cases = [b"", b"\x16\x03\x01\xff\xff" + b"\0" * 70_000, question_of(remote.this_build())]
-    cases += [b"\x16\x03\x01" + rng.randbytes(rng.randrange(1, 600)) for _ in range(40)]
-    for said in cases:
-        with closing(socket.create_connection(worker.address, 30)) as sock:
-            try:
-                sock.sendall(said)
-                sock.shutdown(socket.SHUT_WR)
-                while sock.recv(4096):
-                    pass
-            except OSError:
-                pass
-    assert worker.children == child
-    Device(url_of(worker, keys / "client"), 1).close()
-
-
 @pytest.mark.parametrize(
     ("whom", "number"),
     [
@@ -266,12 +237,3 @@ def has_ended(pid: int) -> bool:
     except OSError:
         return True
     return state == "Z"
-
-
-def test_keys_are_found_from_the_folder_of_the_engine(
-    worker: WorkerProcess, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The forwarder runs elsewhere, where no file can pass for a module."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "json.py").write_text("raise SystemExit(7)")
-    Device(url_of(worker, Path(os.path.relpath(keys / "client"))), 1).close()

@@ -16,7 +16,6 @@ from regression.harness import (
     Upstream,
     held_out_text,
     open_engine,
-    our_logits,
     random_ids,
 )
 
@@ -69,30 +68,6 @@ def test_reference_mode_gives_the_same_bits_at_every_width_and_thread_count(
         for widths in ([N], FALLING):
             got = in_passes(engine, ids, widths)
             assert_same_bits(got, whole, f"{name} {kv} one thread, layered, {widths[:3]}...")
-
-
-def test_reference_mode_gives_the_same_bits_one_row_at_a_time(models: Models) -> None:
-    with open_engine(models.path("tiny"), cpu_reference=True) as engine:
-        ids = random_ids(engine.hparams.n_vocab, 300)
-        assert_same_bits(in_passes(engine, ids, [1] * 300), in_passes(engine, ids, [300]), "tiny")
-
-
-@pytest.mark.parametrize("kv", KV_TYPES)
-@pytest.mark.parametrize("name", MODELS)
-def test_default_mode_gives_the_same_bits_in_both_modes_and_again(
-    name: str, kv: str, models: Models
-) -> None:
-    """Same widths and threads: neither the number of graphs nor their cache may show."""
-    path = models.path(name)
-    got = []
-    for mode in ("whole", "layered"):
-        with open_engine(path, mode=mode, type_k=kv, type_v=kv) as engine:
-            ids = random_ids(engine.hparams.n_vocab, 130)
-            for _ in range(2):
-                rows = [our_logits(engine, ids, 64)]
-                rows += [engine.forward_logits([t], pos0=130 + i) for i, t in enumerate(ids[:16])]
-                got.append(np.concatenate(rows))
-    assert all(np.array_equal(rows, got[0]) for rows in got[1:]), f"{name} {kv}"
 
 
 @pytest.mark.parametrize("name", ("tiny", "legacy32", "kquant40"))

@@ -54,25 +54,6 @@ def test_keeping_nodes_changes_nothing(models: Models, upstream: Upstream) -> No
     assert all(len(set(row)) == 4 for row in ids_kept[0, 0].tolist())
 
 
-def test_only_asked_nodes_are_kept(models: Models, upstream: Upstream) -> None:
-    steps = [Step([1, 2], nodes=["l_out"]), Step([3], "last")]
-    first, second = upstream.oracle.run(models.path(NAME), steps, n_ctx=512)
-    assert {name for name, _ in first.nodes} == {"l_out"}
-    assert len(first.nodes) == 8
-    assert second.nodes == {}
-    assert second.logits is not None
-    assert second.logits.shape == (1, N_VOCAB)
-
-
-def test_greedy_text_follows_the_logits(models: Models, upstream: Upstream) -> None:
-    path, prompt = models.path(NAME), random_ids(N_VOCAB, 9)
-    ((tokens,), (margin,)) = upstream.oracle.greedy(path, [prompt], 5, n_ctx=512)
-    steps = [Step(prompt, "last"), *(Step([t]) for t in tokens[:-1])]
-    rows = [r.logits for r in upstream.oracle.run(path, steps, n_ctx=512)]
-    assert [int(row.argmax()) for row in rows if row is not None] == tokens
-    assert margin > 0
-
-
 @pytest.mark.parametrize("fields, words", [
     ({"model": "/nowhere.gguf", "steps": []}, "cannot load"),
     ({"model": "m", "cfg": {"n_contexts": 3}, "steps": []}, "unknown settings"),
