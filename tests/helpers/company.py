@@ -14,9 +14,6 @@ import numpy.typing as npt
 from helpers.tree_shapes import chain, deep, forest, path
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.kinds import Kind
-from moegraph.runner import Batch
-from moegraph.runner.inspect import node_values
 
 Logits = npt.NDArray[np.float32]
 N_SEQ = 32
@@ -145,43 +142,6 @@ class Company:
         for n_seqs, n_rows, lengths in RAGGED:
             if n_seqs * n_rows <= max(widths):
                 yield "ragged", n_seqs * n_rows, self.ragged(n_seqs, n_rows, lengths)
-
-
-def differing_nodes(engine: Engine, width: int) -> Iterator[str]:
-    """Yield a line for each named node that differs between a decode pass of some rows and of one.
-
-    Of an engine with all experts, in the order of the graph. Every node has memory of its own, so
-    what the place of tensors decides does not show.
-    """
-    rng, slots = np.random.default_rng(2), range(width)
-    tokens = rng.integers(0, engine.hparams.n_vocab, (width, 1), np.int32)
-
-    def nodes(chosen: Sequence[int]) -> dict[tuple[str, int], npt.NDArray[Any]]:
-        for slot in chosen:
-            engine.reset(slot)
-            engine.forward([1], slot)
-        batch = Batch(tokens[chosen], tuple(chosen), Kind.DECODE, all_rows=True)
-        return node_values(engine.runner, batch)
-
-    together, alone = nodes(slots), [nodes([slot]) for slot in slots]
-    for name, il in together:
-        rows = together[name, il].reshape(width, -1)
-        single = [found[name, il].reshape(-1) for found in alone]
-        written = not np.isnan(rows).all(), not np.isnan(single[0]).all()
-        n_bad = sum(a.tobytes() != b.tobytes() for a, b in zip(rows, single))
-        where = f"{name} of layer {il}" if il >= 0 else name
-        if written[0] != written[1]:
-            yield f"{where}: a node of its own only {'together' if written[0] else 'alone'}"
-        elif n_bad:
-            yield f"{where}: {n_bad} of {width} rows differ"
-
-
-def open_alone(stack: ExitStack, model: str | Path, config: dict[str, Any]) -> Alone:
-    """Load the engine that computes rows alone, with all experts; config: of the other one."""
-    kept = {name: config[name] for name in (*_SHARED, "cpu_reference") if name in config}
-    engine = Engine.load(model, EngineConfig(**kept, mode="whole"))
-    stack.callback(engine.close)
-    return Alone(engine)
 
 
 def open_company(

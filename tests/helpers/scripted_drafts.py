@@ -10,7 +10,7 @@ import numpy as np
 
 from moegraph.draft.drafter import Draft, Race, empty_draft
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
-from moegraph.draft.tree import DDTree, DraftTree
+from moegraph.draft.tree import DDTree
 
 if TYPE_CHECKING:  # it needs the native libraries
     from moegraph.engine import Engine
@@ -141,16 +141,3 @@ class AnyController:
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
-
-
-class ScriptedTrees(ScriptedDrafter):
-    """Builds trees itself: paths of the script, and wrong ones."""
-
-    def tree(
-        self, slot: int, anchor: int, n_depth: int, n_nodes: int, race: Race | None = None
-    ) -> tuple[Draft, DraftTree]:
-        draft = self.draft(slot, anchor, n_depth, 3)
-        if not draft.n_depth:
-            return draft, DraftTree((anchor,), (-1,))
-        tree = DDTree(n_nodes, chain_seed=bool(self._rng.integers(0, 2))).tree(anchor, draft)
-        return draft, tree

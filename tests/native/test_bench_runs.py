@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ SCRIPTS = ROOT / "scripts"
 FAKE = ROOT / "tests" / "helpers" / "fake_llama_bench.py"
 sys.path.insert(0, str(SCRIPTS))
 
-import _bench_worker
 import _llama_bench
 import bench_residency
 
@@ -49,13 +47,6 @@ def keys(lines: Sequence[dict[str, Any]], **wanted: object) -> set[tuple[str, st
         (x["setting"], x["test"], x["system"]) for x in lines
         if x["kind"] == "sample" and all(x[name] == value for name, value in wanted.items())
     }  # fmt: skip
-
-
-def test_sequences_decode_together(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    given = ("bench_trees.py", "tiny", f"now={ROOT}", *COMMON, *SHORT, "--settings", "whole")
-    run(*given, "--seqs", 1, 3, "--out", out)
-    assert keys(lines_of(out)) == {("whole", test, "now") for test in ("seqs 1", "seqs 3")}
 
 
 PROGRAM = """
@@ -230,22 +221,3 @@ def test_bench_lookup_writes_the_same_dictated_text_in_every_way(tmp_path: Path)
     edit, hopeless = rows["edit", "lookup"], rows["hopeless", "lookup"]
     assert edit["foretold"] > 0.5 and edit["draft_steps"] and edit["accepted"] > 0.3
     assert hopeless["foretold"] == 0.0 and not hopeless["accepted"]
-
-
-def test_texts_without_a_measured_part_are_refused_in_one_line() -> None:
-    few = ("--clients", 1, "--tokens", 1, "--samples", 1, "--prompt", 64)
-    done = run("bench_service.py", "tiny", *COMMON, *few, code=2)
-    (line,) = done.stderr.splitlines()
-    said = "bench_service.py: texts of 1 tokens are too short"
-    assert line.startswith(said) and "--tokens" in line
-    assert "tok/s" not in done.stdout.replace(", tok/s", "")
-
-
-def test_each_pass_of_some_rows_has_ids_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    side, seen = _bench_worker.Side(), list[tuple[int, ...]]()
-    side.engine, side.n_vocab = SimpleNamespace(expert_stats=lambda: None), 1000
-    monkeypatch.setattr(side, "forget", lambda: None)
-    monkeypatch.setattr(side, "step", lambda ids, _: seen.append(tuple(ids.tolist())))
-    for seed in (0, 1):
-        assert len(side.rows(8, seed, repeat=5)["times"]) == 5
-    assert len(set(seen)) == 10 and {len(ids) for ids in seen} == {8}

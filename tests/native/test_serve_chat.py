@@ -1,4 +1,4 @@
-"""Prompts, calls in JSON and progress of the real server, with the shipped model."""
+"""Prompts, formats, calls in JSON and progress of the real server, with the shipped model."""
 
 from __future__ import annotations
 
@@ -106,3 +106,42 @@ def test_a_call_in_json_comes_in_pieces_and_is_told_if_it_is_cut(server: ServerP
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["arguments"] == "".join(pieces)
     assert "".join(call["function"]["arguments"].split()).startswith('{"text":"')
+
+
+FORM = {
+    "type": "object",
+    "properties": {
+        "color": {"enum": ["red", "green"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["color", "sizes"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_follows_a_schema_and_its_stream_too(server: ServerProcess) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
+    body = {"messages": ASK, "response_format": form, "max_tokens": 500}
+    whole = post(server, "/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    chunks = events(server, "/v1/chat/completions", body)
+    pieces = [one["choices"][0]["delta"].get("content") for one in chunks if one["choices"]]
+    for text in (whole, "".join(piece or "" for piece in pieces)):
+        found = json.loads(text)
+        assert set(found) == {"color", "sizes"} and found["color"] in ("red", "green")
+        assert 1 <= len(found["sizes"]) <= 3 and all(isinstance(n, int) for n in found["sizes"])
+
+
+def test_an_answer_follows_a_grammar_and_a_broken_one_is_the_clients_error(
+    server: ServerProcess,
+) -> None:
+    for grammar in (
+        'root ::= "yes " ("a" | "b")+ "."',
+        '%llguidance {}\nstart: "yes " /[ab]{1,20}/ "."',
+    ):
+        body = {"prompt": "x", "max_tokens": 400, "grammar": grammar}
+        answer = post(server, "/v1/completions", body)["choices"][0]
+        assert re.fullmatch(r"yes [ab]+\.", answer["text"]) or answer["finish_reason"] == "length"
+    for given in ({"grammar": "root ::= ("}, {"json_schema": {"type": "nothing"}}):
+        body = {"messages": ASK, **given}
+        url = f"{server.url}/v1/chat/completions"
+        assert httpx.post(url, json=body, timeout=PATIENCE_S).status_code == 400
