@@ -32,7 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
     "stream": {**SLOTS, "host_pin": "none"},
     "fetch": {**SLOTS, "host_pin": "all"},
 }
-# Squared error over squared logits, as in test_stages_cuda.py.
+# Squared error over squared logits.
 LIMIT, USUAL_LIMIT = 0.2, 2e-3
 
 

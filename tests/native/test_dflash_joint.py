@@ -81,23 +81,6 @@ def test_drafts_are_those_of_each_alone(pair: Callable[..., Pair], name: str) ->
     assert np.abs(drafts[0].log_p - drafts[1].log_p).max() > 2 * tolerance
 
 
-def test_sequences_that_began_late_or_were_taken_back(pair: Callable[..., Pair]) -> None:
-    both = pair(**FULL)
-    drafter = both.drafter
-    for slot, n in enumerate((50, 33, 40, 21)):
-        read(both, slot, n)
-    drafter.truncate(0, 37)
-    drafter.restart(1, np.zeros(33, np.int32))
-    for at in range(3):  # each of them takes three tokens
-        both.engine.forward(both.tokens(3)[:, None], [1, 2, 3])
-        held = both.engine.state.n_past
-        drafter.committed_all([(slot, held[slot] - 1, [5]) for slot in (1, 2, 3)])
-        spans = [drafter._rings.spans[slot] for slot in range(4)]
-        assert [span.n_past for span in spans] == [37, 34 + at, 41 + at, 22 + at]
-        compare(drafter.draft_all(ANCHORS, 5, 3), alone(both, ANCHORS, 5, 3), TOLERANCE)
-    assert spans[1].first == 33
-
-
 def test_nan_of_one_sequence_is_its_own(pair: Callable[..., Pair]) -> None:
     both = pair(**FULL)
     for slot in range(4):

@@ -195,28 +195,6 @@ def test_nothing_is_accepted_after_an_end_token(open_engine: Open) -> None:
         assert events_of(engine, ids, sampling=params, text=True, max_tokens=200) == plain
 
 
-def test_a_conversation_goes_on_with_what_drafts_left(open_engine: Open) -> None:
-    """The sequence is continued where it ends, cut short at marks, and emptied."""
-    engine = open_engine(cpu_reference=True, n_draft=12, **RESIDENCIES["60"])
-    history: list[int] = prompt(engine, 70).tolist()
-    drafters = [ScriptedDrafter([], engine.hparams.n_vocab), LookUp()]
-    controller = speculate(engine, *drafters)
-    drafting, told = engine.speculation, drafters[0]
-    for turn in range(5):
-        marks = [len(history) - 1]
-        plain = plain_text(engine, history)
-        engine.reset() if turn == 3 else None
-        told.text = [*history, *[event[0] for event in plain]]
-        engine.speculation = drafting
-        assert events_of(engine, history, reuse=True, marks=marks) == plain
-        assert told_of(engine, told) == engine.held(0)
-        drop = 9 if turn == 1 else 0  # part of the answer is not in the next prompt
-        answer = [event[0] for event in plain][: 24 - drop]
-        history = [*history, *answer, *prompt(engine, 70, seed=turn).tolist()]
-    assert controller.n_begun == 5
-    assert {"restart", "truncate", "prompt"} <= set(told.calls)
-
-
 def test_a_cancelled_generation_tells_what_it_drew(open_engine: Open) -> None:
     engine = open_engine(cpu_reference=True, n_draft=12, mode="whole")
     ids = prompt(engine, 9).tolist()

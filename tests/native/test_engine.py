@@ -58,19 +58,6 @@ def test_sequences_in_one_pass_equal_sequences_alone(open_engine, preset, mode):
         np.testing.assert_array_equal(batch[row], single)
 
 
-@pytest.mark.parametrize("preset", ["legacy32", "iq64", "mini35b"])
-def test_joined_projections_equal_single_ones(open_engine, preset, monkeypatch):
-    ids = prompt(single := open_engine(preset), 12)
-    # forces the copying loader
-    monkeypatch.setattr("moegraph.resident.weights._HOST_ALIGNMENT", 1 << 40)
-    joined = open_engine(preset)
-    assert all(joined.stage.weights.layer(il).joined for il in range(joined.hparams.n_layer))
-    assert not single.stage.weights.layer(0).joined
-    for at in range(12):
-        rows = [e.forward_logits(ids[at : at + 1], at) for e in (single, joined)]
-        np.testing.assert_array_equal(*rows)
-
-
 def test_generation_stops_at_the_end_of_the_context(open_engine):
     engine = open_engine(n_ctx=256)
     events = list(engine.generate(prompt(engine, 250), text=False))

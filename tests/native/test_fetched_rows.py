@@ -93,19 +93,6 @@ def test_sequences_that_decode_together_fetch_and_change_no_bit(
     assert engine.runner.misses.n_bytes_to_device == sum(sizes * (stats.missing + filled))
 
 
-@pytest.mark.parametrize("n_slots", [0, N_LAYER * 12])
-def test_sequences_whose_missing_experts_the_cpu_computes_change_no_bit(
-    open_engine, n_slots: int
-) -> None:
-    """The CPU has memory for as many rows as graphs fetch for."""
-    plain = open_engine(PRESET, n_seq=N_SEQ, n_ubatch=8)
-    engine = open_rows(open_engine, cache_slots=n_slots, miss="cpu")
-    for turn, n in enumerate(WIDTHS):
-        np.testing.assert_array_equal(*(decode(e, turn, n) for e in (plain, engine)))
-        check_sound(engine)
-    assert engine.runner.misses.n_cpu_experts == engine.runner.cache.stats.missing.sum() > 500
-
-
 @pytest.mark.parametrize(("each", "limit"), [(12, 3.0), (24, 0.3)])
 def test_what_passes_missed_decides_who_acts_next_and_no_bit_changes(
     open_engine, monkeypatch, each: int, limit: float

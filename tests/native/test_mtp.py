@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,30 +139,6 @@ def test_a_chain_stops_at_the_end_of_the_context(model_path: ModelPath) -> None:
         for token in (1, 2, 3):
             model.decode(token)
         assert model.drafter.draft(0, 4, 8, 1).n_depth == 0
-
-
-def test_own_embeddings_and_head_are_used(model_path: ModelPath) -> None:
-    """A block that has the model's matrices as its own gives the same drafts; others do not."""
-    path, ids = model_path("mini35b"), random_ids(30)
-    with open_model(path) as file, MtpModel(path) as model:
-        model.read(ids)
-        first = model.drafter.draft(0, 3, 4, 1)
-        model.drafter.close()
-        il, tensors = model.hp.n_layer, file.tensors
-        tensors.pop(f"blk.{il}.nextn.shared_head_norm.weight")
-        drafts = []
-        for head in ("output.weight", "token_embd.weight"):
-            for name, source in (("embed_tokens", "token_embd.weight"), ("shared_head_head", head)):
-                own = f"blk.{il}.nextn.{name}.weight"
-                tensors[own] = replace(tensors[source], name=own)
-            block = open_mtp(model.stage, file)
-            drafter = MtpDrafter(block, 16)
-            assert (block.head.norm is block.output_norm) and block.embeddings.tensor
-            drafts.append(drafter.draft(0, 3, 4, 1))
-            drafter.close()
-            block.close()
-        norm = np.abs(first.log_p - drafts[0].log_p).max()
-        assert norm > 0 and (drafts[0].log_p != drafts[1].log_p).all()
 
 
 @pytest.mark.parametrize("preset", ["mini35b", "float32"])

@@ -92,40 +92,6 @@ def test_pages_in_any_order_equal_pages_in_order(open_engine: Open, type_kv: str
         np.testing.assert_array_equal(got[0], expected[slot][first])
 
 
-def counts(engine: Engine) -> tuple[int, int]:
-    """Return how many graphs were built and how many passes were planned."""
-    return engine.runner.graphs.n_built, getattr(
-        getattr(engine.runner, "plans", None), "n_planned", 0
-    )
-
-
-@pytest.mark.parametrize("settings", MODES[1:3], ids=NAMES[1:3])
-def test_sequences_that_take_turns_plan_nothing_when_warm(
-    open_engine: Open, settings: dict
-) -> None:
-    n, rng = 12, np.random.default_rng(3)
-    engine = open_engine(n_seq=n, deterministic=True, **settings)
-
-    def turn(n_seqs: int) -> None:
-        slots = rng.permutation(n)[:n_seqs].tolist()
-        engine.forward(rng.integers(0, 1000, (n_seqs, 1)).astype(np.int32), slots, greedy=True)
-
-    for slot in range(n):  # lengths on both sides of a page
-        engine.forward(prompt(engine, 60), seq=slot)
-        for _ in range(slot % 5):
-            engine.forward(prompt(engine, 60), seq=slot)
-    for _ in range(10):
-        for n_seqs in range(1, n + 1):
-            turn(n_seqs)
-    for slot in range(n):
-        engine.forward([1], seq=slot, greedy=True)
-    warm = counts(engine)
-    assert warm[0] > 0
-    for _ in range(60):
-        turn(int(rng.integers(1, n + 1)))
-    assert counts(engine) == warm
-
-
 def settled_bytes() -> int:
     """Return the resident memory without what the process could give back."""
     give_back()

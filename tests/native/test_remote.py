@@ -202,16 +202,6 @@ def test_no_expert_may_be_missing_on_a_worker(
         Stages(opened("legacy32"), [], config, stack)
 
 
-def test_the_library_is_loaded_only_for_a_worker() -> None:
-    code = (
-        "from moegraph.ggml.device import Device; import sys;"
-        "Device('cpu', 1); maps = open('/proc/self/maps').read();"
-        "assert 'libggml-cpu' in maps and 'libggml-rpc' not in maps;"
-        "assert not any(name.startswith('moegraph.link.') for name in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize("layers", ["first", "last"])
 def test_drafted_text_and_acceptance_are_those_of_one_device(
     worker: WorkerProcess, layers: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from helpers.drafters import write_small
 from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
 
-from moegraph.draft.controller import Controller
 from moegraph.draft.plan import PLAIN, Plan
 from moegraph.engine import Engine
 from moegraph.kinds import MOST_BEHIND
@@ -90,23 +88,3 @@ def test_drafts_that_are_switched_on_and_off_lose_nothing(
     for got, want in zip(kept(engine), kept(again), strict=True):
         assert want.any()
         np.testing.assert_array_equal(got, want)
-
-
-def test_a_profile_keeps_how_right_drafts_were(open_engine: Open, tmp_path: Path) -> None:
-    """Also where no expert can be missing; the next engine begins with it, and adds its own."""
-    path, found = tmp_path / "p.json", []
-    for _ in range(2):
-        engine = opened(open_engine, tmp_path, "mtp", profile=str(path))
-        assert engine.speculation and isinstance(engine.speculation.controller, Controller)
-        begins = engine.speculation.controller._drafters["mtp"].acceptance.rates[:]
-        text(engine, prompt(engine, 30), 60)
-        stats = engine.spec_stats()
-        assert stats and stats.drafts["mtp"][0][0] == stats.steps > 10
-        kept_now = engine.save_profile()
-        assert kept_now and not kept_now.why
-        found.append((begins, stats, json.loads(path.read_text())["drafts"]["mtp"]["seen"][0]))
-        assert engine.save_profile().is_expected  # nothing new since
-    (fresh, first, n_first), (informed, second, n_both) = found
-    assert n_first == first.steps and n_both == first.steps + second.steps
-    (seen, right) = first.drafts["mtp"]
-    assert (informed[0] < fresh[0]) == (right[0] / seen[0] < fresh[0])

@@ -249,35 +249,6 @@ def test_work_that_does_not_end_is_a_failure_until_it_does(open_engine: Open) ->
         assert service.failure is None
 
 
-def test_a_long_prompt_beside_decoding_requests(open_engine: Open) -> None:
-    engine, go_on = open_engine(n_seq=3, n_ctx=2048, n_ubatch=32), threading.Event()
-    counted = list[int]()  # tokens of another request, when the prompt has been read
-
-    def stay(step: Step) -> None:
-        if len(first[0].steps) > 10:
-            go_on.wait(PATIENCE_S)
-
-    def count(step: Step) -> None:
-        if step.tokens:
-            counted.append(len(first[0].tokens))
-
-    with serving(engine) as service:
-        with together(service):
-            first = [Client(service, [n], max_tokens=1500, on_step=stay) for n in range(2)]
-        until(lambda: len(first[0].steps) > 10)
-        n_before = len(first[0].tokens)
-        long = Client(service, prompt(engine, 1500), max_tokens=2, on_step=count)
-        go_on.set()
-        until(lambda: counted)
-        n_beside = counted[0] - n_before
-        for client in (*first, long):
-            client.ticket.cancel()
-            client.wait()
-    assert n_beside > 20
-    progress = [step.usage.n_read for step in long.steps if not step.tokens]
-    assert progress == sorted(progress)
-
-
 class Evens:
     """A grammar that allows even tokens only; the answer may be n tokens long."""
 

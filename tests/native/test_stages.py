@@ -13,7 +13,7 @@ from helpers.stages import MODES, Stages, assert_same, batches, new_config, new_
 from moegraph.arch import ModelFile
 from moegraph.errors import OutOfDeviceMemory
 from moegraph.kinds import Kind
-from moegraph.runner import Batch, LayeredRunner, WholeRunner
+from moegraph.runner import LayeredRunner, WholeRunner
 
 
 @pytest.mark.parametrize(
@@ -68,31 +68,6 @@ def check_misses(one: Stages, cut: Stages, mode: str) -> None:
         assert set(np.flatnonzero(misses).tolist()) == set(partial)
         fetching = residency.miss_mode(Kind.DECODE, 1).fetch_layers
         assert fetching == (frozenset(partial) if mode == "fetch" else frozenset())
-
-
-@pytest.mark.parametrize("mode", ["whole", "stream"])
-def test_a_pass_after_one_whose_clean_up_was_interrupted(
-    opened: Callable[[str], ModelFile],
-    stack: ExitStack,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-) -> None:
-    """The first interrupt ends the pass in the last stage, the second one the clean-up."""
-    stages = Stages(opened("legacy32"), [5], new_config(**MODES[mode]), stack)
-    first, last = stages.runners
-    prefill = Batch(np.arange(9, dtype=np.int32)[None, :], (0,), Kind.PREFILL)
-    wanted = stages.run(prefill)
-
-    def interrupts(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(last, "launch", interrupts)
-        patch.setattr(first.device, "synchronize", interrupts)
-        stages.run(prefill)
-    assert not first.is_idle
-    stages.sequences.reset(0)
-    assert_same(stages.run(prefill), wanted, prefill)
 
 
 @pytest.mark.parametrize("part", ["weights.Weights", "state.State", "store.ExpertStore"])

@@ -18,13 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegraph.arch import open_model
-from moegraph.config import EngineConfig
-from moegraph.engine import Engine
-from moegraph.errors import ConfigError, InternalError, ModelFileError, RequestError
+from moegraph.errors import InternalError, ModelFileError, RequestError
 from moegraph.ggml import lib
 from moegraph.gguf import resolve_target
 from moegraph.text import tokenizer as tokenizer_module
-from moegraph.text.tokenizer import MAX_PROMPT_BYTES, Tokenizer, open_soon
+from moegraph.text.tokenizer import MAX_PROMPT_BYTES, Tokenizer
 
 TINY = resolve_target("tiny")
 
@@ -179,18 +177,3 @@ def test_an_error_of_another_thread_is_kept_while_a_vocabulary_is_read() -> None
         log(tokenizer_module._ERROR_LEVEL, b"a wrong vocabulary\n", user_data)
     assert lines == ["a wrong vocabulary"]
     assert lib.last_error() == "no memory for a graph"
-
-
-def test_a_tokenizer_that_fails_to_open_fails_where_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse() -> None:
-        raise ConfigError("no llama-cpp-python")
-
-    monkeypatch.setattr(tokenizer_module, "_load_llama", refuse)
-    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
-    model = open_model(TINY)
-    with Engine(model, config, None, None, open_soon(model)) as engine:
-        assert len(list(engine.generate([1, 2], max_tokens=2, text=False))) == 2
-        with pytest.raises(ConfigError, match="no llama-cpp-python"):
-            engine.tokenizer.encode("a")

@@ -167,23 +167,6 @@ def test_rows_at_the_end_of_the_context_leave_room_for_no_padding(open_engine: O
     np.testing.assert_array_equal(engine.forward([3], 1).logits[0], wanted)
 
 
-def test_padding_changes_no_row_that_a_sequence_owns(open_engine: Open) -> None:
-    engine = open_engine("float32", cpu_reference=True, n_seq=3, **MODES[2])
-    state, rng = engine.state, np.random.default_rng(6)
-    engine.forward(rng.integers(0, N_VOCAB, (3, 5)))
-    caches = (*state.k.values(), *state.v.values())
-    rows = np.arange(state.spare_row)
-    before = [read_tensor(t)[rows] for t in caches]
-    states = states_of(engine)
-    verify(engine, rng.integers(0, N_VOCAB, (2, 4)), [2, 0], lengths=[1, 4])
-    written = [state.pool.row(2, 5), *(state.pool.row(0, 5 + i) for i in range(4))]
-    for a, t in zip(before, caches):
-        b = read_tensor(t)[rows]
-        assert np.flatnonzero((a != b).any(axis=1)).tolist() == sorted(written)
-    for a, b in zip(states, states_of(engine)):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_what_cannot_be_committed_is_refused_and_changes_nothing(open_engine: Open) -> None:
     engine = open_engine(n_seq=3)
     passes = engine.passes
