@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -16,7 +15,6 @@ from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi, llama_commit, patchset
 from moegraph.ggml.ops import F32, I32, Builder
 
-ROOT = Path(__file__).resolve().parents[2]
 N_IN, N_OUT = 512, 96
 
 
