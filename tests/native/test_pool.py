@@ -160,7 +160,9 @@ def test_a_sequence_without_host_memory_stays(
     np.testing.assert_array_equal(found, last_row(alone, ids))
 
 
-@pytest.mark.parametrize(("seed", "settings"), list(zip((0, 1, 5, 3), SETTINGS)), ids=NAMES)
+@pytest.mark.parametrize(
+    ("seed", "settings"), [(0, SETTINGS[0]), (5, SETTINGS[2])], ids=[NAMES[0], NAMES[2]]
+)
 def test_sequences_that_do_not_all_fit_hold_what_they_say(
     open_engine: Open, seed: int, settings: dict[str, Any]
 ) -> None:
