@@ -59,11 +59,7 @@ class PromptRoom:
         return cls(n_ctx, tokens.n_longest) if isinstance(tokens, StringArray) else None
 
     def require(self, prompt: str | Sequence[int]) -> None:
-        """Check a text, as far as its length tells, or token ids.
-
-        Raises:
-            ContextOverflow: the context cannot hold them.
-        """
+        """Check a text, as far as its length tells, or token ids."""
         if not isinstance(prompt, str):
             if prompt:
                 room_after(len(prompt), self.n_ctx)
@@ -75,11 +71,7 @@ class PromptRoom:
             )  # fmt: skip
 
     def require_beginning(self, prompt: str, encode: Callable[[str], list[int]]) -> None:
-        """Check a text, and its beginning if it is much longer than usual texts that fit.
-
-        Raises:
-            ContextOverflow: the context cannot hold even that.
-        """
+        """Check a text, and its beginning if it is much longer than usual texts that fit."""
         self.require(prompt)
         n_chars = self.n_ctx * _CHARS_PER_TOKEN
         if len(prompt) <= n_chars:
@@ -191,9 +183,6 @@ class ChatModel:
         """Return the chat model of an engine, with a template of its own or the model's.
 
         A model without a template gets ChatML, and a warning.
-
-        Raises:
-            ModelFileError: the model's template is not valid.
         """
         file, warnings = engine.file, list[str]()
         if template is None and file.kv.get(TEMPLATE_KEY):
@@ -221,12 +210,7 @@ class ChatModel:
         self.close()
 
     def prepare(self, chat: ChatRequest) -> Prepared:
-        """Return what the engine and the reader of its answer need.
-
-        Raises:
-            RequestError: the messages, tools or the format are wrong, or the template refuses them.
-            ContextOverflow: the prompt cannot fit into the context.
-        """
+        """Return what the engine and the reader of its answer need."""
         prompt = self.prompt(chat, must_fit=True)
         text, encoded = prompt.text, prompt.encoded
         # tools that must not be called are shown too, so that the prompt keeps its beginning
@@ -247,10 +231,6 @@ class ChatModel:
         """Return what the model reads of a conversation.
 
         must_fit: refuse a text that cannot fit before all of it is encoded.
-
-        Raises:
-            RequestError: the messages or tools are wrong, or the template refuses them.
-            ContextOverflow: the prompt cannot fit into the context.
         """
         check_tools(chat.tools, chat.tool_choice)
         messages = self._messages(chat.messages)
@@ -293,12 +273,7 @@ class ChatModel:
         return Turn(self.tokenizer, self._encoder, self._calls, prompt[at:], encoded.ids[n:])
 
     def prepare_text(self, text: TextRequest) -> Prepared:
-        """Return what the engine needs to continue a text; its parser only finds text.
-
-        Raises:
-            RequestError: the text or the format is wrong.
-            ContextOverflow: the prompt cannot fit into the context.
-        """
+        """Return what the engine needs to continue a text; its parser only finds text."""
         if isinstance(text.prompt, str):
             if self._room:
                 self._room.require_beginning(text.prompt, self.tokenizer.encode)
@@ -382,19 +357,11 @@ class ChatModel:
         return self.tokenizer.encode(text, add_special, parse_special)
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of a token, of a control token too.
-
-        Raises:
-            RequestError: the id is not in the vocabulary.
-        """
+        """Return the bytes of a token, of a control token too."""
         return self.tokenizer.piece(token, special=True)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, control tokens included.
-
-        Raises:
-            RequestError: an id is not in the vocabulary.
-        """
+        """Return the text of token ids, control tokens included."""
         return self.tokenizer.decode(ids, special=True)
 
 

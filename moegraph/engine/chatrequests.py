@@ -114,11 +114,7 @@ def thinking_variables(effort: str | None) -> dict[str, Any]:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> None:
-    """Check tools in OpenAI's form, and which of them is to be called.
-
-    Raises:
-        RequestError: a tool has no name, or the choice names none of them.
-    """
+    """Check tools in OpenAI's form, and which of them is to be called."""
     names = []
     for n, tool in enumerate(tools):
         function = tool.get("function")
@@ -139,9 +135,6 @@ def answer_grammar(
 
     The third: the text after which it begins; None: at once, or after the reasoning. The fourth:
     keywords of tools that it passes over. is_json, is_tag: as in `CallGrammar`.
-
-    Raises:
-        RequestError: the format cannot be had together with tools.
     """
     tools, choice, asked = chat.tools, chat.tool_choice, chat.format
     if choice not in (AUTO, NONE, REQUIRED):

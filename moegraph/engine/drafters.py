@@ -46,10 +46,6 @@ def open_drafters(
 
     config: after `with_drafts`. sources: what is loaded; the stage was opened for its MTP block.
     stack: gets the calls that free everything.
-
-    Raises:
-        ModelFileError, OutOfDeviceMemory, NativeError: as in `open_mtp`, `MtpDrafter` and
-            `DFlashDrafter`.
     """
     drafters: list[Drafter] = []
     stage = stages[-1]

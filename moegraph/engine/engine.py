@@ -37,10 +37,9 @@ from ..text.tokenizer import Tokenizer
 from ..units import MiB
 from .drafters import open_speculation
 from .expertuse import ExpertUse
-from .generation import Events, Generation
+from .generation import Events, Generation, Ownership
 from .loader import LoadedModel, load_model, open_disk
 from .memoryuse import memory_use
-from .ownership import Ownership
 
 if TYPE_CHECKING:
     from .chat import ChatModel
@@ -151,7 +150,11 @@ class Engine:
     def keep_prefixes(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Keep beginnings of prompts in a folder too, in files of at most max_bytes together.
 
-        They outlive the engine. Errors as in `open_disk`.
+        They outlive the engine.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+            ModelFileError: the model file cannot be read.
         """
         self.ownership.enter_alone()
         self.prefixes.use_disk(open_disk(self._loaded, folder, max_bytes))

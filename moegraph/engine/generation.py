@@ -1,22 +1,109 @@
-"""One request on the caller's thread: the loop turns as the caller asks for events."""
+"""A generation: one request on the caller's thread, and who owns the engine meanwhile."""
 
 from __future__ import annotations
 
+import inspect
+import os
+import threading
+import weakref
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InternalError
+from ..errors import EngineBusy, InternalError, RequestError
 from ..events import CancelToken, GenerationEvent, Progress
 from ..loop.answer import Answer
 from ..loop.core import Core
 from ..loop.loop import Loop
 from ..loop.requests import Request
 from ..text.tokenizer import Tokenizer
-from .ownership import Ownership, is_live
 
 SEQ = 0  # the sequence of a generation
+# No thread has this identifier.
+_NO_THREAD = 0
+
+
+def _is_live(steps: Generator[Any, None, None]) -> bool:
+    """Return whether a generator has not ended."""
+    return inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED
+
+
+class Ownership:
+    """Records which thread and which generation own an engine.
+
+    Thread: the first one that calls after loading or after `hand_over`. Other threads are refused.
+
+    Generation: a generator owns the engine from its first step until it ends. There is only a weak
+    reference to it, so it never has to release the engine: a generator that returned, failed, was
+    closed or was deleted owns nothing, even if an interrupt ended it.
+    """
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._thread = _NO_THREAD
+        self._generation: weakref.ref[Generator[Any, None, None]] | None = None
+
+    def require_open(self) -> None:
+        """Check that the engine is not closed."""
+        if self.is_closed:
+            raise RequestError("the engine is closed; load the model again")
+        if os.getpid() != self._process:
+            raise RequestError(
+                "the engine was loaded before a fork; load the model in this process"
+            )
+
+    def enter(self) -> None:
+        """Check that the calling thread owns the engine; make it the owner if no thread is."""
+        self.require_open()
+        if self._thread != threading.get_ident():
+            self._adopt()
+
+    def _adopt(self) -> None:
+        with self._lock:
+            if self._thread != _NO_THREAD:
+                raise RequestError(
+                    "the engine belongs to another thread; call hand_over() in that thread first"
+                )
+            self._thread = threading.get_ident()
+
+    def enter_alone(self) -> None:
+        """Check that the calling thread owns the engine and that no generation is running."""
+        self.enter()
+        if self._owner() is not None:
+            raise EngineBusy("another generation is running; close it first")
+
+    def claim(self, generation: Generator[Any, None, None]) -> None:
+        """Make a generation the owner until it ends; no effect if it already is."""
+        self.enter()
+        if self._generation and self._generation() is generation:
+            return
+        owner = self._owner()
+        if owner is None:
+            self._generation = weakref.ref(generation)
+        elif owner is not generation:
+            raise EngineBusy("another generation is running; close it first")
+
+    def holds(self, generation: Generator[Any, None, None]) -> bool:
+        """Return whether this generation owns the engine, and the engine is open."""
+        return not self.is_closed and self._owner() is generation
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the engine belongs to the calling thread."""
+        return self._thread == threading.get_ident()
+
+    def hand_over(self) -> None:
+        """Release the engine from the calling thread; the next thread that calls owns it."""
+        self.enter()
+        self._thread = _NO_THREAD
+
+    def _owner(self) -> Generator[Any, None, None] | None:
+        owner = self._generation() if self._generation else None
+        return owner if owner is not None and _is_live(owner) else None
 
 
 class Events(Iterator[GenerationEvent]):
@@ -31,16 +118,12 @@ class Events(Iterator[GenerationEvent]):
         self._ownership = ownership
 
     def __next__(self) -> GenerationEvent:
-        if is_live(self._steps):  # an ended generation needs no engine
+        if _is_live(self._steps):  # an ended generation needs no engine
             self._ownership.claim(self._steps)
         return next(self._steps)
 
     def close(self) -> None:
-        """End the generation and release the engine; a second call does nothing.
-
-        Raises:
-            RequestError: the generation is running and the engine belongs to another thread.
-        """
+        """End the generation and release the engine; a second call does nothing."""
         if self._ownership.holds(self._steps):
             self._ownership.enter()
         self._steps.close()
@@ -57,11 +140,7 @@ class Generation:
         self, core: Core, ownership: Ownership, request: Request, vocabulary: Tokenizer | None,
         cancel: CancelToken | None, progress: Progress | None, keep_logits: bool,
     ) -> None:  # fmt: skip
-        """vocabulary: None for no text. Others: as in `Engine.generate`.
-
-        Raises:
-            RequestError, ContextOverflow: the request is wrong.
-        """
+        """vocabulary: None for no text. Others: as in `Engine.generate`."""
         self._core, self._ownership = core, ownership
         self._n_told = 0
         self._answer = Answer.of(request, core, vocabulary, None, cancel, progress, keep_logits)
@@ -76,7 +155,7 @@ class Generation:
         loop.add(answer)
         try:
             while not answer.is_over:
-                if answer.cancel.is_set() and answer.sequence.tokens:
+                if answer.cancel.flag[0] and answer.sequence.tokens:
                     loop.cancel(answer)
                 if not loop.step() and not answer.is_over:
                     raise InternalError("a request was left without an answer")

@@ -89,9 +89,6 @@ def open_runner(
 
     profile: which experts fill the slots; the first ones without it. routing: see `Engine.load`.
     times: measures the phases. ring_groups: see `Sweeps`.
-
-    Raises:
-        ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
     """
     n_ubatch = min(config.n_rows, stage.state.n_ctx)
     n_sweep = sweep_rows(n_ubatch, stage.state.n_ctx)
@@ -151,11 +148,7 @@ _MARGIN_BYTES = 256 << 20
 
 
 def open_device(name: str, config: EngineConfig) -> Device:
-    """Open one device of a configuration.
-
-    Raises:
-        ConfigError: there is no such device, or a setting does not suit it.
-    """
+    """Open one device of a configuration."""
     device = Device(name, config.n_threads, config.cpu_reference, config.deterministic)
     if device.is_invariant and config.miss == "cpu":
         device.close()
@@ -185,9 +178,6 @@ def places_of(devices: Sequence[Device], config: EngineConfig) -> list[Place]:
 
     Speeds are measured where there are several devices with memory of their own, unless decisions
     must not depend on times.
-
-    Raises:
-        OutOfDeviceMemory, NativeError: as in `measure_rates`.
     """
     names = [device.name for device in devices]
     sizes = config.vram.split(",")
@@ -427,13 +417,7 @@ class _Loading:
         return part
 
     def _choose(self) -> Choice:
-        """Return how the memory is divided, and what is loaded to draft tokens.
-
-        Raises:
-            ConfigError: the settings need a drafter's file, and name none.
-            ModelFileError: the settings ask for the MTP block, and the file lacks it; or the
-                drafter's file is damaged, or does not fit.
-        """
+        """Return how the memory is divided, and what is loaded to draft tokens."""
         draft = open_draft_file(self.file, self.config, self._stack)
         choice = self._choose_for(self.devices, draft)
         if self.config.device == "auto" and not choice.plan.all_resident:
@@ -448,7 +432,7 @@ class _Loading:
         return choice
 
     def _choose_for(self, devices: list[Device], draft: DraftFile | None) -> Choice:
-        """Return how the memory of these devices is divided; errors as in `_choose`."""
+        """Return how the memory of these devices is divided."""
         demand = self._profile.demand if self._profile else None
         is_own = devices[0].can.own_memory
         shares = shares_of(self.config.split)
@@ -502,10 +486,6 @@ def open_disk(loaded: LoadedModel, folder: str | os.PathLike[str], max_bytes: in
     """Open a folder for beginnings of prompts of a loaded model.
 
     Files of other models or settings there are not used.
-
-    Raises:
-        ConfigError: the folder cannot be used.
-        ModelFileError: the model file cannot be read.
     """
     return PrefixDisk(Path(folder), prefix_identity(loaded), _widths(loaded), max_bytes)
 

@@ -80,11 +80,7 @@ class Service:
         self._status = self._account()
 
     def start(self) -> None:
-        """Start the engine's thread; the engine belongs to it from now on.
-
-        Raises:
-            RequestError: the engine is closed, or it belongs to another thread.
-        """
+        """Start the engine's thread; the engine belongs to it from now on."""
         self._engine.hand_over()
         self._thread.start()
 
@@ -108,11 +104,6 @@ class Service:
         """Accept a request; its steps are delivered until the last one.
 
         deliver: called on the engine's thread; it must return fast.
-
-        Raises:
-            RequestError, ContextOverflow: the request is wrong.
-            QueueFull: too many requests wait.
-            ServiceClosed: the service is ending, or has failed.
         """
         vocabulary = self._engine.tokenizer if request.text else None
         answer = Answer.of(

@@ -194,7 +194,7 @@ class InputBlock:
         """
         if self._uploaded:
             self._uploaded.wait()
-        n_tokens = shape.n_tokens
+        n_tokens = shape.n_seqs * shape.n_seq_tokens
         if n_tokens > 1 or tree:
             self._one = None
             at = self._layout(n_tokens)
@@ -315,7 +315,7 @@ class _OneRow:
         state: State,
         taps: TapRows,
     ) -> None:
-        self.shape = shape
+        self.shape, self._is_paged = shape, shape.is_paged
         self._state, self._pool = state, state.pool
         self._taps, self._tap = taps, region(at.taps, 1, np.int32)
         self.embd = region(at.embd, n_embd, np.float32).reshape(1, n_embd)
@@ -345,7 +345,7 @@ class _OneRow:
         goes_on = self._last == (first - 1, slot, pool.version)
         if not goes_on:
             self._slot[0] = slot
-        if self.shape.is_paged:
+        if self._is_paged:
             fill_rows(self._row, [first], 1, None)
             if not goes_on:
                 self._pages[:] = pool.table[slot]

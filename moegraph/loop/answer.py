@@ -49,6 +49,7 @@ class Answer:
         self,
         request: Request,
         ids: Ids,
+        sequence: Sequence,
         drawing: Drawing,
         deliver: Callable[[Answer, str | None], None] | None,
         cancel: CancelToken | None = None,
@@ -66,7 +67,7 @@ class Answer:
         self.ids = ids
         self.drawing = drawing
         self.wants_logits = request.n_logprobs is not None or drawing.keep_logits
-        self.sequence = drawing.sequence
+        self.sequence = sequence
         self.cancel = cancel or CancelToken()
         self.slot, self.number = -1, 0
         self.sweep: Sweep | None = None
@@ -118,8 +119,8 @@ class Answer:
             eog_ids=vocabulary.eog_ids if vocabulary and not request.ignore_eos else frozenset(),
             stop=request.stop,
         )
-        drawing = Drawing(core.passes, sequence, sampling, n_vocab, keep_logits, request.constraint)
-        return cls(request, ids, drawing, deliver, cancel, progress)
+        drawing = Drawing(core.passes, ids, sampling, n_vocab, keep_logits, request.constraint)
+        return cls(request, ids, sequence, drawing, deliver, cancel, progress)
 
     @property
     def deadline(self) -> float | None:
@@ -152,8 +153,14 @@ class Answer:
         self.n_cached = self.n_read = n_cached
         self.began = time.perf_counter()
 
-    def drew(self, token: int, logits: npt.NDArray[np.float32] | None = None) -> None:
-        """Note a token; `tell` delivers it. logits: F32 [n_vocab], if they are wanted."""
+    def take(self, token: int, logits: npt.NDArray[np.float32] | None = None) -> None:
+        """Have the text go on with a token; `tell` delivers it.
+
+        logits: F32 [n_vocab], if they are wanted.
+        """
+        self.sequence.append(token)
+        if not self.drawing.greedy:
+            self.drawing.take(token, self.is_drawn)
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self.fresh.append((token, logits))

@@ -130,16 +130,16 @@ class Answers:
 
         row: of the pass; -1 for that of a prompt. node, offered: as in `Drawing.pick`.
         """
-        drawing = answer.drawing
-        token = drawing.pick(output, row, node, offered)
-        drawing.take(token)
-        answer.drew(token, self._rows(answer, output, row) if answer.wants_logits else None)
+        if answer.drawing.greedy and output.argmax is not None:
+            token = int(output.argmax[row])
+        else:
+            token = answer.drawing.pick(output, row, node, offered)
+        answer.take(token, self._rows(answer, output, row) if answer.wants_logits else None)
         return token
 
     def put(self, answer: Answer, output: Output, row: int, token: int) -> None:
         """Have the text of a request go on with a token."""
-        answer.drawing.take(token)
-        answer.drew(token, self._rows(answer, output, row) if answer.wants_logits else None)
+        answer.take(token, self._rows(answer, output, row) if answer.wants_logits else None)
 
     def _rows(self, answer: Answer, output: Output, row: int) -> npt.NDArray[np.float32]:
         """Return logits for the caller: of a row, or of all rows of a prompt."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from weakref import proxy
 
@@ -130,8 +130,13 @@ class Decoding:
         self._start(batch)
 
     def _start(self, batch: Batch) -> None:
+        """Start one pass, of drafted rows if there are some."""
+        drafting = self._drafting
         try:
-            trees = self._launch(batch)
+            trees = drafting.propose(batch) if drafting else None
+            if not (trees and self._verify(batch, trees)):
+                trees = None
+                self._decode(batch)
         except PoolFull:
             raise
         except MoegraphError as error:
@@ -141,22 +146,14 @@ class Decoding:
         try:
             if self._answers.sweeping:
                 self._answers.build_ahead()
-            if self._drafting:
-                self._drafting.launched()
+            if drafting:
+                drafting.launched()
         except MoegraphError as error:
             self.give_up()
             self._answers.failed(batch, error)
 
-    def _launch(self, batch: Batch) -> Trees | None:
-        """Start a pass; return the rows of each request if some were drafted."""
-        drafting = self._drafting
-        trees = drafting.propose(batch) if drafting else None
-        if drafting and trees:
-            try:
-                self._verify(batch, trees, partial(self._meanwhile, batch, trees))
-                return trees
-            except RequestError:  # there is no memory for so many rows
-                drafting.give_up()
+    def _decode(self, batch: Batch) -> None:
+        """Start a pass of the last token of each request."""
         tokens, slots, is_greedy, draws = list[int](), list[int](), True, None
         for answer in batch:
             tokens.append(answer.sequence.tokens[-1])
@@ -166,7 +163,6 @@ class Decoding:
             is_greedy, draws = self._draws(batch, None)
         meanwhile = partial(self._meanwhile, batch, None)
         self._passes.decode(tokens, tuple(slots), is_greedy, draws, meanwhile)
-        return None
 
     def _meanwhile(self, batch: Batch, trees: Trees | None) -> None:
         """Do what the device need not wait for: deliver tokens, and prepare to draw the next."""
@@ -283,17 +279,23 @@ class Decoding:
 
     # trees
 
-    def _verify(self, batch: Batch, trees: Trees, meanwhile: Callable[[], None]) -> None:
+    def _verify(self, batch: Batch, trees: Trees) -> bool:
+        """Start a pass of drafted rows; return whether there is memory for so many."""
         n = max(tree.n_rows for tree in trees)
         tokens = np.zeros((len(batch), n), dtype=np.int32)
         parents = np.full((len(batch), n), -1, dtype=np.int32)
         for i, tree in enumerate(trees):
             tokens[i, : tree.n_rows], parents[i, : tree.n_rows] = tree.tokens, tree.parents
         greedy, draws = self._draws(batch, trees)
-        self._passes.verify(
-            tokens, [answer.slot for answer in batch], parents, [tree.n_rows for tree in trees],
-            greedy, None, draws, meanwhile,
-        )  # fmt: skip
+        slots, lengths = [answer.slot for answer in batch], [tree.n_rows for tree in trees]
+        meanwhile = partial(self._meanwhile, batch, trees)
+        try:
+            self._passes.verify(tokens, slots, parents, lengths, greedy, None, draws, meanwhile)
+        except RequestError:
+            if self._drafting:
+                self._drafting.give_up()
+            return False
+        return True
 
     def _take(self, batch: Batch, trees: Trees, output: Output) -> int:
         """Draw along the trees; the sequences take the rows that are what was drawn.

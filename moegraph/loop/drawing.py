@@ -18,7 +18,6 @@ from ..runner import Output
 from ..sampling import BoolArray, SamplingParams
 from .requests import Constraint
 from .rows import RowSampler
-from .sequence import Sequence
 
 
 class Drawing:
@@ -28,24 +27,23 @@ class Drawing:
     the results are there.
 
     greedy: the device's argmax is the next token. keep_logits: the caller gets the logits of all
-    rows. sequence: takes the tokens. constraint: a grammar.
+    rows. constraint: a grammar.
     """
 
     def __init__(
         self,
         passes: Passes,
-        sequence: Sequence,
+        prompt: npt.NDArray[np.int32],
         sampling: SamplingParams,
         n_vocab: int,
         keep_logits: bool = False,
         constraint: Constraint | None = None,
     ) -> None:
         self._passes = passes
-        self.sequence = sequence
         self.keep_logits = keep_logits
         self.greedy = not (sampling.needs_logits or keep_logits or constraint)
         self.sampler = RowSampler(sampling, n_vocab)
-        self.sampler.accept_all(sequence.prompt)
+        self.sampler.accept_all(prompt.tolist())
         self.constraint = constraint
         self._n_vocab = n_vocab
         self._is_listed = False  # the pass was asked for candidates, and they may suffice
@@ -150,8 +148,6 @@ class Drawing:
         row: of the pass, -1 for the last one. node: which of the rows of this sequence it is.
         offered: a token drafted at random, to accept or to reject.
         """
-        if self.greedy and output.argmax is not None:
-            return int(output.argmax[row])
         allowed = None
         if self.constraint:
             known = self._allowed.result() if self._allowed else self._find(self.constraint, [()])
@@ -166,12 +162,10 @@ class Drawing:
             allowed,
         )
 
-    def take(self, token: int) -> None:
-        """Have the text go on with a token."""
-        if not self.greedy:
-            self.sampler.accept(token)
-        self.sequence.append(token)
-        if self.constraint and not self.sequence.finish_reason:
+    def take(self, token: int, is_last: bool) -> None:
+        """Note that the text goes on with a token; is_last: and ends with it."""
+        self.sampler.accept(token)
+        if self.constraint and not is_last:
             self._taken.append(token)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 
 from ..errors import ContextOverflow, RequestError
-from ..text.stream import IncrementalDecoder, StopMatcher
+from ..text.stream import StopMatcher
 
 
 def room_after(n_prompt: int, n_ctx: int) -> int:
@@ -62,7 +63,8 @@ class Sequence:
         self.finish_reason: str | None = None if self._limit else "length"
         self._piece = piece
         self._eog_ids = eog_ids
-        self._decoder = IncrementalDecoder()
+        # an incomplete character is held back; what is not UTF-8 becomes U+FFFD
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop)
         self._n_told = 0  # tokens whose text is known
         self._known: deque[str] = deque()  # what `tell` returns next, if it is known already
@@ -110,7 +112,9 @@ class Sequence:
         if self._piece is None or token in self._eog_ids:
             text = ""
         else:
-            text = self._matcher.push(self._decoder.push(self._piece(token)))
+            text = self._decoder.decode(self._piece(token))
+            if self._matcher.stops:
+                text = self._matcher.push(text)
             self.text += text
         if self._matcher.matched is not None:
             self.finish_reason = "stop"
@@ -130,6 +134,6 @@ class Sequence:
     def _finish(self, reason: str) -> str:
         """Flush decoder and matcher; this may still complete a stop string."""
         self.finish_reason = reason
-        rest = self._matcher.push(self._decoder.flush()) + self._matcher.flush()
+        rest = self._matcher.push(self._decoder.decode(b"", final=True)) + self._matcher.flush()
         self.text += rest
         return rest

@@ -50,10 +50,11 @@ class CpuThreads:
         if n_rows > 1:
             self._use(self._for_rows(n_rows))
             return
-        if time.perf_counter() - self._ended > _GAP_S:
-            self.tuner.resume()
+        if self._is_measured:
+            if time.perf_counter() - self._ended > _GAP_S:
+                self.tuner.resume()
+            self._started = time.perf_counter()
         self._use(self.tuner.current)
-        self._started = time.perf_counter()
 
     def _use(self, threads: Threads) -> None:
         for device in self._cpus:

@@ -182,7 +182,6 @@ class Passes:
         meanwhile, failures: as in `submit`; the pass runs to its end.
         """
         self.clean_up()
-        self._runner.require_idle()
         rows = np.array(tokens, dtype=np.int32)[:, None]
         batch, once = Batch(rows, slots, _DECODE, False, greedy, draws=draws), Once(meanwhile)
         with self._recording(batch) as begins:

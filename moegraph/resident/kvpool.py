@@ -287,4 +287,4 @@ class Positions:
 
     def n_kv(self, n_used: int) -> int:
         """Return the KV length of a graph for n_used positions: a multiple of PAGE."""
-        return min(self.n_ctx, max(PAGE, round_up(n_used, PAGE)))
+        return min(self.n_ctx, max(PAGE, -(-n_used // PAGE) * PAGE))

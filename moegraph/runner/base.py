@@ -59,6 +59,8 @@ class Runner(ABC):
         self._results = ResultMemory(device, stage.hp.n_vocab)
         self._commits = Commits(stage, self.graphs)
         self._can_page = can_page(stage)
+        counts = range(1, stage.state.n_seq + 1)
+        self._most_kv = [0, *map(stage.state.shape.most_kv, counts)]  # by sequences of a pass
         self.widths = PADDED_WIDTHS if self.device.can.streams else ()
         self._has_head = stage.has_head
         self._pending: Batch | None = None
@@ -143,7 +145,7 @@ class Runner(ABC):
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
         is_paged = self.is_paged(batch.tokens.size, batch.kind)
-        n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
+        n_kv = PAGED if is_paged else state.positions.n_kv(longest + n_seq_tokens)
         n_out, tree = n_seqs * n_seq_tokens if batch.all_rows else n_seqs, batch.tree
         if not self._has_head:
             n_out = 0
@@ -170,9 +172,9 @@ class Runner(ABC):
 
         If a device has streams, a graph may be running, or be captured. Then it is shape itself.
         """
-        if shape.is_paged or self.device.can.streams:
+        if self.device.can.streams or shape.n_kv == PAGED:
             return shape
-        return shape._replace(n_kv=self.stage.state.shape.most_kv(shape.n_seqs))
+        return shape._replace(n_kv=self._most_kv[shape.n_seqs])
 
     def fill(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
@@ -216,7 +218,8 @@ class Runner(ABC):
         self.require_idle()
         shape = self.shape_of(batch)
         self._results.forget()
-        self._commits.begin(batch)
+        if self._commits.pending:
+            self._commits.begin(batch)
         if batch.tree:
             self._reserve_drafts(shape.n_tokens)
         # graphs first: building one may use the device, and must not disturb the uploaded inputs

@@ -57,7 +57,10 @@ class _Inputs:
 
 
 class Commits:
-    """Which verified rows can be committed, and the graphs that do it."""
+    """Which verified rows can be committed, and the graphs that do it.
+
+    pending: by sequence, the pass that verified its rows, and its place in that pass.
+    """
 
     def __init__(self, stage: Stage, graphs: GraphCache) -> None:
         self._device = device = stage.device
@@ -71,23 +74,23 @@ class Commits:
         self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, size // 4)
         place(self._buffer, self._all, 0)
         self._regions: dict[_Inputs, dict[str, npt.NDArray[np.int32]]] = {}
-        self._verified: dict[int, tuple[Batch, int]] = {}  # sequence -> its place in the pass
+        self.pending: dict[int, tuple[Batch, int]] = {}
 
     def begin(self, batch: Batch) -> None:
         """Note that a pass is launched: it overwrites what can be committed now."""
         if batch.tree:
-            self._verified.clear()
+            self.pending.clear()
         else:
             for slot in batch.slots:
-                self._verified.pop(slot, None)
+                self.pending.pop(slot, None)
 
     def verified(self, batch: Batch) -> None:
         """Note that the rows of a verify pass can be committed."""
-        self._verified.update({slot: (batch, seq) for seq, slot in enumerate(batch.slots)})
+        self.pending.update({slot: (batch, seq) for seq, slot in enumerate(batch.slots)})
 
     def forget(self, slot: int) -> None:
         """Note that a sequence has changed, so that its verified rows do not fit any more."""
-        self._verified.pop(slot, None)
+        self.pending.pop(slot, None)
 
     def commit(self, paths: Mapping[int, list[int]], begins: Callback) -> dict[int, list[int]]:
         """Enqueue that sequences take the rows of a path each; return their tokens.
@@ -107,7 +110,7 @@ class Commits:
 
     def _tokens(self, slot: int, path: list[int]) -> list[int]:
         """Return the tokens of a path that can be committed."""
-        entry = self._verified.get(slot)
+        entry = self.pending.get(slot)
         if entry is None:
             raise RequestError(
                 f"sequence {slot} has no rows to commit; run a verify pass over it first"
@@ -147,7 +150,7 @@ class Commits:
         state, taps, rows = self._stage.state, self._stage.taps, self._rows_of(at)
         for seq, (slot, path) in enumerate(paths.items()):
             n, first = len(path), state.n_past[slot]
-            batch, place_in_pass = self._verified[slot]
+            batch, place_in_pass = self.pending[slot]
             rows["slots"][seq], rows["lengths"][seq] = slot, n
             # rows are counted over all sequences of the pass; those after the first n do not matter
             rows["path"][seq] = place_in_pass * batch.tokens.shape[1]
@@ -199,7 +202,7 @@ class Commits:
 
     def close(self) -> None:
         """Free the memory."""
-        self._verified.clear()
+        self.pending.clear()
         self._regions.clear()
         for handle in (self._uploaded, self._host, self._buffer, self._context):
             if handle:

@@ -1,32 +1,13 @@
-"""Text that arrives in pieces: bytes into characters, and the cut before a stop string."""
+"""Text that arrives in pieces: the cut before a stop string."""
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence as SequenceOf
 
 from ..errors import RequestError
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
-
-
-class IncrementalDecoder:
-    """Decode a stream of UTF-8 bytes; the bytes of an incomplete character are held back.
-
-    Bytes that are not UTF-8 become U+FFFD, exactly as in ``bytes.decode(errors="replace")``.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, data: bytes) -> str:
-        """Return the text that data completes."""
-        return self._decoder.decode(data)
-
-    def flush(self) -> str:
-        """Return the held-back bytes, an incomplete character, as U+FFFD."""
-        return self._decoder.decode(b"", final=True)
 
 
 class StopMatcher:

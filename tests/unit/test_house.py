@@ -42,7 +42,7 @@ PURE = (
     "placement.trace", "placement.tracestats",
     "draft.acceptance", "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
     "draft.plan", "draft.race", "draft.scripted", "draft.shared", "draft.stats", "draft.tree",
-    "engine.chat", "engine.ownership", "passes.prefixtree", "loop.requests",
+    "engine.chat", "passes.prefixtree", "loop.requests",
     "loop.sequence", "passes.speculation", "passes.proposal",
     "loop.costs", "loop.groupchoice", "loop.scheduler", "loop.status",
 )  # fmt: skip

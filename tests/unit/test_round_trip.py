@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,7 +13,6 @@ from helpers.tag_tokenizer import TAGS, TagTokenizer
 
 from moegraph.engine.chat import ChatModel, ChatRequest
 from moegraph.text.chat import ChatTemplate, Reply
-from moegraph.text.stream import IncrementalDecoder
 from moegraph.text.tokenizer import Tokenizer
 
 SPECIALS = {tag: tag.startswith("<|") for tag in TAGS}
@@ -72,9 +72,9 @@ class Talk:
 
     def says(self, parser: Any, tokens: list[int]) -> dict[str, Any]:
         """Return the message of an answer, given one token at a time and then its end."""
-        reply, decoder = Reply(), IncrementalDecoder()
+        reply, decoder = Reply(), codecs.getincrementaldecoder("utf-8")()
         for token in tokens:
-            text = decoder.push(self.tokenizer.piece(token))
+            text = decoder.decode(self.tokenizer.piece(token))
             reply.add(parser.push(text, [token]))
         reply.add(parser.push("", [self.tokenizer.eos]))
         reply.add(parser.flush())

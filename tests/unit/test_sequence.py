@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moegraph.errors import ContextOverflow, RequestError
 from moegraph.loop.sequence import Sequence
-from moegraph.text.stream import MAX_STOP_CHARS, MAX_STOPS, IncrementalDecoder, StopMatcher
+from moegraph.text.stream import MAX_STOP_CHARS, MAX_STOPS, StopMatcher
 
 
 def split(data, cuts: list[int]):
@@ -22,21 +22,16 @@ def split(data, cuts: list[int]):
     return [data[a:b] for a, b in pairwise(edges)]
 
 
-class TestIncrementalDecoder:
-    @given(st.binary(max_size=40), st.lists(st.integers(0, 40), max_size=8))
-    def test_pieces_give_the_text_of_the_whole(self, data: bytes, cuts: list[int]) -> None:
-        decoder = IncrementalDecoder()
-        text = "".join(decoder.push(piece) for piece in split(data, cuts)) + decoder.flush()
-        assert text == data.decode(errors="replace")
-
-    @given(st.text(max_size=20))
-    def test_no_replacement_character_appears_inside_valid_text(self, text: str) -> None:
-        decoder = IncrementalDecoder()
-        shown = ""
-        for byte in text.encode():
-            shown += decoder.push(bytes([byte]))
-            assert text.startswith(shown)
-        assert shown + decoder.flush() == text
+@given(st.lists(st.binary(max_size=6), min_size=1, max_size=8))
+def test_pieces_give_the_text_of_the_whole(pieces: list[bytes]) -> None:
+    """What is shown is never taken back, though characters come in parts or are none."""
+    sequence = Sequence([0], n_ctx=99, max_tokens=len(pieces), piece=pieces.__getitem__)
+    whole, shown = b"".join(pieces).decode(errors="replace"), ""
+    for token in range(len(pieces)):
+        sequence.append(token)
+        shown += sequence.tell()
+        assert whole.startswith(shown)
+    assert shown == whole == sequence.text
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
