@@ -70,7 +70,10 @@ class Drafting:
             self._lone = batch[0]
             self.clock.begin()
         else:
-            rests = self._rests
+            lone = batch[0].sequence
+            rests = self._rests or speculation.finds_nothing(
+                batch[0].slot, lone.tokens[-1], lone.n_left
+            )
         if not rests:
             self._note_taken()
             found = self._trees(speculation, batch)
@@ -125,8 +128,9 @@ class Drafting:
         self.settle()
         self._rests = False
         if self._lone and not self._proposals:
-            n_left = self._lone.sequence.n_left - 1
-            self._rests = self._speculation.foresee(self._lone.slot, n_left)
+            lone, sequence = self._lone, self._lone.sequence
+            n_left, anchor = sequence.n_left - 1, sequence.tokens[-1]
+            self._rests = self._speculation.foresee(lone.slot, n_left, anchor)
         self.clock.leave()
 
     def settle(self) -> None:

@@ -68,7 +68,10 @@ class Controller(Protocol):
 
 @dataclass
 class _Followed:
-    """What a sequence holds, as far as drafters may know, and how much of it each was told."""
+    """What a sequence holds, as far as drafters may know, and how much of it each was told.
+
+    A look-up may have been told of one more token, which the pass in flight reads.
+    """
 
     ids: list[int]
     known: dict[str, int]
@@ -253,16 +256,9 @@ class Speculation:
 
     def _propose(self, ask: Ask, n_seqs: int, without: Collection[str]) -> Proposal | None:
         """Return the rows of a sequence. without: drafters that have no draft for it."""
-        foreseen, self._foreseen = self._foreseen, None
-        slot, anchor, n_left, n_room = ask.slot, ask.anchor, ask.n_left, ask.n_room
-        if slot not in self._followed:
+        slot, n_left, n_room = ask.slot, ask.n_left, ask.n_room
+        if self.finds_nothing(slot, ask.anchor, n_left) or slot not in self._followed:
             return None
-        if n_seqs == 1 and foreseen and foreseen[:2] == (slot, n_left):
-            for name in foreseen[2]:
-                if self._finds(name, slot, anchor):
-                    break
-            else:
-                return None
         without, most_rows = {*self._failed, *without}, min(self.max_rows, n_room)
         start = time.perf_counter()
         while most_rows > 1 and n_left > 1:
@@ -290,12 +286,13 @@ class Speculation:
         """
         return n_left <= 1 or not self.controller.choose_for(n_seqs, n_left, self._failed).source
 
-    def foresee(self, slot: int, n_left: int) -> bool:
+    def foresee(self, slot: int, n_left: int, anchor: int) -> bool:
         """Work out what a lone sequence drafts after the pass in flight, which gives a token.
 
         The device is idle while `propose` runs, and not now. n_left: tokens that will be left
-        then. Return whether nothing will be drafted, whatever the pass gives. If it is only
-        certain that nothing is drafted where look-up finds nothing, `propose` asks that first.
+        then. anchor: the token that the pass reads. Return whether nothing will be drafted,
+        whatever the pass gives. If that depends on what look-up finds, it is told of the anchor
+        now, and `finds_nothing` asks it.
         """
         followed, names = self._followed.get(slot), list[str]()
         if followed and len(followed.ids) >= followed.least + MOST_BEHIND:
@@ -309,12 +306,24 @@ class Speculation:
                 return False
             names.append(source)
         self._foreseen = slot, n_left, names
+        if followed and names:
+            self._tell(slot, names)
+            n = len(followed.ids)
+            for name in names:
+                if followed.known[name] == n:
+                    self._lookups[name].committed(slot, n, (anchor,))
+                    followed.known[name] = n + 1
         return not names
 
-    def _finds(self, name: str, slot: int, anchor: int) -> bool:
-        """Return whether a look-up has a draft."""
-        self._tell(slot, [name])
-        return self._lookups[name].has(slot, anchor)
+    def finds_nothing(self, slot: int, anchor: int, n_left: int) -> bool:
+        """Return whether a lone sequence drafts nothing, by what was foreseen of this step.
+
+        The device waits for it. False: `propose` finds out.
+        """
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is None or foreseen[:2] != (slot, n_left):
+            return False
+        return not any(self._lookups[name].has(slot, anchor) for name in foreseen[2])
 
     def _draft(self, ask: Ask, plan: Plan, most_rows: int) -> _Drafted | None:
         """Return a draft and its tree; None if it is of no use."""

@@ -70,10 +70,10 @@ def write(
         if speculation:
             seconds = StepSeconds(noisy_ms / 1e3, noisy_ms / 1e3, 0.0)
             drawn = text[at + 1 : at + 1 + n_taken]
-            speculation.committed(0, text[at : at + n_taken])
             speculation.controller.observe(step_of(proposal, drawn, seconds, n_missing))
             if not proposal:
-                speculation.foresee(0, n_left - n_taken)
+                speculation.foresee(0, n_left - n_taken, text[at])
+            speculation.committed(0, text[at : at + n_taken])
         at += n_taken
         card.read(n_taken)
 

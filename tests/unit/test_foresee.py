@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_drafts_are_those_of_a_loop_that_foresees_nothing(n_kinds: int) -> None:
         assert drafts[0] == drafts[1]
         n_drafted += drafts[0] is not None
         if not found[0]:
-            assert ahead.foresee(0, n_left - 1) == (n_left <= 2)
+            assert ahead.foresee(0, n_left - 1, anchor) == (n_left <= 2)
         for each in (ahead, plain):
             each.committed(0, [anchor])
         anchor = int(rng.integers(n_kinds))
@@ -53,7 +53,8 @@ def test_drafts_are_those_of_a_loop_that_foresees_nothing(n_kinds: int) -> None:
 def test_a_step_without_repetition_asks_no_controller() -> None:
     """The controller was asked while the device computed."""
     speculation, controller = opened()
-    speculation.foresee(0, 9)
+    speculation.foresee(0, 9, 4)
+    speculation.committed(0, [4])
     controller.n_asked = 0
     assert speculation.propose(Ask(0, 7, 9, 99)) is None
     assert controller.n_asked == 0
@@ -61,6 +62,32 @@ def test_a_step_without_repetition_asks_no_controller() -> None:
     assert speculation.propose(Ask(0, 7, 9, 99)) is None and controller.n_asked == 2
     for slot, n_left in ((0, 8), (1, 9)):
         speculation.begin(1, [1, 2, 3])
-        speculation.foresee(0, 9)
+        speculation.foresee(0, 9, 4)
         controller.n_asked = 0
         assert speculation.propose(Ask(slot, 7, n_left, 99)) is None and controller.n_asked == 2
+
+
+def test_the_device_does_not_wait_until_look_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only for whether it finds something."""
+    speculation, _ = opened()
+    lookup, told = speculation.drafters["lookup"], list[tuple[int, int]]()
+    committed, is_idle = lookup.committed, False
+
+    def noted(slot: int, first: int, tokens: Sequence[int]) -> None:
+        assert not is_idle
+        told.extend(enumerate(tokens, first))
+        committed(slot, first, tokens)
+
+    monkeypatch.setattr(lookup, "committed", noted)
+    for anchor in range(10, 20):
+        assert not speculation.foresee(0, 29 - anchor, anchor)
+        is_idle = True
+        speculation.committed(0, [anchor])
+        assert speculation.propose(Ask(0, anchor + 1, 29 - anchor, 99)) is None
+        is_idle = False
+    assert told == [*enumerate(range(10, 20), 3)]
+    speculation.foresee(0, 9, 20)
+    speculation.begin(0, [1, 2, 3, *range(10, 20)])  # the pass in flight was lost
+    speculation.committed(0, [5])
+    speculation.settle(0)
+    assert told[-2:] == [(13, 20), (13, 5)]
