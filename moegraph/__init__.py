@@ -13,19 +13,18 @@ if TYPE_CHECKING:
     from .engine.chatanswer import ChatAnswer
     from .events import CancelToken, GenerationEvent
     from .sampling import SamplingParams
-    from .text.chat import (
+    from .text.chat.answer import ReasoningSplitter
+    from .text.chat.messages import History, Message
+    from .text.chat.parts import (
         CallArguments,
         CallBegin,
         CallEnd,
-        ChatTemplate,
         ContentPart,
-        History,
-        Message,
         ReasoningPart,
-        ReasoningSplitter,
         Reply,
         ToolCall,
-    )  # fmt: skip
+    )
+    from .text.chat.template import ChatTemplate
     from .text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -38,26 +37,26 @@ __all__ = [
 
 # Where each public name is defined. Callers import it from here, so rooms can change.
 _HOMES = {
-    "CallArguments": ".text.chat",
-    "CallBegin": ".text.chat",
-    "CallEnd": ".text.chat",
+    "CallArguments": ".text.chat.parts",
+    "CallBegin": ".text.chat.parts",
+    "CallEnd": ".text.chat.parts",
     "CancelToken": ".events",
     "ChatAnswer": ".engine.chatanswer",
     "ChatRequest": ".engine.chat",
-    "ChatTemplate": ".text.chat",
-    "ContentPart": ".text.chat",
+    "ChatTemplate": ".text.chat.template",
+    "ContentPart": ".text.chat.parts",
     "Engine": ".engine.engine",
     "EngineConfig": ".config",
     "Format": ".engine.chat",
     "GenerationEvent": ".events",
-    "History": ".text.chat",
-    "Message": ".text.chat",
-    "ReasoningPart": ".text.chat",
-    "ReasoningSplitter": ".text.chat",
-    "Reply": ".text.chat",
+    "History": ".text.chat.messages",
+    "Message": ".text.chat.messages",
+    "ReasoningPart": ".text.chat.parts",
+    "ReasoningSplitter": ".text.chat.answer",
+    "Reply": ".text.chat.parts",
     "SamplingParams": ".sampling",
     "Tokenizer": ".text.tokenizer",
-    "ToolCall": ".text.chat",
+    "ToolCall": ".text.chat.parts",
     "open_model": ".arch",
 }
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import RequestError
-from .setting import Setting
+from .setting import Setting, problem_of
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
@@ -144,7 +144,7 @@ class SamplingParams:
         Raises:
             RequestError: names the field, its value and the allowed range.
         """
-        found = [_problem(s, getattr(self, s.name)) for s in settings()]
+        found = [problem_of(s, getattr(self, s.name)) for s in settings()]
         found += [_bias_problem(*entry, n_vocab) for entry in self.logit_bias.items()]
         found = [line for line in found if line]
         if found:
@@ -159,18 +159,6 @@ def settings() -> tuple[Setting, ...]:
         for f in fields(SamplingParams)
         if f.metadata
     )
-
-
-def _problem(setting: Setting, value: object) -> str:
-    """Return what is wrong with one value, or an empty string."""
-    if value is None and setting.default is None:
-        return ""
-    where = f"{setting.name} is {value!r} ({'/'.join(setting.flags)})"
-    numbers = (int, np.integer) if setting.kind == "int" else (int, float, np.number)
-    if isinstance(value, bool) or not isinstance(value, numbers):
-        return f"{where}; expected {'an integer' if setting.kind == 'int' else 'a number'}"
-    low, high = setting.minimum or 0, setting.maximum or 0
-    return "" if low <= value <= high else f"{where}; allowed: {setting.allowed}"
 
 
 def _bias_problem(token: int, bias: float, n_vocab: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from .errors import ConfigError
@@ -67,7 +68,8 @@ def problem_of(setting: Setting, value: object) -> str:
 
 
 def _is_number(value: object, kind: str) -> TypeGuard[float]:
-    return not isinstance(value, bool) and isinstance(value, int if kind == "int" else (int, float))
+    numbers = Integral if kind == "int" else Real  # numpy's too
+    return isinstance(value, numbers) and not isinstance(value, bool)
 
 
 def _is_known(setting: Setting, value: str) -> bool:

@@ -17,7 +17,8 @@ from ..config import EngineConfig
 from ..errors import Cancelled, RequestError
 from ..gguf.resolve import is_shipped
 from ..sampling import SamplingParams
-from ..text.chat import ChatTemplate, History, require_template
+from ..text.chat.messages import History
+from ..text.chat.template import ChatTemplate, require_template
 from . import models, options, typed, ui
 from .conversation import Answer, Conversation
 from .models import MODEL_TARGET, model_options, only_target, require_target

@@ -14,7 +14,8 @@ from ..draft.stats import SpecStats
 from ..errors import Cancelled, RequestError
 from ..events import GenerationEvent
 from ..sampling import SamplingParams
-from ..text.chat import ContentPart, History, Part, ReasoningPart
+from ..text.chat.messages import History
+from ..text.chat.parts import ContentPart, Part, ReasoningPart
 from . import models, ui
 from .interrupt import cancel_on_interrupt
 from .report import sampling_report, spec_report, spec_words

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from ..arch import ModelFile
     from ..engine import Engine
     from ..engine.chat import ChatModel
-    from ..server.backend import LoadedModel, ModelFacts
-    from ..server.host import ModelHost
+    from ..server.host import LoadedModel, ModelFacts, ModelHost
     from ..server.state import ServerState
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -299,7 +298,7 @@ class _Model:
 
     def __init__(self, job: _Job, header: ModelFile) -> None:
         """header: the file, opened; the first `load` takes it over."""
-        from ..server.backend import ModelFacts
+        from ..server.host import ModelFacts
 
         self._job, self._warned = job, set[str]()
         self._header: ModelFile | None = header
@@ -324,8 +323,8 @@ class _Model:
         """Load the model and start its service."""
         from ..engine.chat import ChatModel
         from ..engine.service import Service
-        from ..server.backend import LoadedModel
-        from ..text.chat import ChatTemplate
+        from ..server.host import LoadedModel
+        from ..text.chat.template import ChatTemplate
 
         given, config = self._job.given, self._job.config
         header, self._header = self._header, None

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import ConfigError, RequestError
 from ..sampling import settings as sampling_settings
 from ..setting import Setting
-from ..text.chat import Message
+from ..text.chat.messages import Message
 from ..units import MiB, format_bytes
 from . import options, ui
 from .conversation import Conversation

@@ -16,12 +16,20 @@ from ..gguf.vocab import TOKENS
 from ..loop.requests import Constraint, Request
 from ..loop.sequence import room_after
 from ..text.chat.answer import END_OF_THINK, AnswerParser, ReasoningSplitter
-from ..text.chat.calls import CALL, FUNCTION
 from ..text.chat.messages import ReadArguments, TemplateMessage, template_messages
-from ..text.chat.prompting import CHATML, PromptMaker, continued, is_continued, prompt_marks
+from ..text.chat.prompting import (
+    CHATML,
+    Encoded,
+    PromptMaker,
+    SegmentEncoder,
+    continued,
+    is_continued,
+    prompt_marks,
+    turn_tags,
+)
 from ..text.chat.rawjson import CallMemory
-from ..text.chat.segments import Encoded, SegmentEncoder, turn_tags
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
+from ..text.chat.tools import CALL, FUNCTION
 from ..text.grammar import GrammarConstraint, Grammars
 from ..text.tokenizer import Tokenizer
 from .chatrequests import (

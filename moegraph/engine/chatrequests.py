@@ -10,10 +10,9 @@ from ..errors import RequestError
 from ..loop.requests import Request
 from ..sampling import SamplingParams
 from ..text.chat.answer import AnswerParser
-from ..text.chat.calls import CALL
 from ..text.chat.messages import TemplateMessage
-from ..text.chat.segments import Encoded
-from ..text.chat.toolgrammar import CallGrammar
+from ..text.chat.prompting import Encoded
+from ..text.chat.tools import CALL, CallGrammar
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 

@@ -5,65 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
-from weakref import WeakKeyDictionary, ref
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
 from ..engine.chat import Prepared
 from ..errors import MoegraphError
 from ..loop.requests import Step, Usage
-from ..text.chat import AnswerParser, ContentPart, Part, ReasoningPart
-from .backend import ServiceInterface, Ticket
+from ..text.chat.answer import AnswerParser
+from ..text.chat.parts import ContentPart, Part, ReasoningPart
 from .errors import RETRY_S, ApiError, from_failure
 from .metrics import Meter
 
-
-class Mailbox:
-    """Takes calls on any thread, and makes them on the event loop in their order.
-
-    To wake the loop costs a system call; a pass of the engine has a step for each of its rows.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = ref(loop)  # else it would never leave `_MAILBOXES`
-        self._calls: deque[Callable[[], None]] = deque()
-        self._is_due = False
-
-    def put(self, call: Callable[[], None]) -> None:
-        """Have the loop make a call soon; drop it if the loop has ended."""
-        self._calls.append(call)
-        if self._is_due:
-            return
-        self._is_due = True
-        try:
-            if loop := self._loop():
-                loop.call_soon_threadsafe(self._empty)
-                return
-        except RuntimeError:
-            pass  # it is closed
-        self._calls.clear()
-        self._is_due = False
-
-    def _empty(self) -> None:
-        # before the calls are taken: what comes from now on wakes the loop again
-        self._is_due = False
-        while self._calls:
-            self._calls.popleft()()
-
-
-_MAILBOXES: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
-
-
-def mailbox() -> Mailbox:
-    """Return the mailbox of the running loop."""
-    loop = asyncio.get_running_loop()
-    if loop not in _MAILBOXES:
-        _MAILBOXES[loop] = Mailbox(loop)
-    return _MAILBOXES[loop]
+if TYPE_CHECKING:
+    from ..engine.service import Service, Ticket
 
 
 T = TypeVar("T")
@@ -104,7 +63,7 @@ class Answers:
 
     def __init__(
         self,
-        service: ServiceInterface,
+        service: Service,
         prepared: Sequence[Prepared],
         meter: Meter | None = None,
     ) -> None:
@@ -113,7 +72,7 @@ class Answers:
                 400, f"{len(prepared)} answers at a time; this server takes {service.capacity} "
                 "requests (-np and --queue together): ask for fewer", param="n",
             )  # fmt: skip
-        self._mailbox = mailbox()
+        self._loop = asyncio.get_running_loop()
         self._steps: deque[tuple[int, Step]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._meter = meter
@@ -151,7 +110,7 @@ class Answers:
         while not self._steps:
             if not self._running:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
         index, step = self._next()
         before, self.usages[index] = self.usages[index], step.usage
@@ -219,7 +178,8 @@ class Answers:
 
     def _deliver(self, index: int, step: Step) -> None:
         """Take a step on the engine's thread."""
-        self._mailbox.put(partial(self._take, index, step))
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._take, index, step)
 
     def _take(self, index: int, step: Step) -> None:
         if index in self._running:

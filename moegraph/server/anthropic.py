@@ -5,37 +5,171 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import ChatRequest, Format
 from ..loop.requests import Step, Usage
-from ..text.chat import CallArguments, CallBegin, CallEnd, Part, ReasoningPart
-from .answers import Update
+from ..text.chat.parts import CallArguments, CallBegin, CallEnd, Part, ReasoningPart
+from .answers import Answers, Update
 from .errors import ApiError
-from .exchange import Accepted, Exchange, PromptProgress, begin, prepared
+from .exchange import Exchange, PromptProgress, begin, prepared
+from .host import LoadedModel
 from .logs import note_usage, request_id
 from .replies import named, reply
 from .routes import Operation, RouteTable, read_schema
-from .schemas.anthropic import (
-    CountBody,
-    Document,
-    MessageParam,
-    MessagesBody,
-    SearchResult,
-    TextBlock,
-    Thinking,
-    ThinkingBlock,
-    Tool,
-    ToolChoice,
-    ToolResult,
-    ToolUse,
+from .schemas import (
+    LIMITS,
+    Body,
+    Defaults,
+    Object,
+    Sampled,
+    Schema,
+    Stops,
+    Texts,
+    contents,
+    kind_of,
+    read,
+    refuse,
+    seen_as,
+    text_parts,
 )
-from .schemas.fields import Defaults, kind_of, read, refuse, text_parts
 from .state import state_of
+
+
+class TextBlock(Body):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUse(Body):
+    """A call in an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Object
+
+
+class DocumentSource(Body):
+    """Where a document is: here, as plain text, or where this server does not look."""
+
+    type: str
+    data: str = ""
+
+
+class Document(Body):
+    """A document that a client has attached."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResult(Body):
+    """A text that a client has found, with its source."""
+
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: list[Annotated[Object, seen_as(TextBlock)]]
+
+
+Text = TextBlock | SearchResult | Document
+
+
+class ToolResult(Body):
+    """What a tool has answered."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[Texts, contents(str | list[Text])] = ""
+    is_error: bool | None = None
+
+
+class MessageParam(Body):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Texts, contents(str | list[Text | ThinkingBlock | ToolUse | ToolResult])]
+
+
+class Tool(Body):
+    """A tool of the client; input_schema: a JSON schema."""
+
+    type: str | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    input_schema: Schema | None = None
+
+
+class ToolChoice(Body):
+    """Whether, and which, tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model reasons before it answers, and whether the client sees it."""
+
+    type: str
+    display: str | None = None
+
+
+class OutputFormat(Body):
+    """What the answer's text must be."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """How the answer is made."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountBody(Body):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: str = ""
+    messages: Annotated[
+        list[Annotated[Object, seen_as(MessageParam)]],
+        Field(min_length=1, max_length=LIMITS.messages),
+    ]
+    system: Annotated[Texts, contents(str | list[Text])] | None = None
+    tools: (
+        Annotated[list[Annotated[Object, seen_as(Tool)]], Field(max_length=LIMITS.tools)] | None
+    ) = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountBody, Sampled):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Stops = None
+    stream: bool | None = None
+
 
 _KINDS = {
     401: "authentication_error",
@@ -301,21 +435,15 @@ class _Block:
         kind: str = self.head["type"]
         return kind
 
-    def json(self) -> dict[str, Any]:
-        """Return the block as it is now."""
+    def json(self, is_new: bool = False) -> dict[str, Any]:
+        """Return the block as it is now; is_new: as it is announced, with nothing in it yet."""
         if self.kind == "tool_use":
-            return {**self.head, "input": _call_input(self.text)}
+            return {**self.head, "input": {} if is_new else _call_input(self.text)}
         if self.kind == "thinking":
-            return {**self.head, "thinking": self.text, "signature": SIGNATURE}
+            return {
+                **self.head, "thinking": self.text, "signature": "" if is_new else SIGNATURE,
+            }  # fmt: skip
         return {**self.head, "text": self.text}
-
-    def opening(self) -> dict[str, Any]:
-        """Return the block as it is announced: nothing in it yet."""
-        if self.kind == "tool_use":
-            return {**self.head, "input": {}}
-        if self.kind == "thinking":
-            return {**self.head, "thinking": "", "signature": ""}
-        return {**self.head, "text": ""}
 
 
 class MessageWriter:
@@ -393,7 +521,11 @@ class MessageWriter:
         block = _Block(head)
         self._blocks.append(block)
         self._is_open = True
-        start = {"type": "content_block_start", "index": self._at, "content_block": block.opening()}
+        start = {
+            "type": "content_block_start",
+            "index": self._at,
+            "content_block": block.json(is_new=True),
+        }
         return [*events, start]
 
     def _grow(self, text: str) -> list[Event]:
@@ -438,7 +570,7 @@ def _call_input(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run(Exchange):
     """One message in the making."""
 
@@ -479,12 +611,12 @@ async def create(request: HttpRequest) -> Response:
     state, name = state_of(request), request_id(request)
     chat = read_request(body, state, name)
 
-    def made(accepted: Accepted) -> _Run:
-        thinking = shows_thinking(body.thinking)
-        name = accepted.loaded.facts.name
-        return _Run(accepted, MessageWriter(name, body.max_tokens, shows_thinking=thinking))
+    def made(http: HttpRequest, answers: Answers, loaded: LoadedModel, experts: Any) -> _Run:
+        shows = shows_thinking(body.thinking)
+        writer = MessageWriter(loaded.facts.name, body.max_tokens, shows_thinking=shows)
+        return _Run(http, answers, loaded, experts, writer)
 
-    run = await begin(request, lambda model: [prepared(model, chat, body.logit_bias)], made)
+    run = await begin(request, lambda model: prepared(model, chat, body.logit_bias), made)
     # the header in which Anthropic's clients look for the request's id
     return await run.respond(body.stream, headers={"request-id": name})
 

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from . import anthropic, chatpage, completions, info, openai_chat, openapi, responses, tokens
+from . import anthropic, chatpage, completions, info, openai_chat, responses, tokens
 from .answers import ClientLeft
 from .errors import ApiError, openai_body, public_error
 from .guards import Gate, Guard
@@ -34,7 +34,7 @@ TABLES: tuple[RouteTable, ...] = (
 
 def build_site(state: ServerState, guard: Guard) -> Starlette:
     """Return the application with every interface."""
-    return build_app(state, (*TABLES, openapi.table(TABLES)), guard)
+    return build_app(state, (*TABLES, info.openapi_table(TABLES)), guard)
 
 
 def build_app(state: ServerState, tables: Sequence[RouteTable], guard: Guard) -> Starlette:

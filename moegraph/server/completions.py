@@ -3,56 +3,128 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import accumulate
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ..engine.chat import Prepared, TextRequest
-from ..loop.requests import Step, TokenLogprobs, Usage
-from .answers import Update, total
-from .backend import ChatInterface
-from .exchange import (
-    Accepted,
-    Exchange,
-    PromptProgress,
-    begin,
-    choice_sampling,
-    finish_reason,
-    sharing,
-    text_logprobs,
-    usage_object,
-    with_biases,
-)
-from .logs import note_usage, request_id
-from .replies import DONE, PLACE, Template, data
+from ..engine.chat import ChatModel, Prepared, TextRequest
+from ..loop.requests import TokenLogprobs, Usage
+from ..text.chat.parts import ContentPart
+from .answers import Answers, Update, total
+from .errors import ApiError
+from .exchange import Choice, Completion, CompletionBody, begin, finish_reason, finite, prepared
+from .host import LoadedModel
+from .logs import request_id
 from .routes import RouteTable, either, operations, read_schema
-from .schemas.completions import TextBody
+from .schemas import LIMITS, Defaults, wrong
 from .state import state_of
+
+# Ids are 32 bits in the model's vocabulary; the service checks them against it.
+_MAX_ID = 1 << 31
+
+
+def _prompts(value: object) -> object:
+    """Return a list of prompts, each a text or a list of token ids."""
+    if isinstance(value, str) or _is_ids(value):
+        return [value]
+    if not isinstance(value, list) or not all(isinstance(v, str) or _is_ids(v) for v in value):
+        raise wrong("expected a text, a list of token ids, or a list of these")
+    return value
+
+
+def _is_ids(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and set(map(type, value)) == {int}  # a loop over many ids would hold other threads up
+        and min(value) >= 0
+        and max(value) < _MAX_ID
+    )
+
+
+_Ids = Annotated[list[Annotated[int, Field(ge=0, lt=_MAX_ID)]], Field(min_length=1)]
+_Many = Annotated[list[str | _Ids], Field(min_length=1, max_length=LIMITS.prompts)]
+
+
+class TextBody(CompletionBody):
+    """A text and how it goes on."""
+
+    prompt: Annotated[
+        list[str | list[int]],
+        Field(min_length=1, max_length=LIMITS.prompts),
+        BeforeValidator(_prompts, json_schema_input_type=str | _Ids | _Many),
+    ]
+    best_of: int | None = Field(default=None, ge=1, le=LIMITS.choices)
+    logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
+    suffix: str | None = None
+
+    def require_supported(self) -> None:
+        """Refuse what cannot be done rather than ignore it."""
+        problems = {
+            "suffix": bool(self.suffix) and "text cannot be inserted before a suffix",
+            "best_of": (self.best_of or 1) > self.n_choices and "ask for n answers instead",
+            "echo": bool(self.echo) and self.logprobs is not None
+            and "the prompt's probabilities are not known",
+            "n": len(self.prompt) * self.n_choices > LIMITS.choices
+            and f"at most {LIMITS.choices} answers at a time, over all prompts",
+        }  # fmt: skip
+        for param, problem in problems.items():
+            if problem:
+                raise ApiError(400, f"{param}: {problem}", param=param, code="unsupported_value")
+
+    def texts(self, defaults: Defaults, name: str) -> list[TextRequest]:
+        """Return a request for each prompt. name: for logs."""
+        first = TextRequest(
+            prompt="",
+            sampling=self.sampling(defaults.sampling),
+            max_tokens=self.limit(defaults.max_tokens),
+            stop=self.stops,
+            ignore_eos=self.ignores_eos(defaults),
+            reuse=self.cache_prompt is not False,
+            format=self.format(),
+            n_logprobs=self.logprobs,
+            deadline_s=defaults.deadline_s,
+            name=name,
+        )
+        return [replace(first, prompt=prompt) for prompt in self.prompt]
+
+
+def text_logprobs(
+    found: Sequence[TokenLogprobs], piece: Callable[[int], bytes], offset: int
+) -> dict[str, Any]:
+    """Return the logprobs object of a text completion. offset: characters before the first."""
+    tokens = [piece(one.token).decode(errors="replace") for one in found]
+    ends = list(accumulate(map(len, tokens), initial=offset))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(one.logprob) for one in found],
+        "top_logprobs": [
+            {piece(token).decode(errors="replace"): finite(value) for token, value in one.top}
+            for one in found
+        ],
+        "text_offset": ends[:-1],
+    }
 
 
 @dataclass
-class _Choice:
-    """One choice as it grows."""
-
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    last: Step | None = None
-
-
-@dataclass(frozen=True)
-class _Run(Exchange):
-    """One completion in the making. echoes: the prompts as texts, or empty."""
+class _Run(Completion):
+    """One completion of texts in the making. echoes: the prompts as texts, or empty."""
 
     body: TextBody
-    created: int
     echoes: Sequence[str]
+    _n_shown: Counter[int] = field(default_factory=Counter, init=False)
+
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     @property
-    def _n_choices(self) -> int:
-        """Return how many answers there are over all prompts."""
+    def n_answers(self) -> int:
+        """How many answers there are over all prompts."""
         return len(self.body.prompt) * self.body.n_choices
 
     @property
@@ -69,95 +141,47 @@ class _Run(Exchange):
             n_cached=sum(u.n_cached for u in sums),
         )
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the completion."""
-        answers = [_Choice([self._echo(i)]) for i in range(self._n_choices)]
-        async for update in self.answers:
-            answer = answers[update.index]
-            answer.pieces.append(update.step.text)
-            answer.logprobs += update.step.logprobs
-            if update.is_last:
-                answer.last = update.step
-        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
-        note_usage(self.http, self.usage, choices[0]["finish_reason"])
-        return {**self._head(), "choices": choices, **self._sums()}
-
     def _echo(self, index: int) -> str:
         """Return what comes before an answer's own text."""
         return self.echoes[index // self.body.n_choices] if self.echoes else ""
 
-    def _head(self) -> dict[str, Any]:
-        """Return the fields that begin every object."""
-        return {
-            "id": f"cmpl-{request_id(self.http)}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.accepted.loaded.facts.name,
-            "system_fingerprint": self.accepted.loaded.facts.fingerprint,
-        }
-
-    def _sums(self) -> dict[str, Any]:
-        return {"usage": usage_object(self.usage), **self.costs()}
-
-    def _choice(self, index: int, answer: _Choice) -> dict[str, Any]:
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Return a whole choice."""
         return {
             "index": index,
-            "text": "".join(answer.pieces),
-            "logprobs": self._logprobs(answer.logprobs, 0),
-            "finish_reason": None if answer.last is None else finish_reason(answer.last),
+            "text": self._echo(index) + choice.reply.content,
+            "logprobs": self._logprobs(choice.logprobs, 0),
+            "finish_reason": finish_reason(choice.last),
         }
 
     def _logprobs(self, found: Sequence[TokenLogprobs], n_shown: int) -> dict[str, Any] | None:
         """Return the logprobs object if it was asked for."""
         if self.body.logprobs is None:
             return None
-        return text_logprobs(found, self.accepted.loaded.chat.piece, n_shown)
+        return text_logprobs(found, self.loaded.chat.piece, n_shown)
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the chunks."""
-        n_shown, finish = [0] * self._n_choices, None
-        for index in range(self._n_choices if self.echoes else 0):
-            yield data(self._chunk(index, self._echo(index)))
-        templates = [Template(self._chunk(i, PLACE)) for i in range(self._n_choices)]
-        write = self._progress if self.body.return_progress else None
-        progress = PromptProgress(write, self.body.n_choices)
-        async for update in self.answers:
-            if frames := progress.frames(update):
-                yield b"".join(frames)
-            if update.is_reading:
-                continue
-            step = update.step
-            if not (update.is_last or step.logprobs or self.body.timings_per_token):
-                if step.text:
-                    yield templates[update.index].fill(step.text)
-                continue
-            finish = finish_reason(update.step) or finish
-            if update.step.text or update.step.logprobs or update.is_last:
-                yield data(self._step_chunk(update, n_shown))
-        note_usage(self.http, self.usage, finish)
-        if self.body.wants_usage:
-            yield data({**self._head(), "choices": [], **self._sums()})
-        yield DONE
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Return the fields that begin a stream's choice: what it echoes."""
+        return {"text": self._echo(index)} if self.echoes else None
 
-    def _step_chunk(self, update: Update, n_shown: list[int]) -> dict[str, Any]:
-        chunk = self._chunk(update.index, update.step.text)
-        choice = chunk["choices"][0]
-        if found := self._logprobs(update.step.logprobs, n_shown[update.index]):
-            n_shown[update.index] += sum(map(len, found["tokens"]))
-            choice["logprobs"] = found
-        choice["finish_reason"] = finish_reason(update.step)
+    def shown(self, kind: type, text: str) -> dict[str, Any]:
+        """Return the fields of a stream's choice that show text."""
+        return {"text": text}
+
+    def step(self, update: Update) -> tuple[list[dict[str, Any]], str | None]:
+        """Return the chunk of a step, if it has something to tell."""
+        index, reason = update.index, finish_reason(update.step)
+        text = "".join(part.text for part in update.parts if isinstance(part, ContentPart))
+        if not (text or update.step.logprobs or update.is_last):
+            return [], reason
+        chunk = self.chunk(index, {"text": text})
+        if found := self._logprobs(update.step.logprobs, self._n_shown[index]):
+            self._n_shown[index] += sum(map(len, found["tokens"]))
+            chunk["choices"][0]["logprobs"] = found
+        chunk["choices"][0]["finish_reason"] = reason
         if update.is_last or self.body.timings_per_token:
             chunk["timings"] = self.timings()
-        return chunk
-
-    def _progress(self, index: int, found: dict[str, Any]) -> bytes:
-        timed = self.reading(index, found, self.body.timings_per_token)
-        return data({**self._chunk(index, ""), **timed})
-
-    def _chunk(self, index: int, text: str) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        usage = {"usage": None} if self.body.wants_usage else {}
-        return {**self._head(), "choices": [choice], **usage}
+        return [chunk], reason
 
 
 async def complete(request: HttpRequest) -> Response:
@@ -166,23 +190,19 @@ async def complete(request: HttpRequest) -> Response:
     body.require_supported()
     state, name = state_of(request), request_id(request)
 
-    def made(accepted: Accepted) -> _Run:
-        text_of, asked = accepted.loaded.chat.detokenize, body.prompt if body.echo else ()
-        echoes = [one if isinstance(one, str) else text_of(one) for one in asked]
-        return _Run(accepted, body, int(time.time()), echoes)
+    def made(http: HttpRequest, answers: Answers, loaded: LoadedModel, experts: Any) -> _Run:
+        asked = body.prompt if body.echo else ()
+        echoes = [one if isinstance(one, str) else loaded.chat.detokenize(one) for one in asked]
+        return _Run(http, answers, loaded, experts, body, int(time.time()), echoes)
 
-    run = await begin(request, lambda model: _prepared(model, body.texts(state, name), body), made)
+    def prepare(model: ChatModel) -> list[Prepared]:
+        texts = body.texts(state, name)
+        return [
+            one for text in texts for one in prepared(model, text, body.logit_bias, body.n_choices)
+        ]
+
+    run = await begin(request, prepare, made)
     return await run.respond(body.stream)
-
-
-def _prepared(model: ChatInterface, texts: Sequence[TextRequest], body: TextBody) -> list[Prepared]:
-    """Return one request for each choice of each prompt."""
-    sampling = with_biases(texts[0].sampling, body.logit_bias, model)
-    seeds = [choice_sampling(sampling, i) for i in range(body.n_choices)]
-    found: list[Prepared] = []
-    for text in texts:
-        found += sharing([model.prepare_text(replace(text, sampling=one)) for one in seeds])
-    return found
 
 
 TABLE = RouteTable(operations(either("/v1/completions"), complete, TextBody, streams=True))

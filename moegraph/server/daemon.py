@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,9 @@ from ..errors import ConfigError, MoegraphError, RequestError
 from ..loop.requests import Request, Step, Usage
 from ..sampling import SamplingParams
 from ..text.tokenizer import read_ids
-from .backend import ServiceInterface
+
+if TYPE_CHECKING:
+    from ..engine.service import Service
 
 # A line that begins with a file of token ids, and not with a command.
 PROMPT = "PROMPT"
@@ -30,6 +33,8 @@ _COMMANDS = frozenset({
     PROMPT, "generate", "RESTORE", "SNAPSHOT", "FREE_SNAPSHOT", "LIST_SLOTS", "START", "CONTINUE",
     "CANCEL", "SCHED_STEP", "SCHED_DRAIN", "LIST_REQUESTS", "LIST_TARGET_CACHE_SLOTS", "quit",
 })  # fmt: skip
+# Commands whose requests may take turns.
+_TAGGED = frozenset({"START", "CONTINUE", "SCHED_STEP", "SCHED_DRAIN"})
 # Commands of the protocol for which there is nothing here: the model is never parked, prompts are
 # not compressed, parts of a snapshot are not joined, and every pass takes all sequences that run.
 _UNSUPPORTED = frozenset({
@@ -156,22 +161,11 @@ class Frames:
         self.fd, self.is_tagged = fd, is_tagged
         self._write(b"")
 
-    def token(self, request: int, token: int) -> None:
-        """Write a token of a request."""
-        self._frame(request, token)
-
-    def goes_on(self, request: int) -> None:
-        """Say that a request can be continued; only in tagged frames."""
-        if self.is_tagged:
-            self._frame(request, GOES_ON)
-
-    def done(self, request: int) -> None:
-        """Say that a request has ended."""
-        self._frame(request, DONE)
-
-    def _frame(self, request: int, value: int) -> None:
-        values = (TAG, request, value) if self.is_tagged else (value,)
-        self._write(struct.pack(f"<{len(values)}i", *values))
+    def write(self, request: int, value: int) -> None:
+        """Write a token of a request, GOES_ON (only in tagged frames) or DONE."""
+        if self.is_tagged or value != GOES_ON:
+            values = (TAG, request, value) if self.is_tagged else (value,)
+            self._write(struct.pack(f"<{len(values)}i", *values))
 
     def _write(self, data: bytes) -> None:
         """Write all bytes."""
@@ -188,11 +182,10 @@ class Frames:
             raise ConfigError(why) from error
 
 
-class Handout:
-    """A request on its way: its tokens come from the service and are taken out one by one."""
+class Running:
+    """A request under way: its tokens come from the service and are taken out one by one."""
 
-    def __init__(self, service: ServiceInterface, request: Request) -> None:
-        """Raises what `ServiceInterface.submit` does."""
+    def __init__(self, service: Service, request: Request) -> None:
         self.n_prompt = len(request.prompt)
         self.usage = Usage(self.n_prompt)
         self._error: MoegraphError | None = None
@@ -233,40 +226,18 @@ class Handout:
         )
 
 
-def make_request(line: Line, number: int, prompt: list[int], n_gen: int, text: bool) -> Request:
-    """Return the request of a line. number: of the request. text: the model has a vocabulary."""
-    marks = (line.snap[0],) if line.snap and line.snap[0] < len(prompt) else ()
-    return Request(
-        prompt, line.sampling or GREEDY, max_tokens=n_gen, marks=marks, text=text,
-        name=f"req{number}",
-    )  # fmt: skip
-
-
-@dataclass
-class Focus:
-    """What lines without a prefix are for, and how much each slot held after its last answer.
-
-    request, slot: of the last prefixes. n_held: by slot, tokens of prompt and answer.
-    """
-
-    request: int = 0
-    slot: int = 0
-    n_held: dict[int, int] = field(default_factory=dict)
-
-
 @dataclass
 class _Started:
-    """A request that is handed out. remaining: tokens that it may still have."""
+    """A request whose tokens lines ask for. remaining: tokens that it may still have."""
 
-    run: Handout
+    run: Running
     request: int
     slot: int
     quantum: int
     remaining: int
     emitted: int = 0
 
-    def place(self) -> str:
-        """Return its numbers for a reply."""
+    def __str__(self) -> str:
         return (
             f"req={self.request} slot={self.slot} emitted={self.emitted} remaining={self.remaining}"
         )
@@ -274,53 +245,59 @@ class _Started:
 
 @dataclass
 class Turns:
-    """Hands out requests, each in a slot, by line or one after another.
+    """Requests in slots, whose tokens are written by line or one request after another.
 
     A request runs at the service's speed, together with all others; here its tokens are kept until
-    a line asks for them.
+    a line asks for them. request, slot: what lines without a prefix are for: those of the last
+    prefixes. n_held: by slot, tokens of prompt and answer after its last answer.
     """
 
     say: Callable[[str], None]
     frames: Frames
-    focus: Focus
     n_slots: int
+    request: int = 0
+    slot: int = 0
+    n_held: dict[int, int] = field(default_factory=dict)
     _cursor: int = 0
     _started: dict[int, _Started] = field(default_factory=dict)
 
-    def require_tags(self, line: Line) -> None:
-        """Refuse a line whose tokens could not be told from another request's."""
-        if not self.frames.is_tagged:
-            raise LineError("stream_tagged_required", line.command)
+    def take_prefixes(self, line: Line) -> None:
+        """Remember request and slot of a line: they stay until another line names others."""
+        if line.slot is not None:
+            if not 0 <= line.slot < self.n_slots:
+                raise LineError("bad_slot", f"{line.slot}; there are 0 to {self.n_slots - 1}")
+            self.slot = line.slot
+        if line.request is not None:
+            self.request = line.request
 
     def free_slot(self) -> int:
         """Return the slot that was named last if it is free, else the first free one."""
-        slots: list[int] = [self.focus.slot, *range(self.n_slots)]
+        slots: list[int] = [self.slot, *range(self.n_slots)]
         for slot in slots:
             if slot not in self._started:
                 return slot
         raise LineError("no_free_slot", f"all {self.n_slots} have a request; see LIST_REQUESTS")
 
-    def start(self, run: Handout, slot: int, n_gen: int, quantum: int) -> None:
+    def start(self, run: Running, slot: int, n_gen: int, quantum: int) -> None:
         """Hand out the first quantum of a new request."""
-        self.focus.slot = slot
-        started = _Started(run, self.focus.request, slot, quantum, n_gen)
+        self.slot = slot
+        started = _Started(run, self.request, slot, quantum, n_gen)
         self._started[slot] = started
         self._hand_out(started)
-        self.say(f"ok START {started.place()}")
+        self.say(f"ok START {started}")
 
     def go_on(self, line: Line) -> None:
         """Hand out a quantum of the request in the slot: CONTINUE."""
-        self.require_tags(line)
         integers(line, "")
-        started = self._started.get(self.focus.slot)
+        started = self._started.get(self.slot)
         if started is None or line.request not in (None, started.request):
-            raise LineError("no_active_request", f"slot {self.focus.slot}")
+            raise LineError("no_active_request", f"slot {self.slot}")
         self._hand_out(started)
-        self.say(f"ok CONTINUE {started.place()}")
+        self.say(f"ok CONTINUE {started}")
 
     def cancel(self, line: Line) -> None:
         """End a request: CANCEL; its stream gets no end."""
-        number = self.focus.request
+        number = self.request
         if line.words:
             (number,) = integers(line, "request")
         found = [s for s in self._started.values() if s.request == number]
@@ -333,12 +310,10 @@ class Turns:
 
     def step(self, line: Line) -> None:
         """Hand out a quantum of the request whose turn it is: SCHED_STEP."""
-        self.require_tags(line)
         self.say("ok SCHED_STEP" if self._turn() else "ok SCHED_STEP idle")
 
     def drain(self, line: Line) -> None:
         """Hand out all requests, quantum by quantum: SCHED_DRAIN."""
-        self.require_tags(line)
         n_steps = 0
         while self._turn():
             n_steps += 1
@@ -375,7 +350,7 @@ class Turns:
                 token = started.run.next_token()
                 if token is None:
                     break
-                self.frames.token(started.request, token)
+                self.frames.write(started.request, token)
                 n += 1
         except LineError:
             self._end(started)
@@ -383,15 +358,15 @@ class Turns:
         started.emitted += n
         started.remaining = 0 if token is None else started.remaining - n
         if started.remaining > 0:
-            self.frames.goes_on(started.request)
+            self.frames.write(started.request, GOES_ON)
         else:
             self._end(started)
 
     def _end(self, started: _Started) -> None:
         del self._started[started.slot]
         started.run.cancel()
-        self.focus.n_held[started.slot] = started.run.n_prompt + started.emitted
-        self.frames.done(started.request)
+        self.n_held[started.slot] = started.run.n_prompt + started.emitted
+        self.frames.write(started.request, DONE)
 
 
 Ids = npt.NDArray[np.int32]
@@ -406,7 +381,7 @@ class Daemon:
     """
 
     def __init__(
-        self, service: ServiceInterface, say: Callable[[str], None], frames: Frames,
+        self, service: Service, say: Callable[[str], None], frames: Frames,
         n_slots: int = 1, text: bool = True,
     ) -> None:  # fmt: skip
         """service: answers requests. say: writes a reply. frames: the stream of tokens.
@@ -416,8 +391,7 @@ class Daemon:
         """
         self._service, self._say, self._frames = service, say, frames
         self._n_slots, self._text = n_slots, text
-        self._focus = Focus()
-        self._turns = Turns(say, frames, self._focus, n_slots)
+        self._turns = Turns(say, frames, n_slots)
         self._snapshots: dict[int, int] = {}
         self._commands: dict[str, Callable[[Line], None]] = {
             "": lambda _: None, PROMPT: self._prompt, "generate": self._generate,
@@ -443,10 +417,13 @@ class Daemon:
             line = parse_line(text)
             if line is None:
                 return True
-            self._take_prefixes(line)
+            self._turns.take_prefixes(line)
             if line.command == "quit":
                 return False
             streams = line.command in (PROMPT, "RESTORE")
+            if line.command in _TAGGED and not self._frames.is_tagged:
+                # its tokens could not be told from another request's
+                raise LineError("stream_tagged_required", line.command)
             self._commands[line.command](line)
         except LineError as error:
             self._refuse(str(error), streams)
@@ -461,16 +438,7 @@ class Daemon:
     def _refuse(self, why: str, streams: bool) -> None:
         self._say(f"err {why}")
         if streams:  # the reader of the stream must not wait for this request
-            self._frames.done(self._focus.request)
-
-    def _take_prefixes(self, line: Line) -> None:
-        """Remember request and slot of a line: they stay until another line names others."""
-        if line.slot is not None:
-            if not 0 <= line.slot < self._n_slots:
-                raise LineError("bad_slot", f"{line.slot}; there are 0 to {self._n_slots - 1}")
-            self._focus.slot = line.slot
-        if line.request is not None:
-            self._focus.request = line.request
+            self._frames.write(self._turns.request, DONE)
 
     def _prompt(self, line: Line) -> None:
         (n_gen,) = integers(line, "n_gen", 1)
@@ -489,21 +457,21 @@ class Daemon:
             f"(RESTORE slot={number}) stream_fd={self._frames.fd}"
         )
 
-    def _answer(self, line: Line, prompt: Ids, n_gen: int) -> tuple[Handout, int]:
+    def _answer(self, line: Line, prompt: Ids, n_gen: int) -> tuple[Running, int]:
         """Answer a prompt and stream the tokens; return how many there were."""
         if self._frames.fd is None:
             raise LineError("no_stream_fd", "give --stream-fd to the daemon")
         if line.snap is not None:
             _require_snapshot(line.snap[1])
-        run = Handout(self._service, self._request(line, prompt, n_gen))
+        run = self._run(line, prompt, n_gen)
         n = 0
         while (token := run.next_token()) is not None:
-            self._frames.token(self._focus.request, token)
+            self._frames.write(self._turns.request, token)
             n += 1
-        self._focus.n_held[self._focus.slot] = run.n_prompt + n
+        self._turns.n_held[self._turns.slot] = run.n_prompt + n
         if line.snap is not None:
             self._snapshots[line.snap[1]] = line.snap[0]
-        self._frames.done(self._focus.request)
+        self._frames.write(self._turns.request, DONE)
         return run, n
 
     def _generate(self, line: Line) -> None:
@@ -515,11 +483,11 @@ class Daemon:
         ids = read_ids(Path(source))
         if len(ids) != int(ids[0]) + 1 or len(ids) < 2:
             raise LineError("bad_prompt", f"{source}: it must begin with the number of its ids")
-        run = Handout(self._service, self._request(line, ids[1:], n))
+        run = self._run(line, ids[1:], n)
         tokens = []
         while (token := run.next_token()) is not None:
             tokens.append(token)
-        self._focus.n_held[self._focus.slot] = run.n_prompt + len(tokens)
+        self._turns.n_held[self._turns.slot] = run.n_prompt + len(tokens)
         try:
             Path(target).write_bytes(np.array([len(tokens), *tokens], dtype="<i4").tobytes())
         except OSError as error:
@@ -527,23 +495,28 @@ class Daemon:
         self._say(f"ok {run.figures(len(tokens))} out={target}")
 
     def _start(self, line: Line) -> None:
-        self._turns.require_tags(line)
         names = "n_gen quantum" if len(line.words) == 3 else "n_gen"
         n_gen, quantum, *_ = [*integers(line, names, 1), 0]
         slot = self._turns.free_slot()
-        request = self._request(line, read_ids(Path(line.words[0])), n_gen)
-        self._turns.start(Handout(self._service, request), slot, n_gen, quantum or n_gen)
+        run = self._run(line, read_ids(Path(line.words[0])), n_gen)
+        self._turns.start(run, slot, n_gen, quantum or n_gen)
 
-    def _request(self, line: Line, prompt: Ids, n_gen: int) -> Request:
-        return make_request(line, self._focus.request, prompt.tolist(), n_gen, self._text)
+    def _run(self, line: Line, prompt: Ids, n_gen: int) -> Running:
+        """Submit the request of a line."""
+        marks = (line.snap[0],) if line.snap and line.snap[0] < len(prompt) else ()
+        request = Request(
+            prompt.tolist(), line.sampling or GREEDY, max_tokens=n_gen, marks=marks,
+            text=self._text, name=f"req{self._turns.request}",
+        )  # fmt: skip
+        return Running(self._service, request)
 
     def _snapshot(self, line: Line) -> None:
         number = self._number(line, "SNAPSHOT takes the number of a snapshot")
-        n_held = self._focus.n_held.get(self._focus.slot)
+        n_held = self._turns.n_held.get(self._turns.slot)
         if n_held is None:
-            raise LineError("empty_slot", f"slot {self._focus.slot} has answered nothing yet")
+            raise LineError("empty_slot", f"slot {self._turns.slot} has answered nothing yet")
         self._snapshots[number] = n_held
-        self._say(f"[snap] inline slot={number} cur_pos={n_held} live={self._focus.slot}")
+        self._say(f"[snap] inline slot={number} cur_pos={n_held} live={self._turns.slot}")
 
     def _free(self, line: Line) -> None:
         number = self._number(line, "FREE_SNAPSHOT takes the number of a snapshot")
@@ -560,7 +533,7 @@ class Daemon:
         self._say(f"[snap] slots={','.join(str(n) for n in sorted(self._snapshots))}")
 
     def _list_slots(self, _: Line) -> None:
-        self._say(f"[daemon] target_cache_slots={self._n_slots} active={self._focus.slot}")
+        self._say(f"[daemon] target_cache_slots={self._n_slots} active={self._turns.slot}")
 
 
 def _require_snapshot(number: int) -> int:

@@ -6,52 +6,33 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ..engine.chat import ChatRequest, Prepared
+from ..engine.chat import ChatModel, ChatRequest, Prepared, TextRequest
 from ..errors import RequestError
-from ..loop.requests import Request, Step, TokenLogprobs, Usage
+from ..loop.requests import Step, TokenLogprobs, Usage
 from ..sampling import RANDOM_SEED, SamplingParams
+from ..text.chat.parts import ContentPart, ReasoningPart, Reply
 from .answers import Answers, Update, unless_left
-from .backend import ChatInterface, LoadedModel, ModelSource
 from .errors import ApiError, openai_body, public_error
 from .guards import owner_of
-from .logs import WARNING, note_usage, note_warnings
-from .replies import EventStream, comment, data, reply
+from .host import LoadedModel
+from .logs import WARNING, note_usage, note_warnings, request_id
+from .replies import DONE, PLACE, EventStream, Template, comment, data, reply
+from .schemas import LIMITS, MAX_TOKENS, Formatted, Sampled, Streamed
 from .state import state_of
 
 # What OpenAI calls the ends of an answer.
 FINISH = {"stop": "stop", "length": "length", "deadline": "length"}
 
 
-def choice_sampling(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of one of several choices: another seed for each."""
-    if index == 0 or params.seed in (None, -1, RANDOM_SEED):
-        return params
-    return replace(params, seed=((params.seed or 0) + index) % RANDOM_SEED)
-
-
-def sharing(prepared: Sequence[Prepared]) -> list[Prepared]:
-    """Return requests for the same prompt so that it is read once.
-
-    What the first one computes is kept up to its last token, and the others go on from there.
-    """
-    if len(prepared) == 1:
-        return list(prepared)
-    return [replace(one, request=_marked(one.request)) for one in prepared]
-
-
-def _marked(request: Request) -> Request:
-    return replace(request, marks=(*request.marks, max(len(request.prompt) - 1, 0)))
-
-
 def with_biases(
-    params: SamplingParams, biases: Sequence[tuple[int | str, float]] | None, model: ChatInterface
+    params: SamplingParams, biases: Sequence[tuple[int | str, float]] | None, model: ChatModel
 ) -> SamplingParams:
     """Return the parameters with the biases of tokens, some of which are given as texts."""
     if not biases:
@@ -64,13 +45,34 @@ def with_biases(
 
 
 def prepared(
-    model: ChatInterface, chat: ChatRequest, biases: Sequence[tuple[int | str, float]] | None
-) -> Prepared:
-    """Return what the engine needs for a conversation that has one answer."""
-    return model.prepare(replace(chat, sampling=with_biases(chat.sampling, biases, model)))
+    model: ChatModel,
+    asked: ChatRequest | TextRequest,
+    biases: Sequence[tuple[int | str, float]] | None,
+    n: int = 1,
+) -> list[Prepared]:
+    """Return what the engine needs for n answers, each drawn with a seed of its own.
+
+    What the first one computes of the prompt is kept up to its last token, and the others go on
+    from there.
+    """
+    sampling = with_biases(asked.sampling, biases, model)
+    found = []
+    for index in range(n):
+        if index and sampling.seed not in (None, -1, RANDOM_SEED):
+            seed = ((sampling.seed or 0) + 1) % RANDOM_SEED
+            sampling = replace(sampling, seed=seed)
+        if isinstance(asked, TextRequest):
+            one = model.prepare_text(replace(asked, sampling=sampling))
+        else:
+            one = model.prepare(replace(asked, sampling=sampling))
+        if n > 1:
+            marks = (*one.request.marks, max(len(one.request.prompt) - 1, 0))
+            one = replace(one, request=replace(one.request, marks=marks))
+        found.append(one)
+    return found
 
 
-def _tokens_of(text: str, model: ChatInterface) -> list[int]:
+def _tokens_of(text: str, model: ChatModel) -> list[int]:
     if len(text) > 256:
         raise RequestError("logit_bias names a text of more than 256 characters")
     return model.tokenize(text, add_special=False, parse_special=True)
@@ -138,88 +140,35 @@ def _logprob(token: int, value: float, piece: Callable[[int], bytes]) -> dict[st
     }
 
 
-def text_logprobs(
-    found: Sequence[TokenLogprobs], piece: Callable[[int], bytes], offset: int
-) -> dict[str, Any]:
-    """Return the logprobs object of a text completion. offset: characters before the first."""
-    tokens = [piece(one.token).decode(errors="replace") for one in found]
-    ends = list(accumulate(map(len, tokens), initial=offset))
-    return {
-        "tokens": tokens,
-        "token_logprobs": [finite(one.logprob) for one in found],
-        "top_logprobs": [
-            {piece(token).decode(errors="replace"): finite(value) for token, value in one.top}
-            for one in found
-        ],
-        "text_offset": ends[:-1],
-    }
-
-
 def finite(value: float) -> float:
     """Return a logarithm that JSON can hold: OpenAI's -9999 for what cannot be drawn."""
     return max(value, -9999.0)
 
 
-def finish_reason(step: Step, has_calls: bool = False) -> str | None:
+def finish_reason(step: Step | None, has_calls: bool = False) -> str | None:
     """Return OpenAI's word for the end of an answer; None while it goes on."""
-    if step.finish_reason is None:
+    if step is None or step.finish_reason is None:
         return None
     reason = FINISH.get(step.finish_reason, step.finish_reason)
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
-class ExpertUse:
-    """Compares the engine's statistics at the start and at the end of a request.
+def _experts(loaded: LoadedModel | None) -> Any:
+    """Return the engine's statistics of experts, which count the work for all requests."""
+    return None if loaded is None else loaded.service.status().experts
 
-    They count the work for all requests of that time.
+
+@dataclass
+class Exchange(ABC):
+    """A request that is being answered; each interface writes the answer in its own words.
+
+    answers: of the model `loaded`. experts: statistics of the engine before the request.
     """
-
-    def __init__(self, backend: ModelSource) -> None:
-        self._backend = backend
-        self._before = self._experts()
-
-    def _experts(self) -> Any:
-        loaded = self._backend.peek()
-        return None if loaded is None else loaded.service.status().experts
-
-    def report(self, usage: Usage) -> dict[str, Any]:
-        """Return what this request cost beyond OpenAI's fields; durations in milliseconds."""
-        now, before = self._experts(), self._before
-        experts = None if now is None or before is None else now.since(before).report()
-        return {
-            "queued_ms": round(usage.queued_s * 1e3, 3),
-            "cached_tokens": usage.n_cached,
-            "drafted_tokens": usage.n_drafted,
-            "accepted_tokens": usage.n_accepted,
-            "experts": experts,
-        }
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """A request that the service has accepted, and the model that answers it."""
 
     http: HttpRequest
     answers: Answers
-    statistics: ExpertUse
     loaded: LoadedModel
-
-
-@dataclass(frozen=True)
-class Exchange(ABC):
-    """A request that is being answered; each interface writes the answer in its own words."""
-
-    accepted: Accepted
-
-    @property
-    def http(self) -> HttpRequest:
-        """The request."""
-        return self.accepted.http
-
-    @property
-    def answers(self) -> Answers:
-        """What comes of it."""
-        return self.accepted.answers
+    experts: Any
 
     @property
     def usage(self) -> Usage:
@@ -243,22 +192,20 @@ class Exchange(ABC):
         return {"timings": self.timings(), **self.report()}
 
     def report(self) -> dict[str, Any]:
-        """Return the field that tells what the engine has done."""
-        return {"moegraph": self.accepted.statistics.report(self.usage)}
+        """Return the field that tells what the engine has done; durations in milliseconds."""
+        usage, now, before = self.usage, _experts(self.loaded), self.experts
+        found = {
+            "queued_ms": round(usage.queued_s * 1e3, 3),
+            "cached_tokens": usage.n_cached,
+            "drafted_tokens": usage.n_drafted,
+            "accepted_tokens": usage.n_accepted,
+            "experts": None if None in (now, before) else now.since(before).report(),
+        }
+        return {"moegraph": found}
 
     def timings(self) -> dict[str, Any]:
         """Return llama-server's timings of the answer so far."""
         return timings_object(self.usage, len(self.answers.usages))
-
-    def reading(self, index: int, found: dict[str, Any], is_timed: bool | None) -> dict[str, Any]:
-        """Return the fields that tell how far a prompt is read, and if wanted how fast."""
-        if not is_timed:
-            return {"prompt_progress": found}
-        seconds = (
-            self.answers.usages[index].prefill_s if found["processed"] > found["cache"] else 0.0
-        )
-        usage = Usage(found["total"], found["processed"], found["cache"], prefill_s=seconds)
-        return {"prompt_progress": found, "timings": timings_object(usage)}
 
     async def respond(
         self, is_stream: bool | None, headers: Mapping[str, str] | None = None
@@ -293,17 +240,17 @@ Kind = TypeVar("Kind", bound=Exchange)
 
 async def begin(
     request: HttpRequest,
-    prepare: Callable[[ChatInterface], Sequence[Prepared]],
-    make: Callable[[Accepted], Kind],
+    prepare: Callable[[ChatModel], Sequence[Prepared]],
+    make: Callable[[HttpRequest, Answers, LoadedModel, Any], Kind],
 ) -> Kind:
     """Submit a request, unless the client leaves meanwhile. prepare: runs on a thread of ours."""
 
     async def accepted() -> Kind:
         state = state_of(request)
-        statistics = ExpertUse(state.backend)
-        answers = await state.open_answers(prepare, owner_of(request))
+        before = _experts(state.backend.peek())
+        loaded, answers = await state.open_answers(prepare, owner_of(request))
         try:
-            return make(Accepted(request, answers, statistics, state.in_use()))
+            return make(request, answers, loaded, before)
         except BaseException:
             answers.close()
             raise
@@ -341,3 +288,162 @@ class PromptProgress:
         time_ms = round(usage.prefill_s * 1e3)
         common = {"total": usage.n_prompt, "cache": usage.n_cached, "time_ms": time_ms}
         return [self._write(update.index, {**common, "processed": n}) for n in due]
+
+
+@dataclass
+class Choice:
+    """One choice as it grows."""
+
+    reply: Reply = field(default_factory=Reply)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: Step | None = None
+
+    def take(self, update: Update) -> None:
+        """Add what a step brought."""
+        self.reply.add(update.parts)
+        self.logprobs += update.step.logprobs
+        if update.is_last:
+            self.last = update.step
+
+
+class CompletionBody(Sampled, Formatted, Streamed):
+    """What the bodies of OpenAI's two kinds of completions have in common."""
+
+    model: str | None = None
+    n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
+    max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    echo: bool | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
+
+    @property
+    def n_choices(self) -> int:
+        """Return how many answers are wanted for each prompt."""
+        return self.n or 1
+
+    def limit(self, default: int | None, *first: int | None) -> int | None:
+        """Return the most tokens of an answer; None: until the context is full.
+
+        first: what counts more than the other fields.
+        """
+        given = (*first, self.max_tokens, self.n_predict)
+        asked = next((n for n in given if n is not None), None)
+        return default if asked is None else None if asked < 0 else asked
+
+
+@dataclass
+class Completion(Exchange):
+    """One of OpenAI's completions in the making, of a chat or of a text.
+
+    created: seconds since the epoch.
+    """
+
+    body: CompletionBody
+    created: int
+    _templates: dict[tuple[int, type], Template] = field(default_factory=dict, init=False)
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def n_answers(self) -> int:
+        """How many answers there are over all prompts."""
+
+    @property
+    def n_reasoning(self) -> int | None:
+        """Tokens of reasoning so far; None: such answers have none."""
+        return None
+
+    @abstractmethod
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Return a whole choice."""
+
+    @abstractmethod
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Return the fields that begin a stream's choice, if it has such a beginning."""
+
+    @abstractmethod
+    def shown(self, kind: type, text: str) -> dict[str, Any]:
+        """Return the fields of a stream's choice that show text of a kind of part."""
+
+    @abstractmethod
+    def step(self, update: Update) -> tuple[list[dict[str, Any]], str | None]:
+        """Return the chunks of a step, and why the choice ends with it."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the completion."""
+        answers = [Choice() for _ in range(self.n_answers)]
+        async for update in self.answers:
+            answers[update.index].take(update)
+        choices = [self.choice(i, answer) for i, answer in enumerate(answers)]
+        note_usage(self.http, self.usage, choices[0]["finish_reason"])
+        return {**self._head(self.kind), "choices": choices, **self._sums()}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that begin every object."""
+        facts = self.loaded.facts
+        return {
+            "id": f"{self.id_prefix}-{request_id(self.http)}",
+            "object": kind,
+            "created": self.created,
+            "model": facts.name,
+            "system_fingerprint": facts.fingerprint,
+        }
+
+    def _sums(self) -> dict[str, Any]:
+        return {"usage": usage_object(self.usage, self.n_reasoning), **self.costs()}
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield the chunks."""
+        finish = None
+        for index in range(self.n_answers):
+            if begun := self.first(index):
+                yield data(self.chunk(index, begun))
+        write = self._progress if self.body.return_progress else None
+        progress = PromptProgress(write, self.body.n_choices)
+        async for update in self.answers:
+            if frames := progress.frames(update):
+                yield b"".join(frames)
+            if update.is_reading:
+                continue
+            if frame := self._text_frame(update):
+                yield frame
+                continue
+            chunks, ended = self.step(update)
+            if chunks:
+                yield b"".join(map(data, chunks))
+            finish = ended or finish
+        note_usage(self.http, self.usage, finish)
+        if self.body.wants_usage:
+            yield data({**self._head(self.chunk_kind), "choices": [], **self._sums()})
+        yield DONE
+
+    def _text_frame(self, update: Update) -> bytes | None:
+        """Return the event of a step that brings text alone, as most do; None: it brings more."""
+        if len(update.parts) != 1 or update.is_last or update.step.logprobs:
+            return None
+        part = update.parts[0]
+        if self.body.timings_per_token or not isinstance(part, ContentPart | ReasoningPart):
+            return None
+        key = update.index, type(part)
+        if key not in self._templates:
+            self._templates[key] = Template(self.chunk(update.index, self.shown(key[1], PLACE)))
+        return self._templates[key].fill(part.text)
+
+    def _progress(self, index: int, found: dict[str, Any]) -> bytes:
+        chunk = {**self.chunk(index, self.shown(ContentPart, "")), "prompt_progress": found}
+        if self.body.timings_per_token:
+            is_read = found["processed"] > found["cache"]
+            seconds = self.answers.usages[index].prefill_s if is_read else 0.0
+            usage = Usage(found["total"], found["processed"], found["cache"], prefill_s=seconds)
+            chunk["timings"] = timings_object(usage)
+        return data(chunk)
+
+    def chunk(self, index: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an object of a stream with these fields of a choice."""
+        choice = {"index": index, **fields, "logprobs": None, "finish_reason": None}
+        usage = {"usage": None} if self.body.wants_usage else {}
+        return {**self._head(self.chunk_kind), "choices": [choice], **usage}

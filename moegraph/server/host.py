@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+from .. import __version__
+from ..engine.chat import ChatModel
 from ..errors import MoegraphError
 from ..units import MiB
-from .backend import LoadedModel, ModelFacts, unavailable
+from .errors import RETRY_S, ApiError
+
+if TYPE_CHECKING:
+    from ..engine.service import Service
 
 # glibc's names are M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
@@ -63,8 +73,57 @@ _REASONS = {
 }
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """What clients may know of a model; zeros are not known.
+
+    n_ctx: tokens that one request may hold. n_bytes: of the file. template: the chat template.
+    """
+
+    name: str
+    n_ctx: int = 0
+    n_ctx_train: int = 0
+    n_vocab: int = 0
+    n_embd: int = 0
+    n_params: int = 0
+    n_bytes: int = 0
+    n_slots: int = 1
+    created: int = 0
+    device: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
+    template: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for what may change answers: this program, the model and its settings."""
+        parts = [self.n_bytes, self.created, self.device, self.template, self.settings]
+        found = hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode())
+        return f"b{__version__}-{found.hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready, the service that computes with it, and its facts.
+
+    close: ends the service and frees the model.
+    """
+
+    service: Service
+    chat: ChatModel
+    facts: ModelFacts
+    close: Callable[[], None] = lambda: None
+
+
+def unavailable(condition: str, reason: str) -> ApiError:
+    """Return the error of a request that comes while nothing is served."""
+    retry = None if condition == "failed" else RETRY_S
+    return ApiError(503, reason, code=condition, retry_after_s=retry)
+
+
 class ModelHost:
-    """A `ModelSource` that loads its model on a thread of its own.
+    """Where requests find the model, which it loads on a thread of its own.
 
     load: returns the model with its service started; it is called again after each sleep.
     facts: what is known before it is loaded. sleep_s: idle seconds after which the model leaves

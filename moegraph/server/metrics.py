@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from ..loop.requests import Request, Step, Usage
 from ..loop.status import ServiceStatus
-from .backend import ModelSource
+from .host import ModelHost
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -79,10 +79,6 @@ class Metrics:
             family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
             found.append(family(f"llamacpp:{name}", help, value=value(self)))
         return found
-
-    def meter(self, on_close: Callable[[], None] = lambda: None) -> Meter:
-        """Return a listener for the answers to a client; on_close is called at their end."""
-        return Meter(self, on_close)
 
     @property
     def _now(self) -> tuple[int, float, int, float]:
@@ -222,7 +218,7 @@ def _has_begun(usage: Usage) -> bool:
 class EngineMetrics(Collector):
     """Reads the service's status when Prometheus asks; a model that sleeps has no figures."""
 
-    def __init__(self, backend: ModelSource) -> None:
+    def __init__(self, backend: ModelHost) -> None:
         self._backend = backend
 
     def collect(self) -> Iterator[Metric]:

@@ -2,161 +2,348 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ..engine.chat import ChatRequest, Prepared
-from ..loop.requests import Step, TokenLogprobs
-from ..text.chat import CallBegin, CallEnd, ContentPart, Part, ReasoningPart, Reply
+from ..engine.chat import ChatRequest
+from ..loop.requests import TokenLogprobs
+from ..text.chat.parts import CallBegin, CallEnd, ContentPart, Part, ReasoningPart
 from .answers import Update
-from .backend import ChatInterface
+from .errors import ApiError
 from .exchange import (
-    Exchange,
-    PromptProgress,
+    Choice,
+    Completion,
+    CompletionBody,
     begin,
     chat_logprobs,
-    choice_sampling,
     finish_reason,
-    sharing,
-    usage_object,
-    with_biases,
+    prepared,
 )
-from .logs import note_usage, request_id
-from .replies import DONE, PLACE, Template, data, reply
+from .logs import request_id
+from .replies import reply
 from .routes import RouteTable, either, operations, read_schema
-from .schemas.chat import ChatBody
+from .schemas import (
+    LIMITS,
+    MAX_TOKENS,
+    Body,
+    Defaults,
+    Schema,
+    template_variables,
+    wrong,
+)
 from .state import state_of
 
-_FIELDS = {ContentPart: "content", ReasoningPart: "reasoning_content"}
+
+def _content(value: object) -> object:
+    """Return a content: a string, or parts of text, which the template joins."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong("expected a text, or a list of parts")
+    return [{"type": "text", "text": _part_text(part, i)} for i, part in enumerate(value)]
 
 
-@dataclass
-class _Choice:
-    """One choice as it grows."""
+def _part_text(part: object, index: int) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise wrong(f"part {index} is no object with a type")
+    kind, text = part["type"], part.get("text", part.get("refusal"))
+    if kind not in ("text", "input_text", "output_text", "refusal"):
+        raise wrong(f"part {index} is no text, and this model reads only text")
+    if not isinstance(text, str):
+        raise wrong(f"part {index} has no text")
+    return text
 
-    reply: Reply = field(default_factory=Reply)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    last: Step | None = None
 
-    def take(self, update: Update) -> None:
-        """Add what a step brought."""
-        self.reply.add(update.parts)
-        self.logprobs += update.step.logprobs
-        if update.is_last:
-            self.last = update.step
+class TextPart(Body):
+    """A part of a content."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+Content = Annotated[
+    str | list[dict[str, Any]] | None,
+    PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None),
+]
+
+
+def _arguments(value: object) -> object:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+class CalledFunction(Body):
+    """The function of a call, and its arguments as JSON text."""
+
+    name: str
+    arguments: Annotated[
+        str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])
+    ] = "{}"
+
+
+class ToolCall(Body):
+    """A call that the model made earlier."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @model_validator(mode="after")
+    def _asks(self) -> Message:
+        if self.role == "user" and self.content is None:
+            raise wrong("a message of the user needs content")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message in OpenAI's form, without empty fields."""
+        found = self.model_dump(exclude_none=True, exclude={"reasoning"})
+        if self.reasoning_content is None and self.reasoning is not None:
+            found["reasoning_content"] = self.reasoning
+        if not self.tool_calls:
+            found.setdefault("content", "")
+            found.pop("tool_calls", None)
+        return found
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Schema | None = None
+
+
+class Tool(Body):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
 
 
 @dataclass(frozen=True)
-class _Run(Exchange):
-    """One completion in the making."""
+class Allowed:
+    """The functions that may be called. mode: auto, required, or None: the only one must be."""
+
+    names: tuple[str, ...]
+    mode: str | None = None
+
+
+_CHOICE = "an object that names a function, or allowed_tools"
+
+
+def _chosen(value: object) -> object:
+    """Return a choice of tools: a word, or the functions that may be called."""
+    if value is None or value in ("auto", "none", "required"):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and kind == "function":
+        return Allowed((_named(value),))
+    if isinstance(value, dict) and kind == "allowed_tools":
+        given = value.get("allowed_tools")
+        found = given if isinstance(given, dict) else {}
+        tools, mode = found.get("tools"), found.get("mode", "auto")
+        if isinstance(tools, list) and tools and mode in ("auto", "required"):
+            return Allowed(tuple(map(_named, tools)), mode)
+    raise wrong(f"expected auto, none, required, or {_CHOICE}")
+
+
+def _named(tool: object) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise wrong(f"a tool has no name; expected {_CHOICE}")
+    return name
+
+
+def _no_number(value: object) -> object:
+    if type(value) is int:  # 1 is True
+        raise wrong("expected true, false, content or reasoning_content")
+    return value
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=LIMITS.messages)]
+Tools = Annotated[list[Tool], Field(max_length=LIMITS.tools)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Variables = Schema
+Continued = Annotated[
+    Literal[True, False, "content", "reasoning_content"], BeforeValidator(_no_number)
+]
+
+
+class ChatBody(CompletionBody):
+    """A conversation and how it goes on."""
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
+    max_completion_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    tools: Tools | None = None
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | Allowed | None,
+        BeforeValidator(
+            _chosen,
+            json_schema_input_type=Literal["auto", "none", "required"] | dict[str, Any] | None,
+        ),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
+    chat_template_kwargs: Variables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Continued | None = None
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """Return how many likely tokens are listed beside each token; None: no probabilities."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                400, "top_logprobs needs logprobs: true", param="top_logprobs",
+                code="invalid_value",
+            )  # fmt: skip
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def choice_of_tool(self) -> str:
+        """Return what `ChatRequest.tool_choice` takes."""
+        chosen, names = self.tool_choice, {tool.function.name for tool in self.tools or ()}
+        wanted = chosen.names if isinstance(chosen, Allowed) else []
+        if not names.issuperset(wanted) or (chosen == "required" and not names):
+            raise ApiError(
+                400, "tool_choice asks for a tool that is not among tools",
+                param="tool_choice", code="invalid_value",
+            )  # fmt: skip
+        if isinstance(chosen, Allowed):
+            return chosen.mode or chosen.names[0]
+        return chosen or "auto"
+
+    def _continues(self) -> bool | str | None:
+        """Return what `ChatRequest.continue_final_message` takes."""
+        asked, problem = self.continue_final_message, ""
+        if asked and self.add_generation_prompt:
+            problem = "not together with add_generation_prompt: true"
+        elif asked is None and [m.role for m in self.messages[-2:]] == ["assistant"] * 2:
+            problem = "the last two messages are the assistant's; say whether the last one goes on"
+        if problem:
+            raise ApiError(
+                400, f"continue_final_message: {problem}", param="continue_final_message",
+                code="invalid_value",
+            )  # fmt: skip
+        return asked
+
+    def _callable(self) -> list[dict[str, Any]]:
+        """Return the tools that may be called."""
+        chosen, tools = self.tool_choice, self.tools or ()
+        if isinstance(chosen, Allowed) and chosen.mode:
+            tools = [tool for tool in tools if tool.function.name in chosen.names]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
+
+    def chat(self, defaults: Defaults, name: str = "") -> ChatRequest:
+        """Return the request of one answer; name: for logs."""
+        return ChatRequest(
+            messages=[message.plain() for message in self.messages],
+            sampling=self.sampling(defaults.sampling),
+            tools=self._callable(),
+            tool_choice=self.choice_of_tool(),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            format=self.format(),
+            variables={
+                **defaults.variables,
+                **template_variables(self.reasoning_effort, self.chat_template_kwargs),
+            },
+            reasoning=self.reasoning_format != "none",
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=self._continues(),
+            echo=bool(self.echo),
+            max_tokens=self.limit(defaults.max_tokens, self.max_completion_tokens),
+            stop=self.stops,
+            ignore_eos=self.ignores_eos(defaults),
+            reuse=self.cache_prompt is not False,
+            n_logprobs=self.n_logprobs,
+            deadline_s=defaults.deadline_s,
+            name=name,
+        )
+
+
+_FIELDS: dict[Any, str] = {ContentPart: "content", ReasoningPart: "reasoning_content"}
+
+
+@dataclass
+class _Run(Completion):
+    """One chat completion in the making."""
 
     body: ChatBody
-    created: int
+    _n_calls: Counter[int] = field(default_factory=Counter, init=False)
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the completion."""
-        answers = [_Choice() for _ in range(self.body.n_choices)]
-        async for update in self.answers:
-            answers[update.index].take(update)
-        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
-        note_usage(self.http, self.usage, choices[0]["finish_reason"])
-        return {**self._head("chat.completion"), "choices": choices, **self._sums()}
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        """Return the fields that begin every object."""
-        return {
-            "id": f"chatcmpl-{request_id(self.http)}",
-            "object": kind,
-            "created": self.created,
-            "model": self.accepted.loaded.facts.name,
-            "system_fingerprint": self.accepted.loaded.facts.fingerprint,
-        }
+    @property
+    def n_answers(self) -> int:
+        """How many answers there are."""
+        return self.body.n_choices
 
-    def _sums(self) -> dict[str, Any]:
-        return {"usage": usage_object(self.usage, self.answers.n_reasoning), **self.costs()}
+    @property
+    def n_reasoning(self) -> int:
+        """Tokens of reasoning so far."""
+        return self.answers.n_reasoning
 
-    def _choice(self, index: int, answer: _Choice) -> dict[str, Any]:
-        last, has_calls = answer.last, bool(answer.reply.calls)
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Return a whole choice."""
         return {
             "index": index,
-            "message": {**answer.reply.message(), "refusal": None},
-            "logprobs": self._logprobs(answer.logprobs),
-            "finish_reason": None if last is None else finish_reason(last, has_calls),
+            "message": {**choice.reply.message(), "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": finish_reason(choice.last, bool(choice.reply.calls)),
         }
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """Return the logprobs object if it was asked for."""
-        return chat_logprobs(found, self.accepted.loaded.chat.piece) if self.body.logprobs else None
+        return chat_logprobs(found, self.loaded.chat.piece) if self.body.logprobs else None
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the chunks."""
-        calls, finish = [0] * self.body.n_choices, None
-        write = self._progress if self.body.return_progress else None
-        progress = PromptProgress(write, self.body.n_choices)
-        templates: dict[tuple[int, str], Template] = {}
-        for index in range(self.body.n_choices):
-            yield data(self._chunk(index, {"role": "assistant", "content": None, "refusal": None}))
-        async for update in self.answers:
-            if frames := progress.frames(update):
-                yield b"".join(frames)
-            if update.is_reading:
-                continue
-            if frame := self._text_frame(update, templates):
-                yield frame
-                continue
-            calls[update.index] += sum(isinstance(part, CallBegin) for part in update.parts)
-            if frames := self._chunks(update, calls[update.index] > 0):
-                yield b"".join(frames)
-            finish = finish_reason(update.step, calls[update.index] > 0) or finish
-        note_usage(self.http, self.usage, finish)
-        if self.body.wants_usage:
-            yield data({**self._head("chat.completion.chunk"), "choices": [], **self._sums()})
-        yield DONE
+    def first(self, index: int) -> dict[str, Any]:
+        """Return the fields that begin a stream's choice."""
+        return {"delta": {"role": "assistant", "content": None, "refusal": None}}
 
-    def _text_frame(
-        self, update: Update, templates: dict[tuple[int, str], Template]
-    ) -> bytes | None:
-        """Return the event of a step that brings text alone, as most do; None: it brings more."""
-        if len(update.parts) != 1 or update.is_last or update.step.logprobs:
-            return None
-        part = update.parts[0]
-        if self.body.timings_per_token or not isinstance(part, ContentPart | ReasoningPart):
-            return None
-        key = update.index, _FIELDS[type(part)]
-        if key not in templates:
-            templates[key] = Template(self._chunk(update.index, {key[1]: PLACE}))
-        return templates[key].fill(part.text)
+    def shown(self, kind: type, text: str) -> dict[str, Any]:
+        """Return the fields of a stream's choice that show text; none of none."""
+        return {"delta": {_FIELDS[kind]: text} if text else {}}
 
-    def _progress(self, index: int, found: dict[str, Any]) -> bytes:
-        timed = self.reading(index, found, self.body.timings_per_token)
-        return data({**self._chunk(index, {}), **timed})
-
-    def _chunks(self, update: Update, has_calls: bool) -> list[bytes]:
-        """Return the events of a step; the first has the probabilities, the last ends a choice."""
+    def step(self, update: Update) -> tuple[list[dict[str, Any]], str | None]:
+        """Return the chunks of a step; the first has the probabilities, the last ends a choice."""
+        index = update.index
+        self._n_calls[index] += sum(isinstance(part, CallBegin) for part in update.parts)
         deltas = [delta for part in update.parts if (delta := _delta(part))]
-        chunks = [self._chunk(update.index, delta) for delta in deltas]
+        chunks = [self.chunk(index, {"delta": delta}) for delta in deltas]
         found = self._logprobs(update.step.logprobs) if update.step.logprobs else None
         if found is not None:
-            chunks = chunks or [self._chunk(update.index, {})]
+            chunks = chunks or [self.chunk(index, {"delta": {}})]
             chunks[0]["choices"][0]["logprobs"] = found
         if chunks and self.body.timings_per_token:
             chunks[-1] |= {"timings": self.timings()}
+        reason = finish_reason(update.step, self._n_calls[index] > 0)
         if update.is_last:
-            chunks.append(self._chunk(update.index, {}))
-            chunks[-1]["choices"][0]["finish_reason"] = finish_reason(update.step, has_calls)
+            chunks.append(self.chunk(index, {"delta": {}}))
+            chunks[-1]["choices"][0]["finish_reason"] = reason
             if not self.body.wants_usage:
                 chunks[-1] |= {"timings": self.timings()}
-        return [data(chunk) for chunk in chunks]
-
-    def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        usage = {"usage": None} if self.body.wants_usage else {}
-        return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
+        return chunks, reason
 
 
 async def complete(request: HttpRequest) -> Response:
@@ -165,17 +352,12 @@ async def complete(request: HttpRequest) -> Response:
     state, name = state_of(request), request_id(request)
     run = await begin(
         request,
-        lambda model: _prepared(model, body.chat(state, name), body),
-        lambda accepted: _Run(accepted, body, int(time.time())),
+        lambda model: prepared(model, body.chat(state, name), body.logit_bias, body.n_choices),
+        lambda http, answers, loaded, experts: _Run(
+            http, answers, loaded, experts, body, int(time.time())
+        ),
     )
     return await run.respond(body.stream)
-
-
-def _prepared(model: ChatInterface, chat: ChatRequest, body: ChatBody) -> list[Prepared]:
-    """Return one request for each choice."""
-    sampling = with_biases(chat.sampling, body.logit_bias, model)
-    seeds = [choice_sampling(sampling, i) for i in range(body.n_choices)]
-    return sharing([model.prepare(replace(chat, sampling=one)) for one in seeds])
 
 
 def _delta(part: Part) -> dict[str, Any]:

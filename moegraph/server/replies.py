@@ -14,8 +14,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 # A proxy may close a connection on which nothing is sent; comments tell it that we work.
 PING_S = 10.0
-# Seconds after which a client that takes nothing is given up.
-STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
 # Where a `Template` has its text; a control character that no other field ends with.
 PLACE = "\0"
@@ -63,7 +61,7 @@ def comment(text: str) -> bytes:
 
 
 class EventStream(Response):
-    """Send frames as they come; when the client leaves or stops reading, close their source.
+    """Send frames as they come; when the client leaves, close their source.
 
     frames: bytes to send; it is always closed, so that its `finally` runs if it has begun. close:
     called at the end, also if the frames were never asked for.
@@ -75,7 +73,6 @@ class EventStream(Response):
         *,
         close: Callable[[], None] = lambda: None,
         ping_s: float = PING_S,
-        stall_s: float = STALL_S,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         # X-Accel-Buffering: nginx would hold events back
@@ -85,14 +82,13 @@ class EventStream(Response):
         self._frames = frames
         self._close = close
         self._ping_s = ping_s
-        self._stall_s = stall_s
         self._is_sending = False
         self._last = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all frames; return early when the client has left."""
         work = asyncio.ensure_future(self._send_all(send))
-        others = [asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(self._mind(send))]
+        others = [asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(self._ping(send))]
         try:
             await asyncio.wait((work, *others), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -117,17 +113,14 @@ class EventStream(Response):
         await send(message)
         self._is_sending, self._last = False, time.monotonic()
 
-    async def _mind(self, send: Send) -> None:
-        """Send comments while nothing else is sent; return when the client takes nothing."""
+    async def _ping(self, send: Send) -> None:
+        """Send comments while nothing else is sent."""
         while True:
-            waited = time.monotonic() - self._last
-            if self._is_sending and waited >= self._stall_s:
-                return
-            if not self._is_sending and waited >= self._ping_s:
+            waited = 0.0 if self._is_sending else time.monotonic() - self._last
+            if waited >= self._ping_s:
                 await self._send(send, _chunk(comment("ping")))
-                continue
-            limit = self._stall_s if self._is_sending else self._ping_s
-            await asyncio.sleep(min(max(limit - waited, 0.001), self._stall_s))
+                waited = 0.0
+            await asyncio.sleep(self._ping_s - waited)
 
 
 def _chunk(body: bytes) -> Message:

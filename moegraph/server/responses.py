@@ -6,54 +6,224 @@ import itertools
 import json
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import ChatRequest, Format
 from ..loop.requests import Step, Usage
 from ..sampling import SamplingParams
-from ..text.chat import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
-from .answers import Update
+from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
+from .answers import Answers, Update
 from .errors import ApiError
-from .exchange import Accepted, Exchange, PromptProgress, begin, chat_logprobs, prepared
+from .exchange import Exchange, PromptProgress, begin, chat_logprobs, prepared
 from .guards import owner_of
+from .host import LoadedModel
 from .logs import note_usage, request_id
 from .replies import named, reply
 from .responsestore import Item, ResponseStore
 from .routes import RouteTable, either, operations, read_schema
-from .schemas.fields import (
+from .schemas import (
+    LIMITS,
+    Body,
     Defaults,
+    Object,
+    Sampled,
+    Schema,
     Texts,
+    contents,
     kind_of,
     read,
     refuse,
     schema_format,
+    seen_as,
     template_variables,
     text_parts,
 )
-from .schemas.limits import LIMITS
-from .schemas.responses import (
-    CallOutput,
-    CustomCall,
-    CustomTool,
-    FunctionCall,
-    FunctionTool,
-    ItemReference,
-    Message,
-    NamespaceTool,
-    ReasoningItem,
-    RefusalPart,
-    ResponsesBody,
-    TextFormat,
-    TextPart,
-    ToolChoice,
-)
 from .state import state_of
+
+
+class TextPart(Body):
+    """Text of a message, or of a tool's output."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """A refusal of an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Texts, contents(str | list[TextPart | RefusalPart])]
+
+
+class FunctionCall(Body):
+    """A call of a function in an earlier answer; arguments: the text of a JSON object."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class CustomCall(Body):
+    """A call of a tool whose input is plain text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class CallOutput(Body):
+    """What a tool has answered."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Annotated[Texts, contents(str | list[TextPart])]
+
+
+class ReasoningItem(Body):
+    """Reasoning of an earlier answer; content wins over the summary."""
+
+    type: Literal["reasoning"]
+    content: list[Annotated[Object, seen_as(TextPart)]] | None = None
+    summary: list[Annotated[Object, seen_as(TextPart)]] | None = None
+
+
+class ItemReference(Body):
+    """The id of an item of a stored response."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str
+
+
+InputItem = Message | FunctionCall | CustomCall | CallOutput | ReasoningItem | ItemReference
+
+
+class FunctionTool(Body):
+    """A function that the model may call; parameters: a JSON schema."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class CustomTool(Body):
+    """A tool whose input is plain text, perhaps of a grammar."""
+
+    type: Literal["custom"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    format: Object | None = None
+
+
+class NamespaceTool(Body):
+    """Tools that share the first part of their name."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    tools: list[Annotated[Object, seen_as(FunctionTool | CustomTool)]]
+
+
+AnyTool = FunctionTool | CustomTool | NamespaceTool
+
+
+class ToolChoice(Body):
+    """Which tool is called, or which tools may be called (type "allowed_tools")."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[Object] = Field(default_factory=list)
+
+
+class TextFormat(Body):
+    """What the answer's text must be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """How the answer's text is made."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Body):
+    """Whether and how the model reasons before it answers."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(Sampled):
+    """The body of POST /v1/responses."""
+
+    model: str = ""
+    input: Annotated[
+        Texts,
+        contents(
+            str
+            | list[Message | FunctionCall | CustomCall | CallOutput | ReasoningItem | ItemReference]
+        ),
+    ]
+    instructions: str | None = None
+    tools: (
+        Annotated[
+            list[Annotated[Object, seen_as(AnyTool)]],
+            Field(max_length=LIMITS.tools),
+        ]
+        | None
+    ) = None
+    tool_choice: Annotated[
+        Any, seen_as(Literal["auto", "none", "required"] | ToolChoice | None)
+    ] = "auto"
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tool_calls: int | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.top_logprobs)] | None = None
+    metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
+    conversation: Any = None
+    prompt: Object | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    background: bool | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+
 
 Kind = Literal["function", "custom"]
 
@@ -220,21 +390,21 @@ class Conversation:
     def add(self, item: Item, where: str) -> None:
         """Take the next item."""
         kind = kind_of(item) or ("message" if "role" in item else "")
-        take = self._takers().get(kind)
-        if take is None:
+        if kind == "message":
+            self._message(item, where)
+        elif kind == "reasoning":
+            self._reasoning(item, where)
+        elif kind == "function_call":
+            function = read(FunctionCall, item, where)
+            self._call(function, function.arguments)
+        elif kind == "custom_tool_call":
+            custom = read(CustomCall, item, where)
+            self._call(custom, json.dumps({INPUT: custom.input}, ensure_ascii=False))
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            self._output(item, where)
+        else:
             text = "images, files and audio" if kind in _MEDIA else f"items of type {kind!r:.80}"
             refuse(f"{where}.type", f"{text} are not supported")
-        take(item, where)
-
-    def _takers(self) -> dict[str, Callable[[Item, str], None]]:
-        return {
-            "message": self._message,
-            "reasoning": self._reasoning,
-            "function_call": self._function_call,
-            "custom_tool_call": self._custom_call,
-            "function_call_output": self._output,
-            "custom_tool_call_output": self._output,
-        }
 
     def _message(self, item: Item, where: str) -> None:
         message = read(Message, item, where)
@@ -252,19 +422,11 @@ class Conversation:
             answer = self._assistant(_REASONS)
             answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
-    def _function_call(self, item: Item, where: str) -> None:
-        call = read(FunctionCall, item, where)
-        self._call(call.call_id, function_name(call.name, call.namespace), call.arguments)
-
-    def _custom_call(self, item: Item, where: str) -> None:
-        call = read(CustomCall, item, where)
-        arguments = json.dumps({INPUT: call.input}, ensure_ascii=False)
-        self._call(call.call_id, function_name(call.name, call.namespace), arguments)
-
-    def _call(self, call_id: str, name: str, arguments: str) -> None:
-        function = {"name": name, "arguments": arguments}
+    def _call(self, call: FunctionCall | CustomCall, arguments: str) -> None:
+        name = function_name(call.name, call.namespace)
         calls = self._assistant(_CALLS).setdefault("tool_calls", [])
-        calls.append({"id": call_id, "type": "function", "function": function})
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": call.call_id, "type": "function", "function": function})
 
     def _output(self, item: Item, where: str) -> None:
         output = read(CallOutput, item, where)
@@ -446,7 +608,7 @@ Logprobs = Sequence[dict[str, Any]]
 
 
 @dataclass
-class _OutputItem:
+class _OutputItem(ABC):
     """An item that grows: `begin`, then `grow` as text comes, then `end`.
 
     at: its place in the output. status: as OpenAI has it, in_progress until it has ended.
@@ -457,142 +619,113 @@ class _OutputItem:
     text: str = ""
     status: str = "in_progress"
 
+    @abstractmethod
     def json(self) -> dict[str, Any]:
         """Return the item as it is now."""
-        raise NotImplementedError
 
     def begin(self) -> list[Event]:
         """Return the events of a new item."""
-        return [self._event("response.output_item.added", own=False, item=self.json())]
+        return [self._event("output_item.added", item=self.json())]
 
+    @abstractmethod
     def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
         """Add text; return the events of that."""
-        self.text += text
-        return self._grown(text, logprobs)
 
     def end(self, status: str) -> list[Event]:
         """Close the item; return the events of that."""
         events = self._last()
         self.status = status
-        return [*events, self._event("response.output_item.done", own=False, item=self.json())]
+        return [*events, self._event("output_item.done", item=self.json())]
 
-    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
-        raise NotImplementedError
-
+    @abstractmethod
     def _last(self) -> list[Event]:
         """Return the events that come before the one of the whole item."""
-        raise NotImplementedError
 
-    def _event(self, kind: str, *, own: bool = True, **fields: Any) -> Event:
-        item = {"item_id": self.id} if own else {}
-        return {"type": kind, "output_index": self.at, **item, **fields}
+    def _event(self, kind: str, **fields: Any) -> Event:
+        own = {} if "item" in fields else {"item_id": self.id}
+        return {"type": f"response.{kind}", "output_index": self.at, **own, **fields}
+
+
+class _Text(_OutputItem):
+    """The text of an answer, or its reasoning, of which a summary is never made."""
+
+    def __init__(self, at: int, is_reasoning: bool) -> None:
+        super().__init__(at, new_id("rs" if is_reasoning else "msg"))
+        self.is_reasoning = is_reasoning
+        self.logprobs: list[dict[str, Any]] = []
+        self._has_part = False
+
+    def json(self) -> dict[str, Any]:
+        if self.is_reasoning:
+            content = [self._part()] if self.text else []
+            made = {"id": self.id, "type": "reasoning", "summary": [], "content": content}
+            return {**made, "encrypted_content": None, "status": self.status}
+        content = [self._part()] if self._has_part else []
+        made = {"id": self.id, "type": "message", "role": "assistant"}
+        return {**made, "status": self.status, "content": content}
+
+    def _part(self) -> dict[str, Any]:
+        if self.is_reasoning:
+            return {"type": "reasoning_text", "text": self.text}
+        made = {"type": "output_text", "text": self.text, "annotations": []}
+        return {**made, "logprobs": self.logprobs}
 
     def _content(self, kind: str, **fields: Any) -> Event:
         """Return an event of the only content."""
         return self._event(kind, content_index=0, **fields)
 
-
-class _Reasoning(_OutputItem):
-    """The reasoning of a model; a summary is never made."""
-
-    def json(self) -> dict[str, Any]:
-        content = [_reasoning_text(self.text)] if self.text else []
-        made = {"id": self.id, "type": "reasoning", "summary": [], "content": content}
-        return {**made, "encrypted_content": None, "status": self.status}
-
-    def begin(self) -> list[Event]:
-        part = _reasoning_text("")
-        return [*super().begin(), self._content("response.content_part.added", part=part)]
-
-    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
-        return [self._content("response.reasoning_text.delta", delta=text)]
-
-    def _last(self) -> list[Event]:
-        return [
-            self._content("response.reasoning_text.done", text=self.text),
-            self._content("response.content_part.done", part=_reasoning_text(self.text)),
-        ]
-
-
-class _Message(_OutputItem):
-    """The text of an answer."""
-
-    def __init__(self, at: int, id: str) -> None:
-        super().__init__(at, id)
-        self.logprobs: list[dict[str, Any]] = []
-        self._has_part = False
-
-    def json(self) -> dict[str, Any]:
-        content = [self._part()] if self._has_part else []
-        made = {"id": self.id, "type": "message", "role": "assistant"}
-        return {**made, "status": self.status, "content": content}
-
     def begin(self) -> list[Event]:
         events = super().begin()
         self._has_part = True
-        return [*events, self._content("response.content_part.added", part=self._part())]
+        return [*events, self._content("content_part.added", part=self._part())]
 
-    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
+    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
+        self.text += text
+        if self.is_reasoning:
+            return [self._content("reasoning_text.delta", delta=text)]
         self.logprobs += logprobs
-        kind = "response.output_text.delta"
-        return [self._content(kind, delta=text, logprobs=list(logprobs))]
+        return [self._content("output_text.delta", delta=text, logprobs=list(logprobs))]
 
     def _last(self) -> list[Event]:
-        kind = "response.output_text.done"
-        return [
-            self._content(kind, text=self.text, logprobs=self.logprobs),
-            self._content("response.content_part.done", part=self._part()),
-        ]
-
-    def _part(self) -> dict[str, Any]:
-        made = {"type": "output_text", "text": self.text, "annotations": []}
-        return {**made, "logprobs": self.logprobs}
+        kind, more = "output_text.done", {"logprobs": self.logprobs}
+        if self.is_reasoning:
+            kind, more = "reasoning_text.done", {}
+        done = self._content(kind, text=self.text, **more)
+        return [done, self._content("content_part.done", part=self._part())]
 
 
 class _Call(_OutputItem):
-    """A call of a function; its text is that of a JSON object."""
+    """A call of a function, whose text is that of a JSON object, or of a tool with plain text.
 
-    kind, id_kind = "function_call", "fc"
+    The plain text is known when the call has ended.
+    """
 
     def __init__(self, at: int, call: CallBegin, name: ToolName) -> None:
-        super().__init__(at, new_id(self.id_kind))
-        self.call_id, self.name = call.id, name
+        self.is_custom = name.kind == "custom"
+        super().__init__(at, new_id("ctc" if self.is_custom else "fc"))
+        self.call_id, self.name, self._input = call.id, name, ""
 
     def json(self) -> dict[str, Any]:
-        made = {"id": self.id, "type": self.kind, "call_id": self.call_id}
-        made |= {"name": self.name.name, **self._given(), "status": self.status}
+        kind = "custom_tool_call" if self.is_custom else "function_call"
+        given = {"input": self._input} if self.is_custom else {"arguments": self.text}
+        made = {"id": self.id, "type": kind, "call_id": self.call_id, "name": self.name.name}
+        made |= {**given, "status": self.status}
         return {**made, "namespace": self.name.namespace} if self.name.namespace else made
 
-    def _given(self) -> dict[str, str]:
-        return {"arguments": self.text}
-
-    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
-        return [self._event("response.function_call_arguments.delta", delta=text)]
-
-    def _last(self) -> list[Event]:
-        kind, name = "response.function_call_arguments.done", self.name.name
-        return [self._event(kind, name=name, arguments=self.text)]
-
-
-class _CustomCall(_Call):
-    """A call of a tool whose input is plain text: known when the call has ended."""
-
-    kind, id_kind = "custom_tool_call", "ctc"
-    _input = ""
-
-    def _given(self) -> dict[str, str]:
-        return {"input": self._input}
-
-    def _grown(self, text: str, logprobs: Logprobs) -> list[Event]:
-        return []
+    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
+        self.text += text
+        if self.is_custom:
+            return []
+        return [self._event("function_call_arguments.delta", delta=text)]
 
     def _last(self) -> list[Event]:
+        if not self.is_custom:
+            kind, name = "function_call_arguments.done", self.name.name
+            return [self._event(kind, name=name, arguments=self.text)]
         self._input = plain_input(self.text)
-        kind = "response.custom_tool_call_input"
-        return [
-            self._event(f"{kind}.delta", delta=self._input),
-            self._event(f"{kind}.done", input=self._input),
-        ]
+        kind = "custom_tool_call_input"
+        done = self._event(f"{kind}.done", input=self._input)
+        return [self._event(f"{kind}.delta", delta=self._input), done]
 
 
 def plain_input(arguments: str) -> str:
@@ -607,10 +740,6 @@ def plain_input(arguments: str) -> str:
 def new_id(kind: str) -> str:
     """Return an id that cannot be guessed: knowing it is enough to get a response."""
     return f"{kind}_{uuid4().hex}"
-
-
-def _reasoning_text(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
 
 
 # Status of an error -> its code in a response object; others are the server's.
@@ -698,21 +827,16 @@ class ResponseWriter:
         if isinstance(part, CallEnd):
             return self._close("completed" if part.is_whole else "incomplete")
         if isinstance(part, CallBegin):
-            return self._begin(self._call(part))
+            name = self._tools.name(part.name)
+            return self._begin(_Call(len(self._items), part, name))
         if isinstance(part, CallArguments):
             return self._open.grow(part.text) if self._open else []
-        kind = _Reasoning if isinstance(part, ReasoningPart) else _Message
-        events = []
-        if not isinstance(self._open, kind):
-            made = kind(len(self._items), new_id("rs" if kind is _Reasoning else "msg"))
-            events = self._begin(made)
-        assert self._open is not None
-        return events + self._open.grow(part.text, logprobs)
-
-    def _call(self, begin: CallBegin) -> _OutputItem:
-        name = self._tools.name(begin.name)
-        kind = _CustomCall if name.kind == "custom" else _Call
-        return kind(len(self._items), begin, name)
+        events, is_reasoning = list[Event](), isinstance(part, ReasoningPart)
+        item = self._open
+        if not isinstance(item, _Text) or item.is_reasoning != is_reasoning:
+            item = _Text(len(self._items), is_reasoning)
+            events = self._begin(item)
+        return events + item.grow(part.text, logprobs)
 
     def _begin(self, item: _OutputItem) -> list[Event]:
         events = self._close("completed")
@@ -739,29 +863,23 @@ def _usage(usage: Usage, n_reasoning: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run(Exchange):
-    """One response in the making.
-
-    keeps: it is kept for later requests. shows_progress: events tell how far its prompt is read.
-    times_steps: the last event of each step has timings.
-    """
+    """One response in the making."""
 
     read: ReadRequest
     writer: ResponseWriter
-    keeps: bool
-    shows_progress: bool
-    times_steps: bool
+    body: ResponsesBody
 
     def _take(self, update: Update) -> list[Event]:
         """Return the events of a step; the last one stores the response."""
-        piece = self.accepted.loaded.chat.piece
+        piece = self.loaded.chat.piece
         logprobs = chat_logprobs(update.step.logprobs, piece)["content"]
         events = self.writer.take(update.parts, logprobs)
         if update.is_last:
             events += self.writer.finish(update.step, int(time.time()), self.answers.n_reasoning)
             note_usage(self.http, update.step.usage, update.step.finish_reason)
-            if self.keeps:
+            if self.body.store is not False:
                 stores = state_of(self.http).responses
                 stores.put(owner_of(self.http), self.writer.response(), self.read.items)
         return events
@@ -776,11 +894,11 @@ class _Run(Exchange):
         """Yield the events."""
         for one in self.writer.start():
             yield named(one)
-        progress = PromptProgress(self._progress if self.shows_progress else None)
+        progress = PromptProgress(self._progress if self.body.return_progress else None)
         async for update in self.answers:
             frames = progress.frames(update)
             events = self._take(update)
-            if events and (update.is_last or self.times_steps):
+            if events and (update.is_last or self.body.timings_per_token):
                 events[-1] = {**events[-1], "timings": self.timings()}
             if frames := [*frames, *map(named, events)]:
                 yield b"".join(frames)
@@ -805,16 +923,12 @@ async def create(request: HttpRequest) -> Response:
     read = read_request(body, _own(request), state, request_id(request))
     chat = read.chat
 
-    def made(accepted: Accepted) -> _Run:
-        name = accepted.loaded.facts.name
-        fields = response_fields(body, chat.sampling, name, int(time.time()))
+    def made(http: HttpRequest, answers: Answers, loaded: LoadedModel, experts: Any) -> _Run:
+        fields = response_fields(body, chat.sampling, loaded.facts.name, int(time.time()))
         writer = ResponseWriter(fields, read.tools, new_id("resp"))
-        return _Run(
-            accepted, read, writer, body.store is not False, bool(body.return_progress),
-            bool(body.timings_per_token),
-        )  # fmt: skip
+        return _Run(http, answers, loaded, experts, read, writer, body)
 
-    run = await begin(request, lambda model: [prepared(model, chat, body.logit_bias)], made)
+    run = await begin(request, lambda model: prepared(model, chat, body.logit_bias), made)
     return await run.respond(body.stream)
 
 

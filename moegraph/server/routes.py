@@ -13,18 +13,14 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route
-from starlette.types import Scope
+from starlette.routing import BaseRoute, Route
 
-from ..errors import InternalError
 from ..units import format_bytes
 from .answers import ClientLeft
 from .errors import OPENAI_ERROR, ApiError, from_validation, openai_body
-from .schemas.limits import Limits
+from .schemas import Limits
 from .state import BODY_BYTES, SMALL, state_of
 
-# Where the scope of a request has the schemas that its route declares.
-BODIES = "moegraph.bodies"
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
 T = TypeVar("T")
@@ -33,7 +29,7 @@ T = TypeVar("T")
 class Operation(Route):
     """A route that the OpenAPI document describes, in the words of its handler's docstring.
 
-    bodies: what `read_schema` may read of a request; a request with a body is a POST. answer: the
+    bodies: schemas of a request; a request with a body is a POST. answer: the
     content type of what succeeds. streams: it may also be a stream of events.
     """
 
@@ -44,11 +40,6 @@ class Operation(Route):
         self.method = method or ("POST" if bodies else "GET")
         super().__init__(path, handler, methods=[self.method])
         self.bodies, self.answer, self.streams = bodies, answer, streams
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Return whether a request is for this route, and what its handler finds in its scope."""
-        match, found = super().matches(scope)
-        return match, {**found, BODIES: self.bodies}
 
 
 def operations(paths: Sequence[str], *given: Any, **more: Any) -> list[Operation]:
@@ -79,7 +70,7 @@ class RouteTable:
 async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
     """Return the body of a request as an object of the schema; unknown fields are ignored."""
     value = await read_object(request)
-    return await _aside(request, lambda: fit(request, schema, value))
+    return await _aside(request, lambda: fit(schema, value))
 
 
 async def _aside(request: HttpRequest, call: Callable[[], T]) -> T:
@@ -100,10 +91,8 @@ async def read_object(request: HttpRequest) -> dict[str, Any]:
     return value
 
 
-def fit(request: HttpRequest, schema: type[Schema], value: dict[str, Any]) -> Schema:
+def fit(schema: type[Schema], value: dict[str, Any]) -> Schema:
     """Return an object of a schema."""
-    if schema not in request.scope[BODIES]:
-        raise InternalError(f"{request.url.path} does not declare {schema.__name__}")
     try:
         return schema.model_validate(value)
     except pydantic.ValidationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -14,17 +14,16 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from ..engine.chat import ChatRequest, Prepared
+from ..engine.chat import ChatModel, ChatRequest, Prepared
 from ..errors import MoegraphError
-from ..sampling import SamplingParams
 from ..units import KiB
 from .answers import Answers
-from .backend import ChatInterface, LoadedModel, ModelSource, unavailable
 from .errors import from_failure
 from .guards import cache_owner
-from .metrics import EngineMetrics, Metrics
+from .host import LoadedModel, ModelHost
+from .metrics import EngineMetrics, Meter, Metrics
 from .responsestore import ResponseStores
-from .schemas.limits import LIMITS, Limits
+from .schemas import LIMITS, Defaults, Limits
 
 T = TypeVar("T")
 # Size of the body of the request that a task serves; its work grows with it.
@@ -59,23 +58,16 @@ class Workers:
 
 
 @dataclass
-class ServerState:
+class ServerState(Defaults):
     """The model, the settings of the server, and its statistics.
 
-    sampling: what a request gets where it says nothing. max_tokens: of an answer, if a request
-    says nothing; None: until the context is full. deadline_s: of every request; None: none.
     cache_by_key: whether clients with different keys share no beginnings of prompts.
-    variables: of the chat template. responses: that later ones of the same client go on from.
+    responses: that later ones of the same client go on from.
     started: seconds since the epoch.
     """
 
-    backend: ModelSource
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int | None = None
-    deadline_s: float | None = None
+    backend: ModelHost
     cache_by_key: bool = False
-    ignore_eos: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = LIMITS
     metrics: Metrics = field(default_factory=Metrics)
     responses: ResponseStores = field(default_factory=ResponseStores)
@@ -101,26 +93,19 @@ class ServerState:
         finally:
             self.backend.leave()
 
-    def in_use(self) -> LoadedModel:
-        """Return the model that an open answers uses."""
-        loaded = self.backend.peek()
-        if loaded is None:
-            raise unavailable(self.backend.condition, self.backend.reason)
-        return loaded
-
     async def open_answers(
-        self, prepare: Callable[[ChatInterface], Sequence[Prepared]], owner: str
-    ) -> Answers:
+        self, prepare: Callable[[ChatModel], Sequence[Prepared]], owner: str
+    ) -> tuple[LoadedModel, Answers]:
         """Submit what `prepare` makes of the model, on a thread of ours; close the answers later.
 
         owner: the client, as `guards.owner_of` returns it.
         """
         self.backend.enter()
-        meter = self.metrics.meter(on_close=self.backend.leave)
+        meter = Meter(self.metrics, on_close=self.backend.leave)
         try:
             loaded = await self.backend.loaded()
             prepared = await self.work(partial(self._prepared, prepare, loaded.chat, owner))
-            return Answers(loaded.service, prepared, meter)
+            return loaded, Answers(loaded.service, prepared, meter)
         except BaseException:
             meter.closed()
             raise
@@ -133,8 +118,8 @@ class ServerState:
 
     def _prepared(
         self,
-        prepare: Callable[[ChatInterface], Sequence[Prepared]],
-        chat: ChatInterface,
+        prepare: Callable[[ChatModel], Sequence[Prepared]],
+        chat: ChatModel,
         owner: str,
     ) -> Sequence[Prepared]:
         name = cache_owner(owner) if self.cache_by_key else ""

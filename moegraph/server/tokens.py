@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from .backend import ChatInterface
+from ..engine.chat import ChatModel
+from .openai_chat import ChatBody
 from .replies import encode, reply
 from .routes import Operation, RouteTable, fit, read_object, read_schema
-from .schemas.chat import ChatBody
-from .schemas.completions import DetokenizeBody, TokenizeBody
+from .schemas import Body
 from .state import state_of
+
+
+class TokenizeBody(Body):
+    """A text under llama-server's name or vLLM's; without one, the body is that of a chat."""
+
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Ids that become a text."""
+
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+
 
 # Tokens that are written as JSON at once; no other thread runs Python meanwhile.
 _SLICE = 10_000
@@ -21,7 +39,7 @@ _SLICE = 10_000
 async def tokenize(request: HttpRequest) -> Response:
     """Return the ids of a text, or those of the prompt that a chat would have."""
     value = await read_object(request)
-    body = fit(request, TokenizeBody, value)
+    body = fit(TokenizeBody, value)
     state = state_of(request)
     is_chat = value.get("messages") is not None
     async with state.model() as loaded:
@@ -29,7 +47,7 @@ async def tokenize(request: HttpRequest) -> Response:
 
         def answer() -> bytes:
             if is_chat:
-                ids = model.prompt(fit(request, ChatBody, value).chat(state)).encoded.ids
+                ids = model.prompt(fit(ChatBody, value).chat(state)).encoded.ids
             else:
                 ids = _ids(model, body)
             found = _encoded_tokens(ids, model if body.with_pieces else None)
@@ -39,7 +57,7 @@ async def tokenize(request: HttpRequest) -> Response:
         return Response(await state.work(answer), media_type="application/json")
 
 
-def _encoded_tokens(ids: list[int], model: ChatInterface | None) -> str:
+def _encoded_tokens(ids: list[int], model: ChatModel | None) -> str:
     """Return ids as JSON without its brackets, with their pieces if a model is given."""
     parts = list[str]()
     for at in range(0, len(ids), _SLICE):
@@ -50,7 +68,7 @@ def _encoded_tokens(ids: list[int], model: ChatInterface | None) -> str:
     return ",".join(parts)
 
 
-def _ids(model: ChatInterface, body: TokenizeBody) -> list[int]:
+def _ids(model: ChatModel, body: TokenizeBody) -> list[int]:
     text = body.content if body.content is not None else body.prompt or ""
     parse = body.parse_special is not False
     return model.tokenize(text, add_special=bool(body.add_special), parse_special=parse)

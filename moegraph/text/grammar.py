@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from itertools import takewhile
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from ..sampling import BoolArray
 
 if TYPE_CHECKING:
     import llguidance
+
+    from .tokenizer import Tokenizer
 
 KINDS = ("json_object", "json_schema", "gbnf", "lark", "regex")
 CALLS = "calls"  # Lark that `CallGrammar` has written
@@ -62,25 +64,6 @@ _SCHEMA = ',"json_schema":'
 _SPECIAL = b"\xff"
 
 
-class Vocabulary(Protocol):
-    """What a tokenizer tells about its tokens; see `Tokenizer`."""
-
-    n_vocab: int
-
-    @property
-    def eog_ids(self) -> frozenset[int]:
-        """Return the ids that end an answer."""
-
-    def piece(self, token: int, special: bool = ...) -> bytes:
-        """Return the bytes of a token."""
-
-    def encode(self, text: str, add_special: bool = ..., parse_special: bool = ...) -> list[int]:
-        """Return the tokens of a text."""
-
-    def is_special(self, token: int) -> bool:
-        """Return whether a token is a control token or a tag."""
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A grammar ready for use: its matcher is copied for each answer.
@@ -102,7 +85,7 @@ class Grammars:
     The vocabulary is read at the first use, which takes a second or two.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Tokenizer) -> None:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._tokens: _Tokens | None = None
@@ -140,7 +123,7 @@ class Grammars:
 class _Tokens:
     """A vocabulary as llguidance has it."""
 
-    def __init__(self, vocabulary: Vocabulary, library: ModuleType) -> None:
+    def __init__(self, vocabulary: Tokenizer, library: ModuleType) -> None:
         ids = range(vocabulary.n_vocab)
         self._library = library
         self._pieces = [vocabulary.piece(token, special=True) for token in ids]
@@ -212,7 +195,7 @@ class _Tokens:
 class _Words:
     """The vocabulary in the form that llguidance asks for."""
 
-    def __init__(self, vocabulary: Vocabulary, tokens: list[bytes], end: int) -> None:
+    def __init__(self, vocabulary: Tokenizer, tokens: list[bytes], end: int) -> None:
         self.tokens, self.eos_token_id, self.bos_token_id = tokens, end, None
         self._vocabulary = vocabulary
 

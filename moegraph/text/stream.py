@@ -34,9 +34,9 @@ class StopMatcher:
             _, start, self.matched = min(ends)
             self._held = ""
             return text[:start]
-        n_held = max((_open_length(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - n_held :]
-        return text[: len(text) - n_held]
+        safe = before_open(text, self.stops)
+        self._held = text[len(safe) :]
+        return safe
 
     def flush(self) -> str:
         """Return the held-back text; call it at the end of the stream."""
@@ -59,9 +59,10 @@ def _checked_stops(stops: SequenceOf[str]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _open_length(text: str, stop: str) -> int:
-    """Return the length of the longest proper prefix of stop that ends text."""
-    for n in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
+def before_open(text: str, tags: SequenceOf[str]) -> str:
+    """Return text without the longest end that may begin one of the tags, but is not all of it."""
+    for n in range(min(max(map(len, tags), default=1) - 1, len(text)), 0, -1):
+        end = text[-n:]
+        if any(len(tag) > n and tag.startswith(end) for tag in tags):
+            return text[:-n]
+    return text

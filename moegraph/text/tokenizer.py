@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
@@ -263,29 +263,17 @@ _LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
 
 @contextmanager
-def _kept_ggml_log(folder: Path) -> Iterator[Callable[[int, bytes], None]]:
-    """Restore ggml's log callback after the block: llama_log_set replaces it too.
-
-    Yields a function that calls it.
-    """
-    base = ctypes.CDLL(str(folder / "libggml-base.so"))
-    callback, user_data = ctypes.c_void_p(), ctypes.c_void_p()
-    base.ggml_log_get(ctypes.byref(callback), ctypes.byref(user_data))
-    log = _LOG(callback.value or 0)
-    try:
-        yield lambda level, text: log(level, text, user_data) if callback.value else None
-    finally:
-        base.ggml_log_set(callback, user_data)
-
-
-@contextmanager
 def _captured_log(llama: ModuleType) -> Iterator[list[str]]:
     """Collect llama.cpp's error lines in the block; afterwards its log stays silent.
 
-    What other threads log meanwhile goes where it would go otherwise.
+    What other threads log meanwhile goes where ggml's log goes otherwise. Its callback is restored
+    at the end: llama_log_set replaces it too.
     """
     from ..ggml import lib
 
+    base = ctypes.CDLL(str(lib.library_dir() / "libggml-base.so"))
+    before, user_data = ctypes.c_void_p(), ctypes.c_void_p()
+    base.ggml_log_get(ctypes.byref(before), ctypes.byref(user_data))
     lines: list[str] = []
     is_error = False
     own = threading.get_ident()
@@ -293,20 +281,21 @@ def _captured_log(llama: ModuleType) -> Iterator[list[str]]:
     def collect(level: int, text: bytes, _: object) -> None:
         nonlocal is_error
         if threading.get_ident() != own:
-            log(level, text)
+            if before.value:
+                _LOG(before.value)(level, text, user_data)
             return
         if level != _CONTINUE_LEVEL:
             is_error = level == _ERROR_LEVEL
         if is_error and (line := text.decode(errors="replace").strip()):
             lines.append(line)
 
-    callback: Callable[..., None] = llama.llama_log_callback(collect)
-    with _kept_ggml_log(lib.library_dir()) as log:
-        llama.llama_log_set(callback, None)
-        try:
-            yield lines
-        finally:
-            llama.llama_log_set(_silent(llama), None)
+    callback = llama.llama_log_callback(collect)
+    llama.llama_log_set(callback, None)
+    try:
+        yield lines
+    finally:
+        llama.llama_log_set(_silent(llama), None)
+        base.ggml_log_set(before, user_data)
 
 
 @cache

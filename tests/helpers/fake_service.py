@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +17,10 @@ from moegraph.errors import MoegraphError, RequestError
 from moegraph.loop.requests import Request, Step, TokenLogprobs, Usage
 from moegraph.loop.sequence import room_after
 from moegraph.loop.status import ServiceCounts, ServiceStatus, SlotStatus
-from moegraph.sampling import SamplingParams
-from moegraph.server.backend import LoadedModel, ModelFacts
-from moegraph.text.chat import AnswerParser
+from moegraph.server.host import LoadedModel, ModelFacts
+from moegraph.text.chat.answer import AnswerParser
 from moegraph.text.chat.messages import template_messages
-from moegraph.text.chat.segments import Encoded
+from moegraph.text.chat.prompting import Encoded
 
 N_CTX = 4096
 
@@ -234,17 +233,6 @@ class FixedBackend:
 
     def leave(self) -> None:
         """Nothing counts the requests."""
-
-
-@dataclass
-class PlainDefaults:
-    """What a server was started with that was given nothing."""
-
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int | None = None
-    deadline_s: float | None = None
-    ignore_eos: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def fake_backend(service: FakeService | None = None) -> FixedBackend:

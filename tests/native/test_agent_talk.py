@@ -17,7 +17,7 @@ from helpers.shipped import TINY
 from moegraph import ChatRequest, Engine, EngineConfig, Format, GenerationEvent, SamplingParams
 from moegraph.engine.chat import ChatModel
 from moegraph.engine.chatanswer import ChatAnswer
-from moegraph.text.chat import ChatTemplate
+from moegraph.text.chat.template import ChatTemplate
 
 SYSTEM = {"role": "system", "content": "You are a careful agent. " * 20}
 LOOK = {

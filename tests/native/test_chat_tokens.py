@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moegraph.cli import main
 from moegraph.engine import Engine
 from moegraph.gguf import resolve_target
-from moegraph.text.chat.segments import SegmentEncoder
+from moegraph.text.chat.prompting import SegmentEncoder
 from moegraph.text.tokenizer import Tokenizer
 
 CPU = ("--device", "cpu", "-t", "1", "-c", "256", "--temp", "0")

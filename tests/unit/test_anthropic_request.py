@@ -6,21 +6,25 @@ import json
 from typing import Any
 
 import pytest
-from helpers.fake_service import PlainDefaults
 
 from moegraph.engine.chat import ChatRequest, Format
-from moegraph.server.anthropic import anthropic_body, read_request, shows_thinking
+from moegraph.server.anthropic import (
+    CountBody,
+    MessagesBody,
+    anthropic_body,
+    read_request,
+    shows_thinking,
+)
 from moegraph.server.errors import ApiError
-from moegraph.server.schemas.anthropic import CountBody, MessagesBody
-from moegraph.server.schemas.fields import Defaults
+from moegraph.server.schemas import Defaults
 
-PLAIN = PlainDefaults()
+PLAIN = Defaults()
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOL = {"name": "look", "description": "d", "input_schema": SCHEMA}
 
 
-def read(defaults: Defaults = PLAIN, **fields: Any) -> ChatRequest:
+def read(defaults: Any = PLAIN, **fields: Any) -> ChatRequest:
     body = MessagesBody.model_validate({"model": "m", "max_tokens": 9, "messages": HELLO, **fields})
     return read_request(body, defaults)
 
@@ -121,7 +125,7 @@ def test_reasoning_is_switched_and_shown(
 
 
 def test_the_server_says_what_the_request_does_not() -> None:
-    server = PlainDefaults(deadline_s=3.0, ignore_eos=True, variables={"enable_thinking": True})
+    server = Defaults(deadline_s=3.0, ignore_eos=True, variables={"enable_thinking": True})
     found = read(server)
     assert found.ignore_eos and found.variables["enable_thinking"] and found.deadline_s == 3.0
     found = read(server, ignore_eos=False, thinking={"type": "disabled"})

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from moegraph.loop.requests import Step, Usage
 from moegraph.server.anthropic import MessageWriter
 from moegraph.server.errors import ApiError
-from moegraph.text.chat import (
+from moegraph.text.chat.parts import (
     CallArguments,
     CallBegin,
     CallEnd,

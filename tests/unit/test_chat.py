@@ -16,8 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.errors import ConfigError, ModelFileError, MoegraphError, RequestError
-from moegraph.text.chat import ChatTemplate, History, Message, ReasoningSplitter
-from moegraph.text.chat.template import MAX_OUTPUT_CHARS, MAX_TEMPLATE_BYTES, TEMPLATE_KEY
+from moegraph.text.chat.answer import ReasoningSplitter
+from moegraph.text.chat.messages import History, Message
+from moegraph.text.chat.template import (
+    MAX_OUTPUT_CHARS,
+    MAX_TEMPLATE_BYTES,
+    TEMPLATE_KEY,
+    ChatTemplate,
+)
 
 HELLO = [Message("user", "hello")]
 

@@ -27,8 +27,8 @@ from moegraph.engine.chat import (
     thinking_variables,
 )
 from moegraph.errors import ContextOverflow, ModelFileError, RequestError
-from moegraph.text.chat import ChatTemplate
 from moegraph.text.chat.parts import ContentPart, ReasoningPart
+from moegraph.text.chat.template import ChatTemplate
 from moegraph.text.tokenizer import Tokenizer
 
 TOOL = {

@@ -366,5 +366,5 @@ def test_a_stream_that_is_closed(tmp_path: Path) -> None:
     frames = Frames(writer)
     os.close(reader)
     with pytest.raises(ConfigError, match="cannot write: Broken pipe"):
-        frames.token(0, 1)
+        frames.write(0, 1)
     os.close(writer)

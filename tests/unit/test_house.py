@@ -31,7 +31,7 @@ PURE = (
     "config", "cpuload", "errors", "events", "kinds", "sampling", "setting",
     "threads", "units",
     "gguf", "arch", "arch.dflash", "arch.draftfile", "arch.hparams", "arch.summary",
-    "text.chat", "text.grammar", "text.stream",
+    "text.chat.answer", "text.chat.template", "text.grammar", "text.stream",
     "resident.draftlayout", "resident.kvpool", "resident.layout",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",
     "experts.machines",
@@ -66,7 +66,7 @@ ROOM_CAP, CLASS_CAP, FUNCTION_CAP = 25, 20, 60
 LARGE = {
     # one method for each operation of ggml
     "Builder": 42,
-    "Answers": 25, "CallScanner": 22, "ChunkInputs": 23, "Controller": 31,
+    "Answers": 25, "ChunkInputs": 23, "Controller": 31,
     "DFlashDrafter": 42, "Engine": 33, "GgufFile": 24, "HostCopies": 21, "LayerSlots": 24,
     "MtpDrafter": 22, "MtpMemory": 23, "Passes": 31, "PrefixDisk": 26, "Prefixes": 28,
     "Reading": 22, "Residency": 25, "Runner": 37, "Scheduler": 33, "Speculation": 25,

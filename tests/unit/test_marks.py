@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.engine.chat import ChatModel, ChatRequest
-from moegraph.text.chat import ChatTemplate
-from moegraph.text.chat.prompting import MAX_QUESTIONS
-from moegraph.text.chat.segments import SegmentEncoder, turn_tags
+from moegraph.text.chat.prompting import MAX_QUESTIONS, SegmentEncoder, turn_tags
+from moegraph.text.chat.template import ChatTemplate
 from moegraph.text.tokenizer import Tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}

@@ -11,8 +11,9 @@ from helpers.server_case import CHAT, Case
 from starlette.routing import Route
 
 from moegraph.server import chatpage, info
-from moegraph.server.schemas.chat import ChatBody
-from moegraph.server.schemas.completions import DetokenizeBody, TextBody
+from moegraph.server.completions import TextBody
+from moegraph.server.openai_chat import ChatBody
+from moegraph.server.tokens import DetokenizeBody
 
 
 def described() -> dict[str, Any]:

@@ -6,28 +6,24 @@ import json
 from typing import Any
 
 import pytest
-from helpers.fake_service import PlainDefaults
 
 from moegraph.engine.chat import Format
 from moegraph.sampling import SamplingParams
 from moegraph.server.errors import ApiError
-from moegraph.server.responses import ReadRequest, ToolName, read_request
+from moegraph.server.responses import ReadRequest, ResponsesBody, ToolName, read_request
 from moegraph.server.responsestore import ResponseStore
-from moegraph.server.schemas.fields import Defaults
-from moegraph.server.schemas.responses import ResponsesBody
+from moegraph.server.schemas import Defaults
 
-PLAIN = PlainDefaults()
+PLAIN = Defaults()
 
 
-def read(
-    store: ResponseStore | None = None, defaults: Defaults = PLAIN, **fields: Any
-) -> ReadRequest:
+def read(store: ResponseStore | None = None, defaults: Any = PLAIN, **fields: Any) -> ReadRequest:
     body = ResponsesBody.model_validate({"model": "m", "input": "hello", **fields})
     return read_request(body, store or ResponseStore(), defaults)
 
 
 def test_the_server_says_what_the_request_does_not() -> None:
-    server = PlainDefaults(max_tokens=7, ignore_eos=True, variables={"a": 1})
+    server = Defaults(max_tokens=7, ignore_eos=True, variables={"a": 1})
     chat = read(defaults=server).chat
     assert (chat.max_tokens, chat.ignore_eos, chat.variables) == (7, True, {"a": 1})
     chat = read(defaults=server, max_output_tokens=3, ignore_eos=False).chat

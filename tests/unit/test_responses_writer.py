@@ -14,9 +14,8 @@ from pydantic import TypeAdapter
 from moegraph.loop.requests import Step, Usage
 from moegraph.sampling import SamplingParams
 from moegraph.server.errors import ApiError
-from moegraph.server.responses import ResponseWriter, read_tools, response_fields
-from moegraph.server.schemas.responses import ResponsesBody
-from moegraph.text.chat import (
+from moegraph.server.responses import ResponsesBody, ResponseWriter, read_tools, response_fields
+from moegraph.text.chat.parts import (
     CallArguments,
     CallBegin,
     CallEnd,

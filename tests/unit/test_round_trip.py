@@ -12,7 +12,8 @@ from helpers.qwen_template import JSON_CALLS, QWEN
 from helpers.tag_tokenizer import TAGS, TagTokenizer
 
 from moegraph.engine.chat import ChatModel, ChatRequest
-from moegraph.text.chat import ChatTemplate, Reply
+from moegraph.text.chat.parts import Reply
+from moegraph.text.chat.template import ChatTemplate
 from moegraph.text.tokenizer import Tokenizer
 
 SPECIALS = {tag: tag.startswith("<|") for tag in TAGS}
@@ -182,5 +183,5 @@ def test_the_older_form(arguments: str, takes_text: bool) -> None:
     if takes_text:
         assert shown.startswith(THOUGHT + said)
     else:
-        values = json.loads(arguments.replace('"7"', "7"))
+        values = json.loads(arguments)
         assert shown.startswith(THOUGHT + said.replace(arguments, json.dumps(values)))

@@ -23,7 +23,8 @@ from moegraph.errors import (
     ServiceClosed,
 )
 from moegraph.sampling import SamplingParams, settings
-from moegraph.text.chat import AnswerParser, Part
+from moegraph.text.chat.answer import AnswerParser
+from moegraph.text.chat.parts import Part
 
 
 def test_an_answer_has_the_form_of_openai() -> None:

@@ -19,7 +19,7 @@ from helpers.server_case import CHAT, Case
 from moegraph.errors import ConfigError, NativeError
 from moegraph.server.guards import Guard, Keys, read_keys
 from moegraph.server.logs import RequestLog, start_logging
-from moegraph.server.schemas.limits import Limits
+from moegraph.server.schemas import Limits
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = "/v1/chat/completions"

@@ -14,9 +14,8 @@ from helpers.fake_service import FakeChatModel, FakeService
 from helpers.patience import PATIENCE_S, until_so
 
 from moegraph.errors import ConfigError, ModelFileError
-from moegraph.server.backend import LoadedModel, ModelFacts
 from moegraph.server.errors import ApiError
-from moegraph.server.host import ModelHost
+from moegraph.server.host import LoadedModel, ModelFacts, ModelHost
 from moegraph.server.listening import listen, url_of
 
 FACTS = ModelFacts("fake")

@@ -20,9 +20,8 @@ from helpers.patience import PATIENCE_S, until
 
 from moegraph.errors import ConfigError, ModelFileError, NativeError
 from moegraph.server.app import build_site
-from moegraph.server.backend import LoadedModel, ModelFacts
 from moegraph.server.guards import Guard, Keys
-from moegraph.server.host import ModelHost
+from moegraph.server.host import LoadedModel, ModelFacts, ModelHost
 from moegraph.server.listening import listen, url_of
 from moegraph.server.running import Hooks, run
 from moegraph.server.state import BODY_BYTES, ServerState, Workers

@@ -11,7 +11,8 @@ from helpers.tag_tokenizer import TAGS, TagTokenizer
 
 from moegraph.engine.chat import ChatModel, ChatRequest, Format
 from moegraph.errors import RequestError
-from moegraph.text.chat import ChatTemplate, Reply
+from moegraph.text.chat.parts import Reply
+from moegraph.text.chat.template import ChatTemplate
 from moegraph.text.tokenizer import Tokenizer
 
 ADD = {

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
 
+from ..stream import before_open
 from .calls import CallScanner, Found
 from .parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
-from .toolschema import Tools
+from .tools import Tools
 
 THINK = "<think>"
 END_OF_THINK = "</think>"
@@ -46,7 +47,8 @@ class ReasoningSplitter:
             before, tag, after = text.partition(END_OF_THINK)
             if not tag:
                 if not self._at_start:
-                    before, self._held = _split_open_tag(text, END_OF_THINK)
+                    before = before_open(text, (END_OF_THINK,))
+                    self._held = text[len(before) :]
                 return reasoning + before, ""
             reasoning, text = reasoning + before, after
             self.is_thinking, self._at_start, self._skip_blank = False, True, True
@@ -73,14 +75,6 @@ class ReasoningSplitter:
             text = text.lstrip("\n")
             self._skip_blank = not text
         return text
-
-
-def _split_open_tag(text: str, tag: str) -> tuple[str, str]:
-    """Split text before its longest end that may begin the tag."""
-    for n in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:n]):
-            return text[:-n], text[-n:]
-    return text, ""
 
 
 # What prompts of reasoning models end in: an open tag, or an empty block.

@@ -18,12 +18,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from ..stream import before_open
 from .parts import CallArguments, CallBegin, CallEnd
 from .rawjson import WHOLE, ObjectEnd, dumps, loads, members
-from .toolschema import STRING, Tools, Types, json_of
-
-# What matters of JSON outside and inside strings; no JSON has a tag outside of one.
-_JSON_MARK = re.compile(r'\\.|["{}\[\],:<]', re.DOTALL)
+from .tools import (
+    CALL,
+    END_OF_CALL,
+    END_OF_FUNCTION,
+    END_OF_PARAMETER,
+    FUNCTION,
+    PARAMETER,
+    STRING,
+    Tools,
+    Types,
+    json_of,
+)
 
 
 class Arguments:
@@ -94,20 +103,13 @@ class Arguments:
 class JSONArguments:
     """Passes on arguments that the model writes as a JSON object, while they come.
 
-    Held back are keys until they are whole, and strings where the schema wants another type, to
-    become values of that. is_over: the object has ended, or a tag has ended it.
+    is_over: the object has ended, or a tag has ended it.
     """
 
-    def __init__(self, name: str, tools: Tools) -> None:
+    def __init__(self) -> None:
         self.is_over = False
-        self._name, self._tools = name, tools
         self._written: list[str] = []
-        self._depth = 0
-        self._in_string = self._is_key = False
-        self._types: Types | None = None
-        self._held = ""  # begins with a string that is held back, or with a backslash
-        self._is_held = False
-        self._n_seen = 0
+        self._end = ObjectEnd()
 
     @property
     def raw(self) -> dict[str, str]:
@@ -123,75 +125,13 @@ class JSONArguments:
             return False
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the JSON text of the next piece, and what stands after the object."""
-        text, n_held = self._held + text, len(self._held)
-        told, start, end = "", 0, len(text)
-        string = 0 if self._is_held else None  # where one begins that is held back
-        for found in _JSON_MARK.finditer(text, self._n_seen):
-            mark = found.group()
-            if self._in_string:
-                if mark == '"':
-                    self._in_string = False
-                    if string is not None:
-                        told += text[start:string] + self._string(text[string : found.end()])
-                        start, string = found.end(), None
-            elif mark == '"':
-                self._in_string = True
-                string = found.start() if self._depth == 1 and self._holds() else None
-            elif self._takes_end(mark):
-                end = found.start() if mark == "<" else found.end()
-                break
-        self._written.append(text[n_held:end])
-        rest = text[end:]
-        if self.is_over:
-            self._held = ""
-            return told + text[start:end], rest
-        until = string if string is not None else end
-        if string is None:
-            until -= _ends_open(text[start:])
-        self._held, self._is_held = text[until:], string is not None
-        self._n_seen = len(self._held) - _ends_open(self._held)
-        return told + text[start:until], rest
+        """Return what of the next piece belongs to the object, and what stands after it."""
+        end = self._end.push(text)
+        self.is_over = end is not None
+        told, rest = (text, "") if end is None else (text[:end], text[end:])
+        self._written.append(told)
+        return told, rest
 
-    def flush(self) -> str:
-        """Return what is held back; call it if no more comes."""
-        return self._held
-
-    def _takes_end(self, mark: str) -> bool:
-        """Take a mark outside of strings; return whether the object ends with it."""
-        if mark in "{[":
-            self._depth += 1
-            self._is_key = self._depth == 1 or self._is_key
-        elif mark in "}]":
-            self._depth -= 1
-        elif self._depth == 1 and mark in ",:":
-            self._is_key = mark == ","
-        self.is_over = mark == "<" or self._depth == 0
-        return self.is_over
-
-    def _holds(self) -> bool:
-        return self._is_key or (self._types is not None and "string" not in self._types)
-
-    def _string(self, text: str) -> str:
-        """Return the JSON text in place of a string that was held back."""
-        try:
-            value = loads(text)
-        except ValueError:
-            return text
-        if self._is_key:
-            self._types = self._tools.types(self._name, value)
-            return text
-        return json_of(value, self._types)
-
-
-def _ends_open(text: str) -> int:
-    """Return 1 if a text ends with a backslash that escapes what comes next, or else 0."""
-    return (len(text) - len(text.rstrip("\\"))) % 2
-
-
-CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
-FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
-PARAMETER, END_OF_PARAMETER = "<parameter=", "</parameter>"
 
 _CLOSERS = (END_OF_CALL, END_OF_FUNCTION, END_OF_PARAMETER)
 _MAX_NAME = 256
@@ -264,8 +204,6 @@ class _CallOutput:
         """End a call."""
         arguments, self.arguments = self.arguments, None
         assert arguments is not None
-        if isinstance(arguments, JSONArguments):
-            self.say(arguments.flush())
         self.raws[self._index] = arguments.raw
         self._out.append(CallEnd(self._index, is_whole))
 
@@ -329,7 +267,7 @@ class CallScanner:
             self._call.end(is_whole=False)
         elif self._step is CallScanner._outside:
             if self._call.raws:  # after a call, what begins a tag is no text
-                self._held = _safe(self._held, (CALL, FUNCTION))
+                self._held = before_open(self._held, (CALL, FUNCTION))
             return
         self._raw, self._held, self._step = "", "", CallScanner._outside
 
@@ -343,7 +281,7 @@ class CallScanner:
             self._call.text(text)
             self._held, self._step = self._held[start:], CallScanner._header
             return True
-        text = self._held if self._is_last else _safe(self._held, (CALL, FUNCTION)).rstrip()
+        text = self._held if self._is_last else before_open(self._held, (CALL, FUNCTION)).rstrip()
         self._call.text(text)
         self._held = self._held[len(text) :]
         return False
@@ -353,7 +291,9 @@ class CallScanner:
         is_wrapped = held.startswith(CALL)
         at = _skip(held, len(CALL)) if is_wrapped else 0
         if held.startswith("{", at) and self._n_failed < _MAX_FAILED_JSON:
-            return self._read_json(at, CallScanner._whole_json)
+            self._take(at)
+            self._json, self._step = ObjectEnd(), CallScanner._whole_json
+            return True
         if not held.startswith(FUNCTION, at):
             return self._wait_or_text(FUNCTION.startswith(held[at:]))
         end = _name_end(held, at + len(FUNCTION))
@@ -372,7 +312,9 @@ class CallScanner:
         at = _skip(self._held, 0)
         rest = self._held[at:]
         if rest.startswith("{") and self._n_failed < _MAX_FAILED_JSON:
-            return self._read_json(at, CallScanner._arguments_json)
+            self._take(at)
+            self._step = CallScanner._arguments_json
+            return True
         tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
         if not rest.startswith(tags):
             return self._wait_or_text(any(tag.startswith(rest) for tag in tags))
@@ -387,16 +329,18 @@ class CallScanner:
         tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
         start = _first(self._held, tags)
         if start is None:
-            kept = self._held if self._is_last else _safe(self._held, tags)
+            kept = self._held if self._is_last else before_open(self._held, tags)
             arguments.stray += kept
             self._held = self._held[len(kept) :]
             if self._is_last:
-                self._close()
+                self._call.close()
+                self._step = CallScanner._after
             return self._is_last
         arguments.stray += self._held[:start]
         self._held = self._held[start:]
         if not self._held.startswith(PARAMETER):
-            self._close()
+            self._call.close()
+            self._step = CallScanner._after
             return True
         end = _name_end(self._held, len(PARAMETER))
         if end is None and not self._is_last:
@@ -430,7 +374,7 @@ class CallScanner:
                 return None
         if self._is_last:
             return len(held)
-        self._take_value(len(_safe(held, (PARAMETER, *_CLOSERS))))
+        self._take_value(len(before_open(held, (PARAMETER, *_CLOSERS))))
         return None
 
     def _take_value(self, n: int) -> None:
@@ -469,11 +413,6 @@ class CallScanner:
         self._step = CallScanner._outside
         return True
 
-    def _read_json(self, at: int, step: Callable[[CallScanner], bool]) -> bool:
-        self._take(at)
-        self._json, self._step = ObjectEnd(), step
-        return True
-
     def _whole_json(self) -> bool:
         """Inside the object of the older form, if it is one."""
         if begin := _BEGIN.match(self._held):
@@ -500,7 +439,7 @@ class CallScanner:
 
     def _begin_json(self, name: str, rest: str) -> bool:
         self._raw, self._name = "", name
-        self._call.open(name, JSONArguments(name, self._tools))
+        self._call.open(name, JSONArguments())
         self._held, self._step = rest, CallScanner._json_arguments
         return True
 
@@ -531,10 +470,6 @@ class CallScanner:
         self._held = self._held.removeprefix("}")
         self._step = CallScanner._after
         return True
-
-    def _close(self) -> None:
-        self._call.close()
-        self._step = CallScanner._after
 
     def _wait_or_text(self, may_wait: bool) -> bool:
         """Wait for more of what may be a call, or give its beginning up as text."""
@@ -571,14 +506,6 @@ def _named(text: str) -> tuple[str, str]:
 
 def _first(text: str, tags: tuple[str, ...]) -> int | None:
     return min((at for tag in tags if (at := text.find(tag)) >= 0), default=None)
-
-
-def _safe(text: str, tags: tuple[str, ...]) -> str:
-    """Return text without the longest end that may begin one of the tags."""
-    for n in range(min(max(map(len, tags)) - 1, len(text)), 0, -1):
-        if any(tag.startswith(text[-n:]) for tag in tags):
-            return text[:-n]
-    return text
 
 
 def _name_end(text: str, start: int) -> int | None:

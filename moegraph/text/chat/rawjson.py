@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-_MARK = re.compile(r'["\\{}\[\]]')
+_MARK = re.compile(r'["\\{}\[\]<]')
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -57,10 +57,10 @@ def _skip(text: str, at: int) -> int:
 
 
 class ObjectEnd:
-    """Find where a JSON object ends in a text that arrives in pieces."""
+    """Finds where a JSON object ends in a text that arrives in pieces."""
 
     def __init__(self) -> None:
-        self._at = self._depth = 0
+        self._n = self._depth = 0
         self._in_string = False
         self._escaped_at = -1
 
@@ -69,28 +69,34 @@ class ObjectEnd:
 
         text: at each call, what it was before and more.
         """
-        for found in _MARK.finditer(text, self._at):
-            c = found.group()
+        n = self._n
+        end = self.push(text[n:])
+        return None if end is None else n + end
+
+    def push(self, text: str) -> int | None:
+        """Return the position after the object in the next piece; None: it is not whole yet.
+
+        A tag ends it too: no JSON has one outside of strings.
+        """
+        for found in _MARK.finditer(text):
+            c, at = found.group(), self._n + found.start()
             if self._in_string:
-                self._take_in_string(c, found.start())
+                if c == "\\" and at != self._escaped_at:
+                    self._escaped_at = at + 1
+                elif c == '"' and at != self._escaped_at:
+                    self._in_string = False
             elif c == '"':
                 self._in_string = True
+            elif c == "<":
+                return found.start()
             elif c in "{[":
                 self._depth += 1
             elif c in "}]":
                 self._depth -= 1
                 if self._depth == 0:
                     return found.end()
-        self._at = len(text)
+        self._n += len(text)
         return None
-
-    def _take_in_string(self, c: str, at: int) -> None:
-        if at == self._escaped_at:
-            return
-        if c == "\\":
-            self._escaped_at = at + 1
-        elif c == '"':
-            self._in_string = False
 
 
 # Characters of all values that are remembered.

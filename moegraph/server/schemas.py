@@ -1,10 +1,11 @@
-"""Fields that requests of several interfaces have, and how objects inside of bodies are read."""
+"""What bodies of requests have in common: limits, fields, and how objects in them are read."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NoReturn, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -18,10 +19,57 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ...engine.chat import Format, thinking_variables
-from ...sampling import RANDOM_SEED, SamplingParams, settings
-from ..errors import ApiError, from_validation
-from .limits import LIMITS, json_depth
+from ..engine.chat import Format, thinking_variables
+from ..sampling import RANDOM_SEED, SamplingParams, settings
+from ..units import KiB, MiB
+from .errors import ApiError, from_validation
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper bounds of a request; beyond them it is refused with status 400, or 413 for its body.
+
+    body_bytes: of a body. held_bytes: of the bodies of all requests that are being served; then
+    503. commas: in a body, which bound its values, as many small ones take 30 times the memory of
+    their text. messages, tools, stops: how many. stop_chars: of a stop string. grammar_bytes: of a
+    grammar, or of a schema as JSON. depth: of nested objects in schemas and in tools. choices: n.
+    prompts: of one text completion. top_logprobs: per token. body_s: how long a body may take to
+    arrive.
+    """
+
+    body_bytes: int = 64 * MiB
+    held_bytes: int = 512 * MiB
+    commas: int = 1 << 20
+    messages: int = 10_000
+    tools: int = 1024
+    stops: int = 64
+    stop_chars: int = 1024
+    grammar_bytes: int = 256 * KiB
+    depth: int = 64
+    choices: int = 16
+    prompts: int = 16
+    top_logprobs: int = 20
+    body_s: float = 60.0
+
+
+LIMITS = Limits()
+
+
+def json_depth(value: object) -> int:
+    """Return how deep the objects and lists of a JSON value are nested; a number has depth 0."""
+    depth, front = 0, [value]
+    while front := [inner for one in front for inner in _inside(one)]:
+        depth += 1
+    return depth
+
+
+def _inside(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values()) or [None]
+    if isinstance(value, list):
+        return value or [None]
+    return []
+
 
 _SETTINGS = {s.name: s for s in settings()}
 # The seeds that OpenAI's clients send have 64 bits.
@@ -143,14 +191,19 @@ def folded_seed(seed: int) -> int:
     return -1 if seed in (-1, RANDOM_SEED) else seed % RANDOM_SEED
 
 
-class Defaults(Protocol):
-    """What a request gets where it says nothing."""
+@dataclass(kw_only=True)
+class Defaults:
+    """What a request gets where it says nothing.
 
-    sampling: SamplingParams
-    max_tokens: int | None
-    deadline_s: float | None
-    ignore_eos: bool
-    variables: Mapping[str, Any]
+    max_tokens: of an answer; None: until the context is full. deadline_s: of every request; None:
+    none. variables: of the chat template.
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    deadline_s: float | None = None
+    ignore_eos: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StreamOptions(Body):

@@ -1,1 +1,0 @@
-"""What clients may send: one module for each kind of request."""
