@@ -65,3 +65,9 @@ class Cli:
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
     return Cli(monkeypatch)
+
+
+@pytest.fixture
+def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a loaded model not settle the heap: of a process of many tests, it takes seconds."""
+    monkeypatch.setattr("moegraph.server.host.settle", lambda: None)

@@ -224,16 +224,6 @@ class TestCalls:
         assert found.calls[0].arguments.startswith(broken) and found.content == "Done."
         assert not found.calls[0].is_whole
 
-    @pytest.mark.parametrize("n", range(28, 70))
-    def test_json_that_was_cut_is_told(self, n: int) -> None:
-        given = '{"note": "half \\n of", "b": 2}'
-        text = f'<tool_call>\n{{"name": "add", "arguments": {given}}}\n</tool_call>'[:n]
-        (found,) = reply(text, is_cut=True).calls
-        begin = len('<tool_call>\n{"name": "add", "arguments": ')
-        told = text[begin : begin + len(given)]
-        assert found.name == "add" and found.arguments == (told if len(told) > 1 else "")
-        assert found.is_whole == (n >= begin + len(given))
-
     def test_a_name_that_is_no_tool(self) -> None:
         assert calls(call("guess", x="1")) == [("guess", {"x": 1})]
 

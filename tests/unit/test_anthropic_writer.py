@@ -62,40 +62,10 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def test_a_text_has_the_events_that_anthropic_documents() -> None:
-    events, whole = run(ContentPart("Hel"), ContentPart("lo"))
-    assert [event["type"] for event in events] == [
-        "message_start", "content_block_start", "content_block_delta", "content_block_delta",
-        "content_block_stop", "message_delta", "message_stop",
-    ]  # fmt: skip
-    assert (whole.stop_reason, whole.stop_sequence, whole.model) == ("end_turn", None, "tiny")
-    assert whole.content[0].model_dump(exclude_none=True) == {"type": "text", "text": "Hello"}
-
-
-def test_reasoning_is_a_block_with_a_signature() -> None:
-    events, whole = run(ReasoningPart("h"), ReasoningPart("m"), ContentPart("yes"))
-    thought, said = whole.content
-    assert thought.type == "thinking" and thought.thinking == "hm" and thought.signature
-    assert said.type == "text"
-    assert [event["index"] for event in events if "index" in event] == [0] * 5 + [1] * 3
-
-
 def test_reasoning_that_is_not_shown_is_an_empty_block() -> None:
     _, whole = run(ReasoningPart("hm"), ContentPart("yes"), shows_thinking=False)
     thought = whole.content[0]
     assert thought.type == "thinking" and thought.thinking == "" and thought.signature
-
-
-def test_parallel_calls_are_blocks_with_their_own_input() -> None:
-    second = (CallBegin(1, "call_b", "close"), CallArguments(1, "{}"), CallEnd(1))
-    events, whole = run(ContentPart("see"), *CALL, *second)
-    uses = [block for block in whole.content if block.type == "tool_use"]
-    assert [(use.id, use.name, use.input) for use in uses] == [
-        ("call_a", "look", {"a": 1}), ("call_b", "close", {})
-    ]  # fmt: skip
-    assert whole.stop_reason == "tool_use"
-    starts = [e["content_block"] for e in events if e["type"] == "content_block_start"]
-    assert [block.get("input") for block in starts] == [None, {}, {}]
 
 
 @pytest.mark.parametrize(

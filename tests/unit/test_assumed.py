@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from click.testing import CliRunner
 
-from moegraph.cli import doctor, main
+from moegraph.cli import main
 from moegraph.cli.prediction import Assumption
 from moegraph.errors import RequestError
 from moegraph.experts.machines import MACHINES, usual_card
@@ -58,36 +57,6 @@ def test_the_card_of_this_machine_is_taken_up_to_its_memory(
 def test_a_machine_that_is_unknown_is_refused() -> None:
     with pytest.raises(RequestError, match="not a built-in machine .h200, rtx2060"):
         Assumption.of("rtx9999")
-
-
-def test_the_card_of_this_machine_is_among_the_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that fits into the smallest usual card, parts are shown instead."""
-
-    def titles(card: Card | None = None) -> list[int]:
-        have(monkeypatch, card)
-        args = ["plan", "tiny", "--pin-layers", "8", "--json"]  # then not only parts are shown
-        done = CliRunner().invoke(main, args)
-        assert done.exit_code == 0, done.output
-        return [row["budget_bytes"] >> 30 for row in json.loads(done.stdout)["budgets"]]
-
-    assert titles() == titles(RTX3060) == [6, 8, 12, 16, 24]
-    assert titles(replace(RTX3060, n_bytes=10 * GiB)) == [6, 8, 10, 12, 16, 24]
-
-
-def test_plan_says_for_which_card_it_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    have(monkeypatch)
-
-    def machines(*args: str) -> list[str]:
-        done = CliRunner().invoke(main, ["plan", "tiny", "--json", *args])
-        assert done.exit_code == 0, done.output
-        return [budget["machine"] for budget in json.loads(done.stdout)["budgets"]]
-
-    assert machines("--vram", "8", "--vram", "12", "--vram", "8,12") == [
-        "rtx4060", "rtx3060", "rtx4060",
-    ]  # fmt: skip
-    assert machines("--vram", "8", "--machine", "desktop") == ["desktop"]
-    have(monkeypatch, RTX3060)
-    assert machines("--vram", "8", "--vram", "24") == [RTX3060.name, "desktop"]
 
 
 class FakeDriver:
@@ -186,15 +155,6 @@ def test_plan_is_for_the_card_that_cuda_shows_first(
     found = [budget["machine"] for budget in json.loads(done.stdout)["budgets"]]
     assert found == [machine, "desktop"]
     assert gpu_used_bytes() == USED, "the driver numbers all"
-
-
-def test_doctor_names_the_variable_that_hides_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_driver", lambda: "570.1")
-    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("libggml-cuda.so")]))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert doctor._cuda([]).detail == "the driver shows no device"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert doctor._cuda([]).detail == "the driver shows no device with CUDA_VISIBLE_DEVICES=''"
 
 
 @pytest.mark.parametrize("missing", ["nvmlDeviceGetMemoryBusWidth", "nvmlDeviceGetName"])

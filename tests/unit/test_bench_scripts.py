@@ -23,7 +23,6 @@ import bench_tables
 
 from moegraph.placement.generator import PRESETS, RoutingModel, generate_trace
 from moegraph.placement.identity import RouterShape
-from moegraph.placement.trace import read_trace
 
 FAKE = str(ROOT / "tests" / "helpers" / "fake_llama_bench.py")
 BIG = RouterShape(40, 256, 8)
@@ -131,16 +130,6 @@ def sample(system: str, at: int, value: float, **more: object) -> _bench.Line:
     }  # fmt: skip
 
 
-def test_the_first_sample_does_not_count_and_ratios_are_of_pairs() -> None:
-    lines = [sample("upstream", at, tps) for at, tps in enumerate((1.0, 100.0, 110.0, 90.0))]
-    lines += [sample("ours", at, tps) for at, tps in enumerate((1.0, 200.0, 330.0, 90.0))]
-    assert _bench.comparison(lines, "upstream")[2:] == [
-        "| ub 1 | tg8 | upstream | 3 | 100.0 (90.0 .. 110.0) tok/s | - |",
-        "| ub 1 | tg8 | ours | 3 | 200.0 (90.0 .. 330.0) tok/s | 2.000 (1.000 .. 3.000) |",
-    ]
-    assert _bench.times_better([2.0], [6.0], "ms") == [3.0], "less time is better"
-
-
 def test_arguments_are_published_without_folders() -> None:
     given = ["a=/home/me/tree,X=1", "--out", "../x/rows.jsonl", ".", "/a/b/m.gguf", "8192"]
     assert _bench.plain_paths(given) == ["a=tree,X=1", "--out", "rows.jsonl", ".", "m.gguf", "8192"]
@@ -234,16 +223,3 @@ def test_a_page_shows_no_two_commits(tmp_path: Path) -> None:
 def test_the_preset_of_the_published_tables_gives_the_same_ids() -> None:
     trace = generate_trace(BIG, 64 + 5 * 128)
     assert trace.sha256.startswith("c349334d5f4c1403") and PRESETS["sticky"] == RoutingModel()
-
-
-def test_a_written_trace_is_one_that_simulate_reads(tmp_path: Path) -> None:
-    path = tmp_path / "t"
-    done = run("make_trace.py", str(path), "--preset", "flat", "--tokens", "64", "--layers", "4",
-               "--experts", "16", "--used", "2")  # fmt: skip
-    trace = read_trace(path)
-    assert f"sha256 {trace.sha256}" in done.stdout and "preset flat" in trace.source
-    shown = subprocess.run(
-        [sys.executable, "-m", "moegraph", "simulate", str(path), "--json"], cwd=ROOT,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert shown.returncode == 0 and trace.sha256 in json.dumps(json.loads(shown.stdout))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,17 +15,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import _cuda
 import _progress
 import _tools
-
-
-@pytest.fixture
-def builder() -> ModuleType:
-    """Return moegraph/ggml/_build.py as a module."""
-    pytest.importorskip("cffi")
-    spec = importlib.util.spec_from_file_location("b", ROOT / "moegraph" / "ggml" / "_build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -132,21 +119,3 @@ def test_wrong_arguments_of_the_build_get_one_line(arguments: list[str], message
     )  # fmt: skip
     assert done.returncode != 0
     assert message in done.stderr and "Traceback" not in done.stderr
-
-
-def test_declarations_come_from_the_list_and_from_our_headers(
-    builder: ModuleType, tmp_path: Path
-) -> None:
-    text = builder.declarations()
-    names = ("ggml_init", "ggml_backend_dev_init", "mg_launch", "mg_watch", "moegraph_fetch_rows")
-    assert all(name in text for name in names) and "GGML_API" not in text
-    assert set(builder.DECL.glob("*.h")) == {
-        p for p in builder.DECLARATIONS if p.parent == builder.DECL
-    }
-    header = tmp_path / "ours.h"
-    header.write_text("#define NO 1\nint f(void);")
-    with pytest.raises(ValueError, match=r"ours\.h: no declarations"):
-        builder.declarations([header])
-    words = '#ifdef __cplusplus\nextern "C" {\n#endif\n#define A INT32_MIN\nGGML_API int f(void);\n'
-    header.write_text(f"#define NO 1\n{words}#ifdef __cplusplus\n}}\n#endif\n")
-    assert builder.declarations([header]) == "#define A ...\nint f(void);\n"

@@ -68,24 +68,6 @@ def test_a_stream_makes_the_completion_that_comes_at_once(call: str) -> None:
     assert whole.system_fingerprint == streamed.system_fingerprint is not None
 
 
-@pytest.mark.parametrize("n", [30, 45])
-def test_a_call_that_is_cut_is_told_with_its_reason(n: int) -> None:
-    for call in (XML, JSON):
-        with client_of(Case([call])) as client:
-            whole = client.chat.completions.create(**ASK, tools=[TOOL], max_tokens=n)
-            chunks = list(
-                client.chat.completions.create(**ASK, tools=[TOOL], max_tokens=n, stream=True)
-            )
-        assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "length"
-        assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-1])
-        assert whole.choices[0].message.tool_calls
-        (made,) = whole.choices[0].message.tool_calls
-        deltas = [d for chunk in chunks for d in chunk.choices[0].delta.tool_calls or ()]
-        assert deltas[0].function and deltas[0].function.name == "look"
-        text = "".join(d.function.arguments or "" for d in deltas if d.function)
-        assert made.type == "function" and made.function.arguments == text
-
-
 def test_an_answer_of_a_given_type() -> None:
     class City(pydantic.BaseModel):
         name: str

@@ -100,22 +100,6 @@ class TestPrompt:
             assert f"a{separator}b" in found
 
     @pytest.mark.parametrize(
-        ("given", "shown"),
-        [
-            ('{"c":"\\u00e9","l":["\\u00e9",{"k":1}],"n":1.50}', '["é", {"k": 1}]'),
-            ({"c": "é", "l": ["é", {"k": 1}], "n": 1.5}, '["é", {"k": 1}]'),
-        ],
-    )
-    def test_arguments_of_calls_are_shown_as_in_training(self, given: Any, shown: str) -> None:
-        turn = {
-            "role": "assistant",
-            "tool_calls": [{"function": {"name": "look", "arguments": given}}],
-        }
-        text = prompt([USER, turn, {"role": "tool", "content": "1"}])
-        assert f"<parameter=l>\n{shown}\n</parameter>" in text
-        assert "<parameter=c>\né\n</parameter>" in text
-
-    @pytest.mark.parametrize(
         "show",
         [
             "{{ a if a is string else a | tojson }}", "{{ a | tojson }}", "{{ '> ' + a }}",

@@ -14,22 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from click.testing import CliRunner, Result
 from helpers.fake_engine import FakeEngine
 
 from moegraph.bench import BenchRow, BenchSpec, ttft
-from moegraph.cli import bench, benchrows, main
+from moegraph.cli import bench, benchrows
 from moegraph.errors import MoegraphError, NativeError
 
 if TYPE_CHECKING:
     from conftest import Cli
-
-
-def invoke(*args: object) -> Result:
-    result = CliRunner().invoke(main, [str(arg) for arg in args])
-    assert "\x1b" not in result.output
-    assert "Traceback" not in result.output
-    return result
 
 
 RECORDS = [
@@ -51,16 +43,6 @@ class TestBench:
         tests = [record["test"] for record in records]
         benchrows.STYLES[style](iter(records), tests, varied)
         return capsys.readouterr().out
-
-    def test_markdown_is_a_table_like_llama_bench_prints(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        lines = self.out("md", capsys).splitlines()
-        assert len({len(line) for line in lines}) == 1
-        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-        assert cells[0] == ["model", "size", "params", "backend", "threads", "test", "t/s"]
-        assert cells[2][-2:] == ["pp512", "123.46 \u00b1 1.50"]
-        assert cells[3][-2] == "tg128 @ d4096"
 
     def test_all_formats_hold_the_same_rows(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert json.loads(self.out("json", capsys)) == RECORDS
@@ -85,15 +67,6 @@ class TestBench:
     def test_lists_and_ranges_as_in_llama_bench(self, text: str, lengths: tuple[int, ...]) -> None:
         assert bench.lengths(None, None, (text,)) == lengths
         assert bench.lengths(None, None, (text, "7")) == (*lengths, 7)
-
-    @pytest.mark.parametrize(
-        "text", ["", "x", "1,", "-5", "4-1", "1-", "1-9+0", "1-9*1", "0-9*2", "1-9+", "99999999",
-                 "0-1000000"],
-    )  # fmt: skip
-    def test_lengths_that_make_no_sense(self, text: str) -> None:
-        result = invoke("bench", "m", "-p", text)
-        assert result.exit_code == 2
-        assert "Invalid value for '-p'" in result.stderr
 
     @pytest.mark.parametrize(
         ("args", "say"),

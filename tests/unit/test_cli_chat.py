@@ -48,14 +48,6 @@ class TestPiped:
         ]
         assert all(call.reuse for call in cli.engine.calls)
 
-    def test_what_changed_meanwhile_follows_each_answer(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("ok", kv=KV)
-        news = [["bypassed"], []]
-        cli.engine.drain_messages = lambda: news.pop(0)  # type: ignore[method-assign]
-        result = cli("chat", "m", stdin="a\nb\n")
-        assert result.exit_code == 0 and news == []
-        assert result.stderr.count("note: bypassed\n") == 1
-
     def test_a_system_prompt_in_a_file(self, cli: Cli, tmp_path: Path) -> None:
         (tmp_path / "s").write_text("Be brief:\\n\n")
         cli.engine = FakeEngine("ok", kv=KV)
@@ -113,15 +105,6 @@ class TestPiped:
         asked = [p.removeprefix("[user]").removesuffix("[assistant]") for p in prompts(cli)]
         assert asked == ["piped\n\nb\n?", r"a\n" + "\n\nwhy?", r"a\n", "two\nlines"]
 
-    def test_an_answer_that_was_cut_is_told(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("abcdef", kv=KV, n_ctx=20)
-        assert (
-            "note: the answer was cut at 2 tokens (-n)\n"
-            in cli("chat", "m", "-p", "a", "--max-tokens", 2).stderr
-        )
-        assert "the context of 20 tokens is full" in cli("chat", "m", "-p", "a").stderr
-        assert "cut" not in cli("chat", "m", "-p", "a", "-n", 2, "-q").stderr
-
     def test_the_shipped_model_is_no_chat_model(self, cli: Cli) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
         tiny = resolve_target("tiny")
@@ -133,18 +116,6 @@ class TestPiped:
         assert cli("chat", tiny, "-p", "a", "-n", "7", "-q").stderr == ""
         assert [call.max_tokens for call in cli.engine.calls] == [256, 7]
 
-    @pytest.mark.parametrize(
-        ("key", "name", "is_base"),
-        [("name", "Qwen3.5 35B A3B Base", True), ("finetune", "base", True),
-         ("name", "Baseline 3", False), ("finetune", "Instruct", False), ("name", 3, False)],
-    )  # fmt: skip
-    def test_a_base_model_is_said_to_be_one(
-        self, cli: Cli, key: str, name: object, is_base: bool
-    ) -> None:
-        cli.engine = FakeEngine("ok", kv={**KV, f"general.{key}": name})
-        assert ("is a base model" in cli("chat", "m", "-p", "a").stderr) == is_base
-        assert "base" not in cli("chat", "m", "-p", "a", "-q").stderr
-
     def test_reasoning_goes_to_stderr(self, cli: Cli) -> None:
         cli.engine = FakeEngine("<think>\nhm</think>\n\nyes", kv=KV)
         result = cli("chat", "m", stdin="a\nb\n")
@@ -152,18 +123,6 @@ class TestPiped:
         assert result.stderr == "hm\nhm\n"
         # The template decides what becomes of old reasoning.
         assert "[assistant]<think>\nhm</think>\n\nyes[user]b" in prompts(cli)[1]
-
-    def test_a_template_that_prints_the_bos_gets_no_second_one(self, cli: Cli) -> None:
-        asked = []
-        cli.engine = FakeEngine("ok", kv={TEMPLATE_KEY: "{{ bos_token }}" + TEMPLATE})
-        encode = cli.engine.tokenizer.encode
-        cli.engine.tokenizer.encode = lambda text, add_special: (
-            asked.append(add_special) or encode(text)
-        )
-        cli("chat", "m", stdin="a\n")
-        cli.engine.file.kv[TEMPLATE_KEY] = TEMPLATE
-        cli("chat", "m", stdin="a\n")
-        assert asked == [False, True]
 
     def test_a_message_that_does_not_fit_is_left_out(self, cli: Cli) -> None:
         cli.engine = FakeEngine("ok", kv=KV, n_ctx=80)

@@ -15,8 +15,8 @@ import pytest
 from helpers.disk import file_limit
 from helpers.fake_engine import FakeEngine
 
-from moegraph.cli import typed, ui
-from moegraph.cli.typed import COMMANDS, QUIT, VARIABLE, WITH_FILES, LineHistory, history_path
+from moegraph.cli import ui
+from moegraph.cli.typed import VARIABLE, LineHistory, history_path
 from moegraph.text.chat.template import TEMPLATE_KEY
 
 if TYPE_CHECKING:
@@ -116,14 +116,6 @@ def test_a_setting_that_is_wrong_changes_nothing(cli: Cli, talk: Talk, line: str
     assert cli.engine.calls[0].sampling.temperature == 0.8
 
 
-def test_show_says_what_is_in_force(talk: Talk) -> None:
-    shown = talk("a", "/show", args=("-n", "9", "-sys", "S")).stderr
-    assert "context  31 of 4096 tokens; questions so far: 1" in shown
-    assert "kept     2 places to go on from, 3.00 MiB" in shown
-    assert "system   S" in shown and "limit    9 (-n)" in shown
-    assert "top_k              20  (of the model file)" in shown
-
-
 def test_a_conversation_can_be_saved_and_continued(cli: Cli, talk: Talk, tmp_path: Path) -> None:
     path = tmp_path / "my talk.json"
     assert f"saved 1 turn to {path}" in talk("a", f"/save {path}", args=("-sys", "S")).stderr
@@ -172,20 +164,6 @@ def test_read_asks_about_a_file(cli: Cli, talk: Talk, tmp_path: Path) -> None:
     shown = talk(f"/read {tmp_path / 't'} What is it?", "/read nope", f'/read "{tmp_path}').stderr
     assert prompts(cli) == ["[user]text\n\nWhat is it?[assistant]"]
     assert "nope: cannot read the prompt" in shown and "No closing quotation" in shown
-
-
-def test_tab_completes_commands_and_files(tmp_path: Path) -> None:
-    (tmp_path / "talk.json").touch()
-    (tmp_path / "talks").mkdir()
-
-    def found(line: str, text: str) -> list[str]:
-        return typed.candidates(line, text, (*COMMANDS, *QUIT), WITH_FILES)
-
-    assert found("/re", "/re") == ["/regen", "/read"]
-    assert found("what", "what") == [] == found("say /re", "/re")
-    start = str(tmp_path / "ta")
-    assert found(f"/load {start}", start) == [f"{start}lk.json", f"{start}lks/"]
-    assert found(f"cat {start}", start) == []
 
 
 def test_what_counts_as_piped_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

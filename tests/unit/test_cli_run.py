@@ -43,22 +43,10 @@ class TestText:
         assert cli.engine.calls[0].prompt == "say"
         assert cli.engine.closed
 
-    def test_what_changed_while_it_ran_is_a_line_on_stderr(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("x")
-        cli.engine.drain_messages = lambda: ["the expert cache hits nothing"]
-        result = cli("run", "m", "-p", "a")
-        assert result.exit_code == 0
-        assert result.stderr.count("note: the expert cache hits nothing\n") == 1
-
     @pytest.mark.parametrize("text", ["naïve 日本", "a\x07b"])
     def test_characters_arrive_in_a_pipe_whole_and_as_they_are(self, cli: Cli, text: str) -> None:
         cli.engine = FakeEngine(text)
         assert cli("run", "m", "-p", "x").stdout == text
-
-    def test_the_prompt_is_shown_only_on_request(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("b")
-        assert cli("run", "m", "-p", "a", "--display-prompt").stdout == "ab"
-        assert cli("run", "m", "-p", "a").stdout == "b"
 
     @pytest.mark.parametrize("how", ["file", "dash", "pipe"])
     def test_a_prompt_from_a_file_or_a_pipe_loses_one_newline(
@@ -70,10 +58,6 @@ class TestText:
         else:
             cli("run", "m", *(["-f", "-"] if how == "dash" else []), stdin="two\nlines\n\n")
         assert cli.engine.calls[0].prompt == "two\nlines\n"
-
-    def test_a_prompt_on_the_command_line_leaves_stdin_alone(self, cli: Cli) -> None:
-        cli("run", "m", "-p", "typed", stdin="piped")
-        assert cli.engine.calls[0].prompt == "typed"
 
     def test_stop_strings_end_the_text(self, cli: Cli) -> None:
         cli.engine = FakeEngine("one\n\ntwo")
@@ -223,13 +207,6 @@ class TestPrompt:
         assert "holds 4096" in cli.refused("run", "m", "-p", "x" * 4097, "-c", "0")
         assert cli("run", "m", "-p", "x" * 256, "-c", "256").exit_code == 0
 
-    def test_text_beyond_the_trained_context_is_told(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("abc", n_ctx=8192)
-        args = ("run", "m", "-p", "x" * 4094, "-c", "8192", "-n")
-        assert "warning" not in cli(*args, "2").stderr
-        warning, _ = cli(*args, "3").stderr.splitlines()
-        assert warning == "warning: 4097 positions; the model was trained on only 4096"
-
 
 class TestJson:
     def report(self, cli: Cli, *args: object) -> dict[str, Any]:
@@ -338,19 +315,6 @@ class TestFailures:
         cli.engine = FakeEngine("a", before_token=leave)
         result = cli("run", "m", "-p", "x")
         assert (result.exit_code, result.output) == (141, "")
-
-    def test_debug_shows_where_an_error_came_from(
-        self, cli: Cli, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from click.testing import CliRunner
-
-        from moegraph.cli import main
-
-        monkeypatch.setenv("MOEGRAPH_DEBUG", "1")
-        result = CliRunner().invoke(main, ["run", "m", "-p", "x", "--top-p", "7"])
-        assert result.exit_code == 2
-        assert "Traceback" in result.stderr
-        assert result.stderr.splitlines()[-1].startswith("error: top_p is 7")
 
 
 def press_ctrl_c(at: int) -> Any:

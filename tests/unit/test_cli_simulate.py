@@ -107,18 +107,6 @@ def test_times_of_other_experts_are_not_told_as_ones_own(
     assert row["rows"][0]["token_us"] > 0 and row["slot_bytes_by_layer"] == [1887436] * 4
 
 
-def test_without_sizes_nothing_is_made_up(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "t.trace"
-    write_trace(path, generate_trace(SHAPE, 80))
-    row = json.loads(cli("simulate", path, "--json").stdout)["rows"][0]
-    assert row["uploaded_bytes_per_token"] is None and row["token_us"] is None
-    result = cli("simulate", path)
-    assert "does not say how large an expert is; give --model or --expert-size" in result.stderr
-    assert result.stdout.splitlines()[1].split()[-3:] == ["-", "-", "-"]
-    line = cli.refused("simulate", path, "--model", "m", "--expert-size", "1MiB")
-    assert "give one" in line
-
-
 @pytest.mark.parametrize(
     ("args", "say"),
     [(("--policy", "mru"), "no policy 'mru'"), (("--resident", "x"), "percentages as 25,60,100"),

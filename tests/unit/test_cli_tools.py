@@ -10,13 +10,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
-from helpers.patience import until
 
 from moegraph import __version__
 from moegraph.cli import doctor, main, ui
@@ -154,23 +152,6 @@ class TestDrawing:
             bars("prefill", 1, 4)
             assert "Reading the prompt" in terminal.getvalue()
         # Hidden while a bar is drawn, and shown again at the end.
-        assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
-
-    @pytest.mark.parametrize(
-        ("begin", "shown"),
-        [
-            (lambda bars: bars.expect("prefill", 512), "Reading the prompt"),
-            (lambda bars: bars("threads", 0, 1), "Measuring CPU threads"),
-        ],
-    )
-    def test_a_bar_appears_though_no_report_follows(
-        self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch,
-        begin: Callable[[ui.Bars], None], shown: str,
-    ) -> None:  # fmt: skip
-        monkeypatch.setattr(ui, "_BAR_DELAY_S", 0.01)
-        with ui.Bars() as bars:
-            begin(bars)
-            until(lambda: shown in terminal.getvalue())
         assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
 
     def test_nothing_is_drawn_into_a_pipe(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,93 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 from moegraph import errors
 from moegraph.config import EngineConfig, settings
 from moegraph.errors import ConfigError, MoegraphError, one_line
+from moegraph.setting import Setting, problem_of
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("device", "gpu"),
-        ("device", "cuda:"),
-        ("device", "cuda:x"),
-        ("device", "CPU "),
-        ("device", 0),
-        ("mode", "fast"),
-        ("n_ctx", -2),
-        ("n_ctx", 1 << 40),
-        ("n_ctx", 4096.0),
-        ("n_ctx", True),
-        ("n_ctx", "4096"),
-        ("n_ubatch", 0),
-        ("n_threads", 0),
-        ("n_threads", 513),
-        ("n_threads_batch", 0),
-        ("poll", -1),
-        ("poll", 101),
-        ("poll", "50"),
-        ("n_ctx", None),
-        ("type_k", "q3_K"),
-        ("type_v", None),
-        ("n_seq", 0),
-        ("n_seq", 257),
-        ("n_draft", -1),
-        ("n_draft", 65),
-        ("spec", "eagle"),
-        ("draft", None),
-        ("draft_max", 0),
-        ("draft_max", 65),
-        ("draft_p_min", 1.01),
-        ("draft_p_min", float("nan")),
-        ("draft_p_min", True),
-        ("draft_p_min", "0.5"),
-        ("budget", 0),
-        ("budget", 66),
-        ("ddtree_budget", 65),
-        ("ddtree_temp", -1),
-        ("cpu_reference", 1),
-    ],
-)
-def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(
-    field: str, value: object
-) -> None:
-    config = dataclasses.replace(EngineConfig(), **{field: value})
-    with pytest.raises(ConfigError) as caught:
-        config.validate()
-    message = str(caught.value)
-    setting = next(s for s in settings() if s.name == field)
-    assert message.startswith(f"{field} is {value!r}")
-    assert all(flag in message for flag in setting.flags)
-    assert setting.allowed in message or "true or false" in message
+def wrong_values(setting: Setting) -> list[object]:
+    """Return values that a setting must refuse."""
+    if setting.minimum is not None and setting.maximum is not None:
+        return [setting.minimum - 1, setting.maximum + 1, "5", True, math.nan]
+    if setting.kind == "device":
+        return ["gpu", "cuda:", "cuda:x", "CPU ", 0]
+    return {"flag": [1], "choice": ["q3_K", None]}.get(setting.kind, [0])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"device": "cpu"},
-        {"device": "cuda"},
-        {"device": "cuda:7"},
-        {"n_ctx": 0},
-        {"n_ctx": 1 << 22},
-        {"n_ubatch": 1},
-        {"n_threads": 512},
-        {"type_k": "q4_0"},
-        {"n_threads": None},
-        {"poll": 0},
-        {"poll": 100},
-        {"n_threads_batch": 1},
-        {"mode": "whole"},
-        {"draft_p_min": 1},
-        {"draft_p_min": 0.75, "budget": 64, "draft_max": None},
-        {"cpu_reference": True, "device": "cpu"},
-    ],
-)
-def test_values_at_the_limits_are_allowed(changes: dict[str, object]) -> None:
-    assert EngineConfig(**changes).problems() == []
+@pytest.mark.parametrize("setting", settings(), ids=lambda setting: setting.name)
+def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(setting: Setting) -> None:
+    for value in wrong_values(setting):
+        config = dataclasses.replace(EngineConfig(), **{setting.name: value})
+        with pytest.raises(ConfigError) as caught:
+            config.validate()
+        message = str(caught.value)
+        assert message.startswith(f"{setting.name} is {value!r}")
+        assert all(flag in message for flag in setting.flags)
+        assert setting.allowed in message or "true or false" in message
+
+
+@pytest.mark.parametrize("setting", settings(), ids=lambda setting: setting.name)
+def test_values_at_the_limits_are_allowed(setting: Setting) -> None:
+    bounds = () if setting.minimum is None else (setting.minimum, setting.maximum)
+    for value in (*bounds, *setting.choices, setting.default):
+        assert problem_of(setting, value) == ""
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -11,18 +11,14 @@ from hypothesis import strategies as st
 
 from moegraph.experts.cost import (
     Curve,
-    FetchChoice,
     Machine,
-    MissCosts,
     choose_ways,
     expected_missing,
     fetch_limit,
     fetches_in_graph,
     machine_costs,
-    streams_rare_misses,
 )
 from moegraph.experts.machines import MACHINES
-from moegraph.kinds import MAX_FETCH_ROWS
 
 N_EXPERT = 256
 
@@ -80,28 +76,6 @@ def test_modes_and_curves_of_a_machine_decide_as_in_a_run() -> None:
             )
 
 
-@pytest.mark.parametrize("mode", ["auto", "cpu", "stream"])
-@pytest.mark.parametrize("n_slots", [[0, 20], [128, 256], [127, 200]])
-def test_the_cpu_computes_by_mode_and_by_how_rarely_it_would(mode: str, n_slots: list[int]) -> None:
-    costs = MissCosts(tuple(SERVER_CPU), tuple(SERVER_PCIE), per_row=0.5)
-    ways = choose_ways(mode, costs, n_slots, 8, N_EXPERT)
-    is_rare = streams_rare_misses(SERVER_CPU[1], SERVER_PCIE[1], min(n_slots), N_EXPERT)
-    assert ways.cpu == (mode != "stream")
-    assert any(ways.split.decode) == any(ways.split.bypassed) == ways.cpu
-    assert ways.cpu_from == (2 if mode == "auto" and is_rare else 1), "no export for one row"
-    assert choose_ways(mode, MissCosts(), n_slots, 8, N_EXPERT).cpu == (mode == "cpu")
-
-
-def test_the_more_rows_miss_the_sooner_the_host_helps() -> None:
-    """Each further row misses more, and the CPU and the bus together are faster than the bus."""
-    costs = MissCosts(tuple(SERVER_CPU), tuple(SERVER_PCIE))
-    rows = [choose_ways("auto", costs, [n], 8, N_EXPERT).fetch_rows for n in range(0, 256, 8)]
-    assert rows == sorted(rows) and rows[0] == 0 and rows[-1] == MAX_FETCH_ROWS
-    for n, known in zip(range(0, 256, 8), rows):
-        found = [fetches(SERVER_CPU, SERVER_PCIE, n, N_EXPERT, at) for at in range(1, 33)]
-        assert found == [at <= known for at in range(1, 33)], "one border"
-
-
 @pytest.mark.parametrize("bus", [line(45, 37), line(86, 76), line(300, 300)])
 @pytest.mark.parametrize("n_rows", [1, 2, 8, 32])
 def test_a_limit_parts_what_is_fetched_from_what_is_not(bus: list[float], n_rows: int) -> None:
@@ -110,26 +84,3 @@ def test_a_limit_parts_what_is_fetched_from_what_is_not(bus: list[float], n_rows
     assert fetches_in_graph(SERVER_CPU, bus, limit, n_rows)
     assert not fetches_in_graph(SERVER_CPU, bus, 1.02 * limit, n_rows)
     assert fetch_limit([0.0] + [1.0] * 8, bus, n_rows, N_EXPERT) == math.inf, "no use of the CPU"
-
-
-def test_what_several_rows_miss_decides_how_the_next_such_pass_computes_it() -> None:
-    costs = MissCosts(tuple(SERVER_CPU), tuple(SERVER_PCIE))
-    ways = choose_ways("auto", costs, [154], 8, N_EXPERT)
-    choice = FetchChoice(ways, MAX_FETCH_ROWS)
-    limit, expected = ways.fetch_limits[7], ways.expected[7]
-    assert expected < limit and choice.fetches(8), "in advance"
-    assert [choice.learns(n) for n in (1, 2, 32, 33)] == [False, True, True, False]
-    choice.observe(8, 3 * limit)
-    assert choice.fetches(8), "a single pass is no rule"
-    for _ in range(20):
-        choice.observe(8, 3 * limit)
-    assert not choice.fetches(8) and choice.fetches(7), "other numbers of rows, other texts"
-    for _ in range(20):
-        choice.observe(8, 0.95 * limit)
-    assert not choice.fetches(8), "what is hardly better changes nothing"
-    for _ in range(20):
-        choice.observe(8, 0.5 * limit)
-    assert choice.fetches(8)
-    assert not FetchChoice(choose_ways("auto", costs, [0], 8, N_EXPERT), 32).learns(8)
-    fixed = FetchChoice(choose_ways("stream", costs, [154], 8, N_EXPERT), 16)
-    assert fixed.fetches(16) and not fixed.fetches(17) and not fixed.learns(8)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegraph.experts.cachestats import RoutingCounts
 from moegraph.experts.crossing import Crossing, Forecast
 
 
@@ -68,18 +67,3 @@ def test_little_is_sent_in_vain(n_rows: int, most: float) -> None:
         n_sent, n_wasted, n_ahead = n_sent + used, n_wasted + wasted, n_ahead + len(ahead)
     assert n_wasted <= most * n_sent
     assert n_ahead > 10 * 40
-
-
-def test_without_counts_nothing_is_sent_ahead_and_a_profile_counts() -> None:
-    routing, absent = RoutingCounts(2, 4), np.arange(4)
-    forecast = Forecast(512)
-    forecast.begin(routing.popularity(0), absent, 2)
-    assert forecast.likely(4) == []
-    routing.expect(0, [1.5, 0.4, 0.1, 0.0])
-    forecast.note(100, 0)
-    forecast.begin(routing.popularity(0), absent, 2)
-    assert forecast.likely(4)[:2] == [0, 1]
-    forecast.begin(routing.popularity(0), absent[:0], 2)
-    assert forecast.likely(4) == []
-    routing.add(0, [3, 3])
-    assert routing.popularity(0)[3] == 2

@@ -257,19 +257,6 @@ def test_requests_are_handed_out_in_turns(talk: Talk) -> None:
     assert len(talk.service.requests) == 2
 
 
-def test_a_request_is_continued_in_its_slot(talk: Talk) -> None:
-    talk(f"REQ 1 SLOT 1 START {talk.file(10)} 5 2")
-    talk(f"REQ 2 SLOT 0 START {talk.file(20)} 5 2")
-    talk.tagged()
-    assert talk("SLOT 1 CONTINUE") == "ok CONTINUE req=1 slot=1 emitted=4 remaining=1"
-    assert talk.tagged() == [(1, 13), (1, 14), (1, -4)]
-    assert talk("CONT") == "ok CONTINUE req=1 slot=1 emitted=5 remaining=0"
-    assert talk.tagged() == [(1, 15), (1, -1)]
-    assert talk("CONT") == "err no_active_request slot 1"
-    assert talk("REQ 1 SLOT 0 CONTINUE") == "err no_active_request slot 0"
-    assert talk("LIST_TARGET_CACHE_SLOTS") == "[daemon] target_cache_slots=2 active=0"
-
-
 def test_a_cancelled_request_is_rejected_afterwards(talk: Talk) -> None:
     talk.service.endless = True
     talk(f"REQ 4 START {talk.file(10)} 5 2")

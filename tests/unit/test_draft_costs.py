@@ -3,58 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
-import random
 
 import pytest
 
-from moegraph.draft.estimates import Acceptance, PassTimes
+from moegraph.draft.estimates import PassTimes
 from moegraph.draft.plan import Shape, Step, grow
 from moegraph.draft.stats import Recorder, SpecStats
 
 WIDTHS = (2, 3, 4, 6, 8, 16)
-
-
-def test_a_depth_is_counted_only_where_the_walk_came_to_it() -> None:
-    rng, known = random.Random(1), Acceptance(6, 0.5)
-    true = (0.9, 0.5, 0.8, 0.3)
-    for _ in range(3000):
-        ranks = []
-        for p in true:
-            ranks.append(0 if rng.random() < p else -1)
-            if ranks[-1]:
-                break
-        known.observe(ranks)
-    for rate, p in zip(known.rates, true):
-        assert rate == pytest.approx(p, abs=0.13)
-    # a depth that no draft had is believed to be like the one before it
-    assert known.rates[4] == pytest.approx(known.rates[3])
-
-
-def test_drafts_that_are_cut_for_want_of_confidence_do_not_flatter_the_rest() -> None:
-    rng, known, naive = random.Random(2), Acceptance(2, 0.5), Acceptance(2, 0.5)
-    sure, unsure = math.log(0.95), math.log(0.3)
-    for _ in range(4000):
-        log_p = sure if rng.random() < 0.5 else unsure
-        if log_p == unsure and rng.random() < 0.9:  # mostly not verified
-            known.expect(known.rates_of([log_p]), 0)
-            continue
-        rank = 0 if rng.random() < (0.95 if log_p == sure else 0.3) else -1
-        known.observe([rank], [log_p])
-        naive.observe([rank], [log_p])
-    assert naive.rates[0] > 0.8  # really 0.625
-    assert known.rates[0] == pytest.approx(0.625, abs=0.1)
-
-
-def test_confidence_tells_good_drafts_from_bad_ones_and_is_calibrated() -> None:
-    rng, known = random.Random(3), Acceptance(1, 0.7)
-    for _ in range(3000):
-        said = rng.choice((0.999, 0.5))  # really 0.9 and 0.4
-        right = rng.random() < (0.9 if said > 0.9 else 0.4)
-        known.observe([0 if right else 1], [math.log(said)])
-    assert known.rates_of([math.log(0.999)])[0] == pytest.approx(0.9, abs=0.08)
-    assert known.rates_of([math.log(0.5)])[0] == pytest.approx(0.4, abs=0.08)
-    assert 0 < known.rates_of([-math.inf])[0] < 1
 
 
 def expected_tokens(accept: tuple[float, ...], leaf: tuple[float, ...], shape: Shape) -> float:

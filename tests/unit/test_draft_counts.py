@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.drafting import Rates, Text, Tool, World, auto, simulate
+from helpers.recorded_drafts import Answer, Card, engine, write
 
 from moegraph.draft.controller import Controller
-from moegraph.draft.plan import DraftSettings, Source, Step
+from moegraph.draft.plan import Step
 from moegraph.errors import RequestError
 from moegraph.placement.draftcounts import added, from_fields, less
 from moegraph.placement.identity import RouterShape
@@ -77,16 +77,12 @@ def test_a_damaged_file_is_refused(tmp_path: Path, drafts: Any) -> None:
 
 
 STEP = 2.4e-3
-SOURCE = Source("mtp", 8, 0.02, 0.17, 0.75, 3)
 
 
-def begun(rates: tuple[float, ...], known: bool) -> Controller:
+def begun(kind: str, known: bool) -> Controller:
     """Return a controller before its second start, which may know what the first one learned."""
-    world = World([Text(600, {"mtp": Rates(rates)})], [Tool(SOURCE, 0.05e-3, 0.38e-3)],
-                  lambda n: 1.0 + 0.13 * (n - 1), STEP)  # fmt: skip
-    before, after = auto(world), Controller([SOURCE], DraftSettings())
-    simulate(world, before)
-    after.calibrate(STEP, {2: 1.2 * STEP, 4: 1.5 * STEP})
+    before, after = engine(1.0, "mtp"), engine(1.0, "mtp")
+    write(Card(1.0, 1), Answer((kind,), 600, 1), before)
     if known:
         after.remember(before.stats.drafts)
     after.begin()
@@ -94,7 +90,7 @@ def begun(rates: tuple[float, ...], known: bool) -> Controller:
 
 
 def test_the_next_start_begins_with_what_was_learned() -> None:
-    good = begun((0.9, 0.88, 0.86), known=True)
+    good = begun("structured", known=True)
     plan = good.choose(500)
     assert plan.source == "mtp" and not plan.is_trial and plan.n_draft >= 2
 
@@ -110,4 +106,4 @@ def test_the_next_start_begins_with_what_was_learned() -> None:
                                     ranks, (), draft_s, is_trial=plan.is_trial))  # fmt: skip
         return n
 
-    assert n_tried(begun((0.1, 0.1), known=True)) < n_tried(begun((0.1, 0.1), known=False))
+    assert n_tried(begun("hopeless", known=True)) < n_tried(begun("hopeless", known=False))

@@ -9,9 +9,9 @@ from itertools import accumulate
 from operator import mul
 
 import pytest
-from helpers.drafting import Tool, World, auto
 
-from moegraph.draft.plan import Source, Step
+from moegraph.draft.controller import Controller
+from moegraph.draft.plan import DraftSettings, Source, Step
 from moegraph.draft.shared import SharedPasses
 
 
@@ -74,7 +74,7 @@ def served(
     rates: by depth, how often drafts are right, if those before are. Nothing is known of them.
     ratio: how many times as long as measured before a pass takes, by its rows. source: what drafts.
     """
-    controller = auto(World([], [Tool(source, 0.0, 0.0)], lambda n: pass_s(n) / pass_s(1)))
+    controller = Controller([source], DraftSettings())
     controller.calibrate(pass_s(1), {n: pass_s(n) for n in PASSES if n > 1})
     rng, reach = random.Random(1), list(accumulate(rates, mul))
     seconds, n_tokens, n_drafted = 0.0, 0, 0

@@ -100,17 +100,6 @@ def test_probabilities_that_f32_loses_do_no_harm() -> None:
         assert np.isfinite(tempered(log_p, temperature)).all()
 
 
-def test_leaves_stand_beside_the_spine_and_after_it_in_the_pass() -> None:
-    draft = random_draft(np.random.default_rng(0), 3, 3)
-    tree = spine_tree(ANCHOR, draft, 3, (1, 0, 2))
-    check_tree(tree, draft)
-    assert tree.tokens == (ANCHOR, 0, 10, 20, 1, 21, 22)
-    assert tree.parents == (-1, 0, 1, 2, 0, 2, 2)
-    # what is not there is left out: depths of the spine, tokens of a depth, depths of the draft
-    assert spine_tree(ANCHOR, draft, 1, (9, 9, 9)).tokens == (ANCHOR, 0, 1, 2)
-    assert spine_tree(ANCHOR, draft, 9).n_rows == 4
-
-
 def test_what_is_wrong_with_a_draft_is_said() -> None:
     tokens = np.array([[1, 2], [3, 4]], dtype=np.int32)
     log_p = np.full((2, 2), -1, dtype=np.float32)

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-import pytest
 
 from moegraph.experts.cache import ExpertCache
 from moegraph.experts.cost import MissSplit, MissWays
@@ -50,20 +49,6 @@ def test_layers_that_fetch_keep_what_they_hold_and_fetch_it_when_it_is_chosen() 
     assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "n_tokens", "exchanging"),
-    [(Kind.VERIFY, 4, []), (Kind.PREFILL, 20, []), (Kind.VERIFY, 40, [0, 1])],
-)
-def test_passes_that_do_not_fetch_exchange(
-    kind: Kind, n_tokens: int, exchanging: list[int]
-) -> None:
-    residency = residency_of([6, 6], fetchable=[0, 1])
-    read(residency, 9, 8, 7, 1)
-    plan = residency.begin_pass(kind, n_tokens)
-    assert [il for il, _ in plan.exchanged] == exchanging
-    assert plan.mode.fetch_layers == {0, 1} - set(exchanging)
-
-
 def test_what_a_prompt_has_on_the_device_gets_slots_if_the_policy_prefers_it() -> None:
     residency = residency_of([6, 6, N_EXPERT], fetchable=[1])
     residency.begin_pass(Kind.PREFILL, 40)
@@ -91,11 +76,3 @@ def test_a_prompt_that_fails_leaves_empty_slots_where_it_kept_experts() -> None:
     layer = residency.cache.layers[0]
     assert [layer.owner[slot] for slot in slots] == [-1, -1] and len(layer.resident) == 4
     layer.check()
-
-
-def test_nothing_is_kept_while_the_cache_is_bypassed() -> None:
-    residency = residency_of([6], fetchable=[0], move_s=1e-3)
-    assert residency.guard
-    residency.guard._settle(True, "")
-    read(residency, 9, 8, 7, 1)
-    assert residency.preferred(0) == {}

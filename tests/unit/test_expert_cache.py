@@ -18,7 +18,6 @@ from moegraph.experts.policy import (
     few_slots_warning,
     parse_policy,
 )
-from moegraph.experts.residency import preferred
 
 N_EXPERT, N_USED = 16, 4
 
@@ -78,17 +77,6 @@ def test_lfu_forgets_by_its_half_life() -> None:
     assert run_step(cache, [1]) == [0]
 
 
-def test_lfu_scores_survive_any_number_of_steps() -> None:
-    cache = new_cache([2], Lfu(half_life=1.0))
-    for step in range(3000):
-        run_step(cache, [step % 2])
-    for _ in range(50):
-        cache.layers[0].access_batch(np.full((4096, 1), 3, dtype=np.int32))
-    run_step(cache, [5])
-    score = cache.layers[0].policy.score
-    assert np.isfinite(score).all() and score[3] > score[5] > score[1] > 0
-
-
 def test_hysteresis_stops_two_experts_from_alternating() -> None:
     def evictions(hysteresis: float) -> int:
         cache = new_cache([1], Lfu(half_life=64, hysteresis=hysteresis))
@@ -126,26 +114,6 @@ def test_preload_takes_the_lowest_ids_or_a_ranking() -> None:
         cache.layers[2].preload([16])
 
 
-def test_the_worst_of_a_ranking_goes_first() -> None:
-    for policy in (Lru(), Lfu(hysteresis=1.0)):
-        cache = new_cache([4], policy)
-        cache.layers[0].preload([7, 5, 3, 1])
-        run_step(cache, [9, 7])
-        assert residents(cache.layers[0])[-2:] == [5, 3], policy
-        assert 1 not in residents(cache.layers[0])
-
-
-def test_shares_of_a_profile_defend_a_frequent_expert_under_lfu() -> None:
-    shares = [0.0] * N_EXPERT
-    shares[3], shares[1] = 0.9, 0.2
-    cache = new_cache([2], Lfu(half_life=64))
-    cache.layers[0].preload([3, 1], shares)
-    assert run_step(cache, [9]) == [None]
-    for _ in range(3):
-        run_step(cache, [9])
-    assert residents(cache.layers[0]) == [3, 9]
-
-
 @pytest.mark.parametrize("policy", [Lru(), Adaptive()])
 def test_fewer_slots_than_a_token_chooses_still_hit(policy: Policy) -> None:
     """Recency over a cycle longer than the slots never hits; frequency keeps what it has."""
@@ -179,30 +147,6 @@ def test_a_batch_counts_as_the_same_ids_one_by_one() -> None:
     for field in ("hits", "misses", "missing"):
         assert getattr(one.stats, field).tolist() == getattr(many.stats, field).tolist()
     assert many.layers[0].access_batch(ids[:0]) == []
-
-
-def test_what_is_preferred_after_a_prompt_takes_the_slots_of_the_worst() -> None:
-    for policy in (Lru(), Lfu(hysteresis=1.0)):
-        cache = new_cache([4], policy)
-        layer = cache.layers[0]
-        layer.preload()
-        cache.begin_pass()
-        rows = [[9, 1, 8, 7]] * 5 + [[9, 1, 8, 0]] * 3 + [[9, 6, 5, 4]]
-        layer.access_batch(np.array(rows, dtype=np.int32))
-        pairs = preferred(layer)
-        found = [expert for expert, _ in pairs]
-        if isinstance(policy, Lfu):
-            assert pairs == [(9, 2), (8, 3), (7, 0)] or pairs == [(9, 3), (8, 2), (7, 0)]
-        else:
-            assert sorted(found) == [4, 5, 6, 9]
-        for expert, slot in reversed(pairs):
-            layer.take(expert, slot)
-            cache.check()
-        assert preferred(layer) == [] and [layer.table[e] for e in found] == [s for _, s in pairs]
-        best = {9, 8, 7, 1} if isinstance(policy, Lfu) else {4, 5, 6, 9}
-        assert set(residents(layer)) == best
-        with pytest.raises(InternalError, match="expert 9 has a slot already"):
-            layer.take(9, 0)
 
 
 @pytest.mark.parametrize("policy", [Lru(), Lfu(half_life=20, hysteresis=1.0), Adaptive(0.5)])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moegraph.errors import NativeError, RequestError
+from moegraph.errors import NativeError
 from moegraph.runner import Batch, Output
 from moegraph.runner.staged import Flights
 
@@ -135,24 +135,6 @@ def test_each_stage_computes_another_group(mode: str, n_stages: int) -> None:
     assert np.diff(first) == pytest.approx(1.0, abs=0.2)
 
 
-@pytest.mark.parametrize("has_memory", [False, True])
-def test_the_logits_of_a_pass_stay_until_the_next_call(has_memory: bool) -> None:
-    """They are copied before the next pass enters the last stage, or that pass waits."""
-    world = World()
-    flights, parts = flights_of(world, [1.0, 1.0], "layered")
-    parts[1].has_memory = has_memory
-    flights.submit(batch_of(0), keeps_logits=True)
-    flights.submit(batch_of(1))
-    flights.collect()
-    assert [at for at, slot, _ in world.seen if slot == 1] == ([0, 1] if has_memory else [0])
-    flights.submit(batch_of(2))
-    assert [at for at, slot, _ in world.seen if slot == 1] == [0, 1]
-    assert parts[1].n_kept == has_memory
-    flights.collect()
-    flights.collect()
-    assert parts[1].n_kept == has_memory
-
-
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_failed_pass_is_the_only_one(stage: int) -> None:
     world = World()
@@ -166,20 +148,4 @@ def test_a_failed_pass_is_the_only_one(stage: int) -> None:
         flights.collect()
     assert parts[stage].n_given_up == 1 and parts[1 - stage].n_given_up == 0
     assert flights.collect().argmax == [2]
-    assert flights.is_empty and all(part.is_idle for part in parts)
-
-
-def test_no_more_passes_than_stages() -> None:
-    world = World()
-    flights, parts = flights_of(world, [1.0, 1.0], "whole")
-    with pytest.raises(RequestError, match="no pass is in flight"):
-        flights.collect()
-    flights.submit(batch_of(0))
-    flights.submit(batch_of(1))
-    with pytest.raises(RequestError, match="collect the oldest one"):
-        flights.submit(batch_of(2))
-    flights.drop(1)
-    assert flights.collect().argmax == [0] and flights.collect().argmax == [1]
-    flights.submit(batch_of(3))
-    flights.give_up()
     assert flights.is_empty and all(part.is_idle for part in parts)

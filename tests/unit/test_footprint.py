@@ -42,21 +42,6 @@ def test_each_usual_width_of_passes_has_captured_graphs(model: ModelFile) -> Non
     assert captured(model, n_draft=15) == captured(model, n_draft=30) > captured(model, n_draft=2)
 
 
-def test_each_chunk_of_a_prompt_has_captured_graphs_of_attention(model: ModelFile) -> None:
-    found = [captured(model, n_ctx, n_ubatch=512) for n_ctx in (512, 1024, 2048, 1 << 20)]
-    assert found[1] - found[0] == (found[2] - found[1]) / 2 > 0
-    assert found[3] - found[0] <= 256 << 20
-
-
-def test_captured_graphs_are_part_of_what_a_model_needs(model: ModelFile) -> None:
-    plain, drafts = EngineConfig(), EngineConfig(n_draft=4)
-    more = captured(model, n_draft=4) - captured(model)
-    others = [needed_bytes(model, config, 512).other for config in (plain, drafts)]
-    assert others[1] - others[0] == more > 0
-    # the CPU has neither graphs nor kernels in the memory that a budget counts
-    assert needed_bytes(model, drafts, 512, is_own=False).other == 0
-
-
 @pytest.mark.parametrize("is_own", [False, True])
 def test_a_context_by_memory_takes_little_from_experts(model: ModelFile, is_own: bool) -> None:
     hp = replace(model.hparams, n_ctx_train=1 << 18)

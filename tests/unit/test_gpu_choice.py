@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import _cuda
 import _gpu
 from _gpu import Card, Toolkit, choose, parse_cards
 
@@ -87,20 +86,3 @@ def test_programs_are_asked(
     (folder / "nvidia-smi").unlink()
     assert _gpu.build_options([]) == ["--cpu"]
     assert "no NVIDIA card found (there is no nvidia-smi)" in capsys.readouterr().out
-
-
-def test_cublas_is_installed_only_where_it_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[list[str | Path]] = []
-    monkeypatch.setattr(_cuda, "find_toolkit", lambda: (tmp_path / "cuda", (13, 0)))
-    monkeypatch.setattr(_gpu._venv, "run_step", lambda _, command: steps.append(command))
-    monkeypatch.setattr(_cuda, "toolkit_cublas", lambda _: None)
-    monkeypatch.setattr(_gpu, "_site_packages", lambda: tmp_path)
-    _gpu.bring_cublas()
-    assert [command[-1] for command in steps] == ["nvidia-cublas==13.*"]
-    library = tmp_path / "nvidia" / "cu13" / "lib" / "libcublas.so.13"
-    library.parent.mkdir(parents=True)
-    library.write_text("")
-    _gpu.bring_cublas()
-    assert len(steps) == 1

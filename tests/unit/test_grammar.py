@@ -140,15 +140,6 @@ class TestLimits:
         with pytest.raises(RequestError, match="what may come after 1 tokens took 0.* at most 0 s"):
             found.allowed()
 
-    def test_slow_grammars_allow_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        texts = [drawn(begin("json_schema", SCHEMA), seed) for seed in range(3)]
-        monkeypatch.setattr(constraint, "_SLOW_S", 0.0)
-        assert begin("json_schema", SCHEMA).is_slow
-        assert [drawn(begin("json_schema", SCHEMA), seed) for seed in range(3)] == texts
-        slow = begin("json_schema", SCHEMA)
-        with pytest.raises(RequestError, match="the grammar fails"):
-            slow.accept(VOCABULARY.encode("x")[0])
-
 
 class TestState:
     def test_rolling_back_restores_what_is_allowed(self) -> None:
@@ -191,16 +182,6 @@ class TestAfterReasoning:
         assert may_follow(constraint) == {"a", "\n"}
         take(constraint, "\nab")
         assert may_follow(constraint) == {"<|im_end|>"}
-
-    def test_an_end_of_several_tokens(self) -> None:
-        constraint = begin("regex", "ab", after="</think>")
-        for token in b"so</thi":
-            constraint.accept(token)
-        assert constraint.n_accepted([*b"nk>ax"]) == 4
-        for token in b"nk>":
-            assert constraint.allowed() is None
-            constraint.accept(token)
-        assert "a" in may_follow(constraint)
 
     def test_rolling_back_into_reasoning(self) -> None:
         constraint = begin("regex", "ab", after="</think>")

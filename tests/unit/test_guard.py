@@ -120,19 +120,6 @@ def test_a_pause_of_the_reader_decides_nothing() -> None:
     assert not guard.report()["bypassed"]
 
 
-@pytest.mark.parametrize("n_rows", [1, 512])
-def test_a_pass_that_failed_is_not_timed(n_rows: int) -> None:
-    machine = Machine(hit_rate=0.5, frozen=0.2)
-    guard = machine.guard()
-    for _ in range(1_000):
-        guard.begin_pass(True)
-        guard.begin_pass(n_rows == 1)
-        if n_rows > 1:
-            guard.end_pass(0.0 if guard.bypassed else 60.0)
-        machine.decode(guard, 1)
-    assert guard.n_probes > 0 and not guard.report()["bypassed"] and not guard.messages
-
-
 def growing(hit_rate: float, frozen: float, move_s: float) -> Machine:
     """Return a machine whose tokens take eleven times as long after 40,000 of them."""
     return Machine(hit_rate, frozen, move_s=move_s, noise=lambda token: 1.0 + token / 4000)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.ggufbytes import REAL_35B, Shape, T, key, kv, kv_array, model_pairs
 
@@ -207,66 +204,9 @@ def test_malformed_rope_sections_are_refused(
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("values", [(2, 1, 1, 0), (2, 2, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0)])
-def test_sections_accepted_are_those_that_equal_neox_rope(
-    read: Read, values: tuple[int, ...]
-) -> None:
-    """Walk the angle choice of interleaved M-RoPE pair by pair, as ggml does."""
-    t, h, w, _ = values
-    total = sum(values)
-    chosen = []
-    for pair in range(4):
-        s = pair % total
-        if s % 3 == 1 and s < 3 * h:
-            chosen.append("h")
-        elif s % 3 == 2 and s < 3 * w:
-            chosen.append("w")
-        elif s % 3 == 0 and s < 3 * t:
-            chosen.append("t")
-        else:
-            chosen.append("e")
-    if "e" in chosen:
-        with pytest.raises(UnsupportedModel):
-            read(rope__dimension_sections=sections(*values))
-    else:
-        read(rope__dimension_sections=sections(*values))
-
-
 def scaling(kind: str | None, **values: float) -> dict[str, bytes]:
     pairs = {} if kind is None else {"rope__scaling__type": text("rope.scaling.type", kind)}
     return pairs | {f"rope__scaling__{k}": real(f"rope.scaling.{k}", v) for k, v in values.items()}
-
-
-def test_rope_scaling_none_and_linear(read: Read) -> None:
-    hp = read(**scaling("none", factor=4.0))
-    assert (hp.rope_freq_scale, hp.rope_ext_factor, hp.rope_attn_factor) == (1.0, 0.0, 1.0)
-    for kind in (None, "linear"):
-        hp = read(**scaling(kind, factor=3.0, attn_factor=0.5))
-        assert hp.rope_freq_scale == float(np.float32(1) / np.float32(3))
-        assert (hp.rope_ext_factor, hp.rope_attn_factor) == (0.0, 0.5)
-    assert read(**scaling("linear", factor=0.0)).rope_freq_scale == 1.0
-    assert read(rope__scale_linear=real("rope.scale_linear", 2.0)).rope_freq_scale == 0.5
-
-
-@pytest.mark.parametrize("factor", [1.0, 2.0, 4.0, 64.0, 0.5])
-def test_yarn_gives_what_llama_cpp_hands_to_ggml(read: Read, factor: float) -> None:
-    name = "rope.scaling.original_context_length"
-    hp = read(
-        **scaling("yarn", factor=factor, attn_factor=1.25),
-        rope__scaling__original_context_length=uint(name, 1024),
-    )
-    logf = ctypes.CDLL(ctypes.util.find_library("m")).logf
-    logf.restype, logf.argtypes = ctypes.c_float, [ctypes.c_float]
-    f, log = np.float32, np.float32(logf(factor))
-    mscale = f(1) if factor <= 1 else f(0.1) * log + f(1)
-    want = mscale * (f(1) / (f(1) + f(0.1) * log)) * f(1.25)
-    assert hp.rope_attn_factor == float(want)
-    assert hp.rope_freq_scale == float(f(1) / f(factor))
-    assert (hp.rope_ext_factor, hp.n_ctx_orig) == (1.0, 1024)
-    assert (hp.rope_beta_fast, hp.rope_beta_slow) == (32.0, 1.0)
-    if factor >= 1:
-        # ggml multiplies by 1 + 0.1 ln(factor) itself: the total is YaRN's published factor.
-        assert hp.rope_attn_factor == pytest.approx(1.25, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "", "YARN"])

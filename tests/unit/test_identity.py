@@ -52,7 +52,7 @@ def test_each_expert_of_each_tensor_counts_even_if_no_time_tells(parts: list[Pat
         for info in model.tensors.values():
             n_slices = info.ne[2]
             size = info.nbytes // n_slices
-            for expert in sorted({0, 1, n_slices // 2, n_slices - 1} & {*range(n_slices)}):
+            for expert in sorted({0, n_slices // 2, n_slices - 1}):
                 with edited(model.paths[info.part], info.offset + expert * size, size):
                     assert file_hash(model) != before, f"{info.name} {expert}"
                 n_experts += n_slices > 1

@@ -68,25 +68,6 @@ def test_shrinking_mends_what_an_interrupt_left(at: int) -> None:
     assert pool.pages(0) == [0, 2, 3, 4]
 
 
-def test_sequences_share_whole_pages_and_part_again() -> None:
-    pool = KVPool(3, 4, 6)
-    pool.grow(0, 3 * PAGE)
-    pool.share(1, 0, 2)
-    assert pool.pages(1) == [0, 1] and pool.n_free == 3
-    pool.grow(1, 2 * PAGE + 1)
-    assert pool.pages(1) == [0, 1, 3] and not pool.is_shared(1, 2 * PAGE)
-    assert pool.is_shared(0, 5) and pool.is_shared(1, PAGE) and not pool.is_shared(2, 5)
-    # only rows that nobody else has are cleared
-    assert pool.beyond(0, 0) == [(2 * PAGE, PAGE)] and pool.beyond(1, 7) == [(3 * PAGE, PAGE)]
-    pool.check()
-    assert pool.part(1, PAGE) == (1, 4)
-    assert pool.pages(1) == [0, 4, 3] and pool.pages(0) == [0, 1, 2]
-    pool.check()
-    pool.shrink(0, 0)
-    assert pool.pages(1) == [0, 4, 3] and pool.n_free == 3 and not pool.is_shared(1, 0)
-    pool.check()
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sequences_that_share(seed: int) -> None:
     """Each has its pages, and its beginnings stay where they were shared from."""

@@ -8,10 +8,8 @@ import os
 import sys
 import threading
 import time
-import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,10 +20,9 @@ import _card
 import _card_figures as figures
 import _card_run
 import _card_upstream
-import bench_trees
-from _card_parts import GROUPS, PARTS, Part
-from _card_results import CUT, DONE, FAILED, Outcome, Results, table
-from _card_run import Runner, next_part, why_not
+from _card_parts import PARTS, Part
+from _card_results import CUT, DONE, FAILED, Outcome, Results
+from _card_run import Runner
 
 MODEL = _card.Model(40, 256, 22_500_000_000, 19_500_000_000, True)
 
@@ -36,22 +33,6 @@ def nothing(lines: figures.Lines, part: str) -> Iterable[figures.Figure]:
 
 def a_part(name: str, *steps: str, seconds: int = 10, needs: str = "", share: float = 0) -> Part:
     return Part(name, f"about {name}", steps, seconds, nothing, share, tuple(needs.split()))
-
-
-def test_parts_have_names_of_their_own_and_known_needs() -> None:
-    assert len({part.name for part in PARTS}) == len(PARTS) >= 20
-    for part in PARTS:
-        everything = {"upstream", "mtp", "before", "cuda", "tests"}
-        assert why_not(part, everything, 1.0) == ""
-        assert bool(why_not(part, (), 1.0)) == bool(part.needs)
-        assert 0 < part.seconds <= 300, "two of them fit into ten minutes"
-
-
-def test_the_first_part_that_should_end_in_time_is_next() -> None:
-    parts = [a_part("long", seconds=100), a_part("short", seconds=30), a_part("tiny", seconds=5)]
-    assert [next_part(parts, left, 1.0) for left in (100, 99, 29, 4)] == [*parts, None]
-    assert next_part(parts, 100, 2.0) is parts[1]
-    assert next_part(parts, float("inf"), 9.0) is parts[0]
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -78,14 +59,6 @@ def test_the_scripts_take_the_options_of_the_parts(
             module = importlib.import_module(program.removesuffix(".py"))
             if hasattr(module, "parser"):
                 module.parser().parse_args(command[2:])
-
-
-@pytest.mark.parametrize("program", bench_trees.PROGRAMS)
-def test_the_scripts_take_the_options_of_the_programs(program: str) -> None:
-    script, *options = bench_trees.PROGRAMS[program].split()
-    module = importlib.import_module(script.removesuffix(".py"))
-    more = ["--tokens", "8", "--device", "cpu", "--out", "x"]
-    assert module.parser().parse_args(["tiny", *options, *more]).tokens == 8
 
 
 @pytest.fixture
@@ -193,65 +166,3 @@ def test_the_last_run_that_is_done_counts(tmp_path: Path) -> None:
     (one,) = Results(tmp_path).outcomes().values()
     assert (one.state, one.lines) == (DONE, [{"v": 2}])
     assert Results(tmp_path).begin() == 4
-
-
-def test_a_table_has_the_bar_beside_each_figure() -> None:
-    def shows(lines: figures.Lines, part: str) -> list[figures.Figure]:
-        return [
-            figures.Figure("more", 1.5, 1.0, 2.0), figures.Figure("less", 3.0, 2.0, less=True),
-            figures.Figure("reached", 0.5, 2.0, 1.0, " s", less=True), figures.Figure("bare", 7.0),
-        ]  # fmt: skip
-
-    def breaks(lines: figures.Lines, part: str) -> list[figures.Figure]:
-        return [figures.Figure("x", lines[part][0]["missing"])]
-
-    parts = [
-        Part("a", "of a", (), 1, shows), Part("b", "of b", (), 1, nothing),
-        Part("c", "of c", (), 1, nothing), Part("d", "of d", (), 1, breaks),
-    ]  # fmt: skip
-    outcomes = {"a": Outcome(DONE, 5.0), "d": Outcome(FAILED, 2.0, "a | b", lines=[{}])}
-    assert table(outcomes, {"b": "no card"}, parts)[2:] == [
-        "| a | more | 1.500x | 1x | 2x | met |", "| a | less | 3.000x | ≤ 2x |  | **missed** |",
-        "| a | reached | 0.5 s | ≤ 2 s | ≤ 1 s | goal |", "| a | bare | 7.000x |  |  |  |",
-        "| b | of b | | | | not run: no card |", "| c | of c | | | | not run |",
-        "| d | its lines are not understood: KeyError 'missing' | 0 |  |  |  |",
-        "| d | of d | | | | failed after 2 s: a / b |",
-    ]  # fmt: skip
-
-
-def shown(shows: figures.Shows, lines: list[Any], part: str = "p") -> dict[str, tuple[float, str]]:
-    found = shows({part: lines}, part)
-    return {figure.name: (round(figure.value, 3), figure.verdict) for figure in found}
-
-
-def test_servers_are_compared_where_both_answered() -> None:
-    def line(server: str, n: int, **found: float) -> dict[str, Any]:
-        return {"server": server, "what": "clients", "clients": n, **found}
-
-    lines = [
-        line("moegraph", 8, tokens_per_s=460), line("llama-server", 8, tokens_per_s=200),
-        line("moegraph", 32, tokens_per_s=900), {**line("llama-server", 32), "error": "it died"},
-        {"server": "moegraph", "what": "long prompt", "clients": 8, "p99_over_usual": 2.5,
-         "first_s": 2.0},
-        *({"server": who, "what": "memory", "device_gib": 14.0}
-          for who in ("moegraph", "llama-server")),
-    ]  # fmt: skip
-    assert shown(figures.server, lines, "server-all") == {
-        "peak of device memory over llama-server's": (1.0, ""),
-        "8 clients: tok/s over llama-server": (2.3, "goal"), "32 clients": (900, ""),
-        "p99 between tokens beside a long prompt, over the usual": (2.5, "missed"),
-    }  # fmt: skip
-
-
-def test_what_the_pages_show_comes_first_and_has_a_name() -> None:
-    card = importlib.machinery.SourceFileLoader("measure_card", str(SCRIPTS / "measure_card"))
-    module = types.ModuleType(card.name)
-    module.__file__ = card.path
-    card.exec_module(module)
-    page = GROUPS["page"]
-    chosen = module.selected(module.parser().parse_args(["run", "page", "depth"]))
-    assert [part.name for part in chosen] == [*page, "depth"]
-    assert [part.name for part in PARTS[: len(page)]] == list(page)
-    assert sum(part.seconds for part in PARTS[: len(page)]) < 10 * 60, "of twelve minutes"
-    assert len(module.selected(module.parser().parse_args(["run"]))) == len(PARTS)
-    assert set(GROUPS["before"]) < {part.name for part in PARTS}

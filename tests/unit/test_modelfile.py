@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import os
-import pickle
 import socket
 import time
 from pathlib import Path
@@ -29,7 +26,7 @@ from helpers.ggufbytes import (
     model_pairs,
     model_tensors,
 )
-from helpers.modelfiles import Write, n_open, refused, write
+from helpers.modelfiles import Write, refused, write
 
 from moegraph.arch import open_model
 from moegraph.arch.tensors import MATRIX_TYPES
@@ -391,15 +388,3 @@ def _seconds(path: Path) -> float:
         last = list(model.tensors.values())[-1]
         assert not model.map(last).any()
     return time.process_time() - started
-
-
-def test_a_model_cannot_be_copied_and_closes_itself(write: Write) -> None:
-    path = write(model_file())
-    model = open_model(path)
-    assert n_open(path) == 1
-    for copier in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="cannot be copied"):
-            copier(model)
-    del model
-    gc.collect()
-    assert n_open(path) == 0

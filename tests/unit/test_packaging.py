@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -81,15 +80,6 @@ def test_the_container_is_built_for_the_instructions_of_portable_avx2(
     assert options.split() == _tools.cpu_options("avx2")
     (archs,) = re.findall(r'^ARG CUDA_ARCH="(.*)"$', CONTAINER, re.MULTILINE)
     assert _cuda.check_architectures(archs.split(";")) == archs.split(";")
-
-
-@pytest.mark.parametrize("cuda", ["", "12.8.1"])
-def test_cmake_gets_the_options_of_the_device_as_words(cuda: str) -> None:
-    (line,) = re.findall(r"^RUN CMAKE_ARGS=(\"\$CPU_OPTIONS.*\") ", CONTAINER, re.M)
-    script = f"CUDA={cuda} CPU_OPTIONS=-DA=1 CUDA_ARCH='75-real;80-real'\nprintf %s {line}"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
-    more = ["-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=75-real;80-real"] if cuda else []
-    assert shlex.split(done.stdout) == ["-DA=1", *more]
 
 
 def test_options_of_serve_exist() -> None:

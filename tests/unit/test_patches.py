@@ -32,7 +32,6 @@ diff --git a/a.txt b/a.txt
 +TWO
  three
 """
-OTHER = "--- a/b.txt\n+++ b/b.txt\n@@ -1 +1 @@\n-x\n+y\n"
 
 
 @pytest.fixture(scope="module")
@@ -182,73 +181,3 @@ def test_a_hunk_fits_exactly_or_not_at_all(
 def test_a_damaged_patch_is_refused(fetch: ModuleType, text: str, message: str) -> None:
     with pytest.raises(fetch.unified.PatchError, match=message):
         fetch.unified.parse(text, "p")
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """Return a folder with two upstream files."""
-    folder = tmp_path / "tree"
-    folder.mkdir()
-    (folder / "a.txt").write_text("one\ntwo\nthree\n")
-    (folder / "b.txt").write_text("x\n")
-    return folder
-
-
-def test_another_series_can_follow_in_the_same_folder(
-    fetch: ModuleType, tree: Path, tmp_path: Path
-) -> None:
-    first, second = tmp_path / "0001-a.patch", tmp_path / "0002-b.patch"
-    first.write_text(DIFF)
-    second.write_text(OTHER)
-    assert fetch.apply(tree, [first, second], {}) == ["a.txt", "b.txt"]
-    assert fetch.apply(tree, [first, second], {}) == [], "nothing to write a second time"
-    assert fetch.apply(tree, [first], {}) == ["b.txt"]
-    assert (tree / "b.txt").read_text() == "x\n"
-    assert fetch.apply(tree, [], {}) == ["a.txt"]
-    assert (tree / "a.txt").read_text() == "one\ntwo\nthree\n"
-
-
-def test_only_native_files_that_changed_are_written_and_those_gone_are_removed(
-    fetch: ModuleType, tree: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "native" / "ggml" / "src"
-    folder.mkdir(parents=True)
-    for name in ("one.cu", "two.cuh", "notes.md", "two.cuh~"):
-        (folder / name).write_text(name)
-    names = ["ggml/src/one.cu", "ggml/src/two.cuh"]
-    assert list(fetch.native_files(tmp_path)) == names, "sources only"
-    assert fetch.apply(tree, [], fetch.native_files(tmp_path)) == names
-    kept = (tree / "ggml/src/two.cuh").stat()
-    (folder / "one.cu").write_text("other")
-    assert fetch.apply(tree, [], fetch.native_files(tmp_path)) == names[:1]
-    assert (tree / "ggml/src/one.cu").read_text() == "other"
-    assert (tree / "ggml/src/two.cuh").stat().st_mtime_ns == kept.st_mtime_ns
-    (folder / "one.cu").unlink()
-    assert fetch.apply(tree, [], fetch.native_files(tmp_path)) == []
-    assert not (tree / "ggml/src/one.cu").exists() and (tree / "ggml/src/two.cuh").exists()
-
-
-def test_sources_without_the_archive_serve_both_builds(
-    fetch: ModuleType, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The source distribution unpacked, or llama.cpp as a build left it: no download."""
-    unpacked, build = tmp_path / "anything", tmp_path / "build"
-    unpacked.mkdir()
-    with pytest.raises(fetch.FetchError, match="is not llama-cpp-python"):
-        fetch.find_sdist(str(unpacked), build / "cache")
-    (unpacked / "PKG-INFO").write_text(f"Name: x\nVersion: {fetch.PIN['version']}\nAuthor: y\n")
-    (unpacked / "vendor").mkdir()
-    tree.rename(unpacked / "vendor" / "llama.cpp")
-    patch = tmp_path / "0001-a.patch"
-    patch.write_text(DIFF)
-    monkeypatch.setattr(fetch, "patch_files", lambda: [patch])
-    monkeypatch.setattr(fetch, "native_files", dict)
-    monkeypatch.setattr(fetch, "patchset", lambda: "x")
-    monkeypatch.setattr(fetch, "download", lambda _: pytest.fail("it must not download"))
-    fetch.provide(build / "llama.cpp", build / "cache", str(unpacked))
-    assert (build / "llama.cpp" / "a.txt").read_text() == "one\nTWO\nthree\n"
-    monkeypatch.delenv("MOEGRAPH_SDIST", raising=False)
-    found = fetch.find_sdist(None, build / "cache")
-    assert found == build / "llama.cpp"
-    fetch.provide(build / "upstream-source", build / "cache", str(found), pristine=True)
-    assert (build / "upstream-source" / "a.txt").read_text() == "one\ntwo\nthree\n"

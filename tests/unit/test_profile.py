@@ -43,29 +43,10 @@ def test_shares_add_up_to_the_experts_a_token_uses() -> None:
     assert Profile(SHAPE).shares().tolist() == [[0.0] * 4] * 2
 
 
-def test_adding_forgets_by_halves() -> None:
-    profile = Profile(SHAPE)
-    profile.add("a", [[100_000, 0, 0, 0], [0] * 4], 50_000)
-    for _ in range(6):
-        profile.add("a", [[0, 40_000, 0, 0], [0] * 4], 20_000)
-    kept = profile.classes["a"]
-    assert kept.n_tokens <= 65_536
-    assert kept.counts[0, 1] > 4 * kept.counts[0, 0] > 0
-
-
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 65, "\n", "ä"])
 def test_unusable_class_names_are_refused(name: str) -> None:
     with pytest.raises(RequestError, match="use 1 to 64 letters"):
         Profile(SHAPE).add(name, CODE, 5)
-
-
-def test_too_many_classes_are_refused() -> None:
-    profile = Profile(SHAPE)
-    for at in range(64):
-        profile.add(f"class-{at}", CODE, 5)
-    profile.add("class-0", CODE, 5)
-    with pytest.raises(RequestError, match="holds 64 classes"):
-        profile.add("one-more", CODE, 5)
 
 
 def test_an_unknown_class_is_named_with_the_known_ones() -> None:

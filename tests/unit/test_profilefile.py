@@ -95,29 +95,6 @@ def test_a_failure_to_write_is_one_line_and_no_exception(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.parametrize(("is_named", "warns"), [(True, True), (False, False)])
-def test_a_read_only_folder_is_harmless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool, warns: bool
-) -> None:
-    path = saved(tmp_path / "p.json", "a")
-    before = path.read_bytes()
-    opened = ProfileFile(path, "a", is_named, SHAPE)
-    forbid(monkeypatch, tmp_path)
-    kept = opened.update(COUNTS)
-    assert "read-only" in kept.why and bool(kept.warning) == warns
-    assert path.read_bytes() == before
-
-
-def forbid(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Let one path be unwritable, also for root."""
-    real = os.access
-
-    def access(at: Any, mode: int) -> bool:
-        return Path(at) != path and real(at, mode)
-
-    monkeypatch.setattr(os, "access", access)
-
-
 def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
     target = saved(tmp_path / "target.json", "a")
     link = tmp_path / "link.json"

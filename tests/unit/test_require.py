@@ -5,14 +5,11 @@ Each case runs pytest in a process of its own, on a small tree with this checkou
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -157,43 +154,3 @@ def test_two_processes_skip_and_refuse_as_one_does_and_take_turns(tree: Path) ->
         others = [r for r in runs if r[0] != process and r[2] < end and r[3] > begin]
         assert not others or not (alone or any(r[1] for r in others))
     assert refused(tree, *two, "--require", "cuda").startswith("ERROR: --require cuda: no CUDA")
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return scripts/test as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    loader = importlib.machinery.SourceFileLoader("scripts_test", str(ROOT / "scripts" / "test"))
-    spec = importlib.util.spec_from_loader("scripts_test", loader)
-    assert spec is not None
-    script = importlib.util.module_from_spec(spec)
-    loader.exec_module(script)
-    return script
-
-
-def test_scripts_test_ends_as_pytest_does(
-    tree: Path,
-    script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(script, "ROOT", tree)
-    for name in ("prepare", "make_oracle"):  # what builds
-        monkeypatch.setattr(script._venv, name, lambda *args, **kwargs: None)
-    monkeypatch.setattr(script._venv, "python", lambda: Path(sys.executable))
-    steps: list[list[str]] = []
-    monkeypatch.setattr(
-        script._venv, "run_step", lambda what, command: steps.append([str(c) for c in command])
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tree))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setenv("MOEGRAPH_ORACLE", str(tree / "nowhere"))
-    arguments = ["-q", "--ptx", "90", "--require", "native,regression"]
-    monkeypatch.setattr(sys, "argv", ["scripts/test", *arguments])
-    assert script.main() != 0
-    assert [step[1:] for step in steps] == [[str(tree / "scripts" / "check_ptx.py"), "90"]]
-    said = "".join(capfd.readouterr())
-    assert said.split() == f"ERROR: MOEGRAPH_ORACLE is {tree}/nowhere, which is no folder".split()
-    assert list((tree / "tests").rglob("*.pyc")), "is kept for the processes that tests start"

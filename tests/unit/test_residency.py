@@ -328,13 +328,3 @@ def test_while_the_cache_is_bypassed_nothing_moves_and_then_slots_are_exchanged(
     assert set(residents(residency.cache.layers[0])) == {0, 1, 2, 3}
     guard._settle(False, "")
     assert residency.begin_pass(Kind.DECODE, 1).exchanged, "the slots were out of date"
-
-
-def test_of_several_rows_the_cpu_takes_what_few_rows_chose() -> None:
-    seconds = [float(n) for n in range(N_USED + 1)]
-    chosen = MissWays(MissSplit(seconds, seconds, 1.0), True, 0)
-    residency = residency_of([0], chosen)
-    residency.begin_pass(Kind.VERIFY, 3)
-    plan = residency.routed(0, rows([8, 9, 10, 11], [8, 9, 10, 12], [8, 9, 13, 14]))
-    assert plan and set(plan.on_cpu) <= {11, 12, 13, 14} and plan.on_cpu
-    assert set(plan.staged) >= {8, 9} and not plan.admitted

@@ -12,8 +12,7 @@ import pytest
 from helpers.served import served
 from helpers.server_case import Case
 
-from moegraph.errors import ContextOverflow, NativeError, QueueFull
-from moegraph.server.answers import Answers
+from moegraph.errors import NativeError
 
 
 def look(a: int) -> str:
@@ -66,18 +65,6 @@ def test_a_stream_makes_the_response_that_comes_at_once() -> None:
     }
     for one, other in zip(whole.output, streamed.output):
         assert one.model_dump(exclude=unlike) == other.model_dump(exclude=unlike)
-
-
-def test_what_a_stream_costs_is_told_with_its_last_event_or_with_each_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Answers, "_next", lambda talk: talk._steps.popleft())  # none is merged
-    for each in (None, True):
-        case, body = Case(["Hello", " world"]), {"input": "hi", "timings_per_token": each}
-        events = case.events("/v1/responses", body)
-        timed = [event["type"] for event in events if "timings" in event]
-        assert timed[-1] == "response.completed" and events[-1]["timings"]["predicted_n"] == 11
-        assert ("response.output_text.delta" in timed) == (each is True)
 
 
 def test_a_tool_makes_its_round() -> None:
@@ -138,23 +125,6 @@ def test_structured_output_is_parsed() -> None:
     form = case.model.chats[0].format
     assert form is not None and form.kind == "json_schema"
     assert isinstance(form.source, dict) and form.source["required"] == ["name"]
-
-
-@pytest.mark.parametrize(
-    "refusal, kind, code",
-    [
-        (ContextOverflow("long"), openai.BadRequestError, "context_length_exceeded"),
-        (QueueFull("full", 1.0), openai.RateLimitError, "queue_full"),
-    ],
-)
-def test_a_refusal_is_the_clients_exception(
-    refusal: Exception, kind: type[openai.APIStatusError], code: str
-) -> None:
-    with client_of(Case(refusal=refusal)) as client:
-        for stream in (False, True):
-            with pytest.raises(kind) as caught:
-                client.responses.create(model="m", input="a", stream=stream)
-            assert caught.value.code == code
 
 
 def test_a_failure_in_the_middle_reaches_the_client() -> None:

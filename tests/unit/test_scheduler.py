@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moegraph.errors import QueueFull
-from moegraph.kinds import SweepStep
 from moegraph.loop.scheduler import (
     Begin,
     Decode,
-    Read,
     Scheduler,
 )
 
@@ -126,22 +124,6 @@ def test_short_prompts_do_not_keep_a_long_one_waiting_for_ever() -> None:
     assert n_before < 60
 
 
-def test_a_slot_stays_free_for_the_oldest_prompt() -> None:
-    machine = Machine(n_slots=3)
-    machine.add("first", 9000, 50)
-    for _ in range(3):
-        machine.turn()
-    machine.add("long", 3000, 3)
-    for i in range(50):
-        machine.add(f"{i}", 10, 1000)
-    machine.run()
-    begins = {names[0]: now for now, what, names in machine.log if what == "begin"}
-    # a short one took the slot beside the sweep, and no other one the last
-    is_read = machine.tokens["first"][0]
-    assert begins["0"] < is_read <= begins["long"] < is_read + 5 * machine.pass_s
-    assert min(begins[f"{i}"] for i in range(1, 50)) > begins["long"]
-
-
 def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     machine = Machine(n_slots=2, n_waiting=3)
     for i in range(5):
@@ -181,66 +163,6 @@ def test_deadlines_are_told_once_and_forgotten_with_their_requests() -> None:
     assert scheduler.due(2.9) == []
     assert scheduler.due(5.0) == ["a", "b"]
     assert scheduler.due(9.0) == []
-
-
-@pytest.mark.parametrize("depth_s", [1e-7, 4e-6])
-def test_deep_layers_are_no_surprise(depth_s: float) -> None:
-    """Attention over a long context takes many times as long as other layers."""
-    machine = Machine(n_slots=2, pass_s=0.01)
-    machine.most_rows = 512
-    machine.step_of = lambda step: step.n_rows * (1e-5 + depth_s * step.n_kv / 100)
-    machine.add("a", 10, 60_000)
-    for _ in range(20):
-        machine.turn()
-    machine.add("first", 8000, 1)
-    while not machine.tokens["first"]:
-        machine.turn()
-    n_before = len(machine.tokens["a"])
-    machine.add("second", 8000, 1)
-    while not machine.tokens["second"]:
-        machine.turn()
-    at = machine.tokens["a"][n_before:]
-    gaps = sorted(b - a for a, b in zip(at, at[1:]))
-    assert gaps[int(0.98 * len(gaps))] <= 2 * machine.pass_s
-    assert gaps[-1] <= 2.3 * machine.pass_s
-
-
-def layer(n_rows: int) -> SweepStep:
-    return SweepStep("recurrent", n_rows)
-
-
-def gpu(n_slots: int) -> Machine:
-    """Return a machine with the costs of a 35B on an H200, all of whose experts are resident."""
-    machine = Machine(n_slots=n_slots, pass_s=0.0052)
-    machine.n_layers, machine.most_rows, machine.least_rows = 40, 1024, 512
-    machine.step_of = lambda step: 1.1e-3 + 1.25e-6 * step.n_rows
-    machine.piece_s = lambda n: 40 * (1.1e-3 + 1.25e-6 * n)
-    return machine
-
-
-def test_a_long_prompt_on_a_gpu_is_read_in_chunks_that_pay() -> None:
-    machine = gpu(9)
-    for i in range(8):
-        machine.add(f"{i}", 300, 5000)
-    while machine.scheduler.n_running < 8 or not machine.tokens["7"]:
-        machine.turn()
-    begun, n_before = machine.now, len(machine.tokens["0"])
-    machine.add("long", 8192, 1)
-    while not machine.tokens["long"]:
-        machine.turn()
-    chunks = 8192 / 1024
-    assert machine.now - begun < 1.1 * 40 * chunks * (machine.step_of(layer(1024)) + machine.pass_s)
-    at = machine.tokens["0"][n_before:]
-    assert max(b - a for a, b in zip(at, at[1:])) <= 1.8 * machine.pass_s
-
-
-def test_prompts_that_come_at_once_are_read_one_after_another() -> None:
-    machine = gpu(8)
-    for i in range(8):
-        machine.add(f"{i}", 600, 400)
-    while not all(machine.tokens.values()):
-        machine.turn()
-    assert machine.now < 1.5 * 8 * 40 * machine.step_of(layer(600))
 
 
 def test_a_request_may_end_anywhere() -> None:
@@ -331,24 +253,3 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 TestRequests.settings = hypothesis_settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-def test_a_sweep_may_take_along_the_requests_that_wait() -> None:
-    scheduler = Scheduler[str](4, 100)
-    for name in "abcdef":
-        scheduler.add(name)
-    work = scheduler.next(lambda name: 100)
-    assert work == Begin("a", ("b", "c", "d"))  # as many as there are slots, by arrival
-    scheduler.began("a", 300, ["a", "c", "d"])  # b does not fit
-    assert (scheduler.n_running, scheduler.n_waiting) == (3, 3)
-    read = scheduler.next(lambda name: 1000)
-    assert isinstance(read, Read) and read.key == "a"
-    scheduler.end("a")  # its sweep goes on for the others
-    read = scheduler.next(lambda name: 1000)
-    assert isinstance(read, Read) and read.key == "c"
-    for name in "cd":
-        scheduler.is_read(name)
-    assert scheduler.n_running == 2
-    for name in "cd":
-        scheduler.end(name)
-    assert scheduler.next(lambda name: 100) == Begin("b", ("e", "f"))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.patience import PATIENCE_S, until_so
 from helpers.server_case import CHAT, Case
 
 from moegraph.engine.chat import Format
@@ -110,54 +106,12 @@ TOOL = {
 }
 
 
-def test_a_call_of_a_tool_ends_the_answer_with_its_reason() -> None:
-    answer = Case(["Let me see.", CALL]).chat(tools=[TOOL])
-    choice = answer["choices"][0]
-    (call,) = choice["message"]["tool_calls"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert call["type"] == "function" and call["id"]
-    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {
-        "a": 1
-    }
-
-
-def test_a_call_in_a_stream_comes_as_fragments() -> None:
-    body = {**CHAT, "tools": [TOOL]}
-    *chunks, _ = Case([CALL[:40], CALL[40:]]).events("/v1/chat/completions", body)
-    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    assert calls[0]["index"] == 0 and calls[0]["id"] and calls[0]["function"]["name"] == "add"
-    assert not any("id" in call for call in calls[1:])
-    assert json.loads("".join(c["function"]["arguments"] for c in calls)) == {"a": 1}
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-
-
 def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
     case = Case([CALL, CALL, *["never"] * 500], step_s=0.002)
     answer = case.chat(tools=[TOOL], parallel_tool_calls=False)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert case.service.tickets[0].gone.is_set()
-
-
-def test_a_conversation_with_a_tool_reaches_the_model_as_it_is() -> None:
-    case = Case()
-    messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be "}, TEXT_PART]},
-        {"role": "user", "content": "1+1?", "unknown": 1},
-        {
-            "role": "assistant", "content": None,
-            "tool_calls": [{"id": "x", "type": "function",
-                            "function": {"name": "add", "arguments": '{"a": 1}'}}],
-        },
-        {"role": "tool", "tool_call_id": "x", "content": "2"},
-    ]  # fmt: skip
-    case.chat(messages=messages, tools=[TOOL], tool_choice="required")
-    (chat,) = case.model.chats
-    assert [m["role"] for m in chat.messages] == ["developer", "user", "assistant", "tool"]
-    assert chat.messages[0]["content"] == [{"type": "text", "text": "Be "}, TEXT_PART]
-    assert chat.messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-    assert chat.messages[3]["tool_call_id"] == "x"
-    assert chat.tools == [TOOL] and chat.tool_choice == "required"
 
 
 def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
@@ -178,9 +132,6 @@ def test_only_tools_that_are_allowed_are_shown() -> None:
     case = Case()
     case.chat(tools=TOOLS, tool_choice=TOOLS[1])
     assert case.model.chats[0].tool_choice == "g" and case.model.chats[0].tools == TOOLS
-
-
-TEXT_PART = {"type": "text", "text": "short"}
 
 
 def test_every_sampling_setting_reaches_the_engine() -> None:
@@ -429,37 +380,4 @@ def test_a_mistake_of_ours_ends_the_stream_with_an_error(monkeypatch: pytest.Mon
     response = case.post("/v1/chat/completions", CHAT)
     assert response.status_code == 500 and "inner" not in response.text
     assert all(ticket.gone.is_set() for ticket in case.service.tickets)
-    assert case.state.metrics.n_open == 0
-
-
-def test_a_client_that_leaves_cancels_its_request_and_is_logged() -> None:
-    case = Case(["a"], hold=threading.Event())
-    messages: list[Any] = []
-
-    async def go() -> None:
-        gone = asyncio.Event()
-        body = json.dumps(CHAT).encode()
-        given = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Any:
-            if given:
-                return given.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            messages.append(message)
-
-        scope = {
-            "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
-            "http_version": "1.1", "scheme": "http", "server": ("localhost", 80),
-        }  # fmt: skip
-        running = asyncio.ensure_future(case.app(scope, receive, send))
-        await until_so(lambda: case.service.tickets)
-        gone.set()
-        await asyncio.wait_for(running, PATIENCE_S)
-
-    asyncio.run(go())
-    assert case.service.tickets[0].gone.is_set() and messages[0]["status"] == 499
     assert case.state.metrics.n_open == 0

@@ -18,6 +18,8 @@ from moegraph.server.errors import ApiError
 from moegraph.server.host import LoadedModel, ModelFacts, ModelHost
 from moegraph.server.listening import listen, url_of
 
+pytestmark = pytest.mark.usefixtures("unsettled")
+
 FACTS = ModelFacts("fake")
 
 
@@ -70,17 +72,6 @@ def test_requests_are_refused_until_the_model_is_loaded() -> None:
     asyncio.run(go())
 
 
-def test_a_model_that_cannot_be_loaded_is_told_to_the_process() -> None:
-    async def go() -> None:
-        host = ModelHost(Loader(ModelFileError("broken file")), FACTS)
-        with pytest.raises(ModelFileError):
-            await host.start()
-        assert host.condition == "loading"
-        await host.close()
-
-    asyncio.run(go())
-
-
 def test_an_idle_model_sleeps_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegraph.server.host._LOOK_S", 0.005)
 
@@ -119,22 +110,6 @@ def test_a_model_that_cannot_wake_is_tried_again(monkeypatch: pytest.MonkeyPatch
         host.enter()
         assert await host.loaded() and host.condition == "ready"
         watching.cancel()
-        await host.close()
-
-    asyncio.run(go())
-
-
-def test_a_failure_of_the_engine_is_told() -> None:
-    async def go() -> None:
-        loader = Loader()
-        host = ModelHost(loader, FACTS)
-        await host.start()
-        loader.service.failure = "the engine has been busy for 300 s"
-        error = await refusal(host)
-        assert host.condition == "failed" and "busy" in error.message
-        assert "Retry-After" not in error.headers
-        loader.service.failure = None
-        assert host.condition == "ready"
         await host.close()
 
     asyncio.run(go())

@@ -26,6 +26,8 @@ from moegraph.server.listening import listen, url_of
 from moegraph.server.running import Hooks, run
 from moegraph.server.state import BODY_BYTES, ServerState, Workers
 
+pytestmark = pytest.mark.usefixtures("unsettled")
+
 FACTS = ModelFacts("fake")
 
 

@@ -22,12 +22,9 @@ from moegraph.experts.machines import MACHINES, find_machine, machine_fields
 from moegraph.experts.policy import (
     Lfu,
     Lru,
-    Static,
-    parse_policy,
 )
 from moegraph.placement.generator import generate_trace
 from moegraph.placement.identity import RouterShape
-from moegraph.placement.profile import Profile
 from moegraph.placement.simulate import Simulation, even_slots, simulate
 from moegraph.placement.trace import Trace
 
@@ -83,24 +80,6 @@ def test_the_built_in_machines_do_what_the_documentation_says(
     text = (ROOT / "docs" / "residency.md").read_text("utf-8")
     for number in (times_as_long, fetches_from):
         assert re.search(rf"\b{re.escape(str(number))}\b", text), f"the page no longer has {number}"
-
-
-def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
-    for machine in (*MACHINES.values(), SIMPLE):
-        path = tmp_path / f"{machine.name}.json"
-        path.write_text(json.dumps(machine_fields(machine)))
-        back = find_machine(str(path))
-        assert (back.name, back.about) == (machine.name, machine.about)
-        assert back.expert_bytes == machine.expert_bytes
-        for n in (1, 2, 5, 9):
-            assert back.stall(n, n) == pytest.approx(machine.stall(n, n))
-            assert back.fetch(n) == pytest.approx(machine.fetch(n))
-        assert (back.prompt is None) == (machine.prompt is None)
-        if back.prompt and machine.prompt:
-            assert back.prompt(700) == pytest.approx(machine.prompt(700))
-        for name in ("whole", "host_layer", "fetch_layer"):
-            assert getattr(back, name) == pytest.approx(getattr(machine, name))
-    assert find_machine("h200") is MACHINES["h200"]
 
 
 @pytest.mark.parametrize(
@@ -195,29 +174,6 @@ def test_measured_speeds_follow_from_the_built_in_machine(
     slots = even_slots(40, 256, n_slots / (40 * 256))
     found = simulate(trace, slots, Lfu(), MACHINES["h200"], skip=64, is_pinned=is_pinned)
     assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=0.1)
-
-
-def test_a_profile_warms_the_start_and_static_needs_it() -> None:
-    trace = generate_trace(RouterShape(4, 64, 4), 100)
-    profile = Profile(trace.shape)
-    profile.add("same", trace.counts(), 100)
-    slots = even_slots(4, 64, 0.3)
-    for policy in (Lfu(), Static(), parse_policy("adaptive")):
-        warm = run(trace, slots, policy=policy, profile=profile, profile_class="same")
-        cold = run(trace, slots, policy=policy)
-        assert warm.missing[:20].sum() < 0.9 * cold.missing[:20].sum(), policy
-    static = run(trace, slots, policy=Static(), profile=profile)
-    best = -np.sort(-trace.counts(), axis=1)
-    expected = sum(best[il, : slots[il]].sum() for il in range(4)) / best.sum()
-    assert static.hit_rate == pytest.approx(expected)
-
-
-def test_published_hit_rates_of_a_layered_lru_are_met() -> None:
-    """128 experts, 8 used, 256 cold tokens, LRU by layer: .741 .894 .962 with 24, 49, 81 slots."""
-    trace = generate_trace(RouterShape(24, 128, 8), 256)
-    for n_slots, rate, tolerance in ((24, 0.741, 0.08), (49, 0.894, 0.03), (81, 0.962, 0.02)):
-        found = run(trace, [n_slots] * 24)
-        assert found.hit_rate == pytest.approx(rate, abs=tolerance), n_slots
 
 
 def test_traces_that_do_not_fit_or_are_too_short_are_refused() -> None:

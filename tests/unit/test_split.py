@@ -106,15 +106,6 @@ def test_shares_cover_all_layers_in_order(shares: list[float], n_layer: int) -> 
     assert [il for layers in ranges for il in layers] == list(range(n_layer))
 
 
-@pytest.mark.parametrize("budget", [None, 40 * GiB, 8 * GiB])
-@pytest.mark.parametrize("n", [2, 3, 5, 10])
-def test_equal_devices_get_about_equally_many_layers(budget: int | None, n: int) -> None:
-    """The head takes as long as five layers."""
-    found = lengths(split_layers(N_LAYER, [Place(budget)] * n, need_of, AUTO))
-    assert max(found[:-1]) - min(found[:-1]) <= 1
-    assert 0 <= found[0] - found[-1] <= 6
-
-
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ConfigError, match="41 devices for 40 layers"):
         split_layers(N_LAYER, [Place(None)] * 41, need_of, AUTO)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moegraph.cli import report as report_module
-from moegraph.cli.report import StartTimes, process_age
+from moegraph.cli.report import process_age
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
@@ -29,20 +28,3 @@ def test_a_system_that_does_not_tell_when_a_process_began(tmp_path: Path, text: 
     if text is not None:
         (tmp_path / "stat").write_text(text)
     assert process_age(tmp_path / "stat") is None
-
-
-def test_no_time_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-
-    def slow_age() -> float:
-        clock[0] += 0.5  # a busy machine may stop a process anywhere
-        return clock[0]
-
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(report_module, "process_age", slow_age)
-    times = StartTimes()
-    clock[0] += 1.0
-    times.lap("load")
-    times.token()
-    found = times.report()
-    assert found["process_s"] == 0.5 and found["load_s"] == 1.0 and found["first_token_s"] == 2.0

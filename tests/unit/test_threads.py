@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,19 +82,6 @@ def test_trials_stop_where_nothing_changes() -> None:
     machine.run(1, IDLE.__getitem__)
     assert machine.run(60, IDLE.__getitem__) > 0.999 / IDLE[SPINNING]
     assert machine.n_trials == 0
-
-
-def test_noise_does_not_move_the_choice() -> None:
-    rng = random.Random(5)
-    machine = Machine(Tuner(TWO))
-
-    def noisy(way: Threads) -> float:
-        # a tenth of the tokens is interrupted
-        return IDLE[way] * rng.uniform(0.9, 1.1) + (rng.random() < 0.1) * rng.uniform(0, 0.0004)
-
-    machine.run(1, noisy)
-    assert machine.run(60, noisy) > 0.95 / (1.04 * IDLE[SPINNING])
-    assert machine.tuner.current == SPINNING
 
 
 @pytest.mark.parametrize(

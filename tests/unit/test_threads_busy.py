@@ -73,13 +73,6 @@ def test_after_the_load_nothing_is_lost(n_cores: int, n_busy: int, span: float) 
     assert machine.lost(span) < 0.01
 
 
-@pytest.mark.parametrize(("n_cores", "n_busy"), [c for c in CONSTANT if c[1]])
-def test_a_trial_beside_busy_cores_is_short(n_cores: int, n_busy: int) -> None:
-    machine = Machine(n_cores, lambda now: n_busy)
-    assert machine.lost(0.2) < 0.05
-    assert max(way.n for way in machine.used) == max(1, n_cores - n_busy)
-
-
 @pytest.mark.parametrize(("span", "limit"), [(0.2, 0.8), (2.0, 0.2), (20.0, 0.02)])
 @pytest.mark.parametrize(("n_cores", "n_busy"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 def test_a_program_that_comes_is_noticed(
@@ -115,14 +108,3 @@ def test_programs_that_come_and_go_cost_little(n_cores: int, period: float, limi
     machine.load()
     assert machine.lost(20.0) < limit
     assert {way.n for way in machine.used} >= {n_cores - 1, n_cores}
-
-
-def test_threads_that_the_user_named_sleep_beside_a_busy_core() -> None:
-    machine = Machine(2, lambda now: 1)
-    machine.choices = ways(2, n_threads=2)
-    machine.tuner = Tuner(machine.choices, machine.free)
-    machine.load()
-    assert machine.tuner.measured.keys() == {Threads(2, SLEEP)}
-    assert machine.lost(2.0) < 0.01
-    machine.tuner = Tuner(ways(2, n_threads=2, poll=SPIN), machine.free)
-    assert machine.tuner.current == Threads(2, SPIN)

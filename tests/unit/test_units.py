@@ -15,7 +15,6 @@ from moegraph.units import (
     MiB,
     TiB,
     format_bytes,
-    format_count,
     format_duration,
     parse_bytes,
 )
@@ -73,21 +72,6 @@ def test_what_is_no_size_is_refused_in_one_line(text: str) -> None:
 def test_a_printed_size_parses_back_within_its_three_digits(n: int) -> None:
     back = parse_bytes(format_bytes(n))
     assert abs(back - n) <= 0.006 * n + 1
-
-
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [
-        (0, "0"),
-        (999, "999"),
-        (1000, "1.00 K"),
-        (34_660_000_000, "34.7 B"),
-        (999_600, "1.00 M"),
-        (5 * 10**12, "5.00 T"),
-    ],
-)
-def test_counts_print_in_powers_of_1000(n: int, text: str) -> None:
-    assert format_count(n) == text
 
 
 @pytest.mark.parametrize(
