@@ -12,10 +12,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_bench_worker.py")
@@ -50,11 +51,7 @@ class Clock:
         self._end = time.monotonic() + limit_s if limit_s else float("inf")
 
     def left(self) -> float | None:
-        """Return the seconds left; None means no limit.
-
-        Raises:
-            TimeUp: the time is up.
-        """
+        """Return the seconds left; None means no limit."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeUp
@@ -63,31 +60,11 @@ class Clock:
 
 def add_common(p: argparse.ArgumentParser, samples: int = 5) -> None:
     """Add the options of every bench script whose raw lines begin with a description of the run."""
-    add_samples(p, samples)
+    p.add_argument("--samples", type=positive, default=samples, metavar="N",
+                   help="counted samples of each test, after one that is not counted")  # fmt: skip
     p.add_argument("--commit", default="", help="commit of moegraph, if the folder has no .git")
-    add_basic(p)
-
-
-def add_samples(p: argparse.ArgumentParser, samples: int) -> None:
-    """Add the number of samples."""
-    p.add_argument(
-        "--samples",
-        type=positive,
-        default=samples,
-        metavar="N",
-        help="counted samples of each test and system, after one that is not counted",
-    )
-
-
-def add_basic(p: argparse.ArgumentParser) -> None:
-    """Add the options that every bench script has: limit, output, device, threads."""
-    p.add_argument(
-        "--time-limit",
-        type=float,
-        default=0,
-        metavar="SECONDS",
-        help="stop after so many seconds and keep the samples so far; 0: no limit",
-    )
+    p.add_argument("--time-limit", type=float, default=0, metavar="SECONDS",
+                   help="stop then, and keep the samples so far; 0: no limit")  # fmt: skip
     p.add_argument("--out", type=Path, metavar="FILE", help="append raw JSON lines here")
     p.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"))
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads of every system")
@@ -98,17 +75,6 @@ def positive(text: str) -> int:
     value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
-
-
-def share(text: str) -> float:
-    """Read a percentage, 0 to 100, for argparse."""
-    try:
-        value = float(text.rstrip("%"))
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage, 0 to 100")
     return value
 
 
@@ -198,6 +164,61 @@ class Raw:
               file=sys.stderr, flush=True)  # fmt: skip
 
 
+# More frequent queries to the driver would disturb the timing; every test takes longer than this.
+_INTERVAL_S = 0.25
+
+
+class MemoryWatch:
+    """Watches the peak of device memory in use, above the amount in use when it opened.
+
+    The driver's figure includes CUDA contexts. Without an NVIDIA driver it is 0.
+    """
+
+    def __enter__(self) -> MemoryWatch:
+        self._before = self._most = used_device_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_INTERVAL_S):
+            self._most = max(self._most, used_device_bytes())
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the peak in bytes."""
+        return self._most - self._before
+
+
+def used_device_bytes() -> int:
+    """Return the memory in use on all GPUs, as the driver counts it; 0 without a driver.
+
+    BENCH_GPU, the PCI address of one, leaves out the others, on which something else may run.
+    """
+    from moegraph.ggml.nvml import gpu_used_bytes
+
+    used, only = gpu_used_bytes(), os.environ.get("BENCH_GPU")
+    return used.get(only, 0) if only else sum(used.values())
+
+
+def with_libraries(program: str | Path) -> dict[str, str]:
+    """Return the environment in which a program finds the libraries beside it."""
+    folders = [str(Path(program).resolve().parent), os.environ.get("LD_LIBRARY_PATH")]
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
+
+
+def last_words(errors: IO[bytes]) -> str:
+    """Return the last line of a file that took what a process said."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
 class Worker:
     """A process of _bench_worker.py; requests and replies go through pipes."""
 
@@ -208,12 +229,6 @@ class Worker:
             [sys.executable, str(WORKER)], env=dict(env), cwd="/", stderr=self._errors,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        self.about: Line = {}
-
-    def ready(self) -> Line:
-        """Wait until the worker has started; return what it reports about itself."""
-        self.about = self._receive()
-        return self.about
 
     def tell(self, do: str, **arguments: object) -> None:
         """Send a request; `hear` returns its reply."""
@@ -224,21 +239,13 @@ class Worker:
         except BrokenPipeError as error:
             raise BenchError(f"{self.name}: the worker ended: {self._why()}") from error
 
+    def ask(self, do: str, **arguments: object) -> Line:
+        """Send a request and return its reply."""
+        self.tell(do, **arguments)
+        return self.hear()
+
     def hear(self) -> Line:
         """Return the reply to the last request."""
-        return self._receive()
-
-    def ask(self, do: str, **arguments: object) -> Line:
-        """Send a request and return its reply.
-
-        Raises:
-            BenchError: the request failed, or the process died.
-            TimeUp: the time limit was reached.
-        """
-        self.tell(do, **arguments)
-        return self._receive()
-
-    def _receive(self) -> Line:
         out = self._process.stdout
         assert out is not None
         if not select.select([out], [], [], self._clock.left())[0]:
@@ -252,10 +259,7 @@ class Worker:
         return reply
 
     def _why(self) -> str:
-        code = self._process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return f"exit code {code}: {lines[-1] if lines else 'it said nothing'}"
+        return f"exit code {self._process.wait()}: {last_words(self._errors)}"
 
     def close(self) -> None:
         """End the process."""
@@ -273,11 +277,7 @@ class Worker:
 
 
 def start_worker(spec: str, clock: Clock) -> Worker:
-    """Start the worker of NAME=FOLDER[,VAR=VALUE...].
-
-    Raises:
-        BenchError: the folder has no moegraph package.
-    """
+    """Start the worker of NAME=FOLDER[,VAR=VALUE...]."""
     name, _, rest = spec.partition("=")
     folder, *settings = rest.split(",")
     root = Path(folder).resolve()
@@ -289,36 +289,15 @@ def start_worker(spec: str, clock: Clock) -> Worker:
 
 
 def note_system(raw: Raw, spec: str, worker: Worker) -> None:
-    """Wait until a worker has started, and append a line about what it runs.
-
-    Raises:
-        BenchError: the worker did not import the package in its folder.
-    """
+    """Wait until a worker has started, and append a line about what it runs."""
     folder = Path(spec.partition("=")[2].split(",")[0]).resolve()
-    about = worker.ready()
+    about = worker.hear()  # first of all, it says what it is
     package = about.get("package")
     if package and Path(package).parent != folder:
         raise BenchError(f"{worker.name}: {package} was imported, not the package in {folder}")
     commit = about.get("commit") or commit_of(folder)
     kept = {k: v for k, v in about.items() if k not in ("package", "libraries", "defaults")}
     raw.add("system", system=worker.name, spec=plain_paths([spec])[0], **{**kept, "commit": commit})
-
-
-def check_systems(specs: Sequence[str]) -> None:
-    """Check that systems are NAME=FOLDER[,VAR=VALUE...] with distinct names.
-
-    Raises:
-        BenchError: names the wrong one.
-    """
-    for spec in specs:
-        name, equals, rest = spec.partition("=")
-        if not name or not equals or not Path(rest.split(",")[0]).is_dir():
-            raise BenchError(f"{spec!r} is not NAME=FOLDER[,VAR=VALUE...] of a folder that exists")
-        if any("=" not in setting for setting in rest.split(",")[1:]):
-            raise BenchError(f"{spec!r}: what follows the folder must be VAR=VALUE")
-    names = [spec.partition("=")[0] for spec in specs]
-    if len(set(names)) != len(names):
-        raise BenchError(f"two systems have one name: {', '.join(names)}")
 
 
 def json_line(line: Line) -> str:
@@ -364,23 +343,13 @@ def comparison(lines: Sequence[Line], base: str) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for (setting, test, system), values in found.items():
-        unit = units[setting, test]
-        against = found.get((setting, test, base))
+        unit, against = units[setting, test], found.get((setting, test, base))
         ratio = "-"
         if against and system != base:
             ratio = spread(times_better(values, against, unit), 3)
-        digits = 3 if unit in ("ms", "s") else 1
-        rows.append(
-            f"| {setting} | {test} | {system} | {len(values)} | "
-            f"{spread(values, digits)} {unit} | {ratio} |"
-        )
-    return rows
-
-
-def print_table(lines: Sequence[Line], base: str) -> None:
-    """Print the comparison, if there is anything to compare."""
-    if samples_by_key(lines):
-        print("\n".join(comparison(lines, base)), flush=True)
+        shown = f"{spread(values, 3 if unit in ('ms', 's') else 1)} {unit}"
+        rows.append(f"| {setting} | {test} | {system} | {len(values)} | {shown} | {ratio} |")
+    return rows if found else []
 
 
 def finish(args: argparse.Namespace, raw: Raw, base: str, measure: Callable[[], None]) -> None:
@@ -391,7 +360,7 @@ def finish(args: argparse.Namespace, raw: Raw, base: str, measure: Callable[[], 
         raw.add("stopped", after_s=args.time_limit)
         print(f"stopped after {args.time_limit:g} s", file=sys.stderr)
     finally:
-        print_table(raw.lines, base)
+        print("".join(f"{row}\n" for row in comparison(raw.lines, base)), end="", flush=True)
 
 
 def guarded(name: str, run: Callable[[], int | None]) -> int:

@@ -70,11 +70,7 @@ class Settings:
 
 
 def copy_tree(tree: Path) -> Path:
-    """Copy a checkout's package and scripts, with the libraries of this one; return the copy.
-
-    Raises:
-        BuildError: the folder is no checkout.
-    """
+    """Copy a checkout's package and scripts, with the libraries of this one; return the copy."""
     if not (tree / "moegraph" / "__init__.py").is_file() or not (tree / "scripts").is_dir():
         raise BuildError(f"{tree}: no folders moegraph and scripts; name a checkout")
     copy, package = WORK / "before", ROOT / "moegraph"

@@ -5,6 +5,7 @@ A bar is the least that this project wants of a figure, a goal what it would lik
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,44 +198,43 @@ def before(lines: Lines, part: str) -> Iterator[Figure]:
         yield from ratio(f"{setting}, {test}: after over before", new, old, 0.98, 1.0)
 
 
-def depth(lines: Lines, part: str) -> Iterator[Figure]:
-    """Prompts at depth, with all experts, over llama-bench at its best -ub."""
-    rows = [row for row in lines[part] if row.get("kind") == "sample"]
-    bars = {"pp512 @": (1.2, 1.6), "pp8192": (1.0, 1.15), "tg": (1.85, 2.2)}
-    for test in dict.fromkeys(row["test"] for row in rows):
-        best = {}
-        for system in ("upstream", "whole"):
-            by_ub = [
-                samples(rows, test=test, system=system, setting=setting)
-                for setting in dict.fromkeys(row["setting"] for row in rows)
-            ]
-            best[system] = max((x for x in by_ub if x is not None), default=None)
-        limits = next((bars[k] for k in bars if test.startswith(k)), (None, None))
-        limits = (None, None) if test.startswith("pp8192 @") else limits
-        name = f"{test}, all experts: over llama-bench"
-        yield from ratio(name, best["whole"], best["upstream"], *limits)
+# Bars beside llama-bench: part, pattern of the test, what follows the name of our system.
+_UPSTREAM_BARS = (
+    ("whole", ".*", "", (1.6, None)), ("whole", ".*", "argmax", (2.3, 3.0)),
+    ("residency-none", "tg.*", "sticky", (1.5, 2.0)), ("prompts", "pp8192", "", (4.0, 4.5)),
+    ("depth", "pp512 @.*", "", (1.2, 1.6)), ("depth", "pp8192", "", (1.0, 1.15)),
+    ("depth", "tg.*", "", (1.85, 2.2)),
+)  # fmt: skip
 
 
-def whole(lines: Lines, part: str) -> Iterator[Figure]:
-    """Decoding and prompts with all experts over llama-bench, with and without the logits."""
-    for setting, test in measured(lines[part]):
-        theirs = samples(lines[part], setting=setting, test=test, system="upstream")
-        bars = {"whole, argmax": (2.3, 3.0), "whole": (1.6, None)}
-        for system in ("whole", "whole, argmax", "whole, sampled"):
-            mine = samples(lines[part], setting=setting, test=test, system=system)
-            name = f"{test}, all experts{system.removeprefix('whole')}: over llama-bench"
-            yield from ratio(name, mine, theirs, *bars.get(system, (None, None)))
-
-
-def prompts(lines: Lines, part: str) -> Iterator[Figure]:
-    """Prompts with some experts over llama-bench with the same memory."""
-    for setting, test in measured(lines[part]):
-        ours, theirs = (
-            samples(lines[part], setting=setting, test=test, system=name)
-            for name in ("moegraph", "upstream")
+def upstream(lines: Lines, part: str) -> Iterator[Figure]:
+    """Each test over llama-bench, both at the -ub that is best for them."""
+    best: dict[tuple[str, str, str], float] = {}
+    rows = [row for row in lines[part] if row.get("kind") == "sample" and row["at"]]
+    for setting, test, system in dict.fromkeys(
+        (x["setting"], x["test"], x["system"]) for x in rows
+    ):
+        speed = samples(rows, setting=setting, test=test, system=system)
+        place = setting.rpartition("ub ")[0].strip(" ,") or "all experts"
+        if speed is not None and "sweep" not in setting:
+            key = place, test, system
+            best[key] = max(speed, best.get(key, 0.0))
+    for (place, test, system), speed in best.items():
+        if system == "upstream":
+            continue
+        way = system.partition(", ")[2]
+        bars = next(
+            (
+                bars
+                for name, pattern, ours, bars in _UPSTREAM_BARS
+                if (name, ours) == (part, way) and re.fullmatch(pattern, test)
+            ),
+            (None, None),
         )
-        bars = (4.0, 4.5) if test == "pp8192" else (None, None)
-        yield from ratio(f"{test}, {setting}: over llama-bench", ours, theirs, *bars)
+        name = ", ".join(filter(None, (test, place, way)))
+        yield from ratio(
+            f"{name}: over llama-bench", speed, best.get((place, test, "upstream")), *bars
+        )
 
 
 def sequences(lines: Lines, part: str) -> Iterator[Figure]:
@@ -278,20 +278,6 @@ def rows_alone(lines: Lines, part: str) -> Iterator[Figure]:
         mine = samples(rows, setting=setting, test=test)
         yield from ratio(f"{n} rows at {setting}: speed over llama-bench's",
                          theirs.get((shares.get(setting, -1), n)), mine, *bars)  # fmt: skip
-
-
-def residency(lines: Lines, part: str) -> Iterator[Figure]:
-    """Decoding with some experts, by routing, over llama-bench with the same memory."""
-    rows = [row for row in lines[part] if row.get("kind") == "sample"]
-    ways = dict.fromkeys(row["system"] for row in rows if row["system"].startswith("moegraph"))
-    for setting, test in measured(rows):
-        theirs = samples(rows, setting=setting, test=test, system="upstream")
-        for system in ways:
-            is_judged = (part, system) == ("residency-none", "moegraph, sticky")
-            bars = (1.5, 2.0) if is_judged else (None, None)
-            mine = samples(rows, setting=setting, test=test, system=system)
-            name = ", ".join(filter(None, (test, setting, system.partition(", ")[2])))
-            yield from ratio(f"{name}: over llama-bench", mine, theirs, *bars)
 
 
 def first(lines: Lines, part: str) -> Iterator[Figure]:

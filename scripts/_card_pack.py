@@ -22,11 +22,7 @@ Manifest = dict[str, object]
 
 
 def pieces_of(path: Path) -> list[Path]:
-    """Return the pieces of a pack, or the file itself if it is in one.
-
-    Raises:
-        BuildError: there is no such pack, or a piece is missing.
-    """
+    """Return the pieces of a pack, or the file itself if it is in one."""
     if path.is_file():
         return [path]
     found = sorted(path.parent.glob(f"{path.name}.[0-9][0-9][0-9]"))
@@ -58,11 +54,7 @@ def pack(path: Path, folders: Mapping[str, Path], about: Manifest, n_bytes: int)
 
 
 def unpack(path: Path, folders: Mapping[str, Path]) -> Manifest:
-    """Unpack into folders by name; return the manifest.
-
-    Raises:
-        BuildError: the pack is not one of ours, or is broken.
-    """
+    """Unpack into folders by name; return the manifest."""
     with tempfile.TemporaryFile() as whole:
         for piece in pieces_of(path):
             whole.write(piece.read_bytes())
@@ -94,11 +86,7 @@ def _take(tar: tarfile.TarFile, folders: Mapping[str, Path]) -> Manifest:
 
 
 def place(name: str, folders: Mapping[str, Path]) -> Path:
-    """Return where a member goes.
-
-    Raises:
-        ValueError: to no folder that we know, or out of it.
-    """
+    """Return where a member goes."""
     parts = PurePosixPath(name).parts
     for known, folder in folders.items():
         own = PurePosixPath(known).parts

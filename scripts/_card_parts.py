@@ -44,11 +44,12 @@ _SERVER = (
     "bench_server.py {model} {device} --llama-server {bin}/llama-server -ub {server_ub} -c {ctx}"
     " --out {out}"
 )
-_RESIDENCY = (
-    "bench_residency.py {model} --llama-bench {bin}/llama-bench {device} --warm {warm} --out {out}"
+_UPSTREAM = (
+    "bench_upstream.py {model} --llama-bench {bin}/llama-bench {device} --out {out} --warm {warm}"
 )
+_WHOLE = _UPSTREAM + " --threads {threads}"
 _DECODE = (
-    _RESIDENCY + " --samples {five} --ubatch {decode_ub} --prompt {prompt} --traces {traces}"
+    _UPSTREAM + " --samples {five} --ubatch {decode_ub} --prompt {prompt} --traces {traces}"
     " --sweep {sweep}"
 )
 _TREES = "bench_trees.py {model} now={root} {device}"
@@ -79,17 +80,16 @@ GROUPS = {
 
 PARTS: Sequence[Part] = (
     part("whole", 30, "decoding and prompts with all experts beside llama-bench",
-         "bench_vs_upstream.py {model} --llama-bench {bin}/llama-bench {device} --threads {threads}"
-         " --prompt {prompt} --gen {gen} --ubatch {decode_ub} --samples {five} --out {out}",
-         shows=figures.whole, share=1.0, needs="upstream"),
+         _WHOLE + " --prompt {prompt} --gen {gen} --ubatch {decode_ub} --samples {five}",
+         shows=figures.upstream, share=1.0, needs="upstream"),
     part("residency-60", 65, "decoding by routing and prompts with 60 % of the experts",
-         _DECODE + " --ncmoe {ncmoe_60} --gen {gen}", shows=figures.residency, share=0.6,
+         _DECODE + " --ncmoe {ncmoe_60} --gen {gen}", shows=figures.upstream, share=0.6,
          needs="upstream"),
     part("residency-25", 95, "the same with 25 % of the experts",
-         _DECODE + " --ncmoe {ncmoe_25} --gen {gen}", shows=figures.residency, share=0.25,
+         _DECODE + " --ncmoe {ncmoe_25} --gen {gen}", shows=figures.upstream, share=0.25,
          needs="upstream"),
     part("residency-none", 90, "the same with no expert on the card",
-         _DECODE + " --ncmoe {ncmoe_none} --gen {few_gen}", shows=figures.residency,
+         _DECODE + " --ncmoe {ncmoe_none} --gen {few_gen}", shows=figures.upstream,
          needs="upstream"),
     part("rows", 75, "passes of a few rows, other ids each time, beside llama-bench",
          _TREES + " --samples {five} --settings whole 60 25 --gen {gen} --rows {rows} --prompt"
@@ -153,18 +153,16 @@ PARTS: Sequence[Part] = (
          " {slots_60}' --theirs '{ngl} -t {threads} -ncmoe {ncmoe_60}'",
          shows=figures.server, share=0.6, needs="upstream"),
     part("lengths", 60, "prompts of 64 to 2,048 tokens, all experts, beside llama-bench",
-         "bench_vs_upstream.py {model} --llama-bench {bin}/llama-bench {device} --threads {threads}"
-         " --prompt {lengths} --gen 0 --ubatch {ub} --samples {samples} --out {out}",
-         shows=figures.depth, share=1.0, needs="upstream"),
+         _WHOLE + " --prompt {lengths} --gen 0 --ubatch {ub} --samples {samples}",
+         shows=figures.upstream, share=1.0, needs="upstream"),
     part("depth", 150, "prompts and decoding at depth beside llama-bench at its best -ub",
-         "bench_vs_upstream.py {model} --llama-bench {bin}/llama-bench {device} --threads {threads}"
-         " --depth 0 {depths} --prompt {prompts} --gen {gen} --ubatch {ub} 512"
-         " --samples {few} --out {out}",
-         shows=figures.depth, share=1.0, needs="upstream"),
+         _WHOLE + " --depth 0 {depths} --prompt {prompts} --gen {gen} --ubatch {ub} 512"
+         " --samples {few}",
+         shows=figures.upstream, share=1.0, needs="upstream"),
     part("prompts", 130, "prompts with 60 and 25 % of the experts beside llama-bench",
-         _RESIDENCY + " --samples {samples} --ncmoe {ncmoe_60} {ncmoe_25} --ubatch {ub}"
-         " --prompt {prompts} --traces",
-         shows=figures.prompts, share=0.6, needs="upstream"),
+         _UPSTREAM + " --samples {samples} --ncmoe {ncmoe_60} {ncmoe_25} --ubatch {ub}"
+         " --prompt {prompts} --gen 0",
+         shows=figures.upstream, share=0.6, needs="upstream"),
     part("sequences", 120, "sequences that decode together beside llama-batched-bench",
          _TREES + " --samples {samples} --settings 60 0 --seqs {seqs} --gen 32 --out {out}",
          _BATCHED + " -ncmoe {ncmoe_60}", shows=figures.sequences, share=0.6, needs="upstream"),

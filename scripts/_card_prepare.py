@@ -69,11 +69,7 @@ def look() -> None:
 
 
 def install_wheels(folder: Path) -> None:
-    """Install wheels for the Python that runs this, without a package index.
-
-    Raises:
-        BuildError: there are none, or pip failed.
-    """
+    """Install wheels for the Python that runs this, without a package index."""
     wheels = sorted(str(path) for path in folder.glob("*.whl"))
     if not wheels:
         raise BuildError(f"{folder} has no wheels")
@@ -87,12 +83,7 @@ def install_wheels(folder: Path) -> None:
 
 
 def build_ours(options: list[str], portable: str | None, sdist: str | None) -> None:
-    """Build this tree: in .venv as scripts/quickstart does, or for the Python of SITE.
-
-    Raises:
-        BuildError: a step failed.
-        Told: scripts/build failed, and has said so.
-    """
+    """Build this tree: in .venv as scripts/quickstart does, or for the Python of SITE."""
     given = [*options, *(["--portable", portable] if portable else [])]
     given += ["--sdist", sdist] if sdist else []
     if not SITE.is_dir():
@@ -119,11 +110,7 @@ def bring_bindings(sdist: str | None) -> None:
 
 
 def unpack(paths: list[Path]) -> list[str]:
-    """Unpack what was built elsewhere; return the options with which our libraries were built.
-
-    Raises:
-        BuildError: a pack is broken, or was made of other sources.
-    """
+    """Unpack what was built elsewhere; return the options with which our libraries were built."""
     found: list[str] = []
     for path in paths:
         start = time.monotonic()
@@ -158,11 +145,7 @@ def pack(
 
 
 def choose_options(given: list[str], unpacked: list[str]) -> list[str]:
-    """Return the options of scripts/build: given ones, those of unpacked libraries, or the cards'.
-
-    Raises:
-        BuildError: there is no card, or no nvcc that compiles for it.
-    """
+    """Return options of scripts/build: given ones, those of unpacked libraries, or the cards'."""
     if given or unpacked[:1] == ["--cuda-arch"]:
         return given or unpacked
     choice = _gpu.choose(_gpu.find_cards(), _gpu.find_nvcc())

@@ -47,9 +47,6 @@ def build(options: list[str], portable: str | None, sdist: str | None, jobs: int
 
     Only the downloaded source and the links to the toolkit are shared with our build: the patches
     change headers that every CUDA file includes. ccache, if there is one, shares what is equal.
-
-    Raises:
-        BuildError: there is no compiler, or it failed.
     """
     if is_built(options):
         say(f"unpatched llama.cpp is built: {programs()}")
@@ -120,9 +117,6 @@ def find_package(sdist: Path) -> Path:
     """Return the folder llama_cpp of an unpacked source distribution.
 
     Of one that has only llama.cpp, it is that of a pack, or of the Python that runs this.
-
-    Raises:
-        BuildError: there is none.
     """
     for folder in (sdist, BINDINGS):
         if (folder / "llama_cpp").is_dir():
@@ -137,9 +131,6 @@ def bindings(sdist: Path, folder: Path) -> None:
     """Take the Python files of llama_cpp from the source distribution into folder/llama_cpp.
 
     sdist: packed or not; see `find_package`.
-
-    Raises:
-        BuildError: they are nowhere.
     """
     if sdist.is_dir():
         package = find_package(sdist)

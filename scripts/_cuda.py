@@ -45,11 +45,7 @@ def check_architectures(given: list[str]) -> list[str]:
 
 
 def find_toolkit() -> tuple[Path, tuple[int, int]]:
-    """Return the toolkit's folder and version, as nvcc reports them.
-
-    Raises:
-        BuildError: there is no nvcc, or its output is unknown.
-    """
+    """Return the toolkit's folder and version, as nvcc reports them."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     for name in (os.environ.get("CUDACXX"), f"{home}/bin/nvcc", shutil.which("nvcc")):
         if name and Path(name).is_file():
@@ -73,11 +69,7 @@ def _output(*command: str) -> str:
 
 
 def find_cublas(toolkit: Path, major: int) -> Cublas:
-    """Find cuBLAS of CUDA `major` in the toolkit, else in the nvidia-cublas wheel of this Python.
-
-    Raises:
-        BuildError: neither the toolkit nor a wheel has headers and library.
-    """
+    """Find cuBLAS of CUDA `major` in the toolkit, else in the wheel of this Python."""
     found = toolkit_cublas(toolkit) or wheel_cublas(Path(sysconfig.get_path("purelib")), major)
     if found is None:
         raise BuildError(

@@ -119,11 +119,7 @@ def build_options(given: list[str]) -> list[str]:
 
 
 def bring_cublas() -> None:
-    """Install the wheel of cuBLAS into .venv if the toolkit has none; .venv must exist.
-
-    Raises:
-        BuildError: there is no nvcc, or pip failed; its output has been printed.
-    """
+    """Install the wheel of cuBLAS into .venv if the toolkit has none; .venv must exist."""
     toolkit, (major, _) = _cuda.find_toolkit()
     if _cuda.toolkit_cublas(toolkit) or _cuda.wheel_cublas(_site_packages(), major):
         return

@@ -46,11 +46,7 @@ class _Line:
 def run(
     title: str, command: list[str], log: Path, env: dict[str, str], cwd: Path | None = None
 ) -> None:
-    """Run `command` and write its output to `log`.
-
-    Raises:
-        BuildError: the command failed; its last lines have been printed.
-    """
+    """Run `command` and write its output to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     line, tail = _Line(title), deque[str](maxlen=_TAIL)
     with log.open("w", encoding="utf-8") as out:

@@ -99,11 +99,7 @@ def check_space(folder: Path, n_bytes: int) -> None:
 
 
 def find_cmake() -> str:
-    """Return a CMake that is new enough.
-
-    Raises:
-        BuildError: CMake is not installed, or older than MIN_CMAKE.
-    """
+    """Return a CMake that is new enough."""
     path = shutil.which("cmake", path=search_path())
     if path is None:
         raise BuildError(f"no cmake; install it with: {sys.executable} -m pip install cmake ninja")

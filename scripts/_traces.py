@@ -52,11 +52,7 @@ class ModelFacts:
 
 
 def find_trace(name: str, shape: RouterShape, n_tokens: int, seed: int = 0) -> Trace:
-    """Return a trace generated from a preset (NAME or NAME:PROMPT) or read from a file.
-
-    Raises:
-        RequestError: the file is not a trace, or is a trace of another shape.
-    """
+    """Return a trace generated from a preset (NAME or NAME:PROMPT) or read from a file."""
     preset, _, prompt = name.partition(":")
     if preset in PRESETS and (not prompt or prompt.isdecimal()):
         return generate_trace(shape, n_tokens, seed, int(prompt or 0), PRESETS[preset])

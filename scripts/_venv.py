@@ -30,12 +30,7 @@ def check_python() -> None:
 
 
 def check_machine() -> None:
-    """Check what a first build needs, before anything is downloaded.
-
-    Raises:
-        BuildError: Python is too old, a compiler or Python's headers are missing, or the disk is
-            nearly full.
-    """
+    """Check what a first build needs, before anything is downloaded."""
     check_python()
     _tools.check_compilers()
     if not built_device():
@@ -53,11 +48,7 @@ def run_step(what: str, command: list[str | Path], env: dict[str, str] | None = 
 
 
 def run_build(arguments: list[str]) -> None:
-    """Run scripts/build with the Python of .venv.
-
-    Raises:
-        Told: it failed, or was interrupted; a line on stderr says so.
-    """
+    """Run scripts/build with the Python of .venv."""
     command = [str(python()), str(ROOT / "scripts" / "build"), *arguments]
     with subprocess.Popen(command, cwd=ROOT) as build:
         try:
@@ -109,10 +100,6 @@ def prepare(build_arguments: list[str], extras: str = "") -> None:
 
     Takes little time if they already are. build_arguments: of scripts/build; without any, the
     libraries are built again for the device for which they were built last.
-
-    Raises:
-        BuildError: a step failed; its output has been printed.
-        Told: scripts/build failed or was interrupted.
     """
     check_python()
     make_venv()
@@ -133,9 +120,6 @@ def add_tools(extra: str) -> None:
     """Install the packages of an extra into .venv, unless they are installed.
 
     Does not build the native libraries.
-
-    Raises:
-        BuildError: a step failed; its output has been printed.
     """
     check_python()
     make_venv()

@@ -18,7 +18,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,44 +172,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def prompt(engine: Engine, args: argparse.Namespace) -> Ids:
-    """Return the prompt of all texts."""
-    rng = np.random.default_rng(1)
-    ids: Ids = rng.integers(0, engine.hparams.n_vocab, args.depth, dtype=np.int32)
-    return ids
-
-
-def texts(engine: Engine, args: argparse.Namespace) -> tuple[list[float], list[int]]:
-    """Return tokens a second of several texts, and the last of them with its prompt.
-
-    The first text may build graphs.
-    """
-    found, text = [], list[int]()
-    for _ in range(args.repeat + 1):
-        tps, text = one_text(engine, args)
-        found.append(tps)
-    return found, text
-
-
-def one_text(engine: Engine, args: argparse.Namespace) -> tuple[float, list[int]]:
-    """Return the tokens a second of a text, and the text with its prompt."""
-    ids = prompt(engine, args)
+def write(engine: Engine, ids: Ids, n: int) -> tuple[float, list[int]]:
+    """Return the tokens a second of a text of n tokens, and the text."""
     events = [*engine.generate(
-        ids, SamplingParams(temperature=0.0), args.tokens, ignore_eos=True, text=False
+        ids, SamplingParams(temperature=0.0), n, ignore_eos=True, text=False
     )]  # fmt: skip
-    return events[-1].decode_tps, [*ids.tolist(), *(e.token for e in events if e.token is not None)]
+    return events[-1].decode_tps, [event.token for event in events if event.token is not None]
 
 
-def text_and_luck(engine: Engine, args: argparse.Namespace) -> tuple[float, float]:
-    """Return the tokens a second of a text, and its luck (`ByPlan`)."""
-    controller = engine.speculation.controller if engine.speculation else None
-    if not isinstance(controller, ByPlan):
-        return one_text(engine, args)[0], 1.0
-    controller.n_text = args.tokens
-    return one_text(engine, args)[0], controller.luck
+def turns(ways: Sequence[str], n_rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield number of the round and way: in each round each has its turn, another one begins."""
+    for at in range(n_rounds):
+        for i in range(len(ways)):
+            yield at, ways[(at + i) % len(ways)]
 
 
-def summary(
+def row(
     found: Sequence[float], lucks: Sequence[float], drafts: dict[str, Any] | None, **about: Any
 ) -> dict[str, Any]:
     """Return the row of a way.
@@ -224,55 +202,39 @@ def summary(
     }  # fmt: skip
 
 
-class Rows(list[dict[str, Any]]):
-    """Rows that are written to a file as they come, if there is one."""
-
-    def __init__(self, out: Path | None) -> None:
-        super().__init__()
-        self._out = out
-
-    def append(self, one: dict[str, Any]) -> None:
-        """Add a row."""
-        super().append(one)
-        bench.append_line(self._out, one)
-
-
-def measure(vram: str, share: float, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of one limit of memory. share: percent of the experts that have slots."""
+def measure(vram: str, share: float, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one limit of memory. share: percent of the experts that have slots."""
     config = EngineConfig(
         vram=vram, device=args.device, profile="none", n_ctx=args.depth + args.tokens + 64,
         n_draft=15,
     )  # fmt: skip
     config = with_share(config, args.model, share)
-    rows = Rows(args.out)
-    about: dict[str, Any] = {"vram": vram}
     off, text = without_drafters(config, args)
-    rows.append({**about, **off})
-    lengths = {"dflash": args.dflash if args.draft else [], "mtp": args.mtp}
+    yield {"vram": vram, **off}
     with Engine.load(args.model, drafting(config, "auto", args.draft)) as engine:
-        if engine.speculation is None:
-            print(f"{vram} GiB: no drafter is loaded", file=sys.stderr)
-            return rows
-        drafters = list(engine.speculation.drafters.values())
-        if {one.name for one in drafters} == {"lookup"}:
+        drafters = list(engine.speculation.drafters.values()) if engine.speculation else []
+        if {one.name for one in drafters} <= {"lookup"}:
             print(f"{vram} GiB: by the plan, no drafter pays here", file=sys.stderr)
-            return rows
-        about["slots"] = slots(engine)
+            return
         for kind in args.kind:
             ways = {"loaded, off": use(engine, drafters, replace(config, spec="off"))}
-            for source, n in [(source, n) for source, ns in lengths.items() for n in ns]:
+            for source in ("dflash", "mtp"):
                 names = (source, "dspark") if source == "dflash" else (source,)
                 mine = [one for one in drafters if one.name in names]
-                if not mine:
-                    continue
-                settings = drafting(config, source, args.draft, n)
-                ways[f"{source} {n}"] = use(engine, mine, settings, kind, text)
+                for n in getattr(args, source) if mine else ():
+                    settings = drafting(config, source, args.draft, n)
+                    ways[f"{source} {n}"] = use(engine, mine, settings, kind, text)
             settings = drafting(config, "auto", args.draft)
             ways["auto"] = use(engine, drafters, settings, kind, text)
-            for one in in_turn(engine, ways, args, kind):
-                rows.append({**about, **one})
-    rows.append({**about, **without_drafters(config, args)[0]})
-    return rows
+            yield from ({"vram": vram, **one} for one in in_turn(engine, ways, args, kind))
+    yield {"vram": vram, **without_drafters(config, args)[0]}
+
+
+def prompt(engine: Engine, args: argparse.Namespace) -> Ids:
+    """Return the prompt of all texts."""
+    n_vocab = engine.hparams.n_vocab
+    ids: Ids = np.random.default_rng(1).integers(0, n_vocab, args.depth, dtype=np.int32)
+    return ids
 
 
 def without_drafters(
@@ -280,30 +242,32 @@ def without_drafters(
 ) -> tuple[dict[str, Any], list[int]]:
     """Return the row of an engine that has no drafter, and a text with its prompt."""
     with Engine.load(args.model, config) as engine:
-        found, text = texts(engine, args)
-        luck = [1.0] * len(found)
-        return summary(found, luck, None, slots=slots(engine), kind="", way="off"), text
+        ids = prompt(engine, args)
+        found = [write(engine, ids, args.tokens) for _ in range(args.repeat + 1)]
+        speeds = [tps for tps, _ in found]
+        about = row(speeds, [1.0] * len(found), None, slots=slots(engine), kind="", way="off")
+        return about, [*ids.tolist(), *found[-1][1]]
 
 
 def in_turn(
     engine: Engine, ways: Mapping[str, Speculation], args: argparse.Namespace, kind: str
 ) -> list[dict[str, Any]]:
     """Return a row of each way; in each round, each writes a text."""
-    controllers = {way: speculation.controller for way, speculation in ways.items()}
+    controllers = {way: one.controller for way, one in ways.items()}
     before = {way: controller.stats for way, controller in controllers.items()}
     found: dict[str, list[float]] = {way: [] for way in ways}
     lucks: dict[str, list[float]] = {way: [] for way in ways}
-    order = list(ways)
-    for at in range(args.repeat + 1):
-        for way in order[at % len(order) :] + order[: at % len(order)]:
-            engine.speculation = ways[way]
-            tps, luck = text_and_luck(engine, args)
-            found[way].append(tps)
-            lucks[way].append(luck)
+    for _, way in turns(list(ways), args.repeat + 1):
+        engine.speculation = ways[way]
+        controller = controllers[way]
+        assert isinstance(controller, ByPlan)
+        controller.n_text = args.tokens
+        found[way].append(write(engine, prompt(engine, args), args.tokens)[0])
+        lucks[way].append(controller.luck)
     return [
-        summary(
+        row(
             found[way], lucks[way], controller.stats.since(before[way]).report(),
-            kind=kind, way=way,
+            slots=slots(engine), kind=kind, way=way,
         )
         for way, controller in controllers.items()
     ]  # fmt: skip
@@ -355,7 +319,10 @@ def slots(engine: Engine) -> float:
 def compare(args: argparse.Namespace) -> None:
     """Measure all limits and print a table."""
     for vram, share in itertools.product(args.vram, args.share):
-        rows = measure(vram, share, args)
+        rows = []
+        for one in measure(vram, share, args):
+            rows.append(one)
+            bench.append_line(args.out, one)
         off = statistics.mean(one["tps"] for one in rows if one["way"] == "off")
         experts = f"{rows[0]['slots']:.0%} of the experts"
         print(f"{vram} GiB, {experts}: {off:.1f} tok/s without drafts; others at the rates")

@@ -25,7 +25,6 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import _bench as bench
-from bench_server import with_libraries
 
 from moegraph.text.tokenizer import Tokenizer
 
@@ -48,11 +47,7 @@ def parser() -> bench.Parser:
 
 
 def first_text(command: Sequence[str], env: Mapping[str, str]) -> float:
-    """Return the seconds from the start of a process to the first byte that it writes.
-
-    Raises:
-        BenchError: it ended without a word.
-    """
+    """Return the seconds from the start of a process to the first byte that it writes."""
     with tempfile.TemporaryFile() as errors:
         begin = time.perf_counter()
         process = subprocess.Popen(
@@ -65,9 +60,7 @@ def first_text(command: Sequence[str], env: Mapping[str, str]) -> float:
         process.wait()
         process.stdout.close()
         if not found:
-            errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().splitlines()
-            raise bench.BenchError(f"{command[0]}: {said[-1] if said else 'it wrote nothing'}")
+            raise bench.BenchError(f"{command[0]}: {bench.last_words(errors)}")
     return seconds
 
 
@@ -91,7 +84,7 @@ def commands(args: argparse.Namespace, prompt: str) -> dict[str, tuple[list[str]
               "--no-display-prompt", "--simple-io", *args.theirs.split()]  # fmt: skip
     return {
         "moegraph": (ours, {**os.environ, "PYTHONPATH": path}),
-        "upstream": (theirs, with_libraries(args.llama_completion)),
+        "upstream": (theirs, bench.with_libraries(args.llama_completion)),
     }
 
 

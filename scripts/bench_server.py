@@ -34,7 +34,6 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import _bench as bench
-from _llama_bench import MemoryWatch
 
 # Ids of prompts: the first ones of a vocabulary are bytes and common pieces.
 IDS = range(100, 900)
@@ -114,11 +113,7 @@ class Stream(threading.Thread):
         self.join()
 
     def done(self) -> Stream:
-        """Wait for the end.
-
-        Raises:
-            RuntimeError: the request has failed.
-        """
+        """Wait for the end."""
         self.join()
         if self.error:
             raise RuntimeError(self.error)
@@ -264,20 +259,12 @@ class Server:
         self._reader.start()
 
     def again(self) -> None:
-        """Start it again, after it has ended.
-
-        Raises:
-            RuntimeError: it does not come up.
-        """
+        """Start it again, after it has ended."""
         self._begin()
         self.wait()
 
     def wait(self) -> Server:
-        """Wait until its health is good.
-
-        Raises:
-            RuntimeError: it does not come up.
-        """
+        """Wait until its health is good."""
         end = time.monotonic() + LOADING_S
         while not _is_healthy(self._port):
             if self._process.poll() is not None or time.monotonic() > end:
@@ -314,11 +301,7 @@ class Server:
 
 @contextmanager
 def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[Server]:
-    """Run a server until its health is good, and to the end of the block.
-
-    Raises:
-        RuntimeError: it does not come up.
-    """
+    """Run a server until its health is good, and to the end of the block."""
     server = Server(command, port, env)
     try:
         yield server.wait()
@@ -404,14 +387,8 @@ def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], 
     if args.llama_server:
         theirs = [args.llama_server, "-m", args.model, "--kv-unified", "-fa", "on", *common,
                   "-b", str(max(args.ubatch, 2048)), *args.theirs.split()]  # fmt: skip
-        found["llama-server"] = (theirs, with_libraries(args.llama_server))
+        found["llama-server"] = (theirs, bench.with_libraries(args.llama_server))
     return found
-
-
-def with_libraries(server: str | Path) -> dict[str, str]:
-    """Return the environment in which a server finds the libraries beside it."""
-    folders = [str(Path(server).resolve().parent), os.environ.get("LD_LIBRARY_PATH")]
-    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
 
 
 def note(line: dict[str, Any], out: Path | None) -> None:
@@ -450,7 +427,7 @@ def main() -> int:
     for name, (command, env) in commands(args, port).items():
         if args.only not in (None, name):
             continue
-        with MemoryWatch() as watch, served(command, port, env) as server:
+        with bench.MemoryWatch() as watch, served(command, port, env) as server:
             time.sleep(args.settle)
             for line in measure(name, port, args, server):
                 note(line, args.out)

@@ -54,11 +54,7 @@ class Client:
             self._done.set()
 
     def wait(self) -> Client:
-        """Wait for the last step.
-
-        Raises:
-            MoegraphError: the request has failed.
-        """
+        """Wait for the last step."""
         self._done.wait()
         if self.last and self.last.error:
             raise self.last.error
@@ -73,11 +69,7 @@ def prompt_of(engine: Engine, n: int, seed: int) -> list[int]:
 
 
 def rate(clients: Sequence[Client]) -> float:
-    """Return the tokens a second of clients, from when all decode to when the first ends.
-
-    Raises:
-        BenchError: there is no such time.
-    """
+    """Return the tokens a second of clients, from when all decode to when the first ends."""
     start, end = max(c.times[0] for c in clients), min(c.times[-1] for c in clients)
     if end <= start:
         raise bench.BenchError(
@@ -95,11 +87,7 @@ def decode(service: Service, engine: Engine, n: int, n_tokens: int, seed: int) -
 
 
 def beside(service: Service, engine: Engine, n: int, n_prompt: int, seed: int) -> dict[str, float]:
-    """Return what a long prompt does to n requests that decode, in milliseconds.
-
-    Raises:
-        BenchError: there is too little context.
-    """
+    """Return what a long prompt does to n requests that decode, in milliseconds."""
     alone = Client(service, prompt_of(engine, n_prompt, seed), 1).wait()
     n_most = engine.n_ctx // (n + 1) - 64 if engine.config.n_kv else engine.n_ctx - 64
     clients = [Client(service, prompt_of(engine, 24, seed + i), n_most) for i in range(1, n + 1)]

@@ -65,11 +65,7 @@ class Run:
 
 
 def take(folder: Path, path: Path, names: Sequence[str]) -> None:
-    """Keep the lines of these parts of a measured folder in one file.
-
-    Raises:
-        BenchError: the folder has results of several commits, models or machines, or of none.
-    """
+    """Keep the lines of these parts of a measured folder in one file."""
     results = Results(folder)
     cards = results.cards()
     if not cards:
@@ -313,11 +309,7 @@ TABLES: dict[str, Callable[[Run, Sequence[str]], str]] = {
 
 
 def marked(page: str) -> list[str]:
-    """Return the parts that a page names.
-
-    Raises:
-        BenchError: a table or a part that it names does not exist.
-    """
+    """Return the parts that a page names."""
     found: dict[str, None] = {}
     for _, name, parts, _, _ in MARK.findall(page):
         if name not in TABLES:

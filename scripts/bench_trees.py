@@ -30,9 +30,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
@@ -53,31 +52,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
     p.add_argument("systems", nargs="+", metavar="SYSTEM")
     bench.add_common(p)
-    p.add_argument(
-        "--settings", nargs="+", default=["whole", "60", "25", "0"], type=setting,
-        metavar="whole|PERCENT", help="experts on the device",
-    )  # fmt: skip
+    p.add_argument("--settings", nargs="+", default=["whole", "60", "25", "0"], type=setting,
+                   metavar="whole|PERCENT", help="experts on the device")  # fmt: skip
     p.add_argument("--gen", type=int, default=128, help="tokens of a decode sample; 0: none")
     p.add_argument("--prompt", type=int, nargs="*", default=[512, 2048])
     p.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
-    p.add_argument(
-        "--seqs", type=bench.positive, nargs="*", default=[],
-        help="sequences that decode one token each in a pass; then no other test runs, because "
-        "the engine has memory for so many sequences",
-    )  # fmt: skip
-    p.add_argument(
-        "--repeat", type=bench.positive, default=7,
-        help="passes of one sample of --rows; their median is the sample",
-    )  # fmt: skip
-    p.add_argument(
-        "--warm", type=int, default=96, help="tokens to decode first, if experts are missing"
-    )
+    p.add_argument("--seqs", type=bench.positive, nargs="*", default=[],
+                   help="sequences that decode one token each in a pass; no other test runs then,"
+                   " because the engine has memory for so many")  # fmt: skip
+    p.add_argument("--repeat", type=bench.positive, default=7,
+                   help="passes of one sample of --rows, which is their median")  # fmt: skip
+    p.add_argument("--warm", type=int, default=96, help="tokens first, if experts are missing")
     p.add_argument("--ubatch", type=bench.positive, default=512)
-    p.add_argument(
-        "--miss", default="auto", choices=("auto", "stream", "cpu"),
-        help="as of moegraph; auto depends on what each system measures while it loads, and they "
-        "load at the same time",
-    )  # fmt: skip
+    p.add_argument("--miss", default="auto", choices=("auto", "stream", "cpu"),
+                   help="as of moegraph; auto depends on times while all load")  # fmt: skip
     p.add_argument("--programs", nargs="+", default=[], choices=PROGRAMS)
     p.add_argument("--tokens", type=bench.positive, default=256, help="of a program's answers")
     p.add_argument("--draft", default="", help="a DFlash file, for the program `drafts`")
@@ -86,42 +74,60 @@ def parser() -> argparse.ArgumentParser:
 
 def setting(text: str) -> str:
     """Read 'whole' or a percentage, for argparse."""
-    return text if text == "whole" else f"{bench.share(text):g} %"
+    if text == "whole":
+        return text
+    try:
+        value = float(text.rstrip("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage, 0 to 100")
+    return f"{value:g} %"
 
 
-@dataclass(frozen=True)
-class Test:
-    """One test: its name, its unit, and a function that takes a sample."""
+def check_systems(specs: Sequence[str]) -> None:
+    """Check that systems are NAME=FOLDER[,VAR=VALUE...] with distinct names."""
+    for spec in specs:
+        name, equals, rest = spec.partition("=")
+        folder, *settings = rest.split(",")
+        if not (name and equals and Path(folder).is_dir() and all("=" in x for x in settings)):
+            raise bench.BenchError(
+                f"{spec!r} is not NAME=FOLDER[,VAR=VALUE...] of a folder that exists"
+            )
+    if len({spec.partition("=")[0] for spec in specs}) < len(specs):
+        raise bench.BenchError(f"two systems have one name: {', '.join(specs)}")
 
-    name: str
-    unit: str
-    sample: Callable[[bench.Worker, int], tuple[float, dict[str, object]]]
+
+# A sample: its value, and what else is noted. Of a worker and the number of the sample.
+Sample = Callable[[bench.Worker, int], tuple[float, dict[str, object]]]
 
 
-def tests(args: argparse.Namespace) -> list[Test]:
-    """Return the tests in the order in which they run."""
+def tests(args: argparse.Namespace) -> dict[str, Sample]:
+    """Return the tests by name in the order in which they run; those of rows take ms."""
 
-    def timed(name: str, do: str, n_tokens: int, **request: int) -> Test:
+    def timed(do: str, n_tokens: int, **request: int) -> Sample:
         def sample(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
             found = worker.ask(do, seed=at, **request)
             return n_tokens / found["seconds"], {"experts": found["experts"]}
 
-        return Test(name, "tok/s", sample)
+        return sample
 
-    def rows(n: int) -> Test:
+    def rows(n: int) -> Sample:
         def sample(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
             found = worker.ask("rows", n=n, seed=at, repeat=args.repeat, logits=False)
             times = found["times"]
             return 1e3 * statistics.median(times), {"times": times, "experts": found["experts"]}
 
-        return Test(f"rows {n}", "ms", sample)
+        return sample
 
     gen = args.gen
     if args.seqs:
-        return [timed(f"seqs {n}", "together", n * gen, n_seqs=n, n=gen) for n in args.seqs]
-    generation = [timed(f"tg{gen}", "decode", gen, n=gen)] if gen else []
-    prompts = [timed(f"pp{n}", "prompt", n, n=n, logits=False) for n in args.prompt]
-    return [*generation, *map(rows, args.rows), *prompts]
+        return {f"seqs {n}": timed("together", n * gen, n_seqs=n, n=gen) for n in args.seqs}
+    return {
+        **({f"tg{gen}": timed("decode", gen, n=gen)} if gen else {}),
+        **{f"rows {n}": rows(n) for n in args.rows},
+        **{f"pp{n}": timed("prompt", n, n=n, logits=False) for n in args.prompt},
+    }
 
 
 def config_for(args: argparse.Namespace, setting: str, n_all: int) -> dict[str, object]:
@@ -157,11 +163,12 @@ def measure(args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker
             if partial:
                 for worker in workers:
                     worker.ask("decode", n=args.warm, seed=0)
-            for test in tests(args):
+            for test, sample in tests(args).items():
+                unit = "ms" if test.startswith("rows") else "tok/s"
                 for at in range(args.samples + 1):
                     for worker in workers if at % 2 else reversed(workers):
-                        value, more = test.sample(worker, at)
-                        raw.sample(setting, test.name, worker.name, at, value, test.unit, **more)
+                        value, more = sample(worker, at)
+                        raw.sample(setting, test, worker.name, at, value, unit, **more)
             for worker in workers:
                 raw.add("memory", setting=setting, system=worker.name, **worker.ask("memory"))
                 worker.ask("unload")
@@ -181,12 +188,7 @@ def run_programs(args: argparse.Namespace, raw: bench.Raw, clock: bench.Clock) -
 def program_samples(
     args: argparse.Namespace, program: str, folder: Path, clock: bench.Clock
 ) -> Iterator[tuple[str, float]]:
-    """Run a program of one system; yield names of tests, and tokens a second.
-
-    Raises:
-        BenchError: it failed.
-        TimeUp: the time limit was reached.
-    """
+    """Run a program of one system; yield names of tests, and tokens a second."""
     script, *options = PROGRAMS[program].split()
     command = [sys.executable, str(folder.resolve() / "scripts" / script), str(args.model)]
     command += [*options, "--tokens", str(args.tokens), "--device", args.device]
@@ -217,7 +219,7 @@ def main() -> int:
     args = parser().parse_args()
 
     def run() -> None:
-        bench.check_systems(args.systems)
+        check_systems(args.systems)
         clock, raw = bench.Clock(args.time_limit), bench.Raw("trees", args)
 
         def compare() -> None:

@@ -64,11 +64,7 @@ def units(tree: Path, touched: Sequence[str]) -> list[Path]:
 
 
 def cublas_headers(toolkit: Path, major: int, cache: Path) -> Path:
-    """Return a folder of cuBLAS headers: the toolkit's, the wheel's, or from a downloaded wheel.
-
-    Raises:
-        BuildError: pip could not download the wheel.
-    """
+    """Return a folder of cuBLAS headers: the toolkit's, the wheel's, or from a downloaded wheel."""
     try:
         return _cuda.find_cublas(toolkit, major).include
     except BuildError:
@@ -95,11 +91,7 @@ def cublas_headers(toolkit: Path, major: int, cache: Path) -> Path:
 
 
 def compile_all(nvcc: Path, sources: Sequence[Path], includes: Sequence[Path], arch: str) -> None:
-    """Compile the files, several at a time, and discard the results.
-
-    Raises:
-        BuildError: some do not compile; the message holds the compiler's output.
-    """
+    """Compile the files, several at a time, and discard the results."""
     flags = [*FLAGS, f"-arch=compute_{arch}", *(f"-I{path}" for path in includes)]
     # -c: without it, ccache takes the call for one that links; nvcc ends at PTX all the same
     compiler = [*_tools.launcher(), str(nvcc), "-c"]
@@ -127,9 +119,6 @@ def check(arch: str, build: Path, sdist: str | None) -> None:
     """Compile our CUDA sources and patched ones, unless this patch set already passed here.
 
     Prints one line: what was compiled, or why nothing was.
-
-    Raises:
-        BuildError: a file does not compile, or nvcc does not know the architecture.
     """
     _cuda.check_architectures([arch])
     try:

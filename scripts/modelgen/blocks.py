@@ -37,10 +37,7 @@ class BlockType:
     constant: Callable[[float], U8]
 
     def row_bytes(self, ne0: int) -> int:
-        """Return the bytes of a row of `ne0` elements.
-
-        Raises: ValueError if the row is not a whole number of blocks.
-        """
+        """Return the bytes of a row of `ne0` elements."""
         if ne0 % self.n_elem:
             raise ValueError(f"row of {ne0}: not a multiple of the {self.n_elem} of {self.name}")
         return ne0 // self.n_elem * self.n_bytes

@@ -36,7 +36,6 @@ def write_model(
     """Write a synthetic model and return its files.
 
     mix: see mix.py. progress: called with (bytes done, bytes in all) after every tensor.
-    Raises: ValueError if shape and mix do not fit together; OSError.
     """
     if problems := shape.problems():
         raise ValueError("; ".join(problems))

@@ -44,10 +44,7 @@ def _merges(byte: list[str]) -> list[tuple[str, str]]:
 
 
 def vocabulary(n_vocab: int, pre: str) -> list[KV]:
-    """Return the tokenizer keys: bytes, merged words, fillers, and the special tokens last.
-
-    Raises: ValueError if `n_vocab` is too small to hold them.
-    """
+    """Return the tokenizer keys: bytes, merged words, fillers, and the special tokens last."""
     if n_vocab < MIN_VOCAB:
         raise ValueError(f"n_vocab is {n_vocab}; the byte-level vocabulary needs {MIN_VOCAB}")
     tokens = byte_tokens()

@@ -20,8 +20,8 @@ SCRIPTS = ROOT / "scripts"
 FAKE = ROOT / "tests" / "helpers" / "fake_llama_bench.py"
 sys.path.insert(0, str(SCRIPTS))
 
-import _llama_bench
-import bench_residency
+import _bench
+import bench_upstream
 
 COMMON = ["--device", "cpu", "--threads", "1"]
 SHORT = ["--samples", "2", "--gen", "4"]
@@ -114,17 +114,17 @@ def test_a_time_limit_keeps_what_is_done(tmp_path: Path) -> None:
 
 
 def test_llama_bench_that_hangs_or_fails_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    hung = run("bench_vs_upstream.py", "tiny", *PAIR, "--time-limit", 5, FAKE_LLAMA_BENCH="slow")
+    hung = run("bench_upstream.py", "tiny", *PAIR, "--time-limit", 5, FAKE_LLAMA_BENCH="slow")
     assert hung.stderr == "stopped after 5 s\n" and not hung.stdout
-    failed = run("bench_vs_upstream.py", "tiny", *PAIR, code=2, FAKE_LLAMA_BENCH="fail")
+    failed = run("bench_upstream.py", "tiny", *PAIR, code=2, FAKE_LLAMA_BENCH="fail")
     assert failed.stderr == (
-        "bench_vs_upstream.py: llama-bench ended with exit code 1: error: failed to load model\n"
+        "bench_upstream.py: llama-bench ended with exit code 1: error: failed to load model\n"
     )
 
 
 def test_both_sides_run_the_same_tests_with_the_same_ubatch(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    run("bench_vs_upstream.py", "tiny", *PAIR, "--prompt", 24, "--depth", 0, 8, "--ubatch", 16,
+    run("bench_upstream.py", "tiny", *PAIR, "--prompt", 24, "--depth", 0, 8, "--ubatch", 16,
         32, "--commit", "abc", "--out", out)  # fmt: skip
     lines = lines_of(out)
     for system in ("upstream", "whole"):
@@ -149,7 +149,7 @@ RESIDENCY = [
 
 def test_experts_that_do_not_fit(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    run("bench_residency.py", "tiny", *RESIDENCY, "--ncmoe", 0, 3, 5, "--sweep", 1, 2, "--out", out)
+    run("bench_upstream.py", "tiny", *RESIDENCY, "--ncmoe", 0, 3, 5, "--sweep", 1, 2, "--out", out)
     lines = lines_of(out)
     for n in (0, 3, 5):
         setting = f"ncmoe {n}, ub 16"
@@ -173,12 +173,12 @@ def test_moegraph_gets_the_device_memory_that_llama_bench_took(
 ) -> None:
     """As --vram; where that is too little even for no expert, with none, and it is said so."""
     used = iter([0])
-    monkeypatch.setattr(_llama_bench, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(_llama_bench, "used_device_bytes", lambda: next(used, mib << 20))
+    monkeypatch.setattr(_bench, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(_bench, "used_device_bytes", lambda: next(used, mib << 20))
     out = tmp_path / "rows.jsonl"
     argv = ["x", "tiny", *map(str, RESIDENCY), "--ncmoe", "4", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", argv)
-    assert bench_residency.main() == 0
+    assert bench_upstream.main() == 0
     lines = lines_of(out)
     (load,) = (x for x in lines if x["kind"] == "load")
     refused = [x for x in lines if x["kind"] == "refused"]
