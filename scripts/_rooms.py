@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # Low to high: a room imports only rooms above it in this list. The first line is one room: the
@@ -123,38 +124,16 @@ def _module_of(name: str, files: Mapping[str, Path]) -> str:
 
 
 def find_cycles(imports: list[Import]) -> list[list[str]]:
-    """Return a cycle of modules for each group of modules that import one another.
+    """Return a cycle of modules that import one another; [] if there is none.
 
     Python also imports a package before its modules; that is no import of ours and does not count.
     """
-    targets: dict[str, set[str]] = {}
+    sorter: TopologicalSorter[str] = TopologicalSorter()
     for found in imports:
         if found.module != found.target:
-            targets.setdefault(found.module, set()).add(found.target)
-    cycles, seen = [], set[str]()
-    for start in sorted(targets):
-        cycle = [] if start in seen else _way(targets, start, start)
-        if cycle:
-            cycles.append(cycle)
-            seen.update(cycle)
-    return cycles
-
-
-def _way(targets: Mapping[str, set[str]], start: str, end: str) -> list[str]:
-    """Return the shortest way along imports from one module to another, [] without one."""
-    came: dict[str, str] = {}
-    front = [start]
-    while front:
-        following = []
-        for module in front:
-            for target in sorted(targets.get(module, ())):
-                if target == end:
-                    way = [end, module]
-                    while way[-1] != start:
-                        way.append(came[way[-1]])
-                    return way[::-1]
-                if target not in came:
-                    came[target] = module
-                    following.append(target)
-        front = following
+            sorter.add(found.target, found.module)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return [error.args[1]]
     return []

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,20 @@ class Told(Exception):
 
 # Errors that a script reports as one line.
 FAILURES = (BuildError, fetch.FetchError, unified.PatchError, OSError)
+
+
+def reported(work: Callable[[], int | None]) -> int:
+    """Return the exit code of a script's work; an expected failure is one line."""
+    try:
+        return work() or 0
+    except FAILURES as error:
+        print(f"moegraph: {error}", file=sys.stderr)
+        return 1
+    except Told as error:
+        return error.code
+    except KeyboardInterrupt:
+        print("\nmoegraph: interrupted; run it again to continue", file=sys.stderr)
+        return 130
 
 
 def remember_device(options: list[str]) -> None:

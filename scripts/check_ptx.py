@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _cuda
 import _tools
-from _tools import FAILURES, ROOT, BuildError, fetch, say
+from _tools import ROOT, BuildError, fetch, reported, say
 
 # CMake's flags for ggml-cuda, without host compiler flags and the choice of attention types.
 FLAGS = (
@@ -159,12 +159,7 @@ def main() -> int:
     p.add_argument("arch", metavar="ARCH", help="an architecture, such as 90")
     p.add_argument("--sdist", help=f"a copy of {fetch.PIN['file']}; default: fetched with pip")
     args = p.parse_args()
-    try:
-        check(args.arch, ROOT / "build", args.sdist)
-    except FAILURES as e:
-        print(f"moegraph: {e}", file=sys.stderr)
-        return 1
-    return 0
+    return reported(lambda: check(args.arch, ROOT / "build", args.sdist))
 
 
 if __name__ == "__main__":

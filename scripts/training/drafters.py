@@ -85,17 +85,19 @@ class Mtp(Named):
         steps = []
         for s in range(n_steps):
             token = F.embedding(F.pad(ids[:, s:], (0, s)), target.embd)
-            e = rms_norm(token, w["nextn.enorm.weight"], hp.eps)
-            h = rms_norm(previous, w["nextn.hnorm.weight"], hp.eps)
+            e = rms_norm(token, w["nextn.enorm.weight"], hp.f_norm_rms_eps)
+            h = rms_norm(previous, w["nextn.hnorm.weight"], hp.f_norm_rms_eps)
             x = F.linear(torch.cat([e, h], -1), w["nextn.eh_proj.weight"]).float()
-            q, k, v, gate = gated_qkv(w, rms_norm(x, w["attn_norm.weight"], hp.eps), pos + s, hp)
+            q, k, v, gate = gated_qkv(
+                w, rms_norm(x, w["attn_norm.weight"], hp.f_norm_rms_eps), pos + s, hp
+            )
             keys.append(k)
             values.append(v)
             mask = torch.cat([causal] + [own] * s, 1) if s else None
             x = x + gated_out(w, attend(q, torch.cat(keys, 1), torch.cat(values, 1), mask), gate)
-            y = rms_norm(x, w["post_attention_norm.weight"], hp.eps)
+            y = rms_norm(x, w["post_attention_norm.weight"], hp.f_norm_rms_eps)
             x = x + experts(w, y, hp.n_expert_used)
-            previous = rms_norm(x, w["nextn.shared_head_norm.weight"], hp.eps)
+            previous = rms_norm(x, w["nextn.shared_head_norm.weight"], hp.f_norm_rms_eps)
             steps.append(previous)
         return steps
 
@@ -170,15 +172,15 @@ class Dflash(Named):
         mask = block_mask(anchors, visible, time)
         taps = torch.cat([features.layers[il] for il in self.shape.taps], -1)
         context = F.linear(taps, self.weight("fc.weight"))
-        context = rms_norm(context, self.weight("enc.output_norm.weight"), self.hp.eps)
+        context = rms_norm(context, self.weight("enc.output_norm.weight"), self.hp.f_norm_rms_eps)
         x = F.embedding(tokens.flatten(1), target.embd).float()
         for il in range(self.shape.n_layer):
             x = self._layer(self.block(f"blk.{il}."), x, pos, context, mask)
-        x = rms_norm(x, self.weight("output_norm.weight"), self.hp.eps)
+        x = rms_norm(x, self.weight("output_norm.weight"), self.hp.f_norm_rms_eps)
         return Blocks(x.unflatten(1, (-1, size)), visible)
 
     def _layer(self, w: Weights, x: Tensor, pos: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        shape, eps = self.shape, self.hp.eps
+        shape, eps = self.shape, self.hp.f_norm_rms_eps
         y = rms_norm(x, w["attn_norm.weight"], eps)
         q = F.linear(y, w["attn_q.weight"]).unflatten(-1, (-1, shape.head_dim))
         q = self._rotated(q, w["attn_q_norm.weight"], pos)
@@ -193,8 +195,8 @@ class Dflash(Named):
         return x + F.linear(y, w["ffn_down.weight"]).float()
 
     def _rotated(self, x: Tensor, norm: Tensor, pos: Tensor) -> Tensor:
-        x = rms_norm(x, norm, self.hp.eps)
-        return rope(x, pos, self.shape.head_dim, self.hp.freq_base)
+        x = rms_norm(x, norm, self.hp.f_norm_rms_eps)
+        return rope(x, pos, self.shape.head_dim, self.hp.rope_freq_base)
 
     def markov(self, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Return the embedding [..., rank] of the tokens before, and their bias on the logits."""

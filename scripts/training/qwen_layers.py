@@ -7,43 +7,18 @@ norms, router and residual stream stay in float32.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from moegraph.arch.qwen35moe import Qwen35Moe as Shape
+
 Weights = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Hyper-parameters that the layers need, named as in moegraph/arch/base.py."""
-
-    n_layer: int
-    n_embd: int
-    n_vocab: int
-    n_head: int
-    n_head_kv: int
-    head_dim: int
-    n_rot: int
-    freq_base: float
-    eps: float
-    n_expert: int
-    n_expert_used: int
-    n_ff_exp: int
-    n_ff_shexp: int
-    d_state: int
-    n_k_heads: int
-    n_v_heads: int
-    interval: int
-    n_ctx_train: int
-
-    def is_recurrent(self, il: int) -> bool:
-        """Return whether layer il is a DeltaNet layer."""
-        return (il + 1) % self.interval != 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,10 +59,14 @@ def gated_qkv(w: Weights, x: Tensor, pos: Tensor, hp: Shape) -> tuple[Tensor, ..
     """Return rotated q, k, and v [batch, time, heads, dim], and the output gate, for normed x."""
     batch, time = x.shape[:2]
     q, gate = F.linear(x, w["attn_q.weight"]).view(batch, time, hp.n_head, -1).chunk(2, -1)
-    k = F.linear(x, w["attn_k.weight"]).view(batch, time, hp.n_head_kv, hp.head_dim)
+    k = F.linear(x, w["attn_k.weight"]).view(batch, time, hp.n_head_kv, hp.n_embd_head_k)
     v = F.linear(x, w["attn_v.weight"]).view_as(k)
-    q = rope(rms_norm(q, w["attn_q_norm.weight"], hp.eps), pos, hp.n_rot, hp.freq_base)
-    k = rope(rms_norm(k, w["attn_k_norm.weight"], hp.eps), pos, hp.n_rot, hp.freq_base)
+    q = rope(
+        rms_norm(q, w["attn_q_norm.weight"], hp.f_norm_rms_eps), pos, hp.n_rot, hp.rope_freq_base
+    )
+    k = rope(
+        rms_norm(k, w["attn_k_norm.weight"], hp.f_norm_rms_eps), pos, hp.n_rot, hp.rope_freq_base
+    )
     return q, k, v, gate.flatten(2)
 
 
@@ -119,28 +98,3 @@ def experts(w: Weights, x: Tensor, n_used: int) -> Tensor:
     shared = F.linear(hidden * F.linear(x, w["ffn_up_shexp.weight"]), w["ffn_down_shexp.weight"])
     gate_inp = F.linear(x, w["ffn_gate_inp_shexp.weight"].reshape(1, -1))
     return out + (shared * torch.sigmoid(gate_inp)).float()
-
-
-def load_shape(field: Any, n_vocab: int) -> Shape:
-    """Return the shape of a model; field(suffix) returns the value of a qwen35moe key or None."""
-    d_state = field("ssm.state_size")
-    return Shape(
-        n_layer=field("block_count") - (field("nextn_predict_layers") or 0),
-        n_embd=field("embedding_length"),
-        n_vocab=n_vocab,
-        n_head=field("attention.head_count"),
-        n_head_kv=field("attention.head_count_kv"),
-        head_dim=field("attention.key_length"),
-        n_rot=field("rope.dimension_count"),
-        freq_base=field("rope.freq_base"),
-        eps=field("attention.layer_norm_rms_epsilon"),
-        n_expert=field("expert_count"),
-        n_expert_used=field("expert_used_count"),
-        n_ff_exp=field("expert_feed_forward_length"),
-        n_ff_shexp=field("expert_shared_feed_forward_length"),
-        d_state=d_state,
-        n_k_heads=field("ssm.group_count"),
-        n_v_heads=field("ssm.inner_size") // d_state,
-        interval=field("full_attention_interval"),
-        n_ctx_train=field("context_length"),
-    )

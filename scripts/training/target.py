@@ -9,9 +9,11 @@ import gguf
 import numpy as np
 import torch
 import torch.nn.functional as F
-from qwen_layers import Weights, attend, experts, gated_out, gated_qkv, load_shape, rms_norm
+from qwen_layers import Shape, Weights, attend, experts, gated_out, gated_qkv, rms_norm
 from torch import Tensor
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
+
+from moegraph.arch import open_model
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,11 @@ class Target:
             wide = x.ndim > 1 and "gate_inp" not in t.name and "conv1d" not in t.name
             weights[t.name] = x.to(device, dtype if wide else torch.float32)
 
-        def field(suffix: str) -> object:
-            found = reader.get_field(f"qwen35moe.{suffix}")
-            return None if found is None else found.contents()
-
         self.embd, self.head = weights["token_embd.weight"], weights["output.weight"]
         self.norm = weights["output_norm.weight"]
-        self.hp = load_shape(field, self.embd.shape[0])
+        with open_model(path) as file:
+            self.hp = file.hparams
+            assert isinstance(self.hp, Shape)
         self.blocks: list[Weights] = [
             {k.removeprefix(f"blk.{il}."): w for k, w in weights.items() if f"blk.{il}." in k}
             for il in range(self.hp.n_layer)
@@ -64,16 +64,16 @@ class Target:
         with self.autocast():
             x = F.embedding(ids, self.embd).float()
             for il, w in enumerate(self.blocks):
-                y = rms_norm(x, w["attn_norm.weight"], hp.eps)
+                y = rms_norm(x, w["attn_norm.weight"], hp.f_norm_rms_eps)
                 if hp.is_recurrent(il):
                     x = x + self._deltanet(w, y)
                 else:
                     q, k, v, gate = gated_qkv(w, y, pos, hp)
                     x = x + gated_out(w, attend(q, k, v, None), gate)
-                y = rms_norm(x, w["post_attention_norm.weight"], hp.eps)
+                y = rms_norm(x, w["post_attention_norm.weight"], hp.f_norm_rms_eps)
                 x = x + experts(w, y, hp.n_expert_used)
                 layers.append(x)
-            return Features(layers, rms_norm(x, self.norm, hp.eps))
+            return Features(layers, rms_norm(x, self.norm, hp.f_norm_rms_eps))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits [..., n_vocab] in the product's type; gradients pass through."""
@@ -86,18 +86,20 @@ class Target:
         padded = F.pad(mixed.float(), (0, 0, w["ssm_conv1d.weight"].shape[1] - 1, 0))
         time, conv = x.shape[1], w["ssm_conv1d.weight"]
         mixed = F.silu(sum(padded[:, i : i + time] * conv[:, i] for i in range(conv.shape[1])))
-        key_dim = self.hp.n_k_heads * self.hp.d_state
+        key_dim = self.hp.ssm_n_group * self.hp.ssm_d_state
         q, k, v = (
-            part.unflatten(-1, (-1, self.hp.d_state))
-            for part in mixed.split([key_dim, key_dim, self.hp.n_v_heads * self.hp.d_state], -1)
+            part.unflatten(-1, (-1, self.hp.ssm_d_state))
+            for part in mixed.split(
+                [key_dim, key_dim, self.hp.ssm_dt_rank * self.hp.ssm_d_state], -1
+            )
         )
         # Value head h reads key head h % n_k_heads.
-        q, k = (part.repeat(1, 1, self.hp.n_v_heads // self.hp.n_k_heads, 1) for part in (q, k))
+        q, k = (part.repeat(1, 1, self.hp.ssm_dt_rank // self.hp.ssm_n_group, 1) for part in (q, k))
         beta = torch.sigmoid(F.linear(x, w["ssm_beta.weight"]).float())
         alpha = F.linear(x, w["ssm_alpha.weight"]).float()
         g = F.softplus(alpha + w["ssm_dt.bias"]) * w["ssm_a"]
         with torch.autocast(self.device, enabled=False):
             out, _ = torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
-        out = rms_norm(out, w["ssm_norm.weight"], self.hp.eps).flatten(-2)
+        out = rms_norm(out, w["ssm_norm.weight"], self.hp.f_norm_rms_eps).flatten(-2)
         out = out * F.silu(F.linear(x, w["attn_gate.weight"]).float())
         return F.linear(out, w["ssm_out.weight"]).float()
