@@ -43,8 +43,8 @@ class Target:
         self.embd, self.head = weights["token_embd.weight"], weights["output.weight"]
         self.norm = weights["output_norm.weight"]
         with open_model(path) as file:
-            self.hp = file.hparams
-            assert isinstance(self.hp, Shape)
+            assert isinstance(file.hparams, Shape)
+            self.hp: Shape = file.hparams
         self.blocks: list[Weights] = [
             {k.removeprefix(f"blk.{il}."): w for k, w in weights.items() if f"blk.{il}." in k}
             for il in range(self.hp.n_layer)
@@ -86,15 +86,11 @@ class Target:
         padded = F.pad(mixed.float(), (0, 0, w["ssm_conv1d.weight"].shape[1] - 1, 0))
         time, conv = x.shape[1], w["ssm_conv1d.weight"]
         mixed = F.silu(sum(padded[:, i : i + time] * conv[:, i] for i in range(conv.shape[1])))
-        key_dim = self.hp.ssm_n_group * self.hp.ssm_d_state
-        q, k, v = (
-            part.unflatten(-1, (-1, self.hp.ssm_d_state))
-            for part in mixed.split(
-                [key_dim, key_dim, self.hp.ssm_dt_rank * self.hp.ssm_d_state], -1
-            )
-        )
-        # Value head h reads key head h % n_k_heads.
-        q, k = (part.repeat(1, 1, self.hp.ssm_dt_rank // self.hp.ssm_n_group, 1) for part in (q, k))
+        hp = self.hp
+        widths = [n * hp.ssm_d_state for n in (hp.ssm_n_group, hp.ssm_n_group, hp.ssm_dt_rank)]
+        q, k, v = (part.unflatten(-1, (-1, hp.ssm_d_state)) for part in mixed.split(widths, -1))
+        # Value head h reads key head h % ssm_n_group.
+        q, k = (part.repeat(1, 1, hp.ssm_dt_rank // hp.ssm_n_group, 1) for part in (q, k))
         beta = torch.sigmoid(F.linear(x, w["ssm_beta.weight"]).float())
         alpha = F.linear(x, w["ssm_alpha.weight"]).float()
         g = F.softplus(alpha + w["ssm_dt.bias"]) * w["ssm_a"]
