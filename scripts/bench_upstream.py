@@ -237,7 +237,7 @@ class Comparison:
         """Take all samples of a test, each with its number as the seed."""
         for at in range(self.args.samples + 1):
             found = worker.ask(do, n=n, seed=at, **request)
-            more = {"step": self.step} if do == "decode" else {}
+            more: dict[str, Any] = {"step": self.step} if do == "decode" else {}
             self.raw.sample(setting, test, system, at, found.get("n", n) / found["seconds"],
                             experts=found["experts"], **more)  # fmt: skip
             self.step += n if more else 0

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from moegraph.arch.qwen35moe import Qwen35Moe as Shape
+from moegraph.arch.qwen35moe import Qwen35Moe
 
 Weights = Mapping[str, Tensor]
 
@@ -55,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def gated_qkv(w: Weights, x: Tensor, pos: Tensor, hp: Shape) -> tuple[Tensor, ...]:
+def gated_qkv(w: Weights, x: Tensor, pos: Tensor, hp: Qwen35Moe) -> tuple[Tensor, ...]:
     """Return rotated q, k, and v [batch, time, heads, dim], and the output gate, for normed x."""
     batch, time = x.shape[:2]
     q, gate = F.linear(x, w["attn_q.weight"]).view(batch, time, hp.n_head, -1).chunk(2, -1)

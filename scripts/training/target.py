@@ -9,11 +9,12 @@ import gguf
 import numpy as np
 import torch
 import torch.nn.functional as F
-from qwen_layers import Shape, Weights, attend, experts, gated_out, gated_qkv, rms_norm
+from qwen_layers import Weights, attend, experts, gated_out, gated_qkv, rms_norm
 from torch import Tensor
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
 
 from moegraph.arch import open_model
+from moegraph.arch.qwen35moe import Qwen35Moe
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Target:
         self.embd, self.head = weights["token_embd.weight"], weights["output.weight"]
         self.norm = weights["output_norm.weight"]
         with open_model(path) as file:
-            assert isinstance(file.hparams, Shape)
-            self.hp: Shape = file.hparams
+            assert isinstance(file.hparams, Qwen35Moe)
+            self.hp: Qwen35Moe = file.hparams
         self.blocks: list[Weights] = [
             {k.removeprefix(f"blk.{il}."): w for k, w in weights.items() if f"blk.{il}." in k}
             for il in range(self.hp.n_layer)
