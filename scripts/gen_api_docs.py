@@ -37,22 +37,11 @@ GROUPS = {
     "Text and tokens": ("Tokenizer",),
     "What a generation yields": ("GenerationEvent", "CancelToken"),
     "Conversations": (
-        "ChatRequest",
-        "Format",
-        "ChatAnswer",
-        "ReasoningPart",
-        "ContentPart",
-        "CallBegin",
-        "CallArguments",
-        "CallEnd",
-        "Reply",
-        "ToolCall",
-        "ChatTemplate",
-        "History",
-        "Message",
+        "ChatRequest", "Format", "ChatAnswer", "ReasoningPart", "ContentPart", "CallBegin",
+        "CallArguments", "CallEnd", "Reply", "ToolCall", "ChatTemplate", "History", "Message",
         "ReasoningSplitter",
     ),
-}
+}  # fmt: skip
 
 
 def module_tree(name: str) -> tuple[Path, ast.Module]:

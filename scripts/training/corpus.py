@@ -65,12 +65,13 @@ def is_held_out(path: Path) -> bool:
 
 
 class Gatherer:
-    """Collects files whose lines are mostly new, counting bytes by source."""
+    """Collects files whose lines are mostly new, with their sources."""
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
         self.train: list[str] = []
         self.held_out: list[str] = []
+        self.sources: list[dict[str, object]] = []
 
     def novel(self, text: str) -> bool:
         """Return whether most of the lines that matter are new, and remember them."""
@@ -79,25 +80,21 @@ class Gatherer:
         self.seen |= keys
         return fresh * 2 > len(keys)
 
-    def add(self, root: Path, keep_held_out: bool) -> dict[str, object]:
-        """Add every suitable file under root; return its counts and a digest of the text."""
-        n_files = n_bytes = 0
-        digest = hashlib.sha256()
+    def add(self, root: Path, keep_held_out: bool, **about: str) -> None:
+        """Add every suitable file under root, and what is known about them."""
+        found: list[str] = []
         for path in sorted(root.rglob("*.py")):
             relative = path.relative_to(root)
             if SKIP.search(relative.as_posix()) or (text := read_source(path)) is None:
                 continue
             if is_held_out(relative):
-                if keep_held_out:
-                    self.held_out.append(text)
-                continue
-            if not self.novel(text):
-                continue
-            self.train.append(text)
-            digest.update(text.encode())
-            n_files += 1
-            n_bytes += len(text.encode())
-        return {"files": n_files, "bytes": n_bytes, "sha256": digest.hexdigest()}
+                self.held_out += [text] if keep_held_out else []
+            elif self.novel(text):
+                found.append(text)
+        data = "".join(found).encode()
+        digest = hashlib.sha256(data).hexdigest()
+        self.sources.append({**about, "files": len(found), "bytes": len(data), "sha256": digest})
+        self.train += found
 
 
 def stdlib_version(root: Path) -> str:
@@ -126,36 +123,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     gatherer = Gatherer()
-    sources = []
     for i, root in enumerate(args.stdlib):
         # Held-out text comes from the newest version only: the others nearly repeat it.
-        sources.append(
-            {
-                "source": "CPython standard library",
-                "version": stdlib_version(root),
-                "licence": "PSF-2.0",
-                **gatherer.add(root, keep_held_out=i == 0),
-            }
-        )
+        gatherer.add(root, i == 0, source="CPython standard library", version=stdlib_version(root),
+                     licence="PSF-2.0")  # fmt: skip
     for dist, root, licence in find_packages(args.packages) if args.packages else []:
-        sources.append(
-            {
-                "source": dist.metadata["Name"],
-                "version": dist.version,
-                "licence": licence,
-                **gatherer.add(root, keep_held_out=False),
-            }
-        )
+        gatherer.add(root, False, source=dist.metadata["Name"], version=dist.version,
+                     licence=licence)  # fmt: skip
     random.Random(args.seed).shuffle(gatherer.train)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "train.txt").write_text("\0".join(gatherer.train), encoding="utf-8")
     (args.out / "heldout.txt").write_text("\0".join(gatherer.held_out), encoding="utf-8")
     report = {
-        "sources": sources,
-        "held_out_modules": HELD_OUT,
+        "sources": gatherer.sources, "held_out_modules": HELD_OUT,
         "held_out_files": len(gatherer.held_out),
         "held_out_bytes": sum(len(t.encode()) for t in gatherer.held_out),
-    }
+    }  # fmt: skip
     (args.out / "provenance.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 

@@ -27,21 +27,11 @@ from safetensors import safe_open
 GATE_UP = (Type.Q5_K, Type.Q4_K, Type.Q4_K, Type.Q5_K, Type.Q4_K, Type.Q4_K, Type.Q4_K, Type.Q5_K)
 DOWN = (Type.Q8_0, Type.Q5_0, Type.Q5_0, Type.Q5_1, Type.Q5_0, Type.Q5_0, Type.Q5_0, Type.Q5_1)
 BY_SUFFIX = {
-    "token_embd": Type.Q6_K,
-    "output": Type.Q6_K,
-    "attn_q": Type.Q5_K,
-    "attn_k": Type.Q8_0,
-    "attn_v": Type.Q6_K,
-    "attn_output": Type.Q5_K,
-    "attn_qkv": Type.Q5_K,
-    "attn_gate": Type.Q5_K,
-    "ssm_out": Type.Q6_K,
-    "ssm_beta": Type.Q8_0,
-    "ssm_alpha": Type.Q8_0,
-    "ffn_gate_shexp": Type.Q6_K,
-    "ffn_up_shexp": Type.Q6_K,
-    "ffn_down_shexp": Type.Q8_0,
-}
+    "token_embd": Type.Q6_K, "output": Type.Q6_K, "attn_q": Type.Q5_K, "attn_k": Type.Q8_0,
+    "attn_v": Type.Q6_K, "attn_output": Type.Q5_K, "attn_qkv": Type.Q5_K, "attn_gate": Type.Q5_K,
+    "ssm_out": Type.Q6_K, "ssm_beta": Type.Q8_0, "ssm_alpha": Type.Q8_0,
+    "ffn_gate_shexp": Type.Q6_K, "ffn_up_shexp": Type.Q6_K, "ffn_down_shexp": Type.Q8_0,
+}  # fmt: skip
 NORMAL, CONTROL = 1, 3
 
 
