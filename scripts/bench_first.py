@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -93,34 +92,26 @@ def measure(args: argparse.Namespace) -> None:
     print("| prompt | system | s, median (least .. most) |\n|---|---|---|", flush=True)
     gone: set[str] = set()
     for n in args.prompt:
-        prompt = prompt_text(args.model, n)
-        found: dict[str, list[float]] = {}
+        sides = commands(args, prompt_text(args.model, n))
+        found: dict[str, list[float]] = {name: [] for name in sides}
         for at in range(args.samples + 1):
-            for name, (command, env) in commands(args, prompt).items():
-                if name in gone:
-                    continue
-                line = {"system": name, "n_prompt": n, "vram": args.vram}
+            for name in [name for name in sides if name not in gone]:
+                line: bench.Line = {"system": name, "n_prompt": n, "vram": args.vram}
                 try:
-                    seconds = round(first_text(command, env), 3)
+                    seconds = round(first_text(*sides[name]), 3)
                 except bench.BenchError as error:
                     if name == "moegraph":
                         raise
                     gone.add(name)
-                    note(args, {**line, "error": str(error)})
+                    print(error, file=sys.stderr, flush=True)
+                    bench.append_line(args.out, {**line, "error": str(error)})
                     continue
                 if at:
-                    found.setdefault(name, []).append(seconds)
-                    note(args, {**line, "seconds": seconds})
+                    found[name].append(seconds)
+                    bench.append_line(args.out, {**line, "seconds": seconds})
         for name, values in found.items():
-            print(f"| {n} | {name} | {statistics.median(values):.2f} "
-                  f"({min(values):.2f} .. {max(values):.2f}) |", flush=True)  # fmt: skip
-
-
-def note(args: argparse.Namespace, line: bench.Line) -> None:
-    """Append a line to --out; print one with an error."""
-    if "error" in line:
-        print(line["error"], file=sys.stderr, flush=True)
-    bench.append_line(args.out, line)
+            if values:
+                print(f"| {n} | {name} | {bench.spread(values, 2)} |", flush=True)
 
 
 def main() -> int:

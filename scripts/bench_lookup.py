@@ -30,6 +30,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import _bench as bench
 import numpy as np
 from _repeats import TEXTS, foretold, hopeless
+from bench_drafts import turns, write
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
@@ -40,7 +41,6 @@ from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.warmup import time_verify
 from moegraph.loop.drawing import Drawing
 from moegraph.passes.speculation import Speculation
-from moegraph.sampling import SamplingParams
 from moegraph.text.tokenizer import Tokenizer
 
 WAYS = ("off", "lookup", "auto")
@@ -83,13 +83,10 @@ def dictated(prompt: Sequence[int], answer: Sequence[int]) -> Iterator[None]:
 def one_text(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> float:
     """Write an answer; return its tokens a second."""
     with dictated(prompt, answer):
-        ids = np.array(prompt, dtype=np.int32)
-        events = [*engine.generate(
-            ids, SamplingParams(temperature=0.0), len(answer), ignore_eos=True, text=False
-        )]  # fmt: skip
-    if [event.token for event in events] != list(answer):
+        tps, tokens = write(engine, np.array(prompt, dtype=np.int32), len(answer))
+    if tokens != list(answer):
         raise bench.BenchError("the text is not the one that was dictated")
-    return float(events[-1].decode_tps)
+    return tps
 
 
 def drafting(engine: Engine, config: EngineConfig, spec: str) -> Speculation:
@@ -103,18 +100,16 @@ def drafting(engine: Engine, config: EngineConfig, spec: str) -> Speculation:
     return found
 
 
-class Kept:
-    """Notes the steps that a controller observes."""
+def noting(speculation: Speculation) -> list[Step]:
+    """Return a list to which the steps that a controller observes are added."""
+    steps, observe = list[Step](), speculation.controller.observe
 
-    def __init__(self, speculation: Speculation) -> None:
-        self.steps, self._controller = list[Step](), speculation.controller
-        observe = self._controller.observe
+    def noted(step: Step) -> None:
+        steps.append(step)
+        observe(step)
 
-        def noted(step: Step) -> None:
-            self.steps.append(step)
-            observe(step)
-
-        self._controller.observe = noted  # type: ignore[method-assign]
+    speculation.controller.observe = noted  # type: ignore[method-assign]
+    return steps
 
 
 def measure(engine: Engine, config: EngineConfig, kind: str, args: Any) -> list[dict[str, Any]]:
@@ -123,15 +118,13 @@ def measure(engine: Engine, config: EngineConfig, kind: str, args: Any) -> list[
     ways = {
         way: None if way == "off" else drafting(engine, config, way) for way in args.ways
     }  # fmt: skip
-    kept = {way: Kept(one) for way, one in ways.items() if one}
+    kept = {way: noting(one) for way, one in ways.items() if one}
     found: dict[str, list[float]] = {way: [] for way in ways}
-    order = list(ways)
-    for at in range(args.repeat + 1):
-        for way in order[at % len(order) :] + order[: at % len(order)]:
-            engine.speculation = ways[way]
-            if at == 1 and way in kept:
-                kept[way].steps.clear()  # the first text may build graphs
-            found[way].append(one_text(engine, prompt, answer))
+    for at, way in turns(list(ways), args.repeat + 1):
+        engine.speculation = ways[way]
+        if at == 1 and way in kept:
+            kept[way].clear()  # the first text may build graphs
+        found[way].append(one_text(engine, prompt, answer))
     about = {
         "kind": kind, "prompt": len(prompt), "tokens": len(answer),
         "foretold": round(foretold(prompt, answer), 3),
@@ -139,17 +132,19 @@ def measure(engine: Engine, config: EngineConfig, kind: str, args: Any) -> list[
     return [row(way, found[way], kept.get(way), about) for way in ways]
 
 
-def row(way: str, tps: Sequence[float], kept: Kept | None, about: dict[str, Any]) -> dict[str, Any]:
+def row(
+    way: str, tps: Sequence[float], kept: list[Step] | None, about: dict[str, Any]
+) -> dict[str, Any]:
     """Return the row of a way. tps: of its texts, the first of which does not count."""
     found = {**about, "way": way, "tps": statistics.median(tps[1:]), "first": tps[0]}
     if kept:
-        steps = [step for step in kept.steps if step.n_rows > 1]
+        steps = [step for step in kept if step.n_rows > 1]
         drafted, n = sum(step.n_rows - 1 for step in steps), len(steps)
         found |= {
             "accepted": round(sum(step.n_accepted for step in steps) / drafted, 3) if n else None,
             "mean_rows": round(1 + drafted / n, 2) if n else None,
             "tokens_a_step": round(sum(s.n_tokens for s in steps) / n, 2) if n else None,
-            "plain_steps": len(kept.steps) - n, "draft_steps": n,
+            "plain_steps": len(kept) - n, "draft_steps": n,
         }  # fmt: skip
     return found
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,21 +19,13 @@ WIDTHS = (1, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _N_HELD, _N_TIMES, _N_WARM = 128, 5, 2
 
 
-@dataclass(frozen=True)
-class WidthTime:
-    """A pass of n_rows rows: the median of seconds."""
-
-    n_rows: int
-    seconds: float
-
-
 def scaling_config(config: EngineConfig) -> EngineConfig:
     """Return the settings of an engine that can verify as many rows as are measured."""
     return replace(config, spec="off", draft="", n_draft=MAX_VERIFY_ROWS - 1)
 
 
-def measure_scaling(engine: Engine) -> Iterator[WidthTime]:
-    """Yield the time of a pass of each width, as far as context and -ub allow.
+def measure_scaling(engine: Engine) -> Iterator[tuple[int, float]]:
+    """Yield rows and seconds (median) of a pass of each width, as far as context and -ub allow.
 
     One row is a decode pass, up to MAX_VERIFY_ROWS a verify pass, more are a prompt. The rows are
     random tokens, which choose more experts than those of a text. engine: loaded with
@@ -49,7 +41,7 @@ def measure_scaling(engine: Engine) -> Iterator[WidthTime]:
         samples = []
         for _ in range(_N_WARM + _N_TIMES):
             samples.append(_one(engine, rng.integers(0, n_vocab, (1, n)).astype(np.int32)))
-        yield WidthTime(n, statistics.median(samples[_N_WARM:]))
+        yield n, statistics.median(samples[_N_WARM:])
 
 
 def _one(engine: Engine, rows: np.ndarray) -> float:

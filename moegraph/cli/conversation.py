@@ -18,7 +18,7 @@ from ..text.chat.messages import History
 from ..text.chat.parts import ContentPart, Part, ReasoningPart
 from . import models, ui
 from .interrupt import cancel_on_interrupt
-from .report import sampling_report, spec_report, spec_words
+from .report import durations, sampling_report, spec_report, spec_words, speeds
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -211,12 +211,8 @@ class Conversation:
             "n_forgotten_turns": answer.n_forgotten,
             "n_held": answer.n_held,
             "n_ctx": self.engine.n_ctx,
-            "prefill_tps": round(event.prefill_tps, 3),
-            "decode_tps": round(event.decode_tps, 3),
-            "timings": {
-                "prefill_s": round(event.prefill_s, 6),
-                "decode_s": round(event.decode_s, 6),
-            },
+            **speeds(event),
+            "timings": durations(event),
             "hit_rate": answer.hit_rate,
             "spec": spec_report(answer.drafts),
             "sampling": sampling_report(self.sampling, self.from_file),

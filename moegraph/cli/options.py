@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -23,9 +23,6 @@ from ..text.tokenizer import MAX_PROMPT_BYTES
 from ..units import format_bytes
 from . import ui
 from .models import local_path
-
-if TYPE_CHECKING:
-    pass
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT}

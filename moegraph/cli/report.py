@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 
+_SIZES = ("n_vocab", "n_embd", "n_layer", "n_expert", "n_expert_used", "n_ctx_train")
+
+
 def stats_line(
     event: GenerationEvent, memory: dict[str, int], sampling: SamplingParams | None = None
 ) -> str:
@@ -57,12 +60,7 @@ def model_report(engine: Engine) -> dict[str, Any]:
         "name": kv.get("general.name"),
         "architecture": kv.get("general.architecture"),
         "n_bytes": engine.file.n_bytes,
-        "n_vocab": hp.n_vocab,
-        "n_embd": hp.n_embd,
-        "n_layer": hp.n_layer,
-        "n_expert": hp.n_expert,
-        "n_expert_used": hp.n_expert_used,
-        "n_ctx_train": hp.n_ctx_train,
+        **{name: getattr(hp, name) for name in _SIZES},
     }
 
 
@@ -114,21 +112,27 @@ def run_report(
         "tokens": list(found.tokens),
         "text": found.text,
         "finish_reason": event.finish_reason,
-        "n_prompt": event.n_prompt,
-        "n_computed": event.n_computed,
-        "n_generated": event.n_generated,
-        "prefill_tps": round(event.prefill_tps, 3),
-        "decode_tps": round(event.decode_tps, 3),
+        **{name: getattr(event, name) for name in ("n_prompt", "n_computed", "n_generated")},
+        **speeds(event),
         "timings": {
             **times.report(),
-            "prefill_s": round(event.prefill_s, 6),
-            "decode_s": round(event.decode_s, 6),
+            **durations(event),
             "load": {name: round(s, 6) for name, s in engine.load_times.items()},
         },
         "memory": engine.memory(),
         "experts": expert_report(engine),
         "stages": stage_report(engine),
     }
+
+
+def speeds(event: GenerationEvent) -> dict[str, float]:
+    """Return the speeds of a generation, in tokens a second, for JSON."""
+    return {name: round(getattr(event, name), 3) for name in ("prefill_tps", "decode_tps")}
+
+
+def durations(event: GenerationEvent) -> dict[str, float]:
+    """Return the durations of a generation, in seconds, for JSON."""
+    return {name: round(getattr(event, name), 6) for name in ("prefill_s", "decode_s")}
 
 
 def stage_report(engine: Engine) -> list[dict[str, Any]]:

@@ -347,13 +347,11 @@ def show_scaling(target: str, config: EngineConfig, as_json: bool) -> None:
     with models.load_engine(target, scaling_config(config), is_chosen=False) as engine:
         found = list(measure_scaling(engine))
     if as_json:
-        rows = [{"n_rows": one.n_rows, "ms": round(1e3 * one.seconds, 4)} for one in found]
+        rows = [{"n_rows": n, "ms": round(1e3 * seconds, 4)} for n, seconds in found]
         click.echo(json.dumps({"scaling": rows}))
         return
-    alone = found[0].seconds
     cells = [
-        (f"{one.n_rows}", f"{1e3 * one.seconds:.3f}", f"{1e3 * one.seconds / one.n_rows:.3f}",
-         f"{one.seconds / alone:.2f}x")
-        for one in found
-    ]  # fmt: skip
+        (f"{n}", f"{1e3 * s:.3f}", f"{1e3 * s / n:.3f}", f"{s / found[0][1]:.2f}x")
+        for n, s in found
+    ]
     ui.table(cells, ("rows", "ms", "ms a row", "of one row"))

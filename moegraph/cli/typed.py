@@ -54,19 +54,16 @@ class LineHistory:
         self._path = path
 
     def load(self) -> list[str]:
-        """Return the latest messages, oldest first; shorten the file if it has many more."""
+        """Return the latest messages, oldest first."""
         if self._path is None:
             return []
         try:
             with open(self._path, "rb") as file:
-                data = file.read(_MAX_BYTES)
+                file.seek(-min(_MAX_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+                data = file.read()
         except OSError:
             return []
-        found = list(_entries(data))
-        latest = found[-_MAX_ENTRIES:]
-        if len(found) > 2 * _MAX_ENTRIES or len(data) == _MAX_BYTES:
-            self._replace(latest)
-        return latest
+        return list(_entries(data))[-_MAX_ENTRIES:]
 
     def add(self, message: str) -> None:
         """Append a message."""
@@ -76,21 +73,7 @@ class LineHistory:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             with open(os.open(self._path, flags, 0o600), "ab") as file:
-                file.write(_line(message))
-
-    def _replace(self, messages: list[str]) -> None:
-        if self._path is None:
-            return
-        shorter = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        with suppress(OSError):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with open(os.open(shorter, flags, 0o600), "wb") as file:
-                file.writelines(map(_line, messages))
-            os.replace(shorter, self._path)
-
-
-def _line(message: str) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+                file.write(json.dumps(message).encode() + b"\n")
 
 
 def _entries(data: bytes) -> Iterator[str]:

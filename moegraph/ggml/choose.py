@@ -76,28 +76,6 @@ def winners(rows: Words) -> tuple[Words, npt.NDArray[np.float32]]:
     return rows[:n, WINNER_WORD], logits - below
 
 
-class Changed:
-    """Tokens whose logits a sampler changes, sorted by id.
-
-    Each logit gets bias added, is divided by repeat (or multiplied, if it is not above 0), and
-    loses subtracted. place: which of the ids that the row's input named it is.
-
-    Args: numpy arrays of one length: ids, places I32; bias, repeat F32; subtracted F64.
-    """
-
-    __slots__ = ("arrays",)
-
-    def __init__(
-        self,
-        ids: npt.NDArray[np.int32],
-        places: npt.NDArray[np.int32],
-        bias: npt.NDArray[np.float32],
-        repeat: npt.NDArray[np.float32],
-        subtracted: npt.NDArray[np.float64],
-    ) -> None:
-        self.arrays = (ids, places, bias, repeat, subtracted)
-
-
 class Chooser:
     """The settings of a sampler, as `mg_choose` takes them."""
 
@@ -110,17 +88,22 @@ class Chooser:
         self._sampler.typical_p = params.typical_p
         self._sampler.min_p_log = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self._sampler.top_k = params.top_k
-        self._changed: Changed | None = None
+        self._changed: tuple[npt.NDArray[Any], ...] = ()  # keeps the memory
 
-    def change(self, changed: Changed) -> None:
-        """Change the logits of these tokens from the next call on."""
-        to, arrays = self._sampler, changed.arrays
-        ids, places, bias, repeat, subtracted = (ffi.from_buffer(a) for a in arrays)
-        to.n_changed = len(arrays[0])
-        to.ids, to.places = ffi.cast("int32_t *", ids), ffi.cast("int32_t *", places)
-        to.bias, to.repeat = ffi.cast("float *", bias), ffi.cast("float *", repeat)
-        to.subtracted = ffi.cast("double *", subtracted)
-        self._changed = changed  # keeps the memory
+    def change(
+        self, ids: Words, places: Words, bias: npt.NDArray[np.float32],
+        repeat: npt.NDArray[np.float32], subtracted: npt.NDArray[np.float64],
+    ) -> None:  # fmt: skip
+        """Change the logits of these tokens, sorted by id, from the next call on.
+
+        Each logit gets bias added, is divided by repeat (or multiplied, if it is not above 0), and
+        loses subtracted. places: which of the ids that the row's input named each is.
+        """
+        to, self._changed = self._sampler, (ids, places, bias, repeat, subtracted)
+        to.n_changed = len(ids)
+        to.ids, to.places = _address("int32_t *", ids), _address("int32_t *", places)
+        to.bias, to.repeat = _address("float *", bias), _address("float *", repeat)
+        to.subtracted = _address("double *", subtracted)
 
     def choose(
         self, row: Words, key: int, allowed: npt.NDArray[np.bool_] | None = None
@@ -130,12 +113,14 @@ class Chooser:
         row: result of the op for this row. key: of its random numbers. allowed: as in
         `Sampler.sample`.
         """
-        self._sampler.allowed = (
-            ffi.NULL if allowed is None else ffi.cast("uint8_t *", ffi.from_buffer(allowed))
-        )
+        self._sampler.allowed = ffi.NULL if allowed is None else _address("uint8_t *", allowed)
         token: int = C.mg_choose(self._sampler, ffi.from_buffer(row), key)
         if token >= 0:
             return token
         if token == C.MG_CHOOSE_NONE:
             raise no_token_left()
         return None
+
+
+def _address(kind: str, array: npt.NDArray[Any]) -> Any:
+    return ffi.cast(kind, ffi.from_buffer(array))

@@ -108,15 +108,6 @@ class Handle(Generic[Ptr]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __copy__(self) -> Self:
-        raise InternalError(f"a {type(self).__name__} cannot be copied")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raise InternalError(f"a {type(self).__name__} cannot be copied")
-
-    def __reduce__(self) -> Any:
-        raise InternalError(f"a {type(self).__name__} cannot be pickled")
-
 
 class Context(Handle["_native.ggml_context_ptr"]):
     """Memory for tensor and graph records (not for tensor data)."""

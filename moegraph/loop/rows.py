@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..draft.drafter import Race
 from ..draft.rejection import Odds, judge
-from ..ggml.choose import DRAW_IDS, DRAW_WORDS, LIKELY, Changed, Chooser
+from ..ggml.choose import DRAW_IDS, DRAW_WORDS, LIKELY, Chooser
 from ..sampling import BoolArray, FloatArray, Sampler, SamplingParams
 
 # Words before the ids: 1 / temperature (F32), the key (64 bits), one that is not used.
@@ -143,7 +143,7 @@ class RowSampler:
         subtracted = np.zeros(ids.size)
         less = counts * params.frequency_penalty + params.presence_penalty
         subtracted[is_recent] = less[is_recent]
-        self._chooser.change(Changed(ids, places.astype(np.int32), bias, repeat, subtracted))
+        self._chooser.change(ids, places.astype(np.int32), bias, repeat, subtracted)
 
     def sample(
         self,

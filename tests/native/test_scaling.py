@@ -25,9 +25,9 @@ def test_every_width_is_measured_and_the_sequence_stays(settings: dict[str, Any]
     config = EngineConfig(device="cpu", n_threads=1, n_ctx=512, **settings)
     with Engine.load("tiny", scaling_config(config)) as engine:
         held = []
-        for one in measure_scaling(engine):
+        for _, seconds in measure_scaling(engine):
             held.append((len(engine.held(0)), engine.state.n_past[0]))
-            assert one.seconds > 0
+            assert seconds > 0
         assert held == [(128, 128)] * len(WIDTHS)
         rows = engine.forward_logits(np.array([5, 6], np.int32), 128)
         assert np.isfinite(rows).all()

