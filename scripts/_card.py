@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import _card_upstream
 import _cuda
 import _venv
 from _bench import Line, commit_of, machine
+from _gpu import Card, find_cards
 from _tools import ROOT, BuildError, fetch
 
 # Where settings, models and packages are; tests take another place.
@@ -22,17 +22,6 @@ WORK = Path(os.environ.get("MEASURE_CARD_WORK") or ROOT / "build" / "card")
 SITE, BINDINGS = WORK / "site", _card_upstream.BINDINGS
 _SETTINGS = WORK / "settings.json"
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A card as nvidia-smi lists it. n_bytes: its memory. address: PCI, as 0000:c1:00.0."""
-
-    name: str
-    arch: int
-    n_bytes: int
-    uuid: str
-    address: str
 
 
 @dataclass(frozen=True)
@@ -85,29 +74,10 @@ def copy_tree(tree: Path) -> Path:
     return copy
 
 
-def parse_gpus(text: str) -> list[Gpu]:
-    """Parse nvidia-smi's list (csv, noheader, nounits); lines of another form are skipped."""
-    found = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) != 5 or not fields[2].isdigit():
-            continue
-        name, capability, mib, uuid, address = fields
-        domain, _, rest = address.lower().partition(":")
-        arch = int(capability.replace(".", ""))
-        found.append(Gpu(name, arch, int(mib) << 20, uuid, f"{domain[-4:]}:{rest}"))
-    return found
-
-
-def find_gpus() -> list[Gpu]:
+def find_gpus() -> list[Card]:
     """Return the cards of this machine; none without nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = "--query-gpu=name,compute_cap,memory.total,uuid,pci.bus_id"
-    command = [program, query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return parse_gpus(done.stdout)
+    found = find_cards()
+    return [] if isinstance(found, str) else found
 
 
 def python() -> Path:
@@ -116,7 +86,7 @@ def python() -> Path:
     return Path(sys.executable) if own else _venv.python()
 
 
-def environment(gpu: Gpu | None) -> dict[str, str]:
+def environment(gpu: Card | None) -> dict[str, str]:
     """Return the environment of a part that has a card for itself; None: of one without a card."""
     env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process compiles all modules again
@@ -214,7 +184,7 @@ QUICK = {
 }  # fmt: skip
 
 
-def values(s: Settings, model: Model, gpu: Gpu | None, n_threads: int) -> dict[str, str]:
+def values(s: Settings, model: Model, gpu: Card | None, n_threads: int) -> dict[str, str]:
     """Return what stands for each name in braces in the commands of parts."""
     found = dict(QUICK if s.quick else FULL)
     sweep = [str(n) for n in sorted({max(1, n_threads * k // 4) for k in (2, 3, 4)})]
@@ -236,7 +206,7 @@ def values(s: Settings, model: Model, gpu: Gpu | None, n_threads: int) -> dict[s
     return found
 
 
-def test_processes(gpu: Gpu | None, n_threads: int) -> int:
+def test_processes(gpu: Card | None, n_threads: int) -> int:
     """Return how many test processes memory and cores allow: 3 GiB of each for one."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = min(host, gpu.n_bytes if gpu else host)

@@ -42,15 +42,7 @@ class Results:
         self._n_runs = max(known, default=0)
 
     def _read(self) -> list[Line]:
-        """Return all lines but one that was cut off."""
-        found = []
-        texts = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
-        for text in texts:
-            try:
-                found.append(json.loads(text))
-            except ValueError:
-                continue
-        return found
+        return take(self._file)
 
     def describe(self, card: Line) -> None:
         """Note what is measured with."""

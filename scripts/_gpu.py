@@ -19,10 +19,17 @@ _BY_HAND = "--cuda-arch ARCH builds for a card by hand"
 
 @dataclass(frozen=True)
 class Card:
-    """A card as nvidia-smi names it. arch: its compute capability times ten, such as 86."""
+    """A card as nvidia-smi names it.
+
+    arch: its compute capability times ten, such as 86. n_bytes: its memory. address: PCI, as
+    0000:c1:00.0.
+    """
 
     name: str
     arch: int
+    n_bytes: int = 0
+    uuid: str = ""
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,20 @@ class Choice:
     line: str
 
 
+# What nvidia-smi is asked for, as csv without head and units.
+_FIELDS = "name,compute_cap,memory.total,uuid,pci.bus_id"
+
+
 def parse_cards(text: str) -> list[Card]:
-    """Parse `nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader`; skip other lines."""
+    """Parse nvidia-smi's list of _FIELDS; skip lines of another form."""
     cards = []
     for line in text.splitlines():
-        name, _, capability = line.rpartition(",")
-        major, _, minor = capability.strip().partition(".")
-        if name and major.isdigit() and minor.isdigit() and len(minor) == 1:
-            cards.append(Card(name.strip(), 10 * int(major) + int(minor)))
+        name, *rest = (field.strip() for field in line.rsplit(",", 4))
+        if len(rest) == 4 and rest[1].isdigit() and rest[0].replace(".", "").isdigit():
+            capability, mib, uuid, address = rest
+            domain, _, place = address.lower().partition(":")
+            arch = int(capability.replace(".", ""))
+            cards.append(Card(name, arch, int(mib) << 20, uuid, f"{domain[-4:]}:{place}"))
     return cards
 
 
@@ -84,7 +97,7 @@ def find_cards() -> list[Card] | str:
     program = shutil.which("nvidia-smi")
     if program is None:
         return "no NVIDIA card found (there is no nvidia-smi)"
-    query = [program, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    query = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
