@@ -39,7 +39,8 @@ from moegraph.draft.plan import Step
 from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.warmup import time_verify
-from moegraph.loop.drawing import Drawing
+from moegraph.loop.answer import Answer
+from moegraph.loop.answers import Answers
 from moegraph.passes.speculation import Speculation
 from moegraph.text.tokenizer import Tokenizer
 
@@ -68,16 +69,18 @@ def text_of(kind: str, n_tokens: int, n_vocab: int) -> tuple[list[int], list[int
 @contextmanager
 def dictated(prompt: Sequence[int], answer: Sequence[int]) -> Iterator[None]:
     """Have texts go on as an answer does, whatever the model would draw."""
-    kept = Drawing.pick
+    kept = Answers.pick
 
-    def pick(self: Drawing, *_: Any) -> int:
-        return answer[min(len(self.sequence.tokens), len(answer) - 1)]
+    def pick(self: Answers, asked: Answer, *_: Any) -> int:
+        token = answer[min(len(asked.sequence.tokens), len(answer) - 1)]
+        asked.take(token, None)
+        return token
 
-    Drawing.pick = pick  # type: ignore[method-assign, assignment]
+    Answers.pick = pick  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        Drawing.pick = kept  # type: ignore[method-assign]
+        Answers.pick = kept  # type: ignore[method-assign]
 
 
 def one_text(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> float:

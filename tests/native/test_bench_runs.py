@@ -189,17 +189,6 @@ def test_moegraph_gets_the_device_memory_that_llama_bench_took(
         assert load["share"] > 0.0 and not refused
 
 
-def test_a_measurement_stops_at_its_time_limit() -> None:
-    done = run("bench_service.py", "tiny", *COMMON, "--time-limit", "0.000001")
-    assert done.stderr == "bench_service.py: stopped at its time limit\n"
-
-
-def test_bench_service_times_requests_beside_a_prompt() -> None:
-    given = ("--clients", 1, "--beside", 1, "--tokens", 64, "--prompt", 64, "--samples", 1)
-    done = run("bench_service.py", "tiny", *COMMON, *given)
-    assert "64 tokens beside 1: " in done.stdout and "1 clients: " in done.stdout
-
-
 def test_bench_drafts_compares_ways_of_drafting(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     drafter = ROOT / "moegraph" / "models" / "tiny-dflash.gguf"
