@@ -87,12 +87,6 @@ def test_every_script_is_named_on_a_page() -> None:
     assert [path.name for path in SCRIPT_FILES if f"scripts/{path.name}" not in pages] == []
 
 
-@pytest.mark.parametrize("script", ["lint", "docs"])
-def test_a_script_without_options_takes_none(script: str) -> None:
-    done = run(script, "--fix")
-    assert done.returncode == 2 and "unrecognized arguments: --fix" in done.stderr
-
-
 WRONG: list[tuple[str, list[str], str]] = [
     ("bench_trees.py", ["tiny"], "required: SYSTEM"),
     ("bench_trees.py", ["nowhere", "a=."], "nowhere does not exist"),

@@ -59,15 +59,6 @@ def shown(chat: ChatModel, content: str = "Hi") -> str:
 
 
 class TestPrompt:
-    def test_ids_are_those_of_the_prompt_and_settings_are_kept(self) -> None:
-        with model() as chat:
-            found = chat.prepare(
-                ChatRequest(messages=[USER], max_tokens=5, stop=("x",), name="r1", n_logprobs=2)
-            )
-            assert bytes(found.request.prompt).decode() == shown(chat)
-        assert found.request.max_tokens == 5 and found.request.stop == ("x",)
-        assert found.request.name == "r1" and found.request.n_logprobs == 2
-
     def test_the_parser_knows_whether_the_prompt_opens_reasoning(self) -> None:
         with model() as chat:
             asked = ChatRequest(messages=[USER])

@@ -94,15 +94,6 @@ def test_system_replaces_the_system_prompt(cli: Cli, talk: Talk) -> None:
     assert "system prompt: Be brief." in shown and "no system prompt" in shown
 
 
-def test_set_changes_how_tokens_are_drawn(cli: Cli, talk: Talk) -> None:
-    lines = "/set temp 0.5", "/set top-k 7", "/set repeat_penalty 1.2", "/set", "/set top_p", "a"
-    shown = talk(*lines).stderr
-    sampling = cli.engine.calls[0].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.repeat_penalty) == (0.5, 7, 1.2)
-    assert "temperature is 0.5\n" in shown and "of the model file" not in shown
-    assert "top_p is 0.95\n" in shown
-
-
 @pytest.mark.parametrize(
     ("line", "why"),
     [

@@ -33,12 +33,3 @@ def test_a_gain_that_comes_later_is_found_and_lost_again() -> None:
     assert share(choice, 16, 1.4, 4000) > 0.5
     share(choice, 16, 0.7, 6000)
     assert share(choice, 16, 0.7, 2000) < 0.1
-
-
-def test_sizes_are_apart_and_few_rows_are_one_group() -> None:
-    choice = GroupChoice(3)
-    share(choice, 24, 1.3, 200)
-    assert choice.n_groups(24) == choice.n_groups(30) == 3
-    assert choice.n_groups(8) == 1
-    assert choice.n_groups(2) == 1
-    assert share(choice, 2, 2.0, 500) == 0.0

@@ -153,16 +153,3 @@ def test_a_limit_cuts_a_part_and_keeps_its_lines(
     assert found["long"].lines in ([], [{"a": 1}])
     ended = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [x["part"] for x in ended if "state" in x] == ["long", "short", "long"], "once more"
-
-
-def test_the_last_run_that_is_done_counts(tmp_path: Path) -> None:
-    results = Results(tmp_path)
-    for state, value in ((CUT, 1), (DONE, 2), (CUT, 3)):
-        run = results.begin()
-        results.raw("a").write_text(json.dumps({"v": value}) + "\n")
-        results.end("a", run, Outcome(state, 1.0), "")
-    with (tmp_path / "results.jsonl").open("a") as file:
-        file.write('{"part": "a", "ru')  # the machine went away
-    (one,) = Results(tmp_path).outcomes().values()
-    assert (one.state, one.lines) == (DONE, [{"v": 2}])
-    assert Results(tmp_path).begin() == 4

@@ -19,7 +19,6 @@ from modelgen.presets import PRESETS
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
-from moegraph.errors import OutOfDeviceMemory
 from moegraph.placement.drafters import open_draft_file, with_drafts
 from moegraph.placement.draftprice import price_of
 from moegraph.placement.memory import Budget, Choice, choose
@@ -110,12 +109,3 @@ def test_auto_loads_what_is_worth_its_slots(files: tuple[Path, Path]) -> None:
     assert choice.price and choice.price.is_worth_it and choice.price.n_slots > 100
     (line,) = choice.notes
     assert line.startswith(str(files[1])) and "would have 0.9" in line
-
-
-@pytest.mark.parametrize("spec", ["mtp", "dflash"])
-def test_a_named_source_is_loaded_at_any_price(files: tuple[Path, Path], spec: str) -> None:
-    choice = chosen(files, 5, spec=spec)
-    assert (choice.sources.mtp, bool(choice.sources.draft)) == (spec == "mtp", spec == "dflash")
-    assert choice.price and choice.price.idle < 0.97 and choice.notes == ()
-    with pytest.raises(OutOfDeviceMemory, match="drafters"):
-        chosen(files, 2.5, spec=spec)

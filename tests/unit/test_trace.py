@@ -213,15 +213,3 @@ def test_the_fingerprint_is_that_of_first_and_last_router() -> None:
     for il in (0, 2):
         other = shape_of(f"blk.{il}.ffn_gate_inp.weight")
         assert other.sizes == shape.sizes and other.model != shape.model
-
-
-def test_recorder_puts_passes_of_any_width_behind_each_other() -> None:
-    trace = small_trace()
-    recorder = TraceRecorder(SHAPE)
-    for start, stop in ((0, 7), (7, 8), (8, 20)):
-        for il in range(3):
-            recorder(il, trace.ids[start:stop, il].reshape(-1).astype(np.int32))
-    recorder(0, trace.ids[0, 0].astype(np.int32))
-    recorded = recorder.trace(7, "x")
-    assert (recorded.ids == trace.ids).all() and recorded.n_prompt == 7
-    assert recorded.sha256 == trace.sha256
