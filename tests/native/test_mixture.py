@@ -67,12 +67,6 @@ def test_what_is_no_library_is_refused_as_one_without_a_hash(copy: Path, data: b
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_an_extension_without_a_hash_is_named(copy: Path) -> None:
-    path = copy.parent / "ggml" / "_native.abi3.so"
-    path.write_bytes(path.read_bytes().replace(b"moegraph\0\0\0\0", bytes(12)))
-    assert f"{path} carries no patch set; run scripts/build again" in load(copy).stderr
-
-
 def test_the_search_path_leads_to_no_other_llama_cpp(copy: Path, tmp_path: Path) -> None:
     """A build folder of llama.cpp has libraries of the same names."""
     (tmp_path / "build").mkdir()
