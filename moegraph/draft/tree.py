@@ -48,6 +48,23 @@ class DraftTree:
         """Return the row that continues a row with a token, or None."""
         return self._children.get((row, token))
 
+    def walk(self, draw: Callable[[int], int | None]) -> list[int]:
+        """Return the accepted rows, from the anchor on: those that the target draws itself.
+
+        draw: returns the token that the target draws after a row; the text takes it, whether it was
+        drafted or not. None: the text has ended, or ends with the token that was drawn there. Each
+        row's draw is a draw of the target after exactly these tokens, so the text has the target's
+        distribution with any sampler and any tree.
+        """
+        path, row = [0], 0
+        while (token := draw(row)) is not None:
+            child = self.child(row, token)
+            if child is None:
+                break
+            path.append(child)
+            row = child
+        return path
+
     def cut(self, n_rows: int) -> DraftTree:
         """Return the first n_rows rows, at least the anchor."""
         n = max(1, n_rows)

@@ -175,7 +175,7 @@ class InputBlock:
     def _keeps(self, shape: PassShape) -> bool:
         """Return whether the rows of a pass go to the ring of the taps."""
         taps = self._taps
-        return taps.n_kept > 0 and not shape.is_tree and shape.n_tokens <= taps.n_rows
+        return not shape.is_tree and taps.n_kept > 0 and shape.n_tokens <= taps.n_rows
 
     def fill(
         self,
@@ -225,10 +225,11 @@ class InputBlock:
 
     def _end(self, at: _Layout, shape: PassShape) -> int:
         """Return how many bytes the inputs take."""
-        if shape.is_paged:
+        n_tokens = shape.n_seqs * shape.n_seq_tokens
+        if shape.n_kv == PAGED:
             rows = at.rows(shape, self._state.pool.table.shape[1])
-            return rows + 4 * ROW_WORDS * shape.n_tokens
-        return at.mask(_n_gathered(self._state, shape)) + 2 * shape.n_kv * shape.n_tokens
+            return rows + 4 * ROW_WORDS * n_tokens
+        return at.mask(_n_gathered(self._state, shape)) + 2 * shape.n_kv * n_tokens
 
     def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
         """View n numbers of the host block from byte `start`."""
@@ -238,8 +239,8 @@ class InputBlock:
         self, at: _Layout, shape: PassShape, slots: tuple[int, ...], tree: Tree | None
     ) -> None:
         """Write all inputs but the embeddings."""
-        region, state, n_tokens, n = self._region, self._state, shape.n_tokens, shape.n_seq_tokens
-        n_pad, n_real = shape.n_seqs - len(slots), n * len(slots)
+        region, state, n = self._region, self._state, shape.n_seq_tokens
+        n_pad, n_real, n_tokens = shape.n_seqs - len(slots), n * len(slots), n * shape.n_seqs
         padded, slots = slots + (-1,) * n_pad, slots + slots[:1] * n_pad
         pos0 = [state.n_past[slot] for slot in slots]
         first, steps = np.array(pos0)[:, None], np.arange(n)
@@ -264,7 +265,7 @@ class InputBlock:
             kept = [self._taps.ring_rows(slot, past, n) for slot, past in zip(slots, pos0)]
             taps[:] = np.concatenate(kept)
             taps[n_real:] = self._taps.spare_row
-        if shape.is_paged:
+        if shape.n_kv == PAGED:
             table = state.pool.table
             n_pages = table.shape[1]
             region(at.attention, n_pages * shape.n_seqs, np.int32)[:] = table[[*slots]].reshape(-1)

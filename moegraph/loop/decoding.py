@@ -9,11 +9,12 @@ from weakref import proxy
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.acceptance import walk
 from ..draft.tree import DraftTree
-from ..errors import MoegraphError, PoolFull, RequestError
+from ..errors import MoegraphError, PoolFull
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
+from ..kinds import Kind
 from ..passes.grouppasses import GroupPasses
+from ..runner import Batch as Rows
 from ..runner import NotFinite, Output
 from ..runner.staged import FlightCounts
 from .answer import Answer
@@ -22,6 +23,7 @@ from .core import Core
 from .drafting import Drafting
 from .groups import Groups
 
+_DECODE = Kind.DECODE  # members of an Enum are slow to look up
 # Seconds that the loop waits for grammars if there is nothing else to compute.
 _REST_S = 0.005
 
@@ -134,8 +136,10 @@ class Decoding:
         drafting = self._drafting
         try:
             trees = drafting.propose(batch) if drafting else None
-            if not (trees and self._verify(batch, trees)):
+            if trees and drafting and not self._verify(batch, trees):
+                drafting.give_up()
                 trees = None
+            if not trees:
                 self._decode(batch)
         except PoolFull:
             raise
@@ -161,8 +165,9 @@ class Decoding:
             is_greedy = is_greedy and answer.drawing.greedy
         if not is_greedy:
             is_greedy, draws = self._draws(batch, None)
-        meanwhile = partial(self._meanwhile, batch, None)
-        self._passes.decode(tokens, tuple(slots), is_greedy, draws, meanwhile)
+        rows = np.array(tokens, dtype=np.int32)[:, None]
+        started = Rows(rows, tuple(slots), _DECODE, False, is_greedy, draws=draws)
+        self._passes.launch(started, partial(self._meanwhile, batch, None))
 
     def _meanwhile(self, batch: Batch, trees: Trees | None) -> None:
         """Do what the device need not wait for: deliver tokens, and prepare to draw the next."""
@@ -183,8 +188,12 @@ class Decoding:
         n_rows = n_each * len(batch)
         if n_rows > DRAW_ROWS or all(answer.drawing.greedy for answer in batch):
             for answer in batch:
-                answer.drawing.expect_argmax()
+                if not answer.drawing.greedy:
+                    answer.drawing.expect_argmax()
             return True, None
+        if not trees and len(batch) == 1:
+            words = batch[0].drawing.words(beside_others=True)
+            return words is None, None if words is None else words[None]
         draws = np.full((n_rows, DRAW_WORDS), -1, dtype=np.int32)
         draws[:, 0] = 0  # no race
         is_listed = False
@@ -282,18 +291,19 @@ class Decoding:
     def _verify(self, batch: Batch, trees: Trees) -> bool:
         """Start a pass of drafted rows; return whether there is memory for so many."""
         n = max(tree.n_rows for tree in trees)
+        slots = [answer.slot for answer in batch]
+        if len(batch) > 1 and len(self._passes.room.groups(slots, n)) > 1:
+            return False
         tokens = np.zeros((len(batch), n), dtype=np.int32)
         parents = np.full((len(batch), n), -1, dtype=np.int32)
         for i, tree in enumerate(trees):
             tokens[i, : tree.n_rows], parents[i, : tree.n_rows] = tree.tokens, tree.parents
         greedy, draws = self._draws(batch, trees)
-        slots, lengths = [answer.slot for answer in batch], [tree.n_rows for tree in trees]
-        meanwhile = partial(self._meanwhile, batch, trees)
+        lengths = [tree.n_rows for tree in trees]
+        rows = Rows.verify(tokens, slots, parents, lengths, greedy, draws)
         try:
-            self._passes.verify(tokens, slots, parents, lengths, greedy, None, draws, meanwhile)
-        except RequestError:
-            if self._drafting:
-                self._drafting.give_up()
+            self._passes.launch(rows, partial(self._meanwhile, batch, trees))
+        except PoolFull:
             return False
         return True
 
@@ -349,4 +359,4 @@ class _Walk:
             is_over = answer.is_drawn or (forced is not None and depth >= len(forced))
             return None if is_over else self.drawn[-1]
 
-        self.path = walk(self.tree, next_token)
+        self.path = self.tree.walk(next_token)

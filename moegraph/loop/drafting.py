@@ -96,7 +96,9 @@ class Drafting:
         answer.may_draft = True
         if proposal is None:
             return DraftTree((answer.sequence.tokens[-1],), (-1,))
-        tree, ends = answer.drawing.cut(proposal.tree), answer.request.keep_after
+        tree, ends = proposal.tree, answer.request.keep_after
+        if answer.drawing.constraint:
+            tree = answer.drawing.cut(tree)
         if ends:  # the state there is kept, so nothing may come after it
             tokens, parents = tree.tokens, tree.parents
             tree = tree.only(lambda row: tokens[parents[row]] not in ends)
@@ -163,5 +165,6 @@ class Drafting:
 
 def _ask(answer: Answer) -> Ask:
     """Return what a request may draft."""
-    sequence, race = answer.sequence, answer.drawing.sampler.race
+    sequence, drawing = answer.sequence, answer.drawing
+    race = None if drawing.greedy else drawing.sampler.race
     return Ask(answer.slot, sequence.tokens[-1], sequence.n_left, sequence.n_room, race)

@@ -32,7 +32,6 @@ from .ids import Cancel, Seqs, cancelled_of, checked_ids, checked_rows, require_
 from .prompts import Prompts, is_short, where_not_finite
 from .room import Room
 
-_DECODE = Kind.DECODE  # members of an Enum are slow to look up
 _never = bool  # whether a pass is cancelled
 
 
@@ -168,22 +167,13 @@ class Passes:
         self._to_truncate.clear()
         self._unfinished.difference_update(slots)
 
-    def decode(
-        self,
-        tokens: Sequence[int],
-        slots: tuple[int, ...],
-        greedy: bool,
-        draws: npt.NDArray[np.int32] | None = None,
-        meanwhile: Callable[[], object] = bool,
-    ) -> None:
-        """Start the pass of one row of each of some sequences, without waiting for its results.
+    def launch(self, batch: Batch, meanwhile: Callable[[], object]) -> None:
+        """Start a pass whose rows the caller knows to fit, without waiting for its results.
 
-        tokens: drawn by the caller, who has seen to it that the context has room. greedy, draws,
-        meanwhile, failures: as in `submit`; the pass runs to its end.
+        meanwhile, failures: as in `submit`; the pass runs to its end. Only pages may be lacking.
         """
         self.clean_up()
-        rows = np.array(tokens, dtype=np.int32)[:, None]
-        batch, once = Batch(rows, slots, _DECODE, False, greedy, draws=draws), Once(meanwhile)
+        once = Once(meanwhile)
         with self._recording(batch) as begins:
             self._runner.submit(batch, _never, begins, once)
         once()
@@ -295,20 +285,17 @@ class Passes:
         batch = self._checked(Batch.verify(rows, slots, parents, lengths, greedy, draws))
         self._submit(batch, cancel, meanwhile)
 
-    def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
+    def commit(self, paths: Mapping[int, list[int]]) -> None:
         """Have sequences take rows of the last verify pass, as if they had been submitted.
 
         paths: by sequence, rows of its tree from a root on, each the child of the one before; none
         changes nothing. One call for all sequences is one launch; if that fails, those that it
         would have changed are emptied.
         """
-        for seq in paths:
-            require_seq(seq, self.n_seq)
         self.clean_up()
-        wanted = {seq: list(path) for seq, path in paths.items()}
-        changed = [seq for seq, path in wanted.items() if path]
+        changed = [seq for seq, path in paths.items() if path]
         try:
-            tokens = self._runner.commit(wanted, lambda: self.abandon(*changed))
+            tokens = self._runner.commit(paths, partial(self._unfinished.update, changed))
             for seq, row in tokens.items():
                 self._held[seq].extend(row)
         except BaseException:

@@ -221,7 +221,7 @@ class Runner(ABC):
         if self._commits.pending:
             self._commits.begin(batch)
         if batch.tree:
-            self._reserve_drafts(shape.n_tokens)
+            self._reserve_drafts(batch.tokens.size)
         # graphs first: building one may use the device, and must not disturb the uploaded inputs
         self._prepare(shape, batch)
         return shape
@@ -264,8 +264,8 @@ class Runner(ABC):
     def _reserve_drafts(self, n_rows: int) -> None:
         """Make room for what a verify pass keeps of its rows."""
         state = self.stage.state
-        state.require_words("a verify pass")
         if state.drafts.n_rows < n_rows:
+            state.require_words("a verify pass")
             self.device.synchronize()
             # first, because an interrupt must not leave graphs with the addresses of freed memory
             self.graphs.clear()

@@ -66,6 +66,7 @@ class Commits:
         self._device = device = stage.device
         self._stage = stage
         self._graphs = graphs
+        self._has_head = stage.has_head
         size = _Inputs(MAX_TREE_ROWS, stage.state.n_seq).n_bytes
         self._buffer = device.buffer(size, "the inputs of commits", "lower -c")
         self._host = device.host_buffer(size)
@@ -131,7 +132,7 @@ class Commits:
         begins()
         status = C.mg_launch(self._device.compute.ptr, built.graph, ffi.NULL, 0)
         self._device.check(status, f"the commit of {sum(map(len, paths.values()))} rows")
-        if self._stage.has_head:  # the last stage has them too
+        if self._has_head:  # the last stage has them too
             for slot, path in paths.items():
                 state.n_past[slot] += len(path)
 

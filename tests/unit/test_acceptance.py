@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moegraph.draft.acceptance import walk
 from moegraph.draft.drafter import Draft
 from moegraph.draft.tree import DDTree, DraftTree, spine_tree
 from moegraph.sampling import Sampler, SamplingParams
@@ -61,7 +60,7 @@ def drafted(params: SamplingParams, shape: Callable[[int, Draft], DraftTree]) ->
             text.append(token)
             return token
 
-        walk(tree, draw)
+        tree.walk(draw)
     return tuple(text[1 : N_TOKENS + 1])
 
 

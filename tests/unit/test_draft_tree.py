@@ -7,7 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from moegraph.draft.acceptance import walk
 from moegraph.draft.drafter import Draft, empty_draft
 from moegraph.draft.tree import DDTree, DraftTree, spine_tree, tempered
 
@@ -135,5 +134,5 @@ def test_the_walk_draws_after_each_accepted_row_and_stops_at_the_first_surprise(
             seen.append(row)
             return next(drawn)
 
-        assert walk(tree, draw) == path == seen
+        assert tree.walk(draw) == path == seen
         assert list(drawn) == []

@@ -40,7 +40,7 @@ PURE = (
     "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity",
     "placement.planner", "placement.profile", "placement.profilefile", "placement.simulate",
     "placement.trace", "placement.tracestats",
-    "draft.acceptance", "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
+    "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
     "draft.plan", "draft.race", "draft.scripted", "draft.shared", "draft.stats", "draft.tree",
     "engine.chat", "passes.prefixtree", "loop.requests",
     "loop.sequence", "passes.speculation", "passes.proposal",
