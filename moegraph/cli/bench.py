@@ -22,8 +22,8 @@ from ..sampling import settings as sampling_settings
 from ..setting import Setting
 from . import models, options, ui
 from .benchrows import STYLES
-from .models import MODEL_TARGET, hf_option, only_target, require_target
-from .options import Command, Decorated, Option, recommended, setting_option
+from .models import MODEL_TARGET, Decorated, hf_option, only_target, require_target
+from .options import Command, Option, recommended, setting_option
 from .report import config_report, sampling_report
 
 if TYPE_CHECKING:

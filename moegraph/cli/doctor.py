@@ -229,11 +229,9 @@ def _show(report: dict[str, Any], checks: list[Check]) -> None:
         ("platform", report["platform"]),
         *((name, version or "missing") for name, version in report["packages"].items()),
     ])  # fmt: skip
-    click.echo()
-    ui.heading("Checks")
+    ui.section("Checks")
     ui.checks((check.name, check.ok, check.required, check.detail) for check in checks)
-    click.echo()
-    ui.heading("Machine")
+    ui.section("Machine")
     cpu, memory = report["cpu"], report["memory"]
     rows = [
         ("cpu", f"{cpu['model']}, {cpu['logical']} logical, {cpu['cores']} cores to use"),

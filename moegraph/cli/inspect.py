@@ -160,7 +160,7 @@ def _inspect(
         ui.table(_facts(model, summary))
         _show_metadata(model)
         _show_types(summary.by_type)
-        _section("Layers")
+        ui.section("Layers")
         header = ("layers", "n", "kind", "dense", "experts", "one expert", "types")
         ui.table(_layer_rows(summary.layers), header)
         _show_tensors(model, globs)
@@ -228,7 +228,7 @@ def _check(model: ModelFile) -> list[BadTensor]:
 
 
 def _show_check(bad: list[BadTensor], n_tensors: int) -> None:
-    _section("Check")
+    ui.section("Check")
     if not bad:
         ui.table([("weights", f"no NaN and no infinity in {n_tensors} tensors")])
         return
@@ -314,13 +314,8 @@ def _scalar(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _section(title: str) -> None:
-    click.echo()
-    ui.heading(title)
-
-
 def _show_metadata(file: GgufFile) -> None:
-    _section("Metadata")
+    ui.section("Metadata")
     ui.table(
         ((key, _brief(value) + _meaning(key, value)) for key, value in file.kv.items()),
         is_text=True,
@@ -328,7 +323,7 @@ def _show_metadata(file: GgufFile) -> None:
 
 
 def _show_types(totals: Iterable[TypeTotal]) -> None:
-    _section("Types")
+    ui.section("Types")
     ui.table(
         [
             (total.type, f"{total.n_tensors:,}", format_count(total.n_params),
@@ -343,7 +338,7 @@ def _show_tensors(file: GgufFile, globs: Sequence[str]) -> None:
     if not globs:
         return
     found = _matching(file, globs)
-    _section("Tensors")
+    ui.section("Tensors")
     ui.table(
         [
             (info.name, info.type.name, list(info.ne[: info.n_dims]), format_bytes(info.nbytes))
@@ -355,7 +350,7 @@ def _show_tensors(file: GgufFile, globs: Sequence[str]) -> None:
 
 def _show_budget(budget: Budget, n_ctx: int) -> None:
     what = resident_text(budget.plan) if budget.plan else "does not fit"
-    _section(f"In {budget.title}, {n_ctx:,} positions: {what}")
+    ui.section(f"In {budget.title}, {n_ctx:,} positions: {what}")
     if budget.stages:
         ui.table(card_rows(budget), CARD_HEADER)
     ui.table(memory_rows(budget) or [(budget.refusal,)])

@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -22,9 +22,8 @@ from ..setting import Setting
 from ..text.tokenizer import MAX_PROMPT_BYTES
 from ..units import format_bytes
 from . import ui
-from .models import local_path
+from .models import Decorated, local_path
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT}
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})", re.I | re.A)
 # Keys of general.sampling and the fields of SamplingParams they fill.

@@ -260,20 +260,16 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> Non
         if row.prompts
     ]
     if prompts and all(row.sizes.machine and row.machine.prompt for row in rows):
-        click.echo()
-        ui.heading("Prompts, estimated")
+        ui.section("Prompts, estimated")
         ui.table(prompts, ("budget", "-ub", *prompt_header()))
     if len(rows) == 1:
         if budgets[0].stages:
-            click.echo()
-            ui.heading("Cards")
+            ui.section("Cards")
             ui.table(card_rows(budgets[0]), CARD_HEADER)
-        click.echo()
-        ui.heading("Device memory")
+        ui.section("Device memory")
         ui.table(memory_rows(budgets[0]))
         if plan := budgets[0].plan:
-            click.echo()
-            ui.heading("Host memory")
+            ui.section("Host memory")
             ui.table([("experts", host_text(plan, host_memory().spare))])
     for line in refusals(budgets):
         ui.note(line)
@@ -283,8 +279,7 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> Non
 
 def _show_drafts(rows: list[_Row]) -> None:
     """Print what drafts in each budget, and what `auto` does not load."""
-    click.echo()
-    ui.heading("Drafters, predicted; speeds beside those without a drafter")
+    ui.section("Drafters, predicted; speeds beside those without a drafter")
     ui.table([draft_row(row.budget.title, row.drafts) for row in rows if row.drafts], HEADER)
     for row in rows:
         for line in row.drafts.notes if row.drafts else ():

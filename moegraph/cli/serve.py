@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,7 +21,7 @@ from ..errors import Cancelled, ConfigError
 from ..sampling import SamplingParams
 from ..units import MiB
 from . import models, options, ui
-from .models import target_argument
+from .models import Decorated, target_argument
 from .options import Command, Option, recommended
 from .report import show_drafters
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ..server.host import LoadedModel, ModelFacts, ModelHost
     from ..server.state import ServerState
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://[^/?#@\s]+)/?", re.I)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SWITCH_S = 0.5e-3

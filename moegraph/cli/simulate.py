@@ -101,8 +101,7 @@ def show_stages(
          f"{1e3 * seconds:.2f}" if has_times else ui.NONE)
         for at in sorted(first) for layers, rate, seconds in _stages(first[at], stages)
     ]  # fmt: skip
-    click.echo()
-    ui.heading("Devices")
+    ui.section("Devices")
     ui.table(cells, ("resident", *_STAGES))
     if not has_times:
         return
@@ -110,8 +109,7 @@ def show_stages(
         (format_share(at), f"{n}", f"{groups}", f"{speed:.0f}", format_share(busy))
         for at in sorted(first) for n, groups, speed, busy in _sequences(first[at])
     ]  # fmt: skip
-    click.echo()
-    ui.heading("Several sequences, estimated")
+    ui.section("Several sequences, estimated")
     ui.table(counts, ("resident", *_SEQUENCES))
 
 
@@ -296,8 +294,7 @@ def _show(trace: Trace, sizes: Sizes, rows: Sequence[_Row], has_profile: bool) -
         notes += [f"at {format_share(share)}: {line}" for line in _equal(tried)]
     ui.table(cells, _HEADER)
     if times and times.prompt:
-        click.echo()
-        ui.heading("Prompts, estimated")
+        ui.section("Prompts, estimated")
         first = {row.share: row for row in reversed(rows)}
         ui.table(
             [(format_share(at), *prompt_cells(first[at].prompts)) for at in sorted(first)],

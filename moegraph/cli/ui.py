@@ -150,6 +150,12 @@ def heading(text: str) -> None:
     click.echo(styled(text, "head", sys.stdout))
 
 
+def section(title: str) -> None:
+    """Print an empty line and the heading of the next part of a report."""
+    click.echo()
+    heading(title)
+
+
 def table(
     rows: Iterable[Sequence[object]], header: Sequence[str] = (), is_text: bool = False
 ) -> None:
