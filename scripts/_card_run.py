@@ -30,33 +30,9 @@ _PATIENCE, _MORE_S = 2.5, 30.0
 _GRACE_S = 5.0
 
 
-@dataclass
-class Pace:
-    """How many times longer parts take here than on an H200; at least once."""
-
-    took: float = 0.0
-    expected: float = 0.0
-
-    @property
-    def times(self) -> float:
-        """Return what the parts so far say."""
-        return max(1.0, self.took / self.expected) if self.expected else 1.0
-
-    def note(self, part: Part, outcome: Outcome) -> None:
-        """Learn from a part; one that failed says nothing."""
-        if outcome.state != FAILED:
-            self.took += outcome.seconds
-            self.expected += part.seconds
-
-
 def next_part(waiting: Sequence[Part], left_s: float, pace: float) -> Part | None:
     """Return the first part that should end in time."""
     return next((part for part in waiting if part.seconds * pace <= left_s), None)
-
-
-def limit_s(part: Part, left_s: float, pace: float) -> float:
-    """Return the seconds after which a part is ended."""
-    return min(left_s, _PATIENCE * pace * part.seconds + _MORE_S)
 
 
 def why_not(part: Part, have: Iterable[str], share_that_fits: float) -> str:
@@ -123,7 +99,8 @@ class Runner:
     """Runs parts one after the other until they are done, the time is up, or `stop` is set.
 
     env, values: the environment of commands, and what stands for names in them. A part that its
-    limit cut runs once more at the end.
+    limit cut runs once more at the end. took, expected: seconds of the parts so far, which tell how
+    much slower this machine is than an H200.
     """
 
     results: Results
@@ -131,27 +108,36 @@ class Runner:
     env: Mapping[str, str]
     values: Mapping[str, str]
     end: float = float("inf")
-    pace: Pace = field(default_factory=Pace)
+    took: float = 0.0
+    expected: float = 0.0
     stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def pace(self) -> float:
+        """Return how many times longer parts take here than on an H200; at least once."""
+        return max(1.0, self.took / self.expected) if self.expected else 1.0
 
     def run(self) -> None:
         """Run all parts."""
         was_cut: set[str] = set()
         while not self.stop.is_set():
-            part = next_part(self.waiting, self.end - time.monotonic(), self.pace.times)
+            part = next_part(self.waiting, self.end - time.monotonic(), self.pace)
             if part is None:
                 return
             self.waiting.remove(part)
             outcome = self._run_part(part)
-            self.pace.note(part, outcome)
+            if outcome.state != FAILED:
+                self.took += outcome.seconds
+                self.expected += part.seconds
             if outcome.why == LIMIT and part.name not in was_cut:
                 was_cut.add(part.name)
                 self.waiting.append(part)  # now that it is known how slow this machine is
 
     def _run_part(self, part: Part) -> Outcome:
         run, outcome, start = self.results.begin(), Outcome(), time.monotonic()
-        limit = limit_s(part, self.end - start, self.pace.times)
-        print(f"{part.name}: about {part.seconds * self.pace.times:.0f} s, at most {limit:.0f}",
+        seconds = part.seconds * self.pace
+        limit = min(self.end - start, _PATIENCE * seconds + _MORE_S)
+        print(f"{part.name}: about {seconds:.0f} s, at most {limit:.0f}",
               file=sys.stderr, flush=True)  # fmt: skip
         path = self.results.raw(part.name).with_suffix(".log")
         with path.open("wb") as log:

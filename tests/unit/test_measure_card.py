@@ -145,7 +145,8 @@ def is_gone(pid: int) -> bool:
 def test_a_limit_cuts_a_part_and_keeps_its_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_card_run, "limit_s", lambda part, left, pace: 1.0)
+    monkeypatch.setattr(_card_run, "_PATIENCE", 0.0)
+    monkeypatch.setattr(_card_run, "_MORE_S", 1.0)
     long = "import time; print('{\"a\": 1}', flush=True); time.sleep(600)"
     found = run(tmp_path, a_part("long", long), a_part("short", ""))
     assert (found["long"].state, found["long"].why) == (CUT, "its limit")
