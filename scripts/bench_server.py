@@ -24,6 +24,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -251,12 +252,10 @@ class Server:
         self._begin()
 
     def _begin(self) -> None:
-        self._said: list[bytes] = []
+        self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=self._env
+            self._command, stdout=subprocess.DEVNULL, stderr=self._log, env=self._env
         )
-        self._reader = threading.Thread(target=self._read, args=(self._said,), daemon=True)
-        self._reader.start()
 
     def again(self) -> None:
         """Start it again, after it has ended."""
@@ -268,15 +267,15 @@ class Server:
         end = time.monotonic() + LOADING_S
         while not _is_healthy(self._port):
             if self._process.poll() is not None or time.monotonic() > end:
-                if self._process.poll() is not None:
-                    self._reader.join(1.0)
-                shown = b"".join(self._said[-15:]).decode(errors="replace")
-                raise RuntimeError(f"{self._command[0]} does not come up:\n{shown}")
+                raise RuntimeError(f"{self._command[0]} does not come up: {self._last_words()}")
             time.sleep(0.2)
         return self
 
-    def _read(self, said: list[bytes]) -> None:
-        said.extend(self._process.stderr or ())
+    def _last_words(self) -> str:
+        log = self._log.fileno()
+        said = os.pread(log, 4096, max(0, os.fstat(log).st_size - 4096)).decode(errors="replace")
+        words = [line for line in said.split("\n") if line.strip()] or ["it said nothing"]
+        return " / ".join(words[-3:])[-400:]
 
     def why_it_ended(self) -> str:
         """Return exit code and last words of a server that has ended, "" of one that runs."""
@@ -284,10 +283,7 @@ class Server:
             code = self._process.wait(1.0)  # a connection may break a moment before
         except subprocess.TimeoutExpired:
             return ""
-        self._reader.join(1.0)
-        lines = b"".join(self._said[-15:]).decode(errors="replace").split("\n")
-        words = [line for line in lines if line.strip()] or ["it said nothing"]
-        return f"exit code {code}: " + " / ".join(words[-3:])[-400:]
+        return f"exit code {code}: {self._last_words()}"
 
     def stop(self) -> None:
         """End it."""
