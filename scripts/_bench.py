@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import select
 import statistics
 import subprocess
 import sys
@@ -29,10 +28,6 @@ class BenchError(Exception):
     """The measurement cannot continue; the message is one line. Exit code 2."""
 
 
-class TimeUp(Exception):
-    """The time limit is reached; samples taken so far are kept."""
-
-
 class Parser(argparse.ArgumentParser):
     """A command line whose help keeps its line breaks and whose errors are one line."""
 
@@ -44,27 +39,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
-class Clock:
-    """The time left of a limit in seconds; a limit of 0 means no limit."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._end = time.monotonic() + limit_s if limit_s else float("inf")
-
-    def left(self) -> float | None:
-        """Return the seconds left; None means no limit."""
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeUp
-        return None if left == float("inf") else left
-
-
 def add_common(p: argparse.ArgumentParser, samples: int = 5) -> None:
     """Add the options of every bench script whose raw lines begin with a description of the run."""
     p.add_argument("--samples", type=positive, default=samples, metavar="N",
                    help="counted samples of each test, after one that is not counted")  # fmt: skip
     p.add_argument("--commit", default="", help="commit of moegraph, if the folder has no .git")
-    p.add_argument("--time-limit", type=float, default=0, metavar="SECONDS",
-                   help="stop then, and keep the samples so far; 0: no limit")  # fmt: skip
     p.add_argument("--out", type=Path, metavar="FILE", help="append raw JSON lines here")
     p.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"))
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads of every system")
@@ -222,8 +201,8 @@ def last_words(errors: IO[bytes]) -> str:
 class Worker:
     """A process of _bench_worker.py; requests and replies go through pipes."""
 
-    def __init__(self, name: str, clock: Clock, env: Mapping[str, str]) -> None:
-        self.name, self._clock = name, clock
+    def __init__(self, name: str, env: Mapping[str, str]) -> None:
+        self.name = name
         self._errors = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER)], env=dict(env), cwd="/", stderr=self._errors,
@@ -248,8 +227,6 @@ class Worker:
         """Return the reply to the last request."""
         out = self._process.stdout
         assert out is not None
-        if not select.select([out], [], [], self._clock.left())[0]:
-            raise TimeUp
         line = out.readline()
         if not line:
             raise BenchError(f"{self.name}: the worker ended: {self._why()}")
@@ -276,7 +253,7 @@ class Worker:
         self.close()
 
 
-def start_worker(spec: str, clock: Clock) -> Worker:
+def start_worker(spec: str) -> Worker:
     """Start the worker of NAME=FOLDER[,VAR=VALUE...]."""
     name, _, rest = spec.partition("=")
     folder, *settings = rest.split(",")
@@ -285,7 +262,7 @@ def start_worker(spec: str, clock: Clock) -> Worker:
     if not (root / "moegraph" / "__init__.py").is_file():
         raise BenchError(f"{folder} has no folder moegraph; name a built checkout")
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    return Worker(name, clock, {**os.environ, "PYTHONPATH": path} | extra)
+    return Worker(name, {**os.environ, "PYTHONPATH": path} | extra)
 
 
 def note_system(raw: Raw, spec: str, worker: Worker) -> None:
@@ -352,13 +329,10 @@ def comparison(lines: Sequence[Line], base: str) -> list[str]:
     return rows if found else []
 
 
-def finish(args: argparse.Namespace, raw: Raw, base: str, measure: Callable[[], None]) -> None:
-    """Measure until done or until the time is up; print the table in both cases."""
+def finish(raw: Raw, base: str, measure: Callable[[], None]) -> None:
+    """Measure, and print the table also if that fails."""
     try:
         measure()
-    except TimeUp:
-        raw.add("stopped", after_s=args.time_limit)
-        print(f"stopped after {args.time_limit:g} s", file=sys.stderr)
     finally:
         print("".join(f"{row}\n" for row in comparison(raw.lines, base)), end="", flush=True)
 
@@ -373,8 +347,6 @@ def guarded(name: str, run: Callable[[], int | None]) -> int:
 
     try:
         return run() or 0
-    except TimeUp:
-        print(f"{name}: stopped at its time limit", file=sys.stderr)
     except BenchError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import statistics
 import subprocess
 import sys
@@ -69,21 +68,22 @@ def parser() -> argparse.ArgumentParser:
 class LlamaBench:
     """llama-bench on a model. rss_bytes, device_bytes: the peaks of the last call."""
 
-    def __init__(self, args: argparse.Namespace, clock: bench.Clock) -> None:
-        self._program, self._clock = args.llama_bench, clock
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._program = args.llama_bench
         self._command = [str(self._program), "-m", str(args.model), "-fa", "1", "-o", "jsonl",
                          "-ngl", "0" if args.device == "cpu" else "99"]  # fmt: skip
         self.rss_bytes = self.device_bytes = 0
 
     def rows(self, options: Sequence[str], n_samples: int) -> Iterator[Line]:
-        """Run llama-bench once with -r n_samples; yield its rows."""
+        """Run llama-bench once with -r n_samples; yield its rows as they come."""
         command = [*self._command, "-r", str(n_samples), *options]
         with bench.MemoryWatch() as watch, tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(command, env=bench.with_libraries(self._program),
                                        stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
             try:
-                for line in self._lines(process):
-                    yield json.loads(line)
+                for line in process.stdout or ():
+                    if line.startswith(b"{"):
+                        yield json.loads(line)
             except BaseException:
                 process.kill()
                 raise
@@ -96,17 +96,6 @@ class LlamaBench:
                 why = f"exit code {process.returncode}: {bench.last_words(errors)}"
                 raise BenchError(f"llama-bench ended with {why}")
         self.device_bytes = watch.n_bytes
-
-    def _lines(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
-        out = process.stdout
-        assert out is not None
-        while select.select([out], [], [], self._clock.left())[0]:
-            line = out.readline()
-            if not line:
-                return
-            if line.startswith(b"{"):
-                yield line
-        raise bench.TimeUp
 
 
 def test_name(row: Line) -> str:
@@ -129,10 +118,10 @@ class Comparison:
     step: of the traces, the step that the next pass of one row consumes.
     """
 
-    def __init__(self, args: argparse.Namespace, raw: bench.Raw, clock: bench.Clock) -> None:
-        self.args, self.raw, self.clock = args, raw, clock
+    def __init__(self, args: argparse.Namespace, raw: bench.Raw) -> None:
+        self.args, self.raw = args, raw
         self.facts = ModelFacts.of(args.model)
-        self.program = LlamaBench(args, clock)
+        self.program = LlamaBench(args)
         self.threads: int | None = args.threads
         self.each = args.warm + 2 * (args.samples + 1) * args.gen
         self.step = 0
@@ -196,7 +185,7 @@ class Comparison:
         """Load moegraph and take its samples."""
         args, system = self.args, "whole" if ncmoe is None else "moegraph"
         spec, used_before = f"{system}={bench.ROOT}", bench.used_device_bytes()
-        with bench.start_worker(spec, self.clock) as worker:
+        with bench.start_worker(spec) as worker:
             bench.note_system(self.raw, spec, worker)
             self._load(worker, setting, ncmoe, ubatch, budget, routing)
             if gen and ncmoe is not None:
@@ -283,10 +272,10 @@ def main() -> int:
     args = parser().parse_args()
 
     def run() -> None:
-        clock, raw = bench.Clock(args.time_limit), bench.Raw("upstream", args)
+        raw = bench.Raw("upstream", args)
         with tempfile.TemporaryDirectory() as scratch:
-            comparison = Comparison(args, raw, clock)
-            bench.finish(args, raw, "upstream", lambda: comparison.run(Path(scratch)))
+            comparison = Comparison(args, raw)
+            bench.finish(raw, "upstream", lambda: comparison.run(Path(scratch)))
 
     return bench.guarded("bench_upstream.py", run)
 

@@ -2,7 +2,7 @@
 """Stands in for llama-bench: takes its options and prints rows of its shape, computing nothing.
 
 What llama-bench prints was noted from commit 0c1e57098 with `-o jsonl`. `-m` must be a file.
-FAKE_LLAMA_BENCH=fail ends with an error, =slow waits an hour before the first row.
+FAKE_LLAMA_BENCH=fail ends with an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import sys
-import time
 
 
 def options(arguments: list[str]) -> dict[str, list[str]]:
@@ -43,8 +42,6 @@ def tests(given: dict[str, list[str]]) -> list[tuple[int, int]]:
 def main() -> int:
     """Print one row for each test."""
     given = options(sys.argv[1:])
-    if os.environ.get("FAKE_LLAMA_BENCH") == "slow":
-        time.sleep(3600)
     if os.environ.get("FAKE_LLAMA_BENCH") == "fail" or not os.path.isfile(given["-m"][0]):
         print("error: failed to load model", file=sys.stderr)
         return 1

@@ -100,22 +100,7 @@ def test_two_trees_take_turns_and_every_sample_is_kept(tmp_path: Path) -> None:
     assert done.stdout.count("\n| ") == 2 * 3 * 2 and "times before" in done.stdout
 
 
-def test_a_time_limit_keeps_what_is_done(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    for limit in (4, 30):  # a busy machine may need the first one to load the model
-        done = run(
-            "bench_trees.py", "tiny", f"a={ROOT}", *COMMON, "--settings", "whole", "--rows",
-            "--prompt", "--gen", 8, "--samples", 1000000, "--time-limit", limit, "--out", out,
-        )  # fmt: skip
-        assert f"stopped after {limit} s" in done.stderr
-        if keys(lines_of(out)):
-            break
-    assert keys(lines_of(out)) == {("whole", "tg8", "a")} and "| whole | tg8 | a |" in done.stdout
-
-
-def test_llama_bench_that_hangs_or_fails_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    hung = run("bench_upstream.py", "tiny", *PAIR, "--time-limit", 5, FAKE_LLAMA_BENCH="slow")
-    assert hung.stderr == "stopped after 5 s\n" and not hung.stdout
+def test_llama_bench_that_fails_ends_the_run_in_one_line() -> None:
     failed = run("bench_upstream.py", "tiny", *PAIR, code=2, FAKE_LLAMA_BENCH="fail")
     assert failed.stderr == (
         "bench_upstream.py: llama-bench ended with exit code 1: error: failed to load model\n"
