@@ -80,7 +80,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
     with load(_changed(config, {**partial, "host_pin": "none"}), routing) as engine:
         by_host = [_segment(engine) for _ in plan]
         host_misses = _handler(engine)
-        unpinned = stream = [host_misses.link.seconds(n) for n in range(1, k + 1)]
+        unpinned = stream = [host_misses.uploads.seconds(n) for n in range(1, k + 1)]
         n_threads = config.n_threads or default_threads()
         threads = _thread_counts(n_threads)
         on_cpu = {n: _cpu_seconds(engine.stage, n, k) for n in threads}
@@ -88,7 +88,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
     pin = "auto" if words["own_memory"] else "all"
     with load(_changed(config, {**partial, "host_pin": pin}), routing) as engine:
         if words["own_memory"]:
-            stream = [_handler(engine).link.seconds(n) for n in range(1, k + 1)]
+            stream = [_handler(engine).uploads.seconds(n) for n in range(1, k + 1)]
         n_fetching = _handler(engine).stats({}).n_fetching
         by_graph = [_segment(engine) for _ in plan] if n_fetching == hp.n_layer else []
         if not prompts:

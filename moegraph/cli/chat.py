@@ -307,8 +307,8 @@ def _converse(conversation: Conversation) -> None:
         f"{engine.file.path.name} on {engine.device_name}, context {engine.n_ctx} tokens; "
         "/help for help"
     )
+    engine.copies.memory.pin_ahead(_N_MARKS)  # while the user thinks
     while True:
-        engine.prefixes.prepare(_N_MARKS)  # while the user thinks
         message = typed.next_message(history)
         if message is None or message.strip() in QUIT:
             break

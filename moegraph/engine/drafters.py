@@ -139,7 +139,7 @@ def open_speculation(
     misses = [part.misses for part in layered if part.misses]
     experts = None
     if misses:
-        miss_s = 0.0 if config.deterministic else max(one.link.seconds(1) for one in misses)
+        miss_s = 0.0 if config.deterministic else max(one.uploads.seconds(1) for one in misses)
         experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
     captures = runner.device.can.streams
     controller = open_controller(drafters, config, max_rows, experts, captures)

@@ -43,10 +43,10 @@ from ..placement.split import LINK_RATE, MEMORY_RATE, Place, StagePlan, evened, 
 from ..resident.kvpool import PoolShape
 from ..resident.sequences import Sequences
 from ..resident.stage import Stage, measure_rates, open_stage
-from ..runner import AnyRunner, LayeredRunner, Runner, StagedRunner, WholeRunner
+from ..runner import AnyRunner, LayeredRunner, Runner, StagedRunner, WholeRunner, reserve_graphs
 from ..runner.cpu_experts import CpuExperts, GraphCpuExperts, KernelCpuExperts
+from ..runner.layer_graphs import Replay
 from ..runner.misses import MissHandler
-from ..runner.readback import Replay
 from ..units import parse_bytes
 from .drafters import first_widths, limit_graphs, open_drafters
 from .warmup import PassTimes, time_verify, warm_up
@@ -339,7 +339,7 @@ class _Loading:
             stages, rings, self._stack, config, self._profile, routing, self._times
         )
         self._limit_graphs(runner, choice, drafters)
-        runner.reserve_graphs(config.n_draft)
+        reserve_graphs(runner.parts, config.n_draft)
         if runner.mode == "whole":
             warm_up(runner)
         for device in self.devices:

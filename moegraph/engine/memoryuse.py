@@ -19,12 +19,12 @@ def memory_use(model: LoadedModel) -> dict[str, int]:
         "device_peak_bytes": _peak(model),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
         "host_mapped_bytes": sum(stage.mapped_bytes for stage in stages),
-        "host_pinned_bytes": sum(one.pinned_bytes for one in misses if one),
+        "host_pinned_bytes": sum(one.store.pinned_bytes for one in misses if one),
         "weights_bytes": sum(s.weights.n_bytes + s.banks.n_bytes for s in stages)
         + sum(ring.n_bytes for ring in rings if ring),
-        "kv_bytes": model.sequences.kv_bytes,
+        "kv_bytes": sum(s.state.kv_bytes for s in stages),
         "state_bytes": sum(s.state.recurrent_bytes + s.state.drafts.n_bytes for s in stages),
-        "compute_bytes": runner.compute_bytes,
+        "compute_bytes": sum(part.compute_bytes for part in runner.parts),
         "drafters_bytes": sum(drafter.n_bytes for drafter in model.drafters)
         + sum(stage.taps.n_bytes for stage in stages),
     }

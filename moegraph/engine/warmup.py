@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from ..ggml.choose import DRAW_WORDS
-from ..runner import AnyRunner, Batch, NotFinite
+from ..runner import AnyRunner, Batch, LayeredRunner, NotFinite, build_ahead
 
 _N_PASSES = 3
 # Plain passes, of which the fastest counts. How far apart the tokens of rows are.
@@ -46,7 +47,7 @@ def warm_up(runner: AnyRunner) -> None:
     state, n_passes = runner.sequences, _N_PASSES if runner.device.can.streams else 0
     try:
         for batch in (Batch(row, greedy=True), Batch(row, draws=draws)):
-            runner.build_ahead(batch)
+            build_ahead(runner, batch)
             for _ in range(n_passes):
                 state.reset(0)
                 runner.submit(batch)
@@ -72,11 +73,14 @@ def time_verify(
     captures, is_whole = runner.device.can.streams, runner.mode == "whole"
     if not (captures or is_whole):
         for batch in (batch for n_rows in widths for batch in _chains(runner, n_rows)):
-            runner.build_ahead(batch)
+            build_ahead(runner, batch)
         return PassTimes(0.0, {}, tuple(widths))
     row = Batch(np.full((1, 1), _APART % runner.hp.n_vocab, dtype=np.int32), greedy=True)
     try:
-        with runner.rehearsing():
+        with ExitStack() as stack:
+            for part in runner.parts:
+                if isinstance(part, LayeredRunner):
+                    stack.enter_context(part.rehearsing())
             plain = (
                 min(_timed(runner, row, 0, begins) for _ in range(_N_TIMED)) if is_whole else 0.0
             )

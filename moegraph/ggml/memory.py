@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..errors import NativeError
-from .handles import Buffer
+from ..units import round_up
+from .device import Device
+from .handles import Buffer, Context
 from .lib import C, ffi, last_error
-from .ops import Tensor
+from .ops import F32, Builder, Tensor
 
 
 def place(buffer: Buffer, tensor: Tensor, offset: int) -> None:
@@ -15,3 +20,41 @@ def place(buffer: Buffer, tensor: Tensor, offset: int) -> None:
     if status != C.GGML_STATUS_SUCCESS:
         name = ffi.string(tensor.name).decode("utf-8", "replace") or "a tensor"
         raise NativeError(f"ggml could not place {name} in its buffer: {last_error() or status}")
+
+
+class Block:
+    """Matrices F32 in one device buffer, zeros at first.
+
+    tensors: by name. n_bytes: of the buffer.
+    """
+
+    def __init__(
+        self, device: Device, shapes: Mapping[Any, tuple[int, int]], what: str, remedy: str
+    ) -> None:
+        """shapes: ne0 and ne1 by name. what, remedy: as in `Device.buffer`."""
+        self._offsets, self.n_bytes = dict[object, int](), 0
+        for name, (ne0, ne1) in shapes.items():
+            self._offsets[name] = self.n_bytes
+            self.n_bytes = round_up(self.n_bytes + 4 * ne0 * ne1, device.alignment)
+        self.n_bytes = self.n_bytes or device.alignment  # a device has no buffer of no bytes
+        self._buffer = device.buffer(self.n_bytes, what, remedy)
+        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
+        self._context = Context(len(shapes))
+        self.tensors: dict[Any, Tensor] = {
+            name: self.put(C.ggml_new_tensor_2d(self._context.ptr, F32, *ne), name)
+            for name, ne in shapes.items()
+        }
+
+    def put(self, tensor: Tensor, name: object, offset: int = 0) -> Tensor:
+        """Give a tensor the memory of that name, from a byte on; return the tensor."""
+        place(self._buffer, tensor, self._offsets[name] + offset)
+        return tensor
+
+    def leaf(self, b: Builder, name: str, dtype: int, *ne: int) -> Tensor:
+        """Return a leaf that reads the memory of that name; ne: its shape."""
+        return self.put(b.leaf(dtype, ne, name), name)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._buffer.close()
+        self._context.close()

@@ -19,8 +19,7 @@ from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.stage import Stage
-from ..resident.state import State
-from ..resident.taps import TapRows
+from ..resident.state import State, TapRows
 from ..units import round_up
 from .hidden import HiddenRows
 from .paged import ROW_WORDS, fill_rows

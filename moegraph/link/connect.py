@@ -1,24 +1,29 @@
 """The engine's side of a connection to a worker.
 
 On loopback the engine connects itself. Other machines are reached through a forwarder, a process of
-its own that does the TLS (`python -m moegraph.link.forward`): the engine has one end of a
-socketpair.
+its own that does the TLS (`python -m moegraph.link.connect`): the engine has one end of a
+socketpair. The forwarder's job is JSON: the address, the build, and its end. It connects, does the
+TLS handshake and the hello, writes one line of JSON to standard output, and then copies bytes until
+either side ends. The line is the worker's answer, or a string that says what went wrong.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from ..errors import NativeError
+from ..errors import MoegraphError, NativeError
 from .address import Address
-from .hello import HELLO_S, Build, RemoteDevice, greet, read_answer
-from .tls import watch
+from .hello import HELLO_S, Build, RemoteDevice, answer_of, greet, read_answer
+from .tls import relay, tls_context, watch
 
 
 @dataclass
@@ -75,7 +80,7 @@ def _forwarded(address: Address, build: Build) -> Connection:
     keys = os.path.abspath(os.path.expanduser(address.keys))
     job = json.dumps([asdict(replace(address, keys=keys)), asdict(build), theirs.fileno()])
     with theirs:
-        forwarder = start_python("moegraph.link.forward", job, theirs, stdout=subprocess.PIPE)
+        forwarder = start_python("moegraph.link.connect", job, theirs, stdout=subprocess.PIPE)
     try:
         assert forwarder.stdout
         with forwarder.stdout as output:
@@ -119,3 +124,36 @@ def start_python(
         start_new_session=True,
         cwd="/",  # Python looks for modules there first
     )
+
+
+def _reason(error: OSError, worker: str) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"worker {worker} shows a certificate that the keys do not accept"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS with worker {worker}: {error.reason or error}; it may not accept these keys"
+    return f"worker {worker} cannot be reached: {error.strerror or error}"
+
+
+def main(job: str) -> int:
+    """Run a forwarder; return its exit code."""
+    address, build, fd = json.loads(job)
+    where, is_served = Address(**address), False
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its engine
+    engine = socket.socket(fileno=fd)
+    try:
+        worker = tls_context(Path(where.keys), is_server=False).wrap_socket(dial(where))
+        line = answer_of(greet(worker, Build(**build), where.worker))
+        is_served = True
+    except MoegraphError as error:
+        line = json.dumps(str(error)).encode() + b"\n"
+    except OSError as error:
+        line = json.dumps(_reason(error, where.worker)).encode() + b"\n"
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+    if is_served:
+        relay(worker, engine)
+    return 0 if is_served else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

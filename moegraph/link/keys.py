@@ -39,12 +39,9 @@ def new_keys(folder: Path) -> dict[str, Path]:
 
 
 def _certificate(
-    name: str,
-    key: ec.EllipticCurvePrivateKey,
-    root: x509.Certificate | None,
-    authority: ec.EllipticCurvePrivateKey,
-    purpose: x509.ObjectIdentifier | None,
-) -> x509.Certificate:
+    name: str, key: ec.EllipticCurvePrivateKey, root: x509.Certificate | None,
+    authority: ec.EllipticCurvePrivateKey, purpose: x509.ObjectIdentifier | None,
+) -> x509.Certificate:  # fmt: skip
     """Return a certificate for `key`: of the authority itself without root, else for a purpose."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer_key, now = authority.public_key(), datetime.now(timezone.utc)

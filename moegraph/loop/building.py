@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import MoegraphError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..graphs.chunk import Segment
-from ..runner import AnyRunner, Batch
+from ..runner import AnyRunner, Batch, build_ahead
 from ..runner.sweeps import Sweeps
 
 # Rows of the sequences in chunks that prompts usually begin with.
@@ -63,7 +63,9 @@ class Building:
 
     def _all(self) -> Iterator[Callable[[], object]]:
         """Yield the work, passes of answers first."""
-        widths = {min(width, self._n_seq) for part in self._runner.parts for width in part.widths}
+        widths = {
+            min(width, self._n_seq) for part in self._runner.parts for width in part.shapes.widths
+        }
         for n in sorted(widths):
             yield from self._passes(n, n)
             if n - 1 > 1 and n - 1 not in widths:
@@ -80,9 +82,9 @@ class Building:
         rows, draws = np.zeros((n, 1), np.int32), np.full((n, DRAW_WORDS), -1, np.int32)
         draws[:, 0] = 0  # no race; the graph is the same with one
         slots = tuple(range(n))
-        yield partial(self._runner.build_ahead, Batch(rows, slots, greedy=True))
+        yield partial(build_ahead, self._runner, Batch(rows, slots, greedy=True))
         if width <= DRAW_ROWS:
-            yield partial(self._runner.build_ahead, Batch(rows, slots, draws=draws))
+            yield partial(build_ahead, self._runner, Batch(rows, slots, draws=draws))
 
     def _chunks(
         self, sweeps: Sweeps | None, segments: Sequence[Segment]
@@ -91,4 +93,4 @@ class Building:
             return
         n, shape = sweeps.memory.inputs.shape_of(segments, True)
         for il in sweeps.stage.layers:
-            yield partial(sweeps.build_chunk, il, n, shape)
+            yield partial(sweeps.graphs.chunk, il, n, shape)

@@ -297,7 +297,7 @@ class Reading:
                 if not (more and self._streams):
                     self._tally.end_round()
                 if not more and (rest := group[0].rest):
-                    self._keep(group[0], sweep.saved, group[0].marks)
+                    self._keep(group[0], sweep.prompts[0].saved, group[0].marks)
                     self._begin_sweep({group[0]: rest})
                     more = True
             for answer in group:

@@ -20,8 +20,7 @@ from ..errors import ModelFileError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
-from ..resident.hostcopies import RowsCopy, StatesCopy
-from ..resident.snapshots import Snapshot
+from ..resident.hostcopies import RowsCopy, Snapshot, StatesCopy
 from ..runner import AnyRunner, Batch, NotFinite, Output
 from ..runner.batch import Once
 from ..runner.inspect import node_values
@@ -234,7 +233,7 @@ class Passes:
 
         output = self._prompts.run(sweep, cancel, after_step)
         progress(n)
-        return output, sweep.saved
+        return output, sweep.prompts[0].saved
 
     def _read_as_pass(
         self, batch: SweepBatch, cancel: CancelToken | None, meanwhile: Callable[[], None]

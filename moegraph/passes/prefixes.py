@@ -308,13 +308,6 @@ class Prefixes:
         n_fit = max(0, limit - self.tree.n_bytes) // size
         return found[max(0, len(found) - n_fit) :]
 
-    def prepare(self, n: int) -> None:
-        """Take memory for saving n times, as far as there is room, before a prompt needs it."""
-        copies = self._copies.memory
-        n_more = max(0, self._limit() - self.n_bytes) // max(1, copies.states_bytes)
-        with suppress(NativeError):
-            copies.prepare(min(n, copies.n_spare + n_more))
-
     def save(self, seq: int, states: StatesCopy | None = None) -> bool:
         """Keep what a sequence holds now, or held when states were copied; False without room.
 

@@ -92,8 +92,9 @@ class Prompts:
         runs: `run` follows at once; if it does not come to that, the prompt is undone.
         """
         if self.sweep:
+            slot = self.sweep.prompts[0].slot
             raise RequestError(
-                f"the prompt of sequence {self.sweep.slot} is under way; finish or cancel it first"
+                f"the prompt of sequence {slot} is under way; finish or cancel it first"
             )
         for batch in batches:
             self._runner.drop(batch.slot)  # verified rows cannot be committed after these
@@ -127,7 +128,7 @@ class Prompts:
         return finished(sweep)
 
     def _step(self, sweep: Sweep, cancel: CancelToken | None) -> bool:
-        self._runner.recover()
+        self._runner.give_up()
         self._threads.begin(sum(len(prompt.batch.tokens) for prompt in sweep.prompts))
         more = sweep.step(cancel.is_set if cancel else bool)
         if not more:
@@ -187,6 +188,6 @@ def where_not_finite(runner: AnyRunner, tokens: list[int], slot: int) -> str:
 
 def finished(sweep: Sweep) -> Output:
     """Return the results of a sweep after its last step."""
-    if sweep.output is None:
+    if sweep.prompts[0].output is None:
         raise InternalError("the results of a prompt were asked for before its last step")
-    return sweep.output
+    return sweep.prompts[0].output

@@ -14,7 +14,8 @@ class Room:
 
     def __init__(self, runner: AnyRunner, n_ctx: int) -> None:
         """n_ctx: most positions of a sequence."""
-        self._runner = runner
+        self._n_rows = runner.max_rows
+        self._shapes = [part.shapes for part in runner.parts]
         self._n_ctx = n_ctx
         self._state = runner.sequences
 
@@ -39,7 +40,10 @@ class Room:
         pass is as long as its longest sequence times their number.
         """
         n_past, each = self._state.n_past, tuple(seqs)
-        if self._runner.is_paged(len(each) * n_rows):
+        for shapes in self._shapes:
+            if not shapes.is_paged(len(each) * n_rows):
+                break
+        else:
             return [each] if each else []
         lengths = {seq: self._state.n_kv(n_past[seq] + n_rows) for seq in each}
         return self._state.shape.groups(lengths)
@@ -68,13 +72,13 @@ class Room:
 
     def require_pass(self, batch: Batch) -> None:
         """Check that the sequences of a pass can take its rows, and that they fit one pass."""
-        slots, most = batch.slots, self._runner.max_rows
+        slots, most = batch.slots, self._n_rows
         self.require({slot: batch.n_rows(at) for at, slot in enumerate(slots)})
         if batch.tokens.size > most:
             raise RequestError(f"{batch.tokens.size} rows in a pass; allowed: 1 to {most} in all")
         if len(slots) == 1:
             return
-        n_kv = self._runner.shape_of(batch).n_kv
+        n_kv = max(shapes.of(batch).n_kv for shapes in self._shapes)
         if n_kv > self._state.shape.most_kv(len(slots)):
             raise RequestError(
                 f"a pass over {len(slots)} sequences reads up to {n_kv} positions of each, and the "

@@ -66,14 +66,9 @@ class ExpertBanks:
     """
 
     def __init__(
-        self,
-        device: Device,
-        loader: Loader,
-        model: ModelFile,
-        layers: range,
-        n_slots: Sequence[int],
-        has_staging: bool = True,
-    ) -> None:
+        self, device: Device, loader: Loader, model: ModelFile, layers: range,
+        n_slots: Sequence[int], has_staging: bool = True,
+    ) -> None:  # fmt: skip
         """Load these layers; n_slots [n_layer] counts all layers of the model.
 
         has_staging: missing experts may go through staging.
@@ -82,7 +77,7 @@ class ExpertBanks:
         self.n_victims = min(MAX_FETCH_ROWS * hp.n_expert_used, MAX_FETCH_IDS, hp.n_expert)
         self.n_slots = {il: n_slots[il] for il in layers}
         self._sets: list[TensorSet] = []
-        self._owned: list[_Slots] = []
+        self._owned: list[tuple[Buffer, Context]] = []
         self._staging: dict[Hashable, list[Bank]] = {}
         self._banks = {il: self._bank(device, loader, model, il) for il in layers}
         self._staging_of = {
@@ -108,7 +103,7 @@ class ExpertBanks:
             place(self._tables, row, at * stride)
             place(self._tables, self.victim_lists[il], at * stride + identity.nbytes)
             C.ggml_backend_tensor_set(row, ffi.from_buffer(identity), 0, identity.nbytes)
-        parts = [s.n_bytes for s in self._sets] + [slots.buffer.size for slots in self._owned]
+        parts = [s.n_bytes for s in self._sets] + [buffer.size for buffer, _ in self._owned]
         self.n_bytes = sum(parts) + self._tables.size
 
     def _bank(self, device: Device, loader: Loader, model: ModelFile, il: int) -> Bank:
@@ -119,19 +114,36 @@ class ExpertBanks:
             tensors = loader.load(infos.values(), f"the experts of layer {il}")
             self._sets.append(tensors)
             return Bank(n_slots, {part: tensors.tensors[i.name] for part, i in infos.items()})
-        slots = _Slots(device, infos, n_slots, f"{n_slots} expert slots of layer {il}")
-        self._owned.append(slots)
-        return Bank(n_slots, slots.parts, slots.memory, slots.rows)
+        return self._slots(device, infos, n_slots, f"{n_slots} expert slots of layer {il}")
+
+    def _slots(self, device: Device, infos: dict[str, TensorInfo], n_slots: int, what: str) -> Bank:
+        """Allocate a bank of empty slots."""
+        # kernels may read past the last expert, up to the padding of a row
+        buffer = device.buffer(Packing.of(infos).stride * n_slots + TAIL, what, _REMEDY)
+        context = Context(len(infos) + 2)
+        self._owned.append((buffer, context))
+        # The buffer is marked as weights although slots change. Our CUDA kernels assume that
+        # weights are constant (moegraph_is_constant, moegraph_moe_is_constant in native/), so they
+        # may load them before the preceding kernel has ended. Every write to a slot must therefore
+        # end before a kernel that reads the slot may start:
+        # - an upload ends before an event that the compute stream waits for between two graphs;
+        # - the look-up of slots that fetches lets the next kernel start early only if
+        #   no expert is missing, and the gate-and-up kernel waits for the look-up before it lets
+        #   the kernel of the down product start.
+        # A new kernel between the look-up, gate and up, and down must keep this order. The test is
+        # tests/cuda/test_engine_cuda.py::test_graphs_that_fetch_by_themselves_equal_whole.
+        C.ggml_backend_buffer_set_usage(buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        # kernels may read past the last row they need, so an empty slot must hold zeros
+        C.ggml_backend_buffer_clear(buffer.ptr, 0)
+        return _bank_at(context, buffer, infos, n_slots)
 
     def _staging_banks(self, device: Device, model: ModelFile, il: int) -> list[Bank]:
         infos = expert_tensors(model, il)
         kind = stack_kind(infos)
         if kind not in self._staging:
-            self._staging[kind] = []
-            for n in (N_STAGING, N_STAGING):
-                slots = _Slots(device, infos, n, "staging slots")
-                self._owned.append(slots)
-                self._staging[kind].append(Bank(n, slots.parts, slots.memory))
+            self._staging[kind] = [
+                self._slots(device, infos, N_STAGING, "staging slots") for _ in range(2)
+            ]
         return self._staging[kind]
 
     def layer(self, il: int) -> Bank:
@@ -144,51 +156,25 @@ class ExpertBanks:
 
     def close(self) -> None:
         """Free the banks and the tables."""
-        parts: list[TensorSet | _Slots] = [*self._sets, *self._owned]
-        for part in parts:
+        for part in (*self._sets, *(one for pair in self._owned for one in pair)):
             part.close()
         self._tables.close()
         self._context.close()
 
 
-class _Slots:
-    """Memory for n_slots packed experts with stacks like `infos`."""
-
-    def __init__(
-        self, device: Device, infos: dict[str, TensorInfo], n_slots: int, what: str
-    ) -> None:
-        packing = Packing.of(infos)
-        self._context = Context(len(infos) + 2)
-        # kernels may read past the last expert, up to the padding of a row
-        size = packing.stride * n_slots + TAIL
-        self.buffer: Buffer = device.buffer(size, what, _REMEDY)
-        # The buffer is marked as weights although slots change. Our CUDA kernels assume that
-        # weights are constant (moegraph_is_constant, moegraph_moe_is_constant in native/), so they
-        # may load them before the preceding kernel has ended. Every write to a slot must therefore
-        # end before a kernel that reads the slot may start:
-        # - an upload ends before an event that the compute stream waits for between two graphs;
-        # - the look-up of slots that fetches lets the next kernel start early only if
-        #   no expert is missing, and the gate-and-up kernel waits for the look-up before it lets
-        #   the kernel of the down product start.
-        # A new kernel between the look-up, gate and up, and down must keep this order. The test is
-        # tests/cuda/test_engine_cuda.py::test_graphs_that_fetch_by_themselves_equal_whole.
-        C.ggml_backend_buffer_set_usage(self.buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
-        self.parts = {
-            part: strided_stack(self._context, info, n_slots, packing.stride)
-            for part, info in infos.items()
-        }
-        for part, tensor in self.parts.items():
-            place(self.buffer, tensor, packing.offsets[part])
-        # kernels may read past the last row they need, so an empty slot must hold zeros
-        C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
-        self.memory = C.ggml_new_tensor_1d(self._context.ptr, F32, size // 4)
-        place(self.buffer, self.memory, 0)
-        self.rows = raw_rows(self._context, packing, n_slots)
-        place(self.buffer, self.rows, 0)
-
-    def close(self) -> None:
-        self.buffer.close()
-        self._context.close()
+def _bank_at(
+    context: Context, buffer: Buffer, infos: dict[str, TensorInfo], n_slots: int, start: int = 0
+) -> Bank:
+    """Return a bank of n_slots packed experts with stacks like `infos`, from a byte of a buffer."""
+    packing, parts = Packing.of(infos), dict[str, Tensor]()
+    for part, info in infos.items():
+        parts[part] = strided_stack(context, info, n_slots, packing.stride)
+        place(buffer, parts[part], start + packing.offsets[part])
+    memory = C.ggml_new_tensor_1d(context.ptr, F32, n_slots * packing.stride // 4)
+    rows = raw_rows(context, packing, n_slots)
+    place(buffer, memory, start)
+    place(buffer, rows, start)
+    return Bank(n_slots, parts, memory, rows)
 
 
 def strided_stack(context: Context, info: TensorInfo, n_slots: int, stride: int) -> Tensor:
@@ -228,22 +214,13 @@ class Ring:
         # kernels may read past the last row that they need
         C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
         self._context = Context(8 * n_groups * len(kinds))
-        self._banks = {
-            kind: [self._bank(packings[kind], infos, group) for group in range(n_groups)]
-            for kind, infos in kinds.items()
-        }
-
-    def _bank(self, packing: Packing, infos: dict[str, TensorInfo], group: int) -> Bank:
-        n, stride = self.n_each, packing.stride
-        at = -(-group * self._step // stride) * stride
-        parts = {
-            part: strided_stack(self._context, info, n, stride) for part, info in infos.items()
-        }
-        for part, tensor in parts.items():
-            place(self._buffer, tensor, at + packing.offsets[part])
-        memory = C.ggml_new_tensor_1d(self._context.ptr, F32, n * stride // 4)
-        place(self._buffer, memory, at)
-        return Bank(n, parts, memory)
+        self._banks: dict[Hashable, list[Bank]] = {}
+        for kind, infos in kinds.items():
+            stride = packings[kind].stride
+            starts = [-(-group * self._step // stride) * stride for group in range(n_groups)]
+            self._banks[kind] = [
+                _bank_at(self._context, self._buffer, infos, n_each, at) for at in starts
+            ]
 
     def kind(self, il: int) -> Hashable:
         """Return what layers must have in common to be read by the same graphs."""

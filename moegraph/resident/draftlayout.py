@@ -66,7 +66,7 @@ class RingShape:
 
         out: I32 numpy, gets the pages; base: that of the first row of the sequence. Returns how
         many rows of these pages, from the first on, are positions that the block sees, and after
-        how many rows behind them the others are: positions of a page that is not seen whole, and
+        how many rows after them the others are: positions of a page that is not seen whole, and
         the block. Every row sees as far back as the first.
         """
         first = max(held.first, held.high - self.n_cells, 0)
@@ -180,14 +180,14 @@ CHUNK = 512
 N_TAKEN = 64
 # Sequences and rows of a graph that drafts for several sequences, at most.
 MOST_JOINT, JOINT_ROWS = 16, 32
-# Lengths of drafts that have graphs, where graphs are dear.
+# Lengths of drafts that have graphs, where graphs are expensive.
 _LENGTHS = (3, 7, 11)
 # Of inputs of candidates and alignment, for each row of a block, and in all.
 _ROW_BYTES, _SMALL = 4096, 16 << 10
 
 
 def built_length(n: int, most: int) -> int:
-    """Return the length of the draft whose graph drafts n tokens, where graphs are dear.
+    """Return the length of the draft whose graph drafts n tokens, where graphs are expensive.
 
     A block takes nearly the same time for any length, and a device that captures graphs takes long
     for a new one. most: the longest draft.
@@ -273,7 +273,7 @@ def _memory_bytes(hp: DFlashHParams, n_ctx: int, n_seq: int, n_sweep: int) -> in
 
 
 def joint_lengths(most: int, n_seqs: int, has_anchor: bool) -> set[int]:
-    """Return the lengths of drafts of several sequences that have graphs, where graphs are dear.
+    """Return the lengths of drafts of several sequences that have graphs, where few should.
 
     most: the longest draft of one. has_anchor: a block has a row that drafts nothing.
     """

@@ -20,8 +20,8 @@ from ..ggml.ops import F16, Builder, Tensor
 from ..units import round_up
 from .draftlayout import RING_PAGE, Mask, RingShape, Span, ring_shapes
 
-# Rows that graphs read at least where they are dear, because the device captures each. Attention to
-# so many takes no time that could be measured, and a short text needs no second graph.
+# Rows that graphs read at least where the device captures each graph, which takes long. Attention
+# to so many takes no time that could be measured, and a short text needs no second graph.
 _LEAST = 1024
 
 

@@ -6,9 +6,8 @@ where the target draws one of the others, the draft is wrong there, but never th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +31,6 @@ from .weights import TokenEmbedding
 _Q = GGMLQuantizationType
 # Elements that are converted at a time, and threads that convert.
 _PIECE, _N_THREADS = 1 << 22, 8
-# Rows of a tensor: the first, and their number.
-Piece = tuple[PlannedTensor, int, int]
 
 
 class DraftWeights:
@@ -87,53 +84,33 @@ class DraftWeights:
 
 
 def _send(file: DraftFile, planned: list[PlannedTensor], tensors: dict[str, Tensor]) -> None:
-    """Read, convert and upload all tensors; threads convert while others are uploaded."""
+    """Read, convert and upload all tensors; threads convert a few pieces ahead of the upload."""
     pieces = [
         (p, row, min(max(1, _PIECE // p.source.ne[0]), p.ne[1] - row))
         for p in planned
         for row in range(0, p.ne[1], max(1, _PIECE // p.source.ne[0]))
     ]
-    with closing(_Converter(file)) as converter:
-        for (p, row, _), raw in zip(pieces, converter.convert(pieces)):
-            at, data = row * p.row_bytes, ffi.from_buffer(raw)
-            C.ggml_backend_tensor_set(tensors[p.name], data, at, raw.nbytes)
+    with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="moegraph-draft") as pool:
+        begun: deque[Future[npt.NDArray[np.uint8]]] = deque()
+        for i, (p, row, _) in enumerate(pieces):
+            for piece in pieces[i + len(begun) : i + 2 * _N_THREADS]:
+                begun.append(pool.submit(_rows, file, *piece))
+            raw = begun.popleft().result()
+            data = ffi.from_buffer(raw)
+            C.ggml_backend_tensor_set(tensors[p.name], data, row * p.row_bytes, raw.nbytes)
 
 
-class _Converter:
-    """Threads that read rows of a file and convert them, a few pieces ahead."""
-
-    def __init__(self, file: DraftFile) -> None:
-        self._file = file
-        self._pool = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="moegraph-draft")
-
-    def convert(
-        self, pieces: list[tuple[PlannedTensor, int, int]]
-    ) -> Iterator[npt.NDArray[np.uint8]]:
-        """Yield the bytes of pieces, in order."""
-        ahead = 2 * _N_THREADS
-        begun = [self._pool.submit(self._rows, *piece) for piece in pieces[:ahead]]
-        for i in range(len(pieces)):
-            result = begun.pop(0).result()
-            if i + ahead < len(pieces):
-                begun.append(self._pool.submit(self._rows, *pieces[i + ahead]))
-            yield result
-
-    def _rows(self, p: PlannedTensor, row: int, n: int) -> npt.NDArray[np.uint8]:
-        """Return n rows as they will be on the device, U8 numpy [n, row_bytes]."""
-        block, size = GGML_QUANT_SIZES[p.source.type]
-        raw = np.empty((n, p.source.ne[0] // block * size), np.uint8)
-        self._file.read(p.source, raw.reshape(-1), row * raw.shape[1])
-        first, last = (column // block * size for column in (p.first, p.first + p.ne[0]))
-        cut = np.ascontiguousarray(raw[:, first:last])
-        if p.type is p.source.type:
-            return cut
-        wide = _as_f32(cut, p.source)
-        if p.type is _Q.F32:
-            return wide.view(np.uint8)
-        return np.ascontiguousarray(quantize(wide, p.type))
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+def _rows(file: DraftFile, p: PlannedTensor, row: int, n: int) -> npt.NDArray[np.uint8]:
+    """Return n rows as they will be on the device, U8 numpy [n, row_bytes]."""
+    block, size = GGML_QUANT_SIZES[p.source.type]
+    raw = np.empty((n, p.source.ne[0] // block * size), np.uint8)
+    file.read(p.source, raw.reshape(-1), row * raw.shape[1])
+    first, last = (column // block * size for column in (p.first, p.first + p.ne[0]))
+    cut = np.ascontiguousarray(raw[:, first:last])
+    if p.type is p.source.type:
+        return cut
+    wide = _as_f32(cut, p.source)
+    return wide.view(np.uint8) if p.type is _Q.F32 else np.ascontiguousarray(quantize(wide, p.type))
 
 
 def _as_f32(raw: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.float32]:

@@ -1,12 +1,14 @@
-"""Copies in host memory of what a sequence has computed: recurrent states and KV rows.
+"""Copies of what a sequence has computed: recurrent states and KV rows.
 
-A snapshot (snapshots.py) lies on the device and is valid as long as its sequence keeps its KV rows.
-These copies take no device memory and stay valid whatever happens to the sequence: they can be put
-into any sequence.
+A snapshot lies on the device. KV rows need no copy there: a sequence only appends to them, so going
+back means forgetting the last ones. That holds until the sequence itself goes back further, or is
+emptied. Then the rows are gone, and with them every snapshot of a later position.
 
-States are copied to pinned memory, which takes a third of the time. But to pin new memory takes ten
-times as long as the copy, so a few blocks are kept for the next copies. (35B shape on an H200: 62.8
-MiB in 1.7 ms, 4.9 ms to ordinary memory, 23 ms to new pinned memory.)
+Copies in host memory take no device memory and stay valid whatever happens to the sequence: they
+can be put into any sequence. States are copied to pinned memory, which takes a third of the time.
+But to pin new memory takes ten times as long as the copy, so a few blocks are kept for the next
+copies. (35B shape on an H200: 62.8 MiB in 1.7 ms, 4.9 ms to ordinary memory, 23 ms to new pinned
+memory.)
 """
 
 from __future__ import annotations
@@ -14,17 +16,116 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InternalError, NativeError
+from ..errors import InternalError, NativeError, RequestError
 from ..ggml.device import Device, HostBuffer
+from ..ggml.handles import closed_on_failure
 from ..ggml.lib import C, ffi
+from ..ggml.memory import Block
 from ..ggml.ops import Tensor
 from .kvpool import KVPool
 from .layout import PAGE
 from .state import State
+
+
+class Snapshot:
+    """A sequence as it was with n_past positions; close it when it is not needed.
+
+    slot: the sequence. is_valid: whether it can be restored.
+    """
+
+    def __init__(
+        self, slot: int, n_past: int, copies: list[Block], spare: list[list[Block]]
+    ) -> None:
+        self.slot = slot
+        self.n_past = n_past
+        self.is_valid = True
+        self._copies: list[Block] | None = copies
+        self._spare = spare
+
+    def close(self) -> None:
+        """Give up the memory, for the next snapshot; a second call does nothing."""
+        copies, self._copies, self.is_valid = self._copies, None, False
+        if copies is not None:
+            self._spare.append(copies)
+
+    def copies_of_states(self) -> list[list[Tensor]]:
+        """Return the memory of the states, of each state that there is."""
+        if self._copies is None:
+            raise RequestError("the snapshot is closed")
+        if not self.is_valid:
+            raise RequestError(
+                f"sequence {self.slot} has lost positions before {self.n_past} since this snapshot "
+                "was taken; compute them again"
+            )
+        return [list(copy.tensors.values()) for copy in self._copies]
+
+
+class Snapshots:
+    """Takes and restores snapshots of the rows of recurrent states, on the devices that have them.
+
+    Copies are enqueued on the compute streams, so passes of other sequences go on.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[State] = []
+        self._spare: list[list[Block]] = []
+        self._live: WeakSet[Snapshot] = WeakSet()
+
+    def add(self, state: State) -> None:
+        """Have later snapshots hold these layers too; there are none yet."""
+        self._states.append(state)
+
+    def _new(self) -> list[Block]:
+        what, remedy, copies = "a snapshot of a sequence", "close some snapshots", list[Block]()
+        with closed_on_failure():
+            for state in self._states:
+                shapes = {i: (tensor.ne[0], 1) for i, tensor in enumerate(state.recurrent)}
+                copies.append(Block(state.device, shapes, what, remedy))
+        return copies
+
+    def take(self, slot: int, n_past: int) -> Snapshot:
+        """Return a snapshot of a sequence that holds n_past positions."""
+        copies = self._spare.pop() if self._spare else self._new()
+        snapshot = Snapshot(slot, n_past, copies, self._spare)
+        self._live.add(snapshot)
+        for state, found in zip(self._states, snapshot.copies_of_states()):
+            for tensor, copy in zip(state.recurrent, found):
+                n, stream = tensor.nb[1], state.device.compute.ptr
+                C.mg_copy_bytes(stream, tensor, slot * n, copy, 0, n)
+        return snapshot
+
+    def reserve(self) -> None:
+        """Allocate the memory of one snapshot."""
+        if not self._spare:
+            self._spare.append(self._new())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Enqueue the copy of the states back to the snapshot's sequence."""
+        for state, found in zip(self._states, snapshot.copies_of_states()):
+            for tensor, copy in zip(state.recurrent, found):
+                n, stream = tensor.nb[1], state.device.compute.ptr
+                C.mg_copy_bytes(stream, copy, 0, tensor, snapshot.slot * n, n)
+
+    def forget(self, slot: int, n_past: int) -> None:
+        """Make snapshots of a sequence invalid that have more positions than it keeps."""
+        for snapshot in list(self._live):
+            if snapshot.slot == slot and snapshot.n_past > n_past:
+                snapshot.is_valid = False
+
+    def close(self) -> None:
+        """Free all memory, also that of snapshots that are not closed."""
+        for snapshot in list(self._live):
+            snapshot.close()
+        for copy in (copy for copies in self._spare for copy in copies):
+            copy.close()
+        self._spare.clear()
+        self._states.clear()
+
 
 Parts = list[npt.NDArray[np.uint8]]
 # Blocks that wait for the next copies.
@@ -101,18 +202,16 @@ class RowsCopy:
     def split(self, n: int) -> tuple[RowsCopy, RowsCopy]:
         """Return copies of the first n positions and of the others."""
         n_rest = self.n_rows - n
-        return (
-            RowsCopy(
-                [part[:n].copy() for part in self.parts],
-                {k: [p[: max(0, len(p) - n_rest)].copy() for p in parts]
-                 for k, parts in self.drafted.items()},
-            ),
-            RowsCopy(
-                [part[n:].copy() for part in self.parts],
-                {k: [p[max(0, len(p) - n_rest) :].copy() for p in parts]
-                 for k, parts in self.drafted.items()},
-            ),
-        )  # fmt: skip
+
+        def cut(parts: Parts, is_first: bool) -> Parts:
+            ends = [max(0, len(part) - n_rest) for part in parts]
+            return [(p[:end] if is_first else p[end:]).copy() for p, end in zip(parts, ends)]
+
+        first, rest = (
+            RowsCopy(cut(self.parts, one), {k: cut(p, one) for k, p in self.drafted.items()})
+            for one in (True, False)
+        )
+        return first, rest
 
     def close(self) -> None:
         """Give up the memory."""
@@ -138,14 +237,16 @@ class HostCopies:
     """Copies the states and rows of sequences to host memory and back, after the pass in flight.
 
     The layers may be on several devices; a copy has them all, in order. states_bytes: size of the
-    states of a sequence. row_widths: of a KV row in each cache.
+    states of a sequence. row_widths: of a KV row in each cache. spare: blocks for the next
+    copies of states.
     """
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._parts: list[State] = []
-        self._spare: list[HostBuffer] = []
+        self.spare: list[HostBuffer] = []
         self._pinner: ThreadPoolExecutor | None = None
+        self._most = _MAX_SPARE
         self._pinning: Future[HostBuffer] | None = None
         self._at: dict[Tensor, int] = {}  # where each state is in a copy
         self.states_bytes = 0
@@ -169,19 +270,9 @@ class HostCopies:
         return self._parts[0].device.host_buffer(max(1, self.states_bytes))
 
     @property
-    def n_spare(self) -> int:
-        """Return how many blocks wait for the next copies of states."""
-        return len(self._spare)
-
-    @property
     def spare_bytes(self) -> int:
         """Return the memory that waits for the next copies of states."""
-        return sum(buffer.array.nbytes for buffer in self._spare)
-
-    def prepare(self, n: int) -> None:
-        """Pin memory for the next n copies of states, at most two, while nobody waits for it."""
-        while len(self._spare) < min(n, _MAX_SPARE):
-            self._spare.append(self._new_buffer())
+        return sum(buffer.array.nbytes for buffer in self.spare)
 
     def new_states(self, n_past: int) -> StatesCopy:
         """Return memory for the states after n_past positions; `take_layer` fills it.
@@ -189,33 +280,32 @@ class HostCopies:
         A device may still read what it held before. Who fills it on the host waits for that first.
         """
         self._pin_more()
-        if self._spare:
-            most = _AHEAD if self._pinner else _MAX_SPARE
-            return StatesCopy(n_past, self._spare.pop(), self._spare, most)
+        if self.spare:
+            return StatesCopy(n_past, self.spare.pop(), self.spare, self._most)
         if self._pinner:  # ordinary memory is there at once
             size = max(1, self.states_bytes)
             return StatesCopy(n_past, self._parts[0].device.host_buffer(size, may_pin=False), [], 0)
-        return StatesCopy(n_past, self._new_buffer(), self._spare, _MAX_SPARE)
+        return StatesCopy(n_past, self._new_buffer(), self.spare, self._most)
 
-    def pin_ahead(self) -> None:
-        """From now on have a thread pin memory for the next copies; nobody waits for it."""
+    def pin_ahead(self, n: int = _AHEAD) -> None:
+        """From now on have a thread keep n blocks ready for the next copies."""
         if self._parts[0].device.can.streams and not self._pinner:
-            self._pinner = ThreadPoolExecutor(1, "pin")
+            self._pinner, self._most = ThreadPoolExecutor(1, "pin"), n
             self._pin_more()
 
     def _pin_more(self) -> None:
         """Take what the thread has pinned, and have it pin more if there is too little."""
         if self._pinning and self._pinning.done():
             self._take_pinned()
-        if self._pinner and not self._pinning and len(self._spare) < _AHEAD:
+        if self._pinner and not self._pinning and len(self.spare) < self._most:
             self._pinning = self._pinner.submit(self._new_buffer)
 
     def _take_pinned(self) -> None:
         """Take what the thread has pinned, once it has."""
         pinning, self._pinning = self._pinning, None
-        with suppress(NativeError):  # whoever needs a block asks again
+        with suppress(NativeError):  # the next copy asks again
             if pinning:
-                self._spare.append(pinning.result())
+                self.spare.append(pinning.result())
 
     def take_layer(
         self, copy: StatesCopy, slot: int, device: Device, states: Iterable[Tensor]
@@ -301,9 +391,9 @@ class HostCopies:
     def free_spare(self) -> None:
         """Free the memory of closed copies; those that are not closed stay."""
         self._take_pinned()
-        for buffer in self._spare:
+        for buffer in self.spare:
             buffer.close()
-        self._spare.clear()
+        self.spare.clear()
 
     def close(self) -> None:
         """Free the memory of closed copies, and forget the layers; there are no more copies."""

@@ -219,11 +219,6 @@ class PoolShape:
         return cls(padded, n_seq, min(n_rows, padded * n_seq), config.n_draft + 1)
 
     @property
-    def n_seq_pages(self) -> int:
-        """Most pages of a sequence."""
-        return self.n_ctx // PAGE
-
-    @property
     def n_pages(self) -> int:
         """Pages of all sequences."""
         return self.n_rows // PAGE
@@ -277,7 +272,7 @@ class Positions:
 
     def __init__(self, shape: PoolShape) -> None:
         self.shape, self.n_ctx, self.n_seq = shape, shape.n_ctx, shape.n_seq
-        self.pool = KVPool(shape.n_seq, shape.n_seq_pages, shape.n_pages)
+        self.pool = KVPool(shape.n_seq, shape.n_ctx // PAGE, shape.n_pages)
         self.n_past = [0] * shape.n_seq
 
     @property

@@ -161,11 +161,11 @@ class Packing:
     """Where the parts of one expert are inside a slot, in bytes.
 
     offsets, sizes: by part. n_bytes: from the start of the first part to the end of the last, with
-    what kernels read behind it. stride: from slot to slot, a multiple of every part's block size,
+    what kernels read after it. stride: from slot to slot, a multiple of every part's block size,
     because kernels count strides in blocks.
 
     CUDA's tiles multiply whole pieces of a row, also where the row ends before: what comes then is
-    multiplied by zero. It must be finite, so there are zeros behind a part, not the next part,
+    multiplied by zero. It must be finite, so there are zeros after a part, not the next part,
     whose bytes can mean anything in this part's type.
     """
 
@@ -182,8 +182,8 @@ class Packing:
             offsets[part] = round_up(end, _PART_ALIGNMENT)
             sizes[part] = info.nbytes // info.ne[2]
             block, block_bytes = GGML_QUANT_SIZES[info.type]
-            behind = round_up(info.ne[0], _ROW_PIECE) - info.ne[0] if block > 1 else 0
-            end = offsets[part] + sizes[part] + behind // block * block_bytes
+            after = round_up(info.ne[0], _ROW_PIECE) - info.ne[0] if block > 1 else 0
+            end = offsets[part] + sizes[part] + after // block * block_bytes
             unit = math.lcm(unit, block_bytes)
         return cls(offsets, sizes, end, round_up(end, unit))
 

@@ -147,7 +147,7 @@ class EmbeddingTable:
         self.tensor = new_tensor(context, info.name, info)
         place(memory, self.tensor, start)
         out = memory.array[start : start + info.nbytes]
-        with Readers(model) as readers:
+        with closing(Readers(model)) as readers:
             starts = range(0, info.nbytes, PIECE_BYTES)
             reads = [readers.read(info, out[at : at + PIECE_BYTES], at) for at in starts]
             for read in reads:

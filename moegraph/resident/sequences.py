@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ggml.ops import Tensor
-from .hostcopies import HostCopies, RowsCopy, StatesCopy
+from .hostcopies import HostCopies, RowsCopy, Snapshot, Snapshots, StatesCopy
 from .kvpool import PoolShape, Positions
 from .layout import PAGE
-from .snapshots import Snapshot, Snapshots
 from .state import State
 
 
@@ -34,36 +32,6 @@ class Sequences(Positions):
         self.states.append(state)
         self.snapshots.add(state)
         self.copies.add(state)
-
-    @property
-    def k(self) -> dict[int, Tensor]:
-        """Return the K caches of all layers; see `State`."""
-        return {il: tensor for state in self.states for il, tensor in state.k.items()}
-
-    @property
-    def v(self) -> dict[int, Tensor]:
-        """Return the V caches of all layers."""
-        return {il: tensor for state in self.states for il, tensor in state.v.items()}
-
-    @property
-    def layer_states(self) -> dict[int, tuple[Tensor, ...]]:
-        """Return the recurrent states of all layers."""
-        return {il: tensors for one in self.states for il, tensors in one.layer_states.items()}
-
-    @property
-    def last_out(self) -> Tensor | None:
-        """Return what an MTP block drafts from; it is where the last layer is."""
-        return self.states[-1].last_out
-
-    @property
-    def kv_bytes(self) -> int:
-        """Return the bytes of the caches of the model's layers."""
-        return sum(state.kv_bytes for state in self.states)
-
-    @property
-    def recurrent_bytes(self) -> int:
-        """Return the bytes of the recurrent states."""
-        return sum(state.recurrent_bytes for state in self.states)
 
     def reset(self, slot: int) -> None:
         """Enqueue that a sequence is emptied, after the passes in flight; its pages become free."""

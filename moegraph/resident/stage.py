@@ -14,16 +14,14 @@ from ..config import EngineConfig
 from ..errors import ConfigError, InternalError
 from ..events import Progress, Stopwatch
 from ..ggml.device import Device
-from ..ggml.handles import Context, closed_on_failure
+from ..ggml.handles import closed_on_failure
 from ..ggml.lib import C
-from ..ggml.memory import place
-from ..ggml.ops import F32
+from ..ggml.memory import Block
 from .bank import ExpertBanks
 from .kvpool import PoolShape
 from .sequences import Sequences
-from .state import State
+from .state import State, TapRows
 from .store import ExpertStore
-from .taps import TapRows
 from .weights import Loader, Weights
 
 
@@ -78,17 +76,10 @@ class Stage:
 
 
 def open_stage(
-    device: Device,
-    file: ModelFile,
-    layers: range,
-    n_slots: Sequence[int],
-    config: EngineConfig,
-    n_ctx: int,
-    progress: Progress | None = None,
-    times: Stopwatch | None = None,
-    has_mtp: bool = False,
-    sequences: Sequences | None = None,
-) -> Stage:
+    device: Device, file: ModelFile, layers: range, n_slots: Sequence[int], config: EngineConfig,
+    n_ctx: int, progress: Progress | None = None, times: Stopwatch | None = None,
+    has_mtp: bool = False, sequences: Sequences | None = None,
+) -> Stage:  # fmt: skip
     """Load consecutive layers of a model onto a device, which the stage closes.
 
     If this fails, all that was opened is closed, and the device too. Slots of layers that are not
@@ -148,13 +139,12 @@ def measure_rates(device: Device) -> tuple[float, float]:
     It takes some hundredths of a second. The second is infinite for a device on another machine:
     it has all experts of its layers, so no pass waits for any.
     """
+    shapes, what = {"words": (_BYTES // 4, 1)}, "measuring its speed"
     with (
-        Context(1) as context,
-        closing(device.buffer(_BYTES, "measuring its speed", "free some of it")) as memory,
+        closing(Block(device, shapes, what, "free some of it")) as block,
         closing(device.host_buffer(_BYTES // 2)) as host,
     ):
-        words = C.ggml_new_tensor_1d(context.ptr, F32, _BYTES // 4)
-        place(memory, words, 0)
+        words = block.tensors["words"]
         stream, half = device.compute.ptr, _BYTES // 2
 
         def seconds(n: int, copies_inside: bool) -> float:

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,17 +33,16 @@ from ..gguf import TensorInfo
 from ..threads import usable_cpus
 from ..units import MiB, format_bytes, round_up
 from .layout import N_STAGING, Packing, expert_tensors
-from .weights import Readers
+from .weights import PIECE_BYTES, Readers
 
 # Layers that are read at the same time.
 _N_AT_ONCE = 4
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A layer whose experts are copied: its stacks, and how an expert is packed."""
+class Layer(NamedTuple):
+    """A layer that is not full: its stacks in the file, and how an expert is packed."""
 
-    infos: Mapping[str, TensorInfo]
+    infos: dict[str, TensorInfo]
     packing: Packing
 
 
@@ -55,14 +53,9 @@ class ExpertCopies:
     """
 
     def __init__(
-        self,
-        device: Device,
-        model: ModelFile,
-        layers: Mapping[int, Layer],
-        pin: str,
-        beside: int,
+        self, device: Device, model: ModelFile, layers: Mapping[int, Layer], pin: str, beside: int,
         report: Callable[[int], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy and pin; pin: 'all', or 'auto' for as many layers as leave the host some memory.
 
         beside: bytes of host memory that are needed too if some layer is not copied. report: called
@@ -113,7 +106,7 @@ class ExpertCopies:
             rows = block.array.reshape(self._n_expert, layer.packing.stride)
             if not self._registers:  # what the driver gives may hold anything
                 layer.packing.clear_gaps(rows)
-            begun.append((il, block, readers.read_experts(layer.infos, layer.packing, rows)))
+            begun.append((il, block, _read_experts(readers, layer, rows)))
         while begun and self._finish(begun):
             pass
 
@@ -195,8 +188,6 @@ def shortage(size: int, at_most: int | None) -> str:
 # More threads do not read faster: a disk has not more requests under way, and the page cache is as
 # fast as memory.
 _MAX_THREADS = 16
-# It takes as long to hand the read of a smaller expert to a thread as to do it.
-_THREADED_BYTES = 256 << 10
 # Uploads that may be under way at once; each has an event.
 _N_UPLOADS = 4
 
@@ -206,17 +197,17 @@ _N_BLOCKS = 2 * N_STAGING
 Key = tuple[int, int]  # (layer, expert)
 
 
-def file_ring_bytes(n_bytes: int) -> int:
-    """Return the host memory of a ring; n_bytes: of the largest expert."""
-    return _N_BLOCKS * n_bytes
-
-
-class _Read:
-    """A read into block `at`; future is None only if an interrupt came as it began."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.future: Future[None] | None = None
+def _read_experts(readers: Readers, layer: Layer, out: npt.NDArray[np.uint8]) -> list[Future[None]]:
+    """Begin to read all experts of a layer; out: U8 [n_expert, packing.stride], numpy shape."""
+    begun = []
+    for part, info in layer.infos.items():
+        at, size = layer.packing.offsets[part], layer.packing.sizes[part]
+        rows, step = out[:, at : at + size], max(1, PIECE_BYTES // size)
+        begun += [
+            readers.read(info, rows[first : first + step], first * size)
+            for first in range(0, len(out), step)
+        ]
+    return begun
 
 
 class FileRing:
@@ -236,10 +227,10 @@ class FileRing:
         self._device, self._read = device, read
         self._blocks = [device.host_buffer(n_bytes) for _ in range(_N_BLOCKS)]
         self._events = deque(device.event() for _ in range(_N_UPLOADS))
-        self._is_threaded = n_bytes >= _THREADED_BYTES and usable_cpus() > 1
         self._pool: ThreadPoolExecutor | None = None
         self._is_ending = False  # threads are asked to end, and may still run
-        self._reads: dict[Key, _Read] = {}  # in the order in which they were asked for
+        # block, and who reads; None if an interrupt came first. In the order of asking
+        self._reads: dict[Key, tuple[int, Future[None] | None]] = {}
         self._taken: list[int] = []  # blocks whose upload is being enqueued
         self._copied: deque[tuple[Event | None, list[int]]] = deque()  # being copied, oldest first
 
@@ -254,7 +245,7 @@ class FileRing:
         The uploads before the last one have mostly ended, so it waits for them: else no block would
         be free, and experts would be read one at a time, as they are asked for.
         """
-        for key in wanted if self._is_threaded else ():
+        for key in wanted:
             if key in self._reads:
                 continue
             while (at := self._free()) is None and len(self._copied) > 1:
@@ -266,21 +257,16 @@ class FileRing:
     def take(self, il: int, expert: int) -> Any:
         """Return the address of an expert, once it is read; call `copied` when it is enqueued."""
         key = il, expert
-        found = self._reads.get(key)
-        if found is not None and found.future is None:
+        if self._reads.get(key, (0, self))[1] is None:
             self.forget()
-            found = None
-        if found is None:
-            found = self._begin(key, self._room())
+        at, read = self._reads.get(key) or self._begin(key, self._room())
         try:
-            if found.future:
-                found.future.result()
-            else:
-                self._read(il, expert, self._blocks[found.at].array)
-            self._taken.append(found.at)
+            if read:
+                read.result()
+            self._taken.append(at)
         finally:
             self._reads.pop(key, None)
-        return self._blocks[found.at].address()
+        return self._blocks[at].address()
 
     def copied(self) -> None:
         """Note that the uploads of all that was taken are enqueued."""
@@ -303,22 +289,20 @@ class FileRing:
             self._pool, self._is_ending = None, False
         self._reads = {}
 
-    def _begin(self, key: Key, at: int) -> _Read:
-        """Have a thread read an expert into block `at`, if that is worth a thread."""
-        found = self._reads[key] = _Read(at)
-        if self._is_threaded:
-            if self._is_ending:  # a call of `forget` was interrupted
-                self.forget()
-                found = self._reads[key] = _Read(at)
-            if self._pool is None:
-                n_threads = min(_MAX_THREADS, usable_cpus())
-                self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="moegraph-read")
-            found.future = self._pool.submit(self._read, *key, self._blocks[at].array)
-        return found
+    def _begin(self, key: Key, at: int) -> tuple[int, Future[None] | None]:
+        """Have a thread read an expert into block `at`."""
+        if self._is_ending:  # a call of `forget` was interrupted
+            self.forget()
+        self._reads[key] = at, None
+        if self._pool is None:
+            n_threads = min(_MAX_THREADS, usable_cpus())
+            self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="moegraph-ahead")
+        self._reads[key] = at, self._pool.submit(self._read, *key, self._blocks[at].array)
+        return self._reads[key]
 
     def _free(self) -> int | None:
         """Return a block that nothing uses; None if there is none."""
-        used = {found.at for found in self._reads.values()}.union(self._taken)
+        used = {at for at, _ in self._reads.values()}.union(self._taken)
         used.update(*(blocks for _, blocks in self._copied))
         return next((at for at in range(len(self._blocks)) if at not in used), None)
 
@@ -368,42 +352,42 @@ class ExpertStore:
     """
 
     def __init__(
-        self,
-        device: Device,
-        model: ModelFile,
-        layers: Sequence[int],
-        pin: str,
+        self, device: Device, model: ModelFile, layers: Sequence[int], pin: str,
         report: Callable[[int], None] = lambda n: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy experts; report: called with bytes of the file that have been read."""
         self._device = device
         self._model = model
-        self._infos = {il: expert_tensors(model, il) for il in layers}
-        self._packing = {il: Packing.of(infos) for il, infos in self._infos.items()}
+        stacks = {il: expert_tensors(model, il) for il in layers}
+        self._layers = {il: Layer(infos, Packing.of(infos)) for il, infos in stacks.items()}
         self._base: dict[int, Any] = {}
         self._ring: FileRing | None = None
         self.warning = ""
         self.rows: dict[int, Tensor] = {}
-        self._context = Context(len(self._infos) + 1)
+        self._context = Context(len(layers) + 1)
         self._pinned: dict[int, HostBuffer] = {}
-        size = max((packing.n_bytes for packing in self._packing.values()), default=0)
+        size = max((layer.packing.n_bytes for layer in self._layers.values()), default=0)
         if pin == "all" or (pin == "auto" and device.can.own_memory):
-            self._pin(pin, file_ring_bytes(size), report)
+            self._pin(pin, _N_BLOCKS * size, report)
         left = [il for il in layers if il not in self._pinned]
         if left:
             self._ring = FileRing(device, size, self._read)
         self.pinned_bytes = sum(block.array.nbytes for block in self._pinned.values())
         self.pinned_bytes += self._ring.n_bytes if self._ring else 0
-        self.in_place = frozenset(info.name for il in left for info in self._infos[il].values())
+        self.in_place = frozenset(
+            info.name for il in left for info in self._layers[il].infos.values()
+        )
 
     def _pin(self, pin: str, beside: int, report: Callable[[int], None]) -> None:
         """Copy as many layers as may be; beside: bytes of the ring, if that is not all."""
-        layers = {il: Layer(infos, self._packing[il]) for il, infos in self._infos.items()}
+        layers = self._layers
         copies = ExpertCopies(self._device, self._model, layers, pin, beside, report)
         self._pinned = copies.blocks
         for il, block in self._pinned.items():
             self._base[il] = block.address()
-            self.rows[il] = raw_rows(self._context, self._packing[il], self._model.hparams.n_expert)
+            self.rows[il] = raw_rows(
+                self._context, layers[il].packing, self._model.hparams.n_expert
+            )
             place(block, self.rows[il], 0)
         if copies.why:
             taken = sum(block.array.nbytes for block in self._pinned.values())
@@ -415,16 +399,16 @@ class ExpertStore:
     @property
     def layers(self) -> list[int]:
         """The layers whose experts are in this store."""
-        return list(self._infos)
+        return list(self._layers)
 
     def stacks(self, il: int) -> dict[str, tuple[TensorInfo, int, int, Any]]:
         """Return (info, address, bytes from expert to expert, owner) of a layer's stacks, by part.
 
         The addresses are in pinned memory or in the mapped file, and valid while the owner lives.
         """
-        packing, pinned = self._packing[il], self._pinned.get(il)
+        (infos, packing), pinned = self._layers[il], self._pinned.get(il)
         found: dict[str, tuple[TensorInfo, int, int, Any]] = {}
-        for part, info in self._infos[il].items():
+        for part, info in infos.items():
             if pinned:
                 found[part] = (info, pinned.base + packing.offsets[part], packing.stride, pinned)
             else:
@@ -436,21 +420,23 @@ class ExpertStore:
     def is_aligned(self) -> bool:
         """Whether every expert is aligned to 32 bytes, as ggml's CPU kernels need."""
         return all(
-            address % 32 == 0 for il in self._infos for _, address, _, _ in self.stacks(il).values()
+            address % 32 == 0
+            for il in self._layers
+            for _, address, _, _ in self.stacks(il).values()
         )
 
     def infos(self, il: int) -> dict[str, TensorInfo]:
         """Return a layer's expert stacks in the file, by part."""
-        return self._infos[il]
+        return self._layers[il].infos
 
     def packing(self, il: int) -> Packing:
         """Return how an expert of a layer is packed."""
-        return self._packing[il]
+        return self._layers[il].packing
 
     def _read(self, il: int, expert: int, target: npt.NDArray[np.uint8]) -> None:
         """Read an expert from the file and pack it."""
-        packing = self._packing[il]
-        for part, info in self._infos[il].items():
+        infos, packing = self._layers[il]
+        for part, info in infos.items():
             at, size = packing.offsets[part], packing.sizes[part]
             self._model.read(info, target[at : at + size], expert * size)
         packing.clear_gaps(target[: packing.n_bytes])  # there was another expert before
@@ -459,7 +445,7 @@ class ExpertStore:
         """Return the address of a packed expert; after at most N_STAGING calls, call `copied`."""
         base = self._base.get(il)
         if base is not None:
-            return base + expert * self._packing[il].stride
+            return base + expert * self._layers[il].packing.stride
         if self._ring is None:
             raise InternalError(f"layer {il} is neither in pinned memory nor read from the file")
         return self._ring.take(il, expert)

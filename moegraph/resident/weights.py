@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arch import ModelFile
+from ..arch.draftfile import DraftFile
 from ..errors import ModelFileError
 from ..events import Progress
 from ..ggml.device import Device
@@ -23,10 +23,10 @@ from ..ggml.ops import Tensor
 from ..gguf import TensorInfo
 from ..threads import usable_cpus
 from ..units import round_up
-from .layout import Packing, is_dense
+from .layout import is_dense
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
 # More threads do not copy faster out of the page cache than memory can be written.
@@ -37,7 +37,7 @@ PIECE_BYTES = 8 << 20
 
 
 class Readers:
-    """Threads that read one model file; a context manager.
+    """Threads that read one model file.
 
     The memory that they read into must live until `close` returns.
     """
@@ -51,32 +51,9 @@ class Readers:
         """Begin what `ModelFile.read` does; the result has its errors."""
         return self._pool.submit(self._model.read, info, out, start)
 
-    def read_experts(
-        self, infos: Mapping[str, TensorInfo], packing: Packing, out: npt.NDArray[np.uint8]
-    ) -> list[Future[None]]:
-        """Begin to read all experts of a layer.
-
-        infos: the layer's stacks, by part. out: uint8 [n_expert, packing.stride], numpy shape.
-        """
-        begun = []
-        for part, info in infos.items():
-            at, size = packing.offsets[part], packing.sizes[part]
-            rows, step = out[:, at : at + size], max(1, PIECE_BYTES // size)
-            begun += [
-                self.read(info, rows[first : first + step], first * size)
-                for first in range(0, len(out), step)
-            ]
-        return begun
-
     def close(self) -> None:
         """Drop what has not begun, and wait for the rest."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 # Tensor data in host memory must be aligned for the CPU kernels (ggml's TENSOR_ALIGNMENT).
@@ -87,6 +64,7 @@ _N_BLOCKS = 20
 _REMEDY = "lower -c or -ub, choose a smaller quantization, or use --device cpu"
 
 
+@dataclass(frozen=True)
 class TensorSet:
     """Tensors of a model file on one device.
 
@@ -94,19 +72,11 @@ class TensorSet:
     rows. n_bytes: their device memory, padding included; for a mapped file, their bytes in it.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        buffers: Sequence[Buffer],
-        tensors: dict[str, Tensor],
-        joined: dict[tuple[str, ...], Tensor],
-        n_bytes: int,
-    ) -> None:
-        self._context = context
-        self._buffers = buffers
-        self.tensors = tensors
-        self.joined = joined
-        self.n_bytes = n_bytes
+    _context: Context
+    _buffers: Sequence[Buffer]
+    tensors: dict[str, Tensor]
+    joined: dict[tuple[str, ...], Tensor]
+    n_bytes: int
 
     def close(self) -> None:
         """Free the memory; a mapped file stays open."""
@@ -116,21 +86,19 @@ class TensorSet:
 
 
 class Loader:
-    """Loads tensors of one model file onto one device; reports progress in bytes of all tensors."""
+    """Loads tensors of one model file onto one device; reports progress in bytes of all tensors.
+
+    in_place: the names of the tensors that stay in the mapped file.
+    """
 
     def __init__(self, device: Device, model: ModelFile, progress: Progress | None = None) -> None:
         self._device = device
         self._model = model
         self._progress = progress
         self._done = 0
-        self._in_place: set[str] = set()
+        self.in_place: frozenset[str] = frozenset()
         self._total = sum(info.nbytes for info in model.tensors.values())
         self._staging = _Staging(device, model, self.report) if device.can.own_memory else None
-
-    @property
-    def in_place(self) -> frozenset[str]:
-        """The names of the tensors that stay in the mapped file."""
-        return frozenset(self._in_place)
 
     def report(self, n_bytes: int) -> None:
         """Count bytes of the file that were read, also by others than this loader."""
@@ -157,7 +125,7 @@ class Loader:
         if in_place:
             # the spans of different sets overlap in the file
             buffers, n_bytes = self._map(infos, tensors), sum(info.nbytes for info in infos)
-            self._in_place |= tensors.keys()
+            self.in_place |= tensors.keys()
         else:
             buffers = [self._copy(infos, tensors, joined, what)]
             n_bytes = buffers[0].size
@@ -181,12 +149,9 @@ class Loader:
         return buffers
 
     def _copy(
-        self,
-        infos: list[TensorInfo],
-        tensors: dict[str, Tensor],
-        joined: dict[tuple[str, ...], Tensor],
-        what: str,
-    ) -> Buffer:
+        self, infos: list[TensorInfo], tensors: dict[str, Tensor],
+        joined: dict[tuple[str, ...], Tensor], what: str,
+    ) -> Buffer:  # fmt: skip
         device = self._device
         inside = {name for names in joined for name in names}
         blocks = [([info.name], tensors[info.name]) for info in infos if info.name not in inside]
@@ -289,23 +254,13 @@ class _Staging:
                     handle.close()
 
 
-class _Mapped(Protocol):
-    """A file with a table of embeddings."""
-
-    path: Path
-    tensors: dict[str, TensorInfo]
-
-    def map(self, info: TensorInfo) -> np.ndarray:
-        """Return a view of a tensor's bytes in the mapped file, U8 [nbytes]."""
-
-
 class TokenEmbedding:
     """Rows of token_embd.weight as F32, read on the host.
 
     A pass needs only a few rows, so the table (1 GB in F16 for the 35B) takes no device memory.
     """
 
-    def __init__(self, model: _Mapped) -> None:
+    def __init__(self, model: ModelFile | DraftFile) -> None:
         info = model.tensors["token_embd.weight"]
         self.name = info.name
         self.n_embd, self.n_vocab = info.ne[0], info.ne[1]

@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from .base import Runner
+from .base import Runner, reserve_graphs
 from .batch import Batch
 from .layered import LayeredRunner
 from .results import NotFinite, Output
-from .staged import AnyRunner, StagedRunner
+from .staged import AnyRunner, StagedRunner, build_ahead
 from .whole import WholeRunner
 
 __all__ = [
     "AnyRunner", "Batch", "LayeredRunner", "NotFinite", "Output", "Runner", "StagedRunner",
-    "WholeRunner",
+    "WholeRunner", "build_ahead", "reserve_graphs",
 ]  # fmt: skip

@@ -1,10 +1,9 @@
-"""What both runners share: inputs, results, and the NaN/inf check of the results."""
+"""What both runners share: shapes, inputs, results and their check, and commits of drafts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,135 +12,226 @@ from ..arch.inputs import PAGED, PassShape
 from ..errors import InternalError, RequestError
 from ..ggml.choose import DRAW_ROWS
 from ..ggml.lib import C, ffi
-from ..graphs.cache import GraphCache
-from ..graphs.head import HeadOutputs, Results
+from ..ggml.memory import Block
+from ..ggml.ops import I32, MAX_TREE_ROWS, Builder
+from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.head import Results
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock
 from ..graphs.paged import can_page
 from ..kinds import Kind
 from ..resident.layout import MAX_PAGED_ROWS, PADDED_WIDTHS, graph_bytes
 from ..resident.stage import Stage
+from ..units import round_up
 from .batch import Batch, Callback, Once, Predicate
-from .commit import Commits
 from .results import NotFinite, Output, ResultMemory
 from .sweep import Sweep
 from .sweep_batch import SweepBatch
 from .sweeps import Sweeps
 
+_ALIGN = 256
+
+
+class Commits:
+    """Commits rows that a verify pass computed: a sequence then holds one path of its tree.
+
+    A verify pass writes K and V of its rows after the positions of the sequence, in the order of
+    rows, and leaves the recurrent states as they are. The commit moves K and V of the paths to
+    where they belong, unless they are there, and runs the recurrences over the paths. One graph
+    does that for any number of sequences, whose paths may differ in length.
+
+    Inputs of a commit of up to n rows of each of s sequences, all I32: slots, lengths [s]; path
+    [n, s], rows of the verify pass; taps [n * s], rows of the ring of taps; sources, targets
+    [n * s], rows of the KV caches.
+
+    pending: by sequence, the pass that verified its rows, and its place in that pass.
+    """
+
+    def __init__(self, stage: Stage, graphs: GraphCache) -> None:
+        self._device = device = stage.device
+        self._stage = stage
+        self._graphs, self._has_head = graphs, stage.has_head
+        n_seq, size = stage.state.n_seq, 0
+        self._offsets: dict[str, int] = {}
+        for name in ("slots", "lengths", "path", "taps", "sources", "targets"):
+            self._offsets[name] = size
+            n = n_seq if name in ("slots", "lengths") else n_seq * MAX_TREE_ROWS
+            size = round_up(size + 4 * n, _ALIGN)
+        self._block = Block(device, {"all": (1, size // 4)}, "the inputs of commits", "lower -c")
+        self._all, self._host = self._block.tensors["all"], device.host_buffer(size)
+        self._uploaded = device.event()
+        self.pending: dict[int, tuple[Batch, int]] = {}
+
+    def begin(self, batch: Batch) -> None:
+        """Note that a pass is launched: it overwrites what can be committed now."""
+        if batch.tree:
+            self.pending.clear()
+            self.make_room(batch.tokens.size)
+        else:
+            for slot in batch.slots:
+                self.pending.pop(slot, None)
+
+    def make_room(self, n_rows: int) -> None:
+        """Make room for what a verify pass keeps of its rows."""
+        state = self._stage.state
+        if state.drafts.n_rows < n_rows:
+            state.require_words("a verify pass")
+            self._device.synchronize()
+            # first, because an interrupt must not leave graphs with the addresses of freed memory
+            self._graphs.clear()
+            state.drafts.reserve(n_rows)
+
+    def verified(self, batch: Batch) -> None:
+        """Note that the rows of a verify pass can be committed."""
+        self.pending.update({slot: (batch, seq) for seq, slot in enumerate(batch.slots)})
+
+    def forget(self, slot: int) -> None:
+        """Note that a sequence has changed, so that its verified rows do not fit any more."""
+        self.pending.pop(slot, None)
+
+    def commit(self, paths: Mapping[int, list[int]], begins: Callback) -> dict[int, list[int]]:
+        """Enqueue that sequences take the rows of a path each; return their tokens.
+
+        paths: by sequence, rows of it in the last verify pass, from a root on, each the child of
+        the one before. The pass has been collected. begins: called before the launch; after an
+        error that comes later, the caller must reset the sequences whose paths are not empty. An
+        earlier one changes nothing.
+        """
+        tokens = {slot: self._tokens(slot, path) for slot, path in paths.items()}
+        longer = {slot: path for slot, path in paths.items() if path}
+        if longer:
+            self._launch(longer, begins)
+        for slot in paths:
+            self.forget(slot)
+        return tokens
+
+    def _tokens(self, slot: int, path: list[int]) -> list[int]:
+        """Return the tokens of a path that can be committed."""
+        entry = self.pending.get(slot)
+        if entry is None:
+            raise RequestError(
+                f"sequence {slot} has no rows to commit; run a verify pass over it first"
+            )
+        batch, seq = entry
+        wrong = batch.tree.require_path(seq, path) if batch.tree else "there is no tree"
+        if wrong:
+            raise RequestError(f"sequence {slot}: {path} is not a path of its tree: {wrong}")
+        return [int(batch.tokens[seq, row]) for row in path]
+
+    def _launch(self, paths: Mapping[int, list[int]], begins: Callback) -> None:
+        """Enqueue the commit of paths of at least one row each."""
+        state, at = self._stage.state, (max(map(len, paths.values())), len(paths))
+        moves = any(path != list(range(len(path))) for path in paths.values())
+        built = self._graph(*at, moves)  # first: building one may use the device
+        self._fill(*at, paths, moves)
+        begins()
+        status = C.mg_launch(self._device.compute.ptr, built.graph, ffi.NULL, 0)
+        self._device.check(status, f"the commit of {sum(map(len, paths.values()))} rows")
+        if self._has_head:  # the last stage has them too
+            for slot, path in paths.items():
+                state.n_past[slot] += len(path)
+
+    def reserve(self, n_rows: int) -> None:
+        """Build the graph of the largest commit of paths of up to n_rows rows."""
+        self._graph(n_rows, self._stage.state.n_seq, True)
+
+    def _graph(self, n: int, n_seqs: int, moves: bool) -> BuiltGraph:
+        """Return the commit of up to n rows of each of n_seqs sequences.
+
+        moves: K and V of some rows are not where they belong.
+        """
+        return self._graphs.get(
+            ("commit", n, n_seqs, moves),
+            64 * len(self._stage.layers),
+            lambda b: self._build(b, n, n_seqs, moves),
+        )
+
+    def _fill(self, n: int, n_seqs: int, paths: Mapping[int, list[int]], moves: bool) -> None:
+        """Write the inputs and enqueue their upload; waits for the upload of the last commit."""
+        if self._uploaded:
+            self._uploaded.wait()
+        state, taps, rows = self._stage.state, self._stage.taps, dict[str, npt.NDArray[np.int32]]()
+        for name, at in self._offsets.items():
+            n_words = n_seqs if name in ("slots", "lengths") else n_seqs * n
+            words = self._host.array[at : at + 4 * n_words].view(np.int32)
+            rows[name] = words.reshape(n_seqs, -1)
+        for seq, (slot, path) in enumerate(paths.items()):
+            m, first = len(path), state.n_past[slot]
+            batch, place_in_pass = self.pending[slot]
+            rows["slots"][seq], rows["lengths"][seq] = slot, m
+            # rows are counted over all sequences of the pass; those after the first m do not matter
+            rows["path"][seq] = place_in_pass * batch.tokens.shape[1]
+            rows["path"][seq, :m] += np.array(path, dtype=np.int32)
+            if taps.n_kept:
+                rows["taps"][seq] = taps.spare_row
+                rows["taps"][seq, :m] = taps.ring_rows(slot, first, m)
+            if moves:
+                rows["sources"][seq] = rows["targets"][seq] = state.spare_row
+                rows["sources"][seq, :m] = [state.pool.row(slot, first + row) for row in path]
+                rows["targets"][seq, :m] = [state.pool.row(slot, first + i) for i in range(m)]
+        self._device.send(self._all, self._host, 0, self._host.array.nbytes)
+        if self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
+
+    def _build(self, b: Builder, n: int, n_seqs: int, moves: bool) -> None:
+        stage, s = self._stage, n_seqs
+        shapes = {"slots": (s,), "lengths": (s,), "path": (n, s)}
+        leaves = {
+            name: self._block.put(
+                b.leaf(I32, shapes.get(name, (n * s,)), f"commit_{name}"), "all", at
+            )
+            for name, at in self._offsets.items()
+        }
+        C.ggml_set_input(leaves["slots"])  # kernels read it early
+        for il in stage.layers:
+            layer = stage.hp.layer(il)
+            if layer.states:
+                rows, w = stage.state.drafts.leaves(b, il), stage.weights.layer(il)
+                inputs = leaves["slots"], leaves["path"], leaves["lengths"]
+                stage.hp.commit(b, w, stage.state, rows, *inputs, il)
+            if layer.kv and moves:
+                for cache in (stage.state.k_words[il], stage.state.v_words[il]):
+                    copy = b.get_rows(cache, leaves["sources"])
+                    b.expand(b.set_rows(cache, copy, leaves["targets"]))
+        path = b.reshape(leaves["path"], n * s)
+        stage.taps.append_path(b, path, leaves["taps"])
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.pending.clear()
+        for handle in (self._uploaded, self._host, self._block):
+            if handle:
+                handle.close()
+
+
 _PREFILL, _DECODE = Kind.PREFILL, Kind.DECODE  # members of an Enum are slow to look up
 
 
-class Runner(ABC):
-    """Runs passes over one stage, one at a time: `submit`, then `collect`.
+class PassShapes:
+    """Decides what determines the graphs of a pass over a stage.
 
-    Only one pass may be in flight, because there is memory for the results of one.
-
-    hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
-    rows of a pass there before `submit`; a stage without the head leaves them there. The device is
-    `stage.device`. sweeps: what computes prompts layer by layer; None if it was not asked for.
-    max_rows: most rows of a pass. sequences: of all stages. widths: numbers of sequences to which
-    decode passes are padded; without any, none is.
+    can_page: attention can read K and V through pages. widths: numbers of sequences to which decode
+    passes are padded; without any, none is.
     """
 
-    mode: str
-    sweeps: Sweeps | None = None
-
-    def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
-        self.stage = stage
-        self.device = device = stage.device
-        self.sequences = stage.sequences
-        self.hp = stage.hp
-        self.n_ubatch = n_ubatch
-        self.hidden = hidden
-        self.graphs = GraphCache(device, graph_bytes(stage.state.n_seq, device.can.streams))
-        self.max_rows = stage.state.shape.pass_rows(n_ubatch)
-        self._inputs = InputBlock(stage, n_ubatch, hidden)
-        self._results = ResultMemory(device, stage.hp.n_vocab)
-        self._commits = Commits(stage, self.graphs)
-        self._can_page = can_page(stage)
+    def __init__(self, stage: Stage) -> None:
+        self._stage, self._state, self._device = stage, stage.state, stage.device
+        self.can_page, self._has_head = can_page(stage), stage.has_head
         counts = range(1, stage.state.n_seq + 1)
         self._most_kv = [0, *map(stage.state.shape.most_kv, counts)]  # by sequences of a pass
-        self.widths = PADDED_WIDTHS if self.device.can.streams else ()
-        self._has_head = stage.has_head
-        self._pending: Batch | None = None
-        self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
-
-    @property
-    def parts(self) -> tuple[Runner, ...]:
-        """Return the runners of all stages: this one."""
-        return (self,)
-
-    @property
-    def n_built(self) -> int:
-        """Return how many graphs were built."""
-        return self.graphs.n_built
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no pass is in flight."""
-        return self._pending is None
-
-    def watch_results(self) -> None:
-        """Have `has_results` know the results of the passes from now on."""
-        self._results.is_watched = True
-
-    def keep_logits(self) -> bool:
-        """Have `logits` return rows of now until `release_logits`, whatever is computed meanwhile.
-
-        Return False if there is no device memory for a copy.
-        """
-        return self._results.keep()
-
-    def release_logits(self) -> None:
-        """End what `keep_logits` began."""
-        self._results.release()
-
-    def has_results(self) -> bool:
-        """Whether `collect` would not wait; may be false although it would not."""
-        return self._results.have_arrived()
-
-    @property
-    def compute_bytes(self) -> int:
-        """Device bytes of inputs, intermediates, rows between graphs and rows of a sweep."""
-        parts = [part.n_bytes for part in (self.hidden, self.sweeps) if part]
-        return self._inputs.n_bytes + self.graphs.n_bytes + sum(parts)
-
-    def require_idle(self) -> None:
-        """Check that no pass is in flight."""
-        if self._pending is not None:
-            raise RequestError("a pass is in flight; collect its results first")
-
-    def drop(self, slot: int) -> None:
-        """Forget a sequence's verified rows, and its results in flight.
-
-        The pass in flight is dropped once all its sequences are.
-        """
-        self._commits.forget(slot)
-        if self._pending is not None and slot in self._pending.slots:
-            self._dropped.add(slot)
-            if self._dropped.issuperset(self._pending.slots):
-                self.give_up()  # the next pass reuses host memory of this one
-
-    def give_up(self) -> None:
-        """Wait for the pass in flight, if there is one, and forget its results."""
-        if self._pending is not None:
-            self.device.synchronize()
-            self._pending = None
-
-    def recover(self) -> None:  # noqa: B027
-        """Undo what is left of a pass that failed; before a sweep goes on."""
+        self.widths = PADDED_WIDTHS if self._device.can.streams else ()
 
     def is_paged(self, n_rows: int, kind: Kind = _DECODE) -> bool:
         """Return whether a pass of n_rows rows reads K and V through pages.
 
         A prompt does only where its bits must be those of any other pass.
         """
-        is_fit = kind is not _PREFILL or self.device.is_invariant
-        return self._can_page and n_rows <= MAX_PAGED_ROWS and is_fit
+        is_fit = kind is not _PREFILL or self._device.is_invariant
+        return self.can_page and n_rows <= MAX_PAGED_ROWS and is_fit
 
-    def shape_of(self, batch: Batch) -> PassShape:
+    def of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
-        state, (n_seqs, n_seq_tokens) = self.stage.state, batch.tokens.shape
+        state, (n_seqs, n_seq_tokens) = self._state, batch.tokens.shape
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
         is_paged = self.is_paged(batch.tokens.size, batch.kind)
@@ -163,18 +253,89 @@ class Runner(ABC):
         Padding does not keep a pass from leaving its rows to drafters.
         """
         width = next((width for width in self.widths if width >= n_seqs), n_seqs)
-        taps = self.stage.taps
-        is_lost = n_seqs <= taps.n_rows < width
-        return n_seqs if is_lost or width > self.stage.state.n_seq else width
+        is_lost = n_seqs <= self._stage.taps.n_rows < width
+        return n_seqs if is_lost or width > self._state.n_seq else width
 
     def longest(self, shape: PassShape) -> PassShape:
         """Return the shape whose graphs serve this one too, with `BuiltGraph.set_length`.
 
         If a device has streams, a graph may be running, or be captured. Then it is shape itself.
         """
-        if self.device.can.streams or shape.n_kv == PAGED:
+        if self._device.can.streams or shape.n_kv == PAGED:
             return shape
         return shape._replace(n_kv=self._most_kv[shape.n_seqs])
+
+
+class Runner(ABC):
+    """Runs passes over one stage, one at a time: `submit`, then `collect`.
+
+    Only one pass may be in flight, because there is memory for the results of one.
+
+    hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
+    rows of a pass there before `submit`; a stage without the head leaves them there. The device is
+    `stage.device`. sweeps: what computes prompts layer by layer; None if it was not asked for.
+    max_rows: most rows of a pass. sequences: of all stages. commits: of verified rows. results: of
+    the last pass. pending: the pass in flight.
+    """
+
+    mode: str
+    sweeps: Sweeps | None = None
+
+    def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
+        self.stage = stage
+        self.device = device = stage.device
+        self.sequences = stage.sequences
+        self.hp = stage.hp
+        self.n_ubatch = n_ubatch
+        self.hidden = hidden
+        self.graphs = GraphCache(device, graph_bytes(stage.state.n_seq, device.can.streams))
+        self.shapes = PassShapes(stage)
+        self.max_rows = stage.state.shape.pass_rows(n_ubatch)
+        self._inputs = InputBlock(stage, n_ubatch, hidden)
+        self.results = ResultMemory(device, stage.hp.n_vocab)
+        self.commits = Commits(stage, self.graphs)
+        self._has_head = stage.has_head
+        self.pending: Batch | None = None
+        self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
+
+    @property
+    def parts(self) -> tuple[Runner, ...]:
+        """Return the runners of all stages: this one."""
+        return (self,)
+
+    @property
+    def n_built(self) -> int:
+        """Return how many graphs were built."""
+        return self.graphs.n_built
+
+    @property
+    def compute_bytes(self) -> int:
+        """Device bytes of inputs, intermediates, rows between graphs and rows of a sweep."""
+        parts = [self.hidden.n_bytes] if self.hidden else []
+        parts += [self.sweeps.memory.n_bytes] if self.sweeps else []
+        return self._inputs.n_bytes + self.graphs.n_bytes + sum(parts)
+
+    def require_idle(self) -> None:
+        """Check that no pass is in flight."""
+        if self.pending is not None:
+            raise RequestError("a pass is in flight; collect its results first")
+
+    def drop(self, slot: int) -> None:
+        """Forget a sequence's verified rows, and its results in flight.
+
+        The pass in flight is dropped once all its sequences are.
+        """
+        self.commits.forget(slot)
+        if self.pending is not None and slot in self.pending.slots:
+            self._dropped.add(slot)
+            if self._dropped.issuperset(self.pending.slots):
+                self.give_up()  # the next pass reuses host memory of this one
+
+    def give_up(self) -> None:
+        """Wait for the pass in flight, if there is one, and forget it; undo one that failed."""
+        if self.pending is not None:
+            self.device.synchronize()
+            self.pending = None
 
     def fill(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
@@ -193,12 +354,9 @@ class Runner(ABC):
                 self.stage.state.n_past[slot] += batch.tokens.shape[1]
 
     def submit(
-        self,
-        batch: Batch,
-        cancelled: Predicate = lambda: False,
-        begins: Callback = lambda: None,
+        self, batch: Batch, cancelled: Predicate = lambda: False, begins: Callback = lambda: None,
         meanwhile: Once | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start a pass. The caller has checked token ids and context length.
 
         begins: called before the first graph is launched. After an error that comes later, the
@@ -208,7 +366,7 @@ class Runner(ABC):
         """
         shape = self.prepare(batch)
         self.fill(batch, shape)
-        run_out(self.launch(batch, shape, cancelled, begins, self.pauses(meanwhile)), meanwhile)
+        run_out(self, batch, shape, cancelled, begins, meanwhile)
 
     def prepare(self, batch: Batch) -> PassShape:
         """Build what a pass needs; `fill` and `launch` follow. After an error nothing has changed.
@@ -216,30 +374,18 @@ class Runner(ABC):
         Return what determines its graphs.
         """
         self.require_idle()
-        shape = self.shape_of(batch)
-        self._results.forget()
-        if self._commits.pending:
-            self._commits.begin(batch)
-        if batch.tree:
-            self._reserve_drafts(batch.tokens.size)
+        shape = self.shapes.of(batch)
+        self.results.forget()
+        if batch.tree or self.commits.pending:
+            self.commits.begin(batch)
         # graphs first: building one may use the device, and must not disturb the uploaded inputs
         self._prepare(shape, batch)
         return shape
 
-    def pauses(self, meanwhile: Once | None) -> Predicate | None:
-        """Return whether `launch` is to pause while there is other work; None: never."""
-        if meanwhile is None or not self.device.can.streams:  # there a launch computes: no waiting
-            return None
-        return lambda: meanwhile.is_due
-
     def launch(
-        self,
-        batch: Batch,
-        shape: PassShape,
-        cancelled: Predicate,
-        begins: Callback,
+        self, batch: Batch, shape: PassShape, cancelled: Predicate, begins: Callback,
         may_pause: Predicate | None = None,
-    ) -> Generator[None, None, None]:
+    ) -> Generator[None, None, None]:  # fmt: skip
         """Start the pass whose inputs are on their way, with pauses: the host may do other work.
 
         may_pause: whether to pause rather than to wait for the device; None: never. If the
@@ -248,9 +394,9 @@ class Runner(ABC):
         yield from self._launch(shape, cancelled, begins, may_pause)
         self.advance(batch)
         self._dropped.clear()
-        self._pending = batch
+        self.pending = batch
         if batch.tree:
-            self._commits.verified(batch)
+            self.commits.verified(batch)
 
     def sweep(self, *batches: SweepBatch) -> Sweep:
         """Return a sweep over prompts of different sequences; `Sweep.begin` begins it.
@@ -261,36 +407,26 @@ class Runner(ABC):
             raise InternalError("this runner has no memory for prompts")
         return Sweep([self.sweeps], batches)
 
-    def _reserve_drafts(self, n_rows: int) -> None:
-        """Make room for what a verify pass keeps of its rows."""
-        state = self.stage.state
-        if state.drafts.n_rows < n_rows:
-            state.require_words("a verify pass")
-            self.device.synchronize()
-            # first, because an interrupt must not leave graphs with the addresses of freed memory
-            self.graphs.clear()
-            state.drafts.reserve(n_rows)
-
     def commit(
         self, paths: Mapping[int, list[int]], begins: Callback = lambda: None
     ) -> dict[int, list[int]]:
         """Enqueue the commit of verified rows; see `Commits.commit`."""
         self.require_idle()
-        self._results.forget()
-        return self._commits.commit(paths, begins)
+        self.results.forget()
+        return self.commits.commit(paths, begins)
 
     def collect(self) -> Output:
         """Wait for the pass in flight and return its results."""
-        batch = self._pending
+        batch = self.pending
         if batch is None:
             raise RequestError("no pass is in flight; submit one first")
         C.ggml_backend_synchronize(self.device.compute.ptr)
-        self._pending = None
+        self.pending = None
         self.device.check_alive()
         if not self._has_head:
             return Output()
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
-        output, finite = self._results.read(batch.results, n_out)
+        output, finite = self.results.read(batch.results, n_out)
         if batch.tree:
             finite = finite | ~batch.tree.real.reshape(-1)  # padding rows have no results
         if not all(finite.tolist()):
@@ -307,66 +443,13 @@ class Runner(ABC):
 
         The memory is used again by the next call. Call this before anything else is computed.
         """
-        if self._pending is not None and not self._results.is_kept:
+        if self.pending is not None and not self.results.is_kept:
             raise InternalError(f"the logits of row {row} are not computed yet")
-        return self._results.logits(row)
-
-    def _result_reads(self, head: HeadOutputs | None) -> tuple[object, int]:
-        """Return the copies of the results to the host and how many they are.
-
-        They are check, then main; none without a head.
-        """
-        if head is None:
-            return ffi.NULL, 0
-        return self._results.reads(head), 2
-
-    def reserve_graphs(self, n_draft: int = 0) -> None:
-        """Build the graphs of the largest passes, so that the shared block never grows later.
-
-        n_draft: drafted tokens of each sequence in the largest verify pass; 0 for none. Passes of a
-        prompt that return results of all rows may still need more.
-        """
-        n_rows = min(n_draft + 1, self.n_ubatch)
-        if n_draft:
-            self._reserve_drafts(n_rows * self.stage.state.n_seq)  # drops graphs
-        n_whole = self.stage.state.shape.n_whole
-        self._reserve(Kind.PREFILL, self.n_ubatch, self.n_ubatch * n_whole)
-        # whose attention over pages has memory of its own
-        if self._can_page:
-            self._reserve(Kind.DECODE, 1, MAX_PAGED_ROWS)
-        if self.sweeps:
-            self.sweeps.reserve()
-            self.sequences.snapshots.reserve()
-        if not n_draft:
-            return
-        self._reserve(Kind.VERIFY, n_rows)
-        if self._can_page and n_rows <= MAX_PAGED_ROWS:
-            self._reserve(Kind.VERIFY, n_rows, MAX_PAGED_ROWS)
-        self._commits.reserve(n_rows)
-
-    def _reserve(self, kind: Kind, n_rows: int, most: int = 1 << 30) -> None:
-        """Build the largest pass of n_rows rows for each sequence, and of at most `most` rows."""
-        state, is_tree = self.stage.state, kind is Kind.VERIFY
-        n_seqs = max(1, min(state.n_seq, state.pool.n_pages, most // n_rows))
-        is_paged = self.is_paged(n_rows * n_seqs, kind)
-        n_kv = PAGED if is_paged else state.shape.most_kv(n_seqs)
-        n_out = n_seqs * n_rows if is_tree else n_seqs
-        n_out *= self._has_head
-        shape = PassShape(n_rows, n_seqs, n_kv, n_out, is_tree, is_tree)
-        # what takes most memory
-        self._build(shape, kind, Results.CANDIDATES if n_out <= DRAW_ROWS else Results.ARGMAX)
+        return self.results.logits(row)
 
     @abstractmethod
-    def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
-        """Build the graphs of a pass."""
-
-    @abstractmethod
-    def build_ahead(self, batch: Batch) -> None:
-        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
-
-    def rehearsing(self) -> AbstractContextManager[None]:
-        """Leave which experts are on the device as it is; see `LayeredRunner.rehearsing`."""
-        return nullcontext()
+    def build(self, shape: PassShape, kind: Kind, results: Results) -> None:
+        """Build the graphs of a pass, if they are not built; also while a pass is in flight."""
 
     @abstractmethod
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
@@ -384,18 +467,73 @@ class Runner(ABC):
         if self.sweeps:
             self.sweeps.close()
         self.graphs.close()
-        self._commits.close()
+        self.commits.close()
         self._inputs.close()
         if self.hidden:
             self.hidden.close()
-        self._results.close()
+        self.results.close()
 
 
-def run_out(launch: Generator[None, None, None], meanwhile: Once | None) -> None:
-    """Do all of `Runner.launch`, and the other work in its pauses."""
+def run_out(
+    part: Runner, batch: Batch, shape: PassShape, cancelled: Predicate, begins: Callback,
+    meanwhile: Once | None,
+) -> None:  # fmt: skip
+    """Do all of `Runner.launch`, and the other work in its pauses.
+
+    Where a launch computes, there is no waiting, and no pause.
+    """
+    pauses = meanwhile is not None and part.device.can.streams
+    may_pause = (lambda: meanwhile.is_due) if meanwhile and pauses else None
+    launch = part.launch(batch, shape, cancelled, begins, may_pause)
     try:
         for _ in launch:
             if meanwhile:
                 meanwhile()
     finally:
         launch.close()  # if the other work fails, the pass has failed
+
+
+def reserve_graphs(parts: Sequence[Runner], n_draft: int = 0) -> None:
+    """Build the graphs of the largest passes of stages, so that shared blocks never grow later.
+
+    n_draft: drafted tokens of each sequence in the largest verify pass; 0 for none. Passes of a
+    prompt that return results of all rows may still need more.
+    """
+    for part in parts:
+        _reserve_part(part, n_draft)
+
+
+def _reserve_part(part: Runner, n_draft: int) -> None:
+    n_rows, state, can_page = (
+        min(n_draft + 1, part.n_ubatch),
+        part.stage.state,
+        part.shapes.can_page,
+    )
+    if n_draft:
+        part.commits.make_room(n_rows * state.n_seq)  # drops graphs
+    _reserve(part, Kind.PREFILL, part.n_ubatch, part.n_ubatch * state.shape.n_whole)
+    # whose attention over pages has memory of its own
+    if can_page:
+        _reserve(part, Kind.DECODE, 1, MAX_PAGED_ROWS)
+    if part.sweeps:
+        part.sweeps.graphs.reserve()
+        part.sequences.snapshots.reserve()
+    if not n_draft:
+        return
+    _reserve(part, Kind.VERIFY, n_rows)
+    if can_page and n_rows <= MAX_PAGED_ROWS:
+        _reserve(part, Kind.VERIFY, n_rows, MAX_PAGED_ROWS)
+    part.commits.reserve(n_rows)
+
+
+def _reserve(part: Runner, kind: Kind, n_rows: int, most: int = 1 << 30) -> None:
+    """Build the largest pass of n_rows rows for each sequence, and of at most `most` rows."""
+    state, is_tree = part.stage.state, kind is Kind.VERIFY
+    n_seqs = max(1, min(state.n_seq, state.pool.n_pages, most // n_rows))
+    is_paged = part.shapes.is_paged(n_rows * n_seqs, kind)
+    n_kv = PAGED if is_paged else state.shape.most_kv(n_seqs)
+    n_out = n_seqs * n_rows if is_tree else n_seqs
+    n_out *= part.stage.has_head
+    shape = PassShape(n_rows, n_seqs, n_kv, n_out, is_tree, is_tree)
+    # what takes most memory
+    part.build(shape, kind, Results.CANDIDATES if n_out <= DRAW_ROWS else Results.ARGMAX)

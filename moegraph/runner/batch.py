@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..errors import InternalError, RequestError
 from ..graphs.head import Results
 from ..graphs.rows import PADDING, Tree, check_parents
-from ..kinds import Kind, MissRules, rules_of
+from ..kinds import Kind
 
 # Asked in the middle of a pass: whether it is cancelled, or may pause. Called at some moment of it.
 Predicate = Callable[[], bool]
@@ -85,14 +85,10 @@ class Batch:
 
     @classmethod
     def verify(
-        cls,
-        tokens: npt.NDArray[np.int32],
-        slots: Sequence[int],
-        parents: npt.ArrayLike | None = None,
-        lengths: Sequence[int] | None = None,
-        greedy: bool = False,
-        draws: npt.NDArray[np.int32] | None = None,
-    ) -> Batch:
+        cls, tokens: npt.NDArray[np.int32], slots: Sequence[int],
+        parents: npt.ArrayLike | None = None, lengths: Sequence[int] | None = None,
+        greedy: bool = False, draws: npt.NDArray[np.int32] | None = None,
+    ) -> Batch:  # fmt: skip
         """Return a pass over trees of drafted rows; it changes no sequence; all rows have results.
 
         tokens: I32, numpy shape [n_seqs, n_seq_tokens]. parents: same shape; an earlier row of the
@@ -117,11 +113,6 @@ class Batch:
         if self.greedy:
             return _ARGMAX
         return _LOGITS if self.draws is None else _CANDIDATES
-
-    @property
-    def rules(self) -> MissRules:
-        """What the pass may do about missing experts."""
-        return rules_of(self.kind, self.tokens.size)
 
     def n_rows(self, seq: int) -> int:
         """Return how many rows of the seq-th sequence are real."""

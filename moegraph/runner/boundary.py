@@ -8,10 +8,9 @@ from contextlib import ExitStack, closing
 
 from ..errors import InternalError
 from ..ggml.device import Device
-from ..ggml.handles import Context
 from ..ggml.lib import C
-from ..ggml.memory import place
-from ..ggml.ops import F32, Tensor
+from ..ggml.memory import Block
+from ..ggml.ops import Tensor
 from ..graphs.hidden import HiddenRows
 from ..resident.stage import Stage
 from .sweep_batch import Tap
@@ -44,11 +43,8 @@ class Boundary:
         with ExitStack() as stack:
             own = stack.enter_context
             if is_direct(source, to):
-                context = own(closing(Context(1)))
-                size = _N_PIECES * _PIECE
-                memory = own(closing(to.buffer(size, "rows of another device", "lower -c")))
-                self._between = C.ggml_new_tensor_1d(context.ptr, F32, size // 4)
-                place(memory, self._between, 0)
+                shapes, what = {"rows": (_PIECE // 4, _N_PIECES)}, "rows of another device"
+                self._between = own(closing(Block(to, shapes, what, "lower -c"))).tensors["rows"]
             else:
                 owner = to if to.can.own_memory else source
                 self._host = own(closing(owner.host_buffer(_N_PIECES * _PIECE)))
@@ -124,11 +120,11 @@ class Boundary:
 class Relay:
     """Copies taps of a stage to the last one: of passes to its `TapRows`, of prompts to memory."""
 
-    def __init__(self, stage: Stage, last: Stage) -> None:
-        """Allocate host memory; `reserve` allocates that for prompts."""
+    def __init__(self, stage: Stage, last: Stage, n_rows: int) -> None:
+        """n_rows: of the longest part of a prompt; 0 if the stage computes none."""
         self._stage, self._last = stage, last
         self._boundary = Boundary(stage.device, last.device)
-        self._rows: HiddenRows | None = None
+        self._rows = HiddenRows(last, n_rows) if n_rows else None
 
     def bring(self, n_rows: int) -> None:
         """Enqueue the copy of the taps of a pass that was launched in the stage."""
@@ -150,10 +146,6 @@ class Relay:
             tap(self._rows.all, row, n, first)
 
         return call
-
-    def reserve(self, n_rows: int) -> None:
-        """Make room for the taps of parts of prompts of up to n_rows rows."""
-        self._rows = HiddenRows(self._last, n_rows)
 
     def close(self) -> None:
         """Free the memory."""

@@ -87,13 +87,6 @@ class CpuExperts(ABC):
         """Return the address of x, weights, ids or y; the device writes the first two, reads y."""
         return self._host.address(self._offsets[name])
 
-    def compute(
-        self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_tokens: int
-    ) -> None:
-        """Do as `begin`, then `end`."""
-        self.begin(il, ids, experts, n_tokens)
-        self.end()
-
     def begin(
         self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_tokens: int
     ) -> None:
@@ -107,7 +100,7 @@ class CpuExperts(ABC):
         self._begin(il, n_tokens)
 
     def _prepare(self, il: int, n_tokens: int) -> None:  # noqa: B027 - most have nothing to do
-        """Do now what the first `compute` with n_tokens rows in layer il would have to prepare."""
+        """Do now what the first `begin` with n_tokens rows in layer il would have to prepare."""
 
     @abstractmethod
     def _begin(self, il: int, n_tokens: int) -> None:
@@ -129,7 +122,8 @@ class CpuExperts(ABC):
             il = layers[(at * 7) % len(layers)]
             self._prepare(il, n_tokens)
             start = time.perf_counter()
-            self.compute(il, ids.reshape(-1), ids[0, :n_experts].tolist(), n_tokens)
+            self.begin(il, ids.reshape(-1), ids[0, :n_experts].tolist(), n_tokens)
+            self.end()
             samples.append(time.perf_counter() - start)
         return float(np.median(samples[1:]))
 

@@ -29,7 +29,7 @@ def node_values(runner: AnyRunner, batch: Batch) -> dict[tuple[str, int], npt.ND
 
     With several stages it is one graph for each. Arrays have numpy shapes: ggml's reversed, without
     leading dimensions of 1, but at least two dimensions. On CUDA, a node that is part of another's
-    kernel is NaN. KV cache and states advance as in any pass. The states behind it are in the
+    kernel is NaN. KV cache and states advance as in any pass. The states after it are in the
     result under upstream's names conv_state_last and new_state.
     """
     if not all(part.stage.is_full for part in runner.parts):
@@ -47,7 +47,7 @@ def node_values(runner: AnyRunner, batch: Batch) -> dict[tuple[str, int], npt.ND
 def _nodes_of(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray[Any]]:
     """Run a pass over one stage, whose rows are there; see `node_values`."""
     device, stage = runner.device, runner.stage
-    at = runner.shape_of(batch)
+    at = runner.shapes.of(batch)
     n_nodes = n_nodes_whole(stage)
     with Context(4 * n_nodes, 2 * n_nodes) as context:
         builder = Builder(context, n_nodes)

@@ -13,22 +13,22 @@ computes the input norm of the next one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ..arch.inputs import PAGED, PassShape
+from ..errors import ConfigError, NativeError
 from ..experts.passplan import MissMode
-from ..ggml.lib import C
-from ..ggml.memory import place
+from ..ggml.lib import C, ffi
+from ..ggml.memory import Block, place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.experts import (
-    build_absent,
-    build_expert_sum,
-    build_fetched_slots,
-    build_slots,
-)
+from ..graphs.experts import build_absent, build_expert_sum, build_fetched_slots, build_slots
 from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock
@@ -42,12 +42,128 @@ from ..graphs.layer import (
 )
 from ..resident.bank import Bank
 from ..resident.stage import Stage
-from ..units import round_up
-from .misses import AddGraphs, MissHandler
-from .readback import HostIds, Replay, RoutingReadback
+from .misses import MissHandler
 
 
-class CarryBuffers:
+class HostIds(NamedTuple):
+    """Where ids arrive: I32 numpy array, valid after `RoutingReadback.wait`, and its address."""
+
+    ids: npt.NDArray[np.int32]
+    address: Any
+
+
+class RoutingReadback:
+    """Pinned host memory for the chosen ids of every layer of a stage.
+
+    A copy node writes a layer's ids there while the graph runs, and the host watches that memory.
+    On CUDA the copy runs beside the layer's experts (native/README.md: publish). A driver copy and
+    an event would instead cost a boundary between two graphs, and the host about 10 us per miss.
+
+    On the CPU device a launch returns after its graph is computed, so waits end at once.
+    """
+
+    def __init__(self, stage: Stage, max_rows: int) -> None:
+        """Allocate memory for passes of at most max_rows rows."""
+        self._device, self._first = stage.device, stage.layers.start
+        n_layer, n_expert_used = len(stage.layers), stage.hp.n_expert_used
+        self._n_used = n_expert_used
+        self._stride = 4 * n_expert_used * max_rows
+        size = self._stride * n_layer
+        self._host = stage.device.host_buffer(size, must_pin=True)
+        self._ids = self._host.array[:size].view(np.int32).reshape(n_layer, -1)
+        self._max_rows, self._is_reset = max_rows, False
+        self._stream: Any = None
+
+    def begin_pass(self) -> None:
+        """Reset all ids, unless that was done after the last pass; call it before every pass."""
+        if not self._is_reset:
+            self.reset(self._max_rows)
+        self._is_reset = False
+        self._stream = self._device.compute.ptr  # looked up once a pass, not once a layer
+
+    def export(self, b: Builder, ids: Tensor, il: int) -> None:
+        """Append the copy of layer il's chosen ids, I32 [n_expert_used, n_tokens]."""
+        target = b.leaf(I32, (ids.ne[0], ids.ne[1]), "ids_host")
+        place(self._host, target, (il - self._first) * self._stride)
+        b.expand(b.publish(ids, target))
+
+    def of(self, il: int, n_tokens: int) -> HostIds:
+        """Return where layer il's chosen ids arrive: I32 [n_tokens * n_expert_used]."""
+        at, n = il - self._first, n_tokens * self._n_used
+        address = ffi.cast("int32_t *", self._host.address(at * self._stride))
+        return HostIds(self._ids[at, :n], address)
+
+    def reset(self, n_tokens: int) -> None:
+        """Set the ids to MG_NO_ID; the last pass had n_tokens rows, and all its ids were read."""
+        self._ids[:, : n_tokens * self._n_used] = C.MG_NO_ID
+        self._is_reset = True
+
+    def has(self, host_ids: HostIds) -> bool:
+        """Return whether these ids seem to have been written; `wait` makes sure of it."""
+        return not (host_ids.ids == C.MG_NO_ID).any()
+
+    def wait(self, host_ids: HostIds) -> None:
+        """Block until the device has written all these ids."""
+        if not C.mg_wait_ids(self._stream, host_ids.address, host_ids.ids.size):
+            raise NativeError(
+                f"{self._device.name} finished a pass without writing the router's choice"
+            )
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._host.close()
+
+
+class Replay:
+    """Feeds recorded expert ids to the layers of a stage.
+
+    ids: of the whole model, numpy shape [n_steps, n_layer, n_expert_used].
+    """
+
+    def __init__(self, stage: Stage, ids: npt.NDArray[np.int32]) -> None:
+        """Check the recording and upload its first step."""
+        device, hp, layers = stage.device, stage.hp, stage.layers
+        wanted = (hp.n_layer, hp.n_expert_used)
+        if ids.ndim != 3 or ids.shape[1:] != wanted or ids.shape[0] == 0:
+            raise ConfigError(
+                f"the routing trace has shape {ids.shape}; this model needs steps of "
+                f"{wanted[0]} layers with {wanted[1]} experts"
+            )
+        if ids.min() < 0 or ids.max() >= hp.n_expert:
+            raise ConfigError(
+                f"the routing trace has ids {ids.min()} to {ids.max()}; "
+                f"this model has experts 0 to {hp.n_expert - 1}"
+            )
+        self._device = device
+        self._recorded = np.ascontiguousarray(ids[:, layers.start : layers.stop], dtype=np.int32)
+        self._first = layers.start
+        self._n_used = hp.n_expert_used
+        shapes = {"ids": (hp.n_expert_used, len(layers))}
+        self._block = Block(device, shapes, "the routing trace", "drop --routing")
+        self._all, n_bytes = self._block.tensors["ids"], self._recorded[0].nbytes
+        C.ggml_backend_tensor_set(self._all, ffi.from_buffer(self._recorded), 0, n_bytes)
+        self._host = device.host_buffer(n_bytes)
+        self._step = 0
+
+    def leaf(self, b: Builder, il: int) -> Tensor:
+        """Return a leaf that reads the current step's ids of layer il: I32 [n_expert_used, 1]."""
+        tensor = b.leaf(I32, (self._n_used, 1), "ids_replayed")
+        return self._block.put(tensor, "ids", 4 * self._n_used * (il - self._first))
+
+    def advance(self) -> None:
+        """Enqueue the upload of the next step's ids, after the pass that uses the current ones."""
+        self._step += 1
+        ids = self._recorded[self._step % len(self._recorded)]
+        self._host.array[: ids.nbytes].view(np.int32)[:] = ids.reshape(-1)
+        self._device.send(self._all, self._host, 0, ids.nbytes)
+
+    def close(self) -> None:
+        """Free the device and host memory."""
+        self._host.close()
+        self._block.close()
+
+
+class CarryBuffers(Block):
     """Fixed device memory for tensors that one graph writes and a later one reads.
 
     l_out has memory of its own (`HiddenRows`).
@@ -57,36 +173,32 @@ class CarryBuffers:
     cpu_out: result of the CPU, F32 [n_embd, n_tokens].
     with_rows (CPU device, --deterministic): there is expert_rows, F32 [n_embd, n_expert_used,
         n_tokens], and cpu_out has that shape.
+
+    tensors: the memory as matrices, n_expert_used columns a row for weights and expert_rows.
     """
 
     def __init__(self, stage: Stage, max_rows: int, with_rows: bool, cpu_out: bool) -> None:
-        device, hp = stage.device, stage.hp
-        rows = {
-            "input_norm": hp.n_embd,
-            "residual": hp.n_embd,
-            "post_norm": hp.n_embd,
-            "weights": hp.n_expert_used,
-            "slots": hp.n_expert_used,
-        }
+        n_embd, n_places = stage.hp.n_embd, stage.hp.n_expert_used * max_rows
+        shapes = dict.fromkeys(("input_norm", "residual", "post_norm"), (n_embd, max_rows))
+        shapes |= {"weights": (1, n_places), "slots": (1, n_places)}
         if with_rows:
-            rows["expert_rows"] = hp.n_embd * hp.n_expert_used
+            shapes["expert_rows"] = n_embd, n_places
         if cpu_out:
-            rows["cpu_out"] = hp.n_embd * (hp.n_expert_used if with_rows else 1)
-        self.offsets, size = {}, 0
-        for name, ne0 in rows.items():
-            self.offsets[name] = size
-            size = round_up(size + 4 * ne0 * max_rows, device.alignment)
-        self.buffer = device.buffer(size, "activations between graphs", "lower -ub")
-        C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
+            shapes["cpu_out"] = n_embd, n_places if with_rows else max_rows
+        super().__init__(stage.device, shapes, "activations between graphs", "lower -ub")
+        self._n_embd, self._n_used = n_embd, stage.hp.n_expert_used
 
-    def put(self, tensor: Tensor, name: str) -> Tensor:
-        """Make a node write its result to the memory of that name; return the node."""
-        place(self.buffer, tensor, self.offsets[name])
-        return tensor
+    def embd(self, b: Builder, name: str, n_tokens: int) -> Tensor:
+        """Return a leaf F32 [n_embd, n_tokens] that reads the memory of that name."""
+        return self.leaf(b, name, F32, self._n_embd, n_tokens)
 
-    def leaf(self, b: Builder, name: str, dtype: int, *ne: int) -> Tensor:
-        """Return a leaf that reads the memory of that name; ne: its shape."""
-        return self.put(b.leaf(dtype, ne, name), name)
+    def weights(self, b: Builder, n_tokens: int) -> Tensor:
+        """Return a leaf that reads the weights, F32 [1, n_expert_used, n_tokens]."""
+        return self.leaf(b, "weights", F32, 1, self._n_used, n_tokens)
+
+    def expert_rows(self, b: Builder, n_tokens: int) -> Tensor:
+        """Return a leaf that reads expert_rows, F32 [n_embd, n_expert_used, n_tokens]."""
+        return self.leaf(b, "expert_rows", F32, self._n_embd, self._n_used, n_tokens)
 
 
 class LayerGraphs:
@@ -99,25 +211,15 @@ class LayerGraphs:
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        inputs: InputBlock,
-        hidden: HiddenRows,
-        replay: Replay | None,
-        max_rows: int,
-        sums_last: bool,
-        readback: RoutingReadback,
-        misses: MissHandler | None,
-    ) -> None:
-        self._stage = stage
-        self._inputs = inputs
-        self._hidden = hidden
-        self._replay = replay
-        self._sums_last = sums_last
-        self._readback = readback
-        self._misses = misses
-        self._cpu_experts = misses.cpu_experts if misses else None
-        self.carry = CarryBuffers(stage, max_rows, sums_last, self._cpu_experts is not None)
+        self, stage: Stage, inputs: InputBlock, hidden: HiddenRows, max_rows: int,
+        replay: Replay | None, misses: MissHandler | None,
+    ) -> None:  # fmt: skip
+        self._stage, self._inputs, self._hidden = stage, inputs, hidden
+        self._replay, self.misses = replay, misses
+        device, self._cpu_experts = stage.device, misses.cpu_experts if misses else None
+        self.sums_last = misses is not None and (device.can.exact_sums or device.is_invariant)
+        self.readback = RoutingReadback(stage, max_rows)
+        self.carry = CarryBuffers(stage, max_rows, self.sums_last, self._cpu_experts is not None)
 
     def may_lack(self, il: int, mode: MissMode) -> bool:
         """Return whether `moe` of a layer may have to leave experts out."""
@@ -128,16 +230,13 @@ class LayerGraphs:
         """Return whether the CPU may have to compute experts of a layer."""
         return mode.cpu and il not in mode.fetch_layers and self.may_lack(il, mode)
 
-    def _embd(self, b: Builder, name: str, n_tokens: int) -> Tensor:
-        return self.carry.leaf(b, name, F32, self._stage.hp.n_embd, n_tokens)
-
     def layers(self, b: Builder, shape: PassShape, layers: range, mode: MissMode) -> None:
         """Append consecutive layers, of which only the last may lack experts."""
         stage, n_tokens, inp = self._stage, shape.n_tokens, self._inputs.leaves(b, shape)
         if layers[0] == stage.layers[0]:
             x, norm = inp.embd, build_input_norm(b, stage, inp.embd, layers[0])
         else:
-            x, norm = self._hidden.leaf(b, n_tokens), self._embd(b, "input_norm", n_tokens)
+            x, norm = self._hidden.leaf(b, n_tokens), self.carry.embd(b, "input_norm", n_tokens)
         for il in layers:
             if il != layers[0]:
                 norm = build_input_norm(b, stage, x, il)
@@ -164,13 +263,13 @@ class LayerGraphs:
         """
         if for_cpu and self._cpu_experts:
             self._cpu_experts.export(b, r.post_norm, r.routing.weights)
-        self._readback.export(b, ids, il)
+        self.readback.export(b, ids, il)
 
     def _slots(self, b: Builder, ids: Tensor, il: int, mode: MissMode) -> Tensor:
         """Append the look-up of slots; missing experts are fetched, or get slot -1."""
         banks = self._stage.banks
-        if self._misses and il in mode.fetch_layers:
-            return build_fetched_slots(b, banks, il, ids, self._misses.store.rows[il])
+        if self.misses and il in mode.fetch_layers:
+            return build_fetched_slots(b, banks, il, ids, self.misses.store.rows[il])
         if self.may_lack(il, mode):
             return build_slots(b, banks.tables[il], ids)
         return ids  # in a full layer, the slot of an expert is its id
@@ -181,28 +280,29 @@ class LayerGraphs:
         bank = stage.banks.layer(il)
         c.put(r.post_norm, "post_norm")
         c.put(r.routing.weights_data, "weights")
-        if not self._sums_last:
+        if not self.sums_last:
             x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
             self._put_outputs(b, x, il)
             return
         c.put(r.residual, "residual")
-        if bank.n_slots == 0:
-            rows = b.fill(self._rows_leaf(b, r.post_norm.ne[1]), 0.0)
-        else:
-            rows = stage.hp.expert_rows(b, bank.parts, r.post_norm, slots, r.routing.weights, il)
-        c.put(b.expand(rows), "expert_rows")
+        self.put_rows(b, bank, r.post_norm, slots, r.routing.weights, il)
 
-    def _router_leaves(self, b: Builder, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return leaves that read post_norm and weights of the `layers` graph."""
-        weights = self.carry.leaf(b, "weights", F32, 1, self._stage.hp.n_expert_used, n_tokens)
-        return self._embd(b, "post_norm", n_tokens), weights
+    def put_rows(
+        self, b: Builder, bank: Bank, x: Tensor, slots: Tensor, weights: Tensor, il: int
+    ) -> None:
+        """Append the rows of the resident experts, and put them; zeros for others."""
+        if bank.n_slots == 0:
+            rows = b.fill(self.carry.expert_rows(b, x.ne[1]), 0.0)
+        else:
+            rows = self._stage.hp.expert_rows(b, bank.parts, x, slots, weights, il)
+        self.carry.put(b.expand(rows), "expert_rows")
 
     def head(self, b: Builder, shape: PassShape, results: Results) -> HeadOutputs | None:
         """Append the head, if there is one; it reads the norm that completes the last layer."""
         head = self._stage.weights.head
         if head is None:
             return None
-        norm = self._embd(b, "input_norm", shape.n_tokens)
+        norm = self.carry.embd(b, "input_norm", shape.n_tokens)
         l_out = self._hidden.leaf(b, shape.n_tokens)
         inp = self._inputs.leaves(b, shape)
         build_last_tap(b, self._stage, inp, shape, l_out, norm)
@@ -218,21 +318,17 @@ class LayerGraphs:
         if il < stage.layers[-1] or stage.has_head:
             self.carry.put(build_input_norm(b, stage, l_out, il + 1), "input_norm")
 
-    def _rows_leaf(self, b: Builder, n_tokens: int) -> Tensor:
-        hp = self._stage.hp
-        return self.carry.leaf(b, "expert_rows", F32, hp.n_embd, hp.n_expert_used, n_tokens)
-
     def add_uploaded(self, b: Builder, n_tokens: int, il: int, bank: Bank) -> Tensor:
         """Append `add_uploaded` over a bank; return its input slots, I32 [n_expert_used, n_tokens].
 
         A slot below 0 adds nothing.
         """
         c = self.carry
-        post_norm, weights = self._router_leaves(b, n_tokens)
+        post_norm, weights = c.embd(b, "post_norm", n_tokens), c.weights(b, n_tokens)
         slots = c.leaf(b, "slots", I32, self._stage.hp.n_expert_used, n_tokens)
         rows = self._stage.hp.expert_rows(b, bank.parts, post_norm, slots, weights, -1)
-        if self._sums_last:
-            c.put(b.expand(b.add(self._rows_leaf(b, n_tokens), rows)), "expert_rows")
+        if self.sums_last:
+            c.put(b.expand(b.add(self.carry.expert_rows(b, n_tokens), rows)), "expert_rows")
         else:
             self._add_to_output(b, build_expert_sum(b, rows, -1), il)
         return slots
@@ -240,11 +336,11 @@ class LayerGraphs:
     def add_cpu(self, b: Builder, n_tokens: int, il: int) -> Tensor:
         """Append `add_cpu`; return its input, the CPU's result (shape: see `CarryBuffers`)."""
         c, hp = self.carry, self._stage.hp
-        if self._sums_last:
+        if self.sums_last:
             cpu_out = c.leaf(b, "cpu_out", F32, hp.n_embd, hp.n_expert_used, n_tokens)
-            c.put(b.expand(b.add(self._rows_leaf(b, n_tokens), cpu_out)), "expert_rows")
+            c.put(b.expand(b.add(self.carry.expert_rows(b, n_tokens), cpu_out)), "expert_rows")
         else:
-            cpu_out = self._embd(b, "cpu_out", n_tokens)
+            cpu_out = self.carry.embd(b, "cpu_out", n_tokens)
             self._add_to_output(b, cpu_out, il)
         return cpu_out
 
@@ -255,18 +351,19 @@ class LayerGraphs:
 
     def sum_rows(self, b: Builder, n_tokens: int, il: int) -> None:
         """Append the sum of the expert rows, then the shared expert and the residual."""
-        moe = build_expert_sum(b, self._rows_leaf(b, n_tokens), il)
+        moe = build_expert_sum(b, self.carry.expert_rows(b, n_tokens), il)
         residual, post_norm = (
-            self._embd(b, "residual", n_tokens),
-            self._embd(b, "post_norm", n_tokens),
+            self.carry.embd(b, "residual", n_tokens),
+            self.carry.embd(b, "post_norm", n_tokens),
         )
         stage = self._stage
         x = stage.hp.layer_end(b, stage.weights.layer(il), residual, post_norm, moe, il)
         self._put_outputs(b, x, il)
 
     def close(self) -> None:
-        """Free the carry buffers."""
-        self.carry.buffer.close()
+        """Free the carry buffers and the readback."""
+        self.carry.close()
+        self.readback.close()
 
 
 # Enough for sequences that take turns at any length; `GraphCache` limits the memory of the graphs.
@@ -285,22 +382,18 @@ class LaunchStep:
     """Consecutive layers in one graph, and the graphs that complete the last layer.
 
     ids: (il, I32 [n_tokens * n_expert_used]) of each layer, in host memory. fetch_layers: layers
-    whose graph fetches missing experts. lacking: the last layer, if it may lack experts; then there
-    is add. sum_rows: the graph of that name (CPU device).
+    whose graph fetches missing experts. lacking: the last layer, if it may lack experts. add: the
+    graphs that add what its `moe` left out: `add_uploaded` of both staging banks (staging0,
+    staging1) and of its own, if missing experts may get its slots; cpu, `add_cpu`, if the CPU may
+    compute. sum_rows: the graph of that name (CPU device).
     """
 
     graph: BuiltGraph
     ids: list[tuple[int, HostIds]]
     fetch_layers: frozenset[int] = frozenset()
     lacking: int | None = None
-    add: AddGraphs | None = None
+    add: Mapping[str, BuiltGraph] = field(default_factory=dict)
     sum_rows: BuiltGraph | None = None
-
-    def graphs(self) -> Iterator[BuiltGraph]:
-        """Yield the graphs that each launch has."""
-        yield self.graph
-        if self.sum_rows:
-            yield self.sum_rows
 
 
 @dataclass
@@ -315,12 +408,10 @@ class LaunchPlan:
     generation: int
     n_uses: int = 0
 
-    def graphs(self) -> Iterator[BuiltGraph]:
-        """Yield the graphs that each pass launches."""
-        for step in self.steps:
-            yield from step.graphs()
-        if self.head:
-            yield self.head
+    def graphs(self) -> list[BuiltGraph]:
+        """Return the graphs that each pass launches."""
+        found = [graph for step in self.steps for graph in (step.graph, step.sum_rows)]
+        return [graph for graph in (*found, self.head) if graph]
 
     def set_length(self, n_kv: int) -> None:
         """Do `BuiltGraph.set_length` for all graphs with attention."""
@@ -331,22 +422,11 @@ class LaunchPlan:
 class LaunchPlans:
     """Builds launch plans at first use and keeps the latest.
 
-    sums_last: `sum_rows` completes layers that may lack experts. n_planned: plans made so far.
+    n_planned: plans made so far.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        graphs: GraphCache,
-        layer_graphs: LayerGraphs,
-        readback: RoutingReadback,
-        sums_last: bool,
-    ) -> None:
-        self._stage = stage
-        self._graphs = graphs
-        self._layer_graphs = layer_graphs
-        self._readback = readback
-        self._sums_last = sums_last
+    def __init__(self, stage: Stage, graphs: GraphCache, layer_graphs: LayerGraphs) -> None:
+        self._stage, self._graphs, self._layer_graphs = stage, graphs, layer_graphs
         # upper bounds; the second one also holds for add_uploaded and sum_rows
         self._n_nodes_mixer_router, self._n_nodes_moe = 160, 128 + 10 * stage.hp.n_expert_used
         self._plans: OrderedDict[tuple[PassShape, Results, MissMode], LaunchPlan] = OrderedDict()
@@ -418,11 +498,11 @@ class LaunchPlans:
             len(layers) * (self._n_nodes_mixer_router + self._n_nodes_moe),
             lambda b: graphs.layers(b, layer_shape, layers, mode),
         )
-        ids = [(il, self._readback.of(il, n_tokens)) for il in layers]
+        ids = [(il, self._layer_graphs.readback.of(il, n_tokens)) for il in layers]
         if not may_lack:
             return LaunchStep(graph, ids, fetch_layers)
         sum_rows = None
-        if self._sums_last:
+        if graphs.sums_last:
             sum_rows = self._graphs.get(
                 ("sum_rows", il, n_tokens),
                 self._n_nodes_moe,
@@ -431,8 +511,8 @@ class LaunchPlans:
         add = self._add_graphs(il, n_tokens, mode)
         return LaunchStep(graph, ids, fetch_layers, il, add, sum_rows)
 
-    def _add_graphs(self, il: int, n_tokens: int, mode: MissMode) -> AddGraphs:
-        """Return the graphs that add the missing experts of layer il."""
+    def _add_graphs(self, il: int, n_tokens: int, mode: MissMode) -> dict[str, BuiltGraph]:
+        """Return the graphs that add the missing experts of layer il; see `LaunchStep`."""
         graphs, banks = self._layer_graphs, self._stage.banks
         named = {f"staging{turn}": banks.staging(il, turn) for turn in range(2)}
         if mode.admits and banks.n_slots[il] and il not in mode.fetch_layers:
@@ -445,12 +525,11 @@ class LaunchPlans:
             )
             for name, bank in named.items()
         }
-        cpu = None
         if graphs.exports(il, mode):
-            cpu = self._graphs.get(
+            add["cpu"] = self._graphs.get(
                 ("add_cpu", il, n_tokens), 16, lambda b: graphs.add_cpu(b, n_tokens, il)
             )
-        return AddGraphs((add["staging0"], add["staging1"]), add.get("own"), cpu)
+        return add
 
     def _head(self, shape: PassShape, results: Results) -> BuiltGraph | None:
         if not self._stage.has_head:

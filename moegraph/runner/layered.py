@@ -45,41 +45,10 @@ from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch, Callback, Predicate
-from .layer_graphs import LaunchPlan, LaunchPlans, LaunchStep, LayerGraphs
+from .layer_graphs import LaunchPlan, LaunchPlans, LaunchStep, LayerGraphs, Replay
 from .misses import MissHandler
-from .readback import Replay, RoutingReadback
 from .results import Output
 from .sweeps import Sweeps
-
-
-class PassClock:
-    """Measures one pass: `start`, `leave` once it is enqueued, `back` when its caller asks for it.
-
-    A pass that is never asked for is never read; the next `start` begins anew.
-    """
-
-    def __init__(self) -> None:
-        self._began = 0.0
-        self._left_at: float | None = None
-
-    def start(self) -> float:
-        """Start from zero; return the time now."""
-        self._began, self._left_at = time.perf_counter(), None
-        return self._began
-
-    def leave(self) -> None:
-        """Stop: the caller runs while the pass is under way."""
-        self._left_at = time.perf_counter()
-
-    def back(self) -> None:
-        """Go on: the engine waits for the pass."""
-        if self._left_at is not None:
-            self._began += time.perf_counter() - self._left_at
-            self._left_at = None
-
-    def seconds(self) -> float:
-        """Return the seconds since `start`, without those between `leave` and `back`."""
-        return time.perf_counter() - self._began
 
 
 class LayeredRunner(Runner):
@@ -88,7 +57,6 @@ class LayeredRunner(Runner):
     residency: decides about missing experts, and counts choices. cache: its slots.
     misses: carries out these decisions; None when all experts are resident.
     replay: recorded routing for one-row passes, or None.
-    clock: the time of a pass.
     phases: total host seconds: launching graphs, waiting for ids, and resolving them (uploads of
         missing experts and their computation on the CPU included).
     plans: launch plans of the passes so far.
@@ -99,14 +67,9 @@ class LayeredRunner(Runner):
     mode = "layered"
 
     def __init__(
-        self,
-        stage: Stage,
-        n_ubatch: int,
-        misses: MissHandler | None = None,
-        replay: Replay | None = None,
-        n_sweep: int = 0,
-        ring_groups: int = 0,
-    ) -> None:
+        self, stage: Stage, n_ubatch: int, misses: MissHandler | None = None,
+        replay: Replay | None = None, n_sweep: int = 0, ring_groups: int = 0,
+    ) -> None:  # fmt: skip
         """n_sweep: most rows of a prompt in one sweep; 0: no sweeps. ring_groups: see `Sweeps`."""
         max_rows = stage.state.shape.pass_rows(n_ubatch)
         hidden = HiddenRows(stage, max_rows)
@@ -115,28 +78,17 @@ class LayeredRunner(Runner):
         self.replay = replay
         self.residency = misses.residency if misses else _all_resident(stage)
         self.cache = self.residency.cache
-        self.clock = PassClock()
+        self._launch_s = 0.0  # of the last pass
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
-        device = stage.device
-        sums_last = misses is not None and (device.can.exact_sums or device.is_invariant)
-        self._readback = RoutingReadback(stage, max_rows)
-        self._layer_graphs = LayerGraphs(
-            stage,
-            self._inputs,
-            hidden,
-            replay,
-            max_rows,
-            sums_last,
-            self._readback,
-            misses,
-        )
+        self._layer_graphs = LayerGraphs(stage, self._inputs, hidden, max_rows, replay, misses)
+        self._readback = self._layer_graphs.readback
         if n_sweep:
             self.sweeps = Sweeps(
-                stage, self.graphs, self._results, n_ubatch, n_sweep, hidden, self.residency,
-                misses, self._layer_graphs, sums_last, self.observers, ring_groups,
+                stage, self.graphs, self.results, n_ubatch, n_sweep, hidden, self.residency,
+                self._layer_graphs, self.observers, ring_groups,
             )  # fmt: skip
-        self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs, self._readback, sums_last)
+        self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
         self._current: tuple[PassPlan, LaunchPlan] | None = None  # the pass that is launched next
@@ -144,11 +96,7 @@ class LayeredRunner(Runner):
     @property
     def compute_bytes(self) -> int:
         """Device bytes of inputs, intermediates and `CarryBuffers`."""
-        return super().compute_bytes + self._layer_graphs.carry.buffer.size
-
-    def build_ahead(self, batch: Batch) -> None:
-        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
-        self._build(self.shape_of(batch), batch.kind, batch.results)
+        return super().compute_bytes + self._layer_graphs.carry.n_bytes
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -162,7 +110,7 @@ class LayeredRunner(Runner):
         try:
             yield
         finally:
-            self.recover()
+            self.give_up()
             self.device.synchronize()
             due = self.residency.restore(saved)
             if self.misses and sent:
@@ -171,18 +119,20 @@ class LayeredRunner(Runner):
                 self.misses.sent = sent
             self.phases.update(phases)
 
-    def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
+    def build(self, shape: PassShape, kind: Kind, results: Results) -> None:
+        """Build the graphs of a pass."""
         mode = self.residency.miss_mode(kind, shape.n_tokens)
-        self.plans.get(self.longest(shape), results, mode)
+        self.plans.get(self.shapes.longest(shape), results, mode)
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
-        self.recover()
+        if self._is_unfinished:
+            self._roll_back()
         self._is_unfinished = True
         try:
             start = time.perf_counter()
             plan = self.residency.begin_pass(batch.kind, shape.n_tokens, shape.n_seqs)
             self._add_phase("launch", start)
-            launches = self.plans.get(self.longest(shape), batch.results, plan.mode)
+            launches = self.plans.get(self.shapes.longest(shape), batch.results, plan.mode)
             launches.set_length(shape.n_kv)
             self._current = plan, launches
         except BaseException:
@@ -199,8 +149,9 @@ class LayeredRunner(Runner):
             raise
         self._is_unfinished = False
 
-    def recover(self) -> None:
-        """Undo the last pass, if it failed and its roll-back was interrupted."""
+    def give_up(self) -> None:
+        """Forget the pass in flight; undo the last one, if it failed and that was interrupted."""
+        super().give_up()
         if self._is_unfinished:
             self._roll_back()
 
@@ -215,7 +166,7 @@ class LayeredRunner(Runner):
     def _launch_all(
         self, shape: PassShape, cancelled: Predicate, begins: Callback, may_pause: Predicate | None
     ) -> Iterator[None]:
-        start = self.clock.start()
+        began = start = time.perf_counter()
         if self._current is None:
             raise InternalError("a pass was launched before it was prepared")
         (plan, launches), self._current = self._current, None
@@ -243,7 +194,7 @@ class LayeredRunner(Runner):
                 unread = None
         head = launches.head
         if head:
-            reads, n_reads = self._result_reads(head.outputs)
+            reads, n_reads = self.results.reads(head.outputs)
             status = C.mg_launch(self.device.compute.ptr, head.graph, reads, n_reads)
             self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
@@ -255,13 +206,14 @@ class LayeredRunner(Runner):
             self.replay.advance()
         if self.misses:
             self.misses.end_launch()
-        self.clock.leave()
+        self._launch_s = time.perf_counter() - began
 
     def collect(self) -> Output:
         """Wait for the pass and return its results; see `Runner.collect`."""
-        self.clock.back()
+        start = time.perf_counter()
         output = super().collect()
-        self.residency.end_pass(self.clock.seconds())
+        # without the time of the caller in between
+        self.residency.end_pass(self._launch_s + time.perf_counter() - start)
         return output
 
     def _add_phase(self, phase: str, start: float) -> float:
@@ -319,7 +271,6 @@ class LayeredRunner(Runner):
             if part:
                 part.close()
         self._layer_graphs.close()
-        self._readback.close()
 
 
 def _all_resident(stage: Stage) -> Residency:

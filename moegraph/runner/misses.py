@@ -1,14 +1,7 @@
 """Carries out what `Residency` decides about missing experts: uploads, tables, CPU, graphs.
 
-In a pass of up to 32 rows, the graph of a layer can fetch its missing experts, if they are in
-pinned memory: they go into the slots of the victims that `Residency.begin_pass` chose. The host
-reads the ids later and records what the graph did. If there were too few victims, the rest goes
-through staging.
-
-Otherwise the expert FFN of layer l runs without the missing experts. Meanwhile the host uploads
-them, or the CPU computes them (cpu_experts.py), and the graphs `add_uploaded` and
-`add_cpu` add them. Experts that the CPU computed and that the cache wants are promoted: uploaded
-last on the same stream, resident in the next pass.
+layered.py says what happens in a layer. Experts that the CPU computed and that the cache wants are
+promoted: uploaded last on the same stream, resident in the next pass.
 
 The device's slot tables are updated when the next pass begins. `measure_costs` measures at load
 what an upload costs here, and what the CPU takes.
@@ -29,8 +22,7 @@ layer have arrived: by then the device has read it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -128,6 +120,7 @@ class Uploader:
         self._uploaded, self._enqueued = stage.device.event(), stage.device.event()
         self._staging_free = [stage.device.event(), stage.device.event()]
         self._staging_turn = 0
+        self._measured: dict[int, float] = {}  # seconds, by the number of experts
 
     def send(self, il: int, bank: Bank, pairs: Pairs) -> None:
         """Enqueue copies of (expert, slot) pairs to a bank."""
@@ -201,7 +194,7 @@ class Uploader:
         self._launch(il, 0, pairs, ids, graph, ffi.NULL)
 
     def add_staged(
-        self, il: int, experts: Sequence[int], ids: Ids, graphs: Sequence[BuiltGraph]
+        self, il: int, experts: Sequence[int], ids: Ids, graphs: Mapping[str, BuiltGraph]
     ) -> None:
         """Upload experts to the staging banks in turn; launch the `add_uploaded` of each bank."""
         for wave, start in enumerate(range(0, len(experts), N_STAGING), 1):
@@ -212,7 +205,7 @@ class Uploader:
             if event:  # the graph that read the bank last has ended
                 C.ggml_backend_event_wait(self._device.upload.ptr, free)
             self.send(il, self._banks.staging(il, turn), pairs)
-            self._launch(il, wave, pairs, ids, graphs[turn], free)
+            self._launch(il, wave, pairs, ids, graphs[f"staging{turn}"], free)
 
     def _launch(
         self, il: int, wave: int, pairs: Pairs, ids: Ids, graph: BuiltGraph, free: Any
@@ -233,6 +226,25 @@ class Uploader:
         if status:
             self._device.check(status, f"the missing experts of layer {il}")
 
+    def seconds(self, n_experts: int) -> float:
+        """Return the seconds of uploading n experts to a staging bank, at most N_STAGING at a time.
+
+        Each number is measured once: the least of six uploads; what disturbs one adds time.
+        """
+        at_once = min(n_experts, N_STAGING)
+        if at_once not in self._measured:
+            samples, n_bytes, il = [], self.n_bytes, self._store.layers[0]
+            for at in range(6):
+                # each twice: the device reads a page more slowly the first time
+                first = at % 3 * at_once % (self._n_expert - at_once + 1)
+                pairs, start = [(first + i, i) for i in range(at_once)], time.perf_counter()
+                self.send(il, self._banks.staging(il, 0), pairs)
+                C.ggml_backend_synchronize(self._device.upload.ptr)
+                samples.append(time.perf_counter() - start)
+            self.n_bytes = n_bytes  # what is measured is not counted
+            self._measured[at_once] = min(samples)
+        return self._measured[at_once] * n_experts / at_once
+
     def close(self) -> None:
         """Free the events and the host rows."""
         for handle in (self._slots, self._uploaded, self._enqueued, *self._staging_free):
@@ -240,36 +252,18 @@ class Uploader:
                 handle.close()
 
 
-@dataclass(frozen=True)
-class AddGraphs:
-    """The graphs that add what `moe` of a layer left out.
-
-    staging: `add_uploaded` of both staging banks. own: that of the layer's own bank, if missing
-    experts may get its slots. cpu: `add_cpu`, if the CPU may compute.
-    """
-
-    staging: tuple[BuiltGraph, BuiltGraph]
-    own: BuiltGraph | None = None
-    cpu: BuiltGraph | None = None
-
-
 class MissHandler:
     """The means to compute missing experts, and the residency that decides about them.
 
-    store: host memory of the experts of all layers that are not full. uploads: copies experts; link
-    measures them. cpu_experts: computes experts on the CPU; None when the device computes all.
-    n_cpu_experts: experts computed on the CPU, summed over all layers and passes.
+    store: host memory of the experts of all layers that are not full. uploads: copies experts.
+    cpu_experts: computes experts on the CPU; None when the device computes all. n_cpu_experts:
+    experts computed on the CPU, summed over all layers and passes.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        cache: ExpertCache,
-        cpu_experts: CpuExperts | None,
-        mode: str,
-        max_rows: int,
-        guarded: bool = True,
-    ) -> None:
+        self, stage: Stage, cache: ExpertCache, cpu_experts: CpuExperts | None, mode: str,
+        max_rows: int, guarded: bool = True,
+    ) -> None:  # fmt: skip
         """Measure the machine and decide who computes; cache: its slots are filled.
 
         mode: the value of --miss. If the CPU should compute nothing, this frees cpu_experts.
@@ -278,18 +272,14 @@ class MissHandler:
         n_expert, n_used = cache.n_expert, cache.n_expert_used
         self._tables = SlotTables(stage)
         self.uploads = Uploader(stage, max_rows * n_used)
-        self.link = LinkTimer(stage, self.uploads)
-        costs = measure_costs(self.link, cpu_experts, mode, n_used, guarded and bool(cache.partial))
+        costs = measure_costs(
+            self.uploads, cpu_experts, mode, n_used, guarded and bool(cache.partial)
+        )
         ways = choose_ways(mode, costs, cache.n_slots, n_used, n_expert)
         if cpu_experts and not ways.cpu:
             cpu_experts.close()
         self.cpu_experts = cpu_experts if ways.cpu else None
-        self.residency = Residency(
-            cache,
-            ways,
-            fetchable=self.store.rows,
-            move_s=costs.move_s,
-        )
+        self.residency = Residency(cache, ways, fetchable=self.store.rows, move_s=costs.move_s)
         self.n_cpu_experts = 0
         self._n_fetched_bytes = 0
 
@@ -298,16 +288,6 @@ class MissHandler:
         """One line each, or '', about memory that could not be pinned and about too few slots."""
         cache = self.residency.cache
         return [self.store.warning, few_slots_warning(cache.n_slots, cache.n_expert_used)]
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of host memory that hold copies of experts."""
-        return self.store.pinned_bytes
-
-    @property
-    def n_bytes_to_device(self) -> int:
-        """Expert bytes that crossed to the device, uploaded or fetched."""
-        return self.uploads.n_bytes + self._n_fetched_bytes
 
     @property
     def sent(self) -> tuple[int, int, int]:
@@ -323,7 +303,7 @@ class MissHandler:
         residency = self.residency
         return ExpertStats(
             residency.cache.stats,
-            self.n_bytes_to_device,
+            self.uploads.n_bytes + self._n_fetched_bytes,
             self.n_cpu_experts,
             len(residency.miss_mode(Kind.DECODE, 1).fetch_layers),
             phases_s,
@@ -355,11 +335,11 @@ class MissHandler:
         self._tables.send()
 
     def carry_out(
-        self, il: int, plan: LayerPlan, ids: Ids, n_tokens: int, graphs: AddGraphs
+        self, il: int, plan: LayerPlan, ids: Ids, n_tokens: int, graphs: Mapping[str, BuiltGraph]
     ) -> None:
         """Upload or compute the missing experts of a layer, and launch the graphs that add them.
 
-        ids: I32 [n_tokens * n_expert_used], the pass's choice in layer il.
+        ids: I32 [n_tokens * n_expert_used], the pass's choice. graphs: see `LaunchStep`.
         """
         uploads, cpu = self.uploads, self.cpu_experts
         if plan.on_cpu:
@@ -367,11 +347,11 @@ class MissHandler:
                 raise InternalError(f"layer {il}: there is nothing that computes on the CPU")
             cpu.begin(il, ids, plan.on_cpu, n_tokens)  # its threads compute from now on
         if plan.admitted:
-            uploads.add(il, plan.admitted, ids, _planned(graphs.own, il))
+            uploads.add(il, plan.admitted, ids, graphs["own"])
         if plan.staged:
-            uploads.add_staged(il, plan.staged, ids, graphs.staging)
+            uploads.add_staged(il, plan.staged, ids, graphs)
         if cpu and plan.on_cpu:
-            self._add_from_cpu(il, cpu, _planned(graphs.cpu, il))
+            self._add_from_cpu(il, cpu, graphs["cpu"])
             self.n_cpu_experts += len(plan.on_cpu)
         if plan.promoted:
             uploads.promote(il, plan.promoted)
@@ -393,60 +373,22 @@ class MissHandler:
                 part.close()
 
 
-def _planned(graph: BuiltGraph | None, il: int) -> BuiltGraph:
-    """Return a graph that the launch plan must have, as the layer plan needs it."""
-    if graph is None:
-        raise InternalError(f"layer {il}: the launch plan lacks a graph that the layer plan needs")
-    return graph
-
-
 # Rows of an expert that the CPU computes for the cost of a further row: a missing expert has few.
 _ROWS = 4
 
 
-class LinkTimer:
-    """Measures uploads to a staging bank; each number of experts once."""
-
-    def __init__(self, stage: Stage, upload: Uploader) -> None:
-        self._stage, self.uploads = stage, upload
-        self._measured: dict[int, float] = {}
-
-    def seconds(self, n_experts: int) -> float:
-        """Return the seconds of uploading n experts, at most N_STAGING at a time."""
-        at_once = min(n_experts, N_STAGING)
-        return self._at_once(at_once) * n_experts / at_once
-
-    def _at_once(self, n_experts: int) -> float:
-        """Return the least of six uploads of n_experts experts; what disturbs one adds time."""
-        if n_experts in self._measured:
-            return self._measured[n_experts]
-        stage, samples, n_bytes = self._stage, [], self.uploads.n_bytes
-        il = stage.store.layers[0]
-        bank = stage.banks.staging(il, 0)
-        for at in range(6):
-            # each twice: the device reads a page more slowly the first time
-            first = at % 3 * n_experts % (stage.hp.n_expert - n_experts + 1)
-            start = time.perf_counter()
-            self.uploads.send(il, bank, [(first + i, i) for i in range(n_experts)])
-            C.ggml_backend_synchronize(stage.device.upload.ptr)
-            samples.append(time.perf_counter() - start)
-        self.uploads.n_bytes = n_bytes  # what is measured is not counted
-        self._measured[n_experts] = min(samples)
-        return self._measured[n_experts]
-
-
 def measure_costs(
-    link: LinkTimer, cpu_experts: CpuExperts | None, mode: str, n_used: int, guarded: bool
+    uploads: Uploader, cpu_experts: CpuExperts | None, mode: str, n_used: int, guarded: bool
 ) -> MissCosts:
     """Measure what the value of --miss, and the guard, need to know.
 
     n_used: experts that a row chooses.
     """
-    move_s = link.seconds(1) if guarded else None
+    move_s = uploads.seconds(1) if guarded else None
     if cpu_experts is None or mode != "auto":
         return MissCosts(move_s=move_s)
     on_cpu = [0.0] + [cpu_experts.measure(n) for n in range(1, n_used + 1)]
-    streamed = [0.0] + [link.seconds(n) for n in range(1, n_used + 1)]
+    streamed = [0.0] + [uploads.seconds(n) for n in range(1, n_used + 1)]
     more = cpu_experts.measure(n_used, _ROWS) / on_cpu[n_used] - 1.0
     per_row = more / (_ROWS - 1)
     return MissCosts(tuple(on_cpu), tuple(streamed), max(per_row, 0.0), move_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,9 @@ import numpy.typing as npt
 from ..errors import InternalError, NativeError, OutOfDeviceMemory
 from ..ggml.choose import TOTAL_WORD
 from ..ggml.device import Device, HostBuffer
-from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
-from ..ggml.memory import place
-from ..ggml.ops import F32, Tensor
+from ..ggml.memory import Block
+from ..ggml.ops import Tensor
 from ..graphs.head import HeadOutputs, Results
 from ..units import round_up
 
@@ -66,27 +64,22 @@ class KeptLogits:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._opened = ExitStack()
-        self._all: Tensor | None = None
+        self._block: Block | None = None
         self._copied = device.event()
         self.n_rows = 0
 
     def keep(self, logits: Tensor) -> bool:
         """Enqueue the copy of logits F32 [n_vocab, n]; return False if there is no memory."""
         n_bytes, compute = C.ggml_nbytes(logits), self._device.compute.ptr
-        if self._all is None or C.ggml_nbytes(self._all) < n_bytes:
+        if self._block is None or self._block.n_bytes < n_bytes:
             self._device.synchronize()
-            self._opened.close()
-            self._all = None
+            self._free()
+            shapes, what = {"all": (1, n_bytes // 4)}, "logits that are kept"
             try:
-                memory = self._device.buffer(n_bytes, "logits that are kept", "lower --parallel")
+                self._block = Block(self._device, shapes, what, "lower --parallel")
             except OutOfDeviceMemory:
                 return False
-            context = self._opened.enter_context(closing(Context(1)))
-            self._opened.enter_context(closing(memory))
-            self._all = C.ggml_new_tensor_1d(context.ptr, F32, n_bytes // 4)
-            place(memory, self._all, 0)
-        C.mg_copy_bytes(compute, logits, 0, self._all, 0, n_bytes)
+        C.mg_copy_bytes(compute, logits, 0, self._block.tensors["all"], 0, n_bytes)
         if self._copied:
             C.ggml_backend_event_record(self._copied.ptr, compute)
         self.n_rows = logits.ne[1]
@@ -95,16 +88,23 @@ class KeptLogits:
     def read(self, row: int, to: HostBuffer) -> None:
         """Copy a row to host memory, on the stream for uploads, and wait."""
         stream, size = self._device.upload.ptr, to.array.nbytes
-        if self._all is None:
+        if self._block is None:
             raise InternalError("no logits were kept")
         if self._copied:
             C.ggml_backend_event_wait(stream, self._copied.ptr)
-        C.ggml_backend_tensor_get_async(stream, self._all, to.address(), row * size, size)
+        C.ggml_backend_tensor_get_async(
+            stream, self._block.tensors["all"], to.address(), row * size, size
+        )
         C.ggml_backend_synchronize(stream)
+
+    def _free(self) -> None:
+        if self._block:
+            self._block.close()
+        self._block = None
 
     def close(self) -> None:
         """Free the memory."""
-        self._opened.close()
+        self._free()
         if self._copied:
             self._copied.close()
 
@@ -131,8 +131,13 @@ class ResultMemory:
         """Note that something is computed: the logits on the device are lost."""
         self._head = None
 
-    def reads(self, head: HeadOutputs) -> Any:
-        """Return the two copies of a head's results to the host: check, then main."""
+    def reads(self, head: HeadOutputs | None) -> tuple[object, int]:
+        """Return the copies of a head's results to the host, and how many: check, then main.
+
+        None without a head.
+        """
+        if head is None:
+            return ffi.NULL, 0
         if head is not self._reads_of:  # not as for the token before
             n_check = C.ggml_nbytes(head.check)
             n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
@@ -150,7 +155,7 @@ class ResultMemory:
         self._head = head
         if self.is_watched:
             self._check.view(np.uint32)[:] = _MISSING
-        return self._reads
+        return self._reads, 2
 
     def have_arrived(self) -> bool:
         """Return whether the check of the head that was launched last is in host memory.
@@ -198,15 +203,14 @@ class ResultMemory:
 
         F32 [n_vocab]. The memory is used again by the next call.
         """
+        if self._logits is None:
+            self._logits = self._device.host_buffer(4 * self._n_vocab)
         if 0 <= row < self._kept.n_rows:
-            self._logits = self._logits or self._device.host_buffer(4 * self._n_vocab)
             self._kept.read(row, self._logits)
             return self._logits.array.view(np.float32)
         head, n_vocab = self._head, self._n_vocab
         if head is None or not 0 <= row < head.logits.ne[1]:
             raise InternalError(f"the logits of row {row} are not on the device any more")
-        if self._logits is None:
-            self._logits = self._device.host_buffer(4 * n_vocab)
         compute = self._device.compute.ptr
         C.ggml_backend_tensor_get_async(
             compute, head.logits, self._logits.address(), row * 4 * n_vocab, 4 * n_vocab

@@ -6,15 +6,14 @@
     host:              ids(0): asks for what is absent  | ids(1) ...
 
 The hidden states of all rows stay on the device. `experts` leaves absent experts out. Each of them
-is sent once, through a ring of groups of slots, and then computed for all rows that chose it. What
-the policy prefers to residents is then copied into slots of the layer (`Sweeps.keep`).
+is sent once, through a ring of groups of slots, and then computed for all rows that chose it
+(`MissingExperts`). What the policy prefers to residents is then copied into slots of the layer.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,28 +23,130 @@ from ..errors import InternalError
 from ..experts.crossing import Crossing, Forecast, Group, by_popularity
 from ..experts.passplan import PassPlan
 from ..ggml.handles import Event
-from ..ggml.lib import C, ffi
+from ..ggml.lib import C
 from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
-from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import Segment, kv_length
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
-from ..resident.hostcopies import StatesCopy
 from .results import NotFinite, Output
 from .sweep_batch import Chunk, Form, SweepBatch, SweptPrompt, Taps
 from .sweeps import MAX_AHEAD, Sweeps
 
 # Steps of a prompt of several chunks that may be enqueued ahead of the device: they are long, and
-# whoever else wants to compute waits for them. So it is if the caller wants chunks of few rows.
+# other requests wait for them. So it is if the caller wants chunks of few rows.
 _AHEAD = 3
 
 
-class _Book(NamedTuple):
-    """The choice of a layer that is not recorded yet; done: the host has it after this event."""
+class MissingExperts:
+    """Experts that layers lack, while a sweep computes them: which are sent, and when they compute.
 
-    il: int
-    n_rows: int
-    done: Event | None
+    kept: experts of the layer to keep after use, and their slots.
+    """
+
+    def __init__(self, sweeps: Sweeps, n_rows: int) -> None:
+        """n_rows: of all prompts of the sweep."""
+        self._s, self._n_expert = sweeps, sweeps.stage.hp.n_expert
+        ring = sweeps.ring
+        self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
+        # the layer that it foresees comes second
+        self._forecast, self._foreseen = Forecast(n_rows), -1
+        self.kept: dict[int, int] = {}
+
+    def forget(self) -> None:
+        """Note that experts may have gained or lost slots."""
+        self._foreseen, self.kept = -1, {}
+
+    def ask(self, il: int, chosen: npt.NDArray[np.int32], absent: npt.NDArray[np.bool_]) -> None:
+        """Send the experts among the choice of a chunk that it misses."""
+        self._crossing.ask(il, by_popularity(chosen, absent, self._n_expert))
+        self._send()
+
+    def _send(self) -> None:
+        """Enqueue uploads into the groups that are free."""
+        s = self._s
+        for group, pairs, is_new in self._crossing.sends():
+            free, uploaded = s.ring_events[group.index]
+            if is_new and free:
+                C.ggml_backend_event_wait(s.device.upload.ptr, free.ptr)
+            s.send(group.il, group.index, pairs)
+            if uploaded:
+                C.ggml_backend_event_record(uploaded.ptr, s.device.upload.ptr)
+        if s.misses:
+            s.misses.store.ahead(self._crossing.waiting(self._crossing.n_each))
+
+    def send_ahead(self, il: int) -> None:
+        """Send experts of the next layer, if there is room, before its router has chosen."""
+        s, room, residency = self._s, self._crossing.n_room, self._s.residency
+        if not room or residency is None or il not in s.stage.layers:
+            return
+        if self._foreseen != il:
+            asked = self._crossing.asked(il)
+            absent = np.flatnonzero(residency.cache.tables[il] < 0)
+            absent = absent[~np.isin(absent, list(asked))] if asked else absent
+            counts = residency.routing.popularity(il)
+            self._forecast.begin(counts, absent, s.stage.hp.n_expert_used)
+            self._foreseen = il
+        self._crossing.ask(il, self._forecast.likely(room))
+        self._send()
+
+    def groups(self, il: int, n_chunks: int) -> Iterator[Group]:
+        """Yield the groups of a layer as they are to be computed; `give_back` ends each.
+
+        The first group has most rows. In a long prompt it arrived long ago, as have those after it
+        but the last. These are computed before it: while it is computed, further experts arrive in
+        their slots.
+        """
+        held = self._crossing.held(il)
+        if n_chunks > 1:
+            held = held[1:-1] + held[:1] + held[1:][-1:]
+        yield from held
+        while held := self._crossing.held(il):
+            yield held[0]
+
+    def compute(
+        self, il: int, group: Group, missing: MissingPlaces, ids: npt.NDArray[np.int32],
+        part: list[Chunk],
+    ) -> None:  # fmt: skip
+        """Enqueue what the experts of a group compute for the rows of a part that chose them."""
+        s, uploaded = self._s, self._s.ring_events[group.index][1]
+        if uploaded:
+            C.ggml_backend_event_wait(s.device.compute.ptr, uploaded.ptr)
+        slots = np.full(self._n_expert, -1, dtype=np.int32)
+        slots[group.experts] = np.arange(len(group.experts))
+        for places in self._cut(missing.of(group.experts), part):
+            turn, n_padded = s.memory.write_unit(places, ids, slots)
+            inputs = s.graphs.unit_inputs(turn, n_padded)
+            unit = s.graphs.unit(il, group.index, n_padded)
+            s.launch(inputs, f"the inputs of missing experts of layer {il}")
+            s.memory.sent_unit(turn)
+            s.launch(unit, f"the missing experts of layer {il}")
+
+    def _cut(self, places: npt.NDArray[np.int32], part: list[Chunk]) -> list[npt.NDArray[np.int32]]:
+        """Return the places of each unit: as few units as possible, of nearly equal size.
+
+        On the CPU the bits of a product depend on how many rows of a graph chose the expert. A
+        chunk must give the same bits as in a pass of its own.
+        """
+        if not self._s.device.can.exact_sums:
+            n = -(-len(places) // (self._s.memory.most - 1))
+            return np.array_split(places, n) if n else []
+        k = self._s.stage.hp.n_expert_used
+        found = np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
+        return [rows for rows in found if len(rows)]
+
+    def give_back(self, il: int, group: Group) -> None:
+        """Keep experts of a group that was computed, and enqueue uploads into the group."""
+        s, free = self._s, self._s.ring_events[group.index][0]
+        s.keep(il, group, self.kept)
+        if free:
+            C.ggml_backend_event_record(free.ptr, s.device.compute.ptr)
+        self._crossing.give_back(group)
+        self._send()
+
+    def leave(self, il: int, n_chosen: int) -> None:
+        """Note that a layer is done, and how many of its absent experts its rows chose."""
+        self._forecast.note(n_chosen, len(self._crossing.asked(il)) - n_chosen)
+        self._crossing.leave(il)
 
 
 class StageSweep:
@@ -64,16 +165,13 @@ class StageSweep:
         self._state = sweeps.stage.state
         self._n_rows = sum(len(prompt.batch.tokens) for prompt in prompts)
         self._is_cut_short = any(prompt.batch.max_rows for prompt in prompts)
-        ring = sweeps.ring
-        self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
-        # the layer that it foresees comes second
-        self._forecast, self._foreseen = Forecast(self._n_rows), -1
+        self._missing = MissingExperts(sweeps, self._n_rows)
         self._plan: PassPlan | None = None
         self._is_entering = self._is_last = False
         # what others choose is not what one prompt prefers
         self._is_alone = len(prompts) == 1
-        self._kept: dict[int, int] = {}  # experts of the layer to keep after use, and their slots
-        self._books: list[_Book] = []  # not recorded yet
+        # a layer whose choice is not recorded yet, its rows, and the event after which it is here
+        self._unrecorded: tuple[int, int, Event | None] | None = None
         self._n_enqueued = 0
         self.n_done, self._recorded = 0, -1
         # layers and chunks of the part in order, the next of them, and the first without graphs
@@ -104,13 +202,12 @@ class StageSweep:
             self._s.residency.end_pass(0.0)
 
     def _enter(self) -> None:
-        """Bring books and tables up to date, if another pass has run since the last step."""
+        """Bring counts and tables up to date, if another pass has run since the last step."""
         residency, misses = self._s.residency, self._s.misses
         if residency is None or (self._plan and residency.is_current(self._plan)):
             return
-        self._foreseen = -1  # experts may have gained or lost slots
+        self._missing.forget()
         self._is_alone = self._is_alone and self._plan is None
-        self._kept = {}
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
         # a few rows would get slots, which is for passes
         n_tokens = max(self._n_rows, SHORT_PROMPT + 1)
@@ -132,39 +229,27 @@ class StageSweep:
             lacks = s.stage.banks.n_slots[il] < s.stage.hp.n_expert
             yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
             self._end_layer(il, part, lacks)
-        self._record_books()
-
-    def _send_inputs(self, chunk: Chunk) -> None:
-        """Upload the inputs of a chunk, when its turn in the stage's first layer comes."""
-        memory, embedding = self._s.memory, self._s.stage.weights.embedding
-        segments, inputs = chunk.segments, self._s.memory.inputs
-        tokens = np.concatenate([self._tokens(segment) for segment in segments])
-        to = embedding, memory.hidden, chunk.row
-        if self._is_plain:
-            inputs.add(segments[0].slot, segments[0].first, tokens, *to)
-        else:
-            inputs.add_joint(segments, tokens, *to)
-
-    def _tokens(self, segment: Segment) -> npt.NDArray[np.int32]:
-        prompt = self._prompts[segment.slot]
-        return prompt.batch.tokens[segment.first - prompt.n_past :][: segment.n]
-
-    def _launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
-        status = C.mg_launch(self._s.device.compute.ptr, built.graph, reads, n)
-        if status:
-            self._s.device.check(status, what)
+        self._record()
 
     def _load(self, il: int, at: int, chunk: Chunk) -> tuple[int, PassShape]:
         """Copy a chunk to where graphs read it; return their rows, and the shape of its rectangle.
 
-        They may have more rows than the chunk.
+        They may have more rows than the chunk. The inputs come with the stage's first layer.
         """
-        s = self._s
+        s, memory, segments = self._s, self._s.memory, chunk.segments
         if il == s.stage.layers.start:
-            self._send_inputs(chunk)
-        s.memory.copy(s.memory.hidden, chunk.row, s.carried("l_out"), 0, chunk.n)
+            each = [(self._prompts[one.slot], one) for one in segments]
+            tokens = np.concatenate(
+                [swept.batch.tokens[one.first - swept.n_past :][: one.n] for swept, one in each]
+            )
+            to = s.stage.weights.embedding, memory.hidden, chunk.row
+            if self._is_plain:
+                memory.inputs.add(segments[0].slot, segments[0].first, tokens, *to)
+            else:
+                memory.inputs.add_joint(segments, tokens, *to)
+        memory.copy(memory.hidden, chunk.row, s.carried["l_out"], 0, chunk.n)
         if s.stage.hp.layer(il).kv or not self._is_plain:
-            s.memory.inputs.select(at)
+            memory.inputs.select(at)
         return self._shape_of(chunk)
 
     def _shape_of(self, chunk: Chunk) -> tuple[int, PassShape]:
@@ -173,22 +258,13 @@ class StageSweep:
             return chunk.n, PassShape(chunk.n, 1, n_kv, 0)
         return self._s.memory.inputs.shape_of(chunk.segments, self._is_rounded)
 
-    def _read_ids(self, ids: Tensor | None, turn: int, chunk: Chunk) -> tuple[object, int]:
-        """Return the copies of a chunk's choice to the host."""
-        if ids is None:
-            return ffi.NULL, 0
-        k = self._s.stage.hp.n_expert_used
-        address = self._s.memory.ids_address(turn, chunk.row * k)
-        read = {"src": ids, "dst": address, "size": 4 * k * chunk.n}
-        return ffi.new("struct mg_readback[1]", [read]), 1
-
     def build_ahead(self, seconds: float) -> None:
         """Build graphs of the next chunks for so long; also while a pass is in flight."""
         end = time.perf_counter() + seconds
         self._n_ahead = max(self._n_ahead, self._at)
         while self._n_ahead < len(self._order) and time.perf_counter() < end:
             il, chunk = self._order[self._n_ahead]
-            self._s.build_chunk(il, *self._shape_of(chunk))
+            self._s.graphs.chunk(il, *self._shape_of(chunk))
             self._n_ahead += 1
 
     def _step(self, il: int, chunk: Chunk) -> SweepStep:
@@ -198,35 +274,33 @@ class StageSweep:
         return SweepStep("attention", chunk.n, n_kv)
 
     def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
-        s, turn = self._s, il % 2
+        s = self._s
         for at, chunk in enumerate(part):
             yield self._step(il, chunk)
             self._at += 1
-            start = time.perf_counter()
             built = s.graphs.layer(il, *self._load(il, at, chunk))
-            start = s.spent("build", start)
-            reads, n_reads = self._read_ids(built.outputs, turn, chunk)
-            self._launch(built, f"layer {il}", reads, n_reads)
-            s.memory.copy(s.carried("l_out"), 0, s.memory.hidden, chunk.row, chunk.n)
+            s.launch(built, f"layer {il}", *s.memory.reads(built.outputs, il, chunk.row, chunk.n))
+            s.memory.copy(s.carried["l_out"], 0, s.memory.hidden, chunk.row, chunk.n)
             self._copy_state(il, chunk)
-            s.spent("launch", start)
             if at == 0:
-                self._record_books()
+                self._record()
             self.n_done += 1
 
     def _lacking_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
-        s, turn, n_rows = self._s, il % 2, part[-1].end
+        s, missing, n_rows, residency = self._s, self._missing, part[-1].end, self._s.residency
+        if residency is None:
+            raise InternalError(f"layer {il} lacks experts in a runner without a cache")
         k = s.stage.hp.n_expert_used
-        ids = s.memory.ids[turn, : k * n_rows]
+        ids = s.memory.ids[il % 2, : k * n_rows]
         absent = np.zeros(k * n_rows, dtype=bool)
         waiting: tuple[int, Chunk, npt.NDArray[np.int32]] | None = None
         for at, chunk in enumerate(part):
             yield self._step(il, chunk)
             self._at += 1
             self._launch_chunk(il, at, chunk)
-            launched = at, chunk, s.cache_table(il).copy()
+            launched = at, chunk, residency.cache.tables[il].copy()  # as the device knows it
             if at == 0:
-                self._record_books()
+                self._record()
             if waiting:
                 self._ask(il, ids, absent, *waiting)
             waiting = launched
@@ -234,157 +308,57 @@ class StageSweep:
         yield SweepStep("experts", n_rows)  # what comes now waits for the last chunk
         if waiting:
             self._ask(il, ids, absent, *waiting)
-        missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
-        self._send_ahead(il + 1)
-        for i, group in enumerate(self._groups(il, len(part))):
+        places = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
+        missing.send_ahead(il + 1)
+        for i, group in enumerate(missing.groups(il, len(part))):
             if i:
                 yield SweepStep("experts", n_rows)
-            self._use(il, group, missing, ids, part)
-            self._send_ahead(il + 1)
-        n_asked, n_chosen = len(self._crossing.asked(il)), missing.n_experts
-        self._forecast.note(n_chosen, n_asked - n_chosen)
-        self._crossing.leave(il)
+            missing.compute(il, group, places, ids, part)
+            if self._is_alone and self._is_last and self._recorded != il:
+                s.record(il, ids)  # only now, while the device computes the group
+                missing.kept, self._recorded = residency.preferred(il), il
+            missing.give_back(il, group)
+            missing.send_ahead(il + 1)
+        missing.leave(il, places.n_experts)
         if s.sums_last:
             for chunk in part:
                 yield SweepStep("sum", chunk.n)
                 self._sum(il, chunk)
 
-    def _groups(self, il: int, n_chunks: int) -> Iterator[Group]:
-        """Yield the groups of a layer as they are to be computed; `_use` gives each back.
-
-        The first group has most rows. In a long prompt it arrived long ago, as have those after it
-        but the last. These are computed before it: while it is computed, further experts arrive in
-        their slots.
-        """
-        held = self._crossing.held(il)
-        if n_chunks > 1:
-            held = held[1:-1] + held[:1] + held[1:][-1:]
-        yield from held
-        while held := self._crossing.held(il):
-            yield held[0]
-
     def _launch_chunk(self, il: int, at: int, chunk: Chunk) -> None:
         """Enqueue mixer, router and resident experts of a chunk, and keep what they make."""
         s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
-        start = time.perf_counter()
         n_built, shape = self._load(il, at, chunk)
         mixer, experts = s.graphs.mixer(il, n_built, shape), s.graphs.experts(il, n_built)
-        start = s.spent("build", start)
-        self._launch(mixer, f"layer {il}", *self._read_ids(mixer.outputs, il % 2, chunk))
+        s.launch(mixer, f"layer {il}", *memory.reads(mixer.outputs, il, chunk.row, n))
         event = s.routed[at % 2]
         if event:
             C.ggml_backend_event_record(event.ptr, s.device.compute.ptr)
-        self._launch(experts, f"the experts of layer {il}")
-        memory.copy(s.carried("post_norm"), 0, memory.tensor("post_norm"), chunk.row, n)
-        memory.copy(s.carried("weights"), 0, memory.tensor("weights"), chunk.row * k, n * k)
-        result = "residual" if s.sums_last else "l_out"
-        memory.copy(s.carried(result), 0, memory.hidden, chunk.row, n)
-        if s.sums_last:
-            to = memory.tensor("expert_rows")
-            memory.copy(s.carried("expert_rows"), 0, to, chunk.row * k, n * k)
+        s.launch(experts, f"the experts of layer {il}")
+        kept = {"post_norm": 1, "weights": k} | ({"expert_rows": k} if s.sums_last else {})
+        for name, each in kept.items():
+            memory.copy(s.carried[name], 0, memory.tensors[name], chunk.row * each, n * each)
+        result = s.carried["residual" if s.sums_last else "l_out"]
+        memory.copy(result, 0, memory.hidden, chunk.row, n)
         self._copy_state(il, chunk)
-        s.spent("launch", start)
 
     def _ask(
-        self,
-        il: int,
-        ids: npt.NDArray[np.int32],
-        absent: npt.NDArray[np.bool_],
-        at: int,
-        chunk: Chunk,
-        table: npt.NDArray[np.int32],
-    ) -> None:
+        self, il: int, ids: npt.NDArray[np.int32], absent: npt.NDArray[np.bool_], at: int,
+        chunk: Chunk, table: npt.NDArray[np.int32],
+    ) -> None:  # fmt: skip
         """Wait for the choice of a chunk, and send the experts that it misses.
 
         table: where experts were when `experts` was launched.
         """
-        s, k, start = self._s, self._s.stage.hp.n_expert_used, time.perf_counter()
-        event = s.routed[at % 2]
+        k, event = self._s.stage.hp.n_expert_used, self._s.routed[at % 2]
         if event:
             event.wait()
-        start = s.spent("wait", start)
         rows = slice(chunk.row * k, chunk.end * k)
         chosen = ids[rows]
         if chosen.min() < 0 or chosen.max() >= len(table):
             raise InternalError(f"layer {il}: router chose ids outside 0..{len(table) - 1}")
         absent[rows] = table[chosen] < 0
-        self._crossing.ask(il, by_popularity(chosen, absent[rows], len(table)))
-        self._send()
-        s.spent("resolve", start)
-
-    def _send(self) -> None:
-        """Enqueue uploads into the groups that are free."""
-        s = self._s
-        for group, pairs, is_new in self._crossing.sends():
-            free, uploaded = s.ring_events(group.index)
-            if is_new and free:
-                C.ggml_backend_event_wait(s.device.upload.ptr, free.ptr)
-            s.send(group.il, group.index, pairs)
-            if uploaded:
-                C.ggml_backend_event_record(uploaded.ptr, s.device.upload.ptr)
-        s.read_ahead(self._crossing.waiting(self._crossing.n_each))
-
-    def _send_ahead(self, il: int) -> None:
-        """Send experts of the next layer, if there is room, before its router has chosen."""
-        s, room = self._s, self._crossing.n_room
-        residency = s.residency
-        if not room or residency is None or il not in s.stage.layers:
-            return
-        if self._foreseen != il:
-            asked = self._crossing.asked(il)
-            absent = np.flatnonzero(s.cache_table(il) < 0)
-            absent = absent[~np.isin(absent, list(asked))] if asked else absent
-            counts = residency.routing.popularity(il)
-            self._forecast.begin(counts, absent, s.stage.hp.n_expert_used)
-            self._foreseen = il
-        self._crossing.ask(il, self._forecast.likely(room))
-        self._send()
-
-    def _use(
-        self,
-        il: int,
-        group: Group,
-        missing: MissingPlaces,
-        ids: npt.NDArray[np.int32],
-        part: list[Chunk],
-    ) -> None:
-        """Enqueue what the experts of a group compute, then uploads into the group."""
-        s, hp, start = self._s, self._s.stage.hp, time.perf_counter()
-        places = missing.of(group.experts)
-        free, uploaded = s.ring_events(group.index)
-        if uploaded:
-            C.ggml_backend_event_wait(s.device.compute.ptr, uploaded.ptr)
-        slots = s.slots_of(group, hp.n_expert)
-        for rows in self._cut(places, part):
-            turn, n_padded = s.memory.write_unit(rows, ids, slots)
-            inputs = s.graphs.unit_inputs(turn, n_padded)
-            unit = s.graphs.unit(il, group.index, n_padded)
-            self._launch(inputs, f"the inputs of missing experts of layer {il}")
-            s.memory.sent_unit(turn)
-            self._launch(unit, f"the missing experts of layer {il}")
-        residency = s.residency if self._is_alone and self._is_last else None
-        if residency and self._recorded != il:  # only now, while the device computes the unit
-            s.record(il, ids)
-            self._kept, self._recorded = residency.preferred(il), il
-        s.keep(il, group, self._kept)
-        if free:
-            C.ggml_backend_event_record(free.ptr, s.device.compute.ptr)
-        self._crossing.give_back(group)
-        self._send()
-        s.spent("resolve", start)
-
-    def _cut(self, places: npt.NDArray[np.int32], part: list[Chunk]) -> list[Any]:
-        """Return the places of each unit: as few units as possible, of nearly equal size.
-
-        On the CPU the bits of a product depend on how many rows of a graph chose the expert. A
-        chunk must give the same bits as in a pass of its own.
-        """
-        if not self._s.device.can.exact_sums:
-            n = -(-len(places) // (self._s.memory.most - 1))
-            return np.array_split(places, n) if n else []
-        k = self._s.stage.hp.n_expert_used
-        found = np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
-        return [rows for rows in found if len(rows)]
+        self._missing.ask(il, chosen, absent[rows])
 
     def _sum(self, il: int, chunk: Chunk) -> None:
         """Enqueue the sum of all experts of a chunk, in routing order."""
@@ -392,25 +366,25 @@ class StageSweep:
         built = s.graphs.sum_rows(il, n)
         if built is None:
             raise InternalError("expert rows on a device that adds experts to a finished sum")
-        memory.copy(memory.tensor("expert_rows"), chunk.row * k, s.carried("expert_rows"), 0, n * k)
-        memory.copy(memory.tensor("post_norm"), chunk.row, s.carried("post_norm"), 0, n)
-        memory.copy(memory.hidden, chunk.row, s.carried("residual"), 0, n)
-        self._launch(built, f"the sum of layer {il}")
-        memory.copy(s.carried("l_out"), 0, memory.hidden, chunk.row, n)
+        rows, norm = memory.tensors["expert_rows"], memory.tensors["post_norm"]
+        memory.copy(rows, chunk.row * k, s.carried["expert_rows"], 0, n * k)
+        memory.copy(norm, chunk.row, s.carried["post_norm"], 0, n)
+        memory.copy(memory.hidden, chunk.row, s.carried["residual"], 0, n)
+        s.launch(built, f"the sum of layer {il}")
+        memory.copy(s.carried["l_out"], 0, memory.hidden, chunk.row, n)
 
     def _copy_state(self, il: int, chunk: Chunk) -> None:
         """Copy the recurrent states after a chunk to the host, if one ends at a cut."""
-        states = self._state.layer_states.get(il)
-        if states is None:
-            return
-        for segment in chunk.segments:
-            for copy in self._prompts[segment.slot].saved:
-                if copy.n_past == segment.end:
-                    self._save(copy, segment.slot, states)
+        states = self._state.layer_states.get(il, ())
+        for segment in chunk.segments if states else ():
+            self._save(segment.slot, segment.end, states)
 
-    def _save(self, copy: StatesCopy, slot: int, states: Sequence[Tensor]) -> None:
+    def _save(self, slot: int, n_past: int, states: Sequence[Tensor]) -> None:
+        """Copy states of a sequence to the host if n_past is a cut."""
         s = self._s
-        s.stage.sequences.copies.take_layer(copy, slot, s.device, states)
+        for copy in self._prompts[slot].saved:
+            if copy.n_past == n_past:
+                s.stage.sequences.copies.take_layer(copy, slot, s.device, states)
 
     def _end_layer(self, il: int, part: list[Chunk], lacks: bool) -> None:
         s, n_rows = self._s, part[-1].end
@@ -428,7 +402,7 @@ class StageSweep:
             done = None if lacks else s.layer_done[il % 2]  # the host has read what a layer lacks
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)
-            self._books.append(_Book(il, n_rows, done))
+            self._unrecorded = il, n_rows, done
 
     def _keep_last_out(self, last_out: Tensor, rows: list[tuple[int, Segment]]) -> None:
         """Enqueue copies of the output of a prompt's last row of these, and of those before cuts.
@@ -437,36 +411,31 @@ class StageSweep:
         """
         memory = self._s.memory
         for row, (slot, first, n) in rows:
-            copies = self._prompts[slot].saved
-            copy = next((copy for copy in copies if copy.n_past == first + n), None)
-            if copy or row == rows[-1][0]:
+            is_cut = any(copy.n_past == first + n for copy in self._prompts[slot].saved)
+            if is_cut or row == rows[-1][0]:
                 memory.copy(memory.hidden, row + n - 1, last_out, slot, 1)
-            if copy:
-                self._save(copy, slot, [last_out])
+                self._save(slot, first + n, [last_out])
 
-    def _record_books(self) -> None:
+    def _record(self) -> None:
         """Record the choice in the last layer, while the device computes the next one."""
-        s, k = self._s, self._s.stage.hp.n_expert_used
-        for book in list(self._books):
-            start = time.perf_counter()
-            if book.done:
-                book.done.wait()
-            start = s.spent("wait", start)
-            s.record(book.il, s.memory.ids[book.il % 2, : book.n_rows * k])
-            self._books.remove(book)
-            s.spent("resolve", start)
+        if self._unrecorded:
+            il, n_rows, done = self._unrecorded
+            if done:
+                done.wait()
+            self._s.record(
+                il, self._s.memory.ids[il % 2, : n_rows * self._s.stage.hp.n_expert_used]
+            )
+            self._unrecorded = None
 
     def head(self, batch: SweepBatch, row: int, n: int) -> Output:
         """Compute the head for rows of the part, which are of one prompt, and wait for it."""
         s, kind, draws = self._s, batch.results, batch.draws
         built = s.graphs.head(n, kind)
-        s.memory.copy(s.memory.hidden, row, s.carried("l_out"), 0, n)
+        s.memory.copy(s.memory.hidden, row, s.carried["l_out"], 0, n)
         if draws is not None:
             s.memory.inputs.send_draws(draws)
-        self._launch(built, "the output head", s.results.reads(built.outputs), 2)
-        start = time.perf_counter()
+        s.launch(built, "the output head", *s.results.reads(built.outputs))
         s.device.finish()
-        s.spent("wait", start)
         output, finite = s.results.read(kind, n)
         if not finite.all():
             message = f"{s.device.name} computed logits that are not finite"
@@ -474,7 +443,7 @@ class StageSweep:
         return output
 
     def cancel(self) -> None:
-        """Wait for the device, and undo what the books say of the sweep; safe to call again."""
+        """Wait for the device, and undo what is recorded of the sweep; safe to call again."""
         s = self._s
         s.device.synchronize()
         if s.misses:

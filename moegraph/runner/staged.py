@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.inputs import PassShape
 from ..errors import InternalError, RequestError
 from .base import Runner, run_out
 from .batch import Batch, Callback, Once, Predicate
@@ -74,7 +73,7 @@ class Flights:
     """The passes in flight: `submit` starts one, `collect` returns the results of the oldest.
 
     All sequences of passes in flight differ. An error in one pass leaves the others as they are:
-    whoever collects it gets the error.
+    the caller that collects it gets the error.
     """
 
     def __init__(
@@ -103,12 +102,9 @@ class Flights:
             raise RequestError("each stage has a pass in flight; collect the oldest one first")
 
     def submit(
-        self,
-        batch: Batch,
-        cancelled: Predicate = lambda: False,
-        begins: Callback = lambda: None,
+        self, batch: Batch, cancelled: Predicate = lambda: False, begins: Callback = lambda: None,
         keeps_logits: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start a pass in the first stage, and have earlier ones go on.
 
         Errors as in `Runner.submit`, of this pass. keeps_logits: after `collect`, `Runner.logits`
@@ -118,7 +114,7 @@ class Flights:
         self.require_idle()
         self._release()
         for part in self._parts:
-            part.watch_results()
+            part.results.is_watched = True
         if not self._flights:
             self._since = self._clock()
         self._clear_first()
@@ -149,14 +145,13 @@ class Flights:
                 self._hand_over(i, flight.batch.tokens.size)
         except BaseException:
             part.give_up()
-            part.recover()
             raise
         flight.at, self._began[i] = i, self._clock()
         flight.work = part.launch(flight.batch, shape, cancelled, begins, lambda: self._may_pause)
 
     def _leave(self, i: int) -> None:
         """Wait until a stage has computed what it was given, unless its results were read."""
-        if not self._parts[i].is_idle:
+        if self._parts[i].pending:
             self._parts[i].collect()
         self._ended(i)
 
@@ -187,7 +182,7 @@ class Flights:
                 part = self._parts[flight.at]
                 if part.mode == "layered" and flight.at < len(self._parts) - 1:
                     self._ended(flight.at)  # it has read what the last layer chose
-        except Exception as error:  # noqa: BLE001 - whoever collects the pass gets it
+        except Exception as error:  # noqa: BLE001 - the one that collects the pass gets it
             self._fail(flight, error)
 
     def _fail(self, flight: _Flight, error: Exception) -> None:
@@ -196,7 +191,6 @@ class Flights:
         flight.work, flight.error = None, error
         part = self._parts[flight.at]
         part.give_up()
-        part.recover()
         self._ended(flight.at)
 
     def _go_on(self, flight: _Flight, wanted: _Flight | None) -> None:
@@ -204,7 +198,7 @@ class Flights:
         i, last = flight.at + 1, len(self._parts) - 1
         if flight.at == last:
             is_last_work = not (self._may_pause and any(other.work for other in self._flights))
-            if (flight is wanted and is_last_work) or self._parts[last].has_results():
+            if (flight is wanted and is_last_work) or self._parts[last].results.have_arrived():
                 self._end(flight)
             return
         is_taken = any(other.at == i and not other.is_done for other in self._flights)
@@ -221,14 +215,14 @@ class Flights:
         """Whether the logits of the pass before are not wanted, or a copy of them is kept."""
         if any(flight.is_done and flight.keeps_logits for flight in self._flights):
             return False  # they will be wanted
-        if self._was_kept and self._parts[-1].keep_logits():
+        if self._was_kept and self._parts[-1].results.keep():
             self._was_kept = False
         return not self._was_kept
 
     def _release(self) -> None:
         """Note that the logits of the pass that was collected last are not wanted any more."""
         self._was_kept = False
-        self._parts[-1].release_logits()
+        self._parts[-1].results.release()
 
     def _end(self, flight: _Flight) -> None:
         """Read the results of a pass that is launched in the last stage."""
@@ -299,8 +293,9 @@ class StagedRunner:
     commits record what they hold. After an error in any stage no pass is in flight in any of them.
 
     parts: the runners of the stages, in order of layers. flights: passes of several groups at once,
-    instead of one; they bring no taps. sequences, hp: of the whole model. device:
-    of the last stage, which has the results. n_ubatch, max_rows: as of each part.
+    instead of one; they bring no taps. hand_over: enqueues the copy of so many rows to a stage from
+    the one before. sequences, hp: of the whole model. device: of the last stage, which has the
+    results. n_ubatch, max_rows: as of each part.
     """
 
     def __init__(self, parts: Sequence[Runner]) -> None:
@@ -317,12 +312,13 @@ class StagedRunner:
             ]
             self._relays: dict[int, Relay] = {}  # of stages whose taps a drafter wants
             for i, part in enumerate(self.parts[:-1]):
+                n_rows = part.sweeps.memory.n_rows if part.sweeps else 0
                 if not {*part.stage.layers}.isdisjoint(last.stage.taps.layers):
-                    self._relays[i] = own(closing(Relay(part.stage, last.stage)))
+                    self._relays[i] = own(closing(Relay(part.stage, last.stage, n_rows)))
             self._opened = stack.pop_all()
         n_bytes = 4 * self.hp.n_embd
-        self._hand_over = partial(_hand_over, self.parts, self._boundaries, n_bytes)
-        self.flights = Flights(self.parts, self._hand_over)
+        self.hand_over = partial(_hand_over, self.parts, self._boundaries, n_bytes)
+        self.flights = Flights(self.parts, self.hand_over)
 
     @property
     def mode(self) -> str:
@@ -336,11 +332,6 @@ class StagedRunner:
         return sum(part.n_built for part in self.parts)
 
     @property
-    def compute_bytes(self) -> int:
-        """Device bytes of inputs, intermediates and rows, on all devices."""
-        return sum(part.compute_bytes for part in self.parts)
-
-    @property
     def lines(self) -> list[str]:
         """Return how rows come from each stage to the next one, a line each."""
         return list(dict.fromkeys(boundary.line() for boundary in self._boundaries))
@@ -350,14 +341,6 @@ class StagedRunner:
         if not self.flights.is_empty:
             raise RequestError("passes of groups are in flight; collect their results first")
         self._last.require_idle()
-
-    def is_paged(self, n_rows: int) -> bool:
-        """Return whether passes of so many rows read K and V through pages in every stage."""
-        return all(part.is_paged(n_rows) for part in self.parts)
-
-    def shape_of(self, batch: Batch) -> PassShape:
-        """Return the shape of a pass in the stage that reads most of the KV caches at once."""
-        return max((part.shape_of(batch) for part in self.parts), key=lambda shape: shape.n_kv)
 
     def drop(self, slot: int) -> None:
         """Forget a sequence's verified rows, and its results in flight; see `Runner.drop`."""
@@ -371,18 +354,10 @@ class StagedRunner:
         for part in self.parts:
             part.give_up()
 
-    def recover(self) -> None:
-        """Undo what is left of a pass that failed; before a sweep goes on."""
-        for part in self.parts:
-            part.recover()
-
     def submit(
-        self,
-        batch: Batch,
-        cancelled: Predicate = lambda: False,
-        begins: Callback = lambda: None,
+        self, batch: Batch, cancelled: Predicate = lambda: False, begins: Callback = lambda: None,
         meanwhile: Once | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start a pass; see `Runner.submit`."""
         self.require_idle()
         try:
@@ -395,19 +370,13 @@ class StagedRunner:
             for i, (part, shape) in enumerate(zip(self.parts, shapes)):
                 if i:
                     self.hand_over(i, batch.tokens.size)
-                pauses, first = part.pauses(meanwhile), bool if i else begins
-                run_out(part.launch(batch, shape, cancelled, first, pauses), meanwhile)
+                run_out(part, batch, shape, cancelled, bool if i else begins, meanwhile)
                 if i in self._relays:
                     self._relays[i].bring(batch.tokens.size)
         except BaseException:
             for part in self.parts:
                 part.give_up()
-                part.recover()
             raise
-
-    def hand_over(self, i: int, n_rows: int) -> None:
-        """Enqueue the copy of a pass's rows to a stage from the one before."""
-        self._hand_over(i, n_rows)
 
     def collect(self) -> Output:
         """Wait for the pass in flight and return its results; see `Runner.collect`."""
@@ -447,26 +416,6 @@ class StagedRunner:
             }
         return Sweep(each, batches, self._boundaries, taps)
 
-    def reserve_graphs(self, n_draft: int = 0) -> None:
-        """Build the graphs of the largest passes; see `Runner.reserve_graphs`."""
-        for i, part in enumerate(self.parts):
-            part.reserve_graphs(n_draft)
-            if i in self._relays and part.sweeps:
-                self._relays[i].reserve(part.sweeps.memory.n_rows)
-
-    def build_ahead(self, batch: Batch) -> None:
-        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
-        for part in self.parts:
-            part.build_ahead(batch)
-
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Do `LayeredRunner.rehearsing` on each device."""
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part.rehearsing())
-            yield
-
     def close(self) -> None:
         """Wait for all devices, then free the copies' memory; the caller closes the parts."""
         self._opened.close()
@@ -482,3 +431,9 @@ def _hand_over(
 
 
 AnyRunner = Runner | StagedRunner
+
+
+def build_ahead(runner: AnyRunner, batch: Batch) -> None:
+    """Build the graphs of a pass that will be submitted later, also while one is in flight."""
+    for part in runner.parts:
+        part.build(part.shapes.of(batch), batch.kind, batch.results)

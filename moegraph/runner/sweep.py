@@ -19,7 +19,6 @@ import numpy as np
 
 from ..errors import Cancelled, RequestError
 from ..kinds import SweepStep
-from ..resident.hostcopies import StatesCopy
 from ..resident.sequences import Sequences
 from .batch import Predicate
 from .boundary import Boundary
@@ -38,8 +37,7 @@ from .sweep_batch import (
     cut_together,
     part_end,
 )
-from .sweep_graphs import SweepMemory
-from .sweeps import Sweeps
+from .sweeps import SweepMemory, Sweeps
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
@@ -53,18 +51,15 @@ def _joined(outputs: Sequence[Output]) -> Output:
 class Sweep:
     """Prompts under way, each of its own sequence; `Runner.sweep` makes it.
 
-    prompts: what is computed. n_steps, n_done: steps in total as far as is known, and those that
-    are enqueued. upcoming: the next step, from `begin` on; None after the last one. is_undone: it
-    was cancelled before the last step had ended.
+    prompts: what is computed. slots: their sequences. n_steps, n_done: steps in total as far as is
+    known, and those that are enqueued. upcoming: the next step, from `begin` on; None after the
+    last one. is_undone: it was cancelled before the last step had ended.
     """
 
     def __init__(
-        self,
-        each: Sequence[Sweeps],
-        batches: Sequence[SweepBatch],
-        boundaries: Sequence[Boundary] = (),
-        taps: Sequence[Taps] = (),
-    ) -> None:
+        self, each: Sequence[Sweeps], batches: Sequence[SweepBatch],
+        boundaries: Sequence[Boundary] = (), taps: Sequence[Taps] = (),
+    ) -> None:  # fmt: skip
         """each: of the stages, in order of layers. boundaries: between them. taps: as each stage
         calls them; empty if there is one stage.
 
@@ -75,6 +70,7 @@ class Sweep:
         self._each, self._boundaries = each, boundaries
         sequences = each[0].stage.sequences
         self.prompts = [SweptPrompt(batch, sequences) for batch in batches]
+        self.slots = {batch.slot for batch in batches}
         memory = each[0].memory
         chunks = cut(memory, batches, sequences)
         taps = taps or [{batch.slot: batch.taps for batch in batches}]
@@ -91,33 +87,6 @@ class Sweep:
         self.n_steps = self._n_layer * len(chunks)
         self._work = self._run()
         self.upcoming: SweepStep | None = None
-
-    # of the only prompt, or the first one
-
-    @property
-    def batch(self) -> SweepBatch:
-        """Return what is computed of the first prompt."""
-        return self.prompts[0].batch
-
-    @property
-    def slot(self) -> int:
-        """Return the sequence of the first prompt."""
-        return self.prompts[0].slot
-
-    @property
-    def saved(self) -> list[StatesCopy]:
-        """Return the states at the cuts of the first prompt; see `SweptPrompt`."""
-        return self.prompts[0].saved
-
-    @property
-    def output(self) -> Output | None:
-        """Return the results of the first prompt."""
-        return self.prompts[0].output
-
-    @property
-    def slots(self) -> set[int]:
-        """Return the sequences of all prompts."""
-        return {prompt.slot for prompt in self.prompts}
 
     @property
     def n_done(self) -> int:
@@ -187,7 +156,7 @@ class Sweep:
 
     def _cut_rest(self, n_begun: int) -> None:
         """Cut the parts that have not begun again, if chunks may get another length."""
-        batch, memory, n_past = self.batch, self._each[0].memory, self.prompts[0].n_past
+        batch, memory, n_past = self.prompts[0].batch, self._each[0].memory, self.prompts[0].n_past
         if not batch.rows_of:
             return
         n_done = sum(part[-1].end for part in self._parts[:n_begun])
@@ -207,7 +176,7 @@ class Sweep:
 
     def _results(self, part: list[Chunk], outputs: list[Output]) -> Iterator[SweepStep]:
         """Compute the results of a part, which all layers have."""
-        head, batch = self._stages[-1].head, self.batch
+        head, batch = self._stages[-1].head, self.prompts[0].batch
         for chunk in part:
             for segment in chunk.segments:
                 self._prompt(segment.slot).n_whole = segment.end

@@ -13,9 +13,8 @@ from ..errors import InternalError, NativeError
 from ..ggml.ops import Tensor
 from ..graphs.chunk import MAX_SEQS, Segment, rounded_places, rounded_seqs
 from ..graphs.head import Results
-from ..resident.hostcopies import StatesCopy
+from ..resident.hostcopies import Snapshot, StatesCopy
 from ..resident.sequences import Sequences
-from ..resident.snapshots import Snapshot
 from .results import NotFinite, Output
 
 Tap = Callable[[Tensor, int, int, int], None]

@@ -1,132 +1,401 @@
-"""What sweeps of one runner share: memory, graphs, events, and the means to send experts."""
+"""What the sweeps of one runner share: memory, graphs, events, and the ring that experts pass.
+
+    mixer     mixer and router of a chunk of one layer
+    experts   the expert FFN of a chunk over the resident experts
+    layer     both, in a full layer
+    inputs    copies the inputs of a unit from host memory
+    unit      experts in the ring, for rows of any chunk that chose them
+    sum_rows  CPU device and --deterministic: sums the rows of all experts in routing order
+    head      output matrix and argmax
+
+A graph does not depend on where in the prompt its rows are: they are copied to fixed memory before
+it and from there after it (`HiddenRows`, `CarryBuffers`), and units name their rows.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.inputs import PassShape
+from ..arch.inputs import PAGED, PassShape
+from ..errors import InternalError
 from ..experts.crossing import Group, padded
 from ..experts.residency import Residency
-from ..ggml.handles import Context, Event
-from ..ggml.lib import C
-from ..ggml.memory import place
-from ..ggml.ops import F32, Tensor
-from ..graphs.cache import GraphCache
-from ..graphs.chunk import Segment
+from ..ggml.lib import C, ffi
+from ..ggml.memory import Block, place
+from ..ggml.ops import I32, Builder, Tensor
+from ..ggml.places import write_unit
+from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.chunk import ChunkInputs, Segment
+from ..graphs.experts import build_slots
+from ..graphs.head import Results, build_head
 from ..graphs.hidden import HiddenRows
+from ..graphs.layer import Routed, build_input_norm, build_mixer_router, build_moe
 from ..resident.bank import Ring
-from ..resident.layout import N_GROUPS, PAGE, group_size
+from ..resident.layout import N_GROUPS, PAGE, UNIT_SHARE, group_size, most_terms
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
-from .misses import MissHandler
 from .results import ResultMemory
-from .sweep_graphs import SweepGraphs, SweepMemory
 
 # Steps that may be enqueued ahead of the device.
 MAX_AHEAD = 8
+# Host copies of the inputs of units that may be under way at once.
+_N_HOST = 8
+# Places from which several are one token, for the sake of ggml's tiles (see `_build_unit`). Kernels
+# of ours compute most types instead: up to 512 places moegraph-rows.cu, more moegraph-wide.cu.
+# Neither depends on which places are one token.
+_MIN_TILED = 1024
 Observer = Callable[[int, npt.NDArray[np.int32]], None]
-PHASES = ("build", "launch", "wait", "resolve")
+
+
+class SweepMemory:
+    """Fixed memory for a sweep of at most n_rows rows in chunks of at most max_rows.
+
+    hidden: F32 [n_embd, n_rows + 1], the input of the layer that is computed next, then its
+    output. If experts may be missing: post_norm F32 [n_embd, n_rows], weights F32 [1, n_used *
+    n_rows + 1], and with_rows (CPU device, --deterministic) expert_rows F32 [n_embd, n_used *
+    n_rows + 1]. The last row of hidden, weights and expert_rows is spare: padding goes there.
+    ids: I32 numpy [2, n_rows * n_used], the choice in a layer and in the one before.
+    most: places of a unit, at most.
+    """
+
+    def __init__(
+        self, stage: Stage, max_rows: int, n_rows: int, may_lack: bool, with_rows: bool
+    ) -> None:
+        device, hp = stage.device, stage.hp
+        self._device, self.n_rows, self.max_rows = device, n_rows, max_rows
+        n_places = hp.n_expert_used * n_rows
+        self._n_terms = most_terms(hp.n_expert_used, hp.n_expert)
+        # on the CPU the bits of a product depend on how many rows chose the expert: see `Sweep`
+        share = 1 if device.can.exact_sums else UNIT_SHARE
+        self.most = max(64, hp.n_expert_used * max_rows // share + 1)
+        shapes = {"hidden": (hp.n_embd, n_rows + 1)}
+        if may_lack:
+            shapes |= {"post_norm": (hp.n_embd, n_rows), "weights": (1, n_places + 1)}
+            shapes["unit"] = (1, self._n_words(padded(self.most)))
+            shapes["unit_rows"] = (1, 4 + self._n_terms)
+        if with_rows:
+            shapes["expert_rows"] = (hp.n_embd, n_places + 1)
+        self._block = Block(device, shapes, f"a sweep of {n_rows} rows", "lower -c or -ub")
+        self.tensors = self._block.tensors
+        self.hidden = self.tensors["hidden"]
+        if may_lack:
+            rows, all_rows = np.arange(4 + self._n_terms, dtype=np.int32), self.tensors["unit_rows"]
+            C.ggml_backend_tensor_set(all_rows, ffi.from_buffer(rows), 0, rows.nbytes)
+        self.inputs = ChunkInputs(stage, max_rows, n_rows)
+        self._ids_host = device.host_buffer(8 * n_places)
+        self.ids: npt.NDArray[np.int32] = self._ids_host.array[: 8 * n_places].view(np.int32)
+        self.ids = self.ids.reshape(2, n_places)
+        self._host_step = 4 * self._n_words(padded(self.most))
+        # graphs read it: see `SweepGraphs.unit_inputs`
+        self._units_host = device.host_buffer(self._host_step * _N_HOST, must_pin=True)
+        self._sent = [device.event() for _ in range(_N_HOST)]
+        self._turn = 0
+        self.n_bytes = self._block.n_bytes + self.inputs.n_bytes
+
+    def _n_words(self, n_padded: int) -> int:
+        """Return the words of the inputs of a unit."""
+        return (4 + self._n_terms) * n_padded
+
+    def reads(self, ids: Tensor | None, il: int, row: int, n: int) -> tuple[object, int]:
+        """Return the copies to the host of what n rows from `row` on choose in layer il."""
+        if ids is None:
+            return ffi.NULL, 0
+        k = self.ids.shape[1] // self.n_rows
+        host = self._ids_host.address(4 * (il % 2 * self.ids.shape[1] + row * k))
+        return ffi.new("struct mg_readback[1]", [{"src": ids, "dst": host, "size": 4 * k * n}]), 1
+
+    def unit_leaves(self, b: Builder, n_padded: int) -> list[Tensor]:
+        """Return the inputs of a unit: token, slot, place, target, and one leaf of each round."""
+        return [
+            self._block.put(b.leaf(I32, (n_padded,), "unit"), "unit", 4 * at * n_padded)
+            for at in range(4 + self._n_terms)
+        ]
+
+    def gather_unit(self, b: Builder, turn: int, n_padded: int) -> None:
+        """Append the copy of a unit's inputs from host memory to where `unit_leaves` reads them."""
+        n = 4 + self._n_terms
+        host = b.leaf(I32, (n_padded, n), "unit_host")
+        place(self._units_host, host, turn * self._host_step)
+        rows = self._block.put(b.leaf(I32, (n,), "unit_rows"), "unit_rows")
+        b.expand(self._block.put(b.get_rows(host, rows), "unit"))
+
+    def write_unit(
+        self, places: npt.NDArray[np.int32], ids: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+    ) -> tuple[int, int]:  # fmt: skip
+        """Write the inputs of a unit to host memory; return the turn and the padded places.
+
+        places: fewer than `most`. Others: as in `write_unit`. Launch what reads the turn, then call
+        `sent_unit`.
+        """
+        turn, self._turn = self._turn, (self._turn + 1) % _N_HOST
+        sent, n_used = self._sent[turn], self.ids.shape[1] // self.n_rows
+        if sent:
+            sent.wait()
+        n_padded = padded(len(places))
+        at, n_bytes = turn * self._host_step, 4 * self._n_words(n_padded)
+        words = self._units_host.array[at : at + n_bytes].view(np.int32)
+        n_rounds = write_unit(
+            places, ids, slots, n_used, self.n_rows, n_padded, self._n_terms, words
+        )
+        words[(4 + n_rounds) * n_padded :] = -1  # one graph for any number of rounds
+        return turn, n_padded
+
+    def sent_unit(self, turn: int) -> None:
+        """Note that what reads the inputs of this turn is enqueued."""
+        sent = self._sent[turn]
+        if sent:
+            C.ggml_backend_event_record(sent.ptr, self._device.compute.ptr)
+
+    def copy(self, source: Tensor, source_at: int, to: Tensor, to_at: int, n: int) -> None:
+        """Enqueue a copy of n rows between two tensors F32 [m, ...], from rows source_at, to_at."""
+        size = source.nb[1]
+        C.mg_copy_bytes(
+            self._device.compute.ptr, source, size * source_at, to, size * to_at, size * n
+        )
+
+    def close(self) -> None:
+        """Free all memory."""
+        for part in (*self._sent, self._units_host, self._ids_host, self.inputs, self._block):
+            if part:
+                part.close()
+
+
+class SweepGraphs:
+    """Builds the graphs of sweeps at first use.
+
+    hidden: where graphs read and leave the rows. layer_graphs: has the other memory between graphs,
+    and `sum_rows`; None if all layers are full and the ids are not read.
+    """
+
+    def __init__(
+        self, stage: Stage, graphs: GraphCache, hidden: HiddenRows, memory: SweepMemory,
+        ring: Ring | None, layer_graphs: LayerGraphs | None,
+    ) -> None:  # fmt: skip
+        self._stage, self._graphs, self._hidden = stage, graphs, hidden
+        self._memory, self._ring, self._layer_graphs = memory, ring, layer_graphs
+        self._sums_last = layer_graphs is not None and layer_graphs.sums_last
+        self._n_nodes_mixer, self._n_nodes_moe = 160, 128 + 10 * stage.hp.n_expert_used
+
+    @property
+    def _carry(self) -> CarryBuffers:
+        if self._layer_graphs is None:
+            raise InternalError("a full layer has no carry buffers")
+        return self._layer_graphs.carry
+
+    def _of_layer(self, il: int, shape: PassShape) -> PassShape:
+        """Return what matters to a layer: without a KV cache, a graph serves any length."""
+        return shape if self._stage.hp.layer(il).kv else shape._replace(n_kv=PAGED)
+
+    def mixer(self, il: int, n: int, shape: PassShape) -> BuiltGraph:
+        """Return `mixer` for n rows; its outputs: the ids I32 [n_used, n] for the host.
+
+        shape: of the rectangle of the chunk.
+        """
+        shape = self._of_layer(il, shape)
+        return self._graphs.get(
+            ("sweep mixer", il, n, shape),
+            self._n_nodes_mixer,
+            lambda b: self._build_mixer(b, il, n, shape),
+        )
+
+    def layer(self, il: int, n: int, shape: PassShape) -> BuiltGraph:
+        """Return `layer` for n rows; its outputs: the ids, or None if they are not read."""
+        shape = self._of_layer(il, shape)
+        return self._graphs.get(
+            ("sweep layer", il, n, shape),
+            self._n_nodes_mixer + self._n_nodes_moe,
+            lambda b: self._build_layer(b, il, n, shape),
+        )
+
+    def experts(self, il: int, n: int) -> BuiltGraph:
+        """Return `experts` for n rows."""
+        return self._graphs.get(
+            ("sweep experts", il, n), self._n_nodes_moe, lambda b: self._build_experts(b, il, n)
+        )
+
+    def unit_inputs(self, turn: int, n_padded: int) -> BuiltGraph:
+        """Return `inputs`, which reads what `SweepMemory.write_unit` wrote in that turn.
+
+        A copy that the driver makes would wait until the experts that are on their way have
+        arrived: the device has one engine for all of them.
+        """
+        return self._graphs.get(
+            ("sweep inputs", turn, n_padded), 4,
+            lambda b: self._memory.gather_unit(b, turn, n_padded),
+        )  # fmt: skip
+
+    def unit(self, il: int, group: int, n_padded: int) -> BuiltGraph:
+        """Return `unit` over a group of the ring, for layers of layer il's kind."""
+        ring = self._ring
+        return self._graphs.get(
+            ("sweep unit", ring and ring.kind(il), group, n_padded),
+            64,
+            lambda b: self._build_unit(b, il, group, n_padded),
+        )
+
+    def sum_rows(self, il: int, n: int) -> BuiltGraph | None:
+        """Return `sum_rows` for n rows; None if the device adds to a finished sum."""
+        layer_graphs = self._layer_graphs
+        if layer_graphs is None or not self._sums_last:
+            return None
+        return self._graphs.get(
+            ("sum_rows", il, n), self._n_nodes_moe, lambda b: layer_graphs.sum_rows(b, n, il)
+        )
+
+    def head(self, n: int, results: Results) -> BuiltGraph:
+        """Return `head` for the n rows that were copied to l_out."""
+        return self._graphs.get(("sweep head", n, results), 64, lambda b: self._head(b, n, results))
+
+    def chunk(self, il: int, n: int, shape: PassShape) -> None:
+        """Build the graphs of a chunk of n rows in a layer, if they are not built.
+
+        shape: of the rectangle of the chunk.
+        """
+        if self._stage.banks.n_slots[il] == self._stage.hp.n_expert:
+            self.layer(il, n, shape)
+        else:
+            self.mixer(il, n, shape)
+            self.experts(il, n)
+
+    def reserve(self) -> None:
+        """Build the largest graphs, so that the shared block never grows later."""
+        stage, n, inputs = self._stage, self._memory.max_rows, self._memory.inputs
+        hp, state = stage.hp, stage.state
+        shapes = [PassShape(n, 1, inputs.n_kv(state.n_ctx), 0)]
+        if state.n_seq > 1:  # rows rounded up, and rows of several sequences
+            shapes.append(shapes[0]._replace(is_ragged=True))
+            if n > 1 and state.n_ctx >= 2 * PAGE:
+                shapes.append(
+                    PassShape(n // 2, 2, inputs.n_kv(state.n_ctx // 2), 0, is_ragged=True)
+                )
+        seen = set()
+        for il in stage.layers:
+            full = stage.banks.n_slots[il] == hp.n_expert
+            kind = hp.layer(il), full, self._ring and not full and self._ring.kind(il)
+            if kind in seen:
+                continue
+            seen.add(kind)
+            for shape in shapes:
+                self.chunk(il, n, shape)
+            if not full:
+                self.sum_rows(il, n)
+                self.unit(il, 0, padded(self._memory.most - 1))
+
+    def _head(self, b: Builder, n: int, results: Results) -> object:
+        m = self._stage
+        norm = build_input_norm(b, m, self._hidden.leaf(b, n), m.hp.n_layer)
+        if m.weights.head is None:
+            raise InternalError("a stage without a head has no results")
+        draws = self._memory.inputs.draws(b) if results is Results.CANDIDATES else None
+        return build_head(b, m.weights.head, norm, None, draws, results)
+
+    def _mixer_router(self, b: Builder, il: int, n: int, shape: PassShape) -> Routed:
+        m, x = self._stage, self._hidden.leaf(b, n)
+        inputs = self._memory.inputs.leaves(b, x, shape)
+        if inputs.joint:
+            x = inputs.joint.fill(b, x)
+        norm = build_input_norm(b, m, x, il)
+        return build_mixer_router(b, m, inputs, shape, x, norm, il)
+
+    def _ids(self, b: Builder, topk: Tensor) -> Tensor:
+        """Append a copy of the choice; return its leaf, I32 [n_used, n]."""
+        ids = self._carry.leaf(b, "slots", I32, topk.ne[0], topk.ne[1])
+        b.expand(b.cpy(topk, ids))
+        return ids
+
+    def _build_mixer(self, b: Builder, il: int, n: int, shape: PassShape) -> Tensor:
+        r = self._mixer_router(b, il, n, shape)
+        self._carry.put(r.residual, "residual")
+        self._carry.put(r.post_norm, "post_norm")
+        self._carry.put(r.routing.weights_data, "weights")
+        return self._ids(b, r.routing.topk)
+
+    def _build_layer(self, b: Builder, il: int, n: int, shape: PassShape) -> Tensor | None:
+        r = self._mixer_router(b, il, n, shape)
+        ids = self._ids(b, r.routing.topk) if self._layer_graphs else None
+        topk, weights = r.routing.topk, r.routing.weights
+        x = build_moe(b, self._stage, r.residual, r.post_norm, topk, weights, il)
+        self._hidden.put(x)
+        return ids
+
+    def _build_experts(self, b: Builder, il: int, n: int) -> None:
+        m, c, layer_graphs = self._stage, self._carry, self._layer_graphs
+        slots = build_slots(b, m.banks.tables[il], c.leaf(b, "slots", I32, m.hp.n_expert_used, n))
+        post_norm, weights = c.embd(b, "post_norm", n), c.weights(b, n)
+        if layer_graphs and layer_graphs.sums_last:
+            layer_graphs.put_rows(b, m.banks.layer(il), post_norm, slots, weights, il)
+        else:
+            residual = c.embd(b, "residual", n)
+            self._hidden.put(build_moe(b, m, residual, post_norm, slots, weights, il))
+
+    def _build_unit(self, b: Builder, il: int, group: int, n_padded: int) -> None:
+        tensors, n_embd = self._memory.tensors, self._stage.hp.n_embd
+        token, slot, at, target, *terms = self._memory.unit_leaves(b, n_padded)
+        if self._ring is None:
+            return
+        # CUDA makes tiles for as many rows of an expert as there are tokens. So a token here is
+        # about as many places as there are experts, whichever those places chose: a power of two,
+        # which divides the padded places.
+        n = 1 << self._ring.n_each.bit_length() - 1 if n_padded >= _MIN_TILED else 1
+        cur = b.get_rows(tensors["post_norm"], token)
+        cur = b.reshape(cur, n_embd, n, n_padded // n)
+        weights = b.reshape(b.get_rows(tensors["weights"], at), 1, n, n_padded // n)
+        slots = b.reshape(slot, n, n_padded // n)
+        parts = self._ring.bank(il, group).parts
+        rows = self._stage.hp.expert_rows(b, parts, cur, slots, weights, -1)
+        rows = b.reshape(rows, n_embd, n_padded)
+        if self._sums_last:
+            b.expand(b.set_rows(tensors["expert_rows"], rows, at))
+            return
+        total = b.get_rows(tensors["hidden"], target)
+        for term in terms:
+            total = b.add_rows(total, rows, term)
+        b.expand(b.set_rows(tensors["hidden"], total, target))
 
 
 class Sweeps:
     """The parts of a runner that its sweeps use, one sweep at a time.
 
-    memory: for the rows of a sweep. graphs: builds graphs. ring: None if no expert can be missing.
-    sums_last: see `LayerGraphs`. phases: host seconds: building graphs and copies before a launch,
-    launching, waiting for the device, and handling missing experts.
+    memory: for the rows of a sweep. carried: where graphs read and leave rows, by name: F32
+    [n_embd, rows], or [1, n_used * rows] for weights. ring: None if no expert can be missing.
+    residency, layer_graphs: None if the runner computes a pass as one graph.
     routed, layer_done, paces: events after the choice of a chunk, after a layer, after a step.
+    ring_events: of each group: all that read it is done; all uploads to it are done.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        graphs: GraphCache,
-        results: ResultMemory,
-        max_rows: int,
-        n_rows: int,
-        hidden: HiddenRows | None = None,
-        residency: Residency | None = None,
-        misses: MissHandler | None = None,
-        layer_graphs: LayerGraphs | None = None,
-        sums_last: bool = False,
-        observers: list[Observer] | None = None,
+        self, stage: Stage, graphs: GraphCache, results: ResultMemory, max_rows: int, n_rows: int,
+        hidden: HiddenRows, residency: Residency | None = None,
+        layer_graphs: LayerGraphs | None = None, observers: Sequence[Observer] = (),
         ring_groups: int = 0,
-    ) -> None:
-        """hidden: rows between graphs that the runner has anyway; None: allocate them.
-
-        ring_groups: groups of the ring; 0: as few as make sense.
-        """
+    ) -> None:  # fmt: skip
+        """ring_groups: groups of the ring; 0: as few as make sense."""
         self.stage, self.device, self.results = stage, stage.device, results
-        self.residency, self.misses, self.sums_last = residency, misses, sums_last
-        self.observers = observers if observers is not None else []
-        self.phases = dict.fromkeys(PHASES, 0.0)
-        device = stage.device
-        n_each = group_size(stage.hp.n_expert)
-        n_groups = ring_groups or N_GROUPS
-        self.ring = None if stage.is_full else Ring(device, stage.store, n_groups, n_each)
-        rows = hidden or HiddenRows(stage, max_rows)
-        self._own_hidden = None if hidden else rows
-        self.memory = SweepMemory(stage, max_rows, n_rows, self.ring is not None, sums_last)
-        self.graphs = SweepGraphs(
-            stage, graphs, rows, self.memory, self.ring, layer_graphs, sums_last,
-            residency is not None,
-        )  # fmt: skip
+        self.residency, self._observers = residency, observers
+        self.misses = layer_graphs.misses if layer_graphs else None
+        self.sums_last = layer_graphs is not None and layer_graphs.sums_last
+        device, n_groups = stage.device, 0 if stage.is_full else ring_groups or N_GROUPS
+        self.ring: Ring | None = None
+        if n_groups:
+            self.ring = Ring(device, stage.store, n_groups, group_size(stage.hp.n_expert))
+        self.memory = SweepMemory(stage, max_rows, n_rows, self.ring is not None, self.sums_last)
+        self.graphs = SweepGraphs(stage, graphs, hidden, self.memory, self.ring, layer_graphs)
+        self.carried = {"l_out": hidden.all, **(layer_graphs.carry.tensors if layer_graphs else {})}
         self.routed = [device.event(), device.event()]
         self.layer_done = [device.event(), device.event()]
         self.paces = [device.event() for _ in range(MAX_AHEAD)]
-        n_events = n_groups if self.ring else 0
-        self._ring_events = [(device.event(), device.event()) for _ in range(n_events)]
-        self._carried = {"l_out": rows.all}
-        self._context = Context(8)
-        if layer_graphs:
-            self._carried |= self._carry_tensors(layer_graphs.carry, max_rows)
+        self.ring_events = [(device.event(), device.event()) for _ in range(n_groups)]
 
-    def _carry_tensors(self, carry: CarryBuffers, max_rows: int) -> dict[str, Tensor]:
-        """Return tensors for the carry buffers, to copy rows from and to."""
-        hp = self.stage.hp
-        widths = {"residual": hp.n_embd, "post_norm": hp.n_embd}
-        rows = dict.fromkeys(widths, max_rows)
-        widths |= {"weights": 1, "expert_rows": hp.n_embd}
-        rows |= dict.fromkeys(("weights", "expert_rows"), max_rows * hp.n_expert_used)
-        found: dict[str, Tensor] = {}
-        for name in carry.offsets:
-            if name in widths:
-                tensor = C.ggml_new_tensor_2d(self._context.ptr, F32, widths[name], rows[name])
-                place(carry.buffer, tensor, carry.offsets[name])
-                found[name] = tensor
-        return found
-
-    def carried(self, name: str) -> Tensor:
-        """Return a carry buffer as F32 [n_embd, rows], or [1, n_used * rows] for weights."""
-        return self._carried[name]
-
-    @property
-    def n_bytes(self) -> int:
-        """Device bytes of this memory, without the ring, which counts as weights."""
-        own = self._own_hidden.n_bytes if self._own_hidden else 0
-        return self.memory.n_bytes + own
-
-    def ring_events(self, group: int) -> tuple[Event | None, Event | None]:
-        """Return the events of a group: all that read it is done; all uploads to it are done."""
-        return self._ring_events[group]
-
-    def cache_table(self, il: int) -> npt.NDArray[np.int32]:
-        """Return the slots of layer il's experts as the device knows them, I32 numpy [n_expert]."""
-        if self.residency is None:
-            return np.arange(self.stage.hp.n_expert, dtype=np.int32)
-        table: npt.NDArray[np.int32] = self.residency.cache.tables[il]
-        return table
-
-    def slots_of(self, group: Group, n_expert: int) -> npt.NDArray[np.int32]:
-        """Return the slots of a group's experts in the group: I32 numpy [n_expert], else -1."""
-        slots = np.full(n_expert, -1, dtype=np.int32)
-        slots[group.experts] = np.arange(len(group.experts))
-        return slots
+    def launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
+        """Enqueue a graph and n copies of its results to the host."""
+        status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n)
+        if status:
+            self.device.check(status, what)
 
     def send(self, il: int, group: int, pairs: list[tuple[int, int]]) -> None:
         """Enqueue uploads of (expert, slot in the group)."""
@@ -148,23 +417,12 @@ class Sweeps:
             at, to_at = (packing.stride * n for n in (group.experts.index(expert), slot))
             C.mg_copy_bytes(stream, source, at, to, to_at, packing.n_bytes)
 
-    def read_ahead(self, wanted: Iterable[tuple[int, int]]) -> None:
-        """Begin to read experts (layer, expert) that will be sent soon, unless they are pinned."""
-        if self.misses:
-            self.misses.store.ahead(wanted)
-
     def record(self, il: int, ids: npt.NDArray[np.int32]) -> None:
         """Record the choice of all rows in layer il."""
         if self.residency is not None:
             self.residency.routed(il, ids)
-        for observer in self.observers:
+        for observer in self._observers:
             observer(il, ids)
-
-    def spent(self, phase: str, start: float) -> float:
-        """Add the time since start to a phase; return the time now."""
-        now = time.perf_counter()
-        self.phases[phase] += now - start
-        return now
 
     def takes(self, segments: Sequence[Segment]) -> bool:
         """Return whether there is memory for such a chunk, rounded up."""
@@ -173,49 +431,10 @@ class Sweeps:
             return False
         return inputs.fits(segments, True)
 
-    def build_chunk(self, il: int, n: int, shape: PassShape) -> None:
-        """Build the graphs of a chunk of n rows in a layer, if they are not built.
-
-        shape: of the rectangle of the chunk.
-        """
-        if self.stage.banks.n_slots[il] == self.stage.hp.n_expert:
-            self.graphs.layer(il, n, shape)
-        else:
-            self.graphs.mixer(il, n, shape)
-            self.graphs.experts(il, n)
-
-    def reserve(self) -> None:
-        """Build the largest graphs, so that the shared block never grows later."""
-        hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
-        state = self.stage.state
-        shapes = [PassShape(n, 1, self.memory.inputs.n_kv(state.n_ctx), 0)]
-        if state.n_seq > 1:  # rows rounded up, and rows of several sequences
-            shapes.append(shapes[0]._replace(is_ragged=True))
-            if n > 1 and state.n_ctx >= 2 * PAGE:
-                n_kv = self.memory.inputs.n_kv(state.n_ctx // 2)
-                shapes.append(PassShape(n // 2, 2, n_kv, 0, is_ragged=True))
-        seen = set()
-        for il in self.stage.layers:
-            full = banks.n_slots[il] == hp.n_expert
-            kind = hp.layer(il), full, self.ring and not full and self.ring.kind(il)
-            if kind in seen:
-                continue
-            seen.add(kind)
-            for shape in shapes:
-                if full:
-                    self.graphs.layer(il, n, shape)
-                else:
-                    self.graphs.mixer(il, n, shape)
-            if full:
-                continue
-            self.graphs.experts(il, n)
-            self.graphs.sum_rows(il, n)
-            self.graphs.unit(il, 0, padded(self.memory.most - 1))
-
     def close(self) -> None:
         """Free all memory and events."""
         events = [*self.routed, *self.layer_done, *self.paces]
-        parts: list[Any] = [*events, *(e for pair in self._ring_events for e in pair)]
-        for part in (*parts, self.memory, self._own_hidden, self.ring, self._context):
+        parts: list[Any] = [*events, *(e for pair in self.ring_events for e in pair)]
+        for part in (*parts, self.memory, self.ring):
             if part:
                 part.close()

@@ -65,15 +65,18 @@ class WholeRunner(Runner):
     def __init__(self, stage: Stage, n_ubatch: int, n_sweep: int = 0) -> None:
         """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
         is_alone = stage.has_embedding and stage.has_head
-        hidden = None if is_alone else HiddenRows(stage, stage.state.shape.pass_rows(n_ubatch))
+        hidden = None
+        if n_sweep or not is_alone:  # rows of passes go from stage to stage there
+            rows = n_ubatch if is_alone else stage.state.shape.pass_rows(n_ubatch)
+            hidden = HiddenRows(stage, rows)
         super().__init__(stage, n_ubatch, hidden)
-        if n_sweep:
-            self.sweeps = Sweeps(stage, self.graphs, self._results, n_ubatch, n_sweep, hidden)
+        if n_sweep and hidden:
+            self.sweeps = Sweeps(stage, self.graphs, self.results, n_ubatch, n_sweep, hidden)
         self._n_nodes = n_nodes_whole(stage)
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
     def _get(self, shape: PassShape, results: Results) -> BuiltGraph:
-        longest = self.longest(shape)
+        longest = self.shapes.longest(shape)
         built = self.graphs.get(
             (longest, results),
             self._n_nodes,
@@ -82,11 +85,8 @@ class WholeRunner(Runner):
         built.set_length(shape.n_kv)
         return built
 
-    def build_ahead(self, batch: Batch) -> None:
-        """Build the graph of a pass that will be submitted later, also while one is in flight."""
-        self._get(self.shape_of(batch), batch.results)
-
-    def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
+    def build(self, shape: PassShape, kind: Kind, results: Results) -> None:
+        """Build the graph of a pass."""
         self._get(shape, results)
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
@@ -100,7 +100,7 @@ class WholeRunner(Runner):
         built = self._built
         if built is None:
             raise InternalError("a pass was launched before it was prepared")
-        reads, n_reads = self._result_reads(built.outputs)
+        reads, n_reads = self.results.reads(built.outputs)
         begins()
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n_reads)
         if status != C.GGML_STATUS_SUCCESS:

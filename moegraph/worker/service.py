@@ -124,12 +124,9 @@ class Worker:
     """
 
     def __init__(
-        self,
-        settings: WorkerSettings,
-        listening: socket.socket,
-        context: ssl.SSLContext | None,
+        self, settings: WorkerSettings, listening: socket.socket, context: ssl.SSLContext | None,
         say: Callable[[str], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._settings, self._listening = settings, listening
         self._context, self._say = context, say
         self._strangers: list[Stranger] = []  # the oldest first; with `_changed`
@@ -216,7 +213,10 @@ class Worker:
         try:
             try:
                 self._secure(stranger)
-                child = self._admit(stranger, name)
+                child = self._greet(stranger, name)
+            except BaseException:
+                stranger.sock.close()
+                raise
             finally:
                 with self._changed:
                     if stranger in self._strangers:
@@ -230,18 +230,13 @@ class Worker:
 
     def _secure(self, stranger: Stranger) -> None:
         """Do the TLS handshake, if clients need keys."""
-        try:
-            watch(stranger.sock)
-            stranger.sock.settimeout(hello.HELLO_S)
-            if self._context:
-                secured = self._context.wrap_socket(
-                    stranger.sock, server_side=True, do_handshake_on_connect=False
-                )
-                stranger.sock = secured
-                secured.do_handshake()
-        except BaseException:
-            stranger.sock.close()
-            raise
+        watch(stranger.sock)
+        stranger.sock.settimeout(hello.HELLO_S)
+        if self._context:
+            stranger.sock = secured = self._context.wrap_socket(
+                stranger.sock, server_side=True, do_handshake_on_connect=False
+            )
+            secured.do_handshake()
 
     def _hand_over(self, client: socket.socket, child: Child) -> None:
         """Have a child serve a client; with TLS, this thread copies the bytes until the end."""
@@ -254,15 +249,8 @@ class Worker:
             theirs.close()  # else the end of the child would go unnoticed
             relay(client, ours)
 
-    def _admit(self, stranger: Stranger, name: str) -> Child:
-        """Return who serves a client, if it may be served."""
-        try:
-            return self._greet(stranger, name)
-        except BaseException:
-            stranger.sock.close()
-            raise
-
     def _greet(self, stranger: Stranger, name: str) -> Child:
+        """Return what serves a client, if it may be served."""
         sock = stranger.sock
         build = hello.read_question(hello.read_line(sock, hello.MAX_QUESTION, hello.HELLO_S))
         if build is None:

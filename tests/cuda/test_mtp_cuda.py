@@ -89,7 +89,7 @@ def test_nan_ends_no_process(with_block: Callable[[str], Path], n_vocab: int) ->
         snapshot = model.state.snapshot(0)
         bad = np.full(model.hp.n_embd, np.nan, dtype=np.float32)
         model.stage.device.synchronize()  # the snapshot is a copy that was enqueued
-        C.ggml_backend_tensor_set(model.state.last_out, ffi.from_buffer(bad), 0, bad.nbytes)
+        C.ggml_backend_tensor_set(model.stage.state.last_out, ffi.from_buffer(bad), 0, bad.nbytes)
         for _ in range(4):
             assert model.drafter.draft(0, 3, 4, 2).problem(model.hp.n_vocab)
         model.state.restore(snapshot)

@@ -133,7 +133,7 @@ def test_a_nan_in_one_sequence_touches_no_other(open_cuda: Open) -> None:
     engine, alone = open_cuda(n_seq=3), Alone(open_cuda, {})
     ids = np.random.default_rng(4).integers(0, N_VOCAB, (3, 30))
     engine.forward(ids)
-    tensor = next(iter(engine.state.layer_states.values()))[1]
+    tensor = next(iter(engine.state.states[0].layer_states.values()))[1]
     nan = np.array([np.nan], np.float32)
     engine.device.synchronize()
     C.ggml_backend_tensor_set(tensor, ffi.from_buffer(nan), tensor.nb[1], 4)
@@ -149,7 +149,7 @@ def test_a_nan_in_one_sequence_touches_no_other(open_cuda: Open) -> None:
 
 def test_partial_sums_of_attention_take_what_the_planner_counts(open_cuda: Open) -> None:
     engine = open_cuda()
-    hp, state, device = engine.hparams, engine.state, engine.device
+    hp, state, device = engine.hparams, engine.state.states[0], engine.device
     il = next(iter(state.k))
     for n_ctx in (256, 4096, 32768, 262144):
         for n_rows in (1, 5, 32):

@@ -21,7 +21,7 @@ from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.ggml.ops import Tensor
 from moegraph.graphs import experts
-from moegraph.runner import sweep_graphs
+from moegraph.runner import sweeps
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep_batch import SweepBatch
 
@@ -62,8 +62,8 @@ def first_layer(engine: Engine, n: int) -> tuple[Rows, Rows]:
     sweep = engine.passes.begin_prompts([SweepBatch(ids, taps={0: tap})])
     while engine.passes.step_prompt(sweep):
         pass
-    assert sweep.output is not None
-    return rows[0], sweep.output.require_logits()
+    assert sweep.prompts[0].output is not None
+    return rows[0], sweep.prompts[0].output.require_logits()
 
 
 def error(found: Rows, expected: Rows) -> float:
@@ -76,7 +76,7 @@ def error(found: Rows, expected: Rows) -> float:
 def test_a_layer_with_missing_experts_is_near_the_whole_one(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, preset: str, min_tiled: int
 ) -> None:
-    monkeypatch.setattr(sweep_graphs, "_MIN_TILED", min_tiled)
+    monkeypatch.setattr(sweeps, "_MIN_TILED", min_tiled)
     whole, uncut = (open_engine(preset, mode="whole", n_ubatch=n) for n in (256, 1000))
     for slots, pin in ((0, "auto"), (60, "all"), (60, "none")):
         missing = open_engine(preset, pin_layers=0, cache_slots=slots, miss="stream", host_pin=pin)

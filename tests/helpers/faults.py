@@ -110,6 +110,6 @@ def _in_place(library_of: Callable[[Any], Any]) -> Iterator[Any]:
 
 def poison(engine: Engine, slot: int) -> None:
     """Put a NaN into a recurrent state of a sequence."""
-    tensor = next(iter(engine.state.layer_states.values()))[1]
+    tensor = next(iter(engine.state.states[0].layer_states.values()))[1]
     value = np.array([np.nan], np.float32)
     C.ggml_backend_tensor_set(tensor, ffi.from_buffer(value), slot * tensor.nb[1], 4)

@@ -77,9 +77,9 @@ class MtpModel:
         sweep.begin()
         while sweep.step():
             pass
-        self.saved = sweep.saved
-        assert sweep.output
-        return sweep.output
+        self.saved = sweep.prompts[0].saved
+        assert sweep.prompts[0].output
+        return sweep.prompts[0].output
 
     def decode(self, token: int, slot: int = 0) -> Output:
         """Run a row and tell the drafter."""
@@ -95,7 +95,7 @@ class MtpModel:
         from moegraph.runner.inspect import read_tensor
 
         self.stage.device.synchronize()  # what the drafter was told last may be under way
-        state, il = self.state, self.hp.n_layer
+        state, il = self.stage.state, self.hp.n_layer
         assert state.last_out is not None
         rows = state.pool.rows(np.array(slot), np.arange(state.n_past[slot]))
         found = [read_tensor(t)[rows].copy() for t in (state.k[il], state.v[il])]

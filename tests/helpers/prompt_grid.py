@@ -135,10 +135,10 @@ def check(engine: Engine, case: Case, ids: npt.NDArray[np.int32], wanted: Any) -
             if not same(contents(engine), before):
                 return f"cancelled after {n_steps} steps, the sequence is another one"
             sweep = engine.passes.begin_prompts([batch])
-    assert sweep.output is not None
+    assert sweep.prompts[0].output is not None
     if not same(contents(engine), wanted[0]):
         return "states, keys or values differ"
-    if not same([sweep.output.require_logits()[-1:], *after(engine, rest)], wanted[1]):
+    if not same([sweep.prompts[0].output.require_logits()[-1:], *after(engine, rest)], wanted[1]):
         return "logits differ"
     if engine.held(OTHER) != others:
         return "the other sequence lost rows"

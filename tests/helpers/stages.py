@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from moegraph.kinds import Kind
 from moegraph.resident.kvpool import PoolShape
 from moegraph.resident.sequences import Sequences
 from moegraph.resident.stage import Stage, open_stage
-from moegraph.runner import Batch, Output
+from moegraph.runner import Batch, Output, reserve_graphs
 from moegraph.runner.inspect import read_tensor
 
 from .tree_shapes import TREES, path
@@ -76,7 +77,7 @@ class Stages:
         stack.callback(self.sequences.close)
         self.runner = open_runners(stages, [0] * len(stages), stack, config)
         self.runners = self.runner.parts
-        self.runner.reserve_graphs()
+        reserve_graphs(self.runners)
 
     def run(self, batch: Batch) -> Output:
         """Run a pass through all stages."""
@@ -88,9 +89,10 @@ class Stages:
         found = {
             (kind, il): read_tensor(tensor)
             for kind in ("k", "v")
-            for il, tensor in getattr(self.sequences, kind).items()
+            for state in self.sequences.states
+            for il, tensor in getattr(state, kind).items()
         }
-        for il, tensors in self.sequences.layer_states.items():
+        for il, tensors in chain(*(state.layer_states.items() for state in self.sequences.states)):
             found |= {(f"state {i}", il): read_tensor(t) for i, t in enumerate(tensors)}
         return found
 

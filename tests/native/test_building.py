@@ -29,7 +29,7 @@ def opened(open_engine: Open, **placement: Any) -> Engine:
     """Open an engine of four sequences whose passes are padded, as those of a GPU are."""
     engine = open_engine("mini35b", n_seq=4, n_ctx=1024, n_ubatch=512, **placement)
     for part in engine.runner.parts:
-        part.widths = (2, 4, 6)
+        part.shapes.widths = (2, 4, 6)
     return engine
 
 

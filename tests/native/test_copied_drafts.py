@@ -49,7 +49,7 @@ def drafter_of(engine: Engine) -> Drafter:
 
 def kept(engine: Engine, seq: int = 0) -> list[np.ndarray]:
     """Return all K and V that a drafter has of a sequence, and where they begin."""
-    drafter, state = drafter_of(engine), engine.state
+    drafter, state = drafter_of(engine), engine.state.states[0]
     engine.speculation.settle(seq)
     n_past = state.n_past[seq]
     if isinstance(drafter, DFlashDrafter):

@@ -152,9 +152,9 @@ def test_rows_that_are_rounded_up_change_nothing(
         sweep = engine.passes.begin_prompts([SweepBatch(ids, 2, cuts=(n // 2,), is_rounded=True)])
         while engine.passes.step_prompt(sweep):
             pass
-        assert sweep.output is not None
+        assert sweep.prompts[0].output is not None
         expected = read_alone(other, SweepBatch(ids, 2))
-        np.testing.assert_array_equal(sweep.output.require_logits(), expected[0])
+        np.testing.assert_array_equal(sweep.prompts[0].output.require_logits(), expected[0])
         np.testing.assert_array_equal(engine.forward([5], 2).require_logits(), expected[1])
         if n == 70 and engine.mode == "whole":  # as many chunks of 64 rows as before
             assert engine.runner.n_built <= before + engine.hparams.n_layer

@@ -57,7 +57,7 @@ def test_no_graph_outlives_an_interrupt_that_comes_with_a_larger_block(
     open_engine, monkeypatch, mode: str
 ) -> None:
     """They might have addresses of the block that is gone."""
-    monkeypatch.setattr("moegraph.runner.base.Runner.reserve_graphs", lambda *_: None)
+    monkeypatch.setattr("moegraph.engine.loader.reserve_graphs", lambda *_: None)
     expected = open_engine(mode=mode).forward_logits(np.arange(3))
     for at in (1, 2, 3):
         engine = open_engine(mode=mode)

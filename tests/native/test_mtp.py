@@ -195,7 +195,7 @@ def test_drafts_of_nan_are_told_from_others(model_path: ModelPath, n_vocab: int)
         wanted = model.drafter.draft(0, 3, 4, 2)
         snapshot = model.state.snapshot(0)
         bad = np.full(model.hp.n_embd, np.nan, dtype=np.float32)
-        C.ggml_backend_tensor_set(model.state.last_out, ffi.from_buffer(bad), 0, bad.nbytes)
+        C.ggml_backend_tensor_set(model.stage.state.last_out, ffi.from_buffer(bad), 0, bad.nbytes)
         draft = model.drafter.draft(0, 3, 4, 2)
         assert draft.problem(model.hp.n_vocab) == "its probabilities are not numbers"
         model.state.restore(snapshot)

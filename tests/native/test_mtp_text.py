@@ -44,7 +44,7 @@ def text(engine: Engine, ids: np.ndarray, sampling: SamplingParams | None, n: in
 def cache(engine: Engine, n: int) -> list[np.ndarray]:
     """Return the block's K and V rows of the first n positions, and the last output."""
     engine.speculation.settle(0)
-    state, il = engine.state, engine.hparams.n_layer
+    state, il = engine.state.states[0], engine.hparams.n_layer
     assert state.last_out is not None and state.n_past[0] >= n
     rows = state.pool.rows(np.array(0), np.arange(n))
     found = [read_tensor(t)[rows] for t in (state.k[il], state.v[il])]

@@ -105,9 +105,9 @@ def test_the_pool_has_its_own_size(open_engine: Open) -> None:
     for n_kv, n_rows in ((0, 3072), (-1, 1024), (1500, 1536), (9999, 3072)):
         engine = open_engine(n_ctx=1024, n_seq=3, n_kv=n_kv)
         assert engine.state.shape.n_rows == engine.state.pool.n_pages * PAGE == n_rows
-        sizes[n_rows] = engine.state.kv_bytes
+        sizes[n_rows] = engine.state.states[0].kv_bytes
         need = needed_bytes(engine.file, engine.config, 1024)
-        assert need.kv == engine.state.kv_bytes
+        assert need.kv == engine.state.states[0].kv_bytes
         assert engine.runner.compute_bytes <= need.compute
     assert sizes[3072] > 2.9 * sizes[1024]
 

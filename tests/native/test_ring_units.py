@@ -19,7 +19,7 @@ from moegraph.ggml.lib import ffi
 from moegraph.ggml.ops import Tensor
 from moegraph.graphs import experts
 from moegraph.resident.bank import Ring
-from moegraph.runner import sweep_graphs
+from moegraph.runner import sweeps
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep_batch import SweepBatch
 from moegraph.runner.sweeps import Sweeps
@@ -70,7 +70,7 @@ def test_groups_of_the_ring_may_have_any_number_of_slots(
 ) -> None:
     """kquant40: groups of five slots, which divide no number of places that a graph is for."""
     settings = {"n_ctx": 1024, "n_ubatch": 512}
-    monkeypatch.setattr(sweep_graphs, "_MIN_TILED", min_tiled)
+    monkeypatch.setattr(sweeps, "_MIN_TILED", min_tiled)
     engine = open_engine(preset, **settings, **MISSING)
     assert not engine.runner.sweeps.sums_last
     ids = prompt(engine, 400, seed=1)

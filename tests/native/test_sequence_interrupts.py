@@ -77,7 +77,7 @@ class Interrupted(Machine):
         finally:
             interrupt.end()
         self.engine.passes.clean_up()  # as any call does first
-        if self.engine.runner._pending is not None:
+        if self.engine.runner.pending is not None:
             self.engine.collect()  # an interrupt came while it waited
         self.adopt(before, {int(name[1:]): tokens for name, tokens in after.items()})
         return result
@@ -116,7 +116,7 @@ class Interrupted(Machine):
 
     def forward_with_nan(self) -> None:
         slots = self.some_slots()
-        tensor = next(iter(self.engine.state.layer_states.values()))[1]
+        tensor = next(iter(self.engine.state.states[0].layer_states.values()))[1]
         nan = np.array([np.nan], np.float32)
         C.ggml_backend_tensor_set(tensor, ffi.from_buffer(nan), slots[0] * tensor.nb[1], 4)
         tokens = self.rng.integers(0, N_VOCAB, (len(slots), 1))
@@ -152,7 +152,7 @@ class Interrupted(Machine):
                    for slot, (now, was) in enumerate(zip(self.held, held)))  # fmt: skip
         if output is None:
             return
-        can = [i for i, slot in enumerate(slots) if slot in self.engine.runner._commits._verified]
+        can = [i for i, slot in enumerate(slots) if slot in self.engine.runner.commits.pending]
         paths = {slots[i]: path(parents[i], int(self.rng.integers(-1, lengths[i]))) for i in can}
         after = {}
         for i in can:

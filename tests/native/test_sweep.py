@@ -97,8 +97,8 @@ def test_chunks_may_get_another_length_at_each_part(
     assert set(cuts) <= {chunk.end for chunk in chunks}
     expected = [plain.forward(ids[c.first : c.end], all_rows=True) for c in chunks]
     logits = np.concatenate([one.require_logits() for one in expected])
-    np.testing.assert_array_equal(sweep.output.require_logits(), logits)
-    for copy in sweep.saved:
+    np.testing.assert_array_equal(sweep.prompts[0].output.require_logits(), logits)
+    for copy in sweep.prompts[0].saved:
         copy.close()
     for token in ids[:4]:
         found = [e.forward([token]).require_logits() for e in (engine, plain)]
@@ -157,7 +157,7 @@ def test_other_sequences_run_between_any_two_steps(open_engine: Open, placement)
             rows.append(engine.forward([other[at]], seq).require_logits())
             at += 1
         before = sent_bytes(engine)
-    np.testing.assert_array_equal(sweep.output.require_logits(), expected)
+    np.testing.assert_array_equal(sweep.prompts[0].output.require_logits(), expected)
     for i, row in enumerate(rows):
         got = plain.forward([other[i]], (0, 2)[i % 2]).require_logits()
         np.testing.assert_array_equal(row, got)
@@ -168,13 +168,13 @@ def test_other_sequences_run_between_any_two_steps(open_engine: Open, placement)
 
 def states(engine: Engine, seq: int) -> list[Floats]:
     """Return the recurrent states of a sequence."""
-    state = engine.state
+    state = engine.state.states[0]
     return [read_tensor(t)[seq].copy() for each in state.layer_states.values() for t in each]
 
 
 def keys(engine: Engine, seq: int) -> list[npt.NDArray[Any]]:
     """Return the K and V rows of the positions that a sequence holds."""
-    state = engine.state
+    state = engine.state.states[0]
     rows = state.pool.rows(np.array(seq), np.arange(state.n_past[seq]))
     return [read_tensor(t)[rows].copy() for t in (*state.k.values(), *state.v.values())]
 

@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[Callable[[int], Any], type[MoegraphError]]] = {
 
 def held(engine: Engine) -> list[npt.NDArray[Any]]:
     """Return all that sequence 0 consists of."""
-    state = engine.state
+    state = engine.state.states[0]
     rows = state.pool.rows(np.array(0), np.arange(state.n_past[0]))
     found = [read_tensor(t)[0].copy() for each in state.layer_states.values() for t in each]
     found += [read_tensor(t)[rows].copy() for t in (*state.k.values(), *state.v.values())]

@@ -114,7 +114,7 @@ def test_the_ring_has_what_sequences_took(
     [plain] = Stages(file, [], new_config(**kv), stack).runners
     stages = Stages(file, cuts, config, stack)
     for runner in stages.runners:
-        runner.widths = widths
+        runner.shapes.widths = widths
     last = stages.runners[-1]
     layers = [il for il in (2, 5, n_layer - 1, n_layer) if il + 1 > last.stage.layers.start]
     keep(last, layers, n_seq=N_SEQ)

@@ -54,7 +54,7 @@ class Alone:
 
 def states_of(engine: Engine) -> list[np.ndarray]:
     """Copy all recurrent states."""
-    state = engine.state
+    state = engine.state.states[0]
     return [read_tensor(t) for each in state.layer_states.values() for t in each]
 
 
@@ -134,10 +134,10 @@ def test_a_commit_leaves_the_states_that_a_pass_leaves(open_engine: Open, settin
         for a, b in zip(*map(states_of, engines)):
             np.testing.assert_array_equal(a, b)
         for cache in ("k", "v"):
-            for il in engines[0].state.k:
+            for il in engines[0].state.states[0].k:
                 rows = []
                 for e in engines:
-                    raw = read_tensor(getattr(e.state, cache)[il])
+                    raw = read_tensor(getattr(e.state.states[0], cache)[il])
                     at = [
                         e.state.pool.row(s, p) for s in range(2) for p in range(e.state.n_past[s])
                     ]
@@ -213,7 +213,7 @@ def test_what_cannot_be_committed_is_refused_and_changes_nothing(open_engine: Op
 
 def poke(engine: Engine, slot: int, value: float) -> None:
     """Change a number in a recurrent state of a sequence."""
-    tensor = next(iter(engine.state.layer_states.values()))[1]
+    tensor = next(iter(engine.state.states[0].layer_states.values()))[1]
     raw = np.array([value], np.float32)
     C.ggml_backend_tensor_set(tensor, ffi.from_buffer(raw), slot * tensor.nb[1], 4)
 

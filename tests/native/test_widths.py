@@ -26,7 +26,7 @@ def test_padding_changes_no_result(open_engine: Open, placement: dict[str, Any])
     n_built: list[int] = []
     for widths in ((), (2, 4, 8)):
         engine = open_engine(n_seq=8, n_ctx=1024, cpu_reference=True, **placement)
-        engine.runner.widths = widths
+        engine.runner.shapes.widths = widths
         rng, results = np.random.default_rng(0), []
         for seq in range(8):
             engine.prefill(prompt(engine, 10 + seq, seed=seq), seq)
@@ -48,7 +48,7 @@ def test_padding_changes_no_result(open_engine: Open, placement: dict[str, Any])
 
 def test_a_service_whose_passes_are_padded(open_engine: Open) -> None:
     engine = open_engine(n_seq=6, n_ctx=1024, cpu_reference=True)
-    engine.runner.widths = (2, 4, 6)
+    engine.runner.shapes.widths = (2, 4, 6)
     with serving(engine) as service:
         clients = [
             Client(service, prompt(engine, 5 + 7 * i, seed=i), max_tokens=4 + 5 * i)

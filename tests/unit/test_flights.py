@@ -35,22 +35,20 @@ class Part:
     def __init__(self, world: World, at: int, seconds: float, mode: str) -> None:
         self.world, self.at, self.seconds, self.mode = world, at, seconds, mode
         self.end = self.ready = 0.0  # when its device is done; when the rows are there
-        self.is_idle, self.fails_for = True, -1
+        self.pending, self.fails_for = False, -1
         self.has_memory, self.n_kept = False, 0
         self.n_given_up = 0
+        self.results = self
 
-    def watch_results(self) -> None:
-        pass
-
-    def keep_logits(self) -> bool:
+    def keep(self) -> bool:
         self.n_kept += self.has_memory
         return self.has_memory
 
-    def release_logits(self) -> None:
+    def release(self) -> None:
         pass
 
     def prepare(self, batch: Batch) -> None:
-        assert self.is_idle, "a stage has one pass at a time"
+        assert not self.pending, "a stage has one pass at a time"
 
     def fill(self, batch: Batch, shape: object) -> None:
         pass
@@ -75,23 +73,20 @@ class Part:
                 world.now = self.end
             if slot == self.fails_for:
                 raise NativeError("the device failed")
-        self.is_idle, self.slot = False, slot
+        self.pending, self.slot = True, slot
 
-    def has_results(self) -> bool:
+    def have_arrived(self) -> bool:
         self.world.now += _POLL
         return self.world.now >= self.end
 
     def collect(self) -> Output:
         self.world.now = max(self.world.now, self.end)
-        self.is_idle = True
+        self.pending = False
         return Output(argmax=np.array([self.slot], np.int32))
 
     def give_up(self) -> None:
-        self.is_idle = True
+        self.pending = False
         self.n_given_up += 1
-
-    def recover(self) -> None:
-        pass
 
 
 def flights_of(world: World, seconds: list[float], mode: str) -> tuple[Flights, list[Any]]:
@@ -148,4 +143,4 @@ def test_a_failed_pass_is_the_only_one(stage: int) -> None:
         flights.collect()
     assert parts[stage].n_given_up == 1 and parts[1 - stage].n_given_up == 0
     assert flights.collect().argmax == [2]
-    assert flights.is_empty and all(part.is_idle for part in parts)
+    assert flights.is_empty and not any(part.pending for part in parts)
