@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.interrupts import interrupted
-from helpers.shared import residents
+from helpers.shared import empty, residents
 
 from moegraph.experts.cache import ExpertCache
 from moegraph.experts.policy import Adaptive, Lfu, Lru, Policy, Static
@@ -59,6 +59,19 @@ def test_a_layer_lands_only_where_a_whole_row_has_room(policy, n_slots: int, can
         assert len(cache.layers[0].plan_victims(N_USED)) == N_USED
         n_static = cache.layers[0].policy.n_static
         assert all(slot >= n_static for slot, _ in cache.layers[0].plan_victims(N_USED))
+
+
+def test_slots_that_never_change_are_no_victims() -> None:
+    cache = new_cache([10], Adaptive(static_share=0.5))
+    cache.layers[0].preload([0, 1, 2, 3, 4, 5, 6])
+    empty(cache, 0, 1, 6)  # one static slot is free now, and one that is not
+    assert sorted(cache.layers[0].plan_victims(N_USED)) == [(6, -1), (7, -1), (8, -1), (9, -1)]
+    for base in (8, 12, 8, 12):
+        cache.begin_pass()
+        cache.layers[0].plan_victims(N_USED)
+        ids = [base, base + 1, base + 2, base + 3]
+        fetch(cache, ids)
+    assert residents(cache.layers[0])[:4] == [0, 2, 3, 4] and cache.tables[0, 1] == -1
 
 
 def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
