@@ -15,14 +15,15 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import RequestError
-from .setting import Setting, problem_of
+from .setting import Setting, problem_of, setting, settings_of
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
@@ -45,10 +46,7 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 _WORD = (1 << 64) - 1
 
 
-def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limits: Any) -> Any:
-    """Return a dataclass field that carries a Setting (less its name) as metadata."""
-    meta = {"kind": kind, "flags": flags, "help": help, "group": "Sampling", **limits}
-    return field(default=default, metadata=meta)
+_setting = partial(setting, group="Sampling")
 
 
 @dataclass(frozen=True)
@@ -154,11 +152,7 @@ class SamplingParams:
 
 def settings() -> tuple[Setting, ...]:
     """Return the Setting of every SamplingParams field except logit_bias, in order."""
-    return tuple(
-        Setting(name=f.name, default=f.default, **f.metadata)
-        for f in fields(SamplingParams)
-        if f.metadata
-    )
+    return settings_of(SamplingParams)
 
 
 def _bias_problem(token: int, bias: float, n_vocab: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -44,6 +44,20 @@ class Setting:
         if self.minimum is not None:
             return f"{self.minimum} to {self.maximum}"
         return self.metavar or "on or off"
+
+
+def setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limits: Any) -> Any:
+    """Return a dataclass field that carries a Setting (less its name) as metadata.
+
+    default: None if the engine determines the value when it loads.
+    """
+    return field(default=default, metadata={"kind": kind, "flags": flags, "help": help, **limits})
+
+
+def settings_of(kind: type) -> tuple[Setting, ...]:
+    """Return the Setting of every field of a dataclass that carries one, in order."""
+    found = (f for f in fields(kind) if f.metadata)
+    return tuple(Setting(name=f.name, default=f.default, **f.metadata) for f in found)
 
 
 def problem_of(setting: Setting, value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +19,8 @@ _SHORT_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75
 _LONG_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
 
+# A figure: its name, what it is, and its value.
+Row = tuple[str, str, float]
 # Times between tokens that are kept until somebody asks.
 _MAX_PAUSES = 4096
 
@@ -56,7 +58,7 @@ class Metrics:
             Gauge(f"vllm:{name}", help, registry=registry).set_function(value)
 
         gauge("num_requests_running", "Requests that are being computed.",
-              lambda: self.n_open - self.n_queued)  # fmt: skip
+              lambda: self.n_running)  # fmt: skip
         gauge("num_requests_waiting", "Requests that wait.", lambda: self.n_queued)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = counter("generation_tokens", "Tokens that were generated.")
@@ -72,13 +74,15 @@ class Metrics:
         self.prompt_s = times("request_prefill_time", "Until the first token.", _LONG_S)
         self.answer_s = times("request_decode_time", "From the first token on.", _LONG_S)
 
-    def collect(self) -> list[Metric]:
-        """Return the figures under llama-server's names, for the registry."""
-        found: list[Metric] = []
-        for name, kind, help, value in _LLAMA:
-            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-            found.append(family(f"llamacpp:{name}", help, value=value(self)))
-        return found
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures under llama-server's names, for the registry."""
+        rows = ((f"llamacpp:{name}", help, getattr(self, of)) for name, help, of in _LLAMA)
+        yield from _families(rows)
+
+    @property
+    def n_running(self) -> int:
+        """Return how many requests are being computed."""
+        return self.n_open - self.n_queued
 
     @property
     def _now(self) -> tuple[int, float, int, float]:
@@ -122,28 +126,32 @@ class Metrics:
         return found
 
 
-# The figures that llama-server reports, from the same sums: name, kind, help, of `Metrics`.
-_LLAMA: tuple[tuple[str, str, str, Callable[[Metrics], float]], ...] = (
-    ("prompt_tokens", "counter", "Prompt tokens that were computed.", lambda m: m.n_computed),
-    ("prompt_tokens_cached", "counter", "Prompt tokens that were cached.", lambda m: m.n_cached),
-    ("prompt_seconds", "counter", "Time that prompts took.", lambda m: m.prefill_s),
-    ("tokens_predicted", "counter", "Tokens that were generated.", lambda m: m.n_generated),
-    ("tokens_predicted_seconds", "counter", "Time that answers took.", lambda m: m.decode_s),
-    ("spec_decode_num_draft_tokens", "counter", "Drafted tokens, verified.",
-     lambda m: m.n_drafted),
-    ("spec_decode_num_accepted_tokens", "counter", "Drafted tokens, right.",
-     lambda m: m.n_accepted),
-    ("prompt_tokens_seconds", "gauge",
-     "Prompt tokens per second of a request, since this was read last.", lambda m: m.prompt_rate),
-    ("predicted_tokens_seconds", "gauge",
-     "Generated tokens per second of a request, since this was read last.",
-     lambda m: m.answer_rate),
-    ("n_tokens_max", "gauge", "Largest number of tokens that a request held.",
-     lambda m: m.n_held_max),
-    ("requests_processing", "gauge", "Requests that are being computed.",
-     lambda m: m.n_open - m.n_queued),
-    ("requests_deferred", "gauge", "Requests that wait.", lambda m: m.n_queued),
+# The figures that llama-server reports: name, help, and which attribute of `Metrics`.
+_LLAMA = (
+    ("prompt_tokens_total", "Prompt tokens that were computed.", "n_computed"),
+    ("prompt_tokens_cached_total", "Prompt tokens that were cached.", "n_cached"),
+    ("prompt_seconds_total", "Time that prompts took.", "prefill_s"),
+    ("tokens_predicted_total", "Tokens that were generated.", "n_generated"),
+    ("tokens_predicted_seconds_total", "Time that answers took.", "decode_s"),
+    ("spec_decode_num_draft_tokens_total", "Drafted tokens, verified.", "n_drafted"),
+    ("spec_decode_num_accepted_tokens_total", "Drafted tokens, right.", "n_accepted"),
+    ("prompt_tokens_seconds", "Prompt tokens per second of a request, since this was read last.",
+     "prompt_rate"),
+    ("predicted_tokens_seconds",
+     "Generated tokens per second of a request, since this was read last.", "answer_rate"),
+    ("n_tokens_max", "Largest number of tokens that a request held.", "n_held_max"),
+    ("requests_processing", "Requests that are being computed.", "n_running"),
+    ("requests_deferred", "Requests that wait.", "n_queued"),
 )  # fmt: skip
+
+
+def _families(rows: Iterable[Row]) -> Iterator[Metric]:
+    """Yield figures of (name, help, value); a name that ends in _total is that of a counter."""
+    for name, help, value in rows:
+        if name.endswith("_total"):
+            yield CounterMetricFamily(name, help, value)
+        else:
+            yield GaugeMetricFamily(name, help, value)
 
 
 class Meter:
@@ -223,15 +231,13 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the figures."""
-        yield GaugeMetricFamily(
-            "moegraph_ready", "Whether requests are answered.",
-            value=float(self._backend.condition in ("ready", "sleeping")),
-        )  # fmt: skip
+        is_ready = float(self._backend.condition in ("ready", "sleeping"))
+        yield GaugeMetricFamily("moegraph_ready", "Whether requests are answered.", is_ready)
         loaded = self._backend.peek()
         if loaded is not None:
             status: ServiceStatus = loaded.service.status()
-            yield from _service(status)
-            yield from _experts(status)
+            yield from _families(_service(status))
+            yield from _families(_experts(status))
             yield from _memory(status)
 
     def describe(self) -> list[Metric]:
@@ -239,44 +245,36 @@ class EngineMetrics(Collector):
         return []
 
 
-def _service(status: ServiceStatus) -> Iterator[Metric]:
+def _service(status: ServiceStatus) -> Iterator[Row]:
     counts = status.counts
     busy = sum(slot.state != "idle" for slot in status.slots)
     held = sum(slot.n_held for slot in status.slots)
-    yield GaugeMetricFamily("moegraph_slots", "Requests computed at a time.", len(status.slots))
-    yield GaugeMetricFamily("moegraph_slots_used", "Slots at work.", busy)
-    yield GaugeMetricFamily("moegraph_tokens_held", "Tokens in all slots.", held)
-    yield GaugeMetricFamily(
-        "vllm:kv_cache_usage_perc", "Share of the context that is in use, 0 to 1.",
-        min(1.0, held / status.n_ctx) if status.n_ctx else 0.0,
-    )  # fmt: skip
-    yield CounterMetricFamily("llamacpp:n_decode", "Decode passes.", counts.passes)
-    yield CounterMetricFamily(
-        "llamacpp:spec_decode_num_drafts", "Passes that verified drafts.",
-        0 if status.spec is None else status.spec.steps,
-    )  # fmt: skip
-    yield GaugeMetricFamily(
-        "llamacpp:n_busy_slots_per_decode", "Mean rows of a decode pass.",
-        counts.pass_rows / counts.passes if counts.passes else 0.0,
-    )  # fmt: skip
+    n_drafts = 0 if status.spec is None else status.spec.steps
+    mean = counts.pass_rows / counts.passes if counts.passes else 0.0
+    used = min(1.0, held / status.n_ctx) if status.n_ctx else 0.0
+    yield "moegraph_slots", "Requests computed at a time.", len(status.slots)
+    yield "moegraph_slots_used", "Slots at work.", busy
+    yield "moegraph_tokens_held", "Tokens in all slots.", held
+    yield "vllm:kv_cache_usage_perc", "Share of the context that is in use, 0 to 1.", used
+    yield "llamacpp:n_decode_total", "Decode passes.", counts.passes
+    yield "llamacpp:spec_decode_num_drafts_total", "Passes that verified drafts.", n_drafts
+    yield "llamacpp:n_busy_slots_per_decode", "Mean rows of a decode pass.", mean
     if status.group_passes:
-        yield CounterMetricFamily("moegraph_group_passes", "Passes of groups, one in each stage.",
-                                  status.group_passes)  # fmt: skip
-        yield GaugeMetricFamily("moegraph_stage_idle", "Share of their time without work, 0 to 1.",
-                                status.stage_idle)  # fmt: skip
-    yield CounterMetricFamily("vllm:num_preemptions", "Requests set aside.", counts.preempted)
-    yield CounterMetricFamily("moegraph_refused", "Requests without room.", counts.refused)
-    yield CounterMetricFamily("moegraph_prompt_seconds", "Device time for prompts.",
-                              counts.prompt_s)  # fmt: skip
-    yield CounterMetricFamily("moegraph_decode_seconds", "Device time for answers.",
-                              counts.decode_s)  # fmt: skip
-    yield GaugeMetricFamily("moegraph_prefix_places", "Prompt beginnings kept in host memory.",
-                            status.prefix_places)  # fmt: skip
-    yield GaugeMetricFamily("moegraph_prefix_bytes", "Host memory of those.", status.prefix_bytes)
-    yield GaugeMetricFamily("moegraph_busy_seconds", "Time of the work under way.", status.busy_s)
+        help = "Passes of groups, one in each stage."
+        yield "moegraph_group_passes_total", help, status.group_passes
+        help = "Share of their time without work, 0 to 1."
+        yield "moegraph_stage_idle", help, status.stage_idle
+    yield "vllm:num_preemptions_total", "Requests set aside.", counts.preempted
+    yield "moegraph_refused_total", "Requests without room.", counts.refused
+    yield "moegraph_prompt_seconds_total", "Device time for prompts.", counts.prompt_s
+    yield "moegraph_decode_seconds_total", "Device time for answers.", counts.decode_s
+    help = "Prompt beginnings kept in host memory."
+    yield "moegraph_prefix_places", help, status.prefix_places
+    yield "moegraph_prefix_bytes", "Host memory of those.", status.prefix_bytes
+    yield "moegraph_busy_seconds", "Time of the work under way.", status.busy_s
 
 
-def _experts(status: ServiceStatus) -> Iterator[Metric]:
+def _experts(status: ServiceStatus) -> Iterator[Row]:
     if status.experts is None:
         return
     report = status.experts.report()
@@ -287,7 +285,7 @@ def _experts(status: ServiceStatus) -> Iterator[Metric]:
         ("expert_upload_bytes", "uploaded_bytes", "Expert bytes sent to the device."),
         ("expert_cpu", "n_cpu_experts", "Experts computed on the CPU."),
     ):
-        yield CounterMetricFamily(f"moegraph_{name}", help, report[key])
+        yield f"moegraph_{name}_total", help, report[key]
 
 
 def _memory(status: ServiceStatus) -> Iterator[Metric]:
