@@ -20,6 +20,7 @@ from ..text.chat.answer import AnswerParser
 from ..text.chat.parts import ContentPart, Part, ReasoningPart
 from .errors import RETRY_S, ApiError, from_failure
 from .metrics import Meter
+from .replies import gone
 
 if TYPE_CHECKING:
     from ..engine.service import Service, Ticket
@@ -32,8 +33,7 @@ T = TypeVar("T")
 class Update:
     """What came of one choice: a step, and the parts of the answer that it completes.
 
-    index: which of the requests it belongs to. Without a parser there are no parts; the text is
-    that of the step. is_last: no more comes of this choice.
+    index: which of the requests it belongs to. is_last: no more comes of this choice.
     """
 
     index: int
@@ -232,7 +232,7 @@ class ClientLeft(Exception):
 async def unless_left(request: HttpRequest, work: Awaitable[T]) -> T:
     """Return what work returns; cancel it when the client leaves. The body has been read."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_left(request))
+    watch = asyncio.ensure_future(gone(request.receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -242,8 +242,3 @@ async def unless_left(request: HttpRequest, work: Awaitable[T]) -> T:
         for one in (task, watch):
             one.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _left(request: HttpRequest) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -123,11 +123,6 @@ class _Run(Completion):
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     @property
-    def n_answers(self) -> int:
-        """How many answers there are over all prompts."""
-        return len(self.body.prompt) * self.body.n_choices
-
-    @property
     def usage(self) -> Usage:
         """Return the sum over all prompts."""
         n, usages = self.body.n_choices, self.answers.usages

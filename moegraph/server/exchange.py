@@ -346,24 +346,15 @@ class Completion(Exchange):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def n_answers(self) -> int:
-        """How many answers there are over all prompts."""
-
-    @property
-    def n_reasoning(self) -> int | None:
-        """Tokens of reasoning so far; None: such answers have none."""
-        return None
+    may_reason: ClassVar[bool] = False
 
     @abstractmethod
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return a whole choice."""
 
-    @abstractmethod
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the fields that begin a stream's choice, if it has such a beginning."""
+        return None
 
     @abstractmethod
     def shown(self, kind: type, text: str) -> dict[str, Any]:
@@ -375,7 +366,7 @@ class Completion(Exchange):
 
     async def whole(self) -> dict[str, Any]:
         """Return the completion."""
-        answers = [Choice() for _ in range(self.n_answers)]
+        answers = [Choice() for _ in range(len(self.answers.usages))]
         async for update in self.answers:
             answers[update.index].take(update)
         choices = [self.choice(i, answer) for i, answer in enumerate(answers)]
@@ -394,12 +385,13 @@ class Completion(Exchange):
         }
 
     def _sums(self) -> dict[str, Any]:
-        return {"usage": usage_object(self.usage, self.n_reasoning), **self.costs()}
+        n_reasoning = self.answers.n_reasoning if self.may_reason else None
+        return {"usage": usage_object(self.usage, n_reasoning), **self.costs()}
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the chunks."""
         finish = None
-        for index in range(self.n_answers):
+        for index in range(len(self.answers.usages)):
             if begun := self.first(index):
                 yield data(self.chunk(index, begun))
         write = self._progress if self.body.return_progress else None

@@ -293,16 +293,7 @@ class _Run(Completion):
     _n_calls: Counter[int] = field(default_factory=Counter, init=False)
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    @property
-    def n_answers(self) -> int:
-        """How many answers there are."""
-        return self.body.n_choices
-
-    @property
-    def n_reasoning(self) -> int:
-        """Tokens of reasoning so far."""
-        return self.answers.n_reasoning
+    may_reason = True
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return a whole choice."""

@@ -88,7 +88,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all frames; return early when the client has left."""
         work = asyncio.ensure_future(self._send_all(send))
-        others = [asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(self._ping(send))]
+        others = [asyncio.ensure_future(gone(receive)), asyncio.ensure_future(self._ping(send))]
         try:
             await asyncio.wait((work, *others), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -127,7 +127,8 @@ def _chunk(body: bytes) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
-async def _gone(receive: Receive) -> None:
+async def gone(receive: Receive) -> None:
+    """Wait until the client has left; the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
