@@ -140,8 +140,7 @@ class EngineConfig:
         "flag", False, ("--deterministic",),
         "Base no decision on timing, and on CUDA give each row the bits that it has alone with all "
         "experts on the GPU: then a text depends neither on drafts, nor on other requests, nor on "
-        "what is cached. With --miss auto the device computes all missing experts, "
-        "and the cache is never bypassed. Slower.",
+        "what is cached. With --miss auto the device computes all missing experts. Slower.",
     )  # fmt: skip
     n_seq: int = setting(
         "int", 1, (), "Number of sequences that the KV cache has room for (Python API only).",

@@ -30,10 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moegraph.arch import open_model
+from moegraph.bench.scripted import ScriptedAccept
 from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Draft, Drafter, Race
 from moegraph.draft.plan import Plan, Shape, Step
-from moegraph.draft.scripted import ScriptedAccept
 from moegraph.draft.stats import SpecStats
 from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation

@@ -17,12 +17,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.scripted import ScriptedAccept
 from ..draft.stats import SpecStats
 from ..engine import Engine
 from ..errors import ContextOverflow
 from ..experts.cachestats import ExpertStats
 from ..sampling import SamplingParams
+from .scripted import ScriptedAccept
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import click
 from click.core import ParameterSource
 
 from .. import __version__
+from ..bench.scripted import ScriptedAccept
 from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
-from ..draft.scripted import ScriptedAccept
 from ..errors import RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings

@@ -212,7 +212,7 @@ def idle_drafts(config: EngineConfig) -> list[str]:
 
 
 def show_messages(engine: Engine) -> None:
-    """Print the messages of the engine, such as that the cache was bypassed."""
+    """Print the messages of the engine, such as that a drafter is not used any more."""
     for line in engine.drain_messages():
         ui.note(f"note: {line}")
 

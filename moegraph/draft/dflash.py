@@ -1,41 +1,36 @@
 """Drafts with DFlash and DSpark: one graph proposes all tokens of a block at once.
 
-The drafter reads outputs of some of the target's layers, the taps. Of the tokens that a sequence
-takes, it fuses the taps and makes K and V for each of its own layers (`DraftRings`). A draft is a
-block: the anchor, then mask tokens. Its rows attend to these K and V and to one another.
+A draft is a block: the anchor, then mask tokens. Its rows attend to one another, and to K and V
+that the drafter made of the sequence (dflash_context.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..arch.dflash import DFlashHParams, build_context, build_draft
+from ..arch.dflash import DFlashHParams, build_draft
 from ..arch.draftfile import DraftFile
 from ..arch.dspark import HeadMatrix
 from ..errors import InternalError
 from ..ggml.choose import likeliest_rows
 from ..ggml.device import HostBuffer
 from ..ggml.handles import closed_on_failure
-from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.dflash_joint import JointMemory, build_joint_draft, can_join
-from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
-from ..resident.draftlayout import CHUNK, JOINT_ROWS, MOST_JOINT, N_TAKEN, built_length
+from ..graphs.dflash_memory import BEAM, DraftMemory, Floats
+from ..resident.draftlayout import JOINT_ROWS, MOST_JOINT, built_length
 from ..resident.draftring import DraftRings, put_rows, row_widths, take_rows
 from ..resident.draftweights import DraftHead, DraftWeights
 from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
 from ..runner.sweep_batch import Tap
-from .drafter import N_CAPTURED, Draft, Ids, Parts, Piece, Race, Taken, empty_draft
-
-# Nodes of a layer over a block, and of a layer's K and V.
-_N_LAYER, _N_KEYS = 48, 16
+from .dflash_context import DraftContext
+from .drafter import N_CAPTURED, N_NODES, Draft, Ids, Parts, Piece, Race, Taken, empty_draft
+from .readback import Readback
 
 
 class DFlashDrafter:
@@ -59,95 +54,62 @@ class DFlashDrafter:
         BF16 weights stay BF16. part: the target's output matrix for some tokens, to propose no
         others; for a drafter that `takes_part`. The caller closes it.
         """
-        hp, state = file.hparams, stage.state
+        hp, state, device = file.hparams, stage.state, stage.device
         self.hparams: DFlashHParams = hp
         self.name, self.max_draft = hp.name, hp.max_draft
-        self.taps = tuple(sorted(set(hp.taps)))
-        self._stage, self._device = stage, stage.device
+        self._device = device
+        # the length of the draft whose graph drafts 0, 1, ... tokens
+        lengths, streams = range(hp.max_draft + 1), device.can.streams
+        self._built = [built_length(n, hp.max_draft) if streams else n for n in lengths]
         with closed_on_failure():
-            self._weights = DraftWeights(stage.device, file, as_stored)
+            w = self._weights = DraftWeights(device, file, as_stored)
             n_seen = state.shape.most_seen(n_ctx or 0)
-            self._rings = DraftRings(stage.device, hp, n_seen, state.n_seq)
-            self._memory = DraftMemory(stage.device, hp, self._rings.shapes, n_sweep)
-            self._graphs = GraphCache(stage.device)
+            self._rings = DraftRings(device, hp, n_seen, state.n_seq)
+            self._memory = DraftMemory(device, hp, self._rings.shapes, n_sweep)
+            self.graphs = GraphCache(device)
+            self.context = DraftContext(stage, hp, w, self._rings, self._memory, self.graphs)
+            self.taps = self.context.taps
             self._part = part
             self._d2t = file.d2t(stage.hp.n_vocab) if hp.n_vocab_draft else None
-            self._head = self._open_head()
-            self._embedding = self._weights.embedding or stage.weights.embedding or embedding
+            if part:
+                self._d2t, self._head = part.ids, HeadMatrix(part.output, part.table)
+            else:
+                head, output = stage.weights.head, w.output
+                if output is None and head:
+                    output = head.output
+                if output is None:
+                    raise InternalError("a drafter needs the stage with the head")
+                d2t = None if self._d2t is None else self._memory.send_d2t(self._d2t)
+                self._head = HeadMatrix(output, d2t)
+            table = w.embedding or stage.weights.embedding or embedding
+            if table is None:
+                raise InternalError("a drafter needs an embedding")
+            self._embed = partial(_embed, table, hp.n_embd)
             mask = self._embed(hp.mask_id)
             self._memory.send_mask(mask)
-            self.joins = can_join(stage.device, hp, self._rings)
-            self._joint = None
-            if self.joins:
-                self._joint = JointMemory(stage.device, hp, self._rings, mask)
+            self.joins = can_join(device, hp, self._rings)
+            self._joint = JointMemory(device, hp, self._rings, mask) if self.joins else None
         self._host: HostBuffer | None = None  # for results of the longest draft
-        self._chunk = min(CHUNK, *(shape.n_cells for shape in self._rings.shapes))
 
     @property
     def n_bytes(self) -> int:
         """Device memory of weights, K and V, and graphs."""
-        parts = self._weights, self._rings, self._memory, self._graphs
+        parts = self._weights, self._rings, self._memory, self.graphs
         return sum(part.n_bytes for part in (*parts, self._joint, self._part) if part)
-
-    def _open_head(self) -> HeadMatrix:
-        """Return what gives logits: the drafter's own head, or the target's, or a part of it."""
-        if self._part:
-            self._d2t = self._part.ids
-            return HeadMatrix(self._part.output, self._part.table)
-        head, output = self._stage.weights.head, self._weights.output
-        if output is None:
-            output = head.output if head else None
-        if output is None:
-            raise InternalError("a drafter needs the stage with the head")
-        d2t = None if self._d2t is None else self._memory.send_d2t(self._d2t)
-        return HeadMatrix(output, d2t)
-
-    def _embed(self, token: int) -> Floats:
-        """Return the embedding of a token, F32 [n_embd]."""
-        if self._embedding is None:
-            raise InternalError("a drafter needs an embedding")
-        row = np.empty(self.hparams.n_embd, np.float32)
-        self._embedding.rows(np.array([token], np.int32), row[None])
-        return row
-
-    def describe(self) -> list[str]:
-        """Return what the file says of the drafter, a line each."""
-        hp = self.hparams
-        windows = f"{sum(hp.sliding)} of {hp.n_layer} layers see {hp.n_swa} positions"
-        rope = f"{hp.rope.text}, base {hp.rope.rope_freq_base:g}"
-        return [
-            f"{hp.name} ({hp.dialect}): block {hp.block_size}, mask token {hp.mask_id}",
-            f"taps: outputs of layers {', '.join(map(str, hp.taps))}",
-            f"window: {windows if hp.n_swa else 'none'}",
-            f"rope: {rope}, {hp.rope.n_rot} of {hp.n_embd_head} dimensions",
-        ]
-
-    @property
-    def _full_lengths(self) -> tuple[int, ...]:
-        """Rows of the rings once they are full."""
-        return tuple(shape.n_rows for shape in self._rings.shapes)
 
     def reserve(self) -> None:
         """Build the largest graphs, so that their memory never grows later."""
-        self._draft_graph(0, self.max_draft, self._full_lengths)
-        if self._joint:
-            for m in range(2, min(len(self._rings.spans), MOST_JOINT) + 1):
-                self._joint_graph(m, self._n_joint(self.max_draft, m))
-        self._keys_graph(N_TAKEN)
-        n = min(self._chunk, self._memory.features.ne[1])
-        self._fuse_graph(self._memory.features, self.taps[-1], 0, n)
-        self._prompt_graph(0, n)
-
-    def limit_graphs(self, n_bytes: float) -> None:
-        """Have graphs take at most so many bytes of the device once it has captured them."""
-        self._graphs.max_device_bytes = n_bytes
+        self._draft_graph(0, self.max_draft, self._rings.full_lengths)
+        for m in range(2, min(len(self._rings.spans), MOST_JOINT) + 1) if self._joint else ():
+            self._joint_graph(m, self._n_joint(self.max_draft, m))
+        self.context.reserve()
 
     def warm_up(self, longest: int) -> None:
         """Run the graphs of drafts of a short text until a device has captured them.
 
         longest: tokens of the longest draft that there will be.
         """
-        for n in sorted({self._n_built(at) for at in range(1, longest + 1)}):
+        for n in sorted({*self._built[1 : longest + 1]}):
             for _ in range(N_CAPTURED):
                 self.draft(0, 0, n, 1)
 
@@ -181,131 +143,21 @@ class DFlashDrafter:
         self._rings.truncate(slot, first)
         if self._rings.spans[slot].n_past < first:
             self._rings.restart(slot, first)
-        return {il: partial(self._read_rows, slot, il) for il in self.taps}
+        return {il: partial(self.context.prompt, slot, il) for il in self.taps}
 
-    def _read_rows(self, slot: int, il: int, hidden: Tensor, row: int, n: int, first: int) -> None:
-        """Fuse the outputs of a tapped layer for rows of a prompt; after the last, make K and V."""
-        chunks = [(row + at, min(self._chunk, n - at)) for at in range(0, n, self._chunk)]
-        for at, m in chunks:
-            built = self._fuse_graph(hidden, il, at, m)
-            self._launch(built, "the drafter's features of a prompt")
-        if il != self.taps[-1]:
-            return
-        places = first + np.arange(n)
-        self._memory.send_prompt(row, places, self._cells(slot, places))
-        self._rings.truncate(slot, first)
-        self._rings.spans[slot].grow(n)  # before the rows are written, so that they are cleared
-        for at, m in chunks:
-            self._launch(self._prompt_graph(at, m), "the drafter's K and V of a prompt")
-
-    def _fuse_graph(self, hidden: Tensor, il: int, row: int, n: int) -> BuiltGraph:
-        """Return the graph that adds rows [row, row + n) of a tap, hidden, to the features."""
-        key = "fuse", int(ffi.cast("intptr_t", hidden.data)), il, row, n
-        build = partial(self._build_fuse, il=il, hidden=hidden, row=row, n=n)
-        return self._graphs.get(key, 8 * len(self._weights.fc), build)
-
-    def _prompt_graph(self, row: int, n: int) -> BuiltGraph:
-        """Return the graph of K and V of rows [row, row + n) of the features."""
-        build = partial(self._build_prompt, row=row, n=n)
-        return self._graphs.get(("prompt", row, n), _N_KEYS * self.hparams.n_layer + 16, build)
-
-    def _cells(self, slot: int, places: Longs) -> list[Ids]:
-        """Return where K and V of positions go in each ring."""
-        kinds = range(len(self._rings.shapes))
-        return [self._rings.rows(kind, slot, places) for kind in kinds]
-
-    def _columns(self, il: int) -> list[int]:
-        """Return which parts of fc read a layer."""
-        return [k for k, tap in enumerate(self.hparams.taps) if tap == il]
-
-    def _build_fuse(self, b: Builder, il: int, hidden: Tensor, row: int, n: int) -> None:
-        """Append: rows [row, row + n) of the features += fc of a tap times its output."""
-        x = b.view(hidden, (hidden.ne[0], n), (hidden.nb[1],), row * hidden.nb[1])
-        total = None if il == self.taps[0] else self._memory.fused(b, row, n)
-        total = self._add_tap(b, total, x, il)
-        b.expand(b.cpy(total, self._memory.fused(b, row, n)))
-
-    def _add_tap(self, b: Builder, total: Tensor | None, x: Tensor, il: int) -> Tensor:
-        """Append total + fc of a tap times its output x, F32 [n_embd, n] each."""
-        for k in self._columns(il):
-            part = b.mul_mat(self._weights.fc[k], x)
-            total = part if total is None else b.add(total, part)
-        if total is None:
-            raise InternalError(f"layer {il} is no tap of the drafter")
-        return total
-
-    def _build_prompt(self, b: Builder, row: int, n: int) -> None:
-        """Append K and V of rows [row, row + n) of the features."""
-        pos, cells = self._memory.prompt_leaves(b, row, n)
-        fused = self._memory.fused(b, row, n)
-        build_context(b, self.hparams, self._weights, self._rings, fused, pos, cells)
-
-    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        """Enqueue K and V of tokens that a sequence took."""
-        self.committed_all([(slot, first, tokens)])
-
-    def committed_all(self, taken: Sequence[Taken]) -> None:
-        """Enqueue K and V of tokens that several sequences took."""
-        most = min(N_TAKEN, self._chunk)
-        parts, room = list[tuple[int, int, int]](), most
-        for slot, first, tokens in taken:
-            n_left = len(tokens)
-            while n_left:
-                n = min(room, n_left)
-                parts.append((slot, first, n))
-                first, n_left, room = first + n, n_left - n, room - n
-                if not room:
-                    self._make_keys(parts)
-                    parts, room = [], most
-        if parts:
-            self._make_keys(parts)
-
-    def _make_keys(self, parts: Sequence[tuple[int, int, int]]) -> None:
-        """Enqueue K and V of positions whose taps the ring has: sequence, first one, and number."""
-        n = sum(m for _, _, m in parts)
-        n_padded = min(N_TAKEN, 1 << (n - 1).bit_length())
-        built, places = self._keys_graph(n_padded), np.zeros(n_padded, np.int64)
-        taken = np.zeros(n_padded, np.int64)
-        kinds, spare = range(len(self._rings.shapes)), parts[0][0]
-        cells = [np.full(n_padded, self._rings.spare_row(kind, spare), np.int32) for kind in kinds]
-        at = 0
-        for slot, first, m in parts:
-            here = slice(at, at + m)
-            places[here] = first + np.arange(m)
-            taken[here] = self._stage.taps.ring_rows(slot, first, m)
-            for rows, mine in zip(cells, self._cells(slot, places[here])):
-                rows[here] = mine
-            self._rings.spans[slot].grow(m)
-            at += m
-        self._memory.send_rows(places, taken, cells)
-        self._launch(built, "the drafter over accepted tokens")
-
-    def _keys_graph(self, n: int) -> BuiltGraph:
-        """Return the graph of K and V of n tokens that sequences took."""
-        n_nodes = _N_KEYS * self.hparams.n_layer + 4 * len(self._weights.fc) + 16
-        n_nodes += len(self._stage.taps.layers)
-        return self._graphs.get(("keys", n), n_nodes, lambda b: self._build_keys(b, n))
-
-    def _build_keys(self, b: Builder, n: int) -> None:
-        """Append: fuse the taps of tokens that sequences took, and make K and V of them."""
-        pos, taken, cells = self._memory.row_leaves(b, n)
-        taps, total = self._stage.taps, None
-        kept = dict(zip(taps.layers, taps.kept(b, taken)))
-        for il in self.taps:  # in the order of a prompt, so that sums are the same
-            total = self._add_tap(b, total, kept[il], il)
-        if total is None:
-            raise InternalError("a drafter without taps")
-        build_context(b, self.hparams, self._weights, self._rings, total, pos, cells)
+    def committed(self, taken: Sequence[Taken]) -> None:
+        """Enqueue K and V of tokens that sequences took."""
+        self.context.take(taken)
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor: one graph, and one wait."""
         n = min(n, self.max_draft)
         if n < 1:
             return empty_draft()
-        n_rows = self._n_built(n)
-        results = self.run_block(slot, anchor, n_rows, partial(self._draft_graph, slot, n_rows))
-        tokens, log_p = likeliest_rows(results.rows[0][:n], n_top)
-        return self.as_draft(tokens if self._d2t is None else self._d2t[tokens], log_p, results)
+        n_built = self._built[n]
+        found = self.run_block(slot, anchor, n_built, partial(self._draft_graph, slot, n_built))
+        tokens, log_p = likeliest_rows(found.rows[0][:n], n_top)
+        return draft_of(self._d2t, tokens, log_p, found.confidence)
 
     def can_join(self, race: Race | None) -> bool:
         """Return whether a draft may be one of several; races do not matter to it."""
@@ -319,134 +171,117 @@ class DFlashDrafter:
             return [self.draft(slot, anchor, n, n_top) for slot, anchor in anchors.items()]
         built = self._joint_graph(m, n_built)
         embeddings = [self._embed(anchor) for anchor in anchors.values()]
-        joint.send(anchors, embeddings, self._n_rows(n_built))
-        results: Results = built.outputs
-        self._launch(built, f"drafts of {m} sequences", results.reads, results.n_reads)
+        joint.send(anchors, embeddings, n_rows(self.hparams, n_built))
+        found: Readback = built.outputs
+        self.graphs.launch(built, f"drafts of {m} sequences", found.reads, found.n_reads)
         self._device.finish()
-        n, sure = min(n, n_built), results.confidence
-        rows = results.rows[0].reshape(n_built, m, -1)[:n].transpose(1, 0, 2)
+        n, sure = min(n, n_built), found.confidence
+        rows = found.rows[0].reshape(n_built, m, -1)[:n].transpose(1, 0, 2)
         tokens, log_p = likeliest_rows(rows.reshape(m * n, -1), n_top)
         if len(tokens) == m * n:
             parts = list(zip(tokens.reshape(m, n, n_top), log_p.reshape(m, n, n_top)))
         else:  # a list is shorter: only that sequence's draft ends there
             parts = [likeliest_rows(np.ascontiguousarray(each), n_top) for each in rows]
-        found = list[Draft]()
-        for i, (tokens, log_p) in enumerate(parts):
-            ids = tokens if self._d2t is None else self._d2t[tokens]
-            found.append(Draft(ids, log_p, None if sure is None else sure[i::m][: len(ids)].copy()))
-        return found
+        return [
+            draft_of(self._d2t, *part, None if sure is None else sure[i::m])
+            for i, part in enumerate(parts)
+        ]
 
     def _n_joint(self, n: int, m: int) -> int:
         """Return the tokens that the graph of drafts of n tokens of m sequences drafts."""
-        most = JOINT_ROWS // m - self._n_rows(0)
-        return min(self._n_built(min(n, self.max_draft)), most)
+        most = JOINT_ROWS // m - n_rows(self.hparams, 0)
+        return min(self._built[min(n, self.max_draft)], most)
 
     def _joint_graph(self, m: int, n: int) -> BuiltGraph:
         """Return the graph of drafts of n tokens of m sequences; its outputs: the results."""
 
-        def build(b: Builder) -> Results:
+        def build(b: Builder) -> Readback:
             if self._joint is None:
                 raise InternalError("a drafter for one sequence")
-            inp = self._joint.leaves(b, m, self._n_rows(n), n)
-            args = b, self.hparams, self._weights, self._rings, inp, self._head
-            found = build_joint_draft(*args)
+            inp = self._joint.leaves(b, m, n_rows(self.hparams, n), n)
+            found = build_joint_draft(b, self.hparams, self._weights, self._rings, inp, self._head)
             return self._results([found.candidates], found.confidence)
 
-        return self._graphs.get(("joint", m, n), self._n_nodes(n), build)
+        return self.graphs.get(("joint", m, n), n_nodes(self.hparams, n), build)
 
     def run_block(
         self, slot: int, anchor: int, n: int, graph: Callable[[tuple[int, ...]], BuiltGraph]
-    ) -> Results:
+    ) -> Readback:
         """Compute a block that proposes n tokens, and wait for its results.
 
         graph: returns the graph for the rows of the rings that it reads.
         """
-        memory, n_rows, lengths = self._memory, self._n_rows(n), self._rings.lengths(slot)
+        memory, rows, lengths = self._memory, n_rows(self.hparams, n), self._rings.lengths(slot)
         built = graph(lengths)
         n_past = self._rings.spans[slot].n_past
-        masks = memory.begin(self._embed(anchor), anchor, n_past, n_rows, lengths)
+        masks = memory.begin(self._embed(anchor), anchor, n_past, rows, lengths)
         self._rings.fill_masks(masks, slot, self.hparams.is_causal)
-        memory.send(n_rows, lengths)
-        results: Results = built.outputs
-        self._launch(built, f"a draft of {n} tokens", results.reads, results.n_reads)
+        memory.send(rows, lengths)
+        found: Readback = built.outputs
+        self.graphs.launch(built, f"a draft of {n} tokens", found.reads, found.n_reads)
         self._device.finish()
-        return results
-
-    @staticmethod
-    def as_draft(tokens: Ids | list[Ids], log_p: Any, results: Results) -> Draft:
-        """Return the draft of rows of tokens and log probabilities, [n, n_top] each."""
-        sure, n = results.confidence, len(tokens)
-        return Draft(
-            np.asarray(tokens), np.asarray(log_p), None if sure is None else sure[:n].copy()
-        )
-
-    def _n_built(self, n: int) -> int:
-        """Return the length of the draft whose graph drafts n tokens."""
-        return built_length(n, self.max_draft) if self._device.can.streams else n
-
-    def _n_rows(self, n: int) -> int:
-        """Return the rows of a block that proposes n tokens."""
-        return n if self.hparams.samples_anchor else n + 1
-
-    def _n_nodes(self, n: int) -> int:
-        """Return a bound on the nodes of the graph of a block that proposes n tokens."""
-        return _N_LAYER * self.hparams.n_layer + 24 * n + 32
+        return found
 
     def _draft_graph(self, slot: int, n: int, lengths: tuple[int, ...]) -> BuiltGraph:
         """Return the graph of a draft of n tokens; its outputs: where the results arrive."""
 
-        def build(b: Builder) -> Results:
-            inp = self._memory.block_leaves(b, self._n_rows(n), n, lengths)
-            args = b, self.hparams, self._weights, self._rings, inp, self._head, slot, n
-            found = build_draft(*args)
+        def build(b: Builder) -> Readback:
+            hp = self.hparams
+            inp = self._memory.block_leaves(b, n_rows(hp, n), n, lengths)
+            found = build_draft(b, hp, self._weights, self._rings, inp, self._head, slot, n)
             return self._results([found.candidates], found.confidence)
 
-        return self._graphs.get(("draft", slot, n, lengths), self._n_nodes(n), build)
+        return self.graphs.get(("draft", slot, n, lengths), n_nodes(self.hparams, n), build)
 
-    def _results(self, candidates: Sequence[Tensor], confidence: Tensor | None) -> Results:
+    def _results(self, candidates: Sequence[Tensor], confidence: Tensor | None) -> Readback:
         if self._host is None:
             size = (candidates[0].nb[1] + 4) * max(BEAM * self.hparams.block_size, JOINT_ROWS)
             self._host = self._device.host_buffer(size)
-        return Results(self._host, candidates, confidence)
-
-    def _launch(self, built: BuiltGraph, what: str, reads: Any = ffi.NULL, n: int = 0) -> None:
-        status = C.mg_launch(self._device.compute.ptr, built.graph, reads, n)
-        if status:
-            self._device.check(status, what)
+        return Readback(self._host, candidates, confidence)
 
     def close(self) -> None:
         """Wait for the device, then free everything."""
         self._device.synchronize()
         for part in (
-            self._graphs, self._weights, self._rings, self._memory, self._joint, self._host,
+            self.graphs, self._weights, self._rings, self._memory, self._joint, self._host,
         ):  # fmt: skip
             if part:
                 part.close()
 
 
-class Results:
-    """Where the results of a draft arrive in host memory.
+def _embed(table: TokenEmbedding, n_embd: int, token: int) -> Floats:
+    """Return the embedding of a token, F32 [n_embd]."""
+    row = np.empty(n_embd, np.float32)
+    table.rows(np.array([token], np.int32), row[None])
+    return row
 
-    rows: I32 numpy [n, words] each, see `likeliest_rows`. confidence: F32 numpy [n], or None.
-    reads: the copies, n_reads of them.
+
+def draft_of(d2t: Ids | None, tokens: Ids, log_p: Floats, sure: Floats | None) -> Draft:
+    """Return the draft of what a head lists: tokens, log_p [n, n_top], sure [n] or more.
+
+    d2t: the target's tokens, if they are others.
     """
+    ids = tokens if d2t is None else d2t[tokens]
+    return Draft(ids, log_p, None if sure is None else sure[: len(ids)].copy())
 
-    def __init__(
-        self, host: HostBuffer, candidates: Sequence[Tensor], confidence: Tensor | None
-    ) -> None:
-        self.rows: list[Ids] = []
-        self.confidence: npt.NDArray[np.float32] | None = None
-        copies, at = [], 0
-        for tensor in (*candidates, confidence):
-            if tensor is None:
-                continue
-            n_bytes = C.ggml_nbytes(tensor)
-            copies.append({"src": tensor, "dst": host.address(at), "size": n_bytes})
-            part = host.array[at : at + n_bytes]
-            at += n_bytes
-            if tensor is confidence:
-                self.confidence = part.view(np.float32)
-            else:
-                self.rows.append(part.view(np.int32).reshape(tensor.ne[1], -1))
-        self.n_reads = len(copies)
-        self.reads = ffi.new("struct mg_readback[]", copies)
+
+def n_rows(hp: DFlashHParams, n: int) -> int:
+    """Return the rows of a block that proposes n tokens."""
+    return n if hp.samples_anchor else n + 1
+
+
+def n_nodes(hp: DFlashHParams, n: int) -> int:
+    """Return a bound on the nodes of the graph of a block that proposes n tokens."""
+    return N_NODES * hp.n_layer + 24 * n + 32
+
+
+def describe(hp: DFlashHParams) -> list[str]:
+    """Return what a file says of its drafter, a line each."""
+    windows = f"{sum(hp.sliding)} of {hp.n_layer} layers see {hp.n_swa} positions"
+    rope = f"{hp.rope.text}, base {hp.rope.rope_freq_base:g}"
+    return [
+        f"{hp.name} ({hp.dialect}): block {hp.block_size}, mask token {hp.mask_id}",
+        f"taps: outputs of layers {', '.join(map(str, hp.taps))}",
+        f"window: {windows if hp.n_swa else 'none'}",
+        f"rope: {rope}, {hp.rope.n_rot} of {hp.n_embd_head} dimensions",
+    ]

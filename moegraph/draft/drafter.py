@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,10 @@ if TYPE_CHECKING:  # the room below needs the native libraries, drafts do not
 
 # Launches of a graph until a device that captures graphs has captured it.
 N_CAPTURED = 3
+# Nodes of a layer over a block, and of a step of the MTP block without its experts, at most.
+N_NODES = 128
+# Counts for a log probability that is lower, or not a number.
+LEAST_LOG_P = -100.0
 
 Ids = npt.NDArray[np.int32]
 Parts = list[npt.NDArray[np.uint8]]
@@ -120,27 +123,6 @@ class Race:
     key: Callable[[int], int]
 
 
-class KeepsNoRows(ABC):
-    """What a drafter does that has nothing of positions in caches of its own (`Drafter`)."""
-
-    @abstractmethod
-    def restart(self, slot: int, ids: Ids) -> None:
-        """Forget a sequence; it now holds ids."""
-
-    @property
-    def row_widths(self) -> list[int]:
-        """Return an empty list."""
-        return []
-
-    def take_rows(self, slot: int, first: int, n: int) -> Parts:
-        """Return nothing."""
-        return []
-
-    def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
-        """Have a sequence hold ids."""
-        self.restart(slot, ids)
-
-
 class Drafter(Protocol):
     """Proposes tokens for the sequences of one target.
 
@@ -178,8 +160,8 @@ class Drafter(Protocol):
         followed by `truncate`.
         """
 
-    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        """Note that a sequence took tokens from position first on, the first that is not known.
+    def committed(self, taken: Sequence[Taken]) -> None:
+        """Note that sequences took tokens, each from the first position that is not known.
 
         Their rows are in the ring of `TapRows`. What that needs is enqueued, without waiting.
         """
@@ -199,14 +181,21 @@ class Drafter(Protocol):
         """Forget what a sequence held from position n_past on."""
 
     @property
-    def row_widths(self) -> list[int]:
-        """Return the bytes of a position in each cache of its own."""
+    def row_widths(self) -> Sequence[int]:
+        """Return the bytes of a position in each cache of its own (`RowKeeper`)."""
+
+    def close(self) -> None:
+        """Wait for the device, then free everything."""
+
+
+@runtime_checkable
+class RowKeeper(Drafter, Protocol):
+    """A drafter that has something of positions in caches of its own, not in the target's."""
 
     def take_rows(self, slot: int, first: int, n: int) -> Parts:
         """Copy its own caches' rows of n positions, which it knows, and wait.
 
-        Returns for each cache U8 numpy [m, bytes of a row], the rows of the last m positions; none
-        if all that it has is in the target's caches and states.
+        Returns for each cache U8 numpy [m, bytes of a row], the rows of the last m positions.
         """
 
     def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
@@ -215,9 +204,6 @@ class Drafter(Protocol):
         pieces: of runs of positions, in order: the first position, the number of positions, and
         what `take_rows` returned.
         """
-
-    def close(self) -> None:
-        """Wait for the device, then free everything."""
 
 
 class JointDrafter(Drafter, Protocol):
@@ -230,9 +216,6 @@ class JointDrafter(Drafter, Protocol):
 
     def can_join(self, race: Race | None) -> bool:
         """Return whether a draft may be one of several. race: that `draft` would be given."""
-
-    def committed_all(self, taken: Sequence[Taken]) -> None:
-        """Note what several sequences took, as `committed` does for one."""
 
     def draft_all(self, anchors: Mapping[int, int], n: int, n_top: int) -> list[Draft]:
         """Propose at most n tokens after the anchor of each sequence, as `draft` does for one.

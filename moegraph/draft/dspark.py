@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,15 +12,11 @@ from ..ggml.choose import WINNER_WORD, likeliest_rows
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
 from ..graphs.dflash_memory import BEAM
-from .dflash import DFlashDrafter, Results
+from .dflash import DFlashDrafter, draft_of, n_nodes, n_rows
 from .drafter import Draft, Race, empty_draft
-from .drawn import drawn
-from .pathtree import PathLists, best_paths
 from .race import N_RUNNERS, raced_list
-from .tree import DraftTree
-
-# Tokens of each list that a tree may take.
-_N_TOP = 8
+from .readback import Readback, drawn
+from .tree import MOST_TOP, DraftTree, PathLists, best_paths
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -34,12 +29,12 @@ class DSparkDrafter(DFlashDrafter):
     def reserve(self) -> None:
         """Build the largest graphs; see `DFlashDrafter`."""
         super().reserve()
-        self._lists_graph(0, self.max_draft, self._full_lengths)
+        self._lists_graph(0, self.max_draft, self._rings.full_lengths)
         if self._d2t is None:
-            self._drawn_graph(0, self.max_draft, self._full_lengths)
+            self._drawn_graph(0, self.max_draft, self._rings.full_lengths)
 
     def tree(
-        self, slot: int, anchor: int, n_depth: int, n_nodes: int, race: Race | None = None
+        self, slot: int, anchor: int, n_depth: int, n_most: int, race: Race | None = None
     ) -> tuple[Draft, DraftTree]:
         """Propose the likeliest paths after the anchor, the likeliest rows first.
 
@@ -49,25 +44,25 @@ class DSparkDrafter(DFlashDrafter):
         n = min(n_depth, self.max_draft)
         if n < 1:
             return empty_draft(), DraftTree((anchor,), (-1,))
-        results = self.run_block(slot, anchor, n, partial(self._lists_graph, slot, n))
-        lists = self._lists_of(results, race)
+        found = self.run_block(slot, anchor, n, partial(self._lists_graph, slot, n))
+        lists = self._lists_of(found, race)
         if not lists.tokens:
             return empty_draft(), DraftTree((anchor,), (-1,))
-        draft = self.as_draft(*lists.spine(), results)
-        if race:  # the confidence is in the likeliest tokens, which need not be these
-            draft = replace(draft, confidence=None)
-        return draft, best_paths(anchor, lists, n_nodes)
+        tokens, log_p = (np.asarray(part) for part in lists.spine())
+        # the confidence is in the likeliest tokens, which need not win
+        draft = draft_of(None, tokens, log_p, None if race else found.confidence)
+        return draft, best_paths(anchor, lists, n_most)
 
-    def _lists_of(self, results: Results, race: Race | None) -> PathLists:
+    def _lists_of(self, results: Readback, race: Race | None) -> PathLists:
         tokens, log_p, before = [], [], list[list[int]]([[]])
         for depth, rows in enumerate(results.rows):
-            ids, lp = likeliest_rows(rows, N_RUNNERS if race else _N_TOP)
+            ids, lp = likeliest_rows(rows, N_RUNNERS if race else MOST_TOP)
             if len(ids) < len(rows):  # equally likely tokens: they are not listed
                 break
             ids = ids if self._d2t is None else self._d2t[ids]
             before.append(ids[0, :BEAM].tolist())
             if race and np.isfinite(lp).all():
-                ids, lp = raced_list(ids, lp, race, depth, _N_TOP)
+                ids, lp = raced_list(ids, lp, race, depth, MOST_TOP)
             tokens.append(ids)
             log_p.append(lp)
         return PathLists(tokens, log_p, before)
@@ -88,23 +83,23 @@ class DSparkDrafter(DFlashDrafter):
     def _drawn_graph(self, slot: int, n: int, lengths: tuple[int, ...]) -> BuiltGraph:
         """Return the graph of a draft that follows winners; its outputs: where results arrive."""
 
-        def build(b: Builder) -> Results:
+        def build(b: Builder) -> Readback:
             memory = self._memory
-            inp = memory.block_leaves(b, self._n_rows(n), n, lengths)
+            inp = memory.block_leaves(b, n_rows(self.hparams, n), n, lengths)
             args = b, self.hparams, self._weights, self._rings, inp, self._head, slot, n
             _, logits = build_rows(*args)
             scratch = [memory.scratch(b, i, 1) for i in range(n - 1)]
             more = memory.races_leaf(b, n), scratch, 4 * WINNER_WORD
             return self._results(build_drawn(b, self._weights, logits, inp.anchor, *more), None)
 
-        return self._graphs.get(("drawn", slot, n, lengths), self._n_nodes(n), build)
+        return self.graphs.get(("drawn", slot, n, lengths), n_nodes(self.hparams, n), build)
 
     def _lists_graph(self, slot: int, n: int, lengths: tuple[int, ...]) -> BuiltGraph:
         """Return the graph of lists for n depths; its outputs: where the results arrive."""
 
-        def build(b: Builder) -> Results:
+        def build(b: Builder) -> Readback:
             memory, hp = self._memory, self.hparams
-            inp = memory.block_leaves(b, self._n_rows(n), max(n, BEAM), lengths)
+            inp = memory.block_leaves(b, n_rows(self.hparams, n), max(n, BEAM), lengths)
             args = b, hp, self._weights, self._rings, inp, self._head, slot, n
             rows, logits = build_rows(*args)
             scratch = [memory.scratch(b, i, BEAM) for i in range(n - 1)]
@@ -112,4 +107,4 @@ class DSparkDrafter(DFlashDrafter):
             found = build_lists(b, self._weights, logits, rows, *more)
             return self._results(found.candidates, found.confidence)
 
-        return self._graphs.get(("lists", slot, n, lengths), self._n_nodes(n), build)
+        return self.graphs.get(("lists", slot, n, lengths), n_nodes(self.hparams, n), build)

@@ -7,33 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-from ..experts.rowlaw import independent_rows, pass_time
-from .plan import PLAIN, Growth, Plan, Source, Step
+from ..experts.rowlaw import Experts, pass_time
+from .plan import PLAIN, Growth, Plan, Source
 
-# Weight of a belief against what was observed, in observations: a drafter that is believed to be
-# right and never is has to show it a few times.
-_PRIOR = 4.0
+# A few: the weight of a belief against what was observed, in observations, and the first credit of
+# drafts, in plain steps. A drafter that is believed to be right and never is shows it in a few.
+FEW = 4.0
 # What is kept of older counts at each observation: about 100 drafts tell of a text.
 STEADY = 0.99
-# How often a candidate beside the spine is drawn where all those before it are wrong.
-_LEAF = 0.3
-# Drafts that those of earlier runs count for, at most: the text at hand soon counts for more.
-_REMEMBERED = 20.0
-# Weight of what is known of a time against a new one, at most: times follow the machine.
+# Weight of what is known of a time against a new one, at most: times follow the machine. As many
+# drafts those of earlier runs count for: the text at hand soon counts for more.
 MEMORY = 12.0
 # A single time may be off by this factor: the process may have been paused, or a graph built.
 OUTLIER = 1.5
-_LIMIT = math.log(OUTLIER)
 # Standard deviations by which the rates of a drafter may well be higher than they seem. All rates
 # of a draft are that high at once, so this is not a small hope.
 HOPE = 1.5
 # What drafts may lose, as a share of all time: less than anyone notices.
 SHARE = 0.006
-# What each further sequence adds to a draft for several at once, as a share of one for a sequence:
-# the weights are read once.
-_FURTHER = 0.2
+# Steps with drafts between those that measure what steps without take now: a pair of plain ones for
+# a lone sequence, because the first takes longer.
+REFRESH = 128
 
 
 class Acceptance:
@@ -43,35 +38,31 @@ class Acceptance:
     of its own, and what is not observed is inferred from the depth before it.
 
     rates: by depth, the probability of acceptance if all before it were accepted.
+    seen: by depth, drafts that count.
     leaf: by rank from 1 on, the probability that the target draws this candidate where it does not
     draw the likeliest one; empty if the drafter names one candidate only.
     """
 
     def __init__(self, max_draft: int, prior: float, n_top: int = 1) -> None:
         self._prior = prior
-        self._seen = [0.0] * max_draft
+        self.seen = [0.0] * max_draft
         self._hits = [0.0] * max_draft
         # of classes of confidence: how often tokens were right, and how often by their depth alone
         self._classes: dict[int, tuple[float, float]] = {}
-        self._wrong = _PRIOR
-        self._ranked = [_PRIOR * _LEAF**rank for rank in range(1, n_top)]
+        self._wrong = FEW
+        self._ranked = [FEW * (1.0 - prior) ** rank for rank in range(1, n_top)]
         self._infer()
-
-    @property
-    def n_seen(self) -> float:
-        """Drafts that count."""
-        return self._seen[0]
 
     def forget(self, kept: float) -> None:
         """Have what was seen count only `kept` times as much: the text may be another now."""
-        self._seen = [kept * n for n in self._seen]
+        self.seen = [kept * n for n in self.seen]
         self._hits = [kept * n for n in self._hits]
 
     def remember(self, seen: Sequence[int], right: Sequence[int]) -> None:
         """Begin with counts of earlier runs, by depth."""
-        scale = min(1.0, _REMEMBERED / seen[0])
-        for depth, (n, hits) in enumerate(zip(seen[: len(self._seen)], right)):
-            self._seen[depth], self._hits[depth] = scale * n, scale * hits
+        scale = min(1.0, MEMORY / seen[0])
+        for depth, (n, hits) in enumerate(zip(seen[: len(self.seen)], right)):
+            self.seen[depth], self._hits[depth] = scale * n, scale * hits
         self._infer()
 
     def observe(self, ranks: Sequence[int], log_p: Sequence[float] = ()) -> None:
@@ -102,7 +93,7 @@ class Acceptance:
 
     def _count(self, depth: int, weight: float, hits: float) -> None:
         kept = 1.0 - (1.0 - STEADY) * weight
-        self._seen[depth] = kept * self._seen[depth] + weight
+        self.seen[depth] = kept * self.seen[depth] + weight
         self._hits[depth] = kept * self._hits[depth] + hits
 
     def _infer(self) -> None:
@@ -116,11 +107,11 @@ class Acceptance:
         """
         found: list[float] = []
         inferred = self._prior
-        for hits, seen in zip(self._hits, self._seen):
-            rate = (hits + _PRIOR * inferred) / (seen + _PRIOR)
+        for hits, seen in zip(self._hits, self.seen):
+            rate = (hits + FEW * inferred) / (seen + FEW)
             # a depth that was not observed is inferred from what is hoped of the one before it
             known = seen / (seen + 1.0) if found else 1.0
-            rate += deviations * known * math.sqrt(rate * (1.0 - rate) / (seen + _PRIOR))
+            rate += deviations * known * math.sqrt(rate * (1.0 - rate) / (seen + FEW))
             inferred = min(rate, 1.0)
             found.append(inferred)
         return found
@@ -134,7 +125,7 @@ class Acceptance:
         found = []
         for rate, one in zip(self.rates, log_p):
             right, expected = self._classes.get(_class_of(one), (0.0, 0.0))
-            found.append(min(rate * (right + _PRIOR) / (expected + _PRIOR), 1.0))
+            found.append(min(rate * (right + FEW) / (expected + FEW), 1.0))
         return found
 
 
@@ -144,30 +135,10 @@ def _class_of(log_p: float) -> int:
     return min(int(percents), 1 << 10).bit_length() if math.isfinite(percents) else -1
 
 
-@dataclass(frozen=True)
-class Experts:
-    """What missing experts cost. n_layer, n_expert, n_expert_used: of the model.
-
-    miss_s: seconds that a pass takes longer for each missing expert.
-    """
-
-    n_layer: int
-    n_expert: int
-    n_expert_used: int
-    miss_s: float
-
-    def distinct(self, n_rows: int) -> float:
-        """Return how many experts of all layers a pass of this many rows chooses."""
-        unchosen = 1.0 - self.n_expert_used / self.n_expert  # of one row
-        share = 1.0 - math.pow(unchosen, independent_rows(n_rows))
-        return self.n_layer * self.n_expert * share
-
-
 class Ratios:
     """Measured over expected times by size, such as rows, as logarithms; sizes near tell too."""
 
-    def __init__(self, limit: float = _LIMIT) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._known: dict[int, tuple[float, float, float]] = {}  # logarithm, weight, limit
 
     def at(self, size: int) -> float:
@@ -182,20 +153,13 @@ class Ratios:
 
     def observe(self, size: int, log: float) -> None:
         """Count what was measured; one outlier changes little, several in a row are believed."""
-        before, n, limit = self._known.get(size, (0.0, 0.0, self._limit))
-        over = log - self.at(size)
+        usual = math.log(OUTLIER)
+        before, n, limit = self._known.get(size, (0.0, 0.0, usual))
+        over, n = log - self.at(size), min(n + 1.0, MEMORY)
         log -= max(over - limit, 0.0) + min(over + limit, 0.0)
-        n = min(n + 1.0, MEMORY)
-        if abs(over) > limit:
-            n, limit = max(n / 2, 1.0), 2.0 * limit
-        else:
-            limit = self._limit
+        is_odd = abs(over) > limit
+        n, limit = (max(n / 2, 1.0), 2.0 * limit) if is_odd else (n, usual)
         self._known[size] = before + (log - before) / n, n, limit
-
-    @property
-    def largest(self) -> int:
-        """The largest size that was measured; 1 without any."""
-        return max(self._known, default=1)
 
 
 class PassTimes:
@@ -206,7 +170,7 @@ class PassTimes:
     measured over expected.
 
     plain_s: a plain step; 0 if none has been measured. seconds: by width, of verify passes; empty
-    as long as plain_s is 0.
+    as long as plain_s is 0. widest: most rows of a pass so far.
     """
 
     def __init__(self, widths: Sequence[int], experts: Experts | None = None) -> None:
@@ -217,8 +181,13 @@ class PassTimes:
         self._base_s = self._one = 0.0  # the missing experts of a plain step
         self._n_plain, self._miss = 0, 0.0
         self._ratios, self._lacking = Ratios(), Ratios()
-        self.plain_s = 0.0
+        self.plain_s, self.widest = 0.0, 1
         self.seconds: dict[int, float] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether plain steps can be compared with: graphs are built in the first."""
+        return self._n_plain >= 2
 
     def by_law(self, n_rows: int, n_missing: int) -> float:
         """Return what a pass takes by the law, if a plain step without missing experts takes 1."""
@@ -230,11 +199,6 @@ class PassTimes:
             return self.plain_s
         law = pass_time(n_rows) + self._miss * self._missing(n_rows)
         return self._base_s * law * math.exp(self._ratios.at(n_rows))
-
-    @property
-    def widest(self) -> int:
-        """The most rows of a pass so far."""
-        return self._ratios.largest
 
     def _missing(self, n_rows: int) -> float:
         if not (self._experts and self._one):
@@ -270,6 +234,7 @@ class PassTimes:
             found = math.log(max(n_missing, 1.0) / expected)
             self._lacking.observe(n_rows, found + self._lacking.at(n_rows))
             self._one *= 1.0 + 0.3 * (n_missing / expected - 1.0) / MEMORY
+        self.widest = max(n_rows, self.widest)
         law = pass_time(n_rows) + self._miss * n_missing
         self._ratios.observe(n_rows, math.log(seconds / (self._base_s * law)))
 
@@ -283,9 +248,8 @@ class PassTimes:
 class Known:
     """What is known of a drafter: how often it is right, what it costs, what is best to draft.
 
-    value: tokens a second of `plan`, the best one of the open widths. best: those of all widths,
-    and the width. hope, hoped: value and depth of the best plan if it is as good as it may well be.
-    tried_at: the step of its last trial.
+    value: tokens a second of `plan`, the best one of the open widths. hope, hoped: value and depth
+    of the best plan if it is as good as it may well be.
     """
 
     def __init__(self, source: Source, most: int) -> None:
@@ -295,31 +259,20 @@ class Known:
         self._ratios = Ratios()
         self.value = self.hope = 0.0
         self.plan, self.hoped = PLAIN, 0
-        self.best: tuple[float, int] = (0.0, 1)
-        self.tried_at = 0
-
-    @property
-    def was_seen(self) -> bool:
-        """Whether any of its drafts was verified."""
-        return self.acceptance.n_seen > 0.0
 
     def draft_s(self, n_draft: int, passes: PassTimes) -> float:
-        """Return the seconds of a draft of so many tokens."""
-        if n_draft < 1:
-            return 0.0
-        steps = self.source.fixed + self.source.per_token * n_draft
-        return steps * math.exp(self._ratios.at(n_draft)) * passes.plain_s
+        """Return the seconds of a draft of n_draft tokens."""
+        return self.law(n_draft) * math.exp(self._ratios.at(n_draft)) * passes.plain_s
+
+    def law(self, n_draft: int) -> float:
+        """Return what a draft of n_draft tokens is expected to take, in plain steps."""
+        return self.source.fixed + self.source.per_token * n_draft if n_draft else 0.0
 
     def observe_draft(self, n_draft: int, seconds: float, plain_s: float) -> None:
         """Count a draft; plain_s: of a plain step."""
-        law_s = plain_s * (self.source.fixed + self.source.per_token * n_draft)
+        law_s = plain_s * self.law(n_draft)
         if law_s and seconds:
             self._ratios.observe(n_draft, math.log(seconds / law_s))
-
-    def drafts_s(self, n_draft: int, n_seqs: int, passes: PassTimes) -> float:
-        """Return the seconds of drafts of so many tokens for each of n_seqs sequences."""
-        n = 1.0 + _FURTHER * (n_seqs - 1) if self.source.joins else n_seqs
-        return n * self.draft_s(n_draft, passes)
 
     def best_of(
         self, growth: Growth, passes: PassTimes, widths: Sequence[int]
@@ -342,12 +295,3 @@ class Known:
         n_nodes = best_width - 1 if has_leaves and self.source.has_tree else 0
         plan = Plan(self.source.name, plan_depth, self.source.n_top, n_nodes=n_nodes)
         return value, plan, best_width
-
-
-def by_law(step: Step, drafter: Known | None, passes: PassTimes) -> Step:
-    """Return a step with the times that it should take."""
-    draft_s = 0.0
-    if drafter:
-        draft_s = drafter.source.fixed + drafter.source.per_token * step.n_draft
-    verify_s = passes.by_law(step.n_rows, step.n_missing)
-    return replace(step, seconds=draft_s + verify_s, drafter_s=draft_s)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .drafter import Draft, Ids, KeepsNoRows, Race, empty_draft
+from .drafter import Draft, Ids, Race, Taken, empty_draft
+from .estimates import FEW, STEADY
 
 if TYPE_CHECKING:
     from ..runner.sweep_batch import Tap
 
-_BITS = 32  # of a token in a key
-# Earlier places that a search compares, and how many tokens of each.
-_MOST_PLACES, _MOST_TOKENS = 16, 32
+# Earlier places that a search compares.
+_MOST_PLACES = 16
 # Classes of matches by their first length. Below n_min tokens, the copy goes on after a token that
 # was another one. How often the next token is right by belief: if there was no time before, if it
 # was the same token then, and if it was another one.
@@ -33,11 +33,7 @@ _BELIEVED = (
     (0.7, 0.8, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.98),
     (0.2, 0.2, 0.2, 0.2, 0.3, 0.4, 0.6, 0.6, 0.8),
 )
-# Weight of that belief, in tokens; what is kept of older counts at each token of a class.
-_WEIGHT, _KEPT = 2.0, 0.97
-# A copy whose next token is less likely to be right is no draft.
-_LEAST = 0.1
-_LONGEST = _CLASSES[-1]
+_LONGEST = _CLASSES[-1]  # of a match that is compared
 _CLASS = [bisect_right(_CLASSES, n) - 1 for n in range(_LONGEST + 1)]
 
 
@@ -50,24 +46,24 @@ class Matches:
 
     def __init__(self) -> None:
         self._rates = [[*rates] for rates in _BELIEVED]
-        self._seen = [[_WEIGHT] * len(_CLASSES) for _ in _BELIEVED]
+        self._seen = [[FEW] * len(_CLASSES) for _ in _BELIEVED]
 
     def count(self, n_match: int, before: int, is_right: bool) -> None:
         """Count a token that was foretold."""
         rates, seen, at = self._rates[before], self._seen[before], _CLASS[min(n_match, _LONGEST)]
-        seen[at] = _KEPT * seen[at] + 1.0
+        seen[at] = STEADY * seen[at] + 1.0
         rates[at] += (is_right - rates[at]) / seen[at]
 
     def forget(self) -> None:
         """Have what was counted weigh less: another text begins."""
-        self._seen = [[min(n, _WEIGHT) for n in seen] for seen in self._seen]
+        self._seen = [[min(n, FEW) for n in seen] for seen in self._seen]
 
     def rate(self, n_match: int, before: int) -> float:
         """Return how likely a token is right if those before it are."""
         return self._rates[before][_CLASS[min(n_match, _LONGEST)]]
 
 
-class LookUp(KeepsNoRows):
+class LookUp:
     """A drafter that needs no model; it works well where the answer repeats the prompt.
 
     n_min: so many tokens before a place must be the last ones of the text. Of the latest such
@@ -78,6 +74,7 @@ class LookUp(KeepsNoRows):
     name = "lookup"
     is_free = True
     n_bytes = 0
+    row_widths: Sequence[int] = ()
     taps: tuple[int, ...] = ()
 
     def __init__(self, n_seq: int = 1, max_draft: int = 16, n_min: int = 3) -> None:
@@ -97,14 +94,14 @@ class LookUp(KeepsNoRows):
         self._texts[slot].extend(ids.tolist())
         return {}
 
-    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        """Add tokens to a sequence."""
-        text = self._texts[slot]
-        for token in tokens:
-            text.follow(token, self._matches)
+    def committed(self, taken: Sequence[Taken]) -> None:
+        """Add tokens to sequences."""
+        for slot, _, tokens in taken:
+            for token in tokens:
+                self._texts[slot].follow(token, self._matches)
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
-        """Return what followed the same tokens, one at each depth; nothing if that is unlikely.
+        """Return what followed the same tokens, one at each depth; nothing if there is none.
 
         Where that runs into the end of the text, it goes on with the draft: so a text that repeats
         a few tokens goes on repeating them.
@@ -123,9 +120,7 @@ class LookUp(KeepsNoRows):
 
     def has(self, slot: int, anchor: int) -> bool:
         """Return whether `draft` would return a draft; it takes microseconds."""
-        text = self._texts[slot]
-        at, n_match = text.after(anchor)
-        return at > 0 and self._matches.rate(n_match, text.agrees(at)) >= _LEAST
+        return self._texts[slot].after(anchor)[0] > 0
 
     def truncate(self, slot: int, n_past: int) -> None:
         """Forget the tokens of a sequence from position n_past on; others are added anew."""
@@ -148,7 +143,7 @@ class _Text:
     def __init__(self, n: int, ids: Sequence[int] = ()) -> None:
         self.ids: list[int] = []
         self._n = n
-        self._mask = (1 << _BITS * n) - 1
+        self._mask = (1 << 32 * n) - 1  # 32 bits of each token
         self._key = 0  # of the last n tokens
         self._last: dict[int, int] = {}  # key -> where the latest run ends
         self._before: list[int] = [0]  # where the run ends that occurred before the one ending at i
@@ -179,7 +174,7 @@ class _Text:
         )  # fmt: skip
         for token in tokens:
             ids.append(token)
-            key = ((key << _BITS) | token) & mask
+            key = ((key << 32) | token) & mask
             end = len(ids)
             if end < n:
                 before.append(0)
@@ -208,7 +203,7 @@ class _Text:
         """Return where the run of the last tokens and the anchor ended before; 0 if nowhere."""
         if len(self.ids) < self._n:
             return 0
-        return self._last.get(((self._key << _BITS) | anchor) & self._mask, 0)
+        return self._last.get(((self._key << 32) | anchor) & self._mask, 0)
 
     def find(self, anchor: int) -> tuple[int, int]:
         """Return the copy that begins after the last tokens and the anchor; (0, 0): none."""
@@ -220,7 +215,7 @@ class _Text:
             length = self._match(end - 1 - n)
             if length > longest:
                 best, longest = end, length
-            if longest == _MOST_TOKENS:
+            if longest == _LONGEST:
                 break
             end = self._before[end]
         return best, longest + n if best else 0
@@ -230,7 +225,7 @@ class _Text:
         ids = self.ids
         offset = len(ids) - self._n - at
         length = 0
-        while length < _MOST_TOKENS and at >= 0 and ids[at] == ids[at + offset]:
+        while length < _LONGEST and at >= 0 and ids[at] == ids[at + offset]:
             length += 1
             at -= 1
         return length

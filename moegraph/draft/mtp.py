@@ -12,7 +12,7 @@ from ..arch.inputs import PAGED
 from ..errors import InternalError
 from ..ggml.choose import likeliest_rows
 from ..ggml.device import HostBuffer
-from ..ggml.lib import C, ffi
+from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.mtp import (
@@ -28,14 +28,11 @@ from ..kinds import MOST_BEHIND
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
-from .drafter import N_CAPTURED, Draft, Ids, KeepsNoRows, Race, empty_draft
-from .drawn import drawn
-
-# Nodes of one step of a chain, without its experts, and more than those of known rows.
-_N_NODES = 128
+from .drafter import N_CAPTURED, N_NODES, Draft, Ids, Race, Taken, empty_draft
+from .readback import Readback, drawn
 
 
-class MtpDrafter(KeepsNoRows):
+class MtpDrafter:
     """A drafter (`Drafter`) that runs the MTP block as chains of tokens.
 
     Its K and V are in the target's caches, and the output that a chain starts from is one of the
@@ -48,6 +45,7 @@ class MtpDrafter(KeepsNoRows):
 
     name = "mtp"
     is_free = False
+    row_widths: Sequence[int] = ()
 
     def __init__(
         self, block: MtpBlock, max_rows: int = MTP_ROWS, max_draft: int = MAX_MTP_DRAFT
@@ -63,14 +61,14 @@ class MtpDrafter(KeepsNoRows):
         self.max_draft = max_draft
         self._is_paged = can_page(block.stage)
         self.memory = MtpMemory(block, max_rows, max_draft, self._is_paged)
-        self._graphs = GraphCache(self._device)
+        self.graphs = GraphCache(self._device)
         self._host: HostBuffer | None = None  # for results of the longest chain
 
     @property
     def n_bytes(self) -> int:
         """Device memory of weights, K and V, and graphs."""
         weights, kv = self._block.n_bytes, self._state.mtp_bytes
-        return weights + kv + self.memory.n_bytes + self._graphs.n_bytes
+        return weights + kv + self.memory.n_bytes + self.graphs.n_bytes
 
     def reserve(self) -> None:
         """Build the largest graphs, so that their memory never grows later."""
@@ -78,10 +76,6 @@ class MtpDrafter(KeepsNoRows):
         n_kv = PAGED if self._is_paged else self._state.n_ctx
         for races in (False, True):
             self._chain(self.max_draft, n_kv, races)
-
-    def limit_graphs(self, n_bytes: float) -> None:
-        """Have graphs take at most so many bytes of the device once it has captured them."""
-        self._graphs.max_device_bytes = n_bytes
 
     def warm_up(self, longest: int) -> None:
         """Run the graphs of usual drafts until a device has captured them; empties sequence 0.
@@ -129,7 +123,7 @@ class MtpDrafter(KeepsNoRows):
             built = self._known(n_padded)
             tokens = ids[first - start + at :][:m]
             memory.send_known(slot, tokens, first + at, n_padded)
-            self._launch(built, "the MTP block over a prompt")
+            self.graphs.launch(built, "the MTP block over a prompt")
 
     def _copy(self, source: Tensor, row: int, to: Tensor, to_row: int, n: int) -> None:
         """Enqueue a copy of n rows F32 [n_embd, ...]."""
@@ -137,13 +131,14 @@ class MtpDrafter(KeepsNoRows):
         if n:
             C.mg_copy_bytes(stream, source, size * row, to, size * to_row, size * n)
 
-    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        """Enqueue K and V of tokens that a sequence took; copies of its state have them too.
+    def committed(self, taken: Sequence[Taken]) -> None:
+        """Enqueue K and V of tokens that sequences took; copies of their states have them too.
 
         Nothing is done if the target's sequence does not hold as many: it has no pages for them.
         """
-        if self._state.n_past[slot] >= first + len(tokens):
-            self._compute(slot, first, tokens)
+        for slot, first, tokens in taken:
+            if self._state.n_past[slot] >= first + len(tokens):
+                self._compute(slot, first, tokens)
 
     def _compute(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         """Enqueue K and V of tokens from position first on, for which there are pages."""
@@ -154,7 +149,7 @@ class MtpDrafter(KeepsNoRows):
             built = self._accepted(n_padded)
             rows = self._block.stage.taps.ring_rows(slot, first + at, len(ids))
             self.memory.send_known(slot, ids, first + at, n_padded, rows)
-            self._launch(built, "the MTP block over accepted tokens")
+            self.graphs.launch(built, "the MTP block over accepted tokens")
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor: one chain, and one wait.
@@ -166,9 +161,9 @@ class MtpDrafter(KeepsNoRows):
         results = self._run(slot, anchor, n, race)
         if results is None:
             return empty_draft()
-        return drawn(results.rows, n_top) if race else self._draft(results, n_top)
+        return drawn(results.rows[0], n_top) if race else self._draft(results, n_top)
 
-    def _run(self, slot: int, anchor: int, n: int, race: Race | None) -> _ChainResults | None:
+    def _run(self, slot: int, anchor: int, n: int, race: Race | None) -> Readback | None:
         """Compute a chain and wait; None if there is no room for one."""
         state, n_past = self._state, self._state.n_past[slot]
         n = min(n, self.max_draft, state.pool.room(slot) - n_past)
@@ -178,25 +173,25 @@ class MtpDrafter(KeepsNoRows):
         built = self._chain(n, length, race is not None)
         built.set_length(length)
         state.pool.grow(slot, n_past + n)
-        self.memory.send_chain(slot, anchor, n, built.outputs.n_kv, length)
+        results: Readback = built.outputs[0]
+        self.memory.send_chain(slot, anchor, n, built.outputs[1], length)
         if race:
             keys = [race.key(depth) for depth in range(n)]
             self.memory.send_races(race.params.temperature, keys)
-        reads, n_reads = built.outputs.reads, len(built.outputs.parts)
-        self._launch(built, f"{n} tokens of the MTP block", reads, n_reads)
+        what = f"{n} tokens of the MTP block"
+        self.graphs.launch(built, what, results.reads, results.n_reads)
         self._device.finish()
-        results: _ChainResults = built.outputs
         if self._block.experts:
-            self._block.experts.note(results.parts[2])
+            self._block.experts.note(results.rows[2])
         return results
 
-    def _draft(self, outputs: _ChainResults, n_top: int) -> Draft:
+    def _draft(self, outputs: Readback, n_top: int) -> Draft:
         """Return what a chain left, up to a step whose likeliest tokens are not known."""
-        tokens, log_p = likeliest_rows(outputs.rows, n_top)
+        tokens, log_p = likeliest_rows(outputs.rows[0], n_top)
         if self._block.part:
             tokens = self._block.part.ids[tokens]
         # of equally likely tokens, the chain may have gone on with another
-        is_other = (tokens[:, 0] != outputs.tokens[: len(tokens)]) & ~np.isnan(log_p[:, 0])
+        is_other = (tokens[:, 0] != outputs.rows[1][0, : len(tokens)]) & ~np.isnan(log_p[:, 0])
         n = int(is_other.argmax()) if is_other.any() else len(tokens)
         return Draft(tokens[:n], log_p[:n])
 
@@ -207,9 +202,9 @@ class MtpDrafter(KeepsNoRows):
     def _known(self, n: int) -> BuiltGraph:
         """Return the graph of K and V of n known rows, whose outputs are in `before`."""
         memory = self.memory
-        return self._graphs.get(
+        return self.graphs.get(
             ("mtp rows", n),
-            _N_NODES,
+            N_NODES,
             lambda b: build_known_rows(
                 b, self._block, memory.known_leaves(b, n), memory.before_leaf(b, n)
             ),
@@ -223,36 +218,36 @@ class MtpDrafter(KeepsNoRows):
             taken = taps.kept(b, rows.sources)[taps.layers.index(self._layer)]
             build_taken_rows(b, self._block, rows, self._last_out, taken)
 
-        return self._graphs.get(("mtp accepted", n), _N_NODES, build)
+        return self.graphs.get(("mtp accepted", n), N_NODES, build)
 
     def _chain(self, n: int, length: int, races: bool = False) -> BuiltGraph:
         """Return a graph of a chain of n tokens over `length` positions or more.
 
-        Its outputs: where the results arrive.
+        Its outputs: where the results arrive, and the positions that it was built for.
         """
         n_kv = length
         if not (self._is_paged or self._device.can.streams):  # it can be shortened: length.py
             n_kv = self._state.n_ctx
-        n_nodes = n * (_N_NODES + 3 * self._block.stage.hp.n_expert_used)
-        return self._graphs.get(
+        n_nodes = n * (N_NODES + 3 * self._block.stage.hp.n_expert_used)
+        return self.graphs.get(
             ("mtp chain", n, n_kv, races), n_nodes, lambda b: self._build_chain(b, n, n_kv, races)
         )
 
-    def _build_chain(self, b: Builder, n: int, n_kv: int, races: bool) -> _ChainResults:
+    def _build_chain(self, b: Builder, n: int, n_kv: int, races: bool) -> tuple[Readback, int]:
         """Append a chain whose steps go on with the winner of a race, or the likeliest token."""
         memory, block = self.memory, self._block
 
         def choose(logits: Tensor, at: int) -> Tensor:
             if races:
-                keep = partial(memory.keep_listed, at=at)
+                keep = partial(memory.keep, "listed", at=at)
                 return build_winner(b, logits, memory.race_leaf(b, at), keep)
             token = build_likeliest(b, block, logits)
-            memory.keep_token(token, at)
+            memory.keep("tokens", token, at)
             return token
 
         token, slot, steps = memory.chain_leaves(b, n, n_kv)
         before = b.get_rows(self._last_out, slot)
-        keep = memory.keep_logits, memory.keep_ids
+        keep = partial(memory.keep, "logits"), partial(memory.keep, "ids")
         build_chain(b, block, token, before, steps, n_kv, *keep, choose)
         leaf = memory.result_leaves(b, n)
         listed = leaf["listed"]
@@ -263,46 +258,12 @@ class MtpDrafter(KeepsNoRows):
         if self._host is None:
             n_bytes = sum(C.ggml_nbytes(part) for part in parts) // n
             self._host = self._device.host_buffer(n_bytes * self.max_draft)
-        return _ChainResults(self._host, parts, n_kv)
-
-    def _launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
-        status = C.mg_launch(self._device.compute.ptr, built.graph, reads, n)
-        if status:
-            self._device.check(status, what)
+        return Readback(self._host, parts), n_kv
 
     def close(self) -> None:
         """Wait for the device, then free everything but the block."""
         self._device.synchronize()
-        self._graphs.close()
+        self.graphs.close()
         if self._host:
             self._host.close()
         self.memory.close()
-
-
-class _ChainResults:
-    """Where the results of a chain arrive in host memory.
-
-    parts: I32 numpy: rows [n, words of a row], see `likeliest_rows`; tokens [n, 1]; the experts of
-    each step [n, n_expert_used], if the host needs them. reads: the copies.
-    """
-
-    def __init__(self, host: HostBuffer, parts: Sequence[Tensor], n_kv: int) -> None:
-        n, at, reads = parts[1].ne[0], 0, []
-        self.n_kv = n_kv
-        self.parts: list[npt.NDArray[np.int32]] = []
-        for part in parts:
-            size = C.ggml_nbytes(part)
-            reads.append({"src": part, "dst": host.address(at), "size": size})
-            self.parts.append(host.array[at : at + size].view(np.int32).reshape(n, -1))
-            at += size
-        self.reads = ffi.new("struct mg_readback[]", reads)
-
-    @property
-    def rows(self) -> npt.NDArray[np.int32]:
-        """The candidates of each step."""
-        return self.parts[0]
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """The likeliest token of each step."""
-        return self.parts[1][:, 0]

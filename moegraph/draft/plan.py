@@ -22,6 +22,8 @@ class Source:
     n_top: candidates that it can name at each depth. has_tree: it can build trees itself, because
     it knows what follows each token (`TreeDrafter`). joins: it drafts for several sequences at once
     (`JointDrafter`). is_free: a draft costs nothing and says itself how likely it is right.
+    further: what each further sequence adds to a draft for several at once, as a share of one for a
+        sequence: the weights are read once.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Source:
     has_tree: bool = False
     joins: bool = False
     is_free: bool = False
+    further: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,7 @@ class DraftSettings:
     the drafter gives a smaller probability. budget: rows of a verify pass, the anchor included.
     ddtree: how to build trees; None for a spine with leaves.
     max_rows: rows of a verify pass that there is memory for. is_timed: choices may depend on
-    measured times, and so differ from run to run. graph_price: what the first passes of a width
-    cost more than later ones, because graphs are built and captured; in plain steps.
+    measured times, and so differ from run to run. captures: the device captures graphs.
     """
 
     spec: str = "auto"
@@ -55,13 +57,33 @@ class DraftSettings:
     ddtree: DDTree | None = None
     max_rows: int = 32
     is_timed: bool = True
-    graph_price: float = 16.0
+    captures: bool = True
 
     @property
     def most_rows(self) -> int:
         """Most rows of a verify pass, the anchor included."""
         wanted = self.ddtree.budget + 1 if self.ddtree else self.budget
         return self.max_rows if wanted is None else min(self.max_rows, wanted)
+
+    @property
+    def gives_length(self) -> bool:
+        """Whether the user has said how much each step drafts."""
+        return bool(self.draft_max or self.budget or self.ddtree)
+
+    def most_depths(self, source: Source) -> int:
+        """Return the most depths that a source may draft."""
+        limits = [source.max_draft, self.draft_max]
+        if not self.ddtree:
+            limits.append(self.most_rows - 1)
+        return min(limit for limit in limits if limit is not None)
+
+    @property
+    def graph_price(self) -> float:
+        """What the first passes of a width cost more than later ones, in plain steps.
+
+        They build graphs, and some devices capture them. Where no time may count, it is nothing.
+        """
+        return (16.0 if self.captures else 2.0) if self.is_timed else 0.0
 
     @property
     def is_fixed(self) -> bool:
@@ -159,10 +181,6 @@ class Growth:
         return Shape(len(taken) - len(beside), tuple(leaves))
 
 
-# Rows that are accepted less often than this are not worth looking at.
-_LEAST = 0.01
-
-
 def grow(accept: Sequence[float], leaf: Sequence[float], most: int) -> Growth:
     """Return the best rows to add, at most `most`.
 
@@ -176,8 +194,6 @@ def grow(accept: Sequence[float], leaf: Sequence[float], most: int) -> Growth:
     reach = 1.0
     for depth, p in enumerate(accept, 1):
         above, reach = reach, reach * p
-        if reach < _LEAST:
-            break
         nodes.append((-reach, depth, reach))
         for q in leaf:
             worth = above * (1.0 - p) * q

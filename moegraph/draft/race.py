@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..sampling import gumbel
-from .drafter import Draft, Ids, Race
+from .drafter import LEAST_LOG_P, Draft, Ids, Race
 
 # Tokens of each depth that take part. More of them seldom win.
 N_RUNNERS = 40
-_LEAST = -100.0  # log p
 # How far differences of scores tell who wins, in trees. Of 0.35 to 1.5 this gave most tokens a step
 # (DSpark of the shipped model, 7 and 15 rows, 8 texts, 3 samplers).
 _TRUST = 0.7
@@ -36,20 +35,10 @@ def raced(draft: Draft, race: Race, n_top: int) -> Draft:
     """
     if draft.log_p is None or not draft.n_depth:
         return draft
-    log_p = np.maximum(draft.log_p.astype(np.float64), _LEAST)
-    scores = _scores(log_p, draft.tokens, race, range(draft.n_depth))
-    scores = np.where(kept(log_p, race), scores, -np.inf)
-    order = np.argsort(-scores, axis=1, kind="stable")
-    lost = np.flatnonzero(order[:, 0])
-    n = int(lost[0]) + 1 if lost.size else draft.n_depth
-    scores, order = scores[:n], order[:n]
-    chances = scores - scores.max(axis=1, keepdims=True)
-    chances -= np.log(np.exp(chances).sum(axis=1, keepdims=True))
-    order, chances = order[:, :n_top], np.maximum(chances, _LEAST).astype(np.float32)
-    return Draft(
-        np.take_along_axis(draft.tokens[:n], order, axis=1),
-        np.take_along_axis(chances, order, axis=1),
-    )
+    keys = [race.key(depth) for depth in range(draft.n_depth)]
+    tokens, log_p = _ordered(draft.tokens, draft.log_p, race, keys, n_top)
+    lost = np.flatnonzero(tokens[:, 0] != draft.tokens[:, 0])
+    return Draft(tokens, log_p).cut(int(lost[0]) + 1 if lost.size else draft.n_depth)
 
 
 def raced_list(
@@ -60,25 +49,29 @@ def raced_list(
     tokens, log_p: numpy shape [m, n], likeliest first. Returns them with shape [m, n_top]; the
     log_p are chances to win. All rows are of one depth, so the same random numbers decide.
     """
-    lp = np.maximum(log_p.astype(np.float64), _LEAST)
-    scores = np.where(kept(lp, race), _scores(lp, tokens, race, [depth] * len(tokens)), -np.inf)
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :n_top]
     # the chances are of the order only as far as the drafter's probabilities are the target's
-    chances = _TRUST * (scores - scores.max(axis=1, keepdims=True))
-    chances -= np.log(np.exp(chances).sum(axis=1, keepdims=True))
-    ordered = np.take_along_axis(np.maximum(chances, _LEAST), order, axis=1)
-    return np.take_along_axis(tokens, order, axis=1), ordered.astype(np.float32)
+    return _ordered(tokens, log_p, race, [race.key(depth)] * len(tokens), n_top, _TRUST)
 
 
-def _scores(
-    log_p: npt.NDArray[np.float64], tokens: npt.NDArray[np.int32], race: Race,
-    depths: Sequence[int],
-) -> npt.NDArray[np.float64]:  # fmt: skip
-    keys = np.array([[race.key(depth)] for depth in depths], dtype=np.uint64)
-    less = log_p - log_p.max(axis=1, keepdims=True)
+def _ordered(
+    tokens: Ids, log_p: npt.NDArray[np.float32], race: Race, keys: Sequence[int], n_top: int,
+    trust: float = 1.0,
+) -> tuple[Ids, npt.NDArray[np.float32]]:  # fmt: skip
+    """Return tokens and their log chances to win, [m, n_top], the likeliest winners first.
+
+    keys: of the random numbers of each row. trust: how far differences of scores tell who wins.
+    """
+    lp = np.maximum(log_p.astype(np.float64), LEAST_LOG_P)
+    less = lp - lp.max(axis=1, keepdims=True)
     with np.errstate(over="ignore"):  # a tiny temperature leaves the likeliest tokens
-        scores: npt.NDArray[np.float64] = less / race.params.temperature + gumbel(keys, tokens)
-    return scores
+        numbers = gumbel(np.array(keys, dtype=np.uint64)[:, None], tokens)
+        scores = less / race.params.temperature + numbers
+    scores = np.where(kept(lp, race), scores, -np.inf)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :n_top]
+    chances = trust * (scores - scores.max(axis=1, keepdims=True))
+    chances -= np.log(np.exp(chances).sum(axis=1, keepdims=True))
+    chances = np.maximum(np.take_along_axis(chances, order, axis=1), LEAST_LOG_P)
+    return np.take_along_axis(tokens, order, axis=1), chances.astype(np.float32)
 
 
 def kept(log_p: npt.NDArray[np.float64], race: Race) -> npt.NDArray[np.bool_]:

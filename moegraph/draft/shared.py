@@ -10,16 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..resident.layout import MAX_PAGED_ROWS
 from ..units import octave
-from .estimates import HOPE, MEMORY, OUTLIER, SHARE, Known, PassTimes
+from .estimates import FEW, HOPE, MEMORY, OUTLIER, REFRESH, SHARE, Known, PassTimes
 from .plan import PLAIN, Plan, grow
-
-# Most rows of a pass of several sequences that draft: attention over pages takes no more.
-MAX_SHARED_ROWS = 32
-# Passes without drafts that measure their time: graphs are built in the first ones.
-_FEW = 4
-# Passes with drafts until it is measured again, at first and at most.
-_SOON, _REFRESH = 8, 256
 
 
 @dataclass
@@ -29,8 +23,8 @@ class _Account:
     plain_s: float = 0.0
     n_plain: int = 0  # in a row, as far as they count
     n_drafted: int = 0  # since the last without
-    refresh: int = _SOON  # of these, until the next without
-    credit: float = 2.0 * _FEW
+    refresh: float = 2.0 * FEW  # of these, until the next without
+    credit: float = 2.0 * FEW
     # times over those expected, by powers of two of rows with drafts; 0: without
     ratios: dict[int, float] = field(default_factory=dict)
 
@@ -58,7 +52,7 @@ class SharedPasses:
     def may_draft(self, n_seqs: int) -> bool:
         """Return whether drafts are worth trying in the next pass of n_seqs sequences."""
         known = self._known[n_seqs.bit_length()]
-        return known.credit > 0.0 and known.n_plain >= _FEW
+        return known.credit > 0.0 and known.n_plain >= FEW
 
     def plan(
         self, drafter: Known, passes: PassTimes, n_seqs: int, n_left: int, least: float
@@ -67,7 +61,7 @@ class SharedPasses:
 
         Each of the sequences asks, while the device waits, so it is worked out once.
         """
-        key = drafter.source.name, n_seqs, min(n_left, MAX_SHARED_ROWS)
+        key = drafter.source.name, n_seqs, min(n_left, MAX_PAGED_ROWS)
         if key not in self._plans:
             ratio = self._known[n_seqs.bit_length()].ratio
             self._plans[key] = best_for(drafter, passes, n_seqs, n_left, least, ratio)
@@ -88,17 +82,17 @@ class SharedPasses:
         known, has_drafts = self._known[n_seqs.bit_length()], n_rows > n_seqs
         if seconds and self._is_timed:
             key = octave(n_rows) if has_drafts else 0
-            known.ratios[key] = ratio + (known.ratios.get(key, ratio) - ratio) * (1 - 1 / _FEW)
+            known.ratios[key] = ratio + (known.ratios.get(key, ratio) - ratio) * (1 - 1 / FEW)
         if has_drafts:
             known.n_drafted += 1
             if seconds and known.plain_s:
                 gained = n_tokens / n_seqs - min(seconds / known.plain_s, 3 * OUTLIER)
-                known.credit = min(known.credit + gained + SHARE, 2.0 * _FEW)
+                known.credit = min(known.credit + gained + SHARE, 2.0 * FEW)
             if known.n_drafted >= known.refresh:
-                known.n_plain, known.refresh = 0, min(2 * known.refresh, _REFRESH)
+                known.n_plain, known.refresh = 0, min(2 * known.refresh, REFRESH)
             return
         known.n_plain, known.n_drafted = known.n_plain + 1, 0
-        known.credit = min(known.credit + SHARE, 2.0 * _FEW)
+        known.credit = min(known.credit + SHARE, 2.0 * FEW)
         if seconds:
             seconds = min(seconds, OUTLIER * (known.plain_s or seconds))
             weight = min(known.n_plain, MEMORY)
@@ -111,7 +105,10 @@ def expected(drafters: Sequence[Known], passes: PassTimes, n_seqs: int, n_rows: 
     drafters: the one that drafts; empty if there is none.
     """
     n_draft, total = n_rows // n_seqs - 1, passes.at(n_rows)
-    return total + sum(one.drafts_s(n_draft, n_seqs, passes) for one in drafters if n_draft)
+    for one in drafters if n_draft else ():
+        n = 1.0 + one.source.further * (n_seqs - 1) if one.source.joins else n_seqs
+        total += n * one.draft_s(n_draft, passes)
+    return total
 
 
 def best_for(
@@ -123,7 +120,7 @@ def best_for(
     n_left: tokens until a text must end. least: how many times as fast as without drafts it must
     be. ratio: how many times as long as expected a pass takes, by its rows; 0 rows: without drafts.
     """
-    longest = min(drafter.most, n_left - 1, MAX_SHARED_ROWS // n_seqs - 1)
+    longest = min(drafter.most, n_left - 1, MAX_PAGED_ROWS // n_seqs - 1)
 
     def value(n: int, rates: Sequence[float]) -> float:
         tokens, n_rows = grow(rates[:n], (), n).tokens[-1], n_seqs * (n + 1)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
-from ..placement.draftcounts import MAX_DEPTH, Counts, DraftCounts, less
+from ..placement.draftcounts import MAX_DEPTH, Counts, less
 from .plan import Step
 
 
-@dataclass(frozen=True)
+@dataclass
 class SpecStats:
     """Sums over steps since the engine was made. A *drafting* step is one with a verify pass.
 
@@ -37,8 +38,8 @@ class SpecStats:
     commit_s: float = 0.0
     seconds: float = 0.0
     plain_seconds: float = 0.0
-    chosen: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    drafts: DraftCounts = field(default_factory=dict)
+    chosen: dict[tuple[str, int], int] = field(default_factory=dict)
+    drafts: dict[str, Counts] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -69,20 +70,50 @@ class SpecStats:
         known = self.steps > 0 and self.plain_seconds > 0.0
         return self.plain_seconds / self.seconds if known else None
 
+    def add(self, step: Step, plain_s: float) -> None:
+        """Count a step. plain_s: of a plain one, 0 if not known."""
+        is_timed = step.seconds > 0.0
+        if is_timed and plain_s:
+            self.seconds += step.seconds
+            self.plain_seconds += plain_s * step.n_tokens
+        if step.n_rows == 1:
+            self.plain_steps += 1
+            return
+        if is_timed:
+            self.timed_steps += 1
+            self.drafter_s += step.drafter_s
+            self.verify_s += step.verify_s
+            self.commit_s += step.commit_s
+        self.steps += 1
+        self.tokens += step.n_tokens
+        self.drafted += step.n_rows - 1
+        self.accepted += step.n_accepted
+        self.chosen[step.source, step.n_rows] = self.chosen.get((step.source, step.n_rows), 0) + 1
+        right, n = [int(rank == 0) for rank in step.ranks], step.n_spine
+        self.verified_at = _sum(self.verified_at, (1,) * n)
+        self.accepted_at = _sum(self.accepted_at, (*right, *(0,) * n)[:n])
+        if right:
+            del right[MAX_DEPTH:]
+            before = self.drafts.get(step.source, ((), ()))
+            self.drafts[step.source] = _sum(before[0], (1,) * len(right)), _sum(before[1], right)
+
+    def copy(self) -> SpecStats:
+        """Return the counts so far."""
+        return replace(self, chosen=dict(self.chosen), drafts=dict(self.drafts))
+
     def since(self, earlier: SpecStats) -> SpecStats:
         """Return what happened since earlier."""
+        found = self.copy()
+        for name, before in vars(earlier).items():
+            now = getattr(self, name)
+            if isinstance(now, tuple):
+                setattr(found, name, _sum(now, [-n for n in before]))
+            elif not isinstance(now, dict):
+                setattr(found, name, now - before)
         chosen = {key: n - earlier.chosen.get(key, 0) for key, n in self.chosen.items()}
-        return SpecStats(
-            self.steps - earlier.steps, self.tokens - earlier.tokens,
-            self.plain_steps - earlier.plain_steps,
-            self.drafted - earlier.drafted, self.accepted - earlier.accepted,
-            _less(self.verified_at, earlier.verified_at),
-            _less(self.accepted_at, earlier.accepted_at),
-            self.timed_steps - earlier.timed_steps, self.drafter_s - earlier.drafter_s,
-            self.verify_s - earlier.verify_s, self.commit_s - earlier.commit_s,
-            self.seconds - earlier.seconds, self.plain_seconds - earlier.plain_seconds,
-            {key: n for key, n in chosen.items() if n}, less(self.drafts, earlier.drafts),
-        )  # fmt: skip
+        found.chosen = {key: n for key, n in chosen.items() if n}
+        found.drafts = less(self.drafts, earlier.drafts)
+        return found
 
     def report(self) -> dict[str, Any]:
         """Return plain values for JSON; times are milliseconds of a drafting step."""
@@ -106,72 +137,5 @@ class SpecStats:
         }
 
 
-def _less(counts: tuple[int, ...], earlier: tuple[int, ...]) -> tuple[int, ...]:
-    before = (*earlier, *[0] * (len(counts) - len(earlier)))
-    return tuple(n - m for n, m in zip(counts, before))
-
-
-class Recorder:
-    """Adds up steps."""
-
-    def __init__(self) -> None:
-        counts = "steps", "tokens", "plain_steps", "drafted", "accepted", "timed_steps"
-        times = "drafter_s", "verify_s", "commit_s", "seconds", "plain_seconds"
-        self._sums: dict[str, Any] = {**dict.fromkeys(counts, 0), **dict.fromkeys(times, 0.0)}
-        self._verified_at: list[int] = []
-        self._accepted_at: list[int] = []
-        self._chosen = Counter[tuple[str, int]]()
-        self._drafts: dict[str, tuple[list[int], list[int]]] = {}
-
-    def add(self, step: Step, plain_s: float) -> None:
-        """Count a step. plain_s: of a plain one, 0 if not known."""
-        sums, is_timed = self._sums, step.seconds > 0.0
-        if is_timed and plain_s:
-            sums["seconds"] += step.seconds
-            sums["plain_seconds"] += plain_s * step.n_tokens
-        if step.n_rows == 1:
-            sums["plain_steps"] += 1
-            return
-        if is_timed:
-            sums["timed_steps"] += 1
-            for name in ("drafter_s", "verify_s", "commit_s"):
-                sums[name] += getattr(step, name)
-        sums["steps"] += 1
-        sums["tokens"] += step.n_tokens
-        sums["drafted"] += step.n_rows - 1
-        sums["accepted"] += step.n_accepted
-        self._chosen[step.source, step.n_rows] += 1
-        self._count_positions(step)
-
-    def add_ranks(self, source: str, ranks: Sequence[int]) -> None:
-        """Count how right a draft was; ranks: as in `Step`."""
-        seen, right = self._drafts.setdefault(source, ([], []))
-        for at, rank in enumerate(ranks[:MAX_DEPTH]):
-            if at == len(seen):
-                seen.append(0)
-                right.append(0)
-            seen[at] += 1
-            right[at] += rank == 0
-
-    def _count_positions(self, step: Step) -> None:
-        self.add_ranks(step.source, step.ranks)
-        n_more = step.n_spine - len(self._verified_at)
-        self._verified_at += [0] * n_more
-        self._accepted_at += [0] * n_more
-        for at in range(step.n_spine):
-            self._verified_at[at] += 1
-        for at, rank in enumerate(step.ranks[: step.n_spine]):
-            self._accepted_at[at] += rank == 0
-
-    @property
-    def stats(self) -> SpecStats:
-        """The sums so far."""
-        return SpecStats(
-            **self._sums, verified_at=tuple(self._verified_at),
-            accepted_at=tuple(self._accepted_at), chosen=dict(self._chosen), drafts=self._counts(),
-        )  # fmt: skip
-
-    def _counts(self) -> dict[str, Counts]:
-        """Return how often drafts of each source were right."""
-        known = {name: (tuple(a), tuple(b)) for name, (a, b) in self._drafts.items()}
-        return {name: counts for name, counts in known.items() if counts[0]}
+def _sum(counts: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+    return tuple(n + m for n, m in zip_longest(counts, more, fillvalue=0))

@@ -10,18 +10,17 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from .drafter import Draft, Drafter, Race
+from .drafter import LEAST_LOG_P, Draft, Drafter, Ids, Race
 
 LogP = npt.NDArray[np.float64]
 
-# Tokens of a depth that the reference compares, and its lowest temperature.
-_MOST_TOP, _COLDEST = 8, 1e-3
-_LEAST = -100.0  # log p
+# Tokens of a depth that trees compare.
+MOST_TOP = 8
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,9 @@ class TreeDrafter(Drafter, Protocol):
     """A drafter that knows what follows each token, not only what follows the likeliest ones."""
 
     def tree(
-        self, slot: int, anchor: int, n_depth: int, n_nodes: int, race: Race | None = None
+        self, slot: int, anchor: int, n_depth: int, n_most: int, race: Race | None = None
     ) -> tuple[Draft, DraftTree]:
-        """Propose the likeliest paths after the anchor, as a tree of at most n_nodes more rows.
+        """Propose the likeliest paths after the anchor, as a tree of at most n_most more rows.
 
         The rows come in the order of their worth, so that the first of them are the best smaller
         tree. The draft has the tokens of the tree's spine, at most n_depth; `Drafter.draft` says
@@ -120,12 +119,74 @@ def spine_tree(anchor: int, draft: Draft, n_spine: int, leaves: Sequence[int] = 
 
 
 @dataclass(frozen=True)
+class PathLists:
+    """What may follow what.
+
+    tokens: for each depth I32 numpy [m, n_top], likeliest first; m is 1 at the first depth. log_p:
+    their log probabilities, same shapes. before: for each depth the m tokens of the depth before
+    that the rows follow, and None if its only row follows any. What follows others is not known.
+    """
+
+    tokens: Sequence[Ids]
+    log_p: Sequence[npt.NDArray[np.floating[Any]]]
+    before: Sequence[Sequence[int] | None]
+
+    def row(self, depth: int, token: int) -> int | None:
+        """Return which row of a depth follows a token; None if that is not known."""
+        known = self.before[depth]
+        if known is None:
+            return 0
+        return list(known).index(token) if token in known else None
+
+    def spine(self) -> tuple[list[Ids], list[npt.NDArray[np.floating[Any]]]]:
+        """Return the lists of the likeliest tokens, one after another, [n_top] each."""
+        tokens, log_p = list[Ids](), list[npt.NDArray[np.floating[Any]]]()
+        for depth, (ids, lp) in enumerate(zip(self.tokens, self.log_p)):
+            row = self.row(depth, int(tokens[-1][0])) if depth else 0
+            if row is None:
+                break
+            tokens.append(ids[row])
+            log_p.append(lp[row])
+        return tokens, log_p
+
+
+def best_paths(anchor: int, lists: PathLists, n_nodes: int, chain_seed: bool = False) -> DraftTree:
+    """Return the n_nodes rows that are likeliest to be accepted, the likeliest first.
+
+    A row is as likely as its whole path, so it comes after its parent. Of equally likely rows,
+    those of lower ranks come first. chain_seed: the spine precedes all others.
+    """
+    tokens, parents = [anchor], [-1]
+    log_p = [_clipped(lp) for lp in lists.log_p]
+    # whether other rows precede it, -log p, ranks of the path, row of the list, parent
+    heap: list[tuple[bool, float, tuple[int, ...], int, int]] = []
+
+    def push(above: float, ranks: tuple[int, ...], row: int, parent: int) -> None:
+        depth, rank = len(ranks) - 1, ranks[-1]
+        if rank < log_p[depth].shape[1]:
+            value = above + float(log_p[depth][row, rank])
+            heapq.heappush(heap, (chain_seed and any(ranks), -value, ranks, row, parent))
+
+    if log_p:
+        push(0.0, (0,), 0, 0)
+    while heap and len(tokens) <= n_nodes:
+        _, negative, ranks, row, parent = heapq.heappop(heap)
+        depth, rank = len(ranks) - 1, ranks[-1]
+        tokens.append(int(lists.tokens[depth][row, rank]))
+        parents.append(parent)
+        push(-negative - float(log_p[depth][row, rank]), (*ranks[:-1], rank + 1), row, parent)
+        after = lists.row(depth + 1, tokens[-1]) if depth + 1 < len(log_p) else None
+        if after is not None:
+            push(-negative, (*ranks, 0), after, len(tokens) - 1)
+    return DraftTree(tuple(tokens), tuple(parents))
+
+
+@dataclass(frozen=True)
 class DDTree:
     """Trees of the likeliest paths, if each depth's probabilities hold whatever comes before.
 
     budget: rows besides the anchor. temperature: flattens or sharpens the drafter's probabilities
-    before paths are compared; it has nothing to do with sampling. chain_seed: the spine comes
-    first, as long as the budget allows; the rest is best-first.
+    before paths are compared; it has nothing to do with sampling. chain_seed: as of `best_paths`.
     """
 
     budget: int = 64
@@ -134,69 +195,14 @@ class DDTree:
 
     def n_top(self, n_depth: int) -> int:
         """Return how many tokens of each depth are compared in a tree over n_depth depths."""
-        return 1 if self.chain_seed and self.budget <= n_depth else min(_MOST_TOP, self.budget)
+        return 1 if self.chain_seed and self.budget <= n_depth else min(MOST_TOP, self.budget)
 
     def tree(self, anchor: int, draft: Draft) -> DraftTree:
         """Return the tree of a draft, in the order in which nodes are found."""
-        budget = self.budget
-        tokens, parents = [anchor], [-1]
-        given = draft.log_p
-        known = np.zeros((draft.n_depth, 1)) if given is None else tempered(given, self.temperature)
-        search = _BestFirst(known)
-        seeds = search.spine(budget) if self.chain_seed else search.start()
-        for depth, rank, parent in seeds:
-            tokens.append(int(draft.tokens[depth, rank]))
-            parents.append(parent)
-        while search.heap and len(tokens) <= budget:
-            depth, rank, parent = search.pop(len(tokens))
-            tokens.append(int(draft.tokens[depth, rank]))
-            parents.append(parent)
-        return DraftTree(tuple(tokens), tuple(parents))
-
-
-class _BestFirst:
-    """The front of a search over paths; a path is the ranks of its tokens, by depth.
-
-    heap: paths that may come next, the likeliest first; of equal ones that with the lower ranks.
-    """
-
-    def __init__(self, lp: LogP) -> None:
-        self._lp = lp
-        self.heap: list[tuple[float, tuple[int, ...], int]] = []  # -log p, ranks, parent row
-
-    def start(self) -> list[tuple[int, int, int]]:
-        """Put the first path into the heap; return no node."""
-        if len(self._lp):
-            self._push(float(self._lp[0, 0]), (0,), 0)
-        return []
-
-    def spine(self, budget: int) -> list[tuple[int, int, int]]:
-        """Return the nodes of the spine, (depth, rank, parent); their siblings are in the heap."""
-        log_w = 0.0
-        nodes = []
-        for depth in range(min(len(self._lp), budget)):
-            log_w += float(self._lp[depth, 0])
-            nodes.append((depth, 0, depth))
-            self._push_sibling(log_w, (0,) * (depth + 1), depth)
-        return nodes
-
-    def pop(self, row: int) -> tuple[int, int, int]:
-        """Return the likeliest node, which becomes a row; its sibling and child may follow."""
-        negative, ranks, parent = heapq.heappop(self.heap)
-        depth = len(ranks) - 1
-        self._push_sibling(-negative, ranks, parent)
-        if depth + 1 < len(self._lp):
-            self._push(-negative + float(self._lp[depth + 1, 0]), (*ranks, 0), row)
-        return depth, ranks[-1], parent
-
-    def _push_sibling(self, log_w: float, ranks: tuple[int, ...], parent: int) -> None:
-        lp, rank = self._lp[len(ranks) - 1], ranks[-1]
-        if rank + 1 < len(lp):
-            beside = log_w - float(lp[rank]) + float(lp[rank + 1])
-            self._push(beside, (*ranks[:-1], rank + 1), parent)
-
-    def _push(self, log_w: float, ranks: tuple[int, ...], parent: int) -> None:
-        heapq.heappush(self.heap, (-log_w, ranks, parent))
+        given, n = draft.log_p, draft.n_depth
+        known = np.zeros((n, 1)) if given is None else tempered(given, self.temperature)
+        lists = PathLists([t[None] for t in draft.tokens], [p[None] for p in known], [None] * n)
+        return best_paths(anchor, lists, self.budget, self.chain_seed)
 
 
 def tempered(log_p: npt.NDArray[np.float32], temperature: float) -> LogP:
@@ -208,7 +214,7 @@ def tempered(log_p: npt.NDArray[np.float32], temperature: float) -> LogP:
     lp = _clipped(log_p)
     if temperature == 1.0:
         return lp
-    scaled = lp / max(temperature, _COLDEST)
+    scaled = lp / max(temperature, 1e-3)
     scaled -= scaled[:, :1]
     n_rest = np.maximum(1.0 - np.exp(lp).sum(axis=1), 0.0) / np.exp(lp[:, -1])
     total = np.exp(scaled).sum(axis=1) + n_rest * np.exp(scaled[:, -1])
@@ -216,6 +222,6 @@ def tempered(log_p: npt.NDArray[np.float32], temperature: float) -> LogP:
     return normed
 
 
-def _clipped(log_p: npt.NDArray[np.float32]) -> LogP:
-    """Return log probabilities without infinities: F32 loses those of very unlikely tokens."""
-    return np.maximum(log_p.astype(np.float64), _LEAST)
+def _clipped(log_p: npt.NDArray[np.floating[Any]]) -> LogP:
+    """Return log probabilities without infinities, as F32 has of unlikely tokens, and NaN."""
+    return np.maximum(np.nan_to_num(log_p.astype(np.float64), nan=LEAST_LOG_P), LEAST_LOG_P)

@@ -12,10 +12,10 @@ from ..draft.controller import FIRST_WIDTH
 from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
 from ..draft.dspark import DSparkDrafter
-from ..draft.estimates import Experts
 from ..draft.lookup import LookUp
 from ..draft.mtp import MtpDrafter
 from ..draft.opening import open_controller
+from ..experts.rowlaw import Experts
 from ..ggml.handles import closed_on_failure
 from ..gguf.vocab import frequent_ids
 from ..passes.speculation import Speculation
@@ -88,9 +88,10 @@ def limit_graphs(
     """
     for drafter in drafters:
         if isinstance(drafter, MtpDrafter):
-            drafter.limit_graphs(mtp_graph_bytes(hp, config))
+            drafter.graphs.max_device_bytes = mtp_graph_bytes(hp, config)
         elif isinstance(drafter, DFlashDrafter):
-            drafter.limit_graphs(dflash_graph_bytes(drafter.hparams, config, n_ctx))
+            n_bytes = dflash_graph_bytes(drafter.hparams, config, n_ctx)
+            drafter.graphs.max_device_bytes = n_bytes
 
 
 def _reserve_taps(
@@ -139,7 +140,8 @@ def open_speculation(
     misses = [part.misses for part in layered if part.misses]
     experts = None
     if misses:
-        miss_s = 0.0 if config.deterministic else max(one.uploads.seconds(1) for one in misses)
+        # where no time may be measured, it is a share of a step that takes 1
+        miss_s = 0.02 if config.deterministic else max(one.uploads.seconds(1) for one in misses)
         experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
     captures = runner.device.can.streams
     controller = open_controller(drafters, config, max_rows, experts, captures)

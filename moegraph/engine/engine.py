@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..arch import ModelFile, open_model
 from ..config import EngineConfig
-from ..draft.dflash import DFlashDrafter
+from ..draft.dflash import DFlashDrafter, describe
 from ..draft.stats import SpecStats
 from ..errors import RequestError
 from ..events import CancelToken, Progress
@@ -242,14 +242,14 @@ class Engine:
     def drafter_lines(self) -> list[str]:
         """What the drafter's file says: taps, mask token, block, window and rope, a line each."""
         found = [one for one in self._loaded.drafters if isinstance(one, DFlashDrafter)]
-        return [line for drafter in found for line in drafter.describe()]
+        return [line for drafter in found for line in describe(drafter.hparams)]
 
     def drain_messages(self) -> list[str]:
         """Return messages about devices, misses, drafters, saved prompts since the last call."""
         said, self._to_say = self._to_say, []
         found = self.speculation.drain_messages() if self.speculation else []
         found += self.prefixes.disk.drain_messages() if self.prefixes.disk else []
-        return said + found + self._use.drain_messages()
+        return said + found
 
     def hand_over(self) -> None:
         """Release the engine from this thread; the next thread that calls owns it.

@@ -40,13 +40,3 @@ class ExpertUse:
     def warnings(self) -> list[str]:
         """Return warnings about pinned memory and slots, one line each, or ''."""
         return list(dict.fromkeys(line for one in self.misses for line in one.warnings))
-
-    def drain_messages(self) -> list[str]:
-        """Return what the cache guards said since the last call."""
-        found: list[str] = []
-        for one in self.misses:
-            guard = one.residency.guard
-            if guard:
-                found += guard.messages
-                guard.messages = []
-        return found

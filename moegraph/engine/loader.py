@@ -129,7 +129,7 @@ def _open_misses(
     starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
     placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
     max_rows = stage.state.shape.pass_rows(config.n_rows)
-    misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
+    misses = MissHandler(stage, cache, cpu_experts, miss, max_rows)
     for il, (_, shares) in enumerate(starts):
         if shares is not None:
             misses.residency.routing.expect(il, shares)
@@ -492,5 +492,5 @@ def open_disk(loaded: LoadedModel, folder: str | os.PathLike[str], max_bytes: in
 
 def _widths(loaded: LoadedModel) -> Widths:
     copies, drafters = loaded.sequences.copies, loaded.drafters
-    drafted = {one.name: one.row_widths for one in drafters if one.row_widths}
+    drafted = {one.name: list(one.row_widths) for one in drafters if one.row_widths}
     return Widths(copies.row_widths, drafted, copies.states_bytes)

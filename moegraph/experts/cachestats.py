@@ -73,8 +73,7 @@ class ExpertStats:
     n_bytes_to_device: expert bytes that crossed to the device, uploaded or fetched, including the
     first filling of the slots. n_cpu_experts: experts computed on the CPU, an expert of a layer
     counted once a pass. n_fetching: layers whose graphs fetch in passes of one row, at this time.
-    phases_s: seconds of the host by phase: launch, wait, resolve. guard:
-    what the cache guard reports, since the model was loaded; None if no slot can change.
+    phases_s: seconds of the host by phase: launch, wait, resolve.
     """
 
     cache: CacheStats
@@ -82,7 +81,6 @@ class ExpertStats:
     n_cpu_experts: int
     n_fetching: int
     phases_s: dict[str, float]
-    guard: dict[str, Any] | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[ExpertStats]) -> ExpertStats:
@@ -95,18 +93,16 @@ class ExpertStats:
             sum(part.n_cpu_experts for part in parts),
             sum(part.n_fetching for part in parts),
             {name: sum(part.phases_s[name] for part in parts) for name in parts[0].phases_s},
-            _sums([part.guard for part in parts]),
         )
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
-        """Return what happened since earlier; `guard` stays since loading."""
+        """Return what happened since earlier."""
         return ExpertStats(
             self.cache.since(earlier.cache),
             self.n_bytes_to_device - earlier.n_bytes_to_device,
             self.n_cpu_experts - earlier.n_cpu_experts,
             self.n_fetching,
             {name: s - earlier.phases_s[name] for name, s in self.phases_s.items()},
-            self.guard,
         )
 
     def report(self) -> dict[str, Any]:
@@ -129,19 +125,7 @@ class ExpertStats:
             "phases_us_per_pass": {
                 name: round(1e6 * s / n_passes, 2) for name, s in self.phases_s.items()
             },
-            "guard": self.guard,
         }
-
-
-def _sums(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the sums of numbers by name, and whether a flag is set in any; None if all are."""
-    found: dict[str, Any] = {}
-    for name, value in (item for part in parts if part for item in part.items()):
-        if isinstance(value, bool):
-            found[name] = value or found.get(name, False)
-        else:
-            found[name] = value + found.get(name, 0)
-    return found or None
 
 
 # What a profile says counts as much as so many tokens.

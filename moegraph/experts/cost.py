@@ -121,17 +121,15 @@ class MissSplit:
 
     on_cpu, streamed: measured seconds to compute, and to upload, 0, 1, ... experts of one row.
     per_row: what each further row adds to the time of an expert on the CPU, as a share of the first
-    row; an upload takes the same time for any number of rows. decode, bypassed: how many of 0,
-    1, ... missing experts of one row the CPU takes, normally and while the cache is bypassed.
+    row; an upload takes the same time for any number of rows. decode: how many of 0, 1, ...
+    missing experts of one row the CPU takes.
     """
 
     def __init__(
         self, on_cpu: Sequence[float], streamed: Sequence[float], per_row: float = 1.0
     ) -> None:
         self.on_cpu, self.streamed, self._per_row = list(on_cpu), list(streamed), per_row
-        counts = range(min(len(on_cpu), len(streamed)))
         self.decode = best_split(on_cpu, streamed)
-        self.bypassed = [n if on_cpu[n] <= streamed[n] else self.decode[n] for n in counts]
 
     @classmethod
     def fixed(cls, n_expert_used: int, on_cpu: bool) -> MissSplit:
@@ -139,17 +137,14 @@ class MissSplit:
         free, never = [0.0] * (n_expert_used + 1), [0.0] + [math.inf] * n_expert_used
         return cls(free, never) if on_cpu else cls(never, free)
 
-    def n_cpu(self, rows: Sequence[int], bypassed: bool = False) -> int:
+    def n_cpu(self, rows: Sequence[int]) -> int:
         """Return how many experts the CPU takes, counted from the end of rows.
 
-        rows: how many rows chose each missing expert, in falling order. bypassed: uploaded experts
-        will not stay, so the CPU takes all of them if it is no slower than uploading all of them.
+        rows: how many rows chose each missing expert, in falling order.
         """
         n, more = len(rows), self._per_row
         # what the CPU computes if it takes 0, 1, ... experts
         loads = [0.0, *accumulate(1.0 + more * (r - 1) for r in reversed(rows))]
-        if bypassed and _seconds(self.on_cpu, loads[n]) <= _seconds(self.streamed, n):
-            return n
         # the fewest with which the CPU takes as long as the uploads; with all of them it does
         fewest, most = 0, n
         while fewest < most:
@@ -255,13 +250,12 @@ class MissCosts:
     """What was measured, or what a machine file says, about one model on one machine.
 
     on_cpu, streamed, per_row: as in `MissSplit`; empty if the CPU cannot compute experts, or if
-    nobody needs them. move_s: seconds to upload one expert; None if not measured.
+    they are not needed.
     """
 
     on_cpu: tuple[float, ...] = ()
     streamed: tuple[float, ...] = ()
     per_row: float = 1.0
-    move_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -321,11 +315,11 @@ _SLACK = 1.2
 
 
 class FetchChoice:
-    """Whether graphs of passes of several rows fetch missing experts, for each number of rows.
+    """Whether graphs of passes fetch missing experts, for each number of rows.
 
-    How much several rows miss cannot be told in advance: rows of one text mostly choose what is
-    resident, sequences of different texts each need their own experts. So the choice follows from
-    what the last passes of as many rows missed.
+    How much rows miss cannot be told in advance: those of most texts mostly choose what is
+    resident, others do not, and sequences of different texts each need their own experts. So the
+    choice follows from what the last passes of as many rows missed.
 
     ways: `fetch_rows` decides until something was missed, and alone where the CPU cannot help.
     """
@@ -343,7 +337,7 @@ class FetchChoice:
 
     def learns(self, n_rows: int) -> bool:
         """Return whether `observe` should be told of passes of n_rows rows."""
-        return self._fetch_rows > 0 and 1 < n_rows <= min(self._most_rows, len(self._limits))
+        return self._fetch_rows > 0 and 0 < n_rows <= min(self._most_rows, len(self._limits))
 
     def observe(self, n_rows: int, n_missing: float) -> None:
         """Note how many experts a pass missed, the mean of the layers that can fetch."""

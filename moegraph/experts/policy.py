@@ -9,7 +9,7 @@ slots never change (`n_static`), and in when an absent expert may evict the vict
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -54,16 +54,28 @@ class LayerPolicy(Protocol):
         """
 
 
-class Policy(Protocol):
-    """Parameters of a policy; `layer` makes the state for a layer of n_slots slots."""
+@dataclass(frozen=True)
+class Policy:
+    """Parameters of a policy; `layer` makes the state for a layer of n_slots slots.
+
+    ranges: of each parameter, the least and the most.
+    """
 
     name: ClassVar[str]
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {}
 
     def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
         """Return the state of this policy for one layer."""
+        raise NotImplementedError
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the parameters, one line each."""
+        """Return what is wrong with the parameters, one line each; NaN is."""
+        values = {name: getattr(self, name) for name in self.ranges}
+        return [
+            f"{name} is {values[name]:g}; allowed: {low:g} to {high:g}"
+            for name, (low, high) in self.ranges.items()
+            if not low <= values[name] <= high
+        ]
 
 
 class Recency:
@@ -162,10 +174,10 @@ class Frequency:
 
 
 @dataclass(frozen=True)
-class Lru:
+class Lru(Policy):
     """Evict the expert that was chosen longest ago."""
 
-    name: ClassVar[str] = "lru"
+    name = "lru"
 
     def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
         """Return recency, or frequency if the slots cannot hold one token's experts.
@@ -176,20 +188,19 @@ class Lru:
             return Lfu().layer(n_expert, n_slots, n_expert_used)
         return Recency(n_expert)
 
-    def problems(self) -> list[str]:
-        """Return no problems: there are no parameters."""
-        return []
-
 
 @dataclass(frozen=True)
-class Lfu:
+class Lfu(Policy):
     """Decayed frequency with hysteresis.
 
     half_life: tokens after which a choice counts half. hysteresis: an absent expert needs this
     multiple of the victim's score. prior_steps: how many tokens a profile counts for.
     """
 
-    name: ClassVar[str] = "lfu"
+    name = "lfu"
+    ranges: ClassVar = {
+        "half_life": (1.0, 1e6), "hysteresis": (1.0, 100.0), "prior_steps": (0.0, 1e6)
+    }  # fmt: skip
     half_life: float = 96.0
     hysteresis: float = 1.1
     prior_steps: float = 8.0
@@ -198,23 +209,16 @@ class Lfu:
         """Return the frequency state of one layer."""
         return Frequency(n_expert, self.half_life, self.hysteresis, self.prior_steps)
 
-    def problems(self) -> list[str]:
-        """Return what is wrong with the parameters."""
-        return [
-            *_outside("half_life", self.half_life, 1.0, 1e6),
-            *_outside("hysteresis", self.hysteresis, 1.0, 100.0),
-            *_outside("prior_steps", self.prior_steps, 0.0, 1e6),
-        ]
-
 
 @dataclass(frozen=True)
-class Adaptive:
+class Adaptive(Policy):
     """The best experts of a profile keep static_share of the slots; LRU manages the others.
 
     Without a profile LRU manages all slots.
     """
 
-    name: ClassVar[str] = "adaptive"
+    name = "adaptive"
+    ranges: ClassVar = {"static_share": (0.0, 1.0)}
     static_share: float = 0.25
 
     def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
@@ -224,24 +228,16 @@ class Adaptive:
         n_static = min(int(self.static_share * n_slots), n_slots - n_expert_used)
         return Recency(n_expert, n_ranked=n_static)
 
-    def problems(self) -> list[str]:
-        """Return what is wrong with static_share."""
-        return _outside("static_share", self.static_share, 0.0, 1.0)
-
 
 @dataclass(frozen=True)
-class Static:
+class Static(Policy):
     """Keep the experts that fill the slots at the start, the best of a profile."""
 
-    name: ClassVar[str] = "static"
+    name = "static"
 
     def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
         """Return a state in which all slots are static."""
         return Recency(n_expert, n_slots)
-
-    def problems(self) -> list[str]:
-        """Return no problems: there are no parameters."""
-        return []
 
 
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Lru, Lfu, Adaptive, Static)}
@@ -253,7 +249,7 @@ def parse_policy(text: str) -> Policy:
     if name not in POLICIES:
         raise ConfigError(f"no policy {name!r}; allowed: {', '.join(POLICIES)}")
     cls = POLICIES[name]
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    known = [*cls.ranges]
     values: dict[str, float] = {}
     for item in filter(None, listed.split(",")):
         key, _, value = item.partition("=")
@@ -281,8 +277,3 @@ def few_slots_warning(n_slots: Sequence[int], n_expert_used: int) -> str:
         f"token chooses experts ({n_expert_used}): most choices miss, and lru and adaptive act as "
         f"lfu there; try at least {n_expert_used * 2} slots a layer"
     )
-
-
-def _outside(name: str, value: float, low: float, high: float) -> list[str]:
-    """Return one line if value is NaN or not in low..high, else none."""
-    return [] if low <= value <= high else [f"{name} is {value:g}; allowed: {low:g} to {high:g}"]

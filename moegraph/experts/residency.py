@@ -6,7 +6,7 @@ The layered runner carries the decisions out, and the simulator counts them:
     residency.begin_fetch(layers)                  before each graph that fetches
     residency.fetched(il, ids)                     for each layer, in order: its graph fetched, or
     residency.routed(il, ids)                      the host handles what the layer misses
-    residency.end_pass(seconds)
+    residency.end_pass()
 
 A pass that fails ends with `rollback`. A pass whose results nobody collects has no end.
 """
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,6 @@ from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
 from .cache import ExpertCache
 from .cachestats import RoutingCounts
 from .cost import FetchChoice, MissWays
-from .guard import CacheGuard, Counters
 from .passplan import FetchedLayer, LayerPlan, MissMode, Pairs, PassPlan, TableRow
 from .slots import LayerSlots, SavedSlots
 
@@ -58,8 +56,7 @@ class Residency:
     """Which experts are where, and what passes do about the missing ones.
 
     routing: how often each expert was chosen. split: how many missing experts the CPU computes.
-    guard: bypasses the cache when moving experts takes longer than it saves; None if not guarded,
-    or if no slot can change. n_exchanged, n_kept: experts, summed over all passes.
+    n_exchanged, n_kept: experts, summed over all passes.
     """
 
     def __init__(
@@ -68,14 +65,12 @@ class Residency:
         ways: MissWays,
         *,
         fetchable: Collection[int] = (),
-        move_s: float | None = None,
         exchanges: bool = True,
     ) -> None:
         """Take over a cache whose slots are filled.
 
-        fetchable: layers whose graph could fetch, given slots. move_s: seconds to upload one
-        expert; None for no guard. exchanges: experts that the policy prefers after a prompt get
-        slots: as it is computed, or by an exchange after it.
+        fetchable: layers whose graph could fetch, given slots. exchanges: experts that the policy
+        prefers after a prompt get slots: as it is computed, or by an exchange after it.
         """
         self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
@@ -87,9 +82,6 @@ class Residency:
             il for il in fetchable if self._choice.fetches(1) and cache.layers[il].can_fetch
         )
         self._short_layers: dict[int, frozenset[int]] = {}  # by the number of ids
-        self.guard: CacheGuard | None = None
-        if move_s is not None and cache.partial:
-            self.guard = CacheGuard(partial(_counters, cache), move_s)
         self.n_exchanged = self.n_kept = 0
         self._exchanges = exchanges
         self._pass: PassPlan | None = None
@@ -104,7 +96,7 @@ class Residency:
 
     def miss_mode(self, kind: Kind, n_tokens: int) -> MissMode:
         """Return how a pass of this kind would deal with missing experts now."""
-        return self._mode(rules_of(kind, n_tokens), n_tokens, self._is_active)
+        return self._mode(rules_of(kind, n_tokens), n_tokens)
 
     def begin_pass(self, kind: Kind, n_tokens: int, n_seqs: int = 1) -> PassPlan:
         """Decide how a pass of n_tokens rows deals with missing experts; the last pass has ended.
@@ -114,18 +106,12 @@ class Residency:
         what the prompt of one prefers is not what the others choose.
         """
         self._pass = None
-        # only passes of equal work can be compared
-        is_single = kind is Kind.DECODE and n_tokens == 1
-        is_back = self.guard is not None and self.guard.begin_pass(is_single)
         self.cache.begin_pass()
         rules = rules_of(kind, n_tokens)
         self._learn(n_tokens if rules.fetches else 0)
-        is_active = self._is_active
-        mode = self._mode(rules, n_tokens, is_active)
+        mode = self._mode(rules, n_tokens)
         exchanged: list[tuple[int, Pairs]] = []
-        if is_back:  # the guard soon judges the cache, with the experts that it would hold
-            exchanged = self._exchange(_NO_LAYERS)
-        elif self._is_stale and mode.admits and n_seqs == 1:
+        if self._is_stale and mode.admits and n_seqs == 1:
             exchanged = self._exchange(mode.fetch_layers)
         self._is_stale = self._is_stale and not rules.admits
         self._is_prompt = not rules.admits
@@ -187,9 +173,9 @@ class Residency:
     def preferred(self, il: int) -> dict[int, int]:
         """Return the absent experts of layer il to keep, now that a prompt is recorded.
 
-        Expert -> the slot for it; nothing while the cache is bypassed.
+        Expert -> the slot for it.
         """
-        keeps = self._exchanges and self._is_active and not self._layers[il].full
+        keeps = self._exchanges and not self._layers[il].full
         return dict(preferred(self._layers[il])) if keeps else {}
 
     def keep(self, il: int, pairs: Pairs) -> None:
@@ -245,14 +231,12 @@ class Residency:
             self.routing.add_batch(il, ids)
         return self._layer_plan(plan, layer, missing, ids) if missing else None
 
-    def end_pass(self, seconds: float) -> None:
-        """Note that the results of the pass have arrived, and how long it took."""
+    def end_pass(self) -> None:
+        """Note that the results of the pass have arrived."""
         if self._pass is None:
             raise InternalError("a pass ended that did not begin")
         self._pass = None
         self._is_stale = self._is_stale or self._is_prompt
-        if self.guard:
-            self.guard.end_pass(seconds)
 
     def rollback(self) -> None:
         """Undo a failed pass; see `ExpertCache.rollback`. The device must be idle."""
@@ -278,16 +262,12 @@ class Residency:
         self.routing.counts, self._choice = deepcopy(saved.counts), deepcopy(saved.choice)
         return self.cache.restore(saved.cache)
 
-    @property
-    def _is_active(self) -> bool:
-        return self.guard is None or not self.guard.bypassed
-
-    def _mode(self, rules: MissRules, n_tokens: int, is_active: bool) -> MissMode:
-        fetches = rules.fetches and is_active and self._choice.fetches(n_tokens)
+    def _mode(self, rules: MissRules, n_tokens: int) -> MissMode:
+        fetches = rules.fetches and self._choice.fetches(n_tokens)
         return MissMode(
             self._fetch_layers if fetches else _NO_LAYERS,
             self._short(n_tokens * self._n_used) if fetches else _NO_LAYERS,
-            rules.admits and is_active,
+            rules.admits,
             rules.on_cpu and self._has_cpu and n_tokens >= self._cpu_from,
         )
 
@@ -353,16 +333,15 @@ class Residency:
 
     def _for_cpu(self, plan: PassPlan, missing: list[int], ids: npt.NDArray[np.int32]) -> list[int]:
         """Return the missing experts that the CPU computes."""
-        is_bypassed = not self._is_active
         if plan.n_tokens == 1:
             # the CPU takes the last of the row's choice: the cache is least likely to want them
-            n_cpu = (self.split.bypassed if is_bypassed else self.split.decode)[len(missing)]
+            n_cpu = self.split.decode[len(missing)]
         else:
             # the CPU takes the experts that the fewest rows chose: its work grows with the rows,
             # while the device uploads an expert once
             chosen = Counter(ids.tolist())
             missing = sorted(missing, key=chosen.__getitem__, reverse=True)
-            n_cpu = self.split.n_cpu([chosen[e] for e in missing], is_bypassed)
+            n_cpu = self.split.n_cpu([chosen[e] for e in missing])
         return missing[len(missing) - n_cpu :]
 
     def _promote(self, layer: LayerSlots, experts: list[int], working_set: set[int]) -> Pairs:
@@ -394,10 +373,3 @@ def preferred(layer: LayerSlots) -> Pairs:
             break
         pairs.append((expert, int(table[victim])))
     return pairs
-
-
-def _counters(cache: ExpertCache) -> Counters:
-    layers = cache.partial
-    hits = sum(layer.n_hits for layer in layers)
-    misses = sum(layer.n_misses for layer in layers)
-    return Counters(hits + misses, hits, sum(layer.n_admitted for layer in layers))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 
 # Time of a pass over that of one row, with every expert resident: up to 16 rows as measured of a
@@ -24,6 +26,25 @@ def pass_time(n_rows: int) -> float:
 def independent_rows(n_rows: int) -> float:
     """Return how many rows of different texts choose as many experts as these of one text."""
     return _along(_INDEPENDENT, n_rows)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What missing experts cost. n_layer, n_expert, n_expert_used: of the model.
+
+    miss_s: seconds that a pass takes longer for each missing expert.
+    """
+
+    n_layer: int
+    n_expert: int
+    n_expert_used: int
+    miss_s: float
+
+    def distinct(self, n_rows: int) -> float:
+        """Return how many experts of all layers a pass of this many rows chooses."""
+        unchosen = 1.0 - self.n_expert_used / self.n_expert  # of one row
+        share = 1.0 - math.pow(unchosen, independent_rows(n_rows))
+        return self.n_layer * self.n_expert * share
 
 
 def _along(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -114,6 +114,12 @@ class GraphCache:
         self._shrink()
         return built
 
+    def launch(self, built: BuiltGraph, what: str, reads: Any = ffi.NULL, n_reads: int = 0) -> None:
+        """Enqueue a graph and copies of its results. what: it computes, for errors."""
+        status = C.mg_launch(self._device.compute.ptr, built.graph, reads, n_reads)
+        if status:
+            self._device.check(status, what)
+
     def used(self, graphs: Iterable[BuiltGraph]) -> None:
         """Note that a caller launches graphs again that it kept; what was dropped stays dropped."""
         for built in graphs:

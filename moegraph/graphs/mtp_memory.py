@@ -58,7 +58,9 @@ class MtpMemory:
             "races": (I32, (DRAW_WORDS, max_draft)),
             "listed": (I32, (_listed_words(self._n_vocab), max_draft)),
         }
-        self._row_bytes = {name: 4 * ne[0] for name, (_, ne) in shapes.items() if len(ne) > 1}
+        self._row_bytes = {
+            name: 4 * (ne[0] if len(ne) > 1 else 1) for name, (_, ne) in shapes.items()
+        }
         made, offsets, size = {}, {}, 0
         for name, (dtype, ne) in shapes.items():
             made[name] = C.ggml_new_tensor(self._context.ptr, dtype, len(ne), list(ne))
@@ -217,29 +219,17 @@ class MtpMemory:
         if sent:
             C.ggml_backend_event_record(sent.ptr, self._device.compute.ptr)
 
-    def keep_logits(self, node: Tensor, at: int) -> None:
-        """Have a node F32 [n_vocab, 1] write to row `at` of the logits."""
-        self._keep(node, "logits", at)
+    def keep(self, name: str, node: Tensor, at: int) -> None:
+        """Have a node write to row `at` of the results of this name: logits, tokens, ids, listed.
 
-    def keep_token(self, node: Tensor, at: int) -> None:
-        """Have a node I32 [1] write to place `at` of the tokens."""
-        place(self._buffer, node, self._offsets["tokens"] + 4 * at)
-
-    def keep_ids(self, node: Tensor, at: int) -> None:
-        """Have a node I32 [n_expert_used, 1] write to row `at` of the chosen experts."""
-        self._keep(node, "ids", at)
-
-    def keep_listed(self, node: Tensor, at: int) -> None:
-        """Have a node I32 [words, 1] write to row `at` of the candidates of races."""
-        self._keep(node, "listed", at)
-
-    def _keep(self, node: Tensor, name: str, at: int) -> None:
+        It is F32 [n_vocab, 1], I32 [1], I32 [n_expert_used, 1], or I32 [words, 1].
+        """
         place(self._buffer, node, self._offsets[name] + self._row_bytes[name] * at)
 
     def race_leaf(self, b: Builder, at: int) -> Tensor:
         """Return the leaf with what the race of a step depends on, I32 [DRAW_WORDS, 1]."""
         leaf = b.leaf(I32, (DRAW_WORDS, 1), "inp_draws")
-        self._keep(leaf, "races", at)
+        self.keep("races", leaf, at)
         return leaf
 
     def send_races(self, temperature: float, keys: Sequence[int]) -> None:

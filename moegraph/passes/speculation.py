@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.drafter import Draft, Drafter, JointDrafter, Parts, Race, Taken, as_joint
+from ..draft.drafter import Draft, Drafter, JointDrafter, Parts, Race, RowKeeper, Taken, as_joint
 from ..draft.lookup import LookUp
 from ..draft.plan import Plan, Shape, Step
 from ..draft.race import N_RUNNERS, raced
@@ -164,7 +164,7 @@ class Speculation:
         for name in names:
             first, n = followed.known[name], len(followed.ids)
             if first < n:
-                self.drafters[name].committed(slot, first, followed.ids[first:])
+                self.drafters[name].committed([(slot, first, followed.ids[first:])])
                 followed.known[name] = n
         self._followed[slot] = followed
 
@@ -176,7 +176,7 @@ class Speculation:
             if first < n:
                 taken.append((slot, first, one.ids[first:]))
                 one.known[drafter.name] = n
-        drafter.committed_all(taken)
+        drafter.committed(taken)
         self._followed |= followed
 
     @property
@@ -196,6 +196,7 @@ class Speculation:
         found = {
             name: drafter.take_rows(slot, first, len(held) - first)
             for name, drafter in self.drafters.items()
+            if isinstance(drafter, RowKeeper)
         }
         return {name: parts for name, parts in found.items() if parts}
 
@@ -209,8 +210,12 @@ class Speculation:
         before = self._followed.pop(slot, _Followed([], {}))
         n_kept = len(kept) if before.ids[: before.least][: len(kept)] == kept else 0
         for name, drafter in self.drafters.items():
-            pieces = [(first, copy.n_rows, copy.drafted.get(name, [])) for first, copy in rows]
-            drafter.put_back(slot, np.asarray(ids, dtype=np.int32), n_kept, pieces)
+            held = np.asarray(ids, dtype=np.int32)
+            if isinstance(drafter, RowKeeper):
+                pieces = [(first, copy.n_rows, copy.drafted.get(name, [])) for first, copy in rows]
+                drafter.put_back(slot, held, n_kept, pieces)
+            else:
+                drafter.restart(slot, held)
         self._followed[slot] = _Followed(list(ids), dict.fromkeys(self.drafters, len(ids)))
 
     def propose(self, ask: Ask) -> Proposal | None:
@@ -311,7 +316,7 @@ class Speculation:
             n = len(followed.ids)
             for name in names:
                 if followed.known[name] == n:
-                    self._lookups[name].committed(slot, n, (anchor,))
+                    self._lookups[name].committed([(slot, n, (anchor,))])
                     followed.known[name] = n + 1
         return not names
 

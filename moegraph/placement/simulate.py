@@ -1,7 +1,7 @@
 """Replay a routing trace under a policy and a placement: hit rates, bytes, and predicted speed.
 
 The replay drives the `Residency` of a run, one for each device, with the ids that the trace holds.
-So it decides what a run decides, but it never bypasses the cache. Only the times are predicted
+So it decides what a run decides. Only the times are predicted
 (experts/cost.py).
 """
 
@@ -86,11 +86,8 @@ class _Replay:
         self.residency, self.layers = residency, layers
         self.cache = residency.cache
         n_used = self.cache.n_expert_used
-        n_fetching = len(residency.miss_mode(Kind.DECODE, 1).fetch_layers)
-        n_by_host = sum(n < self.cache.n_expert for n in self.cache.n_slots) - n_fetching
-        # seconds of a token that misses nothing
-        whole = machine.whole * (len(layers) / len(self.cache.n_slots))
-        self.base = whole + machine.host_layer * n_by_host + machine.fetch_layer * n_fetching
+        self.machine, self.n_partial = machine, len(self.cache.partial)
+        self.n_partial += sum(n == 0 for n in self.cache.n_slots)
         # tables, because every miss needs them: stalls[n missing][c of them on the CPU]
         self.stalls = [[machine.stall(c, n - c) for c in range(n + 1)] for n in range(n_used + 1)]
         self.fetches = [machine.fetch(n) for n in range(n_used + 1)]
@@ -99,9 +96,13 @@ class _Replay:
 
     def token(self, row: npt.NDArray[np.int32], missing: npt.NDArray[np.int64]) -> float:
         """Replay one token; return its seconds, and set missing [n_layer] where experts miss."""
-        residency, seconds = self.residency, self.base
+        residency, machine = self.residency, self.machine
         fetch_layers = residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers
         residency.begin_fetch(fetch_layers)
+        # of a token that misses nothing
+        seconds = machine.whole * (len(self.layers) / len(self.cache.n_slots))
+        seconds += machine.fetch_layer * len(fetch_layers)
+        seconds += machine.host_layer * (self.n_partial - len(fetch_layers))
         for il in self.layers:
             ids = row[il]
             if il in fetch_layers:
@@ -119,7 +120,7 @@ class _Replay:
                 self.uploaded[il] += n_streamed + n_promoted
                 missing[il] = n_streamed + n_cpu
                 seconds += self.stalls[n_streamed + n_cpu][n_cpu]
-        residency.end_pass(seconds)
+        residency.end_pass()
         return seconds
 
     def prompt(self, ids: npt.NDArray[np.int32]) -> None:
@@ -131,7 +132,7 @@ class _Replay:
             for il in self.layers:
                 take = self.residency.fetched if il in fetch_layers else self.residency.routed
                 take(il, rows[:, il].reshape(-1))
-            self.residency.end_pass(0.0)
+            self.residency.end_pass()
         # a run gives slots to what a prompt sends, layer by layer
         self.residency.exchange()
 

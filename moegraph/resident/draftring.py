@@ -62,6 +62,11 @@ class DraftRings:
         n_past = self.spans[slot].n_past
         return tuple(shape.length(n_past, self._least) for shape in self.shapes)
 
+    @property
+    def full_lengths(self) -> tuple[int, ...]:
+        """Rows of each ring once it is full."""
+        return tuple(shape.n_rows for shape in self.shapes)
+
     def rows(self, kind: int, slot: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return the rows of positions of a sequence in the tensors of a kind's layers."""
         shape = self.shapes[kind]

@@ -78,7 +78,6 @@ class LayeredRunner(Runner):
         self.replay = replay
         self.residency = misses.residency if misses else _all_resident(stage)
         self.cache = self.residency.cache
-        self._launch_s = 0.0  # of the last pass
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
         self._layer_graphs = LayerGraphs(stage, self._inputs, hidden, max_rows, replay, misses)
@@ -166,7 +165,7 @@ class LayeredRunner(Runner):
     def _launch_all(
         self, shape: PassShape, cancelled: Predicate, begins: Callback, may_pause: Predicate | None
     ) -> Iterator[None]:
-        began = start = time.perf_counter()
+        start = time.perf_counter()
         if self._current is None:
             raise InternalError("a pass was launched before it was prepared")
         (plan, launches), self._current = self._current, None
@@ -206,14 +205,11 @@ class LayeredRunner(Runner):
             self.replay.advance()
         if self.misses:
             self.misses.end_launch()
-        self._launch_s = time.perf_counter() - began
 
     def collect(self) -> Output:
         """Wait for the pass and return its results; see `Runner.collect`."""
-        start = time.perf_counter()
         output = super().collect()
-        # without the time of the caller in between
-        self.residency.end_pass(self._launch_s + time.perf_counter() - start)
+        self.residency.end_pass()
         return output
 
     def _add_phase(self, phase: str, start: float) -> float:

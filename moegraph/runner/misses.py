@@ -262,7 +262,7 @@ class MissHandler:
 
     def __init__(
         self, stage: Stage, cache: ExpertCache, cpu_experts: CpuExperts | None, mode: str,
-        max_rows: int, guarded: bool = True,
+        max_rows: int,
     ) -> None:  # fmt: skip
         """Measure the machine and decide who computes; cache: its slots are filled.
 
@@ -272,14 +272,12 @@ class MissHandler:
         n_expert, n_used = cache.n_expert, cache.n_expert_used
         self._tables = SlotTables(stage)
         self.uploads = Uploader(stage, max_rows * n_used)
-        costs = measure_costs(
-            self.uploads, cpu_experts, mode, n_used, guarded and bool(cache.partial)
-        )
+        costs = measure_costs(self.uploads, cpu_experts, mode, n_used)
         ways = choose_ways(mode, costs, cache.n_slots, n_used, n_expert)
         if cpu_experts and not ways.cpu:
             cpu_experts.close()
         self.cpu_experts = cpu_experts if ways.cpu else None
-        self.residency = Residency(cache, ways, fetchable=self.store.rows, move_s=costs.move_s)
+        self.residency = Residency(cache, ways, fetchable=self.store.rows)
         self.n_cpu_experts = 0
         self._n_fetched_bytes = 0
 
@@ -307,7 +305,6 @@ class MissHandler:
             self.n_cpu_experts,
             len(residency.miss_mode(Kind.DECODE, 1).fetch_layers),
             phases_s,
-            residency.guard.report() if residency.guard else None,
         )
 
     def begin_pass(self, plan: PassPlan) -> None:
@@ -378,17 +375,16 @@ _ROWS = 4
 
 
 def measure_costs(
-    uploads: Uploader, cpu_experts: CpuExperts | None, mode: str, n_used: int, guarded: bool
+    uploads: Uploader, cpu_experts: CpuExperts | None, mode: str, n_used: int
 ) -> MissCosts:
-    """Measure what the value of --miss, and the guard, need to know.
+    """Measure what the value of --miss needs to know.
 
     n_used: experts that a row chooses.
     """
-    move_s = uploads.seconds(1) if guarded else None
     if cpu_experts is None or mode != "auto":
-        return MissCosts(move_s=move_s)
+        return MissCosts()
     on_cpu = [0.0] + [cpu_experts.measure(n) for n in range(1, n_used + 1)]
     streamed = [0.0] + [uploads.seconds(n) for n in range(1, n_used + 1)]
     more = cpu_experts.measure(n_used, _ROWS) / on_cpu[n_used] - 1.0
     per_row = more / (_ROWS - 1)
-    return MissCosts(tuple(on_cpu), tuple(streamed), max(per_row, 0.0), move_s)
+    return MissCosts(tuple(on_cpu), tuple(streamed), max(per_row, 0.0))

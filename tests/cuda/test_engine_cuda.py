@@ -69,7 +69,6 @@ def test_graphs_that_fetch_by_themselves_equal_whole(open_cuda, preset, policy):
     hp = whole.hparams
     slots = hp.n_layer * (hp.n_expert_used + 1)
     engine = open_cuda(preset, cache_slots=slots, policy=policy, miss="stream")
-    engine.runner.residency.guard = None  # it would try what else there is
     assert fetch_layers(engine) == set(range(hp.n_layer))
     ids = prompt(whole, 300, seed=5)
     for at, token in enumerate(ids):
@@ -88,7 +87,6 @@ def test_rows_whose_graphs_fetch_equal_whole(open_cuda, preset, n):
     hp = whole.hparams
     each = min(n * hp.n_expert_used, hp.n_expert - 2)
     engine = open_cuda(preset, n_seq=n, cache_slots=hp.n_layer * each, policy="lru", miss="stream")
-    engine.runner.residency.guard = None
     mode = engine.runner.residency.miss_mode(Kind.DECODE, n)
     assert mode.fetch_layers == set(range(hp.n_layer))
     rng = np.random.default_rng(n)

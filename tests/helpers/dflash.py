@@ -74,7 +74,7 @@ class FedDrafter:
                 for k, il in enumerate(taps.layers):
                     memory[k, taps.ring_rows(slot, first, len(part))] = self._of(part, il)
                 C.ggml_backend_tensor_set(ring, ffi.from_buffer(memory), 0, memory.nbytes)
-            self.drafter.committed(slot, first, [0] * len(part))
+            self.drafter.committed([(slot, first, [0] * len(part))])
             self.stage.device.synchronize()
 
     def read(self, features: np.ndarray, slot: int = 0) -> None:
@@ -90,7 +90,7 @@ class FedDrafter:
                 C.ggml_backend_tensor_set(hidden, ffi.from_buffer(data), 0, data.nbytes)
                 taps[il](hidden, 0, n, first)
                 self.stage.device.synchronize()
-            self.drafter._graphs.clear()  # they have the address of this memory
+            self.drafter.graphs.clear()  # they have the address of this memory
 
     def draft(self, anchor: int, n_top: int, n: int = 99, slot: int = 0) -> Draft:
         """Return a draft."""

@@ -103,7 +103,7 @@ class Pair:
         """Take n tokens one by one."""
         for token in self.tokens(n).tolist():
             self.engine.forward([token])
-            self.drafter.committed(0, self.engine.state.n_past[0] - 1, [token])
+            self.drafter.committed([(0, self.engine.state.n_past[0] - 1, [token])])
             self._note(np.array([token], np.int32))
 
     def verify(self, path: list[int], n: int = 6) -> None:
@@ -113,7 +113,7 @@ class Pair:
         self.engine.collect()
         self.engine.passes.commit({0: path})
         taken = ids[path]
-        self.drafter.committed(0, self.engine.state.n_past[0] - len(path), taken.tolist())
+        self.drafter.committed([(0, self.engine.state.n_past[0] - len(path), taken.tolist())])
         self._note(taken)
 
     def check(self, n: int | None = None, tolerance: float = TOLERANCE) -> Draft:

@@ -87,7 +87,7 @@ class MtpModel:
 
         self.runner.submit(Batch(np.array([[token]], dtype=np.int32), (slot,)))
         output = self.runner.collect()
-        self.drafter.committed(slot, self.state.n_past[slot] - 1, [token])
+        self.drafter.committed([(slot, self.state.n_past[slot] - 1, [token])])
         return output
 
     def cache(self, slot: int = 0) -> list[npt.NDArray[Any]]:

@@ -21,9 +21,9 @@ import numpy as np
 from moegraph.config import EngineConfig
 from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft
-from moegraph.draft.estimates import Experts
 from moegraph.draft.opening import open_controller
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
+from moegraph.experts.rowlaw import Experts
 
 # How often the first, second, ... token is accepted; fitted to what others measured.
 ACCEPTED = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moegraph.draft.drafter import Draft, Race, empty_draft
+from moegraph.draft.drafter import Draft, Race, Taken, empty_draft
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.draft.tree import DDTree
 
@@ -56,21 +56,16 @@ class ScriptedDrafter:
         self.held += ids.tolist()
         return {}
 
-    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        assert tokens and first == len(self.held)
-        self.held += tokens
+    def committed(self, taken: Sequence[Taken]) -> None:
+        for _, first, tokens in taken:
+            assert tokens and first == len(self.held)
+            self.held += tokens
 
     def truncate(self, slot: int, n_past: int) -> None:
         self.calls.append("truncate")
         del self.held[n_past:]
 
     row_widths = ()
-
-    def take_rows(self, slot: int, first: int, n: int) -> list[np.ndarray]:
-        return []
-
-    def put_back(self, slot: int, ids: np.ndarray, n_kept: int, pieces: Sequence[Any]) -> None:
-        self.restart(slot, ids)
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         assert 1 <= n <= self.max_draft

@@ -168,7 +168,7 @@ def test_faults_while_drafting(pair: Callable[..., Pair], name: str) -> None:
             except error:
                 n_failed += 1
             assert library.n_calls >= at or n_failed
-        both.drafter._graphs.clear()  # so that they are built again
+        both.drafter.graphs.clear()  # so that they are built again
         both.decode(1)
         both.check()
     assert n_failed >= 2

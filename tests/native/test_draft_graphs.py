@@ -49,7 +49,7 @@ def test_graphs_of_a_block_in_use_fit(
     drafter = kind(engine.stage, file, n_ctx)
     stack.callback(drafter.close)
     config = EngineConfig(n_seq=n_seq, n_ctx=n_ctx, n_ubatch=512, n_draft=15)
-    planned, graphs = dflash_graph_bytes(file.hparams, config, n_ctx), drafter._graphs
+    planned, graphs = dflash_graph_bytes(file.hparams, config, n_ctx), drafter.graphs
     limit_graphs([drafter], engine.hparams, config, n_ctx)
     assert graphs.max_device_bytes == planned
     longest = drafter.max_draft
@@ -59,16 +59,16 @@ def test_graphs_of_a_block_in_use_fit(
         for slot in range(n_seq):
             drafter.restart(slot, np.arange(4, dtype=np.int32))
             for n in lengths:
-                drafter._draft_graph(slot, n, drafter._full_lengths)
+                drafter._draft_graph(slot, n, drafter._rings.full_lengths)
             for n in range(1, longest + 1) if isinstance(drafter, DSparkDrafter) else ():
-                drafter._drawn_graph(slot, n, drafter._full_lengths)
+                drafter._drawn_graph(slot, n, drafter._rings.full_lengths)
                 if slot == 0:
-                    drafter._lists_graph(slot, n, drafter._full_lengths)
+                    drafter._lists_graph(slot, n, drafter._rings.full_lengths)
         for m in range(2, n_seq + 1):
             for n in joint_lengths(longest, m, not file.hparams.samples_anchor):
                 drafter._joint_graph(m, n)
         for n in (1, 2, 4, 8, 16, 32, 64):
-            drafter._keys_graph(n)
+            drafter.context.keys_graph(n)
         for read in drafter.prompt_taps(0, np.zeros(n_ctx, dtype=np.int32), 0).values():
             read(drafter._memory.features, 0, n_ctx, 0)  # as if that were the output of a layer
     assert graphs.n_dropped == 0 and graphs.n_built == n_built
@@ -84,7 +84,7 @@ def test_graphs_of_the_mtp_block_in_use_fit(
     """Chains of every length, or usual ones of both kinds; and known rows in any number."""
     settings = {"n_seq": 2, "n_kept": n_kept, "n_vocab": n_vocab}
     with MtpModel(model_path("mini35b"), MTP_ROWS, **settings) as model:
-        drafter, graphs = model.drafter, model.drafter._graphs
+        drafter, graphs = model.drafter, model.drafter.graphs
         config = EngineConfig(n_seq=2, n_ctx=512, n_draft=n_draft)
         limit_graphs([drafter], model.hp, config, 512)
         planned, most = mtp_graph_bytes(model.hp, config), 0

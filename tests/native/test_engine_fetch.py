@@ -36,9 +36,8 @@ def expected(open_engine) -> npt.NDArray[np.float32]:
 
 
 def open_fetching(open_engine: Callable[..., Engine], **settings: object) -> Engine:
-    """Return an engine whose graphs fetch in all layers, and whose guard does not interfere."""
+    """Return an engine whose graphs fetch in all layers."""
     engine = open_engine(PRESET, **{**FETCHING, **settings})
-    engine.runner.residency.guard = None
     assert fetch_layers(engine) == ALL
     return engine
 
@@ -209,7 +208,6 @@ def test_which_layers_fetch_and_that_results_do_not_depend_on_it(
     open_engine, expected, settings, layers
 ) -> None:
     engine = open_engine(PRESET, **{**FETCHING, **settings})
-    engine.runner.residency.guard = None
     fetching = fetch_layers(engine)
     assert (len(fetching) if isinstance(layers, int) else fetching) == layers
     widths = [1] * sum(WIDTHS) if settings.get("n_ubatch") else WIDTHS
@@ -217,29 +215,3 @@ def test_which_layers_fetch_and_that_results_do_not_depend_on_it(
     check_sound(engine)
     fetched = engine.runner.misses.n_bytes_to_device
     assert fetched > 0 or settings == {"miss": "cpu"}
-
-
-@pytest.mark.parametrize(("merged", "more"), [(1, 12), (4, 1)])
-def test_the_guard_switches_it_off_and_on(
-    open_engine, expected, monkeypatch, merged: int, more: int
-) -> None:
-    for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(layer_graphs, name, merged)
-    engine = open_engine(PRESET, **{**FETCHING, "cache_slots": N_LAYER * (N_USED + more)})
-    guard, cache = engine.runner.residency.guard, engine.runner.cache
-    turns = []
-
-    def after() -> None:
-        check_sound(engine)
-        turns.append((guard.bypassed, cache.stats.admitted.sum()))
-        if len(turns) % 5 == 0:
-            guard._settle(not guard.bypassed, "it was told to")
-        assert fetch_layers(engine) == (frozenset() if guard.bypassed else ALL)
-
-    guard._consider_probe = lambda: None  # only what is said here counts
-    for _ in range(2):
-        np.testing.assert_array_equal(run(engine, after=after), expected)
-    moved = {False: 0, True: 0}
-    for (_, before), (bypassed, now) in zip(turns, turns[1:]):
-        moved[bypassed] += now - before
-    assert moved[True] == 0 < moved[False]

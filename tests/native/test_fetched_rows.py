@@ -45,9 +45,8 @@ class Counting:
 
 
 def open_rows(open_engine, **settings: Any) -> Engine:
-    """Return an engine with many sequences whose graphs fetch, and whose guard keeps still."""
+    """Return an engine with many sequences whose graphs fetch."""
     engine = open_engine(PRESET, **{**FETCHING, "n_seq": N_SEQ, "n_ubatch": 8, **settings})
-    engine.runner.residency.guard = None
     return engine
 
 

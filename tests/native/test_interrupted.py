@@ -39,7 +39,6 @@ def engine(request, open_engine, monkeypatch) -> Engine:
     for name in ("MERGED", "MERGED_LATER"):
         monkeypatch.setattr(layer_graphs, name, 1)
     engine = open_engine(PRESET, **WAYS[request.param])
-    engine.runner.residency.guard = None
     return engine
 
 

@@ -22,7 +22,6 @@ PRESET = "mini35b"
 def open_partial(open_engine: Open, **more: Any) -> Engine:
     settings = {"cache_slots": 60, "pin_layers": 0, "miss": "stream", "host_pin": "all"}
     engine = open_engine(PRESET, **settings | more)
-    engine.runner.residency.guard = None
     return engine
 
 

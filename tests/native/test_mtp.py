@@ -41,7 +41,7 @@ def commit(model: MtpModel, tokens: np.ndarray, parents: list[int], path: list[i
     model.runner.submit(Batch.verify(tokens[None], (0,), [parents]))
     model.runner.collect()
     model.runner.commit({0: path})
-    model.drafter.committed(0, model.state.n_past[0] - len(path), tokens[path].tolist())
+    model.drafter.committed([(0, model.state.n_past[0] - len(path), tokens[path].tolist())])
 
 
 @pytest.mark.parametrize(("preset", "n_seq"), [("mini35b", 2), ("float32", 1)])
@@ -108,12 +108,12 @@ def test_tokens_without_drafts_are_caught_up_with(
                     model.decode(text[at], slot)
                 n = min(at + 1, len(text))
                 if n - known[slot] == n_each or n == len(text) > known[slot]:
-                    tell(slot, known[slot], text[known[slot] : n])
+                    tell([(slot, known[slot], text[known[slot] : n])])
                     known[slot] = n
         assert_same(model.cache(1), wanted[1])
         assert_same(model.cache(0), wanted[0])
         # of a sequence that holds something else nothing is computed
-        tell(1, 81, [5, 6])
+        tell([(1, 81, [5, 6])])
         assert_same(model.cache(1), wanted[1])
 
 

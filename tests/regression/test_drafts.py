@@ -39,4 +39,4 @@ def accept(model: MtpModel, tokens: list[int]) -> None:
     model.runner.submit(Batch.verify(np.array([tokens], dtype=np.int32), (0,)))
     model.runner.collect()
     model.runner.commit({0: rows})
-    model.drafter.committed(0, model.state.n_past[0] - len(rows), tokens)
+    model.drafter.committed([(0, model.state.n_past[0] - len(rows), tokens)])

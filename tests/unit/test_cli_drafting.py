@@ -12,9 +12,9 @@ import pytest
 from helpers.cli_page import json_tables
 from helpers.fake_engine import FakeEngine, ids_file
 
+from moegraph.bench.scripted import ScriptedAccept
 from moegraph.cli import models
 from moegraph.config import EngineConfig
-from moegraph.draft.scripted import ScriptedAccept
 from moegraph.draft.stats import SpecStats
 from moegraph.errors import RequestError
 

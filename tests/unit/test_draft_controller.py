@@ -79,7 +79,7 @@ def test_what_the_user_fixes_is_done_in_every_step(settings: DraftSettings, expe
 
 
 def test_a_draft_is_no_longer_than_the_text_may_become() -> None:
-    controller = Controller([MTP], DraftSettings("mtp", budget=6, graph_price=2.0))
+    controller = Controller([MTP], DraftSettings("mtp", budget=6, captures=False))
     assert controller.choose(4).n_draft == 3
     assert controller.choose(2).n_draft == 1
     assert controller.choose(1) == PLAIN

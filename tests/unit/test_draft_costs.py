@@ -8,7 +8,7 @@ import pytest
 
 from moegraph.draft.estimates import PassTimes
 from moegraph.draft.plan import Shape, Step, grow
-from moegraph.draft.stats import Recorder, SpecStats
+from moegraph.draft.stats import SpecStats
 
 WIDTHS = (2, 3, 4, 6, 8, 16)
 
@@ -55,14 +55,13 @@ def test_measured_times_replace_the_law_also_at_widths_nearby() -> None:
 
 
 def test_statistics_are_sums_and_rates_of_steps() -> None:
-    recorder = Recorder()
-    recorder.add(Step("", 2e-3), 0.0)
-    recorder.add(Step("mtp", 6e-3, 3, 5, 4, 4, 2, (0, 0, -1), (), 1e-3, 4e-3, 0.5e-3), 2e-3)
-    before = recorder.stats
-    recorder.add(Step("mtp", 4e-3, 2, 4, 2, 2, 1, (1,), (), 1e-3, 3e-3, 0.5e-3), 2e-3)
-    recorder.add(Step("dflash", 0.0, 1, 3, 2, 2, 0, (-1,)), 2e-3)  # its time is not known
-    recorder.add(Step("mtp", 2.5e-3, 1, 1, 2), 2e-3)  # not worth a row
-    stats = recorder.stats
+    stats = SpecStats()
+    stats.add(Step("", 2e-3), 0.0)
+    stats.add(Step("mtp", 6e-3, 3, 5, 4, 4, 2, (0, 0, -1), (), 1e-3, 4e-3, 0.5e-3), 2e-3)
+    before = stats.copy()
+    stats.add(Step("mtp", 4e-3, 2, 4, 2, 2, 1, (1,), (), 1e-3, 3e-3, 0.5e-3), 2e-3)
+    stats.add(Step("dflash", 0.0, 1, 3, 2, 2, 0, (-1,)), 2e-3)  # its time is not known
+    stats.add(Step("mtp", 2.5e-3, 1, 1, 2), 2e-3)  # not worth a row
     assert stats.report() == {
         "source": "mtp", "steps": 3, "plain_steps": 2, "drafted": 9, "accepted": 3,
         "tokens_per_step": 2.0, "accepted_by_position": [0.3333, 0.3333, 0.0, 0.0],

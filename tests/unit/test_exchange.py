@@ -30,7 +30,7 @@ def read(residency: Residency, *experts: int) -> None:
     residency.begin_pass(Kind.PREFILL, 40)
     for il in range(len(residency.cache.layers)):
         residency.routed(il, np.array(experts * 40, np.int32))
-    residency.end_pass(0.0)
+    residency.end_pass()
 
 
 def test_layers_that_fetch_keep_what_they_hold_and_fetch_it_when_it_is_chosen() -> None:
@@ -45,7 +45,7 @@ def test_layers_that_fetch_keep_what_they_hold_and_fetch_it_when_it_is_chosen() 
     residency.begin_fetch(plan.mode.fetch_layers)
     assert residency.fetched(1, np.array([9, 8, 7, 1], np.int32)).experts == [9, 8, 7]
     assert layer.resident == {9, 8, 7, 1, 0, 2}
-    residency.end_pass(1e-3)
+    residency.end_pass()
     assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
 
 
@@ -59,7 +59,7 @@ def test_what_a_prompt_has_on_the_device_gets_slots_if_the_policy_prefers_it() -
     residency.keep(0, [(7, slots[0][7]), (9, slots[0][9])])
     layer = residency.cache.layers[0]
     assert layer.resident >= {7, 9, 1} and set(residency.preferred(0)) == {8}
-    residency.end_pass(0.0)
+    residency.end_pass()
     plan = residency.begin_pass(Kind.DECODE, 1)
     assert [(il, [e for e, _ in pairs]) for il, pairs in plan.exchanged] == [(0, [8])]
     assert residency.n_kept == 2 and residency.n_exchanged == 1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.scripted_drafts import AnyController
 
+from moegraph.draft.drafter import Taken
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan
 from moegraph.passes.proposal import Ask
@@ -73,10 +74,11 @@ def test_the_device_does_not_wait_until_look_up_is_told(monkeypatch: pytest.Monk
     lookup, told = speculation.drafters["lookup"], list[tuple[int, int]]()
     committed, is_idle = lookup.committed, False
 
-    def noted(slot: int, first: int, tokens: Sequence[int]) -> None:
+    def noted(taken: Sequence[Taken]) -> None:
         assert not is_idle
-        told.extend(enumerate(tokens, first))
-        committed(slot, first, tokens)
+        for _, first, tokens in taken:
+            told.extend(enumerate(tokens, first))
+        committed(taken)
 
     monkeypatch.setattr(lookup, "committed", noted)
     for anchor in range(10, 20):

@@ -33,7 +33,7 @@ def followed(text: list[int], n_prompt: int, n: int) -> list[int]:
     """Return the draft after a text whose tokens from n_prompt on came one by one."""
     drafter = LookUp(n_min=N_MIN)
     drafter.restart(0, np.array(text[:n_prompt], dtype=np.int32))
-    drafter.committed(0, n_prompt, text[n_prompt:-1])
+    drafter.committed([(0, n_prompt, text[n_prompt:-1])])
     return drafter.draft(0, text[-1], n, 1).tokens[:, 0].tolist()
 
 
@@ -75,14 +75,14 @@ def test_a_draft_is_as_sure_as_such_drafts_were_right() -> None:
     copied, wrong = LookUp(), LookUp()
     text = np.random.default_rng(0).permutation(400).astype(np.int32)
     copied.restart(0, text)
-    copied.committed(0, 400, text[:300].tolist())
+    copied.committed([(0, 400, text[:300].tolist())])
     assert min(sure(copied, int(text[300]), 15)) > 0.97
     hopeless = [1, 2, 3, 9]
     for token in range(30):  # three tokens are never followed by the same one
         hopeless += [1, 2, 3, 10 + token]
-    wrong.committed(0, 0, hopeless)
-    wrong.committed(0, len(hopeless), [1, 2])
-    assert not wrong.has(0, 3) and wrong.draft(0, 3, 5, 1).n_depth == 0
+    wrong.committed([(0, 0, hopeless)])
+    wrong.committed([(0, len(hopeless), [1, 2])])
+    assert sure(wrong, 3, 5)[0] < 0.1
 
 
 def test_a_prompt_that_was_undone_is_forgotten() -> None:
@@ -92,6 +92,6 @@ def test_a_prompt_that_was_undone_is_forgotten() -> None:
     drafter.prompt_taps(0, np.array([9, 9, 2, 3], dtype=np.int32), 4)
     assert drafter.draft(0, 4, 4, 1).tokens[:, 0].tolist() == [9, 9, 2, 3]
     drafter.truncate(0, 4)
-    drafter.committed(0, 4, [6, 2, 3])
+    drafter.committed([(0, 4, [6, 2, 3])])
     assert drafter.draft(0, 4, 2, 1).tokens[:, 0].tolist() == [6, 2]
     drafter.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,13 +39,5 @@ def test_no_other_number_is_quicker(rows: list[int], per_row: float) -> None:
 
 @given(rows=rows_of)
 def test_a_mode_is_kept_for_any_number_of_rows(rows: list[int]) -> None:
-    for alone in (False, True):
-        assert MissSplit.fixed(4, on_cpu=True).n_cpu(rows, alone) == len(rows)
-        assert MissSplit.fixed(4, on_cpu=False).n_cpu(rows, alone) == 0
-
-
-@pytest.mark.parametrize(("rows", "n_cpu"), [([1], 1), ([1] * 4, 4), ([8] * 4, 1)])
-def test_alone_the_cpu_takes_all_where_it_is_quicker(rows: list[int], n_cpu: int) -> None:
-    split = MissSplit([0.0, 30.0, 60.0, 90.0, 120.0], STREAMED, 0.5)
-    assert split.n_cpu(rows, bypassed=True) == n_cpu
-    assert split.bypassed == [0, 1, 2, 3, 4] and split.decode[4] < 4
+    assert MissSplit.fixed(4, on_cpu=True).n_cpu(rows) == len(rows)
+    assert MissSplit.fixed(4, on_cpu=False).n_cpu(rows) == 0

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers.interrupts import interrupted
-from helpers.shared import residents
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -53,7 +52,7 @@ def token(residency: Residency, *experts: int) -> LayerPlan | None:
     """Decode one row that chooses these experts in layer 0; return what happens to the missing."""
     residency.begin_pass(Kind.DECODE, 1)
     plan = residency.routed(0, ids(*experts))
-    residency.end_pass(1e-3)
+    residency.end_pass()
     return plan
 
 
@@ -101,7 +100,7 @@ class Device:
             else:
                 yield from self.complete(il, ids, residency.routed(il, ids))
             yield
-        residency.end_pass(1e-3)
+        residency.end_pass()
 
     def begin(self, plan: PassPlan) -> None:
         for il, pairs in plan.exchanged:
@@ -187,7 +186,7 @@ class Device:
 
 
 class ResidencyMachine(RuleBasedStateMachine):
-    """Passes of all kinds and widths, of which any may fail anywhere, while a guard switches."""
+    """Passes of all kinds and widths, of which any may fail anywhere."""
 
     @initialize(
         name=st.sampled_from(sorted(POLICIES)),
@@ -204,10 +203,8 @@ class ResidencyMachine(RuleBasedStateMachine):
             limits = {"fetch_limits": (4.0,) * 32, "expected": (2.0,) * 32}
             chosen = replace(chosen, split=split, cpu=True, **limits)
         self.residency = residency_of(
-            n_slots, chosen, POLICIES[name](), fetchable=range(len(n_slots)), move_s=1e-3
+            n_slots, chosen, POLICIES[name](), fetchable=range(len(n_slots))
         )
-        if self.residency.guard:
-            self.residency.guard._decide = lambda: None  # only what is said here counts
         self.device = Device(self.residency)
 
     @rule(
@@ -230,12 +227,6 @@ class ResidencyMachine(RuleBasedStateMachine):
         if kind is Kind.PREFILL and n_tokens > 32:
             # a prompt moves nothing; what was promoted before it has arrived
             assert ((self.residency.cache.tables == before) | (before < 0)).all()
-
-    @rule(bypassed=st.booleans())
-    def switch(self, bypassed: bool) -> None:
-        guard = self.residency.guard
-        if guard and guard.bypassed != bypassed:
-            guard._settle(bypassed, "it was told to")
 
     @invariant()
     def what_is_said_to_be_there_is_there(self) -> None:
@@ -277,7 +268,6 @@ def test_what_passes_do_follows_from_their_kind_and_size(fetches: bool) -> None:
         [8, 8, N_EXPERT, 0, 2],
         ways(on_cpu=True, fetches=fetches),
         fetchable=range(5),
-        move_s=1e-3,
     )
     able = frozenset({0, 1}) if fetches else frozenset()
 
@@ -297,9 +287,6 @@ def test_what_passes_do_follows_from_their_kind_and_size(fetches: bool) -> None:
     assert mode(Kind.VERIFY, 64) == (none, 0, True, False), "drafts are no prompt"
     assert mode(Kind.VERIFY, 1) == (able, 0, True, True)
     assert mode(Kind.PREFILL, 33) == (none, 0, False, False)
-    assert residency.guard
-    residency.guard.bypassed = True
-    assert mode(Kind.DECODE, 1) == (none, 0, False, True)
 
 
 def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
@@ -308,23 +295,10 @@ def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
     for il in range(2):
         plan = residency.routed(il, rows(*[[9, 8, 7, 1]] * 40))
         assert plan and plan.admitted == plan.promoted == [] and plan.staged == [7, 8, 9]
-    residency.end_pass(1.0)
+    residency.end_pass()
     before = residency.cache.stats.admitted.sum()
     plan = residency.begin_pass(Kind.DECODE, 1)
     assert [il for il, _ in plan.exchanged] == [0, 1] and residency.n_exchanged == 6
     assert {e for e, _ in plan.exchanged[0][1]} == {7, 8, 9}
     assert residency.cache.stats.admitted.sum() == before + 6
     assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
-
-
-def test_while_the_cache_is_bypassed_nothing_moves_and_then_slots_are_exchanged() -> None:
-    residency = residency_of([4], ways(on_cpu=True), Lfu(hysteresis=1.0), move_s=1e-3)
-    guard = residency.guard
-    assert guard
-    guard._settle(True, "")
-    for _ in range(30):
-        plan = token(residency, 9, 8, 7, 1)
-        assert plan and plan.promoted == plan.admitted == []
-    assert set(residents(residency.cache.layers[0])) == {0, 1, 2, 3}
-    guard._settle(False, "")
-    assert residency.begin_pass(Kind.DECODE, 1).exchanged, "the slots were out of date"

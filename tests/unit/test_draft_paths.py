@@ -6,7 +6,7 @@ from itertools import count
 
 import numpy as np
 
-from moegraph.draft.pathtree import PathLists, best_paths
+from moegraph.draft.tree import PathLists, best_paths
 
 
 def random_lists(rng: np.random.Generator, n: int, m: int, n_top: int, n_vocab: int) -> PathLists:
