@@ -22,7 +22,7 @@ from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
 from ..resident.hostcopies import RowsCopy, Snapshot, StatesCopy
 from ..runner import AnyRunner, Batch, NotFinite, Output
-from ..runner.batch import Once
+from ..runner.batch import Callback, Once, Predicate
 from ..runner.inspect import node_values
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
@@ -112,16 +112,13 @@ class Passes:
     def submit(
         self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel,
         kind: Kind | None = None, draws: npt.NDArray[np.int32] | None = None,
-        meanwhile: Callable[[], object] = bool,
     ) -> None:  # fmt: skip
         """Start a pass without waiting for its results.
 
         tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens]. seq: the sequence of each
         row of tokens, or the first of consecutive ones. kind: None for DECODE if each sequence has
         one row, else PREFILL. draws: the results are candidates instead of logits; what
-        `RowSampler.draw` returns, numpy shape [n_out, DRAW_WORDS]. meanwhile: called once while the
-        device computes; with missing experts this call returns shortly before the results are
-        there. It must not use the device, and errors in it are errors of the pass.
+        `RowSampler.draw` returns, numpy shape [n_out, DRAW_WORDS].
 
         A pass is cancelled once all its sequences are. Until then it runs to its end, for all of
         them; `reset` ends one sequence, also in flight. An error or a cancellation before the first
@@ -133,13 +130,7 @@ class Passes:
         rows, slots = self._given(tokens, seq)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
         batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
-        self._submit(batch, cancel, meanwhile)
-
-    def _submit(self, batch: Batch, cancel: Cancel, meanwhile: Callable[[], object]) -> None:
-        cancelled, once = cancelled_of(cancel, len(batch.slots)), Once(meanwhile)
-        with self._recording(batch) as begins:
-            self._runner.submit(batch, cancelled, begins, once)
-        once()
+        self.launch(batch, None, cancelled_of(cancel, len(slots)))
 
     @contextmanager
     def _recording(self, batch: Batch) -> Iterator[Callable[[], object]]:
@@ -166,16 +157,21 @@ class Passes:
         self._to_truncate.clear()
         self._unfinished.difference_update(slots)
 
-    def launch(self, batch: Batch, meanwhile: Callable[[], object]) -> None:
+    def launch(
+        self, batch: Batch, meanwhile: Callback | None, cancelled: Predicate = _never
+    ) -> None:
         """Start a pass whose rows the caller knows to fit, without waiting for its results.
 
-        meanwhile, failures: as in `submit`; the pass runs to its end. Only pages may be lacking.
+        meanwhile: called once while the device computes; with missing experts this call returns
+        shortly before the results are there. It must not use the device, and errors in it are
+        errors of the pass. Failures are as in `submit`; only pages may be lacking.
         """
         self.clean_up()
-        once = Once(meanwhile)
+        once = Once(meanwhile) if meanwhile else None
         with self._recording(batch) as begins:
-            self._runner.submit(batch, _never, begins, once)
-        once()
+            self._runner.submit(batch, cancelled, begins, once)
+        if once:
+            once()
 
     def begin_prompts(self, batches: Sequence[SweepBatch], runs: bool = False) -> Sweep:
         """Begin prompts of different sequences, which one sweep reads; `step_prompt` computes them.
@@ -210,34 +206,25 @@ class Passes:
         batch: SweepBatch,
         cancel: CancelToken | None,
         progress: Callable[[int], None] = lambda n_rows: None,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[Output, list[StatesCopy]]:
         """Compute a prompt of any length and wait; errors as in `begin_prompts` and `submit`.
 
         Returns its results, and the states at the cuts, which the caller closes. progress:
-        called with how many rows the work that is enqueued amounts to. meanwhile: called once,
-        while the device computes.
+        called with how many rows the work that is enqueued amounts to.
         """
         n = len(batch.tokens)
         if is_short(batch, self._runner.n_ubatch):
-            output = self._read_as_pass(batch, cancel, meanwhile)
+            output = self._read_as_pass(batch, cancel)
             progress(n)
             return output, []
         sweep = self.begin_prompts([batch], True)
-        todo = [meanwhile]
-
-        def after_step() -> None:
-            while todo:
-                todo.pop()()
-            progress(n * sweep.n_done // sweep.n_steps)
-
-        output = self._prompts.run(sweep, cancel, after_step)
+        output = self._prompts.run(
+            sweep, cancel, lambda: progress(n * sweep.n_done // sweep.n_steps)
+        )
         progress(n)
         return output, sweep.prompts[0].saved
 
-    def _read_as_pass(
-        self, batch: SweepBatch, cancel: CancelToken | None, meanwhile: Callable[[], None]
-    ) -> Output:
+    def _read_as_pass(self, batch: SweepBatch, cancel: CancelToken | None) -> Output:
         """Compute a short prompt as one pass; if it fails, the sequence is what it was."""
         self.clean_up()
         self._runner.require_idle()
@@ -250,7 +237,6 @@ class Passes:
         tokens, kind = batch.tokens[None, :], Kind.PREFILL
         self.submit(tokens, seq, batch.all_rows, batch.greedy, cancel, kind, batch.draws)
         try:
-            meanwhile()
             output = self.collect()
         except (NotFinite, ModelFileError):
             raise  # the sequence is what it was already
@@ -271,7 +257,6 @@ class Passes:
         greedy: bool = True,
         cancel: Cancel = None,
         draws: npt.NDArray[np.int32] | None = None,
-        meanwhile: Callable[[], object] = bool,
     ) -> None:
         """Start a pass over trees of drafted rows; `collect` returns results of all rows.
 
@@ -282,7 +267,7 @@ class Passes:
         self._runner.require_idle()
         rows, slots = self._given(tokens, seq)
         batch = self._checked(Batch.verify(rows, slots, parents, lengths, greedy, draws))
-        self._submit(batch, cancel, meanwhile)
+        self.launch(batch, None, cancelled_of(cancel, len(slots)))
 
     def commit(self, paths: Mapping[int, list[int]]) -> None:
         """Have sequences take rows of the last verify pass, as if they had been submitted.

@@ -68,7 +68,7 @@ LARGE = {
     "Builder": 42,
     "Answers": 25, "ChunkInputs": 23,
     "Engine": 33, "GgufFile": 24, "LayerSlots": 24,
-    "Passes": 31, "PrefixDisk": 26, "Prefixes": 27,
+    "Passes": 30, "PrefixDisk": 26, "Prefixes": 27,
     "Reading": 22, "Residency": 24, "Scheduler": 33, "Speculation": 25,
     "loader.load": 62,
 }  # fmt: skip
