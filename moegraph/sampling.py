@@ -16,7 +16,7 @@ import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -150,6 +150,7 @@ class SamplingParams:
         return self
 
 
+@cache
 def settings() -> tuple[Setting, ...]:
     """Return the Setting of every SamplingParams field except logit_bias, in order."""
     return settings_of(SamplingParams)
