@@ -124,6 +124,12 @@ class TestPiped:
         # The template decides what becomes of old reasoning.
         assert "[assistant]<think>\nhm</think>\n\nyes[user]b" in prompts(cli)[1]
 
+    @pytest.mark.parametrize(("choice", "seen"), [("on", "True"), ("off", "False"), ("auto", "")])
+    def test_reasoning_is_asked_of_the_template(self, cli: Cli, choice: str, seen: str) -> None:
+        cli.engine = FakeEngine("ok", kv=KV)
+        cli("chat", "m", "--reasoning", choice, stdin="a\n")
+        assert prompts(cli) == [f"[user]a[assistant]{seen}"]
+
     def test_a_message_that_does_not_fit_is_left_out(self, cli: Cli) -> None:
         cli.engine = FakeEngine("ok", kv=KV, n_ctx=80)
         result = cli("chat", "m", stdin="a\n" + "b" * 100 + "\nc\n")

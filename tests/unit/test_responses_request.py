@@ -162,6 +162,10 @@ def test_settings_of_the_answer() -> None:
     assert found.variables["enable_thinking"] is False
 
 
+def test_log_probabilities_come_only_when_they_are_included() -> None:
+    assert read(top_logprobs=3).chat.n_logprobs is None
+
+
 def test_a_conversation_goes_on_from_a_stored_response() -> None:
     store = ResponseStore()
     answer = {"id": "msg_1", **text("assistant", "hi")}

@@ -232,6 +232,13 @@ class TestGreedy:
         biased = Sampler(SamplingParams(temperature=0, logit_bias={0: 9.0}), 3)
         assert biased.sample(logits) == 0
 
+    def test_needs_no_logits_when_the_argmax_is_the_answer(self) -> None:
+        assert not SamplingParams(temperature=0).needs_logits
+        assert not SamplingParams(temperature=0, repeat_penalty=2, repeat_last_n=0).needs_logits
+        assert SamplingParams().needs_logits
+        assert SamplingParams(temperature=0, repeat_penalty=1.1).needs_logits
+        assert SamplingParams(temperature=0, logit_bias={1: 0.5}).needs_logits
+
 
 class TestPenalties:
     def adjusted(self, logits: list[float], recent: list[int], **params: float) -> list[float]:
