@@ -168,11 +168,11 @@ def test_single_rows_copy_what_is_missing_and_no_more(open_engine, policy: str) 
     engine = open_fetching(open_engine, policy=policy)
     handler, cache = engine.runner.misses, engine.runner.cache
     sizes = np.array([handler.store.packing(il).n_bytes for il in range(N_LAYER)])
-    assert handler.n_bytes_to_device == (sizes * cache.n_slots).sum(), "filling the slots"
+    assert handler.stats({}).n_bytes_to_device == (sizes * cache.n_slots).sum(), "filling the slots"
     run(engine, [1] * 40)
     stats = cache.stats
     assert stats.missing.sum() > 100
-    assert handler.n_bytes_to_device == (sizes * (stats.missing + cache.n_slots)).sum()
+    assert handler.stats({}).n_bytes_to_device == (sizes * (stats.missing + cache.n_slots)).sum()
     np.testing.assert_array_equal(stats.admitted, stats.missing)
     np.testing.assert_array_equal(stats.evicted, stats.missing)
     assert stats.declined.sum() == handler.n_cpu_experts == handler.residency.n_exchanged == 0
@@ -213,5 +213,5 @@ def test_which_layers_fetch_and_that_results_do_not_depend_on_it(
     widths = [1] * sum(WIDTHS) if settings.get("n_ubatch") else WIDTHS
     np.testing.assert_array_equal(run(engine, widths), expected)
     check_sound(engine)
-    fetched = engine.runner.misses.n_bytes_to_device
+    fetched = engine.runner.misses.stats({}).n_bytes_to_device
     assert fetched > 0 or settings == {"miss": "cpu"}

@@ -89,7 +89,7 @@ def test_sequences_that_decode_together_fetch_and_change_no_bit(
     assert stats.missing.sum() > 50
     sizes = [engine.runner.misses.store.packing(il).n_bytes for il in range(N_LAYER)]
     filled = engine.runner.cache.n_slots
-    assert engine.runner.misses.n_bytes_to_device == sum(sizes * (stats.missing + filled))
+    assert engine.runner.misses.stats({}).n_bytes_to_device == sum(sizes * (stats.missing + filled))
 
 
 @pytest.mark.parametrize(("each", "limit"), [(12, 3.0), (24, 0.3)])

@@ -26,7 +26,7 @@ def open_partial(open_engine: Open, **more: Any) -> Engine:
 
 
 def sent(engine: Engine) -> int:
-    return int(engine.runner.misses.n_bytes_to_device)
+    return int(engine.runner.misses.stats({}).n_bytes_to_device)
 
 
 def most_chosen(engine: Engine, found: dict[int, Any]) -> list[tuple[int, int]]:
