@@ -3,19 +3,17 @@
 
 Weights may be random: every draft and every pass costs what it costs, and the script says how many
 drafted tokens are right, by what was measured of trained drafters for kinds of text. The text is
-the model's own without drafts, whatever drafts it, so that all ways need the same experts. For each
-limit of device memory, one engine has all drafters, and each way writes a text in turn. Before and
-after it, the speed without drafts is measured with an engine that has no drafter; the mean is what
-all else is compared with.
+the model's own without drafts, whatever drafts it, so that all ways need the same experts. One
+engine has all drafters, and each way writes a text in turn. Before and after, the speed without
+drafts is measured with an engine that has no drafter; the mean is what all else is compared with.
 
 Example:
-    scripts/bench_drafts.py model.gguf --draft dflash.gguf --vram auto 14 7.7
+    scripts/bench_drafts.py model.gguf --draft dflash.gguf --vram 14
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,8 +31,7 @@ from moegraph.arch import open_model
 from moegraph.bench.scripted import ScriptedAccept
 from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Draft, Drafter, Race
-from moegraph.draft.plan import Plan, Shape, Step
-from moegraph.draft.stats import SpecStats
+from moegraph.draft.plan import Plan, Step
 from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.warmup import time_verify
@@ -101,12 +98,14 @@ class ByPlan:
     which texts end.
     """
 
-    def __init__(self, controller: Controller, drafters: Sequence[Drafter]) -> None:
-        self._controller = controller
+    def __init__(self, controller: Controller, drafters: Sequence[Drafter], n_text: int) -> None:
+        self._controller, self._n_text = controller, n_text
         self._scripted = {one.name: one for one in drafters if isinstance(one, Scripted)}
         self._source = ""
         self._given, self._expected = 0, 0.0
-        self.n_text = sys.maxsize
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controller, name)
 
     @property
     def luck(self) -> float:
@@ -121,26 +120,12 @@ class ByPlan:
         self._source = plan.source or self._source
         return plan
 
-    def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
-        return self._controller.choose_for(n_seqs, n_left, without)
-
-    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int) -> None:
-        self._controller.observe_shared(n_seqs, n_tokens, seconds, n_rows)
-
-    def shape(self, plan: Plan, draft: Draft) -> Shape:
-        return self._controller.shape(plan, draft)
-
     def observe(self, step: Step) -> None:
         self._controller.observe(step)
         drafter = self._scripted.get(step.source)
-        n_spine = min(step.n_spine, self.n_text - self._given - 2)  # the prompt gave a token
+        n_spine = min(step.n_spine, self._n_text - self._given - 2)  # the prompt gave a token
         self._given += step.n_tokens
         self._expected += 1.0 + (drafter.expected(n_spine) if drafter else 0.0)
-
-    @property
-    def stats(self) -> SpecStats:
-        """What was drafted so far."""
-        return self._controller.stats
 
     def accept(self, n_spine: int) -> int:
         """Return how many tokens of a spine are accepted."""
@@ -153,11 +138,8 @@ def parser() -> argparse.ArgumentParser:
     p = bench.Parser(__doc__)
     p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
     p.add_argument("--draft", default="", help="a DFlash or DSpark file")
-    p.add_argument("--vram", nargs="+", default=["auto"], help="limits of device memory, in GiB")
-    p.add_argument(
-        "--share", type=float, nargs="+", default=[100],
-        help="percent of the experts that have slots, one after the other, whatever drafts",
-    )  # fmt: skip
+    p.add_argument("--vram", default="auto", help="limit of device memory, in GiB")
+    p.add_argument("--share", type=float, help="percent of the experts that have slots")
     p.add_argument("--kind", nargs="+", default=list(RATES), choices=RATES)
     for name, lengths in LENGTHS.items():
         p.add_argument(
@@ -187,9 +169,7 @@ def turns(ways: Sequence[str], n_rounds: int) -> Iterator[tuple[int, str]]:
             yield at, ways[(at + i) % len(ways)]
 
 
-def row(
-    found: Sequence[float], lucks: Sequence[float], drafts: dict[str, Any] | None, **about: Any
-) -> dict[str, Any]:
+def row(engine: Engine, found: Sequence[float], lucks: Sequence[float], **about: Any) -> bench.Line:
     """Return the row of a way.
 
     found: tokens a second of its texts; the first may build graphs. lucks: see `ByPlan`; at_rates
@@ -197,37 +177,45 @@ def row(
     """
     at_rates = [tps / luck for tps, luck in zip(found, lucks)]
     return {
-        **about, "tps": statistics.median(found[1:]), "at_rates": statistics.median(at_rates[1:]),
-        "first": found[0], "first_at_rates": at_rates[0], "samples": found[1:], "drafts": drafts,
+        **about, "slots": round(engine.plan.resident_share, 3),
+        "tps": statistics.median(found[1:]), "at_rates": statistics.median(at_rates[1:]),
+        "samples": found[1:],
     }  # fmt: skip
 
 
-def measure(vram: str, share: float, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one limit of memory. share: percent of the experts that have slots."""
+def measure(args: argparse.Namespace) -> Iterator[bench.Line]:
+    """Yield the row of each way for each kind of text."""
     config = EngineConfig(
-        vram=vram, device=args.device, profile="none", n_ctx=args.depth + args.tokens + 64,
+        vram=args.vram, device=args.device, profile="none", n_ctx=args.depth + args.tokens + 64,
         n_draft=15,
     )  # fmt: skip
-    config = with_share(config, args.model, share)
+    if args.share is not None:
+        with open_model(args.model) as file:
+            n_all = file.hparams.n_layer * file.hparams.n_expert
+        config = replace(config, pin_layers=0, cache_slots=int(args.share / 100 * n_all))
     off, text = without_drafters(config, args)
-    yield {"vram": vram, **off}
-    with Engine.load(args.model, drafting(config, "auto", args.draft)) as engine:
+    yield off
+    config = replace(config, spec="auto", draft=args.draft)
+    with Engine.load(args.model, config) as engine:
         drafters = list(engine.speculation.drafters.values()) if engine.speculation else []
         if {one.name for one in drafters} <= {"lookup"}:
-            print(f"{vram} GiB: by the plan, no drafter pays here", file=sys.stderr)
-            return
+            raise bench.BenchError("by the plan, no drafter pays here")
         for kind in args.kind:
-            ways = {"loaded, off": use(engine, drafters, replace(config, spec="off"))}
-            for source in ("dflash", "mtp"):
+            told = [
+                Scripted(one, kind, text, lambda: len(engine.held(0)))
+                for one in drafters if one.name != "lookup"
+            ]  # fmt: skip
+            off_config = replace(config, spec="off", draft="")
+            ways = {"loaded, off": use(engine, drafters, off_config, args.tokens)}
+            for source in LENGTHS:
                 names = (source, "dspark") if source == "dflash" else (source,)
-                mine = [one for one in drafters if one.name in names]
+                mine = [one for one in told if one.name in names]
                 for n in getattr(args, source) if mine else ():
-                    settings = drafting(config, source, args.draft, n)
-                    ways[f"{source} {n}"] = use(engine, mine, settings, kind, text)
-            settings = drafting(config, "auto", args.draft)
-            ways["auto"] = use(engine, drafters, settings, kind, text)
-            yield from ({"vram": vram, **one} for one in in_turn(engine, ways, args, kind))
-    yield {"vram": vram, **without_drafters(config, args)[0]}
+                    fixed = replace(config, spec=source, draft_max=n)
+                    ways[f"{source} {n}"] = use(engine, mine, fixed, args.tokens)
+            ways["auto"] = use(engine, told, config, args.tokens)
+            yield from in_turn(engine, ways, args, kind)
+    yield without_drafters(config, args)[0]
 
 
 def prompt(engine: Engine, args: argparse.Namespace) -> Ids:
@@ -239,104 +227,65 @@ def prompt(engine: Engine, args: argparse.Namespace) -> Ids:
 
 def without_drafters(
     config: EngineConfig, args: argparse.Namespace
-) -> tuple[dict[str, Any], list[int]]:
+) -> tuple[bench.Line, list[int]]:
     """Return the row of an engine that has no drafter, and a text with its prompt."""
-    with Engine.load(args.model, config) as engine:
+    with Engine.load(args.model, replace(config, spec="off", draft="")) as engine:
         ids = prompt(engine, args)
         found = [write(engine, ids, args.tokens) for _ in range(args.repeat + 1)]
-        speeds = [tps for tps, _ in found]
-        about = row(speeds, [1.0] * len(found), None, slots=slots(engine), kind="", way="off")
+        about = row(engine, [tps for tps, _ in found], [1.0] * len(found), kind="", way="off")
         return about, [*ids.tolist(), *found[-1][1]]
 
 
 def in_turn(
     engine: Engine, ways: Mapping[str, Speculation], args: argparse.Namespace, kind: str
-) -> list[dict[str, Any]]:
-    """Return a row of each way; in each round, each writes a text."""
-    controllers = {way: one.controller for way, one in ways.items()}
-    before = {way: controller.stats for way, controller in controllers.items()}
+) -> Iterator[bench.Line]:
+    """Yield a row of each way; in each round, each writes a text."""
     found: dict[str, list[float]] = {way: [] for way in ways}
     lucks: dict[str, list[float]] = {way: [] for way in ways}
     for _, way in turns(list(ways), args.repeat + 1):
         engine.speculation = ways[way]
-        controller = controllers[way]
-        assert isinstance(controller, ByPlan)
-        controller.n_text = args.tokens
         found[way].append(write(engine, prompt(engine, args), args.tokens)[0])
+        controller: Any = ways[way].controller
         lucks[way].append(controller.luck)
-    return [
-        row(
-            found[way], lucks[way], controller.stats.since(before[way]).report(),
-            slots=slots(engine), kind=kind, way=way,
-        )
-        for way, controller in controllers.items()
-    ]  # fmt: skip
+    for way, one in ways.items():
+        drafts = one.controller.stats.report()
+        yield row(engine, found[way], lucks[way], drafts=drafts, kind=kind, way=way)
 
 
-def drafting(config: EngineConfig, spec: str, draft: str, n: int = 0) -> EngineConfig:
-    """Return settings that draft n tokens with a source; 0: as many as it likes."""
-    return replace(config, spec=spec, draft=draft, draft_max=n or None)
-
-
-def with_share(config: EngineConfig, model: Path, percent: float) -> EngineConfig:
-    """Return settings in which so many of the experts have slots, spread over all layers."""
-    if percent == 100:
-        return config
-    file = open_model(model)
-    hp = file.hparams
-    file.close()
-    n_slots = int(percent / 100 * hp.n_layer * hp.n_expert)
-    return replace(config, pin_layers=0, cache_slots=n_slots)
-
-
-def use(
-    engine: Engine, drafters: Sequence[Drafter], config: EngineConfig, kind: str = "",
-    text: Sequence[int] = (),
-) -> Speculation:  # fmt: skip
-    """Have an engine draft by other settings, with the acceptance of a kind of text.
-
-    text: the prompt and the answer, of which the drafts are right or wrong. Return what drafts.
-    """
+def drafting(engine: Engine, drafters: Sequence[Drafter], config: EngineConfig) -> Speculation:
+    """Return what drafts by other settings than those with which an engine was loaded."""
     engine.reset(0)  # what comes next computes over this sequence
     widths = first_widths(config, engine.runner)
     times = time_verify(engine.runner, widths, engine.threads.begin)
-    if kind:
-        told = [one for one in drafters if one.name != "lookup"]
-        drafters = [Scripted(one, kind, text, lambda: len(engine.held(0))) for one in told]
     speculation = open_speculation(drafters, config, engine.runner, times)
     assert speculation is not None
-    speculation.controller = by_plan = ByPlan(speculation.controller, drafters)
-    speculation.accept = by_plan.accept
-    engine.speculation = speculation
     return speculation
 
 
-def slots(engine: Engine) -> float:
-    """Return the share of the experts that have slots."""
-    return round(engine.plan.resident_share, 3)
+def use(
+    engine: Engine, drafters: Sequence[Drafter], config: EngineConfig, n_text: int
+) -> Speculation:
+    """Return what drafts by other settings, with the acceptance of scripted drafters."""
+    speculation = drafting(engine, drafters, config)
+    by_plan = ByPlan(speculation.controller, drafters, n_text)
+    speculation.controller = by_plan
+    speculation.accept = by_plan.accept
+    return speculation
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Measure all limits and print a table."""
-    for vram, share in itertools.product(args.vram, args.share):
-        rows = []
-        for one in measure(vram, share, args):
-            rows.append(one)
-            bench.append_line(args.out, one)
-        off = statistics.mean(one["tps"] for one in rows if one["way"] == "off")
-        experts = f"{rows[0]['slots']:.0%} of the experts"
-        print(f"{vram} GiB, {experts}: {off:.1f} tok/s without drafts; others at the rates")
-        for one in [one for one in rows if one["way"] != "off"]:
-            drafts = one["drafts"]
-            print(
-                f"  {one['kind']:10} {one['way']:12} {one['at_rates']:7.1f} tok/s"
-                f" {one['at_rates'] / off:5.3f}x  first {one['first_at_rates'] / off:.2f}x"
-                f"  slots {one['slots']:.0%}"
-                f"  {drafts['tokens_per_step']:.2f} a step, "
-                f"ms {drafts['drafter_ms']:.2f} {drafts['verify_ms']:.2f} {drafts['commit_ms']:.2f}"
-                f"  {drafts['plain_steps']} plain",
-                flush=True,
-            )
+    """Measure and print a table."""
+    rows = []
+    for one in measure(args):
+        rows.append(one)
+        bench.append_line(args.out, one)
+    off = statistics.mean(one["tps"] for one in rows if one["way"] == "off")
+    print(f"{rows[0]['slots']:.0%} of the experts: {off:.1f} tok/s without drafts")
+    for one in [one for one in rows if one["way"] != "off"]:
+        print(
+            f"  {one['kind']:10} {one['way']:12} {one['at_rates']:7.1f} tok/s"
+            f" {one['at_rates'] / off:5.3f}x  {one['drafts']['tokens_per_step']:.2f} a step"
+        )
 
 
 def main() -> int:

@@ -30,15 +30,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import _bench as bench
 import numpy as np
 from _repeats import TEXTS, foretold, hopeless
-from bench_drafts import turns, write
+from bench_drafts import drafting, turns, write
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import Step
 from moegraph.engine import Engine
-from moegraph.engine.drafters import first_widths, open_speculation
-from moegraph.engine.warmup import time_verify
 from moegraph.loop.answer import Answer
 from moegraph.loop.answers import Answers
 from moegraph.passes.speculation import Speculation
@@ -92,17 +90,6 @@ def one_text(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> fl
     return tps
 
 
-def drafting(engine: Engine, config: EngineConfig, spec: str) -> Speculation:
-    """Return what drafts in a way, as an engine opens it."""
-    config = replace(config, spec=spec)
-    engine.reset(0)
-    widths = first_widths(config, engine.runner)
-    times = time_verify(engine.runner, widths, engine.threads.begin)
-    found = open_speculation([LookUp()], config, engine.runner, times)
-    assert found is not None
-    return found
-
-
 def noting(speculation: Speculation) -> list[Step]:
     """Return a list to which the steps that a controller observes are added."""
     steps, observe = list[Step](), speculation.controller.observe
@@ -119,7 +106,8 @@ def measure(engine: Engine, config: EngineConfig, kind: str, args: Any) -> list[
     """Return a row of each way for a kind of text; in each round, each writes the text."""
     prompt, answer = text_of(kind, args.tokens, engine.hparams.n_vocab)
     ways = {
-        way: None if way == "off" else drafting(engine, config, way) for way in args.ways
+        way: None if way == "off" else drafting(engine, [LookUp()], replace(config, spec=way))
+        for way in args.ways
     }  # fmt: skip
     kept = {way: noting(one) for way, one in ways.items() if one}
     found: dict[str, list[float]] = {way: [] for way in ways}
