@@ -207,7 +207,7 @@ class Controller:
         if drafter.source.is_free:  # it is worth a pass if no other step would give more
             rate = _MARGIN * max(1.0 / plain_s, self._best.value if self._best else 0.0)
             growth = grow([math.exp(p) for p in log_p[:n_depth]], (), self.passes.widths[-1] - 1)
-            most_s = plain_s + self._accounts.credit_s
+            most_s = math.inf if settings.is_fixed else plain_s + self._accounts.credit_s
             return growth.shape(self._worthwhile(growth, rate, 0.0, most_s))
         accept = known.rates_of(log_p[:n_depth]) if log_p else known.rates[:n_depth]
         growth = grow(accept, known.leaf if plan.n_top > 1 else (), self.passes.widths[-1] - 1)

@@ -10,7 +10,7 @@ import pytest
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.runner.base import Runner
+from moegraph.runner.base import PassShapes
 
 Open = Callable[..., Engine]
 MODES: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ def test_lengths_change_no_bit(
 ) -> None:
     engine = open_engine(n_ctx=1024, n_seq=n_seq, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "longest", lambda self, shape: shape)
+        patch.setattr(PassShapes, "longest", lambda self, shape: shape)
         plain = open_engine(n_ctx=1024, n_seq=n_seq, **settings)
         expected = list(passes(plain))
     # one graph serves all lengths, in any order
