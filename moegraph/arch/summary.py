@@ -67,11 +67,6 @@ class ModelSummary:
     by_type: tuple[TypeTotal, ...]
     layers: tuple[LayerSummary, ...]
 
-    @property
-    def bytes_per_expert(self) -> int:
-        """Return the bytes of the largest expert, which a slot must be able to hold."""
-        return max(layer.bytes_per_expert for layer in self.layers)
-
 
 def summarize(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> ModelSummary:
     """Return the sizes of a model."""

@@ -28,7 +28,6 @@ VARIABLE = "MOEGRAPH_HISTORY"
 _MAX_ENTRIES, _MAX_BYTES = 1000, 8 * MiB
 BLOCK = '"""'
 _FORMAT, _VERSION = "moegraph conversation", 1
-_MAX_SAVED = 64 * MiB
 _COMMAND = re.compile(r"/([a-z]*|\?)")
 QUIT = ("/quit", "/exit", "/bye")
 WITH_FILES = ("/read", "/save", "/load")

@@ -299,7 +299,7 @@ class Controller:
         """Work out the best plan of each drafter."""
         passes, most = self.passes, self.passes.widths[-1] - 1
         passes.update()
-        self._shared.forget_plans()
+        self._shared.plans.clear()
         if not passes.plain_s:
             return
         for drafter in self._ranked:

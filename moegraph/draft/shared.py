@@ -47,7 +47,7 @@ class SharedPasses:
         """is_timed: what is drafted may follow from what passes took."""
         self._is_timed = is_timed
         self._known: dict[int, _Account] = defaultdict(_Account)
-        self._plans: dict[tuple[str, int, int], Plan] = {}
+        self.plans: dict[tuple[str, int, int], Plan] = {}
 
     def may_draft(self, n_seqs: int) -> bool:
         """Return whether drafts are worth trying in the next pass of n_seqs sequences."""
@@ -62,14 +62,10 @@ class SharedPasses:
         Each of the sequences asks, while the device waits, so it is worked out once.
         """
         key = drafter.source.name, n_seqs, min(n_left, MAX_PAGED_ROWS)
-        if key not in self._plans:
+        if key not in self.plans:
             ratio = self._known[n_seqs.bit_length()].ratio
-            self._plans[key] = best_for(drafter, passes, n_seqs, n_left, least, ratio)
-        return self._plans[key]
-
-    def forget_plans(self) -> None:
-        """Have plans worked out anew: what they follow from has changed."""
-        self._plans.clear()
+            self.plans[key] = best_for(drafter, passes, n_seqs, n_left, least, ratio)
+        return self.plans[key]
 
     def observe(
         self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int, ratio: float = 1.0

@@ -107,8 +107,3 @@ class ExpertCache:
         self._journal.given.clear()
         due = {layer.il: layer.restore(one) for layer, one in zip(self.layers, layers)}
         return {il: pairs for il, pairs in due.items() if pairs}
-
-    def check(self) -> None:
-        """Verify all invariants."""
-        for layer in self.layers:
-            layer.check()

@@ -466,26 +466,3 @@ class LayerSlots:
             if self.free[at] >= self.policy.n_static:
                 return self.free.pop(at)
         return -1
-
-    def check(self) -> None:
-        """Verify all invariants."""
-        owned, loading = [e for e in self.owner if e >= 0], self.loading
-        table, resident = self.table, self.resident
-        in_table = set(np.flatnonzero(table >= 0).tolist())
-        rules = {
-            "a slot has two experts or an expert two slots": len(set(owned)) == len(owned),
-            "an expert is loading and resident": not resident & set(loading),
-            "owners are not residents and loading experts": set(owned) == resident | set(loading),
-            "the table does not list the residents": in_table == resident,
-            "table and owners disagree": all(self.owner[table[e]] == e for e in resident),
-            "a loading slot was given away": all(
-                self.owner[slot] == e for e, slot in loading.items()
-            ),
-            "a free slot has an owner, or an empty one is not free": sorted(self.free)
-            == [slot for slot, e in enumerate(self.owner) if e < 0],
-            "an expert admitted in this pass was evicted": self.fresh <= resident,
-            "a full layer changed": not self.full or self.owner == list(range(self.n_expert)),
-        }
-        wrong = [what for what, holds in rules.items() if not holds]
-        if wrong:
-            raise InternalError(f"expert cache, layer {self.il}: {'; '.join(wrong)}")

@@ -11,7 +11,6 @@ import errno
 import os
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -27,20 +26,6 @@ if TYPE_CHECKING:
 
 _serial = count(1)
 _open: dict[tuple[str, int], RemoteLink] = {}
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a connection has carried.
-
-    n_sent, n_received: bytes. n_graphs_sent: graphs that were sent. n_graphs_stored: launches of
-    graphs that the worker had.
-    """
-
-    n_sent: int
-    n_received: int
-    n_graphs_sent: int
-    n_graphs_stored: int
 
 
 def load_rpc() -> None:
@@ -96,12 +81,6 @@ class RemoteLink:
         """Whether no exchange has failed so far."""
         return not C.mg_remote_failure(self._endpoint)
 
-    @property
-    def forwarder_pid(self) -> int:
-        """The process that does the TLS; 0 without."""
-        forwarder = self._connection.forwarder
-        return forwarder.pid if forwarder else 0
-
     def require_alive(self) -> None:
         """Check that no exchange has failed."""
         code = C.mg_remote_failure(self._endpoint)
@@ -114,14 +93,6 @@ class RemoteLink:
             raise DeviceLost(f"worker {self.worker} is lost: it ended the connection")
         if code:
             raise DeviceLost(f"worker {self.worker} is lost: {os.strerror(code)}")
-
-    def traffic(self) -> Traffic:
-        """Return the traffic of the connection so far."""
-        counts = ffi.new("struct mg_remote_counts *")
-        C.mg_remote_count(self._endpoint, counts)
-        return Traffic(
-            counts.n_sent, counts.n_received, counts.n_graphs_sent, counts.n_graphs_stored
-        )
 
     def close(self) -> None:
         """Give up one user; with the last one, end the connection."""

@@ -49,17 +49,14 @@ class Building:
 
     def step(self) -> None:
         """Build a graph, or find that it is there; nothing happens if all are built."""
-        work = None if self._is_full else next(self._work, None)
+        is_full = any(part.graphs.is_half_full for part in self._runner.parts)
+        work = None if is_full else next(self._work, None)
         try:
             if work:
                 work()
         except MoegraphError:  # it comes up again with the request that needs the graph
             work = None
         self._is_done = work is None
-
-    @property
-    def _is_full(self) -> bool:
-        return any(part.graphs.is_half_full for part in self._runner.parts)
 
     def _all(self) -> Iterator[Callable[[], object]]:
         """Yield the work, passes of answers first."""

@@ -62,16 +62,14 @@ class _Size:
                 self.trial = _Trial(trial.n_groups)  # measured again, right before the other way
             return
         if self._last is None:
-            self._last, self.trial = trial, self._other(trial)
+            n = self._most if trial.n_groups == 1 else 1
+            self._last, self.trial = trial, _Trial(n)
             return
         one, several = sorted((trial, self._last), key=lambda found: found.n_groups)
         best = several if several.row_s * _GAIN < one.row_s else one
         # trial is of the way that was tried last
         self._stay = _STAY if best is trial else min(2 * self._stay, _LONGEST)
         self.trial, self._last, self._left = best, None, self._stay
-
-    def _other(self, trial: _Trial) -> _Trial:
-        return _Trial(self._most if trial.n_groups == 1 else 1)
 
 
 class GroupChoice:

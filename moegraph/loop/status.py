@@ -35,20 +35,12 @@ class SlotStatus:
 class ServiceCounts:
     """Sums since the service began.
 
-    requests: by how they ended. refused: requests for which there was no room. prompt_tokens: of
-    prompts, as far as they were read; cached_tokens: those of them that were not computed.
-    generated_tokens, drafted_tokens, accepted_tokens: as in `Usage`. passes: decode passes;
-    pass_rows: rows of those. prompt_s, decode_s: seconds that the device spent on each, as far as
-    they can be told apart. preempted: sequences that went to host memory for others.
+    refused: requests for which there was no room. passes: decode passes; pass_rows: rows of those.
+    prompt_s, decode_s: seconds that the device spent on each, as far as they can be told apart.
+    preempted: sequences that went to host memory for others.
     """
 
-    requests: Mapping[str, int] = field(default_factory=dict)
     refused: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
     passes: int = 0
     pass_rows: int = 0
     prompt_s: float = 0.0

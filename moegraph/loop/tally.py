@@ -1,9 +1,8 @@
-"""What a loop has done, and how long its work took."""
+"""What a service has done, and how long its work took."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 
 from ..kinds import SweepStep
 from ..runner import AnyRunner
@@ -13,7 +12,7 @@ from .status import ServiceCounts
 
 
 class Tally:
-    """Counts requests and measures rounds.
+    """Counts passes and measures rounds.
 
     A round lasts from one moment when the device has no work to the next. It has some steps of a
     sweep, a decode pass, or both. One that builds graphs is a poor measure of others.
@@ -22,22 +21,19 @@ class Tally:
     def __init__(self, costs: Costs, runner: AnyRunner) -> None:
         """runner: says how many graphs were built."""
         self.costs, self._runner = costs, runner
-        self._ended = Counter[str]()
-        self._sums = Counter[str]()
         self._prompt_s = self._decode_s = 0.0
-        self._n_passes = self._n_rows = 0
+        self._n_passes = self._n_rows = self._n_preempted = 0
         self.begin_round()
 
     @property
     def counts(self) -> ServiceCounts:
         """The sums so far."""
         return ServiceCounts(
-            dict(self._ended),
             prompt_s=self._prompt_s,
             decode_s=self._decode_s,
             passes=self._n_passes,
             pass_rows=self._n_rows,
-            **self._sums,
+            preempted=self._n_preempted,
         )
 
     def begin_round(self) -> None:
@@ -86,19 +82,11 @@ class Tally:
         return seconds
 
     def ended(self, answer: Answer, reason: str) -> None:
-        """Count a request that has ended."""
-        usage = answer.usage()
-        self._ended[reason] += 1
-        self._sums.update(
-            prompt_tokens=usage.n_read,
-            cached_tokens=usage.n_cached,
-            generated_tokens=usage.n_generated,
-            drafted_tokens=usage.n_drafted,
-            accepted_tokens=usage.n_accepted,
-        )
+        """Note what a request took that has ended."""
         if reason in ("stop", "length"):
+            usage = answer.usage()
             self.costs.note_request(usage.prefill_s + usage.decode_s)
 
     def preempted(self) -> None:
         """Count a sequence that went to host memory for others."""
-        self._sums["preempted"] += 1
+        self._n_preempted += 1

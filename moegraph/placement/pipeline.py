@@ -22,13 +22,12 @@ class Throughput:
     """Tokens a second of all sequences, and how it comes about.
 
     n_groups: groups of sequences in the stages at once. busy: share of the time in which a stage
-    computes, the mean of all. round_s: seconds until each sequence has one more token.
+    computes, the mean of all.
     """
 
     tokens_per_s: float
     n_groups: int
     busy: float
-    round_s: float
 
 
 def throughput(
@@ -60,4 +59,4 @@ def _of_groups(
     # a group comes back after it has been through; a stage takes the groups one after another
     round_s = max(through, n_groups * scale * max(stage_seconds))
     busy = n_groups * scale * sum(stage_seconds) / (len(stage_seconds) * round_s)
-    return Throughput(n_seq / round_s, n_groups, busy, round_s)
+    return Throughput(n_seq / round_s, n_groups, busy)

@@ -73,16 +73,6 @@ def entropy(trace: Trace) -> npt.NDArray[np.float64]:
     return shares
 
 
-def distinct(trace: Trace, window: int) -> float:
-    """Return the mean distinct experts of a layer in `window` tokens, over consecutive windows."""
-    chosen = one_hot(trace)
-    n = len(chosen) // window
-    if n == 0:
-        return 0.0
-    shape = (n, window, *chosen.shape[1:])
-    return float(chosen[: n * window].reshape(shape).any(axis=1).sum(axis=2).mean())
-
-
 def one_hot(trace: Trace) -> npt.NDArray[np.bool_]:
     """Return which experts each token chose, bool [n_tokens, n_layer, n_expert]."""
     chosen = np.zeros((trace.n_tokens, *trace.shape.sizes[:2]), dtype=np.bool_)

@@ -180,19 +180,6 @@ class KVPool:
         row[: len(pages)] = pages
         self.version += 1
 
-    def check(self) -> None:
-        """Verify that sequences use the pages of their lists, and that the table is right."""
-        for slot, pages in enumerate(self._pages):
-            if sorted(pages) != np.flatnonzero(self._uses[slot]).tolist():
-                raise InternalError(f"KV pages: the list of sequence {slot} is not what it owns")
-            rest = (pages[:1] or [0]) * (self.table.shape[1] - len(pages))
-            if self.table[slot].tolist() != pages + rest:
-                raise InternalError(f"KV pages: the table of sequence {slot} is out of date")
-            for at, page in enumerate(pages):
-                users = np.flatnonzero(self._uses[:, page])
-                if any(self._pages[user][at : at + 1] != [page] for user in users):
-                    raise InternalError(f"KV pages: page {page} has users at different places")
-
 
 @dataclass(frozen=True)
 class PoolShape:

@@ -1,4 +1,4 @@
-"""What both kinds of runner share (whole.py, layered.py): shapes, inputs, results, commits."""
+"""What both runners share: shapes, inputs, results and their check, and commits of drafts."""
 
 from __future__ import annotations
 

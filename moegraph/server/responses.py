@@ -114,9 +114,6 @@ class ItemReference(Body):
     id: str
 
 
-InputItem = Message | FunctionCall | CustomCall | CallOutput | ReasoningItem | ItemReference
-
-
 class FunctionTool(Body):
     """A function that the model may call; parameters: a JSON schema."""
 

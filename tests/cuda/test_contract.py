@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_cache
 from helpers.shared import greedy_tokens
 from oracle.client import Step
 from regression.compare import (
@@ -175,7 +176,7 @@ def test_with_experts_missing_and_default_settings_the_bound_is_the_same(
         with open_engine(path, device="cuda", **placed) as engine:
             assert engine.config.miss == "auto"
             ours |= our_rows(engine, kv)
-            engine.runner.cache.check()
+            check_cache(engine.runner.cache)
             assert engine.runner.cache.stats.misses.sum() > 0
         theirs |= upstream_rows(upstream, path, hp.n_vocab, kv, **RESIDENT)
         other |= upstream_rows(upstream, path, hp.n_vocab, kv, **EXPERTS_ON_CPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_cache
 from helpers.fetching_engines import fetch_layers
 from helpers.shared import greedy_tokens, prompt
 
@@ -57,7 +58,7 @@ def test_residency_changes_results_no_more_than_where_the_experts_run(open_cuda,
         assert np.isfinite(got).all(), placement
         assert nmse(got, expected) <= bound, placement
         assert engine.runner.cache.stats.misses.sum() > 0
-        engine.runner.cache.check()
+        check_cache(engine.runner.cache)
         engine.close()
 
 
@@ -74,7 +75,7 @@ def test_graphs_that_fetch_by_themselves_equal_whole(open_cuda, preset, policy):
     for at, token in enumerate(ids):
         rows = [e.forward_logits([token], at) for e in (engine, whole)]
         np.testing.assert_array_equal(*rows, err_msg=f"token {at}")
-    engine.runner.cache.check()
+    check_cache(engine.runner.cache)
     stats = engine.runner.cache.stats
     assert stats.admitted.sum() == stats.missing.sum() > 300
 
@@ -108,7 +109,7 @@ def test_rows_whose_graphs_fetch_equal_whole(open_cuda, preset, n):
     got, expected, other = (np.concatenate(part) for part in zip(*passes))
     # the same file on the CPU: how far apart two correct computations are for this model
     assert nmse(got, expected) <= 2 * nmse(other, expected)
-    engine.runner.cache.check()
+    check_cache(engine.runner.cache)
     assert engine.runner.cache.stats.admitted.sum() > 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_pool
 from helpers.tree_shapes import TREES, path
 
 from moegraph.engine import Engine
@@ -71,7 +72,7 @@ def test_any_slots_in_any_order_are_near_each_alone(open_cuda: Open, settings: d
             engine.reset(slots[0])
             held[slots[0]] = []
     require_near(errors)
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
 
 
 @pytest.mark.parametrize("n_seq", [1, 3])

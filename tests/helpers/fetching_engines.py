@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from helpers.cache_rules import check_cache
 from helpers.shared import prompt
 from moegraph.engine import Engine
 from moegraph.ggml.lib import C, ffi
@@ -46,7 +47,7 @@ def check_sound(engine: Engine) -> None:
     """Check that cache, tables and listeds agree, and that slots hold what they are said to."""
     handler, cache = engine.runner.misses, engine.runner.cache
     store, tables, fetching = handler.store, handler._tables, fetch_layers(engine)
-    cache.check()
+    check_cache(cache)
     sent = tables._rows.array.copy()
     if not tables._is_due:
         on_device = engine.stage.banks.all_tables

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.cache_rules import check_cache, check_pool
 from helpers.faults import FAULTS, faulty
 from helpers.tree_shapes import TREES, path
 from moegraph.engine import Engine
@@ -174,11 +175,11 @@ class Machine:
         assert [engine.held(slot) for slot in range(self.n_seq)] == self.held
         assert state.n_past == [len(tokens) for tokens in self.held]
         assert [entry[0].is_valid for entry in self.snapshots] == [e[2] for e in self.snapshots]
-        state.pool.check()
+        check_pool(state.pool)
         # a roll-back that was interrupted is made good before the next pass
         for part in engine.runner.parts:
             if part.mode == "layered" and not part._is_unfinished:
-                part.cache.check()
+                check_cache(part.cache)
 
     def run(self, n_turns: int) -> None:
         """Take random steps."""

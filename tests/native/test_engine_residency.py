@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_cache
 from helpers.fetching_engines import fetch_layers
 from helpers.shared import greedy_tokens, prompt
 
@@ -46,7 +47,7 @@ def test_results_do_not_depend_on_what_is_resident(open_engine, preset):
         engine = open_engine(preset, **placement)
         got = run(engine)
         np.testing.assert_array_equal(got, expected, err_msg=str(placement))
-        engine.runner.cache.check()
+        check_cache(engine.runner.cache)
         stats = engine.runner.cache.stats
         assert stats.misses.sum() > 0, "a placement that never misses tests nothing"
         engine.close()
@@ -144,5 +145,5 @@ def test_graphs_that_fetch_by_themselves_change_no_result(open_engine, preset):
         got = run(engine)
         assert fetch_layers(engine) == set(range(hp.n_layer))
         np.testing.assert_array_equal(got, expected, err_msg=str(placement))
-        engine.runner.cache.check()
+        check_cache(engine.runner.cache)
         engine.close()

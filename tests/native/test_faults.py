@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from helpers.cache_rules import check_cache
 from helpers.faults import FAULTS, faulty
 from helpers.patience import PATIENCE_S
 from helpers.shared import greedy_tokens, prompt
@@ -151,7 +152,7 @@ def test_a_failure_in_a_request_leaves_the_engine_usable(model_path, name, setti
             assert "\n" not in str(error)
             assert greedy_tokens(engine, ids, 5) == expected, f"after call {at} of {name}"
             if engine.mode == "layered":
-                engine.runner.cache.check()
+                check_cache(engine.runner.cache)
             now = live_handles()
             now["Context"] -= len(engine.runner.graphs)  # what prompts miss has many shapes
             handles = handles or now

@@ -221,7 +221,6 @@ def test_requests_in_groups_are_answered_as_if_alone(
         service.drain()
         status = service.status()
     assert engine.passes.flights.counts.passes > 20
-    assert status.counts.requests == {"length": len(clients)}
     assert status.group_passes == engine.passes.flights.counts.passes
     assert 0.0 <= status.stage_idle < 1.0
     single = open_engine(cpu_reference=True)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers.cache_rules import check_pool
 from helpers.clients import Client, alone, serving
 from helpers.drafters import write_small
 from helpers.patience import PATIENCE_S, until
@@ -83,7 +84,7 @@ def test_prompts_read_together_have_the_bits_of_each_alone(
             np.testing.assert_array_equal(copy.buffer.array, expected.buffer.array)
             expected.close()
             copy.close()
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
 
 
 def drafts_after(engine: Engine, batches: list[SweepBatch], together: bool) -> list[Floats]:
@@ -197,7 +198,7 @@ def test_a_fault_undoes_all_prompts_of_a_sweep(open_engine: Open) -> None:
     while engine.passes.step_prompt(sweep):
         pass
     assert [len(engine.held(batch.slot)) for batch in batches] == [40, 7, 150, 333, 90, 1]
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
 
 
 # in a service
@@ -260,7 +261,7 @@ def test_requests_that_wait_are_read_together(
         assert client.tokens == alone(single, client.request)[0]
         for step in client.steps:
             assert [one.token for one in step.logprobs] in ([], list(step.tokens))
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
 
 
 def test_a_cancelled_request_leaves_those_that_are_read_with_it(
@@ -285,7 +286,7 @@ def test_a_cancelled_request_leaves_those_that_are_read_with_it(
     single = open_engine("mini35b", cpu_reference=True, n_ctx=2048)
     for client in (clients[0], clients[2], clients[4], *more):
         assert client.tokens == alone(single, client.request)[0]
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
 
 
 def test_a_request_whose_results_are_not_finite_ends_alone(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_pool
 from helpers.faults import poison
 from helpers.shared import prompt, resident_bytes
 
@@ -64,7 +65,7 @@ def test_any_slots_in_any_order_equal_each_alone(open_engine: Open, settings: di
             np.testing.assert_array_equal(logits, wanted, err_msg=f"turn {turn}, sequence {slot}")
             at[slot] += width
             assert together.held(slot) == ids[slot, : at[slot]].tolist()
-    together.state.pool.check()
+    check_pool(together.state.pool)
 
 
 @pytest.mark.parametrize("type_kv", ["f16", "q4_0"])
@@ -111,7 +112,7 @@ def test_sequences_in_and_out_at_random_keep_memory_flat(open_engine: Open) -> N
             engine.reset(slot)
         elif len(engine.held(slot)) + 250 <= 512:
             engine.forward(prompt(engine, int(rng.choice([2, 250]))), seq=slot, greedy=True)
-        pool.check()
+        check_pool(pool)
         needed = [-(-len(engine.held(s)) // PAGE) for s in range(n)]
         assert pool.n_pages - pool.n_free == sum(needed), f"turn {turn}"
         longest = max(longest, sum(needed))

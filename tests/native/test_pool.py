@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_pool
 from helpers.faults import faulty
 from helpers.pool_machine import PoolMachine
 from helpers.sequence_machine import NAMES, SETTINGS
@@ -65,7 +66,7 @@ def test_what_finds_no_page_says_so_and_changes_nothing(
         with pytest.raises(PoolFull, match="the KV cache is full: pages needed: [12], free: 0"):
             call()
         assert [engine.held(seq) for seq in range(3)] == held
-        engine.state.pool.check()
+        check_pool(engine.state.pool)
     assert engine.passes.room.rows(1) == PAGE - 9
     # those that have pages go on, and so does everybody once a page is free
     for seq in (0, 1):
@@ -136,7 +137,7 @@ def test_a_swapped_sequence_goes_on_in_another_slot(
     assert engine.held(2) == ids[:305].tolist() and swapped.n_bytes == 0
     found = engine.prefill(ids[305:], 2).require_logits()[-1]
     np.testing.assert_array_equal(found, last_row(alone, ids))
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
 
 
 def test_a_sequence_without_host_memory_stays(

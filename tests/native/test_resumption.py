@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_pool
 from helpers.reading import read
 from helpers.shared import prompt
 from hypothesis import example, given, settings
@@ -173,4 +174,4 @@ def test_any_order_of_prompts_and_losses(pair: Pair, steps: list[tuple[Any, ...]
             pair.spill()
         else:
             [kept._max_bytes] = what
-    pair.engine.state.pool.check()
+    check_pool(pair.engine.state.pool)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_pool
 from helpers.clients import Client, alone, serving, together
 from helpers.faults import FAULTS, faulty
 from helpers.patience import PATIENCE_S, until
@@ -49,9 +50,8 @@ def test_requests_go_to_host_memory_and_back(open_engine: Open, settings: dict[s
             client.wait()
         service.drain()
         status = service.status()
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
     assert status.counts.preempted >= 1
-    assert status.counts.requests == {"length": len(clients)}
     single = open_engine(cpu_reference=True, n_ctx=1024)
     for client in clients:
         assert (client.tokens, client.reason) == (alone(single, client.request)[0], "length")
@@ -112,7 +112,7 @@ def test_a_request_in_host_memory_can_be_cancelled(open_engine: Open, no_leak: N
         assert engine.copies.memory.spare  # the next copies take the memory of these
         go_on.set()
         assert Client(service, prompt(engine, 1000), max_tokens=5).wait().reason == "length"
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
     engine.close()
 
 
@@ -159,7 +159,7 @@ def test_random_requests_cancellations_and_faults(open_engine: Open, seed: int) 
         for client in clients:
             client.wait()
         assert service.drain(PATIENCE_S) and service.failure is None
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
     single = open_engine(cpu_reference=True, n_ctx=1024)
     for client in clients:
         tokens, got = alone(single, client.request)[0], client.tokens

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_pool
 from helpers.reading import read
 from helpers.sequence_machine import NAMES, SETTINGS
 from helpers.shared import prompt
@@ -44,7 +45,7 @@ def test_a_beginning_that_another_sequence_holds_is_shared(
     np.testing.assert_array_equal(logits, cold(alone, asked))
     # two whole pages are shared, of the third it has a copy
     assert n == 600 and pool.pages(1)[:2] == pool.pages(0)[:2] and room.n_free_pages == 0
-    pool.check()
+    check_pool(pool)
     # both go on, and each is what it says
     for seq, before in ((0, ids[:620]), (1, asked)):
         found = engine.forward(other[:3], seq=seq).require_logits()[-1]
@@ -71,7 +72,7 @@ def test_a_sequence_that_goes_back_into_a_shared_page_gets_its_own(open_engine: 
     read(engine, 0, ids[:620], 600)
     read(engine, 1, np.concatenate([ids[:600], other]))
     engine.passes.restore(before)
-    engine.state.pool.check()
+    check_pool(engine.state.pool)
     assert engine.held(0) == ids[:300].tolist()
     for seq, n in ((0, 300), (1, 600)):
         held = np.array(engine.held(seq), dtype=np.int32)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_cache
 from helpers.stages import MODES, Stages, assert_same, batches, new_config, new_stage
 
 from moegraph.arch import ModelFile
@@ -59,7 +60,7 @@ def check_misses(one: Stages, cut: Stages, mode: str) -> None:
             continue
         assert isinstance(runner, LayeredRunner)
         residency = runner.residency
-        residency.cache.check()
+        check_cache(residency.cache)
         wanted = np.zeros_like(counts)
         wanted[list(runner.stage.layers)] = counts[list(runner.stage.layers)]
         np.testing.assert_array_equal(residency.routing.counts, wanted)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_pool
 from helpers.faults import FAULTS, faulty
 from helpers.shared import prompt
 from helpers.tree_shapes import TREES, path
@@ -108,7 +109,7 @@ def test_rows_of_ragged_trees_equal_their_paths_and_commits_equal_passes(
         token = int(rng.integers(0, N_VOCAB))
         wanted = alone.logits([*held_by(engine, slot), token])[-1]
         np.testing.assert_array_equal(engine.forward([token], slot).logits[0], wanted)
-        engine.state.pool.check()
+        check_pool(engine.state.pool)
 
 
 @pytest.mark.parametrize("settings", MODES[:1] + MODES[2:3], ids=["whole", "stream"])

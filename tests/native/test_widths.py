@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_pool
 from helpers.clients import Client, alone, serving
 from helpers.shared import prompt
 
@@ -40,7 +41,7 @@ def test_padding_changes_no_result(open_engine: Open, placement: dict[str, Any])
         results.append(engine.forward(rows, slots, greedy=True).argmax)
         n_built.append(engine.runner.n_built - before)
         found.append(results)
-        engine.state.pool.check()
+        check_pool(engine.state.pool)
     for padded, plain in zip(*found):
         np.testing.assert_array_equal(padded, plain)
     assert n_built[1] < n_built[0]

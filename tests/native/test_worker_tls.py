@@ -198,7 +198,7 @@ def test_whatever_is_lost_is_an_error_in_time(
     elif whom == "worker":
         os.kill(worker.process.pid, number)
     else:
-        os.kill(link.forwarder_pid, number)
+        os.kill(link._connection.forwarder.pid, number)
     begin = time.monotonic()
     with pytest.raises(NativeError, match=f"worker {worker.url[6:]}"):
         list(engine.generate(ids, max_tokens=2, text=False))
@@ -214,7 +214,8 @@ def test_a_client_that_is_killed_leaves_no_process_behind(
     """The forwarder and the child end, and the next client is served."""
     code = (
         "import sys, time; from moegraph.ggml.device import Device;"
-        "d = Device(sys.argv[1], 1); print(d.link.forwarder_pid, flush=True); time.sleep(600)"
+        "d = Device(sys.argv[1], 1); print(d.link._connection.forwarder.pid, flush=True);"
+        "time.sleep(600)"
     )
     url = url_of(worker, keys / "client")
     client = subprocess.Popen(

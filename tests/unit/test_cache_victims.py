@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.cache_rules import check_cache
 from helpers.interrupts import interrupted
 from helpers.shared import empty, residents
 
@@ -89,7 +90,7 @@ def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
             break
         was_noted = not cache.in_flight  # only the last line but one says so
         cache.rollback()
-        cache.check()
+        check_cache(cache)
         if was_noted:
             assert set(residents(cache.layers[0])) == {7, *ids, 5}
             continue
@@ -118,7 +119,7 @@ def test_an_exchange_is_undone_wherever_it_was_interrupted(step: str) -> None:
             assert line > 3
             break
         cache.rollback()
-        cache.check()
+        check_cache(cache)
         # published, its bytes are there: it may keep its slot
         assert set(residents(cache.layers[0])) <= ({7, 5, 3, 9} if step == "publish" else {7, 5, 3})
     else:
@@ -138,7 +139,7 @@ def test_a_rollback_that_was_interrupted_is_done_again() -> None:
         cache.layers[1].reserve_slot(9, [8, 9])
         was_interrupted = interrupted(line, cache.rollback, EXPERTS)
         cache.rollback()
-        cache.check()
+        check_cache(cache)
         assert sorted(residents(cache.layers[0])) == [1, 3, 5, 7]
         assert sorted(residents(cache.layers[1])) == [1, 2, 3] and cache.dirty == {0, 1}
         if not was_interrupted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_cache
 from helpers.shared import empty, residents
 
 from moegraph.errors import ConfigError, InternalError
@@ -215,7 +216,7 @@ def test_restoring_undoes_all_that_passes_changed(name: str) -> None:
     steps(cache, rng, 40)
     for il, pairs in cache.restore(saved).items():
         held.update({(il, slot): expert for expert, slot in pairs})
-    cache.check()
+    check_cache(cache)
     for layer in cache.layers:
         for slot, owner in enumerate(layer.owner):
             assert owner < 0 or layer.full or held[layer.il, slot] == owner

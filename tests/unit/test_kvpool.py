@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.cache_rules import check_pool
 
 from moegraph.resident.kvpool import PAGE, KVPool
 
@@ -16,7 +17,7 @@ def test_one_sequence_always_has_its_pages_in_order() -> None:
         pool.shrink(0, n - int(rng.integers(0, n + 1)))
         pages = pool.pages(0)
         assert pages == list(range(len(pages)))
-        pool.check()
+        check_pool(pool)
 
 
 def test_rows_follow_the_pages() -> None:
@@ -61,10 +62,10 @@ def test_shrinking_mends_what_an_interrupt_left(at: int) -> None:
     finally:
         sys.settrace(old)
     pool.shrink(0, 0)
-    pool.check()
+    check_pool(pool)
     assert pool.n_free == 7
     pool.grow(0, 4 * PAGE)
-    pool.check()
+    check_pool(pool)
     assert pool.pages(0) == [0, 2, 3, 4]
 
 
@@ -94,4 +95,4 @@ def test_random_sequences_that_share(seed: int) -> None:
                     pool.part(slot, n)
                 held[slot] = n
         assert [len(pool.pages(s)) for s in range(5)] == [-(-n // PAGE) for n in held]
-        pool.check()
+        check_pool(pool)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers.cache_rules import check_cache
 from helpers.interrupts import interrupted
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -177,7 +178,7 @@ class Device:
     def check(self) -> None:
         """Check that what the tables say is there is there."""
         cache = self.residency.cache
-        cache.check()
+        check_cache(cache)
         for il, held in enumerate(self.bytes):
             for expert in np.flatnonzero(cache.tables[il] >= 0).tolist():
                 assert held[cache.tables[il, expert]] == expert
@@ -298,7 +299,7 @@ def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
     residency.end_pass()
     before = residency.cache.stats.admitted.sum()
     plan = residency.begin_pass(Kind.DECODE, 1)
-    assert [il for il, _ in plan.exchanged] == [0, 1] and residency.n_exchanged == 6
+    assert [il for il, _ in plan.exchanged] == [0, 1]
     assert {e for e, _ in plan.exchanged[0][1]} == {7, 8, 9}
     assert residency.cache.stats.admitted.sum() == before + 6
     assert residency.begin_pass(Kind.DECODE, 1).exchanged == []

@@ -69,11 +69,6 @@ class DeltaArchitecture(Architecture):
         """Return the number of convolution channels: q, k and v side by side."""
         return 2 * self.key_dim + self.value_dim
 
-    @property
-    def n_layer_recurrent(self) -> int:
-        """Return how many of the n_layer layers are DeltaNet layers."""
-        return sum(self.recurrent)
-
 
 def read_delta(meta: Metadata) -> dict[str, Any]:
     """Read the sizes of the DeltaNet layers."""
