@@ -121,16 +121,6 @@ def parse() -> dict[str, model.BaseType]:
     return {key: kind for key, (kind, _) in ffi._parser._declarations.items()}
 
 
-def struct_fields(name: str) -> dict[str, str]:
-    """Return the annotation of each field of a struct."""
-    kind = parse()[f"struct {name}"]
-    assert isinstance(kind, model.StructType)
-    return {
-        name: python_type(field, False)
-        for name, field in zip(kind.fldnames or (), kind.fldtypes or ())
-    }
-
-
 def stub() -> str:
     """Return the text of the stub."""
     declared = parse()

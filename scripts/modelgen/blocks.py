@@ -70,7 +70,8 @@ def _put_f16(blocks: U8, at: int, values: F32) -> None:
     blocks[:, at : at + 2] = values.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
-def _bf16(values: F32) -> U8:
+def bf16(values: F32) -> U8:
+    """Return F32 values as bytes of BF16, rounded to nearest even."""
     bits = values.astype("<f4").view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").view(np.uint8)
 
@@ -194,7 +195,7 @@ def _float_type(name: str, ggml_id: int, n_bytes: int, cast: Callable[[F32], U8]
 _TYPES = (
     _float_type("F32", 0, 4, lambda v: v.astype("<f4").view(np.uint8)),
     _float_type("F16", 1, 2, lambda v: v.astype("<f2").view(np.uint8)),
-    _float_type("BF16", 30, 2, _bf16),
+    _float_type("BF16", 30, 2, bf16),
     BlockType(
         "Q4_0", 2, 32, 18, _fill_plain(18, 0, _rms(range(-8, 8))), _const(18, 0, 7, (2, 18, 0xFF))
     ),

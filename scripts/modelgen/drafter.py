@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .blocks import bf16
 from .gguf_write import KV, Bytes, KVType, TensorEntry, write_gguf
 from .vocab import vocabulary
 
@@ -126,13 +127,6 @@ def values(s: DraftShape, seed: int = 0) -> Iterator[tuple[str, Array]]:
         yield name, data
 
 
-def bf16(x: Array) -> Array:
-    """Return F32 values as BF16, U16, rounded to nearest even."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    rounded: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return rounded
-
-
 def q8_0(x: Array) -> Array:
     """Return F32 values as blocks of Q8_0, as ggml quantizes them: U8 [n / 32, 34]."""
     blocks = x.reshape(-1, 32)
@@ -147,7 +141,7 @@ def q8_0(x: Array) -> Array:
 def encoded(x: Array, kind: str) -> bytes:
     """Return the bytes of a tensor in a type of GGML."""
     if kind == "BF16":
-        return bf16(x).tobytes()
+        return bf16(np.ascontiguousarray(x, np.float32)).tobytes()
     if kind == "Q8_0":
         return q8_0(x).tobytes()
     return x.astype({"F32": np.float32, "F16": np.float16, "I64": np.int64}[kind]).tobytes()

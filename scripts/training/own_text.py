@@ -1,8 +1,8 @@
 """Let the model continue pieces of the corpus, because drafters meet its own text.
 
-    python own_text.py MODEL.gguf CORPUS_DIR [--rows 4096] [--time 640]
+    python own_text.py MODEL.gguf CORPUS_DIR
 
-Reads train.u16 of tokenize_text.py; writes own.u16, rows of --time ids. Half of the answers are
+Reads train.u16 of tokenize_text.py; writes own.u16, 4,096 rows of 640 ids. Half of the answers are
 greedy, the others sampled at temperatures of 0.3 to 1.
 """
 
@@ -21,7 +21,7 @@ from moegraph import Engine, EngineConfig, SamplingParams
 from moegraph.engine.service import Service
 from moegraph.loop.requests import Request, Step
 
-N_SEQ = 32
+N_SEQ, ROWS, TIME = 32, 4096, 640
 
 
 def continued(service: Service, row: np.ndarray, rng: np.random.Generator) -> list[int]:
@@ -48,14 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("corpus", type=Path)
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--time", type=int, default=640)
     args = parser.parse_args()
     corpus, rng = np.fromfile(args.corpus / "train.u16", "<u2"), np.random.default_rng(3)
-    starts = rng.integers(0, len(corpus) - args.time, args.rows)
-    rows = corpus[starts[:, None] + np.arange(args.time)].astype("<u2")
+    starts = rng.integers(0, len(corpus) - TIME, ROWS)
+    rows = corpus[starts[:, None] + np.arange(TIME)].astype("<u2")
     waiting, lock = iter(range(len(rows))), threading.Lock()
-    config = EngineConfig(n_ctx=args.time + 8, n_seq=N_SEQ, spec="off", profile="none")
+    config = EngineConfig(n_ctx=TIME + 8, n_seq=N_SEQ, spec="off", profile="none")
     with Engine.load(args.model, config) as engine:
         service = Service(engine)
         service.start()
