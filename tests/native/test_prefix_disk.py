@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from moegraph.passes.prefixfile import (
     Widths,
     read_head,
     read_rows,
+    read_states,
     write_file,
 )
 from moegraph.resident.hostcopies import HostCopies
@@ -414,3 +416,78 @@ def test_a_folder_that_others_can_write_to_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(ConfigError, match=f"to user {owner}, .* folder of user {owner + 1}"):
         PrefixDisk(folder, "m", WIDTHS, GIB)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_run_begins_where_its_parent_ends(tmp_path: Path, first: int) -> None:
+    parent = write_tiny(tmp_path, 1)
+    write_tiny(tmp_path, 2, parent.key, 1)
+    assert PrefixDisk(tmp_path, *TINY, GIB).n_places == 2
+    write_tiny(tmp_path, 3, parent.key, first)
+    write_tiny(tmp_path, 4, "", 1)
+    disk = PrefixDisk(tmp_path, *TINY, GIB)
+    assert disk.n_places == 2 == len(files(tmp_path))
+    assert [entry.end for entry in disk.find(np.array([1, 2, 3], np.int32))] == [1, 2]
+
+
+Change = Callable[[Head, list[np.ndarray], np.ndarray], tuple[Head, list[np.ndarray], np.ndarray]]
+
+
+def other_rows(change: Callable[[list[np.ndarray]], list[np.ndarray]]) -> Change:
+    """Return a change of a file's KV rows, with a header that tells their shapes."""
+
+    def changed(head: Head, rows: list[np.ndarray], states: np.ndarray) -> Any:
+        rows = change(rows)
+        return replace(head, rows=[list(part.shape) for part in rows]), rows, states
+
+    return changed
+
+
+def other_states(change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    return lambda head, rows, states: (
+        replace(head, n_states=len(change(states))), rows, change(states)
+    )  # fmt: skip
+
+
+FORGED: dict[str, Change] = {
+    "wide rows": other_rows(lambda rows: [np.repeat(part, 2, 1) for part in rows]),
+    "a position less": other_rows(lambda rows: [part[1:] for part in rows]),
+    "a cache less": other_rows(lambda rows: rows[1:]),
+    "short states": other_states(lambda states: states[:-4]),
+    "states of NaN": other_states(lambda states: np.full(len(states), 255, np.uint8)),
+    "a drafter": lambda head, rows, states: (replace(head, drafted={"x": []}), rows, states),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
+def test_a_whole_file_of_other_shapes_is_not_used(
+    open_engine: Open, tmp_path: Path, filled: Filled, change: Change
+) -> None:
+    """Its hashes are right: it was written so."""
+    ids, _ = filled(tmp_path)
+    [path] = [path for path in files(tmp_path) if not read_head(path).first]
+    head = read_head(path)
+    states = np.empty(head.n_states, np.uint8)
+    read_states(path, head, states)
+    head, rows, states = change(head, read_rows(path, head)[0], states)
+    write_file(path, head, rows, states)
+    engine, alone = open_engine(**ONE), open_engine(**ONE)
+    engine.keep_prefixes(tmp_path, GIB)
+    asked = np.append(ids[:300], 5)
+    logits, n = read(engine, 0, asked)
+    assert n == 0
+    np.testing.assert_array_equal(logits, cold(alone, asked))
+    [line] = engine.drain_messages()
+    assert line.startswith(f"{path}: ") and line.endswith("; the file is not used")
+    assert not path.exists()
+
+
+def test_a_file_under_another_ones_name_is_not_used(
+    open_engine: Open, tmp_path: Path, filled: Filled
+) -> None:
+    filled(tmp_path)
+    one, other = files(tmp_path)[:2]
+    other.write_bytes(one.read_bytes())
+    engine = open_engine(**ONE)
+    engine.keep_prefixes(tmp_path, GIB)
+    assert f"{other}: its name is another one's; the file is not used" in engine.drain_messages()

@@ -211,6 +211,41 @@ def test_only_allowed_tokens_are_drawn() -> None:
         sampler.sample(logits, np.zeros(50, dtype=bool))
 
 
+def test_top_k_with_equal_logits_takes_the_lowest_ids() -> None:
+    logits = np.zeros(5000, dtype=np.float32)
+    logits[[100, 4000]] = 1
+    ids, _ = sampling._top_k(logits, 5)
+    assert ids.tolist() == [100, 4000, 0, 1, 2]
+
+
+@pytest.mark.parametrize("n_vocab", [4, 1024, 4096, 65_536])
+@pytest.mark.parametrize("share", [1 / 1024, 1 / 64, 0.25, 0.5, 0.75])
+def test_top_p_ends_with_the_token_that_reaches_it_exactly(n_vocab: int, share: float) -> None:
+    n_keep = max(1, int(share * n_vocab))
+    params = SamplingParams(**{**OFF, "top_p": share})
+    equal = np.zeros(n_vocab, dtype=np.float32)  # so all sums are exact
+    ids, _ = Sampler(params, n_vocab).distribution(equal)
+    assert ids.tolist() == list(range(n_keep))
+    more = SamplingParams(**{**OFF, "top_p": share + 0.5 / n_vocab})
+    ids, _ = Sampler(more, n_vocab).distribution(equal)
+    assert ids.tolist() == list(range(min(n_keep + (share * n_vocab >= 1), n_vocab)))
+
+
+@pytest.mark.parametrize("n_vocab", [4, 1024, 65_536])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_typical_ends_with_the_token_that_exceeds_it(n_vocab: int, share: float) -> None:
+    params = SamplingParams(**{**OFF, "typical_p": share})
+    ids, _ = Sampler(params, n_vocab).distribution(np.zeros(n_vocab, dtype=np.float32))
+    assert ids.tolist() == list(range(int(share * n_vocab) + 1))
+
+
+def test_min_p_is_a_share_of_the_likeliest_token_that_typical_leaves() -> None:
+    probs = np.array([0.4] + [0.1] * 6)  # the first is not typical
+    params = SamplingParams(**{**OFF, "typical_p": 0.25, "min_p": 0.5})
+    ids, _ = Sampler(params, 7).distribution(np.log(probs).astype(np.float32))
+    assert ids.tolist() == [1, 2, 3]
+
+
 class TestGreedy:
     def test_takes_the_first_of_equal_maxima(self) -> None:
         logits = np.array([1, 7, 3, 7], dtype=np.float32)
@@ -239,6 +274,13 @@ class TestGreedy:
         assert SamplingParams(temperature=0, repeat_penalty=1.1).needs_logits
         assert SamplingParams(temperature=0, logit_bias={1: 0.5}).needs_logits
 
+    def test_after_typical_takes_the_likeliest_survivor(self) -> None:
+        # One sure token and many unlikely ones: the sure one is less typical than its entropy.
+        probs = np.array([0.4] + [0.1] * 6)
+        params = SamplingParams(temperature=0, typical_p=0.3, top_k=0)
+        assert params.needs_logits
+        assert Sampler(params, 7).sample(np.log(probs).astype(np.float32)) == 1
+
 
 class TestPenalties:
     def adjusted(self, logits: list[float], recent: list[int], **params: float) -> list[float]:
@@ -265,6 +307,21 @@ class TestPenalties:
             ids, probs = sampler.distribution(logits)
             recent = set(range(max(token - n_last + 1, 0), token + 1))
             assert {int(i) for i, p in zip(ids, probs) if p > 1e-9} == set(range(6)) - recent
+
+    def test_only_the_window_counts(self) -> None:
+        out = self.adjusted([0, 0, 0], [0, 1, 2, 1], presence_penalty=1, repeat_last_n=2)
+        assert out == [0, -1, -1]
+        assert self.adjusted([0, 0], [0, 1], presence_penalty=1, repeat_last_n=0) == [0, 0]
+        longer = [0, *[1] * 100]
+        assert self.adjusted([0, 0], longer, presence_penalty=1, repeat_last_n=-1) == [-1, -1]
+
+    def test_the_logits_of_the_caller_stay_as_they_are(self) -> None:
+        logits = np.ones(4, dtype=np.float32)
+        params = SamplingParams(presence_penalty=1, logit_bias={2: 5.0}, seed=0)
+        sampler = Sampler(params, 4)
+        sampler.accept(1)
+        sampler.sample(logits)
+        assert (logits == 1).all()
 
 
 class TestBias:

@@ -174,6 +174,13 @@ def test_a_large_body_is_refused_while_it_comes() -> None:
     for content in given:
         response = case.client.post(PATH, content=content, headers=headers)
         assert response.status_code == 413, response.text
+    response = case.client.post(PATH, content=b"{}", headers={**headers, "Content-Length": "2000"})
+    assert response.status_code == 413, "it need not arrive"
+
+
+def test_an_error_repeats_little_of_what_a_client_sent() -> None:
+    error = Case().post(PATH, {**CHAT, "temperature": "x" * 1000}).json()["error"]
+    assert error["param"] == "temperature" and len(error["message"]) < 200
 
 
 def test_bodies_have_a_limit_together() -> None:
@@ -281,7 +288,7 @@ def test_keys_of_the_command_line_a_file_and_the_environment(tmp_path: Path) -> 
     assert read_keys((), None, None) == []
 
 
-@pytest.mark.parametrize("text", ["", "# none\n", "a b\n", "é\n"])
+@pytest.mark.parametrize("text", ["", "# none\n", "a b\n", "a\tb\n", "a\x7f\n", "é\n"])
 def test_wrong_keys_are_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
