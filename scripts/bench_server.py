@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
@@ -244,65 +244,44 @@ def second_turn(port: int, n_tokens: int, seed: int) -> dict[str, float]:
     return found
 
 
-class Server:
-    """A server as a process; `served` makes one."""
-
-    def __init__(self, command: list[str], port: int, env: dict[str, str]) -> None:
-        self._command, self._port, self._env = command, port, env
-        self._begin()
-
-    def _begin(self) -> None:
-        self._log = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            self._command, stdout=subprocess.DEVNULL, stderr=self._log, env=self._env
-        )
-
-    def again(self) -> None:
-        """Start it again, after it has ended."""
-        self._begin()
-        self.wait()
-
-    def wait(self) -> Server:
-        """Wait until its health is good."""
-        end = time.monotonic() + LOADING_S
-        while not _is_healthy(self._port):
-            if self._process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"{self._command[0]} does not come up: {self._last_words()}")
-            time.sleep(0.2)
-        return self
-
-    def _last_words(self) -> str:
-        log = self._log.fileno()
-        said = os.pread(log, 4096, max(0, os.fstat(log).st_size - 4096)).decode(errors="replace")
-        words = [line for line in said.split("\n") if line.strip()] or ["it said nothing"]
-        return " / ".join(words[-3:])[-400:]
-
-    def why_it_ended(self) -> str:
-        """Return exit code and last words of a server that has ended, "" of one that runs."""
-        try:
-            code = self._process.wait(1.0)  # a connection may break a moment before
-        except subprocess.TimeoutExpired:
-            return ""
-        return f"exit code {code}: {self._last_words()}"
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(15)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()  # its memory on the device is free for the next one
+def last_words(log: IO[bytes]) -> str:
+    """Return the last lines of what a server said."""
+    at = log.fileno()
+    said = os.pread(at, 4096, max(0, os.fstat(at).st_size - 4096)).decode(errors="replace")
+    words = [line for line in said.split("\n") if line.strip()] or ["it said nothing"]
+    return " / ".join(words[-3:])[-400:]
 
 
 @contextmanager
-def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[Server]:
-    """Run a server until its health is good, and to the end of the block."""
-    server = Server(command, port, env)
-    try:
-        yield server.wait()
-    finally:
-        server.stop()
+def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[Callable[[], str]]:
+    """Run a server from when its health is good to the end of the block.
+
+    The block gets a function: exit code and last words of a server that has ended, else "".
+    """
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=env)
+
+        def why_it_ended() -> str:
+            try:
+                code = process.wait(1.0)  # a connection may break a moment before
+            except subprocess.TimeoutExpired:
+                return ""
+            return f"exit code {code}: {last_words(log)}"
+
+        try:
+            end = time.monotonic() + LOADING_S
+            while not _is_healthy(port):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"{command[0]} does not come up: {last_words(log)}")
+                time.sleep(0.2)
+            yield why_it_ended
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()  # its memory on the device is free for the next one
 
 
 def _is_healthy(port: int) -> bool:
@@ -323,53 +302,44 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def measure(
-    name: str, port: int, args: argparse.Namespace, server: Server
-) -> Iterator[dict[str, Any]]:
-    """Yield a line for each measurement of a server; one that ended is started again."""
-    n_warm, turn = max(12, args.tokens // 4), args.turn
-    for n in args.clients:
-        line = {"server": name, "what": "clients", "clients": n}
-        yield from _measured(
-            server, line, throughput, port, args.samples, (n, n_warm), (n, args.tokens)
-        )
-    if not args.long:
-        return
-    line = {"server": name, "what": "long prompt", "clients": args.beside}
-    given = args.beside, args.prompt
-    yield from _measured(server, line, long_prompt, port, args.samples, given, given)
-    line = {"server": name, "what": "second turn", "clients": 1}
-    yield from _measured(server, line, second_turn, port, args.samples, (turn // 4,), (turn,))
-    line = {"server": name, "what": "chat beside a prompt", "clients": 2}
-    yield from _measured(server, line, chat_beside, port, args.samples, (turn // 4,), (turn,))
+Work = Callable[..., Mapping[str, float | None]]
 
 
-def _measured(
-    server: Server,
-    line: dict[str, Any],
-    work: Callable[..., Mapping[str, float | None]],
-    port: int,
-    n_samples: int,
-    warm: tuple[int, ...],
-    given: tuple[int, ...],
-) -> Iterator[dict[str, Any]]:
-    """Do a smaller work once; yield a line with what was found, or with the error, for each sample.
+def works(args: argparse.Namespace) -> Iterator[tuple[str, int, Work, tuple[int, ...], int]]:
+    """Yield what is measured: its name, clients, the work, what it is given, and a smaller size.
 
-    work: is called with the port, what is given, and another seed each time. A server that has
-    ended meanwhile is started again.
+    That replaces the last of what is given once, before the samples that count.
     """
-    for at in range(n_samples + 1):
-        try:
-            found: dict[str, Any] = dict(work(port, *(given if at else warm), 10_000 * at))
-        except (RuntimeError, OSError, http.client.HTTPException) as error:
-            ended = server.why_it_ended()
-            why = f"{error}; the server ended with {ended}" if ended else str(error)
-            yield {**line, "error": why}
-            if ended:
-                server.again()
-            continue
-        if at:
-            yield {**line, **found}
+    for n in args.clients:
+        yield "clients", n, throughput, (n, args.tokens), max(12, args.tokens // 4)
+    if args.long:
+        yield "long prompt", args.beside, long_prompt, (args.beside, args.prompt), args.prompt
+        yield "second turn", 1, second_turn, (args.turn,), args.turn // 4
+        yield "chat beside a prompt", 2, chat_beside, (args.turn,), args.turn // 4
+
+
+def measure(
+    name: str, command: list[str], port: int, env: dict[str, str], args: argparse.Namespace
+) -> Iterator[bench.Line]:
+    """Yield the lines of a server: what was found, or the error; it is started again if it ends."""
+    left = [(one, at) for one in works(args) for at in range(args.samples + 1)]
+    while left:
+        with served(command, port, env) as why_it_ended:
+            time.sleep(args.settle)
+            ended = ""
+            while left and not ended:
+                (what, n, work, given, smaller), at = left.pop(0)
+                line = {"server": name, "what": what, "clients": n}
+                given = given if at else (*given[:-1], smaller)
+                try:
+                    found = work(port, *given, 10_000 * at)
+                except (RuntimeError, OSError, http.client.HTTPException) as error:
+                    ended = why_it_ended()
+                    why = f"{error}; the server ended with {ended}" if ended else str(error)
+                    yield {**line, "error": why}
+                else:
+                    if at:
+                        yield {**line, **found}
 
 
 def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -423,9 +393,8 @@ def main() -> int:
     for name, (command, env) in commands(args, port).items():
         if args.only not in (None, name):
             continue
-        with bench.MemoryWatch() as watch, served(command, port, env) as server:
-            time.sleep(args.settle)
-            for line in measure(name, port, args, server):
+        with bench.MemoryWatch() as watch:
+            for line in measure(name, command, port, env, args):
                 note(line, args.out)
                 if "tokens_per_s" in line:
                     speeds.setdefault((name, line["clients"]), []).append(line["tokens_per_s"])

@@ -114,6 +114,7 @@ class Engine:
         return cls(open_model(resolve_target(path)), config, progress, routing)
 
     def _take(self, loaded: LoadedModel) -> None:
+        """Keep what was loaded, and make what runs passes over it."""
         self._loaded = loaded
         decided = loaded.config
         self.config = replace(self.config, n_ubatch=decided.n_ubatch, n_ctx=decided.n_ctx)
@@ -436,8 +437,8 @@ class Engine:
         progress: called with ("prefill", rows done, rows in total) after each chunk of the prompt.
         ignore_eos: continue after an end-of-generation token.
         text: decode tokens to text; False gives ids only and needs no vocabulary.
-        reuse: do not compute the beginning of the prompt anew that an earlier prompt has computed,
-            if the sequence can go on there: after all that it holds, or at a mark.
+        reuse: do not compute anew the beginning that the prompt shares with an earlier one, if the
+            sequence can go on there: after all that it holds, or at a mark.
         marks: how many of the prompt's tokens later prompts may begin with; for reuse, the states
             after so many tokens are kept. The limit is `cache_ram`; see `Prefixes`.
         constraint: a grammar that the answer follows.

@@ -127,7 +127,7 @@ class GraphCache:
                 self._graphs.move_to_end(built.key)
 
     def _shrink(self) -> None:
-        """Drop the graphs that were not used for longest, but for the newest, until others fit."""
+        """Drop the least recently used graphs, but never the newest, until the rest fit."""
         while len(self._graphs) > 1 and (
             self.n_host_bytes > self._max_bytes or self.n_device_bytes > self.max_device_bytes
         ):

@@ -1,4 +1,4 @@
-"""The answer to one request of a service: what was drawn, and what its caller was told."""
+"""The answer to one request of a loop: what was drawn, and what its caller was told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that a service is answering: their slots, their tokens and their ends.
+"""The requests that a loop is answering: their slots, their tokens and their ends.
 
 Every method is called on the engine's thread.
 """

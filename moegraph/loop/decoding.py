@@ -14,8 +14,7 @@ from ..errors import MoegraphError, PoolFull
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..kinds import Kind
 from ..passes.grouppasses import GroupPasses
-from ..runner import Batch as Rows
-from ..runner import NotFinite, Output
+from ..runner import Batch, NotFinite, Output
 from ..runner.staged import FlightCounts
 from .answer import Answer
 from .answers import Answers
@@ -27,7 +26,7 @@ _DECODE = Kind.DECODE  # members of an Enum are slow to look up
 # Seconds that the loop waits for grammars if there is nothing else to compute.
 _REST_S = 0.005
 
-Batch = Sequence[Answer]
+AnswerBatch = Sequence[Answer]
 Trees = Sequence[DraftTree]
 
 
@@ -42,11 +41,12 @@ class Decoding:
         self._passes, self._prefixes = core.passes, core.prefixes
         self._answers = answers
         self._drafting = drafting
-        self._flight: tuple[Batch, Trees | None] | None = None  # the pass whose results come next
+        # the pass whose results come next
+        self._flight: tuple[AnswerBatch, Trees | None] | None = None
         self.groups: Groups | None = None
         if isinstance(core.passes, GroupPasses):
             mine = proxy(self)  # a circle would keep all memory when a loop is let go
-            draws = partial(Decoding._draws, mine, trees=None)
+            draws = partial(Decoding._wanted, mine, trees=None)
             self.groups = Groups(core.passes, answers, draws, partial(Decoding._draw, mine))
 
     @property
@@ -55,7 +55,7 @@ class Decoding:
         passes = self._passes
         return passes.flights.counts if isinstance(passes, GroupPasses) else FlightCounts()
 
-    def ready(self, batch: Batch) -> list[Answer]:
+    def ready(self, batch: AnswerBatch) -> list[Answer]:
         """Return the requests that have a row for the next pass.
 
         The others have ended, or wait for their grammar; if all do, wait a moment for that.
@@ -75,7 +75,7 @@ class Decoding:
                 found.append(answer)
         return found
 
-    def decode_groups(self, batch: Batch) -> bool:
+    def decode_groups(self, batch: AnswerBatch) -> bool:
         """Run the next row of some requests in groups, if that is faster than in one pass.
 
         Otherwise nothing is in flight afterwards.
@@ -117,7 +117,7 @@ class Decoding:
             self.groups.choice.note(n_rows, n_groups, seconds)
         return seconds
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: AnswerBatch) -> None:
         """Start the pass of the next row of some requests; `take` draws from its results.
 
         While it runs, what was drawn before is delivered.
@@ -131,7 +131,7 @@ class Decoding:
             batch = [by_slot[slot] for slot in last]
         self._start(batch)
 
-    def _start(self, batch: Batch) -> None:
+    def _start(self, batch: AnswerBatch) -> None:
         """Start one pass, of drafted rows if there are some."""
         drafting = self._drafting
         try:
@@ -156,7 +156,7 @@ class Decoding:
             self.give_up()
             self._answers.failed(batch, error)
 
-    def _decode(self, batch: Batch) -> None:
+    def _decode(self, batch: AnswerBatch) -> None:
         """Start a pass of the last token of each request."""
         tokens, slots, is_greedy, draws = list[int](), list[int](), True, None
         for answer in batch:
@@ -164,12 +164,12 @@ class Decoding:
             slots.append(answer.slot)
             is_greedy = is_greedy and answer.drawing.greedy
         if not is_greedy:
-            is_greedy, draws = self._draws(batch, None)
+            is_greedy, draws = self._wanted(batch, None)
         rows = np.array(tokens, dtype=np.int32)[:, None]
-        started = Rows(rows, tuple(slots), _DECODE, False, is_greedy, draws=draws)
+        started = Batch(rows, tuple(slots), _DECODE, False, is_greedy, draws=draws)
         self._passes.launch(started, partial(self._meanwhile, batch, None))
 
-    def _meanwhile(self, batch: Batch, trees: Trees | None) -> None:
+    def _meanwhile(self, batch: AnswerBatch, trees: Trees | None) -> None:
         """Do what the device need not wait for: deliver tokens, and prepare to draw the next."""
         self._answers.tell()
         for i, answer in enumerate(batch):
@@ -177,12 +177,12 @@ class Decoding:
                 tree = trees[i] if trees else None
                 self._answers.guard(answer, partial(answer.drawing.prepare, tree))
 
-    def _draws(
-        self, batch: Batch, trees: Trees | None
+    def _wanted(
+        self, batch: AnswerBatch, trees: Trees | None
     ) -> tuple[bool, npt.NDArray[np.int32] | None]:
         """Return whether a pass gives the argmax, and what it needs to list candidates.
 
-        Rows that need neither are read whole.
+        The logits of rows that need neither are read whole.
         """
         n_each = max(tree.n_rows for tree in trees) if trees else 1
         n_rows = n_each * len(batch)
@@ -232,7 +232,7 @@ class Decoding:
                 if answer.sequence.finish_reason:
                     self._drafting.settle()  # perhaps no pass follows
 
-    def _collect(self, batch: Batch, trees: Trees | None) -> Output:
+    def _collect(self, batch: AnswerBatch, trees: Trees | None) -> Output:
         """Return the results of the pass; requests whose results are not finite end.
 
         If a row was drafted, perhaps the text never comes to it: then only the draft is lost.
@@ -256,7 +256,7 @@ class Decoding:
             drafting.clock.arrive()
         return output
 
-    def _draw(self, batch: Batch, output: Output) -> None:
+    def _draw(self, batch: AnswerBatch, output: Output) -> None:
         """Draw the next token of each request from its row."""
         answers, drafting = self._answers, self._drafting
         for row, answer in enumerate(batch):
@@ -288,7 +288,7 @@ class Decoding:
 
     # trees
 
-    def _verify(self, batch: Batch, trees: Trees) -> bool:
+    def _verify(self, batch: AnswerBatch, trees: Trees) -> bool:
         """Start a pass of drafted rows; return whether there is memory for so many."""
         n = max(tree.n_rows for tree in trees)
         slots = [answer.slot for answer in batch]
@@ -298,16 +298,16 @@ class Decoding:
         parents = np.full((len(batch), n), -1, dtype=np.int32)
         for i, tree in enumerate(trees):
             tokens[i, : tree.n_rows], parents[i, : tree.n_rows] = tree.tokens, tree.parents
-        greedy, draws = self._draws(batch, trees)
+        greedy, draws = self._wanted(batch, trees)
         lengths = [tree.n_rows for tree in trees]
-        rows = Rows.verify(tokens, slots, parents, lengths, greedy, draws)
+        rows = Batch.verify(tokens, slots, parents, lengths, greedy, draws)
         try:
             self._passes.launch(rows, partial(self._meanwhile, batch, trees))
         except PoolFull:
             return False
         return True
 
-    def _take(self, batch: Batch, trees: Trees, output: Output) -> int:
+    def _take(self, batch: AnswerBatch, trees: Trees, output: Output) -> int:
         """Draw along the trees; the sequences take the rows that are what was drawn.
 
         Return how many tokens were drawn.

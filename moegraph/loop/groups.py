@@ -21,8 +21,8 @@ from .answer import Answer
 from .answers import Answers
 from .groupchoice import GroupChoice
 
-Batch = Sequence[Answer]
-Draws = Callable[[Batch], tuple[bool, npt.NDArray[np.int32] | None]]
+AnswerBatch = Sequence[Answer]
+Draws = Callable[[AnswerBatch], tuple[bool, npt.NDArray[np.int32] | None]]
 
 
 class Groups:
@@ -36,7 +36,7 @@ class Groups:
         passes: GroupPasses,
         answers: Answers,
         draws: Draws,
-        draw: Callable[[Batch, Output], object],
+        draw: Callable[[AnswerBatch, Output], object],
     ) -> None:
         """draws: what a pass needs to list candidates. draw: draws from its results."""
         self._passes, self._answers = passes, answers
@@ -54,12 +54,12 @@ class Groups:
         """Have something done when no pass is in flight; none starts before."""
         self._to_save.append(work)
 
-    def has_room(self, batch: Batch) -> bool:
+    def has_room(self, batch: AnswerBatch) -> bool:
         """Whether there are pages for a row in flight and one more of each request."""
         room = self._passes.room
         return sum(room.pages_for(answer.slot, 2) for answer in batch) <= room.n_free_pages
 
-    def decode(self, batch: Batch, n_groups: int) -> None:
+    def decode(self, batch: AnswerBatch, n_groups: int) -> None:
         """Run the next row of each request, and start the one after it."""
         most = -(-len(batch) // n_groups)
         flying = {id(answer) for group in self._flying for answer in group}

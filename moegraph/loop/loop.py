@@ -125,7 +125,7 @@ class Loop:
             self.scheduler.end(answer)
 
     def _do(self, work: Work[Answer]) -> bool:
-        """Do what is no decode pass; return whether there was anything."""
+        """Do work that is not a decode pass; return whether there was any."""
         if isinstance(work, Read):
             self._read(work.seconds)
         elif isinstance(work, Piece):

@@ -1,4 +1,4 @@
-"""Reads the prompts of a service: by a sweep in slices, or in pieces that are passes."""
+"""Reads the prompts of requests: by a sweep in slices, or in pieces that are passes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHARED = 64
 
 
 class Reading:
-    """The prompts of a service: one sweep may be under way, and one prompt in pieces.
+    """The prompts of a loop: one sweep may be under way, and one prompt in pieces.
 
     Every method is called on the engine's thread.
     """
@@ -351,7 +351,7 @@ class Reading:
             self._was_read(answer, swept.saved)
 
     def read_piece(self, answer: Answer, n_rows: int) -> float:
-        """Read some rows of a prompt as one pass, up to the next mark; return what it took."""
+        """Read some rows of a prompt as one pass, up to the next mark; return the seconds."""
         batch = answer.rest
         if batch is None:
             raise InternalError("a prompt that is not under way was to be read")

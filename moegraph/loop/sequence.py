@@ -27,6 +27,8 @@ def room_after(n_prompt: int, n_ctx: int) -> int:
 class Sequence:
     """One request while it runs: its ids, its text so far, and why it ended.
 
+    This is the text, not what computes it: in passes, a sequence is a number, and holds KV rows.
+
     An end-of-generation token counts as generated and has no text. A token that fills
     ``max_tokens`` or the last position of the context ends the sequence with "length".
 
@@ -103,7 +105,7 @@ class Sequence:
             self._known.append(self._tell())
 
     def tell(self) -> str:
-        """Return the text that the first token completes of which it was not told yet."""
+        """Return the text that the next token completes; called once for each token, in order."""
         return self._known.popleft() if self._known else self._tell()
 
     def _tell(self) -> str:

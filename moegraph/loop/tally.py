@@ -1,4 +1,4 @@
-"""What a service has done, and how long its work took."""
+"""What a loop has done, and how long its work took."""
 
 from __future__ import annotations
 

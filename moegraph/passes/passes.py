@@ -31,7 +31,7 @@ from .ids import Cancel, Seqs, cancelled_of, checked_ids, checked_rows, require_
 from .prompts import Prompts, is_short, where_not_finite
 from .room import Room
 
-_never = bool  # whether a pass is cancelled
+_never = bool  # called without an argument, it returns False: the pass is not cancelled
 
 
 class Passes:
@@ -143,7 +143,8 @@ class Passes:
         try:
             self._batch, n_built = batch, runner.n_built
             self._threads.begin(batch.tokens.size)
-            # a verify pass changes no sequence; the others are marked until everything is recorded
+            # a verify pass changes no sequence, and `bool` does nothing; in other passes, sequences
+            # are marked until everything is recorded
             yield bool if batch.tree else partial(self._unfinished.update, slots)
             if runner.n_built == n_built:  # building a graph says nothing of threads
                 self._threads.end()

@@ -159,8 +159,8 @@ class Prefixes:
         self._passes = passes
         self._copies = copies
         self._max_bytes = max_bytes
-        self._looked = -_FRESH_S  # when
-        self._free: int | None = None  # then, what is kept included
+        self._looked = -_FRESH_S  # when the host was last asked for its free memory
+        self._free: int | None = None  # bytes that were free then, or held by what is kept
         self._owners = [""] * passes.n_seq  # of what each sequence holds
         passes.keep_cancelled(self._keep_read)
         self._spill: PrefixSpill | None = None

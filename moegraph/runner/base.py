@@ -1,4 +1,4 @@
-"""What both runners share: shapes, inputs, results and their check, and commits of drafts."""
+"""What both kinds of runner share (whole.py, layered.py): shapes, inputs, results, commits."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from ..graphs.head import Results
 from ..graphs.rows import PADDING, Tree, check_parents
 from ..kinds import Kind
 
-# Asked in the middle of a pass: whether it is cancelled, or may pause. Called at some moment of it.
+# Asked in the middle of a pass: whether it is cancelled, or whether it may pause.
 Predicate = Callable[[], bool]
+# Called at some moment of a pass, such as before its first graph.
 Callback = Callable[[], object]
 
 

@@ -174,7 +174,7 @@ class ResultMemory:
             smaller.close()
 
     def read(self, kind: Results, n_out: int) -> tuple[Output, npt.NDArray[np.bool_]]:
-        """Return the first results that have arrived, and which rows of them are finite."""
+        """Return the first n_out rows that have arrived, and which of them are finite."""
         finite = np.isfinite(self._check[:n_out])
         if kind is _ARGMAX:
             return Output(argmax=self._main[:n_out].copy()), finite

@@ -105,7 +105,7 @@ class WholeRunner(Runner):
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n_reads)
         if status != C.GGML_STATUS_SUCCESS:
             self.device.check(status, f"a pass of {shape.n_tokens} rows")
-        return ()
+        return ()  # the host never waits within a launch, so there is no pause
 
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""

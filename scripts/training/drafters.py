@@ -7,12 +7,19 @@ of several target layers; with DSpark's heads it also knows the token before eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
-from qwen_layers import Weights, attend, experts, gated_out, gated_qkv, rms_norm, rope
-from target import Features, Target
+from target import (
+    Features,
+    Target,
+    Weights,
+    attend,
+    experts,
+    gated_out,
+    gated_qkv,
+    rms_norm,
+    rope,
+)  # fmt: skip
 from torch import Tensor, nn
 
 
@@ -102,93 +109,74 @@ class Mtp(Named):
         return steps
 
 
-@dataclass(frozen=True)
-class BlockShape:
-    """Hyper-parameters of a DFlash drafter. taps: target layers whose outputs it reads."""
-
-    taps: tuple[int, ...]
-    n_layer: int = 3
-    n_head: int = 8
-    n_head_kv: int = 2
-    head_dim: int = 64
-    n_ff: int = 640
-    block_size: int = 12
-    markov_rank: int = 64
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks drafted after anchors [batch, n_anchor]: hidden [batch, n_anchor, block, n_embd].
-
-    visible: which rows take part, the same shape without the last axis.
-    """
-
-    hidden: Tensor
-    visible: Tensor
+# The DFlash drafter. TAPS: target layers whose outputs it reads.
+TAPS = (1, 3, 5, 6)
+N_LAYER, N_HEAD, N_HEAD_KV, HEAD_DIM, N_FF = 3, 8, 2, 64, 640
+BLOCK_SIZE, MARKOV_RANK, MASK_ID = 12, 64, 4095
 
 
 class Dflash(Named):
     """A block-diffusion drafter; row i >= 1 of a block predicts the token at anchor + i."""
 
-    def __init__(self, target: Target, shape: BlockShape, mask_id: int) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__()
         hp = self.hp = target.hp
-        self.shape, self.mask_id = shape, mask_id
-        n, q, kv = hp.n_embd, shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim
-        self.add("fc.weight", n, len(shape.taps) * n)
+        n, q, kv = hp.n_embd, N_HEAD * HEAD_DIM, N_HEAD_KV * HEAD_DIM
+        self.add("fc.weight", n, len(TAPS) * n)
         self.add("enc.output_norm.weight", n)
-        small = (2 * shape.n_layer) ** -0.5
-        for il in range(shape.n_layer):
+        small = (2 * N_LAYER) ** -0.5
+        for il in range(N_LAYER):
             b = f"blk.{il}."
             self.add(f"{b}attn_norm.weight", n)
             self.add(f"{b}attn_q.weight", q, n)
             self.add(f"{b}attn_k.weight", kv, n)
             self.add(f"{b}attn_v.weight", kv, n)
             self.add(f"{b}attn_output.weight", n, q, scale=small)
-            self.add(f"{b}attn_q_norm.weight", shape.head_dim)
-            self.add(f"{b}attn_k_norm.weight", shape.head_dim)
+            self.add(f"{b}attn_q_norm.weight", HEAD_DIM)
+            self.add(f"{b}attn_k_norm.weight", HEAD_DIM)
             self.add(f"{b}ffn_norm.weight", n)
-            self.add(f"{b}ffn_gate.weight", shape.n_ff, n)
-            self.add(f"{b}ffn_up.weight", shape.n_ff, n)
-            self.add(f"{b}ffn_down.weight", n, shape.n_ff, scale=small)
+            self.add(f"{b}ffn_gate.weight", N_FF, n)
+            self.add(f"{b}ffn_up.weight", N_FF, n)
+            self.add(f"{b}ffn_down.weight", n, N_FF, scale=small)
         self.add("output_norm.weight", n)
-        self.add("markov_w1.weight", hp.n_vocab, shape.markov_rank)
-        self.add("markov_w2.weight", hp.n_vocab, shape.markov_rank, scale=0.1)
-        self.add("conf_proj.weight", 1, n + shape.markov_rank, scale=0.1)
+        self.add("markov_w1.weight", hp.n_vocab, MARKOV_RANK)
+        self.add("markov_w2.weight", hp.n_vocab, MARKOV_RANK, scale=0.1)
+        self.add("conf_proj.weight", 1, n + MARKOV_RANK, scale=0.1)
         self.table["conf_proj/bias"] = nn.Parameter(torch.zeros(1))
 
     def forward(self, target: Target, ids: Tensor, features: Features, anchors: Tensor,
-                lengths: Tensor) -> Blocks:  # fmt: skip
+                lengths: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Draft blocks after anchors [batch, n_anchor], of lengths [batch, n_anchor] rows.
 
-        A row sees the context before its anchor and the rows of its own block, nothing else.
+        A row sees the context before its anchor and the rows of its own block, nothing else. Return
+        the hidden state [batch, n_anchor, block, n_embd], and which rows take part.
         """
-        size, time = self.shape.block_size, ids.shape[1]
+        size, time = BLOCK_SIZE, ids.shape[1]
         offset = torch.arange(size, device=ids.device)
         pos = (anchors[..., None] + offset).flatten(1)
         visible = offset < lengths[..., None]
-        tokens = torch.full_like(pos, self.mask_id).unflatten(1, (-1, size))
+        tokens = torch.full_like(pos, MASK_ID).unflatten(1, (-1, size))
         tokens[..., 0] = ids.gather(1, anchors)
         mask = block_mask(anchors, visible, time)
-        taps = torch.cat([features.layers[il] for il in self.shape.taps], -1)
+        taps = torch.cat([features.layers[il] for il in TAPS], -1)
         context = F.linear(taps, self.weight("fc.weight"))
         context = rms_norm(context, self.weight("enc.output_norm.weight"), self.hp.f_norm_rms_eps)
         x = F.embedding(tokens.flatten(1), target.embd).float()
-        for il in range(self.shape.n_layer):
+        for il in range(N_LAYER):
             x = self._layer(self.block(f"blk.{il}."), x, pos, context, mask)
         x = rms_norm(x, self.weight("output_norm.weight"), self.hp.f_norm_rms_eps)
-        return Blocks(x.unflatten(1, (-1, size)), visible)
+        return x.unflatten(1, (-1, size)), visible
 
     def _layer(self, w: Weights, x: Tensor, pos: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        shape, eps = self.shape, self.hp.f_norm_rms_eps
+        eps = self.hp.f_norm_rms_eps
         y = rms_norm(x, w["attn_norm.weight"], eps)
-        q = F.linear(y, w["attn_q.weight"]).unflatten(-1, (-1, shape.head_dim))
+        q = F.linear(y, w["attn_q.weight"]).unflatten(-1, (-1, HEAD_DIM))
         q = self._rotated(q, w["attn_q_norm.weight"], pos)
         y = torch.cat([context, y], 1)
         before = torch.arange(context.shape[1], device=x.device).expand(x.shape[0], -1)
-        k = F.linear(y, w["attn_k.weight"]).unflatten(-1, (-1, shape.head_dim))
+        k = F.linear(y, w["attn_k.weight"]).unflatten(-1, (-1, HEAD_DIM))
         k = self._rotated(k, w["attn_k_norm.weight"], torch.cat([before, pos], 1))
-        v = F.linear(y, w["attn_v.weight"]).unflatten(-1, (-1, shape.head_dim))
+        v = F.linear(y, w["attn_v.weight"]).unflatten(-1, (-1, HEAD_DIM))
         x = x + F.linear(attend(q, k, v, mask), w["attn_output.weight"]).float()
         y = rms_norm(x, w["ffn_norm.weight"], eps)
         y = F.silu(F.linear(y, w["ffn_gate.weight"])) * F.linear(y, w["ffn_up.weight"])
@@ -196,7 +184,7 @@ class Dflash(Named):
 
     def _rotated(self, x: Tensor, norm: Tensor, pos: Tensor) -> Tensor:
         x = rms_norm(x, norm, self.hp.f_norm_rms_eps)
-        return rope(x, pos, self.shape.head_dim, self.hp.rope_freq_base)
+        return rope(x, pos, HEAD_DIM, self.hp.rope_freq_base)
 
     def markov(self, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Return the embedding [..., rank] of the tokens before, and their bias on the logits."""
@@ -264,22 +252,22 @@ def draw_blocks(ids: Tensor, n_anchor: int, size: int) -> tuple[Tensor, Tensor]:
 def dflash_loss(dflash: Dflash, target: Target, ids: Tensor, features: Features,
                 logits: Tensor, n_anchor: int) -> Tensor:  # fmt: skip
     """Return the loss of random blocks: without and with the Markov head, and of confidence."""
-    size, time = dflash.shape.block_size, ids.shape[1]
+    size, time = BLOCK_SIZE, ids.shape[1]
     anchors, lengths = draw_blocks(ids, n_anchor, size)
     with target.autocast():
-        blocks = dflash(target, ids, features, anchors, lengths)
+        hidden, visible = dflash(target, ids, features, anchors, lengths)
     at = anchors[..., None] + torch.arange(size, device=ids.device) - 1
-    weight = depth_weights(size, ids.device) * blocks.visible * (at < time)
+    weight = depth_weights(size, ids.device) * visible * (at < time)
     at = at.clamp(max=time - 1)
     rows = torch.arange(len(ids), device=ids.device)[:, None, None]
     wanted, previous = logits[rows, at], ids[rows, at]
-    plain = target.logits(blocks.hidden)
+    plain = target.logits(hidden)
     with target.autocast():
         embedding, bias = dflash.markov(previous)
     drafted = plain + bias
     accepted = (drafted.argmax(-1) == wanted.argmax(-1)).float()
     sure = F.binary_cross_entropy_with_logits(
-        dflash.confidence(blocks.hidden, embedding), accepted, reduction="none"
+        dflash.confidence(hidden, embedding), accepted, reduction="none"
     )
     confidence = (sure * weight).sum() / weight.sum()
     both = soft_loss(plain, wanted, weight) + soft_loss(drafted, wanted, weight)

@@ -1,19 +1,18 @@
 """Write trained drafters as GGUF files, matrices as Q8_0.
 
-    python export_drafters.py MODEL.gguf TRAINED_DIR MTP.gguf DFLASH.gguf [--markov]
+    python export_drafters.py MODEL.gguf TRAINED_DIR MTP.gguf DFLASH.gguf
 
 TRAINED_DIR is train_drafters.py's output folder. MTP.gguf holds only the block and the keys that
 tell whether it fits; merge_mtp.py puts it into a copy of the model. DFLASH.gguf is a draft model of
-its own, which shares the target's embedding and head; with --markov it keeps DSpark's two heads.
+its own with DSpark's two heads, which shares the target's embedding and head.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
+import drafters
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
@@ -56,47 +55,43 @@ def write_mtp(reader: gguf.GGUFReader, trained: Path, out: Path) -> None:
     finish(writer, out)
 
 
-def add_dflash_keys(writer: gguf.GGUFWriter, reader: gguf.GGUFReader, shape: Any) -> None:
-    """Write the keys of the draft architecture; shape: the dflash object of metrics.json."""
+def add_dflash_keys(writer: gguf.GGUFWriter, reader: gguf.GGUFReader) -> None:
+    """Write the keys of the draft architecture."""
     ints = {
         "context_length": value(reader, f"{ARCH}.context_length"),
         "embedding_length": value(reader, f"{ARCH}.embedding_length"),
-        "block_count": shape["n_layer"],
-        "feed_forward_length": shape["n_ff"],
-        "attention.head_count": shape["n_head"],
-        "attention.head_count_kv": shape["n_head_kv"],
-        "attention.key_length": shape["head_dim"],
-        "attention.value_length": shape["head_dim"],
-        "rope.dimension_count": shape["head_dim"],
-        "block_size": shape["block_size"],
+        "block_count": drafters.N_LAYER,
+        "feed_forward_length": drafters.N_FF,
+        "attention.head_count": drafters.N_HEAD,
+        "attention.head_count_kv": drafters.N_HEAD_KV,
+        "attention.key_length": drafters.HEAD_DIM,
+        "attention.value_length": drafters.HEAD_DIM,
+        "rope.dimension_count": drafters.HEAD_DIM,
+        "block_size": drafters.BLOCK_SIZE,
     }
     for key, number in ints.items():
         writer.add_uint32(f"dflash.{key}", number)
     for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
         writer.add_float32(f"dflash.{key}", value(reader, f"{ARCH}.{key}"))
     # The target counts positions in three dimensions, of which text uses the first.
-    writer.add_array("dflash.rope.dimension_sections", [shape["head_dim"] // 2, 0, 0, 0])
+    writer.add_array("dflash.rope.dimension_sections", [drafters.HEAD_DIM // 2, 0, 0, 0])
     writer.add_bool("dflash.attention.causal", False)
     # A tap is a layer's output, which the format names as the input of the next layer.
-    writer.add_array("dflash.target_layers", [il + 1 for il in shape["taps"]])
+    writer.add_array("dflash.target_layers", [il + 1 for il in drafters.TAPS])
 
 
-def write_dflash(reader: gguf.GGUFReader, trained: Path, out: Path, markov: bool) -> None:
-    """Write the DFlash drafter, with or without the heads of DSpark."""
-    shape = json.loads((trained / "metrics.json").read_text())["dflash"]
+def write_dflash(reader: gguf.GGUFReader, trained: Path, out: Path) -> None:
+    """Write the DFlash drafter with DSpark's heads."""
     writer = gguf.GGUFWriter(str(out), "dflash")
-    kind = "DSpark" if markov else "DFlash"
-    describe(writer, f"{kind} drafter for {value(reader, 'general.name')}")
-    add_dflash_keys(writer, reader, shape)
-    if markov:
-        writer.add_bool("dflash.sample_from_anchor", False)
-        writer.add_bool("dflash.has_confidence_head", True)
+    describe(writer, f"DSpark drafter for {value(reader, 'general.name')}")
+    add_dflash_keys(writer, reader)
+    writer.add_bool("dflash.sample_from_anchor", False)
+    writer.add_bool("dflash.has_confidence_head", True)
     mask = "tokenizer.ggml.mask_token_id"
     copy_fields(reader, writer, "tokenizer.", {mask, "tokenizer.chat_template"})
-    writer.add_mask_token_id(shape["mask_id"])
+    writer.add_mask_token_id(drafters.MASK_ID)
     for name, x in load_file(trained / "dflash.safetensors").items():
-        if markov or not name.startswith(("markov", "conf")):
-            add_tensor(writer, name, x)
+        add_tensor(writer, name, x)
     finish(writer, out)
 
 
@@ -106,11 +101,10 @@ def main() -> None:
     parser.add_argument("trained", type=Path)
     parser.add_argument("mtp", type=Path)
     parser.add_argument("dflash", type=Path)
-    parser.add_argument("--markov", action="store_true", help="keep the heads of DSpark")
     args = parser.parse_args()
     reader = gguf.GGUFReader(str(args.model))
     write_mtp(reader, args.trained, args.mtp)
-    write_dflash(reader, args.trained, args.dflash, args.markov)
+    write_dflash(reader, args.trained, args.dflash)
 
 
 if __name__ == "__main__":

@@ -12,31 +12,31 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from shape import N_EXPERT, N_LAYER, SSM_DT_RANK, model_config
 from torch import Tensor, nn
-from training_text import read_tokens, windows
 
 # (batch, time, share of the budget): short sequences first, the full context at the end.
 PHASES = ((64, 512, 0.7), (16, 2048, 0.3))
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Optimizer settings."""
+PEAK_RATE, WARMUP_STEPS, WEIGHT_DECAY, BALANCE_WEIGHT = 3e-3, 150, 0.1, 0.002
 
-    peak_rate: float = 3e-3
-    warmup_steps: int = 150
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip: float = 1.0
-    balance_weight: float = 0.002
+
+def read_tokens(path: Path, device: str) -> Tensor:
+    """Return the ids of a file of tokenize_text.py or own_text.py, int32."""
+    return torch.from_numpy(np.fromfile(path, "<u2").astype("<i4")).to(device)
+
+
+def windows(tokens: Tensor, batch: int, length: int) -> Tensor:
+    """Return random windows [batch, length] of tokens [n], int64."""
+    starts = torch.randint(len(tokens) - length + 1, (batch, 1), device=tokens.device)
+    return tokens[starts + torch.arange(length, device=tokens.device)].long()
 
 
 def build_model(device: str) -> nn.Module:
@@ -101,28 +101,36 @@ def evaluate(model: nn.Module, router: Router, tokens: Tensor, time: int) -> dic
     return {"loss": loss, "perplexity": math.exp(loss), "windows": len(rows)}
 
 
-def rate_at(recipe: Recipe, step: int, progress: float) -> float:
-    """Return the learning rate: linear warm-up, then a cosine over the wall-clock budget."""
-    warmup = min(1.0, (step + 1) / recipe.warmup_steps)
-    return recipe.peak_rate * warmup * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+class Optimizer:
+    """AdamW, which lets only matrices decay, with a rate that follows the wall-clock budget."""
+
+    def __init__(self, model: nn.Module, peak: float, warmup_steps: int, decay: float) -> None:
+        self._peak, self._warmup_steps = peak, warmup_steps
+        self._params = list(model.parameters())
+        groups = [
+            {"params": [p for p in self._params if p.ndim > 1], "weight_decay": decay},
+            {"params": [p for p in self._params if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+    def step(self, loss: Tensor, n_step: int, progress: float) -> None:
+        """Take one step: linear warm-up, then a cosine over the budget."""
+        self._adam.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._params, 1.0)
+        warmup = min(1.0, (n_step + 1) / self._warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        for group in self._adam.param_groups:
+            group["lr"] = self._peak * warmup * cosine
+        self._adam.step()
 
 
-def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """Return AdamW, which lets only matrices decay."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
-    found: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2))
-    return found
-
-
-def train(args: argparse.Namespace, recipe: Recipe) -> None:
+def train(args: argparse.Namespace) -> None:
     """Train, evaluate, and write both files."""
     tokens = read_tokens(args.corpus / "train.u16", args.device)
     model = build_model(args.device)
-    router, optimizer = Router(model), optimizer_of(model, recipe)
-    params = list(model.parameters())
+    router = Router(model)
+    optimizer = Optimizer(model, PEAK_RATE, WARMUP_STEPS, WEIGHT_DECAY)
     phases = [(b // args.shrink, t // args.shrink, share) for b, t, share in PHASES]
     log: list[dict[str, float]] = []
     start, step, n_tokens = time.time(), 0, 0
@@ -130,14 +138,9 @@ def train(args: argparse.Namespace, recipe: Recipe) -> None:
         batch, length, _ = phases[progress > phases[0][2]]
         loss = token_loss(model, windows(tokens, batch, length + 1))
         balance = balance_loss(router.take())
-        optimizer.zero_grad(set_to_none=True)
-        (loss + recipe.balance_weight * balance).backward()
-        torch.nn.utils.clip_grad_norm_(params, recipe.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(recipe, step, progress)
-        optimizer.step()
+        optimizer.step(loss + BALANCE_WEIGHT * balance, step, progress)
         step, n_tokens = step + 1, n_tokens + batch * length
-        if step % args.log_every == 0:
+        if step % 50 == 0:
             log.append({"step": step, "tokens": n_tokens, "seconds": round(time.time() - start, 1),
                         "loss": round(loss.item(), 4),
                         "balance": round(balance.item() / N_LAYER, 3)})  # fmt: skip
@@ -146,8 +149,8 @@ def train(args: argparse.Namespace, recipe: Recipe) -> None:
     save_file(state, args.out / "checkpoint.safetensors")
     held_out = read_tokens(args.corpus / "heldout.u16", args.device)
     report = {
-        "parameters": sum(p.numel() for p in params), "steps": step, "tokens": n_tokens,
-        "seconds": round(time.time() - start, 1), "recipe": asdict(recipe), "phases": phases,
+        "parameters": sum(p.numel() for p in model.parameters()), "steps": step, "tokens": n_tokens,
+        "seconds": round(time.time() - start, 1), "phases": phases,
         "torch": torch.__version__,
         "held_out": evaluate(model, router, held_out, phases[1][1]), "log": log,
     }  # fmt: skip
@@ -162,10 +165,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480.0, help="wall-clock budget")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1, help="divide batch and length (dry runs)")
-    parser.add_argument("--log-every", type=int, default=50)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    train(args, Recipe())
+    train(args)
 
 
 if __name__ == "__main__":
