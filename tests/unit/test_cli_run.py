@@ -16,6 +16,7 @@ import pytest
 from helpers.fake_engine import END, N_VOCAB, FakeEngine, ids_file
 
 from moegraph.cli import ui
+from moegraph.cli.outputs import OutputFile
 from moegraph.config import EngineConfig
 from moegraph.errors import (
     ConfigError,
@@ -354,3 +355,22 @@ class TestInterrupt:
         cli.engine = FakeEngine("abcdef", before_token=press_twice)
         result = cli("run", "m", "-p", "x")
         assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+def test_a_shorter_result_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"a longer one")
+    with OutputFile(path) as file:
+        assert path.read_bytes() == b"a longer one", "nothing is lost before there is a result"
+        file.write(b"one")
+        file.write(b"two")
+    assert path.read_bytes() == b"onetwo"
+
+
+def test_a_file_that_fails_is_one_line_and_code_1(cli: Cli) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device", "f.bin")
+
+    cli.on_load = fail
+    result = cli("run", "m", "-p", "x")
+    assert (result.exit_code, result.stderr) == (1, "error: f.bin: No space left on device\n")

@@ -56,6 +56,7 @@ def test_probabilities_have_the_old_form() -> None:
     *chunks, _ = Case(["ab"], step_s=0.001).events(PATH, {"prompt": "x", "logprobs": 0})
     found = [c["choices"][0]["logprobs"] for c in chunks]
     assert [t for one in found for t in one["tokens"]] == ["a", "b"]
+    assert [at for one in found for at in one["text_offset"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
