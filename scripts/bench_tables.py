@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of README.md and docs/benchmarks.md from one run of scripts/measure_card.
+"""Write the tables of README.md and the pages of benchmarks from one run of scripts/measure_card.
 
 The pages name tables, and the parts of the run that each is made of. The script rewrites the text
 between two comments:
@@ -33,7 +33,8 @@ from _card_parts import PARTS
 from _card_results import DONE, Results
 from _tools import fetch
 
-PAGES = (bench.ROOT / "README.md", bench.ROOT / "docs" / "benchmarks.md")
+DOCS = bench.ROOT / "docs"
+PAGES = (bench.ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "benchmarks" / "longer.md")
 RAW = bench.ROOT / "docs" / "benchmarks" / "card.jsonl"
 MARK = re.compile(r"(<!-- table: (\w+)((?: [\w-]+)+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Lines = Sequence[bench.Line]
