@@ -53,7 +53,7 @@ def test_probabilities_have_the_old_form() -> None:
     found = Case(["ab"]).answer(PATH, {"prompt": "x", "logprobs": 2})["choices"][0]["logprobs"]
     assert found["tokens"] == ["a", "b"] and found["token_logprobs"] == [-0.5, -0.5]
     assert found["text_offset"] == [0, 1] and list(found["top_logprobs"][0]) == ["a", "b"]
-    *chunks, _ = Case(["ab"], step_s=0.001).events(PATH, {"prompt": "x", "logprobs": 0})
+    *chunks, _ = Case(["a", "b"], step_s=0.02).events(PATH, {"prompt": "x", "logprobs": 0})
     found = [c["choices"][0]["logprobs"] for c in chunks]
     assert [t for one in found for t in one["tokens"]] == ["a", "b"]
     assert [at for one in found for at in one["text_offset"]] == [0, 1]
