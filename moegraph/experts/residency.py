@@ -56,6 +56,7 @@ class Residency:
     """Which experts are where, and what passes do about the missing ones.
 
     routing: how often each expert was chosen. split: how many missing experts the CPU computes.
+    n_exchanged, n_kept: experts, summed over all passes.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Residency:
             il for il in fetchable if self._choice.fetches(1) and cache.layers[il].can_fetch
         )
         self._short_layers: dict[int, frozenset[int]] = {}  # by the number of ids
+        self.n_exchanged = self.n_kept = 0
         self._exchanges = exchanges
         self._pass: PassPlan | None = None
         self._is_stale = False  # a prompt changed the scores, and slots may not follow them yet
@@ -165,6 +167,7 @@ class Residency:
                 layer.take(expert, slot)
             if pairs:
                 found.append((layer.il, pairs))
+                self.n_exchanged += len(pairs)
         return found
 
     def preferred(self, il: int) -> dict[int, int]:
@@ -182,6 +185,7 @@ class Residency:
         """
         for expert, slot in pairs:
             self._layers[il].take(expert, slot)
+        self.n_kept += len(pairs)
 
     def begin_fetch(self, layers: Iterable[int]) -> None:
         """Note that a graph that fetches in these layers is launched next."""

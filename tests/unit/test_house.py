@@ -73,7 +73,7 @@ LARGE = {
     "loader.load": 62,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 55_328
+LINES = 55_332
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
