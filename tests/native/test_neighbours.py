@@ -158,10 +158,20 @@ def chat(text: str) -> dict[str, Any]:
 COMPLETE = "/v1/completions"
 POSTS: dict[str, tuple[str, list[Any], int]] = {
     "8 texts of 3.2 MB to /tokenize": ("/tokenize", [{"content": TEXT}], 8),
+    "8 words of 2 MB to /tokenize": ("/tokenize", [{"content": "x" * 2_000_000}], 8),
+    "8 texts of 800 kB with pieces": (
+        "/tokenize", [{"content": TEXT[:800_000], "with_pieces": True}], 8,
+    ),
     "4 times 900,000 ids to /detokenize": ("/detokenize", [{"tokens": [5] * 900_000}], 4),
     "4 conversations of 3.2 MB to /apply-template": ("/apply-template", [chat(TEXT)], 4),
+    "5,000 messages to /apply-template": (
+        "/apply-template", [{"messages": chat("x" * 100)["messages"] * 5000}], 4,
+    ),
     "4 conversations of 3.2 MB": ("/v1/chat/completions", [chat(TEXT)], 4),
+    "4 conversations of 3.2 MB, counted": ("/v1/messages/count_tokens", [chat(TEXT)], 4),
+    "a long prompt": (COMPLETE, [{"prompt": TEXT[:10_000], "max_tokens": 5}], 1),
     "8 long prompts": (COMPLETE, [{"prompt": TEXT[:10_000], "max_tokens": 5}], 8),
+    "4 prompts larger than the context": (COMPLETE, [{"prompt": TEXT, "max_tokens": 5}], 4),
     "a prompt of 900,000 ids": (COMPLETE, [{"prompt": [5] * 900_000, "max_tokens": 5}], 4),
     "grammars a{1000} of b{1000} of c{1000}": (
         COMPLETE, [grammar(repeated("{1000}", '"x"', n)) for n in (1, 2)], 2,
@@ -174,16 +184,30 @@ POSTS: dict[str, tuple[str, list[Any], int]] = {
         ],
         2,
     ),
+    "a grammar of 32 kB": (
+        COMPLETE,
+        [grammar("root ::= a0\n" + "\n".join(f"a{i} ::= a{i+1} | [a-z] a{i+1}" for i in range(1200))
+                 + '\na1200 ::= "x"')],
+        2,
+    ),
     "schemas with huge counts": (
         COMPLETE,
         [schema(nested({"type": "integer"}, 3, minItems=1000)),
          schema({"type": "string", "minLength": 100_000, "maxLength": 1_000_000})],
         2,
     ),
+    "schemas nested 60 deep": (COMPLETE, [schema(nested({"type": "integer"}, 60))], 4),
+    "an enum of 10,000": (COMPLETE, [schema({"enum": [f"value {i}" for i in range(10_000)]})], 4),
     "2,000 alternatives": (
         COMPLETE,
         [schema({"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}},
                             "required": [f"p{i}"]} for i in range(2000)]})],
+        4,
+    ),
+    "1,900 optional properties": (
+        COMPLETE,
+        [schema({"type": "object",
+                 "properties": {f"p{i}": {"type": "integer"} for i in range(1900)}})],
         4,
     ),
     "hostile regexes": (
@@ -192,10 +216,17 @@ POSTS: dict[str, tuple[str, list[Any], int]] = {
          pattern("^(((a{0,50}){0,50}){0,50}){0,50}$")],
         1,
     ),
+    "64 long stop strings": (
+        COMPLETE, [{**PROMPT, "stop": [f"{i}" + "a" * 1000 for i in range(64)]}], 4,
+    ),
+    "a bias for each token": (
+        COMPLETE, [{**PROMPT, "logit_bias": {str(i): 1 for i in range(4096)}}], 4,
+    ),
     "20 likely tokens, 16 answers": (
         COMPLETE, [{**PROMPT, "logprobs": 20, "n": 16, "max_tokens": 100}], 1,
     ),
     "JSON nested 100,000 deep": (COMPLETE, [[]], 0),  # see below
+    "a million numbers": (COMPLETE, [{"prompt": "x", "other": [1] * 1_000_000}], 4),
     "1,000 tools": (
         "/v1/chat/completions",
         [{**chat("x"), "tools": [{"type": "function", "function": {
@@ -247,6 +278,13 @@ def cancelled(enemy: Enemy) -> None:
             sock.recv(100)
 
 
+def short(enemy: Enemy) -> None:
+    for _ in range(300):
+        with enemy.connect() as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            sock.recv(1000)
+
+
 def calm(watch: Watch) -> float:
     """Return the longest gap alone, when what went before has ended."""
     for _ in range(10):
@@ -289,6 +327,7 @@ ENEMIES: dict[str, Callable[[Enemy], object]] = {
     "20 slow senders": slow_sender,
     "8 slow readers": slow_reader,
     "40 streams that are left": cancelled,
+    "300 short connections": short,
 }
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.clients import Client, serving, together
+from helpers.clients import GREEDY, Client, serving, together
 from helpers.reading import read
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
+from moegraph.loop.answer import Answer
+from moegraph.loop.requests import Request
 from moegraph.passes import prefixes
 from moegraph.passes.prefixfile import read_head
 
@@ -111,3 +113,38 @@ def test_requests_of_different_owners_share_nothing(open_engine: Open, n_seq: in
         cached = [client.wait().last.usage.n_cached for client in both]
     assert cached == [0, 299, 0]
     assert all(client.tokens == first.tokens for client in both)
+
+
+def test_nobody_waits_for_the_same_prompt_of_another_owner(open_engine: Open) -> None:
+    engine = open_engine(**ONE, n_seq=3)
+    ids = prompt(engine, 300)
+    with serving(engine) as service:
+        one, same, other = (
+            Answer.of(Request(ids, GREEDY, text=False, owner=owner), engine.core, None, None)
+            for owner in "aab"
+        )
+        shares = service._loop._reading._shares
+        assert shares(same, one) and not shares(other, one)
+
+
+def test_a_request_that_was_moved_to_host_memory_comes_back_as_its_owners(
+    open_engine: Open,
+) -> None:
+    engine = open_engine(cpu_reference=True, n_ctx=1024, n_seq=4, n_kv=-1)
+    with serving(engine) as service:
+        with together(service):
+            clients = [
+                Client(service, prompt(engine, 250, seed=i), max_tokens=500, owner=f"{i}")
+                for i in range(4)
+            ]
+        texts = [client.wait().tokens for client in clients]
+        service.drain()
+        assert service.status().counts.preempted
+    n_known = 0
+    for i, tokens in enumerate(texts):
+        ids = np.concatenate([prompt(engine, 250, seed=i), tokens])
+        for owner in "0123":
+            found = [engine.prefixes.n_common(seq, ids, owner) for seq in range(4)]
+            n_known += max(found) * (owner == f"{i}")
+            assert owner == f"{i}" or max(found) < 50
+    assert n_known > 250

@@ -115,6 +115,7 @@ def test_another_process_goes_on_where_this_one_was(
 
 @pytest.mark.parametrize("change", [
     {"type_k": "q8_0"}, {"cpu_reference": False}, {"preset": "float32"}, {"device": "cpu,cpu"},
+    {"deterministic": True},
 ])  # fmt: skip
 def test_other_models_and_settings_use_nothing(
     open_engine: Open, tmp_path: Path, filled: Filled, change: dict[str, Any]
@@ -149,24 +150,31 @@ def test_states_are_read_into_memory_that_no_device_reads(
     assert calls[at - 2 : at] == ["new_states", "wait"]
 
 
+def test_the_context_may_differ(open_engine: Open, tmp_path: Path, filled: Filled) -> None:
+    ids, _ = filled(tmp_path)
+    engine = open_engine(**{**ONE, "n_ctx": 2048, "n_seq": 2, "n_kv": -1, "n_ubatch": 64})
+    engine.keep_prefixes(tmp_path, GIB)
+    assert engine.prefixes.resume(1, ids) == 450
+
+
 def places(path: Path) -> dict[str, int]:
     """Return a byte of each part of a file, by name."""
     head, size = read_head(path), path.stat().st_size
     return {
-        "header": 60, "rows": size - head.n_states - head.n_rows_bytes // 2 - 20,
-        "states": size - 50,
+        "magic": 3, "header": 60, "rows": size - head.n_states - head.n_rows_bytes // 2 - 20,
+        "states": size - 50, "last": size - 1,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ["header", "rows", "states", "short"])
+@pytest.mark.parametrize("part", ["magic", "header", "rows", "states", "last", "short", "empty"])
 def test_a_damaged_file_is_not_used_and_costs_one_line(
     open_engine: Open, tmp_path: Path, filled: Filled, part: str
 ) -> None:
     ids, second = filled(tmp_path)
     [bad] = [path for path in files(tmp_path) if read_head(path).n_tokens == 250]
     data = bytearray(bad.read_bytes())
-    if part == "short":
-        data = data[:-100]
+    if part in ("short", "empty"):
+        data = data[: -100 if part == "short" else 0]
     else:
         data[places(bad)[part]] ^= 1
     bad.write_bytes(data)
@@ -192,6 +200,18 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     disk = PrefixDisk(tmp_path, "m", WIDTHS, GIB)
     disk.close()
     assert disk.messages == [] and sorted(tmp_path.iterdir()) == sorted([foreign, fresh])
+
+
+def test_without_its_beginning_a_file_goes_too(
+    open_engine: Open, tmp_path: Path, filled: Filled
+) -> None:
+    ids, _ = filled(tmp_path)
+    [first] = [path for path in files(tmp_path) if not read_head(path).first]
+    first.unlink()
+    engine = open_engine(**ONE)
+    engine.keep_prefixes(tmp_path, GIB)
+    assert engine.prefixes.disk.n_places == 0 and files(tmp_path) == []
+    assert engine.prefixes.resume(0, ids) == 0
 
 
 def test_what_memory_has_no_room_for_comes_back_from_disk(
@@ -264,6 +284,18 @@ def test_what_others_go_on_from_is_deleted_after_them(tmp_path: Path) -> None:
         assert before - {*files(tmp_path)} == {paths[gone]}
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_run_begins_where_its_parent_ends(tmp_path: Path, first: int) -> None:
+    parent = write_tiny(tmp_path, 1)
+    write_tiny(tmp_path, 2, parent.key, 1)
+    assert PrefixDisk(tmp_path, *TINY, GIB).n_places == 2
+    write_tiny(tmp_path, 3, parent.key, first)
+    write_tiny(tmp_path, 4, "", 1)
+    disk = PrefixDisk(tmp_path, *TINY, GIB)
+    assert disk.n_places == 2 == len(files(tmp_path))
+    assert [entry.end for entry in disk.find(np.array([1, 2, 3], np.int32))] == [1, 2]
+
+
 def test_a_disk_that_fails_costs_one_line(
     open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +355,92 @@ def test_no_fuzzed_header_passes(open_engine: Open, tmp_path: Path, filled: Fill
             read_head(path)
 
 
+Change = Callable[[Head, list[np.ndarray], np.ndarray], tuple[Head, list[np.ndarray], np.ndarray]]
+
+
+def other_rows(change: Callable[[list[np.ndarray]], list[np.ndarray]]) -> Change:
+    """Return a change of a file's KV rows, with a header that tells their shapes."""
+
+    def changed(head: Head, rows: list[np.ndarray], states: np.ndarray) -> Any:
+        rows = change(rows)
+        return replace(head, rows=[list(part.shape) for part in rows]), rows, states
+
+    return changed
+
+
+def other_states(change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    return lambda head, rows, states: (
+        replace(head, n_states=len(change(states))), rows, change(states)
+    )  # fmt: skip
+
+
+FORGED: dict[str, Change] = {
+    "narrow rows": other_rows(lambda rows: [part[:, :8] for part in rows]),
+    "wide rows": other_rows(lambda rows: [np.repeat(part, 2, 1) for part in rows]),
+    "one narrow cache": other_rows(lambda rows: [*rows[:-1], rows[-1][:, 1:]]),
+    "one position": other_rows(lambda rows: [part[:1] for part in rows]),
+    "a position less": other_rows(lambda rows: [part[1:] for part in rows]),
+    "a position more": other_rows(lambda rows: [part[[0, *range(len(part))]] for part in rows]),
+    "a short cache": other_rows(lambda rows: [rows[0], rows[1][1:], *rows[2:]]),
+    "a cache less": other_rows(lambda rows: rows[1:]),
+    "no caches": other_rows(lambda rows: []),
+    "a cache more": other_rows(lambda rows: [*rows, rows[0]]),
+    "short states": other_states(lambda states: states[:-4]),
+    "no states": other_states(lambda states: states[:0]),
+    "long states": other_states(lambda states: np.append(states, states[:4])),
+    "states of NaN": other_states(lambda states: np.full(len(states), 255, np.uint8)),
+    "a drafter": lambda head, rows, states: (replace(head, drafted={"x": []}), rows, states),
+    "half a token": lambda head, rows, states: (
+        replace(head, n_tokens=head.n_tokens + 0.0), rows, states
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
+def test_a_whole_file_of_other_shapes_is_not_used(
+    open_engine: Open, tmp_path: Path, filled: Filled, change: Change
+) -> None:
+    """Its hashes are right: it was written so."""
+    ids, _ = filled(tmp_path)
+    [path] = [path for path in files(tmp_path) if not read_head(path).first]
+    head = read_head(path)
+    states = np.empty(head.n_states, np.uint8)
+    read_states(path, head, states)
+    head, rows, states = change(head, read_rows(path, head)[0], states)
+    write_file(path, head, rows, states)
+    engine, alone = open_engine(**ONE), open_engine(**ONE)
+    engine.keep_prefixes(tmp_path, GIB)
+    asked = np.append(ids[:300], 5)
+    logits, n = read(engine, 0, asked)
+    assert n == 0
+    np.testing.assert_array_equal(logits, cold(alone, asked))
+    [line] = engine.drain_messages()
+    assert line.startswith(f"{path}: ") and line.endswith("; the file is not used")
+    assert not path.exists()
+
+
+def test_a_file_under_another_ones_name_is_not_used(
+    open_engine: Open, tmp_path: Path, filled: Filled
+) -> None:
+    filled(tmp_path)
+    one, other = files(tmp_path)[:2]
+    other.write_bytes(one.read_bytes())
+    engine = open_engine(**ONE)
+    engine.keep_prefixes(tmp_path, GIB)
+    assert f"{other}: its name is another one's; the file is not used" in engine.drain_messages()
+
+
+def test_rows_of_a_drafter_have_its_shapes(open_engine: Open, tmp_path: Path) -> None:
+    widths = Widths([4], {"d": [8, 6]}, 2)
+    head = Head("m", "", 0, 5, [[5, 4]], {}, 2, np.arange(5, dtype=np.int32))
+    for drafted in ({}, {"d": [[5, 8], [0, 6]]}, {"d": [[1, 8], [3, 6]]}):
+        replace(head, drafted=drafted).require(widths)
+    for drafted in ({"e": [[5, 8], [5, 6]]}, {"d": []}, {"d": [[5, 8]]}, {"d": [[6, 8], [5, 6]]},
+                    {"d": [[5, 8], [5, 7]]}, {"d": [[5, 8], [5, 6], [5, 6]]}):  # fmt: skip
+        with pytest.raises(DamagedFile, match="drafter"):
+            replace(head, drafted=drafted).require(widths)
+
+
 @pytest.mark.parametrize("kept_time", [False, True])
 def test_a_model_that_changed_in_place_uses_nothing(
     open_engine: Open, model_path: Callable[[str], Path], tmp_path: Path, kept_time: bool
@@ -356,6 +474,26 @@ def test_a_model_that_changed_in_place_uses_nothing(
         assert changed.prefixes.n_saved(ids) == 0
         [line] = changed.drain_messages()
         assert line.endswith("files are of another model or other settings; not used")
+
+
+def test_a_copy_that_keeps_its_time_uses_all(
+    open_engine: Open, model_path: Callable[[str], Path], tmp_path: Path, filled: Filled
+) -> None:
+    ids, _ = filled(tmp_path / "kept")
+    copy = shutil.copy2(model_path("legacy32"), tmp_path / "elsewhere.gguf")
+    with closing(loaded(copy)) as engine:
+        engine.keep_prefixes(tmp_path / "kept", GIB)
+        assert engine.prefixes.n_saved(ids) == 450
+
+
+def test_another_drafters_file_is_another_cache(open_engine: Open, tmp_path: Path) -> None:
+    draft, folder = write_small(tmp_path, windows="ff"), tmp_path / "kept"
+    chosen = {**ONE, "spec": "dflash", "draft": str(draft)}
+    fill(open_engine(**chosen), folder)
+    os.utime(draft, (0, 0))
+    engine = open_engine(**chosen)
+    engine.keep_prefixes(folder, GIB)
+    assert engine.prefixes.disk.n_places == 0
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -416,78 +554,3 @@ def test_a_folder_that_others_can_write_to_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(ConfigError, match=f"to user {owner}, .* folder of user {owner + 1}"):
         PrefixDisk(folder, "m", WIDTHS, GIB)
-
-
-@pytest.mark.parametrize("first", [0, 2])
-def test_a_run_begins_where_its_parent_ends(tmp_path: Path, first: int) -> None:
-    parent = write_tiny(tmp_path, 1)
-    write_tiny(tmp_path, 2, parent.key, 1)
-    assert PrefixDisk(tmp_path, *TINY, GIB).n_places == 2
-    write_tiny(tmp_path, 3, parent.key, first)
-    write_tiny(tmp_path, 4, "", 1)
-    disk = PrefixDisk(tmp_path, *TINY, GIB)
-    assert disk.n_places == 2 == len(files(tmp_path))
-    assert [entry.end for entry in disk.find(np.array([1, 2, 3], np.int32))] == [1, 2]
-
-
-Change = Callable[[Head, list[np.ndarray], np.ndarray], tuple[Head, list[np.ndarray], np.ndarray]]
-
-
-def other_rows(change: Callable[[list[np.ndarray]], list[np.ndarray]]) -> Change:
-    """Return a change of a file's KV rows, with a header that tells their shapes."""
-
-    def changed(head: Head, rows: list[np.ndarray], states: np.ndarray) -> Any:
-        rows = change(rows)
-        return replace(head, rows=[list(part.shape) for part in rows]), rows, states
-
-    return changed
-
-
-def other_states(change: Callable[[np.ndarray], np.ndarray]) -> Change:
-    return lambda head, rows, states: (
-        replace(head, n_states=len(change(states))), rows, change(states)
-    )  # fmt: skip
-
-
-FORGED: dict[str, Change] = {
-    "wide rows": other_rows(lambda rows: [np.repeat(part, 2, 1) for part in rows]),
-    "a position less": other_rows(lambda rows: [part[1:] for part in rows]),
-    "a cache less": other_rows(lambda rows: rows[1:]),
-    "short states": other_states(lambda states: states[:-4]),
-    "states of NaN": other_states(lambda states: np.full(len(states), 255, np.uint8)),
-    "a drafter": lambda head, rows, states: (replace(head, drafted={"x": []}), rows, states),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
-def test_a_whole_file_of_other_shapes_is_not_used(
-    open_engine: Open, tmp_path: Path, filled: Filled, change: Change
-) -> None:
-    """Its hashes are right: it was written so."""
-    ids, _ = filled(tmp_path)
-    [path] = [path for path in files(tmp_path) if not read_head(path).first]
-    head = read_head(path)
-    states = np.empty(head.n_states, np.uint8)
-    read_states(path, head, states)
-    head, rows, states = change(head, read_rows(path, head)[0], states)
-    write_file(path, head, rows, states)
-    engine, alone = open_engine(**ONE), open_engine(**ONE)
-    engine.keep_prefixes(tmp_path, GIB)
-    asked = np.append(ids[:300], 5)
-    logits, n = read(engine, 0, asked)
-    assert n == 0
-    np.testing.assert_array_equal(logits, cold(alone, asked))
-    [line] = engine.drain_messages()
-    assert line.startswith(f"{path}: ") and line.endswith("; the file is not used")
-    assert not path.exists()
-
-
-def test_a_file_under_another_ones_name_is_not_used(
-    open_engine: Open, tmp_path: Path, filled: Filled
-) -> None:
-    filled(tmp_path)
-    one, other = files(tmp_path)[:2]
-    other.write_bytes(one.read_bytes())
-    engine = open_engine(**ONE)
-    engine.keep_prefixes(tmp_path, GIB)
-    assert f"{other}: its name is another one's; the file is not used" in engine.drain_messages()

@@ -103,6 +103,11 @@ class TestKinds:
         found = json.loads(drawn(begin("json_schema", SCHEMA), seed))
         assert set(found) == {"name", "n"} and isinstance(found["n"], int)
 
+    def test_blanks_between_json_tokens_have_an_end(self) -> None:
+        constraint = begin("json_object")
+        take(constraint, "{\n" + " " * 20)
+        assert may_follow(constraint) == {'"', '": ', "}"}
+
 
 class TestLimits:
     @pytest.mark.parametrize("n_rules", [2, 3])
@@ -140,6 +145,15 @@ class TestLimits:
         with pytest.raises(RequestError, match="what may come after 1 tokens took 0.* at most 0 s"):
             found.allowed()
 
+    def test_slow_grammars_allow_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        texts = [drawn(begin("json_schema", SCHEMA), seed) for seed in range(3)]
+        monkeypatch.setattr(constraint, "_SLOW_S", 0.0)
+        assert begin("json_schema", SCHEMA).is_slow
+        assert [drawn(begin("json_schema", SCHEMA), seed) for seed in range(3)] == texts
+        slow = begin("json_schema", SCHEMA)
+        with pytest.raises(RequestError, match="the grammar fails"):
+            slow.accept(VOCABULARY.encode("x")[0])
+
 
 class TestState:
     def test_rolling_back_restores_what_is_allowed(self) -> None:
@@ -166,6 +180,11 @@ class TestState:
         take(constraint, '"name": "x", "n": 1')
         assert constraint.n_accepted([*b"2}", END, END]) == 3
 
+    def test_two_answers_of_one_grammar_are_apart(self) -> None:
+        one, other = begin("regex", "ab|cd"), begin("regex", "ab|cd")
+        take(one, "a")
+        assert may_follow(one) == {"b"} and may_follow(other) == {"a", "c"}
+
     def test_a_token_that_is_not_allowed_is_an_error(self) -> None:
         with pytest.raises(RequestError, match="the grammar fails"):
             begin("regex", "ab").accept(ord("x"))
@@ -182,6 +201,16 @@ class TestAfterReasoning:
         assert may_follow(constraint) == {"a", "\n"}
         take(constraint, "\nab")
         assert may_follow(constraint) == {"<|im_end|>"}
+
+    def test_an_end_of_several_tokens(self) -> None:
+        constraint = begin("regex", "ab", after="</think>")
+        for token in b"so</thi":
+            constraint.accept(token)
+        assert constraint.n_accepted([*b"nk>ax"]) == 4
+        for token in b"nk>":
+            assert constraint.allowed() is None
+            constraint.accept(token)
+        assert "a" in may_follow(constraint)
 
     def test_rolling_back_into_reasoning(self) -> None:
         constraint = begin("regex", "ab", after="</think>")
@@ -244,6 +273,13 @@ class TestRefused:
         with pytest.raises(RequestError, match=says):
             GRAMMARS.compile(kind, source)
 
+    def test_a_schema_that_is_too_deep(self) -> None:
+        schema: dict[str, Any] = {}
+        for _ in range(3000):
+            schema = {"items": schema}
+        with pytest.raises(RequestError, match="not valid"):
+            GRAMMARS.compile("json_schema", schema)
+
     def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "llguidance", None)
         with pytest.raises(ConfigError, match="pip install llguidance"):
@@ -253,6 +289,28 @@ class TestRefused:
 def test_braces_in_a_lark_grammar_are_no_schemas() -> None:
     source = '%llguidance {}\nstart: "{x}" "{\\"a\\":" %json {"const": {"b": 1}} /}{2}/'
     take(begin("lark", source), '{x}{"a":{"b":1}}}')
+
+
+@pytest.mark.parametrize("step", [0.01, 0.25, 1, 7, 60, 1e6])
+def test_numbers_may_be_multiples_of_round_ones(step: float) -> None:
+    begin("json_schema", {"type": "number", "multipleOf": step})
+
+
+def test_an_object_may_have_many_optional_properties() -> None:
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    constraint = begin("json_schema", {"type": "object", "properties": properties})
+    take(constraint, '{"p3": 1, "p999": 2}')
+    assert "<|im_end|>" in may_follow(constraint)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "lark"])
+def test_a_bound_may_have_a_fraction_of_zero(kind: str) -> None:
+    schema = {"type": "array", "items": {"maxLength": 1.0}, "minItems": 1.0, "maxItems": 2.0}
+    source = schema if kind == "json_schema" else f"start: %json {json.dumps(schema)}"
+    take(begin(kind, source), "[1,2]")
+    for text in ("[]", "[1,2,3]", '["ab"]'):
+        with pytest.raises(AssertionError):
+            take(begin(kind, source), text)
 
 
 def test_what_of_a_schema_is_passed_over_is_told() -> None:

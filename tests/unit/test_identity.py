@@ -52,11 +52,20 @@ def test_each_expert_of_each_tensor_counts_even_if_no_time_tells(parts: list[Pat
         for info in model.tensors.values():
             n_slices = info.ne[2]
             size = info.nbytes // n_slices
-            for expert in sorted({0, n_slices // 2, n_slices - 1}):
+            for expert in sorted({0, 1, n_slices // 2, n_slices - 1} & {*range(n_slices)}):
                 with edited(model.paths[info.part], info.offset + expert * size, size):
                     assert file_hash(model) != before, f"{info.name} {expert}"
                 n_experts += n_slices > 1
         assert n_experts > 20 and file_hash(model) == before
+
+
+def test_a_tensor_is_sampled_in_several_places(parts: list[Path]) -> None:
+    with open_model(parts[0]) as model:
+        before, info = file_hash(model), model.tensors["token_embd.weight"]
+        tenth = info.nbytes // 10
+        for at in range(10):
+            with edited(model.paths[0], info.offset + at * tenth, tenth):
+                assert file_hash(model) != before, at
 
 
 @pytest.mark.parametrize("no", range(3))

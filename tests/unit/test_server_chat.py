@@ -381,3 +381,12 @@ def test_a_mistake_of_ours_ends_the_stream_with_an_error(monkeypatch: pytest.Mon
     assert response.status_code == 500 and "inner" not in response.text
     assert all(ticket.gone.is_set() for ticket in case.service.tickets)
     assert case.state.metrics.n_open == 0
+
+
+def test_answers_name_what_made_them() -> None:
+    bodies = {"/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "a"}}
+    for path, body in bodies.items():
+        case = Case()
+        found = [case.answer(path, body), *case.events(path, body)[:-1]]
+        names = {one["system_fingerprint"] for one in found}
+        assert len(names) == 1 and names.pop().startswith("b")

@@ -168,6 +168,18 @@ def _figures(case: Case, path: str = "/metrics") -> dict[str, float]:
     }
 
 
+def test_rates_are_of_the_time_since_they_were_read_last() -> None:
+    case = Case(["abcde"], n_read_steps=1)
+    rates = ("llamacpp:prompt_tokens_seconds", "llamacpp:predicted_tokens_seconds")
+    case.chat()
+    for path in ("/metrics?peek", "/metrics"):
+        found = _figures(case, path)
+        # the fake takes 10 ms for a prompt and 1 ms a token, of which the first comes for nothing
+        assert [found[name] for name in rates] == pytest.approx([len("user: hi") / 0.01, 4 / 0.005])
+    assert [_figures(case)[name] for name in rates] == [0.0, 0.0]
+    assert _figures(case)["llamacpp:tokens_predicted_total"] == 5
+
+
 def test_metrics_have_the_names_of_other_servers() -> None:
     case = Case(["ab"], n_read_steps=1, n_cached=3)
     case.chat(n=2)
