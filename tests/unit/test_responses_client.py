@@ -12,7 +12,8 @@ import pytest
 from helpers.served import served
 from helpers.server_case import Case
 
-from moegraph.errors import NativeError
+from moegraph.errors import ContextOverflow, NativeError, QueueFull
+from moegraph.server.answers import Answers
 
 
 def look(a: int) -> str:
@@ -65,6 +66,18 @@ def test_a_stream_makes_the_response_that_comes_at_once() -> None:
     }
     for one, other in zip(whole.output, streamed.output):
         assert one.model_dump(exclude=unlike) == other.model_dump(exclude=unlike)
+
+
+def test_what_a_stream_costs_is_told_with_its_last_event_or_with_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Answers, "_next", lambda talk: talk._steps.popleft())  # none is merged
+    for each in (None, True):
+        case, body = Case(["Hello", " world"]), {"input": "hi", "timings_per_token": each}
+        events = case.events("/v1/responses", body)
+        timed = [event["type"] for event in events if "timings" in event]
+        assert timed[-1] == "response.completed" and events[-1]["timings"]["predicted_n"] == 11
+        assert ("response.output_text.delta" in timed) == (each is True)
 
 
 def test_a_tool_makes_its_round() -> None:
@@ -127,6 +140,63 @@ def test_structured_output_is_parsed() -> None:
     assert isinstance(form.source, dict) and form.source["required"] == ["name"]
 
 
+def test_log_probabilities() -> None:
+    case = Case(["ab"])
+    with client_of(case) as client:
+        found = client.responses.create(
+            model="m", input="a", include=["message.output_text.logprobs"], top_logprobs=2
+        )
+    message: Any = found.output[0]
+    entries = message.content[0].logprobs
+    assert [entry.token for entry in entries] == ["a", "b"]
+    assert [len(entry.top_logprobs) for entry in entries] == [2, 2]
+
+
+def test_an_answer_that_is_cut_is_incomplete() -> None:
+    with client_of(Case(["Hello"])) as client:
+        with client.responses.stream(model="m", input="a", max_output_tokens=3) as stream:
+            last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    details = last.response.incomplete_details
+    assert last.response.output_text == "Hel" and details and details.reason == "max_output_tokens"
+
+
+def test_tokens_are_counted_without_an_answer() -> None:
+    case = Case()
+    with client_of(case) as client:
+        found = client.responses.input_tokens.count(model="m", input="hi")
+    assert (found.input_tokens, case.service.requests) == (len("user: hi"), [])
+
+
+@pytest.mark.parametrize(
+    "refusal, kind, code",
+    [
+        (ContextOverflow("long"), openai.BadRequestError, "context_length_exceeded"),
+        (QueueFull("full", 1.0), openai.RateLimitError, "queue_full"),
+    ],
+)
+def test_a_refusal_is_the_clients_exception(
+    refusal: Exception, kind: type[openai.APIStatusError], code: str
+) -> None:
+    with client_of(Case(refusal=refusal)) as client:
+        for stream in (False, True):
+            with pytest.raises(kind) as caught:
+                client.responses.create(model="m", input="a", stream=stream)
+            assert caught.value.code == code
+
+
+def test_a_wrong_field_is_named() -> None:
+    image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
+    wrong: Any = 5
+    with client_of(Case()) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="m", input=image)
+        assert caught.value.param == "input[0].content[0]"
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="m", input=wrong)
+        assert caught.value.param == "input"
+
+
 def test_a_failure_in_the_middle_reaches_the_client() -> None:
     with client_of(Case(["Hel", NativeError("the device is gone")])) as client:
         events = list(client.responses.create(model="m", input="a", stream=True))
@@ -135,3 +205,14 @@ def test_a_failure_in_the_middle_reaches_the_client() -> None:
         assert last.response.error.message == "the device is gone"
         with pytest.raises(openai.InternalServerError, match="the device is gone"):
             client.responses.create(model="m", input="a")
+
+
+def test_a_client_that_leaves_ends_its_request() -> None:
+    case = Case(["a"] * 1000, step_s=0.01)
+    with client_of(case) as client:
+        with client.responses.create(model="m", input="a", stream=True) as stream:
+            for event in stream:
+                if event.type == "response.output_text.delta":
+                    break
+        assert case.service.tickets[0].gone.wait(120)
+    assert len(case.state.responses.of("")) == 0

@@ -68,6 +68,20 @@ def test_the_cap_in_bytes_holds_and_what_was_used_stays() -> None:
         store.response("x1")
 
 
+def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
+    one = ResponseStore()
+    one.put(response("x0", text="y" * 100), question("z"))
+    store = ResponseStore(cap_bytes=3 * one.n_bytes + 20)
+    store.put(response("x0", text="y" * 100), question("z"))
+    store.put(response("x1", "x0", text="y" * 100), question("z"))
+    store.items("x1")
+    store.put(response("x2", text="y" * 100), question("z"))
+    store.put(response("x3", text="y" * 100), question("z"))
+    assert store.items("x0")
+    with pytest.raises(ApiError):
+        store.response("x1")
+
+
 def test_what_is_larger_than_the_cap_is_not_kept() -> None:
     store = ResponseStore(cap_bytes=100)
     store.put(response("a", text="y" * 100), [])

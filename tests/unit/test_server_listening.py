@@ -117,6 +117,12 @@ def test_many_clients_may_come_while_the_server_is_busy() -> None:
     assert with_server(go).startswith(b"HTTP/1.1 200")
 
 
+def test_a_client_that_vanished_is_found_out() -> None:
+    with listen("127.0.0.1", 0) as sock:
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
 def test_a_second_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegraph.server.listening.HEAD_S", 0.3)
 
@@ -129,6 +135,12 @@ def test_a_second_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPat
         writer.close()
 
     with_server(go)
+
+
+def test_a_head_that_comes_in_time_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraph.server.listening.HEAD_S", PATIENCE_S)
+    head = (b"GET /health HTTP/1.1\r\n", b"Host: localhost\r\n", b"Connection: close\r\n\r\n")
+    assert b'{"status":"ok"}' in with_server(lambda port: sent(port, *head, wait_s=0.05))
 
 
 @pytest.mark.parametrize(
