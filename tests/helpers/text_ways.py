@@ -24,7 +24,10 @@ N_CLIENTS = 8
 CHUNKS = (64, 512)
 ON_GPU: dict[str, Any] = {"device": "cuda", "deterministic": True}
 # Prompts around the widths at which kernels change, and of several chunks.
-LENGTHS = (5, 20, 31, 33, 40, 64, 65, 100, 130, 200, 257, 300, 400, 513, 600, 700)
+LENGTHS = (
+    5, 9, 20, 31, 33, 40, 48, 64, 65, 80, 100, 129,
+    130, 150, 200, 230, 257, 300, 350, 400, 450, 513, 600, 700,
+)  # fmt: skip
 Texts = list[list[int]]
 
 
