@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import ConfigError, InternalError
 from .cachestats import CacheStats
 from .policy import Policy
-from .slots import COUNTERS, Journal, LayerSlots, SavedSlots
+from .slots import COUNTERS, Journal, LayerSlots
 
 
 class ExpertCache:
@@ -97,13 +97,15 @@ class ExpertCache:
         journal.given.clear()
         journal.in_flight.clear()
 
-    def save(self) -> tuple[int, list[SavedSlots]]:
-        """Return the state between two passes, for `restore`; nothing is loading."""
-        return self.step, [layer.save() for layer in self.layers]
+    def lost_to(self, copy: ExpertCache) -> dict[int, list[tuple[int, int]]]:
+        """Return by layer (expert, slot) of what passes of a copy have overwritten.
 
-    def restore(self, saved: tuple[int, list[SavedSlots]]) -> dict[int, list[tuple[int, int]]]:
-        """Go back to a state; return by layer (expert, slot) of experts that must be uploaded."""
-        self.step, layers = saved
-        self._journal.given.clear()
-        due = {layer.il: layer.restore(one) for layer, one in zip(self.layers, layers)}
-        return {il: pairs for il, pairs in due.items() if pairs}
+        That must be uploaded again, and all tables are due, before a pass uses this cache.
+        """
+        lost = {}
+        for layer, other in zip(self.layers, copy.layers):
+            if not layer.full:
+                self.dirty.add(layer.il)
+                both = enumerate(zip(layer.owner, other.owner))
+                lost[layer.il] = [(mine, at) for at, (mine, held) in both if mine not in (-1, held)]
+        return lost

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from copy import deepcopy
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +25,7 @@ from .cache import ExpertCache
 from .cachestats import RoutingCounts
 from .cost import FetchChoice, MissWays
 from .passplan import FetchedLayer, LayerPlan, MissMode, Pairs, PassPlan, TableRow
-from .slots import LayerSlots, SavedSlots
+from .slots import LayerSlots
 
 # Most experts promoted in one pass: 30 MB of a 35B-A3B, which PCIe 5.0 copies in less than a
 # millisecond. The next pass waits for them.
@@ -41,15 +39,6 @@ _PATIENCE = 16
 _NO_LAYERS: frozenset[int] = frozenset()
 
 _NOTHING_FETCHED = FetchedLayer([], None, None)
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """What `Residency.restore` goes back to."""
-
-    cache: tuple[int, list[SavedSlots]]
-    counts: list[list[int]]
-    choice: FetchChoice
 
 
 class Residency:
@@ -246,21 +235,6 @@ class Residency:
         self._learning = 0, 0
         self.cache.rollback()
         self._pass = None
-
-    def save(self) -> _Saved:
-        """Return the state between two passes, for `restore`; the device is idle."""
-        self._mark_promoted()
-        return _Saved(self.cache.save(), deepcopy(self.routing.counts), deepcopy(self._choice))
-
-    def restore(self, saved: _Saved) -> dict[int, list[tuple[int, int]]]:
-        """Go back to a state before passes of several rows; the last of them has ended.
-
-        Returns by layer (expert, slot) of the experts that must be uploaded before the next pass.
-        """
-        self._promoted.clear()
-        self._learning = 0, 0
-        self.routing.counts, self._choice = deepcopy(saved.counts), deepcopy(saved.choice)
-        return self.cache.restore(saved.cache)
 
     def _mode(self, rules: MissRules, n_tokens: int) -> MissMode:
         fetches = rules.fetches and self._choice.fetches(n_tokens)

@@ -17,10 +17,8 @@ If a layer's graph fetches missing experts, `plan_victims` lists victims before 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -139,15 +137,6 @@ class Journal:
     given: list[tuple[int, int]] = field(default_factory=list)
     in_flight: dict[int, int] = field(default_factory=dict)
     dirty: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class SavedSlots:
-    """What `LayerSlots.restore` goes back to: owners, the policy's state, and counters."""
-
-    owner: list[int]
-    policy: dict[str, Any]
-    counted: list[int]
 
 
 class LayerSlots:
@@ -428,25 +417,6 @@ class LayerSlots:
         self.fresh.clear()
         self._ranking.clear()
         self.victims, self._first_victims = [], set()
-
-    def save(self) -> SavedSlots:
-        """Return the state between two passes, while nothing is loading."""
-        counted = [getattr(self, name) for name in COUNTERS]
-        return SavedSlots(list(self.owner), deepcopy(vars(self.policy)), counted)
-
-    def restore(self, saved: SavedSlots) -> list[tuple[int, int]]:
-        """Go back to a state; return (expert, slot) of each expert that has to be uploaded."""
-        now = enumerate(zip(saved.owner, self.owner))
-        due = [(expert, slot) for slot, (expert, other) in now if expert not in (-1, other)]
-        self.loading.clear()
-        self.owner[:] = saved.owner
-        vars(self.policy).update(deepcopy(saved.policy))
-        for name, n in zip(COUNTERS, saved.counted):
-            setattr(self, name, n)
-        if not self.full:
-            self.rebuild()
-            self._journal.dirty.add(self.il)
-        return due
 
     def _hold(self, expert: int, slot: int) -> None:
         self.resident.add(expert)

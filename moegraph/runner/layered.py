@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 
 import numpy as np
 import numpy.typing as npt
@@ -104,18 +105,19 @@ class LayeredRunner(Runner):
         For passes of several rows that are not of a text. The device is idle before and afterwards.
         """
         self.device.synchronize()
-        saved, phases = self.residency.save(), dict(self.phases)
-        sent = self.misses.sent if self.misses else None
+        real, phases, misses = self.residency, dict(self.phases), self.misses
+        counts = (misses.uploads.n_bytes, misses.n_cpu_experts) if misses else (0, 0)
+        self.residency = deepcopy(real)
         try:
             yield
         finally:
             self.give_up()
             self.device.synchronize()
-            due = self.residency.restore(saved)
-            if self.misses and sent:
-                for il, pairs in due.items():
-                    self.misses.uploads.fill(il, pairs)
-                self.misses.sent = sent
+            lost, self.residency = real.cache.lost_to(self.residency.cache), real
+            if misses:
+                for il, pairs in lost.items():
+                    misses.uploads.fill(il, pairs)
+                misses.uploads.n_bytes, misses.n_cpu_experts = counts
             self.phases.update(phases)
 
     def build(self, shape: PassShape, kind: Kind, results: Results) -> None:

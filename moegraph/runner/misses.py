@@ -108,7 +108,7 @@ Ids = npt.NDArray[np.int32]
 class Uploader:
     """Enqueues copies of experts, and the graphs that add them.
 
-    n_bytes: bytes that crossed to the device, summed.
+    n_bytes: bytes that crossed to the device, fetched by graphs too, summed.
     """
 
     def __init__(self, stage: Stage, max_ids: int) -> None:
@@ -279,7 +279,6 @@ class MissHandler:
         self.cpu_experts = cpu_experts if ways.cpu else None
         self.residency = Residency(cache, ways, fetchable=self.store.rows)
         self.n_cpu_experts = 0
-        self._n_fetched_bytes = 0
 
     @property
     def warnings(self) -> list[str]:
@@ -287,21 +286,12 @@ class MissHandler:
         cache = self.residency.cache
         return [self.store.warning, few_slots_warning(cache.n_slots, cache.n_expert_used)]
 
-    @property
-    def sent(self) -> tuple[int, int, int]:
-        """Bytes uploaded and fetched, and experts computed on the CPU; set to count anew."""
-        return self.uploads.n_bytes, self._n_fetched_bytes, self.n_cpu_experts
-
-    @sent.setter
-    def sent(self, counted: tuple[int, int, int]) -> None:
-        self.uploads.n_bytes, self._n_fetched_bytes, self.n_cpu_experts = counted
-
     def stats(self, phases_s: dict[str, float]) -> ExpertStats:
         """Return all counters; phases_s: the runner's seconds."""
         residency = self.residency
         return ExpertStats(
             residency.cache.stats,
-            self.uploads.n_bytes + self._n_fetched_bytes,
+            self.uploads.n_bytes,
             self.n_cpu_experts,
             len(residency.miss_mode(Kind.DECODE, 1).fetch_layers),
             phases_s,
@@ -323,7 +313,7 @@ class MissHandler:
     def fetched(self, il: int, experts: list[int], row: TableRow | None) -> None:
         """Count what the graph of a layer fetched; note the layer's changed table row, if any."""
         if experts:
-            self._n_fetched_bytes += self.store.packing(il).n_bytes * len(experts)
+            self.uploads.n_bytes += self.store.packing(il).n_bytes * len(experts)
         if row:
             self._tables.write(row)
 

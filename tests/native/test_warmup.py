@@ -35,7 +35,7 @@ def experts(engine: Engine) -> dict[str, Any]:
         "stats": {name: np.asarray(value).tolist() for name, value in vars(cache.stats).items()},
         "choices": residency.routing.counts,
         "means": (residency._choice._mean, residency._choice._learned),
-        "sent": runner.misses.sent,
+        "sent": (runner.misses.uploads.n_bytes, runner.misses.n_cpu_experts),
     }
     return deepcopy(found)
 
