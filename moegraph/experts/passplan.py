@@ -34,13 +34,12 @@ TableRow = tuple[int, npt.NDArray[np.int32], list[tuple[int, int]] | None]
 class PassPlan:
     """What a pass of n_tokens rows does about missing experts, and what precedes it.
 
-    exchanged: (layer, experts to upload and their slots), in this order. waits: experts were
-    promoted, and their uploads must end before this pass. rows: to be sent to the device.
+    waits: experts were promoted, and their uploads must end before this pass. rows: to be sent to
+    the device.
     """
 
     n_tokens: int
     mode: MissMode
-    exchanged: list[tuple[int, Pairs]]
     waits: bool
     rows: list[TableRow]
 

@@ -6,9 +6,9 @@ The layered runner carries the decisions out, and the simulator counts them:
     residency.begin_fetch(layers)                  before each graph that fetches
     residency.fetched(il, ids)                     for each layer, in order: its graph fetched, or
     residency.routed(il, ids)                      the host handles what the layer misses
-    residency.end_pass()
+    residency.results_arrived()
 
-A pass that fails ends with `rollback`. A pass whose results nobody collects has no end.
+A pass that fails ends with `rollback`. Results that nobody collects do not arrive.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Residency:
     """Which experts are where, and what passes do about the missing ones.
 
     routing: how often each expert was chosen. split: how many missing experts the CPU computes.
-    n_exchanged, n_kept: experts, summed over all passes.
+    n_kept: experts that prompts gave slots to.
     """
 
     def __init__(
@@ -54,12 +54,10 @@ class Residency:
         ways: MissWays,
         *,
         fetchable: Collection[int] = (),
-        exchanges: bool = True,
     ) -> None:
         """Take over a cache whose slots are filled.
 
-        fetchable: layers whose graph could fetch, given slots. exchanges: experts that the policy
-        prefers after a prompt get slots: as it is computed, or by an exchange after it.
+        fetchable: layers whose graph could fetch, given slots.
         """
         self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
@@ -71,11 +69,8 @@ class Residency:
             il for il in fetchable if self._choice.fetches(1) and cache.layers[il].can_fetch
         )
         self._short_layers: dict[int, frozenset[int]] = {}  # by the number of ids
-        self.n_exchanged = self.n_kept = 0
-        self._exchanges = exchanges
+        self.n_kept = 0
         self._pass: PassPlan | None = None
-        self._is_stale = False  # a prompt changed the scores, and slots may not follow them yet
-        self._is_prompt = False  # the pass under way, or the one that others came in between
         self._victim_layers = _NO_LAYERS  # of the pass: their graphs fetch
         self._listed: set[int] = set()  # the list of victims on the device is that of the slots
         self._n_victims = self._n_used  # so many for each layer, or all
@@ -87,34 +82,25 @@ class Residency:
         """Return how a pass of this kind would deal with missing experts now."""
         return self._mode(rules_of(kind, n_tokens), n_tokens)
 
-    def begin_pass(self, kind: Kind, n_tokens: int, n_seqs: int = 1) -> PassPlan:
+    def begin_pass(self, kind: Kind, n_tokens: int) -> PassPlan:
         """Decide how a pass of n_tokens rows deals with missing experts; the last pass has ended.
 
         Promoted experts become resident, and victims are planned for the layers whose graph
-        fetches. After a prompt the other layers exchange slots, unless several sequences decode:
-        what the prompt of one prefers is not what the others choose.
+        fetches.
         """
         self._pass = None
         self.cache.begin_pass()
         rules = rules_of(kind, n_tokens)
         self._learn(n_tokens if rules.fetches else 0)
         mode = self._mode(rules, n_tokens)
-        exchanged: list[tuple[int, Pairs]] = []
-        if self._is_stale and mode.admits and n_seqs == 1:
-            exchanged = self._exchange(mode.fetch_layers)
-        self._is_stale = self._is_stale and not rules.admits
-        self._is_prompt = not rules.admits
         waits = bool(self._promoted)
-        self._mark_promoted()
-        rows = self._changed_rows(mode.fetch_layers, n_tokens * self._n_used)
-        plan = PassPlan(n_tokens, mode, exchanged, waits, rows)
-        self._pass = plan
-        return plan
-
-    def _mark_promoted(self) -> None:
         for il, expert in self._promoted:
             self._layers[il].mark_resident(expert)
         self._promoted.clear()
+        rows = self._changed_rows(mode.fetch_layers, n_tokens * self._n_used)
+        plan = PassPlan(n_tokens, mode, waits, rows)
+        self._pass = plan
+        return plan
 
     def is_current(self, plan: PassPlan) -> bool:
         """Return whether no other pass has begun since this one, and it has not ended."""
@@ -130,42 +116,12 @@ class Residency:
                 self._choice.observe(n_rows, (total - before) / len(self._fetch_layers))
             self._learning = (n_tokens, total) if learns else (0, 0)
 
-    def exchange(self) -> None:
-        """Exchange slots now, if the last pass that ended was of a prompt, and not later.
-
-        For a replay, which uploads nothing and keeps nothing while a prompt is computed.
-        """
-        if self._is_stale:
-            self._exchange(_NO_LAYERS)
-        self._is_stale = False
-
-    def _exchange(self, fetch_layers: frozenset[int]) -> list[tuple[int, Pairs]]:
-        """Give slots to the experts that the policy prefers, except in layers that fetch.
-
-        A sweep kept what it sent and the policy preferred, unless other sequences decoded
-        meanwhile. Many of the others are not chosen for a while, so fetching each when it is chosen
-        sends fewer of them before the first tokens. Returns (layer, experts to upload and their
-        slots), in this order.
-        """
-        found: list[tuple[int, Pairs]] = []
-        for layer in self.cache.partial if self._exchanges else []:
-            if layer.il in fetch_layers:
-                continue
-            pairs = preferred(layer)
-            for expert, slot in pairs:
-                layer.take(expert, slot)
-            if pairs:
-                found.append((layer.il, pairs))
-                self.n_exchanged += len(pairs)
-        return found
-
     def preferred(self, il: int) -> dict[int, int]:
         """Return the absent experts of layer il to keep, now that a prompt is recorded.
 
         Expert -> the slot for it.
         """
-        keeps = self._exchanges and not self._layers[il].full
-        return dict(preferred(self._layers[il])) if keeps else {}
+        return dict(preferred(self._layers[il]))
 
     def keep(self, il: int, pairs: Pairs) -> None:
         """Make experts of layer il resident that a prompt copies into slots now.
@@ -220,17 +176,14 @@ class Residency:
             self.routing.add_batch(il, ids)
         return self._layer_plan(plan, layer, missing, ids) if missing else None
 
-    def end_pass(self) -> None:
-        """Note that the results of the pass have arrived."""
+    def results_arrived(self) -> None:
+        """Note that the pass is over."""
         if self._pass is None:
-            raise InternalError("a pass ended that did not begin")
+            raise InternalError("results arrived of a pass that did not begin")
         self._pass = None
-        self._is_stale = self._is_stale or self._is_prompt
 
     def rollback(self) -> None:
         """Undo a failed pass; see `ExpertCache.rollback`. The device must be idle."""
-        if self._pass and self._pass.exchanged:
-            self._is_stale = True  # what was exchanged is lost
         self._promoted.clear()
         self._learning = 0, 0
         self.cache.rollback()

@@ -24,9 +24,6 @@ from .pipeline import HOP_S
 from .profile import Profile
 from .trace import Trace
 
-# Rows of a prompt chunk: the default of -ub.
-PROMPT_ROWS = 512
-
 
 @dataclass(frozen=True)
 class Simulation:
@@ -120,27 +117,30 @@ class _Replay:
                 self.uploaded[il] += n_streamed + n_promoted
                 missing[il] = n_streamed + n_cpu
                 seconds += self.stalls[n_streamed + n_cpu][n_cpu]
-        residency.end_pass()
+        residency.results_arrived()
         return seconds
 
     def prompt(self, ids: npt.NDArray[np.int32]) -> None:
-        """Replay a prompt in chunks, and keep what the policy prefers."""
-        for start in range(0, len(ids), PROMPT_ROWS):
-            rows = ids[start : start + PROMPT_ROWS]
-            fetch_layers = self.residency.begin_pass(Kind.PREFILL, len(rows)).mode.fetch_layers
-            self.residency.begin_fetch(fetch_layers)  # only of a short piece
-            for il in self.layers:
-                take = self.residency.fetched if il in fetch_layers else self.residency.routed
-                take(il, rows[:, il].reshape(-1))
-            self.residency.end_pass()
-        # a run gives slots to what a prompt sends, layer by layer
-        self.residency.exchange()
+        """Replay a prompt; a long one keeps what it sends and the policy prefers."""
+        residency = self.residency
+        plan = residency.begin_pass(Kind.PREFILL, len(ids))
+        residency.begin_fetch(plan.mode.fetch_layers)
+        for il in self.layers:
+            chosen = ids[:, il].reshape(-1)
+            if il in plan.mode.fetch_layers:
+                residency.fetched(il, chosen)
+                continue
+            missing = residency.routed(il, chosen)
+            if missing and not plan.mode.admits:
+                slots = residency.preferred(il)
+                residency.keep(il, [(e, slots[e]) for e in missing.staged if e in slots])
+        residency.results_arrived()
 
 
 def simulate(
     trace: Trace, n_slots: Sequence[int], policy: Policy, machine: Machine, *, mode: str = "auto",
     profile: Profile | None = None, profile_class: str | None = None, skip: int = 0,
-    slot_bytes: Sequence[int] | None = None, exchange: bool = True, is_pinned: bool = True,
+    slot_bytes: Sequence[int] | None = None, is_pinned: bool = True,
     stages: Sequence[range] = (),
 ) -> Simulation:  # fmt: skip
     """Replay a trace.
@@ -148,9 +148,9 @@ def simulate(
     n_slots [n_layer]: from a plan. mode: a value of --miss. profile: the experts that fill the
     slots at the start; without one, those with the lowest ids. skip: tokens after the prompt that
     are replayed but not counted. slot_bytes [n_layer]: bytes of one expert of each layer; default:
-    those of the trace, else of the machine. exchange: after the prompt, give slots to the experts
-    that the policy then prefers. is_pinned: the experts are in pinned memory, so graphs may fetch.
-    stages: the layers of each device, if there are several; each takes the machine's times.
+    those of the trace, else of the machine. is_pinned: the experts are in pinned memory, so graphs
+    may fetch. stages: the layers of each device, if there are several; each takes the machine's
+    times.
     """
     shape = trace.shape
     if len(n_slots) != shape.n_layer:
@@ -169,14 +169,15 @@ def simulate(
         costs = machine_costs(machine, shape.n_expert_used)
         ways = choose_ways(mode, costs, own, shape.n_expert_used, shape.n_expert)
         fetchable = layers if is_pinned else ()
-        residency = Residency(cache, ways, fetchable=fetchable, exchanges=exchange)
+        residency = Residency(cache, ways, fetchable=fetchable)
         replays.append(_Replay(residency, machine, layers))
     ids = trace.ids.astype(np.int32)
     missing = np.zeros((trace.n_tokens - first, shape.n_layer), dtype=np.int64)
     unseen = np.zeros(shape.n_layer, dtype=np.int64)
     before = []
     for replay in replays:
-        replay.prompt(ids[: trace.n_prompt])
+        if trace.n_prompt:
+            replay.prompt(ids[: trace.n_prompt])
         for row in ids[trace.n_prompt : first]:
             replay.token(row, unseen)
         before.append(replay.cache.stats)

@@ -131,7 +131,7 @@ class LayeredRunner(Runner):
         self._is_unfinished = True
         try:
             start = time.perf_counter()
-            plan = self.residency.begin_pass(batch.kind, shape.n_tokens, shape.n_seqs)
+            plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
             launches = self.plans.get(self.shapes.longest(shape), batch.results, plan.mode)
             launches.set_length(shape.n_kv)
@@ -211,7 +211,7 @@ class LayeredRunner(Runner):
     def collect(self) -> Output:
         """Wait for the pass and return its results; see `Runner.collect`."""
         output = super().collect()
-        self.residency.end_pass()
+        self.residency.results_arrived()
         return output
 
     def _add_phase(self, phase: str, start: float) -> float:

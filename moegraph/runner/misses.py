@@ -10,10 +10,9 @@ what an upload costs here, and what the CPU takes.
     upload:                       experts ............... | event
 
 Overwriting a victim's slot is safe: this pass did not choose the victim, and earlier passes have
-finished, or the ids of this pass would not have arrived. An exchange, which comes before any ids,
-waits for what is enqueued. Experts without a slot go through two staging banks in turn, up to
-N_STAGING at a time. An upload into a bank waits for the event after the last `add_uploaded` that
-read the bank.
+finished, or the ids of this pass would not have arrived. Experts without a slot go through two
+staging banks in turn, up to N_STAGING at a time. An upload into a bank waits for the event after
+the last `add_uploaded` that read the bank.
 
 `add_uploaded` gets its slots as an input. Their host copy may be rewritten once the ids of a later
 layer have arrived: by then the device has read it.
@@ -117,7 +116,7 @@ class Uploader:
         self._n_expert, self.n_bytes = stage.hp.n_expert, 0
         # row 0: slots of the layer's own bank; one row for each wave through a staging bank
         self._slots = HostRows(stage.device, 1 + -(-self._n_expert // N_STAGING), max_ids)
-        self._uploaded, self._enqueued = stage.device.event(), stage.device.event()
+        self._uploaded = stage.device.event()
         self._staging_free = [stage.device.event(), stage.device.event()]
         self._staging_turn = 0
         self._measured: dict[int, float] = {}  # seconds, by the number of experts
@@ -159,21 +158,6 @@ class Uploader:
             self.send(il, self._banks.layer(il), placed)
             self._device.synchronize()
 
-    def exchange(self, exchanged: Sequence[tuple[int, Pairs]]) -> None:
-        """Upload (layer, experts and slots) before a pass.
-
-        Steps of a prompt that are enqueued may read what the victims' slots hold, so the uploads
-        wait for them. The compute stream waits for the uploads; the host does not.
-        """
-        if self._enqueued:
-            C.ggml_backend_event_record(self._enqueued.ptr, self._device.compute.ptr)
-            C.ggml_backend_event_wait(self._device.upload.ptr, self._enqueued.ptr)
-        for il, pairs in exchanged:
-            self.send(il, self._banks.layer(il), pairs)
-        if self._uploaded:
-            C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
-            C.ggml_backend_event_wait(self._device.compute.ptr, self._uploaded.ptr)
-
     def promote(self, il: int, pairs: Pairs) -> None:
         """Upload experts into slots of their layer in the background, until `wait`."""
         self.send(il, self._banks.layer(il), pairs)
@@ -181,7 +165,7 @@ class Uploader:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
 
     def wait(self) -> None:
-        """Wait for the last uploads that `exchange` or `promote` enqueued."""
+        """Wait for the last uploads that `promote` enqueued."""
         if self._uploaded:
             self._uploaded.wait()
 
@@ -247,7 +231,7 @@ class Uploader:
 
     def close(self) -> None:
         """Free the events and the host rows."""
-        for handle in (self._slots, self._uploaded, self._enqueued, *self._staging_free):
+        for handle in (self._slots, self._uploaded, *self._staging_free):
             if handle:
                 handle.close()
 
@@ -298,12 +282,10 @@ class MissHandler:
         )
 
     def begin_pass(self, plan: PassPlan) -> None:
-        """Upload what the plan exchanges, wait for promoted experts, and send changed tables.
+        """Wait for promoted experts, and send changed tables.
 
         The last pass must have finished, so that no host row and no slot is in use.
         """
-        if plan.exchanged:
-            self.uploads.exchange(plan.exchanged)
         if plan.waits:
             self.uploads.wait()
         for row in plan.rows:

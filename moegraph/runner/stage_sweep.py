@@ -199,7 +199,7 @@ class StageSweep:
                 C.ggml_backend_event_record(pace.ptr, self._s.device.compute.ptr)
             self._n_enqueued += 1
         if is_last and self._s.residency is not None:
-            self._s.residency.end_pass()
+            self._s.residency.results_arrived()
 
     def _enter(self) -> None:
         """Bring counts and tables up to date, if another pass has run since the last step."""

@@ -92,7 +92,7 @@ def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str, hos
             engine.forward(np.array([token]), greedy=True)
         counted = engine.runner.cache.stats.since(before)
         n_slots, residency = engine.runner.cache.n_slots, engine.runner.residency
-        assert residency.n_exchanged == 0 < residency.n_kept
+        assert residency.n_kept > 0
         fetching = fetch_layers(engine)
     assert len(fetching) == (7 if (miss, host_pin) == ("stream", "all") else 0)
     trace = recorder.trace(len(ids), "")

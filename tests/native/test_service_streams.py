@@ -20,8 +20,6 @@ from helpers.shared import prompt
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.loop.requests import Request
-from moegraph.runner import misses
-from moegraph.runner.sweep_batch import SweepBatch
 
 FETCHING = {"cache_slots": 60, "pin_layers": 0, "miss": "stream", "host_pin": "all"}
 # Where experts are, and how many bytes of captured graphs are kept.
@@ -57,48 +55,3 @@ def test_answers_are_those_of_an_engine_alone(
             clients = [Client(service, one.prompt, max_tokens=one.max_tokens) for one in requests]
             assert [client.wait().tokens for client in clients] == expected
             assert service.failure is None
-
-
-class _Logging:
-    """The native library; calls: what orders or enqueues uploads, and on which stream."""
-
-    def __init__(self, real: Any, engine: Engine) -> None:
-        self._real, self.calls = real, list[tuple[str, str]]()
-        device = engine.device
-        self._streams = {device.compute.ptr: "compute", device.upload.ptr: "upload"}
-
-    def __getattr__(self, name: str) -> Any:
-        real, kind = getattr(self._real, name), name.removeprefix("ggml_backend_")
-
-        def call(*args: Any) -> Any:
-            stream = next(arg for arg in args if arg in self._streams)
-            self.calls.append((kind, self._streams[stream]))
-            return real(*args)
-
-        return call if kind in ("event_record", "event_wait", "tensor_set_async") else real
-
-
-def test_an_exchange_waits_for_the_steps_of_another_prompt(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They read what the slots held when they were enqueued."""
-    settings = {"cache_slots": 60, "pin_layers": 0, "miss": "stream", "host_pin": "none"}
-    with events_on_cpu():
-        engine = open_engine("mini35b", n_seq=3, **settings)
-        ids = prompt(engine, 300, seed=9)
-        together = [SweepBatch(ids[:100], 0), SweepBatch(ids[:90], 2)]  # so they keep nothing
-        sweep = engine.passes.begin_prompts(together)
-        while engine.passes.step_prompt(sweep):
-            pass
-        sweep = engine.passes.begin_prompts([SweepBatch(ids[100:], 1)])
-        for _ in range(3):
-            assert engine.passes.step_prompt(sweep)
-        log = _Logging(misses.C, engine)
-        monkeypatch.setattr(misses, "C", log)
-        engine.forward(ids[:1])
-        n_exchanged = engine.runner.residency.n_exchanged
-        assert n_exchanged > 0
-        assert log.calls[:2] == [("event_record", "compute"), ("event_wait", "upload")]
-        assert log.calls[2 : 2 + n_exchanged] == [("tensor_set_async", "upload")] * n_exchanged
-        then = log.calls[2 + n_exchanged :][:2]
-        assert then == [("event_record", "upload"), ("event_wait", "compute")]

@@ -53,7 +53,7 @@ def token(residency: Residency, *experts: int) -> LayerPlan | None:
     """Decode one row that chooses these experts in layer 0; return what happens to the missing."""
     residency.begin_pass(Kind.DECODE, 1)
     plan = residency.routed(0, ids(*experts))
-    residency.end_pass()
+    residency.results_arrived()
     return plan
 
 
@@ -75,9 +75,6 @@ class Device:
         """Run a pass of rows that choose [n_layer][n_tokens] ids; yield where it may fail."""
         residency, n_tokens = self.residency, len(chosen[0])
         plan = residency.begin_pass(kind, n_tokens)
-        # what is uploaded is a mixture until it has arrived
-        for il, pairs in plan.exchanged:
-            self.spoil(il, pairs)
         yield
         self.begin(plan)
         fetch_layers = plan.mode.fetch_layers
@@ -101,11 +98,9 @@ class Device:
             else:
                 yield from self.complete(il, ids, residency.routed(il, ids))
             yield
-        residency.end_pass()
+        residency.results_arrived()
 
     def begin(self, plan: PassPlan) -> None:
-        for il, pairs in plan.exchanged:
-            self.upload(il, pairs)
         assert plan.waits == bool(self.under_way)
         for il, expert, slot in self.under_way:
             self.bytes[il][slot] = expert
@@ -290,16 +285,26 @@ def test_what_passes_do_follows_from_their_kind_and_size(fetches: bool) -> None:
     assert mode(Kind.PREFILL, 33) == (none, 0, False, False)
 
 
-def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
-    residency = residency_of([4, 4], policy=Lfu(hysteresis=1.0))
-    assert residency.begin_pass(Kind.PREFILL, 40).exchanged == []
-    for il in range(2):
-        plan = residency.routed(il, rows(*[[9, 8, 7, 1]] * 40))
-        assert plan and plan.admitted == plan.promoted == [] and plan.staged == [7, 8, 9]
-    residency.end_pass()
-    before = residency.cache.stats.admitted.sum()
-    plan = residency.begin_pass(Kind.DECODE, 1)
-    assert [il for il, _ in plan.exchanged] == [0, 1]
-    assert {e for e, _ in plan.exchanged[0][1]} == {7, 8, 9}
-    assert residency.cache.stats.admitted.sum() == before + 6
-    assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
+def test_what_a_prompt_has_on_the_device_gets_slots_if_the_policy_prefers_it() -> None:
+    residency = residency_of([6, 6, N_EXPERT], ways(fetches=True), Lfu(hysteresis=1), fetchable=[1])
+    residency.begin_pass(Kind.PREFILL, 40)
+    for il in (0, 1, 2):
+        residency.routed(il, ids(*[9, 8, 7, 1] * 40))
+    slots = [residency.preferred(il) for il in (0, 1, 2)]
+    assert [set(found) for found in slots] == [{7, 8, 9}, {7, 8, 9}, set()]
+    residency.keep(0, [(7, slots[0][7]), (9, slots[0][9])])
+    layer = residency.cache.layers[0]
+    assert layer.resident >= {7, 9, 1} and set(residency.preferred(0)) == {8}
+
+
+def test_a_prompt_that_fails_leaves_empty_slots_where_it_kept_experts() -> None:
+    residency = residency_of([6], policy=Lfu(hysteresis=1))
+    residency.begin_pass(Kind.PREFILL, 40)
+    residency.routed(0, ids(*[9, 8, 7, 1] * 40))
+    pairs = list(residency.preferred(0).items())[:2]
+    slots = [slot for _, slot in pairs]
+    residency.keep(0, pairs)
+    residency.rollback()
+    layer = residency.cache.layers[0]
+    assert [layer.owner[slot] for slot in slots] == [-1, -1] and len(layer.resident) == 4
+    check_cache(residency.cache)

@@ -153,8 +153,8 @@ def test_a_replay_of_graphs_that_fetch_counted_by_hand() -> None:
 
 
 @pytest.mark.parametrize("n_prompt", [1, 513])
-def test_a_last_row_of_a_prompt_may_be_fetched(n_prompt: int) -> None:
-    """A run's graphs fetch for it; the replay must take the same way."""
+def test_what_the_last_row_of_a_prompt_chose_is_there(n_prompt: int) -> None:
+    """A run fetches it for a short prompt, and keeps it of a long one; so does the replay."""
     rows = [[0, 1]] * (n_prompt - 1) + [[6, 7]]
     found = run(explicit([*rows, [6, 7]], n_prompt), [3], is_pinned=True)
     assert found.missing[:, 0].tolist() == [0], "the row of the prompt brought them"
