@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -33,32 +33,44 @@ _PURPOSES = {
 # JSON keys of the parts whose key differs from the plan's.
 _KEYS = {"pinned": "full_layers"}
 CARD_HEADER = "card", "layers", "their experts", "slots a layer", "left over"
-Chooser = Callable[[Sequence[int]], "tuple[Choice | None, str]"]
 HEADER = ("budget", "drafter", "memory", "experts displaced", "drafting", "nothing drafted")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget in bytes, and its plan or the reason why it has none.
+    """Device memory, and what fits into it, or the reason why nothing does.
 
-    n_cpu_layers: the -ncmoe with which upstream would fit into the same budget. n_ubatch: prompt
-    tokens that are computed at a time. cards: the budget of each card, if there are several;
-    n_bytes and reserve are then those of all. stages: the layers of each, and its plan.
+    cards: bytes of each card. reserve: bytes that the driver takes of all of them. choice: plan and
+    drafters. n_ubatch: prompt tokens that are computed at a time. n_cpu_layers: the -ncmoe with
+    which upstream would fit into the same memory of one card.
     """
 
-    n_bytes: int
+    cards: tuple[int, ...]
     reserve: int
-    plan: Plan | None
-    n_cpu_layers: int | None
+    choice: Choice | None
     n_ubatch: int
-    refusal: str = ""
-    cards: tuple[int, ...] = ()
-    stages: tuple[StagePlan, ...] = ()
+    n_cpu_layers: int | None
+    refusal: str
 
     @property
     def title(self) -> str:
         """Return the budget in words."""
-        return " + ".join(map(format_bytes, self.cards or (self.n_bytes,)))
+        return " + ".join(map(format_bytes, self.cards))
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of all cards."""
+        return sum(self.cards)
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan for the memory of all cards."""
+        return self.choice.plan if self.choice else None
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """Return the layers of each of several cards, and its plan."""
+        return self.choice.stages if self.choice and len(self.cards) > 1 else ()
 
 
 def card_sizes(sizes: Iterable[str]) -> list[list[int]]:
@@ -66,72 +78,90 @@ def card_sizes(sizes: Iterable[str]) -> list[list[int]]:
     return [[parse_bytes(one, unit="g") for one in size.split(",")] for size in sizes]
 
 
-def default_budgets(
-    need: Footprint, config: EngineConfig, reserve: int, own: int | None = None
-) -> list[int]:
-    """Return budgets in bytes worth a look: usual cards, or parts of a model that fits into all.
+class Planner:
+    """Says what of a model and its drafters fits into the memory of one or several cards."""
 
-    reserve: device memory that the driver takes for itself, in bytes. own: of this machine's card.
-    """
-    whole = reserve + need.fixed + need.experts
-    if whole > _CARDS[0] or (config.pin_layers, config.cache_slots) != (None, None):
-        if own is None or any(abs(own - n) < n * _ALIKE for n in _CARDS):
-            return list(_CARDS)
-        return sorted((*_CARDS, own))
-    # staging is not needed once all experts are resident
-    parts = [
-        whole - need.experts * missing // 4 + need.staging + need.ring for missing in (3, 2, 1)
-    ]
-    in_mib = {-(-n // MiB) for n in (*parts, whole) if n <= whole}
-    return [n * MiB for n in sorted(in_mib)]
+    def __init__(
+        self, model: ModelFile, config: EngineConfig, stack: ExitStack,
+        reserve: int = RESERVE_BYTES, demand: Demand | None = None,
+        shares: tuple[float, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """Open the drafter's file; stack gets the call that closes it.
 
+        config: after `with_drafts`. reserve: bytes of each card that its driver takes. demand: as
+        of `make_plan`. shares: of the layers that several cards get; None: the planner chooses.
+        """
+        from ..placement.drafters import open_draft_file, sources_of
 
-def plan_budget(
-    need_of: Callable[[int], Footprint], config: EngineConfig, n_bytes: int, reserve: int,
-    demand: list[list[float]] | None = None,
-) -> Budget:  # fmt: skip
-    """Plan a budget of n_bytes, of which the driver takes `reserve` bytes.
+        self._model, self._config, self._reserve = model, config, reserve
+        self._demand, self._shares = demand, shares
+        self._n_ctx = config.ctx_within(model.hparams.n_ctx_train)
+        self._draft = open_draft_file(model, config, stack)
+        sources_of(model, config, self._draft)  # refuses what cannot draft
 
-    need_of: the memory that the model needs, by the rows of a chunk. demand: as of `make_plan`.
-    """
-    from ..placement.chunksize import choose_rows
-    from ..placement.planner import make_plan, upstream_cpu_layers
+    def need_of(self, n_rows: int) -> Footprint:
+        """Return what the model needs without drafters, with so many rows in a chunk."""
+        from ..placement.footprint import needed_bytes
 
-    usable = n_bytes - reserve
-    n_rows = choose_rows(config, usable, need_of)
-    need = need_of(n_rows)
-    if usable < 0:
-        return Budget(n_bytes, reserve, None, None, n_rows, (
-            f"--vram {format_bytes(n_bytes)} is less than the {format_bytes(reserve)} that the "
-            "driver takes for itself (--driver-memory of `moegraph plan`); allow more memory"
-        ))  # fmt: skip
-    upstream = upstream_cpu_layers(need, usable)
-    try:
-        plan = make_plan(
-            need, usable,
-            config.pin_layers,
-            config.cache_slots,
-            f"--vram {format_bytes(n_bytes)} less {format_bytes(reserve)} for the driver",
-            demand,
-        )  # fmt: skip
-    except (OutOfDeviceMemory, ConfigError) as error:
-        if isinstance(error, ConfigError) and usable >= need.fixed + need.staging + need.ring:
-            raise
-        return Budget(n_bytes, reserve, None, upstream, n_rows, str(error))
-    return Budget(n_bytes, reserve, plan, upstream, n_rows)
+        return needed_bytes(self._model, replace(self._config, n_ubatch=n_rows), self._n_ctx)
 
+    def default_sizes(self, own: int | None) -> list[int]:
+        """Return sizes worth a look: usual cards, or parts of a model that fits into all.
 
-def plan_cards(cards: Sequence[int], reserve: int, choice: Choice | None, refused: str) -> Budget:
-    """Return the budget of several cards, of each of which the driver takes `reserve` bytes.
+        own: bytes of this machine's card.
+        """
+        config, need = self._config, self.need_of(self._config.n_rows)
+        whole = self._reserve + need.fixed + need.experts
+        if whole > _CARDS[0] or (config.pin_layers, config.cache_slots) != (None, None):
+            if own is None or any(abs(own - n) < n * _ALIKE for n in _CARDS):
+                return list(_CARDS)
+            return sorted((*_CARDS, own))
+        # staging is not needed once all experts are resident
+        parts = [
+            whole - need.experts * missing // 4 + need.staging + need.ring for missing in (3, 2, 1)
+        ]
+        in_mib = {-(-n // MiB) for n in (*parts, whole) if n <= whole}
+        return [n * MiB for n in sorted(in_mib)]
 
-    choice: how they are divided, or None with the reason.
-    """
-    n, each = sum(cards), len(cards) * reserve
-    if choice is None:
-        return Budget(n, each, None, None, 0, refused, tuple(cards))
-    return Budget(
-        n, each, choice.plan, None, choice.n_ubatch, cards=tuple(cards), stages=choice.stages
-    )
+    def budget(self, cards: Sequence[int]) -> Budget:
+        """Return what fits into cards of so many bytes; refuses settings that no memory allows."""
+        from ..placement.chunksize import choose_rows
+        from ..placement.planner import upstream_cpu_layers
+
+        reserve = len(cards) * self._reserve
+        usable, choice, refusal = sum(cards) - reserve, None, ""
+        n_rows = choose_rows(self._config, usable, self.need_of)
+        need = self.need_of(n_rows)
+        if usable < 0:
+            refusal = (
+                f"--vram {format_bytes(sum(cards))} is less than the {format_bytes(reserve)} that "
+                "the driver takes for itself (--driver-memory of `moegraph plan`); allow more "
+                "memory"
+            )
+        else:
+            try:
+                choice = self._choose(cards)
+                n_rows = choice.n_ubatch
+                need = choice.need_of(n_rows)
+            except (OutOfDeviceMemory, ConfigError) as error:
+                is_setting = isinstance(error, ConfigError)
+                if is_setting and usable >= need.fixed + need.staging + need.ring:
+                    raise
+                refusal = str(error)
+        upstream = upstream_cpu_layers(need, usable) if len(cards) == 1 else None
+        return Budget(tuple(cards), reserve, choice, n_rows, upstream, refusal)
+
+    def _choose(self, cards: Sequence[int]) -> Choice:
+        from ..placement.memory import Budget, choose
+        from ..placement.split import Place
+
+        names, shares = [f"--vram of card {at}" for at in range(1, len(cards) + 1)], self._shares
+        if len(cards) == 1:
+            less = f"less {format_bytes(self._reserve)} for the driver"
+            names, shares = [f"--vram {format_bytes(cards[0])} {less}"], None
+        places = [Place(max(n - self._reserve, 0), name) for n, name in zip(cards, names)]
+        budget = Budget.of(places, True, self._demand, shares)
+        return choose(self._model, self._config, self._n_ctx, self._draft, budget)
 
 
 def card_rows(budget: Budget) -> list[tuple[str, ...]]:
@@ -232,48 +262,6 @@ def budget_fields(budget: Budget) -> dict[str, Any]:
             },
         },
     }  # fmt: skip
-
-
-def chooser(
-    model: ModelFile, config: EngineConfig, demand: Demand | None, stack: ExitStack,
-    shares: tuple[float, ...] | None = None,
-) -> Chooser:  # fmt: skip
-    """Return what divides budgets in device bytes, one or several cards', and says what drafts.
-
-    Where nothing fits it returns None, and the reason.
-
-    config: after `with_drafts`. stack: gets the call that closes the drafter's file. shares: of the
-    layers that several cards get; None: the planner chooses.
-    """
-    from ..placement.drafters import open_draft_file, sources_of
-    from ..placement.memory import Budget, choose
-    from ..placement.split import Place
-
-    draft, n_ctx = (
-        open_draft_file(model, config, stack),
-        config.ctx_within(model.hparams.n_ctx_train),
-    )
-    sources_of(model, config, draft)
-
-    def choice_of(budgets: Sequence[int]) -> tuple[Choice | None, str]:
-        names = [f"--vram of card {at + 1}" for at in range(len(budgets))]
-        names = names if len(budgets) > 1 else ["--vram"]
-        places = [Place(max(n, 0), name) for n, name in zip(budgets, names)]
-        mine = shares if len(places) > 1 else None
-        try:
-            return choose(model, config, n_ctx, draft, Budget.of(places, True, demand, mine)), ""
-        except (ConfigError, OutOfDeviceMemory) as error:
-            return None, str(error)
-
-    return choice_of
-
-
-def plain_need(model: ModelFile, config: EngineConfig) -> Callable[[int], Footprint]:
-    """Return what gives the memory that a model needs without drafters, by rows of a chunk."""
-    from ..placement.footprint import needed_bytes
-
-    n_ctx = config.ctx_within(model.hparams.n_ctx_train)
-    return lambda n_rows: needed_bytes(model, replace(config, n_ubatch=n_rows), n_ctx)
 
 
 def draft_row(title: str, choice: Choice) -> tuple[str, ...]:

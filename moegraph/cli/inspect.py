@@ -21,15 +21,12 @@ from ..units import format_bytes, format_count
 from . import models, ui
 from .budget import (
     CARD_HEADER,
-    RESERVE_BYTES,
     Budget,
+    Planner,
     budget_fields,
     card_rows,
     card_sizes,
-    chooser,
     memory_rows,
-    plan_budget,
-    plan_cards,
     resident_text,
 )
 from .models import target_argument
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from ..arch.summary import LayerSummary, ModelSummary, TypeTotal
     from ..gguf import GgufFile, TensorInfo
     from ..gguf.check import BadTensor
-    from ..placement.planner import Footprint
 
 _MAX_VALUE_CHARS = 72
 _MAX_LISTED = 8
@@ -116,30 +112,10 @@ def inspect(
         return
     with model:
         config = EngineConfig(n_ctx=n_ctx, type_k=type_k, type_v=type_v).validate()
-        _inspect(model, globs, _budgets(model, config, sizes), config, with_check, as_json)
-
-
-def _budgets(
-    model: ModelFile, config: EngineConfig, sizes: Sequence[Sequence[int]]
-) -> list[Budget]:
-    """Ask the planner about budgets of one or several cards, as `moegraph plan` does."""
-    from ..placement.footprint import needed_bytes
-
-    if not sizes:
-        return []
-
-    def need_of(n_rows: int) -> Footprint:
-        n_ctx = config.ctx_within(model.hparams.n_ctx_train)
-        return needed_bytes(model, dataclasses.replace(config, n_ubatch=n_rows), n_ctx)
-
-    with ExitStack() as stack:
-        choice_of = chooser(model, config, None, stack)
-        return [
-            plan_cards(cards, RESERVE_BYTES, *choice_of([n - RESERVE_BYTES for n in cards]))
-            if len(cards) > 1
-            else plan_budget(need_of, config, cards[0], RESERVE_BYTES)
-            for cards in sizes
-        ]
+        with ExitStack() as stack:
+            planner = Planner(model, config, stack)
+            budgets = [planner.budget(cards) for cards in sizes]
+        _inspect(model, globs, budgets, config, with_check, as_json)
 
 
 def _inspect(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +20,14 @@ from .budget import (
     CARD_HEADER,
     HEADER,
     Budget,
+    Planner,
     budget_fields,
     card_rows,
     card_sizes,
-    chooser,
-    default_budgets,
     draft_fields,
     draft_row,
     host_text,
     memory_rows,
-    plain_need,
-    plan_budget,
-    plan_cards,
     refusals,
     slots_text,
 )
@@ -40,28 +35,19 @@ from .models import target_argument
 from .prediction import (
     AUTO,
     Assumption,
-    Sizes,
+    Prediction,
+    Routing,
+    Times,
     assumed_text,
-    find_sizes,
-    profile_of,
-    prompt_cells,
-    prompt_fields,
-    prompt_header,
-    prompts_of,
-    simulation_fields,
+    show_prompts,
     trace_fields,
 )
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
-    from ..experts.cost import Machine
     from ..experts.policy import Policy
     from ..placement.identity import RouterShape
-    from ..placement.memory import Choice
-    from ..placement.planner import Footprint, Plan
-    from ..placement.profile import Profile
-    from ..placement.prompttime import PromptEstimate
-    from ..placement.simulate import Simulation
+    from ..placement.planner import Footprint
     from ..placement.trace import Trace
 
 _SETTINGS = (
@@ -148,62 +134,41 @@ def plan_command(
             raise click.UsageError(f"--split has {len(shares)} entries for {len(cards)} cards")
     reserve, assumed = parse_bytes(driver_memory), Assumption.of(machine)
     with models.open_header(target) as model, ExitStack() as stack:
-        shape = router_shape(model)
-        profile = profile_of(profile_path, profile_class, shape)
-        trace = _trace(trace_path, shape)
-        need_of = plain_need(model, config)
-        need = need_of(config.n_rows)
-        job = _Job(
-            config, parse_policy(config.policy), assumed, need.slot_bytes, trace, profile,
-            profile_class,
-        )  # fmt: skip
+        trace = _trace(trace_path, router_shape(model))
+        routing = Routing.of(trace, profile_path, profile_class)
+        demand = routing.profile.demand().tolist() if routing.profile else None
+        planner = Planner(model, config, stack, reserve, demand, shares)
+        need = planner.need_of(config.n_rows)
+        job = _Job(config, parse_policy(config.policy), assumed, need, routing)
         own = assumed.card.n_bytes if assumed.card else None
-        sizes = given_sizes or [[n] for n in default_budgets(need, config, reserve, own)]
-        demand = profile.demand().tolist() if profile else None
-        choice_of = chooser(model, config, demand, stack, shares)
-        rows = []
-        for cards in sizes:
-            choice, refused = choice_of([n - reserve for n in cards])
-            if len(cards) > 1:
-                budget = plan_cards(cards, reserve, choice, refused)
-            else:
-                beside = choice.need_of if choice else need_of
-                budget = plan_budget(beside, config, cards[0], reserve, demand)
-            rows.append(_predict(budget, cards, job, choice))
+        sizes = given_sizes or [[n] for n in planner.default_sizes(own)]
+        rows = [_predict(planner.budget(cards), job) for cards in sizes]
         if len(rows) == 1 and rows[0].budget.refusal:
             raise OutOfDeviceMemory(rows[0].budget.refusal)
         if as_json:
-            click.echo(json.dumps(_report(model, need, job, rows)))
+            click.echo(json.dumps(_report(model, job, rows)))
         else:
-            _show(model, need, job, rows)
+            _show(model, job, rows)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What all budgets have in common. slot_bytes: of an expert of each layer."""
+    """What all budgets have in common. need: of the model without drafters."""
 
     config: EngineConfig
     policy: Policy
     assumed: Assumption
-    slot_bytes: tuple[int, ...]
-    trace: Trace
-    profile: Profile | None
-    profile_class: str | None
+    need: Footprint
+    routing: Routing
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A budget, the speeds predicted for it, and what drafts; None where nothing fits.
-
-    machine: for which they are predicted. sizes: of the experts, with its times for them.
-    """
+    """A budget, and the speeds predicted for it; None where nothing fits."""
 
     budget: Budget
-    machine: Machine
-    sizes: Sizes
-    found: Simulation | None
-    prompts: list[PromptEstimate]
-    drafts: Choice | None
+    times: Times
+    found: Prediction | None
 
 
 def _trace(path: Path | None, shape: RouterShape) -> Trace:
@@ -217,51 +182,31 @@ def _trace(path: Path | None, shape: RouterShape) -> Trace:
     return trace
 
 
-def _predict(budget: Budget, cards: Sequence[int], job: _Job, drafts: Choice | None) -> _Row:
-    """Return a budget with the speeds on its machine; cards: the bytes of each card."""
-    machine = job.assumed.machine(cards)
-    sizes = find_sizes(machine, job.trace, job.slot_bytes)
+def _predict(budget: Budget, job: _Job) -> _Row:
+    times = Times.of(job.assumed.machine(budget.cards), job.need.slot_bytes)
     if budget.plan is None:
-        return _Row(budget, machine, sizes, None, [], drafts)
-    return _Row(
-        budget, machine, sizes, _replay(budget, budget.plan, sizes.machine or machine, job),
-        prompts_of(
-            job.trace, budget.plan.n_slots, job.policy, sizes, job.profile, job.profile_class,
-            budget.n_ubatch,
-        ), drafts,
-    )  # fmt: skip
-
-
-def _replay(budget: Budget, plan: Plan, machine: Machine, job: _Job) -> Simulation:
-    from ..placement.simulate import simulate
-
-    trace = job.trace
-    return simulate(
-        trace, plan.n_slots, job.policy, machine, mode=job.config.miss, profile=job.profile,
-        profile_class=job.profile_class, slot_bytes=job.slot_bytes,
+        return _Row(budget, times, None)
+    trace = job.routing.trace
+    return _Row(budget, times, job.routing.predict(
+        budget.plan.n_slots, job.policy, times, job.config.miss, budget.n_ubatch,
         stages=[stage.layers for stage in budget.stages],
         skip=_N_WARM if trace.n_tokens - trace.n_prompt > 2 * _N_WARM else 0,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
-def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> None:
+def _show(model: ModelFile, job: _Job, rows: list[_Row]) -> None:
     ui.heading("Plan")
-    ui.table(_head(model, need, job, rows))
+    ui.table(_head(model, job, rows))
     click.echo()
     budgets = [row.budget for row in rows]
-    are_several = len({row.machine.name for row in rows}) > 1
+    are_several = len({row.times.machine.name for row in rows}) > 1
     columns = (*_HEADER, "predicted for") if are_several else _HEADER
     ui.table([_cells(row)[: len(columns)] for row in rows], columns)
     if job.config.spec != "off":
-        _show_drafts(rows)
-    prompts = [
-        (row.budget.title, f"{row.budget.n_ubatch}", *prompt_cells(row.prompts))
-        for row in rows
-        if row.prompts
-    ]
-    if prompts and all(row.sizes.machine and row.machine.prompt for row in rows):
-        ui.section("Prompts, estimated")
-        ui.table(prompts, ("budget", "-ub", *prompt_header()))
+        _show_drafts(budgets)
+    show_prompts(("budget", "-ub"), [
+        ((row.budget.title, f"{row.budget.n_ubatch}"), row.found) for row in rows if row.found
+    ])  # fmt: skip
     if len(rows) == 1:
         if budgets[0].stages:
             ui.section("Cards")
@@ -273,67 +218,67 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> Non
             ui.table([("experts", host_text(plan, host_memory().spare))])
     for line in refusals(budgets):
         ui.note(line)
-    if not rows[0].sizes.machine:
+    if rows[0].times.why:
         ui.note("no speed; `moegraph doctor --measure TARGET` measures this machine and this model")
 
 
-def _show_drafts(rows: list[_Row]) -> None:
+def _show_drafts(budgets: list[Budget]) -> None:
     """Print what drafts in each budget, and what `auto` does not load."""
+    chosen = [(budget.title, budget.choice) for budget in budgets if budget.choice]
     ui.section("Drafters, predicted; speeds beside those without a drafter")
-    ui.table([draft_row(row.budget.title, row.drafts) for row in rows if row.drafts], HEADER)
-    for row in rows:
-        for line in row.drafts.notes if row.drafts else ():
-            ui.note(f"{row.budget.title}: {line}")
+    ui.table([draft_row(title, choice) for title, choice in chosen], HEADER)
+    for title, choice in chosen:
+        for line in choice.notes:
+            ui.note(f"{title}: {line}")
 
 
-def _head(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> list[tuple[str, str]]:
+def _head(model: ModelFile, job: _Job, rows: list[_Row]) -> list[tuple[str, str]]:
     """Return the rows that describe model, context, machine, routing and policy."""
     hp, config = model.hparams, job.config
     name = model.kv.get("general.name") or model.path.name
-    why = rows[0].sizes.why
+    why = rows[0].times.why
     kinds = config.type_k if config.type_k == config.type_v else f"{config.type_k}/{config.type_v}"
     return [
         ("model", f"{name}: {hp.n_layer} layers of {hp.n_expert} experts, {hp.n_expert_used} used; "
                   f"{format_bytes(model.n_bytes)}"),
         ("context", f"{config.ctx_within(hp.n_ctx_train):,} positions, KV cache {kinds}, "
-                    f"{format_bytes(need.kv)}"),
-        ("machine", f"none: {why}" if why else assumed_text([row.machine for row in rows])),
-        ("routing", job.trace.source or "as recorded"),
+                    f"{format_bytes(job.need.kv)}"),
+        ("machine", f"none: {why}" if why else assumed_text([row.times.machine for row in rows])),
+        ("routing", job.routing.trace.source or "as recorded"),
         ("policy", f"{config.policy}, missing experts: {config.miss}"),
     ]  # fmt: skip
 
 
 def _cells(row: _Row) -> list[str]:
-    budget, found = row.budget, row.found
+    budget, plan, machine = row.budget, row.budget.plan, row.times.machine
     upstream = ui.NONE if budget.n_cpu_layers is None else f"{budget.n_cpu_layers}"
-    plan = budget.plan
-    if plan is None or found is None:
-        return [budget.title, *[ui.NONE] * 6, upstream, row.machine.name]
+    if plan is None or row.found is None:
+        return [budget.title, *[ui.NONE] * 6, upstream, machine.name]
+    found = row.found.found
     return [
         budget.title, format_share(plan.resident_share), f"{len(plan.pinned)}",
         slots_text(plan), format_bytes(plan.margin or 0), f"{found.hit_rate:.3f}",
-        f"{found.tokens_per_s:.0f}" if row.sizes.machine else ui.NONE, upstream, row.machine.name,
+        ui.NONE if row.times.why else f"{found.tokens_per_s:.0f}", upstream, machine.name,
     ]  # fmt: skip
 
 
-def _report(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> dict[str, Any]:
+def _report(model: ModelFile, job: _Job, rows: list[_Row]) -> dict[str, Any]:
+    need, config = job.need, job.config
     return {
         "path": str(model.path),
         "n_layer": need.n_layer, "n_expert": need.n_expert, "n_expert_used": need.n_expert_used,
-        "n_ctx": job.config.ctx_within(model.hparams.n_ctx_train),
-        "type_k": job.config.type_k, "type_v": job.config.type_v,
-        "policy": job.config.policy, "miss": job.config.miss,
+        "n_ctx": config.ctx_within(model.hparams.n_ctx_train),
+        "type_k": config.type_k, "type_v": config.type_v,
+        "policy": config.policy, "miss": config.miss,
         "slot_bytes_by_layer": list(need.slot_bytes),
-        "trace": trace_fields(job.trace),
+        "trace": trace_fields(job.routing.trace),
         "budgets": [
             {
                 **budget_fields(row.budget),
-                "machine": row.machine.name,
-                "predicted": row.found and simulation_fields(
-                    row.found, row.sizes.machine is not None
-                ),
-                "prompts": [prompt_fields(prompt) for prompt in row.prompts],
-                "drafters": draft_fields(row.drafts),
+                "machine": row.times.machine.name,
+                "predicted": row.found and row.found.fields(),
+                "prompts": row.found.prompt_fields() if row.found else [],
+                "drafters": draft_fields(row.budget.choice),
             }
             for row in rows
         ],

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..experts.cost import Machine
     from ..experts.policy import Policy
     from ..ggml.nvml import Card
-    from ..placement.identity import RouterShape
     from ..placement.profile import Profile
     from ..placement.prompttime import PromptEstimate
     from ..placement.simulate import Simulation
@@ -87,81 +86,132 @@ def assumed_text(machines: Sequence[Machine]) -> str:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Bytes of one expert of each layer, [n_layer] or empty, and a machine's times for them.
+class Times:
+    """A machine's times for experts of some sizes.
 
-    machine: None if its times do not hold for experts of this size; `why` then says so.
+    machine: scaled to these experts; as it is where its times do not hold for them, and `why` says
+    so. slot_bytes: of an expert of each layer, [n_layer] or empty.
     """
 
+    machine: Machine
     slot_bytes: tuple[int, ...]
-    machine: Machine | None
     why: str = ""
 
-
-def profile_of(path: Path | None, name: str | None, shape: RouterShape) -> Profile | None:
-    """Return the routing profile of --profile, if any; name: of --profile-class."""
-    from ..placement.profile import read_profile
-
-    if name is not None and path is None:
-        raise click.UsageError("--profile-class needs --profile")
-    return read_profile(path, shape) if path else None
-
-
-def find_sizes(machine: Machine, trace: Trace, slot_bytes: tuple[int, ...]) -> Sizes:
-    """Return the sizes, and the machine's times if they hold for experts of such a size."""
-    if not slot_bytes:
-        why = "the trace does not say how large an expert is; give --model or --expert-size"
-        return Sizes((), None, why)
-    mean = sum(slot_bytes) // len(slot_bytes)
-    scaled = machine.scaled(trace.shape.n_layer, mean)
-    if scaled is None:
-        why = (
+    @classmethod
+    def of(cls, machine: Machine, slot_bytes: tuple[int, ...]) -> Times:
+        """Return the times of a machine, if they hold for experts of such a size."""
+        if not slot_bytes:
+            why = "the trace does not say how large an expert is; give --model or --expert-size"
+            return cls(machine, (), why)
+        mean = sum(slot_bytes) // len(slot_bytes)
+        scaled = machine.scaled(len(slot_bytes), mean)
+        if scaled is not None:
+            return cls(scaled, slot_bytes)
+        return cls(machine, slot_bytes, (
             f"experts of {format_bytes(mean)} differ too much from those of machine "
             f"{machine.name}, {format_bytes(machine.expert_bytes)}"
-        )
-        return Sizes(slot_bytes, None, why)
-    return Sizes(slot_bytes, scaled)
+        ))  # fmt: skip
 
 
-def prompts_of(
-    trace: Trace, n_slots: Sequence[int], policy: Policy, sizes: Sizes, profile: Profile | None,
-    profile_class: str | None, n_ubatch: int = CPU_ROWS,
-) -> list[PromptEstimate]:  # fmt: skip
-    """Return what prompts of some lengths take if slots are filled as at the start."""
-    from ..placement.prompttime import PROMPT_LENGTHS, estimate_prompt
-    from ..placement.simulate import warm_cache
+@dataclass(frozen=True)
+class Routing:
+    """A trace to replay, and the profile that fills the slots at the start, or a class of it."""
 
-    if not sizes.slot_bytes:
-        return []
-    cache = warm_cache(trace, n_slots, policy, profile, profile_class)
-    resident = cache.tables[:, : trace.shape.n_expert] >= 0
-    return [
-        estimate_prompt(trace, resident, n, sizes.slot_bytes, sizes.machine, n_ubatch)
-        for n in PROMPT_LENGTHS
-    ]
+    trace: Trace
+    profile: Profile | None
+    profile_class: str | None
+
+    @classmethod
+    def of(cls, trace: Trace, path: Path | None, name: str | None) -> Routing:
+        """Return a trace with the profile of --profile; name: of --profile-class."""
+        from ..placement.profile import read_profile
+
+        if name is not None and path is None:
+            raise click.UsageError("--profile-class needs --profile")
+        return cls(trace, read_profile(path, trace.shape) if path else None, name)
+
+    def predict(
+        self, n_slots: Sequence[int], policy: Policy, times: Times, mode: str,
+        n_ubatch: int = CPU_ROWS, stages: Sequence[range] = (), skip: int = 0,
+    ) -> Prediction:  # fmt: skip
+        """Replay the trace with so many slots of each layer; see `simulate`."""
+        from ..placement.prompttime import PROMPT_LENGTHS, estimate_prompt
+        from ..placement.simulate import simulate, warm_cache
+
+        trace, profile, sizes = self.trace, self.profile, times.slot_bytes
+        found = simulate(
+            trace, n_slots, policy, times.machine, mode=mode, profile=profile,
+            profile_class=self.profile_class, skip=skip, slot_bytes=sizes or None, stages=stages,
+        )  # fmt: skip
+        if not sizes:
+            return Prediction(found, [], times)
+        cache = warm_cache(trace, n_slots, policy, profile, self.profile_class)
+        resident = cache.tables[:, : trace.shape.n_expert] >= 0
+        known = None if times.why else times.machine
+        prompts = [
+            estimate_prompt(trace, resident, n, sizes, known, n_ubatch) for n in PROMPT_LENGTHS
+        ]
+        return Prediction(found, prompts, times)
 
 
-def prompt_header() -> list[str]:
-    """Return the columns of `prompt_cells`."""
+@dataclass(frozen=True)
+class Prediction:
+    """What a replay found, and what prompts take with the experts that are there at the start.
+
+    prompts: empty if the size of an expert is unknown.
+    """
+
+    found: Simulation
+    prompts: list[PromptEstimate]
+    times: Times
+
+    def fields(self) -> dict[str, Any]:
+        """Return the JSON fields of the replay; unknown times and bytes are null."""
+        found, stats = self.found, self.found.stats
+        has_times, has_bytes = not self.times.why, bool(self.times.slot_bytes)
+        return {
+            "n_tokens": found.n_tokens,
+            "hits": int(stats.hits.sum()), "misses": int(stats.misses.sum()),
+            "hit_rate": round(found.hit_rate, 5),
+            "hit_rate_by_layer": [round(rate, 4) for rate in stats.hit_rates],
+            "missing_per_token": round(stats.missing_per_step, 4),
+            "missing_per_token_by_quarter": [round(n, 3) for n in found.quarters()],
+            "admitted": int(stats.admitted.sum()), "evicted": int(stats.evicted.sum()),
+            "declined": int(stats.declined.sum()),
+            "uploaded_bytes_per_token": round(found.bytes_per_token) if has_bytes else None,
+            "n_streamed": found.n_streamed, "n_cpu_experts": found.n_cpu,
+            "n_promoted": found.n_promoted,
+            "token_us": round(1e6 * float(found.step_s.mean()), 2) if has_times else None,
+            "decode_tps": round(found.tokens_per_s, 2) if has_times else None,
+        }  # fmt: skip
+
+    def prompt_fields(self) -> list[dict[str, Any]]:
+        """Return the JSON fields of the prompts; unknown times are null."""
+        return [
+            {
+                "n_tokens": one.n_tokens, "n_sweeps": one.n_sweeps, "sent_bytes": one.sent_bytes,
+                "link_s": _rounded(one.link_s, 6), "seconds": _rounded(one.seconds, 6),
+                "tokens_per_s": _rounded(one.tokens_per_s, 2),
+            }
+            for one in self.prompts
+        ]  # fmt: skip
+
+
+def _rounded(value: float | None, n_digits: int) -> float | None:
+    return None if value is None else round(value, n_digits)
+
+
+def show_prompts(header: Sequence[str], rows: Sequence[tuple[Sequence[str], Prediction]]) -> None:
+    """Show what prompts take, unless the machines do not say it; header: of the first cells."""
     from ..placement.prompttime import PROMPT_LENGTHS
 
-    return [f"{n:,} tokens, s" for n in PROMPT_LENGTHS]
-
-
-def prompt_cells(prompts: Sequence[PromptEstimate]) -> list[str]:
-    """Return the seconds of prompts as text."""
-    return [ui.NONE if p.seconds is None else f"{p.seconds:.2f}" for p in prompts]
-
-
-def prompt_fields(prompt: PromptEstimate) -> dict[str, Any]:
-    """Return the JSON fields of a prompt; unknown times are null."""
-    speed = prompt.tokens_per_s
-    return {
-        "n_tokens": prompt.n_tokens, "n_sweeps": prompt.n_sweeps, "sent_bytes": prompt.sent_bytes,
-        "link_s": None if prompt.link_s is None else round(prompt.link_s, 6),
-        "seconds": None if prompt.seconds is None else round(prompt.seconds, 6),
-        "tokens_per_s": None if speed is None else round(speed, 2),
-    }  # fmt: skip
+    if not rows or any(one.times.why or not one.times.machine.prompt for _, one in rows):
+        return
+    ui.section("Prompts, estimated")
+    ui.table(
+        [(*first, *(f"{prompt.seconds:.2f}" for prompt in one.prompts)) for first, one in rows],
+        (*header, *(f"{n:,} tokens, s" for n in PROMPT_LENGTHS)),
+    )
 
 
 def trace_fields(trace: Trace) -> dict[str, Any]:
@@ -177,26 +227,4 @@ def trace_fields(trace: Trace) -> dict[str, Any]:
         "entropy": round(stats.entropy, 4),
         "lru_hit_rate_by_quarter": [round(rate, 4) for rate in stats.lru],
         "slot_bytes_by_layer": list(trace.slot_bytes) or None,
-    }  # fmt: skip
-
-
-def simulation_fields(
-    found: Simulation, has_times: bool = True, has_bytes: bool = True
-) -> dict[str, Any]:
-    """Return the JSON fields of a replay; unknown times and bytes are null."""
-    stats = found.stats
-    return {
-        "n_tokens": found.n_tokens,
-        "hits": int(stats.hits.sum()), "misses": int(stats.misses.sum()),
-        "hit_rate": round(found.hit_rate, 5),
-        "hit_rate_by_layer": [round(rate, 4) for rate in stats.hit_rates],
-        "missing_per_token": round(stats.missing_per_step, 4),
-        "missing_per_token_by_quarter": [round(n, 3) for n in found.quarters()],
-        "admitted": int(stats.admitted.sum()), "evicted": int(stats.evicted.sum()),
-        "declined": int(stats.declined.sum()),
-        "uploaded_bytes_per_token": round(found.bytes_per_token) if has_bytes else None,
-        "n_streamed": found.n_streamed, "n_cpu_experts": found.n_cpu,
-        "n_promoted": found.n_promoted,
-        "token_us": round(1e6 * float(found.step_s.mean()), 2) if has_times else None,
-        "decode_tps": round(found.tokens_per_s, 2) if has_times else None,
     }  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from ..config import settings as engine_settings
 from ..errors import MoegraphError
@@ -19,28 +18,17 @@ from . import models, options, ui
 from .prediction import (
     AUTO,
     Assumption,
-    Sizes,
-    find_sizes,
-    profile_of,
-    prompt_cells,
-    prompt_fields,
-    prompt_header,
-    prompts_of,
-    simulation_fields,
+    Prediction,
+    Routing,
+    Times,
+    show_prompts,
     trace_fields,
 )
 
 if TYPE_CHECKING:
-    from ..experts.cost import Machine
-    from ..experts.policy import Policy
-    from ..placement.profile import Profile
-    from ..placement.prompttime import PromptEstimate
-    from ..placement.simulate import Simulation
     from ..placement.trace import Trace
 
 _N_SEQUENCES = (1, 8, 32)
-_STAGES = ("layers", "hit rate", "ms/token")
-_SEQUENCES = ("sequences", "groups", "tok/s", "busy")
 _HEADER = (
     "resident", "slots", "policy", "hit rate", "missing/token", "MiB/token", "ms/token", "tok/s",
     "best",
@@ -70,78 +58,60 @@ shares_option = click.option(
 )
 
 
-def stage_fields(found: Simulation, stages: Sequence[range], has_times: bool) -> dict[str, Any]:
+def _stage_fields(one: Prediction, stages: Sequence[range]) -> dict[str, Any]:
     """Return the JSON fields of several stages; none for a single one."""
+    from ..placement.pipeline import HOP_S, throughput
+
     if not stages:
         return {}
-    return {
-        "stages": [
-            {"layers": [layers.start, layers.stop], "hit_rate": round(rate, 5),
-             "token_us": round(1e6 * seconds, 2) if has_times else None}
-            for layers, rate, seconds in _stages(found, stages)
-        ],
-        "sequences": [
-            {"n": n, "n_groups": groups, "tokens_per_s": round(speed, 1), "busy": round(busy, 3)}
-            for n, groups, speed, busy in _sequences(found)
-        ] if has_times else None,
-    }  # fmt: skip
-
-
-def show_stages(
-    first: Mapping[float, Simulation], stages: Sequence[range], has_times: bool
-) -> None:
-    """Show a table of stages and one of several sequences; nothing for a single device.
-
-    first: by share of the resident experts, a replay with it.
-    """
-    if not stages:
-        return
-    cells = [
-        (format_share(at), f"{layers.start} to {layers.stop - 1}", f"{rate:.3f}",
-         f"{1e3 * seconds:.2f}" if has_times else ui.NONE)
-        for at in sorted(first) for layers, rate, seconds in _stages(first[at], stages)
-    ]  # fmt: skip
-    ui.section("Devices")
-    ui.table(cells, ("resident", *_STAGES))
-    if not has_times:
-        return
-    counts = [
-        (format_share(at), f"{n}", f"{groups}", f"{speed:.0f}", format_share(busy))
-        for at in sorted(first) for n, groups, speed, busy in _sequences(first[at])
-    ]  # fmt: skip
-    ui.section("Several sequences, estimated")
-    ui.table(counts, ("resident", *_SEQUENCES))
-
-
-def _stages(found: Simulation, stages: Sequence[range]) -> list[tuple[range, float, float]]:
+    found, has_times, seconds = one.found, not one.times.why, one.found.stage_s.tolist()
     hits, misses = found.stats.hits, found.stats.misses
     rates = []
     for layers in stages:
         own = slice(layers.start, layers.stop)
         n = int(hits[own].sum() + misses[own].sum())
         rates.append(float(hits[own].sum() / n) if n else 1.0)
-    return list(zip(stages, rates, found.stage_s.tolist()))
+    each = [(n, throughput(seconds, HOP_S, n)) for n in _N_SEQUENCES]
+    return {
+        "stages": [
+            {"layers": [layers.start, layers.stop], "hit_rate": round(rate, 5),
+             "token_us": round(1e6 * s, 2) if has_times else None}
+            for layers, rate, s in zip(stages, rates, seconds)
+        ],
+        "sequences": [
+            {"n": n, "n_groups": it.n_groups, "tokens_per_s": round(it.tokens_per_s, 1),
+             "busy": round(it.busy, 3)}
+            for n, it in each
+        ] if has_times else None,
+    }  # fmt: skip
 
 
-def _sequences(found: Simulation) -> list[tuple[int, int, float, float]]:
-    """Return sequences, groups, tokens a second, and how busy the stages are."""
-    from ..placement.pipeline import HOP_S, throughput
-
-    each = [(n, throughput(found.stage_s.tolist(), HOP_S, n)) for n in _N_SEQUENCES]
-    return [(n, one.n_groups, one.tokens_per_s, one.busy) for n, one in each]
+def _show_stages(rows: Sequence[_Row], stages: Sequence[range]) -> None:
+    """Show a table of several stages, and one of several sequences; rows: one of each share."""
+    found = [(format_share(row.share), _stage_fields(row.predicted, stages)) for row in rows]
+    ui.section("Devices")
+    ui.table([
+        (share, f"{stage['layers'][0]} to {stage['layers'][1] - 1}", f"{stage['hit_rate']:.3f}",
+         ui.NONE if stage["token_us"] is None else f"{stage['token_us'] / 1e3:.2f}")
+        for share, fields in found for stage in fields["stages"]
+    ], ("resident", "layers", "hit rate", "ms/token"))  # fmt: skip
+    if rows[0].predicted.times.why:
+        return
+    ui.section("Several sequences, estimated")
+    ui.table([
+        (share, f"{at['n']}", f"{at['n_groups']}", f"{at['tokens_per_s']:.0f}",
+         format_share(at["busy"]))
+        for share, fields in found for at in fields["sequences"]
+    ], ("resident", "sequences", "groups", "tok/s", "busy"))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Row:
-    """The replay of one policy with a share (0 to 1) of the experts resident.
-
-    prompts: what prompts take at the start; empty if the size of an expert is unknown.
-    """
+    """What is predicted for a policy, with a share (0 to 1) of the experts resident."""
 
     share: float
     policy: str
-    found: Simulation
-    prompts: list[PromptEstimate]
+    predicted: Prediction
 
 
 def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[float, ...]:
@@ -213,24 +183,28 @@ def simulate_command(
       moegraph simulate routing.trace --machine mine.json --json
     """
     from ..experts.policy import parse_policy
+    from ..placement.simulate import even_slots
     from ..placement.split import by_shares
     from ..placement.trace import read_trace
 
     chosen = {text: parse_policy(text) for text in policies}
-    times = Assumption.of(machine).whatever_size()
+    assumed = Assumption.of(machine).whatever_size()
     trace = read_trace(trace_path)
-    sizes = find_sizes(times, trace, _given_sizes(trace, trace_path, target, expert_size))
-    profile = profile_of(profile_path, profile_class, trace.shape)
+    times = Times.of(assumed, _given_sizes(trace, trace_path, target, expert_size))
+    routing = Routing.of(trace, profile_path, profile_class)
     stages = by_shares(trace.shape.n_layer, shares) if shares else []
-    rows = list(_replays(
-        trace, resident, chosen, sizes, times, miss, profile, profile_class, skip, stages
-    ))  # fmt: skip
+    rows = []
+    with ui.Bars() as bars:
+        for at, percent in enumerate(resident):
+            n_slots = even_slots(trace.shape.n_layer, trace.shape.n_expert, percent / 100)
+            for name, policy in chosen.items():
+                bars("simulate", at, len(resident))
+                found = routing.predict(n_slots, policy, times, miss, stages=stages, skip=skip)
+                rows.append(_Row(percent / 100, name, found))
     if as_json:
-        click.echo(json.dumps(_report(trace, times, sizes, miss, rows, stages)))
+        click.echo(json.dumps(_report(trace, times, miss, rows, stages)))
     else:
-        _show(trace, sizes, rows, profile is not None)
-        first = {row.share: row.found for row in reversed(rows)}
-        show_stages(first, stages, sizes.machine is not None)
+        _show(routing, times, rows, stages)
 
 
 def _given_sizes(
@@ -251,130 +225,87 @@ def _given_sizes(
         return slot_bytes(model)
 
 
-def _replays(
-    trace: Trace, resident: tuple[float, ...], policies: dict[str, Policy], sizes: Sizes,
-    machine: Machine, mode: str, profile: Profile | None, profile_class: str | None, skip: int,
-    stages: Sequence[range],
-) -> Iterator[_Row]:  # fmt: skip
-    from ..placement.simulate import even_slots, simulate
-
-    shape = trace.shape
-    with ui.Bars() as bars:
-        for at, percent in enumerate(resident):
-            n_slots = even_slots(shape.n_layer, shape.n_expert, percent / 100)
-            for name, policy in policies.items():
-                bars("simulate", at, len(resident))
-                found = simulate(
-                    trace, n_slots, policy, sizes.machine or machine, mode=mode, profile=profile,
-                    profile_class=profile_class, skip=skip, slot_bytes=sizes.slot_bytes or None,
-                    stages=stages,
-                )  # fmt: skip
-                prompts = prompts_of(trace, n_slots, policy, sizes, profile, profile_class)
-                yield _Row(percent / 100, name, found, prompts)
-
-
-def _show(trace: Trace, sizes: Sizes, rows: Sequence[_Row], has_profile: bool) -> None:
+def _show(routing: Routing, times: Times, rows: Sequence[_Row], stages: Sequence[range]) -> None:
     from ..placement.tracestats import trace_stats
 
-    ui.note(trace_stats(trace).line())
-    times = sizes.machine
-    if times:
-        ui.note(f"times of {times.title}: {1e3 * times.whole:.2f} ms a token, all resident")
+    ui.note(trace_stats(routing.trace).line())
+    machine = times.machine
+    if times.why:
+        ui.note(f"no times: {times.why}")
     else:
-        ui.note(f"no times: {sizes.why}")
+        ui.note(f"times of {machine.title}: {1e3 * machine.whole:.2f} ms a token, all resident")
     cells: list[tuple[str, ...]] = []
-    notes: list[str] = []
+    equal: dict[tuple[str, ...], list[str]] = {}
     for share, group in groupby(rows, key=lambda row: row.share):
         tried = list(group)
-        ranks = [row.found.tokens_per_s if times else row.found.hit_rate for row in tried]
+        found = [row.predicted.found for row in tried]
+        ranks = [one.hit_rate if times.why else one.tokens_per_s for one in found]
         best = max(ranks) if max(ranks) > min(ranks) else None
         if cells and len(tried) > 1:
             cells.append(())
-        cells += [_cells(trace, sizes, r, rank == best) for r, rank in zip(tried, ranks)]
-        notes += [f"at {format_share(share)}: {line}" for line in _equal(tried)]
+        cells += [_cells(routing.trace, row, rank == best) for row, rank in zip(tried, ranks)]
+        for names in _equal(tried):
+            equal.setdefault(names, []).append(format_share(share))
     ui.table(cells, _HEADER)
-    if times and times.prompt:
-        ui.section("Prompts, estimated")
-        first = {row.share: row for row in reversed(rows)}
-        ui.table(
-            [(format_share(at), *prompt_cells(first[at].prompts)) for at in sorted(first)],
-            ("resident", *prompt_header()),
-        )
-    for line in [*_folded(notes), *_reasons(notes, has_profile)]:
+    first = {row.share: row for row in reversed(rows)}
+    of_each = [first[share] for share in sorted(first)]
+    show_prompts(("resident",), [((format_share(r.share),), r.predicted) for r in of_each])
+    for names, shares in equal.items():
+        ui.note(f"at {', '.join(shares)}: {' = '.join(names)}")
+    for line in _reasons(equal, routing.profile is not None):
         ui.note(line)
+    if stages:
+        _show_stages(of_each, stages)
 
 
-def _cells(trace: Trace, sizes: Sizes, row: _Row, is_best: bool) -> tuple[str, ...]:
-    found, has_times = row.found, sizes.machine is not None
+def _cells(trace: Trace, row: _Row, is_best: bool) -> tuple[str, ...]:
+    found, times = row.predicted.found, row.predicted.times
     return (
         format_share(row.share), f"{row.share * trace.shape.n_expert:.0f}", row.policy,
         f"{found.hit_rate:.3f}", f"{found.stats.missing_per_step:.2f}",
-        f"{found.bytes_per_token / 2**20:.2f}" if sizes.slot_bytes else ui.NONE,
-        f"{1e3 * found.step_s.mean():.2f}" if has_times else ui.NONE,
-        f"{found.tokens_per_s:.1f}" if has_times else ui.NONE,
+        f"{found.bytes_per_token / 2**20:.2f}" if times.slot_bytes else ui.NONE,
+        ui.NONE if times.why else f"{1e3 * found.step_s.mean():.2f}",
+        ui.NONE if times.why else f"{found.tokens_per_s:.1f}",
         "best" if is_best else "",
     )  # fmt: skip
 
 
-def _equal(rows: Sequence[_Row]) -> list[str]:
-    """Return the policies that behaved exactly the same, as 'lfu = lru'; rows: of one share."""
-    groups: list[list[_Row]] = []
+def _equal(rows: Sequence[_Row]) -> list[tuple[str, ...]]:
+    """Return the policies that behaved exactly the same; rows: of one share."""
+    groups: dict[bytes, list[str]] = {}
     for row in rows:
-        # If every expert is resident, all policies are equal.
-        if not row.found.stats.misses.any():
-            continue
-        same = next(
-            (g for g in groups if np.array_equal(g[0].found.missing, row.found.missing)), None
-        )
-        if same:
-            same.append(row)
-        else:
-            groups.append([row])
-    return [" = ".join(row.policy for row in group) for group in groups if len(group) > 1]
+        found = row.predicted.found
+        if found.stats.misses.any():  # if every expert is resident, all policies are equal
+            groups.setdefault(found.missing.tobytes(), []).append(row.policy)
+    return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def _end(note: str) -> str:
-    """Return a note without its share."""
-    return note.partition(": ")[2]
-
-
-def _folded(notes: Sequence[str]) -> list[str]:
-    """Return notes such as 'at 10 %: lfu = lru', with equal ones merged into one."""
-    by_end: dict[str, list[str]] = {}
-    for note in notes:
-        by_end.setdefault(_end(note), []).append(note.partition(": ")[0].removeprefix("at "))
-    return [f"at {', '.join(shares)}: {end}" for end, shares in by_end.items()]
-
-
-def _reasons(notes: Sequence[str], has_profile: bool) -> list[str]:
-    """Return why the policies that the notes name can behave the same."""
-    equal = [{name.partition(":")[0] for name in _end(note).split(" = ")} for note in notes]
+def _reasons(equal: Iterable[tuple[str, ...]], has_profile: bool) -> list[str]:
+    """Return why policies can behave the same."""
+    kinds = [{name.partition(":")[0] for name in names} for names in equal]
     found = []
-    if any("lfu" in names and names & {"lru", "adaptive"} for names in equal):
+    if any("lfu" in names and names & {"lru", "adaptive"} for names in kinds):
         found.append(
             "if a layer has fewer slots than a token chooses experts, lru and adaptive act as lfu"
         )
-    if any({"adaptive", "lru"} <= names for names in equal) and not has_profile:
+    if any({"adaptive", "lru"} <= names for names in kinds) and not has_profile:
         found.append("without --profile, adaptive acts as lru")
     return found
 
 
 def _report(
-    trace: Trace, machine: Machine, sizes: Sizes, mode: str, rows: Sequence[_Row],
-    stages: Sequence[range],
-) -> dict[str, Any]:  # fmt: skip
-    has_times = sizes.machine is not None
+    trace: Trace, times: Times, mode: str, rows: Sequence[_Row], stages: Sequence[range]
+) -> dict[str, Any]:
     return {
         "trace": trace_fields(trace),
-        "machine": machine.name,
+        "machine": times.machine.name,
         "miss": mode,
-        "slot_bytes_by_layer": list(sizes.slot_bytes) or None,
+        "slot_bytes_by_layer": list(times.slot_bytes) or None,
         "rows": [
             {
                 "resident_share": round(row.share, 6), "policy": row.policy,
-                **simulation_fields(row.found, has_times, bool(sizes.slot_bytes)),
-                **stage_fields(row.found, stages, has_times),
-                "prompts": [prompt_fields(prompt) for prompt in row.prompts],
+                **row.predicted.fields(), **_stage_fields(row.predicted, stages),
+                "prompts": row.predicted.prompt_fields(),
             }
             for row in rows
         ],
