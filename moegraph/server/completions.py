@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
@@ -121,6 +121,7 @@ class _Run(Completion):
     _n_shown: Counter[int] = field(default_factory=Counter, init=False)
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    empty: ClassVar = {"text": ""}
 
     @property
     def usage(self) -> Usage:
@@ -158,10 +159,6 @@ class _Run(Completion):
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the fields that begin a stream's choice: what it echoes."""
         return {"text": self._echo(index)} if self.echoes else None
-
-    def shown(self, kind: type, text: str) -> dict[str, Any]:
-        """Return the fields of a stream's choice that show text."""
-        return {"text": text}
 
     def step(self, update: Update) -> tuple[list[dict[str, Any]], str | None]:
         """Return the chunk of a step, if it has something to tell."""

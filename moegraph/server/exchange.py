@@ -17,13 +17,13 @@ from ..engine.chat import ChatModel, ChatRequest, Prepared, TextRequest
 from ..errors import RequestError
 from ..loop.requests import Step, TokenLogprobs, Usage
 from ..sampling import RANDOM_SEED, SamplingParams
-from ..text.chat.parts import ContentPart, ReasoningPart, Reply
+from ..text.chat.parts import Reply
 from .answers import Answers, Update, unless_left
 from .errors import ApiError, openai_body, public_error
 from .guards import owner_of
 from .host import LoadedModel
 from .logs import WARNING, note_usage, note_warnings, request_id
-from .replies import DONE, PLACE, EventStream, Template, comment, data, reply
+from .replies import DONE, EventStream, comment, data, reply
 from .schemas import LIMITS, MAX_TOKENS, Formatted, Sampled, Streamed
 from .state import state_of
 
@@ -336,16 +336,16 @@ class CompletionBody(Sampled, Formatted, Streamed):
 class Completion(Exchange):
     """One of OpenAI's completions in the making, of a chat or of a text.
 
-    created: seconds since the epoch.
+    created: seconds since the epoch. empty: fields of a stream's choice that shows no text.
     """
 
     body: CompletionBody
     created: int
-    _templates: dict[tuple[int, type], Template] = field(default_factory=dict, init=False)
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    empty: ClassVar[Mapping[str, Any]]
     may_reason: ClassVar[bool] = False
 
     @abstractmethod
@@ -355,10 +355,6 @@ class Completion(Exchange):
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the fields that begin a stream's choice, if it has such a beginning."""
         return None
-
-    @abstractmethod
-    def shown(self, kind: type, text: str) -> dict[str, Any]:
-        """Return the fields of a stream's choice that show text of a kind of part."""
 
     @abstractmethod
     def step(self, update: Update) -> tuple[list[dict[str, Any]], str | None]:
@@ -401,9 +397,6 @@ class Completion(Exchange):
                 yield b"".join(frames)
             if update.is_reading:
                 continue
-            if frame := self._text_frame(update):
-                yield frame
-                continue
             chunks, ended = self.step(update)
             if chunks:
                 yield b"".join(map(data, chunks))
@@ -413,20 +406,8 @@ class Completion(Exchange):
             yield data({**self._head(self.chunk_kind), "choices": [], **self._sums()})
         yield DONE
 
-    def _text_frame(self, update: Update) -> bytes | None:
-        """Return the event of a step that brings text alone, as most do; None: it brings more."""
-        if len(update.parts) != 1 or update.is_last or update.step.logprobs:
-            return None
-        part = update.parts[0]
-        if self.body.timings_per_token or not isinstance(part, ContentPart | ReasoningPart):
-            return None
-        key = update.index, type(part)
-        if key not in self._templates:
-            self._templates[key] = Template(self.chunk(update.index, self.shown(key[1], PLACE)))
-        return self._templates[key].fill(part.text)
-
     def _progress(self, index: int, found: dict[str, Any]) -> bytes:
-        chunk = {**self.chunk(index, self.shown(ContentPart, "")), "prompt_progress": found}
+        chunk = {**self.chunk(index, self.empty), "prompt_progress": found}
         if self.body.timings_per_token:
             is_read = found["processed"] > found["cache"]
             seconds = self.answers.usages[index].prefill_s if is_read else 0.0

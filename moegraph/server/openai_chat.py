@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from starlette.requests import Request as HttpRequest
@@ -15,7 +14,7 @@ from starlette.responses import Response
 
 from ..engine.chat import ChatRequest
 from ..loop.requests import TokenLogprobs
-from ..text.chat.parts import CallBegin, CallEnd, ContentPart, Part, ReasoningPart
+from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, ReasoningPart
 from .answers import Update
 from .errors import ApiError
 from .exchange import (
@@ -282,18 +281,16 @@ class ChatBody(CompletionBody):
         )
 
 
-_FIELDS: dict[Any, str] = {ContentPart: "content", ReasoningPart: "reasoning_content"}
-
-
 @dataclass
 class _Run(Completion):
     """One chat completion in the making."""
 
     body: ChatBody
-    _n_calls: Counter[int] = field(default_factory=Counter, init=False)
+    _called: set[int] = field(default_factory=set, init=False)
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     may_reason = True
+    empty: ClassVar = {"delta": {}}
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return a whole choice."""
@@ -312,25 +309,23 @@ class _Run(Completion):
         """Return the fields that begin a stream's choice."""
         return {"delta": {"role": "assistant", "content": None, "refusal": None}}
 
-    def shown(self, kind: type, text: str) -> dict[str, Any]:
-        """Return the fields of a stream's choice that show text; none of none."""
-        return {"delta": {_FIELDS[kind]: text} if text else {}}
-
     def step(self, update: Update) -> tuple[list[dict[str, Any]], str | None]:
         """Return the chunks of a step; the first has the probabilities, the last ends a choice."""
         index = update.index
-        self._n_calls[index] += sum(isinstance(part, CallBegin) for part in update.parts)
-        deltas = [delta for part in update.parts if (delta := _delta(part))]
-        chunks = [self.chunk(index, {"delta": delta}) for delta in deltas]
-        found = self._logprobs(update.step.logprobs) if update.step.logprobs else None
-        if found is not None:
-            chunks = chunks or [self.chunk(index, {"delta": {}})]
-            chunks[0]["choices"][0]["logprobs"] = found
+        chunks = []
+        for part in update.parts:
+            if isinstance(part, CallBegin):
+                self._called.add(index)
+            if not isinstance(part, CallEnd):
+                chunks.append(self.chunk(index, {"delta": _delta(part)}))
+        if self.body.logprobs and update.step.logprobs:
+            chunks = chunks or [self.chunk(index, self.empty)]
+            chunks[0]["choices"][0]["logprobs"] = self._logprobs(update.step.logprobs)
         if chunks and self.body.timings_per_token:
             chunks[-1] |= {"timings": self.timings()}
-        reason = finish_reason(update.step, self._n_calls[index] > 0)
+        reason = finish_reason(update.step, index in self._called)
         if update.is_last:
-            chunks.append(self.chunk(index, {"delta": {}}))
+            chunks.append(self.chunk(index, self.empty))
             chunks[-1]["choices"][0]["finish_reason"] = reason
             if not self.body.wants_usage:
                 chunks[-1] |= {"timings": self.timings()}
@@ -351,11 +346,11 @@ async def complete(request: HttpRequest) -> Response:
     return await run.respond(body.stream)
 
 
-def _delta(part: Part) -> dict[str, Any]:
-    if isinstance(part, ContentPart | ReasoningPart):
-        return {_FIELDS[type(part)]: part.text}
-    if isinstance(part, CallEnd):
-        return {}
+def _delta(part: ContentPart | ReasoningPart | CallBegin | CallArguments) -> dict[str, Any]:
+    if isinstance(part, ContentPart):
+        return {"content": part.text}
+    if isinstance(part, ReasoningPart):
+        return {"reasoning_content": part.text}
     if isinstance(part, CallBegin):
         function = {"name": part.name, "arguments": ""}
         call = {"index": part.index, "id": part.id, "type": "function", "function": function}

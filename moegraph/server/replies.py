@@ -9,50 +9,31 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 # A proxy may close a connection on which nothing is sent; comments tell it that we work.
 PING_S = 10.0
 DONE = b"data: [DONE]\n\n"
-# Where a `Template` has its text; a control character that no other field ends with.
-PLACE = "\0"
-# json.dumps would make an encoder for each event
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def encode(value: object) -> str:
+def encode(value: object) -> bytes:
     """Return JSON in one line, as every answer of the server is written."""
-    return _ENCODER.encode(value)
+    try:
+        return to_json(value)
+    except PydanticSerializationError:  # a lone surrogate, as of a file's name that is not UTF-8
+        return json.dumps(value).encode()
 
 
 def data(value: object) -> bytes:
     """Return an event without a name."""
-    return f"data: {encode(value)}\n\n".encode(errors="replace")
-
-
-def event(name: str, value: object) -> bytes:
-    """Return an event with a name; the name has no line end."""
-    return f"event: {name}\ndata: {encode(value)}\n\n".encode(errors="replace")
+    return b"data: %b\n\n" % encode(value)
 
 
 def named(value: Mapping[str, Any]) -> bytes:
     """Return an event that has the name of its type."""
-    return event(value["type"], value)
-
-
-class Template:
-    """An event without a name that is sent many times with another text: the rest is encoded once.
-
-    value: of the event, with `PLACE` where the text belongs; no later field may hold that.
-    """
-
-    def __init__(self, value: object) -> None:
-        self._before, _, self._after = data(value).rpartition(encode(PLACE).encode())
-
-    def fill(self, text: str) -> bytes:
-        """Return the event with a text."""
-        return self._before + encode(text).encode(errors="replace") + self._after
+    return b"event: %b\n%b" % (value["type"].encode(), data(value))
 
 
 def comment(text: str) -> bytes:
@@ -136,7 +117,5 @@ async def gone(receive: Receive) -> None:
 def reply(
     value: object, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return a response with a JSON value; text that UTF-8 cannot hold is replaced."""
-    given: dict[str, Any] = dict(headers or {})
-    body = encode(value).encode(errors="replace")
-    return Response(body, status, given, "application/json")
+    """Return a response with a JSON value."""
+    return Response(encode(value), status, headers, "application/json")

@@ -52,8 +52,8 @@ class ResponseStore:
         """Keep a response and the items of its input; one that is larger than the cap is not."""
         named = [*items, *response["output"]]
         made = _Stored(
-            encode(response).encode(errors="replace"),
-            encode(list(items)).encode(errors="replace"),
+            encode(response),
+            encode(items),
             response.get("previous_response_id"),
             tuple(item["id"] for item in named if isinstance(item.get("id"), str)),
         )

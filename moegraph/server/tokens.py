@@ -52,20 +52,20 @@ async def tokenize(request: HttpRequest) -> Response:
                 ids = _ids(model, body)
             found = _encoded_tokens(ids, model if body.with_pieces else None)
             count, n_ctx = len(ids), loaded.facts.n_ctx
-            return f'{{"tokens":[{found}],"count":{count},"max_model_len":{n_ctx}}}'.encode()
+            return b'{"tokens":[%b],"count":%d,"max_model_len":%d}' % (found, count, n_ctx)
 
         return Response(await state.work(answer), media_type="application/json")
 
 
-def _encoded_tokens(ids: list[int], model: ChatModel | None) -> str:
+def _encoded_tokens(ids: list[int], model: ChatModel | None) -> bytes:
     """Return ids as JSON without its brackets, with their pieces if a model is given."""
-    parts = list[str]()
+    parts = list[bytes]()
     for at in range(0, len(ids), _SLICE):
         tokens: list[Any] = ids[at : at + _SLICE]
         if model:
             tokens = [{"id": one, "piece": _piece(model.piece(one))} for one in tokens]
         parts.append(encode(tokens)[1:-1])
-    return ",".join(parts)
+    return b",".join(parts)
 
 
 def _ids(model: ChatModel, body: TokenizeBody) -> list[int]:
