@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,13 +19,11 @@ _SHORT_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75
 _LONG_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
 
-# A figure: its name, what it is, and its value.
+# A figure: its names, what it is, and its value.
 Row = tuple[str, str, float]
-# Times between tokens that are kept until somebody asks.
-_MAX_PAUSES = 4096
 
 
-class Metrics:
+class Metrics(Collector):
     """The statistics of one server; used on the event loop only.
 
     Sums over all requests, also over those that run: n_computed: prompt tokens less those that
@@ -34,124 +32,84 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self.n_computed = self.n_cached = self.n_generated = self.n_steps = self.n_held_max = 0
         self.n_drafted = self.n_accepted = 0
-        self._pauses: list[float] = []
-        self._n_told = 0
         self.prefill_s = self.decode_s = 0.0
         self._then = (0, 0.0, 0, 0.0)
         self.n_open = self.n_queued = 0
-        self._name_vllm()
-        self.registry.register(self)
+        registry.register(self)
 
-    def _name_vllm(self) -> None:
-        registry = self.registry
-
-        def counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"vllm:{name}", help, labels, registry=registry)
-
-        def times(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        def times(name: str, help: str, buckets: tuple[float, ...] = _LONG_S) -> Histogram:
             return Histogram(f"vllm:{name}_seconds", help, buckets=buckets, registry=registry)
 
-        def gauge(name: str, help: str, value: Callable[[], float]) -> None:
-            Gauge(f"vllm:{name}", help, registry=registry).set_function(value)
-
-        gauge("num_requests_running", "Requests that are being computed.",
-              lambda: self.n_running)  # fmt: skip
-        gauge("num_requests_waiting", "Requests that wait.", lambda: self.n_queued)
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self.generation_tokens = counter("generation_tokens", "Tokens that were generated.")
-        self.cache_queries = counter("prefix_cache_queries", "Tokens looked up in the cache.")
-        self.cache_hits = counter("prefix_cache_hits", "Prompt tokens that were cached.")
-        self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens, verified.")
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens, right.")
-        self.ended = counter("request_success", "Requests that ended.", ("finished_reason",))
-        self.first_token_s = times("time_to_first_token", "From submission.", _LONG_S)
+        self.ended = Counter(
+            "vllm:request_success", "Requests that ended.", ("finished_reason",), registry=registry
+        )
+        self.first_token_s = times("time_to_first_token", "From submission.")
         self.between_s = times("inter_token_latency", "Between two tokens.", _SHORT_S)
-        self.whole_s = times("e2e_request_latency", "From submission to the end.", _LONG_S)
-        self.queue_s = times("request_queue_time", "Until the prompt began.", _LONG_S)
-        self.prompt_s = times("request_prefill_time", "Until the first token.", _LONG_S)
-        self.answer_s = times("request_decode_time", "From the first token on.", _LONG_S)
+        self.whole_s = times("e2e_request_latency", "From submission to the end.")
+        self.queue_s = times("request_queue_time", "Until the prompt began.")
+        self.prompt_s = times("request_prefill_time", "Until the first token.")
+        self.answer_s = times("request_decode_time", "From the first token on.")
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the figures under llama-server's names, for the registry."""
-        rows = ((f"llamacpp:{name}", help, getattr(self, of)) for name, help, of in _LLAMA)
+        """Yield the figures under llama-server's and vLLM's names, for the registry."""
+        n_looked_up, n_running = self.n_computed + self.n_cached, self.n_open - self.n_queued
+        n_computed, prefill_s, n_steps, decode_s = (
+            now - then for now, then in zip(self._now, self._then)
+        )
+        rows: tuple[Row, ...] = (
+            ("llamacpp:prompt_tokens_total", "Prompt tokens that were computed.", self.n_computed),
+            ("vllm:prompt_tokens_total vllm:prefix_cache_queries_total",
+             "Prompt tokens, which are looked up in the cache.", n_looked_up),
+            ("llamacpp:prompt_tokens_cached_total vllm:prefix_cache_hits_total",
+             "Prompt tokens that were cached.", self.n_cached),
+            ("llamacpp:prompt_seconds_total", "Time that prompts took.", self.prefill_s),
+            ("llamacpp:tokens_predicted_total vllm:generation_tokens_total",
+             "Tokens that were generated.", self.n_generated),
+            ("llamacpp:tokens_predicted_seconds_total", "Time that answers took.", self.decode_s),
+            ("llamacpp:spec_decode_num_draft_tokens_total vllm:spec_decode_num_draft_tokens_total",
+             "Drafted tokens, verified.", self.n_drafted),
+            ("llamacpp:spec_decode_num_accepted_tokens_total "
+             "vllm:spec_decode_num_accepted_tokens_total",
+             "Drafted tokens, right.", self.n_accepted),
+            ("llamacpp:prompt_tokens_seconds",
+             "Prompt tokens per second of a request, since this was read last.",
+             n_computed / prefill_s if prefill_s > 0 else 0.0),
+            ("llamacpp:predicted_tokens_seconds",
+             "Generated tokens per second of a request, since this was read last.",
+             n_steps / decode_s if decode_s > 0 else 0.0),
+            ("llamacpp:n_tokens_max", "Largest number of tokens that a request held.",
+             self.n_held_max),
+            ("llamacpp:requests_processing vllm:num_requests_running",
+             "Requests that are being computed.", n_running),
+            ("llamacpp:requests_deferred vllm:num_requests_waiting", "Requests that wait.",
+             self.n_queued),
+        )  # fmt: skip
         yield from _families(rows)
-
-    @property
-    def n_running(self) -> int:
-        """Return how many requests are being computed."""
-        return self.n_open - self.n_queued
 
     @property
     def _now(self) -> tuple[int, float, int, float]:
         return self.n_computed, self.prefill_s, self.n_steps, self.decode_s
-
-    @property
-    def prompt_rate(self) -> float:
-        """Return the prompt tokens per second of a request since Prometheus asked last."""
-        n, seconds = self.n_computed - self._then[0], self.prefill_s - self._then[1]
-        return n / seconds if seconds > 0 else 0.0
-
-    @property
-    def answer_rate(self) -> float:
-        """Return the generated tokens per second of a request since Prometheus asked last."""
-        n, seconds = self.n_steps - self._then[2], self.decode_s - self._then[3]
-        return n / seconds if seconds > 0 else 0.0
-
-    def note_pause(self, seconds: float) -> None:
-        """Note the time between two tokens."""
-        self._pauses.append(seconds)
-        if len(self._pauses) >= _MAX_PAUSES:
-            self._tell_tokens()
-
-    def _tell_tokens(self) -> None:
-        """Tell Prometheus's client of the tokens since the last time: it is slow for each token."""
-        for seconds in self._pauses:
-            self.between_s.observe(seconds)
-        self._pauses.clear()
-        self.generation_tokens.inc(self.n_generated - self._n_told)
-        self._n_told = self.n_generated
 
     def page(self, is_scrape: bool = True) -> bytes:
         """Return the text that Prometheus reads.
 
         is_scrape: means of rates begin anew, as in llama-server; False for other readers.
         """
-        self._tell_tokens()
         found = generate_latest(self.registry)
         if is_scrape:
             self._then = self._now
         return found
 
 
-# The figures that llama-server reports: name, help, and which attribute of `Metrics`.
-_LLAMA = (
-    ("prompt_tokens_total", "Prompt tokens that were computed.", "n_computed"),
-    ("prompt_tokens_cached_total", "Prompt tokens that were cached.", "n_cached"),
-    ("prompt_seconds_total", "Time that prompts took.", "prefill_s"),
-    ("tokens_predicted_total", "Tokens that were generated.", "n_generated"),
-    ("tokens_predicted_seconds_total", "Time that answers took.", "decode_s"),
-    ("spec_decode_num_draft_tokens_total", "Drafted tokens, verified.", "n_drafted"),
-    ("spec_decode_num_accepted_tokens_total", "Drafted tokens, right.", "n_accepted"),
-    ("prompt_tokens_seconds", "Prompt tokens per second of a request, since this was read last.",
-     "prompt_rate"),
-    ("predicted_tokens_seconds",
-     "Generated tokens per second of a request, since this was read last.", "answer_rate"),
-    ("n_tokens_max", "Largest number of tokens that a request held.", "n_held_max"),
-    ("requests_processing", "Requests that are being computed.", "n_running"),
-    ("requests_deferred", "Requests that wait.", "n_queued"),
-)  # fmt: skip
-
-
 def _families(rows: Iterable[Row]) -> Iterator[Metric]:
-    """Yield figures of (name, help, value); a name that ends in _total is that of a counter."""
-    for name, help, value in rows:
-        if name.endswith("_total"):
-            yield CounterMetricFamily(name, help, value)
-        else:
-            yield GaugeMetricFamily(name, help, value)
+    """Yield figures; a name that ends in _total is that of a counter."""
+    for names, help, value in rows:
+        for name in names.split():
+            is_counter = name.endswith("_total")
+            yield (CounterMetricFamily if is_counter else GaugeMetricFamily)(name, help, value)
 
 
 class Meter:
@@ -193,18 +151,13 @@ class Meter:
         if n_new and not before.n_generated:
             sums.first_token_s.observe(usage.queued_s + usage.prefill_s)
         elif n_new:
-            sums.note_pause(seconds / n_new)
+            sums.between_s.observe(seconds / n_new)
         if step.finish_reason is not None:
             self._end(usage, step.finish_reason)
 
     def _end(self, usage: Usage, reason: str) -> None:
         sums = self._metrics
         self._count(-1, 0 if _has_begun(usage) or not self._n_queued else -1)
-        sums.prompt_tokens.inc(usage.n_prompt)
-        sums.cache_queries.inc(usage.n_prompt)
-        sums.cache_hits.inc(usage.n_cached)
-        sums.drafted.inc(usage.n_drafted)
-        sums.accepted.inc(usage.n_accepted)
         sums.ended.labels(reason).inc()
         sums.queue_s.observe(usage.queued_s)
         sums.prompt_s.observe(usage.prefill_s)
@@ -239,10 +192,6 @@ class EngineMetrics(Collector):
             yield from _families(_service(status))
             yield from _families(_experts(status))
             yield from _memory(status)
-
-    def describe(self) -> list[Metric]:
-        """Return nothing: the names need no check, and the model may not be there yet."""
-        return []
 
 
 def _service(status: ServiceStatus) -> Iterator[Row]:
