@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -480,21 +481,22 @@ class ReadRequest:
 
 
 def read_request(
-    body: ResponsesBody, store: ResponseStore, defaults: Defaults, name: str = ""
+    body: ResponsesBody, store: ResponseStore, owner: str, defaults: Defaults, name: str = ""
 ) -> ReadRequest:
     """Return what a request asks for.
 
-    store: has the responses before this one. name: for logs.
+    store: has the responses before this one. owner: the client. name: for logs.
     """
     _refuse_unsupported(body)
     tools = read_tools(body.tools or ())
     allowed, choice = read_choice(body.tool_choice, tools)
-    items = _input_items(body.input, store.item)
+    items = _input_items(body.input, partial(store.item, owner))
     conversation = Conversation()
     if body.instructions:
         conversation.messages.append({"role": "system", "content": body.instructions})
-    for item in store.items(body.previous_response_id) if body.previous_response_id else ():
-        conversation.add(item, "previous_response_id")
+    if body.previous_response_id:
+        for item in store.items(owner, body.previous_response_id):
+            conversation.add(item, "previous_response_id")
     for at, item in enumerate(items):
         conversation.add(item, f"input[{at}]")
     chat = ChatRequest(
@@ -908,16 +910,11 @@ class _Run(Exchange):
         return map(named, self.writer.fail(error))
 
 
-def _own(request: HttpRequest) -> ResponseStore:
-    """Return the responses that the client of a request may use."""
-    return state_of(request).responses.of(owner_of(request))
-
-
 async def create(request: HttpRequest) -> Response:
     """Make a response, at once or as it is written."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    read = read_request(body, _own(request), state, request_id(request))
+    read = read_request(body, state.responses, owner_of(request), state, request_id(request))
     chat = read.chat
 
     def made(http: HttpRequest, answers: Answers, loaded: LoadedModel, experts: Any) -> _Run:
@@ -933,13 +930,15 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a response would have."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    n_tokens = await state.count(read_request(body, _own(request), state).chat)
+    read = read_request(body, state.responses, owner_of(request), state)
+    n_tokens = await state.count(read.chat)
     return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 async def retrieve(request: HttpRequest) -> Response:
     """Return a response that is stored."""
-    return reply(_own(request).response(request.path_params["id"]))
+    stored = state_of(request).responses
+    return reply(stored.response(owner_of(request), request.path_params["id"]))
 
 
 async def delete(request: HttpRequest) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,24 +31,37 @@ class _Stored:
     def n_bytes(self) -> int:
         return len(self.response) + len(self.items)
 
+    def all_items(self) -> list[Item]:
+        """Return the items of the input and of the output."""
+        return [*json.loads(self.items), *json.loads(self.response)["output"]]
+
 
 class ResponseStore:
-    """Keeps one client's responses by id; what was not used for longest goes at the cap.
+    """Keeps the responses of each client by id, all together within a cap in bytes.
 
-    A conversation is a chain of responses, each with the items that it added. The server's end
-    forgets everything.
+    A client finds only its own; owner: as `guards.owner_of` returns it. At the cap, the client that
+    has most bytes loses what it did not use for longest, so that no client can push out responses
+    of others. A conversation is a chain of responses, each with the items that it added. The
+    server's end forgets everything.
     """
 
     def __init__(self, cap_bytes: int = CAP_BYTES) -> None:
         self._cap = cap_bytes
-        self._stored: OrderedDict[str, _Stored] = OrderedDict()
-        self._owners: dict[str, str] = {}
-        self.n_bytes = 0
+        self._stored: OrderedDict[tuple[str, str], _Stored] = OrderedDict()
+        self._of_items: dict[tuple[str, str], str] = {}
+        self._n_bytes = Counter[str]()
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(self, response: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of all responses."""
+        return self._n_bytes.total()
+
+    def put(
+        self, owner: str, response: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Keep a response and the items of its input; one that is larger than the cap is not."""
         named = [*items, *response["output"]]
         made = _Stored(
@@ -59,97 +72,59 @@ class ResponseStore:
         )
         if made.n_bytes > self._cap:
             return
-        self._stored[response["id"]] = made
-        self._owners.update(dict.fromkeys(made.item_ids, response["id"]))
-        self.n_bytes += made.n_bytes
+        self._stored[owner, response["id"]] = made
+        self._of_items.update(
+            dict.fromkeys(((owner, one) for one in made.item_ids), response["id"])
+        )
+        self._n_bytes[owner] += made.n_bytes
         while self.n_bytes > self._cap:
-            self.forget_oldest()
+            ((most, _),) = self._n_bytes.most_common(1)
+            self._forget(*next(key for key in self._stored if key[0] == most))
 
-    def forget_oldest(self) -> None:
-        """Forget the response that was not used for longest."""
-        self._forget(next(iter(self._stored)))
-
-    def response(self, response_id: str) -> dict[str, Any]:
+    def response(self, owner: str, response_id: str) -> dict[str, Any]:
         """Return a response."""
-        found: dict[str, Any] = json.loads(self._get(response_id).response)
+        found: dict[str, Any] = json.loads(self._get(owner, response_id).response)
         return found
 
-    def delete(self, response_id: str) -> None:
+    def delete(self, owner: str, response_id: str) -> None:
         """Forget a response."""
-        self._get(response_id)
-        self._forget(response_id)
+        self._get(owner, response_id)
+        self._forget(owner, response_id)
 
-    def items(self, response_id: str) -> list[Item]:
+    def items(self, owner: str, response_id: str) -> list[Item]:
         """Return all items of a conversation up to the output of this response."""
-        chain: list[str] = []
+        chain: list[_Stored] = []
         at: str | None = response_id
         while at is not None:
-            if at not in self._stored or at in chain:
+            stored = self._stored.get((owner, at))
+            if stored is None:
                 raise _no_previous(response_id)
-            chain.append(at)
-            self._stored.move_to_end(at)
-            at = self._stored[at].previous
-        found: list[Item] = []
-        for at in reversed(chain):
-            found += json.loads(self._stored[at].items)
-            found += json.loads(self._stored[at].response)["output"]
-        return found
+            chain.append(stored)
+            self._stored.move_to_end((owner, at))
+            at = stored.previous
+        return [item for stored in reversed(chain) for item in stored.all_items()]
 
-    def item(self, item_id: str) -> Item | None:
-        """Return an item of any response, by its id."""
-        owner = self._owners.get(item_id)
-        if owner is None:
+    def item(self, owner: str, item_id: str) -> Item | None:
+        """Return an item of any response of a client, by its id."""
+        found = self._of_items.get((owner, item_id))
+        if found is None:
             return None
-        stored = self._stored[owner]
-        items: list[Item] = json.loads(stored.items) + json.loads(stored.response)["output"]
+        items = self._stored[owner, found].all_items()
         return next(item for item in items if item.get("id") == item_id)
 
-    def _get(self, response_id: str) -> _Stored:
-        found = self._stored.get(response_id)
+    def _get(self, owner: str, response_id: str) -> _Stored:
+        found = self._stored.get((owner, response_id))
         if found is None:
             message = f"there is no response {response_id[:80]!a}"
             raise ApiError(404, message, param="response_id", code="not_found")
         return found
 
-    def _forget(self, response_id: str) -> None:
-        gone = self._stored.pop(response_id)
-        self.n_bytes -= gone.n_bytes
+    def _forget(self, owner: str, response_id: str) -> None:
+        gone = self._stored.pop((owner, response_id))
+        self._n_bytes[owner] -= gone.n_bytes
         for item_id in gone.item_ids:
-            if self._owners.get(item_id) == response_id:
-                del self._owners[item_id]
-
-
-class ResponseStores:
-    """The responses of each client, all together within a cap in bytes.
-
-    A client finds only its own. At the cap, the client that has most bytes loses its oldest
-    response, so that no client can push out responses of others.
-    """
-
-    def __init__(self, cap_bytes: int = CAP_BYTES) -> None:
-        self._cap = cap_bytes
-        self._stores: dict[str, ResponseStore] = {}
-
-    def of(self, owner: str) -> ResponseStore:
-        """Return the responses of a client; owner: as `guards.owner_of` returns it."""
-        return self._stores.get(owner) or ResponseStore(self._cap)
-
-    def delete(self, owner: str, response_id: str) -> None:
-        """Forget a client's response."""
-        self.of(owner).delete(response_id)
-        self._drop_empty()
-
-    def put(
-        self, owner: str, response: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Keep a client's response; see `ResponseStore.put`."""
-        self._stores.setdefault(owner, ResponseStore(self._cap)).put(response, items)
-        while sum(store.n_bytes for store in self._stores.values()) > self._cap:
-            max(self._stores.values(), key=lambda store: store.n_bytes).forget_oldest()
-        self._drop_empty()
-
-    def _drop_empty(self) -> None:
-        self._stores = {owner: store for owner, store in self._stores.items() if len(store)}
+            if self._of_items.get((owner, item_id)) == response_id:
+                del self._of_items[owner, item_id]
 
 
 def _no_previous(response_id: str) -> ApiError:

@@ -22,7 +22,7 @@ from .errors import from_failure
 from .guards import cache_owner
 from .host import LoadedModel, ModelHost
 from .metrics import EngineMetrics, Meter, Metrics
-from .responsestore import ResponseStores
+from .responsestore import ResponseStore
 from .schemas import LIMITS, Defaults, Limits
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class ServerState(Defaults):
     cache_by_key: bool = False
     limits: Limits = LIMITS
     metrics: Metrics = field(default_factory=Metrics)
-    responses: ResponseStores = field(default_factory=ResponseStores)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     started: int = field(default_factory=lambda: int(time.time()))
     workers: Workers = field(default_factory=Workers)
 

@@ -123,7 +123,7 @@ def test_what_is_not_to_be_stored_is_not() -> None:
     case = Case()
     with client_of(case) as client:
         found = client.responses.create(model="m", input="a", store=False)
-    assert len(case.state.responses.of("")) == 0 and found.model_dump()["store"] is False
+    assert len(case.state.responses) == 0 and found.model_dump()["store"] is False
 
 
 class City(pydantic.BaseModel):
@@ -215,4 +215,4 @@ def test_a_client_that_leaves_ends_its_request() -> None:
                 if event.type == "response.output_text.delta":
                     break
         assert case.service.tickets[0].gone.wait(120)
-    assert len(case.state.responses.of("")) == 0
+    assert len(case.state.responses) == 0

@@ -19,7 +19,7 @@ PLAIN = Defaults()
 
 def read(store: ResponseStore | None = None, defaults: Any = PLAIN, **fields: Any) -> ReadRequest:
     body = ResponsesBody.model_validate({"model": "m", "input": "hello", **fields})
-    return read_request(body, store or ResponseStore(), defaults)
+    return read_request(body, store or ResponseStore(), "", defaults)
 
 
 def test_the_server_says_what_the_request_does_not() -> None:
@@ -169,7 +169,7 @@ def test_log_probabilities_come_only_when_they_are_included() -> None:
 def test_a_conversation_goes_on_from_a_stored_response() -> None:
     store = ResponseStore()
     answer = {"id": "msg_1", **text("assistant", "hi")}
-    store.put({"id": "resp_1", "output": [answer], "previous_response_id": None},
+    store.put("", {"id": "resp_1", "output": [answer], "previous_response_id": None},
               [text("user", "hello")])  # fmt: skip
     found = read(store, input="more", previous_response_id="resp_1", instructions="new").chat
     assert [message["content"] for message in found.messages] == ["new", "hello", "hi", "more"]
@@ -179,7 +179,7 @@ def test_a_conversation_goes_on_from_a_stored_response() -> None:
 def test_a_reference_stands_for_an_item_of_the_store() -> None:
     store = ResponseStore()
     answer = {"id": "msg_1", **text("assistant", "hi")}
-    store.put({"id": "resp_1", "output": [answer]}, [])
+    store.put("", {"id": "resp_1", "output": [answer]}, [])
     for reference in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
         found = read(store, input=[reference, text("user", "more")])
         assert found.chat.messages[0] == {"role": "assistant", "content": "hi"}
