@@ -60,21 +60,15 @@ def _check(path: Path) -> str:
         return f"{len(model.tensors)} tensors, {model.n_bytes / 1e9:.2f} GB, {model.hparams}"
 
 
-def _progress(done: int, total: int) -> None:
-    end = "\n" if done == total else "\r"
-    print(f"  {done / 1e9:6.2f} of {total / 1e9:.2f} GB", end=end, file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     args = parser().parse_args(argv)
     preset = PRESETS[args.preset]
     mix = preset.mix if args.mix is None else args.mix
     start = time.monotonic()
-    progress = _progress if sys.stderr.isatty() else None
     try:
         shape = _shape(args, preset.shape)
-        paths = write_model(args.output, shape, mix, args.seed, args.splits, args.pre, progress)
+        paths = write_model(args.output, shape, mix, args.seed, args.splits, args.pre)
     except (OSError, ValueError) as e:
         print(f"make_model.py: {e}", file=sys.stderr)
         return 2

@@ -1,3 +1,3 @@
-"""Write synthetic GGUF files of any shape with numpy alone."""
+"""Write synthetic GGUF files of any shape of random weights."""
 
 from __future__ import annotations

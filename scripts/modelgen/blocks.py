@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import gguf
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType as Type
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
 Fill = Callable[[np.random.Generator, int, float], U8]
+Constant = Callable[[float], U8]
 
 # Values of the 16 codes of IQ4_NL and IQ4_XS, and of the 8 magnitudes of MXFP4 (doubled).
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -27,14 +30,23 @@ JITTER_RMS = float(np.sqrt(1 + JITTER**2 / 3))
 
 @dataclass(frozen=True)
 class BlockType:
-    """A ggml tensor type: its id, elements and bytes of a block, and how to fill blocks."""
+    """A ggml tensor type: how to fill blocks, and a block in which every weight is one value."""
 
     name: str
-    ggml_id: int
-    n_elem: int
-    n_bytes: int
     fill: Fill
-    constant: Callable[[float], U8]
+    constant: Constant
+
+    @property
+    def ggml_id(self) -> int:
+        return Type[self.name]
+
+    @property
+    def n_elem(self) -> int:
+        return gguf.GGML_QUANT_SIZES[Type[self.name]][0]
+
+    @property
+    def n_bytes(self) -> int:
+        return gguf.GGML_QUANT_SIZES[Type[self.name]][1]
 
     def row_bytes(self, ne0: int) -> int:
         """Return the bytes of a row of `ne0` elements."""
@@ -70,17 +82,17 @@ def _put_f16(blocks: U8, at: int, values: F32) -> None:
     blocks[:, at : at + 2] = values.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
-def bf16(values: F32) -> U8:
-    """Return F32 values as bytes of BF16, rounded to nearest even."""
-    bits = values.astype("<f4").view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").view(np.uint8)
+def _floats(name: str) -> tuple[Fill, Constant]:
+    """Return what fills a type of floats, and what makes one of them."""
 
+    def cast(values: F32) -> U8:
+        found = gguf.quants.quantize(values[None], Type[name])  # much slower by short rows
+        return found.view(np.uint8).reshape(len(values), -1)
 
-def _fill_float(cast: Callable[[F32], U8], n_bytes: int) -> Fill:
-    def fill(rng: np.random.Generator, n: int, std: float) -> U8:
-        return cast(rng.standard_normal(n, np.float32) * np.float32(std)).reshape(n, n_bytes)
-
-    return fill
+    return (
+        lambda rng, n, std: cast(rng.standard_normal(n, np.float32) * np.float32(std)),
+        lambda value: cast(np.array([value], np.float32))[0],
+    )
 
 
 def _fill_plain(
@@ -181,73 +193,28 @@ def _const_mxfp4(value: float) -> U8:
     return block
 
 
-_S6 = _rms(range(-32, 32))
-_IQ4 = _rms(IQ4_VALUES)
+_S6, _IQ4 = _rms(range(-32, 32)), _rms(IQ4_VALUES)
+_Q3 = _S6 * _rms(range(-4, 4))
+_HIGH = (8, 12, 0xFF), (12, 16, 0xF0)  # scales and mins of Q4_K and Q5_K
 
-
-def _float_type(name: str, ggml_id: int, n_bytes: int, cast: Callable[[F32], U8]) -> BlockType:
-    def constant(value: float) -> U8:
-        return cast(np.array([value], np.float32))
-
-    return BlockType(name, ggml_id, 1, n_bytes, _fill_float(cast, n_bytes), constant)
-
-
-_TYPES = (
-    _float_type("F32", 0, 4, lambda v: v.astype("<f4").view(np.uint8)),
-    _float_type("F16", 1, 2, lambda v: v.astype("<f2").view(np.uint8)),
-    _float_type("BF16", 30, 2, bf16),
-    BlockType(
-        "Q4_0", 2, 32, 18, _fill_plain(18, 0, _rms(range(-8, 8))), _const(18, 0, 7, (2, 18, 0xFF))
-    ),
-    BlockType("Q4_1", 3, 32, 20, _fill_plain(20, 0, _uniform_rms(16), 2, 7.5), _const(20, 2, 1)),
-    BlockType(
-        "Q5_0",
-        6,
-        32,
-        22,
-        _fill_plain(22, 0, _rms(range(-16, 16))),
-        _const(22, 0, 15, (2, 22, 0xFF)),
-    ),
-    BlockType("Q5_1", 7, 32, 24, _fill_plain(24, 0, _uniform_rms(32), 2, 15.5), _const(24, 2, 1)),
-    BlockType("Q8_0", 8, 32, 34, _fill_q8_0, _const(34, 0, 127, (2, 34, 127))),
-    BlockType("Q2_K", 10, 256, 84, _fill_q2_k, _const(84, 82, -15, (0, 16, 0xF0))),
-    BlockType(
-        "Q3_K",
-        11,
-        256,
-        110,
-        _fill_plain(110, 108, _S6 * _rms(range(-4, 4))),
-        _const(110, 108, 31 * 3, (0, 108, 0xFF)),
-    ),
-    BlockType(
-        "Q4_K",
-        12,
-        256,
-        144,
-        _fill_q45_k(144, 16),
-        _const(144, 2, -63, (8, 12, 0xFF), (12, 16, 0xF0)),
-    ),
-    BlockType(
-        "Q5_K",
-        13,
-        256,
-        176,
-        _fill_q45_k(176, 32),
-        _const(176, 2, -63, (8, 12, 0xFF), (12, 16, 0xF0)),
-    ),
-    BlockType(
-        "Q6_K", 14, 256, 210, _fill_q6_k, _const(210, 208, 31 * 64, (0, 192, 0xFF), (192, 208, 64))
-    ),
-    BlockType("IQ4_NL", 20, 32, 18, _fill_plain(18, 0, _IQ4), _const(18, 0, 113, (2, 18, 0xFF))),
-    BlockType(
-        "IQ4_XS",
-        23,
-        256,
-        136,
-        _fill_plain(136, 0, _S6 * _IQ4),
-        _const(136, 0, 31 * 113, (2, 136, 0xFF)),
-    ),
-    BlockType("MXFP4", 39, 32, 17, _fill_mxfp4, _const_mxfp4),
-)
-
-TYPES: dict[str, BlockType] = {t.name: t for t in _TYPES}
+TYPES: dict[str, BlockType] = {
+    name: BlockType(name, fill, constant)
+    for name, (fill, constant) in {
+        "F32": _floats("F32"),
+        "F16": _floats("F16"),
+        "BF16": _floats("BF16"),
+        "Q4_0": (_fill_plain(18, 0, _rms(range(-8, 8))), _const(18, 0, 7, (2, 18, 0xFF))),
+        "Q4_1": (_fill_plain(20, 0, _uniform_rms(16), 2, 7.5), _const(20, 2, 1)),
+        "Q5_0": (_fill_plain(22, 0, _rms(range(-16, 16))), _const(22, 0, 15, (2, 22, 0xFF))),
+        "Q5_1": (_fill_plain(24, 0, _uniform_rms(32), 2, 15.5), _const(24, 2, 1)),
+        "Q8_0": (_fill_q8_0, _const(34, 0, 127, (2, 34, 127))),
+        "Q2_K": (_fill_q2_k, _const(84, 82, -15, (0, 16, 0xF0))),
+        "Q3_K": (_fill_plain(110, 108, _Q3), _const(110, 108, 31 * 3, (0, 108, 0xFF))),
+        "Q4_K": (_fill_q45_k(144, 16), _const(144, 2, -63, *_HIGH)),
+        "Q5_K": (_fill_q45_k(176, 32), _const(176, 2, -63, *_HIGH)),
+        "Q6_K": (_fill_q6_k, _const(210, 208, 31 * 64, (0, 192, 0xFF), (192, 208, 64))),
+        "IQ4_NL": (_fill_plain(18, 0, _IQ4), _const(18, 0, 113, (2, 18, 0xFF))),
+        "IQ4_XS": (_fill_plain(136, 0, _S6 * _IQ4), _const(136, 0, 31 * 113, (2, 136, 0xFF))),
+        "MXFP4": (_fill_mxfp4, _const_mxfp4),
+    }.items()
+}

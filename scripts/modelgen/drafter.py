@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType as Type
 
-from .blocks import bf16
-from .gguf_write import KV, Bytes, KVType, TensorEntry, write_gguf
+from .gguf_write import Bytes, Keys, TensorEntry, write_gguf
 from .vocab import vocabulary
 
 Array = npt.NDArray[Any]
-GGML = {"F32": 0, "F16": 1, "Q8_0": 8, "I64": 27, "BF16": 30}
 FORMATS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "safetensors")
 
 
@@ -127,24 +127,11 @@ def values(s: DraftShape, seed: int = 0) -> Iterator[tuple[str, Array]]:
         yield name, data
 
 
-def q8_0(x: Array) -> Array:
-    """Return F32 values as blocks of Q8_0, as ggml quantizes them: U8 [n / 32, 34]."""
-    blocks = x.reshape(-1, 32)
-    scale = np.abs(blocks).max(axis=1) / np.float32(127)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    scaled = blocks * inverse[:, None]
-    rounded = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
-    halves = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    return np.concatenate([halves, rounded.view(np.uint8)], axis=1)
-
-
 def encoded(x: Array, kind: str) -> bytes:
-    """Return the bytes of a tensor in a type of GGML."""
-    if kind == "BF16":
-        return bf16(np.ascontiguousarray(x, np.float32)).tobytes()
-    if kind == "Q8_0":
-        return q8_0(x).tobytes()
-    return x.astype({"F32": np.float32, "F16": np.float16, "I64": np.int64}[kind]).tobytes()
+    """Return the bytes of a tensor, in the type of this name."""
+    if kind == "I64":
+        return x.astype(np.int64).tobytes()
+    return gguf.quants.quantize(np.ascontiguousarray(x, np.float32), Type[kind]).tobytes()
 
 
 def type_of(name: str, ne: tuple[int, ...], matrices: str) -> str:
@@ -165,7 +152,7 @@ def write_drafter(path: Path, s: DraftShape, kind: str, matrices: str, seed: int
     shapes = {_spelled(name, kind): (name, ne) for name, ne in tensor_shapes(s).items()}
     types = {name: type_of(own, ne, matrices) for name, (own, ne) in shapes.items()}
     entries = [
-        TensorEntry(name, ne, GGML[types[name]], _n_bytes(ne, types[name]))
+        TensorEntry(name, ne, Type[types[name]], _n_bytes(ne, types[name]))
         for name, (_, ne) in shapes.items()
     ]
     made = values(s, seed)
@@ -173,12 +160,15 @@ def write_drafter(path: Path, s: DraftShape, kind: str, matrices: str, seed: int
     def data(entry: TensorEntry) -> Iterator[Bytes]:
         yield encoded(next(made)[1], types[entry.name])
 
-    write_gguf(path, list(_keys(s, kind)), entries, data, lambda entry: None)
+    keys = {"general.name": "a synthetic drafter", **draft_keys(s, kind)}
+    if kind == "dflash":
+        keys |= {**vocabulary(s.n_vocab, "qwen35"), "tokenizer.ggml.mask_token_id": s.mask_id}
+    write_gguf(path, kind, keys, entries, data)
 
 
 def _n_bytes(ne: tuple[int, ...], kind: str) -> int:
-    n = int(np.prod(ne))
-    return n * 34 // 32 if kind == "Q8_0" else n * {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}[kind]
+    n_elem, n_bytes = gguf.GGML_QUANT_SIZES[Type[kind]]
+    return int(np.prod(ne)) // n_elem * n_bytes
 
 
 def _spelled(name: str, kind: str) -> str:
@@ -190,13 +180,10 @@ def _spelled(name: str, kind: str) -> str:
     return name.replace("ffn_norm", "post_attention_norm").replace("fc.", f"dflash{mark}fc.")
 
 
-def _keys(s: DraftShape, kind: str) -> Iterator[KV]:
-    """Yield the keys of a GGUF file."""
-    u32, f32, ints = KVType.U32, KVType.F32, KVType.I32_ARRAY
-    yield KV("general.architecture", KVType.STRING, kind)
-    yield KV("general.name", KVType.STRING, "a synthetic drafter")
-    yield KV(f"{kind}.attention.layer_norm_rms_epsilon", f32, s.f_norm_rms_eps)
-    numbers = {
+def draft_keys(s: DraftShape, kind: str = "dflash") -> Keys:
+    """Return the keys of the architecture."""
+    keys: Keys = {
+        "attention.layer_norm_rms_epsilon": s.f_norm_rms_eps,
         "context_length": s.n_ctx_train,
         "embedding_length": s.n_embd,
         "block_count": s.n_layer,
@@ -205,33 +192,31 @@ def _keys(s: DraftShape, kind: str) -> Iterator[KV]:
         "attention.head_count_kv": s.n_head_kv,
         "attention.key_length": s.head_dim,
         "attention.value_length": s.head_dim,
+        "rope.freq_base": s.rope_freq_base,
     }
-    for name, value in numbers.items():
-        yield KV(f"{kind}.{name}", u32, value)
-    yield KV(f"{kind}.rope.freq_base", f32, s.rope_freq_base)
     if s.yarn_factor:
-        yield KV(f"{kind}.rope.scaling.type", KVType.STRING, "yarn")
-        yield KV(f"{kind}.rope.scaling.factor", f32, s.yarn_factor)
-        yield KV(f"{kind}.rope.scaling.original_context_length", u32, s.yarn_orig)
+        keys["rope.scaling.type"] = "yarn"
+        keys["rope.scaling.factor"] = s.yarn_factor
+        keys["rope.scaling.original_context_length"] = s.yarn_orig
     if s.n_swa:
-        yield KV(f"{kind}.attention.sliding_window", u32, s.n_swa)
-        flags = [letter == "s" for letter in s.windows]
-        yield KV(f"{kind}.attention.sliding_window_pattern", KVType.BOOL_ARRAY, flags)
-    yield KV(f"{kind}.attention.causal", KVType.BOOL, s.is_causal)
+        keys["attention.sliding_window"] = s.n_swa
+        keys["attention.sliding_window_pattern"] = [letter == "s" for letter in s.windows]
+    keys["attention.causal"] = s.is_causal
     if kind != "dflash":
-        yield KV(f"{kind}.dflash.block_size", u32, s.block_size)
-        yield KV(f"{kind}.dflash.mask_token_id", u32, s.mask_id)
-        yield KV(f"{kind}.dflash.target_layer_ids", ints, list(s.taps))
-        yield KV(f"{kind}.vocab_size", u32, s.n_vocab)
-        return
-    yield KV("dflash.block_size", u32, s.block_size)
-    yield KV("dflash.target_layers", ints, [layer + 1 for layer in s.taps])
-    yield KV("dflash.rope.dimension_sections", ints, [s.head_dim // 2, 0, 0, 0])
-    if s.markov_rank:
-        yield KV("dflash.sample_from_anchor", KVType.BOOL, s.samples_anchor)
-        yield KV("dflash.has_confidence_head", KVType.BOOL, s.has_confidence)
-    yield from vocabulary(s.n_vocab, "qwen35")
-    yield KV("tokenizer.ggml.mask_token_id", u32, s.mask_id)
+        keys["dflash.block_size"] = s.block_size
+        keys["dflash.mask_token_id"] = s.mask_id
+        keys["dflash.target_layer_ids"] = list(s.taps)
+        keys["vocab_size"] = s.n_vocab
+    else:
+        keys["block_size"] = s.block_size
+        # a tap is a layer's output, which the format names as the input of the next layer
+        keys["target_layers"] = [layer + 1 for layer in s.taps]
+        # the target counts positions in three dimensions, of which text uses the first
+        keys["rope.dimension_sections"] = [s.head_dim // 2, 0, 0, 0]
+        if s.markov_rank:
+            keys["sample_from_anchor"] = s.samples_anchor
+            keys["has_confidence_head"] = s.has_confidence
+    return {f"{kind}.{name}": value for name, value in keys.items()}
 
 
 _HF_NAMES = {

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .gguf_write import KV, KVType
-
-ARCHITECTURES = ("qwen35moe", "qwen3moe")
+from .gguf_write import Keys
 
 
 def _opt(default: Any, text: str) -> Any:
@@ -76,36 +74,6 @@ class Shape:
             return self.layers[il] == "d"
         return (il + 1) % self.full_attention_interval != 0
 
-    def problems(self) -> list[str]:
-        """Return what is wrong with this shape, a line each."""
-        plain = self.n_rot == self.head_dim and not (self.n_layer_nextn or self.merged_gate_up)
-        rules = [
-            (self.arch in ARCHITECTURES, f"arch must be one of {', '.join(ARCHITECTURES)}"),
-            (
-                self.is_qwen35 or plain,
-                f"{self.arch}: n_rot must be head_dim, without MTP blocks and merged_gate_up",
-            ),
-            (self.n_layer_nextn in (0, 1), "n_layer_nextn must be 0 or 1"),
-            (self.n_head % self.n_head_kv == 0, "n_head must be a multiple of n_head_kv"),
-            (
-                self.n_rot % 2 == 0 and self.n_rot <= self.head_dim,
-                "n_rot must be even, head_dim at most",
-            ),
-            (0 < self.n_expert_used <= self.n_expert, "n_expert_used must be 1 to n_expert"),
-            (self.n_expert <= 512, "n_expert must be at most 512"),
-            (self.n_v_heads % self.n_k_heads == 0, "n_v_heads must be a multiple of n_k_heads"),
-            (self.ssm_d_state in (16, 32, 64, 128), "ssm_d_state must be 16, 32, 64 or 128"),
-            (self.conv_dim % 128 == 0, "2 * key_dim + value_dim must be a multiple of 128"),
-            (self.ssm_d_conv in (3, 4, 5, 9, 15), "ssm_d_conv must be 3, 4, 5, 9 or 15"),
-            (self.rope_scaling in ("none", "linear", "yarn"), "rope_scaling: none, linear or yarn"),
-            (
-                not self.layers
-                or (len(self.layers) == self.n_layer and set(self.layers) <= set("da")),
-                "layers must be n_layer letters, each d or a",
-            ),
-        ]
-        return [text for good, text in rules if not good]
-
     def rope_sections(self) -> list[int]:
         """Return sections that give every rotated pair a text position.
 
@@ -114,56 +82,52 @@ class Shape:
         n = self.n_rot // 2
         return [(n + 2) // 3, (n + 1) // 3, n // 3, 0]
 
-    def metadata(self) -> list[KV]:
+    def metadata(self) -> Keys:
         """Return the GGUF keys of the architecture."""
-        u32, f32 = KVType.U32, KVType.F32
-        items: list[tuple[str, KVType, Any]] = [
-            ("context_length", u32, self.n_ctx_train),
-            ("embedding_length", u32, self.n_embd),
-            ("block_count", u32, self.n_layer_all),
-            ("attention.head_count", u32, self.n_head),
-            ("attention.head_count_kv", u32, self.n_head_kv),
-            ("attention.key_length", u32, self.head_dim),
-            ("attention.value_length", u32, self.head_dim),
-            ("attention.layer_norm_rms_epsilon", f32, self.f_norm_rms_eps),
-            ("rope.dimension_count", u32, self.n_rot),
-            ("rope.freq_base", f32, self.rope_freq_base),
-            ("expert_count", u32, self.n_expert),
-            ("expert_used_count", u32, self.n_expert_used),
-            ("expert_feed_forward_length", u32, self.n_ff_exp),
-        ]
+        keys: Keys = {
+            "context_length": self.n_ctx_train,
+            "embedding_length": self.n_embd,
+            "block_count": self.n_layer_all,
+            "attention.head_count": self.n_head,
+            "attention.head_count_kv": self.n_head_kv,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "attention.layer_norm_rms_epsilon": self.f_norm_rms_eps,
+            "rope.dimension_count": self.n_rot,
+            "rope.freq_base": self.rope_freq_base,
+            "expert_count": self.n_expert,
+            "expert_used_count": self.n_expert_used,
+            "expert_feed_forward_length": self.n_ff_exp,
+        }
         if self.is_qwen35:
-            items += self._hybrid()
+            keys |= self._hybrid()
         if self.expert_weights_scale:
-            items.append(("expert_weights_scale", f32, self.expert_weights_scale))
+            keys["expert_weights_scale"] = self.expert_weights_scale
         if self.rope_scaling != "none":
-            items += [
-                ("rope.scaling.type", KVType.STRING, self.rope_scaling),
-                ("rope.scaling.factor", f32, self.rope_factor),
-                ("rope.scaling.original_context_length", u32, self.rope_orig_ctx),
-            ]
-        return [KV(f"{self.arch}.{key}", kind, value) for key, kind, value in items]
+            keys["rope.scaling.type"] = self.rope_scaling
+            keys["rope.scaling.factor"] = self.rope_factor
+            keys["rope.scaling.original_context_length"] = self.rope_orig_ctx
+        return {f"{self.arch}.{key}": value for key, value in keys.items()}
 
-    def _hybrid(self) -> list[tuple[str, KVType, Any]]:
+    def _hybrid(self) -> Keys:
         """Return the keys of DeltaNets, the shared expert and MTP blocks."""
-        u32 = KVType.U32
-        items: list[tuple[str, KVType, Any]] = [
-            ("rope.dimension_sections", KVType.I32_ARRAY, self.rope_sections()),
-            ("expert_shared_feed_forward_length", u32, self.n_ff_shexp),
-            ("ssm.conv_kernel", u32, self.ssm_d_conv),
-            ("ssm.inner_size", u32, self.value_dim),
-            ("ssm.state_size", u32, self.ssm_d_state),
-            ("ssm.time_step_rank", u32, self.n_v_heads),
-            ("ssm.group_count", u32, self.n_k_heads),
-        ]
+        keys: Keys = {
+            "rope.dimension_sections": self.rope_sections(),
+            "expert_shared_feed_forward_length": self.n_ff_shexp,
+            "ssm.conv_kernel": self.ssm_d_conv,
+            "ssm.inner_size": self.value_dim,
+            "ssm.state_size": self.ssm_d_state,
+            "ssm.time_step_rank": self.n_v_heads,
+            "ssm.group_count": self.n_k_heads,
+        }
         if self.layers:
             kinds = [self.is_recurrent(il) for il in range(self.n_layer_all)]
-            items.append(("attention.recurrent_layers", KVType.BOOL_ARRAY, kinds))
+            keys["attention.recurrent_layers"] = kinds
         else:
-            items.append(("full_attention_interval", u32, self.full_attention_interval))
+            keys["full_attention_interval"] = self.full_attention_interval
         if self.n_layer_nextn:
-            items.append(("nextn_predict_layers", u32, self.n_layer_nextn))
-        return items
+            keys["nextn_predict_layers"] = self.n_layer_nextn
+        return keys
 
 
 def shape_options() -> list[tuple[str, Any, str]]:

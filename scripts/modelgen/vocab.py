@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .gguf_write import KV, KVType
+from .gguf_write import Keys
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
@@ -43,7 +43,7 @@ def _merges(byte: list[str]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(chains + [(byte[0x20], word) for word in WORDS]))
 
 
-def vocabulary(n_vocab: int, pre: str) -> list[KV]:
+def vocabulary(n_vocab: int, pre: str) -> Keys:
     """Return the tokenizer keys: bytes, merged words, fillers, and the special tokens last."""
     if n_vocab < MIN_VOCAB:
         raise ValueError(f"n_vocab is {n_vocab}; the byte-level vocabulary needs {MIN_VOCAB}")
@@ -56,14 +56,14 @@ def vocabulary(n_vocab: int, pre: str) -> list[KV]:
     types = [NORMAL] * n_normal + [kind for _, kind in SPECIALS]
     tokens += [text for text, _ in SPECIALS]
     ids = {text: n_normal + i for i, (text, _) in enumerate(SPECIALS)}
-    return [
-        KV("tokenizer.ggml.model", KVType.STRING, "gpt2"),
-        KV("tokenizer.ggml.pre", KVType.STRING, pre),
-        KV("tokenizer.ggml.tokens", KVType.STRING_ARRAY, tokens),
-        KV("tokenizer.ggml.token_type", KVType.I32_ARRAY, types),
-        KV("tokenizer.ggml.merges", KVType.STRING_ARRAY, [f"{a} {b}" for a, b in merges]),
-        KV("tokenizer.ggml.eos_token_id", KVType.U32, ids["<|im_end|>"]),
-        KV("tokenizer.ggml.padding_token_id", KVType.U32, ids["<|endoftext|>"]),
-        KV("tokenizer.ggml.add_bos_token", KVType.BOOL, False),
-        KV("tokenizer.chat_template", KVType.STRING, CHAT_TEMPLATE),
-    ]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in merges],
+        "tokenizer.ggml.eos_token_id": ids["<|im_end|>"],
+        "tokenizer.ggml.padding_token_id": ids["<|endoftext|>"],
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }

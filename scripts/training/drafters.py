@@ -7,6 +7,9 @@ of several target layers; with DSpark's heads it also knows the token before eac
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from target import (
@@ -21,6 +24,9 @@ from target import (
     rope,
 )  # fmt: skip
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from modelgen.drafter import DraftShape, tensor_shapes
 
 
 class Named(nn.Module):
@@ -109,10 +115,12 @@ class Mtp(Named):
         return steps
 
 
-# The DFlash drafter. TAPS: target layers whose outputs it reads.
-TAPS = (1, 3, 5, 6)
-N_LAYER, N_HEAD, N_HEAD_KV, HEAD_DIM, N_FF = 3, 8, 2, 64, 640
-BLOCK_SIZE, MARKOV_RANK, MASK_ID = 12, 64, 4095
+# The DFlash drafter.
+SHAPE = DraftShape(
+    n_vocab=4096, n_embd=256, windows="fff", n_head=8, n_head_kv=2, head_dim=64, n_ff=640,
+    n_ctx_train=2048, n_swa=0, taps=(1, 3, 5, 6), mask_id=4095, block_size=12, rope_freq_base=1e5,
+    markov_rank=64, samples_anchor=False,
+)  # fmt: skip
 
 
 class Dflash(Named):
@@ -120,29 +128,12 @@ class Dflash(Named):
 
     def __init__(self, target: Target) -> None:
         super().__init__()
-        hp = self.hp = target.hp
-        n, q, kv = hp.n_embd, N_HEAD * HEAD_DIM, N_HEAD_KV * HEAD_DIM
-        self.add("fc.weight", n, len(TAPS) * n)
-        self.add("enc.output_norm.weight", n)
-        small = (2 * N_LAYER) ** -0.5
-        for il in range(N_LAYER):
-            b = f"blk.{il}."
-            self.add(f"{b}attn_norm.weight", n)
-            self.add(f"{b}attn_q.weight", q, n)
-            self.add(f"{b}attn_k.weight", kv, n)
-            self.add(f"{b}attn_v.weight", kv, n)
-            self.add(f"{b}attn_output.weight", n, q, scale=small)
-            self.add(f"{b}attn_q_norm.weight", HEAD_DIM)
-            self.add(f"{b}attn_k_norm.weight", HEAD_DIM)
-            self.add(f"{b}ffn_norm.weight", n)
-            self.add(f"{b}ffn_gate.weight", N_FF, n)
-            self.add(f"{b}ffn_up.weight", N_FF, n)
-            self.add(f"{b}ffn_down.weight", n, N_FF, scale=small)
-        self.add("output_norm.weight", n)
-        self.add("markov_w1.weight", hp.n_vocab, MARKOV_RANK)
-        self.add("markov_w2.weight", hp.n_vocab, MARKOV_RANK, scale=0.1)
-        self.add("conf_proj.weight", 1, n + MARKOV_RANK, scale=0.1)
-        self.table["conf_proj/bias"] = nn.Parameter(torch.zeros(1))
+        self.hp = target.hp
+        small = (2 * SHAPE.n_layer) ** -0.5
+        scales = {"attn_output": small, "ffn_down": small, "markov_w2": 0.1, "conf_proj": 0.1}
+        for name, ne in tensor_shapes(SHAPE).items():
+            self.add(name, *ne[::-1], scale=scales.get(name.split(".")[-2], 1.0))
+        nn.init.zeros_(self.weight("conf_proj.bias"))
 
     def forward(self, target: Target, ids: Tensor, features: Features, anchors: Tensor,
                 lengths: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -151,18 +142,18 @@ class Dflash(Named):
         A row sees the context before its anchor and the rows of its own block, nothing else. Return
         the hidden state [batch, n_anchor, block, n_embd], and which rows take part.
         """
-        size, time = BLOCK_SIZE, ids.shape[1]
+        size, time = SHAPE.block_size, ids.shape[1]
         offset = torch.arange(size, device=ids.device)
         pos = (anchors[..., None] + offset).flatten(1)
         visible = offset < lengths[..., None]
-        tokens = torch.full_like(pos, MASK_ID).unflatten(1, (-1, size))
+        tokens = torch.full_like(pos, SHAPE.mask_id).unflatten(1, (-1, size))
         tokens[..., 0] = ids.gather(1, anchors)
         mask = block_mask(anchors, visible, time)
-        taps = torch.cat([features.layers[il] for il in TAPS], -1)
+        taps = torch.cat([features.layers[il] for il in SHAPE.taps], -1)
         context = F.linear(taps, self.weight("fc.weight"))
         context = rms_norm(context, self.weight("enc.output_norm.weight"), self.hp.f_norm_rms_eps)
         x = F.embedding(tokens.flatten(1), target.embd).float()
-        for il in range(N_LAYER):
+        for il in range(SHAPE.n_layer):
             x = self._layer(self.block(f"blk.{il}."), x, pos, context, mask)
         x = rms_norm(x, self.weight("output_norm.weight"), self.hp.f_norm_rms_eps)
         return x.unflatten(1, (-1, size)), visible
@@ -170,13 +161,13 @@ class Dflash(Named):
     def _layer(self, w: Weights, x: Tensor, pos: Tensor, context: Tensor, mask: Tensor) -> Tensor:
         eps = self.hp.f_norm_rms_eps
         y = rms_norm(x, w["attn_norm.weight"], eps)
-        q = F.linear(y, w["attn_q.weight"]).unflatten(-1, (-1, HEAD_DIM))
+        q = F.linear(y, w["attn_q.weight"]).unflatten(-1, (-1, SHAPE.head_dim))
         q = self._rotated(q, w["attn_q_norm.weight"], pos)
         y = torch.cat([context, y], 1)
         before = torch.arange(context.shape[1], device=x.device).expand(x.shape[0], -1)
-        k = F.linear(y, w["attn_k.weight"]).unflatten(-1, (-1, HEAD_DIM))
+        k = F.linear(y, w["attn_k.weight"]).unflatten(-1, (-1, SHAPE.head_dim))
         k = self._rotated(k, w["attn_k_norm.weight"], torch.cat([before, pos], 1))
-        v = F.linear(y, w["attn_v.weight"]).unflatten(-1, (-1, HEAD_DIM))
+        v = F.linear(y, w["attn_v.weight"]).unflatten(-1, (-1, SHAPE.head_dim))
         x = x + F.linear(attend(q, k, v, mask), w["attn_output.weight"]).float()
         y = rms_norm(x, w["ffn_norm.weight"], eps)
         y = F.silu(F.linear(y, w["ffn_gate.weight"])) * F.linear(y, w["ffn_up.weight"])
@@ -184,7 +175,7 @@ class Dflash(Named):
 
     def _rotated(self, x: Tensor, norm: Tensor, pos: Tensor) -> Tensor:
         x = rms_norm(x, norm, self.hp.f_norm_rms_eps)
-        return rope(x, pos, HEAD_DIM, self.hp.rope_freq_base)
+        return rope(x, pos, SHAPE.head_dim, self.hp.rope_freq_base)
 
     def markov(self, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Return the embedding [..., rank] of the tokens before, and their bias on the logits."""
@@ -252,7 +243,7 @@ def draw_blocks(ids: Tensor, n_anchor: int, size: int) -> tuple[Tensor, Tensor]:
 def dflash_loss(dflash: Dflash, target: Target, ids: Tensor, features: Features,
                 logits: Tensor, n_anchor: int) -> Tensor:  # fmt: skip
     """Return the loss of random blocks: without and with the Markov head, and of confidence."""
-    size, time = BLOCK_SIZE, ids.shape[1]
+    size, time = SHAPE.block_size, ids.shape[1]
     anchors, lengths = draw_blocks(ids, n_anchor, size)
     with target.autocast():
         hidden, visible = dflash(target, ids, features, anchors, lengths)

@@ -17,6 +17,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from merge_mtp import ARCH, copy_fields, finish, value
+from modelgen.drafter import draft_keys
+from modelgen.gguf_write import add_key
 from safetensors.numpy import load_file
 
 DESCRIPTION = "trained on the model's own features and text; see scripts/training of moegraph"
@@ -55,41 +57,15 @@ def write_mtp(reader: gguf.GGUFReader, trained: Path, out: Path) -> None:
     finish(writer, out)
 
 
-def add_dflash_keys(writer: gguf.GGUFWriter, reader: gguf.GGUFReader) -> None:
-    """Write the keys of the draft architecture."""
-    ints = {
-        "context_length": value(reader, f"{ARCH}.context_length"),
-        "embedding_length": value(reader, f"{ARCH}.embedding_length"),
-        "block_count": drafters.N_LAYER,
-        "feed_forward_length": drafters.N_FF,
-        "attention.head_count": drafters.N_HEAD,
-        "attention.head_count_kv": drafters.N_HEAD_KV,
-        "attention.key_length": drafters.HEAD_DIM,
-        "attention.value_length": drafters.HEAD_DIM,
-        "rope.dimension_count": drafters.HEAD_DIM,
-        "block_size": drafters.BLOCK_SIZE,
-    }
-    for key, number in ints.items():
-        writer.add_uint32(f"dflash.{key}", number)
-    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
-        writer.add_float32(f"dflash.{key}", value(reader, f"{ARCH}.{key}"))
-    # The target counts positions in three dimensions, of which text uses the first.
-    writer.add_array("dflash.rope.dimension_sections", [drafters.HEAD_DIM // 2, 0, 0, 0])
-    writer.add_bool("dflash.attention.causal", False)
-    # A tap is a layer's output, which the format names as the input of the next layer.
-    writer.add_array("dflash.target_layers", [il + 1 for il in drafters.TAPS])
-
-
 def write_dflash(reader: gguf.GGUFReader, trained: Path, out: Path) -> None:
     """Write the DFlash drafter with DSpark's heads."""
     writer = gguf.GGUFWriter(str(out), "dflash")
     describe(writer, f"DSpark drafter for {value(reader, 'general.name')}")
-    add_dflash_keys(writer, reader)
-    writer.add_bool("dflash.sample_from_anchor", False)
-    writer.add_bool("dflash.has_confidence_head", True)
+    for key, found in draft_keys(drafters.SHAPE).items():
+        add_key(writer, key, found)
     mask = "tokenizer.ggml.mask_token_id"
     copy_fields(reader, writer, "tokenizer.", {mask, "tokenizer.chat_template"})
-    writer.add_mask_token_id(drafters.MASK_ID)
+    writer.add_mask_token_id(drafters.SHAPE.mask_id)
     for name, x in load_file(trained / "dflash.safetensors").items():
         add_tensor(writer, name, x)
     finish(writer, out)

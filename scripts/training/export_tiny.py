@@ -19,6 +19,7 @@ import shape
 from gguf import GGMLQuantizationType as Type
 from mapping import Entry, entries, to_gguf
 from merge_mtp import finish
+from modelgen.gguf_write import add_key
 from safetensors import safe_open
 
 # Types vary by layer, as in dynamically quantized files: the first and last layers and the
@@ -71,42 +72,13 @@ class Quantizer:
         return out
 
 
-def add_hparams(writer: gguf.GGUFWriter) -> None:
-    """Write the keys of the architecture."""
-    ints = {
-        "block_count": shape.N_LAYER,
-        "context_length": shape.N_CTX_TRAIN,
-        "embedding_length": shape.N_EMBD,
-        "expert_count": shape.N_EXPERT,
-        "expert_used_count": shape.N_EXPERT_USED,
-        "expert_feed_forward_length": shape.N_FF_EXP,
-        "expert_shared_feed_forward_length": shape.N_FF_SHEXP,
-        "attention.head_count": shape.N_HEAD,
-        "attention.head_count_kv": shape.N_HEAD_KV,
-        "attention.key_length": shape.HEAD_DIM,
-        "attention.value_length": shape.HEAD_DIM,
-        "rope.dimension_count": shape.N_ROT,
-        "ssm.conv_kernel": shape.SSM_D_CONV,
-        "ssm.inner_size": shape.SSM_D_INNER,
-        "ssm.state_size": shape.SSM_D_STATE,
-        "ssm.time_step_rank": shape.SSM_DT_RANK,
-        "ssm.group_count": shape.SSM_N_GROUP,
-        "full_attention_interval": shape.FULL_ATTENTION_INTERVAL,
-    }
-    for key, value in ints.items():
-        writer.add_uint32(f"qwen35moe.{key}", value)
-    writer.add_float32("qwen35moe.attention.layer_norm_rms_epsilon", shape.NORM_RMS_EPS)
-    writer.add_float32("qwen35moe.rope.freq_base", shape.ROPE_FREQ_BASE)
-    writer.add_array("qwen35moe.rope.dimension_sections", [*shape.ROPE_SECTIONS, 0])
-
-
 def add_tokenizer(writer: gguf.GGUFWriter, path: Path) -> None:
     """Write the vocabulary, merges, special tokens and chat template."""
     data = json.loads(path.read_text(encoding="utf-8"))
     vocab = data["model"]["vocab"] | {t["content"]: t["id"] for t in data["added_tokens"]}
     tokens = sorted(vocab, key=vocab.__getitem__)
-    if [vocab[t] for t in tokens] != list(range(shape.VOCAB_SIZE)):
-        raise SystemExit(f"{path}: ids are not 0 to {shape.VOCAB_SIZE - 1}")
+    if [vocab[t] for t in tokens] != list(range(shape.SHAPE.n_vocab)):
+        raise SystemExit(f"{path}: ids are not 0 to {shape.SHAPE.n_vocab - 1}")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(shape.PRE_TOKENIZER)
     writer.add_token_list(tokens)
@@ -142,7 +114,8 @@ def write_model(checkpoint: Path, tokenizer: Path, out: Path, quantize: Quantize
     """Write the whole GGUF file."""
     writer = gguf.GGUFWriter(str(out), "qwen35moe")
     add_general(writer)
-    add_hparams(writer)
+    for key, value in shape.SHAPE.metadata().items():
+        add_key(writer, key, value)
     add_tokenizer(writer, tokenizer)
     with safe_open(str(checkpoint), "pt") as state:
         unused = set(state.keys())

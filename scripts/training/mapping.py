@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from shape import N_LAYER, SSM_D_STATE, SSM_DT_RANK, SSM_N_GROUP, is_recurrent
+from shape import SHAPE
 
-KEY_DIM = SSM_D_STATE * SSM_N_GROUP
 NORM, DECAY, PLAIN = "norm", "decay", "plain"
 
 
@@ -37,9 +36,9 @@ class Entry:
 
 def tiled_order() -> np.ndarray:
     """Return, for each tiled value head, the index of the same head in grouped order."""
-    repeat = SSM_DT_RANK // SSM_N_GROUP
-    head = np.arange(SSM_DT_RANK)
-    return (head % SSM_N_GROUP) * repeat + head // SSM_N_GROUP
+    repeat = SHAPE.n_v_heads // SHAPE.n_k_heads
+    head = np.arange(SHAPE.n_v_heads)
+    return (head % SHAPE.n_k_heads) * repeat + head // SHAPE.n_k_heads
 
 
 def reorder_heads(x: np.ndarray, entry: Entry) -> np.ndarray:
@@ -82,8 +81,8 @@ def attention_entries(il: int) -> list[Entry]:
 
 def deltanet_entries(il: int) -> list[Entry]:
     """Return the entries of a gated-DeltaNet mixer."""
-    blk, par, dim = f"blk.{il}.", f"model.layers.{il}.linear_attn.", SSM_D_STATE
-    v_rows: dict[str, Any] = {"v_axis": 0, "v_offset": 2 * KEY_DIM, "v_dim": dim}
+    blk, par, dim = f"blk.{il}.", f"model.layers.{il}.linear_attn.", SHAPE.ssm_d_state
+    v_rows: dict[str, Any] = {"v_axis": 0, "v_offset": 2 * SHAPE.key_dim, "v_dim": dim}
     return [
         Entry(f"{blk}attn_qkv.weight", f"{par}in_proj_qkv.weight", **v_rows),
         Entry(f"{blk}attn_gate.weight", f"{par}in_proj_z.weight", v_axis=0, v_dim=dim),
@@ -120,7 +119,7 @@ def entries() -> list[Entry]:
         Entry("output_norm.weight", "model.norm.weight", NORM),
         Entry("output.weight", "lm_head.weight"),
     ]
-    for il in range(N_LAYER):
+    for il in range(SHAPE.n_layer):
         blk, par = f"blk.{il}.", f"model.layers.{il}."
         result += [
             Entry(f"{blk}attn_norm.weight", f"{par}input_layernorm.weight", NORM),
@@ -128,6 +127,6 @@ def entries() -> list[Entry]:
                 f"{blk}post_attention_norm.weight", f"{par}post_attention_layernorm.weight", NORM
             ),
         ]
-        result += deltanet_entries(il) if is_recurrent(il) else attention_entries(il)
+        result += deltanet_entries(il) if SHAPE.is_recurrent(il) else attention_entries(il)
         result += moe_entries(il)
     return result

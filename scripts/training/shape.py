@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
-VOCAB_SIZE = 4096
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from modelgen.shape import Shape
+
 PRE_TOKENIZER = "qwen35"
 # The expression that the name above selects in llama.cpp; only with the same one do ids agree.
 PRE_TOKENIZER_REGEX = (
@@ -21,31 +25,11 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 
-N_EMBD = 256
-N_LAYER = 8
-FULL_ATTENTION_INTERVAL = 4
-N_HEAD = 8
-N_HEAD_KV = 2
-HEAD_DIM = 64
-N_ROT = 32
-ROPE_SECTIONS = (6, 5, 5)
-ROPE_FREQ_BASE = 100000.0
-N_EXPERT = 32
-N_EXPERT_USED = 4
-N_FF_EXP = 128
-N_FF_SHEXP = 256
-SSM_D_CONV = 4
-SSM_D_STATE = 64
-SSM_N_GROUP = 4
-SSM_DT_RANK = 8
-SSM_D_INNER = SSM_D_STATE * SSM_DT_RANK
-NORM_RMS_EPS = 1e-6
-N_CTX_TRAIN = 2048
-
-
-def is_recurrent(il: int) -> bool:
-    """Return whether layer il is a DeltaNet layer."""
-    return (il + 1) % FULL_ATTENTION_INTERVAL != 0
+SHAPE = Shape(
+    n_vocab=4096, n_ctx_train=2048, n_embd=256, n_layer=8, n_head=8, n_head_kv=2, head_dim=64,
+    n_rot=32, n_expert=32, n_expert_used=4, n_ff_exp=128, n_ff_shexp=256, ssm_d_state=64,
+    n_k_heads=4, n_v_heads=8, rope_freq_base=1e5,
+)  # fmt: skip
 
 
 def model_config() -> Any:
@@ -53,30 +37,30 @@ def model_config() -> Any:
     from transformers import Qwen3_5MoeTextConfig
 
     return Qwen3_5MoeTextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=N_EMBD,
-        num_hidden_layers=N_LAYER,
-        num_attention_heads=N_HEAD,
-        num_key_value_heads=N_HEAD_KV,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=N_CTX_TRAIN,
-        rms_norm_eps=NORM_RMS_EPS,
+        vocab_size=SHAPE.n_vocab,
+        hidden_size=SHAPE.n_embd,
+        num_hidden_layers=SHAPE.n_layer,
+        num_attention_heads=SHAPE.n_head,
+        num_key_value_heads=SHAPE.n_head_kv,
+        head_dim=SHAPE.head_dim,
+        max_position_embeddings=SHAPE.n_ctx_train,
+        rms_norm_eps=SHAPE.f_norm_rms_eps,
         tie_word_embeddings=False,
-        full_attention_interval=FULL_ATTENTION_INTERVAL,
-        linear_conv_kernel_dim=SSM_D_CONV,
-        linear_key_head_dim=SSM_D_STATE,
-        linear_value_head_dim=SSM_D_STATE,
-        linear_num_key_heads=SSM_N_GROUP,
-        linear_num_value_heads=SSM_DT_RANK,
-        moe_intermediate_size=N_FF_EXP,
-        shared_expert_intermediate_size=N_FF_SHEXP,
-        num_experts=N_EXPERT,
-        num_experts_per_tok=N_EXPERT_USED,
+        full_attention_interval=SHAPE.full_attention_interval,
+        linear_conv_kernel_dim=SHAPE.ssm_d_conv,
+        linear_key_head_dim=SHAPE.ssm_d_state,
+        linear_value_head_dim=SHAPE.ssm_d_state,
+        linear_num_key_heads=SHAPE.n_k_heads,
+        linear_num_value_heads=SHAPE.n_v_heads,
+        moe_intermediate_size=SHAPE.n_ff_exp,
+        shared_expert_intermediate_size=SHAPE.n_ff_shexp,
+        num_experts=SHAPE.n_expert,
+        num_experts_per_tok=SHAPE.n_expert_used,
         rope_parameters={
             "rope_type": "default",
-            "rope_theta": ROPE_FREQ_BASE,
-            "partial_rotary_factor": N_ROT / HEAD_DIM,
-            "mrope_section": list(ROPE_SECTIONS),
+            "rope_theta": SHAPE.rope_freq_base,
+            "partial_rotary_factor": SHAPE.n_rot / SHAPE.head_dim,
+            "mrope_section": SHAPE.rope_sections()[:3],
             "mrope_interleaved": True,
         },
     )

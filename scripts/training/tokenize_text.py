@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from shape import EOT, PRE_TOKENIZER_REGEX, SPECIAL_TOKENS, VOCAB_SIZE
+from shape import EOT, PRE_TOKENIZER_REGEX, SHAPE, SPECIAL_TOKENS
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,7 +25,7 @@ TRAIN_BYTES = 48_000_000
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Return a byte-level BPE of VOCAB_SIZE tokens trained on some texts, the special ones last.
+    """Return a byte-level BPE of SHAPE.n_vocab tokens trained on some texts, the special ones last.
 
     It splits text as `qwen35` of llama.cpp does.
     """
@@ -41,14 +41,14 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        vocab_size=SHAPE.n_vocab - len(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(sample, trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise SystemExit(f"vocabulary has {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}")
+    if tokenizer.get_vocab_size() != SHAPE.n_vocab:
+        raise SystemExit(f"vocabulary has {tokenizer.get_vocab_size()} tokens, not {SHAPE.n_vocab}")
     return tokenizer
 
 

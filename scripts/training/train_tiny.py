@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from shape import N_EXPERT, N_LAYER, SSM_DT_RANK, model_config
+from shape import SHAPE, model_config
 from torch import Tensor, nn
 
 # (batch, time, share of the budget): short sequences first, the full context at the end.
@@ -48,12 +48,12 @@ def build_model(device: str) -> nn.Module:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
-                p.mul_((2 * N_LAYER) ** -0.5)
+                p.mul_((2 * SHAPE.n_layer) ** -0.5)
             elif name.endswith("A_log"):
-                p.copy_(torch.empty(SSM_DT_RANK).uniform_(1, 16).log())
+                p.copy_(torch.empty(SHAPE.n_v_heads).uniform_(1, 16).log())
             elif name.endswith("dt_bias"):
                 # Time steps spread over 0.001 to 0.1 give memories from ten to thousands of tokens.
-                dt = torch.exp(torch.rand(SSM_DT_RANK) * math.log(100) + math.log(0.001))
+                dt = torch.exp(torch.rand(SHAPE.n_v_heads) * math.log(100) + math.log(0.001))
                 p.copy_(dt + torch.log(-torch.expm1(-dt)))
     return model.float().to(device)
 
@@ -86,8 +86,8 @@ def balance_loss(routing: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the sum over layers of n_expert * sum(share * probability); 1 a layer if uniform."""
     total = torch.zeros((), device=routing[0][0].device)
     for logits, ids in routing:
-        share = torch.bincount(ids.flatten(), minlength=N_EXPERT) / ids.numel()
-        total = total + N_EXPERT * (share * torch.softmax(logits.float(), -1).mean(0)).sum()
+        share = torch.bincount(ids.flatten(), minlength=SHAPE.n_expert) / ids.numel()
+        total = total + SHAPE.n_expert * (share * torch.softmax(logits.float(), -1).mean(0)).sum()
     return total
 
 
@@ -143,7 +143,7 @@ def train(args: argparse.Namespace) -> None:
         if step % 50 == 0:
             log.append({"step": step, "tokens": n_tokens, "seconds": round(time.time() - start, 1),
                         "loss": round(loss.item(), 4),
-                        "balance": round(balance.item() / N_LAYER, 3)})  # fmt: skip
+                        "balance": round(balance.item() / SHAPE.n_layer, 3)})  # fmt: skip
             print(json.dumps(log[-1]), flush=True)
     state = {k: v.detach().cpu().contiguous() for k, v in model.named_parameters()}
     save_file(state, args.out / "checkpoint.safetensors")

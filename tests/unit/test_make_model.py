@@ -47,13 +47,6 @@ def weights(shape: Shape, mix: str, name: str, seed: int = 0) -> np.ndarray:
     return dequantize(raw, tensor.type).reshape(tensor.n_rows, tensor.ne[0])
 
 
-@pytest.mark.parametrize("name", TYPES)
-def test_a_type_has_ggmls_number_and_block_size(name: str) -> None:
-    kind = gguf.GGMLQuantizationType[name]
-    assert TYPES[name].ggml_id == kind
-    assert (TYPES[name].n_elem, TYPES[name].n_bytes) == gguf.GGML_QUANT_SIZES[kind]
-
-
 @pytest.mark.parametrize("std", (0.02, 1.3))
 @pytest.mark.parametrize("name", TYPES)
 def test_random_blocks_have_mean_zero_and_the_asked_deviation(name: str, std: float) -> None:
