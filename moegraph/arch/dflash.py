@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from gguf.constants import GGMLQuantizationType
 
 from ..errors import ModelFileError, UnsupportedModel
-from ..gguf.scan import TensorInfo
+from ..gguf.tensorfile import TensorInfo
 from .dspark import DrafterWeights, HeadMatrix, build_markov
 from .tensors import MATRIX_TYPES, VECTOR_TYPES, Expected, check_tensor
 

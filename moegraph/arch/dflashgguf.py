@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import UnsupportedModel
 from ..gguf.metadata import Metadata
-from ..gguf.scan import TensorInfo
+from ..gguf.tensorfile import TensorInfo
 from .dflash import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
 from .mtp import refuse_mtp_alone
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFileError, UnsupportedModel
-from ..gguf.scan import TensorInfo
+from ..gguf.tensorfile import TensorInfo
 from .dflash import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
 
 _MAX_CONFIG = 1 << 20
@@ -42,7 +42,7 @@ _LAYER_NAMES = {
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
 }
-_IGNORED = ("t2d",)
+IGNORED = ("t2d",)
 
 
 class Config:
@@ -145,7 +145,7 @@ def renamed(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         layer = _LAYER.fullmatch(short)
         if layer and layer[2] in _LAYER_NAMES:
             found[f"blk.{int(layer[1])}.{_LAYER_NAMES[layer[2]]}"] = info
-        elif short not in _IGNORED:
+        elif short not in IGNORED:
             found[_NAMES.get(short, short)] = info
     return found
 

@@ -12,12 +12,12 @@ from ..errors import ModelFileError, UnsupportedModel
 from ..gguf.file import GgufFile, open_gguf
 from ..gguf.reader import StringArray
 from ..gguf.safetensors import SafetensorsFile
-from ..gguf.scan import TensorInfo
 from ..gguf.sniff import MAGIC
+from ..gguf.tensorfile import TensorFile, TensorInfo
 from .base import Architecture
 from .dflash import DFlashHParams, check_tensors, refuse_variant
 from .dflashgguf import read_dialect
-from .dflashhf import open_config, read_config, renamed
+from .dflashhf import IGNORED, open_config, read_config, renamed
 from .model import ModelFile
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -28,16 +28,15 @@ _NORMAL = 1
 class DraftFile:
     """An open drafter file; close it.
 
-    hparams: what the file says. tensors: by llama.cpp's names. warnings: one line for each
-    harmless oddity.
+    hparams: what the file says. source: the file; tensors: its tensors by llama.cpp's names.
+    warnings: one line for each harmless oddity.
     """
 
     def __init__(
-        self, source: GgufFile | SafetensorsFile, hparams: DFlashHParams,
-        tensors: dict[str, TensorInfo],
-    ) -> None:  # fmt: skip
-        self._source = source
-        self.path, self.hparams, self.tensors = source.path, hparams, tensors
+        self, source: TensorFile, hparams: DFlashHParams, tensors: dict[str, TensorInfo]
+    ) -> None:
+        self.source, self.path = source, source.path
+        self.hparams, self.tensors = hparams, tensors
         self.warnings: tuple[str, ...] = ()
 
     @property
@@ -46,41 +45,15 @@ class DraftFile:
         own = "output.weight", "token_embd.weight", "markov_w2.weight"
         return not any(name in self.tensors for name in own)
 
-    @property
-    def stamps(self) -> tuple[tuple[int, int], ...]:
-        """Return the size and the modification time (ns) of every part when it was opened."""
-        return self._source.stamps
-
-    def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
-        """Copy a tensor's bytes, from byte `start` of it on, into out, U8 numpy [n]."""
-        self._source.read(info, out, start)
-
-    def map(self, info: TensorInfo) -> np.ndarray:
-        """Return a read-only view of a tensor's bytes in the mapped file, U8 [nbytes]."""
-        return self._source.map(info)
-
-    def mappings(self) -> list[tuple[Path, np.ndarray]]:
-        """Return (path, all bytes) of the mapped file; `map` returns slices of these bytes."""
-        return self._source.mappings()
-
-    def ids(self, name: str) -> np.ndarray:
-        """Return a tensor of type I64 as numpy [n]."""
-        raw = np.empty(self.tensors[name].nbytes, np.uint8)
-        self.read(self.tensors[name], raw)
-        return raw.view(np.int64)
-
-    def check_unchanged(self) -> None:
-        """Refuse a file that was written to after it was opened; see `GgufFile`."""
-        self._source.check_unchanged()
-
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        self._source.close()
+        self.source.close()
 
     def require_target(self, target: ModelFile) -> None:
         """Check that this drafter can draft for a target, and note warnings."""
         hp, other = self.hparams, target.hparams
-        problem = _misfit(hp, other) or self._other_tokens(target)
+        own = self.source.kv if isinstance(self.source, GgufFile) else {}
+        problem = _misfit(hp, other) or _other_tokens(own, target.kv)
         if problem:
             raise UnsupportedModel(
                 f"{self.path}: this drafter does not fit {target.path}: {problem}"
@@ -91,7 +64,9 @@ class DraftFile:
 
     def d2t(self, n_vocab: int) -> np.ndarray:
         """Return the target's token of each token of a reduced vocabulary, I32 numpy [n]."""
-        ids = self.ids("d2t")
+        raw = np.empty(self.tensors["d2t"].nbytes, np.uint8)
+        self.source.read(self.tensors["d2t"], raw)
+        ids = raw.view(np.int64)
         if self.hparams.dialect == "safetensors":  # there it holds differences
             ids = ids + np.arange(len(ids))
         if ids.min() < 0 or ids.max() >= n_vocab or len(np.unique(ids)) < len(ids):
@@ -99,11 +74,6 @@ class DraftFile:
                 f"{self.path}: tensor d2t does not name different tokens of {n_vocab}"
             )
         return ids.astype(np.int32)
-
-    def _other_tokens(self, target: ModelFile) -> str:
-        """Return how the file's vocabulary differs from the target's, or ''; if it has one."""
-        own = self._source.kv if isinstance(self._source, GgufFile) else {}
-        return _other_tokens(own, target.kv)
 
 
 def _misfit(hp: DFlashHParams, target: Architecture) -> str:
@@ -174,17 +144,14 @@ def _open_safetensors(path: Path) -> DraftFile:
     source = SafetensorsFile(path)
     try:
         tensors = renamed(source.tensors)
-        foreign = next(iter(renamed_types(source.other)), None)
-        if foreign:
-            raise UnsupportedModel(f"{path}: tensor {foreign}: moegraph reads BF16, F16 and F32")
+        for name, kind in source.other.items():
+            if name not in IGNORED:
+                raise UnsupportedModel(
+                    f"{path}: tensor {name} has type {kind}: moegraph reads BF16, F16 and F32"
+                )
         refuse_variant(path, tensors)
         hparams = read_config(open_config(path.with_name(_CONFIG)), tensors)
     except BaseException:
         source.close()
         raise
     return DraftFile(source, hparams, tensors)
-
-
-def renamed_types(other: dict[str, str]) -> list[str]:
-    """Return the names and types of tensors that cannot be read and are needed."""
-    return [f"{name} has type {kind}" for name, kind in other.items() if name != "t2d"]

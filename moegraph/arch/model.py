@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import ModelFileError, UnsupportedModel
 from ..gguf.file import GgufFile
 from ..gguf.metadata import Metadata
-from ..gguf.scan import TensorInfo
+from ..gguf.tensorfile import TensorInfo
 from ..gguf.vocab import check_vocab
 from .base import Architecture
 from .mtp import nextn_warnings, refuse_mtp_alone
@@ -34,12 +34,11 @@ class ModelFile(GgufFile):
 
     hparams: Architecture
 
-    def _check_metadata(self, meta: Metadata) -> None:
-        _check_arch(self.path, meta)
-
-    def _check(self) -> None:
-        self.hparams, warnings = _validate(self.path, self._meta, self.tensors)
-        self.warnings = tuple(warnings + self._trailing())
+    def _scan(self) -> dict[str, TensorInfo]:
+        tensors = super()._scan()
+        self.hparams, warnings = _validate(self.path, self.metadata, tensors)
+        self.warnings = (*warnings, *self.warnings)
+        return tensors
 
 
 def open_model(path: str | os.PathLike[str]) -> ModelFile:
@@ -52,7 +51,8 @@ def open_model(path: str | os.PathLike[str]) -> ModelFile:
     return ModelFile(Path(path))
 
 
-def _check_arch(path: Path, meta: Metadata) -> None:
+def _kind(path: Path, meta: Metadata) -> type[Architecture]:
+    """Return the architecture that a file names."""
     arch = meta.string(_ARCHITECTURE)
     if "dflash" in arch:
         raise UnsupportedModel(
@@ -64,18 +64,19 @@ def _check_arch(path: Path, meta: Metadata) -> None:
         raise UnsupportedModel(
             f"{path}: architecture {arch!r} is not supported; moegraph runs {known}"
         )
+    return ARCHITECTURES[arch]
 
 
 def _validate(
     path: Path, meta: Metadata, tensors: dict[str, TensorInfo]
 ) -> tuple[Architecture, list[str]]:
     """Check hyper-parameters, vocabulary and tensors; return hparams and warnings."""
+    kind = _kind(path, meta)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         refuse_mtp_alone(path, tensors)
         what = "the file holds no tensors" if not tensors else "tensor token_embd.weight missing"
         raise ModelFileError(f"{path}: {what}; the file is incomplete")
-    kind = ARCHITECTURES[meta.string(_ARCHITECTURE)]
     hparams = kind.read(meta, check_vocab(meta, embedding.ne[1]))
     return hparams, check_tensors(path, hparams, tensors)
 

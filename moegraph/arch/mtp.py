@@ -17,7 +17,7 @@ from .tensors import Expected, check_tensor, matrix, vector
 
 if TYPE_CHECKING:
     from ..ggml.ops import Builder, Tensor
-    from ..gguf.scan import TensorInfo
+    from ..gguf.tensorfile import TensorInfo
 
 
 def nextn_tensors(hp: Architecture, merged: bool) -> dict[str, Expected]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import ConfigError
-from ..gguf.scan import TensorInfo
+from ..gguf.tensorfile import TensorInfo
 from .base import Architecture, Layer
 from .model import expected_tensors, merged_layers
 from .tensors import block_index

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gguf.constants import GGMLQuantizationType
 
 from ..errors import ModelFileError, UnsupportedModel
-from ..gguf.scan import TensorInfo
+from ..gguf.tensorfile import TensorInfo
 
 _Q = GGMLQuantizationType
 MATRIX_TYPES = frozenset(

@@ -64,10 +64,10 @@ def open_drafters(
                 stack.enter_context(closing(part))
             kind = DSparkDrafter if sources.draft.hparams.markov_rank else DFlashDrafter
             seen, as_stored = config.draft_ctx_max or None, config.draft_keep_bf16
-            table = None if stage.has_embedding else TokenEmbedding(file)
+            table = None if stage.has_embedding else TokenEmbedding(file, file.tensors)
             dflash = kind(stage, sources.draft, n_sweep, seen, as_stored, part, table)
             drafters.append(stack.enter_context(closing(dflash)))
-            sources.draft.check_unchanged()
+            sources.draft.source.check_unchanged()
         if config.spec in ("auto", "lookup"):
             drafters.append(LookUp(config.n_seq))
         _reserve_taps(stages, drafters, config)

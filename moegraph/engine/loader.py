@@ -231,9 +231,9 @@ class LoadedModel:
     mapped files. n_ctx: positions of the context. profile: None without one. plan: the expert slots
     of each layer, and the memory that they and all else take; stage_plans: of each stage. times:
     the seconds of each phase of loading. drafters: what can draft tokens, none without `spec`.
-    draft_stamps: sizes and times of the drafter's file, `GgufFile.stamps`; () without one. config:
-    with `spec` and `n_draft` as they are used. warnings: about the drafter's file, a line each.
-    pass_times: for drafts; None without, and if experts may be missing.
+    draft_stamps: sizes and times of the drafter's file (`TensorFile.stamps`); () without one.
+    config: with `spec` and `n_draft` as they are used. warnings: about the drafter's file, a line
+    each. pass_times: for drafts; None without, and if experts may be missing.
     """
 
     file: ModelFile
@@ -327,7 +327,7 @@ class _Loading:
         self._times.lap("plan")
         stages, sequences = self._open_stages(choice, progress)
         if sources.draft:
-            files.add(sources.draft.mappings())
+            files.add(sources.draft.source.mappings())
         drafters = self._open_drafters(stages, config, sources)
         if drafters:
             self._times.lap("drafters")
@@ -349,14 +349,14 @@ class _Loading:
         self._times.lap("graphs")
         threads.measure(runner, progress)
         self._times.lap("threads")
-        times = None
+        times, stamps = None, sources.draft.source.stamps if sources.draft else ()
         if drafters:
             times = time_verify(runner, first_widths(config, runner), threads.begin)
             self._times.lap("drafts")
         return LoadedModel(
             self.file, files, tuple(stages), sequences, threads, self.n_ctx, self._profile, plan,
-            choice.stages, runner, self._times.seconds, drafters,
-            sources.draft.stamps if sources.draft else (), config, tuple(self._warnings), times,
+            choice.stages, runner, self._times.seconds, drafters, stamps, config,
+            tuple(self._warnings), times,
         )  # fmt: skip
 
     def _context(self) -> int:

@@ -10,6 +10,6 @@ import_lazily("gguf")  # of which only the tables of types are needed, not YAML 
 # ruff: isort: split
 from .file import GgufFile, open_gguf
 from .resolve import resolve_target
-from .scan import TensorInfo
+from .tensorfile import TensorInfo
 
 __all__ = ["GgufFile", "TensorInfo", "open_gguf", "resolve_target"]

@@ -14,7 +14,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from .file import GgufFile
-from .scan import TensorInfo
+from .tensorfile import TensorInfo
 
 _Q = GGMLQuantizationType
 _CHUNK_BYTES = 16 << 20

@@ -8,18 +8,14 @@ reader accepts what the format's own library accepts: tensors that follow each o
 from __future__ import annotations
 
 import json
-import mmap
 import os
-import stat
-import weakref
-from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from ..errors import InternalError, ModelFileError
-from .scan import MAX_COUNT, MAX_DIMS, TensorInfo
+from ..errors import ModelFileError
+from .scan import MAX_COUNT, MAX_DIMS
+from .tensorfile import Opened, TensorFile, TensorInfo
 
 # The format's own library refuses longer headers.
 _MAX_HEADER = 100_000_000
@@ -28,63 +24,49 @@ _Q = GGMLQuantizationType
 _TYPES = {"F32": _Q.F32, "F16": _Q.F16, "BF16": _Q.BF16, "I64": _Q.I64, "I32": _Q.I32}
 
 
-class SafetensorsFile:
-    """An open, checked safetensors file; close it.
+class SafetensorsFile(TensorFile):
+    """An open, checked safetensors file.
 
-    tensors: by their names in the file, in its order, shapes in ggml order. Tensors of other types
-    than F32, F16, BF16, I32 and I64 are left out: `other` has their types by name.
+    tensors: shapes in ggml order. Tensors of other types than F32, F16, BF16, I32 and I64 are left
+    out: `other` has their types by name.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open a file and check its header."""
-        self.path = Path(path)
-        try:
-            # O_NONBLOCK: opening a FIFO would otherwise wait for a writer
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            raise ModelFileError(f"{self.path}: cannot open: {_words(error)}") from error
-        self._close = weakref.finalize(self, os.close, self._fd)
-        self._mapped: mmap.mmap | None = None
-        try:
-            status = os.fstat(self._fd)
-            if not stat.S_ISREG(status.st_mode):
-                self._fail("it is not a regular file")
-            self._stamp = status.st_size, status.st_mtime_ns
-            self.tensors, self.other = self._scan(status.st_size)
-        except OSError as error:
-            self.close()
-            raise ModelFileError(f"{self.path}: cannot read: {_words(error)}") from error
-        except BaseException:
-            self.close()
-            raise
+    other: dict[str, str]
 
-    @property
-    def stamps(self) -> tuple[tuple[int, int], ...]:
-        """Return the size and the modification time (ns) of the file when it was opened."""
-        return (self._stamp,)
-
-    def _scan(self, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-        head = os.pread(self._fd, 8, 0)
-        n = int.from_bytes(head, "little")
-        if len(head) < 8 or not 2 <= n <= min(size - 8, _MAX_HEADER):
-            self._fail(f"a file of {size} bytes cannot have a header of {n}")
+    def _scan(self) -> dict[str, TensorInfo]:
+        file = self._open(self.path)
+        n = int.from_bytes(self._read_all(file, 8, 0), "little")
+        if not 2 <= n <= min(file.size - 8, _MAX_HEADER):
+            self._fail(f"a file of {file.size} bytes cannot have a header of {n}")
         try:
-            header = json.loads(_read_all(self._fd, n, 8).decode("utf-8"))
+            header = json.loads(self._read_all(file, n, 8).decode("utf-8"))
         except (ValueError, RecursionError) as error:
             self._fail(f"its header is not JSON: {type(error).__name__}")
         if not isinstance(header, dict) or len(header) > MAX_COUNT:
             self._fail("its header is not an object of tensors")
         header.pop("__metadata__", None)
-        found, other, spans = {}, {}, []
+        found, spans = {}, []
+        self.other = {}
         for name, entry in header.items():
             kind, info, span = self._entry(name, entry, 8 + n)
             spans.append((*span, name))
             if info is None:
-                other[name] = kind
+                self.other[name] = kind
             else:
                 found[name] = info
-        self._check_spans(sorted(spans), size - 8 - n)
-        return found, other
+        self._check_spans(sorted(spans), file.size - 8 - n)
+        return found
+
+    def _read_all(self, file: Opened, n: int, at: int) -> bytes:
+        """Read n bytes of the header; fewer if the file is shorter."""
+        parts: list[bytes] = []
+        try:
+            while n and (part := os.pread(file.fd, n, at)):
+                parts.append(part)
+                n, at = n - len(part), at + len(part)
+        except OSError as error:
+            self._fail(f"cannot read: {error.strerror}")
+        return b"".join(parts)
 
     def _entry(
         self, name: str, entry: Any, start: int
@@ -129,61 +111,6 @@ class SafetensorsFile:
     def _fail(self, what: str) -> NoReturn:
         raise ModelFileError(f"{self.path}: not a good safetensors file: {what}")
 
-    def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
-        """Copy a tensor's bytes, from byte `start` of it on, into out, U8 numpy [n]."""
-        if start < 0 or start + out.size > info.nbytes or out.dtype != np.uint8:
-            raise InternalError(f"read of {out.size} bytes of {info.name} from {start} on")
-        view, at = out.data, info.offset + start
-        try:
-            while view:
-                n = os.preadv(self._fd, [view], at)
-                if not n:
-                    raise ModelFileError(f"{self.path}: the file shrank while it was in use")
-                view, at = view[n:], at + n
-        except OSError as error:
-            text = f"{self.path}: cannot read {info.name}: {_words(error)}"
-            raise ModelFileError(text) from error
-
-    def map(self, info: TensorInfo) -> np.ndarray:
-        """Return a read-only view of a tensor's bytes in the mapped file, U8 [nbytes]."""
-        self.check_unchanged()
-        return np.frombuffer(self._mapping(), np.uint8, info.nbytes, info.offset)
-
-    def mappings(self) -> list[tuple[Path, np.ndarray]]:
-        """Return (path, all bytes) of the file; `map` returns slices of these bytes."""
-        self.check_unchanged()
-        return [(self.path, np.frombuffer(self._mapping(), np.uint8))]
-
-    def _mapping(self) -> mmap.mmap:
-        try:
-            if self._mapped is None:
-                self._mapped = mmap.mmap(self._fd, self._stamp[0], access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ModelFileError(f"{self.path}: cannot map the file: {_words(error)}") from error
-        return self._mapped
-
-    def check_unchanged(self) -> None:
-        """Refuse a file that was written to after it was opened, by size and modification time."""
-        status = os.fstat(self._fd)
-        if (status.st_size, status.st_mtime_ns) != self._stamp:
-            raise ModelFileError(f"{self.path}: the file was written to while it was in use")
-
-    def close(self) -> None:
-        """Close the file; views of it stay valid. A second call does nothing."""
-        self._mapped = None
-        self._close()
-
-
-def _read_all(fd: int, n: int, at: int) -> bytes:
-    """Read n bytes; fewer if the file is shorter."""
-    parts: list[bytes] = []
-    while n:
-        parts.append(os.pread(fd, n, at))
-        if not parts[-1]:
-            break
-        n, at = n - len(parts[-1]), at + len(parts[-1])
-    return b"".join(parts)
-
 
 def _sizes(value: Any) -> list[int] | None:
     """Return a value if it is a list of sizes."""
@@ -191,7 +118,3 @@ def _sizes(value: Any) -> list[int] | None:
         type(v) is int and 0 <= v <= _MAX_ELEMENTS for v in value
     )
     return value if is_one else None
-
-
-def _words(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..errors import ModelFileError
 from .metadata import Metadata
 from .reader import Reader
 from .sniff import MAGIC, describe_foreign
+from .tensorfile import TensorInfo
 
 MAX_COUNT = 65_536
 # ggml's GGML_MAX_NAME is 64 with the terminating NUL.
@@ -48,35 +49,11 @@ _SCALARS = {
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a model file.
-
-    Shapes: ne in ggml order, padded with 1 to four entries.
-    Units: nbytes and offset in bytes; offset counts from the start of the part's file.
-    """
-
-    name: str
-    type: GGMLQuantizationType
-    ne: tuple[int, int, int, int]
-    n_dims: int
-    nbytes: int
-    part: int
-    offset: int
-
-    @property
-    def n_params(self) -> int:
-        """Return the number of elements."""
-        return self.ne[0] * self.ne[1] * self.ne[2] * self.ne[3]
-
-
-@dataclass(frozen=True)
 class Part:
     """What the header of one GGUF file says."""
 
     path: os.PathLike[str]
-    size: int
     version: int
-    alignment: int
     metadata: Metadata
     tensors: dict[str, TensorInfo]
     trailing_bytes: int
@@ -88,10 +65,9 @@ def scan_part(fd: int, path: os.PathLike[str], size: int, part: int = 0) -> Part
     version, n_tensors, n_kv = _read_preamble(reader)
     metadata = _read_metadata(reader, n_kv)
     alignment = _alignment(metadata)
-    records = [_read_tensor(reader) for _ in range(n_tensors)]
-    data_start = -(-reader.pos // alignment) * alignment
-    tensors, end = _place(reader, records, data_start, alignment, part)
-    return Part(path, size, version, alignment, metadata, tensors, max(0, size - end))
+    records = [_read_tensor(reader, part) for _ in range(n_tensors)]
+    tensors, end = _place(reader, records, alignment)
+    return Part(path, version, metadata, tensors, max(0, size - end))
 
 
 def _read_preamble(reader: Reader) -> tuple[int, int, int]:
@@ -185,19 +161,8 @@ def _alignment(metadata: Metadata) -> int:
     return alignment
 
 
-@dataclass(frozen=True)
-class _Record:
-    """A tensor record of the file; rel_offset counts from the start of the data section."""
-
-    name: str
-    type: GGMLQuantizationType
-    dims: tuple[int, ...]
-    nbytes: int
-    rel_offset: int
-    at: int
-
-
-def _read_tensor(reader: Reader) -> _Record:
+def _read_tensor(reader: Reader, part: int) -> tuple[TensorInfo, int]:
+    """Read a record: a tensor whose offset counts from the start of the data, and its place."""
     at = reader.pos
     name = reader.text("a tensor name", MAX_TENSOR_NAME)
     what = f"tensor {name}"
@@ -209,8 +174,10 @@ def _read_tensor(reader: Reader) -> _Record:
     if number not in GGMLQuantizationType._value2member_map_:
         reader.fail(f"{what} has the unknown type {number}", at)
     kind = GGMLQuantizationType(number)
-    rel_offset = reader.u64(f"offset of {what}")
-    return _Record(name, kind, dims, _nbytes(reader, what, at, kind, dims), rel_offset, at)
+    offset = reader.u64(f"offset of {what}")
+    ne0, ne1, ne2, ne3 = dims + (1,) * (MAX_DIMS - n_dims)
+    nbytes = _nbytes(reader, what, at, kind, dims)
+    return TensorInfo(name, kind, (ne0, ne1, ne2, ne3), n_dims, nbytes, part, offset), at
 
 
 def _nbytes(
@@ -236,7 +203,7 @@ def _nbytes(
 
 
 def _place(
-    reader: Reader, records: list[_Record], data_start: int, alignment: int, part: int
+    reader: Reader, records: list[tuple[TensorInfo, int]], alignment: int
 ) -> tuple[dict[str, TensorInfo], int]:
     """Check that tensors follow each other inside the file; return them and where data ends.
 
@@ -244,42 +211,29 @@ def _place(
     layout, and in this one tensors cannot overlap.
     """
     tensors: dict[str, TensorInfo] = {}
+    data_start = -(-reader.pos // alignment) * alignment
     expected = 0
     end = reader.pos
     before = "the start of the data"
-    for r in records:
-        if r.name in tensors:
-            reader.fail(f"tensor {r.name} appears twice", r.at)
-        if r.rel_offset % alignment:
+    for info, at in records:
+        what, offset = f"tensor {info.name}", info.offset
+        if info.name in tensors:
+            reader.fail(f"{what} appears twice", at)
+        if offset % alignment:
             reader.fail(
-                f"tensor {r.name} has the offset {r.rel_offset}, "
-                f"not a multiple of the alignment {alignment}",
-                r.at,
+                f"{what} has the offset {offset}, not a multiple of the alignment {alignment}", at
             )
-        if r.rel_offset != expected:
-            word = "overlaps" if r.rel_offset < expected else "leaves a gap after"
-            reader.fail(
-                f"tensor {r.name} at data offset {r.rel_offset} {word} {before}; "
-                f"expected {expected}",
-                r.at,
-            )
-        end = data_start + r.rel_offset + r.nbytes
+        if offset != expected:
+            word = "overlaps" if offset < expected else "leaves a gap after"
+            reader.fail(f"{what} at data offset {offset} {word} {before}; expected {expected}", at)
+        end = data_start + offset + info.nbytes
         if end > reader.size:
             raise ModelFileError(
-                f"{reader.path}: tensor {r.name} ends at byte {end} but the file has "
+                f"{reader.path}: {what} ends at byte {end} but the file has "
                 f"{reader.size} bytes; it is truncated, download or copy it again"
             )
-        ne0, ne1, ne2, ne3 = r.dims + (1,) * (MAX_DIMS - len(r.dims))
-        tensors[r.name] = TensorInfo(
-            r.name,
-            r.type,
-            (ne0, ne1, ne2, ne3),
-            len(r.dims),
-            r.nbytes,
-            part,
-            data_start + r.rel_offset,
-        )
-        expected = -(-(r.rel_offset + r.nbytes) // alignment) * alignment
-        before = f"tensor {r.name}"
+        tensors[info.name] = replace(info, offset=data_start + offset)
+        expected = -(-(offset + info.nbytes) // alignment) * alignment
+        before = what
     # The padding of the last tensor is part of the layout.
     return tensors, max(end, data_start + expected if records else end)

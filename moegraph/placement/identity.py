@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arch import ModelFile
 from ..errors import RequestError
-from ..gguf.scan import TensorInfo
+from ..gguf.tensorfile import TensorInfo
 
 # Slices of a tensor that is not experts, and bytes in the middle of each that are hashed.
 _N_SLICES, _SAMPLE_BYTES = 16, 1024

@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from ..arch.dflash import DFlashHParams
 from ..arch.draftfile import DraftFile
 from ..errors import UnsupportedModel
-from ..gguf.scan import TensorInfo
+from ..gguf.tensorfile import TensorInfo
 from ..units import round_up
 from .layout import PAGE
 

@@ -71,7 +71,9 @@ class DraftWeights:
         self.fc = [self.tensors[f"fc.{k}"] for k in range(len(hp.taps))]
         self.layers = [self._layer(il) for il in range(hp.n_layer)]
         self.output = self.tensors.get("output.weight") or self.tensors.get(EMBEDDING)
-        self.embedding = TokenEmbedding(file) if EMBEDDING in file.tensors else None
+        self.embedding: TokenEmbedding | None = None
+        if EMBEDDING in file.tensors:
+            self.embedding = TokenEmbedding(file.source, file.tensors)
 
     def _layer(self, il: int) -> dict[str, Tensor]:
         prefix = f"blk.{il}."
@@ -104,7 +106,7 @@ def _rows(file: DraftFile, p: PlannedTensor, row: int, n: int) -> npt.NDArray[np
     """Return n rows as they will be on the device, U8 numpy [n, row_bytes]."""
     block, size = GGML_QUANT_SIZES[p.source.type]
     raw = np.empty((n, p.source.ne[0] // block * size), np.uint8)
-    file.read(p.source, raw.reshape(-1), row * raw.shape[1])
+    file.source.read(p.source, raw.reshape(-1), row * raw.shape[1])
     first, last = (column // block * size for column in (p.first, p.first + p.ne[0]))
     cut = np.ascontiguousarray(raw[:, first:last])
     if p.type is p.source.type:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arch import ModelFile
-from ..arch.draftfile import DraftFile
 from ..errors import ModelFileError
 from ..events import Progress
 from ..ggml.device import Device
@@ -21,6 +20,7 @@ from ..ggml.lib import C, cpu_converter, ffi
 from ..ggml.memory import place
 from ..ggml.ops import Tensor
 from ..gguf import TensorInfo
+from ..gguf.tensorfile import TensorFile
 from ..threads import usable_cpus
 from ..units import round_up
 from .layout import is_dense
@@ -260,12 +260,11 @@ class TokenEmbedding:
     A pass needs only a few rows, so the table (1 GB in F16 for the 35B) takes no device memory.
     """
 
-    def __init__(self, model: ModelFile | DraftFile) -> None:
-        info = model.tensors["token_embd.weight"]
+    def __init__(self, file: TensorFile, tensors: Mapping[str, TensorInfo]) -> None:
+        info = tensors["token_embd.weight"]
         self.name = info.name
         self.n_embd, self.n_vocab = info.ne[0], info.ne[1]
-        self._model = model
-        self._data = model.map(info)
+        self._data = file.map(info)
         self._row_bytes = info.nbytes // self.n_vocab
         self._table = ffi.cast("void *", self._data.ctypes.data)
         traits = C.ggml_get_type_traits(int(info.type))
@@ -274,7 +273,7 @@ class TokenEmbedding:
         self._to_float = cpu_converter("ggml_cpu_fp16_to_fp32") if is_f16 else traits.to_float
         self._is_f32 = self._to_float == ffi.NULL
         if self._is_f32 and info.type.name != "F32":
-            raise ModelFileError(f"{model.path}: cannot read embeddings of type {info.type.name}")
+            raise ModelFileError(f"{file.path}: cannot read embeddings of type {info.type.name}")
 
     def rows(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
         """Write the embeddings of tokens [n] into out, F32, numpy shape [n, n_embd]."""
@@ -314,7 +313,7 @@ class Weights:
         self._set = loader.load(infos, "the dense weights", join)
         self.n_bytes = self._set.n_bytes
         self._layers = {il: LayerWeights(self._set, il) for il in layers}
-        self.embedding = None if layers.start else TokenEmbedding(model)
+        self.embedding = None if layers.start else TokenEmbedding(model, model.tensors)
         self.head: HeadWeights | None = None
         if has_head:
             tensors = self._set.tensors

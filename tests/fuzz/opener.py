@@ -57,7 +57,7 @@ def _touch_drafter(path: str) -> None:
         for il in range(draft.hparams.n_layer):
             draft.hparams.window(il)
         for info in draft.tensors.values():
-            draft.read(info, np.empty(min(info.nbytes, 64), np.uint8))
+            draft.source.read(info, np.empty(min(info.nbytes, 64), np.uint8))
         if "d2t" in draft.tensors:
             draft.d2t(1 << 20)
 

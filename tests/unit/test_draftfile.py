@@ -48,7 +48,7 @@ def test_every_format_says_the_same(kind: str, target: Path, tmp_path: Path) -> 
     assert hp.rope.n_ctx_orig == 4096 and hp.rope.rope_attn_factor == 1.0
     for name, data in values(replace(SMALL, yarn_factor=8.0), seed=3):
         raw = np.empty(draft.tensors[name].nbytes, np.uint8)
-        draft.read(draft.tensors[name], raw)
+        draft.source.read(draft.tensors[name], raw)
         np.testing.assert_array_equal(raw.view(np.float32), data.reshape(-1), err_msg=name)
     draft.close()
 
@@ -258,14 +258,14 @@ def test_other_damage_of_safetensors(tmp_path: Path) -> None:
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     path = write_small(tmp_path, "safetensors")
     draft = open_drafter(path)
-    draft.check_unchanged()
+    draft.source.check_unchanged()
     info = draft.tensors["fc.weight"]
     path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(ModelFileError, match="written to"):
-        draft.check_unchanged()
+        draft.source.check_unchanged()
     last = max(draft.tensors.values(), key=lambda t: t.offset)
     with pytest.raises(ModelFileError, match="shrank"):
-        draft.read(last, np.empty(last.nbytes, np.uint8))
-    draft.read(info, np.empty(8, np.uint8), 4)
+        draft.source.read(last, np.empty(last.nbytes, np.uint8))
+    draft.source.read(info, np.empty(8, np.uint8), 4)
     draft.close()
     draft.close()
