@@ -100,31 +100,22 @@ class BenchTest:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One row: seconds of each repetition of a test of n_prompt + n_gen tokens.
+    """One row: seconds of each repetition of a test.
 
     experts: statistics of the expert cache over these repetitions, including the tokens that fill
-    the depth; None without a cache. sampling: of a run test; None for the others. drafts: what a
-    run test drafted; None for the others, and if nothing drafts.
+    the depth; None without a cache. drafts: what a run test drafted; None for the others, and if
+    nothing drafts.
     """
 
-    test: str
-    n_prompt: int
-    n_gen: int
-    depth: int
+    test: BenchTest
     seconds: tuple[float, ...]
     experts: ExpertStats | None = None
-    sampling: SamplingParams | None = None
     drafts: SpecStats | None = None
 
     @property
     def n_tokens(self) -> int:
         """Timed tokens of a repetition, without those that fill the depth."""
-        return self.n_prompt + self.n_gen
-
-    @property
-    def samples_tps(self) -> list[float]:
-        """Tokens per second of each repetition."""
-        return [self.n_tokens / s for s in self.seconds]
+        return self.test.n_prompt + self.test.n_gen
 
 
 def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
@@ -146,10 +137,7 @@ def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
         after, drafted = engine.expert_stats(), engine.spec_stats()
         experts = after.since(before) if after and before else None
         drafts = drafted.since(undrafted) if drafted and undrafted and test.sampling else None
-        yield BenchRow(
-            test.name, test.n_prompt, test.n_gen, test.depth, seconds, experts, test.sampling,
-            drafts,
-        )  # fmt: skip
+        yield BenchRow(test, seconds, experts, drafts)
     engine.reset()
 
 

@@ -7,12 +7,10 @@ the model file is in the page cache from the first one on.
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +18,26 @@ import numpy as np
 
 from ..config import EngineConfig, settings
 from ..errors import MoegraphError, NativeError
+from .measure import BenchSpec
 
 # Parts of the time to the first token: the interpreter and our modules until the command line is
 # read; the model; the tokenizer; the prompt and the first token. What is left is `other`.
 PHASES = ("process", "load", "tokenizer", "prefill")
 
 
-@dataclass(frozen=True)
-class TtftRow:
-    """Times to the first token with a prompt of n_prompt random tokens.
-
-    seconds: of each repetition. phases: the mean of each, in seconds. load: the same for the phases
-    of loading. report: what the last process printed with --json.
-    """
-
-    n_prompt: int
-    seconds: tuple[float, ...]
-    phases: dict[str, float]
-    load: dict[str, float]
-    report: dict[str, Any]
-
-    @property
-    def test(self) -> str:
-        """Name of the test, such as ttft512."""
-        return f"ttft{self.n_prompt}"
-
-
 def run_ttft(
-    model: Path,
-    n_vocab: int,
-    config: EngineConfig,
-    n_prompt: Sequence[int],
-    repetitions: int,
-    warm_up: bool = True,
-    seed: int = 1,
-) -> Iterator[TtftRow]:
-    """Yield a row for each prompt length; arguments as in `BenchSpec`."""
-    rng = np.random.default_rng(seed)
+    model: Path, n_vocab: int, config: EngineConfig, spec: BenchSpec
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield each prompt length of a spec, and what each repetition printed with --json."""
+    rng = np.random.default_rng(spec.seed)
     with tempfile.TemporaryDirectory(prefix="moegraph-") as folder:
-        for n in n_prompt:
+        for n in spec.n_prompt:
             prompt = Path(folder) / "prompt"
             rng.integers(0, n_vocab, n, dtype=np.int32).astype("<i4").tofile(prompt)
             command = _command(model, config, prompt)
-            if warm_up:
+            if spec.warm_up:
                 _first_token(command)
-            yield _row(n, [_first_token(command) for _ in range(repetitions)])
+            yield n, [_first_token(command) for _ in range(spec.repetitions)]
 
 
 def _command(model: Path, config: EngineConfig, prompt: Path) -> list[str]:
@@ -92,14 +65,3 @@ def _first_token(command: Sequence[str]) -> dict[str, Any]:
     if report["timings"]["first_token_s"] is None:
         raise NativeError("this system does not tell when a process started (/proc/self/stat)")
     return report
-
-
-def _row(n_prompt: int, reports: Sequence[dict[str, Any]]) -> TtftRow:
-    times = [report["timings"] for report in reports]
-    seconds = tuple(found["first_token_s"] for found in times)
-    phases = {name: statistics.fmean(found[f"{name}_s"] for found in times) for name in PHASES}
-    phases["other"] = statistics.fmean(seconds) - sum(phases.values())
-    load = {
-        name: statistics.fmean(found["load"][name] for found in times) for name in times[0]["load"]
-    }
-    return TtftRow(n_prompt, seconds, phases, load, reports[-1])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from .. import __version__
 from ..bench.scripted import ScriptedAccept
@@ -42,21 +42,26 @@ _CHOSEN = {"n_ctx": " Default: as large as the tests need."}
 _SINGLE_KINDS = ("flag", "path")
 # More tokens than any vocabulary has, because settings are checked before a model is opened.
 _MAX_VOCAB = 1 << 31
+_RANGE = re.compile(r"(-?\d+)(?:-(-?\d+)(?:\+(\d+)|\*(\d+))?)?")
+
+
+def _read_list(texts: tuple[str, ...], read: Callable[[str], list[Any]], how: str) -> list[Any]:
+    """Return the values in comma lists; a repeated option appends its list."""
+    given = ",".join(texts)
+    try:
+        found = [value for part in given.split(",") if texts for value in read(part.strip())]
+    except ValueError:
+        raise click.BadParameter(f"{given!r}; write {how}") from None
+    if len(found) > MAX_TESTS:
+        raise click.BadParameter(f"{given!r}; at most {MAX_TESTS} values")
+    return found
 
 
 def lengths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
     """Parse comma lists such as 512,1024 and llama-bench's ranges such as 0-1024+256."""
-    found: list[int] = []
-    for part in _parts(texts):
-        try:
-            found += number_range(part)
-        except ValueError:
-            raise click.BadParameter(
-                f"{part!r}; write lengths as 512,1024 or as a range 0-4096+1024"
-            ) from None
-    if len(found) > MAX_TESTS or any(not 0 <= n <= MAX_TOKENS for n in found):
-        given = ",".join(texts)
-        raise click.BadParameter(f"{given!r}; at most {MAX_TESTS} lengths of 0 to {MAX_TOKENS}")
+    found = _read_list(texts, number_range, "lengths as 512,1024 or as a range 0-4096+1024")
+    if any(not 0 <= n <= MAX_TOKENS for n in found):
+        raise click.BadParameter(f"{','.join(texts)!r}; give lengths of 0 to {MAX_TOKENS}")
     return tuple(found)
 
 
@@ -78,36 +83,22 @@ def pairs(
     return tuple(found)
 
 
-def _parts(texts: tuple[str, ...]) -> list[str]:
-    """Return the entries of all comma lists, in order; a repeated option appends its list."""
-    return [part.strip() for text in texts for part in text.split(",")]
-
-
 def shares(_: click.Context, __: click.Parameter, text: str | None) -> tuple[float, ...]:
     """Parse '0.85,0.72,0.6', shares by position; their owner checks the values."""
-    try:
-        found = tuple(float(part) for part in text.split(",")) if text else ()
-        if found:
-            ScriptedAccept(found)
-    except ValueError:
-        raise click.BadParameter(f"{text!r}; write shares as 0.85,0.72,0.6") from None
-    return found
+    if not text:
+        return ()
+    found = _read_list((text,), lambda part: [float(part)], "shares as 0.85,0.72,0.6")
+    ScriptedAccept(found)
+    return tuple(found)
 
 
 def number_range(text: str) -> list[int]:
     """Return the numbers of 'a', 'a-b', 'a-b+step' or 'a-b*factor'."""
-    first, dash, rest = text[1:].partition("-")
-    first = text[:1] + first  # a number may be negative
-    if not dash:
-        return [int(first)]
-    last, step, factor = rest, 1, 1
-    if "+" in rest:
-        last, _, by = rest.partition("+")
-        step = int(by)
-    elif "*" in rest:
-        last, _, by = rest.partition("*")
-        step, factor = 0, int(by)
-    low, high = int(first), int(last)
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    low, high, factor = int(match[1]), int(match[2] or match[1]), int(match[4] or 1)
+    step = int(match[3] or (0 if match[4] else 1))
     if low > high or (step <= 0 and factor <= 1) or (factor > 1 and low <= 0):
         raise ValueError(text)
     found: list[int] = []
@@ -136,19 +127,14 @@ def list_option(*flags: str, **described: Any) -> Callable[[Decorated], Decorate
 def _values_of(setting: Setting) -> Callable[..., tuple[Any, ...]]:
     """Return the callback that parses the list of a setting; its owner checks the values."""
     read: Callable[[str], list[Any]] = _READERS.get(setting.kind, lambda text: [text])
+    how = f"numbers as {'1,2 or 1-8' if setting.kind == 'int' else '0,0.8'}"
 
     def parse(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[Any, ...]:
-        try:
-            found = tuple(value for part in _parts(texts) for value in read(part))
-        except ValueError:
-            how = "1,2 or 1-8" if setting.kind == "int" else "0,0.8"
-            raise click.BadParameter(f"{','.join(texts)!r}; write numbers as {how}") from None
-        if len(found) > MAX_TESTS:
-            raise click.BadParameter(f"{','.join(texts)!r}; at most {MAX_TESTS} values")
+        found = _read_list(texts, read, how)
         wrong = [value for value in found if setting.choices and value not in setting.choices]
         if wrong:
             raise click.BadParameter(f"{wrong[0]!r} is not one of {', '.join(setting.choices)}")
-        return found
+        return tuple(found)
 
     return parse
 
@@ -170,19 +156,9 @@ def _listed(setting: Setting) -> Callable[[Decorated], Decorated]:
     )  # fmt: skip
 
 
-def swept_settings() -> list[Setting]:
-    """Return the engine's settings that bench takes as"""
-    return [s for s in engine_settings() if s.flags and s.kind not in _SINGLE_KINDS
-            and s.name not in _USELESS]  # fmt: skip
-
-
-def setting_lists(command: Decorated) -> Decorated:
-    """Add the options of engine and sampler, as"""
-    ours = [s for s in engine_settings() if s.flags and s.name not in _USELESS]
-    chosen = [_listed(s) for s in (*ours, *sampling_settings())]
-    for option in reversed(chosen):
-        command = option(command)
-    return command
+# Settings of the engine that bench takes. An engine is loaded for each combination of their lists.
+_SETTINGS = [s for s in engine_settings() if s.flags and s.name not in _USELESS]
+_SWEPT = [s.name for s in _SETTINGS if s.kind not in _SINGLE_KINDS]
 
 
 def combinations(names: list[str], given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -192,23 +168,6 @@ def combinations(names: list[str], given: Mapping[str, Any]) -> list[dict[str, A
         values = given[name] or (None,)
         found = [{**one, name: value} for one in found for value in values]
     return found
-
-
-def is_given(name: str) -> bool:
-    """Return whether an option of the running command was given."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is not ParameterSource.DEFAULT
-
-
-# Settings that may be lists; an engine is loaded for each combination.
-_SWEPT = [setting.name for setting in swept_settings()]
-
-
-class _Samplings(NamedTuple):
-    """Sampling settings of run tests, with words for each; chosen: which the user has set."""
-
-    params: tuple[tuple[str, SamplingParams], ...]
-    chosen: frozenset[str]
 
 
 @click.command(cls=Command)
@@ -264,7 +223,7 @@ class _Samplings(NamedTuple):
     "--routing", "trace_path", type=click.Path(path_type=Path), metavar="TRACE",
     help="Replay a routing trace in tg tests, instead of the router's own choice.",
 )  # fmt: skip
-@setting_lists
+@options.with_options([_listed(setting) for setting in (*_SETTINGS, *sampling_settings())])
 def bench(
     target: str | None, model_names: tuple[str, ...], hf_repo: str | None,
     n_prompt: tuple[int, ...], n_gen: tuple[int, ...], pairs: tuple[tuple[int, int], ...],
@@ -296,15 +255,15 @@ def bench(
     names = model_names or (require_target(single),)
     spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions, pairs=pairs, warm_up=not no_warmup,
                      n_run=n_run)  # fmt: skip
-    samplings = _samplings(given, n_run)
-    spec = replace(spec, samplings=samplings.params)
+    chosen = options.chosen_sampling()
+    spec = replace(spec, samplings=_samplings(given, n_run, chosen))
     if ttft:
         spec = _spec_of_ttft(spec, trace_path)
     if not spec.tests:
         raise RequestError(
             "nothing to measure: all lengths are 0; raise one of -p, -n, -pg and --run"
         )
-    if not is_given("n_ctx"):
+    if not options.is_given("n_ctx"):
         needed = max(test.n_positions for test in spec.tests)
         given["n_ctx"] = (-(-needed // 256) * 256,)
     trace = _read_routing(trace_path) if trace_path else None
@@ -320,7 +279,7 @@ def bench(
         for config in configs
         for record in (
             _ttft(name, config, spec) if ttft
-            else _measure(name, config, spec, samplings, trace, warned)
+            else _measure(name, config, spec, chosen, trace, warned)
         )
     )  # fmt: skip
     tests = [f"ttft{n}" for n in n_prompt] if ttft else [test.name for test in spec.tests]
@@ -331,7 +290,7 @@ def _spec_of_ttft(spec: BenchSpec, trace_path: Path | None) -> BenchSpec:
     """Return the spec with the prompts alone; refuse what cannot be measured in other processes."""
     wrong = {
         "-pg": spec.pairs, "-d": any(spec.depth), "--run": spec.n_run, "--routing": trace_path,
-        "-n": is_given("n_gen"), "-p 0": 0 in spec.n_prompt,
+        "-n": options.is_given("n_gen"), "-p 0": 0 in spec.n_prompt,
     }  # fmt: skip
     for flag, value in wrong.items():
         if value:
@@ -339,15 +298,16 @@ def _spec_of_ttft(spec: BenchSpec, trace_path: Path | None) -> BenchSpec:
     return replace(spec, n_gen=())
 
 
-def _samplings(given: dict[str, Any], n_run: tuple[int, ...]) -> _Samplings:
+def _samplings(
+    given: dict[str, Any], n_run: tuple[int, ...], chosen: frozenset[str]
+) -> tuple[tuple[str, SamplingParams], ...]:
     """Return the sampling settings of run tests, each with words for the names of its tests.
 
-    Takes their options out of `given`.
+    Takes their options out of `given`. chosen: those that the user has set.
     """
     names = [setting.name for setting in sampling_settings()]
     values = {name: given.pop(name) for name in names}
     found = [SamplingParams(**one) for one in combinations(names, values)]
-    chosen = frozenset(name for name in names if is_given(name))
     if chosen and not n_run:
         raise RequestError("sampling settings apply to --run LIST alone; give lengths there")
     differ = [name for name in names if len({getattr(params, name) for params in found}) > 1]
@@ -356,11 +316,11 @@ def _samplings(given: dict[str, Any], n_run: tuple[int, ...]) -> _Samplings:
         params.validate(_MAX_VOCAB)
         words = " ".join(f"{name} {getattr(params, name)}" for name in differ)
         labelled.append((words, replace(params, seed=1) if params.seed is None else params))
-    return _Samplings(tuple(labelled), chosen)
+    return tuple(labelled)
 
 
 def _configs(given: dict[str, Any]) -> list[EngineConfig]:
-    """Return a configuration for each combination of the settings given as"""
+    """Return a configuration for each combination of the settings."""
     return [options.build_config({**given, **values}) for values in combinations(_SWEPT, given)]
 
 
@@ -378,7 +338,7 @@ def _check_drafts(
     if is_drafting and not n_run:
         raise RequestError("drafts are in run tests alone; give lengths with --run LIST")
     of_drafts = [s for s in engine_settings() if s.group == DRAFT_GROUP and s.name != "spec"]
-    given = [s.flags[-1] for s in of_drafts if is_given(s.name)]
+    given = [s.flags[-1] for s in of_drafts if options.is_given(s.name)]
     given += ["--draft-accept"] if draft_accept else []
     if given and not is_drafting:
         raise RequestError(f"{given[0]} needs something that drafts; name it with --spec")
@@ -391,42 +351,52 @@ def _varied(names: Sequence[str], configs: Sequence[EngineConfig]) -> frozenset[
 
 
 def _measure(
-    name: str, config: EngineConfig, spec: BenchSpec, samplings: _Samplings, trace: Trace | None,
+    name: str, config: EngineConfig, spec: BenchSpec, chosen: frozenset[str], trace: Trace | None,
     warned: set[str],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Load a model and yield its records."""
+    """Load a model and yield its records. chosen: sampling settings that the user has set."""
     from ..bench import run_bench
 
     with models.load_engine(name, config, trace, warned) as engine:
         if spec.n_run:
             file, n_vocab = engine.file, engine.hparams.n_vocab
             ours = tuple(
-                (words, recommended(params, file.kv, samplings.chosen, n_vocab, warned)[0])
-                for words, params in samplings.params
+                (words, recommended(params, file.kv, chosen, n_vocab, warned)[0])
+                for words, params in spec.samplings
             )
             spec = replace(spec, samplings=ours, text=models.has_vocabulary(file))
         facts = _facts(engine)
         for row in run_bench(engine, spec):
-            yield _record(facts, row, engine.threads.report())
+            threads = engine.threads.report()  # those in use when the test ended
+            threads["n_threads"] = threads[
+                "n_threads_batch" if row.test.n_gen == 0 else "n_threads"
+            ]
+            yield {**facts, **threads, **_record(row)}
         models.show_messages(engine)
 
 
 def _ttft(name: str, config: EngineConfig, spec: BenchSpec) -> Iterator[dict[str, Any]]:
     """Yield the records of a model's times to the first token."""
-    from ..bench.ttft import run_ttft
+    from ..bench import BenchRow, BenchTest
+    from ..bench.ttft import PHASES, run_ttft
 
     with models.open_header(name) as header:
         facts, n_vocab = _model_facts(header), header.hparams.n_vocab
-    path, n = header.path, spec.repetitions
-    for row in run_ttft(path, n_vocab, config, spec.n_prompt, n, spec.warm_up, spec.seed):
-        settings = row.report["config"]
+    for n_prompt, reports in run_ttft(header.path, n_vocab, config, spec):
+        settings, times = reports[-1]["config"], [report["timings"] for report in reports]
+        seconds = [one["first_token_s"] for one in times]
+        phases = {part: statistics.fmean(one[f"{part}_s"] for one in times) for part in PHASES}
+        phases["other"] = statistics.fmean(seconds) - sum(phases.values())
+        loads = [one["load"] for one in times]
         yield {
             **facts, **_device_facts(settings["device"], settings["device"]), **settings,
-            "n_prompt": row.n_prompt, "n_gen": 1, "n_depth": 0,
-            **_timings(row.seconds, [row.n_prompt / s for s in row.seconds]),
-            "test": row.test, "experts": None, "sampling": None, "drafts": None,
-            **{f"{phase}_ms": round(1e3 * s, 3) for phase, s in row.phases.items()},
-            "load_phases_ms": {phase: round(1e3 * s, 3) for phase, s in row.load.items()},
+            **_record(BenchRow(BenchTest(n_prompt, 0, 0), tuple(seconds))),
+            "n_gen": 1, "test": f"ttft{n_prompt}",
+            **{f"{part}_ms": round(1e3 * s, 3) for part, s in phases.items()},
+            "load_phases_ms": {
+                part: round(1e3 * statistics.fmean(load[part] for load in loads), 3)
+                for part in loads[0]
+            },
         }  # fmt: skip
 
 
@@ -473,28 +443,15 @@ def _model_facts(file: ModelFile) -> dict[str, Any]:
     }
 
 
-def _record(facts: dict[str, Any], row: BenchRow, threads: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of a row. threads: the CPU threads in use when the test ended."""
+def _record(row: BenchRow) -> dict[str, Any]:
+    """Return llama-bench's fields of a row, and ours."""
+    test, seconds = row.test, row.seconds
+    samples_ns, samples_ts = [round(s * 1e9) for s in seconds], [row.n_tokens / s for s in seconds]
+    is_one = len(seconds) == 1
     return {
-        **facts,
-        **threads,
-        "n_threads": threads["n_threads_batch" if row.n_gen == 0 else "n_threads"],
-        "n_prompt": row.n_prompt,
-        "n_gen": row.n_gen,
-        "n_depth": row.depth,
-        **_timings(row.seconds, row.samples_tps),
-        "test": row.test,
-        "experts": row.experts.report() if row.experts else None,
-        "sampling": sampling_report(row.sampling) if row.sampling else None,
-        "drafts": row.drafts.report() if row.drafts else None,
-    }
-
-
-def _timings(seconds: Sequence[float], samples_ts: Sequence[float]) -> dict[str, Any]:
-    """Return llama-bench's fields about time. samples_ts: tokens per second of each repetition."""
-    samples_ns = [round(s * 1e9) for s in seconds]
-    is_one = len(samples_ns) == 1
-    return {
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "n_depth": test.depth,
         "test_time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "avg_ns": round(statistics.fmean(samples_ns)),
         "stddev_ns": 0 if is_one else round(statistics.stdev(samples_ns)),
@@ -502,4 +459,8 @@ def _timings(seconds: Sequence[float], samples_ts: Sequence[float]) -> dict[str,
         "stddev_ts": 0.0 if is_one else round(statistics.stdev(samples_ts), 6),
         "samples_ns": samples_ns,
         "samples_ts": [round(ts, 6) for ts in samples_ts],
+        "test": test.name,
+        "experts": row.experts.report() if row.experts else None,
+        "sampling": sampling_report(test.sampling) if test.sampling else None,
+        "drafts": row.drafts.report() if row.drafts else None,
     }

@@ -94,7 +94,7 @@ class _Job:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not print statistics and notes.")
 @options.length_options
-@options.engine_options
+@options.engine_options()
 @options.sampling_options
 def chat(args: tuple[str, ...], **given: Any) -> int:
     """Talk with the model TARGET: a GGUF file, or a shipped model's name.
@@ -119,7 +119,7 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
       git diff | moegraph chat model.gguf -p "Review this change."
       moegraph chat model.gguf --each --json < questions.txt > answers.jsonl
     """
-    job = _check(click.get_current_context(), args, given)
+    job = _check(args, given)
     with ExitStack() as stack:
         file = given["chat_template_file"]
         template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
@@ -147,25 +147,25 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
     return 0
 
 
-def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> _Job:
+def _check(args: tuple[str, ...], given: dict[str, Any]) -> _Job:
     """Check all that can be checked before the model file is opened."""
     rest = list(args)
     model = only_target(given["model"], given["hf_repo"])
     if model and rest:
-        raise click.UsageError(f"give one model, not {model} and {rest[0]}", ctx)
+        raise click.UsageError(f"give one model, not {model} and {rest[0]}")
     model = model or require_target(rest.pop(0) if rest else None)
     if rest and given["prompt"] is not None:
-        raise click.UsageError("a question follows the model, and -p gives another", ctx)
+        raise click.UsageError("a question follows the model, and -p gives another")
     if rest:
         given["prompt"] = " ".join(rest)
     question = _question(given)
     if given["each"] and (question is not None or ui.stdin_is_terminal()):
-        raise click.UsageError("--each is for questions that are piped in, one a line", ctx)
+        raise click.UsageError("--each is for questions that are piped in, one a line")
     return _Job(
         target=model,
         config=options.build_config(given),
         sampling=options.build_sampling(given).seeded(),
-        chosen=options.chosen_sampling(ctx),
+        chosen=options.chosen_sampling(),
         max_tokens=options.max_tokens(given["n_predict"]),
         stop=tuple(options.argument_text(text, given["escape"]) for text in given["stop"]),
         system=_system(given),

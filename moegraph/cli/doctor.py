@@ -16,7 +16,6 @@ import click
 
 from .. import __version__
 from ..config import EngineConfig
-from ..config import settings as engine_settings
 from ..errors import MoegraphError, NativeError
 from ..ggml.free_memory import host_memory
 from ..threads import default_threads
@@ -53,8 +52,7 @@ class Check:
     help="Measure this machine with a model (default: the shipped one) and print the times, for "
     "--machine FILE of plan and simulate.",
 )  # fmt: skip
-@options.setting_option(next(s for s in engine_settings() if s.name == "device"))
-@options.setting_option(next(s for s in engine_settings() if s.name == "n_threads"))
+@options.engine_options(only=("device", "n_threads"))
 def doctor(as_json: bool, target: str | None, **given: Any) -> None:
     """Show libraries, patch set, devices, driver, memory and CPU features, and report problems.
 

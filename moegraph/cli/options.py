@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -88,75 +88,71 @@ def setting_option(setting: Setting) -> Callable[[Decorated], Decorated]:
     )
 
 
-def _apply(command: Decorated, options: list[Callable[[Any], Any]]) -> Decorated:
-    # Reversed, because click lists the option of the outermost decorator first.
-    for option in reversed(options):
-        command = option(command)
-    return command
+def with_options(found: Iterable[Callable[[Any], Any]]) -> Callable[[Decorated], Decorated]:
+    """Return a decorator that adds options in this order."""
+
+    def decorate(command: Decorated) -> Decorated:
+        # click lists the option of the outermost decorator first
+        for option in reversed(tuple(found)):
+            command = option(command)
+        return command
+
+    return decorate
 
 
-def engine_options(command: Decorated) -> Decorated:
-    """Add one option for each EngineConfig field that has a spelling."""
-    return engine_options_but()(command)
-
-
-def engine_options_but(
-    *names: str, drafts: bool = True, **defaults: object
+def engine_options(
+    *but: str, only: Collection[str] | None = None, drafts: bool = True, **defaults: object
 ) -> Callable[[Decorated], Decorated]:
-    """Return a decorator like engine_options that leaves some fields at their defaults.
+    """Return a decorator that adds one option for each EngineConfig field that has a spelling.
 
-    drafts: the command generates text; False: it takes no settings of drafts. defaults: of this
-    command, by the names of their fields.
+    but: fields that stay at their defaults. only: the fields to take; None: all. drafts: the
+    command generates text; False: it takes no settings of drafts. defaults: of this command, by the
+    names of their fields.
     """
-    chosen = [s for s in engine_settings() if s.flags and s.name not in names]
+    chosen = [s for s in engine_settings() if s.flags and s.name not in but]
+    chosen = [s for s in chosen if only is None or s.name in only]
     chosen = [replace(s, default=defaults.get(s.name, s.default)) for s in chosen]
     chosen = [s for s in chosen if drafts or s.group != DRAFT_GROUP]
-    chosen = [spec_by_draft(s) if s.name == "spec" else s for s in chosen]
-    found = [setting_option(s) for s in chosen]
-    return lambda command: _apply(command, found)
+    return with_options([
+        setting_option(_spec_by_draft(s) if s.name == "spec" else s) for s in chosen
+    ])  # fmt: skip
 
 
-def spec_by_draft(setting: Setting) -> Setting:
+def _spec_by_draft(setting: Setting) -> Setting:
     """Return the setting of --spec with a default that depends on --draft; see `build_config`."""
     help = f"{setting.help} Default: off; with --draft auto, or dflash if --deterministic."
     return replace(setting, default=None, help=help)
 
 
-def sampling_options(command: Decorated) -> Decorated:
-    """Add the sampler options under llama.cpp's spellings."""
-    options: list[Callable[[Any], Any]] = [setting_option(s) for s in sampling_settings()]
-    options += [
-        click.option(
-            "-l", "--logit-bias", "logit_bias", multiple=True, metavar="TOKEN(+/-)BIAS",
-            cls=Option, group="Sampling",
-            help="Add BIAS to a token's logit, such as 15043+1 or 15043-inf; repeatable.",
-        ),
-        click.option(
-            "--ignore-eos", is_flag=True, cls=Option, group="Sampling",
-            help="Ban the end tokens, so that generation does not stop at them.",
-        ),
-    ]  # fmt: skip
-    return _apply(command, options)
-
-
-def length_options(command: Decorated) -> Decorated:
-    """Add the options that end a generation."""
-    return _apply(command, [
-        click.option(
-            "-n", "--predict", "--n-predict", "--max-tokens", "n_predict", type=click.INT,
-            default=-1, metavar="N",
-            help="Maximum number of tokens to generate. -1: until an end token or a full context.",
-        ),
-        click.option(
-            "-r", "--stop", "--reverse-prompt", "stop", multiple=True, metavar="TEXT",
-            help="Stop before this text, which is not printed; repeatable.",
-        ),
-        click.option(
-            "-e", "--escape/--no-escape", "escape", default=None,
-            help=r"Replace escapes such as \n, \t, \\ and \". Default: in texts on the command "
-            "line, not in files and pipes; -e: in both.",
-        ),
-    ])  # fmt: skip
+sampling_options = with_options([
+    *(setting_option(s) for s in sampling_settings()),
+    click.option(
+        "-l", "--logit-bias", "logit_bias", multiple=True, metavar="TOKEN(+/-)BIAS",
+        cls=Option, group="Sampling",
+        help="Add BIAS to a token's logit, such as 15043+1 or 15043-inf; repeatable.",
+    ),
+    click.option(
+        "--ignore-eos", is_flag=True, cls=Option, group="Sampling",
+        help="Ban the end tokens, so that generation does not stop at them.",
+    ),
+])  # fmt: skip
+# What ends a generation.
+length_options = with_options([
+    click.option(
+        "-n", "--predict", "--n-predict", "--max-tokens", "n_predict", type=click.INT,
+        default=-1, metavar="N",
+        help="Maximum number of tokens to generate. -1: until an end token or a full context.",
+    ),
+    click.option(
+        "-r", "--stop", "--reverse-prompt", "stop", multiple=True, metavar="TEXT",
+        help="Stop before this text, which is not printed; repeatable.",
+    ),
+    click.option(
+        "-e", "--escape/--no-escape", "escape", default=None,
+        help=r"Replace escapes such as \n, \t, \\ and \". Default: in texts on the command "
+        "line, not in files and pipes; -e: in both.",
+    ),
+])  # fmt: skip
 
 
 def build_config(options: Mapping[str, Any]) -> EngineConfig:
@@ -181,10 +177,15 @@ def build_sampling(options: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**given, logit_bias=parse_logit_bias(options["logit_bias"]))
 
 
-def chosen_sampling(ctx: click.Context) -> frozenset[str]:
+def is_given(name: str) -> bool:
+    """Return whether an option of the running command was given."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not ParameterSource.DEFAULT
+
+
+def chosen_sampling() -> frozenset[str]:
     """Return the names of the sampling settings given on the command line."""
-    names = (s.name for s in sampling_settings())
-    return frozenset(n for n in names if ctx.get_parameter_source(n) is not ParameterSource.DEFAULT)
+    return frozenset(s.name for s in sampling_settings() if is_given(s.name))
 
 
 def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:

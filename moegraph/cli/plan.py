@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import EngineConfig
-from ..config import settings as engine_settings
 from ..errors import OutOfDeviceMemory
 from ..ggml.free_memory import host_memory
 from ..units import format_bytes, format_share, parse_bytes
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from ..placement.planner import Footprint
     from ..placement.trace import Trace
 
+# The engine settings that a plan depends on.
 _SETTINGS = (
     "n_ctx", "n_ubatch", "type_k", "type_v", "split", "pin_layers", "cache_slots", "policy", "miss",
     "spec", "draft", "draft_vocab",
@@ -60,15 +60,6 @@ _HEADER = (
     "budget", "experts resident", "full layers", "slots a layer", "left over", "hit rate", "tok/s",
     "-ncmoe",
 )  # fmt: skip
-
-
-def _plan_options(command: Any) -> Any:
-    """Add the options of the engine settings that a plan depends on."""
-    chosen = [s for s in engine_settings() if s.name in _SETTINGS]
-    chosen = [options.spec_by_draft(s) if s.name == "spec" else s for s in chosen]
-    for setting in reversed(chosen):
-        command = options.setting_option(setting)(command)
-    return command
 
 
 @click.command("plan")
@@ -83,7 +74,7 @@ def _plan_options(command: Any) -> Any:
     "--driver-memory", default="512MiB", metavar="SIZE",
     help="Part of --vram that the driver takes for itself.",
 )  # fmt: skip
-@_plan_options
+@options.engine_options(only=_SETTINGS)
 @click.option(
     "--profile", "profile_path", type=click.Path(path_type=Path), metavar="FILE",
     help="Routing profile, from which the planner spreads and fills the slots.",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 import numpy.typing as npt
-from click.core import ParameterSource
 
 from ..config import EngineConfig
 from ..errors import Cancelled, RequestError
@@ -80,7 +79,7 @@ class _Job:
     help="Read the prompt from FILE (-: stdin).",
 )  # fmt: skip
 @options.length_options
-@options.engine_options_but("cache_ram")
+@options.engine_options("cache_ram")
 @options.sampling_options
 @reference_options
 @click.option(
@@ -130,10 +129,9 @@ def run(args: tuple[str, ...], **given: Any) -> None:
         show_scaling(target, options.build_config(given), given["as_json"])
         return
     with ExitStack() as stack:
-        ctx = click.get_current_context()
-        job = _check(ctx, args, given, stack)
+        job = _check(args, given, stack)
         if not job.quiet:
-            show_taken(ctx)
+            show_taken(click.get_current_context())
         times = StartTimes()
         model = stack.enter_context(models.open_header(job.target, job.config.device))
         job = _check_request(job, model)
@@ -146,33 +144,32 @@ def run(args: tuple[str, ...], **given: Any) -> None:
         _generate(engine, job, times)
 
 
-def _check(
-    ctx: click.Context, args: tuple[str, ...], given: dict[str, Any], stack: ExitStack
-) -> _Job:
+def _check(args: tuple[str, ...], given: dict[str, Any], stack: ExitStack) -> _Job:
     """Check all that can be checked before the model file is opened."""
     rest = list(args)
     model = only_target(given["model"], given["hf_repo"])
     if model and len(rest) == 1:
-        raise click.UsageError(f"give one model, not {model} and {rest[0]}", ctx)
+        raise click.UsageError(f"give one model, not {model} and {rest[0]}")
     model = model or require_target(rest.pop(0) if rest else None)
     if len(rest) == 4:
-        given["draft"] = _draft_argument(ctx, rest.pop(0))
+        if options.is_given("draft"):
+            raise click.UsageError("a drafter follows the model, and --draft gives another")
+        given["draft"] = rest.pop(0)
     if len(rest) not in (0, 3):
         arguments = "1 argument" if len(rest) == 1 else f"{len(rest)} arguments"
         raise click.UsageError(
             f"{arguments} after the model; give a text prompt with -p; the form with token ids "
-            "takes three, PROMPT_IDS N_GEN OUT_IDS, or four, with DRAFT before them",
-            ctx,
+            "takes three, PROMPT_IDS N_GEN OUT_IDS, or four, with DRAFT before them"
         )
     config = options.build_config(given)
     sampling = options.build_sampling(given).seeded()
     max_tokens = options.max_tokens(given["n_predict"])
     prompt, ids, ids_path, out_ids = None, None, None, None
     if rest:
-        max_tokens = _check_id_form(ctx, rest[1])
+        max_tokens = _check_id_form(rest[1])
         ids_path = Path(rest[0])
         ids = read_ids(ids_path)
-        if ctx.get_parameter_source("temperature") is ParameterSource.DEFAULT:
+        if not options.is_given("temperature"):
             sampling = replace(sampling, temperature=0.0)
         out_ids = stack.enter_context(OutputFile(Path(rest[2])))
     else:
@@ -183,7 +180,7 @@ def _check(
     stop = tuple(options.argument_text(text, given["escape"]) for text in given["stop"])
     display = given["display_prompt"]
     return _Job(
-        target=model, config=config, sampling=sampling, chosen=options.chosen_sampling(ctx),
+        target=model, config=config, sampling=sampling, chosen=options.chosen_sampling(),
         max_tokens=max_tokens, stop=stop,
         prompt=prompt, ids=ids, ids_path=ids_path, out_ids=out_ids, logits_out=logits_out,
         stream=stream,
@@ -193,19 +190,11 @@ def _check(
     )  # fmt: skip
 
 
-def _draft_argument(ctx: click.Context, path: str) -> str:
-    """Return the file of the drafter, which stands after the model."""
-    if ctx.get_parameter_source("draft") is not ParameterSource.DEFAULT:
-        raise click.UsageError("a drafter follows the model, and --draft gives another", ctx)
-    return path
-
-
-def _check_id_form(ctx: click.Context, n_gen: str) -> int:
+def _check_id_form(n_gen: str) -> int:
     """Return N_GEN; refuse options that belong to text prompts."""
-    for name in ("prompt", "file", "n_predict", "escape"):
-        if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            flag = next(p.opts[0] for p in ctx.command.params if p.name == name)
-            raise click.UsageError(f"{flag} does not go with PROMPT_IDS N_GEN OUT_IDS", ctx)
+    for param in click.get_current_context().command.params:
+        if param.name in ("prompt", "file", "n_predict", "escape") and options.is_given(param.name):
+            raise click.UsageError(f"{param.opts[0]} does not go with PROMPT_IDS N_GEN OUT_IDS")
     if not (n_gen.isascii() and n_gen.isdigit() and 0 < int(n_gen[:10]) < 2**31):
         raise RequestError(f"N_GEN is {n_gen!r}; allowed: 1 to {2**31 - 1}")
     return int(n_gen)

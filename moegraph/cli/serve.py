@@ -21,7 +21,7 @@ from ..errors import Cancelled, ConfigError
 from ..sampling import SamplingParams
 from ..units import MiB
 from . import models, options, ui
-from .models import Decorated, target_argument
+from .models import target_argument
 from .options import Command, Option, recommended
 from .report import show_drafters
 
@@ -145,13 +145,6 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-def server_options(command: Decorated) -> Decorated:
-    """Add the options of the server."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 @dataclass(frozen=True)
 class _Job:
     """A checked command line. chosen: sampling settings that the model file must not change."""
@@ -166,8 +159,8 @@ class _Job:
 
 @click.command(cls=Command)
 @target_argument
-@server_options
-@options.engine_options_but(cache_ram=_CACHE_MIB, n_ctx=-1)
+@options.with_options(_OPTIONS)
+@options.engine_options(cache_ram=_CACHE_MIB, n_ctx=-1)
 @options.sampling_options
 def serve(target: str, **given: Any) -> None:
     """Serve the model TARGET, a GGUF file or a shipped model's name, over HTTP.
@@ -187,7 +180,7 @@ def serve(target: str, **given: Any) -> None:
       moegraph serve model.gguf --port 0 --alias qwen --sleep-idle 600
       MOEGRAPH_API_KEY=... moegraph serve model.gguf --host 0.0.0.0 --alias-host gpu.example
     """  # fmt: skip
-    job = _check(click.get_current_context(), target, given)
+    job = _check(target, given)
     _require_extra()
     # By default, Python code on the event loop may hold the engine's thread up for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)
@@ -229,11 +222,11 @@ def serve(target: str, **given: Any) -> None:
         raise Cancelled
 
 
-def _check(ctx: click.Context, target: str, given: dict[str, Any]) -> _Job:
+def _check(target: str, given: dict[str, Any]) -> _Job:
     """Check all that can be checked before the model file is opened."""
     config = replace(options.build_config(given), n_seq=given["n_parallel"], n_kv=-1).validate()
     return _Job(
-        target, config, options.build_sampling(given), options.chosen_sampling(ctx),
+        target, config, options.build_sampling(given), options.chosen_sampling(),
         options.max_tokens(given["n_predict"]), given,
     )  # fmt: skip
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import settings as engine_settings
 from ..errors import MoegraphError
 from ..units import format_share, parse_bytes
 from . import models, options, ui
@@ -136,7 +135,7 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
     help="Policy to replay, such as lru or lfu:half_life=64,hysteresis=1.5; repeatable.",
 )  # fmt: skip
 @shares_option
-@options.setting_option(next(s for s in engine_settings() if s.name == "miss"))
+@options.engine_options(only=("miss",))
 @click.option(
     "--machine", default=AUTO, metavar="auto|NAME|FILE",
     help="Machine to predict for: auto, h200, rtx2060, rtx4060, rtx3060, rtx4060ti, desktop "

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     help="Class of prompts in the profile to add to.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@options.engine_options_but("profile", "profile_class", "cache_ram", drafts=False)
+@options.engine_options("profile", "profile_class", "cache_ram", drafts=False)
 @options.sampling_options
 def trace_command(
     target: str, output: Path | None, prompt: str | None, file: str | None, n_predict: int,
@@ -83,7 +83,7 @@ def trace_command(
             _require_writable(output)
         model = stack.enter_context(models.open_header(target))
         sampling.validate(model.hparams.n_vocab)
-        chosen = options.chosen_sampling(click.get_current_context())
+        chosen = options.chosen_sampling()
         sampling, _ = recommended(sampling, model.kv, chosen, model.hparams.n_vocab)
         models.check_text(model, text, config)
         shape = router_shape(model)

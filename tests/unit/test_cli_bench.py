@@ -102,8 +102,7 @@ class TestBench:
         def measure(engine: Any, spec: BenchSpec) -> Iterator[BenchRow]:
             seen.append(spec)
             for test in spec.tests:
-                yield BenchRow(test.name, test.n_prompt, test.n_gen, test.depth, (0.5, 1.0), None,
-                               test.sampling)  # fmt: skip
+                yield BenchRow(test, (0.5, 1.0))
 
         monkeypatch.setattr("moegraph.bench.run_bench", measure)
         facts = {key: RECORDS[0][key] for key in list(RECORDS[0])[:9]}
