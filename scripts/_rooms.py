@@ -10,43 +10,31 @@ from pathlib import Path
 
 # Low to high: a room imports only rooms above it in this list. The first line is one room: the
 # single files that everything may use.
-ROOMS = (
-    (
-        "errors",
-        "units",
-        "threads",
-        "cpuload",
-        "events",
-        "kinds",
-        "lazypackage",
-        "setting",
-        "config",
-        "sampling",
-    ),
-    ("gguf",),
-    # connections to other machines; no native libraries
-    ("link",),
-    ("ggml",),
-    # above ggml: builders of graphs
-    ("arch",),
-    # above ggml: the tokenizer is llama.cpp's
-    ("text",),
-    ("resident",),
-    # below placement: the simulator drives the same cache as the runner
-    ("experts",),
-    ("placement",),
-    ("graphs",),
-    ("runner",),
-    ("draft",),
-    ("passes",),
-    ("loop",),
-    ("engine",),
-    ("server",),
-    ("worker",),
-    ("bench",),
-    ("cli",),
-    ("__main__",),
-)
+ROOMS = [
+    line.partition("#")[0].split()
+    for line in """\
+errors units threads cpuload events kinds lazypackage setting config sampling
+gguf
+link        # connections to other machines; no native libraries
+ggml
+arch        # above ggml: builders of graphs
+text        # above ggml: the tokenizer is llama.cpp's
+resident
+experts     # below placement: the simulator drives the same cache as the runner
+placement
+graphs
+runner
+draft
+passes
+loop
+engine
+server
+worker
+bench
+cli
+__main__
+""".splitlines()
+]
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,52 +64,35 @@ def units(tree: Path, touched: Sequence[str]) -> list[Path]:
 
 
 def cublas_headers(toolkit: Path, major: int, cache: Path) -> Path:
-    """Return a folder of cuBLAS headers: the toolkit's, the wheel's, or from a downloaded wheel."""
+    """Return a folder of cuBLAS headers: the toolkit's or a wheel's, fetched if need be."""
+    folder = cache / f"cublas-{major}"
     try:
         return _cuda.find_cublas(toolkit, major).include
     except BuildError:
-        pass
-    folder = cache / f"cublas-{major}"
-    if (folder / "cublas_v2.h").is_file():
-        return folder
-    name = _cuda.wheel_name(major)
-    with tempfile.TemporaryDirectory() as tmp:
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
-        command += ["--quiet", "--no-deps", "--only-binary", ":all:", "-d", tmp]
-        command.append(f"{name}=={major}.*")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        wheels = list(Path(tmp).glob("*.whl"))
-        if done.returncode != 0 or not wheels:
-            raise BuildError(f"no cuBLAS {major} headers here, and pip could not download {name}")
-        folder.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            for entry in wheel.namelist():
-                file = Path(entry).name
-                if file.startswith("cublas") and file.endswith(".h"):
-                    (folder / file).write_bytes(wheel.read(entry))
-    return folder
+        wheel = ["--no-deps", "--target", str(folder), f"{_cuda.wheel_name(major)}=={major}.*"]
+    if _cuda.wheel_cublas(folder, major) is None:
+        _tools.pip_install(wheel, os.environ)
+    found = _cuda.wheel_cublas(folder, major)
+    assert found is not None, wheel
+    return found.include
 
 
 def compile_all(nvcc: Path, sources: Sequence[Path], includes: Sequence[Path], arch: str) -> None:
     """Compile the files, several at a time, and discard the results."""
-    flags = [*FLAGS, f"-arch=compute_{arch}", *(f"-I{path}" for path in includes)]
     # -c: without it, ccache takes the call for one that links; nvcc ends at PTX all the same
-    compiler = [*_tools.launcher(), str(nvcc), "-c"]
-    jobs = _tools.default_jobs(cuda=True)
-    with tempfile.TemporaryDirectory() as tmp, ThreadPoolExecutor(jobs) as pool:
+    command = [*_tools.launcher(), str(nvcc), "-c", *FLAGS, f"-arch=compute_{arch}"]
+    command += [f"-I{path}" for path in includes]
 
-        def one(source: Path) -> str:
-            out = Path(tmp) / f"{source.stem}.ptx"
+    def one(source: Path) -> str:
+        with tempfile.NamedTemporaryFile(suffix=".ptx") as out:
             done = subprocess.run(
-                [*compiler, *flags, "-o", str(out), str(source)],
-                cwd=ROOT, env=_tools.environment(),
+                [*command, "-o", out.name, str(source)], cwd=ROOT, env=_tools.environment(),
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
-            out.unlink(missing_ok=True)
-            if done.returncode == 0:
-                return ""
-            return f"{source.name} does not compile:\n{(done.stdout + done.stderr)[:2000]}"
+        said = (done.stdout + done.stderr)[:2000]
+        return f"{source.name} does not compile:\n{said}" if done.returncode else ""
 
+    with ThreadPoolExecutor(_tools.default_jobs(cuda=True)) as pool:
         failures = [text for text in pool.map(one, sources) if text]
     if failures:
         raise BuildError("\n".join(failures))
@@ -127,24 +110,21 @@ def check(arch: str, build: Path, sdist: str | None) -> None:
     except BuildError as error:
         say(f"CUDA sources NOT compiled: {str(error).partition(';')[0]}")
         return
-    what = f"{fetch.patchset()} {fetch.PIN['sha256']} CUDA {major}.{minor} compute_{arch}"
-    wanted = f"{what} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
-    work = build / "ptx"
+    work, own = build / "ptx", hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     stamp = work / STAMP
+    wanted = f"{fetch.patchset()} {fetch.PIN['sha256']} CUDA {major}.{minor} compute_{arch} {own}"
     if stamp.is_file() and stamp.read_text("utf-8") == wanted:
         say(f"CUDA sources not compiled again: patch set {fetch.patchset()} compiled here before")
         return
-    begin = time.monotonic()
-    tree = work / "llama.cpp"
+    begin, tree = time.monotonic(), work / "llama.cpp"
     fetch.provide(tree, build / "cache", sdist)
     sources = units(tree, touched_by(fetch.patch_files(), fetch.native_files()))
-    # The wheels share one folder, which may hold another toolkit's headers: copy cuBLAS's only.
+    # The wheels share one folder, which may hold another toolkit's headers: take cuBLAS's only.
     shutil.rmtree(work / "cublas", ignore_errors=True)
     (work / "cublas").mkdir(parents=True)
     for header in include.glob("cublas*.h"):
         (work / "cublas" / header.name).symlink_to(header.resolve())
-    ggml = tree / "ggml"
-    includes = [ggml / "src", ggml / "include", work / "cublas"]
+    includes = [tree / "ggml" / "src", tree / "ggml" / "include", work / "cublas"]
     compile_all(toolkit / "bin" / "nvcc", sources, includes, arch)
     stamp.write_text(wanted, "utf-8")
     spent = time.monotonic() - begin

@@ -16,9 +16,8 @@ import argparse
 import json
 import os
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,48 +38,33 @@ AS_SENT = {("Completion (chunk)", "choices.0.finish_reason")}
 Post = Callable[[str, str, Mapping[str, Any] | None], str]
 
 
-@dataclass
-class Checked:
-    """What became of the objects of one type."""
-
-    n_passed: int = 0
-    problems: Counter[str] = field(default_factory=Counter)
-
-
 class Checker:
-    """Reads answers with the types of the packages, and remembers what it found."""
+    """Reads answers with the types of the packages.
+
+    passed: how many objects of each type did. differences: what the others have, and how often.
+    """
 
     def __init__(self) -> None:
-        self.found: dict[str, Checked] = defaultdict(Checked)
+        self.passed, self.differences = Counter[str](), Counter[str]()
 
     def check(self, name: str, kind: Any, text: str) -> None:
         """Read the JSON text of one object."""
-        one = self.found[name]
+        found = []
         try:
             TypeAdapter(kind).validate_json(text, strict=True)
         except ValidationError as error:
             for problem in error.errors():
                 where = ".".join(map(str, problem["loc"]))
                 if (name, where) not in AS_SENT:
-                    one.problems[f"{where}: {problem['msg']}"] += 1
-        one.n_passed += not one.problems
+                    found.append(f"{name}: {where}: {problem['msg']}")
+        self.differences.update(found)
+        self.passed[name] += not found
 
-    @property
-    def differences(self) -> list[str]:
-        """Differences, one line each."""
-        return [
-            f"{name}: {problem} ({n} times)"
-            for name, one in self.found.items()
-            for problem, n in one.problems.items()
-        ]
-
-    def table(self) -> Iterator[str]:
-        """Yield the lines of the table."""
-        yield "passed"
-        for name, one in self.found.items():
-            yield f"  {one.n_passed:5d}  {name}"
-        yield "differences"
-        yield from [f"  {line}" for line in self.differences] or ["  none"]
+    def report(self) -> str:
+        """Return what passed, and the differences."""
+        passed = [f"  {n:5d}  {name}" for name, n in self.passed.items()]
+        wrong = [f"  {text} ({n} times)" for text, n in self.differences.items()]
+        return "\n".join(["passed", *passed, "differences", *(wrong or ["  none"])])
 
 
 SCHEMA = {
@@ -95,51 +79,51 @@ TOOLS = [{"type": "function", "function": FUNCTION}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 INCLUDE = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-SCHEMA_TOOL = {"name": "add", "input_schema": SCHEMA}
+SCHEMA_TOOLS = {
+    "tools": [{"name": "add", "input_schema": SCHEMA}], "tool_choice": {"type": "any"},
+}  # fmt: skip
 CUSTOM = {"type": "custom", "name": "say", "description": "Says it."}
 FUNCTION_TOOL = {"type": "function", **FUNCTION}
+USAGE = {"stream_options": {"include_usage": True}}
 
 
-def chats() -> Iterator[dict[str, Any]]:
-    """Yield bodies of chat completions."""
-    body: dict[str, Any] = {"messages": ASK, "max_tokens": 60}
-    for more in (
-        {}, {"n": 2, "reasoning_effort": "none"}, {**LOGPROBS, "max_tokens": 3},
-        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
-        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 12},
-        {"response_format": FORMAT, "reasoning_effort": "none"},
-    ):  # fmt: skip
-        yield {**body, **more}
-
-
-def texts() -> Iterator[dict[str, Any]]:
-    """Yield bodies of text completions."""
-    body: dict[str, Any] = {"prompt": "def f(", "max_tokens": 5}
-    yield from ({**body, **more} for more in ({}, {"n": 2, "echo": True}, {"logprobs": 2}))
-
-
-def responses() -> Iterator[dict[str, Any]]:
-    """Yield bodies of responses."""
-    body: dict[str, Any] = {"model": "any", "input": "What is 1 + 1?", "max_output_tokens": 60}
-    for more in (
-        {}, {"reasoning": {"effort": "none"}, **INCLUDE},
-        {"tools": [FUNCTION_TOOL], "tool_choice": "required", "parallel_tool_calls": False},
-        {"tools": [CUSTOM], "tool_choice": "required", "parallel_tool_calls": False},
-        {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
-        {"max_output_tokens": 1},
-    ):  # fmt: skip
-        yield {**body, **more}
-
-
-def messages() -> Iterator[dict[str, Any]]:
-    """Yield bodies of Anthropic's messages."""
-    body: dict[str, Any] = {"model": "any", "messages": ASK, "max_tokens": 60}
-    for more in (
-        {}, {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-        {"tools": [SCHEMA_TOOL], "tool_choice": {"type": "any"}}, {"stop_sequences": ["e"]},
-        {"tools": [SCHEMA_TOOL], "tool_choice": {"type": "any"}, "max_tokens": 12},
-    ):  # fmt: skip
-        yield {**body, **more}
+REQUIRED = {"tools": TOOLS, "tool_choice": "required"}
+# Of each interface: name, path, types of an answer and of an event, a body, and what else it has.
+CASES: tuple[tuple[str, str, Any, Any, dict[str, Any], tuple[dict[str, Any], ...]], ...] = (
+    (
+        "ChatCompletion", "/v1/chat/completions", ours.chat.ChatCompletion,
+        ours.chat.ChatCompletionChunk, {"messages": ASK, "max_tokens": 60, **USAGE},
+        (
+            {}, {"n": 2, "reasoning_effort": "none"}, {**LOGPROBS, "max_tokens": 3},
+            {**REQUIRED, "parallel_tool_calls": False}, {**REQUIRED, "max_tokens": 12},
+            {"response_format": FORMAT, "reasoning_effort": "none"},
+        ),
+    ),
+    (
+        "Completion", "/v1/completions", ours.Completion, ours.Completion,
+        {"prompt": "def f(", "max_tokens": 5, **USAGE},
+        ({}, {"n": 2, "echo": True}, {"logprobs": 2}),
+    ),
+    (
+        "Response", "/v1/responses", ours.responses.Response, ours.responses.ResponseStreamEvent,
+        {"model": "any", "input": "What is 1 + 1?", "max_output_tokens": 60},
+        (
+            {}, {"reasoning": {"effort": "none"}, **INCLUDE},
+            {**REQUIRED, "tools": [FUNCTION_TOOL], "parallel_tool_calls": False},
+            {**REQUIRED, "tools": [CUSTOM], "parallel_tool_calls": False},
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+            {"max_output_tokens": 1},
+        ),
+    ),
+    (
+        "Message", "/v1/messages", theirs.Message, theirs.RawMessageStreamEvent,
+        {"model": "any", "messages": ASK, "max_tokens": 60},
+        (
+            {}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"stop_sequences": ["e"]},
+            SCHEMA_TOOLS, {**SCHEMA_TOOLS, "max_tokens": 12},
+        ),
+    ),
+)  # fmt: skip
 
 
 def check_all(post: Post) -> Checker:
@@ -149,34 +133,19 @@ def check_all(post: Post) -> Checker:
     def ask(name: str, kind: Any, path: str, body: Mapping[str, Any]) -> None:
         checker.check(name, kind, post("POST", path, body))
 
-    def stream(name: str, kind: Any, path: str, body: Mapping[str, Any]) -> None:
-        lines = post("POST", path, {**body, "stream": True}).splitlines()
-        found = [line[6:] for line in lines if line.startswith("data: ")]
-        for text in found:
-            if text != "[DONE]":
-                checker.check(f"{name} (chunk)", kind, text)
-        if not found:
-            checker.found[f"{name} (chunk)"].problems["no events"] += 1
-
-    usage = {"stream_options": {"include_usage": True}}
-    for body in chats():
-        ask("ChatCompletion", ours.chat.ChatCompletion, "/v1/chat/completions", body)
-        kind = ours.chat.ChatCompletionChunk
-        stream("ChatCompletion", kind, "/v1/chat/completions", {**body, **usage})
-    for body in texts():
-        ask("Completion", ours.Completion, "/v1/completions", body)
-        stream("Completion", ours.Completion, "/v1/completions", {**body, **usage})
-    response = ours.responses.Response
-    for body in responses():
-        ask("Response", response, "/v1/responses", body)
-        stream("Response", ours.responses.ResponseStreamEvent, "/v1/responses", body)
+    for name, path, kind, event, common, forms in CASES:
+        for more in forms:
+            ask(name, kind, path, {**common, **more})
+            lines = post("POST", path, {**common, **more, "stream": True}).splitlines()
+            found = [line[6:] for line in lines if line.startswith("data: ")] or ["no events"]
+            for text in found:
+                if text != "[DONE]":
+                    checker.check(f"{name} (chunk)", event, text)
     counted = {"model": "any", "input": "a"}
     ask("InputTokenCount", InputTokenCountResponse, "/v1/responses/input_tokens", counted)
     kept = json.loads(post("POST", "/v1/responses", {**counted, "max_output_tokens": 2}))["id"]
-    checker.check("Response (kept)", response, post("GET", f"/v1/responses/{kept}", None))
-    for body in messages():
-        ask("Message", theirs.Message, "/v1/messages", body)
-        stream("Message", theirs.RawMessageStreamEvent, "/v1/messages", body)
+    response = post("GET", f"/v1/responses/{kept}", None)
+    checker.check("Response (kept)", ours.responses.Response, response)
     count = {"model": "any", "messages": ASK}
     ask("MessageTokensCount", theirs.MessageTokensCount, "/v1/messages/count_tokens", count)
     for model in json.loads(post("GET", "/v1/models", None))["data"]:
@@ -209,7 +178,7 @@ def report(url: str) -> int:
     key = os.environ.get("MOEGRAPH_API_KEY", "-")
     with httpx.Client(base_url=url, headers={"X-Api-Key": key}, timeout=600) as client:
         checker = check_all(lambda method, path, body: client.request(method, path, json=body).text)
-    print("\n".join(checker.table()))
+    print(checker.report())
     return 1 if checker.differences else 0
 
 

@@ -111,6 +111,23 @@ class TestPrompt:
             }
             assert '{"c": "é", "l": [1, 2]}' in prompt([USER, turn], source)
 
+    def test_a_form_of_its_own_wins_over_json(self) -> None:
+        source = (
+            "{% if tools %}{% endif %}{% for c in messages[-1].tool_calls or [] %}"
+            "{% set a = c.function.arguments %}[{% if a is mapping %}"
+            "{% for k, v in a | items %}{{ k }}:{{ v }}{% endfor %}"
+            "{% else %}{{ a }}{% endif %}]{% endfor %}"
+        )
+        function = {"name": "look", "arguments": '{"n": 1}'}
+        turn = {"role": "assistant", "tool_calls": [{"function": function}]}
+        assert prompt([USER, turn], source) == "[n:1]"
+
+    @pytest.mark.parametrize("broken", ["{", '["a"]', "5"])
+    def test_a_call_that_the_model_wrote_wrongly_can_be_sent_back(self, broken: str) -> None:
+        function = {"name": "look", "arguments": broken}
+        turn = {"role": "assistant", "tool_calls": [{"function": function}]}
+        assert broken in prompt([USER, turn, {"role": "tool", "content": "no"}])
+
     def test_a_conversation_with_tools(self) -> None:
         text = prompt(
             [

@@ -24,7 +24,7 @@ from moegraph.placement.identity import file_hash
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return a model in three parts."""
-    chosen = PRESETS["legacy32"]
+    chosen = PRESETS["kquant40"]
     path = tmp_path_factory.mktemp("model") / "m.gguf"
     return write_model(path, chosen.shape, chosen.mix, seed=1, n_splits=3)
 

@@ -27,6 +27,22 @@ def test_requests_decode_together() -> None:
     assert widths.count(4) >= 10 and max(widths) == 4
 
 
+def test_a_slot_stays_free_for_the_oldest_prompt() -> None:
+    machine = Machine(n_slots=3)
+    machine.add("first", 9000, 50)
+    for _ in range(3):
+        machine.turn()
+    machine.add("long", 3000, 3)
+    for i in range(50):
+        machine.add(f"{i}", 10, 1000)
+    machine.run()
+    begins = {names[0]: now for now, what, names in machine.log if what == "begin"}
+    # a short one took the slot beside the sweep, and no other one the last
+    is_read = machine.tokens["first"][0]
+    assert begins["0"] < is_read <= begins["long"] < is_read + 5 * machine.pass_s
+    assert min(begins[f"{i}"] for i in range(1, 50)) > begins["long"]
+
+
 def test_prompts_begin_in_the_order_of_arrival() -> None:
     machine = Machine(n_slots=2)
     for i in range(9):

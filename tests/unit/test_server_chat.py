@@ -114,6 +114,23 @@ def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
     assert case.service.tickets[0].gone.is_set()
 
 
+def test_a_conversation_with_a_tool_reaches_the_model_as_it_is() -> None:
+    case, text = Case(), {"type": "text", "text": "Be"}
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
+    given = [
+        {"role": "developer", "content": [text, text]},
+        {"role": "user", "content": "1+1?", "unknown": 1},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "2"},
+    ]
+    case.chat(messages=given, tools=[TOOL], tool_choice="required")
+    (chat,) = case.model.chats
+    assert chat.messages[0] == given[0], "the template joins parts"
+    assert chat.messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": "é"}'
+    assert chat.messages[3] == given[3]
+    assert chat.tools == [TOOL] and chat.tool_choice == "required"
+
+
 def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
