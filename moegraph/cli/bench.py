@@ -255,8 +255,7 @@ def bench(
     names = model_names or (require_target(single),)
     spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions, pairs=pairs, warm_up=not no_warmup,
                      n_run=n_run)  # fmt: skip
-    chosen = options.chosen_sampling()
-    spec = replace(spec, samplings=_samplings(given, n_run, chosen))
+    spec = replace(spec, samplings=_samplings(given, n_run))
     if ttft:
         spec = _spec_of_ttft(spec, trace_path)
     if not spec.tests:
@@ -279,7 +278,7 @@ def bench(
         for config in configs
         for record in (
             _ttft(name, config, spec) if ttft
-            else _measure(name, config, spec, chosen, trace, warned)
+            else _measure(name, config, spec, trace, warned)
         )
     )  # fmt: skip
     tests = [f"ttft{n}" for n in n_prompt] if ttft else [test.name for test in spec.tests]
@@ -299,16 +298,16 @@ def _spec_of_ttft(spec: BenchSpec, trace_path: Path | None) -> BenchSpec:
 
 
 def _samplings(
-    given: dict[str, Any], n_run: tuple[int, ...], chosen: frozenset[str]
+    given: dict[str, Any], n_run: tuple[int, ...]
 ) -> tuple[tuple[str, SamplingParams], ...]:
     """Return the sampling settings of run tests, each with words for the names of its tests.
 
-    Takes their options out of `given`. chosen: those that the user has set.
+    Takes their options out of `given`.
     """
     names = [setting.name for setting in sampling_settings()]
     values = {name: given.pop(name) for name in names}
     found = [SamplingParams(**one) for one in combinations(names, values)]
-    if chosen and not n_run:
+    if any(map(options.is_given, names)) and not n_run:
         raise RequestError("sampling settings apply to --run LIST alone; give lengths there")
     differ = [name for name in names if len({getattr(params, name) for params in found}) > 1]
     labelled = []
@@ -351,17 +350,16 @@ def _varied(names: Sequence[str], configs: Sequence[EngineConfig]) -> frozenset[
 
 
 def _measure(
-    name: str, config: EngineConfig, spec: BenchSpec, chosen: frozenset[str], trace: Trace | None,
-    warned: set[str],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Load a model and yield its records. chosen: sampling settings that the user has set."""
+    name: str, config: EngineConfig, spec: BenchSpec, trace: Trace | None, warned: set[str]
+) -> Iterator[dict[str, Any]]:
+    """Load a model and yield its records."""
     from ..bench import run_bench
 
     with models.load_engine(name, config, trace, warned) as engine:
         if spec.n_run:
             file, n_vocab = engine.file, engine.hparams.n_vocab
             ours = tuple(
-                (words, recommended(params, file.kv, chosen, n_vocab, warned)[0])
+                (words, recommended(params, file.kv, n_vocab, warned)[0])
                 for words, params in spec.samplings
             )
             spec = replace(spec, samplings=ours, text=models.has_vocabulary(file))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,14 +58,13 @@ def print_jsonl(records: Records, tests: Sequence[str], varied: frozenset[str]) 
 
 def print_csv(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
     """Print a header and quoted rows, without the samples."""
+    writer = csv.writer(sys.stdout, quoting=csv.QUOTE_ALL, lineterminator="\n")
     for at, record in enumerate(records):
         fields = _flat(record)
-        line = io.StringIO()
-        writer = csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="\n")
         if at == 0:
             writer.writerow(fields)
         writer.writerow(fields.values())
-        ui.write_text(line.getvalue())
+        sys.stdout.flush()
 
 
 def print_sql(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:

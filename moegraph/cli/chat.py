@@ -7,29 +7,24 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import EngineConfig
 from ..errors import Cancelled, RequestError
 from ..gguf.resolve import is_shipped
-from ..sampling import SamplingParams
 from ..text.chat.messages import History
-from ..text.chat.template import ChatTemplate, require_template
+from ..text.chat.template import require_template
 from . import models, options, typed, ui
 from .conversation import Answer, Conversation
 from .models import MODEL_TARGET, model_options, only_target, require_target
 from .options import Command, recommended
 from .report import show_drafters, stats_line, summary_lines
-from .typed import COMMANDS, QUIT, WITH_FILES, LineHistory, find_command, history_path, run_command
+from .typed import QUIT, LineHistory, history_path
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
-    from ..engine import Engine
-    from ..engine.chat import ChatModel
 
 # The line that separates the answers to two piped questions.
 _SEPARATOR = "---"
@@ -37,31 +32,6 @@ _SEPARATOR = "---"
 _SHIPPED_LIMIT = 256
 # Places where the next prompt may part from this one: see docs/conversations.md.
 _N_MARKS = 3
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A checked command line: the model, the question if one was given, and the settings."""
-
-    target: str
-    config: EngineConfig
-    sampling: SamplingParams
-    chosen: frozenset[str]
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    system: str | None
-    question: str | None
-    given: dict[str, Any]
-
-    @property
-    def as_json(self) -> bool:
-        """Whether answers are JSON objects."""
-        return bool(self.given["as_json"])
-
-    @property
-    def quiet(self) -> bool:
-        """Whether statistics and notes are left out."""
-        return bool(self.given["quiet"])
 
 
 @click.command(cls=Command)
@@ -119,27 +89,12 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
       git diff | moegraph chat model.gguf -p "Review this change."
       moegraph chat model.gguf --each --json < questions.txt > answers.jsonl
     """
-    job = _check(args, given)
+    target, question = _check(args, given)
     with ExitStack() as stack:
-        file = given["chat_template_file"]
-        template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
-        header = stack.enter_context(models.open_header(job.target, job.config.device))
-        models.require_vocabulary(header)
-        job.sampling.validate(header.hparams.n_vocab)
-        if template is None:
-            require_template(header.kv, header.path)
-        job, from_file = _fit_to_model(job, header)
-        engine = stack.enter_context(
-            models.load_engine(header, job.config, text=True, quiet=job.quiet)
-        )
-        conversation = _conversation(
-            job, engine, stack.enter_context(_model_of(engine, template)), from_file
-        )
-        if not (job.quiet or job.as_json):
-            show_drafters(engine)
-        stack.enter_context(models.saving_profile(engine))
-        if job.question is not None:
-            _ask_once(conversation, job.question)
+        conversation = _open(target, given, stack)
+        stack.enter_context(models.saving_profile(conversation.engine))
+        if question is not None:
+            _ask_once(conversation, question)
         elif ui.stdin_is_terminal():
             _converse(conversation)
         else:
@@ -147,8 +102,8 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
     return 0
 
 
-def _check(args: tuple[str, ...], given: dict[str, Any]) -> _Job:
-    """Check all that can be checked before the model file is opened."""
+def _check(args: tuple[str, ...], given: dict[str, Any]) -> tuple[str, str | None]:
+    """Return the model and the question of the command line, if it has one."""
     rest = list(args)
     model = only_target(given["model"], given["hf_repo"])
     if model and rest:
@@ -161,17 +116,34 @@ def _check(args: tuple[str, ...], given: dict[str, Any]) -> _Job:
     question = _question(given)
     if given["each"] and (question is not None or ui.stdin_is_terminal()):
         raise click.UsageError("--each is for questions that are piped in, one a line")
-    return _Job(
-        target=model,
-        config=options.build_config(given),
-        sampling=options.build_sampling(given).seeded(),
-        chosen=options.chosen_sampling(),
-        max_tokens=options.max_tokens(given["n_predict"]),
-        stop=tuple(options.argument_text(text, given["escape"]) for text in given["stop"]),
-        system=_system(given),
-        question=question,
-        given=given,
-    )
+    return model, question
+
+
+def _open(target: str, given: dict[str, Any], stack: ExitStack) -> Conversation:
+    """Check the settings, then load the model; return a conversation without messages."""
+    config, sampling = options.build_config(given), options.build_sampling(given).seeded()
+    limit, quiet = options.max_tokens(given["n_predict"]), given["quiet"]
+    stop = tuple(options.argument_text(text, given["escape"]) for text in given["stop"])
+    history = History(_system(given))
+    template = models.open_template(given, stack)
+    header = stack.enter_context(models.open_header(target, config.device))
+    models.require_vocabulary(header)
+    sampling, from_file = recommended(sampling, header.kv, header.hparams.n_vocab)
+    if template is None:
+        require_template(header.kv, header.path)
+    limit = _limit(header, limit, quiet)
+    engine = stack.enter_context(models.load_engine(header, config, text=True, quiet=quiet))
+    if given["ignore_eos"]:
+        sampling = models.ignoring_end(engine, sampling)
+    from ..engine.chat import ChatModel
+
+    model = stack.enter_context(ChatModel.of(engine, template))
+    if not (quiet or given["as_json"]):
+        show_drafters(engine)
+    return Conversation(
+        engine, model, history, sampling, limit, stop, models.template_variables(given), from_file,
+        given["as_json"], quiet,
+    )  # fmt: skip
 
 
 def _system(given: dict[str, Any]) -> str | None:
@@ -197,49 +169,28 @@ def _question(given: dict[str, Any]) -> str | None:
     return options.joined_question(text, asked)
 
 
-def _fit_to_model(job: _Job, header: ModelFile) -> tuple[_Job, dict[str, float]]:
-    """Return the job with the settings that the model file recommends, and those settings."""
-    sampling, from_file = recommended(job.sampling, header.kv, job.chosen, header.hparams.n_vocab)
-    limit = job.max_tokens
+def _limit(header: ModelFile, limit: int | None, quiet: bool) -> int | None:
+    """Return the most tokens of an answer; say so if the model was not trained to end answers."""
+    line, name = "", header.path.stem
     if is_shipped(header.path):
-        cut = ""
+        line = f"note: {name} is no chat model: it was trained to write Python code"
         if limit is None:
             limit = _SHIPPED_LIMIT
-            cut = f"; its answers are cut at {limit} tokens (-n N for another limit)"
-        if not job.quiet:
-            name = header.path.stem
-            ui.note(f"note: {name} is no chat model: it was trained to write Python code{cut}")
-    elif _is_base(header.kv) and not job.quiet:
-        ui.note(
+            line += f"; its answers are cut at {limit} tokens (-n N for another limit)"
+    elif _is_base(header.kv):
+        line = (
             f"note: {header.path.name} is a base model, by its name: it continues text and was not "
             "trained to end its answers (-n N limits them); see moegraph run"
         )
-    return replace(job, sampling=sampling, max_tokens=limit), from_file
+    if line and not quiet:
+        ui.note(line)
+    return limit
 
 
 def _is_base(kv: Mapping[str, object]) -> bool:
     """Return whether a model file is named a base model."""
     names = (kv.get(f"general.{key}") for key in ("finetune", "name", "basename"))
     return any(re.search(r"\bbase\b", name, re.I) for name in names if isinstance(name, str))
-
-
-def _conversation(
-    job: _Job, engine: Engine, model: ChatModel, from_file: dict[str, float]
-) -> Conversation:
-    sampling = job.sampling
-    if job.given["ignore_eos"]:
-        sampling = models.ignoring_end(engine, sampling)
-    thinks = {"on": True, "off": False}.get(job.given["reasoning"])
-    return Conversation(
-        engine, model, History(job.system), sampling, job.max_tokens, job.stop,
-        {} if thinks is None else {"enable_thinking": thinks}, from_file, job.as_json, job.quiet,
-    )  # fmt: skip
-
-
-def _model_of(engine: Engine, template: ChatTemplate | None) -> ChatModel:
-    from ..engine.chat import ChatModel
-
-    return ChatModel.of(engine, template)
 
 
 def _ask_once(conversation: Conversation, question: str) -> None:
@@ -301,7 +252,7 @@ def _say_nothing(conversation: Conversation, question: str, error: str | None = 
 def _converse(conversation: Conversation) -> None:
     """Answer typed messages until the user ends the conversation."""
     history = LineHistory(history_path())
-    typed.start_editing((*COMMANDS, *QUIT), WITH_FILES, history)
+    typed.start_editing(history)
     engine = conversation.engine
     conversation.note(
         f"{engine.file.path.name} on {engine.device_name}, context {engine.n_ctx} tokens; "
@@ -321,17 +272,10 @@ def _converse(conversation: Conversation) -> None:
 
 
 def _take_turn(conversation: Conversation, message: str) -> None:
-    found = find_command(message)
-    if found is not None:
-        question = run_command(conversation, found[0], message.split()[0], found[1])
-        if question is None:
-            return
-        message = question
-    elif message.startswith(" /"):
-        message = message[1:]
-    if not message.strip():
+    question = typed.obey(conversation, message)
+    if not question.strip():
         return
-    answer = conversation.answer(message)
+    answer = conversation.answer(question)
     _remark(conversation, answer)
     if answer.event.finish_reason == "cancelled" and not answer.event.n_generated:
         read = f"{answer.event.n_computed} of {answer.event.n_prompt} tokens"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..gguf import GgufFile
     from ..placement.trace import Trace
+    from ..text.chat.template import ChatTemplate
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 # Tokens that a tokenizer may add to a text: one at the beginning and one at the end.
@@ -146,6 +147,20 @@ def open_any(target: str | Path) -> GgufFile:
     return open_gguf(local_path(target))
 
 
+def open_template(given: Mapping[str, Any], stack: ExitStack) -> ChatTemplate | None:
+    """Return the template of --chat-template-file, if any; stack closes it."""
+    from ..text.chat.template import ChatTemplate
+
+    file = given["chat_template_file"]
+    return stack.enter_context(ChatTemplate.from_file(file)) if file else None
+
+
+def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of templates that --reasoning sets."""
+    thinks = {"on": True, "off": False}.get(given["reasoning"])
+    return {} if thinks is None else {"enable_thinking": thinks}
+
+
 def load_engine(
     target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None,
     warned: set[str] | None = None, is_chosen: bool = True, text: bool = False,
@@ -167,18 +182,10 @@ def load_engine(
         engine = Engine(model, config, bars, ids, tokenizer)
     idle = [*_idle_settings(engine), *idle_drafts(engine.config)] if is_chosen else []
     warnings = [*engine.file.warnings, *engine.warnings, *idle]
-    warn_once(warnings, set() if warned is None else warned)
+    ui.warn_once(warnings, warned)
     if not quiet:
         show_messages(engine)
     return engine
-
-
-def warn_once(warnings: Iterable[str], warned: set[str]) -> None:
-    """Print the warnings that were not printed before, and add them to `warned`."""
-    for warning in dict.fromkeys(warnings):
-        if warning not in warned:
-            ui.note(f"warning: {warning}")
-            warned.add(warning)
 
 
 def _idle_settings(engine: Engine) -> list[str]:

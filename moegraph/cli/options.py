@@ -253,19 +253,19 @@ def unescape(text: str) -> str:
 
 
 def recommended(
-    params: SamplingParams, kv: Mapping[str, object], chosen: Collection[str], n_vocab: int,
-    warned: set[str] | None = None,
-) -> tuple[SamplingParams, dict[str, float]]:  # fmt: skip
-    """Return params with the values that a file recommends, and those values by field.
+    params: SamplingParams, kv: Mapping[str, object], n_vocab: int, warned: set[str] | None = None
+) -> tuple[SamplingParams, dict[str, float]]:
+    """Check params; return them with the values that a file recommends, and those values by field.
 
-    kv: metadata of the file. chosen: fields that the user has set; they stay as they are. Values
+    kv: metadata of the file. What the command line sets stays as it is. Values of the file that are
     out of range are left out, with one warning. warned: as in `models.load_engine`.
     """
+    params = params.validate(n_vocab)
     taken: dict[str, float] = {}
     wrong = []
     for key, name in _FIELDS.items():
         value = kv.get(f"general.sampling.{key}")
-        if name in chosen or value is None:
+        if value is None or is_given(name):
             continue
         try:
             number = _number(value, name in _WHOLE)
@@ -274,11 +274,9 @@ def recommended(
             wrong.append(f"general.sampling.{key} {reprlib.repr(value)}")
             continue
         taken[name] = number
-    line = f"warning: out of range in the model file, and ignored: {', '.join(wrong)}"
-    if wrong and line not in (warned or ()):
-        ui.note(line)
-        if warned is not None:
-            warned.add(line)
+    if wrong:
+        line = f"out of range in the model file, and ignored: {', '.join(wrong)}"
+        ui.warn_once([line], warned)
     return params, taken
 
 

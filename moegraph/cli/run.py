@@ -52,7 +52,6 @@ class _Job:
     target: str
     config: EngineConfig
     sampling: SamplingParams
-    chosen: frozenset[str]  # sampling settings of the command line, which the file must not change
     max_tokens: int | None
     stop: tuple[str, ...]
     prompt: str | None
@@ -61,10 +60,7 @@ class _Job:
     out_ids: OutputFile | None
     logits_out: NpyWriter | None
     stream: TokenStream | None
-    ignore_eos: bool
-    as_json: bool
-    display_prompt: bool
-    quiet: bool
+    given: dict[str, Any]
     from_file: dict[str, float] = field(default_factory=dict)
 
 
@@ -130,16 +126,15 @@ def run(args: tuple[str, ...], **given: Any) -> None:
         return
     with ExitStack() as stack:
         job = _check(args, given, stack)
-        if not job.quiet:
+        quiet = given["quiet"]
+        if not quiet:
             show_taken(click.get_current_context())
         times = StartTimes()
         model = stack.enter_context(models.open_header(job.target, job.config.device))
         job = _check_request(job, model)
-        engine = stack.enter_context(
-            models.load_engine(model, job.config, text=True, quiet=job.quiet)
-        )
+        engine = stack.enter_context(models.load_engine(model, job.config, text=True, quiet=quiet))
         times.lap("load")
-        if not (job.quiet or job.as_json):
+        if not (quiet or given["as_json"]):
             show_drafters(engine)
         _generate(engine, job, times)
 
@@ -178,15 +173,13 @@ def _check(args: tuple[str, ...], given: dict[str, Any], stack: ExitStack) -> _J
     fd = given["stream_fd"]
     stream = None if fd is None else stack.enter_context(TokenStream(fd))
     stop = tuple(options.argument_text(text, given["escape"]) for text in given["stop"])
-    display = given["display_prompt"]
+    if given["display_prompt"] is None:
+        given["display_prompt"] = ui.is_terminal(sys.stdout)
     return _Job(
-        target=model, config=config, sampling=sampling, chosen=options.chosen_sampling(),
+        target=model, config=config, sampling=sampling,
         max_tokens=max_tokens, stop=stop,
         prompt=prompt, ids=ids, ids_path=ids_path, out_ids=out_ids, logits_out=logits_out,
-        stream=stream,
-        ignore_eos=given["ignore_eos"], as_json=given["as_json"],
-        display_prompt=ui.is_terminal(sys.stdout) if display is None else display,
-        quiet=given["quiet"],
+        stream=stream, given=given,
     )  # fmt: skip
 
 
@@ -224,15 +217,15 @@ def _check_request(job: _Job, model: ModelFile) -> _Job:
     Return the job with the sampling settings that the file recommends.
     """
     hp = model.hparams
-    job.sampling.validate(hp.n_vocab)
     if job.ids is not None and job.ids_path is not None:
         require_ids_in_range(job.ids_path, job.ids, hp.n_vocab)
         room_after(len(job.ids), job.config.ctx_within(hp.n_ctx_train))
-        if "temperature" not in job.chosen:
-            return job  # greedy by default, whatever the file says
+        if not options.is_given("temperature"):  # greedy, whatever the file says
+            job.sampling.validate(hp.n_vocab)
+            return job
     else:
         models.check_text(model, job.prompt or "", job.config)
-    sampling, from_file = recommended(job.sampling, model.kv, job.chosen, hp.n_vocab)
+    sampling, from_file = recommended(job.sampling, model.kv, hp.n_vocab)
     return replace(job, sampling=sampling, from_file=from_file)
 
 
@@ -245,7 +238,7 @@ def _generate(engine: Engine, job: _Job, times: StartTimes) -> None:
         if models.has_vocabulary(engine.file):
             _ = engine.tokenizer  # it is opened here, and not with the prompt
     times.lap("tokenizer")
-    if job.ignore_eos:
+    if job.given["ignore_eos"]:
         job = replace(job, sampling=models.ignoring_end(engine, job.sampling))
     _note_template(engine.file, job)
     models.warn_beyond_training(engine, len(prompt))
@@ -259,7 +252,7 @@ def _generate(engine: Engine, job: _Job, times: StartTimes) -> None:
 def _note_template(model: ModelFile, job: _Job) -> None:
     """Say that run does not use the model's chat template, if the prompt may need it."""
     talks = TEMPLATE_KEY in model.kv and not is_shipped(model.path)
-    if talks and job.prompt is not None and not job.quiet and _TURN not in job.prompt:
+    if talks and job.prompt is not None and not job.given["quiet"] and _TURN not in job.prompt:
         ui.note(
             "note: this model has a chat template, and run does not use it; to ask a question, "
             "use moegraph chat -p"
@@ -272,8 +265,8 @@ def _stream(
     """Print text as it comes; return what came."""
     tokens: list[int] = []
     pieces: list[str] = []
-    shows_text = not job.as_json and job.out_ids is None
-    if shows_text and job.display_prompt and job.prompt is not None:
+    shows_text = not job.given["as_json"] and job.out_ids is None
+    if shows_text and job.given["display_prompt"] and job.prompt is not None:
         ui.write_text(job.prompt, "muted")
 
     def end_line() -> None:
@@ -303,7 +296,7 @@ def _stream(
     if event is None:
         raise Cancelled
     if shows_text:
-        ui.end_line(pieces[-1] if pieces else job.prompt or "", follows=not job.quiet)
+        ui.end_line(pieces[-1] if pieces else job.prompt or "", follows=not job.given["quiet"])
     return Generated(prompt, tokens, "".join(pieces), event)
 
 
@@ -315,15 +308,14 @@ def _finish(engine: Engine, job: _Job, found: Generated, times: StartTimes) -> N
         ui.note(f"warning: {n_held} positions; the model was trained on only {n_trained}")
     if job.out_ids is not None:
         job.out_ids.write(np.array([*found.prompt, *found.tokens], dtype="<i4").tobytes())
-    if not job.quiet:
+    if not job.given["quiet"]:
         models.show_messages(engine)
     kept = models.save_profile(engine)
-    if job.as_json:
+    if job.given["as_json"]:
         report = run_report(engine, job.sampling, found, times, job.from_file)
-        report["profile"] = kept
-        report["spec"] = spec_report(engine.spec_stats())
+        report |= {"profile": kept, "spec": spec_report(engine.spec_stats())}
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
-    elif not job.quiet:
+    elif not job.given["quiet"]:
         ui.note(stats_line(event, engine.memory(), job.sampling))
         for line in summary_lines(engine.spec_stats(), event):
             ui.note(line)

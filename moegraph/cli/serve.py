@@ -8,17 +8,15 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import EngineConfig
 from ..config import settings as engine_settings
 from ..errors import Cancelled, ConfigError
-from ..sampling import SamplingParams
 from ..units import MiB
 from . import models, options, ui
 from .models import target_argument
@@ -145,18 +143,6 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A checked command line. chosen: sampling settings that the model file must not change."""
-
-    target: str
-    config: EngineConfig
-    sampling: SamplingParams
-    chosen: frozenset[str]
-    max_tokens: int | None
-    given: dict[str, Any]
-
-
 @click.command(cls=Command)
 @target_argument
 @options.with_options(_OPTIONS)
@@ -180,7 +166,7 @@ def serve(target: str, **given: Any) -> None:
       moegraph serve model.gguf --port 0 --alias qwen --sleep-idle 600
       MOEGRAPH_API_KEY=... moegraph serve model.gguf --host 0.0.0.0 --alias-host gpu.example
     """  # fmt: skip
-    job = _check(target, given)
+    model = _Model(target, given)
     _require_extra()
     # By default, Python code on the event loop may hold the engine's thread up for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)
@@ -201,13 +187,12 @@ def serve(target: str, **given: Any) -> None:
         raise ConfigError("--cache-by-key needs keys; give --api-key-file FILE or MOEGRAPH_API_KEY")
     guard = Guard(keys, hosts, not _is_local(given["host"]), given["cors_origins"])
     start_logging(given["log_format"], sys.stderr)
-    header = models.open_header(job.target, job.config.device)
+    model.open()
     with listen(given["host"], given["port"]) as sock:
-        model = _Model(job, header)
         url = url_of(sock, given["host"])
 
         def site(host: ModelHost) -> Starlette:
-            return build_site(_state(job, model, host), guard)
+            return build_site(model.state(host), guard)
 
         hooks = Hooks(
             ready=lambda: ui.note(
@@ -220,28 +205,6 @@ def serve(target: str, **given: Any) -> None:
         code = run(site, lambda: ModelHost(model.load, model.facts, given["sleep_s"]), sock, hooks)
     if code == Cancelled.exit_code:
         raise Cancelled
-
-
-def _check(target: str, given: dict[str, Any]) -> _Job:
-    """Check all that can be checked before the model file is opened."""
-    config = replace(options.build_config(given), n_seq=given["n_parallel"], n_kv=-1).validate()
-    return _Job(
-        target, config, options.build_sampling(given), options.chosen_sampling(),
-        options.max_tokens(given["n_predict"]), given,
-    )  # fmt: skip
-
-
-def _state(job: _Job, model: _Model, host: ModelHost) -> ServerState:
-    """Return the state that the handlers of requests share."""
-    from ..server.state import ServerState
-
-    thinks = {"on": True, "off": False}.get(job.given["reasoning"])
-    return ServerState(
-        host, sampling=model.sampling, max_tokens=job.max_tokens,
-        deadline_s=job.given["deadline_s"], cache_by_key=job.given["cache_by_key"],
-        ignore_eos=job.given["ignore_eos"],
-        variables={} if thinks is None else {"enable_thinking": thinks},
-    )  # fmt: skip
 
 
 def _require_extra() -> None:
@@ -285,47 +248,66 @@ class _Model:
     """The model of a server. Its `load` runs at the start and after each sleep, on one thread.
 
     alias: its name. facts: known without loading. n_ctx: positions that all requests share, once
-    it is loaded. sampling: the defaults of requests.
+    it is loaded. sampling: the defaults of requests. All but n_ctx are there after `open`.
     """
 
-    def __init__(self, job: _Job, header: ModelFile) -> None:
-        """header: the file, opened; the first `load` takes it over."""
+    facts: ModelFacts
+
+    def __init__(self, target: str, given: dict[str, Any]) -> None:
+        """Check all that can be checked before the model file is opened."""
+        config = replace(options.build_config(given), n_seq=given["n_parallel"], n_kv=-1)
+        self._target, self._config, self._given = target, config.validate(), given
+        self._max_tokens = options.max_tokens(given["n_predict"])
+        self.sampling = options.build_sampling(given)
+        self._warned = set[str]()
+        self._header: ModelFile | None = None
+        self.alias, self.n_ctx = given["alias"] or "", 0
+
+    def open(self) -> None:
+        """Open the file, which the first `load` takes over."""
         from ..server.host import ModelFacts
 
-        self._job, self._warned = job, set[str]()
-        self._header: ModelFile | None = header
-        self.alias = job.given["alias"] or header.path.stem
-        self.n_ctx, hp = 0, header.hparams
+        self._header = header = models.open_header(self._target, self._config.device)
+        hp = header.hparams
+        self.alias = self.alias or header.path.stem
         models.require_vocabulary(header)
-        sampling = job.sampling.validate(hp.n_vocab)
-        self.sampling, _ = recommended(sampling, header.kv, job.chosen, hp.n_vocab)
+        self.sampling, _ = recommended(self.sampling, header.kv, hp.n_vocab)
         self.facts = ModelFacts(
             self.alias,
-            n_ctx=job.config.ctx_within(hp.n_ctx_train),
+            n_ctx=self._config.ctx_within(hp.n_ctx_train),
             n_ctx_train=hp.n_ctx_train,
             n_vocab=hp.n_vocab,
             n_embd=hp.n_embd,
             n_params=sum(prod(tensor.ne) for tensor in header.tensors.values()),
             n_bytes=header.n_bytes,
-            n_slots=job.config.n_seq,
+            n_slots=self._config.n_seq,
             created=int(header.path.stat().st_mtime),
         )
+
+    def state(self, host: ModelHost) -> ServerState:
+        """Return the state that the handlers of requests share."""
+        from ..server.state import ServerState
+
+        given = self._given
+        return ServerState(
+            host, sampling=self.sampling, max_tokens=self._max_tokens,
+            deadline_s=given["deadline_s"], cache_by_key=given["cache_by_key"],
+            ignore_eos=given["ignore_eos"], variables=models.template_variables(given),
+        )  # fmt: skip
 
     def load(self) -> LoadedModel:
         """Load the model and start its service."""
         from ..engine.chat import ChatModel
         from ..engine.service import Service
         from ..server.host import LoadedModel
-        from ..text.chat.template import ChatTemplate
 
-        given, config = self._job.given, self._job.config
+        given, config = self._given, self._config
         header, self._header = self._header, None
         is_first = header is not None
         if header is None:
-            header = models.open_header(self._job.target, config.device)
+            header = models.open_header(self._target, config.device)
         with ExitStack() as stack:
-            file = given["chat_template_file"]
-            template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
+            template = models.open_template(given, stack)
             engine = stack.enter_context(
                 models.load_engine(header, config, warned=self._warned, text=True)
             )
@@ -333,7 +315,7 @@ class _Model:
                 engine.keep_prefixes(given["cache_dir"], given["cache_disk"] * MiB)
                 models.show_messages(engine)
             chat = stack.enter_context(ChatModel.of(engine, template))
-            models.warn_once(chat.warnings, self._warned)
+            ui.warn_once(chat.warnings, self._warned)
             if is_first:
                 show_drafters(engine)
             service = Service(

@@ -82,9 +82,7 @@ def trace_command(
         if output is not None:
             _require_writable(output)
         model = stack.enter_context(models.open_header(target))
-        sampling.validate(model.hparams.n_vocab)
-        chosen = options.chosen_sampling()
-        sampling, _ = recommended(sampling, model.kv, chosen, model.hparams.n_vocab)
+        sampling, _ = recommended(sampling, model.kv, model.hparams.n_vocab)
         models.check_text(model, text, config)
         shape = router_shape(model)
         profile = None

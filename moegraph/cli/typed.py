@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ BLOCK = '"""'
 _FORMAT, _VERSION = "moegraph conversation", 1
 _COMMAND = re.compile(r"/([a-z]*|\?)")
 QUIT = ("/quit", "/exit", "/bye")
-WITH_FILES = ("/read", "/save", "/load")
+_WITH_FILES = ("/read", "/save", "/load")
 
 
 def history_path() -> Path | None:
@@ -84,11 +84,10 @@ def _entries(data: bytes) -> Iterator[str]:
                 yield message
 
 
-def start_editing(commands: Sequence[str], with_files: Sequence[str], history: LineHistory) -> None:
+def start_editing(history: LineHistory) -> None:
     """Let Tab complete commands and file names, keep pasted lines together, and recall messages.
 
-    commands: completed by Tab. with_files: the commands that take a file name. history: messages
-    of earlier conversations. Does nothing if Python has no readline.
+    history: messages of earlier conversations. Does nothing if Python has no readline.
     """
     ui.enable_line_editing()
     readline = _readline()
@@ -100,7 +99,7 @@ def start_editing(commands: Sequence[str], with_files: Sequence[str], history: L
     readline.set_completer_delims(" \n")
 
     def complete(text: str, state: int) -> str | None:
-        found = candidates(readline.get_line_buffer(), text, commands, with_files)
+        found = _candidates(readline.get_line_buffer(), text)
         return found[state] if state < len(found) else None
 
     readline.set_completer(complete)
@@ -108,13 +107,12 @@ def start_editing(commands: Sequence[str], with_files: Sequence[str], history: L
         readline.add_history(message)
 
 
-def candidates(
-    line: str, text: str, commands: Sequence[str], with_files: Sequence[str]
-) -> list[str]:
+def _candidates(line: str, text: str) -> list[str]:
     """Return the completions of text, the last word of a line."""
     if line == text:
-        return [name for name in commands if text.startswith("/") and name.startswith(text)]
-    if line.split(" ")[0] not in with_files:
+        names = (*COMMANDS, *QUIT)
+        return [name for name in names if text.startswith("/") and name.startswith(text)]
+    if line.split(" ")[0] not in _WITH_FILES:
         return []
     found = sorted(glob.glob(glob.escape(os.path.expanduser(text)) + "*"))
     return [path + os.sep if os.path.isdir(path) else path for path in found]
@@ -184,32 +182,24 @@ class ChatCommand:
     help: str
     act: Callable[[Conversation, str], str | None]
 
-    def fits(self, argument: str) -> bool:
-        """Return whether an argument, or none, is what the command takes."""
-        return bool(self.takes) if argument else self.takes[:1] in ("", "[")
 
+def obey(chat: Conversation, message: str) -> str:
+    """Run the command that a message holds; return the question to ask, if any, or else ''.
 
-def find_command(message: str) -> tuple[ChatCommand, str] | None:
-    """Return the command that a message holds, and its argument; None if it is a question.
-
-    A message is a command if it is one line that begins with a slash and a word of letters.
+    A message is a command if it is one line that begins with a slash and a word of letters. Any
+    other is the question itself.
     """
-    word, _, argument = message.rstrip().partition(" ")
-    if "\n" in message.rstrip() or not _COMMAND.fullmatch(word):
-        return None
-    command, argument = COMMANDS.get(word), argument.strip()
+    name, _, argument = message.rstrip().partition(" ")
+    if "\n" in message.rstrip() or not _COMMAND.fullmatch(name):
+        return message.removeprefix(" ") if message.startswith(" /") else message
+    command, argument = COMMANDS.get(name), argument.strip()
     if command is None or (argument and not command.takes):
-        is_known = command is not None or word in QUIT
-        wrong = f"{word} takes no argument" if is_known else f"there is no {word}"
+        is_known = command is not None or name in QUIT
+        wrong = f"{name} takes no argument" if is_known else f"there is no {name}"
         raise RequestError(f"{wrong}; see /help; a line that begins with a blank is a message")
-    return command, argument
-
-
-def run_command(chat: Conversation, command: ChatCommand, name: str, argument: str) -> str | None:
-    """Run a command; return the question to ask next, if any."""
-    if not command.fits(argument):
+    if not argument and command.takes[:1] not in ("", "["):
         raise RequestError(f"{name} takes {command.takes}")
-    return command.act(chat, argument)
+    return command.act(chat, argument) or ""
 
 
 def _clear(chat: Conversation, _: str) -> None:
@@ -272,9 +262,13 @@ def _list_sampling(chat: Conversation) -> None:
 def _save(chat: Conversation, name: str) -> None:
     from ..placement.trace import replace_file
 
-    path = Path(_one_path(name))
-    if os.path.lexists(path) and not _is_saved(path):
-        raise RequestError(f"{path}: exists and holds no conversation; choose another name")
+    path = _path(name)
+    if os.path.lexists(path):
+        try:
+            _read_saved(path)
+        except RequestError:
+            line = f"{path}: exists and holds no conversation; choose another name"
+            raise RequestError(line) from None
     messages = [{"role": m.role, "content": m.content} for m in chat.history.messages]
     saved = {"format": _FORMAT, "version": _VERSION, "messages": messages}
     text = json.dumps(saved, ensure_ascii=False, indent=1) + "\n"
@@ -282,24 +276,18 @@ def _save(chat: Conversation, name: str) -> None:
         replace_file(path, [text.encode(errors="replace")])
     except ConfigError as error:
         raise RequestError(str(error)) from error
-    turns = chat.history.n_turns
-    ui.note(f"saved {turns} turn{'' if turns == 1 else 's'} to {path}")
+    ui.note(f"saved {_turns(chat)} to {path}")
 
 
 def _load(chat: Conversation, name: str) -> None:
-    path = Path(_one_path(name))
+    path = _path(name)
     chat.history.restore(_read_saved(path))
     chat.n_held = 0
-    turns = chat.history.n_turns
-    ui.note(f"loaded {turns} turn{'' if turns == 1 else 's'} from {path}")
+    ui.note(f"loaded {_turns(chat)} from {path}")
 
 
-def _is_saved(path: Path) -> bool:
-    try:
-        _read_saved(path)
-    except RequestError:
-        return False
-    return True
+def _turns(chat: Conversation) -> str:
+    return f"{chat.history.n_turns} turn{'' if chat.history.n_turns == 1 else 's'}"
 
 
 def _read_saved(path: Path) -> list[Message]:
@@ -328,19 +316,15 @@ def _read(_: Conversation, argument: str) -> str:
         name, *rest = shlex.split(argument)
     except ValueError as error:
         raise RequestError(f"{argument}: {error}") from None
-    return options.joined_question(options.read_text(_expanded(name)), " ".join(rest))
+    return options.joined_question(options.read_text(os.path.expanduser(name)), " ".join(rest))
 
 
-def _one_path(argument: str) -> str:
-    try:
+def _path(argument: str) -> Path:
+    """Return the path that an argument names, with or without quotes."""
+    with suppress(ValueError):
         parts = shlex.split(argument)
-    except ValueError:
-        parts = [argument]
-    return _expanded(parts[0] if len(parts) == 1 else argument)
-
-
-def _expanded(name: str) -> str:
-    return os.path.expanduser(name)
+        argument = parts[0] if len(parts) == 1 else argument
+    return Path(os.path.expanduser(argument))
 
 
 def _show(chat: Conversation, _: str) -> None:

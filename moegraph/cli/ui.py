@@ -145,6 +145,15 @@ def note(message: str) -> None:
     sys.stderr.flush()
 
 
+def warn_once(warnings: Iterable[str], warned: set[str] | None = None) -> None:
+    """Print the warnings that were not printed before, and add them to `warned`."""
+    warned = set() if warned is None else warned
+    for warning in warnings:
+        if warning not in warned:
+            note(f"warning: {warning}")
+            warned.add(warning)
+
+
 def heading(text: str) -> None:
     """Print a heading of a report to stdout."""
     click.echo(styled(text, "head", sys.stdout))
@@ -228,50 +237,44 @@ class Bars:
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._stage = ""
-        self._began, self._first = 0.0, 0
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._began, self._first, self._done, self._total = 0.0, 0, 0, 0
+        self._bar: tuple[Progress, TaskID] | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` units of a stage are finished."""
         if not self._enabled:
             return
-        now = time.monotonic()
-        if stage != self._stage and not done:
-            self.expect(stage, total)  # the next report may come late
-        elif stage != self._stage:
-            self.clear()
-            self._stage, self._began, self._first = stage, now, done
+        if stage != self._stage:
+            self.expect(stage, total, done)
+        with self._lock:
+            self._done, self._total = done, total
+            if self._bar is not None:
+                progress, task = self._bar
+                progress.update(task, completed=done, total=total, rate=self._rate())
         if done >= total:
             self.clear()
-        elif self._progress is not None and self._task is not None:
-            rate = self._rate(done, now)
-            self._progress.update(self._task, completed=done, total=total, rate=rate)
-        elif now - self._began >= _BAR_DELAY_S:
-            with self._lock:
-                if self._progress is None:
-                    self._draw(done, total)
 
-    def expect(self, stage: str, total: int) -> None:
-        """Show a stage that is about to begin, even if its first report comes late."""
+    def expect(self, stage: str, total: int, done: int = 0) -> None:
+        """Show a stage that begins, after a while, even if its first report comes late."""
         if not self._enabled:
             return
         self.clear()
-        self._stage, self._began, self._first = stage, time.monotonic(), 0
-        timer = threading.Timer(_BAR_DELAY_S, self._draw_late, (stage, total))
-        timer.daemon = True
-        self._timer = timer
-        timer.start()
+        self._stage, self._began, self._first = stage, time.monotonic(), done
+        self._done, self._total = done, total
+        self._timer = threading.Timer(_BAR_DELAY_S, self._draw)
+        self._timer.daemon = True
+        self._timer.start()
 
     def clear(self) -> None:
         """Remove the bar, so that text can follow."""
         with self._lock:
             timer, self._timer = self._timer, None
-            progress, self._progress, self._task = self._progress, None, None
+            bar, self._bar = self._bar, None
+            self._stage = ""
         if timer is not None:
             timer.cancel()
-        if progress is not None:
-            progress.stop()
+        if bar is not None:
+            bar[0].stop()
 
     def __enter__(self) -> Bars:
         return self
@@ -279,31 +282,30 @@ class Bars:
     def __exit__(self, *_: object) -> None:
         self.clear()
 
-    def _draw_late(self, stage: str, total: int) -> None:
-        with self._lock:
-            if self._timer is threading.current_thread() and self._progress is None:
-                self._draw(0, total)
-
-    def _rate(self, done: int, now: float) -> str:
+    def _rate(self) -> str:
         """Return the speed of a prompt or a download so far; empty for other stages."""
-        seconds, n = now - self._began, done - self._first
+        seconds, n = time.monotonic() - self._began, self._done - self._first
         if self._stage not in ("prefill", "download") or not (n and seconds):
             return ""
         rate = n / seconds
         return f"{rate:.0f} tok/s" if self._stage == "prefill" else f"{format_bytes(int(rate))}/s"
 
-    def _draw(self, done: int, total: int) -> None:
+    def _draw(self) -> None:
         # rich takes a tenth of a second to import, so it is imported only here.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-            console=Console(file=sys.stderr), transient=True,
-        )  # fmt: skip
-        self._task = self._progress.add_task(
-            _STAGES.get(self._stage, self._stage), completed=done, total=total,
-            rate=self._rate(done, time.monotonic()),
-        )  # fmt: skip
-        self._progress.start()
+        with self._lock:
+            if self._timer is not threading.current_thread():
+                return  # the stage has ended
+            progress = Progress(
+                TextColumn("{task.description}"), BarColumn(),
+                TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.fields[rate]}"),
+                TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True,
+            )  # fmt: skip
+            name = _STAGES.get(self._stage, self._stage)
+            self._bar = (
+                progress,
+                progress.add_task(name, completed=self._done, total=self._total, rate=self._rate()),
+            )
+            progress.start()

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
+from helpers.patience import until
 
 from moegraph import __version__
 from moegraph.cli import doctor, main, ui
@@ -147,10 +148,10 @@ class TestDrawing:
         monkeypatch.setattr(ui, "_BAR_DELAY_S", 0.0)
         with ui.Bars() as bars:
             bars("load", 1, 10)
-            assert "Loading" in terminal.getvalue()
+            until(lambda: "Loading" in terminal.getvalue())
             bars("load", 10, 10)
             bars("prefill", 1, 4)
-            assert "Reading the prompt" in terminal.getvalue()
+            until(lambda: "Reading the prompt" in terminal.getvalue())
         # Hidden while a bar is drawn, and shown again at the end.
         assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
 
