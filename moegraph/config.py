@@ -10,7 +10,7 @@ from .setting import Setting, problem_of, setting, settings_of
 from .threads import MAX_THREADS
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
-EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
+EXPERT_POLICIES = ("lru", "lfu")
 SPEC_SOURCES = ("mtp", "dflash", "lookup")
 # Most rows of a verify pass, because operations on trees take no more (MOEGRAPH_TREE_ROWS).
 MAX_VERIFY_ROWS = 64
@@ -118,8 +118,7 @@ class EngineConfig:
     )  # fmt: skip
     policy: str = setting(
         "choice", "lfu", ("--policy",),
-        "Which experts keep their slots. lfu: those chosen most often. lru: those chosen last. "
-        "static: those resident at the start. adaptive: as lru, but the best of the profile stay.",
+        "Which experts keep their slots. lfu: those chosen most often. lru: those chosen last.",
         choices=EXPERT_POLICIES, group="Expert",
     )  # fmt: skip
     miss: str = setting(

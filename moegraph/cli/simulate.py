@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -177,7 +177,7 @@ def simulate_command(
     \b
     Examples:
       moegraph simulate routing.trace
-      moegraph simulate routing.trace --resident 25,60 --policy lfu --policy adaptive --skip 64
+      moegraph simulate routing.trace --resident 25,60 --policy lfu:half_life=64 --skip 64
       moegraph simulate routing.trace --resident 60 --split 1,1
       moegraph simulate routing.trace --machine mine.json --json
     """
@@ -251,8 +251,8 @@ def _show(routing: Routing, times: Times, rows: Sequence[_Row], stages: Sequence
     show_prompts(("resident",), [((format_share(r.share),), r.predicted) for r in of_each])
     for names, shares in equal.items():
         ui.note(f"at {', '.join(shares)}: {' = '.join(names)}")
-    for line in _reasons(equal, routing.profile is not None):
-        ui.note(line)
+    if any({"lfu", "lru"} <= {name.partition(":")[0] for name in names} for names in equal):
+        ui.note("if a layer has fewer slots than a token chooses experts, lru acts as lfu")
     if stages:
         _show_stages(of_each, stages)
 
@@ -277,19 +277,6 @@ def _equal(rows: Sequence[_Row]) -> list[tuple[str, ...]]:
         if found.stats.misses.any():  # if every expert is resident, all policies are equal
             groups.setdefault(found.missing.tobytes(), []).append(row.policy)
     return [tuple(names) for names in groups.values() if len(names) > 1]
-
-
-def _reasons(equal: Iterable[tuple[str, ...]], has_profile: bool) -> list[str]:
-    """Return why policies can behave the same."""
-    kinds = [{name.partition(":")[0] for name in names} for names in equal]
-    found = []
-    if any("lfu" in names and names & {"lru", "adaptive"} for names in kinds):
-        found.append(
-            "if a layer has fewer slots than a token chooses experts, lru and adaptive act as lfu"
-        )
-    if any({"adaptive", "lru"} <= names for names in kinds) and not has_profile:
-        found.append("without --profile, adaptive acts as lru")
-    return found
 
 
 def _report(

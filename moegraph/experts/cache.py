@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..errors import ConfigError, InternalError
+from ..errors import ConfigError
 from .cachestats import CacheStats
 from .policy import Policy
 from .slots import COUNTERS, Journal, LayerSlots
@@ -52,21 +52,8 @@ class ExpertCache:
         """Return the distinct missing experts, summed over passes and layers."""
         return sum(layer.n_missing for layer in self.layers)
 
-    @property
-    def partial(self) -> list[LayerSlots]:
-        """The layers whose slots can change."""
-        return [layer for layer in self.layers if 0 < layer.n_slots < self.n_expert]
-
-    @property
-    def in_flight(self) -> frozenset[int]:
-        """Layers whose graph may have fetched experts that are not recorded yet."""
-        return frozenset(self._journal.in_flight)
-
     def begin_pass(self) -> None:
         """Start a pass of one row or more; the one before has finished."""
-        if self._journal.in_flight:
-            layers = ", ".join(map(str, sorted(self._journal.in_flight)))
-            raise InternalError(f"a pass begins, but what layers {layers} fetched is not recorded")
         self.step += 1
         for il, _ in self._journal.given:
             self.layers[il].fresh.clear()

@@ -204,7 +204,7 @@ class Residency:
         if found is None:
             n_distinct = min(n_ids, self.cache.n_expert)
             found = self._short_layers[n_ids] = frozenset(
-                il for il in self._fetch_layers if self._layers[il].n_evictable < n_distinct
+                il for il in self._fetch_layers if self._layers[il].n_slots < n_distinct
             )
         return found
 
@@ -215,10 +215,10 @@ class Residency:
         """
         self._victim_layers = victim_layers
         if victim_layers:  # other passes leave the lists as they are
-            layers = self._layers
             self._dirty.update(victim_layers - self._listed)
             if n_ids > self._n_victims:
-                self._dirty.update(il for il in victim_layers if not layers[il].lists_enough(n_ids))
+                layers = [self._layers[il] for il in victim_layers]
+                self._dirty.update(x.il for x in layers if len(x.victims) < min(n_ids, x.n_slots))
             self._n_narrower = self._n_narrower + 1 if n_ids < self._n_victims else 0
             if n_ids > self._n_victims or self._n_narrower > _PATIENCE:
                 self._n_victims, self._n_narrower = n_ids, 0
@@ -291,11 +291,8 @@ def preferred(layer: LayerSlots) -> Pairs:
     score, accepts = policy.score, policy.accepts
     absent = [e for e in range(layer.n_expert) if not layer.has_slot(e) and score[e] > 0]
     absent.sort(key=score.__getitem__, reverse=True)
-    free = [slot for slot in reversed(layer.free) if slot >= policy.n_static]
-    worst = [e for e in layer.owner[policy.n_static :] if e in layer.resident]
-    worst.sort(key=score.__getitem__)
-    pairs = list(zip(absent, free))
-    for expert, victim in zip(absent[len(free) :], worst):
+    pairs = list(zip(absent, reversed(layer.free)))
+    for expert, victim in zip(absent[len(pairs) :], sorted(layer.resident, key=score.__getitem__)):
         if not accepts(expert, victim) or score[victim] >= score[expert]:
             break
         pairs.append((expert, int(table[victim])))

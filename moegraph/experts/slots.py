@@ -16,9 +16,9 @@ If a layer's graph fetches missing experts, `plan_victims` lists victims before 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -26,52 +26,46 @@ import numpy.typing as npt
 from ..errors import InternalError
 from .policy import LayerPolicy
 
-# `_find` sorts all slots of a layer, so it lists enough residents for several misses.
+# Sorting all slots of a layer takes a while, so enough residents are listed for several misses.
 _N_LISTED = 16
 
 
 class Ranking:
-    """The evictable residents of lowest score in a layer.
+    """The residents of lowest score in a layer.
 
     owner, resident: those of the layer, which changes them in place.
     """
 
     def __init__(self, policy: LayerPolicy, owner: list[int], resident: set[int]) -> None:
         self._policy, self._owner, self._resident = policy, owner, resident
-        # (score, expert) of the residents of lowest score, the lowest last. Scores only rise, so an
-        # entry whose score has not changed is still below all residents that are not listed.
-        self._worst: list[tuple[float, int]] = []
-        self._scores_of_worst = policy.score
+        # Scores only rise, so no resident that is not listed has a score below _bound.
+        self._low: list[int] = []
+        self._bound, self._scores = -math.inf, policy.score
 
     def clear(self) -> None:
         """Forget the ranking: residents or scores have changed in other ways than `add` says."""
-        self._worst.clear()
+        self._low.clear()
 
     def add(self, expert: int) -> None:
         """Note that an expert has become resident."""
-        score = self._score()[expert]
-        worst = self._worst
-        if worst and score <= worst[0][0] and expert in self._resident:
-            worst.append((score, expert))
-            worst.sort(reverse=True)
+        if self._low and self._policy.score[expert] <= self._bound and expert not in self._low:
+            self._low.append(expert)
 
     def lowest(self, n: int) -> list[int]:
-        """Return up to n evictable residents of lowest score, the lowest first."""
-        score, worst = self._score(), self._worst
-        if n <= 0:
-            return []
-        if n > _N_LISTED:  # most of so many would have been chosen since, or have left
-            resident = self._resident
-            ranked = sorted(self._owner[self._policy.n_static :], key=score.__getitem__)
-            return [expert for expert in ranked if expert in resident][:n]
-        if worst:
-            # an expert whose score rose above the list may be above residents that are not listed
-            bound = worst[0][0]
-            known = {e for _, e in worst if e in self._resident and score[e] <= bound}
-            worst[:] = sorted(((score[e], e) for e in known), reverse=True)
-        if len(worst) < n:
-            self._find(_N_LISTED)
-        return [expert for _, expert in reversed(worst[max(0, len(worst) - n) :])]
+        """Return up to n residents of lowest score, the lowest first."""
+        score, resident, bound = self._policy.score, self._resident, self._bound
+        if score is not self._scores:  # the policy has scaled them back
+            self._scores = score
+            self._low.clear()
+        low = [e for e in self._low if e in resident and score[e] <= bound]
+        low.sort(key=score.__getitem__)
+        if len(low) < n:
+            # -1, the owner of an empty slot, is never resident
+            ranked = sorted(self._owner, key=score.__getitem__)
+            low = [expert for expert in ranked if expert in resident]
+        self._low = low[:_N_LISTED]
+        self._bound = score[self._low[-1]] if low else -math.inf
+        return low[: max(n, 0)]
 
     def victim(
         self, expert: int, working_set: Collection[int], fresh: Collection[int]
@@ -80,49 +74,15 @@ class Ranking:
 
         It is in neither working_set nor fresh. None: the policy declines, or nothing may leave.
         """
-        score, worst = self._score(), self._worst
-        while worst:
-            value, lowest = worst[-1]
-            if lowest in self._resident and score[lowest] == value:
-                break
-            self.add(worst.pop()[1])
-        if not worst:
-            self._find(_N_LISTED)
-        if not worst:
-            return None
-        lowest = worst[-1][1]
-        if lowest in working_set or lowest in fresh:
-            candidates = [
-                e
-                for e in self._owner[self._policy.n_static :]
-                if e in self._resident and e not in working_set and e not in fresh
-            ]
-            if not candidates:
-                return None
-            lowest = min(candidates, key=score.__getitem__)
-        return lowest if self._policy.accepts(expert, lowest) else None
-
-    def _score(self) -> list[float]:
-        """Return the policy's scores; forget the ranking if the policy has scaled them back."""
-        score = self._policy.score
-        if score is not self._scores_of_worst:
-            self._scores_of_worst = score
-            self._worst.clear()
-        return score
-
-    def _find(self, n: int) -> None:
-        """Rank the n evictable residents of lowest score."""
-        score = self._score()
-        ranked = sorted(self._owner[self._policy.n_static :], key=score.__getitem__)
-        # -1, the owner of an empty slot, is never resident
-        lowest = list(islice((expert for expert in ranked if expert in self._resident), n))
-        self._worst[:] = [(score[expert], expert) for expert in reversed(lowest)]
+        for n in (1, _N_LISTED, len(self._owner)):
+            for lowest in self.lowest(n):
+                if lowest not in working_set and lowest not in fresh:
+                    return lowest if self._policy.accepts(expert, lowest) else None
+        return None
 
 
 # Counters of a layer, see `CacheStats`.
 COUNTERS = ("n_hits", "n_misses", "n_missing", "n_admitted", "n_evicted", "n_declined")
-# If a pass fetches more experts of a layer, ranking all of them anew is faster than one by one.
-_MANY = 2
 
 
 @dataclass
@@ -177,14 +137,9 @@ class LayerSlots:
         self.n_admitted = self.n_evicted = self.n_declined = 0
 
     @property
-    def n_evictable(self) -> int:
-        """The slots whose expert can change."""
-        return 0 if self.full else max(0, self.n_slots - self.policy.n_static)
-
-    @property
     def can_fetch(self) -> bool:
-        """Whether there is an evictable slot for each expert that a row may miss."""
-        return self.n_evictable >= self.n_expert_used
+        """Whether experts may be missing, and there is a slot for each that a row may miss."""
+        return self.n_expert_used <= self.n_slots < self.n_expert
 
     def has_slot(self, expert: int) -> bool:
         """Return whether an expert is resident or loading."""
@@ -205,18 +160,13 @@ class LayerSlots:
                 self._journal.dirty.add(self.il)
         return missing
 
-    def absent_of(self, ids: list[int]) -> list[int]:
-        """Return those of ids that are not resident."""
+    def _count_misses(self, ids: list[int]) -> list[int]:
         resident = self.resident
         absent = [expert for expert in ids if expert not in resident]
-        if absent and (min(absent) < 0 or max(absent) >= self.n_expert):
+        if min(absent) < 0 or max(absent) >= self.n_expert:
             raise InternalError(
                 f"layer {self.il}: router chose ids {ids} of {self.n_expert} experts"
             )
-        return absent
-
-    def _count_misses(self, ids: list[int]) -> list[int]:
-        absent = self.absent_of(ids)
         self.n_misses += len(absent)
         self.n_hits += len(ids) - len(absent)
         missing = list(dict.fromkeys(absent)) if len(absent) > 1 else absent
@@ -265,8 +215,9 @@ class LayerSlots:
             raise InternalError(f"layer {self.il}: expert {expert} is resident already")
         if expert in self.loading:
             return None
-        slot, victim = self._free_slot(), None
-        if slot < 0:
+        if self.free:
+            slot, victim = self.free.pop(), None
+        else:
             victim = self._ranking.victim(expert, working_set, self.fresh)
             if victim is None:
                 self.n_declined += 1
@@ -292,14 +243,8 @@ class LayerSlots:
         """Make an absent expert resident in a slot, which the expert in it leaves."""
         if self.has_slot(expert):
             raise InternalError(f"layer {self.il}: expert {expert} has a slot already")
-        victim = self.owner[slot]
         self._journal.given.append((self.il, slot))
-        if victim < 0:
-            self.free.remove(slot)
-        else:
-            self._evict(victim, slot)
-        self.owner[slot] = expert
-        self._hold(expert, slot)
+        self._put(expert, slot)
         self._journal.dirty.add(self.il)
 
     def plan_victims(self, n: int) -> list[tuple[int, int]]:
@@ -313,7 +258,7 @@ class LayerSlots:
         Another list is due once one of the first victims was chosen, because others then have lower
         scores. What stands behind is hardly ever taken before that.
         """
-        free = [(slot, -1) for slot in reversed(self.free) if slot >= self.policy.n_static]
+        free = [(slot, -1) for slot in reversed(self.free)]
         found = self._ranking.lowest(n - len(free))
         slot_of = self.table.item  # for a few numbers faster than an array of indices
         self.victims = [(slot_of(expert), expert) for expert in found]
@@ -321,10 +266,6 @@ class LayerSlots:
             self.victims = free[:n] + self.victims
         self._first_victims = set(found[: max(0, 2 * self.n_expert_used - len(free))])
         return self.victims
-
-    def lists_enough(self, n: int) -> bool:
-        """Return whether the list of victims serves passes whose rows choose n ids."""
-        return len(self.victims) >= min(n, self.n_evictable)
 
     def commit_fetched(self, missing: Sequence[int], ids: Sequence[int]) -> int:
         """Record what a graph fetched into slots that `plan_victims` listed; return how many.
@@ -341,40 +282,19 @@ class LayerSlots:
             raise InternalError(f"layer {self.il}: a fetch was recorded that no graph announced")
         if missing:
             self._journal.dirty.add(self.il)
-            needed, usable = set(ids), []
-            for entry in self.victims[:n_listed]:
-                if entry[1] not in needed:
-                    usable.append(entry)
-                    if len(usable) == len(missing):
-                        break
-            n_fetched = len(usable)
-            if n_fetched < len(missing) and n_listed < self.n_evictable:
+            needed = set(ids)
+            usable = (pair for pair in self.victims[:n_listed] if pair[1] not in needed)
+            for expert, (slot, victim) in zip(missing, usable):
+                if self.owner[slot] != victim:
+                    raise InternalError(f"layer {self.il}: slot {slot} has lost expert {victim}")
+                self._put(expert, slot)
+                n_fetched += 1
+            if n_fetched < len(missing) and n_listed < self.n_slots:
                 raise InternalError(
                     f"layer {self.il}: {len(missing)} experts for {n_fetched} slots"
                 )
-            if n_fetched > _MANY:
-                self._ranking.clear()
-            self._replace(missing, usable)
         del in_flight[self.il]
         return n_fetched
-
-    def _replace(self, experts: Iterable[int], listed: Sequence[tuple[int, int]]) -> None:
-        """Note that a graph fetched experts into the slots of listed victims, or of -1."""
-        owner, table, resident = self.owner, self.table, self.resident
-        for expert, (slot, victim) in zip(experts, listed):
-            if owner[slot] != victim:
-                raise InternalError(f"layer {self.il}: slot {slot} no longer holds expert {victim}")
-            if victim < 0:
-                self.free.remove(slot)
-            else:
-                resident.discard(victim)
-                table[victim] = -1
-                self.n_evicted += 1
-            owner[slot] = expert
-            resident.add(expert)
-            self._ranking.add(expert)
-            table[expert] = slot
-        self.n_admitted += len(listed)
 
     def preload(
         self, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None
@@ -384,20 +304,16 @@ class LayerSlots:
         experts: best first, as from a profile; None takes the lowest ids. shares [n_expert]: the
         expected choices of each expert per token. Returns nothing for a full layer.
         """
-        wanted = range(self.n_expert) if experts is None else dict.fromkeys(experts)
-        new = [expert for expert in wanted if not self.has_slot(expert)]
-        placed = []
-        self.free.sort(reverse=True)
-        for expert in new[: len(self.free)]:
-            if not 0 <= expert < self.n_expert:
-                raise InternalError(f"layer {self.il}: no expert {expert} of {self.n_expert}")
-            slot = self.free.pop()
+        wanted = range(self.n_expert) if experts is None else experts
+        placed, new = [], (expert for expert in wanted if not self.has_slot(expert))
+        for expert, slot in zip(new, self.free[::-1]):
+            self.free.pop()
             self.owner[slot] = expert
             self.resident.add(expert)
             self.table[expert] = slot
             placed.append((expert, slot))
         self._ranking.clear()
-        self.policy.start([expert for expert, _ in placed], experts is not None, shares)
+        self.policy.start([expert for expert, _ in placed], shares)
         self._journal.dirty.add(self.il)
         return placed
 
@@ -418,6 +334,15 @@ class LayerSlots:
         self._ranking.clear()
         self.victims, self._first_victims = [], set()
 
+    def _put(self, expert: int, slot: int) -> None:
+        """Make an expert resident in a slot, which is free or loses its expert."""
+        if self.owner[slot] < 0:
+            self.free.remove(slot)
+        else:
+            self._evict(self.owner[slot], slot)
+        self.owner[slot] = expert
+        self._hold(expert, slot)
+
     def _hold(self, expert: int, slot: int) -> None:
         self.resident.add(expert)
         self._ranking.add(expert)
@@ -429,10 +354,3 @@ class LayerSlots:
         self.resident.discard(expert)
         self.table[expert] = -1
         self.n_evicted += 1
-
-    def _free_slot(self) -> int:
-        """Take a free slot that is not static, or return -1."""
-        for at in range(len(self.free) - 1, -1, -1):
-            if self.free[at] >= self.policy.n_static:
-                return self.free.pop(at)
-        return -1

@@ -83,8 +83,8 @@ class _Replay:
         self.residency, self.layers = residency, layers
         self.cache = residency.cache
         n_used = self.cache.n_expert_used
-        self.machine, self.n_partial = machine, len(self.cache.partial)
-        self.n_partial += sum(n == 0 for n in self.cache.n_slots)
+        self.machine = machine
+        self.n_partial = sum(n < self.cache.n_expert for n in self.cache.n_slots)
         # tables, because every miss needs them: stalls[n missing][c of them on the CPU]
         self.stalls = [[machine.stall(c, n - c) for c in range(n + 1)] for n in range(n_used + 1)]
         self.fetches = [machine.fetch(n) for n in range(n_used + 1)]

@@ -64,8 +64,7 @@ def check_sound(engine: Engine) -> None:
             first = listed[: 2 * N_USED, 1].tolist()
             scores = [layer.policy.score[e] for e in first if e >= 0]
             others = layer.resident - set(listed[:, 1].tolist())
-            movable = others & set(layer.owner[layer.policy.n_static :])
-            assert all(max(scores) <= layer.policy.score[e] for e in movable if scores)
+            assert all(max(scores) <= layer.policy.score[e] for e in others if scores)
     for il in store.layers:
         memory, packing = engine.stage.banks.layer(il).memory, store.packing(il)
         held = np.empty(packing.n_bytes, np.uint8)

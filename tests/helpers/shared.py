@@ -59,8 +59,6 @@ def model_writer(folder: Path, seed: int) -> Callable[[str], Path]:
 
 
 def residents(layer: LayerSlots) -> list[int]:
-    """Return the resident experts: those in static slots, then by falling score."""
-    n_static = layer.policy.n_static
-    static = [e for e in layer.owner[:n_static] if e in layer.resident]
-    rest = [e for e in layer.owner[n_static:] if e in layer.resident]
-    return static + sorted(rest, key=layer.policy.score.__getitem__, reverse=True)
+    """Return the resident experts, by falling score."""
+    there = [e for e in layer.owner if e in layer.resident]
+    return sorted(there, key=layer.policy.score.__getitem__, reverse=True)

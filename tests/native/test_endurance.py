@@ -34,7 +34,7 @@ REQUESTS = [
     (0.0, {"pin_layers": 0, "cache_slots": 0}),
     (0.5, {"cache_slots": 20}),
     (None, {"pin_layers": 2, "cache_slots": 9}),
-    (0.25, {"policy": "adaptive"}),
+    (0.25, {"policy": "lru"}),
     (0.75, {"pin_layers": 2, "miss": "stream"}),
 ]
 

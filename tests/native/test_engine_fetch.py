@@ -163,7 +163,7 @@ def test_a_failure_while_the_host_looks_leaves_the_cache_sound(
         np.testing.assert_array_equal(run(engine), expected, err_msg=f"layer {at}")
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "adaptive"])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_single_rows_copy_what_is_missing_and_no_more(open_engine, policy: str) -> None:
     engine = open_fetching(open_engine, policy=policy)
     handler, cache = engine.runner.misses, engine.runner.cache
@@ -179,7 +179,7 @@ def test_single_rows_copy_what_is_missing_and_no_more(open_engine, policy: str) 
     check_sound(engine)
 
 
-@pytest.mark.parametrize(("policy", "more"), [("lru", 0), ("lfu", 1), ("adaptive", 7), ("lru", 27)])
+@pytest.mark.parametrize(("policy", "more"), [("lru", 0), ("lfu", 1), ("lru", 27)])
 def test_passes_of_several_rows_between_change_nothing(
     open_engine, expected, policy: str, more: int
 ) -> None:
@@ -193,7 +193,6 @@ def test_passes_of_several_rows_between_change_nothing(
     ("settings", "layers"),
     [
         ({"host_pin": "none"}, set()),
-        ({"policy": "static"}, set()),
         ({"miss": "cpu"}, set()),
         ({"cache_slots": N_LAYER * (N_USED - 1)}, set()),
         ({"cache_slots": 0}, set()),

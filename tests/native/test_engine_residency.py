@@ -22,14 +22,13 @@ PLACEMENTS = [
     {"cache_slots": 0, "miss": "cpu"},
     {"cache_slots": 24, "policy": "lru", "miss": "cpu"},
     {"cache_slots": 24, "policy": "lru", "miss": "stream"},
-    {"cache_slots": 120, "policy": "adaptive", "miss": "auto"},
-    {"cache_slots": 40, "policy": "static", "miss": "auto"},
+    {"cache_slots": 120, "policy": "lru", "miss": "auto"},
     {"pin_layers": 2, "cache_slots": 9, "policy": "lfu", "miss": "auto"},
 ]
 # Graphs of one row fetch by themselves; a layer has little more slots than a row chooses.
 FETCHING = [
     {"pin_layers": 0, "policy": policy, "miss": "stream", "host_pin": "all"}
-    for policy in ("lfu", "lru", "adaptive")
+    for policy in ("lfu", "lru")
 ]
 
 

@@ -68,7 +68,7 @@ def decode(engine: Engine, turn: int, n: int) -> np.ndarray:
     [
         ("lru", N_LAYER * N_USED),
         ("lfu", N_LAYER * (N_USED + 1)),
-        ("adaptive", N_LAYER * 20 + 3),
+        ("lru", N_LAYER * 20 + 3),
         ("lfu", N_LAYER * N_USED - 3),
         ("lru", 0),
     ],

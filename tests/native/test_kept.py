@@ -41,7 +41,7 @@ def most_chosen(engine: Engine, found: dict[int, Any]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("host_pin", "policy", "n"),
-    [("none", "lfu", 300), ("all", "lfu", 40), ("all", "lru", 300), ("none", "adaptive", 40)],
+    [("none", "lfu", 300), ("all", "lfu", 40), ("all", "lru", 300)],
 )
 def test_what_a_prompt_used_most_has_slots_and_is_not_sent_again(
     open_engine: Open, host_pin: str, policy: str, n: int

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moegraph.experts.cache import ExpertCache
-from moegraph.experts.policy import POLICIES, Adaptive, parse_policy
+from moegraph.experts.policy import POLICIES, parse_policy
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -25,14 +25,12 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         name=st.sampled_from(sorted(POLICIES)),
         n_slots=st.lists(st.integers(0, 12), min_size=2, max_size=3),
-        static=st.sampled_from([0.0, 0.5, 1.0]),
         is_wide=st.booleans(),
     )
-    def start(self, name: str, n_slots: list[int], static: float, is_wide: bool) -> None:
-        policy = Adaptive(static) if name == "adaptive" else parse_policy(name)
+    def start(self, name: str, n_slots: list[int], is_wide: bool) -> None:
         self.n_expert, self.n_used = (40, 20) if is_wide else (12, 3)
         n_slots = [n * self.n_expert // 12 for n in n_slots]
-        self.cache = ExpertCache(self.n_expert, n_slots, policy, self.n_used)
+        self.cache = ExpertCache(self.n_expert, n_slots, parse_policy(name), self.n_used)
         self.slots = n_slots
         # what each slot really holds, and what is on its way into it
         self.bytes = [list(range(n)) if n == self.n_expert else [-1] * n for n in n_slots]
@@ -94,8 +92,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.cache.layers[il].policy.score[expert]
 
     def lowest_score(self, il: int, ids: list[int]) -> float:
-        n_static = self.cache.layers[il].policy.n_static
-        may = [e for e in self.bytes[il][n_static:]
+        may = [e for e in self.bytes[il]
                if e >= 0 and e not in ids and (il, e) not in self.used]  # fmt: skip
         return min((self.score(il, e) for e in may), default=0.0)
 
@@ -118,7 +115,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.upload_ends(0, True)
         n_ids = n_rows * self.n_used
         for il, layer in enumerate(self.cache.layers):
-            if layer.can_fetch and not layer.lists_enough(n_ids):
+            if layer.can_fetch and len(layer.victims) < min(n_ids, layer.n_slots):
                 self.cache.dirty.add(il)
         self.n_listed = n_ids
         self.take_tables()
@@ -135,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.note(il, rows[il], fetched.pop(il))
             else:
                 self.choose(il, rows[il], False)
-        assert self.cache.in_flight == set(fetched)
+        assert set(self.cache._journal.in_flight) == set(fetched)
         if fetched or fails_at < len(layers):
             lost = {(il, slot) for il in fetched for slot, _ in self.victim_lists[il][:n_ids]}
             self.step_fails(lost)
@@ -164,7 +161,7 @@ class CacheMachine(RuleBasedStateMachine):
         computed = [e for e in ids if table[e] >= 0]
         assert [held[table[e]] for e in computed] == computed, "the device computed with others"
         layer = self.cache.layers[il]
-        if layer.n_evictable >= len(set(ids)):
+        if layer.n_slots >= len(set(ids)):
             assert len(places) >= len(missing), "there is a slot for each"
         return missing[: len(places)]
 
@@ -208,15 +205,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check_victims(self, il: int) -> None:
         """Free slots come first, then the lowest scores; there is room for a row."""
-        n_static, held = self.cache.layers[il].policy.n_static, self.bytes[il]
-        slots, victims = [slot for slot, _ in self.victim_lists[il]], self.victim_lists[il]
-        assert len(set(slots)) == len(slots) and min(slots, default=n_static) >= n_static
+        held, victims = self.bytes[il], self.victim_lists[il]
+        slots = [slot for slot, _ in victims]
+        assert len(set(slots)) == len(slots)
         n_loading = sum(layer == il for layer, _ in self.coming)
-        assert len(slots) >= min(self.n_listed, self.slots[il] - n_static - n_loading)
-        n_free = sum(expert == -1 for expert in held[n_static:])
+        assert len(slots) >= min(self.n_listed, self.slots[il] - n_loading)
+        n_free = sum(expert == -1 for expert in held)
         assert [e < 0 for _, e in victims] == [at < n_free for at in range(len(victims))]
         scores = [self.score(il, e) for _, e in victims if e >= 0]
-        rest = [self.score(il, e) for slot, e in enumerate(held[n_static:], n_static)
+        rest = [self.score(il, e) for slot, e in enumerate(held)
                 if e >= 0 and slot not in slots]  # fmt: skip
         assert scores == sorted(scores)
         assert not rest or not scores or scores[-1] <= min(rest), "a better victim was there"

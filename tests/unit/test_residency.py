@@ -121,8 +121,8 @@ class Device:
         layer = self.residency.cache.layers[il]
         listed = {e for _, e in self.victims[il] if e >= 0}
         first = [e for _, e in self.victims[il][: 2 * N_USED] if e >= 0]
-        score, movable = layer.policy.score, set(layer.owner[layer.policy.n_static :])
-        others = [score[e] for e in layer.resident & movable - listed]
+        score = layer.policy.score
+        others = [score[e] for e in layer.resident - listed]
         lowest = min(others, default=np.inf)
         assert all(score[e] <= lowest for e in first), "the list is old"
         victims = self.victims[il][: len(chosen)]
