@@ -18,11 +18,11 @@ from ..loop.requests import TokenLogprobs, Usage
 from ..text.chat.parts import ContentPart
 from .answers import Answers, Update, total
 from .errors import ApiError
-from .exchange import Choice, Completion, CompletionBody, begin, finish_reason, finite, prepared
+from .exchange import Choice, Completion, begin, finish_reason, finite, prepared
 from .host import LoadedModel
 from .logs import request_id
 from .routes import RouteTable, either, operations, read_schema
-from .schemas import LIMITS, Defaults, wrong
+from .schemas import LIMITS, CompletionBody, Defaults, wrong
 from .state import state_of
 
 # Ids are 32 bits in the model's vocabulary; the service checks them against it.

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -24,7 +23,7 @@ from .guards import owner_of
 from .host import LoadedModel
 from .logs import WARNING, note_usage, note_warnings, request_id
 from .replies import DONE, EventStream, comment, data, reply
-from .schemas import LIMITS, MAX_TOKENS, Formatted, Sampled, Streamed
+from .schemas import CompletionBody
 from .state import state_of
 
 # What OpenAI calls the ends of an answer.
@@ -304,32 +303,6 @@ class Choice:
         self.logprobs += update.step.logprobs
         if update.is_last:
             self.last = update.step
-
-
-class CompletionBody(Sampled, Formatted, Streamed):
-    """What the bodies of OpenAI's two kinds of completions have in common."""
-
-    model: str | None = None
-    n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
-    max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
-    n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
-    echo: bool | None = None
-    return_progress: bool | None = None
-    timings_per_token: bool | None = None
-
-    @property
-    def n_choices(self) -> int:
-        """Return how many answers are wanted for each prompt."""
-        return self.n or 1
-
-    def limit(self, default: int | None, *first: int | None) -> int | None:
-        """Return the most tokens of an answer; None: until the context is full.
-
-        first: what counts more than the other fields.
-        """
-        given = (*first, self.max_tokens, self.n_predict)
-        asked = next((n for n in given if n is not None), None)
-        return default if asked is None else None if asked < 0 else asked
 
 
 @dataclass

@@ -16,11 +16,9 @@ from ..engine.chat import ChatRequest
 from ..loop.requests import TokenLogprobs
 from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, ReasoningPart
 from .answers import Update
-from .errors import ApiError
 from .exchange import (
     Choice,
     Completion,
-    CompletionBody,
     begin,
     chat_logprobs,
     finish_reason,
@@ -33,8 +31,10 @@ from .schemas import (
     LIMITS,
     MAX_TOKENS,
     Body,
+    CompletionBody,
     Defaults,
     Schema,
+    refuse,
     template_variables,
     wrong,
 )
@@ -214,10 +214,7 @@ class ChatBody(CompletionBody):
     def n_logprobs(self) -> int | None:
         """Return how many likely tokens are listed beside each token; None: no probabilities."""
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(
-                400, "top_logprobs needs logprobs: true", param="top_logprobs",
-                code="invalid_value",
-            )  # fmt: skip
+            refuse("top_logprobs", "it needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def choice_of_tool(self) -> str:
@@ -225,10 +222,7 @@ class ChatBody(CompletionBody):
         chosen, names = self.tool_choice, {tool.function.name for tool in self.tools or ()}
         wanted = chosen.names if isinstance(chosen, Allowed) else []
         if not names.issuperset(wanted) or (chosen == "required" and not names):
-            raise ApiError(
-                400, "tool_choice asks for a tool that is not among tools",
-                param="tool_choice", code="invalid_value",
-            )  # fmt: skip
+            refuse("tool_choice", "it asks for a tool that is not among tools")
         if isinstance(chosen, Allowed):
             return chosen.mode or chosen.names[0]
         return chosen or "auto"
@@ -241,10 +235,7 @@ class ChatBody(CompletionBody):
         elif asked is None and [m.role for m in self.messages[-2:]] == ["assistant"] * 2:
             problem = "the last two messages are the assistant's; say whether the last one goes on"
         if problem:
-            raise ApiError(
-                400, f"continue_final_message: {problem}", param="continue_final_message",
-                code="invalid_value",
-            )  # fmt: skip
+            refuse("continue_final_message", problem)
         return asked
 
     def _callable(self) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import (
@@ -57,18 +57,10 @@ LIMITS = Limits()
 
 def json_depth(value: object) -> int:
     """Return how deep the objects and lists of a JSON value are nested; a number has depth 0."""
-    depth, front = 0, [value]
-    while front := [inner for one in front for inner in _inside(one)]:
-        depth += 1
-    return depth
-
-
-def _inside(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(value.values()) or [None]
-    if isinstance(value, list):
-        return value or [None]
-    return []
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(json_depth, inner), default=0)
 
 
 _SETTINGS = {s.name: s for s in settings()}
@@ -170,11 +162,9 @@ class Sampled(Body):
 
         The caller must look up the tokens of biases that are given as texts.
         """
-        names = [s.name for s in settings() if s.name != "seed"]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        seed = defaults.seed if self.seed is None else folded_seed(self.seed)
-        values = {name: getattr(defaults, name) for name in names} | given
-        return SamplingParams(**values, seed=seed, logit_bias=defaults.logit_bias)
+        given = {name: getattr(self, name) for name in _SETTINGS}
+        given["seed"] = None if self.seed is None else folded_seed(self.seed)
+        return replace(defaults, **{name: v for name, v in given.items() if v is not None})
 
     def ignores_eos(self, defaults: Defaults) -> bool:
         """Return whether an end token does not end the answer."""
@@ -210,18 +200,6 @@ class StreamOptions(Body):
     """What a stream holds besides the answer."""
 
     include_usage: bool | None = None
-
-
-class Streamed(Body):
-    """Whether an answer is sent as it is written."""
-
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    @property
-    def wants_usage(self) -> bool:
-        """Return whether a stream ends with what the answer has cost."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 # A grammar that begins so is in Lark's syntax, as in llama-server; otherwise it is GBNF.
@@ -271,10 +249,7 @@ class ResponseFormat(Body):
         if self.type == "text":
             return None
         if self.type not in ("json_object", "json_schema"):
-            raise ApiError(
-                400, "response_format.type is not text, json_object or json_schema",
-                param="response_format.type", code="invalid_value",
-            )  # fmt: skip
+            refuse("response_format.type", "it is not text, json_object or json_schema")
         schema, is_strict = self.schema_, False
         if self.json_schema is not None and self.json_schema.schema_ is not None:
             schema, is_strict = self.json_schema.schema_, self.json_schema.strict is True
@@ -282,18 +257,43 @@ class ResponseFormat(Body):
             return schema_format(schema, is_strict)
         if self.type == "json_object":
             return Format("json_object")
-        raise ApiError(
-            400, "response_format.json_schema.schema: this field is required",
-            param="response_format.json_schema.schema", code="invalid_value",
-        )  # fmt: skip
+        refuse("response_format.json_schema.schema", "this field is required")
 
 
-class Formatted(Body):
-    """Fields that constrain the text of an answer."""
+class CompletionBody(Sampled):
+    """What the bodies of OpenAI's two kinds of completions have in common."""
 
+    model: str | None = None
+    n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
+    max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    echo: bool | None = None
     response_format: ResponseFormat | None = None
     json_schema: Schema | None = None
     grammar: Grammar | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
+
+    @property
+    def n_choices(self) -> int:
+        """Return how many answers are wanted for each prompt."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Return whether a stream ends with what the answer has cost."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def limit(self, default: int | None, *first: int | None) -> int | None:
+        """Return the most tokens of an answer; None: until the context is full.
+
+        first: what counts more than the other fields.
+        """
+        given = (*first, self.max_tokens, self.n_predict)
+        asked = next((n for n in given if n is not None), None)
+        return default if asked is None else None if asked < 0 else asked
 
     def format(self) -> Format | None:
         """Return the format that the request asks for."""
@@ -305,10 +305,7 @@ class Formatted(Body):
             found.append(Format(kind, self.grammar))
         formats = [one for one in found if one is not None]
         if len(formats) > 1:
-            raise ApiError(
-                400, "response_format, json_schema and grammar exclude one another; give one",
-                param="grammar", code="invalid_value",
-            )  # fmt: skip
+            refuse("grammar", "response_format, json_schema and grammar exclude one another")
         return formats[0] if formats else None
 
 
@@ -383,14 +380,8 @@ def template_variables(
     """
     for name in given or {}:
         if name in _RESERVED or not name.isidentifier():
-            raise ApiError(
-                400, "chat_template_kwargs may not set this variable",
-                param=f"chat_template_kwargs.{name[:80]}", code="invalid_value",
-            )  # fmt: skip
+            refuse(f"chat_template_kwargs.{name[:80]}", "a request may not set this variable")
     thinks = (given or {}).get("enable_thinking", True)
     if not isinstance(thinks, bool):  # any text would be true to a template
-        raise ApiError(
-            400, f"chat_template_kwargs.enable_thinking: {thinks!r:.80} is not true or false",
-            param="chat_template_kwargs.enable_thinking", code="invalid_value",
-        )  # fmt: skip
+        refuse("chat_template_kwargs.enable_thinking", f"{thinks!r:.80} is not true or false")
     return {**thinking_variables(effort), **(given or {})}
