@@ -238,7 +238,6 @@ def read_message(value: Block, where: str) -> list[Message]:
 
 
 def _answer(blocks: Sequence[tuple[Block, str]]) -> Message:
-    """Return an earlier answer as one message."""
     found: Message = {"role": "assistant", "content": ""}
     for block, where in blocks:
         kind = kind_of(block)
@@ -577,7 +576,6 @@ class _Run(Exchange):
     writer: MessageWriter
 
     async def whole(self) -> dict[str, Any]:
-        """Return the message."""
         async for update in self.answers:
             self.writer.take(update.parts)
             if update.is_last:
@@ -601,7 +599,6 @@ class _Run(Exchange):
                 yield b"".join(frames)
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        """Return the event of an error."""
         return map(named, self.writer.fail(error))
 
 

@@ -85,7 +85,6 @@ class _ErrorForms:
         return reply(body, status=error.status, headers=error.headers)
 
     async def handle(self, request: HttpRequest, failure: Exception) -> Response:
-        """Answer a request that no route takes."""
         if not isinstance(failure, HTTPException):
             raise failure
         return self._answer(request.url.path, _routing_error(request, failure))

@@ -125,7 +125,6 @@ class _Run(Completion):
 
     @property
     def usage(self) -> Usage:
-        """Return the sum over all prompts."""
         n, usages = self.body.n_choices, self.answers.usages
         if len(usages) == 1:
             return usages[0]
@@ -138,11 +137,9 @@ class _Run(Completion):
         )
 
     def _echo(self, index: int) -> str:
-        """Return what comes before an answer's own text."""
         return self.echoes[index // self.body.n_choices] if self.echoes else ""
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return a whole choice."""
         return {
             "index": index,
             "text": self._echo(index) + choice.reply.content,
@@ -151,7 +148,6 @@ class _Run(Completion):
         }
 
     def _logprobs(self, found: Sequence[TokenLogprobs], n_shown: int) -> dict[str, Any] | None:
-        """Return the logprobs object if it was asked for."""
         if self.body.logprobs is None:
             return None
         return text_logprobs(found, self.loaded.chat.piece, n_shown)

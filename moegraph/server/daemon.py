@@ -168,7 +168,6 @@ class Frames:
             self._write(struct.pack(f"<{len(values)}i", *values))
 
     def _write(self, data: bytes) -> None:
-        """Write all bytes."""
         if self.fd is None:
             return
         view = memoryview(data)
@@ -502,7 +501,6 @@ class Daemon:
         self._turns.start(run, slot, n_gen, quantum or n_gen)
 
     def _run(self, line: Line, prompt: Ids, n_gen: int) -> Running:
-        """Submit the request of a line."""
         marks = (line.snap[0],) if line.snap and line.snap[0] < len(prompt) else ()
         request = Request(
             prompt.tolist(), line.sampling or GREEDY, max_tokens=n_gen, marks=marks,

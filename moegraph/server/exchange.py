@@ -343,7 +343,6 @@ class Completion(Exchange):
         return {**self._head(self.kind), "choices": choices, **self._sums()}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        """Return the fields that begin every object."""
         facts = self.loaded.facts
         return {
             "id": f"{self.id_prefix}-{request_id(self.http)}",

@@ -242,7 +242,6 @@ class ModelHost:
         return not self.n_users and time.monotonic() - self._idle_since >= seconds
 
     async def _tidy(self, *steps: Callable[[], None]) -> None:
-        """Return free memory to the system."""
         self._is_tidy = True
         for step in steps:
             await asyncio.get_running_loop().run_in_executor(self._thread, step)

@@ -239,7 +239,6 @@ class ChatBody(CompletionBody):
         return asked
 
     def _callable(self) -> list[dict[str, Any]]:
-        """Return the tools that may be called."""
         chosen, tools = self.tool_choice, self.tools or ()
         if isinstance(chosen, Allowed) and chosen.mode:
             tools = [tool for tool in tools if tool.function.name in chosen.names]
@@ -284,7 +283,6 @@ class _Run(Completion):
     empty: ClassVar = {"delta": {}}
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return a whole choice."""
         return {
             "index": index,
             "message": {**choice.reply.message(), "refusal": None},
@@ -293,11 +291,9 @@ class _Run(Completion):
         }
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """Return the logprobs object if it was asked for."""
         return chat_logprobs(found, self.loaded.chat.piece) if self.body.logprobs else None
 
     def first(self, index: int) -> dict[str, Any]:
-        """Return the fields that begin a stream's choice."""
         return {"delta": {"role": "assistant", "content": None, "refusal": None}}
 
     def step(self, update: Update) -> tuple[list[dict[str, Any]], str | None]:

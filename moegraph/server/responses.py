@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -607,124 +606,84 @@ Logprobs = Sequence[dict[str, Any]]
 
 
 @dataclass
-class _OutputItem(ABC):
+class _OutputItem:
     """An item that grows: `begin`, then `grow` as text comes, then `end`.
 
-    at: its place in the output. status: as OpenAI has it, in_progress until it has ended.
+    at: its place in the output. head: its fields that do not change, such as its type: message,
+    reasoning (of which a summary is never made), function_call (whose text is a JSON object) or
+    custom_tool_call (whose plain text is known when it has ended). status: as OpenAI has it.
     """
 
     at: int
-    id: str
+    head: dict[str, Any]
     text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     status: str = "in_progress"
 
-    @abstractmethod
-    def json(self) -> dict[str, Any]:
-        """Return the item as it is now."""
-
-    def begin(self) -> list[Event]:
-        """Return the events of a new item."""
-        return [self._event("output_item.added", item=self.json())]
-
-    @abstractmethod
-    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
-        """Add text; return the events of that."""
-
-    def end(self, status: str) -> list[Event]:
-        """Close the item; return the events of that."""
-        events = self._last()
-        self.status = status
-        return [*events, self._event("output_item.done", item=self.json())]
-
-    @abstractmethod
-    def _last(self) -> list[Event]:
-        """Return the events that come before the one of the whole item."""
-
-    def _event(self, kind: str, **fields: Any) -> Event:
-        own = {} if "item" in fields else {"item_id": self.id}
-        return {"type": f"response.{kind}", "output_index": self.at, **own, **fields}
-
-
-class _Text(_OutputItem):
-    """The text of an answer, or its reasoning, of which a summary is never made."""
-
-    def __init__(self, at: int, is_reasoning: bool) -> None:
-        super().__init__(at, new_id("rs" if is_reasoning else "msg"))
-        self.is_reasoning = is_reasoning
-        self.logprobs: list[dict[str, Any]] = []
-        self._has_part = False
+    @property
+    def kind(self) -> str:
+        kind: str = self.head["type"]
+        return kind
 
     def json(self) -> dict[str, Any]:
-        if self.is_reasoning:
-            content = [self._part()] if self.text else []
-            made = {"id": self.id, "type": "reasoning", "summary": [], "content": content}
-            return {**made, "encrypted_content": None, "status": self.status}
-        content = [self._part()] if self._has_part else []
-        made = {"id": self.id, "type": "message", "role": "assistant"}
-        return {**made, "status": self.status, "content": content}
+        own: dict[str, Any]
+        if self.kind == "function_call":
+            own = {"arguments": self.text}
+        elif self.kind == "custom_tool_call":
+            own = {"input": "" if self.status == "in_progress" else plain_input(self.text)}
+        else:
+            own = {"content": [self._part()] if self.text else []}
+        return {**self.head, **own, "status": self.status}
 
     def _part(self) -> dict[str, Any]:
-        if self.is_reasoning:
+        if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         made = {"type": "output_text", "text": self.text, "annotations": []}
         return {**made, "logprobs": self.logprobs}
 
-    def _content(self, kind: str, **fields: Any) -> Event:
-        """Return an event of the only content."""
-        return self._event(kind, content_index=0, **fields)
-
     def begin(self) -> list[Event]:
-        events = super().begin()
-        self._has_part = True
-        return [*events, self._content("content_part.added", part=self._part())]
+        events = [self._event("output_item.added", item=self.json())]
+        if self.kind in ("message", "reasoning"):
+            events.append(self._content("content_part.added", part=self._part()))
+        return events
 
     def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
         self.text += text
-        if self.is_reasoning:
+        if self.kind == "custom_tool_call":
+            return []
+        if self.kind == "function_call":
+            return [self._event("function_call_arguments.delta", delta=text)]
+        if self.kind == "reasoning":
             return [self._content("reasoning_text.delta", delta=text)]
         self.logprobs += logprobs
         return [self._content("output_text.delta", delta=text, logprobs=list(logprobs))]
 
-    def _last(self) -> list[Event]:
-        kind, more = "output_text.done", {"logprobs": self.logprobs}
-        if self.is_reasoning:
-            kind, more = "reasoning_text.done", {}
-        done = self._content(kind, text=self.text, **more)
-        return [done, self._content("content_part.done", part=self._part())]
+    def end(self, status: str) -> list[Event]:
+        self.status = status
+        if self.kind == "function_call":
+            name = self.head["name"]
+            done = "function_call_arguments.done"
+            events = [self._event(done, name=name, arguments=self.text)]
+        elif self.kind == "custom_tool_call":
+            text, kind = plain_input(self.text), "custom_tool_call_input"
+            events = [
+                self._event(f"{kind}.delta", delta=text), self._event(f"{kind}.done", input=text),
+            ]  # fmt: skip
+        else:
+            part = self._part()
+            more = {"logprobs": self.logprobs} if self.kind == "message" else {}
+            events = [
+                self._content(f"{part['type']}.done", text=self.text, **more),
+                self._content("content_part.done", part=part),
+            ]
+        return [*events, self._event("output_item.done", item=self.json())]
 
+    def _content(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, content_index=0, **fields)
 
-class _Call(_OutputItem):
-    """A call of a function, whose text is that of a JSON object, or of a tool with plain text.
-
-    The plain text is known when the call has ended.
-    """
-
-    def __init__(self, at: int, call: CallBegin, name: ToolName) -> None:
-        self.is_custom = name.kind == "custom"
-        super().__init__(at, new_id("ctc" if self.is_custom else "fc"))
-        self.call_id, self.name, self._input = call.id, name, ""
-
-    def json(self) -> dict[str, Any]:
-        kind = "custom_tool_call" if self.is_custom else "function_call"
-        given = {"input": self._input} if self.is_custom else {"arguments": self.text}
-        made = {"id": self.id, "type": kind, "call_id": self.call_id, "name": self.name.name}
-        made |= {**given, "status": self.status}
-        return {**made, "namespace": self.name.namespace} if self.name.namespace else made
-
-    def grow(self, text: str, logprobs: Logprobs = ()) -> list[Event]:
-        self.text += text
-        if self.is_custom:
-            return []
-        return [self._event("function_call_arguments.delta", delta=text)]
-
-    def _last(self) -> list[Event]:
-        if not self.is_custom:
-            kind, name = "function_call_arguments.done", self.name.name
-            return [self._event(kind, name=name, arguments=self.text)]
-        self._input = plain_input(self.text)
-        kind = "custom_tool_call_input"
-        done = self._event(f"{kind}.done", input=self._input)
-        return [self._event(f"{kind}.delta", delta=self._input), done]
+    def _event(self, kind: str, **fields: Any) -> Event:
+        own = {} if "item" in fields else {"item_id": self.head["id"]}
+        return {"type": f"response.{kind}", "output_index": self.at, **own, **fields}
 
 
 def plain_input(arguments: str) -> str:
@@ -739,6 +698,18 @@ def plain_input(arguments: str) -> str:
 def new_id(kind: str) -> str:
     """Return an id that cannot be guessed: knowing it is enough to get a response."""
     return f"{kind}_{uuid4().hex}"
+
+
+_MESSAGE = {"type": "message", "role": "assistant"}
+_REASONING: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": None}
+
+
+def _call_head(call: CallBegin, name: ToolName) -> dict[str, Any]:
+    prefix, kind = "fc", "function_call"
+    if name.kind == "custom":
+        prefix, kind = "ctc", "custom_tool_call"
+    head = {"id": new_id(prefix), "type": kind, "call_id": call.id, "name": name.name}
+    return {**head, "namespace": name.namespace} if name.namespace else head
 
 
 # Status of an error -> its code in a response object; others are the server's.
@@ -826,22 +797,20 @@ class ResponseWriter:
         if isinstance(part, CallEnd):
             return self._close("completed" if part.is_whole else "incomplete")
         if isinstance(part, CallBegin):
-            name = self._tools.name(part.name)
-            return self._begin(_Call(len(self._items), part, name))
+            return self._begin(_call_head(part, self._tools.name(part.name)))
         if isinstance(part, CallArguments):
             return self._open.grow(part.text) if self._open else []
-        events, is_reasoning = list[Event](), isinstance(part, ReasoningPart)
-        item = self._open
-        if not isinstance(item, _Text) or item.is_reasoning != is_reasoning:
-            item = _Text(len(self._items), is_reasoning)
-            events = self._begin(item)
-        return events + item.grow(part.text, logprobs)
+        is_reasoning, events = isinstance(part, ReasoningPart), list[Event]()
+        head = _REASONING if is_reasoning else _MESSAGE
+        if self._open is None or self._open.kind != head["type"]:
+            events = self._begin({"id": new_id("rs" if is_reasoning else "msg"), **head})
+        return events + self._items[-1].grow(part.text, logprobs)
 
-    def _begin(self, item: _OutputItem) -> list[Event]:
+    def _begin(self, head: dict[str, Any]) -> list[Event]:
         events = self._close("completed")
-        self._items.append(item)
-        self._open = item
-        return events + item.begin()
+        self._open = _OutputItem(len(self._items), head)
+        self._items.append(self._open)
+        return events + self._open.begin()
 
     def _close(self, status: str) -> list[Event]:
         item, self._open = self._open, None
@@ -884,13 +853,11 @@ class _Run(Exchange):
         return events
 
     async def whole(self) -> dict[str, Any]:
-        """Return the response, and what the engine did for it."""
         async for update in self.answers:
             self._take(update)
         return {**self.writer.response(), **self.costs()}
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events."""
         for one in self.writer.start():
             yield named(one)
         progress = PromptProgress(self._progress if self.body.return_progress else None)
@@ -906,7 +873,6 @@ class _Run(Exchange):
         return named(self.writer.progress(found))
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        """Return the events of an error."""
         return map(named, self.writer.fail(error))
 
 

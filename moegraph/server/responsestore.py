@@ -32,7 +32,6 @@ class _Stored:
         return len(self.response) + len(self.items)
 
     def all_items(self) -> list[Item]:
-        """Return the items of the input and of the output."""
         return [*json.loads(self.items), *json.loads(self.response)["output"]]
 
 

@@ -145,7 +145,6 @@ class _Tokens:
         )
 
     def compile(self, kind: str, text: str) -> Compiled:
-        """Return a grammar, compiled; see `Grammars.compile`."""
         try:
             grammar = self._grammar(kind, text)
         except ValueError as error:

@@ -173,22 +173,18 @@ class _CallOutput:
         self._index = 0
 
     def taken(self) -> list[Found]:
-        """Return what was found since the last time."""
         out, self._out = self._out, []
         return out
 
     def text(self, text: str) -> None:
-        """Add text of the answer."""
         if text:
             self._out.append(text)
 
     def say(self, text: str) -> None:
-        """Add text of the call's arguments."""
         if text:
             self._out.append(CallArguments(self._index, text))
 
     def open(self, name: str, arguments: JSONArguments | None = None) -> None:
-        """Begin a call."""
         self._index = next(self._indices)
         self.arguments = arguments or Arguments(name, self._tools)
         self._out.append(CallBegin(self._index, self._new_id(), name))
@@ -201,7 +197,6 @@ class _CallOutput:
         self.text(arguments.stray.replace(END_OF_PARAMETER, "").strip())
 
     def end(self, is_whole: bool) -> None:
-        """End a call."""
         arguments, self.arguments = self.arguments, None
         assert arguments is not None
         self.raws[self._index] = arguments.raw

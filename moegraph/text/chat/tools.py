@@ -330,7 +330,6 @@ class CallGrammar:
 
 
 def _part(n: int) -> str:
-    """Return the name of the grammar of a function's input."""
     return f"input_{n}"
 
 
