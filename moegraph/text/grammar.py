@@ -7,7 +7,6 @@ import math
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,6 +20,7 @@ import numpy as np
 
 from ..errors import ConfigError, RequestError
 from ..sampling import BoolArray
+from .recent import Recent
 
 if TYPE_CHECKING:
     import llguidance
@@ -31,9 +31,9 @@ KINDS = ("json_object", "json_schema", "gbnf", "lark", "regex")
 CALLS = "calls"  # Lark that `CallGrammar` has written
 MAX_GRAMMAR_CHARS = 512 * 1024  # also of the tools that must be called
 MAX_GBNF_CHARS = 32 * 1024  # its converter is slow
-# Grammars that are kept compiled, and the characters of their sources. A compiled grammar takes
-# about 40 bytes for each.
-_N_CACHED, _CACHED_CHARS = 64, 2 * 1024 * 1024
+# Characters of the grammars that are kept compiled, which take about 40 bytes for each; a small
+# grammar counts as so many.
+_CACHED_CHARS, _LEAST_CHARS = 2 * 1024 * 1024, 32 * 1024
 # Between tokens of JSON, as llama.cpp's grammars have it; without a limit, a model may write
 # nothing else for ever.
 _SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
@@ -89,7 +89,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._tokens: _Tokens | None = None
-        self._compiled: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+        self._compiled = Recent[tuple[str, str], Compiled](_CACHED_CHARS)
 
     def compile(self, kind: str, source: Any) -> Compiled:
         """Return a grammar, compiled.
@@ -98,20 +98,10 @@ class Grammars:
         """
         text = _source_text(kind, source)
         tokens = self._read()
-        with self._lock:
-            if found := self._compiled.get((kind, text)):
-                self._compiled.move_to_end((kind, text))
-                return found
-        found = tokens.compile(kind, text)
-        with self._lock:
-            self._compiled[kind, text] = found
-            while len(self._compiled) > _N_CACHED or self._n_chars > _CACHED_CHARS:
-                self._compiled.popitem(last=False)
+        if (found := self._compiled.get((kind, text))) is None:
+            found = tokens.compile(kind, text)
+            self._compiled.put((kind, text), found, max(len(text), _LEAST_CHARS))
         return found
-
-    @property
-    def _n_chars(self) -> int:
-        return sum(len(text) for _, text in self._compiled)
 
     def _read(self) -> _Tokens:
         with self._lock:

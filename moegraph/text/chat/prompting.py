@@ -11,7 +11,6 @@ import re
 import threading
 from array import array
 from bisect import bisect
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MoegraphError, RequestError
+from ..recent import Recent
 from .answer import END_OF_THINK, THINK
 from .messages import TemplateMessage, without_late_system
 from .rawjson import dumps
@@ -61,7 +61,8 @@ class SegmentEncoder:
         self._end = re.compile("|".join(map(re.escape, ends)) or "(?!)")
         names = sorted(tags, key=len, reverse=True)
         self._tag = re.compile("|".join(map(re.escape, names))) if names else None
-        self._known, self._written = _Memory(), _Memory()
+        self._known: Recent[str, array[int]] = Recent(_MAX_CHARS)
+        self._written: Recent[str, array[int]] = Recent(_MAX_CHARS)
 
     def encode(self, prompt: str, add_special: bool) -> Encoded:
         """Return the token ids of a prompt.
@@ -85,7 +86,7 @@ class SegmentEncoder:
         the tokens that the engine holds.
         """
         if self._tag is not None:
-            self._written.put(segment, array("i", ids))
+            self._written.put(segment, array("i", ids), len(segment))
 
     def _ids(self, segment: str) -> array[int]:
         end = next((found.start() for found in self._end.finditer(segment)), 0)
@@ -94,32 +95,8 @@ class SegmentEncoder:
             return written + array("i", self._tokenizer.encode(rest, add_special=False))
         if (found := self._known.get(segment)) is None:
             found = array("i", self._tokenizer.encode(segment, add_special=False))
-            self._known.put(segment, found)
+            self._known.put(segment, found, len(segment))
         return found
-
-
-class _Memory:
-    """The ids of texts, those used last."""
-
-    def __init__(self) -> None:
-        self._ids: OrderedDict[str, array[int]] = OrderedDict()
-        self._n_chars = 0
-        self._lock = threading.Lock()
-
-    def get(self, text: str) -> array[int] | None:
-        with self._lock:
-            if (found := self._ids.get(text)) is not None:
-                self._ids.move_to_end(text)
-            return found
-
-    def put(self, text: str, ids: array[int]) -> None:
-        with self._lock:
-            if text not in self._ids:
-                self._n_chars += len(text)
-            self._ids[text] = ids
-            self._ids.move_to_end(text)
-            while self._n_chars > _MAX_CHARS:
-                self._n_chars -= len(self._ids.popitem(last=False)[0])
 
 
 def turn_tags(source: str, specials: Sequence[str], ends: Iterable[str]) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn
+
+from ..recent import Recent
 
 _MARK = re.compile(r'["\\{}\[\]<]')
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -111,9 +111,7 @@ class CallMemory:
     """Remembers how values of calls were written; any thread may call it."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Raw] = OrderedDict()
-        self._n_chars = 0
-        self._lock = threading.Lock()
+        self._known = Recent[bytes, Raw](_MAX_REMEMBERED)
 
     def keep(self, name: str, arguments: str, raw: Raw) -> None:
         """Remember a call; arguments: its JSON text. raw: how values that are no text were written.
@@ -124,16 +122,8 @@ class CallMemory:
             key = _key(name, loads(arguments))
         except ValueError:
             return
-        with self._lock:
-            self._forget(key)
-            self._known[key] = dict(raw)
-            self._n_chars += _size(raw)
-            while self._n_chars > _MAX_REMEMBERED:
-                self._forget(next(iter(self._known)))
-
-    def _forget(self, key: bytes) -> None:
-        if (raw := self._known.pop(key, None)) is not None:
-            self._n_chars -= _size(raw)
+        n_chars = sum(len(one) + len(value) for one, value in raw.items())
+        self._known.put(key, dict(raw), 64 + n_chars)
 
     def shown(self, name: str, arguments: str) -> dict[str, Any]:
         """Return arguments for a template that prints text as it is; arguments: their JSON text.
@@ -144,7 +134,7 @@ class CallMemory:
         values = loads(arguments)
         if not isinstance(values, dict):
             raise ValueError("the arguments are not an object")
-        raw = self._raw(name, values)
+        raw = self._known.get(_key(name, values)) or {}
         return {
             name: value if isinstance(value, str) else raw.get(name, _shown(value))
             for name, value in values.items()
@@ -160,15 +150,8 @@ class CallMemory:
             values = loads(arguments)
         except ValueError:
             return arguments
-        return self._raw(name, values).get(WHOLE, dumps(values))
-
-    def _raw(self, name: str, values: object) -> Raw:
-        with self._lock:
-            key = _key(name, values)
-            raw = self._known.get(key, {})
-            if raw:
-                self._known.move_to_end(key)
-            return raw
+        raw = self._known.get(_key(name, values)) or {}
+        return raw.get(WHOLE, dumps(values))
 
 
 def _shown(value: object) -> object:
@@ -188,7 +171,3 @@ def _with_integers(value: object) -> object:
     if isinstance(value, dict):
         return {key: _with_integers(one) for key, one in value.items()}
     return [_with_integers(one) for one in value] if isinstance(value, list) else value
-
-
-def _size(raw: Raw) -> int:
-    return 64 + sum(len(key) + len(value) for key, value in raw.items())
