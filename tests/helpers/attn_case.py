@@ -223,6 +223,7 @@ class Graph:
         self.out = b.expand(b.paged_attn(q, *pools, pages, rows, case.page_size, case.scale))
         memory = C.ggml_backend_alloc_ctx_tensors_from_buft(b.context.ptr, device.buft)
         self._stack.enter_context(Buffer(memory))
+        self._stack.callback(C.mg_graph_forget, device.compute.ptr, b.graph)
         self.set("k", case.k)
         self.set("v", case.v)
 

@@ -92,6 +92,8 @@ class Graph:
 
         with ExitStack() as stack:
             self._allocate(device, stack)
+            # a later graph may have its addresses, and a captured one would run for it
+            stack.callback(C.mg_graph_forget, device.compute.ptr, self.b.graph)
             yield launch
 
     def replace(self, leaf: Tensor, data: npt.NDArray[Any]) -> None:
