@@ -85,6 +85,8 @@ def _settings(given: Iterable[str]) -> list[str]:
     found += [f"-DCMAKE_INSTALL_RPATH={';'.join(rpath)}", "-DGGML_CUDA_NCCL=OFF"]
     # without a driver here, only the machine that runs the programs has what libggml-cuda needs
     found.append("-DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined")
+    # some compilers have only the static libstdc++: its parts in one library must not serve another
+    found.append("-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,libstdc++.a")
     # the source distribution has no history to ask for the commit
     found += [f"-DLLAMA_BUILD_COMMIT={fetch.PIN['llama_cpp_commit']}"]
     parts = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "BUILD_UI", "USE_PREBUILT_UI", "OPENSSL")
