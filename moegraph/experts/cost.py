@@ -14,6 +14,7 @@ If the layer's graph fetches the experts, the layer takes fetch(n) longer, a cur
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -145,34 +146,17 @@ class MissSplit:
         n, more = len(rows), self._per_row
         # what the CPU computes if it takes 0, 1, ... experts
         loads = [0.0, *accumulate(1.0 + more * (r - 1) for r in reversed(rows))]
+
+        def is_cpu_last(c: int) -> bool:
+            return _seconds(self.on_cpu, loads[c]) >= _seconds(self.streamed, n - c)
+
         # the fewest with which the CPU takes as long as the uploads; with all of them it does
-        fewest, most = 0, n
-        while fewest < most:
-            c = (fewest + most) // 2
-            if _seconds(self.on_cpu, loads[c]) < _seconds(self.streamed, n - c):
-                fewest = c + 1
-            else:
-                most = c
+        fewest = bisect_left(range(n), True, key=is_cpu_last)
         if fewest and _seconds(self.streamed, n - fewest + 1) <= _seconds(
             self.on_cpu, loads[fewest]
         ):
             return fewest - 1
         return fewest
-
-
-# Least ratio of the times to upload one expert and to compute it on the CPU, for the CPU to get it.
-_CPU_ADVANTAGE = 1.5
-
-
-def streams_rare_misses(cpu_one: float, stream_one: float, n_slots: int, n_expert: int) -> bool:
-    """Return whether to upload every missing expert, so that the CPU needs no activations.
-
-    cpu_one, stream_one: seconds to compute and to upload one expert. n_slots: of the layer with the
-    fewest slots. If at least half of the experts are resident, few layers miss any, and mostly one.
-    Exporting activations costs time in every layer, and uploaded experts can stay. So the CPU gets
-    experts only if uploading one takes at least 1.5 times as long as computing it.
-    """
-    return 2 * n_slots >= n_expert and stream_one < _CPU_ADVANTAGE * cpu_one
 
 
 # Share of the choices that miss, by the share of its experts that a layer has slots for: `lfu` on
@@ -183,15 +167,6 @@ _SHARES, _MISSING = (0.0, 0.09, 0.24, 0.39, 0.59, 1.0), (1.0, 0.34, 0.112, 0.047
 # Measured on the server of the benchmarks (h200: host_layer and fixed), used for every machine. The
 # reaction grows with the rows: 110 to 130 us were measured with 8 rows, 330 us with 32.
 _BOUNDARY, _REACTION = 10e-6, 50e-6
-
-
-def usual_slots(n_slots: Sequence[int], n_expert_used: int, n_expert: int) -> float:
-    """Return the mean slots of the layers that may miss experts and can fetch, 0 without any.
-
-    A layer with fewer than n_expert_used slots cannot fetch; a full layer misses nothing.
-    """
-    able = [n for n in n_slots if n_expert_used <= n < n_expert]
-    return sum(able) / len(able) if able else 0.0
 
 
 def expected_missing(n_slots: float, n_expert: int, n_used: int, n_rows: float) -> float:
@@ -226,14 +201,11 @@ def fetch_limit(
     """Return up to how many missing experts of a layer graphs of n_rows rows should fetch."""
     if fetches_in_graph(on_cpu, streamed, n_expert, n_rows):
         return math.inf
-    low, high = 0.0, float(n_expert)
-    while high - low > 0.01 * high:
-        middle = (low + high) / 2
-        if fetches_in_graph(on_cpu, streamed, middle, n_rows):
-            low = middle
-        else:
-            high = middle
-    return low
+
+    def is_more(thousandths: int) -> bool:
+        return not fetches_in_graph(on_cpu, streamed, thousandths / 1000, n_rows)
+
+    return (bisect_left(range(1000 * n_expert), True, key=is_more) - 1) / 1000
 
 
 def _seconds(measured: Sequence[float], n: float) -> float:
@@ -262,19 +234,15 @@ class MissCosts:
 class MissWays:
     """Who computes missing experts, decided once, before the first pass.
 
-    split: how many of a layer's missing experts the CPU takes. cpu: it takes any, in passes of
-    cpu_from rows and more. fetch_rows: in passes of up to so many rows, graphs fetch missing
-    experts in layers that can, as far as one can tell in advance; no CPU is involved there.
-    fetch_limits, expected: for 1, 2, ... rows, up to how many missing experts of a layer graphs
-    should fetch, and how many are expected; empty if the choice is not to change.
+    split: how many of a layer's missing experts the CPU takes. cpu: it takes any.
+    fetch_limits: for 1, 2, ... MAX_FETCH_ROWS rows, up to how many missing experts of a layer that
+    can graphs fetch; no CPU is involved there. expected: how many are expected at first.
     """
 
     split: MissSplit
     cpu: bool
-    fetch_rows: int
-    cpu_from: int = 1
-    fetch_limits: tuple[float, ...] = ()
-    expected: tuple[float, ...] = ()
+    fetch_limits: Sequence[float]
+    expected: Sequence[float] = (0.0,) * MAX_FETCH_ROWS
 
 
 def choose_ways(
@@ -284,22 +252,16 @@ def choose_ways(
     if mode != "auto" or not costs.on_cpu:
         is_cpu = mode == "cpu"
         split = MissSplit.fixed(n_expert_used, is_cpu)
-        return MissWays(split, is_cpu, 0 if is_cpu else MAX_FETCH_ROWS)
+        return MissWays(split, is_cpu, (-1.0 if is_cpu else math.inf,) * MAX_FETCH_ROWS)
     on_cpu, streamed, widths = costs.on_cpu, costs.streamed, range(1, MAX_FETCH_ROWS + 1)
-    usual = usual_slots(n_slots, n_expert_used, n_expert)
-    expected = tuple(expected_missing(usual, n_expert, n_expert_used, n) for n in widths)
-    fetch_rows = 0
-    while fetch_rows < MAX_FETCH_ROWS and fetches_in_graph(
-        on_cpu, streamed, expected[fetch_rows], fetch_rows + 1
-    ):
-        fetch_rows += 1
-    is_rare = streams_rare_misses(on_cpu[1], streamed[1], min(n_slots), n_expert)
-    if is_rare and not fetch_rows:
-        return MissWays(MissSplit.fixed(n_expert_used, False), False, 0)
-    limits = tuple(fetch_limit(on_cpu, streamed, n, n_expert) for n in widths)
-    split = MissSplit(on_cpu, streamed, costs.per_row)
-    # several rows can miss much, however rare the misses of one row are
-    return MissWays(split, True, fetch_rows, 2 if is_rare else 1, limits, expected)
+    # layers with fewer slots than a row chooses experts cannot fetch; full ones miss nothing
+    able = [n for n in n_slots if n_expert_used <= n < n_expert]
+    usual = sum(able) / max(len(able), 1)
+    return MissWays(
+        MissSplit(on_cpu, streamed, costs.per_row), True,
+        [fetch_limit(on_cpu, streamed, n, n_expert) for n in widths],
+        [expected_missing(usual, n_expert, n_expert_used, n) for n in widths],
+    )  # fmt: skip
 
 
 def machine_costs(machine: Machine, n_expert_used: int) -> MissCosts:
@@ -321,27 +283,25 @@ class FetchChoice:
     resident, others do not, and sequences of different texts each need their own experts. So the
     choice follows from what the last passes of as many rows missed.
 
-    ways: `fetch_rows` decides until something was missed, and alone where the CPU cannot help.
+    What is expected decides until something was missed.
     """
 
     def __init__(self, ways: MissWays, most_rows: int) -> None:
         """most_rows: whose ids a look-up takes."""
-        self._fetch_rows, self._most_rows = min(ways.fetch_rows, most_rows), most_rows
-        self._limits, self._expected = ways.fetch_limits, ways.expected
-        self._mean: dict[int, float] = {}
-        self._learned: dict[int, bool] = {}
+        self._limits = ways.fetch_limits[:most_rows]
+        self._mean = [*ways.expected[:most_rows]]
+        self._fetches = [mean <= limit for mean, limit in zip(self._mean, self._limits)]
 
     def fetches(self, n_rows: int) -> bool:
         """Return whether graphs of n_rows rows fetch."""
-        return self._learned.get(n_rows, n_rows <= self._fetch_rows)
-
-    def learns(self, n_rows: int) -> bool:
-        """Return whether `observe` should be told of passes of n_rows rows."""
-        return self._fetch_rows > 0 and 0 < n_rows <= min(self._most_rows, len(self._limits))
+        return n_rows <= len(self._fetches) and self._fetches[n_rows - 1]
 
     def observe(self, n_rows: int, n_missing: float) -> None:
-        """Note how many experts a pass missed, the mean of the layers that can fetch."""
-        mean = self._mean.get(n_rows, self._expected[n_rows - 1])
-        self._mean[n_rows] = mean = mean + _WEIGHT * (n_missing - mean)
-        slack = _SLACK if self.fetches(n_rows) else 1.0 / _SLACK
-        self._learned[n_rows] = mean <= slack * self._limits[n_rows - 1]
+        """Note how many experts a pass missed, the mean of the layers that can fetch.
+
+        Passes of so many rows can fetch.
+        """
+        at = n_rows - 1
+        self._mean[at] += _WEIGHT * (n_missing - self._mean[at])
+        slack = _SLACK if self._fetches[at] else 1.0 / _SLACK
+        self._fetches[at] = self._mean[at] <= slack * self._limits[at]

@@ -62,9 +62,10 @@ class Residency:
         self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
         self.split = ways.split
-        self._has_cpu, self._cpu_from = ways.cpu, ways.cpu_from
+        self._has_cpu = ways.cpu
         self._n_used = cache.n_expert_used
-        self._choice = FetchChoice(ways, min(MAX_FETCH_ROWS, MAX_FETCH_IDS // self._n_used))
+        self._most_rows = min(MAX_FETCH_ROWS, MAX_FETCH_IDS // self._n_used)
+        self._choice = FetchChoice(ways, self._most_rows)
         self._fetch_layers = frozenset(
             il for il in fetchable if self._choice.fetches(1) and cache.layers[il].can_fetch
         )
@@ -108,13 +109,13 @@ class Residency:
 
     def _learn(self, n_tokens: int) -> None:
         """Note what the last pass missed; n_tokens: rows of the next one, 0 if it cannot fetch."""
+        if not self._fetch_layers:
+            return
         n_rows, before = self._learning
-        learns = self._choice.learns(n_tokens)
-        if n_rows or learns:
-            total = sum(self._layers[il].n_missing for il in self._fetch_layers)
-            if n_rows and self._fetch_layers:
-                self._choice.observe(n_rows, (total - before) / len(self._fetch_layers))
-            self._learning = (n_tokens, total) if learns else (0, 0)
+        total = sum(self._layers[il].n_missing for il in self._fetch_layers)
+        if n_rows:
+            self._choice.observe(n_rows, (total - before) / len(self._fetch_layers))
+        self._learning = n_tokens if n_tokens <= self._most_rows else 0, total
 
     def preferred(self, il: int) -> dict[int, int]:
         """Return the absent experts of layer il to keep, now that a prompt is recorded.
@@ -195,7 +196,7 @@ class Residency:
             self._fetch_layers if fetches else _NO_LAYERS,
             self._short(n_tokens * self._n_used) if fetches else _NO_LAYERS,
             rules.admits,
-            rules.on_cpu and self._has_cpu and n_tokens >= self._cpu_from,
+            rules.on_cpu and self._has_cpu,
         )
 
     def _short(self, n_ids: int) -> frozenset[int]:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+
+from .cost import Curve
 
 # Time of a pass over that of one row, with every expert resident: up to 16 rows as measured of a
 # 35B-A3B (docs/benchmarks/drafts.jsonl), beyond as measured of an earlier version, scaled to that.
-_TIMES = (
+pass_time = Curve((
     (1, 1.0), (2, 1.28), (3, 1.43), (4, 1.56), (8, 2.03), (12, 2.38), (16, 2.7), (23, 3.15),
     (32, 3.7), (65, 5.7),
-)  # fmt: skip
-# Rows that choose their experts independently and choose as many as these rows of a text do.
-_INDEPENDENT = ((1, 1.0), (2, 1.71), (4, 2.86), (8, 4.62), (16, 7.11), (32, 10.33), (65, 15.0))
-
-
-def pass_time(n_rows: int) -> float:
-    """Return the time of a pass, in passes of one row, with every expert resident."""
-    return _along(_TIMES, n_rows)
-
-
-def independent_rows(n_rows: int) -> float:
-    """Return how many rows of different texts choose as many experts as these of one text."""
-    return _along(_INDEPENDENT, n_rows)
+))  # fmt: skip
+# How many rows of different texts choose as many experts as so many rows of one text.
+independent_rows = Curve(
+    ((1, 1.0), (2, 1.71), (4, 2.86), (8, 4.62), (16, 7.11), (32, 10.33), (65, 15.0))
+)
 
 
 @dataclass(frozen=True)
@@ -45,10 +36,3 @@ class Experts:
         unchosen = 1.0 - self.n_expert_used / self.n_expert  # of one row
         share = 1.0 - math.pow(unchosen, independent_rows(n_rows))
         return self.n_layer * self.n_expert * share
-
-
-def _along(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Return y at x along lines between the points; the last one continues."""
-    at = min(max(bisect_right(points, x, key=itemgetter(0)), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[at - 1], points[at]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -34,7 +34,7 @@ def experts(engine: Engine) -> dict[str, Any]:
         "policies": [vars(layer.policy) for layer in cache.layers],
         "stats": {name: np.asarray(value).tolist() for name, value in vars(cache.stats).items()},
         "choices": residency.routing.counts,
-        "means": (residency._choice._mean, residency._choice._learned),
+        "means": vars(residency._choice),
         "sent": (runner.misses.uploads.n_bytes, runner.misses.n_cpu_experts),
     }
     return deepcopy(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,8 @@ Ids = npt.NDArray[np.int32]
 
 
 def ways(on_cpu: bool = False, fetches: bool = False) -> MissWays:
-    return MissWays(MissSplit.fixed(N_USED, on_cpu), on_cpu, MAX_FETCH_ROWS if fetches else 0)
+    limits = (math.inf if fetches else -1.0,) * MAX_FETCH_ROWS
+    return MissWays(MissSplit.fixed(N_USED, on_cpu), on_cpu, limits)
 
 
 def residency_of(
@@ -196,8 +198,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         chosen = ways(on_cpu == "all", fetches)
         if on_cpu == "some":
             # what passes of several rows miss lies on both sides of the limit
-            limits = {"fetch_limits": (4.0,) * 32, "expected": (2.0,) * 32}
-            chosen = replace(chosen, split=split, cpu=True, **limits)
+            limits = (4.0 if fetches else -1.0,) * 32
+            chosen = replace(chosen, split=split, cpu=True, fetch_limits=limits)
         self.residency = residency_of(
             n_slots, chosen, POLICIES[name](), fetchable=range(len(n_slots))
         )

@@ -16,7 +16,6 @@ from moegraph.experts.cost import (
     Machine,
     choose_ways,
     machine_costs,
-    streams_rare_misses,
 )
 from moegraph.experts.machines import MACHINES, find_machine, machine_fields
 from moegraph.experts.policy import (
@@ -61,25 +60,21 @@ def test_best_split_is_the_best_of_all_splits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "times_as_long", "n_on_cpu_of_8", "fetches_from"),
-    [("h200", 1.05, 5, 20), ("desktop", 1.39, 6, 42)],
+    ("name", "n_on_cpu_of_8", "fetches_from"), [("h200", 5, 20), ("desktop", 6, 42)]
 )
 def test_the_built_in_machines_do_what_the_documentation_says(
-    name: str, times_as_long: float, n_on_cpu_of_8: int, fetches_from: int
+    name: str, n_on_cpu_of_8: int, fetches_from: int
 ) -> None:
     """docs/residency.md has these numbers."""
     machine = MACHINES[name]
-    one = machine.cpu(1), machine.stream(1)
-    assert round(one[1] / one[0], 2) == times_as_long
-    assert streams_rare_misses(*one, 128, 256) and not streams_rare_misses(*one, 127, 256)
     split = split_for(machine, "auto", 8)
     assert (split[1], split[8]) == (1, n_on_cpu_of_8)
     costs = machine_costs(machine, 8)
-    by_slots = [choose_ways("auto", costs, [n], 8, 256).fetch_rows > 0 for n in range(256)]
+    ways = [choose_ways("auto", costs, [n], 8, 256) for n in range(256)]
+    by_slots = [way.expected[0] <= way.fetch_limits[0] for way in ways]
     assert by_slots.index(True) == fetches_from and all(by_slots[fetches_from:])
     text = (ROOT / "docs" / "residency.md").read_text("utf-8")
-    for number in (times_as_long, fetches_from):
-        assert re.search(rf"\b{re.escape(str(number))}\b", text), f"the page no longer has {number}"
+    assert re.search(rf"\b{fetches_from}\b", text), f"the page no longer has {fetches_from}"
 
 
 @pytest.mark.parametrize(
