@@ -15,13 +15,11 @@ from starlette.responses import Response
 from ..engine.chat import ChatRequest, Format
 from ..loop.requests import Step, Usage
 from ..text.chat.parts import CallArguments, CallBegin, CallEnd, Part, ReasoningPart
-from .answers import Answers, Update
+from .answers import Update
 from .errors import ApiError
 from .exchange import Exchange, PromptProgress, begin, prepared
-from .host import LoadedModel
 from .logs import note_usage, request_id
 from .replies import named, reply
-from .routes import Operation, RouteTable, read_schema
 from .schemas import (
     LIMITS,
     Body,
@@ -38,7 +36,7 @@ from .schemas import (
     seen_as,
     text_parts,
 )
-from .state import state_of
+from .state import Operation, RouteTable, read_schema, state_of
 
 
 class TextBlock(Body):
@@ -569,11 +567,17 @@ def _call_input(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Run(Exchange):
     """One message in the making."""
 
-    writer: MessageWriter
+    body: MessagesBody
+
+    def __post_init__(self) -> None:
+        self.writer = MessageWriter(
+            self.loaded.facts.name, self.body.max_tokens,
+            shows_thinking=shows_thinking(self.body.thinking),
+        )  # fmt: skip
 
     async def whole(self) -> dict[str, Any]:
         async for update in self.answers:
@@ -607,13 +611,9 @@ async def create(request: HttpRequest) -> Response:
     body = await read_schema(request, MessagesBody)
     state, name = state_of(request), request_id(request)
     chat = read_request(body, state, name)
-
-    def made(http: HttpRequest, answers: Answers, loaded: LoadedModel, experts: Any) -> _Run:
-        shows = shows_thinking(body.thinking)
-        writer = MessageWriter(loaded.facts.name, body.max_tokens, shows_thinking=shows)
-        return _Run(http, answers, loaded, experts, writer)
-
-    run = await begin(request, lambda model: prepared(model, chat, body.logit_bias), made)
+    run = await begin(
+        request, lambda model: prepared(model, chat, body.logit_bias), _Run, body=body
+    )
     # the header in which Anthropic's clients look for the request's id
     return await run.respond(body.stream, headers={"request-id": name})
 

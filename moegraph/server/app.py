@@ -17,8 +17,7 @@ from .errors import ApiError, openai_body, public_error
 from .guards import Gate, Guard
 from .logs import WARNING, RequestLog
 from .replies import reply
-from .routes import RouteTable
-from .state import ServerState
+from .state import RouteTable, ServerState
 
 # The status that servers log for a client that left; it never reaches one.
 _LEFT = 499

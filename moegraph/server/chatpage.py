@@ -8,7 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .routes import RouteTable
+from .state import RouteTable
 
 FILES = Path(__file__).resolve().parent / "page"
 _START = "index.html"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,14 +15,12 @@ from starlette.responses import Response
 from ..engine.chat import ChatModel, Prepared, TextRequest
 from ..loop.requests import TokenLogprobs, Usage
 from ..text.chat.parts import ContentPart
-from .answers import Answers, Update, total
+from .answers import Update, total
 from .errors import ApiError
 from .exchange import Choice, Completion, begin, finish_reason, finite, prepared
-from .host import LoadedModel
 from .logs import request_id
-from .routes import RouteTable, either, operations, read_schema
 from .schemas import LIMITS, CompletionBody, Defaults, wrong
-from .state import state_of
+from .state import RouteTable, either, operations, read_schema, state_of
 
 # Ids are 32 bits in the model's vocabulary; the service checks them against it.
 _MAX_ID = 1 << 31
@@ -112,12 +109,11 @@ def text_logprobs(
     }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Run(Completion):
-    """One completion of texts in the making. echoes: the prompts as texts, or empty."""
+    """One completion of texts in the making."""
 
     body: TextBody
-    echoes: Sequence[str]
     _n_shown: Counter[int] = field(default_factory=Counter, init=False)
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -137,7 +133,10 @@ class _Run(Completion):
         )
 
     def _echo(self, index: int) -> str:
-        return self.echoes[index // self.body.n_choices] if self.echoes else ""
+        if not self.body.echo:
+            return ""
+        prompt = self.body.prompt[index // self.body.n_choices]
+        return prompt if isinstance(prompt, str) else self.loaded.chat.detokenize(prompt)
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
@@ -154,7 +153,7 @@ class _Run(Completion):
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the fields that begin a stream's choice: what it echoes."""
-        return {"text": self._echo(index)} if self.echoes else None
+        return {"text": self._echo(index)} if self.body.echo else None
 
     def step(self, update: Update) -> tuple[list[dict[str, Any]], str | None]:
         """Return the chunk of a step, if it has something to tell."""
@@ -178,18 +177,13 @@ async def complete(request: HttpRequest) -> Response:
     body.require_supported()
     state, name = state_of(request), request_id(request)
 
-    def made(http: HttpRequest, answers: Answers, loaded: LoadedModel, experts: Any) -> _Run:
-        asked = body.prompt if body.echo else ()
-        echoes = [one if isinstance(one, str) else loaded.chat.detokenize(one) for one in asked]
-        return _Run(http, answers, loaded, experts, body, int(time.time()), echoes)
-
     def prepare(model: ChatModel) -> list[Prepared]:
         texts = body.texts(state, name)
         return [
             one for text in texts for one in prepared(model, text, body.logit_bias, body.n_choices)
         ]
 
-    run = await begin(request, prepare, made)
+    run = await begin(request, prepare, _Run, body=body)
     return await run.respond(body.stream)
 
 

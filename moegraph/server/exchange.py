@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -19,9 +21,10 @@ from ..sampling import RANDOM_SEED, SamplingParams
 from ..text.chat.parts import Reply
 from .answers import Answers, Update, unless_left
 from .errors import ApiError, openai_body, public_error
-from .guards import owner_of
+from .guards import cache_owner, owner_of
 from .host import LoadedModel
 from .logs import WARNING, note_usage, note_warnings, request_id
+from .metrics import Meter
 from .replies import DONE, EventStream, comment, data, reply
 from .schemas import CompletionBody
 from .state import state_of
@@ -157,7 +160,7 @@ def _experts(loaded: LoadedModel | None) -> Any:
     return None if loaded is None else loaded.service.status().experts
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Exchange(ABC):
     """A request that is being answered; each interface writes the answer in its own words.
 
@@ -240,16 +243,35 @@ Kind = TypeVar("Kind", bound=Exchange)
 async def begin(
     request: HttpRequest,
     prepare: Callable[[ChatModel], Sequence[Prepared]],
-    make: Callable[[HttpRequest, Answers, LoadedModel, Any], Kind],
+    kind: type[Kind],
+    **given: Any,
 ) -> Kind:
-    """Submit a request, unless the client leaves meanwhile. prepare: runs on a thread of ours."""
+    """Submit a request, unless the client leaves meanwhile.
+
+    prepare: runs on a thread of ours. kind, given: the class of exchange, and fields of its own.
+    """
+    state, owner = state_of(request), owner_of(request)
+
+    def owned(model: ChatModel) -> list[Prepared]:
+        name = cache_owner(owner) if state.cache_by_key else ""
+        return [
+            replace(one, request=replace(one.request, client=owner, owner=name))
+            for one in prepare(model)
+        ]
 
     async def accepted() -> Kind:
-        state = state_of(request)
         before = _experts(state.backend.peek())
-        loaded, answers = await state.open_answers(prepare, owner_of(request))
+        state.backend.enter()
+        meter = Meter(state.metrics, on_close=state.backend.leave)
         try:
-            return make(request, answers, loaded, before)
+            loaded = await state.backend.loaded()
+            asked = await state.work(partial(owned, loaded.chat))
+            answers = Answers(loaded.service, asked, meter)
+        except BaseException:
+            meter.closed()
+            raise
+        try:
+            return kind(http=request, answers=answers, loaded=loaded, experts=before, **given)
         except BaseException:
             answers.close()
             raise
@@ -305,7 +327,7 @@ class Choice:
             self.last = update.step
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Completion(Exchange):
     """One of OpenAI's completions in the making, of a chat or of a text.
 
@@ -313,7 +335,7 @@ class Completion(Exchange):
     """
 
     body: CompletionBody
-    created: int
+    created: int = field(default_factory=lambda: int(time.time()))
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]

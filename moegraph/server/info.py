@@ -22,8 +22,7 @@ from .guards import owner_of
 from .host import unavailable
 from .metrics import CONTENT_TYPE
 from .replies import reply
-from .routes import Operation, RouteTable, either, operations
-from .state import ServerState, state_of
+from .state import Operation, RouteTable, ServerState, either, operations, state_of
 
 _HEALTH = either("/v1/health")
 

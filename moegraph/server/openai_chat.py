@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,7 +25,6 @@ from .exchange import (
 )
 from .logs import request_id
 from .replies import reply
-from .routes import RouteTable, either, operations, read_schema
 from .schemas import (
     LIMITS,
     MAX_TOKENS,
@@ -38,7 +36,7 @@ from .schemas import (
     template_variables,
     wrong,
 )
-from .state import state_of
+from .state import RouteTable, either, operations, read_schema, state_of
 
 
 def _content(value: object) -> object:
@@ -271,7 +269,7 @@ class ChatBody(CompletionBody):
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Run(Completion):
     """One chat completion in the making."""
 
@@ -326,9 +324,8 @@ async def complete(request: HttpRequest) -> Response:
     run = await begin(
         request,
         lambda model: prepared(model, body.chat(state, name), body.logit_bias, body.n_choices),
-        lambda http, answers, loaded, experts: _Run(
-            http, answers, loaded, experts, body, int(time.time())
-        ),
+        _Run,
+        body=body,
     )
     return await run.respond(body.stream)
 

@@ -20,15 +20,13 @@ from ..engine.chat import ChatRequest, Format
 from ..loop.requests import Step, Usage
 from ..sampling import SamplingParams
 from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
-from .answers import Answers, Update
+from .answers import Update
 from .errors import ApiError
 from .exchange import Exchange, PromptProgress, begin, chat_logprobs, prepared
 from .guards import owner_of
-from .host import LoadedModel
 from .logs import note_usage, request_id
 from .replies import named, reply
 from .responsestore import Item, ResponseStore
-from .routes import RouteTable, either, operations, read_schema
 from .schemas import (
     LIMITS,
     Body,
@@ -46,7 +44,7 @@ from .schemas import (
     template_variables,
     text_parts,
 )
-from .state import state_of
+from .state import RouteTable, either, operations, read_schema, state_of
 
 
 class TextPart(Body):
@@ -831,13 +829,17 @@ def _usage(usage: Usage, n_reasoning: int) -> dict[str, Any]:
     }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Run(Exchange):
     """One response in the making."""
 
     read: ReadRequest
-    writer: ResponseWriter
     body: ResponsesBody
+
+    def __post_init__(self) -> None:
+        name, sampling = self.loaded.facts.name, self.read.chat.sampling
+        fields = response_fields(self.body, sampling, name, int(time.time()))
+        self.writer = ResponseWriter(fields, self.read.tools, new_id("resp"))
 
     def _take(self, update: Update) -> list[Event]:
         """Return the events of a step; the last one stores the response."""
@@ -881,14 +883,10 @@ async def create(request: HttpRequest) -> Response:
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
     read = read_request(body, state.responses, owner_of(request), state, request_id(request))
-    chat = read.chat
-
-    def made(http: HttpRequest, answers: Answers, loaded: LoadedModel, experts: Any) -> _Run:
-        fields = response_fields(body, chat.sampling, loaded.facts.name, int(time.time()))
-        writer = ResponseWriter(fields, read.tools, new_id("resp"))
-        return _Run(http, answers, loaded, experts, read, writer, body)
-
-    run = await begin(request, lambda model: prepared(model, chat, body.logit_bias), made)
+    run = await begin(
+        request, lambda model: prepared(model, read.chat, body.logit_bias), _Run, read=read,
+        body=body,
+    )  # fmt: skip
     return await run.respond(body.stream)
 
 

@@ -1,30 +1,36 @@
-"""What the handlers of requests share."""
+"""What the handlers of requests share: the server's state, routes, and bodies of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import pydantic
+import pydantic_core
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
-from ..engine.chat import ChatModel, ChatRequest, Prepared
+from ..engine.chat import ChatRequest
 from ..errors import MoegraphError
-from ..units import KiB
-from .answers import Answers
-from .errors import from_failure
-from .guards import cache_owner
+from ..units import KiB, format_bytes
+from .answers import ClientLeft
+from .errors import OPENAI_ERROR, ApiError, from_failure, from_validation, openai_body
 from .host import LoadedModel, ModelHost
-from .metrics import EngineMetrics, Meter, Metrics
+from .metrics import EngineMetrics, Metrics
 from .responsestore import ResponseStore
 from .schemas import LIMITS, Defaults, Limits
 
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+Schema = TypeVar("Schema", bound=pydantic.BaseModel)
 T = TypeVar("T")
 # Size of the body of the request that a task serves; its work grows with it.
 BODY_BYTES: ContextVar[int] = ContextVar("BODY_BYTES", default=0)
@@ -93,43 +99,125 @@ class ServerState(Defaults):
         finally:
             self.backend.leave()
 
-    async def open_answers(
-        self, prepare: Callable[[ChatModel], Sequence[Prepared]], owner: str
-    ) -> tuple[LoadedModel, Answers]:
-        """Submit what `prepare` makes of the model, on a thread of ours; close the answers later.
-
-        owner: the client, as `guards.owner_of` returns it.
-        """
-        self.backend.enter()
-        meter = Meter(self.metrics, on_close=self.backend.leave)
-        try:
-            loaded = await self.backend.loaded()
-            prepared = await self.work(partial(self._prepared, prepare, loaded.chat, owner))
-            return loaded, Answers(loaded.service, prepared, meter)
-        except BaseException:
-            meter.closed()
-            raise
-
     async def count(self, chat: ChatRequest) -> int:
         """Return how many tokens the prompt of a conversation would have."""
         async with self.model() as loaded:
             found = await self.work(partial(loaded.chat.prompt, chat))
         return len(found.encoded.ids)
 
-    def _prepared(
-        self,
-        prepare: Callable[[ChatModel], Sequence[Prepared]],
-        chat: ChatModel,
-        owner: str,
-    ) -> Sequence[Prepared]:
-        name = cache_owner(owner) if self.cache_by_key else ""
-        return [
-            replace(one, request=replace(one.request, client=owner, owner=name))
-            for one in prepare(chat)
-        ]
-
 
 def state_of(request: HttpRequest) -> ServerState:
     """Return the state of the server that a request came to."""
     state: ServerState = request.app.state.server
     return state
+
+
+class Operation(Route):
+    """A route that the OpenAPI document describes, in the words of its handler's docstring.
+
+    bodies: schemas of a request; a request with a body is a POST. answer: the
+    content type of what succeeds. streams: it may also be a stream of events.
+    """
+
+    def __init__(
+        self, path: str, handler: Handler, *bodies: type[pydantic.BaseModel], method: str = "",
+        answer: str = "application/json", streams: bool = False,
+    ) -> None:  # fmt: skip
+        self.method = method or ("POST" if bodies else "GET")
+        super().__init__(path, handler, methods=[self.method])
+        self.bodies, self.answer, self.streams = bodies, answer, streams
+
+
+def operations(paths: Sequence[str], *given: Any, **more: Any) -> list[Operation]:
+    """Return the same operation at several paths."""
+    return [Operation(path, *given, **more) for path in paths]
+
+
+def either(path: str) -> tuple[str, str]:
+    """Return a path that begins with /v1, and the path without it."""
+    return path, path.removeprefix("/v1")
+
+
+@dataclass(frozen=True)
+class RouteTable:
+    """The routes of one interface, and how it writes errors.
+
+    error_schema: what error_body returns. prefixes: paths whose errors have this form, also where
+    no route fits; none for OpenAI's form. public: paths that need no key.
+    """
+
+    routes: Sequence[BaseRoute]
+    error_body: Callable[[ApiError], Mapping[str, Any]] = openai_body
+    error_schema: Mapping[str, Any] = field(default_factory=lambda: OPENAI_ERROR)
+    prefixes: tuple[str, ...] = ()
+    public: tuple[str, ...] = ()
+
+
+async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
+    """Return the body of a request as an object of the schema; unknown fields are ignored."""
+    value = await read_object(request)
+    return await _aside(request, lambda: fit(schema, value))
+
+
+async def _aside(request: HttpRequest, call: Callable[[], T]) -> T:
+    """Return what a call returns; it delays other requests little, however large the body is."""
+    return call() if BODY_BYTES.get() <= SMALL else await state_of(request).work(call)
+
+
+async def read_object(request: HttpRequest) -> dict[str, Any]:
+    """Return the JSON object of a body; raises as `read_schema`, which checks its fields too."""
+    limits = state_of(request).limits
+    body = await read_body(request, limits)
+    if body.count(b",") > limits.commas:
+        message = f"the body has more than {limits.commas:,} values, or commas in its texts"
+        raise ApiError(413, message, code="body_too_large")
+    value = await _aside(request, lambda: parse_json(body))
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def fit(schema: type[Schema], value: dict[str, Any]) -> Schema:
+    """Return an object of a schema."""
+    try:
+        return schema.model_validate(value)
+    except pydantic.ValidationError as error:
+        raise from_validation(error) from None
+
+
+async def read_body(request: HttpRequest, limits: Limits) -> bytes:
+    """Return the bytes of a body; refuse a large one before it has arrived."""
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:18]) > limits.body_bytes:
+        raise _too_large(limits)
+    try:
+        body = await asyncio.wait_for(_gather(request, limits), limits.body_s)
+    except ClientDisconnect:
+        raise ClientLeft from None
+    except asyncio.TimeoutError:
+        message = f"the body did not arrive within {limits.body_s:.0f} s"
+        raise ApiError(408, message, headers={"Connection": "close"}) from None
+    BODY_BYTES.set(len(body))
+    return body
+
+
+async def _gather(request: HttpRequest, limits: Limits) -> bytes:
+    found = bytearray()
+    async for piece in request.stream():
+        found += piece
+        if len(found) > limits.body_bytes:
+            raise _too_large(limits)
+    return bytes(found)
+
+
+def _too_large(limits: Limits) -> ApiError:
+    message = f"the body is larger than {format_bytes(limits.body_bytes)}"
+    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+
+
+def parse_json(body: bytes) -> Any:
+    """Return the value of a JSON text; NaN, Infinity and deep nesting are refused."""
+    try:
+        return pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None

@@ -11,9 +11,8 @@ from starlette.responses import Response
 from ..engine.chat import ChatModel
 from .openai_chat import ChatBody
 from .replies import encode, reply
-from .routes import Operation, RouteTable, fit, read_object, read_schema
 from .schemas import Body
-from .state import state_of
+from .state import Operation, RouteTable, fit, read_object, read_schema, state_of
 
 
 class TokenizeBody(Body):
