@@ -199,15 +199,10 @@ ANTHROPIC_ERROR = {
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return the error object of Anthropic's interface."""
-    kind = _KINDS.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": _error_text(error)}}
-
-
-def _error_text(error: ApiError) -> str:
-    """Return the text of an error; agents look for these words before they shorten a chat."""
+    kind, text = _KINDS.get(error.status, "invalid_request_error"), error.message
     if error.code == "context_length_exceeded":
-        return f"prompt is too long: {error.message}"
-    return error.message
+        text = f"prompt is too long: {text}"  # agents look for these words to shorten a chat
+    return {"type": "error", "error": {"type": kind, "message": text}}
 
 
 Block = Mapping[str, Any]
@@ -215,13 +210,6 @@ Message = dict[str, Any]
 
 # Reasoning that only Anthropic can read.
 _OPAQUE = ("redacted_thinking",)
-
-
-def system_text(system: str | Sequence[Block] | None) -> str:
-    """Return the instructions of a request."""
-    if isinstance(system, str):
-        return system
-    return _joined([_text(block, f"system[{at}]") for at, block in enumerate(system or ())])
 
 
 def read_message(value: Block, where: str) -> list[Message]:
@@ -338,31 +326,22 @@ def read_request(body: CountBody, defaults: Defaults, name: str = "") -> ChatReq
     In this interface a model reasons only if it is asked to. name: for logs.
     """
     tools = [_tool(value, f"tools[{at}]") for at, value in enumerate(body.tools or ())]
+    thinks = {"enable_thinking": body.thinking.type != "disabled"} if body.thinking else {}
     chat = ChatRequest(
         messages=_messages(body),
-        sampling=defaults.sampling,
         tools=tools,
         tool_choice=_choice(body.tool_choice, tools),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         format=_format(body),
-        variables={"enable_thinking": False, **defaults.variables, **_variables(body.thinking)},
-        deadline_s=defaults.deadline_s,
-        name=name,
+        variables={"enable_thinking": False, **defaults.variables, **thinks},
     )
     if not isinstance(body, MessagesBody):
         return chat
     return replace(
         chat,
-        sampling=body.sampling(defaults.sampling),
+        **body.drawn(defaults, name) | {"stop": (*(body.stop_sequences or ()), *(body.stop or ()))},
         max_tokens=body.max_tokens,
-        stop=(*(body.stop_sequences or ()), *body.stops),
-        ignore_eos=body.ignores_eos(defaults),
     )
-
-
-def _variables(thinking: Thinking | None) -> dict[str, Any]:
-    """Return whether the model reasons, as a variable of the template; nothing if not update."""
-    return {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
 
 
 def shows_thinking(thinking: Thinking | None) -> bool:
@@ -371,7 +350,9 @@ def shows_thinking(thinking: Thinking | None) -> bool:
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
-    system = system_text(body.system)
+    system = body.system or ""
+    if not isinstance(system, str):
+        system = _joined([_text(block, f"system[{at}]") for at, block in enumerate(system)])
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for at, value in enumerate(body.messages):
         found += read_message(value, f"messages[{at}]")

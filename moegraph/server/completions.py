@@ -79,15 +79,10 @@ class TextBody(CompletionBody):
         """Return a request for each prompt. name: for logs."""
         first = TextRequest(
             prompt="",
-            sampling=self.sampling(defaults.sampling),
             max_tokens=self.limit(defaults.max_tokens),
-            stop=self.stops,
-            ignore_eos=self.ignores_eos(defaults),
-            reuse=self.cache_prompt is not False,
             format=self.format(),
             n_logprobs=self.logprobs,
-            deadline_s=defaults.deadline_s,
-            name=name,
+            **self.drawn(defaults, name),
         )
         return [replace(first, prompt=prompt) for prompt in self.prompt]
 

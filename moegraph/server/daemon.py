@@ -392,14 +392,18 @@ class Daemon:
         self._n_slots, self._text = n_slots, text
         self._turns = Turns(say, frames, n_slots)
         self._snapshots: dict[int, int] = {}
+        held = self._snapshots
         self._commands: dict[str, Callable[[Line], None]] = {
             "": lambda _: None, PROMPT: self._prompt, "generate": self._generate,
             "RESTORE": self._restore, "SNAPSHOT": self._snapshot, "FREE_SNAPSHOT": self._free,
-            "LIST_SLOTS": self._list_snapshots, "START": self._start,
+            "LIST_SLOTS": lambda _: say(f"[snap] slots={','.join(map(str, sorted(held)))}"),
+            "START": self._start,
             "CONTINUE": self._turns.go_on, "CANCEL": self._turns.cancel,
             "SCHED_STEP": self._turns.step, "SCHED_DRAIN": self._turns.drain,
             "LIST_REQUESTS": self._turns.list_requests,
-            "LIST_TARGET_CACHE_SLOTS": self._list_slots,
+            "LIST_TARGET_CACHE_SLOTS": lambda _: say(
+                f"[daemon] target_cache_slots={n_slots} active={self._turns.slot}"
+            ),
         }  # fmt: skip
 
     def greet(self) -> None:
@@ -526,12 +530,6 @@ class Daemon:
             raise LineError("bad_args", usage)
         word = line.words[0]
         return _require_snapshot(int(word) if word.isascii() and word.isdecimal() else -1)
-
-    def _list_snapshots(self, _: Line) -> None:
-        self._say(f"[snap] slots={','.join(str(n) for n in sorted(self._snapshots))}")
-
-    def _list_slots(self, _: Line) -> None:
-        self._say(f"[daemon] target_cache_slots={self._n_slots} active={self._turns.slot}")
 
 
 def _require_snapshot(number: int) -> int:

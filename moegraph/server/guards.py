@@ -212,14 +212,16 @@ class Gate:
                 "to let it have this name", code="unknown_host",
             )  # fmt: skip
         if self._guard.keys and scope["path"] not in self._public:
-            key = _given_key(headers)
-            owner = None if key is None else self._guard.keys.owner(key)
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            key = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+            owner = self._guard.keys.owner((key or "").encode("latin-1", "replace"))
             if owner is None:
                 words = "no API key was given" if key is None else "the API key is wrong"
-                bearer = {"WWW-Authenticate": "Bearer"}
-                return ApiError(401, words, code="invalid_api_key", headers=bearer)
+                asks = {"WWW-Authenticate": "Bearer"}
+                return ApiError(401, words, code="invalid_api_key", headers=asks)
             scope[_OWNER] = owner
-        if scope["method"] == "POST" and _media_type(headers) != _JSON:
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and media_type != _JSON:
             header = f"Content-Type: {_JSON}"
             message = f"a POST needs the header {header}; with curl add -H '{header}'"
             return ApiError(415, message, code="unsupported_media_type")
@@ -229,13 +231,3 @@ class Gate:
                 code="unsupported_media_type",
             )  # fmt: skip
         return None
-
-
-def _given_key(headers: Headers) -> bytes | None:
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    key = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
-    return None if key is None else key.encode("latin-1", "replace")
-
-
-def _media_type(headers: Headers) -> str:
-    return headers.get("content-type", "").partition(";")[0].strip().lower()

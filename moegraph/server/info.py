@@ -64,7 +64,7 @@ def model_object(state: ServerState) -> dict[str, Any]:
         "owned_by": "moegraph",
         "type": "model",
         "display_name": facts.name,
-        "created_at": _time(created),
+        "created_at": datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "max_input_tokens": facts.n_ctx,
         "max_model_len": facts.n_ctx,
         "lifecycle": "active",
@@ -78,20 +78,15 @@ def model_object(state: ServerState) -> dict[str, Any]:
     }
 
 
-def _time(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 async def props(request: HttpRequest) -> Response:
     """Return llama-server's properties; no path of this machine is among them."""
     state = state_of(request)
     facts = state.backend.facts
+    biases = [[token, max(b, -1e9)] for token, b in state.sampling.logit_bias.items()]
+    params = {**_params(state.sampling, state.max_tokens), "logit_bias": biases}
     return reply(
         {
-            "default_generation_settings": {
-                "n_ctx": facts.n_ctx,
-                "params": _default_params(state),
-            },
+            "default_generation_settings": {"n_ctx": facts.n_ctx, "params": params},
             "total_slots": facts.n_slots,
             "model_alias": facts.name,
             "chat_template": facts.template,
@@ -103,11 +98,6 @@ async def props(request: HttpRequest) -> Response:
             "moegraph": {"device": facts.device, "settings": dict(facts.settings)},
         }
     )
-
-
-def _default_params(state: ServerState) -> dict[str, Any]:
-    biases = [[token, max(b, -1e9)] for token, b in state.sampling.logit_bias.items()]
-    return {**_params(state.sampling, state.max_tokens), "logit_bias": biases}
 
 
 def _params(sampling: SamplingParams, max_tokens: int | None) -> dict[str, Any]:

@@ -246,7 +246,6 @@ class ChatBody(CompletionBody):
         """Return the request of one answer; name: for logs."""
         return ChatRequest(
             messages=[message.plain() for message in self.messages],
-            sampling=self.sampling(defaults.sampling),
             tools=self._callable(),
             tool_choice=self.choice_of_tool(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -260,12 +259,8 @@ class ChatBody(CompletionBody):
             continue_final_message=self._continues(),
             echo=bool(self.echo),
             max_tokens=self.limit(defaults.max_tokens, self.max_completion_tokens),
-            stop=self.stops,
-            ignore_eos=self.ignores_eos(defaults),
-            reuse=self.cache_prompt is not False,
             n_logprobs=self.n_logprobs,
-            deadline_s=defaults.deadline_s,
-            name=name,
+            **self.drawn(defaults, name),
         )
 
 

@@ -507,13 +507,9 @@ def read_request(
             **defaults.variables,
             **template_variables(body.reasoning.effort if body.reasoning else None),
         },
-        sampling=body.sampling(defaults.sampling),
         max_tokens=body.max_output_tokens or defaults.max_tokens,
-        stop=body.stops,
-        ignore_eos=body.ignores_eos(defaults),
         n_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
-        deadline_s=defaults.deadline_s,
-        name=name,
+        **body.drawn(defaults, name),
     )
     return ReadRequest(chat, tools, items)
 

@@ -157,23 +157,22 @@ class Sampled(Body):
     cache_prompt: bool | None = None
     stop: Stops = None
 
-    def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the parameters of this request; `logit_bias` is not among them yet.
+    def drawn(self, defaults: Defaults, name: str) -> dict[str, Any]:
+        """Return what `DrawSettings` takes of these fields; name: for logs.
 
-        The caller must look up the tokens of biases that are given as texts.
+        `logit_bias` is not among them yet: tokens that are given as texts must be looked up.
         """
-        given = {name: getattr(self, name) for name in _SETTINGS}
+        given = {one: getattr(self, one) for one in _SETTINGS}
         given["seed"] = None if self.seed is None else folded_seed(self.seed)
-        return replace(defaults, **{name: v for name, v in given.items() if v is not None})
-
-    def ignores_eos(self, defaults: Defaults) -> bool:
-        """Return whether an end token does not end the answer."""
-        return defaults.ignore_eos if self.ignore_eos is None else self.ignore_eos
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Return the stop strings."""
-        return tuple(self.stop or ())
+        given = {one: value for one, value in given.items() if value is not None}
+        return {
+            "sampling": replace(defaults.sampling, **given),
+            "stop": tuple(self.stop or ()),
+            "ignore_eos": defaults.ignore_eos if self.ignore_eos is None else self.ignore_eos,
+            "reuse": self.cache_prompt is not False,
+            "deadline_s": defaults.deadline_s,
+            "name": name,
+        }
 
 
 def folded_seed(seed: int) -> int:

@@ -156,7 +156,11 @@ class _Tokens:
         if kind in ("json_schema", "lark", CALLS):
             text = _BOUND.sub(r"\1", text)
         if kind in ("json_object", "json_schema"):
-            _check_schema(text)
+            try:
+                schema = _JSON.decode(text)
+            except RecursionError:
+                raise ValueError("it is nested too deep") from None
+            _check_states(schema)
             found = self._library.LLMatcher.grammar_from_json_schema(
                 text, defaults={"whitespace_pattern": _SPACE}
             )
@@ -230,15 +234,6 @@ def _source_text(kind: str, source: Any) -> str:
     return source
 
 
-def _check_schema(text: str) -> None:
-    """Refuse a JSON schema that needs too many states."""
-    try:
-        schema = _JSON.decode(text)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-    _check_states(schema)
-
-
 def _unescaped(found: re.Match[str]) -> str:
     """Return the character of a number; what is no number stays as it is."""
     digits = found[1] or found[2]
@@ -254,7 +249,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _check_lark(text: str) -> None:
-    """Refuse a Lark grammar, or several of them, for a schema in it; errors as in `_check_schema`.
+    """Refuse a Lark grammar, or several of them, for a schema in it that needs too many states.
 
     A schema follows the word %json. So every object after it is taken for one.
     """
@@ -275,7 +270,7 @@ def _check_lark(text: str) -> None:
 
 
 def _check_states(schema: object) -> None:
-    """Refuse a JSON schema, parsed; errors as in `_check_schema`."""
+    """Refuse a JSON schema, parsed, that needs too many states."""
     common, left = 1, [schema]
     while left:
         value = left.pop()
@@ -336,12 +331,6 @@ def _load_llguidance() -> ModuleType:
     return llguidance
 
 
-def mask_of(matcher: llguidance.LLMatcher, n_vocab: int) -> BoolArray:
-    """Return which tokens a grammar allows next, bool numpy [n_vocab]."""
-    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-    return np.unpackbits(bits, count=n_vocab, bitorder="little").view(np.bool_)  # 0 and 1
-
-
 # Line ends between the reasoning and what follows the grammar.
 _MAX_BLANK = 2
 # Seconds of a CPU that a mask may take; most take less than a thousandth of that.
@@ -385,7 +374,9 @@ class GrammarConstraint:
             return None
         if self._mask is None:
             began = time.thread_time()
-            self._mask = mask_of(self._matcher, len(self._pieces))
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            n_vocab = len(self._pieces)
+            self._mask = np.unpackbits(bits, count=n_vocab, bitorder="little").view(np.bool_)
             self._check()
             took_s = time.thread_time() - began
             self.is_slow = took_s > _SLOW_S
@@ -422,14 +413,12 @@ class GrammarConstraint:
         n_matched = 0
         for _ in range(n):
             token, before = self._tokens.pop(), self._phases.pop()
-            n_matched += self._phase is _Phase.GRAMMAR and self._was_matched(token, before)
+            is_in = self._phase is _Phase.GRAMMAR and before is not _Phase.FREE
+            n_matched += is_in and token not in self._eog_ids
             self._phase = before
         if n_matched:
             self._matcher.rollback(n_matched)
         self._mask = None
-
-    def _was_matched(self, token: int, before: _Phase) -> bool:
-        return before is not _Phase.FREE and token not in self._eog_ids
 
     def n_accepted(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens may follow one another; none of them is taken."""

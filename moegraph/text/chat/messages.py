@@ -231,12 +231,9 @@ def without_late_system(messages: Iterable[TemplateMessage]) -> list[TemplateMes
 
     Many templates refuse them there. They keep their place, so that the prompt before them stays.
     """
-    return [
-        m if n == 0 or m["role"] != "system" else _reminder(m["content"])
-        for n, m in enumerate(messages)
-    ]
-
-
-def _reminder(text: str) -> TemplateMessage:
-    content = f"<system-reminder>\n{text}\n</system-reminder>"
-    return {"role": "user", "content": content}
+    found = list(messages)
+    for n, message in enumerate(found):
+        if n and message["role"] == "system":
+            text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+            found[n] = {"role": "user", "content": text}
+    return found

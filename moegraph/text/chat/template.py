@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ...errors import ConfigError, InternalError, ModelFileError, MoegraphError, RequestError
 from ...units import GiB, KiB, format_bytes
@@ -145,7 +145,9 @@ class ChatTemplate:
             child.wait()
             for stream in (child.stdin, child.stdout):
                 if stream is not None:
-                    _close_quietly(stream)
+                    # it flushes, and the reader no longer exists
+                    with suppress(BrokenPipeError):
+                        stream.close()
 
     def __enter__(self) -> ChatTemplate:
         return self
@@ -207,9 +209,3 @@ class ChatTemplate:
             "limit": "the chat template exceeded a limit",
         }[kind]
         raise self._refusal(f"{self.origin}: {did}: {reason}")
-
-
-def _close_quietly(stream: IO[str]) -> None:
-    # close() flushes, and the reader no longer exists.
-    with suppress(BrokenPipeError):
-        stream.close()
