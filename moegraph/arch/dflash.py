@@ -31,34 +31,24 @@ _FLOATS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQua
 
 @dataclass(frozen=True)
 class RopeParams:
-    """Arguments of ggml_rope_ext, with scaling applied; named as in `Architecture`.
-
-    text: what the file says, for people.
-    """
+    """Arguments of ggml_rope_ext, with scaling applied; named as in `Architecture`."""
 
     n_rot: int
     n_ctx_orig: int
     rope_freq_base: float
-    rope_freq_scale: float = 1.0
-    rope_ext_factor: float = 0.0
-    rope_attn_factor: float = 1.0
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
-    text: str = "plain"
+    rope_freq_scale: float
+    rope_ext_factor: float
+    rope_attn_factor: float
+    rope_beta_fast: float
+    rope_beta_slow: float
 
-
-def yarn(
-    n_rot: int, base: float, n_ctx_orig: int, factor: float, beta_fast: float, beta_slow: float,
-    magnitude: float = 0.0,
-) -> RopeParams:  # fmt: skip
-    """Return rope with YaRN; magnitude: of the rotated vectors, 0 for the usual 0.1 ln factor + 1.
-
-    ggml multiplies by the usual one itself.
-    """
-    usual = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-    text = f"YaRN, factor {factor:g} of {n_ctx_orig} positions"
-    scale = (magnitude or usual) / usual
-    return RopeParams(n_rot, n_ctx_orig, base, 1.0 / factor, 1.0, scale, beta_fast, beta_slow, text)
+    @property
+    def text(self) -> str:
+        """Return how positions are scaled, for people."""
+        factor = f"factor {1.0 / self.rope_freq_scale:g}"
+        if self.rope_ext_factor:
+            return f"YaRN, {factor} of {self.n_ctx_orig} positions"
+        return "plain" if self.rope_freq_scale == 1.0 else f"linear, {factor}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +74,6 @@ class DFlashHParams:
     n_head_kv: int
     n_embd_head: int
     n_ff: int
-    n_ctx_train: int
     f_norm_rms_eps: float
     taps: tuple[int, ...]
     mask_id: int

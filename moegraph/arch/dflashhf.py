@@ -1,21 +1,72 @@
-"""DFlash drafters as their authors publish them: safetensors and a config.json beside them."""
+"""DFlash drafters as their authors publish them: safetensors and a config.json beside them.
+
+A config is translated to the keys of a GGUF file, and then read and checked as such
+(dflashgguf.py). Messages name the config's own keys.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelFileError, UnsupportedModel
-from ..gguf.tensorfile import TensorInfo
-from .dflash import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams, yarn
+import numpy as np
 
+from ..errors import ModelFileError, UnsupportedModel
+from ..gguf.metadata import Metadata
+from ..gguf.tensorfile import TensorInfo
+from .dflashgguf import ARCHITECTURE
+from .hparams import MAX_CTX, MAX_DIM
+
+_DIALECT = "safetensors"
+_WINDOWS = ("sliding_attention", "full_attention")
 _MAX_CONFIG = 1 << 20
-_MAX_DIM, _MAX_CTX, _MAX_ID = 1 << 20, 1 << 30, 1 << 24
+# Integers up to this are exact as floats, and numpy has a type for them.
+_MAX_INTEGER = 1 << 53
+# GGUF's key after the name of the architecture, and the config's.
+_KEYS = {
+    ".block_count": "num_hidden_layers",
+    ".context_length": "max_position_embeddings",
+    ".embedding_length": "hidden_size",
+    ".feed_forward_length": "intermediate_size",
+    ".vocab_size": "vocab_size",
+    ".hidden_activation": "hidden_act",
+    ".sample_from_anchor": "sample_from_anchor",
+    ".attention.causal": "is_causal",
+    ".attention.head_count": "num_attention_heads",
+    ".attention.head_count_kv": "num_key_value_heads",
+    ".attention.key_length": "head_dim",
+    ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    ".attention.sliding_window": "sliding_window",
+    ".attention.sliding_window_pattern": "layer_types",
+    ".attention.value_scale": "attention_value_scale",
+    ".embedding_scale": "input_embedding_scale",
+    ".conv_kernel_size": "conv_kernel_size",
+    ".selector_rank": "selector_rank",
+    ".dflash.block_size": "block_size",
+    ".dflash.mask_token_id": "mask_token_id",
+    ".dflash.target_layer_ids": "target_layer_ids",
+    ".rope.dimension_count": "partial_rotary_factor",
+    ".rope.freq_base": "rope_theta",
+    ".rope.scaling.type": "rope_type",
+    ".rope.scaling.factor": "factor",
+    ".rope.scaling.original_context_length": "original_max_position_embeddings",
+    ".rope.scaling.attn_factor": "attention_factor",
+    ".rope.scaling.yarn_beta_fast": "beta_fast",
+    ".rope.scaling.yarn_beta_slow": "beta_slow",
+}
+_FLOATS = {
+    "attention_factor", "attention_value_scale", "beta_fast", "beta_slow", "factor",
+    "input_embedding_scale", "partial_rotary_factor", "rms_norm_eps", "rope_theta",
+}  # fmt: skip
+# Objects whose values replace those of the object around them, in this order.
+_PARTS = (
+    "transformer_layer_config", "dflash_config", "rope_parameters", "rope_scaling",
+    "full_attention",
+)  # fmt: skip
 _NAMES = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
@@ -45,83 +96,7 @@ _LAYER_NAMES = {
 IGNORED = ("t2d",)
 
 
-class Config:
-    """Typed, range-checked access to an object of a config.json."""
-
-    def __init__(self, path: os.PathLike[str], values: Mapping[str, Any], prefix: str = "") -> None:
-        self.path, self.values, self._prefix = path, values, prefix
-
-    def __contains__(self, key: str) -> bool:
-        return self.values.get(key) is not None
-
-    def error(self, key: str, what: str) -> ModelFileError:
-        """Return a ModelFileError that names file and key."""
-        return ModelFileError(f"{self.path}: {self._prefix}{key} {what}")
-
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """Return an integer in [low, high]."""
-        value = self._value(key, default)
-        if type(value) is not int or not low <= value <= high:
-            raise self.error(key, f"is {_short(value)}; allowed are integers {low} to {high}")
-        return value
-
-    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        """Return a finite number in [low, high]."""
-        value = self._value(key, default)
-        ok = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
-        if not ok:
-            raise self.error(key, f"is {_short(value)}; allowed are numbers {low:g} to {high:g}")
-        return float(value)
-
-    def text(self, key: str, default: str) -> str:
-        """Return a string."""
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self.error(key, f"is {_short(value)}; expected a string")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return true or false."""
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, f"is {_short(value)}; expected true or false")
-        return value
-
-    def items(self, key: str, kind: type, most: int) -> list[Any]:
-        """Return a list of 1 to `most` values of one type."""
-        value = self._value(key, None)
-        ok = isinstance(value, list) and all(type(v) is kind for v in value)
-        if not ok or not 1 <= len(value) <= most:
-            raise self.error(key, f"is {_short(value)}; expected a list of 1 to {most}")
-        found: list[Any] = value
-        return found
-
-    def part(self, key: str) -> Config:
-        """Return an object inside this one; an empty one if there is none."""
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise self.error(key, f"is {_short(value)}; expected an object")
-        return Config(self.path, value or {}, f"{self._prefix}{key}.")
-
-    def over(self, other: Config) -> Config:
-        """Return the values of both; those of this one count if both have one."""
-        own = {key: value for key, value in self.values.items() if value is not None}
-        return Config(self.path, {**other.values, **own}, self._prefix)
-
-    def _value(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self.error(key, "is missing")
-        return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def open_config(path: Path) -> Config:
+def open_config(path: Path) -> dict[str, Any]:
     """Read a config.json."""
     try:
         with open(path, "rb") as file:
@@ -134,7 +109,7 @@ def open_config(path: Path) -> Config:
         raise ModelFileError(f"{path}: not JSON: {type(error).__name__}") from error
     if not isinstance(values, dict):
         raise ModelFileError(f"{path}: not an object")
-    return Config(path, values)
+    return values
 
 
 def renamed(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -150,121 +125,98 @@ def renamed(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     return found
 
 
-def read_config(config: Config, tensors: Mapping[str, TensorInfo]) -> DFlashHParams:
-    """Read the hyper-parameters; tensors: by llama.cpp's names.
+def translated(
+    path: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> Metadata:
+    """Return what a config says as the keys of a GGUF file; tensors: by llama.cpp's names.
 
     Source: what llama.cpp's conversion/qwen.py (DFlashModel, DSparkModel) makes of a config.
     """
     is_speculators = "transformer_layer_config" in config or "aux_hidden_state_layer_ids" in config
-    config = config.part("transformer_layer_config").over(config)
-    dflash = config.part("dflash_config").over(config)
-    _refuse_variants(config, dflash)
-    n_embd = config.integer("hidden_size", 1, _MAX_DIM)
-    n_layer = config.integer("num_hidden_layers", 1, MAX_LAYERS)
-    n_head = config.integer("num_attention_heads", 1, 65_536)
-    n_head_kv = config.integer("num_key_value_heads", 1, n_head, n_head)
-    if n_head % n_head_kv:
-        raise config.error("num_key_value_heads", f"is {n_head_kv}, not a divisor of {n_head}")
-    d = config.integer("head_dim", 2, 65_536, max(2, n_embd // n_head))
-    n_ctx = config.integer("max_position_embeddings", 1, _MAX_CTX, 32_768)
-    n_swa, sliding = _windows(config, dflash, n_layer)
-    markov = tensors.get("markov_w1.weight")
-    return DFlashHParams(
-        dialect="safetensors", n_vocab=config.integer("vocab_size", 1, _MAX_ID),
-        n_vocab_draft=_n_vocab_draft(config, tensors), n_embd=n_embd, n_layer=n_layer,
-        n_head=n_head, n_head_kv=n_head_kv, n_embd_head=d,
-        n_ff=config.integer("intermediate_size", 1, _MAX_DIM), n_ctx_train=n_ctx,
-        f_norm_rms_eps=config.number("rms_norm_eps", 1e-12, 1.0, 1e-6),
-        taps=_taps(config, dflash), mask_id=dflash.integer("mask_token_id", 0, _MAX_ID),
-        block_size=dflash.integer("block_size", 2, MAX_BLOCK, 16), rope=_rope(config, d, n_ctx),
-        is_causal=config.flag("is_causal", dflash.flag("causal", False)),
-        samples_anchor=bool(markov) and config.flag("sample_from_anchor", not is_speculators),
-        n_swa=n_swa, sliding=sliding, markov_rank=markov.ne[0] if markov else 0,
-    )  # fmt: skip
+    values: dict[str, Any] = {"block_size": 16, "max_position_embeddings": 32_768}
+    values["sample_from_anchor"] = not is_speculators
+    _put(values, config)
+    for part in _PARTS:
+        inner = values.get(part, {})
+        if not isinstance(inner, dict):
+            raise ModelFileError(f"{path}: {part} is not an object")
+        _put(values, inner)
+    raw = Metadata(path, values, {})
+    _refuse_variants(raw)
+    n_vocab = raw.integer("vocab_size", 1, _MAX_INTEGER)
+    n_draft = raw.integer("draft_vocab_size", 1, n_vocab, n_vocab)
+    if n_draft < n_vocab and "d2t" not in tensors:
+        raise raw.error("draft_vocab_size", f"is {n_draft} of {n_vocab}, but there is no d2t")
+    values.setdefault("is_causal", raw.boolean("causal", False))
+    layers = values.get("aux_hidden_state_layer_ids")
+    if layers is not None:  # of the inputs of these layers
+        values["target_layer_ids"] = layers - 1 if isinstance(layers, np.ndarray) else layers
+    _translate_windows(raw)
+    _translate_rope(raw)
+    spelled = {f"{_DIALECT}{key}": name for key, name in _KEYS.items()}
+    found = {key: values[name] for key, name in spelled.items() if name in values}
+    return Metadata(path, {ARCHITECTURE: _DIALECT, **found}, {}, spelled)
 
 
-def _refuse_variants(config: Config, dflash: Config) -> None:
-    refused = {
-        "DFlash2": "conv_kernel_size" in dflash or "selector_rank" in dflash,
-        "biased": config.flag("attention_bias", False),
-        "scaled": any(
-            key in dflash and dflash.number(key, -1e9, 1e9) not in (0.0, 1.0)
-            for key in ("input_embedding_scale", "attention_value_scale")
-        ),
-        "interleaved-rope": not config.flag("rope_is_neox_style", True),
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise UnsupportedModel(f"{config.path}: moegraph does not run {what} drafters")
-    act = config.text("hidden_act", "silu")
-    if act != "silu":
-        raise UnsupportedModel(f"{config.path}: hidden_act is {act[:40]!r}; moegraph runs silu")
-    head = config.text("markov_head_type", "vanilla")
-    if head != "vanilla":
-        raise UnsupportedModel(
-            f"{config.path}: markov_head_type is {head[:40]!r}; moegraph runs 'vanilla'"
-        )
+def _put(values: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add values as a GGUF file has them, where null is no value."""
+    for name, value in more.items():
+        if value is None:
+            continue
+        if name in _FLOATS and type(value) is int and abs(value) <= _MAX_INTEGER:
+            value = float(value)
+        if isinstance(value, list) and all(
+            type(v) in (int, float) and abs(v) <= _MAX_INTEGER for v in value
+        ):
+            value = np.array(value)
+        values[name] = value
 
 
-def _taps(config: Config, dflash: Config) -> tuple[int, ...]:
-    """Return the layers whose outputs are tapped."""
-    key, offset, source = "target_layer_ids", 0, dflash
-    if "aux_hidden_state_layer_ids" in config:
-        key, offset, source = "aux_hidden_state_layer_ids", -1, config
-    layers = [layer + offset for layer in source.items(key, int, MAX_TAPS)]
-    if min(layers) < 0 or max(layers) > 8 * MAX_LAYERS:
-        raise source.error(key, f"is {layers}; moegraph taps outputs of layers")
-    return tuple(layers)
+def _refuse_variants(raw: Metadata) -> None:
+    what = ""
+    if raw.boolean("attention_bias", False):
+        what = "biased drafters"
+    if not raw.boolean("rope_is_neox_style", True):
+        what = "interleaved-rope drafters"
+    if raw.string("markov_head_type", "vanilla") != "vanilla":
+        what = "this markov_head_type, only 'vanilla'"
+    if what:
+        raise UnsupportedModel(f"{raw.path}: moegraph does not run {what}")
 
 
-def _windows(config: Config, dflash: Config, n_layer: int) -> tuple[int, tuple[bool, ...]]:
-    """Return the window and which layers have it; a type for each layer decides alone."""
-    none = 0, (False,) * n_layer
-    if dflash.flag("use_swa", False):
-        key = "swa_window_size" if "swa_window_size" in dflash else "sliding_window"
-        return dflash.integer(key, 1, _MAX_CTX), (True,) * n_layer
-    if "sliding_window" not in config or not config.flag("use_sliding_window", True):
-        return none
-    if "layer_types" not in config:
-        return none
-    kinds = config.items("layer_types", str, MAX_LAYERS)
-    if len(kinds) != n_layer or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise config.error("layer_types", f"is {_short(kinds)} for {n_layer} layers")
-    sliding = tuple(kind == "sliding_attention" for kind in kinds)
-    return (config.integer("sliding_window", 1, _MAX_CTX), sliding) if any(sliding) else none
+def _translate_windows(raw: Metadata) -> None:
+    """Say which layers have a window: all, or what a type for each layer says, or none."""
+    values, kinds = raw.values, raw.values.pop("layer_types", None)
+    if raw.boolean("use_swa", False):
+        key = "swa_window_size" if "swa_window_size" in raw else "sliding_window"
+        values["sliding_window"] = raw.integer(key, 1, MAX_CTX)
+        return
+    if kinds is None or not raw.boolean("use_sliding_window", True):
+        values.pop("sliding_window", None)
+        return
+    if not isinstance(kinds, list) or {*map(str, kinds)} - {*_WINDOWS}:
+        raise raw.error("layer_types", f"is not a list of {' and '.join(_WINDOWS)}")
+    values["layer_types"] = np.array([kind == _WINDOWS[0] for kind in kinds])
 
 
-def _n_vocab_draft(config: Config, tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the size of a reduced vocabulary; 0 for the target's."""
-    n_vocab = config.integer("vocab_size", 1, _MAX_ID)
-    n_draft = config.integer("draft_vocab_size", 1, n_vocab, n_vocab)
-    if n_draft == n_vocab:
-        return 0
-    if "d2t" not in tensors:
-        raise config.error("draft_vocab_size", f"is {n_draft} of {n_vocab}, but there is no d2t")
-    return n_draft
-
-
-def _rope(config: Config, d: int, n_ctx: int) -> RopeParams:
-    """Return the rope of the config."""
-    rope = config.part("rope_scaling").over(config.part("rope_parameters")).over(config)
-    if "full_attention" in rope:
-        rope = rope.part("full_attention").over(rope)
-    n_rot = int(d * rope.number("partial_rotary_factor", 1e-3, 1.0, 1.0))
-    base = rope.number("rope_theta", 1.0, 1e12)
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if n_rot < 2 or n_rot % 2:
-        raise config.error("partial_rotary_factor", f"rotates {n_rot} of {d} dimensions")
+def _translate_rope(raw: Metadata) -> None:
+    values = raw.values
+    kind = values.setdefault("rope_type", values.get("type", "default"))
+    magnitude = raw.number("attention_factor", 0.0, 1e3, 0.0)
+    values.pop("attention_factor", None)
     if kind == "default":
-        return RopeParams(n_rot, n_ctx, base)
-    if kind not in ("linear", "yarn"):
-        raise UnsupportedModel(
-            f"{config.path}: rope_type is {kind[:40]!r}; moegraph runs default, linear and yarn"
-        )
-    factor = rope.number("factor", 1e-3, 1e6)
-    if kind == "linear":
-        return RopeParams(n_rot, n_ctx, base, 1.0 / factor, text=f"linear, factor {factor:g}")
-    n_orig = rope.integer("original_max_position_embeddings", 1, _MAX_CTX, n_ctx)
-    fast, slow = rope.number("beta_fast", 1e-3, 1e6, 32.0), rope.number("beta_slow", 1e-3, 1e6, 1.0)
-    magnitude = rope.number("attention_factor", 0.0, 1e3, 0.0)
-    return yarn(n_rot, base, n_orig, factor, fast, slow, magnitude)
+        values["rope_type"] = "none"
+    if kind in ("linear", "yarn"):
+        factor = raw.number("factor", 1e-3, 1e6)
+        if kind == "yarn" and magnitude:  # ggml multiplies by the usual one itself
+            values["attention_factor"] = magnitude / (0.1 * math.log(max(1.0, factor)) + 1.0)
+    share = raw.number("partial_rotary_factor", 1e-3, 1.0, 1.0)
+    if share < 1.0:
+        n_head = raw.integer("num_attention_heads", 1, 65_536)
+        n_each = raw.integer("hidden_size", 1, MAX_DIM) // n_head
+        d = raw.integer("head_dim", 2, 65_536, max(2, n_each))
+        values["partial_rotary_factor"] = n_rot = int(d * share)
+        if n_rot < 2 or n_rot % 2:
+            raise raw.error("partial_rotary_factor", f"rotates {n_rot} of {d} dimensions")
+    else:
+        values.pop("partial_rotary_factor", None)

@@ -16,8 +16,8 @@ from ..gguf.sniff import MAGIC
 from ..gguf.tensorfile import TensorFile, TensorInfo
 from .base import Architecture
 from .dflash import DFlashHParams, check_tensors, refuse_variant
-from .dflashgguf import read_dialect
-from .dflashhf import IGNORED, open_config, read_config, renamed
+from .dflashgguf import read_dialect, read_hparams
+from .dflashhf import IGNORED, open_config, renamed, translated
 from .model import ModelFile
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -150,7 +150,8 @@ def _open_safetensors(path: Path) -> DraftFile:
                     f"{path}: tensor {name} has type {kind}: moegraph reads BF16, F16 and F32"
                 )
         refuse_variant(path, tensors)
-        hparams = read_config(open_config(path.with_name(_CONFIG)), tensors)
+        config = path.with_name(_CONFIG)
+        hparams = read_hparams(translated(config, open_config(config), tensors), tensors)
     except BaseException:
         source.close()
         raise

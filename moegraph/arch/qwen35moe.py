@@ -32,15 +32,7 @@ from .blocks.experts import (
     shared_tensors,
 )
 from .blocks.router import build_router
-from .hparams import (
-    MAX_DIM,
-    MAX_LAYERS,
-    key,
-    read_attention,
-    read_experts,
-    read_rope,
-    read_sizes,
-)
+from .hparams import MAX_DIM, MAX_LAYERS, read_attention, read_experts, read_rope, read_sizes
 from .inputs import Memory, PassInputs, PassShape, Weights
 from .tensors import Expected, vector
 
@@ -146,18 +138,17 @@ class Qwen35Moe(DeltaArchitecture):
 
 def _layers(meta: Metadata) -> dict[str, Any]:
     """Read the block counts and which layers are recurrent."""
-    n_all = meta.integer(key(meta, "n_layer_all"), 1, MAX_LAYERS)
-    n_nextn = meta.integer(key(meta, "n_layer_nextn"), 0, MAX_LAYERS, 0)
+    n_all = meta.integer(".block_count", 1, MAX_LAYERS)
+    n_nextn = meta.integer(".nextn_predict_layers", 0, MAX_LAYERS, 0)
     if n_nextn >= n_all:
-        raise meta.error(
-            key(meta, "n_layer_nextn"), f"is {n_nextn}, but there are {n_all} blocks in all"
-        )
+        what = f"is {n_nextn}, but there are {n_all} blocks in all"
+        raise meta.error(".nextn_predict_layers", what)
     n_layer = n_all - n_nextn
-    if key(meta, "recurrent") in meta:
-        flags = meta.integers(key(meta, "recurrent"), n_all, 0, 1)[:n_layer]
+    if ".attention.recurrent_layers" in meta:
+        flags = meta.integers(".attention.recurrent_layers", n_all, 0, 1)[:n_layer]
         recurrent = tuple(bool(flag) for flag in flags)
     else:
-        interval = meta.integer(key(meta, "interval"), 1, 1 << 31, 4)
+        interval = meta.integer(".full_attention_interval", 1, 1 << 31, 4)
         recurrent = tuple((il + 1) % interval != 0 for il in range(n_layer))
     return {"n_layer": n_layer, "n_layer_nextn": n_nextn, "recurrent": recurrent}
 
@@ -170,19 +161,20 @@ def _check_sections(meta: Metadata, n_rot: int, n_embd_head: int) -> None:
 
     Source: llama.cpp ggml/src/ggml-cpu/ops.cpp ggml_mrope_cache_init.
     """
-    sections = meta.integers(key(meta, "sections"), 4, 0, MAX_DIM)
+    sections = meta.integers(".rope.dimension_sections", 4, 0, MAX_DIM)
     total = sum(sections)
     if not any(sections[:3]) or total > n_embd_head:
         raise meta.error(
-            key(meta, "sections"),
+            ".rope.dimension_sections",
             f"is {list(sections)}; the first three cannot all be 0 and the sum "
             f"cannot exceed the head size {n_embd_head}",
         )
     for pair in range(n_rot // 2):
         sector = pair % total
         if sector >= 3 * sections[sector % 3]:
-            raise UnsupportedModel(
-                f"{meta.path}: key {key(meta, 'sections')} is {list(sections)}, which leaves "
-                f"rotary pair {pair} of {n_rot // 2} without a text position; "
-                "moegraph runs text models"
+            raise meta.error(
+                ".rope.dimension_sections",
+                f"is {list(sections)}, which leaves rotary pair {pair} of {n_rot // 2} "
+                "without a text position; moegraph runs text models",
+                UnsupportedModel,
             )

@@ -15,7 +15,7 @@ from .base import Architecture, Layer, Routing
 from .blocks.attention import attention_layer, attention_tensors, build_attention
 from .blocks.experts import build_expert_rows, expert_tensors
 from .blocks.router import build_router
-from .hparams import MAX_LAYERS, key, read_attention, read_experts, read_rope, read_sizes
+from .hparams import MAX_LAYERS, read_attention, read_experts, read_rope, read_sizes
 from .inputs import Memory, PassInputs, PassShape, Weights
 from .tensors import Expected, vector
 
@@ -35,12 +35,12 @@ class Qwen3Moe(Architecture):
     def read(cls, meta: Metadata, n_vocab: int) -> Qwen3Moe:
         """Read and check the hyper-parameters."""
         sizes = read_sizes(meta, n_vocab)
-        n_layer = meta.integer(key(meta, "n_layer_all"), 1, MAX_LAYERS)
+        n_layer = meta.integer(".block_count", 1, MAX_LAYERS)
         attention = read_attention(meta, sizes["n_embd"], n_layer)
         n_rot, n_embd_head = attention["n_rot"], attention["n_embd_head_k"]
         if n_rot != n_embd_head:
             what = f"is {n_rot}; this architecture rotates all {n_embd_head} dimensions of a head"
-            raise meta.error(key(meta, "n_rot"), what)
+            raise meta.error(".rope.dimension_count", what)
         return cls(
             **sizes,
             n_layer=n_layer,

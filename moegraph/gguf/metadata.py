@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,24 +16,36 @@ from .reader import StringArray
 class Metadata:
     """Key-value pairs of one header, with the byte offset of each key for messages.
 
-    A getter without a default raises ModelFileError if its key is missing.
+    A key that begins with a point is one of the architecture that the file names. A getter without
+    a default raises ModelFileError if its key is missing.
     """
 
     def __init__(
-        self, path: os.PathLike[str] | str, values: dict[str, Any], offsets: dict[str, int]
-    ) -> None:
-        """values: Python scalars, numpy arrays or StringArray. offsets: byte of each key."""
+        self, path: os.PathLike[str] | str, values: dict[str, Any], offsets: dict[str, int],
+        spelled: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """values: Python scalars, numpy arrays or StringArray. offsets: byte of each key.
+
+        spelled: what the file calls a key, if it is no GGUF file.
+        """
         self.path = path
         self.values = values
-        self._offsets = offsets
+        self._offsets, self._spelled = offsets, spelled or {}
 
     def __contains__(self, key: str) -> bool:
-        return key in self.values
+        return self.full(key) in self.values
 
-    def error(self, key: str, what: str) -> ModelFileError:
-        """Return a ModelFileError that names file, key and byte offset."""
+    def full(self, key: str) -> str:
+        """Return a key as it is in `values`."""
+        return f"{self.values['general.architecture']}{key}" if key.startswith(".") else key
+
+    def error(
+        self, key: str, what: str, kind: type[ModelFileError] = ModelFileError
+    ) -> ModelFileError:
+        """Return an error that names file, key and byte offset."""
+        key = self.full(key)
         at = f" (at byte {self._offsets[key]})" if key in self._offsets else ""
-        return ModelFileError(f"{self.path}: key {key} {what}{at}")
+        return kind(f"{self.path}: key {self._spelled.get(key, key)} {what}{at}")
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         """Return an integer of any width, in [low, high]."""
@@ -89,9 +101,9 @@ class Metadata:
         return tuple(int(v) for v in value)
 
     def _value(self, key: str, default: Any) -> Any:
-        value = self.values.get(key, default)
+        value = self.values.get(self.full(key), default)
         if value is None:
-            raise ModelFileError(f"{self.path}: required key {key} is missing")
+            raise self.error(key, "is missing, and required")
         return value
 
 

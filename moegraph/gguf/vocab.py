@@ -54,14 +54,12 @@ def check_vocab(meta: Metadata, n_embd_rows: int) -> int:
     """
     model = meta.string(MODEL, NO_TOKENIZER[0])
     if model in NO_TOKENIZER:
-        key = f"{meta.string('general.architecture')}.vocab_size"
-        n_vocab = meta.integer(key, 1, _MAX_VOCAB, min(n_embd_rows, _MAX_VOCAB))
+        n_vocab = meta.integer(".vocab_size", 1, _MAX_VOCAB, min(n_embd_rows, _MAX_VOCAB))
     elif model == "gpt2":
         n_vocab = _check_bpe(meta)
     else:
-        raise UnsupportedModel(
-            f"{meta.path}: key {MODEL} is {model!r}; moegraph runs byte-level BPE ('gpt2')"
-        )
+        what = f"is {model!r}; moegraph runs byte-level BPE ('gpt2')"
+        raise meta.error(MODEL, what, UnsupportedModel)
     if n_vocab != n_embd_rows:
         raise ModelFileError(
             f"{meta.path}: the vocabulary has {n_vocab} tokens "

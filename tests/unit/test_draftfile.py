@@ -18,7 +18,8 @@ from modelgen.drafter import FORMATS, PRESETS, hf_config, tensor_shapes, values
 
 from moegraph.arch import open_model
 from moegraph.arch.dflash import DFlashHParams, expected_tensors
-from moegraph.arch.dflashhf import Config, read_config
+from moegraph.arch.dflashgguf import read_hparams
+from moegraph.arch.dflashhf import translated
 from moegraph.arch.draftfile import open_drafter
 from moegraph.errors import ModelFileError, UnsupportedModel
 
@@ -40,7 +41,7 @@ def test_every_format_says_the_same(kind: str, target: Path, tmp_path: Path) -> 
     hp = draft.hparams
     assert replace(hp, dialect="", f_norm_rms_eps=0.0) == DFlashHParams(
         dialect="", n_vocab=1024, n_vocab_draft=0, n_embd=256, n_layer=2, n_head=4, n_head_kv=2,
-        n_embd_head=64, n_ff=320, n_ctx_train=512, f_norm_rms_eps=0.0, taps=(1, 4, 6), mask_id=990,
+        n_embd_head=64, n_ff=320, f_norm_rms_eps=0.0, taps=(1, 4, 6), mask_id=990,
         block_size=8, rope=hp.rope, n_swa=24, sliding=(True, False),
     )  # fmt: skip
     assert hp.f_norm_rms_eps == pytest.approx(1e-6)
@@ -79,7 +80,7 @@ def test_dspark_with_a_reduced_vocabulary(kind: str, target: Path, tmp_path: Pat
 def test_the_published_revisions(name: str) -> None:
     """The configurations of peers' files: taps, masks, windows, rope and parameters."""
     shape = PRESETS[name]
-    hp = read_config(Config(Path("config.json"), hf_config(shape)), {})
+    hp = read_hparams(translated(Path("config.json"), hf_config(shape), {}), {})
     n_params = sum(int(np.prod(ne)) for ne in tensor_shapes(shape).values())
     assert hp.taps == shape.taps and hp.mask_id == shape.mask_id
     assert hp.block_size == shape.block_size and hp.n_layer == len(shape.windows)
@@ -150,11 +151,19 @@ def edit_config(path: Path, change: Change) -> None:
 
 CONFIGS: list[tuple[Change, type[Exception], str]] = [
     (lambda c: c.pop("hidden_size"), ModelFileError, "hidden_size is missing"),
-    (lambda c: c.update(hidden_size="2048"), ModelFileError, "hidden_size is '2048'"),
+    (lambda c: c.update(hidden_size="2048"), ModelFileError, "hidden_size is a string"),
     (lambda c: c.update(rope_theta=float("inf")), ModelFileError, "rope_theta is inf"),
-    (lambda c: c.update(num_key_value_heads=3), ModelFileError, "not a divisor of 4"),
-    (lambda c: c.update(layer_types=["full_attention"]), ModelFileError, "for 2 layers"),
-    (lambda c: c.update(rope_scaling=7), ModelFileError, "expected an object"),
+    (
+        lambda c: c.update(num_key_value_heads=3),
+        ModelFileError,
+        "num_key_value_heads is 3, which does not divide n_head 4",
+    ),
+    (
+        lambda c: c.update(layer_types=["full_attention"]),
+        ModelFileError,
+        "layer_types has 1 elements; expected 2",
+    ),
+    (lambda c: c.update(rope_scaling=7), ModelFileError, "rope_scaling is not an object"),
     (lambda c: c.update(rope_scaling={"rope_type": "llama3"}), UnsupportedModel, "llama3"),
     (lambda c: c.update(hidden_act="gelu"), UnsupportedModel, "moegraph runs silu"),
     (lambda c: c.update(attention_bias=True), UnsupportedModel, "biased drafters"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..base import Architecture, Layer
-from ..hparams import MAX_DIM, key
+from ..hparams import MAX_DIM
 from ..inputs import JointRows, Memory, PassInputs, PassShape, Weights, project
 from ..tensors import Expected, matrix, vector
 
@@ -72,24 +72,18 @@ class DeltaArchitecture(Architecture):
 
 def read_delta(meta: Metadata) -> dict[str, Any]:
     """Read the sizes of the DeltaNet layers."""
-    d_conv = meta.integer(key(meta, "ssm_d_conv"), 2, 64)
-    d_inner = meta.integer(key(meta, "ssm_d_inner"), 1, MAX_DIM)
-    d_state = meta.integer(key(meta, "ssm_d_state"), 1, MAX_DIM)
-    dt_rank = meta.integer(key(meta, "ssm_dt_rank"), 1, MAX_DIM)
-    n_group = meta.integer(key(meta, "ssm_n_group"), 1, MAX_DIM)
+    d_conv = meta.integer(".ssm.conv_kernel", 2, 64)
+    d_inner = meta.integer(".ssm.inner_size", 1, MAX_DIM)
+    d_state = meta.integer(".ssm.state_size", 1, MAX_DIM)
+    dt_rank = meta.integer(".ssm.time_step_rank", 1, MAX_DIM)
+    n_group = meta.integer(".ssm.group_count", 1, MAX_DIM)
+    heads = f"{dt_rank} value heads ({meta.full('.ssm.time_step_rank')})"
     if d_inner != dt_rank * d_state:
-        raise meta.error(
-            key(meta, "ssm_d_inner"),
-            f"is {d_inner}; it must be {dt_rank} value heads "
-            f"({key(meta, 'ssm_dt_rank')}) times the state size {d_state} "
-            f"({key(meta, 'ssm_d_state')})",
-        )
+        size = f"the state size {d_state} ({meta.full('.ssm.state_size')})"
+        raise meta.error(".ssm.inner_size", f"is {d_inner}; it must be {heads} times {size}")
     if dt_rank % n_group:
-        raise meta.error(
-            key(meta, "ssm_n_group"),
-            f"gives {n_group} key heads, "
-            f"which do not divide the {dt_rank} value heads ({key(meta, 'ssm_dt_rank')})",
-        )
+        what = f"gives {n_group} key heads, which do not divide the {heads}"
+        raise meta.error(".ssm.group_count", what)
     return {
         "ssm_d_conv": d_conv,
         "ssm_d_inner": d_inner,
