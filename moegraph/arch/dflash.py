@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from gguf.constants import GGMLQuantizationType
 
-from ..errors import ModelFileError, UnsupportedModel
+from ..errors import UnsupportedModel
 from ..gguf.tensorfile import TensorInfo
 from .dspark import DrafterWeights, HeadMatrix, build_markov
-from .tensors import MATRIX_TYPES, VECTOR_TYPES, Expected, check_tensor
+from .tensors import MATRIX_TYPES, VECTOR_TYPES, Expected
 
 if TYPE_CHECKING:
     from ..ggml.ops import Builder, Tensor
@@ -155,29 +155,6 @@ def _layer(hp: DFlashHParams) -> dict[str, Expected]:
         **{f"{name}.weight": Expected(ne, MATRIX_TYPES) for name, ne in shapes.items()},
         **{f"{name}.weight": Expected((n,), VECTOR_TYPES | _FLOATS) for name, n in norms.items()},
     }
-
-
-def check_tensors(
-    path: os.PathLike[str], hp: DFlashHParams, tensors: Mapping[str, TensorInfo], n_vocab: int
-) -> list[str]:
-    """Check that a file holds the tensors that a drafter needs; return warnings, one line each.
-
-    tensors: by llama.cpp's names. n_vocab: tokens of the target.
-    """
-    expected = expected_tensors(hp, n_vocab)
-    for name, spec in expected.items():
-        if name in tensors:
-            check_tensor(path, tensors[name], spec)
-        elif spec.required:
-            raise ModelFileError(
-                f"{path}: the drafter's tensor {name} is missing; the file is incomplete "
-                "or its keys describe another drafter"
-            )
-    unknown = [name for name in tensors if name not in expected]
-    if not unknown:
-        return []
-    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-    return [f"{path}: tensor {unknown[0]}{more}: not part of a DFlash drafter, ignored"]
 
 
 def refuse_variant(path: os.PathLike[str], tensors: Mapping[str, TensorInfo]) -> None:
@@ -343,9 +320,19 @@ def build_draft(
 ) -> DraftOutputs:  # fmt: skip
     """Append a whole draft of n_draft tokens after the anchor."""
     rows, logits = build_rows(b, hp, w, rings, inp, head, slot, n_draft)
+    return build_outputs(b, hp, w, rows, logits, inp.anchor, head, inp.draws)
+
+
+def build_outputs(
+    b: Builder, hp: DFlashHParams, w: DrafterWeights, rows: Tensor, logits: Tensor,
+    anchors: Tensor, head: HeadMatrix, draws: Tensor,
+) -> DraftOutputs:  # fmt: skip
+    """Append the results of rows F32 [n_embd, n] that propose tokens, and of their logits.
+
+    anchors: I32 [m], of each sequence. draws: I32 [DRAW_WORDS, n].
+    """
     confidence = None
     if hp.markov_rank:
-        logits, confidence = build_markov(b, w, logits, rows, inp.anchor, head)
-    candidates = b.expand(b.name(b.candidates(logits, inp.draws), "draft_candidates"))
-    b.output(candidates)
-    return DraftOutputs(candidates, confidence)
+        logits, confidence = build_markov(b, w, logits, rows, anchors, head)
+    candidates = b.expand(b.name(b.candidates(logits, draws), "draft_candidates"))
+    return DraftOutputs(b.output(candidates), confidence)

@@ -15,10 +15,11 @@ from ..gguf.safetensors import SafetensorsFile
 from ..gguf.sniff import MAGIC
 from ..gguf.tensorfile import TensorFile, TensorInfo
 from .base import Architecture
-from .dflash import DFlashHParams, check_tensors, refuse_variant
+from .dflash import DFlashHParams, expected_tensors, refuse_variant
 from .dflashgguf import read_dialect, read_hparams
 from .dflashhf import IGNORED, open_config, renamed, translated
 from .model import ModelFile
+from .tensors import check_tensors
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -58,7 +59,8 @@ class DraftFile:
             raise UnsupportedModel(
                 f"{self.path}: this drafter does not fit {target.path}: {problem}"
             )
-        self.warnings = tuple(check_tensors(self.path, hp, self.tensors, other.n_vocab))
+        found = check_tensors(self.path, self.tensors, expected_tensors(hp, other.n_vocab))
+        self.warnings = tuple(f"{self.path}: {warning}" for warning in found)
         if hp.n_vocab_draft:
             self.d2t(other.n_vocab)
 

@@ -72,9 +72,8 @@ def build_markov(
     n = logits.ne[1] // m
     biased, traits = [], []
     for i in range(n):
-        trait = b.get_rows(w.tensors["markov_w1.weight"], before)
-        row = b.view(logits, (logits.ne[0], m), (logits.nb[1],), m * i * logits.nb[1])
-        biased.append(b.add(row, b.mul_mat(w.tensors["markov_w2.weight"], trait)))
+        trait, bias = _build_bias(b, w, before)
+        biased.append(b.add(_columns(b, logits, m * i, m), bias))
         traits.append(trait)
         if i + 1 < n:  # of NaN it is -1: tables have something readable before their first row
             before = _as_target(b, b.argmax(biased[-1]), head)
@@ -94,11 +93,9 @@ def build_drawn(
     """
     before, found = anchor, []
     for i in range(logits.ne[1]):
-        trait = b.get_rows(w.tensors["markov_w1.weight"], before)
-        row = b.view(logits, (logits.ne[0], 1), (logits.nb[1],), i * logits.nb[1])
-        biased = b.add(row, b.mul_mat(w.tensors["markov_w2.weight"], trait))
-        race = b.view(races, (races.ne[0], 1), (races.nb[1],), i * races.nb[1])
-        found.append(b.expand(b.candidates(biased, race)))
+        _, bias = _build_bias(b, w, before)
+        biased = b.add(_columns(b, logits, i, 1), bias)
+        found.append(b.expand(b.candidates(biased, _columns(b, races, i, 1))))
         b.output(found[-1])
         if i + 1 < logits.ne[1]:
             before = _ids_at(b, found[-1], winner_at, scratch[i], logits.ne[0])
@@ -117,17 +114,26 @@ def build_lists(
     before, n = anchor, logits.ne[1]
     found, traits = [], []
     for i in range(n):
-        trait = b.get_rows(w.tensors["markov_w1.weight"], before)
-        traits.append(b.view(trait, (trait.ne[0], 1), (trait.nb[1],)))
-        row = b.view(logits, (logits.ne[0], 1), (logits.nb[1],), i * logits.nb[1])
-        biased = b.add(b.mul_mat(w.tensors["markov_w2.weight"], trait), row)
-        m = biased.ne[1]
-        found.append(b.candidates(biased, b.view(draws, (draws.ne[0], m), (draws.nb[1],))))
+        trait, bias = _build_bias(b, w, before)
+        traits.append(_columns(b, trait, 0, 1))
+        biased = b.add(bias, _columns(b, logits, i, 1))
+        found.append(b.candidates(biased, _columns(b, draws, 0, biased.ne[1])))
         b.output(b.expand(found[-1]))
         if i + 1 < n:
             ids = _ids_at(b, found[-1], _IDS, scratch[i], logits.ne[0])
             before = _as_target(b, ids, head)
     return ListOutputs(found, _build_confidence(b, w, rows, traits))
+
+
+def _build_bias(b: Builder, w: DrafterWeights, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Append what the tokens before m rows add to their logits: traits, and F32 [n_draft, m]."""
+    trait = b.get_rows(w.tensors["markov_w1.weight"], before)
+    return trait, b.mul_mat(w.tensors["markov_w2.weight"], trait)
+
+
+def _columns(b: Builder, t: Tensor, first: int, n: int) -> Tensor:
+    """View n columns of a tensor [m, ...] from `first` on."""
+    return b.view(t, (t.ne[0], n), (t.nb[1],), first * t.nb[1])
 
 
 def _ids_at(b: Builder, candidates: Tensor, at: int, scratch: Scratch, n_vocab: int) -> Tensor:

@@ -81,12 +81,11 @@ class JointRows:
 
 @dataclass(frozen=True)
 class PassInputs:
-    """The input tensors of one pass.
+    """The input tensors of one pass, besides the rows of the stage's first layer.
 
-    embd F32 [n_embd, n_tokens], what the stage's first layer takes: embeddings of tokens, or what
-    the stage before left; pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches; out_ids
-    I32 [n_out], or None if n_out is 0; slots I32 [n_seqs], the recurrent states of the sequences;
-    kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
+    pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches; slots I32 [n_seqs], the
+    recurrent states of the sequences; out_ids I32 [n_out], or None if n_out is 0; kq_mask F16
+    [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
     kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
     I32 [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
     which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS
@@ -96,20 +95,19 @@ class PassInputs:
     I32 [n_tokens], where rows go in their ring. What a pass does not need is None.
     """
 
-    embd: Tensor
     pos: Tensor
     kv_idx: Tensor
-    out_ids: Tensor | None
-    draws: Tensor | None
-    kq_mask: Tensor | None
     slots: Tensor
-    kv_rows: Tensor | None
-    parents: Tensor | None
-    padding: Tensor | None
-    absent: Tensor | None
-    pages: Tensor | None
-    rows: Tensor | None
-    taps: Tensor | None
+    out_ids: Tensor | None = None
+    draws: Tensor | None = None
+    kq_mask: Tensor | None = None
+    kv_rows: Tensor | None = None
+    parents: Tensor | None = None
+    padding: Tensor | None = None
+    absent: Tensor | None = None
+    pages: Tensor | None = None
+    rows: Tensor | None = None
+    taps: Tensor | None = None
     joint: JointRows | None = None
 
 

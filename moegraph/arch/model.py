@@ -16,7 +16,7 @@ from .base import Architecture
 from .mtp import nextn_warnings, refuse_mtp_alone
 from .qwen3moe import Qwen3Moe
 from .qwen35moe import Qwen35Moe
-from .tensors import Expected, block_index, check_tensor, matrix, vector
+from .tensors import Expected, block_index, check_tensors, matrix, vector
 
 _ARCHITECTURE = "general.architecture"
 ARCHITECTURES: dict[str, type[Architecture]] = {one.name: one for one in (Qwen35Moe, Qwen3Moe)}
@@ -78,7 +78,11 @@ def _validate(
         what = "the file holds no tensors" if not tensors else "tensor token_embd.weight missing"
         raise ModelFileError(f"{path}: {what}; the file is incomplete")
     hparams = kind.read(meta, check_vocab(meta, embedding.ne[1]))
-    return hparams, check_tensors(path, hparams, tensors)
+    _check_variants(path, hparams, tensors)
+    expected = expected_tensors(hparams, merged_layers(hparams, tensors))
+    nextn = range(hparams.n_layer, hparams.n_layer + hparams.n_layer_nextn)
+    run = {name: info for name, info in tensors.items() if block_index(name) not in nextn}
+    return hparams, nextn_warnings(hparams, tensors) + check_tensors(path, run, expected)
 
 
 def expected_tensors(hp: Architecture, merged: frozenset[int]) -> dict[str, Expected]:
@@ -104,26 +108,6 @@ def merged_layers(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> frozen
     return frozenset(il for il in blocks if f"blk.{il}.ffn_gate_up_exps.weight" in tensors)
 
 
-def check_tensors(
-    path: os.PathLike[str], hp: Architecture, tensors: Mapping[str, TensorInfo]
-) -> list[str]:
-    """Check that the file holds what the model needs; return warnings, one line each."""
-    _check_variants(path, hp, tensors)
-    merged = merged_layers(hp, tensors)
-    expected = expected_tensors(hp, merged)
-    missing = [name for name, spec in expected.items() if spec.required and name not in tensors]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelFileError(
-            f"{path}: tensor {missing[0]}{more} missing; the file is incomplete "
-            "or its keys describe another model"
-        )
-    for name, spec in expected.items():
-        if name in tensors:
-            check_tensor(path, tensors[name], spec)
-    return nextn_warnings(hp, tensors) + _unknown_warnings(hp, tensors, expected)
-
-
 def _check_variants(
     path: os.PathLike[str], hp: Architecture, tensors: Mapping[str, TensorInfo]
 ) -> None:
@@ -144,15 +128,3 @@ def _check_variants(
                 f"{path}: tensor blk.{il}.attn_qkv.weight: full-attention layer {il} stores q, k "
                 "and v as one tensor; moegraph needs attn_q, attn_k and attn_v, convert it again"
             )
-
-
-def _unknown_warnings(
-    hp: Architecture, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Expected]
-) -> list[str]:
-    """Describe unknown tensors outside the prediction blocks; no graph reads them."""
-    nextn = range(hp.n_layer, hp.n_layer + hp.n_layer_nextn)
-    unknown = [n for n in tensors if n not in expected and block_index(n) not in nextn]
-    if not unknown:
-        return []
-    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-    return [f"tensor {unknown[0]}{more}: not part of this architecture, ignored"]

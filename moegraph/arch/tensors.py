@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gguf.constants import GGMLQuantizationType
@@ -11,29 +12,14 @@ from gguf.constants import GGMLQuantizationType
 from ..errors import ModelFileError, UnsupportedModel
 from ..gguf.tensorfile import TensorInfo
 
-_Q = GGMLQuantizationType
 MATRIX_TYPES = frozenset(
-    {
-        _Q.F32,
-        _Q.F16,
-        _Q.BF16,
-        _Q.Q8_0,
-        _Q.Q4_0,
-        _Q.Q4_1,
-        _Q.Q5_0,
-        _Q.Q5_1,
-        _Q.Q2_K,
-        _Q.Q3_K,
-        _Q.Q4_K,
-        _Q.Q5_K,
-        _Q.Q6_K,
-        _Q.IQ4_NL,
-        _Q.IQ4_XS,
-        _Q.MXFP4,
-    }
+    GGMLQuantizationType[name]
+    for name in (
+        "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4"
+    ).split()
 )
 # Norms, biases and the convolution go into element-wise ops and kernels that read only F32.
-VECTOR_TYPES = frozenset({_Q.F32})
+VECTOR_TYPES = frozenset({GGMLQuantizationType.F32})
 
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
 
@@ -81,3 +67,28 @@ def check_tensor(path: os.PathLike[str], info: TensorInfo, spec: Expected) -> No
         raise UnsupportedModel(
             f"{path}: tensor {info.name} has type {info.type.name}; moegraph runs {names} here"
         )
+
+
+def check_tensors(
+    path: os.PathLike[str], tensors: Mapping[str, TensorInfo], expected: Mapping[str, Expected]
+) -> list[str]:
+    """Check that a file holds what it needs; return a warning if it holds more, without the path.
+
+    tensors: those of the file that are to be looked at.
+    """
+    missing = [name for name, spec in expected.items() if spec.required and name not in tensors]
+    if missing:
+        raise ModelFileError(
+            f"{path}: tensor {_listed(missing)} missing; the file is incomplete "
+            "or its keys describe another model"
+        )
+    for name, spec in expected.items():
+        if name in tensors:
+            check_tensor(path, tensors[name], spec)
+    unknown = [name for name in tensors if name not in expected]
+    what = "not part of this architecture, ignored"
+    return [f"tensor {_listed(unknown)}: {what}"] if unknown else []
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

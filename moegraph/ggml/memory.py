@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import NativeError
 from ..units import round_up
 from .device import Device
@@ -50,11 +53,49 @@ class Block:
         place(self._buffer, tensor, self._offsets[name] + offset)
         return tensor
 
-    def leaf(self, b: Builder, name: str, dtype: int, *ne: int) -> Tensor:
-        """Return a leaf that reads the memory of that name; ne: its shape."""
-        return self.put(b.leaf(dtype, ne, name), name)
+    def leaf(self, b: Builder, name: str, dtype: int, *ne: int, at: int = 0) -> Tensor:
+        """Return a leaf that reads the memory of that name from byte `at` on; ne: its shape."""
+        return self.put(b.leaf(dtype, ne, name), name, at)
+
+    def set(self, name: str, values: npt.NDArray[Any], at: int = 0) -> None:
+        """Write values to the memory of that name from byte `at` on, and wait."""
+        data = np.ascontiguousarray(values)
+        C.ggml_backend_tensor_set(self.tensors[name], ffi.from_buffer(data), at, data.nbytes)
 
     def close(self) -> None:
         """Free the memory."""
         self._buffer.close()
         self._context.close()
+
+
+class Sender:
+    """Host memory, pinned if possible, from which copies to a device are enqueued."""
+
+    def __init__(self, device: Device, n_bytes: int) -> None:
+        self._device, self._sent = device, device.event()
+        self._host = device.host_buffer(n_bytes)
+
+    def begin(self) -> npt.NDArray[np.uint8]:
+        """Return the memory to write to; wait until the device has read what was sent from it."""
+        if self._sent:
+            self._sent.wait()
+        return self._host.array
+
+    def send(self, to: Tensor, n_bytes: int, at: int = 0, start: int = 0) -> None:
+        """Enqueue a copy of bytes from `start` on to a tensor, from its byte `at` on."""
+        stream, source = self._device.compute.ptr, self._host.address(start)
+        C.ggml_backend_tensor_set_async(stream, to, source, at, n_bytes)
+        if self._sent:
+            C.ggml_backend_event_record(self._sent.ptr, stream)
+
+    def put(self, to: Tensor, values: npt.NDArray[Any], at: int = 0) -> None:
+        """Write values to the memory, and enqueue their copy to a tensor from its byte `at` on."""
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self.begin()[: data.nbytes] = data
+        self.send(to, data.nbytes, at)
+
+    def close(self) -> None:
+        """Free the memory."""
+        if self._sent:
+            self._sent.close()
+        self._host.close()

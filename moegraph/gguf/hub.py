@@ -60,7 +60,8 @@ def get_model(name: HubName, progress: Progress | None = None, say: Say | None =
         cached = _cached(hub, name, name.pick)
         if cached is None:
             raise
-        (say or _silent)(f"{error}; using {cached}")
+        if say:
+            say(f"{error}; using {cached}")
         return cached
 
 
@@ -74,7 +75,7 @@ def download(
     has; a wrong one is removed and downloaded again.
     """
     hub = _library()
-    progress, say = progress or _no_progress, say or _silent
+    progress, say = progress or (lambda *_: None), say or (lambda _: None)
     with _one_line_errors(hub, name):
         api = hub.HfApi(library_name="moegraph")
         # One request that the library does not repeat: without a network, the error comes at once.
@@ -251,14 +252,8 @@ class _Metered:
         self._report()
         return n
 
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(position, whence)
-
-    def truncate(self, size: int | None = None) -> int:
-        return self._file.truncate(size)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _is_right(path: Path, etag: str, progress: Progress) -> bool:
@@ -319,11 +314,3 @@ def _error_of(hub: Any, name: HubName, error: Exception) -> ModelFileError:
         return ModelFileError(f"{error.filename or name}: {error.strerror}")
     why = f"status {status}" if status else f"{type(error).__name__}: {error}"
     return _Unreachable(f"{name}: cannot download from {host} ({why}); run it again to go on")
-
-
-def _silent(_: str) -> None:
-    pass
-
-
-def _no_progress(_: str, __: int, ___: int) -> None:
-    pass

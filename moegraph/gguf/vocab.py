@@ -23,24 +23,9 @@ NO_TOKENIZER = ("none", "no_vocab")
 _SPECIAL_IDS = tuple(
     f"tokenizer.ggml.{name}_token_id"
     for name in (
-        "bos",
-        "eos",
-        "eot",
-        "eom",
-        "unknown",
-        "seperator",
-        "padding",
-        "mask",
-        "fim_pre",
-        "fim_suf",
-        "fim_mid",
-        "fim_pad",
-        "fim_rep",
-        "fim_sep",
-        "prefix",
-        "suffix",
-        "middle",
-    )
+        "bos eos eot eom unknown seperator padding mask fim_pre fim_suf fim_mid fim_pad fim_rep "
+        "fim_sep prefix suffix middle"
+    ).split()
 )
 # llama.cpp's BOS and EOS for this tokenizer if the file names none.
 _DEFAULT_ID = 11

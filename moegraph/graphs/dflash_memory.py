@@ -11,13 +11,14 @@ import numpy.typing as npt
 from ..arch.dflash import BlockInputs, DFlashHParams
 from ..arch.dspark import Scratch
 from ..ggml.choose import DRAW_WORDS
-from ..ggml.device import Device, HostBuffer
+from ..ggml.device import Device
 from ..ggml.handles import Context
-from ..ggml.lib import C, ffi
-from ..ggml.memory import place
+from ..ggml.lib import C
+from ..ggml.memory import Block, Sender
 from ..ggml.ops import F16, F32, I32, Builder, Tensor
 from ..resident.draftlayout import N_TAKEN, Mask, RingShape
 from ..units import round_up
+from .races import no_races, race_words
 
 _ALIGN = 256
 # Most tokens of a depth of which it is known what follows them.
@@ -72,49 +73,31 @@ class DraftMemory:
         self, device: Device, hp: DFlashHParams, shapes: Sequence[RingShape], n_sweep: int
     ) -> None:
         """n_sweep: most rows of a part of a prompt."""
-        self._device, self._hp, self._n_sweep = device, hp, n_sweep
-        self._n_rings = len(shapes)
+        self._hp, self._n_sweep, self._n_rings = hp, n_sweep, len(shapes)
         at = self._at = _Layout(hp, shapes, n_sweep)
-        what = "the inputs of drafts and features of prompts"
-        self._buffer = device.buffer(at.size, what, "lower -c or use --spec off")
-        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        self._context = Context(3)
-        self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, at.size // 4)
-        place(self._buffer, self._all, 0)
-        self.features: Tensor = C.ggml_new_tensor_2d(self._context.ptr, F32, hp.n_embd, n_sweep)
-        place(self._buffer, self.features, at.fused)
-        self._host = device.host_buffer(at.masks)
-        self._words_host = device.host_buffer(4 * max(at.n_row_words, at.n_prompt_words))
-        self._words_sent = device.event()
-        self.n_bytes = at.size
-        draws = np.full((at.n_draws, DRAW_WORDS), -1, np.int32)
-        draws[:, 0] = 0  # no temperature, no race
-        self._set(at.draws, draws)
-        self._races_host = device.host_buffer(4 * DRAW_WORDS * max(1, at.n_races))
-        self._races = self._races_host.array[: 4 * DRAW_WORDS * at.n_races].view(np.int32)
-        self._races = self._races.reshape(at.n_races, DRAW_WORDS)
-        self._races[:] = -1
-
-    def _set(self, offset: int, values: npt.NDArray[Any]) -> None:
-        """Write values to the device, and wait."""
-        data = np.ascontiguousarray(values)
-        C.ggml_backend_tensor_set(self._all, ffi.from_buffer(data), offset, data.nbytes)
+        what, remedy = "the inputs of drafts and features of prompts", "lower -c or use --spec off"
+        self._block = Block(device, {"all": (1, at.size // 4)}, what, remedy)
+        self._all, self.n_bytes = self._block.tensors["all"], self._block.n_bytes
+        self._context = Context(2)
+        features = C.ggml_new_tensor_2d(self._context.ptr, F32, hp.n_embd, n_sweep)
+        self.features: Tensor = self._block.put(features, "all", at.fused)
+        self._inputs = Sender(device, at.masks)
+        self._words = Sender(device, 4 * max(at.n_row_words, at.n_prompt_words))
+        self._races = Sender(device, 4 * DRAW_WORDS * max(1, at.n_races))
+        self._block.set("all", no_races(at.n_draws), at.draws)
 
     def _leaf(self, b: Builder, offset: int, dtype: int, *ne: int) -> Tensor:
-        leaf = b.leaf(dtype, ne, "draft_input")
-        place(self._buffer, leaf, offset)
-        return leaf
+        return self._block.leaf(b, "all", dtype, *ne, at=offset)
 
     def send_mask(self, embedding: Floats) -> None:
         """Write the embedding of the mask token to all rows of a block but the first."""
-        self._set(self._at.masks, np.tile(embedding, (self._hp.block_size - 1, 1)))
+        self._block.set("all", np.tile(embedding, self._hp.block_size - 1), self._at.masks)
 
     def send_d2t(self, d2t: Ints) -> Tensor:
         """Write the target's token of each token of a reduced vocabulary; return I32 [1, n]."""
-        self._set(self._at.d2t, d2t)
+        self._block.set("all", d2t, self._at.d2t)
         tensor = C.ggml_new_tensor_2d(self._context.ptr, I32, 1, len(d2t))
-        place(self._buffer, tensor, self._at.d2t)
-        return tensor
+        return self._block.put(tensor, "all", self._at.d2t)
 
     def block_leaves(
         self, b: Builder, n_rows: int, n_draft: int, lengths: Sequence[int]
@@ -134,7 +117,7 @@ class DraftMemory:
         self, embedding: Floats, anchor: int, n_past: int, n_rows: int, lengths: Sequence[int]
     ) -> list[Mask]:
         """Write the inputs of a block; return its masks to fill, numpy shape [n_rows, length]."""
-        at, host = self._at, self._host.array
+        at, host = self._at, self._inputs.begin()
         host[at.anchor : at.anchor + embedding.nbytes].view(np.float32)[:] = embedding
         host[at.pos : at.pos + 4 * n_rows].view(np.int32)[:] = n_past + np.arange(n_rows)
         host[at.token : at.token + 4].view(np.int32)[0] = anchor
@@ -146,12 +129,7 @@ class DraftMemory:
     def send(self, n_rows: int, lengths: Sequence[int]) -> None:
         """Enqueue the upload of the inputs of a block."""
         first = self._at.kq_masks(n_rows, lengths)[0]
-        self._upload(self._host, first, first, self._at.masks - first)
-
-    def _upload(self, host: HostBuffer, source: int, to: int, size: int) -> None:
-        C.ggml_backend_tensor_set_async(
-            self._device.compute.ptr, self._all, host.address(source), to, size
-        )
+        self._inputs.send(self._all, self._at.masks - first, first, first)
 
     def send_rows(self, places: Longs, taken: Longs, cells: Sequence[Ints]) -> None:
         """Enqueue the upload of positions of tokens that a sequence took.
@@ -181,13 +159,7 @@ class DraftMemory:
         return pos, cells
 
     def _send_words(self, to: int, parts: Sequence[npt.NDArray[Any]]) -> None:
-        if self._words_sent:
-            self._words_sent.wait()
-        words = np.concatenate(parts).astype(np.int32)
-        self._words_host.array[: words.nbytes].view(np.int32)[:] = words
-        self._upload(self._words_host, 0, to, words.nbytes)
-        if self._words_sent:
-            C.ggml_backend_event_record(self._words_sent.ptr, self._device.compute.ptr)
+        self._words.put(self._all, np.concatenate(parts).astype(np.int32), to)
 
     def _word_leaves(self, b: Builder, at: int, n: int, stride: int, n_more: int) -> list[Tensor]:
         """Return leaves of n words each: n_more of them, and rows of each ring."""
@@ -199,11 +171,7 @@ class DraftMemory:
 
     def send_races(self, temperature: float, keys: Sequence[int]) -> None:
         """Enqueue the upload of what the races of some rows depend on; the last draft has ended."""
-        n, words = len(keys), self._races
-        with np.errstate(over="ignore"):
-            words[:n, 0] = np.float32(1.0 / temperature).view(np.int32)
-        words[:n, 1:3] = np.array(keys, dtype=np.uint64).view(np.int32).reshape(n, 2)
-        self._upload(self._races_host, 0, self._at.races, 4 * DRAW_WORDS * n)
+        self._races.put(self._all, race_words(temperature, keys), self._at.races)
 
     def scratch(self, b: Builder, i: int, m: int) -> Scratch:
         """Return memory for ids of m tokens, at most BEAM, after the i-th row of a block."""
@@ -217,10 +185,5 @@ class DraftMemory:
 
     def close(self) -> None:
         """Free the memory."""
-        parts: list[Any] = [
-            self._words_sent, self._words_host, self._races_host, self._host, self._buffer,
-            self._context,
-        ]  # fmt: skip
-        for part in parts:
-            if part:
-                part.close()
+        for part in (self._inputs, self._words, self._races, self._block, self._context):
+            part.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..ggml.handles import Context
-from ..ggml.lib import C
-from ..ggml.memory import place
+from ..ggml.memory import Block
 from ..ggml.ops import F32, Builder, Tensor
 from ..resident.stage import Stage
 
@@ -19,25 +17,19 @@ class HiddenRows:
     """
 
     def __init__(self, stage: Stage, max_rows: int) -> None:
-        self._n_embd = stage.hp.n_embd
-        n_bytes = 4 * self._n_embd * max_rows
-        self._buffer = stage.device.buffer(n_bytes, "rows between layers", "lower -ub")
-        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        self._context = Context(1)
-        self.all = C.ggml_new_tensor_2d(self._context.ptr, F32, self._n_embd, max_rows)
-        self.put(self.all)
-        self.n_bytes = self._buffer.size
+        shapes = {"l_out": (stage.hp.n_embd, max_rows)}
+        self._block = Block(stage.device, shapes, "rows between layers", "lower -ub")
+        self.all = self._block.tensors["l_out"]
+        self.n_bytes = self._block.n_bytes
 
     def put(self, tensor: Tensor) -> Tensor:
         """Make a node [n_embd, n_tokens] write its result here; return the node."""
-        place(self._buffer, tensor, 0)
-        return tensor
+        return self._block.put(tensor, "l_out")
 
     def leaf(self, b: Builder, n_tokens: int) -> Tensor:
         """Return a leaf that reads the rows, F32 [n_embd, n_tokens]."""
-        return self.put(b.leaf(F32, (self._n_embd, n_tokens), "l_out"))
+        return self._block.leaf(b, "l_out", F32, self.all.ne[0], n_tokens)
 
     def close(self) -> None:
         """Free the memory."""
-        self._buffer.close()
-        self._context.close()
+        self._block.close()

@@ -11,11 +11,9 @@ import numpy.typing as npt
 
 from ..arch.blocks.length import spans
 from ..arch.inputs import PAGED, PassInputs, PassShape
-from ..errors import InternalError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
-from ..ggml.handles import Context
 from ..ggml.lib import C
-from ..ggml.memory import place
+from ..ggml.memory import Block
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.stage import Stage
@@ -98,14 +96,11 @@ class InputBlock:
         at = self._layout(state.shape.pass_rows(n_ubatch))
         masked = at.mask(n_rows if state.n_seq > 1 else 0) + 2 * n_rows * n_ubatch
         paged = PassShape(1, MAX_PAGED_ROWS, PAGED, 0)
-        self._size = round_up(max(masked, self._end(at, paged)), _ALIGN)
-        self._buffer = device.buffer(self._size, "the inputs of a pass", "lower -ub or -c")
-        self._host = device.host_buffer(self._size)
-        self._uploaded = device.event()
-        self._context = Context(1)
-        self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, self._size // 4)
-        place(self._buffer, self._all, 0)
-        self.n_bytes = self._size
+        self.n_bytes = round_up(max(masked, self._end(at, paged)), _ALIGN)
+        shapes = {"inputs": (1, self.n_bytes // 4)}
+        self._block = Block(device, shapes, "the inputs of a pass", "lower -ub or -c")
+        self._all = self._block.tensors["inputs"]
+        self._host, self._uploaded = device.host_buffer(self.n_bytes), device.event()
         self._one: _OneRow | None = None  # valid until a pass of several rows overwrites the block
 
     def _layout(self, n_tokens: int) -> _Layout:
@@ -115,23 +110,25 @@ class InputBlock:
             self._layouts[n_tokens] = found
         return found
 
+    def embd(self, b: Builder, n_tokens: int) -> Tensor:
+        """Return what the stage's first layer takes, F32 [n_embd, n_tokens].
+
+        That is the embeddings of tokens, or what the stage before left.
+        """
+        if self._hidden and not self._embedding:
+            return self._hidden.leaf(b, n_tokens)
+        at = self._layout(n_tokens).embd
+        return self._block.leaf(b, "inputs", F32, self._n_embd, n_tokens, at=at)
+
     def leaves(self, b: Builder, shape: PassShape) -> PassInputs:
         """Return the input tensors of a pass, placed in the block."""
         at, n_tokens = self._layout(shape.n_tokens), shape.n_tokens
 
         def leaf(dtype: int, ne: tuple[int, ...], name: str, offset: int) -> Tensor:
-            tensor = b.leaf(dtype, ne, name)
-            place(self._buffer, tensor, offset)
-            return tensor
+            return self._block.put(b.leaf(dtype, ne, name), "inputs", offset)
 
         slots = leaf(I32, (shape.n_seqs,), "inp_slots", at.slots)
         C.ggml_set_input(slots)  # kernels read it early
-        if self._embedding:
-            embd = leaf(F32, (self._n_embd, n_tokens), "inp_embd", at.embd)
-        elif self._hidden:
-            embd = self._hidden.leaf(b, n_tokens)
-        else:
-            raise InternalError("a stage has neither an embedding nor rows to start from")
         parents = padding = absent = draws = kq_mask = kv_rows = pages = rows = None
         if 0 < shape.n_out <= DRAW_ROWS:
             draws = leaf(I32, (DRAW_WORDS, shape.n_out), "inp_draws", at.draws)
@@ -155,7 +152,6 @@ class InputBlock:
                 kv_rows = leaf(I32, kv_ne, "inp_kv_rows", at.attention)
                 spans(b, shape.n_kv, kv_rows, 0, 1, 2, 3)
         return PassInputs(
-            embd=embd,
             pos=leaf(I32, (n_tokens,), "inp_pos", at.pos),
             kv_idx=leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx),
             out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at.out_ids) if shape.n_out else None,
@@ -292,9 +288,9 @@ class InputBlock:
 
     def close(self) -> None:
         """Free both blocks."""
-        for handle in (self._uploaded, self._host, self._buffer, self._context):
-            if handle:
-                handle.close()
+        for part in (self._uploaded, self._host, self._block):
+            if part:
+                part.close()
 
 
 class _OneRow:

@@ -22,29 +22,6 @@ from ..resident.mtp import MtpBlock
 from .experts import build_fetched_slots
 from .layer import build_input_norm, build_mixer_router, build_moe
 
-
-@dataclass(frozen=True)
-class StepInputs:
-    """The inputs of one step of a chain, at one position; see `PassInputs`."""
-
-    pos: Tensor
-    kv_idx: Tensor
-    slots: Tensor
-    kq_mask: Tensor | None
-    kv_rows: Tensor | None
-    pages: Tensor | None
-    rows: Tensor | None
-
-    def of(self, x: Tensor) -> PassInputs:
-        """Return them as the inputs of a pass of one row x, F32 [n_embd, 1]."""
-        return PassInputs(
-            embd=x, pos=self.pos, kv_idx=self.kv_idx, out_ids=None, draws=None,
-            kq_mask=self.kq_mask, slots=self.slots, kv_rows=self.kv_rows, parents=None,
-            padding=None, absent=None, pages=self.pages, rows=self.rows,
-            taps=None,
-        )  # fmt: skip
-
-
 Keep = Callable[[Tensor, int], None]
 
 
@@ -100,7 +77,7 @@ def build_taken_rows(
 
 
 def build_chain(
-    b: Builder, block: MtpBlock, token: Tensor, before: Tensor, steps: list[StepInputs],
+    b: Builder, block: MtpBlock, token: Tensor, before: Tensor, steps: list[PassInputs],
     n_kv: int, keep_logits: Keep, keep_ids: Keep, choose: Callable[[Tensor, int], Tensor],
 ) -> None:  # fmt: skip
     """Append the steps of a chain.
@@ -117,7 +94,7 @@ def build_chain(
     for at, inputs in enumerate(steps):
         x = _block_input(b, block, token, h)
         norm = build_input_norm(b, stage, x, il)
-        r = build_mixer_router(b, stage, inputs.of(x), shape, x, norm, il)
+        r = build_mixer_router(b, stage, inputs, shape, x, norm, il)
         slots = _slots(b, block, r.routing.topk, keep_ids, at)
         out = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
         h = b.name(b.norm(out, block.head.norm, eps), "h_nextn")

@@ -3,90 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arch.blocks.length import spans
-from ..arch.inputs import PAGED
+from ..arch.inputs import PAGED, PassInputs
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.handles import Context
-from ..ggml.lib import C, ffi
-from ..ggml.memory import place
+from ..ggml.memory import Block, Sender
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.mtp import MtpBlock
 from ..units import round_up
-from .mtp import KnownRows, StepInputs
+from .mtp import KnownRows
 from .paged import ROW_WORDS, fill_rows
+from .races import no_races, race_words
 from .rows import fill_mask, gathered_rows
 
 # Host copies of inputs that may be under way at once.
 _N_HOST = 4
 # Words; every input begins at a multiple.
 _ALIGN = 64
+_RESULTS = ("tokens", "ids", "listed", "draws")
 
 
 class MtpMemory:
     """Memory for graphs over at most max_rows known rows, and for chains of at most max_draft.
 
     before: F32 [n_embd, max_rows], l_out of the model at the position before each known row.
-    logits: F32 [n_vocab, max_draft]; tokens: I32 [max_draft], their argmax; ids: I32
-    [n_expert_used, max_draft], the experts of each step; draws: I32 [DRAW_WORDS, max_draft],
-    constant, for candidates without a race; races: the same for races; listed: I32 [words,
-    max_draft], their candidates.
+    logits: F32 [n_vocab, max_draft]. The other results of a chain: tokens I32 [max_draft], their
+    argmax; ids I32 [n_expert_used, max_draft], the experts of each step; listed I32 [words,
+    max_draft], their candidates. draws, races: I32 [DRAW_WORDS, max_draft], for candidates without
+    a race, and with one.
     """
 
     def __init__(self, block: MtpBlock, max_rows: int, max_draft: int, is_paged: bool) -> None:
         """is_paged: chains read K and V through pages."""
-        stage = block.stage
-        self._device, self._state, hp = stage.device, stage.state, stage.hp
+        device, hp, self._state = block.stage.device, block.stage.hp, block.stage.state
         self.max_rows, self.max_draft = max_rows, max_draft
-        self._n_vocab = int(block.head.output.ne[1])
-        self._gathers = stage.state.n_seq > 1
-        longest = PAGED if is_paged else stage.state.n_ctx
+        self._gathers = self._state.n_seq > 1
+        n_vocab, longest = int(block.head.output.ne[1]), PAGED if is_paged else self._state.n_ctx
         n_words = max(self._n_known(max_rows), self._n_chain(max_draft, longest))
-        self._context = Context(8)
-        self._n_used = hp.n_expert_used
         shapes = {
-            "inputs": (I32, (n_words,)),
-            "before": (F32, (hp.n_embd, max_rows)),
-            "logits": (F32, (self._n_vocab, max_draft)),
-            "tokens": (I32, (max_draft,)),
-            "ids": (I32, (hp.n_expert_used, max_draft)),
-            "draws": (I32, (DRAW_WORDS, max_draft)),
-            "races": (I32, (DRAW_WORDS, max_draft)),
-            "listed": (I32, (_listed_words(self._n_vocab), max_draft)),
+            "inputs": (1, n_words),
+            "before": (hp.n_embd, max_rows),
+            "logits": (n_vocab, max_draft),
+            "tokens": (1, max_draft),
+            "ids": (hp.n_expert_used, max_draft),
+            "draws": (DRAW_WORDS, max_draft),
+            "races": (DRAW_WORDS, max_draft),
+            "listed": (_listed_words(n_vocab), max_draft),
         }
-        self._row_bytes = {
-            name: 4 * (ne[0] if len(ne) > 1 else 1) for name, (_, ne) in shapes.items()
-        }
-        made, offsets, size = {}, {}, 0
-        for name, (dtype, ne) in shapes.items():
-            made[name] = C.ggml_new_tensor(self._context.ptr, dtype, len(ne), list(ne))
-            offsets[name] = size
-            size = round_up(size + C.ggml_nbytes(made[name]), stage.device.alignment)
-        self._buffer = stage.device.buffer(size, "drafts of the MTP block", "draft fewer tokens")
-        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        self._offsets, self.n_bytes = offsets, size
-        for name, tensor in made.items():
-            place(self._buffer, tensor, offsets[name])
-        self.before: Tensor = made["before"]
-        self.logits: Tensor = made["logits"]
-        self.tokens: Tensor = made["tokens"]
-        self._inputs, self._races = made["inputs"], made["races"]
-        draws = np.full((max_draft, DRAW_WORDS), -1, dtype=np.int32)
-        draws[:, 0] = 0  # no temperature, no race
-        C.ggml_backend_tensor_set(made["draws"], ffi.from_buffer(draws), 0, draws.nbytes)
-        self._races_host = stage.device.host_buffer(draws.nbytes)
-        self._race_words = self._races_host.array[: draws.nbytes].view(np.int32)
-        self._race_words = self._race_words.reshape(draws.shape)
-        self._race_words[:] = -1
-        self._host = stage.device.host_buffer(4 * n_words * _N_HOST)
-        self._words = self._host.array[: 4 * n_words * _N_HOST].view(np.int32)
-        self._words = self._words.reshape(_N_HOST, n_words)
-        self._sent = [stage.device.event() for _ in range(_N_HOST)]
-        self._turn = 0
+        self._block = Block(device, shapes, "drafts of the MTP block", "draft fewer tokens")
+        self._tensors, self.n_bytes = self._block.tensors, self._block.n_bytes
+        self.before, self.logits = self._tensors["before"], self._tensors["logits"]
+        self._block.set("draws", no_races(max_draft))
+        self._races = Sender(device, 4 * DRAW_WORDS * max_draft)
+        self._senders = [Sender(device, 4 * n_words) for _ in range(_N_HOST)]
 
     @staticmethod
     def _n_known(n: int) -> int:
@@ -110,27 +83,23 @@ class MtpMemory:
     def _n_pages(self) -> int:
         return int(self._state.pool.table.shape[1])
 
-    def _leaf(self, b: Builder, dtype: int, ne: tuple[int, ...], name: str, word: int) -> Tensor:
-        tensor = b.leaf(dtype, ne, name)
-        place(self._buffer, tensor, self._offsets["inputs"] + 4 * word)
-        return tensor
+    def _leaf(self, b: Builder, word: int, dtype: int, *ne: int) -> Tensor:
+        return self._block.leaf(b, "inputs", dtype, *ne, at=4 * word)
 
     def before_leaf(self, b: Builder, n: int) -> Tensor:
         """Return a leaf that reads the first n rows of `before`."""
-        rows = b.leaf(F32, (self.before.ne[0], n), "mtp_before")
-        place(self._buffer, rows, self._offsets["before"])
-        return rows
+        return self._block.leaf(b, "before", F32, self.before.ne[0], n)
 
     def known_leaves(self, b: Builder, n: int) -> KnownRows:
         """Return the inputs of n known rows."""
         room = round_up(n, _ALIGN)
         return KnownRows(
-            tokens=self._leaf(b, I32, (n,), "inp_tokens", 0),
-            pos=self._leaf(b, I32, (n,), "inp_pos", room),
-            kv_idx=self._leaf(b, I64, (n,), "inp_kv_idx", 2 * room),
-            sources=self._leaf(b, I32, (n,), "inp_sources", 4 * room),
-            last=self._leaf(b, I32, (1,), "inp_last", 5 * room),
-            slot=self._leaf(b, I32, (1,), "inp_slot", 5 * room + _ALIGN),
+            tokens=self._leaf(b, 0, I32, n),
+            pos=self._leaf(b, room, I32, n),
+            kv_idx=self._leaf(b, 2 * room, I64, n),
+            sources=self._leaf(b, 4 * room, I32, n),
+            last=self._leaf(b, 5 * room, I32, 1),
+            slot=self._leaf(b, 5 * room + _ALIGN, I32, 1),
         )
 
     def send_known(
@@ -153,30 +122,29 @@ class MtpMemory:
 
     def chain_leaves(
         self, b: Builder, n: int, n_kv: int
-    ) -> tuple[Tensor, Tensor, list[StepInputs]]:
+    ) -> tuple[Tensor, Tensor, list[PassInputs]]:
         """Return the inputs of a chain of n steps: the first token, the slot, and each step's."""
-        token, slot = (self._leaf(b, I32, (1,), "inp_token", at * _ALIGN) for at in range(2))
+        token, slot = (self._leaf(b, at * _ALIGN, I32, 1) for at in range(2))
         pos, idx, at = 2 * _ALIGN, 2 * _ALIGN + round_up(n, _ALIGN), self._attention(n)
         pages = kv_rows = None
         if n_kv == PAGED:
-            pages = self._leaf(b, I32, (self._n_pages, 1), "inp_pages", at)
+            pages = self._leaf(b, at, I32, self._n_pages, 1)
             at += round_up(self._n_pages, _ALIGN)
         elif self._gathers:
-            kv_rows = self._leaf(b, I32, (n_kv,), "inp_kv_rows", at + n * n_kv // 2)
+            kv_rows = self._leaf(b, at + n * n_kv // 2, I32, n_kv)
             spans(b, n_kv, kv_rows, 0, 1, 2, 3)
 
-        def step(i: int) -> StepInputs:
+        def step(i: int) -> PassInputs:
             mask = rows = None
             if n_kv == PAGED:
-                rows = self._leaf(b, I32, (ROW_WORDS, 1), "inp_rows", at + i * ROW_WORDS)
+                rows = self._leaf(b, at + i * ROW_WORDS, I32, ROW_WORDS, 1)
             else:
-                mask = self._leaf(b, F16, (n_kv, 1, 1, 1), "inp_kq_mask", at + i * n_kv // 2)
+                mask = self._leaf(b, at + i * n_kv // 2, F16, n_kv, 1, 1, 1)
                 spans(b, n_kv, mask, 0, 1, 2, 3)
-            return StepInputs(
-                pos=self._leaf(b, I32, (1,), "inp_pos", pos + i),
-                kv_idx=self._leaf(b, I64, (1,), "inp_kv_idx", idx + 2 * i),
-                slots=slot, kq_mask=mask, kv_rows=kv_rows, pages=pages, rows=rows,
-            )  # fmt: skip
+            place, row = self._leaf(b, pos + i, I32, 1), self._leaf(b, idx + 2 * i, I64, 1)
+            return PassInputs(
+                place, row, slot, kq_mask=mask, kv_rows=kv_rows, pages=pages, rows=rows
+            )
 
         return token, slot, [step(i) for i in range(n)]
 
@@ -205,62 +173,39 @@ class MtpMemory:
         self._send(end)
 
     def _next_words(self) -> npt.NDArray[np.int32]:
-        """Return host memory that no upload reads any more."""
-        self._turn = (self._turn + 1) % _N_HOST
-        sent = self._sent[self._turn]
-        if sent:
-            sent.wait()
-        words: npt.NDArray[np.int32] = self._words[self._turn]
-        return words
+        """Return host memory that no upload reads any more; `_send` sends it."""
+        self._senders.append(self._senders.pop(0))
+        return self._senders[-1].begin().view(np.int32)
 
     def _send(self, n_words: int) -> None:
-        at, sent = 4 * self._turn * self._words.shape[1], self._sent[self._turn]
-        self._device.send(self._inputs, self._host, at, 4 * n_words)
-        if sent:
-            C.ggml_backend_event_record(sent.ptr, self._device.compute.ptr)
+        self._senders[-1].send(self._tensors["inputs"], 4 * n_words)
 
     def keep(self, name: str, node: Tensor, at: int) -> None:
         """Have a node write to row `at` of the results of this name: logits, tokens, ids, listed.
 
         It is F32 [n_vocab, 1], I32 [1], I32 [n_expert_used, 1], or I32 [words, 1].
         """
-        place(self._buffer, node, self._offsets[name] + self._row_bytes[name] * at)
+        self._block.put(node, name, self._tensors[name].nb[1] * at)
 
     def race_leaf(self, b: Builder, at: int) -> Tensor:
         """Return the leaf with what the race of a step depends on, I32 [DRAW_WORDS, 1]."""
-        leaf = b.leaf(I32, (DRAW_WORDS, 1), "inp_draws")
-        self.keep("races", leaf, at)
-        return leaf
+        return self._block.leaf(b, "races", I32, DRAW_WORDS, 1, at=4 * DRAW_WORDS * at)
 
     def send_races(self, temperature: float, keys: Sequence[int]) -> None:
         """Upload what the races of some steps depend on; the last chain has ended."""
-        n, words = len(keys), self._race_words
-        with np.errstate(over="ignore"):
-            words[:n, 0] = np.float32(1.0 / temperature).view(np.int32)
-        words[:n, 1:3] = np.array(keys, dtype=np.uint64).view(np.int32).reshape(n, 2)
-        self._device.send(self._races, self._races_host, 0, 4 * DRAW_WORDS * n)
+        self._races.put(self._tensors["races"], race_words(temperature, keys))
 
     def result_leaves(self, b: Builder, n: int) -> dict[str, Tensor]:
         """Return leaves for what n steps leave: logits, tokens, ids, listed; and for draws."""
-        shapes = {
-            "logits": (F32, (self._n_vocab, n)),
-            "tokens": (I32, (n,)),
-            "ids": (I32, (self._n_used, n)),
-            "draws": (I32, (DRAW_WORDS, n)),
-            "listed": (I32, (self._row_bytes["listed"] // 4, n)),
-        }
-        leaves = {name: b.leaf(dtype, ne, f"mtp_{name}") for name, (dtype, ne) in shapes.items()}
-        for name, leaf in leaves.items():
-            place(self._buffer, leaf, self._offsets[name])
-        return leaves
+        shapes = {name: (t.ne[0], n) if t.ne[0] > 1 else (n,) for name, t in self._tensors.items()}
+        found = {name: self._block.leaf(b, name, I32, *shapes[name]) for name in _RESULTS}
+        return {"logits": self._block.leaf(b, "logits", F32, *shapes["logits"]), **found}
 
     def close(self) -> None:
         """Free the memory."""
-        host = self._host, self._races_host
-        parts: list[Any] = [*self._sent, *host, self._buffer, self._context]
-        for part in parts:
-            if part:
-                part.close()
+        for sender in (*self._senders, self._races):
+            sender.close()
+        self._block.close()
 
 
 def _listed_words(n_vocab: int) -> int:

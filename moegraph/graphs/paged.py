@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
-from ..ggml.ops import F32, I32, Builder
+from ..ggml.ops import F32, I32, Builder, Tensor
 from ..resident.layout import PAGE
 from ..resident.stage import Stage
 from .rows import Tree
@@ -33,13 +34,19 @@ def can_page(stage: Stage) -> bool:
     d = hp.n_embd_head_k
     if device.can.exact_sums or d % 32 or not state.k:
         return False
-    il = next(iter(state.k))
+    il, n_pages = next(iter(state.k)), state.pool.table.shape[1]
+    return pages_are_supported(device, d, hp.n_head, state.k[il], state.v[il], n_pages, PAGE)
+
+
+def pages_are_supported(
+    device: Device, d: int, n_head: int, k: Tensor, v: Tensor, n_pages: int, page_size: int
+) -> bool:
+    """Return whether a device has attention over lists of n_pages pages for heads of size d."""
     with Context(16, 16) as context:
         b = Builder(context, 16)
-        q = b.leaf(F32, (d, hp.n_head, 1), "q")
-        pages = b.leaf(I32, (state.pool.table.shape[1], 1), "pages")
+        q, pages = b.leaf(F32, (d, n_head, 1), "q"), b.leaf(I32, (n_pages, 1), "pages")
         rows = b.leaf(I32, (ROW_WORDS, 1), "rows")
-        out = b.paged_attn(q, state.k[il], state.v[il], pages, rows, PAGE, 1.0)
+        out = b.paged_attn(q, k, v, pages, rows, page_size, 1.0)
         return bool(C.ggml_backend_supports_op(device.compute.ptr, out))
 
 

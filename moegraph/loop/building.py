@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import MoegraphError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
-from ..graphs.chunk import Segment
+from ..graphs.chunk import Form, Segment
 from ..runner import AnyRunner, Batch, build_ahead
 from ..runner.sweeps import Sweeps
 
@@ -88,6 +88,6 @@ class Building:
     ) -> Iterator[Callable[[], object]]:
         if sweeps is None or not sweeps.takes(segments):
             return
-        n, shape = sweeps.memory.inputs.shape_of(segments, True)
+        n, shape = sweeps.memory.inputs.shape_of(segments, Form.ROUNDED)
         for il in sweeps.stage.layers:
             yield partial(sweeps.graphs.chunk, il, n, shape)

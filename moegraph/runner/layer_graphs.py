@@ -234,7 +234,8 @@ class LayerGraphs:
         """Append consecutive layers, of which only the last may lack experts."""
         stage, n_tokens, inp = self._stage, shape.n_tokens, self._inputs.leaves(b, shape)
         if layers[0] == stage.layers[0]:
-            x, norm = inp.embd, build_input_norm(b, stage, inp.embd, layers[0])
+            x = self._inputs.embd(b, n_tokens)
+            norm = build_input_norm(b, stage, x, layers[0])
         else:
             x, norm = self._hidden.leaf(b, n_tokens), self.carry.embd(b, "input_norm", n_tokens)
         for il in layers:

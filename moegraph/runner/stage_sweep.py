@@ -26,10 +26,10 @@ from ..ggml.handles import Event
 from ..ggml.lib import C
 from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
-from ..graphs.chunk import Segment, kv_length
+from ..graphs.chunk import Form, Segment, kv_length
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from .results import NotFinite, Output
-from .sweep_batch import Chunk, Form, SweepBatch, SweptPrompt, Taps
+from .sweep_batch import Chunk, SweepBatch, SweptPrompt, Taps
 from .sweeps import MAX_AHEAD, Sweeps
 
 # Steps of a prompt of several chunks that may be enqueued ahead of the device: they are long, and
@@ -160,7 +160,7 @@ class StageSweep:
         self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], taps: Taps, form: Form
     ) -> None:
         self._s, self._taps = sweeps, taps
-        self._is_plain, self._is_rounded = form is Form.PLAIN, form is Form.ROUNDED
+        self._form = form
         self._prompts = {prompt.slot: prompt for prompt in prompts}
         self._state = sweeps.stage.state
         self._n_rows = sum(len(prompt.batch.tokens) for prompt in prompts)
@@ -218,11 +218,7 @@ class StageSweep:
 
     def _layers(self, part: list[Chunk]) -> Iterator[SweepStep]:
         s = self._s
-        if self._is_plain:
-            last = part[-1].segments[0]
-            s.memory.inputs.begin(last.slot, last.end)
-        else:
-            s.memory.inputs.begin_joint(self._is_rounded)
+        s.memory.inputs.begin(self._form, part[-1].segments[0])
         self._order = [(il, chunk) for il in s.stage.layers for chunk in part]
         self._at = self._n_ahead = 0
         for il in s.stage.layers:
@@ -242,21 +238,15 @@ class StageSweep:
             tokens = np.concatenate(
                 [swept.batch.tokens[one.first - swept.n_past :][: one.n] for swept, one in each]
             )
-            to = s.stage.weights.embedding, memory.hidden, chunk.row
-            if self._is_plain:
-                memory.inputs.add(segments[0].slot, segments[0].first, tokens, *to)
-            else:
-                memory.inputs.add_joint(segments, tokens, *to)
+            embedding = s.stage.weights.embedding
+            memory.inputs.add(segments, tokens, embedding, memory.hidden, chunk.row)
         memory.copy(memory.hidden, chunk.row, s.carried["l_out"], 0, chunk.n)
-        if s.stage.hp.layer(il).kv or not self._is_plain:
+        if s.stage.hp.layer(il).kv or self._form is not Form.PLAIN:
             memory.inputs.select(at)
         return self._shape_of(chunk)
 
     def _shape_of(self, chunk: Chunk) -> tuple[int, PassShape]:
-        if self._is_plain:
-            n_kv = self._s.memory.inputs.n_kv(chunk.segments[0].end)
-            return chunk.n, PassShape(chunk.n, 1, n_kv, 0)
-        return self._s.memory.inputs.shape_of(chunk.segments, self._is_rounded)
+        return self._s.memory.inputs.shape_of(chunk.segments, self._form)
 
     def build_ahead(self, seconds: float) -> None:
         """Build graphs of the next chunks for so long; also while a pass is in flight."""

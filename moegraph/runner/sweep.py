@@ -14,10 +14,12 @@ chunks at once. Otherwise parts are as long as possible, so that experts are sen
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from ..errors import Cancelled, RequestError
+from ..graphs.chunk import Form
 from ..kinds import SweepStep
 from ..resident.sequences import Sequences
 from .batch import Predicate
@@ -27,7 +29,6 @@ from .stage_sweep import StageSweep
 from .sweep_batch import (
     Chunk,
     Cut,
-    Form,
     SweepBatch,
     SweptPrompt,
     Taps,
@@ -257,18 +258,20 @@ def cut(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences
         batch = batches[0]
         return cut_chunks(len(batch.tokens), n_past[batch.slot], most, batch.cuts, batch.slot)
     prompts = [(one.slot, n_past[one.slot], len(one.tokens), one.cuts) for one in batches]
-    is_rounded = batches[0].is_rounded
-    return cut_together(
-        prompts, most, lambda found: memory.inputs.fits(found, is_rounded), is_rounded
-    )
+    form = _joint_form(batches)
+    fits = partial(memory.inputs.fits, form=form)
+    return cut_together(prompts, most, fits, form is Form.ROUNDED)
+
+
+def _joint_form(batches: Sequence[SweepBatch]) -> Form:
+    return Form.ROUNDED if batches[0].is_rounded else Form.JOINT
 
 
 def form_of(memory: SweepMemory, batches: Sequence[SweepBatch], chunks: Sequence[Cut]) -> Form:
     """Return the form of the chunks of some prompts."""
-    is_rounded = batches[0].is_rounded
-    if len(batches) > 1 or (is_rounded and memory.inputs.fit(chunks, True)):
-        return Form.ROUNDED if is_rounded else Form.JOINT
-    return Form.PLAIN
+    form = _joint_form(batches)
+    is_joint = form is Form.ROUNDED and memory.inputs.fit(chunks, form)
+    return form if is_joint or len(batches) > 1 else Form.PLAIN
 
 
 def may_join(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences) -> bool:
@@ -276,5 +279,5 @@ def may_join(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequ
     if sum(len(batch.tokens) for batch in batches) > memory.n_rows:
         return False
     chunks, inputs = cut(memory, batches, sequences), memory.inputs
-    fit = inputs.fit(chunks, batches[0].is_rounded)
+    fit = inputs.fit(chunks, _joint_form(batches))
     return len(batches) == 1 or (len(chunks) <= inputs.n_chunks and fit)

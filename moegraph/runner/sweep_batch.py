@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -63,18 +62,6 @@ class SweepBatch:
         if self.greedy:
             return Results.ARGMAX
         return Results.LOGITS if self.draws is None else Results.CANDIDATES
-
-
-class Form(Enum):
-    """How the rows of chunks are given to graphs.
-
-    PLAIN: those of one sequence, as many as there are. JOINT: of several (`JointRows`).
-    ROUNDED: of one or several, rounded up.
-    """
-
-    PLAIN = "plain"
-    JOINT = "joint"
-    ROUNDED = "rounded"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..ggml.memory import Block, place
 from ..ggml.ops import I32, Builder, Tensor
 from ..ggml.places import write_unit
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.chunk import ChunkInputs, Segment
+from ..graphs.chunk import ChunkInputs, Form, Segment
 from ..graphs.experts import build_slots
 from ..graphs.head import Results, build_head
 from ..graphs.hidden import HiddenRows
@@ -296,7 +296,7 @@ class SweepGraphs:
 
     def _mixer_router(self, b: Builder, il: int, n: int, shape: PassShape) -> Routed:
         m, x = self._stage, self._hidden.leaf(b, n)
-        inputs = self._memory.inputs.leaves(b, x, shape)
+        inputs = self._memory.inputs.leaves(b, n, shape)
         if inputs.joint:
             x = inputs.joint.fill(b, x)
         norm = build_input_norm(b, m, x, il)
@@ -429,7 +429,7 @@ class Sweeps:
         inputs, n = self.memory.inputs, sum(segment.n for segment in segments)
         if n > self.memory.max_rows or max(one.end for one in segments) > self.stage.state.n_ctx:
             return False
-        return inputs.fits(segments, True)
+        return inputs.fits(segments, Form.ROUNDED)
 
     def close(self) -> None:
         """Free all memory and events."""

@@ -36,7 +36,7 @@ def build_whole(
     Without a head, the rows are left in `hidden`.
     """
     inp, head = inputs.leaves(b, shape), stage.weights.head
-    x = inp.embd
+    x = inputs.embd(b, shape.n_tokens)
     for il in stage.layers:
         norm = build_input_norm(b, stage, x, il)
         build_tap(b, stage, x, norm, il)

@@ -66,8 +66,7 @@ ROOM_CAP, CLASS_CAP, FUNCTION_CAP = 25, 20, 60
 LARGE = {
     # one method for each operation of ggml
     "Builder": 42,
-    "Answers": 25, "ChunkInputs": 23,
-    "Engine": 33,
+    "Answers": 25, "Engine": 33,
     "Passes": 30, "PrefixDisk": 26, "Prefixes": 27,
     "Reading": 22, "Scheduler": 33, "Speculation": 25,
     "loader.load": 62,
