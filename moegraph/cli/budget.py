@@ -125,7 +125,7 @@ class Planner:
 
     def budget(self, cards: Sequence[int]) -> Budget:
         """Return what fits into cards of so many bytes; refuses settings that no memory allows."""
-        from ..placement.chunksize import choose_rows
+        from ..placement.memory import choose_rows
         from ..placement.planner import upstream_cpu_layers
 
         reserve = len(cards) * self._reserve

@@ -59,7 +59,7 @@ shares_option = click.option(
 
 def _stage_fields(one: Prediction, stages: Sequence[range]) -> dict[str, Any]:
     """Return the JSON fields of several stages; none for a single one."""
-    from ..placement.pipeline import HOP_S, throughput
+    from ..placement.simulate import throughput
 
     if not stages:
         return {}
@@ -70,7 +70,7 @@ def _stage_fields(one: Prediction, stages: Sequence[range]) -> dict[str, Any]:
         own = slice(layers.start, layers.stop)
         n = int(hits[own].sum() + misses[own].sum())
         rates.append(float(hits[own].sum() / n) if n else 1.0)
-    each = [(n, throughput(seconds, HOP_S, n)) for n in _N_SEQUENCES]
+    each = [(n, *throughput(seconds, n)) for n in _N_SEQUENCES]
     return {
         "stages": [
             {"layers": [layers.start, layers.stop], "hit_rate": round(rate, 5),
@@ -78,9 +78,8 @@ def _stage_fields(one: Prediction, stages: Sequence[range]) -> dict[str, Any]:
             for layers, rate, s in zip(stages, rates, seconds)
         ],
         "sequences": [
-            {"n": n, "n_groups": it.n_groups, "tokens_per_s": round(it.tokens_per_s, 1),
-             "busy": round(it.busy, 3)}
-            for n, it in each
+            {"n": n, "n_groups": n_groups, "tokens_per_s": round(speed, 1), "busy": round(busy, 3)}
+            for n, speed, n_groups, busy in each
         ] if has_times else None,
     }  # fmt: skip
 

@@ -20,8 +20,13 @@ from ..ggml.handles import closed_on_failure
 from ..gguf.vocab import frequent_ids
 from ..passes.speculation import Speculation
 from ..placement.draftcounts import DraftCounts
-from ..placement.drafters import Sources, tap_rows
-from ..placement.draftgraphs import dflash_graph_bytes, longest_draft, mtp_graph_bytes
+from ..placement.drafters import (
+    Sources,
+    dflash_graph_bytes,
+    longest_draft,
+    mtp_graph_bytes,
+    tap_rows,
+)
 from ..placement.footprint import sweep_rows
 from ..resident.draftweights import DraftHead
 from ..resident.layout import head_tensor

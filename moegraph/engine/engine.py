@@ -168,8 +168,9 @@ class Engine:
         """
         if self._profile is None:
             return None
-        stats = self.spec_stats()
-        return self._profile.add_new(self._use.counts(), stats.drafts if stats else {})
+        counts, stats = self._use.counts(), self.spec_stats()
+        drafts = stats.drafts if stats else {}
+        return None if counts is None and not drafts else self._profile.update(counts, drafts)
 
     @property
     def load_times(self) -> dict[str, float]:

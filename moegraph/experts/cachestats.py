@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,22 +48,19 @@ class CacheStats:
         """Return the missing experts of all layers per pass."""
         return float(self.missing.sum() / self.n_steps) if self.n_steps else 0.0
 
+    def _arrays(self) -> tuple[Counts, ...]:
+        return self.hits, self.misses, self.missing, self.admitted, self.evicted, self.declined
+
     @classmethod
     def joined(cls, parts: Sequence[CacheStats]) -> CacheStats:
         """Return the counts of stages, of which each counts its own layers, as one."""
-        arrays = [f.name for f in fields(cls) if f.name not in ("n_steps", "n_expert_used")]
-        return cls(
-            max(part.n_steps for part in parts), parts[0].n_expert_used,
-            *(sum(getattr(part, name) for part in parts) for name in arrays),
-        )  # fmt: skip
+        arrays = (np.sum(each, axis=0) for each in zip(*(part._arrays() for part in parts)))
+        return cls(max(part.n_steps for part in parts), parts[0].n_expert_used, *arrays)
 
     def since(self, earlier: CacheStats) -> CacheStats:
         """Return the counts since earlier."""
-        arrays = (f.name for f in fields(self) if f.name not in ("n_steps", "n_expert_used"))
-        return CacheStats(
-            self.n_steps - earlier.n_steps, self.n_expert_used,
-            *(getattr(self, name) - getattr(earlier, name) for name in arrays),
-        )  # fmt: skip
+        arrays = (now - then for now, then in zip(self._arrays(), earlier._arrays()))
+        return CacheStats(self.n_steps - earlier.n_steps, self.n_expert_used, *arrays)
 
 
 @dataclass(frozen=True)
@@ -85,8 +82,6 @@ class ExpertStats:
     @classmethod
     def joined(cls, parts: Sequence[ExpertStats]) -> ExpertStats:
         """Return the counters of all stages as one."""
-        if len(parts) == 1:
-            return parts[0]
         return cls(
             CacheStats.joined([part.cache for part in parts]),
             sum(part.n_bytes_to_device for part in parts),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,34 +45,24 @@ def card_machine(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Sheet:
-    """A card's data sheet: memory in GiB, GB/s of memory and of copies, 8-bit TOPS."""
-
-    name: str
-    gib: int
-    memory: int
-    link: str
-    copies: float
-    tops: int
-
-    @property
-    def machine(self) -> Machine:
-        about = f"{self.gib} GB card with {self.memory} GB/s, {self.link}, DDR5; " + _COMPUTED
-        return card_machine(
-            self.name, about, self.memory * 1e9, self.copies * 1e9, self.tops * 1e12
-        )
+# Of the usual cards of each size the slower ones, by size: GiB, GB/s of memory, link, GB/s of
+# copies, and 8-bit TOPS.
+_SHEETS = {
+    "rtx2060": (6, 336, "PCIe 3.0 x16", 12.6, 103),
+    "rtx4060": (8, 272, "PCIe 4.0 x8", 12.6, 121),
+    "rtx3060": (12, 360, "PCIe 4.0", 25.0, 102),
+    "rtx4060ti": (16, 288, "PCIe 4.0 x8", 12.6, 176),
+    "desktop": (24, 936, "PCIe 4.0", 25.0, 284),
+}
 
 
-_COMPUTED = "computed from data sheets"
-# Of the usual cards of each size the slower ones, by size.
-_SHEETS = (
-    _Sheet("rtx2060", 6, 336, "PCIe 3.0 x16", 12.6, 103),
-    _Sheet("rtx4060", 8, 272, "PCIe 4.0 x8", 12.6, 121),
-    _Sheet("rtx3060", 12, 360, "PCIe 4.0", 25.0, 102),
-    _Sheet("rtx4060ti", 16, 288, "PCIe 4.0 x8", 12.6, 176),
-    _Sheet("desktop", 24, 936, "PCIe 4.0", 25.0, 284),
-)
+def _of_sheet(name: str) -> Machine:
+    """Return the times of a card by its data sheet."""
+    gib, memory, link, copies, tops = _SHEETS[name]
+    about = f"{gib} GB card with {memory} GB/s, {link}, DDR5; computed from data sheets"
+    return card_machine(name, about, memory * 1e9, copies * 1e9, tops * 1e12)
+
+
 # Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds measured with 16 threads of a
 # Xeon; it predicts them within 3 % where graphs fetched the missing experts and within 10 % where
 # the host handled them.
@@ -88,13 +77,13 @@ _H200 = Machine(
         (1024, 62.6e-3), (2048, 123e-3),
     )),
 )  # fmt: skip
-MACHINES = {m.name: m for m in (_H200, *(sheet.machine for sheet in _SHEETS))}
+MACHINES = {"h200": _H200, **{name: _of_sheet(name) for name in _SHEETS}}
 
 
 def usual_card(n_bytes: int) -> Machine:
     """Return the machine with the smallest usual card that has so much memory, or the largest."""
-    fitting = (sheet for sheet in _SHEETS if n_bytes * CARD_SHARE <= sheet.gib * GiB)
-    return MACHINES[next(fitting, _SHEETS[-1]).name]
+    fitting = (name for name, sheet in _SHEETS.items() if n_bytes * CARD_SHARE <= sheet[0] * GiB)
+    return MACHINES[next(fitting, "desktop")]
 
 
 def find_machine(name: str) -> Machine:

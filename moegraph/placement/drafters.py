@@ -1,4 +1,9 @@
-"""Device memory that drafters need, from the headers of their files alone."""
+"""Device memory that drafters need, from the headers of their files alone.
+
+A device captures graphs of drafters, too. Each is for a length of a draft. A DFlash drafter's is
+also for a sequence and for as many rows of its rings as the sequence needs now, or for a number of
+sequences. There is room for all that texts use at once; others are dropped as new ones are built.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..arch import ModelFile
 from ..arch.base import Architecture
+from ..arch.dflash import DFlashHParams
 from ..arch.draftfile import DraftFile, open_drafter
 from ..arch.mtp import require_nextn
 from ..arch.summary import kv_bytes
@@ -14,13 +20,23 @@ from ..config import MAX_VERIFY_ROWS, EngineConfig
 from ..errors import ConfigError, ModelFileError
 from ..gguf.resolve import resolve_draft, shipped_drafter
 from ..kinds import SHORT_PROMPT
-from ..resident.draftlayout import dflash_bytes
+from ..resident.draftlayout import (
+    CHUNK,
+    MOST_JOINT,
+    N_TAKEN,
+    built_length,
+    dflash_bytes,
+    joint_lengths,
+    ring_shapes,
+)
 from ..resident.kvpool import PoolShape
 from ..resident.layout import (
+    CAPTURED_NODE_BYTES,
     MAX_MTP_DRAFT,
     MAX_PAGED_ROWS,
     MTP_ROWS,
     PAGE,
+    USUAL_MTP_DRAFT,
     Packing,
     draft_vocab,
     expert_tensors,
@@ -35,8 +51,13 @@ from .planner import Plan
 
 # Alignment of the tensors of a block, and its tables.
 _SMALL = 64 << 10
-
-
+# Nodes of a step of a chain of the MTP block, besides two for each expert that it uses, and of
+# both graphs of known rows.
+_STEP, _KNOWN = 84, 54
+# Nodes of a layer over a block and over rows that are taken, of a tap, and of the rest of a graph.
+_LAYER, _LAYER_KEYS, _TAP, _REST = 34, 9, 4, 8
+# Nodes of each drafted token with a Markov head.
+_MARKOV = 14
 # Rows of a verify pass besides the anchor, unless settings say how many.
 _N_DRAFT = 15
 
@@ -199,3 +220,59 @@ def _graph_bytes(hp: Architecture, n_rows: int, n_ctx: int) -> int:
     step = 4 * (12 * hp.n_embd + attention + 8 * kv + experts + 8 * hp.n_expert + 4 * hp.n_ff_shexp)
     logits = 4 * MAX_MTP_DRAFT * (hp.n_vocab + 4096)
     return max(known, step + paged_scratch_bytes(hp, 1, n_ctx)) + logits + 2 * 16 * n_ctx
+
+
+def longest_draft(config: EngineConfig, most: int) -> int:
+    """Return the most tokens that a draft has; most: that the drafter can propose."""
+    limits = [most, most if config.draft_max is None else config.draft_max]
+    if not config.ddtree:  # its budget is for rows, of which a path may have any number
+        limits.append(config.n_draft)
+    return max(min(limits), 1)
+
+
+def captured_drafts(hp: Architecture, config: EngineConfig, n_ctx: int, sources: Sources) -> int:
+    """Return the memory for all that is loaded; hp: of the model. config: after `with_drafts`."""
+    total = mtp_graph_bytes(hp, config) if sources.mtp else 0
+    if sources.draft:
+        total += dflash_graph_bytes(sources.draft.hparams, config, n_ctx)
+    return total
+
+
+def mtp_graph_bytes(hp: Architecture, config: EngineConfig) -> int:
+    """Return the memory of chains, and of known rows.
+
+    hp: of the model. config: after `with_drafts`. Chains go on with the likeliest token, or with
+    the winner of a race: there is room for all lengths of one kind, and for usual ones of both.
+    """
+    n = longest_draft(config, MAX_MTP_DRAFT)
+    usual = min(n, USUAL_MTP_DRAFT)
+    n_steps = max(n * (n + 1) // 2, usual * (usual + 1))
+    chains = n_steps * (_STEP + 2 * hp.n_expert_used) + max(n, 2 * usual) * _REST
+    return CAPTURED_NODE_BYTES * (chains + MTP_ROWS.bit_length() * _KNOWN)
+
+
+def dflash_graph_bytes(hp: DFlashHParams, config: EngineConfig, n_ctx: int) -> int:
+    """Return the memory of drafts of every length for each sequence, and of a part of a prompt.
+
+    hp: of the drafter. config: after `with_drafts`.
+    """
+    n = longest_draft(config, hp.max_draft)
+    lengths = {built_length(at, hp.max_draft) for at in range(1, n + 1)}
+    block = _LAYER * hp.n_layer + _REST
+    drafts = config.n_seq * len(lengths) * block
+    if hp.markov_rank:
+        # a sequence's drafts that follow winners are of any length, as are trees of one that is
+        # alone
+        drafts = (config.n_seq + 1) * (n * (block + _REST) + _MARKOV * n * (n + 1) // 2)
+        drafts += len(lengths) * (block + _REST + _MARKOV * max(lengths))
+    for m in range(2, min(config.n_seq, MOST_JOINT) + 1):
+        for each in joint_lengths(n, m, not hp.samples_anchor):
+            drafts += block + (_MARKOV * each if hp.markov_rank else 0)
+    keys = _LAYER_KEYS * hp.n_layer + _TAP * len(hp.taps) + _REST
+    shape = PoolShape.of(config, n_ctx)
+    rings = ring_shapes(hp, shape.most_seen(config.draft_ctx_max))
+    chunk = min(CHUNK, *(ring.n_cells for ring in rings))
+    n_sweep = sweep_rows(min(config.n_rows, shape.n_ctx), shape.n_ctx)
+    # of tokens that were taken, of a part of a prompt, and of the end of another
+    n_keys = N_TAKEN.bit_length() + -(-n_sweep // chunk) + 1
+    return CAPTURED_NODE_BYTES * (drafts + n_keys * keys)

@@ -46,26 +46,20 @@ class RoutingModel:
     edge: float = 0.12
 
 
-def _fitted(
-    fixed: float, drift: float, recent: float, white: float, drift_tokens: float, rho: float
-) -> RoutingModel:
-    """Return the model of one layer with fitted weights."""
-    return RoutingModel(
-        fixed, drift, recent, white, drift_tokens=drift_tokens, rho=rho, spread=0.0, edge=0.0
-    )
-
-
 # The eight layers of the shipped model, fitted on 3,584 held-out tokens:
 # LRU hit rates and choices of the most popular experts agree within 0.07 at each share of experts.
-_RECORDED = (
-    _fitted(0.082, 0.089, 0.0, 0.993, 51.1, 0.764),
-    _fitted(0.11, 0.0, 0.0, 0.994, 37.1, 0.797),
-    _fitted(0.048, 0.205, 0.0, 0.978, 54.2, 0.836),
-    _fitted(0.246, 0.237, 0.0, 0.94, 99.7, 0.289),
-    _fitted(0.194, 0.269, 0.137, 0.933, 32.5, 0.768),
-    _fitted(0.133, 0.413, 0.0, 0.901, 53.9, 0.644),
-    _fitted(0.183, 0.477, 0.49, 0.706, 73.7, 0.793),
-    _fitted(0.247, 0.377, 0.0, 0.893, 47.9, 0.843),
+_RECORDED = tuple(
+    RoutingModel(fixed, drift, recent, white, drift_tokens=tokens, rho=rho, spread=0.0, edge=0.0)
+    for fixed, drift, recent, white, tokens, rho in (
+        (0.082, 0.089, 0.0, 0.993, 51.1, 0.764),
+        (0.11, 0.0, 0.0, 0.994, 37.1, 0.797),
+        (0.048, 0.205, 0.0, 0.978, 54.2, 0.836),
+        (0.246, 0.237, 0.0, 0.94, 99.7, 0.289),
+        (0.194, 0.269, 0.137, 0.933, 32.5, 0.768),
+        (0.133, 0.413, 0.0, 0.901, 53.9, 0.644),
+        (0.183, 0.477, 0.49, 0.706, 73.7, 0.793),
+        (0.247, 0.377, 0.0, 0.893, 47.9, 0.843),
+    )
 )
 
 # By name. `sticky`: fitted to the trace of a 128-expert model. `flat`: halfway from there to a

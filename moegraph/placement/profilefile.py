@@ -75,7 +75,7 @@ class ProfileFile:
         require_class_name(self.class_name)
         self._is_named = is_named
         self._shape = shape
-        self._n_added: npt.NDArray[np.int64] | int = 0  # by `add_new`
+        self._n_added: npt.NDArray[np.int64] | int = 0  # to the file
         self._drafts_added: DraftCounts = {}
         self._ignored = ""  # why the file is ignored
         try:
@@ -124,36 +124,28 @@ class ProfileFile:
         ranking, shares = self.profile.ranking(self._reads), self.profile.shares(self._reads)
         return list(zip(ranking.tolist(), shares.tolist()))
 
-    def update(self, counts: npt.NDArray[np.int64], drafts: DraftCounts = _NONE) -> ProfileUpdate:
-        """Add choices [n_layer, n_expert] to the class in the file; never raise.
+    def update(
+        self, counts: npt.NDArray[np.int64] | None, drafts: DraftCounts = _NONE
+    ) -> ProfileUpdate:
+        """Add what a run chose since the last update to the class in the file; never raise.
 
-        drafts: how right drafts were, to add too. The file is read again first, because other runs
-        may have updated it.
+        counts: all choices of the run so far [n_layer, n_expert]; None if they are not counted.
+        drafts: how right all drafts were, to add too. The file is read again first, because other
+        runs may have updated it.
         """
-        n_tokens = int(counts[0].sum()) // self._shape.n_expert_used
+        if counts is None:
+            counts = np.zeros(self._shape.sizes[:2], np.int64)
+        new, new_drafts = counts - self._n_added, less(drafts, self._drafts_added)
+        n_tokens = int(new[0].sum()) // self._shape.n_expert_used
         where = (str(self.path), self.class_name, n_tokens)
-        if not n_tokens and not drafts:
+        if not n_tokens and not new_drafts:
             return ProfileUpdate(*where, "the run computed no token", is_expected=True)
         if self._ignored:
             return ProfileUpdate(*where, f"it was ignored: {self._ignored}", is_expected=True)
         try:
-            return self._add(counts, drafts, where)
+            update = self._add(new, new_drafts, where)
         except (MoegraphError, OSError, RuntimeError) as error:  # RuntimeError: circular links
             return ProfileUpdate(*where, str(error))
-
-    def add_new(
-        self, counts: npt.NDArray[np.int64] | None, drafts: DraftCounts
-    ) -> ProfileUpdate | None:
-        """Add the choices and drafts of a run that the last call has not added; as `update`.
-
-        counts: all choices of the run so far [n_layer, n_expert]; None if they are not counted.
-        Returns None if nothing is counted.
-        """
-        if counts is None and not drafts:
-            return None
-        if counts is None:
-            counts = np.zeros(self._shape.sizes[:2], np.int64)
-        update = self.update(counts - self._n_added, less(drafts, self._drafts_added))
         if not update.why:
             self._n_added, self._drafts_added = counts, drafts
         return update

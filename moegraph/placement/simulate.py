@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,13 @@ from ..experts.cachestats import CacheStats
 from ..experts.cost import Machine, choose_ways, machine_costs
 from ..experts.policy import Policy
 from ..experts.residency import Residency
+from ..experts.rowlaw import pass_time
 from ..kinds import Kind
-from .pipeline import HOP_S
 from .profile import Profile
 from .trace import Trace
+
+# From a stage to the next one on two cards of one machine, through host memory (two H200).
+HOP_S = 50e-6
 
 
 @dataclass(frozen=True)
@@ -217,3 +221,24 @@ def even_slots(n_layer: int, n_expert: int, share: float) -> list[int]:
     """Return slots [n_layer] for a share of all experts, 0 to 1, spread evenly."""
     each, extra = divmod(round(share * n_layer * n_expert), n_layer)
     return [min(each + (il < extra), n_expert) for il in range(n_layer)]
+
+
+def throughput(stage_seconds: Sequence[float], n_seq: int) -> tuple[float, int, float]:
+    """Return tokens a second of n_seq sequences in stages in a row, and how they come about.
+
+    A token passes all stages in turn. Sequences divide into groups, and stages work on different
+    groups at once; but a pass of fewer rows costs more for each. So all numbers of groups are
+    tried: the second result is the best. The third is the share of the time in which a stage
+    computes, the mean of all. stage_seconds: of each stage, for a pass of one row.
+    """
+
+    def of_groups(n_groups: int) -> tuple[float, int, float]:
+        scale, total = pass_time(-(-n_seq // n_groups)), sum(stage_seconds)
+        through = scale * total + HOP_S * len(stage_seconds)
+        # a group comes back after it has been through; a stage takes the groups one after another
+        round_s = max(through, n_groups * scale * max(stage_seconds))
+        busy = n_groups * scale * total / (len(stage_seconds) * round_s)
+        return n_seq / round_s, n_groups, busy
+
+    each = (of_groups(n) for n in range(1, min(n_seq, 4 * len(stage_seconds)) + 1))
+    return max(each, key=itemgetter(0))

@@ -9,9 +9,11 @@ each; a larger, faster one gets more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 
 from ..errors import ConfigError, OutOfDeviceMemory
 from ..experts.cost import expected_missing
@@ -93,9 +95,10 @@ def split_layers(
         raise ConfigError(f"{len(places)} devices for {n_layer} layers; name fewer (--device)")
     n_expert = need_of(0, range(1)).n_expert
     require_counts(n_layer, n_expert, settings.pin_layers, settings.cache_slots)
+    ranges: Sequence[range] = (range(n_layer),)
     if settings.shares is not None:
         ranges = by_shares(n_layer, settings.shares)
-    else:
+    elif len(places) > 1:
         ranges = _fastest(n_layer, places, need_of, settings)
     return tuple(
         StagePlan(layers, plan_stage(place, need_of(at, layers), layers, n_layer, settings))
@@ -151,57 +154,42 @@ def plan_stage(
 
 def _fastest(
     n_layer: int, places: Sequence[Place], need_of: NeedOf, settings: SplitSettings
-) -> list[range]:
+) -> tuple[range, ...]:
     """Return the ranges with which a token takes least time."""
-    search = _Search(n_layer, places, need_of, settings)
-    ranges = search.best(0, 0)[1]
-    if not ranges:
-        raise search.failed[-1]
-    return list(ranges)
+    plain = SplitSettings(settings.pin_layers, settings.cache_slots)
+    everything = need_of(0, range(n_layer))
+    alone = min(_read_seconds(place, everything) for place in places)
+    failed: list[Exception] = []
 
-
-class _Search:
-    """Finds the ranges with which a token takes least time; failed: why ranges do not fit."""
-
-    def __init__(
-        self, n_layer: int, places: Sequence[Place], need_of: NeedOf, settings: SplitSettings
-    ) -> None:
-        self._n_layer, self._places, self._need_of = n_layer, places, need_of
-        self._settings = SplitSettings(settings.pin_layers, settings.cache_slots)
-        everything = need_of(0, range(n_layer))
-        self._alone = min(_read_seconds(place, everything) for place in places)
-        self._known: dict[tuple[int, int], tuple[float, tuple[range, ...]]] = {}
-        self.failed: list[Exception] = []
-
-    def best(self, at: int, first: int) -> tuple[float, tuple[range, ...]]:
-        """Return the least seconds of layers from first on in the places from `at` on."""
-        if (at, first) not in self._known:
-            self._known[at, first] = self._best(at, first)
-        return self._known[at, first]
-
-    def _best(self, at: int, first: int) -> tuple[float, tuple[range, ...]]:
-        found: tuple[float, tuple[range, ...]] = (float("inf"), ())
-        n_after = len(self._places) - 1 - at
-        last = self._n_layer - n_after
-        for stop in range(first + 1 if n_after else last, last + 1):
-            layers = range(first, stop)
-            try:
-                seconds = self._seconds(at, layers)
-            except (ConfigError, OutOfDeviceMemory) as error:
-                self.failed.append(error.with_traceback(None))  # its frames know us
-                continue
-            more, rest = self.best(at + 1, stop) if n_after else (0.0, ())
-            seconds += more
-            if seconds < found[0] and (rest or not n_after):
-                found = seconds, (layers, *rest)
-        return found
-
-    def _seconds(self, at: int, layers: range) -> float:
+    def cost(at: int, layers: range) -> float:
         """Return what these layers cost in a place: least where all places are equal."""
-        need, place = self._need_of(at, layers), self._places[at]
-        plan = plan_stage(place, need, layers, self._n_layer, self._settings)
+        need, place = need_of(at, layers), places[at]
+        try:
+            plan = plan_stage(place, need, layers, n_layer, plain)
+        except (ConfigError, OutOfDeviceMemory) as error:
+            failed.append(error.with_traceback(None))  # its frames know us
+            return math.inf
         seconds = stage_seconds(place, need, plan)
-        return seconds + _BALANCE * seconds**2 / self._alone
+        return seconds + _BALANCE * seconds**2 / alone
+
+    # by their first layer, the costs and ranges of the places from the last one on
+    best: dict[int, tuple[float, tuple[range, ...]]] = {n_layer: (0.0, ())}
+    for at in reversed(range(len(places))):
+        n_after = len(places) - 1 - at
+        best = {
+            first: min(
+                (
+                    (cost(at, range(first, stop)) + more, (range(first, stop), *rest))
+                    for stop, (more, rest) in best.items() if stop > first
+                ),
+                key=itemgetter(0),
+            )
+            for first in range(at, n_layer - n_after if at else 1)
+        }  # fmt: skip
+    seconds, ranges = best[0]
+    if seconds == math.inf:
+        raise failed[-1]
+    return ranges
 
 
 def stage_seconds(place: Place, need: Footprint, plan: Plan) -> float:

@@ -144,19 +144,18 @@ def read_trace(path: str | Path) -> Trace:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            header = _header(str(path), file.read(_PREFIX.size), file.read(_MAX_HEADER))
-            shape, n_tokens = header.shape, header.n_tokens
-            dtype = ids_dtype(shape.n_expert)
+            start, empty, n_tokens, sha256 = _header(
+                str(path), file.read(_PREFIX.size), file.read(_MAX_HEADER)
+            )
+            shape, dtype = empty.shape, empty.ids.dtype
             n_bytes = n_tokens * shape.n_layer * shape.n_expert_used * dtype.itemsize
-            if size != header.start + n_bytes:
-                raise _damaged(
-                    path, f"it has {size} bytes; its header says {header.start + n_bytes}"
-                )
-            file.seek(header.start)
+            if size != start + n_bytes:
+                raise _damaged(path, f"it has {size} bytes; its header says {start + n_bytes}")
+            file.seek(start)
             data = file.read(n_bytes)
     except OSError as error:
         raise RequestError(f"{path}: cannot read the trace: {error.strerror}") from error
-    if hashlib.sha256(data).hexdigest() != header.sha256:
+    if hashlib.sha256(data).hexdigest() != sha256:
         raise _damaged(path, "its ids do not match their sha256")
     ids = np.frombuffer(data, dtype).reshape(n_tokens, shape.n_layer, shape.n_expert_used)
     if ids.size and int(ids.max()) >= shape.n_expert:
@@ -164,7 +163,7 @@ def read_trace(path: str | Path) -> Trace:
     ordered = np.sort(ids, axis=2)
     if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
         raise _damaged(path, "a token chose the same expert twice")
-    return Trace(shape, ids, header.n_prompt, header.source, header.slot_bytes)
+    return replace(empty, ids=ids)
 
 
 def replace_file(path: str | Path, pieces: Sequence[bytes]) -> None:
@@ -204,18 +203,8 @@ def _write(fd: int, pieces: Sequence[bytes], mode: int | None = None) -> None:
             file.write(piece)
 
 
-@dataclass(frozen=True)
-class _Header:
-    shape: RouterShape
-    n_tokens: int
-    n_prompt: int
-    source: str
-    sha256: str
-    start: int
-    slot_bytes: tuple[int, ...]
-
-
-def _header(path: str, prefix: bytes, rest: bytes) -> _Header:
+def _header(path: str, prefix: bytes, rest: bytes) -> tuple[int, Trace, int, str]:
+    """Return where ids start, the trace without them, the number of tokens, and the sha256."""
     if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
         raise RequestError(f"{path}: not a routing trace; `moegraph trace` writes them")
     _, version, length = _PREFIX.unpack(prefix)
@@ -240,10 +229,9 @@ def _header(path: str, prefix: bytes, rest: bytes) -> _Header:
         raise _damaged(path, f"n_tokens is {n_tokens!r}; allowed: 0 to {_MAX_TOKENS}")
     if type(n_prompt) is not int or not 0 <= n_prompt <= n_tokens:
         raise _damaged(path, f"n_prompt is {n_prompt!r}; allowed: 0 to {n_tokens}")
-    return _Header(
-        shape, n_tokens, n_prompt, source, sha256, _PREFIX.size + length,
-        _slot_bytes(path, fields.get("slot_bytes", []), shape.n_layer),
-    )  # fmt: skip
+    sizes = _slot_bytes(path, fields.get("slot_bytes", []), shape.n_layer)
+    ids = np.empty((0, shape.n_layer, shape.n_expert_used), ids_dtype(shape.n_expert))
+    return _PREFIX.size + length, Trace(shape, ids, n_prompt, source, sizes), n_tokens, sha256
 
 
 def _slot_bytes(path: str, sizes: Any, n_layer: int) -> tuple[int, ...]:

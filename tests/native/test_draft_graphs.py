@@ -18,7 +18,7 @@ from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.dspark import DSparkDrafter
 from moegraph.engine import Engine
 from moegraph.engine.drafters import limit_graphs
-from moegraph.placement.draftgraphs import dflash_graph_bytes, mtp_graph_bytes
+from moegraph.placement.drafters import dflash_graph_bytes, mtp_graph_bytes
 from moegraph.resident.draftlayout import built_length, joint_lengths
 from moegraph.resident.layout import MTP_ROWS, USUAL_MTP_DRAFT
 

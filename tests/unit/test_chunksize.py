@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moegraph.config import CPU_ROWS, EngineConfig
-from moegraph.placement.chunksize import choose_rows
+from moegraph.placement.memory import choose_rows
 from moegraph.placement.planner import Footprint
 
 GIB = 1 << 30

@@ -42,19 +42,19 @@ def test_a_profile_keeps_them(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     opened = ProfileFile(path, "", True, SHAPE)
     assert opened.profile.drafts == {}
-    kept = opened.add_new(COUNTS, GOOD)
+    kept = opened.update(COUNTS, GOOD)
     assert kept and not kept.why
     more = added(GOOD, {"mtp": ((2,), (1,))})
-    assert opened.add_new(2 * COUNTS, more) and read_profile(path, SHAPE).drafts == more
+    assert opened.update(2 * COUNTS, more) and read_profile(path, SHAPE).drafts == more
     # a run in which no expert can be missing has no choices to add
     again = ProfileFile(path, "", True, SHAPE)
-    assert again.add_new(None, GOOD) and again.add_new(None, {}) is None
+    assert not again.update(None, GOOD).why
     found = read_profile(path, SHAPE)
     assert found.drafts == added(more, GOOD) and found.classes["default"].n_tokens == 10
     assert "drafts" in path.read_text()
     # a profile of choices alone has none
     opened = ProfileFile(tmp_path / "q.json", "", True, SHAPE)
-    opened.add_new(COUNTS, {})
+    opened.update(COUNTS)
     assert "drafts" not in (tmp_path / "q.json").read_text()
 
 

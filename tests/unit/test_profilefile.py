@@ -192,11 +192,11 @@ def test_runs_that_end_together_all_count(tmp_path: Path) -> None:
 def test_only_choices_since_the_last_call_are_added(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     opened = ProfileFile(path, "", True, SHAPE)
-    assert opened.add_new(COUNTS, {}).n_tokens == 5
-    assert opened.add_new(COUNTS, {}).why == "the run computed no token"
+    assert opened.update(COUNTS).n_tokens == 5
+    assert opened.update(COUNTS).why == "the run computed no token"
     path.chmod(0o400)
-    refused = opened.add_new(2 * COUNTS, {})
+    refused = opened.update(2 * COUNTS)
     path.chmod(0o600)
     assert refused.why or os.geteuid() == 0
-    assert opened.add_new(3 * COUNTS, {}).n_tokens == (10 if refused.why else 5)
+    assert opened.update(3 * COUNTS).n_tokens == (10 if refused.why else 5)
     assert read_profile(path, SHAPE).classes["default"].n_tokens == 15
