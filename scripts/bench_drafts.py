@@ -30,12 +30,13 @@ import numpy.typing as npt
 from moegraph.arch import open_model
 from moegraph.bench.scripted import ScriptedAccept
 from moegraph.config import EngineConfig
+from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft, Drafter, Race
 from moegraph.draft.plan import Plan, Step
 from moegraph.engine import Engine
 from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.warmup import time_verify
-from moegraph.passes.speculation import Controller, Speculation
+from moegraph.passes.speculation import Speculation
 from moegraph.sampling import SamplingParams
 
 # How often the token at each position is accepted, by kind of text and drafter: fitted to tokens a
@@ -262,12 +263,10 @@ def drafting(engine: Engine, drafters: Sequence[Drafter], config: EngineConfig) 
     return speculation
 
 
-def use(
-    engine: Engine, drafters: Sequence[Drafter], config: EngineConfig, n_text: int
-) -> Speculation:
+def use(engine: Engine, drafters: Sequence[Any], config: EngineConfig, n_text: int) -> Speculation:
     """Return what drafts by other settings, with the acceptance of scripted drafters."""
     speculation = drafting(engine, drafters, config)
-    by_plan = ByPlan(speculation.controller, drafters, n_text)
+    by_plan: Any = ByPlan(speculation.controller, drafters, n_text)
     speculation.controller = by_plan
     speculation.accept = by_plan.accept
     return speculation

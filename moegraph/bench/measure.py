@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.stats import SpecStats
+from ..draft.plan import SpecStats
 from ..engine import Engine
 from ..errors import ContextOverflow
 from ..experts.cachestats import ExpertStats

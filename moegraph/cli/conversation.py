@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..draft.stats import SpecStats
+from ..draft.plan import SpecStats
 from ..errors import Cancelled, RequestError
 from ..events import GenerationEvent
 from ..sampling import SamplingParams

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..draft.stats import SpecStats
+from ..draft.plan import SpecStats
 from ..events import GenerationEvent, Stopwatch
 from ..sampling import SamplingParams
 from ..units import format_bytes, format_duration

@@ -10,14 +10,27 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from ..config import EngineConfig
 from ..experts.rowlaw import Experts
 from ..placement.draftcounts import DraftCounts
-from .accounts import Accounts
-from .drafter import Draft, confidence
-from .estimates import FEW, HOPE, REFRESH, Known, PassTimes
-from .plan import PLAIN, DraftSettings, Growth, Plan, Shape, Source, Step, confident, grow
+from ..placement.draftprice import PRIORS
+from ..resident.layout import USUAL_MTP_DRAFT
+from .drafter import Draft, Drafter, confidence
+from .estimates import FEW, HOPE, REFRESH, Accounts, Known, PassTimes
+from .plan import (
+    PLAIN,
+    DraftSettings,
+    Growth,
+    Plan,
+    Shape,
+    Source,
+    SpecStats,
+    Step,
+    confident,
+    grow,
+)
 from .shared import SharedPasses, expected
-from .stats import SpecStats
+from .tree import DDTree
 
 # Rows of verify passes; each width has graphs of its own, so there are not too many.
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -320,3 +333,35 @@ class Controller:
 
 def _without(drafters: Sequence[Known], names: Collection[str]) -> list[Known]:
     return [drafter for drafter in drafters if drafter.source.name not in names]
+
+
+def open_controller(
+    drafters: Sequence[Drafter], config: EngineConfig, max_rows: int,
+    experts: Experts | None = None, captures: bool = True,
+) -> Controller:  # fmt: skip
+    """Return the controller of an engine with these drafters.
+
+    max_rows: rows of a verify pass that there is memory for. experts: None if none can be missing.
+    captures: the device captures graphs. Settings that name dflash mean a DSpark drafter too.
+    """
+    spec, names = config.spec, {drafter.name for drafter in drafters}
+    if config.budget == 1:
+        spec = "off"
+    elif spec == "dflash" and "dspark" in names:
+        spec = "dspark"
+    sources = []
+    for drafter in drafters:
+        prior, most = PRIORS[drafter.name], drafter.max_draft
+        if spec == "auto" and drafter.name == "mtp":  # longer ones hardly pay, and have no graphs
+            most = min(most, config.draft_max or USUAL_MTP_DRAFT)
+        sources.append(Source(
+            drafter.name, most, prior.fixed, prior.per_token, prior.accept, prior.n_top,
+            drafter.has_tree, drafter.joins, drafter.is_free,
+        ))  # fmt: skip
+    tree = DDTree(config.ddtree_budget, config.ddtree_temp, not config.ddtree_no_chain_seed)
+    settings = DraftSettings(
+        spec, config.draft_max, config.draft_p_min, config.budget,
+        ddtree=tree if config.ddtree else None, max_rows=max_rows,
+        is_timed=not config.deterministic, captures=captures,
+    )  # fmt: skip
+    return Controller(sources, settings, experts)

@@ -29,17 +29,23 @@ from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
 from ..runner.sweep_batch import Tap
 from .dflash_context import DraftContext
-from .drafter import N_CAPTURED, N_NODES, Draft, Ids, Parts, Piece, Race, Taken, empty_draft
+from .drafter import (
+    N_CAPTURED,
+    N_NODES,
+    Draft,
+    Drafter,
+    Ids,
+    Parts,
+    Piece,
+    Race,
+    Taken,
+    empty_draft,
+)
 from .readback import Readback
 
 
-class DFlashDrafter:
-    """A drafter (`JointDrafter`) of DFlash files.
-
-    hparams: what the file says. joins: its device can draft for several sequences at once.
-    """
-
-    is_free = False
+class DFlashDrafter(Drafter):
+    """A drafter of DFlash files, which joins if its device can; hparams: what the file says."""
 
     def __init__(
         self, stage: Stage, file: DraftFile, n_sweep: int, n_ctx: int | None = None,
@@ -159,16 +165,12 @@ class DFlashDrafter:
         tokens, log_p = likeliest_rows(found.rows[0][:n], n_top)
         return draft_of(self._d2t, tokens, log_p, found.confidence)
 
-    def can_join(self, race: Race | None) -> bool:
-        """Return whether a draft may be one of several; races do not matter to it."""
-        return self.joins
-
     def draft_all(self, anchors: Mapping[int, int], n: int, n_top: int) -> list[Draft]:
         """Propose at most n tokens after the anchor of each sequence: one graph, and one wait."""
         m, joint = len(anchors), self._joint
         n_built = self._n_joint(n, m)
         if not (joint and 1 < m <= MOST_JOINT and n_built):
-            return [self.draft(slot, anchor, n, n_top) for slot, anchor in anchors.items()]
+            return super().draft_all(anchors, n, n_top)
         built = self._joint_graph(m, n_built)
         embeddings = [self._embed(anchor) for anchor in anchors.values()]
         joint.send(anchors, embeddings, n_rows(self.hparams, n_built))

@@ -1,15 +1,21 @@
-"""What every drafter is: something that proposes tokens after a known one."""
+"""What every drafter is: something that proposes tokens after a known one; drafts, and their trees.
+
+Row 0 of a tree is the anchor, the last token of the text; every other row is a drafted token. A row
+comes after its parent. The likeliest tokens of all depths, one after another, are the spine.
+"""
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import InternalError
 from ..sampling import SamplingParams
 
 if TYPE_CHECKING:  # the room below needs the native libraries, drafts do not
@@ -88,12 +94,9 @@ class Draft:
         if log_p is not None and log_p.shape != tokens.shape:
             return f"it has {log_p.size} probabilities for {tokens.size} tokens"
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < n_vocab:
-            return f"it proposes token {_outside(tokens, n_vocab)} of {n_vocab}"
+            outside = tokens[(tokens < 0) | (tokens >= n_vocab)]
+            return f"it proposes token {outside[0]} of {n_vocab}"
         return ""
-
-
-def _outside(tokens: Ids, n_vocab: int) -> int:
-    return int(tokens[(tokens < 0) | (tokens >= n_vocab)][0])
 
 
 def confidence(draft: Draft) -> tuple[float, ...]:
@@ -102,13 +105,93 @@ def confidence(draft: Draft) -> tuple[float, ...]:
     A drafter that estimates how probably it is right gives that instead.
     """
     if draft.confidence is not None:
-        return tuple(math.log(max(p, 1e-9)) for p in draft.confidence.tolist())
+        return tuple(np.log(np.maximum(draft.confidence.astype(np.float64), 1e-9)).tolist())
     return () if draft.log_p is None else tuple(draft.log_p[:, 0].tolist())
 
 
 def empty_draft() -> Draft:
     """Return a draft without tokens."""
     return Draft(np.zeros((0, 1), dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The rows of one verify pass.
+
+    tokens: their tokens; parents: the row that each continues, -1 for the anchor. No two children
+    of a row have the same token.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @property
+    def n_rows(self) -> int:
+        """Return the number of rows, the anchor included."""
+        return len(self.tokens)
+
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        return {(p, t): row for row, (p, t) in enumerate(zip(self.parents, self.tokens))}
+
+    def child(self, row: int, token: int) -> int | None:
+        """Return the row that continues a row with a token, or None."""
+        return self._children.get((row, token))
+
+    def walk(self, draw: Callable[[int], int | None]) -> list[int]:
+        """Return the accepted rows, from the anchor on: those that the target draws itself.
+
+        draw: returns the token that the target draws after a row; the text takes it, whether it was
+        drafted or not. None: the text has ended, or ends with the token that was drawn there. Each
+        row's draw is a draw of the target after exactly these tokens, so the text has the target's
+        distribution with any sampler and any tree.
+        """
+        path, row = [0], 0
+        while (token := draw(row)) is not None:
+            child = self.child(row, token)
+            if child is None:
+                break
+            path.append(child)
+            row = child
+        return path
+
+    def cut(self, n_rows: int) -> DraftTree:
+        """Return the first n_rows rows, at least the anchor."""
+        n = max(1, n_rows)
+        return self if n >= self.n_rows else DraftTree(self.tokens[:n], self.parents[:n])
+
+    def only(self, keeps: Callable[[int], bool]) -> DraftTree:
+        """Return the anchor, and the rows that are kept and whose parents are; this tree if all."""
+        new, tokens, parents = {0: 0}, [self.tokens[0]], [-1]
+        for row in range(1, self.n_rows):
+            if self.parents[row] in new and keeps(row):
+                new[row] = len(tokens)
+                tokens.append(self.tokens[row])
+                parents.append(new[self.parents[row]])
+        return self if len(new) == self.n_rows else DraftTree(tuple(tokens), tuple(parents))
+
+    def ahead(self, row: int) -> tuple[int, ...]:
+        """Return the drafted tokens from the anchor to a row, the row's own included."""
+        found: list[int] = []
+        while row:
+            found.append(self.tokens[row])
+            row = self.parents[row]
+        return tuple(reversed(found))
+
+
+def spine_tree(anchor: int, draft: Draft, n_spine: int, leaves: Sequence[int] = ()) -> DraftTree:
+    """Return the first n_spine tokens of a draft as a spine, with leaves beside it.
+
+    leaves[d]: how many tokens of the d-th depth, the likeliest but the spine's, are leaves beside
+    the spine. Leaves beyond its end, and more than the draft has, are left out.
+    """
+    spine = draft.tokens[:n_spine, 0].tolist()
+    tokens, parents = [anchor, *spine], list(range(-1, len(spine)))
+    for depth, n in enumerate(leaves[: len(spine)]):
+        beside = draft.tokens[depth, 1 : 1 + n].tolist()
+        tokens += beside
+        parents += [depth] * len(beside)
+    return DraftTree(tuple(tokens), tuple(parents))
 
 
 @dataclass(frozen=True)
@@ -123,7 +206,7 @@ class Race:
     key: Callable[[int], int]
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes tokens for the sequences of one target.
 
     It follows what each sequence holds: `restart` or `prompt_taps` tells it of tokens that a prompt
@@ -134,25 +217,31 @@ class Drafter(Protocol):
         name: "mtp", "dflash", "dspark" or "lookup".
         max_draft: the most tokens that it can propose after the anchor.
         is_free: a draft takes no time worth mentioning, and says how likely it is right.
+        has_tree: it knows what follows each token, not only what follows the likeliest ones: it can
+            build a `tree`.
+        joins: it drafts for several sequences at once, hardly slower than for one (`draft_all`).
         taps: what the target's passes must keep of each row (`TapRows`): il is l_out of layer il,
             n_layer is h_nextn, the normed rows that the head gets.
     """
 
     name: str
     max_draft: int
-    is_free: bool
-    taps: tuple[int, ...]
+    is_free = has_tree = joins = False
+    taps: tuple[int, ...] = ()
 
     @property
     def n_bytes(self) -> int:
         """Return the device memory that it takes."""
+        return 0
 
+    @abstractmethod
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget a sequence; it now holds ids, I32 numpy [n_past], whose rows were not tapped.
 
         What the drafter adds from now on starts at position n_past.
         """
 
+    @abstractmethod
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls with the taps of a prompt (`SweepBatch.taps`).
 
@@ -160,12 +249,14 @@ class Drafter(Protocol):
         followed by `truncate`.
         """
 
+    @abstractmethod
     def committed(self, taken: Sequence[Taken]) -> None:
         """Note that sequences took tokens, each from the first position that is not known.
 
         Their rows are in the ring of `TapRows`. What that needs is enqueued, without waiting.
         """
 
+    @abstractmethod
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor, and the n_top likeliest at each depth.
 
@@ -177,26 +268,41 @@ class Drafter(Protocol):
         probably win; that token then comes first at its depth.
         """
 
-    def truncate(self, slot: int, n_past: int) -> None:
+    def tree(
+        self, slot: int, anchor: int, n_depth: int, n_most: int, race: Race | None = None
+    ) -> tuple[Draft, DraftTree]:
+        """Propose the likeliest paths after the anchor, as a tree of at most n_most more rows.
+
+        The rows come in the order of their worth, so that the first of them are the best smaller
+        tree. The draft has the tokens of the tree's spine, at most n_depth; `draft` says more.
+        """
+        raise InternalError(f"{self.name} builds no trees")
+
+    def can_join(self, race: Race | None) -> bool:
+        """Return whether a draft may be one of several. race: that `draft` would be given."""
+        return self.joins
+
+    def draft_all(self, anchors: Mapping[int, int], n: int, n_top: int) -> list[Draft]:
+        """Propose at most n tokens after the anchor of each sequence, as `draft` does for one.
+
+        anchors: the last token of each text, by sequence. Returns their drafts, in this order.
+        """
+        return [self.draft(slot, anchor, n, n_top) for slot, anchor in anchors.items()]
+
+    def truncate(self, slot: int, n_past: int) -> None:  # noqa: B027 - some have nothing to forget
         """Forget what a sequence held from position n_past on."""
 
     @property
-    def row_widths(self) -> Sequence[int]:
-        """Return the bytes of a position in each cache of its own (`RowKeeper`)."""
-
-    def close(self) -> None:
-        """Wait for the device, then free everything."""
-
-
-@runtime_checkable
-class RowKeeper(Drafter, Protocol):
-    """A drafter that has something of positions in caches of its own, not in the target's."""
+    def row_widths(self) -> list[int]:
+        """Return the bytes of a position in each cache of its own, beside the target's."""
+        return []
 
     def take_rows(self, slot: int, first: int, n: int) -> Parts:
         """Copy its own caches' rows of n positions, which it knows, and wait.
 
         Returns for each cache U8 numpy [m, bytes of a row], the rows of the last m positions.
         """
+        return []
 
     def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
         """Note that a sequence holds ids, which were copied back but for the first n_kept.
@@ -204,26 +310,7 @@ class RowKeeper(Drafter, Protocol):
         pieces: of runs of positions, in order: the first position, the number of positions, and
         what `take_rows` returned.
         """
+        self.restart(slot, ids)
 
-
-class JointDrafter(Drafter, Protocol):
-    """A drafter that can draft for several sequences at once, hardly slower than for one.
-
-    joins: whether its device can.
-    """
-
-    joins: bool
-
-    def can_join(self, race: Race | None) -> bool:
-        """Return whether a draft may be one of several. race: that `draft` would be given."""
-
-    def draft_all(self, anchors: Mapping[int, int], n: int, n_top: int) -> list[Draft]:
-        """Propose at most n tokens after the anchor of each sequence, as `draft` does for one.
-
-        anchors: the last token of each text, by sequence. Returns their drafts, in this order.
-        """
-
-
-def as_joint(drafter: Drafter | None) -> JointDrafter | None:
-    """Return a drafter that can draft for several sequences at once; None if it cannot."""
-    return cast(JointDrafter, drafter) if getattr(drafter, "joins", False) else None
+    def close(self) -> None:  # noqa: B027 - some have nothing to free
+        """Wait for the device, then free everything."""

@@ -13,14 +13,16 @@ from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
 from ..graphs.dflash_memory import BEAM
 from .dflash import DFlashDrafter, draft_of, n_nodes, n_rows
-from .drafter import Draft, Race, empty_draft
+from .drafter import Draft, DraftTree, Race, empty_draft
 from .race import N_RUNNERS, raced_list
 from .readback import Readback, drawn
-from .tree import MOST_TOP, DraftTree, PathLists, best_paths
+from .tree import MOST_TOP, PathLists, best_paths
 
 
 class DSparkDrafter(DFlashDrafter):
-    """A drafter (`TreeDrafter`) of DSpark files."""
+    """A drafter of DSpark files."""
+
+    has_tree = True
 
     def can_join(self, race: Race | None) -> bool:
         """Return whether a draft may be one of several: not if it follows winners."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .drafter import Draft, Ids, Race, Taken, empty_draft
+from .drafter import Draft, Drafter, Ids, Race, Taken, empty_draft
 from .estimates import FEW, STEADY
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Matches:
         return self._rates[before][_CLASS[min(n_match, _LONGEST)]]
 
 
-class LookUp:
+class LookUp(Drafter):
     """A drafter that needs no model; it works well where the answer repeats the prompt.
 
     n_min: so many tokens before a place must be the last ones of the text. Of the latest such
@@ -73,9 +73,6 @@ class LookUp:
 
     name = "lookup"
     is_free = True
-    n_bytes = 0
-    row_widths: Sequence[int] = ()
-    taps: tuple[int, ...] = ()
 
     def __init__(self, n_seq: int = 1, max_draft: int = 16, n_min: int = 3) -> None:
         self.max_draft = max_draft
@@ -127,10 +124,6 @@ class LookUp:
         text = self._texts[slot]
         if n_past < len(text.ids):
             self._texts[slot] = _Text(self._n_min, text.ids[:n_past])
-
-    def close(self) -> None:
-        """Forget everything."""
-        self._texts = []
 
 
 class _Text:

@@ -28,12 +28,12 @@ from ..kinds import MOST_BEHIND
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
-from .drafter import N_CAPTURED, N_NODES, Draft, Ids, Race, Taken, empty_draft
+from .drafter import N_CAPTURED, N_NODES, Draft, Drafter, Ids, Race, Taken, empty_draft
 from .readback import Readback, drawn
 
 
-class MtpDrafter:
-    """A drafter (`Drafter`) that runs the MTP block as chains of tokens.
+class MtpDrafter(Drafter):
+    """A drafter that runs the MTP block as chains of tokens.
 
     Its K and V are in the target's caches, and the output that a chain starts from is one of the
     target's states. So whatever the target does to a sequence, such as to forget positions or to
@@ -44,8 +44,6 @@ class MtpDrafter:
     """
 
     name = "mtp"
-    is_free = False
-    row_widths: Sequence[int] = ()
 
     def __init__(
         self, block: MtpBlock, max_rows: int = MTP_ROWS, max_draft: int = MAX_MTP_DRAFT
@@ -57,7 +55,7 @@ class MtpDrafter:
             raise InternalError("the target's state has no room for an MTP block")
         self._last_out: Tensor = state.last_out
         self._layer = block.stage.hp.n_layer - 1
-        self.taps: tuple[int, ...] = (self._layer,)
+        self.taps = (self._layer,)
         self.max_draft = max_draft
         self._is_paged = can_page(block.stage)
         self.memory = MtpMemory(block, max_rows, max_draft, self._is_paged)
@@ -94,9 +92,6 @@ class MtpDrafter:
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Do nothing: what was restored has the drafter's K and V too."""
-
-    def truncate(self, slot: int, n_past: int) -> None:
-        """Do nothing: the target's state has forgotten K and V from n_past on."""
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt."""

@@ -1,121 +1,21 @@
-"""Drafts become trees: which drafted tokens a verify pass computes, and what each continues.
-
-Row 0 of a tree is the anchor, the last token of the text; every other row is a drafted token. A row
-comes after its parent. The likeliest tokens of all depths, one after another, are the spine.
-"""
+"""Trees of the likeliest paths, where more than a spine with leaves is verified."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .drafter import LEAST_LOG_P, Draft, Drafter, Ids, Race
+from .drafter import LEAST_LOG_P, Draft, DraftTree, Ids
 
 LogP = npt.NDArray[np.float64]
 
 # Tokens of a depth that trees compare.
 MOST_TOP = 8
-
-
-@dataclass(frozen=True)
-class DraftTree:
-    """The rows of one verify pass.
-
-    tokens: their tokens; parents: the row that each continues, -1 for the anchor. No two children
-    of a row have the same token.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-
-    @property
-    def n_rows(self) -> int:
-        """Return the number of rows, the anchor included."""
-        return len(self.tokens)
-
-    @cached_property
-    def _children(self) -> dict[tuple[int, int], int]:
-        return {(p, t): row for row, (p, t) in enumerate(zip(self.parents, self.tokens))}
-
-    def child(self, row: int, token: int) -> int | None:
-        """Return the row that continues a row with a token, or None."""
-        return self._children.get((row, token))
-
-    def walk(self, draw: Callable[[int], int | None]) -> list[int]:
-        """Return the accepted rows, from the anchor on: those that the target draws itself.
-
-        draw: returns the token that the target draws after a row; the text takes it, whether it was
-        drafted or not. None: the text has ended, or ends with the token that was drawn there. Each
-        row's draw is a draw of the target after exactly these tokens, so the text has the target's
-        distribution with any sampler and any tree.
-        """
-        path, row = [0], 0
-        while (token := draw(row)) is not None:
-            child = self.child(row, token)
-            if child is None:
-                break
-            path.append(child)
-            row = child
-        return path
-
-    def cut(self, n_rows: int) -> DraftTree:
-        """Return the first n_rows rows, at least the anchor."""
-        n = max(1, n_rows)
-        return self if n >= self.n_rows else DraftTree(self.tokens[:n], self.parents[:n])
-
-    def only(self, keeps: Callable[[int], bool]) -> DraftTree:
-        """Return the anchor, and the rows that are kept and whose parents are; this tree if all."""
-        new, tokens, parents = {0: 0}, [self.tokens[0]], [-1]
-        for row in range(1, self.n_rows):
-            if self.parents[row] in new and keeps(row):
-                new[row] = len(tokens)
-                tokens.append(self.tokens[row])
-                parents.append(new[self.parents[row]])
-        return self if len(new) == self.n_rows else DraftTree(tuple(tokens), tuple(parents))
-
-    def ahead(self, row: int) -> tuple[int, ...]:
-        """Return the drafted tokens from the anchor to a row, the row's own included."""
-        found: list[int] = []
-        while row:
-            found.append(self.tokens[row])
-            row = self.parents[row]
-        return tuple(reversed(found))
-
-
-@runtime_checkable
-class TreeDrafter(Drafter, Protocol):
-    """A drafter that knows what follows each token, not only what follows the likeliest ones."""
-
-    def tree(
-        self, slot: int, anchor: int, n_depth: int, n_most: int, race: Race | None = None
-    ) -> tuple[Draft, DraftTree]:
-        """Propose the likeliest paths after the anchor, as a tree of at most n_most more rows.
-
-        The rows come in the order of their worth, so that the first of them are the best smaller
-        tree. The draft has the tokens of the tree's spine, at most n_depth; `Drafter.draft` says
-        more about it.
-        """
-
-
-def spine_tree(anchor: int, draft: Draft, n_spine: int, leaves: Sequence[int] = ()) -> DraftTree:
-    """Return the first n_spine tokens of a draft as a spine, with leaves beside it.
-
-    leaves[d]: how many tokens of the d-th depth, the likeliest but the spine's, are leaves beside
-    the spine. Leaves beyond its end, and more than the draft has, are left out.
-    """
-    spine = draft.tokens[:n_spine, 0].tolist()
-    tokens, parents = [anchor, *spine], list(range(-1, len(spine)))
-    for depth, n in enumerate(leaves[: len(spine)]):
-        beside = draft.tokens[depth, 1 : 1 + n].tolist()
-        tokens += beside
-        parents += [depth] * len(beside)
-    return DraftTree(tuple(tokens), tuple(parents))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ from contextlib import ExitStack, closing
 from ..arch import ModelFile
 from ..arch.base import Architecture
 from ..config import EngineConfig
-from ..draft.controller import FIRST_WIDTH
+from ..draft.controller import FIRST_WIDTH, open_controller
 from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
 from ..draft.dspark import DSparkDrafter
 from ..draft.lookup import LookUp
 from ..draft.mtp import MtpDrafter
-from ..draft.opening import open_controller
 from ..experts.rowlaw import Experts
 from ..ggml.handles import closed_on_failure
 from ..gguf.vocab import frequent_ids

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..arch import ModelFile, open_model
 from ..config import EngineConfig
 from ..draft.dflash import DFlashDrafter, describe
-from ..draft.stats import SpecStats
+from ..draft.plan import SpecStats
 from ..errors import RequestError
 from ..events import CancelToken, Progress
 from ..experts.cachestats import ExpertStats

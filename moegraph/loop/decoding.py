@@ -9,7 +9,7 @@ from weakref import proxy
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.tree import DraftTree
+from ..draft.drafter import DraftTree
 from ..errors import MoegraphError, PoolFull
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..kinds import Kind

@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..draft.drafter import DraftTree
 from ..draft.rejection import Odds
-from ..draft.tree import DraftTree
-from ..passes.proposal import Ask, Proposal, StepClock, StepSeconds, step_of
-from ..passes.speculation import Speculation
+from ..passes.speculation import Ask, Proposal, Speculation, StepSeconds, step_of
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 
-_UNKNOWN = StepSeconds(0.0, 0.0, 0.0)
+# Seconds: the device was still computing if the engine waited longer; so short a call of the
+# caller counts as the engine's time.
+_WAITED, _SHORT = 20e-6, 100e-6
+
+
+class StepClock:
+    """Measures steps: `launch`, `leave`, `back`, `arrive` and `end`, in this order.
+
+    has_streams: the device computes while the caller runs, between `leave` and `back`.
+    """
+
+    def __init__(self, has_streams: bool) -> None:
+        self._has_streams = has_streams
+        self._began = self._launched = self._left = self._back = self._arrived = 0.0
+        self._apart: float | None = 0.0  # time of the caller that does not count; None: not known
+
+    def begin(self) -> None:
+        """Begin the first step."""
+        self._began = time.perf_counter()
+
+    def launch(self) -> None:
+        """Note that the draft is done."""
+        self._launched = time.perf_counter()
+
+    def leave(self) -> None:
+        """Note that the pass is launched."""
+        self._left = time.perf_counter()
+
+    def back(self) -> None:
+        """Note that the caller asks for the next token."""
+        self._back = time.perf_counter()
+
+    def arrive(self) -> None:
+        """Note that the results are there."""
+        self._arrived = now = time.perf_counter()
+        self._apart = self._back - self._left
+        if self._has_streams:
+            was_busy = now - self._back > _WAITED or self._apart < _SHORT
+            self._apart = 0.0 if was_busy else None
+
+    def end(self) -> StepSeconds:
+        """End a step and begin the next one."""
+        now = time.perf_counter()
+        total = verify = 0.0
+        if self._apart is not None:
+            total = now - self._began - self._apart
+            verify = self._arrived - self._launched - self._apart
+        self._began = now
+        return StepSeconds(total, verify, now - self._arrived)
 
 
 class Drafting:
@@ -153,7 +201,7 @@ class Drafting:
             n_missing = self._speculation.n_missing() - self._n_missing
             self._done.append((proposal, drawn, self.clock.end(), n_missing))
         elif proposal:
-            self._done.append((proposal, drawn, _UNKNOWN, 0))
+            self._done.append((proposal, drawn, StepSeconds(), 0))
 
     def shared(self, n_seqs: int, n_tokens: int, seconds: float | None, n_rows: int) -> None:
         """Note what a pass of several requests gave, and how long it took with its drafts.

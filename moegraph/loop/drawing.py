@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from ..draft.drafter import DraftTree
 from ..draft.rejection import Odds
-from ..draft.tree import DraftTree
 from ..errors import InternalError
 from ..ggml.choose import DRAW_ROWS
 from ..passes.passes import Passes

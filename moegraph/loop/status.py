@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..draft.stats import SpecStats
+from ..draft.plan import SpecStats
 from ..experts.cachestats import ExpertStats
 from .requests import Request
 

@@ -11,22 +11,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.drafter import Draft, Drafter, JointDrafter, Parts, Race, RowKeeper, Taken, as_joint
+from ..draft.controller import Controller
+from ..draft.drafter import (
+    Draft,
+    Drafter,
+    DraftTree,
+    Parts,
+    Race,
+    Taken,
+    confidence,
+    spine_tree,
+)
 from ..draft.lookup import LookUp
-from ..draft.plan import Plan, Shape, Step
+from ..draft.plan import PLAIN, Plan, Step
 from ..draft.race import N_RUNNERS, raced
 from ..draft.rejection import Odds, offer, offered_race
-from ..draft.stats import SpecStats
-from ..draft.tree import DraftTree, TreeDrafter, spine_tree
-from ..errors import InternalError
 from ..kinds import MOST_BEHIND
 from .prefixtree import n_common
-from .proposal import Ask, Proposal
 
 if TYPE_CHECKING:  # these need the native libraries, decisions about drafts do not
     from ..ggml.ops import Tensor
@@ -34,36 +41,92 @@ if TYPE_CHECKING:  # these need the native libraries, decisions about drafts do 
     from ..runner.sweep_batch import Tap
 
 Ids = npt.NDArray[np.int32]
-_Drafted = tuple[Draft, DraftTree, tuple[Odds, ...]]
 
 
-class Controller(Protocol):
-    """Decides what each step drafts, and learns from what became of it."""
+@dataclass(frozen=True)
+class Ask:
+    """What a sequence may draft after its last token, the anchor.
 
-    @property
-    def stats(self) -> SpecStats:
-        """What was drafted so far."""
+    n_left: tokens until the text must end. n_room: positions that the context still has. race: of
+    the sampler that will draw; None if it is greedy.
+    """
 
-    def begin(self) -> None:
-        """Begin another text."""
+    slot: int
+    anchor: int
+    n_left: int
+    n_room: int
+    race: Race | None = None
 
-    def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
-        """Return what the next step drafts.
 
-        n_left: tokens until the text must end. without: drafters that have nothing to draft now.
-        """
+@dataclass(frozen=True)
+class Proposal:
+    """Rows for the next pass, the draft and the plan that they come from, and how long it took.
 
-    def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
-        """Return what one of several sequences drafts, all of which share the next pass."""
+    tree: the anchor alone if nothing of the draft is worth a row. odds: of a draft at random, what
+    the token of each depth was drawn from.
+    """
 
-    def shape(self, plan: Plan, draft: Draft) -> Shape:
-        """Return which tokens of a draft are worth a row."""
+    plan: Plan
+    draft: Draft
+    tree: DraftTree
+    drafter_s: float
+    odds: tuple[Odds, ...] = ()
 
-    def observe(self, step: Step) -> None:
-        """Learn from a step; the device computes meanwhile."""
+    @cached_property
+    def spine(self) -> list[int]:
+        """The draft's likeliest tokens, as far as they follow one another in the tree."""
+        row, tokens = 0, list[int]()
+        for token in self.draft.tokens[:, 0].tolist():
+            child = self.tree.child(row, token)
+            if child is None:
+                break
+            row = child
+            tokens.append(token)
+        return tokens
 
-    def observe_shared(self, n_seqs: int, n_tokens: int, seconds: float, n_rows: int) -> None:
-        """Learn from a pass of several sequences. seconds: with its drafts; 0 if not known."""
+
+class StepSeconds(NamedTuple):
+    """How long a step took; zeros if that is not known.
+
+    total: since the end of the step before it. verify: from the launch of its pass to the results.
+    Both are 0.0 if they are not known, because the caller did other things for longer than the
+    device computed. commit: from the results to the end.
+    """
+
+    total: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+
+
+def step_of(
+    proposal: Proposal | None, drawn: Sequence[int], seconds: StepSeconds, n_missing: int
+) -> Step:
+    """Return what a step did.
+
+    drawn: the tokens that the text took; the last one was drawn, but not drafted. n_missing: the
+    distinct experts that the pass missed.
+    """
+    total, verify, commit = seconds
+    if proposal is None:
+        return Step(PLAIN.source, total, len(drawn), verify_s=verify, n_missing=n_missing)
+    plan, n_spine = proposal.plan, len(proposal.spine)
+    spine = proposal.draft.cut(n_spine)
+    return Step(
+        plan.source,
+        total,
+        n_tokens=len(drawn),
+        n_rows=proposal.tree.n_rows,
+        n_draft=plan.n_draft,
+        n_spine=n_spine,
+        n_accepted=len(drawn) - 1,
+        ranks=spine.ranks(drawn),
+        log_p=confidence(spine),
+        drafter_s=proposal.drafter_s,
+        verify_s=verify,
+        commit_s=commit,
+        n_missing=n_missing,
+        is_trial=plan.is_trial,
+    )
 
 
 @dataclass
@@ -156,27 +219,19 @@ class Speculation:
     def settle(self, slot: int) -> None:
         """Tell the drafters all of a sequence, such as before its state is copied."""
         if slot in self._followed:
-            self._tell(slot, self.drafters)
+            self._tell([slot], self.drafters)
 
-    def _tell(self, slot: int, names: Collection[str]) -> None:
-        """Tell some drafters what a sequence took since they were told."""
-        followed = self._followed.pop(slot)
+    def _tell(self, slots: Sequence[int], names: Collection[str]) -> None:
+        """Tell some drafters what sequences took since they were told."""
+        followed = {slot: self._followed.pop(slot) for slot in slots}
         for name in names:
-            first, n = followed.known[name], len(followed.ids)
-            if first < n:
-                self.drafters[name].committed([(slot, first, followed.ids[first:])])
-                followed.known[name] = n
-        self._followed[slot] = followed
-
-    def _tell_all(self, slots: Sequence[int], drafter: JointDrafter) -> None:
-        """Tell a drafter what sequences took since it was told."""
-        followed, taken = {slot: self._followed.pop(slot) for slot in slots}, list[Taken]()
-        for slot, one in followed.items():
-            first, n = one.known[drafter.name], len(one.ids)
-            if first < n:
-                taken.append((slot, first, one.ids[first:]))
-                one.known[drafter.name] = n
-        drafter.committed(taken)
+            taken = list[Taken]()
+            for slot, one in followed.items():
+                first, one.known[name] = one.known[name], max(one.known[name], len(one.ids))
+                if one.ids[first:]:
+                    taken.append((slot, first, one.ids[first:]))
+            if taken:
+                self.drafters[name].committed(taken)
         self._followed |= followed
 
     @property
@@ -193,11 +248,8 @@ class Speculation:
         followed = self._followed.get(slot)
         if followed is None or followed.ids[: len(held)] != held:
             return {}
-        found = {
-            name: drafter.take_rows(slot, first, len(held) - first)
-            for name, drafter in self.drafters.items()
-            if isinstance(drafter, RowKeeper)
-        }
+        n, drafters = len(held) - first, self.drafters.items()
+        found = {name: drafter.take_rows(slot, first, n) for name, drafter in drafters}
         return {name: parts for name, parts in found.items() if parts}
 
     def put_back(
@@ -210,17 +262,9 @@ class Speculation:
         before = self._followed.pop(slot, _Followed([], {}))
         n_kept = len(kept) if before.ids[: before.least][: len(kept)] == kept else 0
         for name, drafter in self.drafters.items():
-            held = np.asarray(ids, dtype=np.int32)
-            if isinstance(drafter, RowKeeper):
-                pieces = [(first, copy.n_rows, copy.drafted.get(name, [])) for first, copy in rows]
-                drafter.put_back(slot, held, n_kept, pieces)
-            else:
-                drafter.restart(slot, held)
+            pieces = [(first, copy.n_rows, copy.drafted.get(name, [])) for first, copy in rows]
+            drafter.put_back(slot, np.asarray(ids, dtype=np.int32), n_kept, pieces)
         self._followed[slot] = _Followed(list(ids), dict.fromkeys(self.drafters, len(ids)))
-
-    def propose(self, ask: Ask) -> Proposal | None:
-        """Return the rows of the next pass of a lone sequence; None if nothing was drafted."""
-        return self._propose(ask, 1, ())
 
     def propose_all(self, asks: Sequence[Ask], n_seqs: int) -> list[Proposal | None]:
         """Return the rows of each sequence in a pass that n_seqs share; None: nothing drafted."""
@@ -229,60 +273,54 @@ class Speculation:
         for ask in asks:
             if ask.slot in self._followed and min(self.max_rows, ask.n_room) > 1 and ask.n_left > 1:
                 plan = self.controller.choose_for(n_seqs, ask.n_left, self._failed)
-                drafter = as_joint(self.drafters.get(plan.source))
+                drafter = self.drafters.get(plan.source)
                 if drafter and drafter.can_join(ask.race):
                     groups.setdefault(plan.source, []).append((ask, plan))
         found: dict[int, Proposal | None] = {}
         for name, members in groups.items():
             if len(members) > 1:
-                found |= self._propose_jointly(name, members)
+                found |= self._propose_jointly(self.drafters[name], members)
         return [
-            found.get(ask.slot) or self._propose(ask, n_seqs, groups if ask.slot in found else ())
+            found.get(ask.slot) or self.propose(ask, n_seqs, groups if ask.slot in found else ())
             for ask in asks
         ]
 
     def _propose_jointly(
-        self, name: str, members: Sequence[tuple[Ask, Plan]]
+        self, drafter: Drafter, members: Sequence[tuple[Ask, Plan]]
     ) -> dict[int, Proposal | None]:
         """Return the rows of sequences that one drafter drafts for at once, by sequence."""
-        start, drafter = time.perf_counter(), as_joint(self.drafters[name])
-        if drafter is None:
-            raise InternalError(f"{name} drafts for one sequence only")
-        self._tell_all([ask.slot for ask, _ in members], drafter)
+        start = time.perf_counter()
+        self._tell([ask.slot for ask, _ in members], [drafter.name])
         n = min(max(plan.n_draft for _, plan in members), drafter.max_draft)
         n_top = max(_n_top(plan, ask.race) for ask, plan in members)
         drafts = drafter.draft_all({ask.slot: ask.anchor for ask, _ in members}, n, n_top)
         each_s, found = (time.perf_counter() - start) / len(members), dict[int, Proposal | None]()
         for (ask, plan), draft in zip(members, drafts):
             draft = draft.cut(min(plan.n_draft, drafter.max_draft)).first(_n_top(plan, ask.race))
-            drafted = self._judged(drafter, ask, plan, draft, None)
-            found[ask.slot] = drafted and self._proposal(ask, plan, drafted, each_s)
+            began = time.perf_counter() - each_s
+            found[ask.slot] = self._judged(drafter, ask, plan, draft, None, began)
         return found
 
-    def _propose(self, ask: Ask, n_seqs: int, without: Collection[str]) -> Proposal | None:
-        """Return the rows of a sequence. without: drafters that have no draft for it."""
-        slot, n_left, n_room = ask.slot, ask.n_left, ask.n_room
-        if self.finds_nothing(slot, ask.anchor, n_left) or slot not in self._followed:
-            return None
-        without, most_rows = {*self._failed, *without}, min(self.max_rows, n_room)
-        start = time.perf_counter()
-        while most_rows > 1 and n_left > 1:
-            if n_seqs > 1:
-                plan = self.controller.choose_for(n_seqs, n_left, without)
-            else:
-                plan = self.controller.choose(n_left, without)
-            if not plan.source:
-                return None
-            drafted = self._draft(ask, plan, most_rows)
-            if drafted is None:
-                without.add(plan.source)
-                continue
-            return self._proposal(ask, plan, drafted, time.perf_counter() - start)
-        return None
+    def propose(self, ask: Ask, n_seqs: int = 1, without: Collection[str] = ()) -> Proposal | None:
+        """Return the rows of a sequence in a pass that n_seqs share; None: nothing was drafted.
 
-    def _proposal(self, ask: Ask, plan: Plan, drafted: _Drafted, seconds: float) -> Proposal:
-        draft, tree, odds = drafted
-        return Proposal(plan, draft, tree.cut(min(self.max_rows, ask.n_room)), seconds, odds)
+        without: drafters that have no draft for it.
+        """
+        if self.finds_nothing(ask.slot, ask.anchor, ask.n_left) or ask.slot not in self._followed:
+            return None
+        without, controller = {*self._failed, *without}, self.controller
+        began = time.perf_counter()
+        while min(self.max_rows, ask.n_room) > 1 and ask.n_left > 1:
+            if n_seqs > 1:
+                plan = controller.choose_for(n_seqs, ask.n_left, without)
+            else:
+                plan = controller.choose(ask.n_left, without)
+            if not plan.source:
+                break
+            if found := self._draft(ask, plan, began):
+                return found
+            without.add(plan.source)
+        return None
 
     def rests(self, n_left: int, n_seqs: int) -> bool:
         """Return whether by all that is known nothing will be drafted with n_left tokens left.
@@ -312,7 +350,7 @@ class Speculation:
             names.append(source)
         self._foreseen = slot, n_left, names
         if followed and names:
-            self._tell(slot, names)
+            self._tell([slot], names)
             n = len(followed.ids)
             for name in names:
                 if followed.known[name] == n:
@@ -330,32 +368,29 @@ class Speculation:
             return False
         return not any(self._lookups[name].has(slot, anchor) for name in foreseen[2])
 
-    def _draft(self, ask: Ask, plan: Plan, most_rows: int) -> _Drafted | None:
-        """Return a draft and its tree; None if it is of no use."""
-        drafter, race = self.drafters[plan.source], ask.race
-        self._tell(ask.slot, [plan.source])
-        n, tree = min(plan.n_draft, drafter.max_draft), None
-        if race and self._is_rejecting(ask):
-            draft = drafter.draft(ask.slot, ask.anchor, n, N_RUNNERS, offered_race(race))
-        elif plan.n_nodes and isinstance(drafter, TreeDrafter):
-            n_nodes = min(plan.n_nodes, most_rows - 1)
-            draft, tree = drafter.tree(ask.slot, ask.anchor, n, n_nodes, race)
+    def _draft(self, ask: Ask, plan: Plan, began: float) -> Proposal | None:
+        """Return a draft with the rows to verify; None if it is of no use. began: see `_judged`."""
+        drafter, race, tree = self.drafters[plan.source], ask.race, None
+        self._tell([ask.slot], [plan.source])
+        n, slot, anchor = min(plan.n_draft, drafter.max_draft), ask.slot, ask.anchor
+        if race and self.rejects:
+            draft = drafter.draft(slot, anchor, n, N_RUNNERS, offered_race(race))
+        elif plan.n_nodes and drafter.has_tree:
+            n_nodes = min(plan.n_nodes, self.max_rows - 1, ask.n_room - 1)
+            draft, tree = drafter.tree(slot, anchor, n, n_nodes, race)
         else:
-            draft = drafter.draft(ask.slot, ask.anchor, n, _n_top(plan, race), race)
-        return self._judged(drafter, ask, plan, draft.cut(n), tree)
-
-    def _is_rejecting(self, ask: Ask) -> bool:
-        """Return whether drafts are drawn at random, and accepted by rejection."""
-        return self.rejects and ask.race is not None
+            draft = drafter.draft(slot, anchor, n, _n_top(plan, race), race)
+        return self._judged(drafter, ask, plan, draft.cut(n), tree, began)
 
     def _judged(
-        self, drafter: Drafter, ask: Ask, plan: Plan, draft: Draft, tree: DraftTree | None
-    ) -> _Drafted | None:
+        self, drafter: Drafter, ask: Ask, plan: Plan, draft: Draft, tree: DraftTree | None,
+        began: float,
+    ) -> Proposal | None:  # fmt: skip
         """Return a draft with the rows to verify; None if it is of no use.
 
-        tree: of the drafter, if it has made one.
+        tree: of the drafter, if it has made one. began: when the draft did.
         """
-        race, rejects = ask.race, self._is_rejecting(ask)
+        race, odds = ask.race, tuple[Odds, ...]()
         problem = draft.problem(self._n_vocab)
         if tree and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._n_vocab:
             problem = "its tree has tokens that the model lacks"
@@ -368,22 +403,20 @@ class Speculation:
             return None
         if not draft.n_depth:
             return None
-        if race and rejects and draft.log_p is not None:
+        if race and self.rejects and draft.log_p is not None:
             draft, odds = offer(draft, race, self.p_min)
-            return draft, spine_tree(ask.anchor, draft, draft.n_depth), odds
-        if rejects:
-            self._say_once(f"{drafter.name} gives no probabilities: its drafts are accepted where "
-                           "they are what the sampler draws")  # fmt: skip
-        if race and tree is None:
-            draft = raced(draft, race, plan.n_top)
-        tree = tree or self._tree(ask.anchor, plan, draft)
-        is_passed_over = tree.n_rows == 1 and drafter.name in self._lookups
-        return None if is_passed_over else (draft, tree, ())
-
-    def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            self.messages.append(line)
+            tree = spine_tree(ask.anchor, draft, draft.n_depth)
+        elif race and self.rejects and drafter.name not in self._said:
+            self._said.add(drafter.name)
+            self.messages.append(f"{drafter.name} gives no probabilities: its drafts are accepted "
+                                 "where they are what the sampler draws")  # fmt: skip
+        if tree is None:
+            draft = raced(draft, race, plan.n_top) if race else draft
+            tree = self._tree(ask.anchor, plan, draft)
+            if tree.n_rows == 1 and drafter.name in self._lookups:  # it is passed over
+                return None
+        tree = tree.cut(min(self.max_rows, ask.n_room))
+        return Proposal(plan, draft, tree, time.perf_counter() - began, odds)
 
     def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
         if plan.ddtree:

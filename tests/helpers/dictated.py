@@ -14,8 +14,7 @@ from pathlib import Path
 
 from helpers.recorded_drafts import Card, Trouble, engine
 from moegraph.draft.lookup import LookUp
-from moegraph.passes.proposal import Ask, StepSeconds, step_of
-from moegraph.passes.speculation import Speculation
+from moegraph.passes.speculation import Ask, Speculation, StepSeconds, step_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from _repeats import TEXTS, hopeless

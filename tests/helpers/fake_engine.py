@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from moegraph.draft.stats import SpecStats
+from moegraph.draft.plan import SpecStats
 from moegraph.events import CancelToken, GenerationEvent
 from moegraph.loop.sequence import Sequence
 from moegraph.sampling import SamplingParams

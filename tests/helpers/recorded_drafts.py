@@ -13,15 +13,15 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from helpers.scripted_drafts import ScriptedDrafter
 from moegraph.config import EngineConfig
-from moegraph.draft.controller import Controller
+from moegraph.draft.controller import Controller, open_controller
 from moegraph.draft.drafter import Draft
-from moegraph.draft.opening import open_controller
+from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.experts.rowlaw import Experts
 
@@ -259,10 +259,8 @@ def engine(share: float, *names: str, is_timed: bool = True, spec: str = "auto")
     is_timed: passes were timed before the first text, as they are if no experts are missing.
     """
     ready = (2, 4, 8, 16) if spec == "lookup" else _READY
-    drafters: list[Any] = [
-        SimpleNamespace(
-            name=name, max_draft=16 if name == "lookup" else 15, is_free=name == "lookup"
-        )
+    drafters = [
+        LookUp() if name == "lookup" else ScriptedDrafter([], 9, name=name, max_draft=15)
         for name in names or ("mtp", "dflash")
     ]
     experts = Experts(40, 256, 8, 43e-6) if share < 1.0 else None

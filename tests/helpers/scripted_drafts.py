@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moegraph.draft.drafter import Draft, Race, Taken, empty_draft
+from moegraph.draft.drafter import Draft, Drafter, Race, Taken, empty_draft
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.draft.tree import DDTree
 
@@ -23,15 +23,12 @@ def told_of(engine: Engine, drafter: ScriptedDrafter) -> list[int]:
     return drafter.held
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Knows a text and drafts it, right or wrong by chance; checks what it is told.
 
     text: the prompt and the answer that is expected. right: chance that a depth's likeliest token
     is right; otherwise it may still be among the others.
     """
-
-    n_bytes, is_free = 0, False
-    taps: tuple[int, ...] = ()
 
     def __init__(
         self, text: Sequence[int], n_vocab: int, right: float = 0.7, seed: int = 0,
@@ -64,8 +61,6 @@ class ScriptedDrafter:
     def truncate(self, slot: int, n_past: int) -> None:
         self.calls.append("truncate")
         del self.held[n_past:]
-
-    row_widths = ()
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         assert 1 <= n <= self.max_draft

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.drafter_pair import CHANGES, N_VOCAB, TOLERANCE, Pair, pairs
 
-from moegraph.draft.drafter import Draft, as_joint
+from moegraph.draft.drafter import Draft
 from moegraph.engine import Engine
 from moegraph.ggml.lib import C, ffi
 from moegraph.runner.sweep_batch import SweepBatch
@@ -66,7 +66,7 @@ def test_drafts_are_those_of_each_alone(pair: Callable[..., Pair], name: str) ->
     changes, tolerance = CASES[name]
     both = pair(**changes)
     drafter = both.drafter
-    assert as_joint(drafter)
+    assert drafter.joins
     for round_, lengths in enumerate(((3, 40, 17, 0), (130, 20, 300, 64))):
         for slot, n in enumerate(lengths):
             if n:

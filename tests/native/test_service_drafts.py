@@ -12,8 +12,7 @@ from helpers.clients import Client, alone, serving
 from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
 
-from moegraph.draft.plan import Plan
-from moegraph.draft.stats import SpecStats
+from moegraph.draft.plan import Plan, SpecStats
 from moegraph.engine import Engine
 from moegraph.errors import NativeError
 from moegraph.loop import answer, scheduler

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moegraph.draft.drafter import Draft
-from moegraph.draft.tree import DDTree, DraftTree, spine_tree
+from moegraph.draft.drafter import Draft, DraftTree, spine_tree
+from moegraph.draft.tree import DDTree
 from moegraph.sampling import Sampler, SamplingParams
 
 N_VOCAB, N_TOKENS, N_TEXTS = 5, 3, 4000

@@ -15,7 +15,7 @@ from helpers.fake_engine import FakeEngine, ids_file
 from moegraph.bench.scripted import ScriptedAccept
 from moegraph.cli import models
 from moegraph.config import EngineConfig
-from moegraph.draft.stats import SpecStats
+from moegraph.draft.plan import SpecStats
 from moegraph.errors import RequestError
 
 if TYPE_CHECKING:

@@ -6,17 +6,16 @@ How fast texts become with it: test_draft_recorded.py.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from helpers.recorded_drafts import Answer, Card, engine, write
+from helpers.scripted_drafts import ScriptedDrafter
 
 from moegraph.config import EngineConfig
-from moegraph.draft.controller import Controller
+from moegraph.draft.controller import Controller, open_controller
 from moegraph.draft.drafter import Draft
-from moegraph.draft.opening import open_controller
+from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from moegraph.draft.tree import DDTree
 
@@ -109,8 +108,7 @@ def test_where_times_do_not_count_two_runs_choose_the_same() -> None:
 
 
 def test_the_settings_of_an_engine_become_those_of_its_controller() -> None:
-    named = SimpleNamespace(name="dspark", max_draft=15, is_free=False)
-    drafters: list[Any] = [named, SimpleNamespace(name="lookup", max_draft=16, is_free=True)]
+    drafters = [ScriptedDrafter([], 9, name="dspark", max_draft=15), LookUp()]
     config = EngineConfig(spec="dflash", ddtree=True, ddtree_budget=22, ddtree_temp=0.5)
     settings = open_controller(drafters, config, 32).settings
     assert settings.spec == "dspark" and settings.is_timed

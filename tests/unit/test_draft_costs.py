@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 from moegraph.draft.estimates import PassTimes
-from moegraph.draft.plan import Shape, Step, grow
-from moegraph.draft.stats import SpecStats
+from moegraph.draft.plan import Shape, SpecStats, Step, grow
 
 WIDTHS = (2, 3, 4, 6, 8, 16)
 

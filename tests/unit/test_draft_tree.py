@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from moegraph.draft.drafter import Draft, empty_draft
-from moegraph.draft.tree import DDTree, DraftTree, spine_tree, tempered
+from moegraph.draft.drafter import Draft, DraftTree, empty_draft, spine_tree
+from moegraph.draft.tree import DDTree, tempered
 
 ANCHOR = 900
 

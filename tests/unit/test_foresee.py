@@ -11,8 +11,7 @@ from helpers.scripted_drafts import AnyController
 from moegraph.draft.drafter import Taken
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan
-from moegraph.passes.proposal import Ask
-from moegraph.passes.speculation import Speculation
+from moegraph.passes.speculation import Ask, Speculation
 
 
 class FirstOf(AnyController):

@@ -40,10 +40,10 @@ PURE = (
     "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity",
     "placement.planner", "placement.profile", "placement.profilefile", "placement.simulate",
     "placement.trace", "placement.tracestats",
-    "draft.accounts", "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
-    "draft.plan", "draft.race", "draft.shared", "draft.stats", "draft.tree",
+    "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
+    "draft.plan", "draft.race", "draft.shared", "draft.tree",
     "engine.chat", "passes.prefixtree", "loop.requests",
-    "loop.sequence", "passes.speculation", "passes.proposal",
+    "loop.sequence", "passes.speculation",
     "loop.costs", "loop.groupchoice", "loop.scheduler", "loop.status",
 )  # fmt: skip
 
