@@ -315,17 +315,19 @@ class Controller:
         self._shared.plans.clear()
         if not passes.plain_s:
             return
+        widths = self._near(self.open)
+        closed = [width for width in self._near(passes.widths) if width not in self.open]
         for drafter in self._ranked:
             known, source = drafter.acceptance, drafter.source
             leaf = known.leaf if source.n_top > 1 else ()
             growth = grow(known.rates, leaf, most)
-            drafter.value, drafter.plan, _ = drafter.best_of(growth, passes, self._near(self.open))
-            value, _, width = drafter.best_of(growth, passes, self._near(passes.widths))
+            drafter.value, drafter.plan, _ = drafter.best_of(growth, passes, widths)
             rate = _MARGIN * max(drafter.value, 1.0 / passes.plain_s)
-            if known.seen[0] and not source.is_free:
+            if known.seen[0] and not source.is_free and closed:
+                value, _, width = drafter.best_of(growth, passes, closed)
                 self._miss(width, (value - rate) * self._since_plan_s)
             hopes = grow(known.hopes(HOPE), leaf, most)
-            drafter.hope, hoped, _ = drafter.best_of(hopes, passes, self._near(self.open))
+            drafter.hope, hoped, _ = drafter.best_of(hopes, passes, widths)
             drafter.hoped = hoped.n_draft
         self._since_plan, self._since_plan_s = 0, 0.0
         self._ranked.sort(key=lambda drafter: -drafter.value)

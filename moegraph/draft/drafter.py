@@ -125,9 +125,9 @@ class DraftTree:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
 
-    @property
+    @cached_property
     def n_rows(self) -> int:
-        """Return the number of rows, the anchor included."""
+        """The number of rows, the anchor included."""
         return len(self.tokens)
 
     @cached_property

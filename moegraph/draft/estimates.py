@@ -201,13 +201,13 @@ class PassTimes:
         """Return the seconds of a pass, also of widths that are not planned; 0 if not known."""
         if n_rows == 1:
             return self.plain_s
-        law = pass_time(n_rows) + self._miss * self._missing(n_rows)
+        law = pass_time(n_rows)
+        if self._experts:
+            law += self._miss * self._missing(n_rows, self._experts)
         return self._base_s * law * math.exp(self._ratios.at(n_rows))
 
-    def _missing(self, n_rows: int) -> float:
-        if not (self._experts and self._one):
-            return 0.0
-        more = self._experts.distinct(n_rows) / self._experts.distinct(1)
+    def _missing(self, n_rows: int, experts: Experts) -> float:
+        more = experts.distinct(n_rows) / experts.distinct(1)
         return self._one * more * math.exp(self._lacking.at(n_rows))
 
     def observe(self, n_rows: int, seconds: float, n_missing: int, is_new: bool = False) -> None:
@@ -234,7 +234,7 @@ class PassTimes:
     def _observe_verify(self, n_rows: int, seconds: float, n_missing: int) -> None:
         if not self._base_s:
             return
-        if expected := self._missing(n_rows):
+        if self._experts and (expected := self._missing(n_rows, self._experts)):
             found = math.log(max(n_missing, 1.0) / expected)
             self._lacking.observe(n_rows, found + self._lacking.at(n_rows))
             self._one *= 1.0 + 0.3 * (n_missing / expected - 1.0) / MEMORY

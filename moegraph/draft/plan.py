@@ -323,23 +323,22 @@ def grow(accept: Sequence[float], leaf: Sequence[float], most: int) -> Growth:
     A row is worth the probability that it is accepted. A row never comes before the one that it
     continues, because it is never likelier than that. A leaf stands beside a row of the spine.
     """
-    nodes: list[tuple[float, int, float]] = []  # order, depth, worth
+    # in order: of equal rows, the spine first, and from the anchor outwards
+    nodes: list[tuple[float, bool, int, int, float]] = []
     reach = 1.0
     for depth, p in enumerate(accept, 1):
         above, reach = reach, reach * p
-        nodes.append((-reach, depth, reach))
-        for q in leaf:
+        nodes.append((-reach, False, depth, 0, reach))
+        for rank, q in enumerate(leaf, 1):
             worth = above * (1.0 - p) * q
             # never before the spine's row at its depth
-            nodes.append((-min(worth, reach), -depth, worth))
-    if leaf:
-        # of equal rows, the spine first, and from the anchor outwards
-        nodes.sort(key=lambda node: (node[0], node[1] < 0, abs(node[1])))
-    del nodes[max(most, 0) :]
-    tokens = [1.0]
-    for _, _, worth in nodes:
+            nodes.append((-min(worth, reach), True, depth, rank, worth))
+    nodes.sort()
+    depths, tokens = list[int](), [1.0]
+    for _, is_leaf, depth, _, worth in nodes[: max(most, 0)]:
+        depths.append(-depth if is_leaf else depth)
         tokens.append(tokens[-1] + worth)
-    return Growth(tuple(depth for _, depth, _ in nodes), tuple(tokens))
+    return Growth(tuple(depths), tuple(tokens))
 
 
 def confident(log_p: Sequence[float], p_min: float) -> int:

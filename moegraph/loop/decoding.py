@@ -184,7 +184,7 @@ class Decoding:
 
         The logits of rows that need neither are read whole.
         """
-        n_each = max(tree.n_rows for tree in trees) if trees else 1
+        n_each = max([tree.n_rows for tree in trees]) if trees else 1
         n_rows = n_each * len(batch)
         if n_rows > DRAW_ROWS or all(answer.drawing.greedy for answer in batch):
             for answer in batch:
@@ -290,16 +290,15 @@ class Decoding:
 
     def _verify(self, batch: AnswerBatch, trees: Trees) -> bool:
         """Start a pass of drafted rows; return whether there is memory for so many."""
-        n = max(tree.n_rows for tree in trees)
-        slots = [answer.slot for answer in batch]
+        lengths = [tree.n_rows for tree in trees]
+        slots, n = [answer.slot for answer in batch], max(lengths)
         if len(batch) > 1 and len(self._passes.room.groups(slots, n)) > 1:
             return False
         tokens = np.zeros((len(batch), n), dtype=np.int32)
         parents = np.full((len(batch), n), -1, dtype=np.int32)
-        for i, tree in enumerate(trees):
-            tokens[i, : tree.n_rows], parents[i, : tree.n_rows] = tree.tokens, tree.parents
+        for i, (tree, length) in enumerate(zip(trees, lengths)):
+            tokens[i, :length], parents[i, :length] = tree.tokens, tree.parents
         greedy, draws = self._wanted(batch, trees)
-        lengths = [tree.n_rows for tree in trees]
         rows = Batch.verify(tokens, slots, parents, lengths, greedy, draws)
         try:
             self._passes.launch(rows, partial(self._meanwhile, batch, trees))
@@ -312,21 +311,25 @@ class Decoding:
 
         Return how many tokens were drawn.
         """
-        n = max(tree.n_rows for tree in trees)
-        walks = {a: _Walk(self._answers, a, trees[i], i * n) for i, a in enumerate(batch)}
-        for answer, one in walks.items():
+        n, n_drawn = max([tree.n_rows for tree in trees]), 0
+        done, paths = list[tuple[Answer, _Walk]](), dict[int, list[int]]()
+        for i, answer in enumerate(batch):
+            one = _Walk(self._answers, answer, trees[i], i * n)
             if answer.may_draft and self._drafting:
                 self._answers.guard(answer, partial(one.draw, output, self._drafting))
-        done = {answer: one for answer, one in walks.items() if one.path and not answer.is_over}
-        self._passes.commit({answer.slot: one.path for answer, one in done.items()})
-        for answer, one in done.items():
+            n_drawn += len(one.drawn)
+            if one.path and not answer.is_over:
+                done.append((answer, one))
+                paths[answer.slot] = one.path
+        self._passes.commit(paths)
+        for answer, one in done:
             self._keep_state(answer, [one.tree.tokens[row] for row in one.path])
             if self._drafting:
                 self._drafting.drew(answer, one.drawn)
             answer.n_drafted += one.tree.n_rows - 1
             answer.n_accepted += len(one.path) - 1
             self._answers.keep(answer)
-        return sum(len(one.drawn) for one in walks.values())
+        return n_drawn
 
 
 class _Walk:

@@ -128,15 +128,19 @@ class Drafting:
         if n == 1:  # otherwise no step is measured
             self._n_missing = speculation.n_missing()
         self.clock.launch()
-        return found if found and any(tree.n_rows > 1 for tree in found) else None
+        for tree in found:
+            if tree.n_rows > 1:
+                return found
+        return None
 
     def _trees(self, speculation: Speculation, batch: Sequence[Answer]) -> list[DraftTree]:
         """Return the rows of each request; several requests draft at once where a drafter can."""
+        if len(batch) == 1:  # the device waits: nothing is done for the sake of others
+            answer = batch[0]
+            proposal = speculation.propose(_ask(answer)) if answer.may_draft else None
+            return [self._tree(answer, proposal)]
         asks = [_ask(answer) for answer in batch if answer.may_draft]
-        if len(batch) == 1:
-            proposals = [speculation.propose(ask) for ask in asks]
-        else:
-            proposals = speculation.propose_all(asks, len(batch))
+        proposals = speculation.propose_all(asks, len(batch))
         by_slot = {ask.slot: proposal for ask, proposal in zip(asks, proposals)}
         return [self._tree(answer, by_slot.get(answer.slot)) for answer in batch]
 
