@@ -52,9 +52,9 @@ def _one(engine: Engine, rows: np.ndarray) -> float:
         passes.verify(rows, 0)
         passes.collect()
         return time.perf_counter() - begin
-    with closing(passes.snapshot(0)) as before:
+    with closing(engine.copies.snapshot(0)) as before:
         begin = time.perf_counter()
         passes.run(rows, 0, False, True, None)
         seconds = time.perf_counter() - begin
-        passes.restore(before)
+        engine.copies.restore(before)
     return seconds

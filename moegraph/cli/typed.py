@@ -332,7 +332,7 @@ def _show(chat: Conversation, _: str) -> None:
     ui.note(f"model    {engine.file.path} on {engine.device_name}, mode {engine.mode}")
     turns = chat.history.n_turns
     ui.note(f"context  {chat.n_held} of {engine.n_ctx} tokens; questions so far: {turns}")
-    kept = engine.prefixes
+    kept = engine.prefixes.store
     places = "1 place" if kept.n_places == 1 else f"{kept.n_places} places"
     ui.note(f"kept     {places} to go on from, {format_bytes(kept.n_bytes)}")
     ui.note(f"system   {chat.history.system or '(none)'}")

@@ -25,9 +25,11 @@ from ..ggml.handles import closed_on_failure
 from ..gguf import resolve_target
 from ..loop.core import Core
 from ..loop.requests import Constraint, Request
-from ..passes.grouppasses import passes_of
-from ..passes.ids import Cancel, Seqs, prompt_ids
+from ..passes.checks import Cancel, Seqs, prompt_ids
+from ..passes.grouppasses import GroupPasses
+from ..passes.passes import Passes
 from ..passes.prefixes import Prefixes
+from ..passes.prefixstore import PrefixStore
 from ..passes.sequencecopies import SequenceCopies
 from ..placement.profilefile import ProfileUpdate
 from ..runner import Output, StagedRunner
@@ -128,16 +130,21 @@ class Engine:
         self.threads = loaded.threads
         self.runner = loaded.runner
         runner = loaded.runner
-        self._to_say = runner.lines if isinstance(runner, StagedRunner) else []
-        self.passes = passes_of(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
+        self._to_say: list[str] = []
+        rest = loaded.files, loaded.n_ctx, loaded.threads
+        if isinstance(runner, StagedRunner):
+            self._to_say = runner.lines
+            self.passes: Passes = GroupPasses(runner, *rest)
+        else:
+            self.passes = Passes(runner, *rest)
         self.speculation = open_speculation(
             loaded.drafters, loaded.config, loaded.runner, loaded.pass_times,
             loaded.profile.profile.drafts if loaded.profile else {},
         )  # fmt: skip
-        self.copies = SequenceCopies(self.passes, self.state.copies, lambda: self.speculation)
+        self.copies = SequenceCopies(self.passes, lambda: self.speculation)
         self._stack.callback(self.copies.close)
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
-        self.prefixes = Prefixes(self.passes, self.copies, limit)
+        self.prefixes = Prefixes(self.passes, self.copies, PrefixStore(self.copies, limit))
         self._stack.callback(self.prefixes.close)
 
     @property
@@ -158,7 +165,7 @@ class Engine:
             ModelFileError: the model file cannot be read.
         """
         self.ownership.enter_alone()
-        self.prefixes.use_disk(open_disk(self._loaded, folder, max_bytes))
+        self.prefixes.store.disk = open_disk(self._loaded, folder, max_bytes)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -250,7 +257,8 @@ class Engine:
         """Return messages about devices, misses, drafters, saved prompts since the last call."""
         said, self._to_say = self._to_say, []
         found = self.speculation.drain_messages() if self.speculation else []
-        found += self.prefixes.disk.drain_messages() if self.prefixes.disk else []
+        disk = self.prefixes.store.disk
+        found += disk.drain_messages() if disk else []
         return said + found
 
     def hand_over(self) -> None:

@@ -181,7 +181,7 @@ class Generation:
         if answer.sequence.tokens:
             passes.abandon(SEQ)
         else:  # what the sequence was before the prompt is right
-            passes.abandon_prompts()
+            passes.prompts.abandon()  # the next call undoes them
         if self._core.devices[-1].compute.is_closed:
             return
         for device in self._core.devices:

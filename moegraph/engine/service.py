@@ -163,7 +163,7 @@ class Service:
         error: MoegraphError = ServiceClosed(_CLOSED)
         try:
             self._engine.ownership.enter()
-            if self._engine.prefixes.is_on:
+            if self._engine.prefixes.store.is_on:
                 self._engine.copies.memory.pin_ahead()
             while not self._is_closing:
                 self._busy_since = time.perf_counter()
@@ -224,8 +224,8 @@ class Service:
             n_waiting=loop.scheduler.n_waiting,
             n_ctx=engine.n_ctx,
             counts=loop.tally.counts,
-            prefix_bytes=engine.prefixes.n_bytes,
-            prefix_places=engine.prefixes.n_places,
+            prefix_bytes=engine.prefixes.store.n_bytes,
+            prefix_places=engine.prefixes.store.n_places,
             memory={} if engine.ownership.is_closed else engine.memory(),
             experts=engine.expert_stats(),
             spec=engine.spec_stats(),

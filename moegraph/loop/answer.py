@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..errors import MoegraphError, RequestError
 from ..events import CancelToken, Progress
-from ..passes.ids import prompt_ids
+from ..passes.checks import prompt_ids
 from ..passes.sequencecopies import SwappedSequence
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch, SweptPrompt

@@ -107,7 +107,7 @@ class Answers:
         """
         if not answer.drawing.constraint or answer.drawing.is_ready(_LATE_S):
             return False
-        logits = self._passes.logits(row) if output.logits is None else output.logits[row]
+        logits = self._passes.runner.logits(row) if output.logits is None else output.logits[row]
         answer.late = logits.copy(), node
         return True
 
@@ -144,7 +144,7 @@ class Answers:
     def _rows(self, answer: Answer, output: Output, row: int) -> npt.NDArray[np.float32]:
         """Return logits for the caller: of a row, or of all rows of a prompt."""
         if output.logits is None:
-            return self._passes.logits(max(row, 0)).copy()
+            return self._passes.runner.logits(max(row, 0)).copy()
         return output.logits if answer.drawing.keep_logits and row < 0 else output.logits[row]
 
     def keep(self, answer: Answer) -> None:
@@ -199,7 +199,7 @@ class Answers:
         sweep = answer.sweep
         try:
             if sweep and sweep.is_open and len(sweep.prompts) > 1:
-                return self._passes.leave_prompt(sweep, answer.slot)
+                return self._passes.prompts.leave(sweep, answer.slot)
             if sweep and sweep.is_open:
                 self._passes.step_prompt(sweep, answer.cancel)
         except MoegraphError:

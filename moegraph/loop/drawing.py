@@ -154,11 +154,11 @@ class Drawing:
             allowed = known[node if self._allowed else 0]
         listed, logits = output.candidates, output.logits
         if offered:
-            whole = self._passes.logits(max(row, 0)) if logits is None else logits[row]
+            whole = self._passes.runner.logits(max(row, 0)) if logits is None else logits[row]
             return self.sampler.judge(offered, whole, allowed)
         return self.sampler.sample(
             listed[row] if listed is not None and self._is_listed else None,
-            lambda: self._passes.logits(max(row, 0)) if logits is None else logits[row],
+            lambda: self._passes.runner.logits(max(row, 0)) if logits is None else logits[row],
             allowed,
         )
 

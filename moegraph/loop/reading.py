@@ -190,7 +190,7 @@ class Reading:
 
     def _shares(self, answer: Answer, other: Answer) -> bool:
         """Return whether a prompt can go on from what is read of another one."""
-        if not (answer.request.reuse and other.request.reuse and self._prefixes.is_on):
+        if not (answer.request.reuse and other.request.reuse and self._prefixes.store.is_on):
             return False
         if answer.request.owner != other.request.owner:
             return False

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from ..errors import RequestError
 from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
-from ..runner import AnyRunner, Batch, NotFinite, Output, StagedRunner
+from ..runner import Batch, NotFinite, Output, StagedRunner
+from .checks import Cancel, cancelled_of
 from .cputhreads import CpuThreads
-from .ids import Cancel, cancelled_of
 from .passes import Passes
 
 
@@ -41,13 +41,12 @@ class GroupPasses(Passes):
         keeps_logits: see `Flights.submit`; the rest, and errors, are as in `submit`. An interrupt
         empties all sequences in flight.
         """
-        self.clean_up()
-        self.flights.require_idle()
-        rows, slots = self._given(tokens, tuple(seqs))
+        rows, slots = self._given(self.flights, tokens, tuple(seqs))
         taken = {slot for batch in self._groups for slot in batch.slots}
         if not taken.isdisjoint(slots):
             raise RequestError("a sequence has a row in flight; collect its group first")
-        batch = self._checked(Batch(rows, slots, Kind.DECODE, False, greedy, draws=draws))
+        batch = Batch(rows, slots, Kind.DECODE, False, greedy, draws=draws)
+        self.room.require_pass(batch)
         try:
             cancelled = cancelled_of(cancel, len(slots))
             with self._recording(batch) as begins:
@@ -69,7 +68,7 @@ class GroupPasses(Passes):
             raise RequestError("no group is in flight; submit one first")
         self._batch = batch = self._groups.popleft()
         try:
-            return self._collected(self.flights.collect, False)
+            return self.collect(False, self.flights.collect)
         except NotFinite:
             raise
         except Exception:
@@ -86,12 +85,5 @@ class GroupPasses(Passes):
         for batch in self._groups:
             self.abandon(*batch.slots)
         self._groups.clear()
-        self._runner.give_up()
+        self.runner.give_up()
         self.clean_up()
-
-
-def passes_of(runner: AnyRunner, files: WatchedFiles, n_ctx: int, threads: CpuThreads) -> Passes:
-    """Return what runs passes; with several stages, of groups too."""
-    if isinstance(runner, StagedRunner):
-        return GroupPasses(runner, files, n_ctx, threads)
-    return Passes(runner, files, n_ctx, threads)

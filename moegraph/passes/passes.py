@@ -20,27 +20,39 @@ from ..errors import ModelFileError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
-from ..resident.hostcopies import RowsCopy, Snapshot, StatesCopy
+from ..resident.hostcopies import Snapshot, StatesCopy
 from ..runner import AnyRunner, Batch, NotFinite, Output
 from ..runner.batch import Callback, Once, Predicate
 from ..runner.inspect import node_values
+from ..runner.staged import Flights
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
+from .checks import (
+    Cancel,
+    Room,
+    Seqs,
+    cancelled_of,
+    checked_ids,
+    checked_rows,
+    require_seq,
+    slots_of,
+)
 from .cputhreads import CpuThreads
-from .ids import Cancel, Seqs, cancelled_of, checked_ids, checked_rows, require_seq, slots_of
 from .prompts import Prompts, is_short, where_not_finite
-from .room import Room
 
 _never = bool  # called without an argument, it returns False: the pass is not cancelled
 
 
 class Passes:
-    """Runs passes, one in flight at a time, and records what sequences hold; `room`: what fits."""
+    """Runs passes, one in flight at a time, and records what sequences hold.
+
+    room: what fits. prompts: those that are under way.
+    """
 
     def __init__(
         self, runner: AnyRunner, files: WatchedFiles, n_ctx: int, threads: CpuThreads
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._threads = threads
         self._files = files
         self.room = Room(runner, n_ctx)
@@ -52,17 +64,13 @@ class Passes:
         self._to_truncate: set[int] = set()  # after a pass that has failed but changed no sequence
         self._is_lost = False  # nobody will collect the pass in flight
         self._batch: Batch | None = None  # the last pass
-        self._prompts = Prompts(runner, files, threads, self._held)
+        self.prompts = Prompts(runner, files, threads, self._held)
         self._before: dict[int, Snapshot] = {}  # sequences that a failed pass does not empty
 
     def held(self, seq: int) -> list[int]:
         """Return the token ids that a sequence holds."""
         require_seq(seq, self.n_seq)
         return [] if seq in self._unfinished else self._held[seq]
-
-    def keep_cancelled(self, keep: Callable[[Sweep], None]) -> None:
-        """Have `keep` called with every sweep that is cancelled, before it is undone."""
-        self._prompts.keep = keep
 
     def reset(self, seq: int) -> None:
         """Empty a sequence; others, and their results of a pass in flight, stay as they are."""
@@ -79,34 +87,28 @@ class Passes:
         """Mark sequences as unfinished; the next call empties them. Safe from any thread."""
         self._unfinished.update(seqs)
 
-    def abandon_prompts(self) -> None:
-        """Give up the prompts under way; the next call undoes them. Safe from any thread."""
-        self._prompts.abandon()
-
     def clean_up(self) -> None:
         """Empty the sequences that are marked as unfinished."""
         if self._is_lost:
-            self._runner.give_up()
+            self.runner.give_up()
             self._is_lost = False
-        if self._prompts.sweep:
-            self._prompts.clean_up(self._unfinished)
+        if self.prompts.sweep:
+            self.prompts.clean_up(self._unfinished)
         if not self._unfinished and not self._to_truncate:
             return
-        for seq in sorted(self._to_truncate - self._unfinished):
-            self._state.truncate(seq, self._state.n_past[seq])
-            self._runner.drop(seq)
-            self._forget_before(seq)
-        self._to_truncate.clear()
-        for seq in sorted(self._unfinished):
-            self._runner.drop(seq)
+        for seq in sorted(self._to_truncate | self._unfinished):
+            self.runner.drop(seq)
             before = self._before.get(seq)
-            if before and before.is_valid:
+            if seq not in self._unfinished:
+                self._state.truncate(seq, self._state.n_past[seq])
+            elif before and before.is_valid:
                 self._state.restore(before)
                 del self._held[seq][before.n_past :]
             else:
                 self._state.reset(seq)
                 self._held[seq] = []
             self._unfinished.discard(seq)
+            self._to_truncate.discard(seq)
             self._forget_before(seq)
 
     def submit(
@@ -125,11 +127,10 @@ class Passes:
         graph is launched changes no sequence. After a later one the sequences of the pass are
         emptied, because some layers may have advanced and others not.
         """
-        self.clean_up()
-        self._runner.require_idle()
-        rows, slots = self._given(tokens, seq)
+        rows, slots = self._given(self.runner, tokens, seq)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
-        batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
+        batch = Batch(rows, slots, kind, all_rows, greedy, draws=draws)
+        self.room.require_pass(batch)
         self.launch(batch, None, cancelled_of(cancel, len(slots)))
 
     @contextmanager
@@ -138,7 +139,7 @@ class Passes:
 
         Yields what is to be called before its first graph is launched.
         """
-        runner, slots = self._runner, batch.slots
+        runner, slots = self.runner, batch.slots
         self._to_truncate.update(slots)  # until everything is recorded
         try:
             self._batch, n_built = batch, runner.n_built
@@ -170,7 +171,7 @@ class Passes:
         self.clean_up()
         once = Once(meanwhile) if meanwhile else None
         with self._recording(batch) as begins:
-            self._runner.submit(batch, cancelled, begins, once)
+            self.runner.submit(batch, cancelled, begins, once)
         if once:
             once()
 
@@ -178,29 +179,24 @@ class Passes:
         """Begin prompts of different sequences, which one sweep reads; `step_prompt` computes them.
 
         Passes over other sequences may run between steps. A step that fails or is cancelled undoes
-        the prompts. `leave_prompt` gives up one of several, and if its results are not finite, the
+        the prompts. `Prompts.leave` gives up one of several, and if its results are not finite, the
         error is in `Sweep.prompts` at the end. runs: all steps follow at once, or all is undone.
         """
         self.clean_up()
-        self._runner.require_idle()
+        self.runner.require_idle()
         self._files.check()
         for batch in batches:
             require_seq(batch.slot, self.n_seq)
             if not checked_ids(batch.tokens, self._n_vocab).size:
                 raise RequestError("the prompt is empty; give it at least one token")
         self.room.require({batch.slot: batch.tokens.size for batch in batches})
-        return self._prompts.begin(batches, runs)
-
-    def leave_prompt(self, sweep: Sweep, seq: int) -> bool:
-        """Give up one of several prompts; return whether the sweep has ended. It may go on."""
-        self.clean_up()
-        return self._prompts.leave(sweep, seq)
+        return self.prompts.begin(batches, runs)
 
     def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
         """Enqueue the next step of a prompt; return whether there are more."""
         self.clean_up()
-        self._runner.require_idle()
-        return self._prompts.step(sweep, cancel)
+        self.runner.require_idle()
+        return self.prompts.step(sweep, cancel)
 
     def read(
         self,
@@ -213,41 +209,35 @@ class Passes:
         Returns its results, and the states at the cuts, which the caller closes. progress:
         called with how many rows the work that is enqueued amounts to.
         """
-        n = len(batch.tokens)
-        if is_short(batch, self._runner.n_ubatch):
-            output = self._read_as_pass(batch, cancel)
+        n, seq = len(batch.tokens), batch.slot
+        if not is_short(batch, self.runner.n_ubatch):
+            sweep = self.begin_prompts([batch], True)
+            output = self.prompts.run(
+                sweep, cancel, lambda: progress(n * sweep.n_done // sweep.n_steps)
+            )
             progress(n)
-            return output, []
-        sweep = self.begin_prompts([batch], True)
-        output = self._prompts.run(
-            sweep, cancel, lambda: progress(n * sweep.n_done // sweep.n_steps)
-        )
-        progress(n)
-        return output, sweep.prompts[0].saved
-
-    def _read_as_pass(self, batch: SweepBatch, cancel: CancelToken | None) -> Output:
-        """Compute a short prompt as one pass; if it fails, the sequence is what it was."""
+            return output, sweep.prompts[0].saved
         self.clean_up()
-        self._runner.require_idle()
-        seq = batch.slot
+        self.runner.require_idle()
         require_seq(seq, self.n_seq)
-        self.room.require({seq: batch.tokens.size})
+        self.room.require({seq: n})
         self._forget_before(seq)
-        if self._held[seq]:
+        if self._held[seq]:  # it becomes again what it is if the pass fails
             self._before[seq] = self._state.snapshot(seq)
-        tokens, kind = batch.tokens[None, :], Kind.PREFILL
-        self.submit(tokens, seq, batch.all_rows, batch.greedy, cancel, kind, batch.draws)
         try:
-            output = self.collect()
+            output = self.run(
+                batch.tokens[None, :], seq, batch.all_rows, batch.greedy, cancel, Kind.PREFILL,
+                batch.draws,
+            )  # fmt: skip
         except (NotFinite, ModelFileError):
             raise  # the sequence is what it was already
         except BaseException:
-            self._is_lost = True
             self.abandon(seq)
             self.clean_up()
             raise
         self._forget_before(seq)
-        return output
+        progress(n)
+        return output, []
 
     def verify(
         self,
@@ -264,10 +254,9 @@ class Passes:
         It changes no sequence, whatever happens; `commit` takes rows of it. tokens, parents,
         lengths: as in `Batch.verify`; others: as in `submit`, but greedy wins over draws.
         """
-        self.clean_up()
-        self._runner.require_idle()
-        rows, slots = self._given(tokens, seq)
-        batch = self._checked(Batch.verify(rows, slots, parents, lengths, greedy, draws))
+        rows, slots = self._given(self.runner, tokens, seq)
+        batch = Batch.verify(rows, slots, parents, lengths, greedy, draws)
+        self.room.require_pass(batch)
         self.launch(batch, None, cancelled_of(cancel, len(slots)))
 
     def commit(self, paths: Mapping[int, list[int]]) -> None:
@@ -280,7 +269,7 @@ class Passes:
         self.clean_up()
         changed = [seq for seq, path in paths.items() if path]
         try:
-            tokens = self._runner.commit(paths, partial(self._unfinished.update, changed))
+            tokens = self.runner.commit(paths, partial(self._unfinished.update, changed))
             for seq, row in tokens.items():
                 self._held[seq].extend(row)
         except BaseException:
@@ -288,59 +277,27 @@ class Passes:
             raise
         self._unfinished.difference_update(changed)
 
-    def snapshot(self, seq: int) -> Snapshot:
-        """Return a snapshot of a sequence, to `restore`; close it when it is not needed."""
-        require_seq(seq, self.n_seq)
-        self.clean_up()
-        return self._state.snapshot(seq)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Have a sequence be again as it was when a snapshot was taken; no other one waits."""
-        self.clean_up()
-        slot = snapshot.slot
-        snapshot.copies_of_states()  # an error here changes nothing
-        self.room.require_place(slot, snapshot.n_past, snapshot.n_past)
-        self.abandon(slot)
-        self._prompts.clean_up({slot})
-        self._runner.drop(slot)
-        self._state.restore(snapshot)
-        del self._held[slot][snapshot.n_past :]
-        self._unfinished.discard(slot)
-
-    def require_resting(self, seq: int) -> None:
-        """Check that nothing of a sequence is under way."""
-        require_seq(seq, self.n_seq)
-        self.clean_up()
-        self._runner.require_idle()
-        self._prompts.require_read(seq)
-
-    def put_back(
-        self, seq: int, ids: Sequence[int], n_kept: int, rows: Sequence[tuple[int, RowsCopy]],
-        states: StatesCopy, source: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
-        """Have a sequence hold ids, from copies in host memory; see `Sequences.put_back`."""
-        require_seq(seq, self.n_seq)
-        self.clean_up()
-        self._runner.require_idle()
-        self.room.require_place(seq, len(ids), *((0, source[1]) if source else (n_kept, 0)))
+    def replace(self, seq: int, ids: list[int], change: Callable[[], None]) -> None:
+        """Have a sequence hold other ids, as `change` makes its state; no other one waits."""
         self.abandon(seq)
-        self._prompts.clean_up({seq})
-        self._runner.drop(seq)
-        self._state.put_back(seq, n_kept, rows, states, source)
-        self._held[seq] = list(ids)
+        self.prompts.clean_up({seq})
+        self.runner.drop(seq)
+        change()
+        self._held[seq] = ids
         self._unfinished.discard(seq)
 
     def run(
-        self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel
-    ) -> Output:
+        self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel,
+        kind: Kind | None = None, draws: npt.NDArray[np.int32] | None = None,
+    ) -> Output:  # fmt: skip
         """Do `submit` and `collect`. An interrupt leaves no pass in flight.
 
         If it comes after the rows were submitted, the sequences may hold them.
         """
         self.clean_up()
-        self._runner.require_idle()
+        self.runner.require_idle()
         try:
-            self.submit(tokens, seq, all_rows, greedy, cancel)
+            self.submit(tokens, seq, all_rows, greedy, cancel, kind, draws)
             return self.collect()
         except MoegraphError:
             raise  # there is no pass in flight
@@ -349,23 +306,18 @@ class Passes:
             self.clean_up()
             raise
 
-    def collect(self, locates: bool = True) -> Output:
+    def collect(self, locates: bool = True, of: Callable[[], Output] | None = None) -> Output:
         """Wait for the pass in flight and return its results.
 
         locates: compute a sequence whose results are not finite again, to name the layer; then
-        `logits` has nothing of the others.
+        `Runner.logits` has nothing of the others. of: returns the results, if not the runner does.
         """
-        return self._collected(self._runner.collect, locates)
-
-    def _collected(self, collect: Callable[[], Output], locates: bool) -> Output:
         try:
-            output = collect()
-            self._require_files()
-            return output
+            output = of() if of else self.runner.collect()
         except NotFinite as error:
             self._require_files()
             bad = error.sequences[0]
-            of = f" of sequence {bad}" if self.n_seq > 1 else ""
+            which = f" of sequence {bad}" if self.n_seq > 1 else ""
             n_held = len(self._held[bad])
             if self._batch and self._batch.tree:
                 self._to_truncate.update(error.sequences)  # what they hold is good
@@ -376,52 +328,17 @@ class Passes:
                 if self._to_truncate or bad in self._before:
                     where = "in a drafted row"
                 elif locates:
-                    where = where_not_finite(self._runner, self._held[bad], bad)
+                    where = where_not_finite(self.runner, self._held[bad], bad)
             finally:
                 self.clean_up()
             raise NotFinite(
-                f"{self._runner.device.name} computed logits{of} that are not finite after "
+                f"{self.runner.device.name} computed logits{which} that are not finite after "
                 f"{n_held} positions, {where}",
                 error.sequences,
                 error.output,
             ) from error
-
-    def logits(self, row: int) -> npt.NDArray[np.float32]:
-        """Return the logits of a row of the last pass; see `Runner.logits`."""
-        return self._runner.logits(row)
-
-    def nodes(self, tokens: object, seq: int) -> dict[tuple[str, int], npt.NDArray[Any]]:
-        """Run tokens as one pass; return named nodes by (name, il), as `node_values`."""
-        self.clean_up()
-        self._runner.require_idle()
-        rows, slots = self._given(tokens, seq)
-        batch = self._checked(Batch(rows, slots, Kind.PREFILL, all_rows=True))
-        self.abandon(*batch.slots)
-        for slot in batch.slots:
-            self._runner.drop(slot)  # verified rows cannot be committed after these
-        try:
-            self._threads.begin(rows.size)
-            values = node_values(self._runner, batch)
-            self._files.check()
-            for slot, row in zip(batch.slots, rows.tolist()):
-                self._held[slot].extend(row)
-        except BaseException:
-            self.clean_up()
-            raise
-        self._unfinished.difference_update(batch.slots)
-        return values
-
-    def _given(self, tokens: object, seq: Seqs) -> tuple[npt.NDArray[np.int32], tuple[int, ...]]:
-        """Return checked token ids, I32 numpy [n_seqs, n_seq_tokens], and their sequences."""
-        self._files.check()
-        rows = checked_rows(tokens, self._n_vocab, self._runner.n_ubatch)
-        return rows, slots_of(seq, len(rows), self.n_seq)
-
-    def _checked(self, batch: Batch) -> Batch:
-        """Return a batch that fits; errors as in `Room.require_pass`."""
-        self._prompts.require_read(*batch.slots)
-        self.room.require_pass(batch)
-        return batch
+        self._require_files()
+        return output
 
     def _require_files(self) -> None:
         """Empty the sequences of a pass that read zeros, because the model file was cut short."""
@@ -432,3 +349,31 @@ class Passes:
                 self.abandon(*self._batch.slots)
             self.clean_up()
             raise
+
+    def nodes(self, tokens: object, seq: int) -> dict[tuple[str, int], npt.NDArray[Any]]:
+        """Run tokens as one pass; return named nodes by (name, il), as `node_values`."""
+        rows, slots = self._given(self.runner, tokens, seq)
+        batch = Batch(rows, slots, Kind.PREFILL, all_rows=True)
+        self.room.require_pass(batch)
+        with self._recording(batch) as begins:
+            begins()
+            for slot in slots:
+                self.runner.drop(slot)  # verified rows cannot be committed after these
+            values = node_values(self.runner, batch)
+            self._files.check()
+        return values
+
+    def _given(
+        self, runner: AnyRunner | Flights, tokens: object, seq: Seqs
+    ) -> tuple[npt.NDArray[np.int32], tuple[int, ...]]:
+        """Return checked token ids, I32 numpy [n_seqs, n_seq_tokens], and their sequences.
+
+        runner: of the pass, which must be idle.
+        """
+        self.clean_up()
+        runner.require_idle()
+        self._files.check()
+        rows = checked_rows(tokens, self._n_vocab, self.runner.n_ubatch)
+        slots = slots_of(seq, len(rows), self.n_seq)
+        self.prompts.require_read(*slots)
+        return rows, slots

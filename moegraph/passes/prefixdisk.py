@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from ..errors import ConfigError
 from ..resident.hostcopies import RowsCopy, StatesCopy
-from ..units import format_bytes
 from .prefixfile import (
     PART,
     DamagedFile,
@@ -99,7 +98,7 @@ class PrefixDisk:
             files = "1 file is" if n == 1 else f"{n} files are"
             self.messages.append(f"{folder}: {files} of another model or other settings; not used")
         self._drop_orphans()
-        self._shrink(0)
+        self._shrink()
 
     def _open(self, path: Path) -> None:
         """Note a file."""
@@ -107,7 +106,7 @@ class PrefixDisk:
             head, used = read_head(path), path.lstat().st_mtime_ns
             if head.identity == self._identity:
                 head.require(self._widths)
-                if path != self._path(head):
+                if path.name != _name(head):
                     raise DamagedFile("its name is another one's")
         except (DamagedFile, OSError) as error:
             self._forget_damaged(path, error)
@@ -121,30 +120,21 @@ class PrefixDisk:
         self._entries[entry.head.key] = entry
         self._children.setdefault(entry.head.parent, []).append(entry)
 
-    def _path(self, head: Head) -> Path:
-        return self._folder / f"{self._identity[:16]}-{head.key}{_SUFFIX}"
-
     def _forget_damaged(self, path: Path, error: Exception) -> None:
         self.messages.append(f"{path}: {error}; the file is not used")
         if isinstance(error, DamagedFile):
-            self._unlink(path)
-
-    @staticmethod
-    def _unlink(path: Path) -> None:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError:  # then it stays, and is found again at the next start
-            return
+            _unlink(path)
 
     def _drop_orphans(self) -> None:
         """Forget files without the beginning that they go on from."""
-        while found := [e for e in self._entries.values() if not self._has_parent(e)]:
+        while True:
+            entries = self._entries
+            ends = {key: entry.end for key, entry in entries.items()}
+            found = [e for e in entries.values() if e.head.first != ends.get(e.head.parent, 0)]
+            if not found:
+                return
             for entry in found:
                 self._drop(entry)
-
-    def _has_parent(self, entry: Entry) -> bool:
-        parent = self._entries.get(entry.head.parent)
-        return entry.head.first == (parent.end if parent else 0)
 
     def _drop(self, entry: Entry) -> None:
         """Delete a file."""
@@ -152,7 +142,7 @@ class PrefixDisk:
         siblings = self._children.get(entry.head.parent, [])
         if entry in siblings:
             siblings.remove(entry)
-        self._unlink(entry.path)
+        _unlink(entry.path)
 
     @property
     def n_bytes(self) -> int:
@@ -187,11 +177,6 @@ class PrefixDisk:
                     waiting.append([*found, entry])
         return best
 
-    def has(self, ids: Ids) -> bool:
-        """Return whether there is a file for exactly this beginning."""
-        found = self.find(ids)
-        return bool(found) and found[-1].end == len(ids)
-
     def rows(self, entry: Entry) -> RowsCopy | None:
         """Read the KV rows of a file's run; None if the file is damaged, which deletes it."""
         try:
@@ -221,49 +206,52 @@ class PrefixDisk:
         self._drop(entry)
         self._drop_orphans()
 
-    def give(self, path: TreePath, states: StatesCopy, n_states: int) -> None:
-        """Take the states at the end of a path over, and write them unless that has been done."""
-        if not self.is_writing(states):
-            self.write(path, states, n_states)
+    def give(self, path: TreePath, states: StatesCopy) -> None:
+        """Take the states at the end of a path over, and write them unless that has been done.
+
+        They are closed when they are on disk.
+        """
+        self.write(path, states)
         for write in self._writing:
             if write.states is states:
                 write.closes = True
                 return
         states.close()
 
-    def write(self, path: TreePath, states: StatesCopy, n_states: int) -> None:
+    def write(self, path: TreePath, states: StatesCopy | None) -> bool:
         """Begin to write the beginning at the end of a path, unless there is a file for it.
 
-        n_states: bytes of the states. They stay as they are until it is written, or are given.
+        states: at its end. They stay as they are until it is written, or are given. Return whether
+        a file has been begun.
         """
+        if states is None or any(write.states is states for write in self._writing):
+            return False
         ids = np.concatenate([node.tokens for node in path])
         owner = path[0].owner
         known = self.find(ids, owner)
         first = known[-1].end if known else 0
         parts = _rows_from(path, first)
         if first == len(ids) or parts is None or self._has_failed or states.buffer is None:
-            return
+            return False
         rows, drafted = parts.parts, parts.drafted
+        parent = known[-1].head.key if known else owner
+        shapes = {name: _shapes(each) for name, each in drafted.items()}
         head = Head(
-            self._identity, known[-1].head.key if known else owner, first, len(ids) - first,
-            _shapes(rows), {name: _shapes(each) for name, each in drafted.items()}, n_states,
-            ids[first:],
+            self._identity, parent, first, len(ids) - first, _shapes(rows), shapes,
+            self._widths.states, ids[first:],
         )  # fmt: skip
         if head.n_bytes > self.max_bytes:
-            return
-        target = self._path(head)
+            return False
+        target = self._folder / _name(head)
         data = [*rows, *(part for each in drafted.values() for part in each)]
-        kept = states.buffer.array[:n_states]
+        kept = states.buffer.array[: head.n_states]
 
         def work() -> Entry:
             write_file(target, head, data, kept)
             return Entry(target, head, target.stat().st_mtime_ns)
 
         self._writing.append(_Write(self._thread.submit(work), states))
-
-    def is_writing(self, states: StatesCopy) -> bool:
-        """Return whether these states are being written."""
-        return any(write.states is states for write in self._writing)
+        return True
 
     def _reap(self) -> None:
         """Note the files that were written since, and give up their memory."""
@@ -273,9 +261,8 @@ class PrefixDisk:
                 write.states.close()
             error = write.future.exception()
             if error is None:
-                entry = write.future.result()
-                self._note(entry)
-                self._shrink(entry.used)
+                self._note(write.future.result())
+                self._shrink()
                 self._drop_orphans()
             elif not self._has_failed:
                 self._has_failed = True
@@ -283,7 +270,7 @@ class PrefixDisk:
                     f"{self._folder}: prompts cannot be kept on disk any more: {error}"
                 )
 
-    def _shrink(self, newest: int) -> None:
+    def _shrink(self) -> None:
         """Delete files until the limit holds: those of other models, then those used longest ago.
 
         A file that others go on from stays until they have gone.
@@ -291,13 +278,10 @@ class PrefixDisk:
         self._others.sort(reverse=True)
         while self.n_bytes > self.max_bytes:
             if self._others:
-                self._unlink(self._others.pop()[2])
+                _unlink(self._others.pop()[2])
                 continue
             last = [e for e in self._entries.values() if not self._children.get(e.head.key)]
-            old = [entry for entry in last if entry.used < newest] or last
-            if not old:
-                return
-            self._drop(min(old, key=lambda entry: entry.used))
+            self._drop(min(last, key=lambda entry: entry.used))
 
     def wait(self) -> None:
         """Wait until everything is written."""
@@ -309,10 +293,6 @@ class PrefixDisk:
         """Return the messages since the last call."""
         found, self.messages = self.messages, []
         return found
-
-    def describe(self) -> str:
-        """Return what the folder has, in words."""
-        return f"{self.n_places} beginnings of prompts, {format_bytes(self.n_bytes)}"
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -332,6 +312,15 @@ def _files(folder: Path) -> list[Path]:
                 if path.lstat().st_mtime < time.time() - _ABANDONED_S:
                     path.unlink()
     return found
+
+
+def _name(head: Head) -> str:
+    return f"{head.identity[:16]}-{head.key}{_SUFFIX}"
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):  # then it stays, and is found again at the next start
+        path.unlink(missing_ok=True)
 
 
 def _touch(path: Path) -> int:

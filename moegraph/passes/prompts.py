@@ -26,15 +26,11 @@ def is_short(batch: SweepBatch, n_ubatch: int) -> bool:
     return len(batch.tokens) <= min(SHORT_PROMPT, n_ubatch) and not batch.cuts
 
 
-def keep_nothing(sweep: Sweep) -> None:
-    """Let a cancelled sweep go."""
-
-
 class Prompts:
     """The prompts under way, which one sweep reads, if there are any, and what undoes them.
 
     held: the token ids of every sequence; a finished prompt extends its list. sweep: reads the
-    prompts; None without any.
+    prompts; None without any. keep: called with every sweep that is cancelled, before it is undone.
     """
 
     def __init__(
@@ -44,7 +40,7 @@ class Prompts:
         self._held = held
         self.sweep: Sweep | None = None
         self._is_stepping = False  # it failed, or was interrupted, unless a step is under way
-        self.keep: Callable[[Sweep], None] = keep_nothing  # before a cancelled one is undone
+        self.keep: Callable[[Sweep], None] | None = None
 
     def abandon(self) -> None:
         """Give up the prompts under way; the next call undoes them. Safe from any thread."""
@@ -109,57 +105,57 @@ class Prompts:
         return sweep
 
     def step(self, sweep: Sweep, cancel: CancelToken | None) -> bool:
-        """Enqueue the next step; return whether there are more. An error undoes the prompt."""
+        """Enqueue the next step; return whether there are more.
+
+        An error undoes the prompt, now or, after an interrupt, later.
+        """
         if sweep is not self.sweep:
             raise RequestError("the prompt has been computed or cancelled; begin another one")
-        return self._undone_on_failure(sweep, lambda: self._step(sweep, cancel))
+        self._is_stepping = True
+        try:
+            self._runner.give_up()
+            self._threads.begin(sum(len(prompt.batch.tokens) for prompt in sweep.prompts))
+            more = sweep.step(cancel.is_set if cancel else bool)
+            if not more:
+                self._end(sweep)
+        except NotFinite as error:
+            self.clean_up(set())
+            self._files.check()
+            raise self._located(error, sweep.prompts[0]) from error
+        except BaseException as error:
+            if isinstance(error, Cancelled):
+                self._files.check()
+                if self.keep:
+                    self.keep(sweep)
+            self.clean_up(set())
+            self._files.check()  # a file that was cut short explains the failure: raise that
+            raise
+        self._is_stepping = False
+        return more
 
     def run(
         self, sweep: Sweep, cancel: CancelToken | None, after_step: Callable[[], None]
     ) -> Output:
         """Enqueue all steps and return the results; errors as in `step`, from after_step too."""
-
-        def steps() -> bool:
-            while self._step(sweep, cancel):
-                after_step()
-            return False
-
-        self._undone_on_failure(sweep, steps)
-        return finished(sweep)
-
-    def _step(self, sweep: Sweep, cancel: CancelToken | None) -> bool:
-        self._runner.give_up()
-        self._threads.begin(sum(len(prompt.batch.tokens) for prompt in sweep.prompts))
-        more = sweep.step(cancel.is_set if cancel else bool)
-        if not more:
-            self._files.check()
-            self._note_ended(sweep)
-            for prompt in sweep.prompts:
-                if prompt.error and not prompt.has_left:
-                    prompt.error = self._located(prompt.error, prompt)
-            self.sweep = None
-        return more
-
-    def _undone_on_failure(self, sweep: Sweep, work: Callable[[], bool]) -> bool:
-        """Do steps; if they fail, undo the prompt, now or, after an interrupt, later."""
-        self._is_stepping = True
         try:
-            more = work()
-            self._is_stepping = False
-            return more
-        except NotFinite as error:
-            self.clean_up(set())
-            self._files.check()
-            raise self._located(error, sweep.prompts[0]) from error
-        except Cancelled:
-            self._files.check()
-            self.keep(sweep)
-            self.clean_up(set())
-            raise
+            while self.step(sweep, cancel):
+                after_step()
         except BaseException:
+            self.abandon()
             self.clean_up(set())
-            self._files.check()  # a file that was cut short explains the failure: raise that
             raise
+        if sweep.prompts[0].output is None:
+            raise InternalError("the results of a prompt were asked for before its last step")
+        return sweep.prompts[0].output
+
+    def _end(self, sweep: Sweep) -> None:
+        """Note that the last step has been done."""
+        self._files.check()
+        self._note_ended(sweep)
+        for prompt in sweep.prompts:
+            if prompt.error and not prompt.has_left:
+                prompt.error = self._located(prompt.error, prompt)
+        self.sweep = None
 
     def _located(self, error: NotFinite, prompt: SweptPrompt) -> NotFinite:
         """Return an error that names the layer, as far as the sequence may be computed again."""
@@ -184,10 +180,3 @@ def where_not_finite(runner: AnyRunner, tokens: list[int], slot: int) -> str:
     if place is None:
         return "but not when computed again; the device may be unstable"
     return f"first in {place}; the model file may be damaged"
-
-
-def finished(sweep: Sweep) -> Output:
-    """Return the results of a sweep after its last step."""
-    if sweep.prompts[0].output is None:
-        raise InternalError("the results of a prompt were asked for before its last step")
-    return sweep.prompts[0].output

@@ -1,4 +1,4 @@
-"""Copies of whole sequences in host memory: what the model, and what drafters keep of them.
+"""Copies of whole sequences: of their states in the device, and of everything in host memory.
 
 A sequence can be taken out of the device, so that others get its pages, and go on later in any
 slot as if nothing had been.
@@ -7,24 +7,27 @@ slot as if nothing had been.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from ..errors import NativeError
-from ..resident.hostcopies import HostCopies, RowsCopy, StatesCopy
+from ..resident.hostcopies import RowsCopy, Snapshot, StatesCopy
 from ..units import format_bytes
+from .checks import require_seq
 from .passes import Passes
 from .speculation import Speculation
 
 
+@dataclass(eq=False)
 class SwappedSequence:
     """A sequence in host memory: its token ids, KV rows and states.
 
     `SequenceCopies.swap_in` uses it up; close one that is not needed.
     """
 
-    def __init__(self, ids: list[int], rows: RowsCopy | None, states: StatesCopy | None) -> None:
-        self.ids = ids
-        self.rows = rows
-        self.states = states
+    ids: list[int]
+    rows: RowsCopy | None = None
+    states: StatesCopy | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -40,23 +43,48 @@ class SwappedSequence:
 
 
 class SequenceCopies:
-    """Copies sequences to host memory and back, between two passes.
+    """Copies sequences and puts them back, between two passes.
 
     states_bytes: size of the states of a sequence.
     """
 
-    def __init__(
-        self, passes: Passes, copies: HostCopies, speculation: Callable[[], Speculation | None]
-    ) -> None:
+    def __init__(self, passes: Passes, speculation: Callable[[], Speculation | None]) -> None:
         """speculation: returns what drafts, or None."""
         self._passes = passes
-        self.memory = copies
+        self._state = passes.runner.sequences
+        self.memory = self._state.copies
         self._speculation = speculation
-        self.states_bytes = copies.states_bytes
+        self.states_bytes = self.memory.states_bytes
 
     def close(self) -> None:
         """Forget what drafts; no copies are made any more."""
         self._speculation = lambda: None
+
+    def require_resting(self, seq: int) -> None:
+        """Check that nothing of a sequence is under way."""
+        passes = self._passes
+        require_seq(seq, passes.n_seq)
+        passes.clean_up()
+        passes.runner.require_idle()
+        passes.prompts.require_read(seq)
+
+    def snapshot(self, seq: int) -> Snapshot:
+        """Copy the states of a sequence within the device, to `restore`; close what is not needed.
+
+        Its KV rows need no copy as long as it only goes on.
+        """
+        require_seq(seq, self._passes.n_seq)
+        self._passes.clean_up()
+        return self._state.snapshot(seq)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Have a sequence be again as it was when a snapshot was taken; no other one waits."""
+        passes, seq, n_past = self._passes, snapshot.slot, snapshot.n_past
+        passes.clean_up()
+        snapshot.copies_of_states()  # an error here changes nothing
+        passes.room.require_place(seq, n_past, n_past)
+        ids = passes.held(seq)[:n_past]
+        passes.replace(seq, ids, partial(self._state.restore, snapshot))
 
     @property
     def row_bytes(self) -> int:
@@ -93,11 +121,16 @@ class SequenceCopies:
         source: tuple[int, int] | None = None,
     ) -> None:
         """Have a sequence hold ids, from copies; see `Sequences.put_back`."""
-        held = self._passes.held(seq)[:n_kept]
-        drafts = self._speculation()
+        passes, drafts = self._passes, self._speculation()
+        held = passes.held(seq)[:n_kept]
         if drafts and source:
             drafts.settle(source[0])  # nobody writes to shared pages
-        self._passes.put_back(seq, ids, n_kept, rows, states, source)
+        passes.clean_up()
+        passes.runner.require_idle()
+        n_stays, n_shared = (0, source[1]) if source else (n_kept, 0)
+        passes.room.require_place(seq, len(ids), n_stays, n_shared)
+        put_back = partial(self._state.put_back, seq, n_kept, rows, states, source)
+        passes.replace(seq, list(ids), put_back)
         if drafts:
             drafts.put_back(seq, held, ids, rows)
 
@@ -106,9 +139,9 @@ class SequenceCopies:
 
         Verified rows that were not committed are lost.
         """
-        self._passes.require_resting(seq)
+        self.require_resting(seq)
         ids = list(self._passes.held(seq))
-        swapped = SwappedSequence(ids, None, None)
+        swapped = SwappedSequence(ids)
         try:
             if ids:
                 swapped.states = self.take_states(seq)
@@ -127,7 +160,7 @@ class SequenceCopies:
 
     def swap_in(self, seq: int, swapped: SwappedSequence) -> None:
         """Have a sequence, whatever it held, be what another one was; this uses up the copy."""
-        self._passes.require_resting(seq)
+        self.require_resting(seq)
         if swapped.rows is None or swapped.states is None:
             self._passes.reset(seq)
         else:

@@ -116,12 +116,12 @@ def test_a_restored_sequence_goes_on_with_the_same_bits(open_cuda: Open, setting
     rng = np.random.default_rng(3)
     first = rng.integers(0, N_VOCAB, (2, 9))
     engine.forward(first)
-    snapshot = engine.passes.snapshot(1)
+    snapshot = engine.copies.snapshot(1)
     logits = []
     for _ in range(2):
         logits.append([engine.forward([token], 1).logits for token in range(12)])
         engine.forward([[7]], [0])
-        engine.passes.restore(snapshot)
+        engine.copies.restore(snapshot)
     if settings.get("mode") == "whole":  # else what is resident decides in which order sums are
         np.testing.assert_array_equal(*logits)
     assert nmse(np.array(logits[0]), np.array(logits[1])) < LIMIT

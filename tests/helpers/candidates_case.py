@@ -163,7 +163,7 @@ def check_passes(engine: Engine, params: SamplingParams, n: int) -> None:
         engine.passes.submit(np.array(ids), 0, False, False, None, draws=draw[None])
         found = engine.passes.collect().candidates
         assert found is not None and found.shape == (1, ROW.itemsize // 4)
-        logits = engine.passes.logits(0).copy()
+        logits = engine.passes.runner.logits(0).copy()
         token = rows.sample(found[0], lambda row=logits: row)
         assert token == plain.sample(logits)
         assert found.view(ROW)[0, 0]["largest"] == logits.max()

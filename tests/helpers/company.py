@@ -86,7 +86,7 @@ class Company:
         for slot, tokens in enumerate(self._prefix):
             for token in tokens:
                 engine.forward([token], slot)
-        self._snapshots = [engine.passes.snapshot(slot) for slot in range(N_SEQ)]
+        self._snapshots = [engine.copies.snapshot(slot) for slot in range(N_SEQ)]
 
     def close(self) -> None:
         """Free the snapshots."""
@@ -102,7 +102,7 @@ class Company:
             wanted = self._alone.logits([*self._prefix[slot], int(tokens[row, 0])])
             result.add(got[row], wanted, f"decode of {width}, row {row}")
         for slot in slots:
-            self.engine.passes.restore(self._snapshots[slot])
+            self.engine.copies.restore(self._snapshots[slot])
         return result
 
     def verify(self, width: int, form: str) -> Result:

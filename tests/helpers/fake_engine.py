@@ -75,7 +75,7 @@ class FakeEngine:
         self.runner = SimpleNamespace(parts=())
         self.calls: list[SimpleNamespace] = []
         self.n_resets = 0
-        self.prefixes = SimpleNamespace(n_places=2, n_bytes=3 << 20)
+        self.prefixes = SimpleNamespace(store=SimpleNamespace(n_places=2, n_bytes=3 << 20))
         self.copies = SimpleNamespace(memory=SimpleNamespace(pin_ahead=lambda n: None))
         self.closed = False
         used = {"n_threads": 1, "n_threads_batch": 2, "poll": 50, "threads_chosen": "measured",

@@ -124,7 +124,7 @@ class Machine:
 
     def snapshot(self) -> None:
         slot = int(self.rng.integers(0, self.n_seq))
-        snapshot = self.attempt(lambda: self.engine.passes.snapshot(slot))
+        snapshot = self.attempt(lambda: self.engine.copies.snapshot(slot))
         if snapshot is not None:
             self.snapshots.append([snapshot, list(self.held[slot]), True])
         if len(self.snapshots) > 6:
@@ -135,12 +135,12 @@ class Machine:
             return
         snapshot, tokens, is_valid = self.snapshots[self.rng.integers(0, len(self.snapshots))]
         if is_valid:
-            self.engine.passes.restore(snapshot)
+            self.engine.copies.restore(snapshot)
             assert self.held[snapshot.slot][: len(tokens)] == tokens
             self.empty(snapshot.slot, to=len(tokens))
         else:
             with pytest.raises(RequestError, match="has lost positions before"):
-                self.engine.passes.restore(snapshot)
+                self.engine.copies.restore(snapshot)
 
     def end_one_in_flight(self) -> None:
         slots = self.some_slots()

@@ -90,7 +90,7 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture
 def agent(engine: Engine) -> Iterator[Agent]:
     engine.reset()
-    engine.prefixes.clear()
+    engine.prefixes.store.clear()
     found = Agent(engine)
     yield found
     found.model.close()

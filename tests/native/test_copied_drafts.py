@@ -150,7 +150,7 @@ def test_what_drafters_were_not_told_yet_is_copied_too(
         engine.copies.swap_in(1, engine.copies.swap_out(0))
     else:
         if way == "save":
-            for node in engine.prefixes.tree.nodes():  # as if there had been no room
+            for node in engine.prefixes.store.tree.nodes():  # as if there had been no room
                 node.rows = None
             assert engine.prefixes.save(0)
             engine.reset(0)

@@ -78,7 +78,7 @@ def test_marks_and_turns_take_no_device_memory(
             for _ in engine.generate(ids[:n], max_tokens=3, text=False, reuse=True, marks=marks):
                 taken = books.peak + engine.runner.graphs.n_bytes
                 assert taken <= limit, f"{n} tokens"
-        assert engine.prefixes.n_places >= 9
+        assert engine.prefixes.store.n_places >= 9
         assert books.n_bytes == loaded, "requests took memory of their own"
 
 
@@ -103,9 +103,9 @@ def test_a_prompt_of_32768_positions_stays_within_the_budget(
         rows, states = copies.take_rows(0, 0, 240), copies.take_states(0, 240)
         # the same rows again and again: computing so many would take a minute
         again = [(first, rows) for first in range(0, n_held, 240)]
-        engine.passes.put_back(0, ids[:n_held].tolist(), 0, again, states)
+        engine.copies.put_back(0, ids[:n_held].tolist(), 0, again, states)
         marks = (n_held + 100, n_held + 700, n - 80)
         list(engine.generate(ids, max_tokens=1, text=False, reuse=True, marks=marks))
-        assert engine.prefixes.n_places == 3
+        assert engine.prefixes.store.n_places == 3
         # what has been reserved is not exceeded, the snapshot to undo the prompt included
         assert (books.peak, graphs.n_bytes) == (loaded, reserved)

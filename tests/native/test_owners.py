@@ -43,7 +43,7 @@ def test_the_device_and_the_memory_keep_owners_apart(open_engine: Open) -> None:
     logits, n = read(engine, 1, ids, 200, owner="b")
     assert n == 0
     np.testing.assert_array_equal(logits, expected)
-    assert engine.prefixes.n_saved(asked, "b") == 200 and engine.prefixes.n_places == 2
+    assert engine.prefixes.n_saved(asked, "b") == 200 and engine.prefixes.store.n_places == 2
     # a sequence that one has left is not gone on with by another
     assert engine.prefixes.choose(ids, [2, 1], "a") == 2
     assert engine.prefixes.choose(ids, [2, 1], "b") == 1
@@ -78,7 +78,7 @@ def test_the_disk_keeps_owners_apart(open_engine: Open, tmp_path: Path) -> None:
     assert sorted((h.parent, h.n_tokens) for h in heads if not h.first) == [("a", 200), ("b", 200)]
     engine = open_engine(**ONE)
     engine.keep_prefixes(tmp_path, GIB)
-    assert engine.prefixes.disk.n_places == len(heads) == 3
+    assert engine.prefixes.store.disk.n_places == len(heads) == 3
     longer = np.append(ids, 1)
     assert [engine.prefixes.n_saved(longer, owner) for owner in ("a", "b", "c", "")] == [
         200, 250, 0, 0,

@@ -103,14 +103,14 @@ def test_another_process_goes_on_where_this_one_was(
     assert runs == [(0, 200), (200, 150), (200, 250), (350, 50)]
     engine, alone = open_engine(**ONE, **settings), open_engine(**ONE, **settings)
     engine.keep_prefixes(tmp_path, GIB)
-    assert engine.drain_messages() == [] and engine.prefixes.disk.n_places == 4
+    assert engine.drain_messages() == [] and engine.prefixes.store.disk.n_places == 4
     for asked, n_known in ((ids[:480], 450), (second[:380], 350), (np.append(ids[:300], 5), 200)):
         assert engine.prefixes.n_saved(asked) == n_known
         logits, n = read(engine, 0, asked)
         assert n == n_known
         np.testing.assert_array_equal(logits, cold(alone, asked))
         engine.reset()
-    assert engine.prefixes.n_bytes <= 64 << 20
+    assert engine.prefixes.store.n_bytes <= 64 << 20
 
 
 @pytest.mark.parametrize("change", [
@@ -210,7 +210,7 @@ def test_without_its_beginning_a_file_goes_too(
     first.unlink()
     engine = open_engine(**ONE)
     engine.keep_prefixes(tmp_path, GIB)
-    assert engine.prefixes.disk.n_places == 0 and files(tmp_path) == []
+    assert engine.prefixes.store.disk.n_places == 0 and files(tmp_path) == []
     assert engine.prefixes.resume(0, ids) == 0
 
 
@@ -222,13 +222,13 @@ def test_what_memory_has_no_room_for_comes_back_from_disk(
     asked = [prompt(engine, 120, seed=seed) for seed in range(12)]
     for ids in asked:
         read(engine, 0, ids, 100)
-        assert engine.prefixes.n_bytes <= 1 << 20
-    engine.prefixes.disk.wait()
-    assert engine.prefixes.n_places < 12
+        assert engine.prefixes.store.n_bytes <= 1 << 20
+    engine.prefixes.store.disk.wait()
+    assert engine.prefixes.store.n_places < 12
     for ids in asked[:3]:
         engine.reset()
         logits, n = read(engine, 0, ids)
-        assert n == 100 and engine.prefixes.n_bytes <= 1 << 20
+        assert n == 100 and engine.prefixes.store.n_bytes <= 1 << 20
         np.testing.assert_array_equal(logits, cold(alone, ids))
 
 
@@ -239,7 +239,7 @@ def test_the_folder_has_a_limit_and_the_latest_stay(open_engine: Open, tmp_path:
         engine.keep_prefixes(tmp_path, limit)
         for seed in range(n_seen * 10, n_seen * 10 + 10):
             read(engine, 0, prompt(engine, 120, seed=seed), 100)
-            engine.prefixes.disk.wait()
+            engine.prefixes.store.disk.wait()
             assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
         engine.close()
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
@@ -252,9 +252,9 @@ def test_the_folder_has_a_limit_and_the_latest_stay(open_engine: Open, tmp_path:
     other.keep_prefixes(tmp_path, limit)
     for seed in range(8):
         read(other, 0, prompt(other, 120, seed=seed), 100)
-        other.prefixes.disk.wait()
+        other.prefixes.store.disk.wait()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
-    assert other.prefixes.disk.n_places > 0
+    assert other.prefixes.store.disk.n_places > 0
 
 
 TINY = "a" * 16, Widths([8], {}, 4)
@@ -308,7 +308,7 @@ def test_a_disk_that_fails_costs_one_line(
     monkeypatch.setattr(os, "replace", full)
     for seed in range(8):
         read(engine, 0, prompt(engine, 120, seed=seed), 100)
-        engine.prefixes.disk.wait()
+        engine.prefixes.store.disk.wait()
     [line] = engine.drain_messages()
     assert "cannot be kept on disk any more: [Errno 28] No space left" in line
     assert list(tmp_path.iterdir()) == []
@@ -493,7 +493,7 @@ def test_another_drafters_file_is_another_cache(open_engine: Open, tmp_path: Pat
     os.utime(draft, (0, 0))
     engine = open_engine(**chosen)
     engine.keep_prefixes(folder, GIB)
-    assert engine.prefixes.disk.n_places == 0
+    assert engine.prefixes.store.disk.n_places == 0
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -518,7 +518,7 @@ def test_what_is_no_file_is_neither_opened_nor_deleted(
     writer.cancel()
     [line] = engine.drain_messages()
     assert line.startswith(f"{path}: ") and line.endswith("; the file is not used")
-    assert engine.prefixes.disk.n_places == 3 and path in folder.iterdir()
+    assert engine.prefixes.store.disk.n_places == 3 and path in folder.iterdir()
 
 
 def test_no_link_is_followed_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

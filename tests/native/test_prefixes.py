@@ -16,7 +16,7 @@ from moegraph.errors import NativeError
 from moegraph.events import CancelToken
 from moegraph.ggml.free_memory import HostMemory
 from moegraph.ggml.lib import C, ffi
-from moegraph.passes import prefixes
+from moegraph.passes import prefixes, prefixstore
 
 Open = Callable[..., Engine]
 SLOTS = {"pin_layers": 0, "cache_slots": 48, "policy": "lru", "deterministic": True}
@@ -148,8 +148,8 @@ def test_the_limit_holds_and_the_latest_turns_stay(open_engine: Open) -> None:
     for seed in range(12):
         ids = prompt(engine, 100, seed=seed)
         assert answer(engine, ids, n=1, marks=(90,))[2] == last_mark
-        assert engine.prefixes.n_bytes <= 1 << 20
-    assert n_fit <= engine.prefixes.tree.n_states < 12
+        assert engine.prefixes.store.n_bytes <= 1 << 20
+    assert n_fit <= engine.prefixes.store.tree.n_states < 12
     assert answer(engine, ids, n=1)[2] == 90
     engine.reset()
     assert answer(engine, prompt(engine, 100, seed=0), n=1)[2] == 0
@@ -164,10 +164,10 @@ def test_no_limit_and_no_memory(open_engine: Open, monkeypatch: pytest.MonkeyPat
         tokens, _, _ = answer(engine, ids)
         assert answer(engine, [*ids, *tokens, 5])[2] == 65
     assert off.runner.graphs.n_built <= unlimited.runner.graphs.n_built
-    monkeypatch.setattr(prefixes, "_FRESH_S", 0.0)
-    monkeypatch.setattr(prefixes, "host_memory", lambda: HostMemory(8 << 30, 1 << 29, None))
+    monkeypatch.setattr(prefixstore, "_FRESH_S", 0.0)
+    monkeypatch.setattr(prefixstore, "host_memory", lambda: HostMemory(8 << 30, 1 << 29, None))
     answer(unlimited, prompt(off, 60, seed=1), marks=(40,))
-    assert unlimited.prefixes.n_bytes == 0
+    assert unlimited.prefixes.store.n_bytes == 0
 
 
 def test_memory_that_cannot_be_had_costs_only_the_reuse(open_engine: Open) -> None:
@@ -175,10 +175,10 @@ def test_memory_that_cannot_be_had_costs_only_the_reuse(open_engine: Open) -> No
     ids = prompt(engine, 60)
     expected, kept = answer(engine, ids, reuse=False)[0], []
     for at in range(1, 5):  # of the host copies, and of the undo
-        engine.prefixes.clear()
+        engine.prefixes.store.clear()
         with faulty("ggml_backend_buft_alloc_buffer", at, ffi.NULL):
             assert answer(engine, ids, marks=(20, 40))[0] == expected
-        kept.append(engine.prefixes.n_places)
+        kept.append(engine.prefixes.store.n_places)
     assert min(kept) < 2 and max(kept) == 2
 
 
@@ -199,9 +199,11 @@ def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(open_engine: Open)
     while interrupted(line, both, *ours):
         n_came += 1
         line += 11 + line // 6
-        for copy in [c for n in engine.prefixes.tree.nodes() for c in (n.rows, n.states) if c]:
+        for copy in [
+            c for n in engine.prefixes.store.tree.nodes() for c in (n.rows, n.states) if c
+        ]:
             assert copy.n_bytes > 0
         assert answer(engine, two)[0] == expected, f"line {line}"
-        engine.prefixes.clear()
+        engine.prefixes.store.clear()
         engine.reset()
     assert n_came > 15

@@ -61,18 +61,18 @@ class Pair:
         """Forget everything."""
         for seq in range(3):
             self.engine.reset(seq)
-        self.engine.prefixes._max_bytes = None
-        self.engine.prefixes.clear()
-        disk = self.engine.prefixes.disk
+        self.engine.prefixes.store._max_bytes = None
+        self.engine.prefixes.store.clear()
+        disk = self.engine.prefixes.store.disk
         disk.wait()
         for entry in list(disk._entries.values()):
             disk._drop(entry)
 
     def spill(self) -> None:
         """Have the disk alone keep what the memory has."""
-        self.engine.prefixes._shrink(0, [])
-        self.engine.prefixes.disk.wait()
-        assert self.engine.prefixes.n_places == 0
+        self.engine.prefixes.store.shrink(0, [])
+        self.engine.prefixes.store.disk.wait()
+        assert self.engine.prefixes.store.n_places == 0
 
     def ask(self, seq: int, ids: np.ndarray, *marks: int) -> int:
         """Have a sequence hold ids; compare the logits after them; return how many were reused."""
@@ -109,7 +109,7 @@ def test_every_length_around_marks(pair: Pair, where: str) -> None:
     pair.ask(0, text, *MARKS)
     if where != "device":
         engine.reset(0)
-    for node in engine.prefixes.tree.nodes() if where == "no rows" else ():
+    for node in engine.prefixes.store.tree.nodes() if where == "no rows" else ():
         node.rows = None
     for n_held, n_asked, differs in product([0, *NEAR], NEAR, (False, True)):
         if where == "disk":

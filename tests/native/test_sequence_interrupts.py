@@ -166,7 +166,7 @@ class Interrupted(Machine):
 
     def snapshot(self) -> None:
         slot = int(self.rng.integers(0, self.n_seq))
-        snapshot = self.call(lambda: self.engine.passes.snapshot(slot))
+        snapshot = self.call(lambda: self.engine.copies.snapshot(slot))
         if snapshot is not None:
             self.snapshots.append([snapshot, list(self.held[slot]), True])
         if len(self.snapshots) > 6:
@@ -177,7 +177,7 @@ class Interrupted(Machine):
         if valid:
             snapshot, tokens, _ = valid[self.rng.integers(0, len(valid))]
             after = {f"s{snapshot.slot}": tokens}
-            self.call(lambda: self.engine.passes.restore(snapshot), **after)
+            self.call(lambda: self.engine.copies.restore(snapshot), **after)
 
     def reset(self) -> None:
         slot = int(self.rng.integers(0, self.n_seq))

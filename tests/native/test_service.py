@@ -114,7 +114,7 @@ def test_what_was_read_without_reuse_serves_no_later_request(open_engine: Open, 
     with serving(engine) as service:
         first = Client(service, ids, max_tokens=3, reuse=False).wait()
         later = Client(service, [*ids, *first.tokens, 1], max_tokens=3).wait()
-    assert later.last.usage.n_cached == 0 and engine.prefixes.n_places == 0
+    assert later.last.usage.n_cached == 0 and engine.prefixes.store.n_places == 0
 
 
 @pytest.mark.parametrize("when", ["waiting", "reading", "decoding"])

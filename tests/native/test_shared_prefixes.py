@@ -68,10 +68,10 @@ def test_a_sequence_that_goes_back_into_a_shared_page_gets_its_own(open_engine: 
     engine, alone = open_engine(**{**SHARED, "n_kv": 2048}), open_engine(**ONE)
     ids, other = prompt(engine, 700), prompt(engine, 100, seed=1)
     read(engine, 0, ids[:300])
-    before = engine.passes.snapshot(0)
+    before = engine.copies.snapshot(0)
     read(engine, 0, ids[:620], 600)
     read(engine, 1, np.concatenate([ids[:600], other]))
-    engine.passes.restore(before)
+    engine.copies.restore(before)
     check_pool(engine.state.pool)
     assert engine.held(0) == ids[:300].tolist()
     for seq, n in ((0, 300), (1, 600)):
@@ -131,4 +131,4 @@ def test_what_is_not_finite_is_not_kept(open_engine: Open, monkeypatch: pytest.M
     cancel.set()
     with pytest.raises(Cancelled):
         engine.passes.step_prompt(sweep, cancel)
-    assert engine.prefixes.n_places == 0 and engine.prefixes.resume(0, ids) == 0
+    assert engine.prefixes.store.n_places == 0 and engine.prefixes.resume(0, ids) == 0

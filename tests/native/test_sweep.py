@@ -245,12 +245,12 @@ def test_going_back_cancels_the_prompt_of_that_sequence(open_engine: Open) -> No
     ids = prompt(engine, 140, seed=17)
     for e in (engine, plain):
         e.prefill(ids[:40])
-    snapshot = engine.passes.snapshot(0)
+    snapshot = engine.copies.snapshot(0)
     engine.prefill(ids[40:80])
     sweep = begin(engine, ids[80:], 0, False, True)
     for _ in range(5):
         engine.passes.step_prompt(sweep)
-    engine.passes.restore(snapshot)
+    engine.copies.restore(snapshot)
     assert engine.held(0) == ids[:40].tolist() and not sweep.is_open
     np.testing.assert_array_equal(swept(engine, ids[40:]), in_passes(plain, ids[40:]))
 

@@ -108,10 +108,10 @@ def test_a_failure_at_any_call_of_a_prompt(path: Path, what: str, stack: ExitSta
         ids = prompt(engine, N + 1, seed=3)
         batch = SweepBatch(ids[N_HELD:N], 0, greedy=True, cuts=(20, 40))
         engine.prefill(ids[:N_HELD])
-        before, snapshot = held(engine), engine.passes.snapshot(0)
+        before, snapshot = held(engine), engine.copies.snapshot(0)
         _, saved = engine.passes.read(batch, None)
         expected = engine.forward(ids[N:]).require_logits(), [c.n_past for c in saved]
-        engine.passes.restore(snapshot)
+        engine.copies.restore(snapshot)
         at = n_failed = 0
         while True:
             at += 1

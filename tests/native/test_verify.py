@@ -198,9 +198,9 @@ def test_what_cannot_be_committed_is_refused_and_changes_nothing(open_engine: Op
         lambda: engine.forward([1], 1),
         lambda: engine.reset(1),
         lambda: (engine.forward([1], 1), passes.verify([[1]], [0]), engine.collect()),
-        lambda: passes.restore(snapshot),
+        lambda: engine.copies.restore(snapshot),
     ):
-        snapshot = passes.snapshot(1)
+        snapshot = engine.copies.snapshot(1)
         passes.verify([[5], [6]], [0, 1])
         engine.collect()
         change()
@@ -227,7 +227,7 @@ def test_a_verify_pass_that_goes_wrong_changes_no_sequence(
     alone, passes = Alone(open_engine, settings), engine.passes
     ids = prompt(engine, 40).reshape(2, 20)
     engine.forward(ids)
-    held, snapshot = [held_by(engine, 0), held_by(engine, 1)], passes.snapshot(1)
+    held, snapshot = [held_by(engine, 0), held_by(engine, 1)], engine.copies.snapshot(1)
 
     poke(engine, 1, np.nan)
     with pytest.raises(
@@ -239,7 +239,7 @@ def test_a_verify_pass_that_goes_wrong_changes_no_sequence(
     with pytest.raises(RequestError, match="no rows to commit"):
         passes.commit({1: [0]})
     passes.commit({0: [0]})
-    passes.restore(snapshot)
+    engine.copies.restore(snapshot)
     assert [held_by(engine, 0), held_by(engine, 1)] == [[*held[0], 1], held[1]]
 
     token = CancelToken()
