@@ -22,9 +22,10 @@ from .estimates import FEW, STEADY
 if TYPE_CHECKING:
     from ..runner.sweep_batch import Tap
 
-# Earlier places that a search compares.
-_MOST_PLACES = 16
-# Classes of matches by their first length. Below n_min tokens, the copy goes on after a token that
+# So many tokens before a place must be the last ones of the text.
+_N_MIN = 3
+_MASK = (1 << 32 * _N_MIN) - 1  # 32 bits of each token
+# Classes of matches by their first length. Below _N_MIN tokens, the copy goes on after a token that
 # was another one. How often the next token is right by belief: if there was no time before, if it
 # was the same token then, and if it was another one.
 _CLASSES = (0, 1, 2, 3, 4, 6, 9, 16, 32)
@@ -66,23 +67,21 @@ class Matches:
 class LookUp(Drafter):
     """A drafter that needs no model; it works well where the answer repeats the prompt.
 
-    n_min: so many tokens before a place must be the last ones of the text. Of the latest such
-    places, the one with the longest match counts, the latest of equal ones. From then on the text
-    is expected to go on as there, until a token is wrong; after a single wrong one it may still.
+    The latest place counts that follows the same tokens. From then on the text is expected to go on
+    as there, until a token is wrong; after a single wrong one it may still.
     """
 
     name = "lookup"
+    max_draft = 16
     is_free = True
 
-    def __init__(self, n_seq: int = 1, max_draft: int = 16, n_min: int = 3) -> None:
-        self.max_draft = max_draft
-        self._n_min = n_min
+    def __init__(self, n_seq: int = 1) -> None:
         self._matches = Matches()
-        self._texts = [_Text(n_min) for _ in range(n_seq)]
+        self._texts = [_Text() for _ in range(n_seq)]
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Have a sequence hold ids."""
-        self._texts[slot] = _Text(self._n_min, ids.tolist())
+        self._texts[slot] = _Text(ids.tolist())
         self._matches.forget()
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
@@ -123,21 +122,19 @@ class LookUp(Drafter):
         """Forget the tokens of a sequence from position n_past on; others are added anew."""
         text = self._texts[slot]
         if n_past < len(text.ids):
-            self._texts[slot] = _Text(self._n_min, text.ids[:n_past])
+            self._texts[slot] = _Text(text.ids[:n_past])
 
 
 class _Text:
-    """Tokens, where each run of n of them occurred, and the copy under way.
+    """Tokens, where each run of _N_MIN of them occurred, and the copy under way.
 
     The copy: the position of the token that is expected next, 0 if there is none, and how many
     tokens before it are those at the end of the text.
     """
 
-    def __init__(self, n: int, ids: Sequence[int] = ()) -> None:
+    def __init__(self, ids: Sequence[int] = ()) -> None:
         self.ids: list[int] = []
-        self._n = n
-        self._mask = (1 << 32 * n) - 1  # 32 bits of each token
-        self._key = 0  # of the last n tokens
+        self._key = 0  # of the last tokens
         self._last: dict[int, int] = {}  # key -> where the latest run ends
         self._before: list[int] = [0]  # where the run ends that occurred before the one ending at i
         self._copy = (0, 0)
@@ -162,14 +159,12 @@ class _Text:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens; no copy is under way."""
-        ids, last, before, key, mask, n = (
-            self.ids, self._last, self._before, self._key, self._mask, self._n,
-        )  # fmt: skip
+        ids, last, before, key = self.ids, self._last, self._before, self._key
         for token in tokens:
             ids.append(token)
-            key = ((key << 32) | token) & mask
+            key = ((key << 32) | token) & _MASK
             end = len(ids)
-            if end < n:
+            if end < _N_MIN:
                 before.append(0)
                 continue
             before.append(last.get(key, 0))
@@ -183,42 +178,26 @@ class _Text:
         at, n_match = self._copy
         is_right = at > 0 and self.ids[at] == anchor
         found = at + 1, n_match + 1
-        if not is_right or n_match + 1 < self._n:
+        if not is_right or n_match + 1 < _N_MIN:
             best = self.find(anchor)
-            if best[0] or not (is_right or n_match >= self._n):
+            if best[0] or not (is_right or n_match >= _N_MIN):
                 found = best
             elif not is_right:
                 found = at + 1, 0
         self._after = anchor, found
         return found
 
-    def _latest(self, anchor: int) -> int:
-        """Return where the run of the last tokens and the anchor ended before; 0 if nowhere."""
-        if len(self.ids) < self._n:
-            return 0
-        return self._last.get(((self._key << 32) | anchor) & self._mask, 0)
-
     def find(self, anchor: int) -> tuple[int, int]:
         """Return the copy that begins after the last tokens and the anchor; (0, 0): none."""
-        n, end = self._n, self._latest(anchor)
-        best, longest = 0, -1
-        for _ in range(_MOST_PLACES):
-            if not end:
-                break
-            length = self._match(end - 1 - n)
-            if length > longest:
-                best, longest = end, length
-            if longest == _LONGEST:
-                break
-            end = self._before[end]
-        return best, longest + n if best else 0
-
-    def _match(self, at: int) -> int:
-        """Return how many tokens up to position `at` are those before the last n - 1 tokens."""
-        ids = self.ids
-        offset = len(ids) - self._n - at
-        length = 0
-        while length < _LONGEST and at >= 0 and ids[at] == ids[at + offset]:
-            length += 1
+        ids, n = self.ids, _N_MIN
+        if len(ids) < n:
+            return 0, 0
+        end = self._last.get(((self._key << 32) | anchor) & _MASK, 0)
+        if not end:
+            return 0, 0
+        at = end - 1 - n  # before the run there
+        offset = len(ids) - n - at
+        while n < _N_MIN + _LONGEST and at >= 0 and ids[at] == ids[at + offset]:
+            n += 1
             at -= 1
-        return length
+        return end, n

@@ -184,6 +184,9 @@ class Decoding:
 
         The logits of rows that need neither are read whole.
         """
+        if not trees and len(batch) == 1 and not batch[0].drawing.greedy:
+            words = batch[0].drawing.words()
+            return words is None, None if words is None else words[None]
         n_each = max([tree.n_rows for tree in trees]) if trees else 1
         n_rows = n_each * len(batch)
         if n_rows > DRAW_ROWS or all(answer.drawing.greedy for answer in batch):
@@ -191,9 +194,6 @@ class Decoding:
                 if not answer.drawing.greedy:
                     answer.drawing.expect_argmax()
             return True, None
-        if not trees and len(batch) == 1:
-            words = batch[0].drawing.words(beside_others=True)
-            return words is None, None if words is None else words[None]
         draws = np.full((n_rows, DRAW_WORDS), -1, dtype=np.int32)
         draws[:, 0] = 0  # no race
         is_listed = False

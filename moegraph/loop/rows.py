@@ -55,13 +55,19 @@ class RowSampler:
         if self._fits:
             self._words[_HEAD : _HEAD + n_bias] = self._sampler.bias_ids
         self._is_prepared = False
+        # the key of the next draw, once it is known, and where `_words` has it
+        self._key: int | None = None
+        self._key_word = self._words[1:3].view(np.uint64)
+        self._next_key: int | None = None  # of the draw after that
 
     def accept(self, token: int) -> None:
         """Record one token of the text."""
         self._sampler.accept(token)
-        self._put(self._words, self._n_taken, token)
+        self._key, self._next_key = self._next_key, None
+        if self._n_recent:
+            self._put(self._words, self._n_taken, token)
+            self._is_prepared = False
         self._n_taken += 1
-        self._is_prepared = self._n_recent == 0 and self._is_prepared
 
     def accept_all(self, tokens: Sequence[int]) -> None:
         """Record the tokens of a prompt, oldest first."""
@@ -69,7 +75,7 @@ class RowSampler:
         for token in tokens[-self._n_recent :] if self._n_recent else ():
             self._put(self._words, self._n_taken, token)
             self._n_taken += 1
-        self._is_prepared = False
+        self._is_prepared, self._key, self._next_key = False, None, None
 
     def _put(self, words: npt.NDArray[np.int32], at: int, token: int) -> None:
         """Put the at-th token into the ring."""
@@ -84,7 +90,10 @@ class RowSampler:
         """
         if not self._suffices(len(ahead)):
             return None
-        words = self._words.copy() if ahead else self._words
+        if not ahead:  # the device waits
+            self._key_word[0] = self._key = self._key or self._sampler.key
+            return self._words
+        words = self._words.copy()
         self._describe(words, ahead)
         return words
 
@@ -125,7 +134,8 @@ class RowSampler:
         return Race(params, lambda n: self._sampler.key_at(position + n))
 
     def prepare(self) -> None:
-        """Find out whose logits the next row changes."""
+        """Find out whose logits the next row changes, and what the draw after it needs."""
+        self._next_key = self._sampler.key_at(self._sampler.position + 1)
         if self._is_prepared:
             return
         self._is_prepared = True
@@ -157,8 +167,9 @@ class RowSampler:
         the row, F32 [n_vocab]. allowed: as in `Sampler.sample`.
         """
         if candidates is not None:
-            self.prepare()
-            token = self._chooser.choose(candidates, self._sampler.key, allowed)
+            if not self._is_prepared:
+                self.prepare()
+            token = self._chooser.choose(candidates, self._key or self._sampler.key, allowed)
             if token is not None:
                 return token
         self.n_whole += 1

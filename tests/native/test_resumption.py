@@ -160,13 +160,13 @@ STEPS = st.one_of(
 def test_any_order_of_prompts_and_losses(pair: Pair, steps: list[tuple[Any, ...]]) -> None:
     """Prompts part from one text at marks and pages and beside them; memory comes and goes."""
     pair.begin()
-    kept = pair.engine.prefixes
+    kept = pair.engine.prefixes.store
     for name, *what in steps:
         if name == "ask":
             seq, branch, which, n_tail, marks = what
             tail = pair.others[which * 100 : which * 100 + 20 * n_tail]
             ids = np.concatenate([pair.text[:branch], tail])
-            known = kept.n_saved(ids) if kept._max_bytes is None else 0
+            known = pair.engine.prefixes.n_saved(ids) if kept._max_bytes is None else 0
             assert pair.ask(seq, ids, *(mark for mark in marks if mark < len(ids))) >= known
         elif name == "reset":
             pair.engine.reset(*what)

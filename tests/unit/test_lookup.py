@@ -11,27 +11,19 @@ N_MIN = 3
 
 
 def searched(text: list[int], n: int) -> list[int]:
-    """Return what followed the best of the latest 16 places where the last tokens occurred."""
+    """Return what followed the latest place where the last tokens occurred."""
     ends = [e for e in range(N_MIN, len(text)) if text[e - N_MIN : e] == text[-N_MIN:]]
     if not ends:
         return []
-
-    def length(end: int) -> int:
-        m = N_MIN
-        while m < end and m < N_MIN + 32 and text[end - 1 - m] == text[-1 - m]:
-            m += 1
-        return m
-
-    best = max(ends[-16:], key=lambda end: (length(end), end))
     found = list(text)
     for i in range(n):
-        found.append(found[best + i])
+        found.append(found[ends[-1] + i])
     return found[len(text) :]
 
 
 def followed(text: list[int], n_prompt: int, n: int) -> list[int]:
     """Return the draft after a text whose tokens from n_prompt on came one by one."""
-    drafter = LookUp(n_min=N_MIN)
+    drafter = LookUp()
     drafter.restart(0, np.array(text[:n_prompt], dtype=np.int32))
     drafter.committed([(0, n_prompt, text[n_prompt:-1])])
     return drafter.draft(0, text[-1], n, 1).tokens[:, 0].tolist()
@@ -42,7 +34,7 @@ def test_drafts_are_those_of_a_search(n_vocab: int) -> None:
     rng = np.random.default_rng(n_vocab)
     for _ in range(300):
         text = rng.integers(0, n_vocab, rng.integers(1, 60)).tolist()
-        drafter, half = LookUp(n_seq=2, n_min=N_MIN), len(text) // 2
+        drafter, half = LookUp(n_seq=2), len(text) // 2
         drafter.restart(1, np.array(text[:half], dtype=np.int32))
         assert drafter.prompt_taps(1, np.array(text[half:-1], dtype=np.int32), half) == {}
         draft = drafter.draft(1, text[-1], n := int(rng.integers(1, 12)), 4)
