@@ -26,7 +26,6 @@ from .plan import (
     Source,
     SpecStats,
     Step,
-    confident,
     grow,
 )
 from .shared import SharedPasses, expected
@@ -210,7 +209,8 @@ class Controller:
         """Return the rows to verify of a draft, of a plan without a DDTree."""
         n_depth, log_p = min(draft.n_depth, plan.n_draft), confidence(draft)
         if log_p and self.settings.p_min > 0.0:
-            n_depth = confident(log_p[:n_depth], self.settings.p_min)
+            limit = math.log(self.settings.p_min)
+            n_depth = next((at for at, p in enumerate(log_p[:n_depth]) if p < limit), n_depth)
         if n_depth == 0:
             return Shape()
         settings, drafter = self.settings, self._drafters[plan.source]

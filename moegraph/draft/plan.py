@@ -6,7 +6,6 @@ target verify them in one pass, and takes those that the target would have drawn
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +25,6 @@ class Source:
     n_top: candidates that it can name at each depth. has_tree: it can build trees itself, because
     it knows what follows each token (`TreeDrafter`). joins: it drafts for several sequences at once
     (`JointDrafter`). is_free: a draft costs nothing and says itself how likely it is right.
-    further: what each further sequence adds to a draft for several at once, as a share of one for a
-        sequence: the weights are read once.
     """
 
     name: str
@@ -39,7 +36,6 @@ class Source:
     has_tree: bool = False
     joins: bool = False
     is_free: bool = False
-    further: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -339,9 +335,3 @@ def grow(accept: Sequence[float], leaf: Sequence[float], most: int) -> Growth:
         depths.append(-depth if is_leaf else depth)
         tokens.append(tokens[-1] + worth)
     return Growth(tuple(depths), tuple(tokens))
-
-
-def confident(log_p: Sequence[float], p_min: float) -> int:
-    """Return how many tokens come before the first that is less probable than p_min."""
-    limit = math.log(p_min)
-    return next((depth for depth, p in enumerate(log_p) if p < limit), len(log_p))

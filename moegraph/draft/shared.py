@@ -15,6 +15,10 @@ from ..units import octave
 from .estimates import FEW, HOPE, MEMORY, OUTLIER, REFRESH, SHARE, Known, PassTimes
 from .plan import PLAIN, Plan, grow
 
+# What each further sequence adds to a draft for several at once, as a share of one for a sequence:
+# the weights are read once.
+_FURTHER = 0.2
+
 
 @dataclass
 class _Account:
@@ -102,7 +106,7 @@ def expected(drafters: Sequence[Known], passes: PassTimes, n_seqs: int, n_rows: 
     """
     n_draft, total = n_rows // n_seqs - 1, passes.at(n_rows)
     for one in drafters if n_draft else ():
-        n = 1.0 + one.source.further * (n_seqs - 1) if one.source.joins else n_seqs
+        n = 1.0 + _FURTHER * (n_seqs - 1) if one.source.joins else n_seqs
         total += n * one.draft_s(n_draft, passes)
     return total
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.rejection import Odds
+from ..draft.race import Odds
 from ..errors import (
     Cancelled,
     DeviceLost,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..draft.drafter import DraftTree
-from ..draft.rejection import Odds
+from ..draft.race import Odds
 from ..passes.speculation import Ask, Proposal, Speculation, StepSeconds, step_of
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer

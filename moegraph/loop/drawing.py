@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.drafter import DraftTree
-from ..draft.rejection import Odds
+from ..draft.race import Odds
 from ..errors import InternalError
 from ..ggml.choose import DRAW_ROWS
 from ..passes.passes import Passes

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.drafter import Race
-from ..draft.rejection import Odds, judge
+from ..draft.race import Odds, judge
 from ..ggml.choose import DRAW_IDS, DRAW_WORDS, LIKELY, Chooser
 from ..sampling import BoolArray, FloatArray, Sampler, SamplingParams
 
@@ -176,7 +176,7 @@ class RowSampler:
         return self._sampler.sample(logits(), allowed)
 
     def judge(self, odds: Odds, logits: FloatArray, allowed: BoolArray | None = None) -> int:
-        """Return the next token, where one was drafted at random; see draft/rejection.py.
+        """Return the next token, where one was drafted at random; see draft/race.py.
 
         logits: F32 [n_vocab]. allowed: as in `Sampler.sample`.
         """

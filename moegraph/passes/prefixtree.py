@@ -48,10 +48,6 @@ Path = list[Node]
 Give = Callable[[Path, "StatesCopy"], None]
 
 
-def _close_states(path: Path, states: StatesCopy) -> None:
-    states.close()
-
-
 def n_common(a: Ids, b: Ids) -> int:
     """Return how many tokens two sequences of ids have in common before they differ."""
     n = min(len(a), len(b))
@@ -137,12 +133,12 @@ class PrefixTree:
                 self._clock += 1
                 path[at].used = self._clock
 
-    def shrink(self, n_bytes: int, kept: Path, give: Give = _close_states) -> bool:
+    def shrink(self, n_bytes: int, kept: Path, give: Give | None = None) -> bool:
         """Remove the states used longest ago until the tree has at most n_bytes.
 
         Rows go with the last states that need them. Nodes of the path `kept` stay, and so do the
         states at its end. Return whether the tree is small enough now. give: called with the path
-        to states that are removed, which it closes sooner or later.
+        to states that are removed, which it closes sooner or later; None: they are closed.
         """
         self._prune(kept)
         while self.n_bytes > n_bytes:
@@ -151,8 +147,10 @@ class PrefixTree:
                 return False
             oldest = found[0]
             states, oldest[-1].states = oldest[-1].states, None
-            if states is not None:
+            if states is not None and give:
                 give(oldest, states)
+            elif states is not None:
+                states.close()
             self._prune(kept)
         return True
 

@@ -30,8 +30,7 @@ from ..draft.drafter import (
 )
 from ..draft.lookup import LookUp
 from ..draft.plan import PLAIN, Plan, Step
-from ..draft.race import N_RUNNERS, raced
-from ..draft.rejection import Odds, offer, offered_race
+from ..draft.race import N_RUNNERS, Odds, offer, offered_race, raced
 from ..kinds import MOST_BEHIND
 from .prefixtree import n_common
 
@@ -152,7 +151,7 @@ class Speculation:
     step accepts as many tokens of the spine as this returns for a spine's length, whatever the
     target draws. messages: why drafters are not used any more, one line each. n_missing: returns
     the distinct experts that passes missed so far. rejects: sampled text is drafted at random and
-    accepted by rejection (draft/rejection.py); p_min: as of `offer`.
+    accepted by rejection (draft/race.py); p_min: as of `offer`.
     """
 
     def __init__(

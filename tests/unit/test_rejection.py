@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moegraph.draft.drafter import Draft, Race
-from moegraph.draft.rejection import Odds, judge, offer, offered_race
+from moegraph.draft.race import Odds, judge, offer, offered_race
 from moegraph.sampling import Sampler, SamplingParams, gumbel
 
 N_VOCAB, DEPTH = 6, 3
