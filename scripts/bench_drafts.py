@@ -95,7 +95,7 @@ class Scripted:
 class ByPlan:
     """A controller that notes which drafter the last plan names, because each has its script.
 
-    luck: the tokens that its steps gave over those that they give on average. n_text: tokens at
+    Luck: the tokens that its steps gave over those that they give on average. n_text: tokens at
     which texts end.
     """
 
@@ -108,13 +108,11 @@ class ByPlan:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._controller, name)
 
-    @property
-    def luck(self) -> float:
-        return self._given / self._expected if self._given else 1.0
-
-    def begin(self) -> None:
+    def take_luck(self) -> float:
+        """Return the luck of a text that has ended; another one begins."""
+        luck = self._given / self._expected if self._given else 1.0
         self._given, self._expected = 0, 0.0
-        self._controller.begin()
+        return luck
 
     def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
         plan = self._controller.choose(n_left, without)
@@ -247,7 +245,7 @@ def in_turn(
         engine.speculation = ways[way]
         found[way].append(write(engine, prompt(engine, args), args.tokens)[0])
         controller: Any = ways[way].controller
-        lucks[way].append(controller.luck)
+        lucks[way].append(controller.take_luck())
     for way, one in ways.items():
         drafts = one.controller.stats.report()
         yield row(engine, found[way], lucks[way], drafts=drafts, kind=kind, way=way)

@@ -37,8 +37,6 @@ WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 FIRST_WIDTH = 4
 # Something else must be this much faster to count: estimates vary.
 _MARGIN = 1.02
-# What is kept of counts of acceptance when another text begins.
-_KEPT = 0.75
 
 
 class Controller:
@@ -71,12 +69,6 @@ class Controller:
         self._was_trial = False  # the last step
         self._stats = SpecStats()
         self._shared = SharedPasses(settings.is_timed)
-
-    def begin(self) -> None:
-        """Begin another text: costs stay known, acceptance counts less."""
-        for drafter in self._ranked:
-            drafter.acceptance.forget(_KEPT)
-        self._was_trial = False
 
     def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
         """Return what the next step drafts.

@@ -57,11 +57,6 @@ class Acceptance:
         self._ranked = [FEW * (1.0 - prior) ** rank for rank in range(1, n_top)]
         self._infer()
 
-    def forget(self, kept: float) -> None:
-        """Have what was seen count only `kept` times as much: the text may be another now."""
-        self.seen = [kept * n for n in self.seen]
-        self._hits = [kept * n for n in self._hits]
-
     def remember(self, seen: Sequence[int], right: Sequence[int]) -> None:
         """Begin with counts of earlier runs, by depth."""
         scale = min(1.0, MEMORY / seen[0])

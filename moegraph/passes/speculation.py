@@ -179,7 +179,6 @@ class Speculation:
 
     def begin(self, slot: int, held: Sequence[int]) -> None:
         """Begin another text: have the drafters know what a sequence holds."""
-        self.controller.begin()
         self._foreseen = None
         before, n = self._followed.pop(slot, None), len(held)
         ids, known = np.asarray(held, dtype=np.int32), dict.fromkeys(self.drafters, n)

@@ -214,8 +214,6 @@ def write(
     """
     cost, left = cost or Cost(), answer.n_tokens
     controller = by if isinstance(by, Controller) else None
-    if controller:
-        controller.begin()
     while left > 0:
         plan = by.choose(left, absent) if isinstance(by, Controller) else by
         step, n_spine, ms = _step(card, answer, controller, plan if left > 1 else PLAIN)

@@ -101,14 +101,10 @@ class AnyController:
     seed: int = 0
     n_draft: int = 6
     steps: list[Step] = field(default_factory=list)
-    n_begun: int = 0
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(self.seed)
         self._shape = ""
-
-    def begin(self) -> None:
-        self.n_begun += 1
 
     def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
         assert n_left > 1
