@@ -106,8 +106,9 @@ class DFlashDrafter(Drafter):
     def reserve(self) -> None:
         """Build the largest graphs, so that their memory never grows later."""
         self._draft_graph(0, self.max_draft, self._rings.full_lengths)
-        for m in range(2, min(len(self._rings.spans), MOST_JOINT) + 1) if self._joint else ():
-            self._joint_graph(m, self._n_joint(self.max_draft, m))
+        if self._joint:
+            for m in range(2, min(len(self._rings.spans), MOST_JOINT) + 1):
+                self._joint_graph(self._joint, m, self._n_joint(self.max_draft, m))
         self.context.reserve()
 
     def warm_up(self, longest: int) -> None:
@@ -171,7 +172,7 @@ class DFlashDrafter(Drafter):
         n_built = self._n_joint(n, m)
         if not (joint and 1 < m <= MOST_JOINT and n_built):
             return super().draft_all(anchors, n, n_top)
-        built = self._joint_graph(m, n_built)
+        built = self._joint_graph(joint, m, n_built)
         embeddings = [self._embed(anchor) for anchor in anchors.values()]
         joint.send(anchors, embeddings, n_rows(self.hparams, n_built))
         found: Readback = built.outputs
@@ -194,13 +195,11 @@ class DFlashDrafter(Drafter):
         most = JOINT_ROWS // m - n_rows(self.hparams, 0)
         return min(self._built[min(n, self.max_draft)], most)
 
-    def _joint_graph(self, m: int, n: int) -> BuiltGraph:
+    def _joint_graph(self, joint: JointMemory, m: int, n: int) -> BuiltGraph:
         """Return the graph of drafts of n tokens of m sequences; its outputs: the results."""
 
         def build(b: Builder) -> Readback:
-            if self._joint is None:
-                raise InternalError("a drafter for one sequence")
-            inp = self._joint.leaves(b, m, n_rows(self.hparams, n), n)
+            inp = joint.leaves(b, m, n_rows(self.hparams, n), n)
             found = build_joint_draft(b, self.hparams, self._weights, self._rings, inp, self._head)
             return self._results([found.candidates], found.confidence)
 
@@ -292,26 +291,30 @@ class DraftContext:
 
     def _fuse_graph(self, hidden: Tensor, il: int, row: int, n: int) -> BuiltGraph:
         """Return the graph that adds rows [row, row + n) of a tap, hidden, to the features."""
+
+        def build(b: Builder) -> None:
+            part = b.view(hidden, (hidden.ne[0], n), (hidden.nb[1],), row * hidden.nb[1])
+            total = None if il == self.taps[0] else self._memory.fused(b, row, n)
+            total = self._add_tap(b, total, part, il)
+            b.expand(b.cpy(total, self._memory.fused(b, row, n)))
+
         key = "fuse", int(ffi.cast("intptr_t", hidden.data)), il, row, n
-        build = partial(self._build_fuse, il=il, hidden=hidden, row=row, n=n)
         return self._graphs.get(key, 8 * len(self._weights.fc), build)
 
     def _prompt_graph(self, row: int, n: int) -> BuiltGraph:
         """Return the graph of K and V of rows [row, row + n) of the features."""
-        build = partial(self._build_prompt, row=row, n=n)
+
+        def build(b: Builder) -> None:
+            pos, cells = self._memory.prompt_leaves(b, row, n)
+            fused = self._memory.fused(b, row, n)
+            build_context(b, self.hparams, self._weights, self._rings, fused, pos, cells)
+
         return self._graphs.get(("prompt", row, n), N_NODES * self.hparams.n_layer + 16, build)
 
     def _cells(self, slot: int, places: Longs) -> list[Ids]:
         """Return where K and V of positions go in each ring."""
         kinds = range(len(self._rings.shapes))
         return [self._rings.rows(kind, slot, places) for kind in kinds]
-
-    def _build_fuse(self, b: Builder, il: int, hidden: Tensor, row: int, n: int) -> None:
-        """Append: rows [row, row + n) of the features += fc of a tap times its output."""
-        x = b.view(hidden, (hidden.ne[0], n), (hidden.nb[1],), row * hidden.nb[1])
-        total = None if il == self.taps[0] else self._memory.fused(b, row, n)
-        total = self._add_tap(b, total, x, il)
-        b.expand(b.cpy(total, self._memory.fused(b, row, n)))
 
     def _add_tap(self, b: Builder, total: Tensor | None, x: Tensor, il: int) -> Tensor:
         """Append total + fc of a tap times its output x, F32 [n_embd, n] each."""
@@ -322,12 +325,6 @@ class DraftContext:
         if total is None:
             raise InternalError(f"layer {il} is no tap of the drafter")
         return total
-
-    def _build_prompt(self, b: Builder, row: int, n: int) -> None:
-        """Append K and V of rows [row, row + n) of the features."""
-        pos, cells = self._memory.prompt_leaves(b, row, n)
-        fused = self._memory.fused(b, row, n)
-        build_context(b, self.hparams, self._weights, self._rings, fused, pos, cells)
 
     def take(self, taken: Sequence[Taken]) -> None:
         """Enqueue K and V of tokens that several sequences took."""
@@ -367,20 +364,20 @@ class DraftContext:
 
     def keys_graph(self, n: int) -> BuiltGraph:
         """Return the graph of K and V of n tokens that sequences took."""
+
+        def build(b: Builder) -> None:
+            pos, taken, cells = self._memory.row_leaves(b, n)
+            taps = self._stage.taps
+            kept = dict(zip(taps.layers, taps.kept(b, taken)))
+            first, *others = self.taps  # in the order of a prompt, so that sums are the same
+            total = self._add_tap(b, None, kept[first], first)
+            for il in others:
+                total = self._add_tap(b, total, kept[il], il)
+            build_context(b, self.hparams, self._weights, self._rings, total, pos, cells)
+
         n_nodes = N_NODES * self.hparams.n_layer + 4 * len(self._weights.fc) + 16
         n_nodes += len(self._stage.taps.layers)
-        return self._graphs.get(("keys", n), n_nodes, lambda b: self._build_keys(b, n))
-
-    def _build_keys(self, b: Builder, n: int) -> None:
-        """Append: fuse the taps of tokens that sequences took, and make K and V of them."""
-        pos, taken, cells = self._memory.row_leaves(b, n)
-        taps, total = self._stage.taps, None
-        kept = dict(zip(taps.layers, taps.kept(b, taken)))
-        for il in self.taps:  # in the order of a prompt, so that sums are the same
-            total = self._add_tap(b, total, kept[il], il)
-        if total is None:
-            raise InternalError("a drafter without taps")
-        build_context(b, self.hparams, self._weights, self._rings, total, pos, cells)
+        return self._graphs.get(("keys", n), n_nodes, build)
 
 
 def _embed(table: TokenEmbedding, n_embd: int, token: int) -> Floats:

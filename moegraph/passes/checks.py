@@ -115,11 +115,6 @@ class Room:
         """Return how many pages a sequence needs, beyond those it has, for n_rows more rows."""
         return self._state.pool.needed(seq, self._state.n_past[seq] + n_rows)
 
-    def rows(self, seq: int) -> int:
-        """Return how many more rows a sequence can take while the others keep their pages."""
-        most = min(self._state.pool.room(seq), self._n_ctx)
-        return max(0, most - self._state.n_past[seq])
-
     def groups(self, seqs: Iterable[int], n_rows: int = 1) -> list[tuple[int, ...]]:
         """Divide sequences among as few passes of n_rows rows of each as will fit.
 

@@ -12,6 +12,11 @@ from moegraph.engine import Engine
 from moegraph.errors import PoolFull
 
 
+def rows_left(engine: Engine, slot: int) -> int:
+    """Return how many more rows a sequence can take while the others keep their pages."""
+    return min(engine.state.pool.room(slot), engine.n_ctx) - engine.state.n_past[slot]
+
+
 class PoolMachine(Machine):
     """Sequences that do not all fit, some of which wait in host memory or share pages."""
 
@@ -38,8 +43,8 @@ class PoolMachine(Machine):
         return found
 
     def overflow(self) -> None:
-        slot, room = int(self.rng.integers(0, self.n_seq)), self.engine.passes.room
-        n = room.rows(slot) + 1
+        slot = int(self.rng.integers(0, self.n_seq))
+        n = rows_left(self.engine, slot) + 1
         if len(self.held[slot]) + n > 512:
             return
         ids = self.rng.integers(0, 1000, n)
@@ -73,7 +78,7 @@ class PoolMachine(Machine):
     def read(self) -> None:
         """Have a sequence read a prompt of a page or so."""
         slot, n = int(self.rng.integers(0, self.n_seq)), int(self.rng.integers(100, 300))
-        if n > self.engine.passes.room.rows(slot):
+        if n > rows_left(self.engine, slot):
             return
         ids = self.rng.integers(0, N_VOCAB, n)
         logits = self.engine.prefill(ids, slot).logits

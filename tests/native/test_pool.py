@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.cache_rules import check_pool
 from helpers.faults import faulty
-from helpers.pool_machine import PoolMachine
+from helpers.pool_machine import PoolMachine, rows_left
 from helpers.sequence_machine import NAMES, SETTINGS
 from helpers.shared import prompt
 
@@ -34,9 +34,9 @@ def last_row(engine: Engine, ids: np.ndarray, seq: int = 0) -> np.ndarray:
 def test_one_sequence_may_use_the_whole_pool(open_engine: Open) -> None:
     engine, alone = open_engine(**SHARED), open_engine(**ONE)
     ids, room = prompt(engine, 1024), engine.passes.room
-    assert (room.n_free_pages, room.rows(1), room.pages_for(1, 257)) == (4, 1024, 2)
+    assert (room.n_free_pages, rows_left(engine, 1), room.pages_for(1, 257)) == (4, 1024, 2)
     np.testing.assert_array_equal(last_row(engine, ids, 1), last_row(alone, ids))
-    assert (room.n_free_pages, room.rows(0), room.rows(1)) == (0, 0, 0)
+    assert (room.n_free_pages, rows_left(engine, 0), rows_left(engine, 1)) == (0, 0, 0)
     with pytest.raises(ContextOverflow, match="1025 positions, the context holds 1024") as caught:
         engine.forward(ids[:1], seq=1)
     assert not isinstance(caught.value, PoolFull)
@@ -67,7 +67,7 @@ def test_what_finds_no_page_says_so_and_changes_nothing(
             call()
         assert [engine.held(seq) for seq in range(3)] == held
         check_pool(engine.state.pool)
-    assert engine.passes.room.rows(1) == PAGE - 9
+    assert rows_left(engine, 1) == PAGE - 9
     # those that have pages go on, and so does everybody once a page is free
     for seq in (0, 1):
         engine.forward(ids[:1], seq=seq)
