@@ -23,8 +23,8 @@ class Source:
     fixed, per_token: seconds of a draft and of each of its tokens, in units of a plain decode step.
     accept: expected probability that a drafted token is accepted if all before it were.
     n_top: candidates that it can name at each depth. has_tree: it can build trees itself, because
-    it knows what follows each token (`TreeDrafter`). joins: it drafts for several sequences at once
-    (`JointDrafter`). is_free: a draft costs nothing and says itself how likely it is right.
+    it knows what follows each token (`Drafter.tree`). joins: it drafts for several sequences at once
+    (`Drafter.draft_all`). is_free: a draft costs nothing and says itself how likely it is right.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Plan:
 
     source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
     n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
-    n_nodes: rows besides the anchor, if the drafter itself builds the tree (`TreeDrafter`); 0 if
+    n_nodes: rows besides the anchor, if the drafter itself builds the tree (`Drafter.tree`); 0 if
     not. is_trial: it is not what is best by what is known, but may be better. is_whole: every token
     of the draft gets a row.
     """
