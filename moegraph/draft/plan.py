@@ -23,8 +23,8 @@ class Source:
     fixed, per_token: seconds of a draft and of each of its tokens, in units of a plain decode step.
     accept: expected probability that a drafted token is accepted if all before it were.
     n_top: candidates that it can name at each depth. has_tree: it can build trees itself, because
-    it knows what follows each token (`Drafter.tree`). joins: it drafts for several sequences at once
-    (`Drafter.draft_all`). is_free: a draft costs nothing and says itself how likely it is right.
+    it knows what follows each token (`Drafter.tree`). joins: it drafts for several sequences at
+    once (`Drafter.draft_all`). is_free: a draft costs nothing and says how likely it is right.
     """
 
     name: str

@@ -224,14 +224,14 @@ class Passes:
         self._forget_before(seq)
         if self._held[seq]:  # it becomes again what it is if the pass fails
             self._before[seq] = self._state.snapshot(seq)
+        tokens, kind = batch.tokens[None, :], Kind.PREFILL
+        self.submit(tokens, seq, batch.all_rows, batch.greedy, cancel, kind, batch.draws)
         try:
-            output = self.run(
-                batch.tokens[None, :], seq, batch.all_rows, batch.greedy, cancel, Kind.PREFILL,
-                batch.draws,
-            )  # fmt: skip
+            output = self.collect()
         except (NotFinite, ModelFileError):
             raise  # the sequence is what it was already
         except BaseException:
+            self._is_lost = True
             self.abandon(seq)
             self.clean_up()
             raise
@@ -287,9 +287,8 @@ class Passes:
         self._unfinished.discard(seq)
 
     def run(
-        self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel,
-        kind: Kind | None = None, draws: npt.NDArray[np.int32] | None = None,
-    ) -> Output:  # fmt: skip
+        self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel
+    ) -> Output:
         """Do `submit` and `collect`. An interrupt leaves no pass in flight.
 
         If it comes after the rows were submitted, the sequences may hold them.
@@ -297,7 +296,7 @@ class Passes:
         self.clean_up()
         self.runner.require_idle()
         try:
-            self.submit(tokens, seq, all_rows, greedy, cancel, kind, draws)
+            self.submit(tokens, seq, all_rows, greedy, cancel)
             return self.collect()
         except MoegraphError:
             raise  # there is no pass in flight

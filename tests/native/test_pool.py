@@ -14,7 +14,15 @@ from helpers.sequence_machine import NAMES, SETTINGS
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.errors import ConfigError, ContextOverflow, NativeError, PoolFull, RequestError
+from moegraph.errors import (
+    Cancelled,
+    ConfigError,
+    ContextOverflow,
+    NativeError,
+    PoolFull,
+    RequestError,
+)
+from moegraph.events import CancelToken
 from moegraph.ggml.lib import ffi
 from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import PAGE
@@ -67,6 +75,11 @@ def test_what_finds_no_page_says_so_and_changes_nothing(
             call()
         assert [engine.held(seq) for seq in range(3)] == held
         check_pool(engine.state.pool)
+    token = CancelToken()
+    token.set()
+    with pytest.raises(Cancelled):  # before its first graph
+        engine.prefill(ids[:5], 1, cancel=token)
+    assert [engine.held(seq) for seq in range(3)] == held
     assert rows_left(engine, 1) == PAGE - 9
     # those that have pages go on, and so does everybody once a page is free
     for seq in (0, 1):
