@@ -66,7 +66,7 @@ def test_graphs_of_a_block_in_use_fit(
                     drafter._lists_graph(slot, n, drafter._rings.full_lengths)
         for m in range(2, n_seq + 1):
             for n in joint_lengths(longest, m, not file.hparams.samples_anchor):
-                drafter._joint_graph(m, n)
+                drafter._joint_graph(drafter._joint, m, n)
         for n in (1, 2, 4, 8, 16, 32, 64):
             drafter.context.keys_graph(n)
         for read in drafter.prompt_taps(0, np.zeros(n_ctx, dtype=np.int32), 0).values():
