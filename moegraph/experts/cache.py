@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..errors import ConfigError
 from .cachestats import CacheStats
 from .policy import Policy
 from .slots import COUNTERS, Journal, LayerSlots
@@ -23,9 +22,6 @@ class ExpertCache:
     def __init__(
         self, n_expert: int, n_slots: Sequence[int], policy: Policy, n_expert_used: int = 8
     ) -> None:
-        for il, n in enumerate(n_slots):
-            if not 0 <= n <= n_expert:
-                raise ConfigError(f"layer {il} has {n} slots; allowed: 0 to {n_expert}")
         self.n_expert, self.n_expert_used = n_expert, n_expert_used
         self.n_slots = list(n_slots)
         self.tables = np.full((len(n_slots), n_expert), -1, dtype=np.int32)

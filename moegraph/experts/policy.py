@@ -4,9 +4,6 @@ A policy is a frozen dataclass of parameters; `layer()` makes the state of one l
 policy keeps a score for each expert, resident or not; the victim is the resident expert of lowest
 score. Policies differ in how a choice of the router changes the score, and in when an absent expert
 may evict the victim (`accepts`).
-
-`lru` is what others use, to compare with. Two more were dropped: a share of the slots, or all, for
-the best experts of a profile. In replays of 27 kinds neither was once faster than `lfu`.
 """
 
 from __future__ import annotations

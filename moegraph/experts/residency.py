@@ -49,11 +49,7 @@ class Residency:
     """
 
     def __init__(
-        self,
-        cache: ExpertCache,
-        ways: MissWays,
-        *,
-        fetchable: Collection[int] = (),
+        self, cache: ExpertCache, ways: MissWays, *, fetchable: Collection[int] = ()
     ) -> None:
         """Take over a cache whose slots are filled.
 
@@ -120,9 +116,19 @@ class Residency:
     def preferred(self, il: int) -> dict[int, int]:
         """Return the absent experts of layer il to keep, now that a prompt is recorded.
 
-        Expert -> the slot for it.
+        Those that the policy prefers to residents -> their slots, which are free, or hold the
+        residents of lowest score.
         """
-        return dict(preferred(self._layers[il]))
+        layer, score = self._layers[il], self._layers[il].policy.score
+        absent = [e for e in range(layer.n_expert) if not layer.has_slot(e) and score[e] > 0]
+        absent.sort(key=score.__getitem__, reverse=True)
+        slot_of = dict(zip(absent, reversed(layer.free)))
+        worst = sorted(layer.resident, key=score.__getitem__)
+        for expert, victim in zip(absent[len(slot_of) :], worst):
+            if not layer.policy.accepts(expert, victim) or score[victim] >= score[expert]:
+                break
+            slot_of[expert] = int(layer.table[victim])
+        return slot_of
 
     def keep(self, il: int, pairs: Pairs) -> None:
         """Make experts of layer il resident that a prompt copies into slots now.
@@ -281,20 +287,3 @@ class Residency:
                 pairs.append((expert, slot))
         self._promoted += [(layer.il, expert) for expert, _ in pairs]
         return pairs
-
-
-def preferred(layer: LayerSlots) -> Pairs:
-    """Return the absent experts that the policy prefers to residents, best first, and their slots.
-
-    The slots are free, or hold the residents of lowest score.
-    """
-    policy, table = layer.policy, layer.table
-    score, accepts = policy.score, policy.accepts
-    absent = [e for e in range(layer.n_expert) if not layer.has_slot(e) and score[e] > 0]
-    absent.sort(key=score.__getitem__, reverse=True)
-    pairs = list(zip(absent, reversed(layer.free)))
-    for expert, victim in zip(absent[len(pairs) :], sorted(layer.resident, key=score.__getitem__)):
-        if not accepts(expert, victim) or score[victim] >= score[expert]:
-            break
-        pairs.append((expert, int(table[victim])))
-    return pairs

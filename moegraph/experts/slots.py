@@ -233,10 +233,7 @@ class LayerSlots:
 
     def mark_resident(self, expert: int) -> None:
         """Make a loading expert resident, after its upload has ended."""
-        slot = self.loading.pop(expert, -1)
-        if slot < 0:
-            raise InternalError(f"layer {self.il}: expert {expert} is not loading")
-        self._hold(expert, slot)
+        self._hold(expert, self.loading.pop(expert))
         self._journal.dirty.add(self.il)
 
     def take(self, expert: int, slot: int) -> None:
@@ -252,7 +249,7 @@ class LayerSlots:
 
         Returns (slot, its expert or -1): free slots first, then the experts of lowest score. A list
         of as many victims as rows choose ids suffices: rows that miss m experts chose at most n - m
-        listed ones. A layer with fewer evictable slots lists them all. A list also serves passes of
+        listed ones. A layer with fewer slots lists them all. A list also serves passes of
         fewer rows, which read the start of it.
 
         Another list is due once one of the first victims was chosen, because others then have lower
@@ -271,7 +268,7 @@ class LayerSlots:
         """Record what a graph fetched into slots that `plan_victims` listed; return how many.
 
         ids: the experts that the rows chose; missing: what `access` returned for them. The last of
-        the missing experts were not fetched if all evictable slots were listed and taken.
+        the missing experts were not fetched if all slots were listed and taken.
 
         The rule is that of the device: keep it in step with `moegraph_fetch_assign` (C and CUDA)
         and with the model in tests/helpers/fetch_case.py.

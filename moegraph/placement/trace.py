@@ -80,11 +80,6 @@ class Trace:
         flat = self.ids.astype(np.int64) + n_expert * np.arange(n_layer)[:, None]
         return np.bincount(flat.reshape(-1), minlength=n_layer * n_expert).reshape(size)
 
-    def rows(self) -> list[list[list[int]]]:
-        """Return the ids as lists [n_tokens][n_layer][n_expert_used], for loops in Python."""
-        rows: list[list[list[int]]] = self.ids.tolist()
-        return rows
-
 
 def ids_dtype(n_expert: int) -> np.dtype[Any]:
     """Return the type of the ids of n_expert experts in a file."""

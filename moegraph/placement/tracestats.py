@@ -6,7 +6,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ..units import format_share
 from .trace import Trace
@@ -49,49 +48,39 @@ def trace_stats(trace: Trace) -> TraceStats:
     """
     head = trace.part(0, LRU_TOKENS)
     return TraceStats(
-        trace.sha256, trace.n_tokens, float(overlap(head).mean()), float(entropy(head).mean()),
-        tuple(global_lru(head, LRU_SHARE)),
-    )  # fmt: skip
+        trace.sha256, trace.n_tokens, _overlap(head), _entropy(head), tuple(_global_lru(head))
+    )
 
 
-def overlap(trace: Trace, lag: int = 1) -> npt.NDArray[np.float64]:
-    """Return the mean share of experts in common with the token `lag` before, [n_layer]."""
-    chosen = one_hot(trace)
-    if len(chosen) <= lag:
-        return np.zeros(trace.shape.n_layer)
-    both = (chosen[lag:] & chosen[:-lag]).sum(axis=2)
-    shares: npt.NDArray[np.float64] = both.mean(axis=0) / trace.shape.n_expert_used
-    return shares
+def _overlap(trace: Trace) -> float:
+    """Return the mean share of experts in common with the token before."""
+    if trace.n_tokens < 2:
+        return 0.0
+    chosen = np.zeros((trace.n_tokens, *trace.shape.sizes[:2]), dtype=np.bool_)
+    np.put_along_axis(chosen, trace.ids.astype(np.intp), True, axis=2)
+    return float((chosen[1:] & chosen[:-1]).sum(axis=2).mean() / trace.shape.n_expert_used)
 
 
-def entropy(trace: Trace) -> npt.NDArray[np.float64]:
-    """Return the normalised entropy of the choices of each layer, [n_layer], 0 to 1."""
+def _entropy(trace: Trace) -> float:
+    """Return the normalised entropy of a layer's choices, 0 to 1, the mean of all."""
     counts = trace.counts()
     p = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     bits = -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=1)
-    shares: npt.NDArray[np.float64] = bits / np.log(max(trace.shape.n_expert, 2))
-    return shares
+    return float((bits / np.log(max(trace.shape.n_expert, 2))).mean())
 
 
-def one_hot(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Return which experts each token chose, bool [n_tokens, n_layer, n_expert]."""
-    chosen = np.zeros((trace.n_tokens, *trace.shape.sizes[:2]), dtype=np.bool_)
-    np.put_along_axis(chosen, trace.ids.astype(np.intp), True, axis=2)
-    return chosen
+def _global_lru(trace: Trace) -> list[float]:
+    """Return the hit rates of one LRU over the experts of all layers, in quarters of the trace.
 
-
-def global_lru(trace: Trace, share: float, parts: int = 4) -> list[float]:
-    """Return the hit rates of one LRU over the experts of all layers, in each part of the trace.
-
-    share: share of all experts that it holds, rounded down. It starts empty and does not protect
-    the working set. With fewer than n_layer * n_expert_used experts it hits nothing.
+    It does not protect the working set. With fewer than n_layer * n_expert_used experts it hits
+    nothing.
     """
     n_layer, n_expert, k = trace.shape.sizes
-    capacity = int(share * n_layer * n_expert)
+    capacity = int(LRU_SHARE * n_layer * n_expert)
     order: OrderedDict[int, None] = OrderedDict()
     rates = []
     keys = trace.ids.astype(np.int64) + n_expert * np.arange(n_layer)[:, None]
-    for part in np.array_split(keys.reshape(trace.n_tokens, n_layer * k), parts):
+    for part in np.array_split(keys.reshape(trace.n_tokens, n_layer * k), 4):
         hits = 0
         for key in part.reshape(-1).tolist():
             if key in order:
