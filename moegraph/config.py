@@ -58,8 +58,7 @@ class EngineConfig:
     )  # fmt: skip
     n_threads: int | None = setting(
         "int", None, ("-t", "--threads"),
-        "CPU threads for decode. Default: the fastest number, measured at load, up to the physical "
-        "cores.",
+        "CPU threads for decode. Default: the physical cores that other programs leave free.",
         minimum=1, maximum=MAX_THREADS,
     )  # fmt: skip
     n_threads_batch: int | None = setting(
@@ -69,8 +68,8 @@ class EngineConfig:
     )  # fmt: skip
     poll: int | None = setting(
         "int", None, ("--poll",),
-        "How long waiting CPU threads spin before they sleep, 0 to 100. Default: 50 or 0, "
-        "whichever is faster when measured at load.",
+        "How long waiting CPU threads spin before they sleep, 0 to 100. Default: 50, "
+        "or 0 while there are more threads than free cores.",
         minimum=0, maximum=100,
     )  # fmt: skip
     type_k: str = setting(

@@ -62,10 +62,9 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         if engine.mode == "whole":
             whole = float(np.median(_token_samples(engine, _N_TOKENS)[_N_FIRST:]))
             prompts = [(n, _prompt_seconds(engine, n)) for n in _PROMPTS]
-        if (
-            device.can.cpu_threads
-        ):  # one way to wait and one number of threads for all that is compared
-            base["n_threads"], base["poll"] = engine.threads.tuner.current
+        if device.can.cpu_threads:
+            # one way to wait and one number of threads for all that is compared
+            base["n_threads"], base["poll"] = engine.threads.current
         words = {
             "model": str(model.kv.get("general.name") or model.path.name),
             "device": device.description, "own_memory": device.can.own_memory,

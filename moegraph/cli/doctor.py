@@ -81,7 +81,6 @@ def doctor(as_json: bool, target: str | None, **given: Any) -> None:
         "driver": _driver(),
         "memory": _memory(),
         "cpu": _cpu(),
-        "threads": _threads() if native.ok else None,
     }
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
@@ -201,18 +200,6 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _threads() -> dict[str, Any] | None:
-    """Load the shipped model on the CPU; return the CPU threads it chose and the ways it tried."""
-    try:
-        from ..engine import Engine
-
-        config = EngineConfig(device="cpu", n_ctx=256, n_ubatch=64)
-        with Engine.load("tiny", config) as engine:
-            return {**engine.threads.report(), "tried": engine.threads.tried()}
-    except MoegraphError:
-        return None
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace")
@@ -233,7 +220,6 @@ def _show(report: dict[str, Any], checks: list[Check]) -> None:
     cpu, memory = report["cpu"], report["memory"]
     rows = [
         ("cpu", f"{cpu['model']}, {cpu['logical']} logical, {cpu['cores']} cores to use"),
-        ("threads", _threads_line(report["threads"])),
         ("features", " ".join(cpu["features"]) or "none known"),
         ("memory", _memory_line(memory)),
         ("NVIDIA driver", report["driver"] or "none"),
@@ -246,25 +232,6 @@ def _show(report: dict[str, Any], checks: list[Check]) -> None:
     if len(gpus) > 1:
         rows.append(("together", f"--device {','.join(gpus)} divides a model's layers over them"))
     ui.table(rows)
-
-
-def _threads_line(threads: dict[str, Any] | None) -> str:
-    """Return the threads chosen for the shipped model, and the speed of each way tried."""
-    if threads is None:
-        return "unknown; the shipped model does not run"
-    if not threads["tried"]:
-        return f"{threads['n_threads']}; nothing else to try"
-    tried = ", ".join(f"{_way(t)}: {t['tokens_per_s']:,.0f} tok/s" for t in threads["tried"])
-    line = f"{_way(threads)} for the shipped model now ({tried})"
-    if threads["cpus_taken"]:
-        line += f"; other programs take {threads['cpus_taken']} CPUs"
-    return line
-
-
-def _way(threads: dict[str, Any]) -> str:
-    if threads["n_threads"] == 1:
-        return "1"
-    return f"{threads['n_threads']} {'spinning' if threads['poll'] else 'sleeping'}"
 
 
 def _memory_line(memory: dict[str, int | None]) -> str:

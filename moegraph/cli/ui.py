@@ -34,7 +34,6 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 _STAGES = {"load": "Loading", "prefill": "Reading the prompt", "check": "Checking",
     "download": "Downloading", "checksum": "Comparing the checksum",
-    "threads": "Measuring CPU threads",
 }  # fmt: skip
 # Seconds before a bar is drawn; a bar that vanishes at once would only flicker.
 _BAR_DELAY_S = 0.25

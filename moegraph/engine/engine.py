@@ -102,8 +102,7 @@ class Engine:
     ) -> Engine:
         """Load a GGUF file, or a shipped model by its name, onto one or several devices.
 
-        progress: called with ("load", bytes done, bytes in total), and before and after CPU threads
-            are measured with ("threads", 0 or 1, 1).
+        progress: called with ("load", bytes done, bytes in total).
         routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used]; they replace
             the router's choice in one-row passes, for measuring.
 
@@ -187,9 +186,9 @@ class Engine:
         except routed experts. banks: expert slots, and the experts of full layers. state: the KV
         cache. host: experts in host memory. tokenizer: wait for a tokenizer that is being opened.
         measure: times of the CPU and of uploads. fill: experts that are resident from the start.
-        graphs: build the runner's first graphs. threads: find the fastest CPU threads. drafters,
-        drafts: open what drafts tokens, and time verify passes; without drafts, neither. host,
-        measure and fill only if experts can be missing.
+        graphs: build the runner's first graphs. drafters, drafts: open what drafts tokens, and time
+        verify passes; without drafts, neither. host, measure and fill only if experts can be
+        missing.
         """
         return dict(self._loaded.times)
 

@@ -347,8 +347,6 @@ class _Loading:
         files.check()
         self.file.check_unchanged()
         self._times.lap("graphs")
-        threads.measure(runner, progress)
-        self._times.lap("threads")
         times, stamps = None, sources.draft.source.stamps if sources.draft else ()
         if drafters:
             times = time_verify(runner, first_widths(config, runner), threads.begin)

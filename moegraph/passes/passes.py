@@ -139,16 +139,14 @@ class Passes:
 
         Yields what is to be called before its first graph is launched.
         """
-        runner, slots = self.runner, batch.slots
+        slots = batch.slots
         self._to_truncate.update(slots)  # until everything is recorded
         try:
-            self._batch, n_built = batch, runner.n_built
+            self._batch = batch
             self._threads.begin(batch.tokens.size)
             # a verify pass changes no sequence, and `bool` does nothing; in other passes, sequences
             # are marked until everything is recorded
             yield bool if batch.tree else partial(self._unfinished.update, slots)
-            if runner.n_built == n_built:  # building a graph says nothing of threads
-                self._threads.end()
             taken = () if batch.tree else batch.tokens.tolist()  # verified rows come with `commit`
             for slot, row in zip(slots, taken):
                 self._held[slot].extend(row)

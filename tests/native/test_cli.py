@@ -86,7 +86,7 @@ class TestRun:
         # the clock of processes has steps of 10 ms; there may be any time between the phases
         assert sum(phases) - 0.02 < times["first_token_s"]
         assert list(times["load"]) == [
-            "device", "plan", "weights", "banks", "state", "tokenizer", "graphs", "threads"
+            "device", "plan", "weights", "banks", "state", "tokenizer", "graphs"
         ]  # fmt: skip
         assert 0 < sum(times["load"].values()) < times["load_s"]
 

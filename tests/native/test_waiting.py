@@ -97,12 +97,12 @@ def rows(engine: Engine, change: bool) -> list[np.ndarray]:
     engine.forward(ids[:250])
     for at in range(250, 270):
         if change:
-            engine.threads.tuner.current = settings[at % 3]
+            engine.threads.one = settings[at % 3]
         found.append(engine.forward(ids[at : at + 1]).logits)
     engine.forward(ids[270:530])
     for at in range(530, 540):
         if change:
-            engine.threads.tuner.current = settings[at % 3]
+            engine.threads.one = settings[at % 3]
         found.append(engine.forward(ids[at : at + 1]).logits)
     return found
 
@@ -133,7 +133,7 @@ def test_few_rows_have_the_same_bits_on_any_number_of_threads(
             engine.prefill(ids)
             engine.reset(1)
             engine.forward(ids[:20], seq=1)
-            engine.threads.tuner.current = threads
+            engine.threads.one = threads
             rows = [engine.forward(ids[:n_rows]).logits for n_rows in (2, 5, 8)]
             found.append([*rows, engine.forward(ids[:2].reshape(2, 1), seq=[0, 1]).logits])
     for other in found[1:]:

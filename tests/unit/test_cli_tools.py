@@ -55,9 +55,6 @@ class TestDoctor:
         if native["ok"]:
             assert set(report["native"]) == {"ggml", "llama_commit", "patchset", "folder"}
             assert all(text in native["detail"] for text in report["native"].values())
-            tried = report["threads"]["tried"]
-            assert all(way["tokens_per_s"] > 0 for way in tried)
-            assert report["threads"]["threads_chosen"] == ("measured" if tried else "given")
         assert result.exit_code == (0 if native["ok"] else NativeError.exit_code)
 
     @pytest.mark.parametrize("version", [None, "0.2.0"])

@@ -1,87 +1,18 @@
-"""Which threads compute tokens: the counts worth trying, and the choice on machines that change."""
+"""How many CPUs there are to use, and which threads a pass has beside other programs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from moegraph.threads import (
-    SLEEP,
-    SPIN,
-    Threads,
-    Tuner,
-    usable_cpus,
-    waiting,
-    ways,
-)
-
-TWO = ways(2)
-ONE, SPINNING, SLEEPING = Threads(1, SPIN), Threads(2, SPIN), Threads(2, SLEEP)
-# Seconds a token of the shipped model on two cores, by how many of them are busy.
-IDLE = {SPINNING: 0.00054, ONE: 0.00066, SLEEPING: 0.0115}
-BUSY = {SPINNING: 0.004, ONE: 0.00072, SLEEPING: 0.0024}
-
-
-class Machine:
-    """Computes tokens as quickly as a table says, and keeps the time."""
-
-    def __init__(self, tuner: Tuner) -> None:
-        self.tuner = tuner
-        self.now = 0.0
-        self.n_trials = 0
-
-    def run(self, seconds: float, token_s: Callable[[Threads], float]) -> float:
-        """Compute tokens for so long; return tokens a second."""
-        start, n = self.now, 0
-        while self.now < start + seconds:
-            was_settled = self.tuner.is_settled
-            took = token_s(self.tuner.current)
-            self.now += took
-            self.tuner.took(took)
-            self.n_trials += was_settled and not self.tuner.is_settled
-            n += 1
-        return n / (self.now - start)
-
-
-def test_what_the_user_gave_is_not_tried() -> None:
-    assert ways(8, n_threads=3) == [Threads(3, SPIN), Threads(3, SLEEP)]
-    assert ways(3, poll=10) == [Threads(3, 10), Threads(2, 10), Threads(1, 10)]
-    assert ways(8, n_threads=3, poll=10) == [Threads(3, 10)]
-    tuner = Tuner(ways(8, n_threads=3, poll=10))
-    tuner.took(1.0)
-    assert (tuner.current, tuner.is_settled, tuner.measured) == (Threads(3, 10), True, {})
-
-
-@pytest.mark.parametrize(("table", "best"), [(IDLE, SPINNING), (BUSY, ONE)])
-def test_the_quickest_way_is_chosen_within_a_tenth_of_a_second(
-    table: dict[Threads, float], best: Threads
-) -> None:
-    tuner = Tuner(TWO)
-    Machine(tuner).run(0.1, table.__getitem__)
-    assert tuner.is_settled and tuner.current == best
-    assert set(tuner.measured) == set(TWO)
-
-
-def test_a_machine_that_becomes_busy_and_idle_again_is_followed() -> None:
-    tuner = Tuner(TWO)
-    machine = Machine(tuner)
-    machine.run(2, IDLE.__getitem__)
-    machine.run(1.5, BUSY.__getitem__)
-    assert tuner.current == ONE
-    speed = machine.run(60, BUSY.__getitem__)
-    assert speed > 0.97 / BUSY[ONE], "what is tried meanwhile costs too much"
-    machine.run(4, IDLE.__getitem__)
-    assert tuner.current == SPINNING
-
-
-def test_trials_stop_where_nothing_changes() -> None:
-    machine = Machine(Tuner(TWO))
-    machine.run(1, IDLE.__getitem__)
-    assert machine.run(60, IDLE.__getitem__) > 0.999 / IDLE[SPINNING]
-    assert machine.n_trials == 0
+from moegraph.config import EngineConfig
+from moegraph.cpuload import LOAD
+from moegraph.passes.cputhreads import CpuThreads
+from moegraph.threads import SLEEP, SPIN, Threads, usable_cpus, waiting
 
 
 @pytest.mark.parametrize(
@@ -107,3 +38,29 @@ def test_the_quota_of_a_control_group_limits_the_cpus(
 def test_more_threads_than_cpus_sleep_while_they_wait() -> None:
     assert waiting(usable_cpus()) == SPIN
     assert waiting(usable_cpus() + 1) == SLEEP
+
+
+@pytest.mark.parametrize(
+    ("given", "free", "expected"),
+    [
+        ({}, 4, {1: (4, SPIN), 8: (4, SPIN), 9: (4, SPIN)}),
+        ({}, None, {1: (4, SPIN), 9: (4, SPIN)}),
+        ({}, 3, {1: (3, SPIN), 8: (3, SPIN), 9: (4, SLEEP)}),
+        ({"n_threads": 4}, 3, {1: (4, SLEEP), 9: (4, SLEEP)}),
+        ({"n_threads_batch": 2}, 3, {1: (3, SPIN), 2: (2, SPIN)}),
+        ({"poll": 10}, 1, {1: (4, 10), 9: (4, 10)}),
+    ],
+)
+def test_no_thread_waits_for_another_program(
+    given: dict[str, int], free: int | None, expected: dict[int, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    used: list[Threads] = []
+    can = SimpleNamespace(cpu_threads=True)
+    device: Any = SimpleNamespace(n_threads=4, can=can, use_threads=used.append)
+    monkeypatch.setattr(LOAD, "free", lambda: free)
+    monkeypatch.setattr("moegraph.passes.cputhreads.waiting", lambda n: SPIN)
+    threads = CpuThreads([device], EngineConfig(**given))
+    for n_rows, found in expected.items():
+        threads.begin(n_rows)
+        assert used.pop() == found
