@@ -18,7 +18,7 @@ from gguf.constants import GGMLQuantizationType
 
 from ..errors import UnsupportedModel
 from ..gguf.tensorfile import TensorInfo
-from .dspark import DrafterWeights, HeadMatrix, build_markov
+from .dspark import DrafterWeights, DraftResults, HeadMatrix, build_markov
 from .tensors import MATRIX_TYPES, VECTOR_TYPES, Expected
 
 if TYPE_CHECKING:
@@ -206,17 +206,6 @@ class BlockInputs:
     draws: Tensor
 
 
-@dataclass(frozen=True)
-class DraftOutputs:
-    """Results for each of n drafted tokens.
-
-    candidates: I32 [words, n], see `likeliest_rows`. confidence: F32 [1, n], or None.
-    """
-
-    candidates: Tensor
-    confidence: Tensor | None
-
-
 def build_context(
     b: Builder, hp: DFlashHParams, w: DrafterWeights, rings: Rings, fused: Tensor, pos: Tensor,
     rows: Sequence[Tensor],
@@ -317,7 +306,7 @@ def build_rows(
 def build_draft(
     b: Builder, hp: DFlashHParams, w: DrafterWeights, rings: Rings, inp: BlockInputs,
     head: HeadMatrix, slot: int, n_draft: int,
-) -> DraftOutputs:  # fmt: skip
+) -> DraftResults:  # fmt: skip
     """Append a whole draft of n_draft tokens after the anchor."""
     rows, logits = build_rows(b, hp, w, rings, inp, head, slot, n_draft)
     return build_outputs(b, hp, w, rows, logits, inp.anchor, head, inp.draws)
@@ -326,7 +315,7 @@ def build_draft(
 def build_outputs(
     b: Builder, hp: DFlashHParams, w: DrafterWeights, rows: Tensor, logits: Tensor,
     anchors: Tensor, head: HeadMatrix, draws: Tensor,
-) -> DraftOutputs:  # fmt: skip
+) -> DraftResults:  # fmt: skip
     """Append the results of rows F32 [n_embd, n] that propose tokens, and of their logits.
 
     anchors: I32 [m], of each sequence. draws: I32 [DRAW_WORDS, n].
@@ -335,4 +324,4 @@ def build_outputs(
     if hp.markov_rank:
         logits, confidence = build_markov(b, w, logits, rows, anchors, head)
     candidates = b.expand(b.name(b.candidates(logits, draws), "draft_candidates"))
-    return DraftOutputs(b.output(candidates), confidence)
+    return [b.output(candidates)], confidence

@@ -12,7 +12,6 @@ from ..errors import ModelFileError, UnsupportedModel
 from ..gguf.file import GgufFile, open_gguf
 from ..gguf.reader import StringArray
 from ..gguf.safetensors import SafetensorsFile
-from ..gguf.sniff import MAGIC
 from ..gguf.tensorfile import TensorFile, TensorInfo
 from .base import Architecture
 from .dflash import DFlashHParams, expected_tensors, refuse_variant
@@ -113,24 +112,17 @@ def open_drafter(path: str | os.PathLike[str]) -> DraftFile:
     file = Path(path)
     if file.is_dir():
         file = _weights_in(file)
-    if file.suffix == ".safetensors" and not _is_gguf(file):
-        return _open_safetensors(file)
-    source = open_gguf(file)
+    source = SafetensorsFile(file) if file.suffix == ".safetensors" else open_gguf(file)
     try:
-        hparams, tensors = read_dialect(source.metadata, source.tensors)
+        if isinstance(source, SafetensorsFile):
+            hparams, tensors = _read_safetensors(source)
+        else:
+            hparams, tensors = read_dialect(source.metadata, source.tensors)
         refuse_variant(file, tensors)
     except BaseException:
         source.close()
         raise
     return DraftFile(source, hparams, tensors)
-
-
-def _is_gguf(path: Path) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(4) == MAGIC
-    except OSError:
-        return False
 
 
 def _weights_in(folder: Path) -> Path:
@@ -142,19 +134,14 @@ def _weights_in(folder: Path) -> Path:
     return folder / _WEIGHTS
 
 
-def _open_safetensors(path: Path) -> DraftFile:
-    source = SafetensorsFile(path)
-    try:
-        tensors = renamed(source.tensors)
-        for name, kind in source.other.items():
-            if name not in IGNORED:
-                raise UnsupportedModel(
-                    f"{path}: tensor {name} has type {kind}: moegraph reads BF16, F16 and F32"
-                )
-        refuse_variant(path, tensors)
-        config = path.with_name(_CONFIG)
-        hparams = read_hparams(translated(config, open_config(config), tensors), tensors)
-    except BaseException:
-        source.close()
-        raise
-    return DraftFile(source, hparams, tensors)
+def _read_safetensors(
+    source: SafetensorsFile,
+) -> tuple[DFlashHParams, dict[str, TensorInfo]]:
+    """Read hyper-parameters, and tensors by llama.cpp's names, of a file and its config."""
+    for name, kind in source.other.items():
+        if name not in IGNORED:
+            raise UnsupportedModel(
+                f"{source.path}: tensor {name} has type {kind}: moegraph reads BF16, F16 and F32"
+            )
+    tensors, config = renamed(source.tensors), source.path.with_name(_CONFIG)
+    return read_hparams(translated(config, open_config(config), tensors), tensors), tensors

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 # Byte of the ids in a row of candidates (struct moegraph_listed).
 _IDS = 16
 
+# Candidates of drafted tokens, I32 [words, n] (see `likeliest_rows`), in one tensor or several; and
+# how sure the drafter is of each token, F32 [1, n], if it has a head for that.
+DraftResults = tuple["Sequence[Tensor]", "Tensor | None"]
+
 
 class DrafterWeights(Protocol):
     """A drafter's tensors by their names, and those of each layer."""
@@ -42,19 +46,6 @@ class Scratch:
 
     numbers: Tensor
     ids: Tensor
-
-
-@dataclass(frozen=True)
-class ListOutputs:
-    """What may follow what, for each of n drafted tokens.
-
-    candidates: I32 [words, 1] for the token after the anchor, then [words, m] each: column i is
-    what follows the i-th of the tokens before, which are the first m of column 0 there. confidence:
-    F32 [1, n], along the first columns, or None.
-    """
-
-    candidates: Sequence[Tensor]
-    confidence: Tensor | None
 
 
 def build_markov(
@@ -105,11 +96,12 @@ def build_drawn(
 def build_lists(
     b: Builder, w: DrafterWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: HeadMatrix,
     draws: Tensor, scratch: Sequence[Scratch],
-) -> ListOutputs:  # fmt: skip
+) -> DraftResults:  # fmt: skip
     """Append the Markov head for several tokens before each row; arguments as in `build_markov`.
 
     draws: I32 [DRAW_WORDS, at least m], for candidates. scratch: for each row but the last; its
-    size is m.
+    size is m. The candidates are I32 [words, 1] for the token after the anchor, then [words, m]:
+    column i is what follows the i-th of the tokens before, the first m of column 0 there.
     """
     before, n = anchor, logits.ne[1]
     found, traits = [], []
@@ -122,7 +114,7 @@ def build_lists(
         if i + 1 < n:
             ids = _ids_at(b, found[-1], _IDS, scratch[i], logits.ne[0])
             before = _as_target(b, ids, head)
-    return ListOutputs(found, _build_confidence(b, w, rows, traits))
+    return found, _build_confidence(b, w, rows, traits)
 
 
 def _build_bias(b: Builder, w: DrafterWeights, before: Tensor) -> tuple[Tensor, Tensor]:

@@ -200,8 +200,8 @@ class DFlashDrafter(Drafter):
 
         def build(b: Builder) -> Readback:
             inp = joint.leaves(b, m, n_rows(self.hparams, n), n)
-            found = build_joint_draft(b, self.hparams, self._weights, self._rings, inp, self._head)
-            return self._results([found.candidates], found.confidence)
+            args = b, self.hparams, self._weights, self._rings, inp, self._head
+            return self._results(*build_joint_draft(*args))
 
         return self.graphs.get(("joint", m, n), n_nodes(self.hparams, n), build)
 
@@ -229,8 +229,8 @@ class DFlashDrafter(Drafter):
         def build(b: Builder) -> Readback:
             hp = self.hparams
             inp = self._memory.block_leaves(b, n_rows(hp, n), n, lengths)
-            found = build_draft(b, hp, self._weights, self._rings, inp, self._head, slot, n)
-            return self._results([found.candidates], found.confidence)
+            args = b, hp, self._weights, self._rings, inp, self._head, slot, n
+            return self._results(*build_draft(*args))
 
         return self.graphs.get(("draft", slot, n, lengths), n_nodes(self.hparams, n), build)
 

@@ -106,7 +106,6 @@ class DSparkDrafter(DFlashDrafter):
             rows, logits = build_rows(*args)
             scratch = [memory.scratch(b, i, BEAM) for i in range(n - 1)]
             more = inp.anchor, self._head, inp.draws, scratch
-            found = build_lists(b, self._weights, logits, rows, *more)
-            return self._results(found.candidates, found.confidence)
+            return self._results(*build_lists(b, self._weights, logits, rows, *more))
 
         return self.graphs.get(("lists", slot, n, lengths), n_nodes(self.hparams, n), build)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,7 @@ def _kind(value: object) -> str:
     """Describe a value's type."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype.name}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "an array of strings"
+    if isinstance(value, (StringArray, list)):
+        return "an array"
     names = {bool: "a boolean", int: "an integer", float: "a floating-point number"}
     return names.get(type(value), "a string")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import NoReturn, overload
+from typing import NoReturn
 
 import numpy as np
 
@@ -27,7 +27,7 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
 
-class StringArray(Sequence[str]):
+class StringArray:
     """A string array of the header, kept as bytes and offsets and decoded on access."""
 
     def __init__(self, data: bytes, starts: np.ndarray) -> None:
@@ -41,13 +41,7 @@ class StringArray(Sequence[str]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> str:
         return self.raw(index).decode("utf-8", "replace")
 
     def __repr__(self) -> str:

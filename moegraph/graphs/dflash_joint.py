@@ -14,15 +14,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from ..arch.dflash import (
-    DFlashHParams,
-    DraftOutputs,
-    build_block,
-    build_keys,
-    build_outputs,
-    build_queries,
-)
-from ..arch.dspark import HeadMatrix
+from ..arch.dflash import DFlashHParams, build_block, build_keys, build_outputs, build_queries
+from ..arch.dspark import DraftResults, HeadMatrix
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.device import Device
 from ..ggml.lib import C
@@ -148,7 +141,7 @@ def can_join(device: Device, hp: DFlashHParams, rings: DraftRings) -> bool:
 def build_joint_draft(
     b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: JointInputs,
     head: HeadMatrix,
-) -> DraftOutputs:  # fmt: skip
+) -> DraftResults:  # fmt: skip
     """Append drafts after all anchors: results of the first token of each, then the second ones."""
     attend = partial(_attend, b, hp, w, rings, inp)
     cur = build_block(b, hp, w, inp.embd, attend)

@@ -86,12 +86,15 @@ def build_expert_sum(b: Builder, rows: Tensor, il: int) -> Tensor:
     parts = [
         b.expand(b.view(rows, (n_embd, n_tokens), (rows.nb[2],), i * rows.nb[1])) for i in range(k)
     ]
+    return b.name(_summed(b, parts), "ffn_moe_out", il)
+
+
+def _summed(b: Builder, parts: list[Tensor]) -> Tensor:
+    """Append the sum of views, one after the other."""
     out = parts[0]
     for part in parts[1:]:
         out = b.expand(b.add(out, part))
-    if k == 1:
-        out = b.cont(out)
-    return b.name(out, "ffn_moe_out", il)
+    return out if len(parts) > 1 else b.cont(out)
 
 
 def build_routed_experts(
@@ -163,10 +166,5 @@ def build_grouped_experts(
     rows = hp.expert_rows(b, bank.parts, cur, slots, weights, il)
     shape, strides = (n_embd, n_group, n_groups), (rows.nb[1], rows.nb[2])
     parts = [b.expand(b.view(rows, shape, strides, i * n_group * rows.nb[1])) for i in range(k)]
-    out = parts[0]
-    for part in parts[1:]:
-        out = b.expand(b.add(out, part))
-    if k == 1:
-        out = b.cont(out)
-    out = b.reshape(out, n_embd, n_full)
+    out = b.reshape(_summed(b, parts), n_embd, n_full)
     return b.name(b.view(out, (n_embd, n), (out.nb[1],)), "ffn_moe_out", il)

@@ -36,13 +36,9 @@ class HeadOutputs:
 
 
 def build_head(
-    b: Builder,
-    weights: HeadWeights,
-    cur: Tensor,
-    out_ids: Tensor | None,
-    draws: Tensor | None,
+    b: Builder, weights: HeadWeights, cur: Tensor, out_ids: Tensor | None, draws: Tensor | None,
     results: Results,
-) -> HeadOutputs:
+) -> HeadOutputs:  # fmt: skip
     """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_tokens].
 
     out_ids: None for all rows. draws: I32 [DRAW_WORDS, n_out], for candidates.

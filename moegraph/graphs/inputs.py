@@ -173,13 +173,9 @@ class InputBlock:
         return not shape.is_tree and taps.n_kept > 0 and shape.n_tokens <= taps.n_rows
 
     def fill(
-        self,
-        shape: PassShape,
-        tokens: npt.NDArray[np.int32],
-        slots: tuple[int, ...],
-        tree: Tree | None,
-        draws: npt.NDArray[np.int32] | None = None,
-    ) -> None:
+        self, shape: PassShape, tokens: npt.NDArray[np.int32], slots: tuple[int, ...],
+        tree: Tree | None, draws: npt.NDArray[np.int32] | None = None,
+    ) -> None:  # fmt: skip
         """Write the inputs of a pass and enqueue their upload.
 
         tokens: numpy shape [n_seqs, n_seq_tokens]. slots: the sequence of each row of tokens; they
@@ -303,14 +299,9 @@ class _OneRow:
     end = 0
 
     def __init__(
-        self,
-        region: Callable[..., npt.NDArray[Any]],
-        at: _Layout,
-        shape: PassShape,
-        n_embd: int,
-        state: State,
-        taps: TapRows,
-    ) -> None:
+        self, region: Callable[..., npt.NDArray[Any]], at: _Layout, shape: PassShape, n_embd: int,
+        state: State, taps: TapRows,
+    ) -> None:  # fmt: skip
         self.shape, self._is_paged = shape, shape.is_paged
         self._state, self._pool = state, state.pool
         self._taps, self._tap = taps, region(at.taps, 1, np.int32)

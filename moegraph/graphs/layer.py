@@ -61,13 +61,7 @@ def build_last_tap(
 
 
 def build_mixer_router(
-    b: Builder,
-    stage: Stage,
-    inp: PassInputs,
-    shape: PassShape,
-    x: Tensor,
-    cur: Tensor,
-    il: int,
+    b: Builder, stage: Stage, inp: PassInputs, shape: PassShape, x: Tensor, cur: Tensor, il: int
 ) -> Routed:
     """Append mixer, residual, norm and router for the layer input x and its norm cur.
 
@@ -83,14 +77,9 @@ def build_mixer_router(
 
 
 def build_moe(
-    b: Builder,
-    stage: Stage,
-    residual: Tensor,
-    post_norm: Tensor,
-    slots: Tensor,
-    weights: Tensor,
+    b: Builder, stage: Stage, residual: Tensor, post_norm: Tensor, slots: Tensor, weights: Tensor,
     il: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Append the expert FFN and the residual; return l_out F32 [n_embd, n_tokens].
 
     slots I32 [n_expert_used, n_tokens]; weights F32 [1, n_expert_used, n_tokens].

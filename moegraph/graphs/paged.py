@@ -78,12 +78,9 @@ def prompt_rows(
 
 
 def fill_rows(
-    out: npt.NDArray[np.int32],
-    pos0: list[int],
-    n_seq_tokens: int,
-    tree: Tree | None,
+    out: npt.NDArray[np.int32], pos0: list[int], n_seq_tokens: int, tree: Tree | None,
     n_pad: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """Describe the rows of a pass: I32 numpy [n_tokens, ROW_WORDS]; pos0: first positions.
 
     n_pad: sequences at the end that are padding.

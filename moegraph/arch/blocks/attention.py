@@ -115,14 +115,9 @@ def _write(b: Builder, memory: Memory, k: Tensor, v: Tensor, kv_idx: Tensor, il:
 
 
 def _attend(
-    b: Builder,
-    hp: Architecture,
-    memory: Memory,
-    inp: PassInputs,
-    shape: PassShape,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    il: int,
-) -> Tensor:
+    b: Builder, hp: Architecture, memory: Memory, inp: PassInputs, shape: PassShape,
+    qkv: tuple[Tensor, Tensor, Tensor], il: int,
+) -> Tensor:  # fmt: skip
     """Append the writes of K and V to the cache and the attention: F32 [d * n_head, n_tokens]."""
     q, k, v = qkv
     if memory.rot_k is not None:

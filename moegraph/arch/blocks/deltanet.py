@@ -146,27 +146,20 @@ def build_deltanet(
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn_linear, except that states
     are read and written in place; upstream copies them.
     """
-    if inp.joint is not None:
-        return _joint_deltanet(b, hp, w, memory, inp.joint, inp.slots, shape, cur, il)
-    rows, z = _project_rows(b, hp, w, shape, cur, il)
-    out = _recurrence(b, hp, w, memory, rows, inp.slots, il, inp.parents)
-    out = _output(b, hp, w, shape, out, z, il)
+    joint, n = inp.joint, cur.ne[1]
+    flat = PassShape(n, 1, shape.n_kv, 0) if joint else shape
+    rows, z = _project_rows(b, hp, w, flat, cur, il)
+    if joint:
+        placed, lengths = _spread_rows(b, rows, shape, joint), joint.lengths
+        out = _recurrence(b, hp, w, memory, placed, inp.slots, il, lengths=lengths)
+        out = joint.gather(b, b.reshape(out, hp.value_dim, shape.n_tokens))
+        out = b.reshape(out, hp.head_v_dim, hp.n_v_heads, n, 1)
+    else:
+        out = _recurrence(b, hp, w, memory, rows, inp.slots, il, inp.parents)
+    out = _output(b, hp, w, flat, out, z, il)
     if inp.parents is not None:
         memory.drafts.keep(b, (rows.qkv, rows.gate, rows.beta), il)
     return out
-
-
-def _joint_deltanet(
-    b: Builder, hp: DeltaArchitecture, w: Weights, memory: Memory, joint: JointRows, slots: Tensor,
-    shape: PassShape, cur: Tensor, il: int,
-) -> Tensor:  # fmt: skip
-    n, flat = cur.ne[1], PassShape(cur.ne[1], 1, shape.n_kv, 0)
-    rows, z = _project_rows(b, hp, w, flat, cur, il)
-    rows = _spread_rows(b, rows, shape, joint)
-    out = _recurrence(b, hp, w, memory, rows, slots, il, lengths=joint.lengths)
-    out = joint.gather(b, b.reshape(out, hp.value_dim, shape.n_tokens))
-    out = b.reshape(out, hp.head_v_dim, hp.n_v_heads, n, 1)
-    return _output(b, hp, w, flat, out, z, il)
 
 
 def _spread_rows(b: Builder, rows: _DeltaRows, shape: PassShape, joint: JointRows) -> _DeltaRows:
