@@ -153,17 +153,10 @@ class MtpDrafter(Drafter):
         part of the vocabulary is drafted, then as without, because a race is about all tokens.
         """
         race = None if self._block.part else race
-        results = self._run(slot, anchor, n, race)
-        if results is None:
-            return empty_draft()
-        return drawn(results.rows[0], n_top) if race else self._draft(results, n_top)
-
-    def _run(self, slot: int, anchor: int, n: int, race: Race | None) -> Readback | None:
-        """Compute a chain and wait; None if there is no room for one."""
         state, n_past = self._state, self._state.n_past[slot]
         n = min(n, self.max_draft, state.pool.room(slot) - n_past)
         if n < 1:
-            return None
+            return empty_draft()
         length = PAGED if self._is_paged else state.n_kv(n_past + n)
         built = self._chain(n, length, race is not None)
         built.set_length(length)
@@ -178,15 +171,13 @@ class MtpDrafter(Drafter):
         self._device.finish()
         if self._block.experts:
             self._block.experts.note(results.rows[2])
-        return results
-
-    def _draft(self, outputs: Readback, n_top: int) -> Draft:
-        """Return what a chain left, up to a step whose likeliest tokens are not known."""
-        tokens, log_p = likeliest_rows(outputs.rows[0], n_top)
+        if race:
+            return drawn(results.rows[0], n_top)
+        tokens, log_p = likeliest_rows(results.rows[0], n_top)
         if self._block.part:
             tokens = self._block.part.ids[tokens]
         # of equally likely tokens, the chain may have gone on with another
-        is_other = (tokens[:, 0] != outputs.rows[1][0, : len(tokens)]) & ~np.isnan(log_p[:, 0])
+        is_other = (tokens[:, 0] != results.rows[1][0, : len(tokens)]) & ~np.isnan(log_p[:, 0])
         n = int(is_other.argmax()) if is_other.any() else len(tokens)
         return Draft(tokens[:n], log_p[:n])
 

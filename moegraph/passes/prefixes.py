@@ -159,7 +159,7 @@ class Prefixes:
                 found.append(mark)
         if not found:
             return []
-        store, size = self.store, max(1, self._copies.states_bytes)
+        store, size = self.store, max(1, self._copies.memory.states_bytes)
         limit = store.limit()
         store.shrink(limit - size * len(found), store.tree.find(ids[:n_held], n_held, owner))
         store.drop_spare(limit)
@@ -203,7 +203,7 @@ class Prefixes:
     def _save(self, seq: int, states: StatesCopy | None, path: Path) -> bool:
         copies, last = self._copies, path[-1]
         if last.states is None:
-            if not self.store.make_room(copies.states_bytes, path):
+            if not self.store.make_room(copies.memory.states_bytes, path):
                 if states is not None:
                     states.close()
                 return False

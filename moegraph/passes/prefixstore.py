@@ -109,7 +109,7 @@ class PrefixStore:
         for entry in found:  # no node has tokens of two files
             path = self.tree.reach(ids[: entry.end], owner)
         n_rows = sum(len(node.tokens) for node in path if node.rows is None)
-        n_bytes = n_rows * self._copies.row_bytes + self._copies.states_bytes
+        n_bytes = n_rows * self._copies.row_bytes + self._copies.memory.states_bytes
         try:
             if self.disk and path[-1].states is None and self.make_room(n_bytes, path):
                 self._read(self.disk, found, path)

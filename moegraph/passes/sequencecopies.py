@@ -43,10 +43,7 @@ class SwappedSequence:
 
 
 class SequenceCopies:
-    """Copies sequences and puts them back, between two passes.
-
-    states_bytes: size of the states of a sequence.
-    """
+    """Copies sequences and puts them back, between two passes."""
 
     def __init__(self, passes: Passes, speculation: Callable[[], Speculation | None]) -> None:
         """speculation: returns what drafts, or None."""
@@ -54,7 +51,6 @@ class SequenceCopies:
         self._state = passes.runner.sequences
         self.memory = self._state.copies
         self._speculation = speculation
-        self.states_bytes = self.memory.states_bytes
 
     def close(self) -> None:
         """Forget what drafts; no copies are made any more."""
@@ -147,7 +143,7 @@ class SequenceCopies:
                 swapped.states = self.take_states(seq)
                 swapped.rows = self.take_rows(seq, 0, ids)
         except MemoryError as error:
-            n_bytes = self.states_bytes + self.row_bytes * len(ids)
+            n_bytes = self.memory.states_bytes + self.row_bytes * len(ids)
             swapped.close()
             raise NativeError(
                 f"no host memory for {format_bytes(n_bytes)} of sequence {seq}"

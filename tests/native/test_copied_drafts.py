@@ -80,7 +80,7 @@ def test_a_swapped_sequence_drafts_as_before(open_engine: Open, tmp_path: Path, 
     draft = drafter_of(engine).draft(0, answer[-1], 7, 3)
     swapped = engine.copies.swap_out(0)
     copies = engine.copies
-    most = copies.states_bytes + len(held) * copies.row_bytes
+    most = copies.memory.states_bytes + len(held) * copies.row_bytes
     assert swapped.n_bytes <= most and (name == "windows" or swapped.n_bytes == most)
     text(engine, prompt(engine, 900, seed=1), 4)
     engine.reset(0)

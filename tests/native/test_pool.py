@@ -139,7 +139,7 @@ def test_a_swapped_sequence_goes_on_in_another_slot(
     swapped = engine.copies.swap_out(0)
     assert swapped.ids == ids[:305].tolist() and engine.held(0) == []
     copies = engine.copies
-    assert swapped.n_bytes == copies.states_bytes + 305 * copies.row_bytes
+    assert swapped.n_bytes == copies.memory.states_bytes + 305 * copies.row_bytes
     np.testing.assert_array_equal(last_row(engine, other, 1), last_row(alone, other))
     with pytest.raises(PoolFull, match="pages needed: 2, free: 0"):
         engine.copies.swap_in(2, swapped)
