@@ -55,7 +55,8 @@ class Controller:
         widths = sorted({w for w in (*WIDTHS, *longest, most) if 1 < w <= most}) or [2]
         self.passes = PassTimes(widths, experts)
         first = [w for w in widths if w <= max(FIRST_WIDTH, widths[0])][-1:]
-        self.open = tuple(first if self.settings.graph_price else widths)  # widths that may be used
+        # widths that may be used
+        self.open = tuple(first if settings.graph_price > FEW else widths)
         self._missed: dict[int, float] = {}  # tokens that other widths would have given
         wanted = [s for s in sources if settings.spec in ("auto", s.name)]
         known = [Known(source, settings.most_depths(source)) for source in wanted]
@@ -65,7 +66,6 @@ class Controller:
         self._accounts = Accounts()
         self._n_steps = self._n_plain = 0  # all; plain ones in a row
         self._since_plain = self._since_plan = 0  # steps
-        self._since_plan_s = 0.0
         self._was_trial = False  # the last step
         self._stats = SpecStats()
         self._shared = SharedPasses(settings.is_timed)
@@ -278,7 +278,6 @@ class Controller:
         self._was_trial = step.is_trial
         self._n_steps += 1
         self._since_plan += 1
-        self._since_plan_s += step.seconds
         # a plan takes as long as a few kernels, but the first steps tell most
         if self._since_plan >= FEW or self._n_steps < 4 * FEW:
             self._plan()
@@ -308,20 +307,15 @@ class Controller:
         if not passes.plain_s:
             return
         widths = self._near(self.open)
-        closed = [width for width in self._near(passes.widths) if width not in self.open]
         for drafter in self._ranked:
             known, source = drafter.acceptance, drafter.source
             leaf = known.leaf if source.n_top > 1 else ()
             growth = grow(known.rates, leaf, most)
-            drafter.value, drafter.plan, _ = drafter.best_of(growth, passes, widths)
-            rate = _MARGIN * max(drafter.value, 1.0 / passes.plain_s)
-            if known.seen[0] and not source.is_free and closed:
-                value, _, width = drafter.best_of(growth, passes, closed)
-                self._miss(width, (value - rate) * self._since_plan_s)
+            drafter.value, drafter.plan = drafter.best_of(growth, passes, widths)
             hopes = grow(known.hopes(HOPE), leaf, most)
-            drafter.hope, hoped, _ = drafter.best_of(hopes, passes, widths)
+            drafter.hope, hoped = drafter.best_of(hopes, passes, widths)
             drafter.hoped = hoped.n_draft
-        self._since_plan, self._since_plan_s = 0, 0.0
+        self._since_plan = 0
         self._ranked.sort(key=lambda drafter: -drafter.value)
 
 

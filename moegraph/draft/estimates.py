@@ -275,8 +275,8 @@ class Known:
 
     def best_of(
         self, growth: Growth, passes: PassTimes, widths: Sequence[int]
-    ) -> tuple[float, Plan, int]:
-        """Return the best value of rows added in this order, the plan that drafts them, its rows.
+    ) -> tuple[float, Plan]:
+        """Return the best value of rows added in this order, and the plan that drafts them.
 
         widths: of which it takes one, in order.
         """
@@ -293,7 +293,7 @@ class Known:
         has_leaves = best_width > plan_depth + 1
         n_nodes = best_width - 1 if has_leaves and self.source.has_tree else 0
         plan = Plan(self.source.name, plan_depth, self.source.n_top, n_nodes=n_nodes)
-        return value, plan, best_width
+        return value, plan
 
 
 class Accounts:
