@@ -64,7 +64,7 @@ class Controller:
         self._ranked = list(self._drafters.values())  # the best first
         self._absent: Collection[str] = ()  # drafters without a draft in this step
         self._accounts = Accounts()
-        self._n_steps = self._n_plain = 0  # all; plain ones in a row
+        self._n_steps = 0
         self._since_plain = self._since_plan = 0  # steps
         self._was_trial = False  # the last step
         self._stats = SpecStats()
@@ -270,11 +270,8 @@ class Controller:
                 drafter.acceptance.observe(step.ranks, step.log_p)
         elif step.seconds:
             self._accounts.book(passes.plain_s, step.seconds, 0.0, self._pays)
-            # the first after a draft takes longer
-            if self._n_plain or step.seconds < passes.plain_s or not passes.plain_s:
-                passes.observe(1, step.seconds, step.n_missing, self._accounts.is_doubtful)
-                self._since_plain, self._accounts.is_confirmed = 0, True
-        self._n_plain = 0 if step.source else self._n_plain + 1
+            passes.observe(1, step.seconds, step.n_missing, self._accounts.is_doubtful)
+            self._since_plain, self._accounts.is_confirmed = 0, True
         self._was_trial = step.is_trial
         self._n_steps += 1
         self._since_plan += 1

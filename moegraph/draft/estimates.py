@@ -30,8 +30,7 @@ SHARE = 0.006
 # The same while it is faster by all that is known: bad luck
 # is soon forgotten.
 _PAYING_SHARE = 0.02
-# Steps with drafts between those that measure what steps without take now: a pair of plain ones for
-# a lone sequence, because the first takes longer.
+# Steps with drafts between those that measure what steps without take now.
 REFRESH = 128
 
 
