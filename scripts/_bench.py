@@ -13,11 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from _tools import ROOT as ROOT
+from _tools import Parser as Parser
+
 WORKER = Path(__file__).with_name("_bench_worker.py")
 Line = dict[str, Any]
 # Settings of "sampled" rows.
@@ -25,28 +29,21 @@ SAMPLING = {"temperature": 0.8, "seed": 1}
 
 
 class BenchError(Exception):
-    """The measurement cannot continue; the message is one line. Exit code 2."""
+    """The measurement cannot continue; the message is one line."""
+
+    exit_code = 2
 
 
-class Parser(argparse.ArgumentParser):
-    """A command line whose help keeps its line breaks and whose errors are one line."""
-
-    def __init__(self, about: str | None) -> None:
-        super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2."""
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
-
-
-def add_common(p: argparse.ArgumentParser, samples: int = 5) -> None:
-    """Add the options of every bench script whose raw lines begin with a description of the run."""
-    p.add_argument("--samples", type=positive, default=samples, metavar="N",
-                   help="counted samples of each test, after one that is not counted")  # fmt: skip
-    p.add_argument("--commit", default="", help="commit of moegraph, if the folder has no .git")
-    p.add_argument("--out", type=Path, metavar="FILE", help="append raw JSON lines here")
-    p.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"))
-    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads of every system")
+def bench_parser(about: str | None, samples: int = 0) -> Parser:
+    """Return a command line with the options of all bench scripts; samples: the default, if any."""
+    p = Parser(description=about)
+    p.add_argument("model", type=model_path, help="a GGUF file, or a shipped model's name")
+    p.add_argument("--device", default="auto", help="of moegraph")
+    p.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines here")
+    if samples:
+        p.add_argument("--samples", type=positive, default=samples, metavar="N",
+                       help="of each test, after one that is not counted")  # fmt: skip
+    return p
 
 
 def positive(text: str) -> int:
@@ -94,11 +91,11 @@ def machine() -> Line:
     }  # fmt: skip
 
 
-def commit_of(folder: Path, given: str = "") -> str:
-    """Return the commit of a checkout: as given, from its file COMMIT, or from git."""
+def commit_of(folder: Path) -> str:
+    """Return the commit of a checkout: from its file COMMIT, or from git."""
     note = folder / "COMMIT"
-    if given or note.is_file():
-        return given or note.read_text(encoding="ascii").strip()
+    if note.is_file():
+        return note.read_text(encoding="ascii").strip()
     return _output(["git", "describe", "--always", "--dirty", "--abbrev=40"], folder) or "unknown"
 
 
@@ -119,7 +116,7 @@ class Raw:
         self.run = f"{bench}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
         model = Path(args.model)
         self.add(
-            "run", bench=bench, argv=plain_paths(sys.argv[1:]), commit=commit_of(ROOT, args.commit),
+            "run", bench=bench, argv=plain_paths(sys.argv[1:]), commit=commit_of(ROOT),
             model=model.name, model_bytes=model.stat().st_size, machine=machine(), **about,
         )  # fmt: skip
 
@@ -185,38 +182,40 @@ def used_device_bytes() -> int:
     return used.get(only, 0) if only else sum(used.values())
 
 
-def with_libraries(program: str | Path) -> dict[str, str]:
+def with_path(variable: str, folder: Path) -> dict[str, str]:
+    """Return the environment in which a process looks into a folder first: PYTHONPATH, or such."""
+    parts = [str(folder), os.environ.get(variable)]
+    return {**os.environ, variable: os.pathsep.join(filter(None, parts))}
+
+
+def with_libraries(program: Path) -> dict[str, str]:
     """Return the environment in which a program finds the libraries beside it."""
-    folders = [str(Path(program).resolve().parent), os.environ.get("LD_LIBRARY_PATH")]
-    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
+    return with_path("LD_LIBRARY_PATH", program.resolve().parent)
 
 
-def last_words(errors: IO[bytes]) -> str:
-    """Return the last line of a file that took what a process said."""
+def last_words(errors: IO[bytes], n_lines: int = 1) -> str:
+    """Return the last lines of a file that took what a process said."""
     errors.seek(0)
-    lines = errors.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-n_lines:])[-400:] or "it said nothing"
 
 
+@dataclass
 class Worker:
     """A process of _bench_worker.py; requests and replies go through pipes."""
 
-    def __init__(self, name: str, env: Mapping[str, str]) -> None:
-        self.name = name
-        self._errors = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER)], env=dict(env), cwd="/", stderr=self._errors,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+    name: str
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
 
     def tell(self, do: str, **arguments: object) -> None:
         """Send a request; `hear` returns its reply."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self.process.stdin.flush()
         except BrokenPipeError as error:
-            raise BenchError(f"{self.name}: the worker ended: {self._why()}") from error
+            raise self._ended() from error
 
     def ask(self, do: str, **arguments: object) -> Line:
         """Send a request and return its reply."""
@@ -225,56 +224,64 @@ class Worker:
 
     def hear(self) -> Line:
         """Return the reply to the last request."""
-        out = self._process.stdout
-        assert out is not None
-        line = out.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
-            raise BenchError(f"{self.name}: the worker ended: {self._why()}")
+            raise self._ended()
         reply: Line = json.loads(line)
         if not reply.pop("ok"):
             raise BenchError(f"{self.name}: {reply['error']}")
         return reply
 
-    def _why(self) -> str:
-        return f"exit code {self._process.wait()}: {last_words(self._errors)}"
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            if pipe:
-                pipe.close()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _ended(self) -> BenchError:
+        why = f"exit code {self.process.wait()}: {last_words(self.errors)}"
+        return BenchError(f"{self.name}: the worker ended: {why}")
 
 
-def start_worker(spec: str) -> Worker:
-    """Start the worker of NAME=FOLDER[,VAR=VALUE...]."""
-    name, _, rest = spec.partition("=")
-    folder, *settings = rest.split(",")
-    root = Path(folder).resolve()
-    extra = dict(setting.split("=", 1) for setting in settings)
-    if not (root / "moegraph" / "__init__.py").is_file():
+@dataclass(frozen=True)
+class System:
+    """A checkout, and variables of its environment."""
+
+    name: str
+    folder: Path
+    env: dict[str, str]
+
+    @classmethod
+    def of(cls, text: str) -> System:
+        """Read NAME=FOLDER[,VAR=VALUE...], for argparse."""
+        name, _, rest = text.partition("=")
+        folder, *settings = rest.split(",")
+        if not (name and folder and Path(folder).is_dir() and all("=" in x for x in settings)):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not NAME=FOLDER[,VAR=VALUE...] of a folder that exists"
+            )
+        return cls(name, Path(folder).resolve(), dict(one.split("=", 1) for one in settings))
+
+
+@contextmanager
+def started(raw: Raw, system: System) -> Iterator[Worker]:
+    """Run a worker of a system; a raw line says what it is."""
+    name, folder = system.name, system.folder
+    if not (folder / "moegraph" / "__init__.py").is_file():
         raise BenchError(f"{folder} has no folder moegraph; name a built checkout")
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    return Worker(name, {**os.environ, "PYTHONPATH": path} | extra)
-
-
-def note_system(raw: Raw, spec: str, worker: Worker) -> None:
-    """Wait until a worker has started, and append a line about what it runs."""
-    folder = Path(spec.partition("=")[2].split(",")[0]).resolve()
-    about = worker.hear()  # first of all, it says what it is
-    package = about.get("package")
-    if package and Path(package).parent != folder:
-        raise BenchError(f"{worker.name}: {package} was imported, not the package in {folder}")
-    commit = about.get("commit") or commit_of(folder)
-    kept = {k: v for k, v in about.items() if k not in ("package", "libraries", "defaults")}
-    raw.add("system", system=worker.name, spec=plain_paths([spec])[0], **{**kept, "commit": commit})
+    env = {**with_path("PYTHONPATH", folder), **system.env}
+    with tempfile.TemporaryFile() as errors, subprocess.Popen(
+        [sys.executable, str(WORKER)], env=env, cwd="/", stderr=errors, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            worker = Worker(name, process, errors)
+            about = worker.hear()  # first of all, it says what it is
+            package = about.pop("package")
+            if Path(package).parent != folder:
+                raise BenchError(f"{name}: {package} was imported, not the package in {folder}")
+            about["commit"] = about.get("commit") or commit_of(folder)
+            left_out = ("libraries", "defaults")
+            kept = {key: value for key, value in about.items() if key not in left_out}
+            raw.add("system", system=name, folder=folder.name, **kept)
+            yield worker
+        finally:
+            process.kill()
 
 
 def json_line(line: Line) -> str:
@@ -287,6 +294,12 @@ def append_line(path: Path | None, line: Line) -> None:
     if path:
         with path.open("a", encoding="utf-8") as file:
             file.write(json_line(line))
+
+
+def note(path: Path | None, line: Line) -> None:
+    """Print a raw line, and append it to a file."""
+    print(json_line(line), end="", flush=True)
+    append_line(path, line)
 
 
 def samples_by_key(lines: Iterable[Line]) -> dict[tuple[str, str, str], list[float]]:
@@ -311,22 +324,25 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{middle:.{digits}f} ({min(values):.{digits}f} .. {max(values):.{digits}f})"
 
 
-def comparison(lines: Sequence[Line], base: str) -> list[str]:
-    """Return a Markdown table of all tests and systems, with speed relative to system `base`."""
-    found = samples_by_key(lines)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def comparison(lines: Sequence[Line], base: str) -> str:
+    """Return a table of all tests and systems, with speed relative to system `base`."""
+    found, rows = samples_by_key(lines), []
     units = {(x["setting"], x["test"]): x["unit"] for x in lines if x["kind"] == "sample"}
-    rows = [
-        f"| setting | test | system | samples | median (least .. most) | times {base} |",
-        "|---|---|---|---|---|---|",
-    ]
     for (setting, test, system), values in found.items():
         unit, against = units[setting, test], found.get((setting, test, base))
         ratio = "-"
         if against and system != base:
             ratio = spread(times_better(values, against, unit), 3)
         shown = f"{spread(values, 3 if unit in ('ms', 's') else 1)} {unit}"
-        rows.append(f"| {setting} | {test} | {system} | {len(values)} | {shown} | {ratio} |")
-    return rows if found else []
+        rows.append([setting, test, system, str(len(values)), shown, ratio])
+    head = ["setting", "test", "system", "samples", "median (least .. most)", f"times {base}"]
+    return table(head, rows) if rows else ""
 
 
 def finish(raw: Raw, base: str, measure: Callable[[], None]) -> None:
@@ -334,25 +350,22 @@ def finish(raw: Raw, base: str, measure: Callable[[], None]) -> None:
     try:
         measure()
     finally:
-        print("".join(f"{row}\n" for row in comparison(raw.lines, base)), end="", flush=True)
+        print(comparison(raw.lines, base), end="", flush=True)
 
 
-def guarded(name: str, run: Callable[[], int | None]) -> int:
-    """Run a script's work; turn an expected failure into one line and an exit code.
+def main(parser: Parser, work: Callable[[argparse.Namespace], int | None]) -> int:
+    """Do a script's work; an expected failure becomes one line and an exit code.
 
-    run: returns the exit code; None is 0.
+    work: returns the exit code; None is 0.
     """
+    args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from moegraph.errors import MoegraphError
 
     try:
-        return run() or 0
-    except BenchError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except MoegraphError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        return work(args) or 0
+    except (BenchError, MoegraphError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    return 0

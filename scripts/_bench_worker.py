@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,9 @@ class Side:
         self.engine.reset()
         self.engine.device.synchronize()
 
-    def step(self, ids: Ids, logits: bool) -> None:
+    def step(self, ids: Ids, logits: bool) -> object:
         """Run one pass; without logits, only copy the device's argmax to the host."""
-        self.engine.forward(ids, greedy=not logits)
+        return self.engine.forward(ids, greedy=not logits)
 
     def _report(self, before: Any) -> dict[str, Any] | None:
         after = self.engine.expert_stats()
@@ -108,22 +109,21 @@ class Side:
             self.engine.prefill(ids[:depth], greedy=True)
         return ids[depth:]
 
+    def _timed(self, work: Callable[[], object]) -> dict[str, Any]:
+        before, begin = self.engine.expert_stats(), time.perf_counter()
+        work()
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "experts": self._report(before)}
+
     def decode(self, n: int, seed: int, depth: int = 0, logits: bool = False) -> dict[str, Any]:
         """Time n passes of one row from position `depth`."""
         ids = self._begin(seed, depth, n)
-        before, begin = self.engine.expert_stats(), time.perf_counter()
-        for at in range(n):
-            self.step(ids[at : at + 1], logits)
-        seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "experts": self._report(before)}
+        return self._timed(lambda: [self.step(one, logits) for one in ids.reshape(n, 1)])
 
     def prompt(self, n: int, seed: int, depth: int = 0, logits: bool = True) -> dict[str, Any]:
         """Time a prompt of n tokens from position `depth`."""
         ids = self._begin(seed, depth, n)
-        before, begin = self.engine.expert_stats(), time.perf_counter()
-        self.engine.prefill(ids, greedy=not logits)
-        seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "experts": self._report(before)}
+        return self._timed(lambda: self.engine.prefill(ids, greedy=not logits))
 
     def rows(self, n: int, seed: int, repeat: int, logits: bool = True) -> dict[str, Any]:
         """Time `repeat` passes of n rows, each of other ids and from an empty sequence.
@@ -144,11 +144,7 @@ class Side:
         ids = token_ids(seed, n * n_seqs, self.n_vocab).reshape(n, n_seqs, 1)
         for seq in range(n_seqs):
             self.engine.reset(seq)
-        before, begin = self.engine.expert_stats(), time.perf_counter()
-        for rows in ids:
-            self.engine.forward(rows, greedy=True)
-        seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "experts": self._report(before)}
+        return self._timed(lambda: [self.engine.forward(rows, greedy=True) for rows in ids])
 
     def generate(
         self, n: int, n_prompt: int, seed: int, sampling: dict[str, Any]

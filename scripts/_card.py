@@ -112,16 +112,6 @@ def cuda_libraries() -> list[str]:
     return [str(toolkit / "lib64"), str(cublas.lib), *wheels]
 
 
-def count_cores() -> int:
-    """Return how many physical cores this process may use."""
-    allowed, siblings = os.sched_getaffinity(0), {}
-    for cpu in allowed:
-        note = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        if note.is_file():
-            siblings[cpu] = note.read_text().strip()
-    return max(1, len({siblings.get(cpu, str(cpu)) for cpu in allowed}))
-
-
 @dataclass(frozen=True)
 class Model:
     """What commands need to know of a model file; bytes."""
@@ -166,9 +156,9 @@ FULL = {
     "depths": "8192 32768", "decode_ub": "512", "ub": "2048", "server_ub": "1024",
     "clients": "1 4 8 16", "clients_60": "1 4 8", "many_60": "16 32", "ctx": "40960",
     "long_prompt": "--long --beside 8 --prompt 8192 --turn 20000",
-    "rows": "1 2 4 8 16 32", "rows_comma": "1,2,4,8,16,32", "seqs": "8 16 32",
-    "seqs_comma": "8,16,32", "traces": "sticky flat recorded", "warm": "96", "runs": "128",
-    "first": "32 512", "first_comma": "32,512", "lengths": "64 128 256 512 1024 2048",
+    "rows": "1 2 4 8 16 32", "seqs": "8 16 32",
+    "traces": "sticky flat recorded", "warm": "96", "runs": "128",
+    "first": "32 512", "lengths": "64 128 256 512 1024 2048",
 }  # fmt: skip
 QUICK = {
     "samples": "1", "few": "1", "five": "1", "tokens": "128", "gen": "4", "few_gen": "4",
@@ -178,23 +168,24 @@ QUICK = {
     "depths": "40", "decode_ub": "32", "ub": "32", "server_ub": "32",
     "clients": "1 2", "clients_60": "1", "many_60": "2", "ctx": "4096",
     "long_prompt": "",
-    "rows": "1 2", "rows_comma": "1,2", "seqs": "2 3",
-    "seqs_comma": "2,3", "traces": "sticky", "warm": "2", "runs": "8",
-    "first": "8", "first_comma": "8", "lengths": "8 24",
+    "rows": "1 2", "seqs": "2 3",
+    "traces": "sticky", "warm": "2", "runs": "8",
+    "first": "8", "lengths": "8 24",
 }  # fmt: skip
 
 
 def values(s: Settings, model: Model, gpu: Card | None, n_threads: int) -> dict[str, str]:
     """Return what stands for each name in braces in the commands of parts."""
     found = dict(QUICK if s.quick else FULL)
-    sweep = [str(n) for n in sorted({max(1, n_threads * k // 4) for k in (2, 3, 4)})]
+    found["sweep"] = " ".join(map(str, sorted({max(1, n_threads * k // 4) for k in (2, 3, 4)})))
+    commas = ("rows", "seqs", "first", "sweep")
+    found |= {f"{name}_comma": found[name].replace(" ", ",") for name in commas}
     found |= {
         "model": shlex.quote(s.model), "draft": shlex.quote(s.draft),
         "draft_option": f"--draft {shlex.quote(s.draft)}" if s.draft else "",
         "device": "--device cuda:0" if gpu else "--device cpu", "root": shlex.quote(str(ROOT)),
         "before": shlex.quote(s.before), "bin": shlex.quote(str(_card_upstream.programs())),
         "threads": str(n_threads), "ngl": "-ngl 99" if gpu else "-ngl 0",
-        "sweep": " ".join(sweep), "sweep_comma": ",".join(sweep),
         "test_processes": str(test_processes(gpu, n_threads)),
     }  # fmt: skip
     for name, share in (("whole", 1.0), ("60", 0.6), ("25", 0.25), ("none", 0.0)):

@@ -23,14 +23,9 @@ Manifest = dict[str, object]
 
 def pieces_of(path: Path) -> list[Path]:
     """Return the pieces of a pack, or the file itself if it is in one."""
-    if path.is_file():
-        return [path]
-    found = sorted(path.parent.glob(f"{path.name}.[0-9][0-9][0-9]"))
+    found = [path] if path.is_file() else sorted(path.parent.glob(f"{path.name}.[0-9][0-9][0-9]"))
     if not found:
         raise BuildError(f"{path}: no such pack (nor {path.name}.000)")
-    for at, piece in enumerate(found):
-        if piece.suffix != f".{at:03d}":
-            raise BuildError(f"{path.name}.{at:03d} is missing in {path.parent}")
     return found
 
 
@@ -61,28 +56,24 @@ def unpack(path: Path, folders: Mapping[str, Path]) -> Manifest:
         whole.seek(0)
         try:
             with tarfile.open(fileobj=whole, mode="r:xz") as tar:
-                return _take(tar, folders)
+                first = tar.next()
+                if first is None or first.name != MANIFEST:
+                    raise ValueError("no manifest")
+                about: Manifest = json.loads(_read(tar, first))
+                for member in (one for one in tar if one.isfile() and one.name != MANIFEST):
+                    target = place(member.name, folders)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.unlink(missing_ok=True)  # a running process may map it
+                    target.write_bytes(_read(tar, member))
+                    target.chmod(member.mode)
+                return about
         except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
             raise BuildError(f"{path} is broken or no pack of measure_card: {error}") from error
 
 
-def _take(tar: tarfile.TarFile, folders: Mapping[str, Path]) -> Manifest:
-    about: Manifest = {}
-    for member in tar:
-        content = tar.extractfile(member) if member.isfile() else None
-        if content is None:
-            continue
-        if not about:
-            if member.name != MANIFEST:
-                raise ValueError("no manifest")
-            about = json.loads(content.read())
-            continue
-        target = place(member.name, folders)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # a running process may map it
-        target.write_bytes(content.read())
-        target.chmod(member.mode)
-    return about
+def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    content = tar.extractfile(member)
+    return content.read() if content else b""
 
 
 def place(name: str, folders: Mapping[str, Path]) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -21,6 +20,8 @@ from _card import BINDINGS, GIB, SITE, WORK, Settings
 from _card_pack import Manifest
 from _tools import ROOT, BuildError, fetch, say
 
+from moegraph.threads import default_threads
+
 NATIVE = ROOT / "moegraph" / "ggml" / "_native.abi3.so"
 # What a pack may hold, by the name in it.
 FOLDERS = {
@@ -29,6 +30,7 @@ FOLDERS = {
     "upstream": _card_upstream.UPSTREAM, "wheels": WORK / "wheels",
 }  # fmt: skip
 KINDS = ("ours", "upstream", "wheels")
+PIECE_BYTES = 15 << 20
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def look() -> None:
     for gpu in _card.find_gpus():
         say(f"{gpu.name}, compute capability {gpu.arch / 10}, {gpu.n_bytes / GIB:.0f} GiB")
     nvcc = _gpu.find_nvcc()
-    n_cores, free = _card.count_cores(), shutil.disk_usage(ROOT).free
+    n_cores, free = default_threads(), shutil.disk_usage(ROOT).free
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     compiler = nvcc if isinstance(nvcc, str) else f"nvcc {nvcc.version[0]}.{nvcc.version[1]}"
     say(f"{n_cores} cores, {host / GIB:.0f} GiB of memory, {free / GIB:.0f} GiB of disk free; "
@@ -128,9 +130,7 @@ def unpack(paths: list[Path]) -> list[str]:
     return found
 
 
-def pack(
-    path: Path, options: list[str], kinds: list[str], piece_mib: float, sdist: str | None
-) -> None:
+def pack(path: Path, options: list[str], kinds: list[str], sdist: str | None) -> None:
     """Pack what was built; of wheels, those that there are."""
     bring_bindings(sdist)
     if not FOLDERS["wheels"].is_dir():
@@ -138,7 +138,7 @@ def pack(
     start = time.monotonic()
     about: Manifest = {"kinds": kinds, "options": options, "patchset": fetch.patchset()}
     folders = {name: path for name, path in FOLDERS.items() if name.partition("/")[0] in kinds}
-    written = _card_pack.pack(path, folders, about, int(piece_mib * 2**20))
+    written = _card_pack.pack(path, folders, about, PIECE_BYTES)
     size = sum(piece.stat().st_size for piece in written)
     say(f"packed {', '.join(kinds)} into {len(written)} pieces, {size / 2**20:.1f} MiB, in "
         f"{time.monotonic() - start:.0f} s: {written[0]}")  # fmt: skip
@@ -148,12 +148,12 @@ def choose_options(given: list[str], unpacked: list[str]) -> list[str]:
     """Return options of scripts/build: given ones, those of unpacked libraries, or the cards'."""
     if given or unpacked[:1] == ["--cuda-arch"]:
         return given or unpacked
-    choice = _gpu.choose(_gpu.find_cards(), _gpu.find_nvcc())
-    if choice.options[0] == "--cpu":
-        why = choice.line.partition(": building")[0]
+    options, line = _gpu.choose(_gpu.find_cards(), _gpu.find_nvcc())
+    if options[0] == "--cpu":
+        why = line.partition(": building")[0]
         raise BuildError(f"{why}; --cpu tries this script out without a card")
-    say(choice.line)
-    return list(choice.options)
+    say(line)
+    return options
 
 
 def write_model(preset: Preset, folder: Path, settings: Settings) -> Settings:
@@ -169,13 +169,9 @@ def write_model(preset: Preset, folder: Path, settings: Settings) -> Settings:
         if path.is_file():
             say(f"{path} is there")
             continue
-        start, part = time.monotonic(), path.with_suffix(".part")
-        command = [_card.python(), ROOT / "scripts" / script, part, *options]
+        start = time.monotonic()
         env = _card.environment(None)
-        if subprocess.run([str(x) for x in command], env=env, check=False).returncode:
-            part.unlink(missing_ok=True)
-            raise BuildError(f"{script} failed (see above)")
-        part.rename(path)
+        _venv.run_step(script, [_card.python(), ROOT / "scripts" / script, path, *options], env)
         size = path.stat().st_size / 1e9
         say(f"{path}: {size:.1f} GB in {time.monotonic() - start:.0f} s")
     return settings.keep(model=str(model), draft=str(draft), quick=preset.quick)

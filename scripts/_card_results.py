@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _bench import Line, json_line
+from _bench import Line, append_line, table
 from _card_figures import Figure
 from _card_parts import PARTS, Part
 
@@ -38,15 +38,11 @@ class Results:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "results.jsonl"
-        known = [line["run"] for line in self._read() if "run" in line]
-        self._n_runs = max(known, default=0)
-
-    def _read(self) -> list[Line]:
-        return take(self._file)
+        self._n_runs = max((line.get("run", 0) for line in take(self._file)), default=0)
 
     def describe(self, card: Line) -> None:
         """Note what is measured with."""
-        self._append([{"card": card, "t": round(time.time())}])
+        append_line(self._file, {"card": card, "t": round(time.time())})
 
     def begin(self) -> int:
         """Return the number of a new run of a part."""
@@ -60,30 +56,22 @@ class Results:
     def end(self, part: str, run: int, outcome: Outcome, log: str) -> None:
         """Keep a run of a part: its lines, how it ended, and what it printed."""
         about = {"part": part, "run": run}
-        lines = [{**about, "line": line} for line in take(self.raw(part))]
+        for line in take(self.raw(part)):
+            append_line(self._file, {**about, "line": line})
         ended = {"state": outcome.state, "seconds": round(outcome.seconds, 1), "why": outcome.why}
-        self._append([*lines, {**about, **ended}])
+        append_line(self._file, {**about, **ended})
         self.raw(part).unlink(missing_ok=True)
         with (self.folder / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"==== {part}: {outcome.state} after {outcome.seconds:.0f} s\n{log}\n")
 
-    def _append(self, lines: Sequence[Line]) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write("".join(map(json_line, lines)))
-
     def cards(self) -> list[Line]:
         """Return what each run noted: {"card": what was measured with, "t": when it began}."""
-        return [line for line in self._read() if "card" in line]
-
-    def card(self) -> Line:
-        """Return what was measured with, as the last run noted it."""
-        cards = self.cards()
-        return cards[-1]["card"] if cards else {}
+        return [line for line in take(self._file) if "card" in line]
 
     def outcomes(self) -> dict[str, Outcome]:
         """Return the run of each part that counts."""
         runs: dict[tuple[str, int], Outcome] = {}
-        for line in self._read():
+        for line in take(self._file):
             if "part" not in line:
                 continue
             one = runs.setdefault((line["part"], line["run"]), Outcome())
@@ -115,26 +103,20 @@ def take(path: Path) -> list[Line]:
     return found
 
 
-def table(
-    outcomes: dict[str, Outcome], unable: dict[str, str], parts: Sequence[Part] = PARTS
-) -> list[str]:
-    """Return the table in Markdown. unable: why parts cannot run here."""
-    rows = ["| part | figure | value | bar | goal | |", "|---|---|---:|---:|---:|---|"]
+def rows(outcomes: dict[str, Outcome], unable: dict[str, str]) -> Iterator[list[str]]:
+    """Yield the rows of the table. unable: why parts cannot run here."""
     lines = {name: one.lines for name, one in outcomes.items()}
-    for part in parts:
+    for part in PARTS:
         one = outcomes.get(part.name)
         if one is None:
-            why = unable.get(part.name)
-            note = f"not run: {why}" if why else "not run"
-            rows.append(f"| {part.name} | {part.about} | | | | {note} |")
+            why = ": ".join(filter(None, ("not run", unable.get(part.name))))
+            yield [part.name, part.about, "", why]
             continue
-        figures = [_row(part.name, figure) for figure in _figures(part, lines)]
+        figures = _figures(part, lines)
+        yield from ([part.name, figure.name, figure.shown, figure.of] for figure in figures)
         if one.state != DONE or not figures:
-            reason = f": {one.why}" if one.why else ""
-            note = f"{one.state} after {one.seconds:.0f} s{reason}".replace("|", "/")
-            figures.append(f"| {part.name} | {part.about} | | | | {note} |")
-        rows += figures
-    return rows
+            why = f"{one.state} after {one.seconds:.0f} s" + (f": {one.why}" if one.why else "")
+            yield [part.name, part.about, "", why.replace("|", "/")]
 
 
 def _figures(part: Part, lines: dict[str, list[Line]]) -> list[Figure]:
@@ -145,26 +127,15 @@ def _figures(part: Part, lines: dict[str, list[Line]]) -> list[Figure]:
         return [Figure(f"its lines are not understood: {type(error).__name__} {error}", 0, unit="")]
 
 
-def _row(name: str, figure: Figure) -> str:
-    digits = f"{figure.value:.3f}" if figure.unit == "x" else f"{figure.value:.4g}"
-    shown = digits + figure.unit + (f" ({figure.of})" if figure.of else "")
-    sign = "≤ " if figure.less else ""
-    limits = [
-        f"{sign}{limit:g}{figure.unit}" if limit is not None else ""
-        for limit in (figure.bar, figure.goal)
-    ]
-    verdict = f"**{figure.verdict}**" if figure.verdict == "missed" else figure.verdict
-    return f"| {name} | {figure.name} | {shown} | {' | '.join(limits)} | {verdict} |"
-
-
 def page(results: Results, unable: dict[str, str]) -> str:
     """Return machine and table, to paste into an issue."""
-    card = results.card()
+    card = [{"card": {}}, *results.cards()][-1]["card"]
     about = card.get("machine", {})
     size = card.get("model_bytes", 0) / 1e9
     return (
         f"{', '.join(about.get('gpu', ['unknown']))}; {about.get('n_cpus')} CPUs of"
         f" {about.get('cpu')}; {about.get('host_bytes', 0) / 2**30:.0f} GiB.\n"
         f"{card.get('model')} ({size:.1f} GB), commit {str(card.get('commit'))[:12]}, patch set"
-        f" {card.get('patchset')}.\n\n" + "\n".join(table(results.outcomes(), unable)) + "\n"
+        f" {card.get('patchset')}.\n\n"
+        + table(["part", "figure", "value", ""], rows(results.outcomes(), unable))
     )

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,24 +28,6 @@ LIMIT = "its limit"  # why a part was cut
 _PATIENCE, _MORE_S = 2.5, 30.0
 # Seconds in which a process must end after SIGTERM.
 _GRACE_S = 5.0
-
-
-def next_part(waiting: Sequence[Part], left_s: float, pace: float) -> Part | None:
-    """Return the first part that should end in time."""
-    return next((part for part in waiting if part.seconds * pace <= left_s), None)
-
-
-def why_not(part: Part, have: Iterable[str], share_that_fits: float) -> str:
-    """Return why a part cannot run, "" if it can. have: of what parts need."""
-    named = {
-        "upstream": "unpatched llama.cpp is not built", "mtp": "the model has no MTP block",
-        "before": "no --tree", "cuda": "no card",
-        "tests": "pytest or pytest-xdist is not installed",
-    }  # fmt: skip
-    missing = [named[need] for need in part.needs if need not in have]
-    if part.share > share_that_fits:
-        missing.append(f"the card is too small for {part.share:.0%} of the experts")
-    return ", ".join(missing)
 
 
 def arguments(step: str, values: Mapping[str, str]) -> list[str]:
@@ -121,7 +103,8 @@ class Runner:
         """Run all parts."""
         was_cut: set[str] = set()
         while not self.stop.is_set():
-            part = next_part(self.waiting, self.end - time.monotonic(), self.pace)
+            left_s = self.end - time.monotonic()
+            part = next((one for one in self.waiting if one.seconds * self.pace <= left_s), None)
             if part is None:
                 return
             self.waiting.remove(part)
@@ -165,7 +148,7 @@ class Runner:
             more = {"out": shlex.quote(str(raw)), "xml": shlex.quote(str(xml))}
             command = arguments(step, {**self.values, **more})
             with raw.open("ab") as lines:
-                out = lines if _prints(step) else log
+                out = log if "{out}" in step or "{xml}" in step else lines  # what it prints
                 code = run_command(command, self.env, out, log, end, self.stop)
             if xml.is_file():
                 raw.write_text(json_line(junit(xml)), encoding="utf-8")
@@ -173,15 +156,6 @@ class Runner:
             if code is None:
                 return CUT, "stopped" if self.stop.is_set() else LIMIT
             if code:
-                return (DONE, "") if _says_so(step, code) else (FAILED, "")
+                is_finding = code == 1 and step.startswith("pytest")  # tests failed
+                return (DONE if is_finding else FAILED), ""
         return DONE, ""
-
-
-def _prints(step: str) -> bool:
-    """Return whether the lines of a step are what it prints."""
-    return "{out}" not in step and "{xml}" not in step
-
-
-def _says_so(step: str, code: int) -> bool:
-    """Return whether an exit status is a finding: tests failed."""
-    return code == 1 and step.startswith("pytest")

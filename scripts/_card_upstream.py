@@ -1,4 +1,4 @@
-"""Build unpatched llama.cpp's programs for a comparison, in a folder that tests can use too."""
+"""Build unpatched llama.cpp: programs for a comparison, and the library that tests load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-import tarfile
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from _tools import ROOT, BuildError, fetch, say
 PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-server", "llama-completion")
 # llama_cpp/lib: libraries and programs; llama_cpp: the Python bindings that tests/oracle loads.
 UPSTREAM = ROOT / "build" / "upstream"
+# The library and the bindings alone, for the CPU.
+ORACLE = ROOT / ".oracle"
 # Python bindings that a pack holds.
 BINDINGS = ROOT / "build" / "card" / "bindings"
 # The name by which a library asks for another: libggml.so.0 of libggml.so.0.9.4.
@@ -31,45 +33,66 @@ def programs(folder: Path = UPSTREAM) -> Path:
     return folder / "llama_cpp" / "lib"
 
 
-def stamp(options: list[str]) -> str:
-    """Return what a build depends on: the pinned source and the options of scripts/build."""
-    return f"{fetch.PIN['sha256']} {' '.join(options)}"
+def is_built(options: list[str], folder: Path = UPSTREAM) -> bool:
+    """Return whether a folder has the pinned source built with these options."""
+    note = folder / "built"
+    return note.is_file() and note.read_text() == f"{fetch.PIN['sha256']} {' '.join(options)}"
 
 
-def is_built(options: list[str]) -> bool:
-    """Return whether the programs were built with these options."""
-    note = UPSTREAM / "built"
-    return note.is_file() and note.read_text() == stamp(options)
+def build(
+    options: list[str], portable: str | None = None, sdist: str | None = None,
+    jobs: int | None = None, folder: Path = UPSTREAM, targets: Iterable[str] = PROGRAMS,
+) -> None:  # fmt: skip
+    """Build programs, or a library, and what they need, unless they are there.
 
-
-def build(options: list[str], portable: str | None, sdist: str | None, jobs: int | None) -> None:
-    """Build the programs. options: --cpu, or --cuda-arch and what follows it in scripts/build.
+    options: --cpu, or --cuda-arch and what follows it in scripts/build.
 
     Only the downloaded source and the links to the toolkit are shared with our build: the patches
     change headers that every CUDA file includes. ccache, if there is one, shares what is equal.
     """
-    if is_built(options):
-        say(f"unpatched llama.cpp is built: {programs()}")
+    if is_built(options, folder):
+        say(f"unpatched llama.cpp is built: {programs(folder)}")
         return
     build_dir, cache = ROOT / "build", ROOT / "build" / "cache"
-    source, work = build_dir / "upstream-source", build_dir / "upstream-work"
+    source, work = build_dir / "upstream-source", build_dir / f"{folder.name.strip('.')}-work"
     archive = fetch.find_sdist(sdist, cache)
     if archive.is_dir():
         find_package(archive)  # now, and not after minutes of compiling
     fetch.provide(source, cache, str(archive), pristine=True)
     cuda = options[0] == "--cuda-arch"
     given = _cuda.options(options[1:], build_dir) if cuda else ["-DGGML_CUDA=OFF"]
-    command = [_tools.find_cmake(), "-S", str(source), "-B", str(work), *_tools.generator()]
-    command += ["-DCMAKE_BUILD_TYPE=Release", *_tools.cpu_options(portable), *_settings(given)]
+    settings = [*_tools.cpu_options(portable), *_settings(given)]
     # git would answer with the state of this repository
-    env = dict(_tools.environment(), GIT_CEILING_DIRECTORIES=str(build_dir))
-    _progress.run("configure unpatched llama.cpp", command, build_dir / "upstream.log", env)
-    n_jobs = jobs or _tools.default_jobs(cuda)
-    command = [command[0], "--build", str(work), "--parallel", str(n_jobs), "--target", *PROGRAMS]
-    title = f"compile unpatched llama.cpp ({n_jobs} at a time)"
-    _progress.run(title, command, build_dir / "upstream.log", env)
-    collect(work / "bin", archive)
-    (UPSTREAM / "built").write_text(stamp(options))
+    more = {"GIT_CEILING_DIRECTORIES": str(build_dir)}
+    more |= _without_amx() if folder == ORACLE else {}
+    title, n_jobs = "unpatched llama.cpp", jobs or _tools.default_jobs(cuda)
+    _progress.cmake(title, source, work, settings, targets, n_jobs, **more)
+    collect(work / "bin", archive, folder)
+    (folder / "built").write_text(f"{fetch.PIN['sha256']} {' '.join(options)}")
+
+
+def make_oracle() -> None:
+    """Build what the tests compare with.
+
+    It gets our CPU options, because another instruction set would round differently.
+    """
+    build(["--cpu"], folder=ORACLE, targets=["llama"])
+
+
+def _without_amx() -> dict[str, str]:
+    """Return variables with which compilers leave AMX out.
+
+    llama.cpp's kernels for it crash where a system lists the instructions and does not allow them.
+    Ours never use them, so they are no part of what the tests compare.
+    """
+    flags = ["-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"]
+    probe = [os.environ.get("CC", "cc"), *flags, "-fsyntax-only", "-x", "c", os.devnull]
+    if subprocess.run(probe, check=False, capture_output=True).returncode:
+        return {}
+    return {
+        name: " ".join([*os.environ.get(name, "").split(), *flags])
+        for name in ("CFLAGS", "CXXFLAGS")
+    }
 
 
 def _settings(given: Iterable[str]) -> list[str]:
@@ -93,12 +116,13 @@ def _settings(given: Iterable[str]) -> list[str]:
     return [*found, *(f"-DLLAMA_{part}=OFF" for part in parts)]
 
 
-def collect(bin_dir: Path, sdist: Path) -> None:
-    """Copy programs, libraries and Python bindings, without symbolic links, into UPSTREAM."""
-    shutil.rmtree(UPSTREAM, ignore_errors=True)
-    target = programs()
+def collect(bin_dir: Path, sdist: Path, folder: Path) -> None:
+    """Copy programs, libraries and Python bindings, without symbolic links, into a folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    target = programs(folder)
     target.mkdir(parents=True)
-    names = [*PROGRAMS, *libraries(path.name for path in bin_dir.glob("lib*.so*"))]
+    names = [*libraries(path.name for path in bin_dir.glob("lib*.so*"))]
+    names += [name for name in PROGRAMS if (bin_dir / name).exists()]
     for name in names:
         shutil.copy2(bin_dir / name, target / name)  # what a link leads to
     if strip := shutil.which("strip"):
@@ -106,7 +130,7 @@ def collect(bin_dir: Path, sdist: Path) -> None:
     for name in ("libllama.so", "libggml-base.so"):  # as the bindings spell them
         if not (target / name).exists():
             os.link(target / f"{name}.0", target / name)
-    bindings(sdist, UPSTREAM)
+    bindings(sdist, folder)
 
 
 def libraries(names: Iterable[str]) -> list[str]:
@@ -134,18 +158,10 @@ def bindings(sdist: Path, folder: Path) -> None:
 
     sdist: packed or not; see `find_package`.
     """
-    if sdist.is_dir():
-        package = find_package(sdist)
-        for path in package.rglob("*.py"):
-            target = folder / "llama_cpp" / path.relative_to(package)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-        return
-    with tarfile.open(sdist) as tar:
-        for member in tar:
-            path = Path(*Path(member.name).parts[1:])
-            if path.parts[:1] == ("llama_cpp",) and member.isfile() and ".." not in path.parts:
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                content = tar.extractfile(member)
-                assert content is not None
-                (folder / path).write_bytes(content.read())
+    with tempfile.TemporaryDirectory() as scratch:
+        if sdist.is_file():
+            shutil.unpack_archive(sdist, scratch)
+            (sdist,) = Path(scratch).iterdir()
+        left_out = shutil.ignore_patterns("lib", "__pycache__")
+        target = folder / "llama_cpp"
+        shutil.copytree(find_package(sdist), target, ignore=left_out, dirs_exist_ok=True)

@@ -109,13 +109,10 @@ def wheel_name(major: int) -> str:
 
 def driver_library(toolkit: Path) -> Path | None:
     """Return the driver's library or the toolkit's stub of it, if this machine has one."""
-    places = [toolkit / "lib64" / "stubs", toolkit / "lib" / "stubs", toolkit / "lib64"]
-    places += [
-        Path("/usr/lib/x86_64-linux-gnu"),
-        Path("/usr/lib/aarch64-linux-gnu"),
-        Path("/usr/lib64"),
-    ]
-    return next((place / "libcuda.so" for place in places if (place / "libcuda.so").exists()), None)
+    system = ("x86_64-linux-gnu", "aarch64-linux-gnu", "../lib64")
+    places = [toolkit / name for name in ("lib64/stubs", "lib/stubs", "lib64")]
+    files = [place / "libcuda.so" for place in (*places, *(Path("/usr/lib") / x for x in system))]
+    return next(filter(Path.exists, files), None)
 
 
 def make_driver_stub(folder: Path) -> None:
@@ -128,8 +125,7 @@ def make_driver_stub(folder: Path) -> None:
 
 
 def _link(target: Path, link: Path) -> None:
-    if link.is_symlink() or link.exists():
-        link.unlink()
+    link.unlink(missing_ok=True)
     link.symlink_to(target)
 
 

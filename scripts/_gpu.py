@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import _cuda
 import _venv
@@ -14,7 +13,6 @@ from _tools import BuildError, say
 
 # Compute capability and CUDA release below which moegraph's kernels do not compile or run.
 MIN_ARCH, MIN_CUDA = 75, (12, 4)
-_BY_HAND = "--cuda-arch ARCH builds for a card by hand"
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,6 @@ class Toolkit:
     archs: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Options of scripts/build, and a line that says why."""
-
-    options: tuple[str, ...]
-    line: str
-
-
 # What nvidia-smi is asked for, as csv without head and units.
 _FIELDS = "name,compute_cap,memory.total,uuid,pci.bus_id"
 
@@ -65,27 +55,30 @@ def parse_cards(text: str) -> list[Card]:
     return cards
 
 
-def choose(cards: list[Card] | str, toolkit: Toolkit | str) -> Choice:
-    """Return what to build for these cards with this nvcc; for each, a text says why it is none."""
+def choose(cards: list[Card] | str, toolkit: Toolkit | str) -> tuple[list[str], str]:
+    """Return options of scripts/build for these cards with this nvcc, and a line that says why.
+
+    cards, toolkit: a text says why there is none.
+    """
     if isinstance(cards, str) or not cards:
         why = cards if isinstance(cards, str) else "nvidia-smi lists no card"
-        return Choice(("--cpu",), f"{why}: building for the CPU; {_BY_HAND}")
+        return ["--cpu"], f"{why}: building for the CPU; --cuda-arch ARCH builds for a card by hand"
     found = ", ".join(f"{card.name} ({_dotted(card.arch)})" for card in cards)
     able = sorted({card.arch for card in cards if card.arch >= MIN_ARCH})
     if not able:
-        return Choice(("--cpu",), f"found {found}; compute capability {_dotted(MIN_ARCH)} or more "
-                      "is needed: building for the CPU")  # fmt: skip
+        why = f"compute capability {_dotted(MIN_ARCH)} or more is needed"
+        return ["--cpu"], f"found {found}; {why}: building for the CPU"
     if isinstance(toolkit, str):
-        return Choice(("--cpu",), f"found {found}, but {toolkit}: building for the CPU")
+        return ["--cpu"], f"found {found}, but {toolkit}: building for the CPU"
     release = f"CUDA {toolkit.version[0]}.{toolkit.version[1]}"
     archs = [arch for arch in able if arch in toolkit.archs]
     if toolkit.version < MIN_CUDA or not archs:
         needed = "12.8" if toolkit.version >= MIN_CUDA else "12.4"
-        return Choice(("--cpu",), f"found {found}, but {release} does not compile for it; install "
-                      f"{needed} or newer and run this again: building for the CPU")  # fmt: skip
-    options = ("--cuda-arch", *(str(arch) for arch in archs))
-    return Choice(options, f"found {found} and {release}: building with {' '.join(options)}, once "
-                  "10 to 40 minutes; --cpu builds for the CPU only, in minutes")  # fmt: skip
+        why = f"{release} does not compile for it; install {needed} or newer and run this again"
+        return ["--cpu"], f"found {found}, but {why}: building for the CPU"
+    options = ["--cuda-arch", *map(str, archs)]
+    return options, (f"found {found} and {release}: building with {' '.join(options)}, once "
+                     "10 to 40 minutes; --cpu builds for the CPU only, in minutes")  # fmt: skip
 
 
 def _dotted(arch: int) -> str:
@@ -126,21 +119,18 @@ def build_options(given: list[str]) -> list[str]:
     """Return the options of scripts/build: those given, and a device unless they name one."""
     if any(option == "--cpu" or option.startswith("--cuda-arch") for option in given):
         return given
-    choice = choose(find_cards(), find_nvcc())
-    say(choice.line)
-    return [*given, *choice.options]
+    options, line = choose(find_cards(), find_nvcc())
+    say(line)
+    return [*given, *options]
 
 
 def bring_cublas() -> None:
     """Install the wheel of cuBLAS into .venv if the toolkit has none; .venv must exist."""
     toolkit, (major, _) = _cuda.find_toolkit()
-    if _cuda.toolkit_cublas(toolkit) or _cuda.wheel_cublas(_site_packages(), major):
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = _venv.VENV / "lib" / version / "site-packages"
+    if _cuda.toolkit_cublas(toolkit) or _cuda.wheel_cublas(packages, major):
         return
     wheel = f"{_cuda.wheel_name(major)}=={major}.*"
     say(f"{toolkit} has no cuBLAS: installing the wheel {wheel}")
     _venv.run_step(f"installing {wheel}", _venv.pip(wheel))
-
-
-def _site_packages() -> Path:
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return _venv.VENV / "lib" / version / "site-packages"

@@ -7,40 +7,15 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
+import _tools
 from _tools import BuildError
 
 # "[12/345] Building ..." of Ninja, "[ 12%] Building ..." of make
-_STEP = re.compile(r"\[\s*(\d+)(?:/(\d+)|%)\]\s*(.*)")
+_STEP = re.compile(r"\[\s*(\d+)(?:/(\d+)|%)\]")
 _TAIL = 25
-
-
-class _Line:
-    """Draws progress: one line that is rewritten on a terminal, elsewhere ten lines in all."""
-
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.start = time.monotonic()
-        self.tty = sys.stderr.isatty()
-        self.shown = -1
-
-    def step(self, done: int, total: int, what: str) -> None:
-        if self.tty:
-            name = what.rsplit("/", 1)[-1][:40]
-            print(f"\r\033[K{self._text(done, total)}  {name}", end="", file=sys.stderr, flush=True)
-        elif done * 10 // total > self.shown:
-            self.shown = done * 10 // total
-            print(self._text(done, total), file=sys.stderr, flush=True)
-
-    def _text(self, done: int, total: int) -> str:
-        spent = time.monotonic() - self.start
-        return f"moegraph: {self.title} {done * 100 // total:3d} %  {spent:4.0f} s"
-
-    def end(self, word: str) -> None:
-        spent = time.monotonic() - self.start
-        lead = "\r\033[K" if self.tty else ""
-        print(f"{lead}moegraph: {self.title} {word} in {spent:.0f} s", file=sys.stderr, flush=True)
 
 
 def run(
@@ -48,27 +23,48 @@ def run(
 ) -> None:
     """Run `command` and write its output to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    line, tail = _Line(title), deque[str](maxlen=_TAIL)
-    with log.open("w", encoding="utf-8") as out:
-        process = subprocess.Popen(
-            command, env=env, cwd=cwd, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    start, shown, tail = time.monotonic(), -1, deque[str](maxlen=_TAIL)
+    is_terminal = sys.stderr.isatty()
+
+    def tell(what: str, end: str = "\n") -> None:
+        text = f"moegraph: {title} {what} {time.monotonic() - start:.0f} s"
+        print(text.ljust(79 if is_terminal else 0), end=end, file=sys.stderr, flush=True)
+
+    with log.open("w", encoding="utf-8") as out, subprocess.Popen(
+        command, env=env, cwd=cwd, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         try:
             for text in process.stdout:
                 out.write(text)
                 tail.append(text)
                 if match := _STEP.search(text):
-                    line.step(int(match[1]), int(match[2] or 100), match[3])
-            code = process.wait()
+                    percent = int(match[1]) * 100 // int(match[2] or 100)
+                    if is_terminal or percent // 10 > shown:  # one line, or ten in all
+                        shown = percent // 10
+                        tell(f"{percent:3d} % ", "\r" if is_terminal else "\n")
         except KeyboardInterrupt:
             process.terminate()
-            process.wait()
             raise
-    if code == 0:
-        line.end("done")
+    if process.returncode == 0:
+        tell("done in")
         return
-    line.end("failed")
+    tell("failed after")
     sys.stderr.write("".join(tail))
-    raise BuildError(f"{title}: {command[0]} ended with {code}; the whole output is in {log}")
+    raise BuildError(
+        f"{title}: {command[0]} ended with {process.returncode}; the whole output is in {log}"
+    )
+
+
+def cmake(
+    title: str, source: Path, folder: Path, options: list[str], targets: Iterable[str], jobs: int,
+    **more: str,
+) -> None:  # fmt: skip
+    """Configure a source for a release, and build targets of it. more: of the environment."""
+    program, env = _tools.find_cmake(), {**_tools.environment(), **more}
+    command = [program, "-S", str(source), "-B", str(folder), *_tools.generator(), *options]
+    command += ["-DCMAKE_BUILD_TYPE=Release"]
+    run(f"configure {title}", command, folder / "configure.log", env)
+    command = [program, "--build", str(folder), "--parallel", str(jobs), "--target", *targets]
+    run(f"compile {title} ({jobs} at a time)", command, folder / "build.log", env)

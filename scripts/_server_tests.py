@@ -120,123 +120,95 @@ class Known:
     sign: str = ""
 
 
-_NOT_SHOWN = Known(ABSENT, "no __verbose: /apply-template shows the prompt", "__verbose")
 _OWN_FORM = "a field of llama-server's own /completion; /v1/completions has OpenAI's form"
 _ORIGINS = "an origin is named whole, with its port, and no origin is let in by default"
-_TOKENS = Known(OTHER, "tokens of the prompt", " == ")
-_FEW = Known(ABSENT, "beginnings of fewer than 64 tokens are not kept", "0 > 0")
-_MEDIA = "text only: status 400, and the model is not asked"
-# By file, or by test in a file; files of which nothing is served are not run.
-KNOWN: dict[str, Known] = {
-    "test_compat_gcp": Known(ABSENT, "Google's prediction interface"),
-    "test_embedding": Known(ABSENT, "the model makes no embeddings"),
-    "test_infill": Known(ABSENT, "the model is not trained to fill gaps"),
-    "test_kv_keep_only_active": Known(ABSENT, "words of llama-server's log"),
-    "test_lora": Known(ABSENT, "no adapters"),
-    "test_mcp_servers": Known(ABSENT, "the server runs no tools"),
-    "test_proxy": Known(ABSENT, "the server asks no other server for a client"),
-    "test_rerank": Known(ABSENT, "the model makes no rankings"),
-    "test_router": Known(ABSENT, "a server has one model"),
-    "test_slot_save": Known(ABSENT, "slots are not saved by name; --cache-dir keeps what was read"),
-    "test_speculative": Known(ABSENT, "llama-server's drafters; ours: tests/native"),
-    "test_stream": Known(ABSENT, "a stream that was left is not taken up again"),
-    "test_tools_builtin": Known(ABSENT, "the server runs no tools"),
-    "test_vision_api": Known(ABSENT, _MEDIA),
-    "test_basic::test_server_multiple_addresses": Known(
-        ABSENT, "a server listens on one address", "return code 2"
-    ),
-    "test_basic::test_server_props": Known(ABSENT, "no path of the machine", "model_path"),
-    "test_basic::test_server_slots": Known(ABSENT, "/slots is always served", "== 501"),
-    "test_basic::test_no_ui": Known(ABSENT, "the page is always served", "== 404"),
-    "test_basic::test_server_model_aliases_and_tags": Known(
-        ABSENT, "a model has one name", "aliases"
-    ),
-    "test_chat_completion::test_chat_completion": _TOKENS,
-    "test_chat_completion::test_chat_completion_stream": _TOKENS,
-    "test_chat_completion::test_chat_completion_cached_tokens": _TOKENS,
-    "test_chat_completion::test_return_progress": _TOKENS,
-    "test_chat_completion::test_return_progress[64-2-True]": _FEW,
-    "test_chat_completion::test_chat_template": _NOT_SHOWN,
-    "test_chat_completion::test_chat_template_assistant_prefill": _NOT_SHOWN,
-    "test_chat_completion::test_chat_template_continue_final_message_vllm_compat": _NOT_SHOWN,
-    "test_chat_completion::test_verbose_debug": _NOT_SHOWN,
-    "test_chat_completion::test_apply_chat_template": Known(
-        ABSENT, "llama.cpp's templates have names; ours are files", "CHATBOT_TOKEN"
-    ),
-    "test_compat_anthropic::test_anthropic_tool_result_with_image": Known(
-        ABSENT, _MEDIA, "400 == 500"
-    ),
-    "test_compat_anthropic::test_anthropic_vision_format_accepted": Known(
-        ABSENT, _MEDIA, "400 == 500"
-    ),
-    "test_compat_anthropic::test_anthropic_vision_base64_with_multimodal_model": Known(
-        ABSENT, _MEDIA
-    ),
-    "test_compat_anthropic::test_anthropic_empty_messages": Known(
-        ABSENT, "no messages are status 400, as at Anthropic", "400 == 200"
-    ),
-    "test_compat_oai_responses::test_responses_stream_with_llama_telemetry": Known(
-        ABSENT, "an answer that is cut is response.incomplete, as at OpenAI", "None is not None"
-    ),
-    "test_completion::test_completion": _TOKENS,
-    "test_completion::test_completion_prompt_cache": _TOKENS,
-    "test_completion::test_completion_stream": _TOKENS,
-    "test_completion::test_json_prompt_no_mtmd": Known(ABSENT, _OWN_FORM, "400 == 200"),
-    "test_completion::test_completion_with_tokens_input": Known(ABSENT, _OWN_FORM, "400 == 200"),
-    "test_completion::test_completion_response_fields": Known(
-        ABSENT, _OWN_FORM, "generation_settings"
-    ),
-    "test_completion::test_n_probs": Known(ABSENT, _OWN_FORM, "completion_probabilities"),
-    "test_completion::test_n_probs_stream": Known(ABSENT, _OWN_FORM, "completion_probabilities"),
-    "test_completion::test_n_probs_post_sampling": Known(
-        ABSENT, _OWN_FORM, "completion_probabilities"
-    ),
-    "test_completion::test_n_probs_post_backend_sampling": Known(
-        ABSENT, _OWN_FORM, "completion_probabilities"
-    ),
-    "test_ctx_shift::test_ctx_shift_enabled": Known(
-        ABSENT, "a full context ends the answer; nothing is shifted", " == "
-    ),
-    "test_ctx_shift::test_ctx_shift_disabled_short_prompt": _TOKENS,
-    "test_ctx_shift::test_ctx_shift_disabled_long_prompt": Known(
-        OTHER, "so few tokens that the prompt fits", "200 != 200"
-    ),
-    "test_ignore_eos": Known(ABSENT, _OWN_FORM, "generation_settings"),
-    "test_metrics::test_metrics_disabled": Known(ABSENT, "/metrics is always served", "== 501"),
-    "test_metrics::test_metrics_embedding_prompt_is_counted": Known(
-        ABSENT, "the model makes no embeddings", "404 == 200"
-    ),
-    "test_metrics::test_metrics_prometheus_format": Known(
-        ABSENT, "n_tokens_max is a maximum, and so a gauge", "gauge"
-    ),
-    "test_metrics::test_metrics_prompt_processed_and_cached": _FEW,
-    "test_security::test_access_static_assets_without_api_key": Known(
-        ABSENT, "files of llama-server's page", "/sw.js"
-    ),
-    "test_security::test_cors_options": Known(ABSENT, _ORIGINS, "401 == 200"),
-    "test_security::test_cors_origins_localhost_reflects": Known(
-        ABSENT, _ORIGINS, "return code 2"
-    ),
-    "test_security::test_cors_origins_localhost_rejects": Known(ABSENT, _ORIGINS, "return code 2"),
-    "test_security::test_cors_origins_defaults_to_localhost_with_tools_enabled": Known(
-        ABSENT, _ORIGINS, "405 == 200"
-    ),
-    "test_security::test_cors_proxy_only_forwards_explicit_proxy_headers": Known(
-        ABSENT, "the server asks no other server for a client", "404 == 200"
-    ),
-    "test_security::test_local_media_file": Known(ABSENT, _MEDIA, "400 == 200"),
-    "test_sleep::test_server_sleep_read_only_endpoints": Known(
-        ABSENT, "a model that sleeps has no figures of its engine", "moegraph_slots"
-    ),
-    "test_template::test_reasoning": Known(
-        ABSENT, "--reasoning auto leaves the template's default; llama-server asks for reasoning",
-        "Expected prompt to end with",
-    ),
-    "test_template::test_date_inside_prompt": Known(
-        OTHER, "templates of other models, which need variables of their own"
-    ),
-    "test_tokenize::test_tokenize_with_bos": Known(OTHER, "the first token", " == 1"),
-}  # fmt: skip
+# Kind, why, the sign, and the tests or files; files of which nothing is served are not run.
+_KNOWN = (
+    (ABSENT, "Google's prediction interface", "", "test_compat_gcp"),
+    (ABSENT, "the model makes no embeddings", "", "test_embedding"),
+    (ABSENT, "the model is not trained to fill gaps", "", "test_infill"),
+    (ABSENT, "words of llama-server's log", "", "test_kv_keep_only_active"),
+    (ABSENT, "no adapters", "", "test_lora"),
+    (ABSENT, "the server runs no tools", "", "test_mcp_servers test_tools_builtin"),
+    (ABSENT, "the server asks no other server for a client", "", "test_proxy"),
+    (ABSENT, "the model makes no rankings", "", "test_rerank"),
+    (ABSENT, "a server has one model", "", "test_router"),
+    (ABSENT, "slots are not saved by name; --cache-dir keeps what was read", "", "test_slot_save"),
+    (ABSENT, "llama-server's drafters; ours: tests/native", "", "test_speculative"),
+    (ABSENT, "a stream that was left is not taken up again", "", "test_stream"),
+    (ABSENT, "text only: status 400, and the model is not asked", "",
+     "test_vision_api"
+     " test_compat_anthropic::test_anthropic_vision_base64_with_multimodal_model"),
+    (ABSENT, "a server listens on one address", "return code 2",
+     "test_basic::test_server_multiple_addresses"),
+    (ABSENT, "no path of the machine", "model_path", "test_basic::test_server_props"),
+    (ABSENT, "/slots is always served", "== 501", "test_basic::test_server_slots"),
+    (ABSENT, "the page is always served", "== 404", "test_basic::test_no_ui"),
+    (ABSENT, "a model has one name", "aliases", "test_basic::test_server_model_aliases_and_tags"),
+    (OTHER, "tokens of the prompt", " == ",
+     "test_chat_completion::test_chat_completion"
+     " test_chat_completion::test_chat_completion_stream"
+     " test_chat_completion::test_chat_completion_cached_tokens"
+     " test_chat_completion::test_return_progress test_completion::test_completion"
+     " test_completion::test_completion_prompt_cache test_completion::test_completion_stream"
+     " test_ctx_shift::test_ctx_shift_disabled_short_prompt"),
+    (ABSENT, "beginnings of fewer than 64 tokens are not kept", "0 > 0",
+     "test_chat_completion::test_return_progress[64-2-True]"
+     " test_metrics::test_metrics_prompt_processed_and_cached"),
+    (ABSENT, "no __verbose: /apply-template shows the prompt", "__verbose",
+     "test_chat_completion::test_chat_template"
+     " test_chat_completion::test_chat_template_assistant_prefill"
+     " test_chat_completion::test_chat_template_continue_final_message_vllm_compat"
+     " test_chat_completion::test_verbose_debug"),
+    (ABSENT, "llama.cpp's templates have names; ours are files", "CHATBOT_TOKEN",
+     "test_chat_completion::test_apply_chat_template"),
+    (ABSENT, "text only: status 400, and the model is not asked", "400 == 500",
+     "test_compat_anthropic::test_anthropic_tool_result_with_image"
+     " test_compat_anthropic::test_anthropic_vision_format_accepted"),
+    (ABSENT, "no messages are status 400, as at Anthropic", "400 == 200",
+     "test_compat_anthropic::test_anthropic_empty_messages"),
+    (ABSENT, "an answer that is cut is response.incomplete, as at OpenAI", "None is not None",
+     "test_compat_oai_responses::test_responses_stream_with_llama_telemetry"),
+    (ABSENT, _OWN_FORM, "400 == 200",
+     "test_completion::test_json_prompt_no_mtmd"
+     " test_completion::test_completion_with_tokens_input"),
+    (ABSENT, _OWN_FORM, "generation_settings",
+     "test_completion::test_completion_response_fields test_ignore_eos"),
+    (ABSENT, _OWN_FORM, "completion_probabilities",
+     "test_completion::test_n_probs test_completion::test_n_probs_stream"
+     " test_completion::test_n_probs_post_sampling"
+     " test_completion::test_n_probs_post_backend_sampling"),
+    (ABSENT, "a full context ends the answer; nothing is shifted", " == ",
+     "test_ctx_shift::test_ctx_shift_enabled"),
+    (OTHER, "so few tokens that the prompt fits", "200 != 200",
+     "test_ctx_shift::test_ctx_shift_disabled_long_prompt"),
+    (ABSENT, "/metrics is always served", "== 501", "test_metrics::test_metrics_disabled"),
+    (ABSENT, "the model makes no embeddings", "404 == 200",
+     "test_metrics::test_metrics_embedding_prompt_is_counted"),
+    (ABSENT, "n_tokens_max is a maximum, and so a gauge", "gauge",
+     "test_metrics::test_metrics_prometheus_format"),
+    (ABSENT, "files of llama-server's page", "/sw.js",
+     "test_security::test_access_static_assets_without_api_key"),
+    (ABSENT, _ORIGINS, "401 == 200",
+     "test_security::test_cors_options"),
+    (ABSENT, _ORIGINS, "return code 2",
+     "test_security::test_cors_origins_localhost_reflects"
+     " test_security::test_cors_origins_localhost_rejects"),
+    (ABSENT, _ORIGINS, "405 == 200",
+     "test_security::test_cors_origins_defaults_to_localhost_with_tools_enabled"),
+    (ABSENT, "the server asks no other server for a client", "404 == 200",
+     "test_security::test_cors_proxy_only_forwards_explicit_proxy_headers"),
+    (ABSENT, "text only: status 400, and the model is not asked", "400 == 200",
+     "test_security::test_local_media_file"),
+    (ABSENT, "a model that sleeps has no figures of its engine", "moegraph_slots",
+     "test_sleep::test_server_sleep_read_only_endpoints"),
+    (ABSENT, "--reasoning auto leaves the template's default; llama-server asks for reasoning",
+     "Expected prompt to end with", "test_template::test_reasoning"),
+    (OTHER, "templates of other models, which need variables of their own", "",
+     "test_template::test_date_inside_prompt"),
+    (OTHER, "the first token", " == 1", "test_tokenize::test_tokenize_with_bos"),
+)  # fmt: skip
+KNOWN = {name: Known(*about) for *about, names in _KNOWN for name in names.split()}
 
 
 def known(name: str) -> Known | None:

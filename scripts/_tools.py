@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "vendor"))
@@ -25,6 +28,17 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
 }
 MIN_CMAKE = (3, 21)
 DEVICE_OPTIONS = ROOT / "build" / "device-options.json"
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose help keeps its line breaks and whose errors are one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with code 2."""
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 class BuildError(Exception):
@@ -104,29 +118,25 @@ def check_compilers(headers: bool = True) -> None:
         raise BuildError(f"{header} is missing; install Python's C headers (python3-dev)")
 
 
-def check_space(folder: Path, n_bytes: int) -> None:
-    """Raise BuildError unless the disk of a folder has room for n_bytes."""
-    free = shutil.disk_usage(folder).free
-    if free < n_bytes:
-        raise BuildError(
-            f"{folder} has {free / 1e9:.1f} GB of free space; a build needs {n_bytes / 1e9:.1f} GB"
-        )
-
-
 def find_cmake() -> str:
     """Return a CMake that is new enough."""
     path = shutil.which("cmake", path=search_path())
     if path is None:
         raise BuildError(f"no cmake; install it with: {sys.executable} -m pip install cmake ninja")
-    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    version = tuple(int(part) for part in text.split()[2].split("-")[0].split(".")[:2])
-    if version < MIN_CMAKE:
+    if cmake_version(path) < MIN_CMAKE:
         raise BuildError(
-            f"{path} is version {'.'.join(map(str, version))}, too old; the build needs "
-            f"{'.'.join(map(str, MIN_CMAKE))};"
+            f"{path} is version {'.'.join(map(str, cmake_version(path)))}, too old; the build needs"
+            f" {'.'.join(map(str, MIN_CMAKE))};"
             f" install a newer one with: {sys.executable} -m pip install cmake"
         )
     return path
+
+
+def cmake_version(path: str) -> tuple[int, int]:
+    """Return the version of a CMake."""
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"(\d+)\.(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def search_path() -> str:
@@ -192,3 +202,21 @@ def default_jobs(cuda: bool) -> int:
         return jobs
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(jobs, total // (3 << 30)))
+
+
+def write_or_check(about: str | None, path: Path, make: Callable[[], str]) -> int:
+    """Write what `make` returns; with --check, only compare it. Return the exit code.
+
+    about: what the script is for, in its help.
+    """
+    p = Parser(description=about)
+    p.add_argument("--check", action="store_true", help="write nothing; fail if it would change")
+    is_check = p.parse_args().check
+    text = make()
+    if not is_check:
+        path.write_text(text, encoding="utf-8")
+        return 0
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{path.name} is not up to date; run scripts/{p.prog}", file=sys.stderr)
+    return 1

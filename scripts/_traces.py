@@ -8,7 +8,6 @@ recording, and the caller decodes exactly as many tokens as each part has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,35 +19,13 @@ from moegraph.placement.trace import Trace, read_trace
 from moegraph.placement.tracestats import trace_stats
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """Sizes from a model's header. expert_bytes: mean size of one expert of one layer."""
-
-    n_layer: int
-    n_expert: int
-    n_expert_used: int
-    n_vocab: int
-    expert_bytes: int
-
-    @property
-    def n_experts(self) -> int:
-        """Return the number of experts of all layers together."""
-        return self.n_layer * self.n_expert
-
-    @property
-    def shape(self) -> RouterShape:
-        """Return the router's shape, without the fingerprint of a model."""
-        return RouterShape(self.n_layer, self.n_expert, self.n_expert_used)
-
-    @classmethod
-    def of(cls, path: Path) -> ModelFacts:
-        """Read a model's header."""
-        with open_model(path) as model:
-            hp = model.hparams
-            stacks = [info for info in model.tensors.values() if "_exps." in info.name]
-            n_bytes = sum(info.nbytes for info in stacks)
-        n_experts = hp.n_layer * hp.n_expert
-        return cls(hp.n_layer, hp.n_expert, hp.n_expert_used, hp.n_vocab, n_bytes // n_experts)
+def router_of(path: Path) -> tuple[RouterShape, int]:
+    """Return the shape of a model's router, and the mean bytes of an expert of one layer."""
+    with open_model(path) as model:
+        hp = model.hparams
+        n_bytes = sum(info.nbytes for info in model.tensors.values() if "_exps." in info.name)
+    shape = RouterShape(hp.n_layer, hp.n_expert, hp.n_expert_used)
+    return shape, n_bytes // (hp.n_layer * hp.n_expert)
 
 
 def find_trace(name: str, shape: RouterShape, n_tokens: int, seed: int = 0) -> Trace:
@@ -62,10 +39,10 @@ def find_trace(name: str, shape: RouterShape, n_tokens: int, seed: int = 0) -> T
 
 
 def write_routing(
-    path: Path, facts: ModelFacts, names: Sequence[str], n_tokens: int, seed: int = 0
+    path: Path, shape: RouterShape, names: Sequence[str], n_tokens: int, seed: int = 0
 ) -> dict[str, object]:
     """Write n_tokens of each trace, end to end, as .npy; return their raw-line fields."""
-    traces = [find_trace(name, facts.shape, n_tokens, seed) for name in names]
+    traces = [find_trace(name, shape, n_tokens, seed) for name in names]
     np.save(path, np.concatenate([trace.ids for trace in traces]).astype(np.int32))
     about = [
         {

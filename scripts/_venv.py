@@ -9,12 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import _progress
 import _tools
-from _tools import MIN_CMAKE, ROOT, BuildError, Told, built_device, fetch, say
+from _tools import MIN_CMAKE, ROOT, BuildError, Told, built_device, say
 
 VENV = ROOT / ".venv"
-ORACLE = ROOT / ".oracle"
 STAMP = ".moegraph-stamp"
 # Bytes of .venv and of a build for the CPU, together.
 BUILD_BYTES = 600_000_000
@@ -33,8 +31,10 @@ def check_machine() -> None:
     """Check what a first build needs, before anything is downloaded."""
     check_python()
     _tools.check_compilers()
-    if not built_device():
-        _tools.check_space(ROOT, BUILD_BYTES)
+    free = shutil.disk_usage(ROOT).free
+    if not built_device() and free < BUILD_BYTES:
+        raise BuildError(f"{ROOT} has {free / 1e9:.1f} GB of free space; a build needs"
+                         f" {BUILD_BYTES / 1e9:.1f} GB")  # fmt: skip
 
 
 def python() -> Path:
@@ -69,6 +69,7 @@ def pip(*arguments: str) -> list[str | Path]:
 
 def make_venv() -> None:
     """Create .venv with the build tools, unless it exists."""
+    check_python()
     if python().exists() and (VENV / STAMP).exists():
         return
     say(f"making a virtual environment in {VENV}")
@@ -79,20 +80,10 @@ def make_venv() -> None:
         )
     tools = ["scikit-build-core>=0.10", "cffi>=1.17"]
     tools += [] if shutil.which("ninja") else ["ninja"]
-    tools += [] if cmake_is_new_enough() else ["cmake"]
+    cmake = shutil.which("cmake")
+    tools += [] if cmake and _tools.cmake_version(cmake) >= MIN_CMAKE else ["cmake"]
     run_step("installing build tools with pip", pip(*tools))
     (VENV / STAMP).write_text("")
-
-
-def cmake_is_new_enough() -> bool:
-    path = shutil.which("cmake")
-    if path is None:
-        return False
-    words = subprocess.run(
-        [path, "--version"], capture_output=True, text=True, check=False
-    ).stdout.split()
-    version = words[2].split(".")[:2] if len(words) > 2 else ["0"]
-    return tuple(int(part) for part in version if part.isdigit()) >= MIN_CMAKE
 
 
 def prepare(build_arguments: list[str], extras: str = "") -> None:
@@ -101,19 +92,11 @@ def prepare(build_arguments: list[str], extras: str = "") -> None:
     Takes little time if they already are. build_arguments: of scripts/build; without any, the
     libraries are built again for the device for which they were built last.
     """
-    check_python()
     make_venv()
     run_build(build_arguments or built_device())
-    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + extras.encode()).hexdigest()
-    if (VENV / STAMP).read_text() == wanted:
-        return
-    say("installing the package and what it needs")
-    target = f"{ROOT}[{extras}]" if extras else str(ROOT)
-    env = dict(os.environ, MOEGRAPH_LINKED="1")
-    run_step("installing moegraph", pip("--no-build-isolation", target), env)
-    for packages in VENV.glob("lib/python3*/site-packages"):
-        (packages / "moegraph-checkout.pth").write_text(f"{ROOT}\n")
-    (VENV / STAMP).write_text(wanted)
+    if _install(extras, VENV / STAMP):
+        for packages in VENV.glob("lib/python3*/site-packages"):
+            (packages / "moegraph-checkout.pth").write_text(f"{ROOT}\n")
 
 
 def add_tools(extra: str) -> None:
@@ -121,17 +104,21 @@ def add_tools(extra: str) -> None:
 
     Does not build the native libraries.
     """
-    check_python()
     make_venv()
-    stamp = VENV / f"{STAMP}-{extra}"
-    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    _install(extra, VENV / f"{STAMP}-{extra}")
+
+
+def _install(extras: str, stamp: Path) -> bool:
+    """Install the package with extras, unless a stamp says that it is; return whether."""
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + extras.encode()).hexdigest()
     if stamp.is_file() and stamp.read_text() == wanted:
-        return
-    say(f"installing the tools of the extra {extra!r}")
-    # pip also installs the package's requirements; llama-cpp-python must not build llama.cpp
+        return False
+    say(f"installing the package and what it needs, with the extras {extras}")
+    # llama-cpp-python must not build llama.cpp
     env = dict(os.environ, MOEGRAPH_LINKED="1", CMAKE_ARGS="-DLLAMA_BUILD=OFF")
-    run_step(f"installing [{extra}]", pip("--no-build-isolation", f"{ROOT}[{extra}]"), env)
+    run_step(f"installing [{extras}]", pip("--no-build-isolation", f"{ROOT}[{extras}]"), env)
     stamp.write_text(wanted)
+    return True
 
 
 def needs_oracle(arguments: list[str]) -> bool:
@@ -143,54 +130,3 @@ def needs_oracle(arguments: list[str]) -> bool:
     chosen = [(ROOT / path).resolve() for path in paths if (ROOT / path).exists()]
     without = [ROOT / "tests" / name for name in WITHOUT_ORACLE]
     return not chosen or not all(any(p.is_relative_to(w) for w in without) for p in chosen)
-
-
-def _without_amx() -> dict[str, str]:
-    """Return variables with which compilers leave AMX out.
-
-    llama.cpp's kernels for it crash where a system lists the instructions and does not allow them.
-    Ours never use them, so they are no part of what the tests compare.
-    """
-    flags = ["-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"]
-    probe = [os.environ.get("CC", "cc"), *flags, "-fsyntax-only", "-x", "c", os.devnull]
-    if subprocess.run(probe, check=False, capture_output=True).returncode:
-        return {}
-    return {
-        name: " ".join([*os.environ.get(name, "").split(), *flags])
-        for name in ("CFLAGS", "CXXFLAGS")
-    }
-
-
-def make_oracle(cpu_options: list[str]) -> None:
-    """Build llama-cpp-python with its own, unpatched llama.cpp into .oracle, unless it exists.
-
-    It gets our CPU options, because another instruction set would round differently.
-    """
-    options = " ".join([*cpu_options, "-DLLAVA_BUILD=OFF"])
-    wanted = f"{fetch.PIN['sha256']} {options} without AMX"
-    if (ORACLE / STAMP).is_file() and (ORACLE / STAMP).read_text() == wanted:
-        return
-    fresh = ORACLE.with_name(".oracle-new")
-    work = ROOT / "build" / "oracle"
-    for folder in (fresh, ORACLE, work):
-        shutil.rmtree(folder, ignore_errors=True)
-    # ccache needs the same paths each time; pip would unpack and build in folders of random names
-    source = fetch.find_sdist(None, ROOT / "build" / "cache")
-    if source.is_file():
-        shutil.unpack_archive(source, work)
-        (source,) = work.iterdir()
-    elif (source / "pyproject.toml").is_file():
-        source = Path(shutil.copytree(source, work / source.name))
-    else:
-        raise BuildError(f"{source} has only llama.cpp; name {fetch.PIN['file']} with"
-                         " MOEGRAPH_SDIST, to build the oracle")  # fmt: skip
-    command = [str(c) for c in pip("--verbose", "--no-deps", "--no-build-isolation")]
-    command.remove("--quiet")
-    command += ["--target", str(fresh), f"--config-settings=build-dir={work / 'build'}"]
-    command.append(str(source))
-    path = f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    env = dict(_tools.environment(), CMAKE_ARGS=options, PATH=path) | _without_amx()
-    _progress.run("unpatched llama.cpp, the oracle", command, ROOT / "build" / "oracle.log", env)
-    shutil.rmtree(work)
-    (fresh / STAMP).write_text(wanted)
-    fresh.rename(ORACLE)

@@ -77,11 +77,8 @@ class Scripted:
         return getattr(self._drafter, name)
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
-        """Return a draft of as many tokens as the drafter makes."""
-        return self.scripted(self._drafter.draft(slot, anchor, n, n_top, race))
-
-    def scripted(self, draft: Draft) -> Draft:
-        """Return a draft with the tokens of the script."""
+        """Return a draft of as many tokens as the drafter makes, with those of the script."""
+        draft = self._drafter.draft(slot, anchor, n, n_top, race)
         tokens, at = draft.tokens.copy(), self._held() + 1
         self.n_right = self._script(draft.n_depth)
         for depth in range(draft.n_depth):
@@ -132,10 +129,9 @@ class ByPlan:
         return min(drafter.n_right, n_spine) if drafter else 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> bench.Parser:
     """Return the command line."""
-    p = bench.Parser(__doc__)
-    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
+    p = bench.bench_parser(__doc__)
     p.add_argument("--draft", default="", help="a DFlash or DSpark file")
     p.add_argument("--vram", default="auto", help="limit of device memory, in GiB")
     p.add_argument("--share", type=float, help="percent of the experts that have slots")
@@ -148,8 +144,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=bench.positive, default=192)
     p.add_argument("--depth", type=bench.positive, default=256, help="tokens of the prompt")
     p.add_argument("--repeat", type=bench.positive, default=3)
-    p.add_argument("--device", default="auto")
-    p.add_argument("--out", type=Path, metavar="FILE", help="append rows here, as JSON lines")
     return p
 
 
@@ -285,11 +279,5 @@ def compare(args: argparse.Namespace) -> None:
         )
 
 
-def main() -> int:
-    """Run the command line and return the exit code."""
-    args = parser().parse_args()
-    return bench.guarded("bench_drafts.py", lambda: compare(args))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bench.main(parser(), compare))

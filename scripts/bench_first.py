@@ -33,15 +33,11 @@ _ANSWER = 16
 
 def parser() -> bench.Parser:
     """Return the command line."""
-    p = bench.Parser(__doc__)
-    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
+    p = bench.bench_parser(__doc__, samples=3)
     p.add_argument("--llama-completion", type=bench.existing, required=True, metavar="FILE")
     p.add_argument("--theirs", default="-ngl 99", metavar="OPTIONS", help="of llama-completion")
     p.add_argument("--prompt", type=bench.positive, nargs="+", default=[32, 512], metavar="TOKENS")
     p.add_argument("--vram", default="auto", help="limit of device memory of moegraph, in GiB")
-    p.add_argument("--samples", type=bench.positive, default=3)
-    p.add_argument("--device", default="auto", help="of moegraph")
-    p.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines here")
     return p
 
 
@@ -78,19 +74,17 @@ def commands(args: argparse.Namespace, prompt: str) -> dict[str, tuple[list[str]
     common = ["-p", prompt, "-n", str(_ANSWER), "--ignore-eos", "--temp", "0"]
     ours = [sys.executable, "-m", "moegraph", "run", str(args.model), *common, "--device",
             args.device, "--vram", args.vram, "--profile", "none"]  # fmt: skip
-    path = os.pathsep.join(filter(None, [str(bench.ROOT), os.environ.get("PYTHONPATH")]))
     theirs = [str(args.llama_completion), "-m", str(args.model), *common, "-no-cnv",
               "--no-display-prompt", "--simple-io", *args.theirs.split()]  # fmt: skip
     return {
-        "moegraph": (ours, {**os.environ, "PYTHONPATH": path}),
+        "moegraph": (ours, bench.with_path("PYTHONPATH", bench.ROOT)),
         "upstream": (theirs, bench.with_libraries(args.llama_completion)),
     }
 
 
 def measure(args: argparse.Namespace) -> None:
     """Take all samples and print a table."""
-    print("| prompt | system | s, median (least .. most) |\n|---|---|---|", flush=True)
-    gone: set[str] = set()
+    gone, rows = set[str](), list[list[str]]()
     for n in args.prompt:
         sides = commands(args, prompt_text(args.model, n))
         found: dict[str, list[float]] = {name: [] for name in sides}
@@ -109,16 +103,9 @@ def measure(args: argparse.Namespace) -> None:
                 if at:
                     found[name].append(seconds)
                     bench.append_line(args.out, {**line, "seconds": seconds})
-        for name, values in found.items():
-            if values:
-                print(f"| {n} | {name} | {bench.spread(values, 2)} |", flush=True)
-
-
-def main() -> int:
-    """Run the command line and return the exit code."""
-    args = parser().parse_args()
-    return bench.guarded("bench_first.py", lambda: measure(args))
+        rows += [[str(n), name, bench.spread(x, 2)] for name, x in found.items() if x]
+    print(bench.table(["prompt", "system", "s, median (least .. most)"], rows), end="")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bench.main(parser(), measure))

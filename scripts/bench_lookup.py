@@ -35,11 +35,10 @@ from bench_drafts import drafting, turns, write
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
-from moegraph.draft.plan import Step
+from moegraph.draft.stats import SpecStats
 from moegraph.engine import Engine
 from moegraph.loop.answer import Answer
 from moegraph.loop.answers import Answers
-from moegraph.passes.speculation import Speculation
 from moegraph.text.tokenizer import Tokenizer
 
 WAYS = ("off", "lookup", "auto")
@@ -81,111 +80,65 @@ def dictated(prompt: Sequence[int], answer: Sequence[int]) -> Iterator[None]:
         Answers.pick = kept  # type: ignore[method-assign]
 
 
-def one_text(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """Write an answer; return its tokens a second."""
-    with dictated(prompt, answer):
-        tps, tokens = write(engine, np.array(prompt, dtype=np.int32), len(answer))
-    if tokens != list(answer):
-        raise bench.BenchError("the text is not the one that was dictated")
-    return tps
-
-
-def noting(speculation: Speculation) -> list[Step]:
-    """Return a list to which the steps that a controller observes are added."""
-    steps, observe = list[Step](), speculation.controller.observe
-
-    def noted(step: Step) -> None:
-        steps.append(step)
-        observe(step)
-
-    speculation.controller.observe = noted  # type: ignore[method-assign]
-    return steps
-
-
-def measure(engine: Engine, config: EngineConfig, kind: str, args: Any) -> list[dict[str, Any]]:
-    """Return a row of each way for a kind of text; in each round, each writes the text."""
+def measure(engine: Engine, config: EngineConfig, kind: str, args: Any) -> Iterator[bench.Line]:
+    """Yield a row of each way for a kind of text; in each round, each writes the text."""
     prompt, answer = text_of(kind, args.tokens, engine.hparams.n_vocab)
     ways = {
         way: None if way == "off" else drafting(engine, [LookUp()], replace(config, spec=way))
         for way in args.ways
     }  # fmt: skip
-    kept = {way: noting(one) for way, one in ways.items() if one}
     found: dict[str, list[float]] = {way: [] for way in ways}
+    first: dict[str, SpecStats] = {}
     for at, way in turns(list(ways), args.repeat + 1):
-        engine.speculation = ways[way]
-        if at == 1 and way in kept:
-            kept[way].clear()  # the first text may build graphs
-        found[way].append(one_text(engine, prompt, answer))
+        engine.speculation = one = ways[way]
+        if at == 1 and one:
+            first[way] = one.controller.stats.copy()  # the first text may build graphs
+        with dictated(prompt, answer):
+            tps, tokens = write(engine, np.array(prompt, dtype=np.int32), len(answer))
+        if tokens != answer:
+            raise bench.BenchError("the text is not the one that was dictated")
+        found[way].append(tps)
     about = {
         "kind": kind, "prompt": len(prompt), "tokens": len(answer),
         "foretold": round(foretold(prompt, answer), 3),
     }  # fmt: skip
-    return [row(way, found[way], kept.get(way), about) for way in ways]
-
-
-def row(
-    way: str, tps: Sequence[float], kept: list[Step] | None, about: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the row of a way. tps: of its texts, the first of which does not count."""
-    found = {**about, "way": way, "tps": statistics.median(tps[1:]), "first": tps[0]}
-    if kept:
-        steps = [step for step in kept if step.n_rows > 1]
-        drafted, n = sum(step.n_rows - 1 for step in steps), len(steps)
-        found |= {
-            "accepted": round(sum(step.n_accepted for step in steps) / drafted, 3) if n else None,
-            "mean_rows": round(1 + drafted / n, 2) if n else None,
-            "tokens_a_step": round(sum(s.n_tokens for s in steps) / n, 2) if n else None,
-            "plain_steps": len(kept) - n, "draft_steps": n,
+    for way, (first_tps, *others) in found.items():
+        row: bench.Line = {
+            **about, "way": way, "tps": statistics.median(others), "first": first_tps,
         }  # fmt: skip
-    return found
+        if one := ways[way]:
+            stats = one.controller.stats.since(first[way])
+            row |= {
+                "accepted": round(stats.acceptance, 3) if stats.steps else None,
+                "mean_rows": round(1 + stats.drafted / stats.steps, 2) if stats.steps else None,
+                "tokens_a_step": round(stats.tokens_per_step, 2) if stats.steps else None,
+                "plain_steps": stats.plain_steps, "draft_steps": stats.steps,
+            }  # fmt: skip
+        yield row
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Measure all kinds and print a table."""
+    """Measure all kinds; print the rows."""
     config = EngineConfig(
         spec="lookup", device=args.device, profile="none", vram=args.vram,
         n_ctx=args.tokens + 4096, n_draft=15,
     )  # fmt: skip
     with Engine.load(args.model, config) as engine:
         for kind in args.kind:
-            rows = measure(engine, config, kind, args)
-            plain = next((one["tps"] for one in rows if one["way"] == "off"), None)
-            for one in rows:
-                bench.append_line(args.out, one)
-                print(line(one, plain), flush=True)
+            for row in measure(engine, config, kind, args):
+                bench.note(args.out, row)
 
 
-def line(one: dict[str, Any], plain: float | None) -> str:
-    """Return what a row says."""
-    over = f" {one['tps'] / plain:5.2f}x" if plain else ""
-    text = f"{one['kind']:9} {one['way']:7} {one['tps']:8.1f} tok/s{over} first {one['first']:.1f}"
-    if "draft_steps" not in one:
-        return f"{text}; {one['foretold']:.0%} of the tokens were foretold"
-    return text + (
-        f"; {one['accepted']} accepted, {one['mean_rows']} rows and {one['tokens_a_step']} tokens "
-        f"a step with a draft, {one['plain_steps']} without"
-    )
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> bench.Parser:
     """Return the command line."""
-    p = bench.Parser(__doc__)
-    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
+    p = bench.bench_parser(__doc__)
     p.add_argument("--kind", nargs="+", default=list(KINDS), choices=KINDS)
     p.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     p.add_argument("--tokens", type=bench.positive, default=256, help="of an answer")
     p.add_argument("--repeat", type=bench.positive, default=3)
-    p.add_argument("--device", default="auto")
     p.add_argument("--vram", default="auto", help="limit of device memory, in GiB")
-    p.add_argument("--out", type=Path, metavar="FILE", help="append rows here, as JSON lines")
     return p
 
 
-def main() -> int:
-    """Run the command line and return the exit code."""
-    args = parser().parse_args()
-    return bench.guarded("bench_lookup.py", lambda: compare(args))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bench.main(parser(), compare))

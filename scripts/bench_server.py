@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import random
 import signal
 import socket
@@ -30,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
@@ -41,6 +40,8 @@ IDS = range(100, 900)
 WORDS = "time year people way day man thing woman life child world school state family".split()
 # Seconds to wait for a server that loads a model.
 LOADING_S = 240
+# Seconds from loading to the start.
+SETTLE_S = 2.0
 
 
 class Stream(threading.Thread):
@@ -244,14 +245,6 @@ def second_turn(port: int, n_tokens: int, seed: int) -> dict[str, float]:
     return found
 
 
-def last_words(log: IO[bytes]) -> str:
-    """Return the last lines of what a server said."""
-    at = log.fileno()
-    said = os.pread(at, 4096, max(0, os.fstat(at).st_size - 4096)).decode(errors="replace")
-    words = [line for line in said.split("\n") if line.strip()] or ["it said nothing"]
-    return " / ".join(words[-3:])[-400:]
-
-
 @contextmanager
 def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[Callable[[], str]]:
     """Run a server from when its health is good to the end of the block.
@@ -266,13 +259,13 @@ def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[Calla
                 code = process.wait(1.0)  # a connection may break a moment before
             except subprocess.TimeoutExpired:
                 return ""
-            return f"exit code {code}: {last_words(log)}"
+            return f"exit code {code}: {bench.last_words(log, 3)}"
 
         try:
             end = time.monotonic() + LOADING_S
             while not _is_healthy(port):
                 if process.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"{command[0]} does not come up: {last_words(log)}")
+                    raise RuntimeError(f"{command[0]} does not come up: {bench.last_words(log)}")
                 time.sleep(0.2)
             yield why_it_ended
         finally:
@@ -325,7 +318,7 @@ def measure(
     left = [(one, at) for one in works(args) for at in range(args.samples + 1)]
     while left:
         with served(command, port, env) as why_it_ended:
-            time.sleep(args.settle)
+            time.sleep(SETTLE_S)
             ended = ""
             while left and not ended:
                 (what, n, work, given, smaller), at = left.pop(0)
@@ -344,68 +337,50 @@ def measure(
 
 def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Return name, command and environment of each server."""
-    slots, env = str(max(*args.clients, args.beside + 1)), dict(os.environ)
+    slots = str(max(*args.clients, args.beside + 1))
     common = ["--port", str(port), "-np", slots, "-c", str(args.ctx_size), "-ub", str(args.ubatch)]
-    ours = [sys.executable, "-m", "moegraph", "serve", args.model, "--log-format", "off", *common,
-            "--device", args.device, *args.ours.split()]  # fmt: skip
-    path = os.pathsep.join(filter(None, [str(bench.ROOT), env.get("PYTHONPATH")]))
-    found = {"moegraph": (ours, {**env, "PYTHONPATH": path})}
+    ours = [sys.executable, "-m", "moegraph", "serve", str(args.model), "--log-format", "off",
+            *common, "--device", args.device, *args.ours.split()]  # fmt: skip
+    found = {"moegraph": (ours, bench.with_path("PYTHONPATH", bench.ROOT))}
     if args.llama_server:
-        theirs = [args.llama_server, "-m", args.model, "--kv-unified", "-fa", "on", *common,
-                  "-b", str(max(args.ubatch, 2048)), *args.theirs.split()]  # fmt: skip
+        theirs = [str(args.llama_server), "-m", str(args.model), "--kv-unified", "-fa", "on",
+                  *common, "-b", str(max(args.ubatch, 2048)), *args.theirs.split()]  # fmt: skip
         found["llama-server"] = (theirs, bench.with_libraries(args.llama_server))
     return found
 
 
-def note(line: dict[str, Any], out: Path | None) -> None:
-    """Print a line, and append it to a file."""
-    print(json.dumps(line), flush=True)
-    bench.append_line(out, line)
-
-
 def parser() -> bench.Parser:
     """Return the command line."""
-    p = bench.Parser(__doc__)
-    p.add_argument("model", help="a GGUF file")
-    p.add_argument("--llama-server", metavar="PATH", help="its libraries are beside it")
-    p.add_argument("--only", choices=("moegraph", "llama-server"), help="measure this one")
-    p.add_argument("--device", default="auto", help="of moegraph")
+    p = bench.bench_parser(__doc__, samples=1)
+    p.add_argument("--llama-server", type=bench.existing, metavar="FILE")
     p.add_argument("--ours", default="", metavar="OPTIONS", help="more options of moegraph serve")
     p.add_argument("--theirs", default="-ngl 99", metavar="OPTIONS", help="of llama-server")
     p.add_argument("-c", "--ctx-size", type=int, default=40960)
     p.add_argument("-ub", "--ubatch", type=int, default=512, help="of both servers")
     p.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     p.add_argument("--tokens", type=int, default=128, help="of each answer")
-    p.add_argument("--samples", type=int, default=1)
-    p.add_argument("--settle", type=float, default=2.0, help="seconds from loading to the start")
     p.add_argument("--long", action="store_true", help="a long prompt, and a second turn")
     p.add_argument("--beside", type=int, default=8, help="clients beside the long prompt")
     p.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt")
     p.add_argument("--turn", type=int, default=20000, help="tokens of the conversation")
-    p.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines here")
     return p
 
 
-def main() -> int:
+def compare(args: argparse.Namespace) -> None:
     """Measure each server; print lines, and append them to a file."""
-    args = parser().parse_args()
     port, speeds = free_port(), dict[tuple[str, int], list[float]]()
     for name, (command, env) in commands(args, port).items():
-        if args.only not in (None, name):
-            continue
         with bench.MemoryWatch() as watch:
             for line in measure(name, command, port, env, args):
-                note(line, args.out)
+                bench.note(args.out, line)
                 if "tokens_per_s" in line:
                     speeds.setdefault((name, line["clients"]), []).append(line["tokens_per_s"])
         if watch.n_bytes > 0:
             peak = round(watch.n_bytes / 2**30, 2)
-            note({"server": name, "what": "memory", "device_gib": peak}, args.out)
-    print("| server | clients | tok/s |\n|---|---|---|")
-    for (name, n), found in speeds.items():
-        print(f"| {name} | {n} | {statistics.median(found):.1f} |")
-    return 0
+            bench.note(args.out, {"server": name, "what": "memory", "device_gib": peak})
+    rows = [[name, str(n), f"{statistics.median(x):.1f}"] for (name, n), x in speeds.items()]
+    print(bench.table(["server", "clients", "tok/s"], rows), end="")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bench.main(parser(), compare))

@@ -17,10 +17,12 @@ docs/benchmarks/card.jsonl; before the first --take there are none, and nothing 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,20 +80,11 @@ def take(folder: Path, path: Path, names: Sequence[str]) -> None:
     lines = [cards[0]]
     for name, one in results.outcomes().items():
         if name in names and one.state == DONE:
-            lines += [{"part": name, "line": _without_paths(line)} for line in one.lines]
+            for line in one.lines:
+                paths = {key: line[key] for key in ("model_filename", "error") if key in line}
+                plain = dict(zip(paths, bench.plain_paths([*paths.values()])))
+                lines.append({"part": name, "line": {**line, **plain}})
     path.write_text("".join(map(bench.json_line, lines)), encoding="utf-8")
-
-
-def _without_paths(line: bench.Line) -> bench.Line:
-    return {
-        key: bench.plain_paths([value])[0] if key in ("model_filename", "error") else value
-        for key, value in line.items()
-    }
-
-
-def samples_of(lines: Lines) -> Samples:
-    """Return the counted samples by (setting, test, system)."""
-    return bench.samples_by_key([line for line in lines if "kind" in line])
 
 
 def of_kind(lines: Lines, kind: str, system: str = "") -> dict[str, bench.Line]:
@@ -100,17 +93,11 @@ def of_kind(lines: Lines, kind: str, system: str = "") -> dict[str, bench.Line]:
     return {line["setting"]: line for line in chosen}
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-
-
-def times(values: Sequence[float], base: Sequence[float] | None, unit: str = "tok/s") -> str:
+def times(values: Sequence[float], base: Sequence[float] | None) -> str:
     """Return median and range of how many times better than the base; '-' without a base."""
     if not base:
         return "-"
-    ratios = bench.times_better(values, base, unit)
+    ratios = bench.times_better(values, base, "tok/s")
     return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} .. {max(ratios):.2f})"
 
 
@@ -138,7 +125,7 @@ class Place:
 def places(run: Run, names: Sequence[str]) -> Iterator[tuple[Place, Samples, Lines]]:
     """Yield each setting that was measured beside llama-bench, with its samples."""
     for name, lines in run.of(names):
-        samples = samples_of(lines)
+        samples = bench.samples_by_key([line for line in lines if "kind" in line])
         ours = "whole" if name == "whole" else "moegraph"
         loads = of_kind(lines, "load", ours)
         for setting, load in loads.items():
@@ -158,23 +145,14 @@ def about(run: Run, names: Sequence[str]) -> str:
     missing = [name for name in names if name not in run.parts]
     note = f" Not measured in this run: {', '.join(missing)}." if missing else ""
     changed = ", with changes" if card["commit"].endswith("-dirty") else ""
-    return _fill(
+    text = (
         f"Measured on {run.day} at commit `{card['commit'][:12]}`{changed} (patch set"
         f" `{card['patchset']}`), beside llama.cpp {fetch.PIN['llama_cpp_commit']} without patches,"
         f" by one run of `scripts/measure_card`: {'; '.join(machine['gpu'])};"
         f" {machine['n_cpus']} CPUs of {machine['cpu']}; {machine['host_bytes'] / 2**30:.0f} GiB."
         f" The model is {card['model']} ({card['model_bytes'] / 1e9:.1f} GB).{note}"
     )
-
-
-def _fill(text: str) -> str:
-    """Break lines at 120, as all pages do."""
-    lines = [""]
-    for word in text.split(" "):
-        if len(lines[-1]) + len(word) >= 120:
-            lines.append("")
-        lines[-1] += (" " if lines[-1] else "") + word
-    return "\n".join(lines) + "\n"
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def readme(run: Run, names: Sequence[str]) -> str:
@@ -202,7 +180,7 @@ def readme(run: Run, names: Sequence[str]) -> str:
         label = "8 clients of the server, everything on the GPU"
         rows.append([label, f"{theirs:,.0f}", f"{ours:,.0f}", f"{ours / theirs:.1f}x"])
     mine = f"moegraph, by routing: {' / '.join(routing)}" if len(routing) > 1 else "moegraph"
-    return table(["35B-A3B shape, tok/s", "llama.cpp", mine, ""], rows)
+    return bench.table(["35B-A3B shape, tok/s", "llama.cpp", mine, ""], rows)
 
 
 def _short(
@@ -240,7 +218,7 @@ def decode(run: Run, names: Sequence[str]) -> str:
                 f"{bench.spread(values)} ({place.ours_gib})", times(values, base),
                 f"{statistics.median(argmax):.1f}" if argmax else "-", *experts,
             ])  # fmt: skip
-    return table(
+    return bench.table(
         ["on the device", "routing", "llama.cpp, tok/s (GiB)", "moegraph, tok/s (GiB)",
          "times llama.cpp", "argmax only", "hit rate", "misses a token"], rows,
     )  # fmt: skip
@@ -270,7 +248,7 @@ def prompts(run: Run, names: Sequence[str]) -> str:
                 bench.spread(base, 0) if base else "-", bench.spread(samples[key], 0),
                 times(samples[key], base),
             ])  # fmt: skip
-    return table(
+    return bench.table(
         ["on the device", "prompt", "-ub", "llama.cpp, tok/s", "moegraph, tok/s",
          "times llama.cpp"], rows,
     )  # fmt: skip
@@ -288,20 +266,19 @@ def memory(run: Run, names: Sequence[str]) -> str:
                 gib(line, "VmHWM"), gib(line, "host_pinned_bytes"),
                 f"{load['seconds']:.1f}" if load else "-",
             ])  # fmt: skip
-    return table(
+    return bench.table(
         ["on the device", "-ub", "", "device, GiB", "host, resident at its peak, GiB",
          "host, pinned, GiB", "load, s"], rows,
     )  # fmt: skip
 
 
 def figures(run: Run, names: Sequence[str]) -> str:
-    """Return the figures that parts show, as measure_card's table has them, without bars."""
+    """Return the figures that parts show, as measure_card's table has them."""
     shows, rows = {part.name: part.shows for part in PARTS}, []
     for name, _ in run.of(names):
         for figure in shows[name](run.parts, name):
-            digits = f"{figure.value:.2f}" if figure.unit == "x" else f"{figure.value:.4g}"
-            rows.append([figure.name, digits + figure.unit, figure.of])
-    return table(["", "", "of"], rows)
+            rows.append([figure.name, figure.shown, figure.of])
+    return bench.table(["", "", "of"], rows)
 
 
 TABLES: dict[str, Callable[[Run, Sequence[str]], str]] = {
@@ -332,39 +309,36 @@ def render(page: str, run: Run) -> str:
     return MARK.sub(write, page)
 
 
-def main() -> int:
-    """Write or check the pages."""
-    p = bench.Parser(__doc__)
+def parser() -> bench.Parser:
+    """Return the command line."""
+    p = bench.Parser(description=__doc__)
     p.add_argument("--pages", type=bench.existing, nargs="+", default=PAGES, metavar="FILE")
     p.add_argument("--raw", type=Path, default=RAW, metavar="FILE", help="lines of the run")
     p.add_argument("--take", type=bench.existing, metavar="FOLDER", help="of measure_card")
     p.add_argument(
         "--check", action="store_true", help="write nothing; exit code 1 if a page would change"
     )
-    args = p.parse_args()
-    changed: list[str] = []
+    return p
 
-    def run() -> None:
-        texts = {path: path.read_text(encoding="utf-8") for path in args.pages}
-        names = [name for text in texts.values() for name in marked(text)]
-        if args.take:
-            take(args.take, args.raw, names)
-        if not args.raw.is_file():
-            return
-        found = Run.read(args.raw)
-        for path, before in texts.items():
-            after = render(before, found)
-            if args.check and after != before:
-                changed.append(path.name)
-            elif after != before:
-                path.write_text(after, encoding="utf-8")
 
-    code = bench.guarded("bench_tables.py", run)
-    if changed:
-        print(f"{', '.join(changed)}: not what the raw lines say; run scripts/bench_tables.py",
-              file=sys.stderr)  # fmt: skip
-    return 1 if changed else code
+def write(args: argparse.Namespace) -> int:
+    """Write or check the pages."""
+    texts = {path: path.read_text(encoding="utf-8") for path in args.pages}
+    names = [name for text in texts.values() for name in marked(text)]
+    if args.take:
+        take(args.take, args.raw, names)
+    if not args.raw.is_file():
+        return 0
+    found = Run.read(args.raw)
+    changed = {path: new for path, old in texts.items() if (new := render(old, found)) != old}
+    if args.check and changed:
+        print(f"{', '.join(path.name for path in changed)}: not what the raw lines say; run"
+              " scripts/bench_tables.py", file=sys.stderr)  # fmt: skip
+        return 1
+    for path, text in changed.items():
+        path.write_text(text, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bench.main(parser(), write))

@@ -30,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -40,18 +40,17 @@ import _bench as bench
 
 # The options of each system's own scripts.
 PROGRAMS = {
-    "server": "bench_server.py --only moegraph --clients 1 --samples 3 -c 4096",
+    "server": "bench_server.py --clients 1 --samples 3 -c 4096",
     "lookup": "bench_lookup.py --kind edit hopeless --ways off lookup --repeat 2",
     "drafts": "bench_drafts.py --kind code --mtp 3 --dflash 7 --repeat 1",
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> bench.Parser:
     """Return the command line."""
-    p = bench.Parser(__doc__)
-    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
-    p.add_argument("systems", nargs="+", metavar="SYSTEM")
-    bench.add_common(p)
+    p = bench.bench_parser(__doc__, samples=5)
+    p.add_argument("systems", nargs="+", metavar="SYSTEM", type=bench.System.of)
+    p.add_argument("--threads", type=bench.positive, metavar="N", help="CPU threads of all systems")
     p.add_argument("--settings", nargs="+", default=["whole", "60", "25", "0"], type=setting,
                    metavar="whole|PERCENT", help="experts on the device")  # fmt: skip
     p.add_argument("--gen", type=int, default=128, help="tokens of a decode sample; 0: none")
@@ -83,19 +82,6 @@ def setting(text: str) -> str:
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text!r} is not a percentage, 0 to 100")
     return f"{value:g} %"
-
-
-def check_systems(specs: Sequence[str]) -> None:
-    """Check that systems are NAME=FOLDER[,VAR=VALUE...] with distinct names."""
-    for spec in specs:
-        name, equals, rest = spec.partition("=")
-        folder, *settings = rest.split(",")
-        if not (name and equals and Path(folder).is_dir() and all("=" in x for x in settings)):
-            raise bench.BenchError(
-                f"{spec!r} is not NAME=FOLDER[,VAR=VALUE...] of a folder that exists"
-            )
-    if len({spec.partition("=")[0] for spec in specs}) < len(specs):
-        raise bench.BenchError(f"two systems have one name: {', '.join(specs)}")
 
 
 # A sample: its value, and what else is noted. Of a worker and the number of the sample.
@@ -146,15 +132,15 @@ def config_for(args: argparse.Namespace, setting: str, n_all: int) -> dict[str, 
 
 def measure(args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker]) -> None:
     """Take all samples of all settings."""
-    from _traces import ModelFacts, write_routing
+    from _traces import router_of, write_routing
 
-    facts = ModelFacts.of(args.model)
+    shape, _ = router_of(args.model)
     with tempfile.TemporaryDirectory() as scratch:
         routing = Path(scratch) / "routing.npy"
-        raw.add("traces", **write_routing(routing, facts, ["sticky"], 2048))
+        raw.add("traces", **write_routing(routing, shape, ["sticky"], 2048))
         for setting in args.settings:
             partial = setting != "whole"
-            config = config_for(args, setting, facts.n_experts)
+            config = config_for(args, setting, shape.n_layer * shape.n_expert)
             replayed = str(routing) if partial else None
             for worker in workers:
                 worker.tell("load", model=str(args.model), config=config, routing=replayed)
@@ -178,11 +164,9 @@ def run_programs(args: argparse.Namespace, raw: bench.Raw) -> None:
     """Run each program of all systems in turn; the first sample of each counts too."""
     for program in args.programs:
         for at in range(1, args.samples + 1):
-            for spec in args.systems if at % 2 else reversed(args.systems):
-                name, _, place = spec.partition("=")
-                folder = Path(place.split(",")[0])
-                for test, value in program_samples(args, program, folder):
-                    raw.sample(program, test, name, at, value)
+            for one in args.systems if at % 2 else reversed(args.systems):
+                for test, value in program_samples(args, program, one.folder):
+                    raw.sample(program, test, one.name, at, value)
 
 
 def program_samples(
@@ -190,7 +174,7 @@ def program_samples(
 ) -> Iterator[tuple[str, float]]:
     """Run a program of one system; yield names of tests, and tokens a second."""
     script, *options = PROGRAMS[program].split()
-    command = [sys.executable, str(folder.resolve() / "scripts" / script), str(args.model)]
+    command = [sys.executable, str(folder / "scripts" / script), str(args.model)]
     command += [*options, "--tokens", str(args.tokens), "--device", args.device]
     command += ["--draft", args.draft] if args.draft and program == "drafts" else []
     with tempfile.TemporaryDirectory() as scratch:
@@ -210,27 +194,22 @@ def program_samples(
                 yield f"{line['kind']}, {line['way']}", line.get("at_rates", line["tps"])
 
 
-def main() -> int:
+def compare(args: argparse.Namespace) -> None:
     """Run the comparison."""
-    args = parser().parse_args()
+    names = [one.name for one in args.systems]
+    if len(set(names)) < len(names):
+        raise bench.BenchError(f"two systems have one name: {', '.join(names)}")
+    raw = bench.Raw("trees", args)
 
-    def run() -> None:
-        check_systems(args.systems)
-        raw = bench.Raw("trees", args)
+    def work() -> None:
+        if args.programs:
+            return run_programs(args, raw)
+        with ExitStack() as stack:
+            own = stack.enter_context
+            measure(args, raw, [own(bench.started(raw, one)) for one in args.systems])
 
-        def compare() -> None:
-            if args.programs:
-                return run_programs(args, raw)
-            with ExitStack() as stack:
-                workers = [stack.enter_context(bench.start_worker(spec)) for spec in args.systems]
-                for spec, worker in zip(args.systems, workers):
-                    bench.note_system(raw, spec, worker)
-                measure(args, raw, workers)
-
-        bench.finish(raw, args.systems[0].partition("=")[0], compare)
-
-    return bench.guarded("bench_trees.py", run)
+    bench.finish(raw, names[0], work)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bench.main(parser(), compare))

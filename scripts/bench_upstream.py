@@ -38,16 +38,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import _bench as bench
 from _bench import BenchError, Line
-from _traces import ModelFacts, write_routing
+from _traces import router_of, write_routing
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> bench.Parser:
     """Return the command line."""
-    p = bench.Parser(__doc__)
-    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
+    p = bench.bench_parser(__doc__, samples=5)
     p.add_argument("--llama-bench", type=bench.existing, required=True, metavar="FILE",
                    help="of unpatched llama.cpp, built with the same options")  # fmt: skip
-    bench.add_common(p)
+    p.add_argument("--threads", type=bench.positive, metavar="N", help="CPU threads of all systems")
     p.add_argument("--ncmoe", type=int, nargs="+", default=[],
                    help="layers whose experts llama.cpp keeps on the CPU")  # fmt: skip
     p.add_argument("--prompt", type=bench.positive, nargs="*", default=[512, 2048])
@@ -65,20 +64,70 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-class LlamaBench:
-    """llama-bench on a model. rss_bytes, device_bytes: the peaks of the last call."""
+# Beginnings of llama-bench's fields that are no settings.
+_NO_SETTINGS = (
+    "model_filename",
+    "test_time",
+    "samples_",
+    "cpu_info",
+    "gpu_info",
+    "avg_",
+    "stddev_",
+)
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._program = args.llama_bench
-        self._command = [str(self._program), "-m", str(args.model), "-fa", "1", "-o", "jsonl",
-                         "-ngl", "0" if args.device == "cpu" else "99"]  # fmt: skip
-        self.rss_bytes = self.device_bytes = 0
 
-    def rows(self, options: Sequence[str], n_samples: int) -> Iterator[Line]:
-        """Run llama-bench once with -r n_samples; yield its rows as they come."""
-        command = [*self._command, "-r", str(n_samples), *options]
+def test_name(row: Line) -> str:
+    """Return the name of a row's test: pp512, tg128 @ d8192."""
+    parts = [("pp", row["n_prompt"]), ("tg", row["n_gen"])]
+    name = "+".join(f"{kind}{n}" for kind, n in parts if n)
+    return name + (f" @ d{row['n_depth']}" if row.get("n_depth") else "")
+
+
+class Comparison:
+    """One run: for each setting a block of llama-bench, then one of moegraph.
+
+    setting, ncmoe, ubatch, gen: of the block that is measured; gen is 0 where decode is not.
+    step: of the traces, the step that the next pass of one row consumes.
+    """
+
+    setting, gen, step = "", 0, 0
+    ncmoe: int | None
+    worker: bench.Worker
+
+    def __init__(self, args: argparse.Namespace, raw: bench.Raw, routing: Path) -> None:
+        self.args, self.raw, self.routing = args, raw, routing
+        self.shape, self.expert_bytes = router_of(args.model)
+        self.threads: int | None = args.threads
+        self.each = args.warm + 2 * (args.samples + 1) * args.gen
+        self.system = "moegraph" if args.ncmoe else "whole"
+
+    def run(self) -> None:
+        """Measure every setting."""
+        args = self.args
+        if args.ncmoe:
+            self.threads = args.threads or len(os.sched_getaffinity(0))
+            about = write_routing(self.routing, self.shape, args.traces, self.each)
+            parts = {name: at * self.each for at, name in enumerate(args.traces)}
+            self.raw.add("traces", each=self.each, parts=parts, n_used=self.shape.n_expert_used,
+                         **about)  # fmt: skip
+        partial = [n for n in args.ncmoe if n]
+        if args.sweep and partial:
+            self._sweep(partial[0])
+        for self.ncmoe in args.ncmoe or [None]:
+            for self.ubatch in args.ubatch:
+                place = "" if self.ncmoe is None else f"ncmoe {self.ncmoe}, "
+                self.setting = f"{place}ub {self.ubatch}"
+                self.gen = args.gen if self.ubatch == args.ubatch[0] else 0
+                self._ours(self._upstream())
+
+    def _rows(self, options: Sequence[str], n_samples: int) -> Iterator[Line]:
+        """Run llama-bench once with -r n_samples; yield its rows, then a line of its memory."""
+        args = self.args
+        n_layers = "0" if args.device == "cpu" else "99"
+        command = [str(args.llama_bench), "-m", str(args.model), "-fa", "1", "-o", "jsonl",
+                   "-ngl", n_layers, "-r", str(n_samples), *options]  # fmt: skip
         with bench.MemoryWatch() as watch, tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(command, env=bench.with_libraries(self._program),
+            process = subprocess.Popen(command, env=bench.with_libraries(args.llama_bench),
                                        stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
             try:
                 for line in process.stdout or ():
@@ -91,59 +140,10 @@ class LlamaBench:
                 _, status, usage = os.wait4(process.pid, 0)
                 process.returncode = os.waitstatus_to_exitcode(status)
                 process.stdout.close()  # type: ignore[union-attr]
-            self.rss_bytes = usage.ru_maxrss * 1024
             if process.returncode:
                 why = f"exit code {process.returncode}: {bench.last_words(errors)}"
                 raise BenchError(f"llama-bench ended with {why}")
-        self.device_bytes = watch.n_bytes
-
-
-def test_name(row: Line) -> str:
-    """Return the name of a row's test: pp512, tg128 @ d8192."""
-    parts = [("pp", row["n_prompt"]), ("tg", row["n_gen"])]
-    name = "+".join(f"{kind}{n}" for kind, n in parts if n)
-    return name + (f" @ d{row['n_depth']}" if row.get("n_depth") else "")
-
-
-def settings_of(row: Line) -> Line:
-    """Return the settings in a row, without samples and times, for the raw lines."""
-    left_out = {"model_filename", "test_time", "samples_ns", "samples_ts", "cpu_info", "gpu_info"}
-    timed = ("avg_", "stddev_")
-    return {k: v for k, v in row.items() if k not in left_out and not k.startswith(timed)}
-
-
-class Comparison:
-    """One run: for each setting a block of llama-bench, then one of moegraph.
-
-    step: of the traces, the step that the next pass of one row consumes.
-    """
-
-    def __init__(self, args: argparse.Namespace, raw: bench.Raw) -> None:
-        self.args, self.raw = args, raw
-        self.facts = ModelFacts.of(args.model)
-        self.program = LlamaBench(args)
-        self.threads: int | None = args.threads
-        self.each = args.warm + 2 * (args.samples + 1) * args.gen
-        self.step = 0
-
-    def run(self, scratch: Path) -> None:
-        """Measure every setting."""
-        args, routing = self.args, scratch / "routing.npy"
-        if args.ncmoe:
-            self.threads = args.threads or len(os.sched_getaffinity(0))
-            about = write_routing(routing, self.facts, args.traces, self.each)
-            parts = {name: at * self.each for at, name in enumerate(args.traces)}
-            self.raw.add("traces", each=self.each, parts=parts, n_used=self.facts.n_expert_used,
-                         **about)  # fmt: skip
-        partial = [n for n in args.ncmoe if n]
-        if args.sweep and partial:
-            self._sweep(partial[0])
-        for ncmoe in args.ncmoe or [None]:
-            for ubatch in args.ubatch:
-                setting = f"ub {ubatch}" if ncmoe is None else f"ncmoe {ncmoe}, ub {ubatch}"
-                gen = args.gen if ubatch == args.ubatch[0] else 0
-                budget = self._upstream(setting, ncmoe, ubatch, gen)
-                self._ours(setting, ncmoe, ubatch, gen, budget, routing)
+        yield {"rss_bytes": usage.ru_maxrss * 1024, "device_bytes": watch.n_bytes}
 
     def _sweep(self, ncmoe: int) -> None:
         """Find llama-bench's best number of threads."""
@@ -152,7 +152,7 @@ class Comparison:
             "-t", ",".join(map(str, self.args.sweep)),
         ]  # fmt: skip
         speed: dict[int, float] = {}
-        for row in self.program.rows(options, 3):
+        for row in [*self._rows(options, 3)][:-1]:
             speed[row["n_threads"]] = statistics.median(row["samples_ts"][1:])
             for at, value in enumerate(row["samples_ts"]):
                 self.raw.sample(f"ncmoe {ncmoe}, sweep", test_name(row),
@@ -160,125 +160,114 @@ class Comparison:
         self.threads = max(speed, key=lambda n: speed[n])
         print(f"upstream is fastest with {self.threads} threads", file=sys.stderr)
 
-    def _upstream(self, setting: str, ncmoe: int | None, ubatch: int, gen: int) -> int:
+    def _upstream(self) -> int:
         """Run llama-bench's block; return its peak of device memory in bytes."""
-        args, raw = self.args, self.raw
+        args, raw, ncmoe = self.args, self.raw, self.ncmoe
         options = [
-            *(["-ncmoe", str(ncmoe)] if ncmoe is not None else []), "-ub", str(ubatch),
-            "-b", str(max(2048, ubatch)), *(["-t", str(self.threads)] if self.threads else []),
+            *(["-ncmoe", str(ncmoe)] if ncmoe is not None else []), "-ub", str(self.ubatch),
+            "-b", str(max(2048, self.ubatch)), *(["-t", str(self.threads)] if self.threads else []),
             *(["-d", ",".join(map(str, args.depth))] if ncmoe is None else []),
-            "-p", ",".join(map(str, args.prompt)) or "0", "-n", str(gen),
+            "-p", ",".join(map(str, args.prompt)) or "0", "-n", str(self.gen),
         ]  # fmt: skip
-        for row in self.program.rows(options, args.samples + 1):
-            raw.add("upstream", setting=setting, system="upstream", flags=options,
-                    row=settings_of(row))  # fmt: skip
+        about = {"setting": self.setting, "system": "upstream"}
+        for row in self._rows(options, args.samples + 1):
+            if peak := row.get("rss_bytes"):
+                n_bytes: int = row["device_bytes"]
+                raw.add("memory", **about, VmHWM=peak, device_peak_bytes=n_bytes,
+                        device_driver_bytes=n_bytes)  # fmt: skip
+                continue
+            kept = {k: v for k, v in row.items() if not k.startswith(_NO_SETTINGS)}
+            raw.add("upstream", **about, flags=options, row=kept)
             for at, tps in enumerate(row["samples_ts"]):
-                raw.sample(setting, test_name(row), "upstream", at, tps)
-        peak = self.program.device_bytes
-        raw.add("memory", setting=setting, system="upstream", VmHWM=self.program.rss_bytes,
-                device_peak_bytes=peak, device_driver_bytes=peak)  # fmt: skip
-        return peak
+                raw.sample(self.setting, test_name(row), "upstream", at, tps)
+        return n_bytes
 
-    def _ours(
-        self, setting: str, ncmoe: int | None, ubatch: int, gen: int, budget: int, routing: Path
-    ) -> None:
+    def _ours(self, budget: int) -> None:
         """Load moegraph and take its samples."""
-        args, system = self.args, "whole" if ncmoe is None else "moegraph"
-        spec, used_before = f"{system}={bench.ROOT}", bench.used_device_bytes()
-        with bench.start_worker(spec) as worker:
-            bench.note_system(self.raw, spec, worker)
-            self._load(worker, setting, ncmoe, ubatch, budget, routing)
-            if gen and ncmoe is not None:
+        args, gen, is_whole = self.args, self.gen, self.ncmoe is None
+        used_before = bench.used_device_bytes()
+        own = bench.System(self.system, bench.ROOT, {})
+        with bench.started(self.raw, own) as self.worker:
+            self._load(budget)
+            if gen and not is_whole:
                 self.step = 0
                 for at, name in enumerate(args.traces):
                     warm = at * self.each + args.warm - self.step
-                    worker.ask("decode", n=warm, seed=0)
+                    self.worker.ask("decode", n=warm, seed=0)
                     self.step += warm
-                    self._decode(worker, setting, system, gen, 0, f", {name}")
-            for depth in args.depth if ncmoe is None else [0]:
+                    self._decode(0, f", {name}")
+            for depth in args.depth if is_whole else [0]:
                 at_depth = f" @ d{depth}" if depth else ""
                 for n in args.prompt:
-                    self._samples(worker, setting, f"pp{n}{at_depth}", system, "prompt", n=n,
-                                  depth=depth)  # fmt: skip
-                if gen and ncmoe is None:
-                    self._decode(worker, setting, system, gen, depth, "")
+                    self._samples(f"pp{n}{at_depth}", self.system, "prompt", n=n, depth=depth)
+                if gen and is_whole:
+                    self._decode(depth, "")
             if gen and 0 in args.depth:
-                trace = f", {args.traces[0]}" if ncmoe is not None else ""
-                self._samples(worker, setting, f"tg{gen}", f"{system}, sampled{trace}", "generate",
-                              n=gen, n_prompt=8, sampling=bench.SAMPLING)  # fmt: skip
-            memory = worker.ask("memory")
+                trace = "" if is_whole else f", {args.traces[0]}"
+                self._samples(f"tg{gen}", f"{self.system}, sampled{trace}", "generate", n=gen,
+                              n_prompt=8, sampling=bench.SAMPLING)  # fmt: skip
+            memory = self.worker.ask("memory")
             memory["device_driver_bytes"] = bench.used_device_bytes() - used_before
-            self.raw.add("memory", setting=setting, system=system, **memory)
+            self.raw.add("memory", setting=self.setting, system=self.system, **memory)
 
-    def _decode(
-        self, worker: bench.Worker, setting: str, system: str, n: int, depth: int, trace: str
-    ) -> None:
+    def _decode(self, depth: int, trace: str) -> None:
         """Take decode samples with the logits, and with the argmax alone unless at a depth."""
-        test = f"tg{n}" + (f" @ d{depth}" if depth else "")
-        for way, logits in ((system, True), (f"{system}, argmax", False))[: 1 if depth else 2]:
-            self._samples(worker, setting, test, way + trace, "decode", n=n, depth=depth,
-                          logits=logits)  # fmt: skip
+        test = f"tg{self.gen}" + (f" @ d{depth}" if depth else "")
+        for argmax in ("",) if depth else ("", ", argmax"):
+            way = f"{self.system}{argmax}{trace}"
+            self._samples(test, way, "decode", n=self.gen, depth=depth, logits=not argmax)
 
-    def _samples(
-        self, worker: bench.Worker, setting: str, test: str, system: str, do: str, n: int,
-        **request: Any,
-    ) -> None:  # fmt: skip
+    def _samples(self, test: str, system: str, do: str, n: int, **request: Any) -> None:
         """Take all samples of a test, each with its number as the seed."""
         for at in range(self.args.samples + 1):
-            found = worker.ask(do, n=n, seed=at, **request)
+            found = self.worker.ask(do, n=n, seed=at, **request)
             more: dict[str, Any] = {"step": self.step} if do == "decode" else {}
-            self.raw.sample(setting, test, system, at, found.get("n", n) / found["seconds"],
+            self.raw.sample(self.setting, test, system, at, found.get("n", n) / found["seconds"],
                             experts=found["experts"], **more)  # fmt: skip
             self.step += n if more else 0
 
-    def _load(
-        self, worker: bench.Worker, setting: str, ncmoe: int | None, ubatch: int, budget: int,
-        routing: Path,
-    ) -> None:  # fmt: skip
+    def _load(self, budget: int) -> None:
         """Load with the budget as --vram; if that is too small, load without expert slots."""
-        args, facts = self.args, self.facts
+        args, shape, ncmoe = self.args, self.shape, self.ncmoe
         config: dict[str, Any] = {
-            "device": args.device, "n_ubatch": ubatch, "profile": "none",
+            "device": args.device, "n_ubatch": self.ubatch, "profile": "none",
             "n_ctx": max(args.depth) + max([*args.prompt, args.gen, 256]),
         }  # fmt: skip
         if args.threads:
             config["n_threads"] = args.threads
+        about: dict[str, Any] = {"setting": self.setting, "system": self.system}
+        request: dict[str, Any] = {"model": str(args.model)}
         if ncmoe is None:
-            found = worker.ask("load", model=str(args.model), config=config | {"mode": "whole"})
-            self.raw.add("load", setting=setting, system="whole", **found)
+            found = self.worker.ask("load", config=config | {"mode": "whole"}, **request)
+            self.raw.add("load", **about, **found)
             return
         fitting: dict[str, Any] = {"vram": f"{budget}B"} if budget else {
-            "pin_layers": 0, "cache_slots": max(0, facts.n_layer - ncmoe) * facts.n_expert
+            "pin_layers": 0, "cache_slots": max(0, shape.n_layer - ncmoe) * shape.n_expert
         }  # fmt: skip
-        request = {"model": str(args.model), "routing": str(routing) if args.gen else None}
+        request["routing"] = str(self.routing) if args.gen else None
         try:
-            found = worker.ask("load", config=config | fitting, **request)
+            found = self.worker.ask("load", config=config | fitting, **request)
         except BenchError as error:
             if not budget or "OutOfDeviceMemory" not in str(error):
                 raise
-            self.raw.add("refused", setting=setting, budget=budget, why=str(error))
-            print(f"{error}\n{setting}: loading without expert slots", file=sys.stderr)
+            self.raw.add("refused", setting=self.setting, budget=budget, why=str(error))
+            print(f"{error}\n{self.setting}: loading without expert slots", file=sys.stderr)
             none = {"pin_layers": 0, "cache_slots": 0}
-            found = worker.ask("load", config=config | none, **request)
+            found = self.worker.ask("load", config=config | none, **request)
         self.raw.add(
-            "load", setting=setting, system="moegraph", ncmoe=ncmoe, ubatch=ubatch, budget=budget,
-            share=sum(found["n_slots"]) / facts.n_experts,
-            expert_bytes=facts.expert_bytes, **found,
+            "load", **about, ncmoe=ncmoe, ubatch=self.ubatch, budget=budget,
+            share=sum(found["n_slots"]) / (shape.n_layer * shape.n_expert),
+            expert_bytes=self.expert_bytes, **found,
         )  # fmt: skip
 
 
-def main() -> int:
+def compare(args: argparse.Namespace) -> None:
     """Run the comparison."""
-    args = parser().parse_args()
-
-    def run() -> None:
-        raw = bench.Raw("upstream", args)
-        with tempfile.TemporaryDirectory() as scratch:
-            comparison = Comparison(args, raw)
-            bench.finish(raw, "upstream", lambda: comparison.run(Path(scratch)))
-
-    return bench.guarded("bench_upstream.py", run)
+    raw = bench.Raw("upstream", args)
+    with tempfile.TemporaryDirectory() as scratch:
+        comparison = Comparison(args, raw, Path(scratch) / "routing.npy")
+        bench.finish(raw, "upstream", comparison.run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bench.main(parser(), compare))

@@ -10,7 +10,6 @@ Without nvcc the script says that it compiled nothing.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -20,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -49,17 +49,11 @@ def units(tree: Path, touched: Sequence[str]) -> list[Path]:
     A source in template-instances/ is preferred, because it instantiates the header's templates.
     """
     found = {tree / name for name in touched if name.endswith(".cu")}
-    for name in touched:
-        if not name.endswith(".cuh"):
-            continue
-        line, folder = f'"{Path(name).name}"', (tree / name).parent
-        users = [
-            path for part in ("template-instances", ".")
-            for path in sorted((folder / part).glob("*.cu"))
-            if any(end in path.read_text("utf-8") for end in (line, f"/{line[1:]}"))
-        ]  # fmt: skip
-        if users and users[0] not in found:
-            found.add(users[0])
+    for header in (tree / name for name in touched if name.endswith(".cuh")):
+        instances = sorted((header.parent / "template-instances").glob("*.cu"))
+        sources = (*instances, *sorted(header.parent.glob("*.cu")))
+        users = (one for one in sources if f'{header.name}"' in one.read_text("utf-8"))
+        found |= {*islice(users, 1)}
     return sorted(found)
 
 
@@ -98,7 +92,7 @@ def compile_all(nvcc: Path, sources: Sequence[Path], includes: Sequence[Path], a
         raise BuildError("\n".join(failures))
 
 
-def check(arch: str, build: Path, sdist: str | None) -> None:
+def check(arch: str, build: Path) -> None:
     """Compile our CUDA sources and patched ones, unless this patch set already passed here.
 
     Prints one line: what was compiled, or why nothing was.
@@ -117,7 +111,7 @@ def check(arch: str, build: Path, sdist: str | None) -> None:
         say(f"CUDA sources not compiled again: patch set {fetch.patchset()} compiled here before")
         return
     begin, tree = time.monotonic(), work / "llama.cpp"
-    fetch.provide(tree, build / "cache", sdist)
+    fetch.provide(tree, build / "cache")
     sources = units(tree, touched_by(fetch.patch_files(), fetch.native_files()))
     # The wheels share one folder, which may hold another toolkit's headers: take cuBLAS's only.
     shutil.rmtree(work / "cublas", ignore_errors=True)
@@ -133,13 +127,10 @@ def check(arch: str, build: Path, sdist: str | None) -> None:
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = _tools.Parser(description=__doc__)
     p.add_argument("arch", metavar="ARCH", help="an architecture, such as 90")
-    p.add_argument("--sdist", help=f"a copy of {fetch.PIN['file']}; default: fetched with pip")
     args = p.parse_args()
-    return reported(lambda: check(args.arch, ROOT / "build", args.sdist))
+    return reported(lambda: check(args.arch, ROOT / "build"))
 
 
 if __name__ == "__main__":

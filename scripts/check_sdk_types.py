@@ -12,12 +12,12 @@ the differences. The exit status is 1 if there is one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -158,26 +158,19 @@ def check_all(post: Post) -> Checker:
 
 
 def main() -> int:
-    """Run the checks; return 1 if there is a difference."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("url", nargs="?", help="of a server; default: one with the shipped model")
-    url = p.parse_args().url
-    if url:
-        return report(url)
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    """Check a server and print the table; return 1 if there is a difference."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+    from _tools import Parser
     from helpers.server_process import serving
 
-    with serving("-c", 4096, "-np", 2) as server:
-        return report(server.url)
-
-
-def report(url: str) -> int:
-    """Check a server and print the table."""
-    key = os.environ.get("MOEGRAPH_API_KEY", "-")
-    with httpx.Client(base_url=url, headers={"X-Api-Key": key}, timeout=600) as client:
-        checker = check_all(lambda method, path, body: client.request(method, path, json=body).text)
+    p = Parser(description=__doc__)
+    p.add_argument("url", nargs="?", help="of a server; default: one with the shipped model")
+    url, key = p.parse_args().url, os.environ.get("MOEGRAPH_API_KEY", "-")
+    with ExitStack() as stack:
+        url = url or stack.enter_context(serving("-c", 4096, "-np", 2)).url
+        client = httpx.Client(base_url=url, headers={"X-Api-Key": key}, timeout=600)
+        post = stack.enter_context(client).request
+        checker = check_all(lambda method, path, body: post(method, path, json=body).text)
     print(checker.report())
     return 1 if checker.differences else 0
 

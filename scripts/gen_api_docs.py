@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
-from _pages import write_or_check
+from _tools import write_or_check
 
 import moegraph
 from moegraph.config import settings

@@ -16,7 +16,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
-from _pages import write_or_check
+from _tools import write_or_check
 
 from moegraph import errors
 from moegraph.cli import main as program
@@ -35,7 +35,10 @@ def page() -> str:
     """Return the page with all sections that come from the program written anew."""
     context = click.Context(program, info_name="moegraph", **program.context_settings)
     chat = click.Context(program.commands["chat"], info_name="chat", parent=context)
-    written = {"exit-codes": exit_codes(), **shared_sections(chat)}
+    written = {"exit-codes": exit_codes()}
+    for title, options in shared().items():
+        text = "\n".join([f"## {title}", "", *table(options, chat)])
+        written[title.lower().replace(" ", "-")] = text
     written |= {name: section(command, context) for name, command in program.commands.items()}
     text = PAGE.read_text(encoding="utf-8")
     if set(MARK.findall(text)) != set(written):
@@ -116,14 +119,6 @@ def shared_line(title: str, usual: list[click.Option], has: list[click.Option]) 
 
 def _flags(options: list[click.Option]) -> str:
     return ", ".join(f"`{option.opts[-1]}`" for option in options)
-
-
-def shared_sections(context: click.Context) -> dict[str, str]:
-    """Return the sections of options that many commands have, by their marks."""
-    return {
-        title.lower().replace(" ", "-"): "\n".join([f"## {title}", "", *table(options, context)])
-        for title, options in shared().items()
-    }
 
 
 def table(options: list[click.Option], context: click.Context) -> list[str]:

@@ -18,7 +18,7 @@ from cffi import model
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
-from _pages import write_or_check
+from _tools import write_or_check
 
 from moegraph.ggml._build import declarations
 

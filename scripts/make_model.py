@@ -15,13 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from modelgen.build import write_model
 from modelgen.presets import PRESETS
-from modelgen.shape import Shape, shape_options
-
-
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise argparse.ArgumentTypeError("use 0 or 1")
-    return text == "1"
+from modelgen.shape import shape_options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,26 +32,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mix", help="types, for example all=Q8_0,gate_up=Q4_K,down@0-3=Q6_K")
     p.add_argument("--seed", type=int, default=0, help="another seed gives other weights")
     p.add_argument("--splits", type=int, default=1, help="number of files")
-    p.add_argument("--pre", default="qwen35", choices=("qwen35", "qwen2"), help="pre-tokenizer")
-    p.add_argument("--check", action="store_true", help="read the file back with moegraph")
     group = p.add_argument_group("hyper-parameters (default: the preset's)")
     for name, default, text in shape_options():
-        kind: Any = _flag if isinstance(default, bool) else type(default)
+        kind: Any = (lambda text: text == "1") if isinstance(default, bool) else type(default)
         group.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X", help=text)
     return p
-
-
-def _shape(args: argparse.Namespace, base: Shape) -> Shape:
-    given = {name: getattr(args, name) for name, _, _ in shape_options()}
-    return replace(base, **{name: value for name, value in given.items() if value is not None})
-
-
-def _check(path: Path) -> str:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from moegraph.arch import open_model
-
-    with open_model(path) as model:
-        return f"{len(model.tensors)} tensors, {model.n_bytes / 1e9:.2f} GB, {model.hparams}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,18 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     preset = PRESETS[args.preset]
     mix = preset.mix if args.mix is None else args.mix
+    given = {name: getattr(args, name) for name, _, _ in shape_options()}
+    shape = replace(preset.shape, **{name: x for name, x in given.items() if x is not None})
     start = time.monotonic()
     try:
-        shape = _shape(args, preset.shape)
-        paths = write_model(args.output, shape, mix, args.seed, args.splits, args.pre)
+        paths = write_model(args.output, shape, mix, args.seed, args.splits)
     except (OSError, ValueError) as e:
         print(f"make_model.py: {e}", file=sys.stderr)
         return 2
     seconds = time.monotonic() - start
     size = sum(path.stat().st_size for path in paths)
     print(f"{paths[0]}: {size / 1e9:.3f} GB in {seconds:.1f} s ({size / seconds / 1e9:.2f} GB/s)")
-    if args.check:
-        print(_check(paths[0]))
     return 0
 
 

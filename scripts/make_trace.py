@@ -13,6 +13,7 @@ sha256 of the ids; `moegraph simulate` reads the file.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,40 +22,38 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import _bench as bench
 
-from moegraph.errors import MoegraphError
 from moegraph.placement.generator import PRESETS, generate_trace
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.trace import write_trace
 from moegraph.placement.tracestats import trace_stats
 
 
-def main() -> int:
+def parser() -> bench.Parser:
+    """Return the command line."""
+    p = bench.Parser(description=__doc__)
+    p.add_argument("path", help="file to write")
+    p.add_argument("--preset", choices=PRESETS, default="sticky")
+    p.add_argument("--tokens", type=bench.positive, default=2048)
+    p.add_argument("--layers", type=int, default=40)
+    p.add_argument("--experts", type=int, default=256)
+    p.add_argument("--used", type=int, default=8, help="experts of a layer that a token uses")
+    p.add_argument("--seed", type=int, default=0, help="seed of the imaginary model")
+    p.add_argument("--prompt", type=int, default=0, help="seed of the prompt that it reads")
+    return p
+
+
+def write(args: argparse.Namespace) -> None:
     """Generate, write, and print the statistics."""
-    parser = bench.Parser(__doc__)
-    parser.add_argument("path", help="file to write")
-    parser.add_argument("--preset", choices=PRESETS, default="sticky")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=40)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--used", type=int, default=8, help="experts of a layer that a token uses")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the imaginary model")
-    parser.add_argument("--prompt", type=int, default=0, help="seed of the prompt that it reads")
-    args = parser.parse_args()
     fields = {"n_layer": args.layers, "n_expert": args.experts, "n_expert_used": args.used}
     shape = RouterShape.from_fields({**fields, "model": ""})
-    if shape is None or args.tokens < 1 or args.seed < 0 or args.prompt < 0:
-        parser.error("sizes must be at least 1, and --used at most --experts")
+    if shape is None or args.seed < 0 or args.prompt < 0:
+        raise bench.BenchError("sizes must be at least 1, and --used at most --experts")
     trace = generate_trace(shape, args.tokens, args.seed, args.prompt, PRESETS[args.preset])
     trace = replace(trace, source=f"{trace.source}, preset {args.preset}")
-    try:
-        write_trace(args.path, trace)
-    except MoegraphError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    write_trace(args.path, trace)
     print(trace_stats(trace).line())
     print(f"sha256 {trace.sha256}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bench.main(parser(), write))

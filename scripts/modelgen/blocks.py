@@ -19,34 +19,26 @@ F32 = npt.NDArray[np.float32]
 Fill = Callable[[np.random.Generator, int, float], U8]
 Constant = Callable[[float], U8]
 
-# Values of the 16 codes of IQ4_NL and IQ4_XS, and of the 8 magnitudes of MXFP4 (doubled).
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
-
 # Block scales vary by +-25 % so that no two blocks of a row weigh the same.
 JITTER = 0.25
 JITTER_RMS = float(np.sqrt(1 + JITTER**2 / 3))
+# Of the 8 magnitudes of MXFP4, doubled.
+_FP4 = float(np.sqrt(np.mean(np.square(gguf.quants.MXFP4.kvalues[:8], dtype=np.float64))))
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A ggml tensor type: how to fill blocks, and a block in which every weight is one value."""
+    """A ggml tensor type: its id, elements and bytes of a block, and how to fill blocks.
+
+    constant: makes a block in which every weight is one value.
+    """
 
     name: str
+    ggml_id: int
+    n_elem: int
+    n_bytes: int
     fill: Fill
     constant: Constant
-
-    @property
-    def ggml_id(self) -> int:
-        return Type[self.name]
-
-    @property
-    def n_elem(self) -> int:
-        return gguf.GGML_QUANT_SIZES[Type[self.name]][0]
-
-    @property
-    def n_bytes(self) -> int:
-        return gguf.GGML_QUANT_SIZES[Type[self.name]][1]
 
     def row_bytes(self, ne0: int) -> int:
         """Return the bytes of a row of `ne0` elements."""
@@ -161,7 +153,7 @@ def _fill_q6_k(rng: np.random.Generator, n: int, std: float) -> U8:
 
 def _fill_mxfp4(rng: np.random.Generator, n: int, std: float) -> U8:
     blocks = _random(rng, n, 17)
-    exponent = np.log2(std / _rms(FP4_VALUES)) + 128
+    exponent = np.log2(std / _FP4) + 128
     low = np.floor(exponent)
     # Scales are powers of two: two neighbours are mixed so that the mean square is right.
     share = (4.0 ** (exponent - low) - 1) / 3
@@ -189,17 +181,17 @@ def _const(
 
 def _const_mxfp4(value: float) -> U8:
     block = np.full(17, 0x77 if value > 0 else 0xFF, np.uint8)
-    block[0] = round(np.log2(abs(value) / FP4_VALUES[7]) + 128)
+    block[0] = round(np.log2(abs(value) / 12) + 128)
     return block
 
 
-_S6, _IQ4 = _rms(range(-32, 32)), _rms(IQ4_VALUES)
+_S6, _IQ4 = _rms(range(-32, 32)), _rms(gguf.quants.IQ4_NL.kvalues)
 _Q3 = _S6 * _rms(range(-4, 4))
 _HIGH = (8, 12, 0xFF), (12, 16, 0xF0)  # scales and mins of Q4_K and Q5_K
 
 TYPES: dict[str, BlockType] = {
-    name: BlockType(name, fill, constant)
-    for name, (fill, constant) in {
+    name: BlockType(name, Type[name], *gguf.GGML_QUANT_SIZES[Type[name]], *makers)
+    for name, makers in {
         "F32": _floats("F32"),
         "F16": _floats("F16"),
         "BF16": _floats("BF16"),

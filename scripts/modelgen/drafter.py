@@ -157,12 +157,12 @@ def write_drafter(path: Path, s: DraftShape, kind: str, matrices: str, seed: int
     ]
     made = values(s, seed)
 
-    def data(entry: TensorEntry) -> Iterator[Bytes]:
-        yield encoded(next(made)[1], types[entry.name])
+    def data(entry: TensorEntry) -> Bytes:
+        return encoded(next(made)[1], types[entry.name])
 
     keys = {"general.name": "a synthetic drafter", **draft_keys(s, kind)}
     if kind == "dflash":
-        keys |= {**vocabulary(s.n_vocab, "qwen35"), "tokenizer.ggml.mask_token_id": s.mask_id}
+        keys |= {**vocabulary(s.n_vocab), "tokenizer.ggml.mask_token_id": s.mask_id}
     write_gguf(path, kind, keys, entries, data)
 
 

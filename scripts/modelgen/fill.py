@@ -24,7 +24,6 @@ Array = npt.NDArray[np.float64]
 
 POOL_MIN = 256 << 10
 POOL_MAX = 16 << 20
-CHUNK = 32 << 20
 
 
 def _next_prime(n: int) -> int:
@@ -43,14 +42,14 @@ class Filler:
         self.const, self.embd_std = cal.embd_scale(shape, embd_type)
         self._pools: dict[tuple[str, float, int], U8] = {}
 
-    def pieces(self, t: Tensor) -> Iterator[Bytes]:
-        """Yield the data of tensor `t` in file order, CHUNK bytes at most at a time."""
+    def data(self, t: Tensor) -> Bytes:
+        """Return the data of tensor `t`."""
         if t.fill == "pool":
-            yield from self._tiled(t)
-        elif t.fill == "embd":
-            yield from self._embedding(t)
-        else:
-            yield getattr(self, f"_{t.fill}")(t, self._rng(t.name)).astype("<f4").tobytes()
+            return self._tiled(t)
+        if t.fill == "embd":
+            return self._embedding(t)
+        values: Array = getattr(self, f"_{t.fill}")(t, self._rng(t.name))
+        return values.astype("<f4").tobytes()
 
     def _rng(self, name: str) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self.seed, zlib.crc32(name.encode())]))
@@ -64,25 +63,21 @@ class Filler:
             self._pools[key] = kind.fill(self._rng(f"{key}"), n, std)
         return self._pools[key]
 
-    def _tiled(self, t: Tensor) -> Iterator[Bytes]:
+    def _tiled(self, t: Tensor) -> Bytes:
         n_experts = t.ne[2] if len(t.ne) == 3 else 1
         rows = t.n_rows // n_experts
         pool = self._pool(t.type, t.std, rows, rows * t.row_bytes)
-        for start in self._rng(t.name).integers(0, len(pool), n_experts):
-            yield from _run(pool, int(start), rows * t.row_bytes)
+        starts = self._rng(t.name).integers(0, len(pool), n_experts)
+        return b"".join(piece for at in starts for piece in _run(pool, int(at), rows * t.row_bytes))
 
-    def _embedding(self, t: Tensor) -> Iterator[Bytes]:
-        kind = TYPES[t.type]
+    def _embedding(self, t: Tensor) -> Bytes:
+        kind, n_bytes = TYPES[t.type], t.n_rows * t.row_bytes
         fixed = np.tile(kind.constant(self.const), self.n_const // kind.n_elem)
-        pool = self._pool(t.type, self.embd_std, t.n_rows, t.n_rows * t.row_bytes)
-        step = max(1, CHUNK // t.row_bytes)
-        for row in range(0, t.n_rows, step):
-            n = min(step, t.n_rows - row)
-            start = row * (t.row_bytes // kind.n_bytes) % len(pool)
-            rows = np.frombuffer(bytearray().join(_run(pool, start, n * t.row_bytes)), np.uint8)
-            rows = rows.reshape(n, t.row_bytes)
-            rows[:, : len(fixed)] = fixed
-            yield rows.reshape(-1).data
+        pool = self._pool(t.type, self.embd_std, t.n_rows, n_bytes)
+        rows = np.frombuffer(bytearray().join(_run(pool, 0, n_bytes)), np.uint8)
+        rows = rows.reshape(t.n_rows, t.row_bytes)
+        rows[:, : len(fixed)] = fixed
+        return rows.reshape(-1).data
 
     def _norm(self, t: Tensor, rng: np.random.Generator) -> Array:
         return 1 + 0.1 * rng.standard_normal(t.ne[0])
@@ -134,10 +129,10 @@ class Filler:
 
 
 def _run(pool: U8, start: int, n_bytes: int) -> Iterator[memoryview]:
-    """Yield `n_bytes` of the pool from block `start` on, cyclically, in pieces of CHUNK bytes."""
+    """Yield `n_bytes` of the pool from block `start` on, cyclically."""
     flat = pool.reshape(-1).data
     at = start * pool.shape[1]
     while n_bytes:
-        n = min(n_bytes, len(flat) - at, CHUNK)
+        n = min(n_bytes, len(flat) - at)
         yield flat[at : at + n]
-        at, n_bytes = (at + n) % len(flat), n_bytes - n
+        at, n_bytes = 0, n_bytes - n

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +43,7 @@ def write_gguf(
     arch: str,
     keys: Keys,
     tensors: Sequence[TensorEntry],
-    data: Callable[[TensorEntry], Iterator[Bytes]],
+    data: Callable[[TensorEntry], Bytes],
     n_parts: int = 1,
 ) -> list[Path]:
     """Write a model as n_parts files of about as many tensors each, and return their paths.
@@ -62,7 +62,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for one in tensors:
-            _write_tensor(writer, one, data(one))
+            writer.write_tensor_data(np.frombuffer(data(one), np.uint8))
         writer.close()
         made = sorted(Path(folder).iterdir())
         for part in made:
@@ -73,10 +73,3 @@ def write_gguf(
 def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Add a key; its type in the file is that of the value."""
     writer.add_key_value(key, value, _KINDS[type(value)])
-
-
-def _write_tensor(writer: gguf.GGUFWriter, entry: TensorEntry, pieces: Iterable[Bytes]) -> None:
-    found = np.frombuffer(b"".join(pieces), np.uint8)
-    if found.nbytes != entry.n_bytes:
-        raise ValueError(f"{entry.name}: {found.nbytes} bytes made, {entry.n_bytes} declared")
-    writer.write_tensor_data(found)

@@ -1,11 +1,52 @@
-"""Named models: the benchmark shape and the small ones of the tests."""
+"""Named models, and mixes: which ggml type each tensor gets, by class and by layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .mix import DEFAULT_MIX
+from .blocks import TYPES
 from .shape import Shape
+
+# The classes that a rule may name, and names for groups of them.
+CLASSES = ("embd", "head", "attn", "ssm", "ssm_ab", "shexp", "gate_up", "down", "nextn")
+GROUPS = {
+    "dense": ("attn", "ssm", "ssm_ab", "shexp", "nextn"),
+    "experts": ("gate_up", "down"),
+    "all": CLASSES,
+}
+# The mix of the published 35B-A3B files, used for the figures in docs/benchmarks.
+DEFAULT_MIX = "all=Q8_0,embd=F16,head=Q6_K,gate_up=Q4_K,down=Q5_K"
+
+
+# One `class[@first-last]=TYPE` of a mix: classes, layers, type; layers None means every layer.
+Rule = tuple[tuple[str, ...], range | None, str]
+
+
+class Mix:
+    """A list of rules; the last one that matches wins."""
+
+    def __init__(self, text: str) -> None:
+        self._rules = [_parse(part) for part in text.split(",") if part]
+
+    def type_of(self, cls: str, il: int | None) -> str:
+        """Return the type of class `cls` in layer `il` (None outside the layers)."""
+        for classes, layers, name in reversed(self._rules):
+            if cls in classes and (layers is None or il in layers):
+                return name
+        return "F32"
+
+
+def _parse(part: str) -> Rule:
+    left, _, name = part.partition("=")
+    cls, _, layers = left.partition("@")
+    classes = GROUPS.get(cls, (cls,) if cls in CLASSES else ())
+    if not classes:
+        known = ", ".join((*CLASSES, *GROUPS))
+        raise ValueError(f"mix {part!r}: unknown tensor class {cls!r}, use one of {known}")
+    if name not in TYPES:
+        raise ValueError(f"mix {part!r}: unknown type {name!r}, use one of {', '.join(TYPES)}")
+    first, _, last = layers.partition("-")
+    return classes, range(int(first), int(last or first) + 1) if layers else None, name
 
 
 @dataclass(frozen=True)

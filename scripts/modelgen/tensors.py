@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .blocks import TYPES
 from .calibrate import Calibration
 from .gguf_write import TensorEntry
-from .mix import Mix
+from .presets import Mix
 from .shape import Shape
 
 
@@ -26,10 +26,7 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        try:
-            return TYPES[self.type].row_bytes(self.ne[0])
-        except ValueError as e:
-            raise ValueError(f"{self.name}: {e}") from None
+        return TYPES[self.type].row_bytes(self.ne[0])
 
     @property
     def n_rows(self) -> int:
@@ -51,7 +48,11 @@ class Plan:
     def tensors(self) -> list[Tensor]:
         """Return every tensor in file order."""
         s, cal = self.shape, self.cal
-        out = [Tensor("token_embd.weight", (s.n_embd, s.n_vocab), self._embd_type(), "embd")]
+        out = [
+            Tensor(
+                "token_embd.weight", (s.n_embd, s.n_vocab), self.mix.type_of("embd", None), "embd"
+            )
+        ]
         out.append(Tensor("output_norm.weight", (s.n_embd,), "F32", "output_norm"))
         if not s.tied:
             head = self.mix.type_of("head", None)
@@ -60,9 +61,6 @@ class Plan:
         for il in range(s.n_layer_all):
             out += self._layer(il)
         return out
-
-    def _embd_type(self) -> str:
-        return self.mix.type_of("embd", None)
 
     def _matrix(self, il: int, name: str, ne: tuple[int, ...], cls: str, gain: float) -> Tensor:
         """Return a pooled matrix whose output has `gain` times the rms of its input."""

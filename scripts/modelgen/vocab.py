@@ -20,8 +20,6 @@ WORDS = (
     "a that it as with be on this are or an by at range len str int list dict name value error"
 ).split()
 
-MIN_VOCAB = 512
-
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -37,19 +35,13 @@ def byte_tokens() -> list[str]:
     return [chr(b if b in printable else next(spare)) for b in range(256)]
 
 
-def _merges(byte: list[str]) -> list[tuple[str, str]]:
-    """Return merges that build each word from its first character on, then join it to a space."""
-    chains = [(word[:i], word[i]) for word in WORDS for i in range(1, len(word))]
-    return list(dict.fromkeys(chains + [(byte[0x20], word) for word in WORDS]))
-
-
-def vocabulary(n_vocab: int, pre: str) -> Keys:
+def vocabulary(n_vocab: int) -> Keys:
     """Return the tokenizer keys: bytes, merged words, fillers, and the special tokens last."""
-    if n_vocab < MIN_VOCAB:
-        raise ValueError(f"n_vocab is {n_vocab}; the byte-level vocabulary needs {MIN_VOCAB}")
     tokens = byte_tokens()
-    merges = _merges(tokens)
     space = tokens[0x20]
+    # each word is built from its first character on, and then joined to a space
+    chains = [(word[:i], word[i]) for word in WORDS for i in range(1, len(word))]
+    merges = list(dict.fromkeys(chains + [(space, word) for word in WORDS]))
     tokens += [a + b for a, b in merges]
     n_normal = n_vocab - len(SPECIALS)
     tokens += [f"{space}w{i}" for i in range(n_normal - len(tokens))]
@@ -58,7 +50,7 @@ def vocabulary(n_vocab: int, pre: str) -> Keys:
     ids = {text: n_normal + i for i, (text, _) in enumerate(SPECIALS)}
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.pre": "qwen35",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": [f"{a} {b}" for a, b in merges],

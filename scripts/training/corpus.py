@@ -58,12 +58,6 @@ def read_source(path: Path) -> str | None:
     return text.replace("\r\n", "\n")
 
 
-def is_held_out(path: Path) -> bool:
-    """Return whether the path is a held-out module or a test of one."""
-    names = {part.removesuffix(".py").removeprefix("test_") for part in path.parts}
-    return not names.isdisjoint(HELD_OUT)
-
-
 class Gatherer:
     """Collects files whose lines are mostly new, with their sources."""
 
@@ -87,7 +81,8 @@ class Gatherer:
             relative = path.relative_to(root)
             if SKIP.search(relative.as_posix()) or (text := read_source(path)) is None:
                 continue
-            if is_held_out(relative):
+            names = {part.removesuffix(".py").removeprefix("test_") for part in relative.parts}
+            if not names.isdisjoint(HELD_OUT):
                 self.held_out += [text] if keep_held_out else []
             elif self.novel(text):
                 found.append(text)
@@ -120,7 +115,6 @@ def main() -> None:
     default = Path(sysconfig.get_path("stdlib"))
     parser.add_argument("--stdlib", type=Path, nargs="+", default=[default])
     parser.add_argument("--packages", type=Path, help="a site-packages folder")
-    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     gatherer = Gatherer()
     for i, root in enumerate(args.stdlib):
@@ -130,7 +124,7 @@ def main() -> None:
     for dist, root, licence in find_packages(args.packages) if args.packages else []:
         gatherer.add(root, False, source=dist.metadata["Name"], version=dist.version,
                      licence=licence)  # fmt: skip
-    random.Random(args.seed).shuffle(gatherer.train)
+    random.Random(1).shuffle(gatherer.train)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "train.txt").write_text("\0".join(gatherer.train), encoding="utf-8")
     (args.out / "heldout.txt").write_text("\0".join(gatherer.held_out), encoding="utf-8")

@@ -12,17 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from target import (
-    Features,
-    Target,
-    Weights,
-    attend,
-    experts,
-    gated_out,
-    gated_qkv,
-    rms_norm,
-    rope,
-)  # fmt: skip
+from target import Features, Target, Weights, attend, experts, gated_out, gated_qkv, rms_norm, rope
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -205,12 +195,6 @@ def block_mask(anchors: Tensor, visible: Tensor, time: int) -> Tensor:
 MTP_WEIGHTS = (1.0, 0.8, 0.6)
 
 
-def depth_weights(size: int, device: str) -> Tensor:
-    """Return the weight of each row of a block, [block]: earlier rows decide more; row 0 none."""
-    depth = torch.arange(size, device=device).float()
-    return torch.where(depth > 0, torch.exp(-(depth - 1) / (size / 2)), depth)
-
-
 def soft_loss(logits: Tensor, target_logits: Tensor, weight: Tensor) -> Tensor:
     """Return the mean cross entropy, in nats, against the target's distribution."""
     wanted = target_logits.float().softmax(-1)
@@ -248,7 +232,10 @@ def dflash_loss(dflash: Dflash, target: Target, ids: Tensor, features: Features,
     with target.autocast():
         hidden, visible = dflash(target, ids, features, anchors, lengths)
     at = anchors[..., None] + torch.arange(size, device=ids.device) - 1
-    weight = depth_weights(size, ids.device) * visible * (at < time)
+    depth = torch.arange(size, device=ids.device).float()
+    # earlier rows decide more; row 0 none
+    weight = torch.where(depth > 0, torch.exp(-(depth - 1) / (size / 2)), depth)
+    weight = weight * visible * (at < time)
     at = at.clamp(max=time - 1)
     rows = torch.arange(len(ids), device=ids.device)[:, None, None]
     wanted, previous = logits[rows, at], ids[rows, at]

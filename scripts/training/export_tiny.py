@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 import shape
 from gguf import GGMLQuantizationType as Type
-from mapping import Entry, entries, to_gguf
+from mapping import entries, to_gguf
 from merge_mtp import finish
 from modelgen.gguf_write import add_key
 from safetensors import safe_open
@@ -121,22 +121,14 @@ def write_model(checkpoint: Path, tokenizer: Path, out: Path, quantize: Quantize
         unused = set(state.keys())
         for entry in entries():
             unused.discard(entry.param)
-            add_weight(writer, entry, state.get_tensor(entry.param).float().numpy(), quantize)
+            x = to_gguf(entry, state.get_tensor(entry.param).float().numpy())
+            kind = tensor_type(entry.gguf)
+            if kind != Type.F32:
+                x = quantize(x, kind)
+            writer.add_tensor(entry.gguf, x, raw_dtype=kind)
     if unused:
         raise SystemExit(f"parameters without a tensor: {sorted(unused)}")
     finish(writer, out)
-
-
-def add_weight(
-    writer: gguf.GGUFWriter, entry: Entry, param: np.ndarray, quantize: Quantizer
-) -> None:
-    """Convert, quantize and add one tensor."""
-    x = to_gguf(entry, param)
-    kind = tensor_type(entry.gguf)
-    if kind == Type.F32:
-        writer.add_tensor(entry.gguf, x)
-    else:
-        writer.add_tensor(entry.gguf, quantize(x, kind), raw_dtype=kind)
 
 
 def main() -> None:

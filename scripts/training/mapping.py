@@ -5,7 +5,8 @@ Shapes here are numpy order (slowest axis first), the reverse of ggml's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,16 +35,11 @@ class Entry:
     squeeze: bool = False
 
 
-def tiled_order() -> np.ndarray:
-    """Return, for each tiled value head, the index of the same head in grouped order."""
-    repeat = SHAPE.n_v_heads // SHAPE.n_k_heads
-    head = np.arange(SHAPE.n_v_heads)
-    return (head % SHAPE.n_k_heads) * repeat + head // SHAPE.n_k_heads
-
-
 def reorder_heads(x: np.ndarray, entry: Entry) -> np.ndarray:
-    """Return x with its value heads in tiled order."""
-    rows = (tiled_order()[:, None] * entry.v_dim + np.arange(entry.v_dim)).ravel() + entry.v_offset
+    """Return x with its value heads, which are in grouped order, in tiled order."""
+    head, repeat = np.arange(SHAPE.n_v_heads), SHAPE.n_v_heads // SHAPE.n_k_heads
+    order = (head % SHAPE.n_k_heads) * repeat + head // SHAPE.n_k_heads
+    rows = (order[:, None] * entry.v_dim + np.arange(entry.v_dim)).ravel() + entry.v_offset
     index = np.concatenate([np.arange(entry.v_offset), rows])
     return np.take(x, index, axis=entry.v_axis)
 
@@ -64,69 +60,50 @@ def to_gguf(entry: Entry, param: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x, np.float32)
 
 
-def attention_entries(il: int) -> list[Entry]:
-    """Return the entries of a full-attention mixer."""
-    blk, par = f"blk.{il}.", f"model.layers.{il}.self_attn."
-    names = (
-        ("attn_q", "q_proj"),
-        ("attn_k", "k_proj"),
-        ("attn_v", "v_proj"),
-        ("attn_output", "o_proj"),
-    )
-    entries = [Entry(f"{blk}{g}.weight", f"{par}{p}.weight") for g, p in names]
-    return entries + [
-        Entry(f"{blk}attn_{x}_norm.weight", f"{par}{x}_norm.weight", NORM) for x in "qk"
-    ]
+_HEAD = SHAPE.ssm_d_state
+_V_ROWS: dict[str, Any] = {"v_axis": 0, "v_offset": 2 * SHAPE.key_dim, "v_dim": _HEAD}
+# Of a layer: what all have, what its mixer has, and its experts.
+_NORMS = [
+    Entry("attn_norm.weight", "input_layernorm.weight", NORM),
+    Entry("post_attention_norm.weight", "post_attention_layernorm.weight", NORM),
+]
+_ATTENTION = [
+    Entry("attn_q.weight", "self_attn.q_proj.weight"),
+    Entry("attn_k.weight", "self_attn.k_proj.weight"),
+    Entry("attn_v.weight", "self_attn.v_proj.weight"),
+    Entry("attn_output.weight", "self_attn.o_proj.weight"),
+    Entry("attn_q_norm.weight", "self_attn.q_norm.weight", NORM),
+    Entry("attn_k_norm.weight", "self_attn.k_norm.weight", NORM),
+]
+_DELTANET = [
+    Entry("attn_qkv.weight", "linear_attn.in_proj_qkv.weight", **_V_ROWS),
+    Entry("attn_gate.weight", "linear_attn.in_proj_z.weight", v_axis=0, v_dim=_HEAD),
+    Entry("ssm_conv1d.weight", "linear_attn.conv1d.weight", squeeze=True, **_V_ROWS),
+    Entry("ssm_dt.bias", "linear_attn.dt_bias", v_axis=0),
+    Entry("ssm_a", "linear_attn.A_log", DECAY, v_axis=0),
+    Entry("ssm_beta.weight", "linear_attn.in_proj_b.weight", v_axis=0),
+    Entry("ssm_alpha.weight", "linear_attn.in_proj_a.weight", v_axis=0),
+    Entry("ssm_norm.weight", "linear_attn.norm.weight"),
+    Entry("ssm_out.weight", "linear_attn.out_proj.weight", v_axis=1, v_dim=_HEAD),
+]
+_EXPERTS = [
+    Entry("ffn_gate_inp.weight", "mlp.gate.weight"),
+    Entry("ffn_gate_exps.weight", "mlp.experts.gate_up_proj", part=0),
+    Entry("ffn_up_exps.weight", "mlp.experts.gate_up_proj", part=1),
+    Entry("ffn_down_exps.weight", "mlp.experts.down_proj"),
+    Entry("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight", squeeze=True),
+    Entry("ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight"),
+    Entry("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
+    Entry("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
+]
 
 
-def deltanet_entries(il: int) -> list[Entry]:
-    """Return the entries of a gated-DeltaNet mixer."""
-    blk, par, dim = f"blk.{il}.", f"model.layers.{il}.linear_attn.", SHAPE.ssm_d_state
-    v_rows: dict[str, Any] = {"v_axis": 0, "v_offset": 2 * SHAPE.key_dim, "v_dim": dim}
-    return [
-        Entry(f"{blk}attn_qkv.weight", f"{par}in_proj_qkv.weight", **v_rows),
-        Entry(f"{blk}attn_gate.weight", f"{par}in_proj_z.weight", v_axis=0, v_dim=dim),
-        Entry(f"{blk}ssm_conv1d.weight", f"{par}conv1d.weight", squeeze=True, **v_rows),
-        Entry(f"{blk}ssm_dt.bias", f"{par}dt_bias", v_axis=0),
-        Entry(f"{blk}ssm_a", f"{par}A_log", DECAY, v_axis=0),
-        Entry(f"{blk}ssm_beta.weight", f"{par}in_proj_b.weight", v_axis=0),
-        Entry(f"{blk}ssm_alpha.weight", f"{par}in_proj_a.weight", v_axis=0),
-        Entry(f"{blk}ssm_norm.weight", f"{par}norm.weight"),
-        Entry(f"{blk}ssm_out.weight", f"{par}out_proj.weight", v_axis=1, v_dim=dim),
-    ]
-
-
-def moe_entries(il: int) -> list[Entry]:
-    """Return the entries of the routed and the shared experts."""
-    blk, par = f"blk.{il}.", f"model.layers.{il}.mlp."
-    shared = f"{par}shared_expert."
-    return [
-        Entry(f"{blk}ffn_gate_inp.weight", f"{par}gate.weight"),
-        Entry(f"{blk}ffn_gate_exps.weight", f"{par}experts.gate_up_proj", part=0),
-        Entry(f"{blk}ffn_up_exps.weight", f"{par}experts.gate_up_proj", part=1),
-        Entry(f"{blk}ffn_down_exps.weight", f"{par}experts.down_proj"),
-        Entry(f"{blk}ffn_gate_inp_shexp.weight", f"{par}shared_expert_gate.weight", squeeze=True),
-        Entry(f"{blk}ffn_gate_shexp.weight", f"{shared}gate_proj.weight"),
-        Entry(f"{blk}ffn_up_shexp.weight", f"{shared}up_proj.weight"),
-        Entry(f"{blk}ffn_down_shexp.weight", f"{shared}down_proj.weight"),
-    ]
-
-
-def entries() -> list[Entry]:
-    """Return every tensor of the model, in file order."""
-    result = [
-        Entry("token_embd.weight", "model.embed_tokens.weight"),
-        Entry("output_norm.weight", "model.norm.weight", NORM),
-        Entry("output.weight", "lm_head.weight"),
-    ]
+def entries() -> Iterator[Entry]:
+    """Yield every tensor of the model, in file order."""
+    yield Entry("token_embd.weight", "model.embed_tokens.weight")
+    yield Entry("output_norm.weight", "model.norm.weight", NORM)
+    yield Entry("output.weight", "lm_head.weight")
     for il in range(SHAPE.n_layer):
-        blk, par = f"blk.{il}.", f"model.layers.{il}."
-        result += [
-            Entry(f"{blk}attn_norm.weight", f"{par}input_layernorm.weight", NORM),
-            Entry(
-                f"{blk}post_attention_norm.weight", f"{par}post_attention_layernorm.weight", NORM
-            ),
-        ]
-        result += deltanet_entries(il) if SHAPE.is_recurrent(il) else attention_entries(il)
-        result += moe_entries(il)
-    return result
+        mixer = _DELTANET if SHAPE.is_recurrent(il) else _ATTENTION
+        for one in (*_NORMS, *mixer, *_EXPERTS):
+            yield replace(one, gguf=f"blk.{il}.{one.gguf}", param=f"model.layers.{il}.{one.param}")

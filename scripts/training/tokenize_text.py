@@ -1,10 +1,10 @@
 """Convert the corpus to token ids of a new byte-level BPE, or of a model file's own tokenizer.
 
-    python tokenize_text.py CORPUS_DIR [--model MODEL.gguf] [--max-tokens N]
+    python tokenize_text.py CORPUS_DIR [--model MODEL.gguf]
 
 Reads train.txt and heldout.txt as corpus.py wrote them; writes train.u16 and heldout.u16
 (little-endian uint16 ids, every file followed by the end-of-text token), and without --model also
-tokenizer.json. --max-tokens keeps a random part of the files.
+tokenizer.json.
 """
 
 from __future__ import annotations
@@ -52,22 +52,16 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def encode(ids_of: Callable[[str], Sequence[int]], texts: list[str], max_tokens: int) -> np.ndarray:
+def encode(ids_of: Callable[[str], Sequence[int]], texts: list[str]) -> np.ndarray:
     """Return the ids of whole texts, each followed by the end-of-text token, as uint16."""
-    (end,), parts, n = ids_of(EOT), list[np.ndarray](), 0
-    for text in texts:
-        parts.append(np.array([*ids_of(text), end], "<u2"))
-        n += len(parts[-1])
-        if n >= max_tokens:
-            break
-    return np.concatenate(parts)
+    (end,) = ids_of(EOT)
+    return np.concatenate([np.array([*ids_of(text), end], "<u2") for text in texts])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--model", type=Path, help="take this file's tokenizer")
-    parser.add_argument("--max-tokens", type=int, default=10**10)
     args = parser.parse_args()
     texts = {
         name: (args.corpus / f"{name}.txt").read_text(encoding="utf-8").split("\0")
@@ -86,9 +80,7 @@ def main() -> None:
             return list(tokenizer.encode(text).ids)
 
     for name, files in texts.items():
-        if args.model:
-            random.Random(3).shuffle(files)
-        ids = encode(ids_of, files, args.max_tokens)
+        ids = encode(ids_of, files)
         ids.tofile(args.corpus / f"{name}.u16")
         print(f"{name}: {len(files)} files, {len(ids)} tokens", flush=True)
 

@@ -29,7 +29,7 @@ PEAK_RATE, WARMUP_STEPS, WEIGHT_DECAY, BALANCE_WEIGHT = 3e-3, 150, 0.1, 0.002
 
 
 def read_tokens(path: Path, device: str) -> Tensor:
-    """Return the ids of a file of tokenize_text.py or own_text.py, int32."""
+    """Return the ids of a .u16 file, int32."""
     return torch.from_numpy(np.fromfile(path, "<u2").astype("<i4")).to(device)
 
 
@@ -131,11 +131,10 @@ def train(args: argparse.Namespace) -> None:
     model = build_model(args.device)
     router = Router(model)
     optimizer = Optimizer(model, PEAK_RATE, WARMUP_STEPS, WEIGHT_DECAY)
-    phases = [(b // args.shrink, t // args.shrink, share) for b, t, share in PHASES]
     log: list[dict[str, float]] = []
     start, step, n_tokens = time.time(), 0, 0
     while (progress := (time.time() - start) / args.seconds) < 1:
-        batch, length, _ = phases[progress > phases[0][2]]
+        batch, length, _ = PHASES[progress > PHASES[0][2]]
         loss = token_loss(model, windows(tokens, batch, length + 1))
         balance = balance_loss(router.take())
         optimizer.step(loss + BALANCE_WEIGHT * balance, step, progress)
@@ -150,9 +149,9 @@ def train(args: argparse.Namespace) -> None:
     held_out = read_tokens(args.corpus / "heldout.u16", args.device)
     report = {
         "parameters": sum(p.numel() for p in model.parameters()), "steps": step, "tokens": n_tokens,
-        "seconds": round(time.time() - start, 1), "phases": phases,
+        "seconds": round(time.time() - start, 1), "phases": PHASES,
         "torch": torch.__version__,
-        "held_out": evaluate(model, router, held_out, phases[1][1]), "log": log,
+        "held_out": evaluate(model, router, held_out, PHASES[1][1]), "log": log,
     }  # fmt: skip
     (args.out / "metrics.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["held_out"]), flush=True)
@@ -164,7 +163,6 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=480.0, help="wall-clock budget")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shrink", type=int, default=1, help="divide batch and length (dry runs)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     train(args)

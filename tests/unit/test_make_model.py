@@ -18,8 +18,7 @@ from modelgen.blocks import TYPES
 from modelgen.build import write_model
 from modelgen.calibrate import Calibration
 from modelgen.fill import Filler
-from modelgen.mix import Mix
-from modelgen.presets import PRESETS
+from modelgen.presets import PRESETS, Mix
 from modelgen.shape import Shape, shape_options
 from modelgen.tensors import Plan
 
@@ -43,7 +42,7 @@ def weights(shape: Shape, mix: str, name: str, seed: int = 0) -> np.ndarray:
     cal = Calibration()
     tensor = {t.name: t for t in Plan(shape, Mix(mix), cal).tensors()}[name]
     filler = Filler(shape, cal, Mix(mix).type_of("embd", None), seed)
-    raw = np.frombuffer(b"".join(bytes(p) for p in filler.pieces(tensor)), np.uint8)
+    raw = np.frombuffer(filler.data(tensor), np.uint8)
     return dequantize(raw, tensor.type).reshape(tensor.n_rows, tensor.ne[0])
 
 
@@ -102,18 +101,16 @@ def test_splits_hold_the_same_tensors(tmp_path: Path) -> None:
             assert np.array_equal(a.map(a.tensors[name]), b.map(b.tensors[name])), name
 
 
-def test_the_command_line_changes_a_preset_and_checks_the_file(
+def test_the_command_line_changes_a_preset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "m.gguf"
     changes = ("--n-layer", "4", "--n-expert", "16", "--tied", "1", "--mix", "all=Q8_0")
-    assert make_model.main([str(path), "--preset", "legacy32", *changes, "--check"]) == 0
+    assert make_model.main([str(path), "--preset", "legacy32", *changes]) == 0
     with open_model(path) as model:
         assert (model.hparams.n_layer, model.hparams.n_expert) == (4, 16)
         assert "output.weight" not in model.tensors
-    out = capsys.readouterr().out
-    assert str(path) in out
-    assert "n_expert=16" in out
+    assert str(path) in capsys.readouterr().out
 
 
 def test_it_runs_as_a_script_and_every_hyper_parameter_is_an_option() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 from helpers import shared  # noqa: F401 - it finds the scripts
-from modelgen import gguf_write
+from modelgen import drafter
 from modelgen.build import write_model
 from modelgen.drafter import PRESETS as DRAFTERS
 from modelgen.drafter import write_drafter
-from modelgen.gguf_write import TensorEntry
+from modelgen.fill import Filler
 from modelgen.presets import PRESETS
 
 from moegraph.arch import open_model
@@ -57,7 +59,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path
     folder = tmp_path_factory.mktemp("choice")
     preset = PRESETS["35b-a3b"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf_write, "_write_tensor", skip_tensor)
+        patch.setattr(GGUFWriter, "write_tensor_data", skip_tensor)
+        patch.setattr(Filler, "data", lambda *_: b"")
+        patch.setattr(drafter, "encoded", lambda *_: b"")
+        patch.setattr(drafter, "values", lambda s, seed: repeat(("", None)))
         shape = replace(preset.shape, n_layer_nextn=1)
         write_model(folder / "m.gguf", shape, preset.mix)
         write_drafter(folder / "d.gguf", DRAFTERS["35b-current"], "dflash", "BF16")
@@ -66,9 +71,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path
         path.unlink()
 
 
-def skip_tensor(writer: Any, entry: TensorEntry, pieces: object) -> None:
-    (file,) = writer.fout
-    file.seek((-(-file.tell() // 32) - -entry.n_bytes // 32) * 32)
+def skip_tensor(writer: Any, tensor: Any) -> None:
+    part = next(part for part in writer.tensors if part)
+    n_bytes, (file,) = part.pop(next(iter(part))).nbytes, writer.fout
+    file.seek((-(-file.tell() // 32) - -n_bytes // 32) * 32)
     file.truncate()
 
 
