@@ -113,6 +113,35 @@ def test_one_pass_may_be_in_flight(engine) -> None:
         engine.collect()
 
 
+def test_a_generation_that_failed_gives_the_engine_free(engine, monkeypatch) -> None:
+    expected = tokens(events(engine, 2))
+    a = events(engine, 1)
+    next(a)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.passes, "collect", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(a)
+    assert list(a) == [] and engine.held(0) == []
+    assert tokens(events(engine, 2)) == expected
+
+
+def test_a_reset_drops_a_pass_over_its_own_sequence_only(open_engine) -> None:
+    engine = open_engine(n_seq=3)
+    for seqs in ((), (0,), (1,), (2,), (0, 1), (1, 2)):
+        for seq in range(3):
+            engine.reset(seq)
+        engine.submit(np.zeros((2, 1), np.int32), 1, False, True, None)
+        for seq in seqs:
+            engine.reset(seq)
+        if seqs == (1, 2):
+            with pytest.raises(RequestError, match="no pass is in flight"):
+                engine.collect()
+        else:
+            assert engine.collect().argmax.shape == (2,)
+        held = [[], *([] if seq in seqs else [0] for seq in (1, 2))]
+        assert [engine.held(seq) for seq in range(3)] == held
+
+
 def test_another_thread_is_refused_and_disturbs_nothing(engine) -> None:
     expected = tokens(events(engine, 1))
     a = events(engine, 1)

@@ -101,6 +101,37 @@ def test_each_setting_draws_the_reference_token(name: str, device: Device) -> No
                 text.tokens.append(int(logits.argmax()))
 
 
+def test_usual_rows_are_not_read_as_a_whole(device: Device) -> None:
+    """The settings that people use decide from the lists."""
+    rng = np.random.default_rng(3)
+    with CandidatesBench(device, N_VOCAB) as bench:
+        for name in ("defaults", "greedy", "top-p", "min-p", "penalties", "typical", "bias"):
+            text = Text(bench, SamplingParams(**SETTINGS[name], seed=1))
+            text.start([1, 2, 3])
+            for _ in range(20):
+                text.step((rng.standard_normal(N_VOCAB) * 2).astype(np.float32))
+            assert text.rows.n_whole <= 2, name
+
+
+def test_what_the_lists_cannot_decide_takes_whole_rows() -> None:
+    many = dict.fromkeys(range(509), 1.0)
+    assert RowSampler(SamplingParams(logit_bias=many), N_VOCAB).draw() is None
+    assert RowSampler(SamplingParams(typical_p=0.5, top_k=0), N_VOCAB).draw() is None
+    rows = RowSampler(SamplingParams(repeat_penalty=1.1, repeat_last_n=100_000), N_VOCAB)
+    rows.accept_all(list(range(508)))
+    assert rows.draw() is not None and rows.draw([1]) is None
+    rows.accept(1)
+    assert rows.draw() is None
+    rng, params = np.random.default_rng(8), SamplingParams(**OFF, seed=3)
+    rows, plain = RowSampler(params, N_VOCAB), Sampler(params, N_VOCAB)
+    for _ in range(20):
+        logits = (rng.standard_normal(N_VOCAB) * 3).astype(np.float32)
+        token = rows.sample(None, lambda logits=logits: logits)
+        assert token == plain.sample(logits)
+        rows.accept(token)
+        plain.accept(token)
+
+
 def test_a_mask_leaves_only_allowed_tokens(device: Device) -> None:
     rng = np.random.default_rng(4)
     with CandidatesBench(device, N_VOCAB) as bench:

@@ -77,6 +77,16 @@ def test_a_draft_is_as_sure_as_such_drafts_were_right() -> None:
     assert sure(wrong, 3, 5)[0] < 0.1
 
 
+def test_what_all_records_have_in_common_is_surer_than_what_differs() -> None:
+    drafter = LookUp()
+    for n in range(40):
+        record = [1, 2, 3, 4, 5, 6, 7, 100 + n, 8, 9, 10, 11]
+        drafter.committed([(0, 12 * n, record)])
+    drafter.committed([(0, 480, [1, 2])])
+    found = sure(drafter, 3, 9)
+    assert min(found[:4]) > 0.9 and found[4] < 0.2
+
+
 def test_a_prompt_that_was_undone_is_forgotten() -> None:
     drafter = LookUp()
     drafter.restart(0, np.array([1, 2, 3, 4], dtype=np.int32))
