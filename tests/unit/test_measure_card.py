@@ -41,8 +41,8 @@ def test_the_scripts_take_the_options_of_the_parts(
     part: Part, quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {name: tmp_path / name for name in ("m odel.gguf", "draft.gguf", "before", "out")}
-    for file in files.values():
-        file.write_text("")
+    for name, file in files.items():
+        file.mkdir() if name == "before" else file.write_text("")
     monkeypatch.setattr(_card_upstream, "UPSTREAM", tmp_path)
     monkeypatch.setattr(_card_upstream, "programs", lambda: tmp_path)
     for program in _card_upstream.PROGRAMS:
