@@ -111,7 +111,8 @@ def _settings(given: Iterable[str]) -> list[str]:
     # some compilers have only the static libstdc++: its parts in one library must not serve another
     found.append("-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,libstdc++.a")
     # the source has no history to ask for the commit
-    found += [f"-D{part}_BUILD_COMMIT={fetch.PIN['llama_cpp_commit']}" for part in ("LLAMA", "GGML")]
+    commit = f"_BUILD_COMMIT={fetch.PIN['llama_cpp_commit']}"
+    found += [f"-DLLAMA{commit}", f"-DGGML{commit}"]
     found.append("-DGIT_EXE=")
     parts = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "BUILD_UI", "USE_PREBUILT_UI", "OPENSSL")
     return [*found, *(f"-DLLAMA_{part}=OFF" for part in parts)]

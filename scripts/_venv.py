@@ -86,7 +86,7 @@ def make_venv() -> None:
     (VENV / STAMP).write_text("")
 
 
-def prepare(build_arguments: list[str], extras: str = "") -> None:
+def prepare(build_arguments: list[str], extras: str) -> None:
     """Bring .venv, the native libraries and the installed package up to date.
 
     Takes little time if they already are. build_arguments: of scripts/build; without any, the

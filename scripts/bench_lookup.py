@@ -35,7 +35,7 @@ from bench_drafts import drafting, turns, write
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
-from moegraph.draft.stats import SpecStats
+from moegraph.draft.plan import SpecStats
 from moegraph.engine import Engine
 from moegraph.loop.answer import Answer
 from moegraph.loop.answers import Answers
