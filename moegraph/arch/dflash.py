@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -82,7 +82,7 @@ class DFlashHParams:
     is_causal: bool = False
     samples_anchor: bool = False
     n_swa: int = 0
-    sliding: tuple[bool, ...] = field(default=())
+    sliding: tuple[bool, ...] = ()
     markov_rank: int = 0
 
     @property

@@ -35,8 +35,18 @@ class ModelFile(GgufFile):
     hparams: Architecture
 
     def _scan(self) -> dict[str, TensorInfo]:
-        tensors = super()._scan()
-        self.hparams, warnings = _validate(self.path, self.metadata, tensors)
+        tensors, path, meta = super()._scan(), self.path, self.metadata
+        kind, embedding = _kind(path, meta), tensors.get("token_embd.weight")
+        if embedding is None:
+            refuse_mtp_alone(path, tensors)
+            what = "tensor token_embd.weight missing" if tensors else "the file holds no tensors"
+            raise ModelFileError(f"{path}: {what}; the file is incomplete")
+        self.hparams = hp = kind.read(meta, check_vocab(meta, embedding.ne[1]))
+        _check_variants(path, hp, tensors)
+        nextn = range(hp.n_layer, hp.n_layer + hp.n_layer_nextn)
+        run = {name: info for name, info in tensors.items() if block_index(name) not in nextn}
+        expected = expected_tensors(hp, merged_layers(hp, tensors))
+        warnings = nextn_warnings(hp, tensors) + check_tensors(path, run, expected)
         self.warnings = (*warnings, *self.warnings)
         return tensors
 
@@ -65,24 +75,6 @@ def _kind(path: Path, meta: Metadata) -> type[Architecture]:
             f"{path}: architecture {arch!r} is not supported; moegraph runs {known}"
         )
     return ARCHITECTURES[arch]
-
-
-def _validate(
-    path: Path, meta: Metadata, tensors: dict[str, TensorInfo]
-) -> tuple[Architecture, list[str]]:
-    """Check hyper-parameters, vocabulary and tensors; return hparams and warnings."""
-    kind = _kind(path, meta)
-    embedding = tensors.get("token_embd.weight")
-    if embedding is None:
-        refuse_mtp_alone(path, tensors)
-        what = "the file holds no tensors" if not tensors else "tensor token_embd.weight missing"
-        raise ModelFileError(f"{path}: {what}; the file is incomplete")
-    hparams = kind.read(meta, check_vocab(meta, embedding.ne[1]))
-    _check_variants(path, hparams, tensors)
-    expected = expected_tensors(hparams, merged_layers(hparams, tensors))
-    nextn = range(hparams.n_layer, hparams.n_layer + hparams.n_layer_nextn)
-    run = {name: info for name, info in tensors.items() if block_index(name) not in nextn}
-    return hparams, nextn_warnings(hparams, tensors) + check_tensors(path, run, expected)
 
 
 def expected_tensors(hp: Architecture, merged: frozenset[int]) -> dict[str, Expected]:

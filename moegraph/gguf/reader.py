@@ -44,9 +44,6 @@ class StringArray:
     def __getitem__(self, index: int) -> str:
         return self.raw(index).decode("utf-8", "replace")
 
-    def __repr__(self) -> str:
-        return f"StringArray({len(self)} strings)"
-
     def raw(self, index: int) -> bytes:
         """Return the undecoded bytes of one string."""
         at = range(len(self))[index]
@@ -157,11 +154,9 @@ class Reader:
         self.pos = start + n
         return start
 
-    def check_room(self, n: int, what: str, at: int | None = None) -> None:
-        """Check that n more bytes exist before the caller allocates; at: offset in the message."""
-        self._check(self.pos, n, what, at)
-
-    def _check(self, pos: int, n: int, what: str, at: int | None = None) -> None:
+    def check_room(self, n: int, what: str, at: int | None = None, pos: int | None = None) -> None:
+        """Check that n bytes exist from pos on before the caller allocates; at: for the message."""
+        pos = self.pos if pos is None else pos
         if n <= self._limit - pos:
             return
         at = pos if at is None else at
@@ -175,7 +170,7 @@ class Reader:
 
     def _fill_or_fail(self, pos: int, n: int, what: str) -> int:
         """Make bytes [pos, pos + n) available; return how many bytes are now in memory."""
-        self._check(pos, n, what)
+        self.check_room(n, what, pos=pos)
         self._fill(pos + n)
         return len(self._data)
 

@@ -25,10 +25,6 @@ class BuiltGraph:
     has captured the graph. key: in its cache.
     """
 
-    __slots__ = (
-        "key", "context", "graph", "outputs", "n_bytes", "n_device_bytes", "_spans", "_n_kv"
-    )  # fmt: skip
-
     def __init__(
         self, key: Hashable, context: Context, graph: Any, outputs: Any, spans: list[Span],
         is_recorded: bool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ class _Layout:
     attention: int
 
     @classmethod
+    @cache
     def of(cls, n_embd: int, n_expert_used: int, n_tokens: int) -> _Layout:
         """Return the layout of passes of n_tokens rows; n_embd is 0 if embd is elsewhere.
 
@@ -91,7 +93,6 @@ class InputBlock:
         self._n_expert_used = stage.hp.n_expert_used
         self._state = state = stage.state
         self._taps = stage.taps
-        self._layouts: dict[int, _Layout] = {}
         n_rows = state.shape.n_rows
         at = self._layout(state.shape.pass_rows(n_ubatch))
         masked = at.mask(n_rows if state.n_seq > 1 else 0) + 2 * n_rows * n_ubatch
@@ -104,11 +105,7 @@ class InputBlock:
         self._one: _OneRow | None = None  # valid until a pass of several rows overwrites the block
 
     def _layout(self, n_tokens: int) -> _Layout:
-        found = self._layouts.get(n_tokens)
-        if found is None:
-            found = _Layout.of(self._n_embd, self._n_expert_used, n_tokens)
-            self._layouts[n_tokens] = found
-        return found
+        return _Layout.of(self._n_embd, self._n_expert_used, n_tokens)
 
     def embd(self, b: Builder, n_tokens: int) -> Tensor:
         """Return what the stage's first layer takes, F32 [n_embd, n_tokens].
@@ -129,43 +126,35 @@ class InputBlock:
 
         slots = leaf(I32, (shape.n_seqs,), "inp_slots", at.slots)
         C.ggml_set_input(slots)  # kernels read it early
-        parents = padding = absent = draws = kq_mask = kv_rows = pages = rows = None
+        found: dict[str, Any] = {}
+        if shape.n_out:
+            found["out_ids"] = leaf(I32, (shape.n_out,), "inp_out_ids", at.out_ids)
         if 0 < shape.n_out <= DRAW_ROWS:
-            draws = leaf(I32, (DRAW_WORDS, shape.n_out), "inp_draws", at.draws)
+            found["draws"] = leaf(I32, (DRAW_WORDS, shape.n_out), "inp_draws", at.draws)
         if shape.is_tree:
             parents_ne = (shape.n_seq_tokens, shape.n_seqs)
-            parents = leaf(I32, parents_ne, "inp_parents", at.parents)
+            found["parents"] = leaf(I32, parents_ne, "inp_parents", at.parents)
         if shape.is_ragged:
-            padding = leaf(I32, (n_tokens,), "inp_padding", at.padding)
-            absent = leaf(F32, (self._n_expert_used, n_tokens), "inp_absent", at.absent)
+            absent_ne = (self._n_expert_used, n_tokens)
+            found["padding"] = leaf(I32, (n_tokens,), "inp_padding", at.padding)
+            found["absent"] = leaf(F32, absent_ne, "inp_absent", at.absent)
+        if self._keeps(shape):
+            found["taps"] = leaf(I32, (n_tokens,), "inp_taps", at.taps)
         if shape.is_paged:
             n_pages = self._state.pool.table.shape[1]
-            pages = leaf(I32, (n_pages, shape.n_seqs), "inp_pages", at.attention)
-            rows = leaf(I32, (ROW_WORDS, n_tokens), "inp_rows", at.rows(shape, n_pages))
+            found["pages"] = leaf(I32, (n_pages, shape.n_seqs), "inp_pages", at.attention)
+            rows_at = at.rows(shape, n_pages)
+            found["rows"] = leaf(I32, (ROW_WORDS, n_tokens), "inp_rows", rows_at)
         else:
             mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
             n_gathered = _n_gathered(self._state, shape)
-            kq_mask = leaf(F16, mask_ne, "inp_kq_mask", at.mask(n_gathered))
-            spans(b, shape.n_kv, kq_mask, 0, 1, 2, 3)
+            mask = leaf(F16, mask_ne, "inp_kq_mask", at.mask(n_gathered))
+            found["kq_mask"] = spans(b, shape.n_kv, mask, 0, 1, 2, 3)
             if n_gathered:
-                kv_ne = (shape.n_kv * shape.n_seqs,)
-                kv_rows = leaf(I32, kv_ne, "inp_kv_rows", at.attention)
-                spans(b, shape.n_kv, kv_rows, 0, 1, 2, 3)
-        return PassInputs(
-            pos=leaf(I32, (n_tokens,), "inp_pos", at.pos),
-            kv_idx=leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx),
-            out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at.out_ids) if shape.n_out else None,
-            draws=draws,
-            kq_mask=kq_mask,
-            slots=slots,
-            kv_rows=kv_rows,
-            parents=parents,
-            padding=padding,
-            absent=absent,
-            pages=pages,
-            rows=rows,
-            taps=leaf(I32, (n_tokens,), "inp_taps", at.taps) if self._keeps(shape) else None,
-        )
+                kv_rows = leaf(I32, (shape.n_kv * shape.n_seqs,), "inp_kv_rows", at.attention)
+                found["kv_rows"] = spans(b, shape.n_kv, kv_rows, 0, 1, 2, 3)
+        pos = leaf(I32, (n_tokens,), "inp_pos", at.pos)
+        return PassInputs(pos, leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx), slots, **found)
 
     def _keeps(self, shape: PassShape) -> bool:
         """Return whether the rows of a pass go to the ring of the taps."""
