@@ -24,7 +24,7 @@ from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.dflash_joint import JointMemory, build_joint_draft, can_join
 from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
 from ..resident.draftlayout import CHUNK, JOINT_ROWS, MOST_JOINT, N_TAKEN, built_length
-from ..resident.draftring import DraftRings, put_rows, row_widths, take_rows
+from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftHead, DraftWeights
 from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
@@ -131,11 +131,11 @@ class DFlashDrafter(Drafter):
     @property
     def row_widths(self) -> list[int]:
         """Return the bytes of a position in K and in V of each layer."""
-        return row_widths(self._rings)
+        return self._rings.row_widths
 
     def take_rows(self, slot: int, first: int, n: int) -> Parts:
         """Copy K and V of n positions, as far as the rings have them, and wait."""
-        return take_rows(self._device, self._rings, slot, first, n)
+        return self._rings.take_rows(slot, first, n)
 
     def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
         """Have a sequence hold ids, with K and V that were copied back."""
@@ -143,7 +143,7 @@ class DFlashDrafter(Drafter):
         span.truncate(n_kept)
         if span.n_past < n_kept:
             span.restart(n_kept)
-        put_rows(self._device, self._rings, slot, n_kept, len(ids), pieces)
+        self._rings.put_rows(slot, n_kept, len(ids), pieces)
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt from position first on."""

@@ -157,7 +157,7 @@ class MtpDrafter(Drafter):
         n = min(n, self.max_draft, state.pool.room(slot) - n_past)
         if n < 1:
             return empty_draft()
-        length = PAGED if self._is_paged else state.n_kv(n_past + n)
+        length = PAGED if self._is_paged else state.positions.n_kv(n_past + n)
         built = self._chain(n, length, race is not None)
         built.set_length(length)
         state.pool.grow(slot, n_past + n)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..ggml.choose import likeliest_rows, totals, winners
+from ..ggml.choose import TOTAL_WORD, likeliest_rows, winners
 from ..ggml.device import HostBuffer
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
@@ -46,7 +46,7 @@ def drawn(rows: Ids, n_top: int) -> Draft:
     with a logit that is not finite. If that is the first, its probabilities are NaN, so that
     `Draft.problem` says so.
     """
-    is_bad = ~np.isfinite(totals(rows))
+    is_bad = ~np.isfinite(rows.view(np.float32)[:, TOTAL_WORD])
     if len(rows) and is_bad[0]:
         nothing = np.full((1, n_top), np.nan, dtype=np.float32)
         return Draft(np.zeros((1, n_top), dtype=np.int32), nothing)

@@ -13,7 +13,7 @@ def memory_use(model: LoadedModel) -> dict[str, int]:
     """Return bytes: peaks of device and host, parts on the host, and parts on the device."""
     stages, runner = model.stages, model.runner
     misses = [part.misses for part in runner.parts if isinstance(part, LayeredRunner)]
-    rings = [part.sweeps.ring for part in runner.parts if part.sweeps]  # experts pass through them
+    rings = [part.sweeps.ring for part in runner.parts]  # experts pass through them
     scale = 1 if sys.platform == "darwin" else 1024
     return {
         "device_peak_bytes": _peak(model),

@@ -28,15 +28,6 @@ TOTAL_WORD = 0
 _N_LIKELY, _MOST, _IDS = 3, int(C.MOEGRAPH_CANDIDATES), 4
 
 
-def totals(rows: Words) -> npt.NDArray[np.float32]:
-    """Return the sum over all tokens of each row, [n]; NaN if a logit is not finite.
-
-    rows: results of the op, [n_rows, words].
-    """
-    found: npt.NDArray[np.float32] = rows.view(np.float32)[:, TOTAL_WORD]
-    return found
-
-
 def likeliest_rows(rows: Words, n_top: int) -> tuple[Words, npt.NDArray[np.float32]]:
     """Return the n_top likeliest tokens of several rows and their log probabilities, [n, n_top].
 

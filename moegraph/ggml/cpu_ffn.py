@@ -20,8 +20,6 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
     n_threads: includes the calling thread. Not reentrant: one call at a time.
     """
 
-    __slots__ = ("_n_embd", "_n_ff", "_max_rows")
-
     def __init__(
         self, n_threads: int, n_embd: int, n_ff_exp: int, n_expert_used: int, max_rows: int
     ) -> None:
@@ -38,7 +36,7 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
         super().__init__(ptr, C.mg_cpu_ffn_free)
 
     def layer(self, parts: Mapping[str, Tensor]) -> Any:
-        """Describe a layer's expert stacks for `compute`.
+        """Describe a layer's expert stacks for `begin`.
 
         parts: gate and up [n_embd, n_ff_exp, n_expert] each, or gate_up [n_embd, 2 * n_ff_exp,
             n_expert]; down [n_ff_exp, n_embd, n_expert]. Rows are contiguous, in host memory that
@@ -59,11 +57,6 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
             "gate_type": gate.type, "up_type": up.type, "down_type": down.type,
             "n_expert": gate.ne[2],
         })  # fmt: skip
-
-    def compute(self, layer: Any, x: Any, ids: Any, weights: Any, n_rows: int, y: Any) -> None:
-        """Do as `begin`, then `end`."""
-        self.begin(layer, x, ids, weights, n_rows, y)
-        self.end()
 
     def begin(self, layer: Any, x: Any, ids: Any, weights: Any, n_rows: int, y: Any) -> None:
         """Have the threads write to y the sum over k of weights[k] times expert ids[k] of x.

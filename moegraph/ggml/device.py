@@ -19,7 +19,7 @@ from ..link import REMOTE
 from ..threads import Threads, default_threads, waiting
 from ..units import format_bytes
 from .free_memory import host_memory
-from .handles import Buffer, Event, Handle
+from .handles import Buffer, Event, Handle, Owner
 from .lib import C, ffi, last_error
 from .nvml import gpu_used_bytes
 
@@ -74,16 +74,12 @@ class Capabilities:
 class Backend(Handle["_native.ggml_backend_ptr"]):
     """One stream of work on a device."""
 
-    __slots__ = ()
-
     def __init__(self, dev: _native.ggml_backend_device_ptr) -> None:
         super().__init__(C.ggml_backend_dev_init(dev, ffi.NULL), C.ggml_backend_free)
 
 
 class ThreadPool(Handle["_native.ggml_threadpool_ptr"]):
     """CPU threads: the caller's and n - 1 more; `Threads` says how they wait."""
-
-    __slots__ = ()
 
     def __init__(self, threads: Threads) -> None:
         params = ffi.new(
@@ -95,8 +91,6 @@ class ThreadPool(Handle["_native.ggml_threadpool_ptr"]):
 
 class HostBuffer(Buffer):
     """Host memory, pinned if the device can pin; `array` is its bytes, uint8 [size]."""
-
-    __slots__ = ("array", "_first")
 
     def __init__(self, ptr: _native.ggml_backend_buffer_ptr, size: int, *parents: object) -> None:
         super().__init__(ptr, *parents)
@@ -112,8 +106,6 @@ class HostBuffer(Buffer):
 class _Pages(Handle["_native.mg_pages_ptr"]):
     """Address space for host memory; see pages.h."""
 
-    __slots__ = ()
-
     def __init__(self, size: int) -> None:
         ptr: _native.mg_pages_ptr = C.mg_pages_new(size)
         if ptr == ffi.NULL:
@@ -126,8 +118,6 @@ class HostPages(HostBuffer):
 
     It reads as zeros, and takes memory only as it is written.
     """
-
-    __slots__ = ("pages",)
 
     def __init__(self, size: int) -> None:
         """Reserve address space."""
@@ -278,7 +268,7 @@ def _used_before(name: str) -> dict[str, int]:
     return begun.result() if begun else gpu_used_bytes()
 
 
-class Device:
+class Device(Owner):
     """One device, with a stream for graphs and one for uploads.
 
     With streams each is a backend instance with a stream of its own; otherwise both are one
@@ -305,37 +295,36 @@ class Device:
         self.name: str = chosen["device"]
         self.description: str = chosen["description"]
         self._dev: _native.ggml_backend_device_ptr = chosen["handle"]
-        self.link: RemoteLink | None = chosen.get("link")  # to the worker that has the device
+        # to the worker that has the device
+        self.link: RemoteLink | None = self.own(chosen.get("link"))
         can = Capabilities.of(self._dev)
         self.can = can.on_worker(chosen["kind"]) if self.link else can
-        if reference and not self.can.cpu_threads:
-            self._unlink()
-            raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
         self.is_invariant = invariant and not self.can.exact_sums
+        self._pools: dict[Threads, ThreadPool] = {}  # the last is in use
         try:
-            self.compute = Backend(self._dev)
-            # weights and experts are uploaded on this stream
-            self.upload = Backend(self._dev) if self.can.streams else self.compute
-        except NativeError:
-            self._unlink()
+            self._open(n_threads, reference)
+        except (ConfigError, NativeError):
+            super().close()
             raise
+        self._free_at_start = self.memory()[0]
+        self.context_bytes = _context_bytes(chosen["address"], before)
+        self.peak_bytes = 0
+
+    def _open(self, n_threads: int | None, reference: bool) -> None:
+        if reference and not self.can.cpu_threads:
+            raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
+        self.compute = self.own(Backend(self._dev))
+        # weights and experts are uploaded on this stream
+        self.upload = self.own(Backend(self._dev)) if self.can.streams else self.compute
         self.buft = C.ggml_backend_dev_buffer_type(self._dev)
         self.alignment: int = C.ggml_backend_buft_get_alignment(self.buft)
         self.n_threads = n_threads or default_threads()
         # attention over a long context is summed in parts: one per thread, as in llama.cpp
         self.n_attention_parts = self.n_threads if self.can.exact_sums else 0
-        self._pools: dict[Threads, ThreadPool] = {}  # the last is in use
         if self.can.cpu_threads:
             self.use_threads(Threads(self.n_threads, waiting(self.n_threads)))
             C.ggml_backend_cpu_set_use_ref(self.compute.ptr, reference)
-        self._free_at_start = self.memory()[0]
-        self.context_bytes = _context_bytes(chosen["address"], before)
-        self.peak_bytes = 0
-        try:
-            self.check_alive()
-        except NativeError:
-            self.close()
-            raise
+        self.check_alive()
 
     def check_alive(self) -> None:
         """Check that the worker of the device, if it is on another machine, has not been lost.
@@ -344,12 +333,6 @@ class Device:
         """
         if self.link:
             self.link.require_alive()
-
-    def _unlink(self) -> None:
-        """End the use of the worker."""
-        if self.link:
-            self.link.close()
-            self.link = None
 
     def use_threads(self, threads: Threads) -> None:
         """Compute with these CPU threads from the next graph on; no result depends on it.
@@ -384,20 +367,15 @@ class Device:
     def buffer(self, size: int, what: str, remedy: str) -> Buffer:
         """Allocate `size` bytes of device memory; what and remedy are for the message."""
         # Linux grants memory that it does not have and kills the process when it is used.
-        if not self.can.own_memory and size > _host_free(size):
-            raise self.out_of_memory(size, what, remedy)
-        ptr = C.ggml_backend_buft_alloc_buffer(self.buft, size) if size else ffi.NULL
-        if ptr == ffi.NULL:
-            self.check_alive()
-            raise self.out_of_memory(size, what, remedy)
-        return Buffer(ptr, self.compute)
-
-    def out_of_memory(self, size: int, what: str, remedy: str) -> OutOfDeviceMemory:
-        """Return the error for a failed allocation of `size` bytes."""
+        is_there = size > 0 and (self.can.own_memory or size <= _host_free(size))
+        ptr = C.ggml_backend_buft_alloc_buffer(self.buft, size) if is_there else ffi.NULL
+        if ptr != ffi.NULL:
+            return Buffer(ptr, self.compute)
+        self.check_alive()
         last_error()
         free = self.memory()[0]
         free = free if self.can.own_memory else _host_free(free)
-        return OutOfDeviceMemory(
+        raise OutOfDeviceMemory(
             f"{self.name} cannot allocate {format_bytes(size)} for {what}: "
             f"{format_bytes(free)} free; {remedy}"
         )
@@ -495,8 +473,7 @@ class Device:
     def close(self) -> None:
         """Wait for the device, then free its streams and thread pools."""
         self.synchronize()
-        for stream in (self.compute, self.upload):
-            stream.close()
-        self._unlink()
+        super().close()
+        self.link = None
         for pool in self._pools.values():
             pool.close()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from . import _native
 
 Ptr = TypeVar("Ptr")
+Part = TypeVar("Part")
 
 _live: Counter[str] = Counter()
 # made: weak references to handles made in this thread's innermost `closed_on_failure`
@@ -69,8 +70,6 @@ class Handle(Generic[Ptr]):
     their threads nor their device context, so freeing would hang or end the process.
     """
 
-    __slots__ = ("_ptr", "_parents", "_process", "_finalizer", "__weakref__")
-
     def __init__(self, ptr: Ptr, free: Callable[[Ptr], None], *parents: object) -> None:
         if ptr == ffi.NULL:
             reason = last_error() or "no memory"
@@ -109,10 +108,26 @@ class Handle(Generic[Ptr]):
         self.close()
 
 
+class Owner:
+    """What owns handles and other owners, and closes them with itself."""
+
+    _owned: tuple[Any, ...] = ()
+
+    def own(self, part: Part) -> Part:
+        """Have `close` close a part; return it. None is no part."""
+        if part is not None:
+            self._owned += (part,)
+        return part
+
+    def close(self) -> None:
+        """Close all parts, the last one first; a second call does nothing."""
+        while self._owned:
+            self._owned[-1].close()
+            self._owned = self._owned[:-1]
+
+
 class Context(Handle["_native.ggml_context_ptr"]):
     """Memory for tensor and graph records (not for tensor data)."""
-
-    __slots__ = ()
 
     def __init__(self, n_tensors: int, n_nodes: int = 0) -> None:
         """Make room for n_tensors tensors and, if n_nodes is not 0, two graphs of n_nodes nodes."""
@@ -125,8 +140,6 @@ class Context(Handle["_native.ggml_context_ptr"]):
 
 class Buffer(Handle["_native.ggml_backend_buffer_ptr"]):
     """Tensor memory on one device."""
-
-    __slots__ = ()
 
     def __init__(self, ptr: _native.ggml_backend_buffer_ptr, *parents: object) -> None:
         super().__init__(ptr, C.ggml_backend_buffer_free, *parents)
@@ -145,8 +158,6 @@ class Buffer(Handle["_native.ggml_backend_buffer_ptr"]):
 class Event(Handle["_native.ggml_backend_event_ptr"]):
     """A point on a stream that another stream or the host can wait for."""
 
-    __slots__ = ()
-
     def __init__(self, ptr: _native.ggml_backend_event_ptr, *parents: object) -> None:
         super().__init__(ptr, C.ggml_backend_event_free, *parents)
 
@@ -157,8 +168,6 @@ class Event(Handle["_native.ggml_backend_event_ptr"]):
 
 class GraphAllocator(Handle["_native.ggml_gallocr_ptr"]):
     """One memory block for the intermediates of graphs that run one after another."""
-
-    __slots__ = ()
 
     def __init__(self, buft: _native.ggml_backend_buffer_type_ptr, *parents: object) -> None:
         super().__init__(C.ggml_gallocr_new(buft), C.ggml_gallocr_free, *parents)

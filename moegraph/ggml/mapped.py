@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..errors import ModelFileError
 from ..units import format_bytes
-from .handles import Handle
+from .handles import Handle, Owner
 from .lib import C, ffi
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 class Watch(Handle["_native.mg_watch_ptr"]):
     """A mapping that reads as zeros where its file can no longer be read; see sigbus.h."""
-
-    __slots__ = ()
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
         # as a parent, the array keeps the mapping alive while it is watched
@@ -35,23 +33,19 @@ class Watch(Handle["_native.mg_watch_ptr"]):
         return C.mg_watch_fault(self.ptr)
 
 
-class WatchedFiles:
+class WatchedFiles(Owner):
     """Watches the mappings of a model's parts, given as (path, all bytes)."""
 
     def __init__(self, parts: Sequence[tuple[Path, npt.NDArray[np.uint8]]]) -> None:
         self._seen = C.mg_watch_faults()
         self._failed = ""
         self._watches: list[tuple[Path, int, Watch]] = []
-        try:
-            self.add(parts)
-        except BaseException:
-            self.close()
-            raise
+        self.add(parts)
 
     def add(self, parts: Sequence[tuple[Path, npt.NDArray[np.uint8]]]) -> None:
         """Watch further mappings; nothing of them may have been read before."""
         for path, data in parts:
-            self._watches.append((path, len(data), Watch(data)))
+            self._watches.append((path, len(data), self.own(Watch(data))))
 
     def check(self) -> None:
         """Raise a ModelFileError, from then on, if a byte of a file could not be read."""
@@ -69,8 +63,7 @@ class WatchedFiles:
 
     def close(self) -> None:
         """Stop watching."""
-        for *_, watch in self._watches:
-            watch.close()
+        super().close()
         self._watches.clear()
 
 

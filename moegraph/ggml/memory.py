@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..errors import NativeError
 from ..units import round_up
 from .device import Device
-from .handles import Buffer, Context
+from .handles import Buffer, Context, Owner
 from .lib import C, ffi, last_error
 from .ops import F32, Builder, Tensor
 
@@ -25,32 +25,37 @@ def place(buffer: Buffer, tensor: Tensor, offset: int) -> None:
         raise NativeError(f"ggml could not place {name} in its buffer: {last_error() or status}")
 
 
-class Block:
-    """Matrices F32 in one device buffer, zeros at first.
+class Block(Owner):
+    """Matrices in one device buffer, zeros at first.
 
     tensors: by name. n_bytes: of the buffer.
     """
 
     def __init__(
-        self, device: Device, shapes: Mapping[Any, tuple[int, int]], what: str, remedy: str
+        self, device: Device, shapes: Mapping[Any, tuple[int, ...]], what: str, remedy: str
     ) -> None:
-        """shapes: ne0 and ne1 by name. what, remedy: as in `Device.buffer`."""
+        """shapes: ne0 and ne1 by name, and the type if it is not F32.
+
+        what, remedy: as in `Device.buffer`.
+        """
+        context = self.own(Context(len(shapes)))
+        self.tensors: dict[Any, Tensor] = {}
         self._offsets, self.n_bytes = dict[object, int](), 0
-        for name, (ne0, ne1) in shapes.items():
-            self._offsets[name] = self.n_bytes
-            self.n_bytes = round_up(self.n_bytes + 4 * ne0 * ne1, device.alignment)
+        for name, (ne0, ne1, *dtype) in shapes.items():
+            tensor = C.ggml_new_tensor_2d(context.ptr, dtype[0] if dtype else F32, ne0, ne1)
+            C.ggml_set_name(tensor, str(name).encode())
+            self.tensors[name], self._offsets[name] = tensor, self.n_bytes
+            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
+            self.n_bytes = round_up(self.n_bytes + needed, device.alignment)
         self.n_bytes = self.n_bytes or device.alignment  # a device has no buffer of no bytes
-        self._buffer = device.buffer(self.n_bytes, what, remedy)
-        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        self._context = Context(len(shapes))
-        self.tensors: dict[Any, Tensor] = {
-            name: self.put(C.ggml_new_tensor_2d(self._context.ptr, F32, *ne), name)
-            for name, ne in shapes.items()
-        }
+        self.buffer = self.own(device.buffer(self.n_bytes, what, remedy))
+        C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
+        for name, tensor in self.tensors.items():
+            self.put(tensor, name)
 
     def put(self, tensor: Tensor, name: object, offset: int = 0) -> Tensor:
         """Give a tensor the memory of that name, from a byte on; return the tensor."""
-        place(self._buffer, tensor, self._offsets[name] + offset)
+        place(self.buffer, tensor, self._offsets[name] + offset)
         return tensor
 
     def leaf(self, b: Builder, name: str, dtype: int, *ne: int, at: int = 0) -> Tensor:
@@ -62,18 +67,13 @@ class Block:
         data = np.ascontiguousarray(values)
         C.ggml_backend_tensor_set(self.tensors[name], ffi.from_buffer(data), at, data.nbytes)
 
-    def close(self) -> None:
-        """Free the memory."""
-        self._buffer.close()
-        self._context.close()
 
-
-class Sender:
+class Sender(Owner):
     """Host memory, pinned if possible, from which copies to a device are enqueued."""
 
     def __init__(self, device: Device, n_bytes: int) -> None:
-        self._device, self._sent = device, device.event()
-        self._host = device.host_buffer(n_bytes)
+        self._device, self._sent = device, self.own(device.event())
+        self._host = self.own(device.host_buffer(n_bytes))
 
     def begin(self) -> npt.NDArray[np.uint8]:
         """Return the memory to write to; wait until the device has read what was sent from it."""
@@ -93,9 +93,3 @@ class Sender:
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         self.begin()[: data.nbytes] = data
         self.send(to, data.nbytes, at)
-
-    def close(self) -> None:
-        """Free the memory."""
-        if self._sent:
-            self._sent.close()
-        self._host.close()

@@ -54,7 +54,13 @@ def gpu_used_bytes() -> dict[str, int]:
     differently, but the address is the same. Empty if there is no driver or it does not tell.
     """
     with _devices() as (nvml, handles):
-        return dict(found for found in (_used(nvml, handle) for handle in handles) if found)
+        memory = _Memory()
+        return {
+            address: memory.used
+            for handle in handles
+            if (address := _address(nvml, handle))
+            and _call(nvml, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        }
 
 
 def gpu_card() -> Card | None:
@@ -118,12 +124,6 @@ def _call(library: Any, name: str, *args: Any) -> bool:
         return bool(getattr(library, name)(*args) == 0)
     except AttributeError:
         return False
-
-
-def _used(nvml: Any, handle: ctypes.c_void_p) -> tuple[str, int] | None:
-    memory, address = _Memory(), _address(nvml, handle)
-    ok = address and _call(nvml, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-    return (address, memory.used) if ok else None
 
 
 def _address(nvml: Any, handle: ctypes.c_void_p) -> str:

@@ -26,7 +26,7 @@ Keep = Callable[[Tensor, int], None]
 
 
 def _block_input(b: Builder, block: MtpBlock, tokens: Tensor, h: Tensor) -> Tensor:
-    hp, table = block.stage.hp, block.embeddings.tensor
+    hp, table = block.stage.hp, block.embeddings
     return build_block_input(b, hp, block.weights, table, tokens, h)
 
 

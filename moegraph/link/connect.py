@@ -54,7 +54,11 @@ def connect(address: Address, build: Build) -> Connection:
         if isinstance(error, ConnectionResetError) and not address.keys:
             reason += "; a worker with --keys wants ?keys=FOLDER in its address"
         raise NativeError(f"worker {address.worker} cannot be reached: {reason}") from None
-    _limit(found.sock, address.timeout_s)
+    # no single read or write of native code may take longer
+    found.sock.setblocking(True)
+    span = struct.pack("ll", int(address.timeout_s), int(address.timeout_s % 1 * 1e6))
+    found.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
+    found.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)
     return found
 
 
@@ -96,14 +100,6 @@ def _forwarded(address: Address, build: Build) -> Connection:
         forwarder.kill()
         forwarder.wait()
         raise
-
-
-def _limit(sock: socket.socket, timeout_s: float) -> None:
-    """Let no single read or write of native code take longer."""
-    sock.setblocking(True)
-    span = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)
 
 
 def start_python(

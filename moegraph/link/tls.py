@@ -104,7 +104,6 @@ def relay(one: socket.socket, other: socket.socket) -> None:
 
 
 def _wait(ways: list[_Way]) -> None:
-    """Wait until a way can go on."""
     events: dict[int, int] = {}
     for way in ways:
         for sock, event in way.wants:

@@ -6,7 +6,7 @@ Every method is called on the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from ..errors import (
     InternalError,
     ModelFileError,
     MoegraphError,
-    NativeError,
 )
 from ..ggml.device import Device
 from ..passes.passes import Passes
@@ -43,12 +42,9 @@ class Answers:
     """
 
     def __init__(
-        self, passes: Passes, devices: Sequence[Device], n_slots: int, tally: Tally,
-        ahead_s: float,
-    ) -> None:  # fmt: skip
-        """ahead_s: seconds for which a pass may build graphs that are needed later."""
-        self._passes, self._devices = passes, devices
-        self.tally, self._ahead_s = tally, ahead_s
+        self, passes: Passes, devices: Sequence[Device], n_slots: int, tally: Tally
+    ) -> None:
+        self._passes, self._devices, self.tally = passes, devices, tally
         self.sweeping: list[Answer] = []
         self._slots: list[Answer | None] = [None] * n_slots
         self._given_back = [0] * n_slots  # when, as a running number
@@ -205,13 +201,6 @@ class Answers:
         except MoegraphError:
             pass  # that was asked for; anything else comes up again with the next work
         return True
-
-    def build_ahead(self) -> None:
-        """Build graphs of the sweep under way, while the device computes something else."""
-        sweep = self.sweeping[0].sweep if self.sweeping else None
-        if sweep and sweep.is_open:
-            with suppress(NativeError):  # then it comes up with the step
-                sweep.build_ahead(self._ahead_s)
 
     def swept(self, answer: Answer) -> None:
         """Note that the sweep of a request's prompt is over."""

@@ -84,9 +84,9 @@ class Building:
             yield partial(build_ahead, self._runner, Batch(rows, slots, draws=draws))
 
     def _chunks(
-        self, sweeps: Sweeps | None, segments: Sequence[Segment]
+        self, sweeps: Sweeps, segments: Sequence[Segment]
     ) -> Iterator[Callable[[], object]]:
-        if sweeps is None or not sweeps.takes(segments):
+        if not sweeps.takes(segments):
             return
         n, shape = sweeps.memory.inputs.shape_of(segments, Form.ROUNDED)
         for il in sweeps.stage.layers:

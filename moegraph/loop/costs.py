@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..kinds import SweepStep
@@ -128,9 +128,6 @@ SHARE, MEASURED_SHARE, MOST_SHARE = 0.65, 0.8, 12.0
 # What a row of a prompt takes counts as if it were known from so many rows: steps of several kinds
 # take turns.
 _KNOWN_ROWS = 512
-# Lengths of chunks, the longest first. Each has graphs of its own; so there are few where to build
-# these takes long: each half as long as the one before.
-_SIZES = tuple(size for bit in range(14, 2, -1) for size in (1 << bit, 3 << bit - 2))
 # Rows of a pass over a piece of a prompt.
 PIECES = (32, 128, 512)
 
@@ -184,35 +181,25 @@ class Costs:
         return self._steps.seconds(step)
 
     def chunk_rows(
-        self,
-        most: int,
-        least: int,
-        n_rows: int,
-        n_kv: int,
-        share: float | None = None,
-        is_fine: bool = False,
+        self, most: int, least: int, n_rows: int, n_kv: int, share: float | None = None
     ) -> int:
         """Return the rows of a chunk, in these limits, for a sweep beside passes of n_rows rows.
 
         n_kv: positions that the last chunk attends to. share: what a step may take of a pass, if
-        not the usual share.
-        is_fine: there may be chunks of many lengths.
-        Chunks are short if nothing was measured. If none is short enough, they are the shortest
-        that is allowed.
+        not the usual share. Chunks are short if nothing was measured. If none is short enough, they
+        are the shortest that is allowed. There are few lengths, because each has graphs of its own.
         """
         pass_s = self.pass_s(n_rows) if n_rows else None
         if not pass_s:
             return most
-        lengths = (size for size in _SIZES if size < most) if is_fine else _halves(most)
         rows, most_s = most, pass_s * (self.share if share is None else share)
-        for shorter in lengths:
+        while rows // 2 >= max(least, 1):
             steps = SweepStep("recurrent", rows), SweepStep("attention", rows, n_kv)
             # a model may have layers of one kind only
             found = [seconds for step in steps if (seconds := self.of_step(step)) is not None]
-            fits = bool(found) and max(found) <= most_s
-            if fits or shorter < least:
+            if found and max(found) <= most_s:
                 break
-            rows = shorter
+            rows //= 2
         return rows
 
     def note_round(
@@ -323,13 +310,6 @@ class Costs:
     def note_request(self, seconds: float) -> None:
         """Learn from a request that has ended by itself."""
         self.request_s = _mean(self.request_s, seconds, _NEWEST)
-
-
-def _halves(n: int) -> Iterator[int]:
-    """Yield half of n, a quarter and so on."""
-    while n > 1:
-        n //= 2
-        yield n
 
 
 def _size(n_rows: int) -> int:

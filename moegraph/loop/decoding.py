@@ -148,8 +148,6 @@ class Decoding:
             return
         self._flight = batch, trees
         try:
-            if self._answers.sweeping:
-                self._answers.build_ahead()
             if drafting:
                 drafting.launched()
         except MoegraphError as error:

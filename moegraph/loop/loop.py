@@ -20,10 +20,6 @@ from .scheduler import Begin, Decode, Piece, Preempt, Read, Restore, Scheduler, 
 from .swapping import Swapping
 from .tally import Tally
 
-# Seconds for which a pass may build graphs for later: if it is one graph, so that the host has
-# nothing else to do meanwhile, and if the host has to answer each layer.
-_AHEAD_S, _AHEAD_BUSY_S = 0.002, 0.0002
-
 
 class Loop:
     """Answers requests with one model: `add` them, then `step` again and again.
@@ -43,8 +39,7 @@ class Loop:
         if not streams:
             scheduler.costs.share = MEASURED_SHARE
         self.tally = Tally(scheduler.costs, runner)
-        ahead_s = _AHEAD_S if runner.mode == "whole" else _AHEAD_BUSY_S
-        self.answers = Answers(core.passes, core.devices, n_slots, self.tally, ahead_s)
+        self.answers = Answers(core.passes, core.devices, n_slots, self.tally)
         self._drafting = Drafting(core.speculation, streams) if core.speculation else None
         self._swapping = Swapping(core, self.answers)
         self._reading = Reading(core, self.answers, self._drafting, self._swapping)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from ..errors import InternalError, MoegraphError, PoolFull
 from ..kinds import SHORT_PROMPT
 from ..passes.prefixtree import n_common
 from ..resident.hostcopies import StatesCopy
 from ..runner import Output
-from ..runner.sweep import Sweep, is_flexible, may_join
+from ..runner.sweep import Sweep, may_join
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 from .answers import Answers
@@ -45,15 +44,15 @@ class Reading:
     ) -> None:
         self._passes, self._prefixes, self._runner = core.passes, core.prefixes, core.runner
         self._file, self._n_ubatch = core.file, core.runner.n_ubatch
-        sweeps = core.runner.parts[0].sweeps
+        self._memory = memory = core.runner.parts[0].sweeps.memory
         self._taps = core.stage.taps
-        self._n_sweep = sweeps.memory.n_rows if sweeps else self._n_ubatch
-        self._n_chunks = sweeps.memory.inputs.n_chunks if sweeps else 1
-        self._memory = sweeps.memory if sweeps else None
+        self._n_sweep, self._n_chunks = memory.n_rows, memory.inputs.n_chunks
         self._sequences = core.runner.sequences
         self._n_joint = min(self._n_ubatch * _JOINT_CHUNKS, self._n_sweep)
         self._streams = core.stage.device.can.streams
-        self._is_flexible = is_flexible([part.sweeps for part in core.runner.parts])
+        # a device with streams has graphs for few lengths, and missing experts are sent for parts
+        rings = [part.sweeps.ring for part in core.runner.parts]
+        self._sweeps_few = not self._streams and not any(rings)
         # each length has graphs of its own, and to build those takes longer than some more rows
         self._rounds = self._streams and core.passes.n_seq > 1
         self._answers, self._tally = answers, answers.tally
@@ -128,7 +127,7 @@ class Reading:
         if n_rows > SHORT_PROMPT:
             return False
         costs, n_others = self._tally.costs, self._answers.n_busy - 1
-        if not (self._is_flexible and n_others):
+        if not (self._sweeps_few and n_others):
             return True
         piece_s, pass_s = costs.piece_s(n_rows), costs.pass_s(n_others)
         return None not in (piece_s, pass_s) and (piece_s or 0.0) <= costs.share * (pass_s or 0.0)
@@ -166,9 +165,6 @@ class Reading:
 
     def _join(self, group: dict[Answer, SweepBatch], others: Sequence[Answer]) -> None:
         """Add others to a group whose prompts one sweep is going to read, as far as they fit."""
-        memory = self._memory
-        if memory is None:
-            return
         for other in others:
             if len(group) == _MOST_PROMPTS:
                 break
@@ -185,7 +181,7 @@ class Reading:
             if batch is not None:
                 group[other] = batch
         # asked once for all, because each question takes the longer the more prompts there are
-        while len(group) > 1 and not may_join(memory, list(group.values()), self._sequences):
+        while len(group) > 1 and not may_join(self._memory, list(group.values()), self._sequences):
             self._answers.leave_slot(group.popitem()[0])
 
     def _shares(self, answer: Answer, other: Answer) -> bool:
@@ -197,25 +193,21 @@ class Reading:
         n_cached = len(answer.ids) - self.n_rest(answer)
         return n_common(answer.ids, other.ids) > n_cached + _SHARED
 
-    def _chunk_rows(self, batches: Sequence[SweepBatch], n_kv: int = 0) -> int:
+    def _chunk_rows(self, batches: Sequence[SweepBatch]) -> int:
         """Return the rows of a chunk beside other requests: so few that steps take a short time.
 
-        But not so few that the chunks would need one more sweep, unless they get longer later.
-        n_kv: positions that the last chunk attends to; 0: those after the prompts.
+        But not so few that the chunks would need one more sweep.
         """
         n_rows = sum(len(batch.tokens) for batch in batches)
         n_chunks = self._n_chunks - sum(len(batch.cuts) + 1 for batch in batches)
         least = _CHUNK_STREAMS if self._streams else _CHUNK
-        is_flexible = self._is_flexible and len(batches) == 1
-        if not is_flexible:
-            least = max(least, -(-min(n_rows, self._n_sweep) // max(n_chunks, 1)))
+        least = max(least, -(-min(n_rows, self._n_sweep) // max(n_chunks, 1)))
         n_busy = self._answers.n_busy - len(batches)
-        for one in () if n_kv else batches:
-            n_kv = max(n_kv, len(self._passes.held(one.slot)) + len(one.tokens))
+        n_kv = max(len(self._passes.held(one.slot)) + len(one.tokens) for one in batches)
         most = min(self._n_ubatch, n_rows)
         costs = self._tally.costs
         share = costs.prompt_share(len(batches), n_busy)
-        return costs.chunk_rows(most, least, n_busy, n_kv, share, is_flexible)
+        return costs.chunk_rows(most, least, n_busy, n_kv, share)
 
     def _begin_sweep(self, group: dict[Answer, SweepBatch]) -> None:
         """Begin the sweep of some prompts.
@@ -227,9 +219,6 @@ class Reading:
         if self._answers.n_busy > len(group):
             max_rows = self._chunk_rows(batches)
             batches = [replace(batch, max_rows=max_rows) for batch in batches]
-            if self._is_flexible and len(batches) == 1:
-                rows_of = partial(self._chunk_rows, batches)
-                batches = [replace(batches[0], rows_of=rows_of)]
         if len(group) == 1:
             (answer,) = group
             batches = [self._first_part(answer, batches[0])]

@@ -51,7 +51,8 @@ class PrefixStore:
     def n_bytes(self) -> int:
         """Return the host memory in use."""
         pending = self.disk.pending_bytes if self.disk else 0
-        return self.tree.n_bytes + self._copies.memory.spare_bytes + pending
+        spare = sum(block.array.nbytes for block in self._copies.memory.spare)
+        return self.tree.n_bytes + spare + pending
 
     def limit(self) -> int:
         """Return how many bytes the tree may have now."""

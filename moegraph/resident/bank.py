@@ -17,7 +17,7 @@ import numpy as np
 from ..arch import ModelFile
 from ..errors import InternalError
 from ..ggml.device import Device
-from ..ggml.handles import Buffer, Context
+from ..ggml.handles import Buffer, Context, Owner
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Tensor
@@ -26,7 +26,7 @@ from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS
 from ..units import round_up
 from .layout import N_STAGING, Packing, expert_tensors, group_bytes, stack_kind
 from .store import ExpertStore, raw_rows
-from .weights import Loader, TensorSet
+from .weights import Loader
 
 _REMEDY = "lower --cache-slots or --vram, choose a smaller quantization, or use --device cpu"
 
@@ -54,7 +54,7 @@ class Bank:
         return self.memory
 
 
-class ExpertBanks:
+class ExpertBanks(Owner):
     """The banks of some layers and their tables.
 
     n_slots: slots of each of these layers; a full layer's are loaded from the model file.
@@ -76,8 +76,7 @@ class ExpertBanks:
         hp = model.hparams
         self.n_victims = min(MAX_FETCH_ROWS * hp.n_expert_used, MAX_FETCH_IDS, hp.n_expert)
         self.n_slots = {il: n_slots[il] for il in layers}
-        self._sets: list[TensorSet] = []
-        self._owned: list[tuple[Buffer, Context]] = []
+        self.n_bytes = 0
         self._staging: dict[Hashable, list[Bank]] = {}
         self._banks = {il: self._bank(device, loader, model, il) for il in layers}
         self._staging_of = {
@@ -85,43 +84,45 @@ class ExpertBanks:
             for il, n in self.n_slots.items()
             if has_staging and n < hp.n_expert
         }
-        self._context = Context(2 * len(layers) + 1)
+        context = self.own(Context(2 * len(layers) + 1))
         self.tables, self.victim_lists = (
-            {il: C.ggml_new_tensor_2d(self._context.ptr, I32, *ne) for il in layers}
+            {il: C.ggml_new_tensor_2d(context.ptr, I32, *ne) for il in layers}
             for ne in ((1, hp.n_expert), (2, self.n_victims))
         )
         stride = round_up(4 * (hp.n_expert + 2 * self.n_victims), device.alignment)
         self.table_stride = stride // 4
-        self._tables = device.buffer(stride * len(layers), "the expert tables", _REMEDY)
-        # usage WEIGHTS marks a buffer that no kernel writes
-        C.ggml_backend_buffer_set_usage(self._tables.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
-        self.all_tables = C.ggml_new_tensor_1d(self._context.ptr, I32, stride * len(layers) // 4)
-        place(self._tables, self.all_tables, 0)
+        tables = self._buffer(device, stride * len(layers), "the expert tables")
+        self.all_tables = C.ggml_new_tensor_1d(context.ptr, I32, stride * len(layers) // 4)
+        place(tables, self.all_tables, 0)
         identity = np.arange(hp.n_expert, dtype=np.int32)
         for at, il in enumerate(layers):
             row = self.tables[il]
-            place(self._tables, row, at * stride)
-            place(self._tables, self.victim_lists[il], at * stride + identity.nbytes)
+            place(tables, row, at * stride)
+            place(tables, self.victim_lists[il], at * stride + identity.nbytes)
             C.ggml_backend_tensor_set(row, ffi.from_buffer(identity), 0, identity.nbytes)
-        parts = [s.n_bytes for s in self._sets] + [buffer.size for buffer, _ in self._owned]
-        self.n_bytes = sum(parts) + self._tables.size
+
+    def _buffer(self, device: Device, size: int, what: str) -> Buffer:
+        """Allocate memory that no kernel writes, which usage WEIGHTS says."""
+        buffer = self.own(device.buffer(size, what, _REMEDY))
+        C.ggml_backend_buffer_set_usage(buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        self.n_bytes += buffer.size
+        return buffer
 
     def _bank(self, device: Device, loader: Loader, model: ModelFile, il: int) -> Bank:
         infos, n_slots = expert_tensors(model, il), self.n_slots[il]
         if n_slots == 0:
             return Bank(0)
         if n_slots == model.hparams.n_expert:
-            tensors = loader.load(infos.values(), f"the experts of layer {il}")
-            self._sets.append(tensors)
+            tensors = self.own(loader.load(infos.values(), f"the experts of layer {il}"))
+            self.n_bytes += tensors.n_bytes
             return Bank(n_slots, {part: tensors.tensors[i.name] for part, i in infos.items()})
         return self._slots(device, infos, n_slots, f"{n_slots} expert slots of layer {il}")
 
     def _slots(self, device: Device, infos: dict[str, TensorInfo], n_slots: int, what: str) -> Bank:
         """Allocate a bank of empty slots."""
         # kernels may read past the last expert, up to the padding of a row
-        buffer = device.buffer(Packing.of(infos).stride * n_slots + TAIL, what, _REMEDY)
-        context = Context(len(infos) + 2)
-        self._owned.append((buffer, context))
+        buffer = self._buffer(device, Packing.of(infos).stride * n_slots + TAIL, what)
+        context = self.own(Context(len(infos) + 2))
         # The buffer is marked as weights although slots change. Our CUDA kernels assume that
         # weights are constant (moegraph_is_constant, moegraph_moe_is_constant in native/), so they
         # may load them before the preceding kernel has ended. Every write to a slot must therefore
@@ -132,7 +133,6 @@ class ExpertBanks:
         #   the kernel of the down product start.
         # A new kernel between the look-up, gate and up, and down must keep this order. The test is
         # tests/cuda/test_engine_cuda.py::test_graphs_that_fetch_by_themselves_equal_whole.
-        C.ggml_backend_buffer_set_usage(buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         # kernels may read past the last row they need, so an empty slot must hold zeros
         C.ggml_backend_buffer_clear(buffer.ptr, 0)
         return _bank_at(context, buffer, infos, n_slots)
@@ -153,13 +153,6 @@ class ExpertBanks:
     def staging(self, il: int, turn: int) -> Bank:
         """Return one of the two staging banks that fit layer il."""
         return self._staging_of[il][turn]
-
-    def close(self) -> None:
-        """Free the banks and the tables."""
-        for part in (*self._sets, *(one for pair in self._owned for one in pair)):
-            part.close()
-        self._tables.close()
-        self._context.close()
 
 
 def _bank_at(
@@ -189,7 +182,7 @@ def strided_stack(context: Context, info: TensorInfo, n_slots: int, stride: int)
 TAIL = 4096
 
 
-class Ring:
+class Ring(Owner):
     """n_groups groups of n_each slots, in memory that layers of all kinds share.
 
     A group holds experts of one layer at a time. Its bytes are the same for every kind of layer, so
@@ -209,18 +202,17 @@ class Ring:
         packings = {kind: Packing.of(infos) for kind, infos in kinds.items()}
         self._step = group_bytes([packing.stride for packing in packings.values()], n_each)
         self.n_bytes = self._step * n_groups + TAIL
-        self._buffer = device.buffer(self.n_bytes, "the ring of prompts", "lower --vram or -ub")
-        C.ggml_backend_buffer_set_usage(self._buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        what, remedy = "the ring of prompts", "lower --vram or -ub"
+        buffer = self.own(device.buffer(self.n_bytes, what, remedy))
+        C.ggml_backend_buffer_set_usage(buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         # kernels may read past the last row that they need
-        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        self._context = Context(8 * n_groups * len(kinds))
+        C.ggml_backend_buffer_clear(buffer.ptr, 0)
+        context = self.own(Context(8 * n_groups * len(kinds)))
         self._banks: dict[Hashable, list[Bank]] = {}
         for kind, infos in kinds.items():
             stride = packings[kind].stride
             starts = [-(-group * self._step // stride) * stride for group in range(n_groups)]
-            self._banks[kind] = [
-                _bank_at(self._context, self._buffer, infos, n_each, at) for at in starts
-            ]
+            self._banks[kind] = [_bank_at(context, buffer, infos, n_each, at) for at in starts]
 
     def kind(self, il: int) -> Hashable:
         """Return what layers must have in common to be read by the same graphs."""
@@ -229,8 +221,3 @@ class Ring:
     def bank(self, il: int, group: int) -> Bank:
         """Return the slots of a group, as layer il uses them."""
         return self._banks[self._kind_of[il]][group]
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._buffer.close()
-        self._context.close()

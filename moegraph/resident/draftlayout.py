@@ -92,14 +92,6 @@ class RingShape:
         """Fill the mask of a block of n rows, numpy shape [n, length]."""
         n = len(mask)
         first = max(held.first, held.high - self.n_cells, 0)
-        if not self.window and first == 0:  # the usual case of a long context, written once
-            seen = self.n_block + held.n_past
-            mask[:, :n] = 0.0
-            mask[:, n : self.n_block] = mask[:, seen:] = -np.inf
-            mask[:, self.n_block : seen] = 0.0
-            if is_causal:
-                mask[:, :n][np.triu_indices(n, 1)] = -np.inf
-            return
         mask[:] = -np.inf
         block = mask[:, :n]
         reach = self.window or n + 1
@@ -112,7 +104,6 @@ class RingShape:
             self._show(mask[i : i + 1], max(first, held.n_past + i + 1 - self.window), held.n_past)
 
     def _show(self, rows: Mask, first: int, end: int) -> None:
-        """Let rows of the mask see the positions from first up to end."""
         if first >= end:
             return
         at, stop = first % self.n_cells, (end - 1) % self.n_cells + 1
@@ -230,7 +221,6 @@ def plan_tensors(file: DraftFile, as_stored: bool) -> Iterator[PlannedTensor]:
 
 
 def _stored(info: TensorInfo, n: int, as_stored: bool) -> GGMLQuantizationType:
-    """Return the type of rows of n elements on the device."""
     if info.n_dims == 1 or info.ne[1] == 1:
         return _Q.F32
     if n % GGML_QUANT_SIZES[info.type][0]:

@@ -19,13 +19,13 @@ from ..arch.dflash import DFlashHParams
 from ..arch.draftfile import DraftFile
 from ..errors import UnsupportedModel
 from ..ggml.device import Device
-from ..ggml.handles import Context
+from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
-from ..ggml.memory import place
+from ..ggml.memory import Block
 from ..ggml.ops import I32, Tensor
 from ..gguf import TensorInfo
-from ..units import round_up
 from .draftlayout import EMBEDDING, PlannedTensor, plan_tensors
+from .kvpool import runs_of
 from .weights import TokenEmbedding
 
 _Q = GGMLQuantizationType
@@ -33,7 +33,7 @@ _Q = GGMLQuantizationType
 _PIECE, _N_THREADS = 1 << 22, 8
 
 
-class DraftWeights:
+class DraftWeights(Owner):
     """The weights of a DFlash or DSpark drafter.
 
     BF16 matrices become Q8_0, which halves the bytes that a draft reads, unless as_stored.
@@ -49,25 +49,12 @@ class DraftWeights:
         planned = list(plan_tensors(file, as_stored))
         # others first: a look-up of -1, the argmax of NaN, must find something before the table
         planned.sort(key=lambda p: p.name.startswith("markov"))
-        self._context = Context(len(planned))
-        self.tensors: dict[str, Tensor] = {}
-        offsets, size = {}, 0
-        for p in planned:
-            tensor = C.ggml_new_tensor_2d(self._context.ptr, int(p.type), *p.ne)
-            C.ggml_set_name(tensor, p.name.encode())
-            self.tensors[p.name], offsets[p.name] = tensor, size
-            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
-            size = round_up(size + needed, device.alignment)
-        self._buffer = device.buffer(size, "the drafter's weights", "use --spec off")
-        C.ggml_backend_buffer_set_usage(self._buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
-        self.n_bytes = size
-        try:
-            for p in planned:
-                place(self._buffer, self.tensors[p.name], offsets[p.name])
-            _send(file, planned, self.tensors)
-        except BaseException:
-            self.close()
-            raise
+        shapes = {p.name: (*p.ne, int(p.type)) for p in planned}
+        block = self.own(Block(device, shapes, "the drafter's weights", "use --spec off"))
+        C.ggml_backend_buffer_set_usage(block.buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        self.tensors: dict[str, Tensor] = block.tensors
+        self.n_bytes = block.n_bytes
+        _send(file, planned, self.tensors)
         self.fc = [self.tensors[f"fc.{k}"] for k in range(len(hp.taps))]
         self.layers = [self._layer(il) for il in range(hp.n_layer)]
         self.output = self.tensors.get("output.weight") or self.tensors.get(EMBEDDING)
@@ -78,11 +65,6 @@ class DraftWeights:
     def _layer(self, il: int) -> dict[str, Tensor]:
         prefix = f"blk.{il}."
         return {k[len(prefix) :]: t for k, t in self.tensors.items() if k.startswith(prefix)}
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._buffer.close()
-        self._context.close()
 
 
 def _send(file: DraftFile, planned: list[PlannedTensor], tensors: dict[str, Tensor]) -> None:
@@ -116,7 +98,6 @@ def _rows(file: DraftFile, p: PlannedTensor, row: int, n: int) -> npt.NDArray[np
 
 
 def _as_f32(raw: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.float32]:
-    """Return values of type BF16 or F16 as F32."""
     if info.type is _Q.BF16:
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if info.type is _Q.F16:
@@ -124,7 +105,7 @@ def _as_f32(raw: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.floa
     raise UnsupportedModel(f"tensor {info.name}: moegraph reads BF16, F16 and F32 here")
 
 
-class DraftHead:
+class DraftHead(Owner):
     """The rows of an output matrix for some tokens, on a device.
 
     ids: I32 numpy [n], ascending: the tokens. output: [n_embd, n], in the type of the file. table:
@@ -137,32 +118,21 @@ class DraftHead:
         """Copy rows; info: the matrix [n_embd, n_vocab] in the file."""
         self.ids = ids
         row_bytes, n = info.nbytes // info.ne[1], len(ids)
-        self._context = Context(2)
-        self.output: Tensor = C.ggml_new_tensor_2d(self._context.ptr, int(info.type), info.ne[0], n)
-        self.table: Tensor = C.ggml_new_tensor_2d(self._context.ptr, I32, 1, n)
-        needed = C.ggml_backend_buft_get_alloc_size(device.buft, self.output)
-        # a word of zeros before the table: on CUDA, the argmax of NaN is -1
-        at = round_up(needed, device.alignment) + device.alignment
-        self.n_bytes = at + 4 * n
-        self._buffer = device.buffer(self.n_bytes, f"a draft head of {n} tokens", "lower it")
-        C.ggml_backend_buffer_set_usage(
-            self._buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS
-        )  # fmt: skip
-        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        place(self._buffer, self.output, 0)
-        place(self._buffer, self.table, at)
+        shapes = {
+            "output": (info.ne[0], n, int(info.type)),
+            "zeros": (device.alignment // 4, 1),  # on CUDA, the argmax of NaN is -1
+            "table": (1, n, I32),
+        }
+        block = self.own(Block(device, shapes, f"a draft head of {n} tokens", "lower it"))
+        C.ggml_backend_buffer_set_usage(block.buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        self.output: Tensor = block.tensors["output"]
+        self.table: Tensor = block.tensors["table"]
+        self.n_bytes = block.n_bytes
         ordered = np.ascontiguousarray(ids, dtype=np.int32)
         C.ggml_backend_tensor_set(self.table, ffi.from_buffer(ordered), 0, ordered.nbytes)
-        # ids that follow one another are one piece of the file
-        starts = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
-        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), n]):
-            rows = np.empty((end - start) * row_bytes, dtype=np.uint8)
-            model.read(info, rows, int(ids[start]) * row_bytes)
+        for at, first, m in runs_of(ids):
+            rows = np.empty(m * row_bytes, dtype=np.uint8)
+            model.read(info, rows, first * row_bytes)
             C.ggml_backend_tensor_set(
-                self.output, ffi.from_buffer(rows), start * row_bytes, rows.nbytes
+                self.output, ffi.from_buffer(rows), at * row_bytes, rows.nbytes
             )
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._buffer.close()
-        self._context.close()

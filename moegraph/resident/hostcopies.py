@@ -13,7 +13,7 @@ memory.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from weakref import WeakSet
@@ -23,12 +23,11 @@ import numpy.typing as npt
 
 from ..errors import InternalError, NativeError, RequestError
 from ..ggml.device import Device, HostBuffer
-from ..ggml.handles import closed_on_failure
+from ..ggml.handles import Owner, closed_on_failure
 from ..ggml.lib import C, ffi
 from ..ggml.memory import Block
 from ..ggml.ops import Tensor
-from .kvpool import KVPool
-from .layout import PAGE
+from .kvpool import KVPool, runs_of
 from .state import State
 
 
@@ -41,9 +40,7 @@ class Snapshot:
     def __init__(
         self, slot: int, n_past: int, copies: list[Block], spare: list[list[Block]]
     ) -> None:
-        self.slot = slot
-        self.n_past = n_past
-        self.is_valid = True
+        self.slot, self.n_past, self.is_valid = slot, n_past, True
         self._copies: list[Block] | None = copies
         self._spare = spare
 
@@ -65,7 +62,7 @@ class Snapshot:
         return [list(copy.tensors.values()) for copy in self._copies]
 
 
-class Snapshots:
+class Snapshots(Owner):
     """Takes and restores snapshots of the rows of recurrent states, on the devices that have them.
 
     Copies are enqueued on the compute streams, so passes of other sequences go on.
@@ -85,7 +82,7 @@ class Snapshots:
         with closed_on_failure():
             for state in self._states:
                 shapes = {i: (tensor.ne[0], 1) for i, tensor in enumerate(state.recurrent)}
-                copies.append(Block(state.device, shapes, what, remedy))
+                copies.append(self.own(Block(state.device, shapes, what, remedy)))
         return copies
 
     def take(self, slot: int, n_past: int) -> Snapshot:
@@ -119,10 +116,7 @@ class Snapshots:
 
     def close(self) -> None:
         """Free all memory, also that of snapshots that are not closed."""
-        for snapshot in list(self._live):
-            snapshot.close()
-        for copy in (copy for copies in self._spare for copy in copies):
-            copy.close()
+        super().close()
         self._spare.clear()
         self._states.clear()
 
@@ -162,7 +156,6 @@ class StatesCopy:
 
 
 def _open(copy: StatesCopy) -> HostBuffer:
-    """Return the memory of a copy that is not closed."""
     if copy.buffer is None:
         raise InternalError("the saved states are closed")
     return copy.buffer
@@ -247,7 +240,7 @@ class HostCopies:
         self.spare: list[HostBuffer] = []
         self._pinner: ThreadPoolExecutor | None = None
         self._most = _MAX_SPARE
-        self._pinning: Future[HostBuffer] | None = None
+        self._pinning: Future[None] | None = None
         self._at: dict[Tensor, int] = {}  # where each state is in a copy
         self.states_bytes = 0
         self.row_widths: list[int] = []
@@ -269,11 +262,6 @@ class HostCopies:
         # memory that one GPU driver pinned is pinned for all its devices
         return self._parts[0].device.host_buffer(max(1, self.states_bytes))
 
-    @property
-    def spare_bytes(self) -> int:
-        """Return the memory that waits for the next copies of states."""
-        return sum(buffer.array.nbytes for buffer in self.spare)
-
     def new_states(self, n_past: int) -> StatesCopy:
         """Return memory for the states after n_past positions; `take_layer` fills it.
 
@@ -294,18 +282,14 @@ class HostCopies:
             self._pin_more()
 
     def _pin_more(self) -> None:
-        """Take what the thread has pinned, and have it pin more if there is too little."""
-        if self._pinning and self._pinning.done():
-            self._take_pinned()
-        if self._pinner and not self._pinning and len(self.spare) < self._most:
-            self._pinning = self._pinner.submit(self._new_buffer)
+        """Have the thread pin a block, unless it is at it or there are enough."""
+        is_pinning = self._pinning and not self._pinning.done()
+        if self._pinner and not is_pinning and len(self.spare) < self._most:
+            self._pinning = self._pinner.submit(self._pin)
 
-    def _take_pinned(self) -> None:
-        """Take what the thread has pinned, once it has."""
-        pinning, self._pinning = self._pinning, None
+    def _pin(self) -> None:
         with suppress(NativeError):  # the next copy asks again
-            if pinning:
-                self.spare.append(pinning.result())
+            self.spare.append(self._new_buffer())
 
     def take_layer(
         self, copy: StatesCopy, slot: int, device: Device, states: Iterable[Tensor]
@@ -350,7 +334,7 @@ class HostCopies:
         caches = [tensor for part in self._parts for tensor in part.caches]
         parts = [np.empty((n, t.nb[1]), dtype=np.uint8) for t in caches]
         self.wait()
-        for at, row, n_rows in self._runs(slot, first, n):
+        for at, row, n_rows in runs_of(self._pool.run(slot, first, n)):
             for tensor, part in zip(caches, parts):
                 target = ffi.from_buffer(part[at : at + n_rows])
                 size = tensor.nb[1]
@@ -369,28 +353,17 @@ class HostCopies:
         caches = [
             (part.device.compute.ptr, tensor) for part in self._parts for tensor in part.caches
         ]
-        for at, row, n_rows in self._runs(slot, first, copy.n_rows - skipped):
+        for at, row, n_rows in runs_of(self._pool.run(slot, first, copy.n_rows - skipped)):
             for (stream, tensor), part in zip(caches, copy.parts):
                 source = ffi.from_buffer(part[skipped + at : skipped + at + n_rows])
                 size = tensor.nb[1]
                 C.ggml_backend_tensor_set_async(stream, tensor, source, row * size, n_rows * size)
         self.wait()
 
-    def _runs(self, slot: int, first: int, n: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, KV row, rows) of the parts of n positions whose rows are consecutive."""
-        at = start = n_rows = 0
-        for position in (first, *range(first - first % PAGE + PAGE, first + n, PAGE)):
-            row = self._pool.row(slot, position)
-            if row != start + n_rows:
-                if n_rows:
-                    yield at, start, n_rows
-                at, start, n_rows = position - first, row, 0
-            n_rows += min(first + n - position, PAGE - position % PAGE)
-        yield at, start, n_rows
-
     def free_spare(self) -> None:
         """Free the memory of closed copies; those that are not closed stay."""
-        self._take_pinned()
+        if self._pinning:
+            self._pinning.result()
         for buffer in self.spare:
             buffer.close()
         self.spare.clear()

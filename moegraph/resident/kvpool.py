@@ -12,7 +12,9 @@ several users: only whole pages before the end of all of them are shared.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,15 @@ from ..config import EngineConfig
 from ..errors import ConfigError, InternalError, PoolFull
 from ..units import round_up
 from .layout import PAGE
+
+
+def runs_of(rows: npt.NDArray[np.integer[Any]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (index, first row, number) of the parts of some rows that are consecutive."""
+    at = 0
+    for part in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
+        if len(part):
+            yield at, int(part[0]), len(part)
+            at += len(part)
 
 
 class KVPool:
@@ -112,7 +123,6 @@ class KVPool:
         self._write(slot)
 
     def _take(self, slot: int) -> int:
-        """Return a free page, which the sequence uses from now on."""
         others = self._uses.any(axis=0) & ~self._uses[slot]
         others[self._pages[slot]] = True
         page = int((~others).argmax())

@@ -85,10 +85,7 @@ def zeros_bytes(hp: Architecture) -> int:
 
 def draft_room(n_rows: int) -> int:
     """Return for how many rows there is room after a verify pass of n_rows rows."""
-    n = _MIN_DRAFT_ROWS
-    while n < n_rows:
-        n *= 2
-    return n
+    return max(_MIN_DRAFT_ROWS, 1 << (n_rows - 1).bit_length())
 
 
 def tap_bytes(n_embd: int, n_taps: int, n_rows: int, n_seq: int = 0) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from ..arch.mtp import require_nextn
 from ..errors import ConfigError, InternalError, NativeError
 from ..ggml.device import Device
 from ..ggml.free_memory import host_memory
-from ..ggml.handles import Context, closed_on_failure
+from ..ggml.handles import Context, Owner, closed_on_failure
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import Tensor
@@ -38,7 +37,7 @@ _HALF_LIFE = 200
 _MARGIN = 2.0
 
 
-class BlockExperts:
+class BlockExperts(Owner):
     """The slots of layer il of a bank, of which the last n_expert_used are for fetched experts.
 
     The others keep the experts that drafts choose most often. Each step of a chain fetches what it
@@ -61,7 +60,7 @@ class BlockExperts:
             raise InternalError(f"{n_slots} slots for {n_expert} experts, {n_expert_used} of a row")
         self._owner = np.arange(self.n_kept)  # slot -> expert
         self._counts = np.zeros(n_expert)
-        self._host = device.host_buffer(4 * n_expert)
+        self._host = self.own(device.host_buffer(4 * n_expert))
         self._table: npt.NDArray[np.int32] = self._host.array[: 4 * n_expert].view(np.int32)
         self._table[:] = -1
         self._table[: self.n_kept] = self._owner
@@ -102,61 +101,42 @@ class BlockExperts:
         self._upload(expert, slot)
         self._send_table()
 
-    def close(self) -> None:
-        """Free the host memory."""
-        self._host.close()
-
 
 # Bytes; tensors begin at a multiple.
 _ALIGN = 128
 
 
-class EmbeddingTable:
-    """The embeddings of all tokens, where graphs can read rows of them.
+def _embeddings(
+    owner: Owner, device: Device, loader: Loader, model: ModelFile, info: TensorInfo
+) -> Tensor:
+    """Return the embeddings of all tokens, as in the file, where graphs can read rows of them.
 
     The CPU reads them in the mapped file, CUDA in pinned host memory: a step reads one row, so the
-    table (1 GB in F16 for the 35B) is not worth device memory.
-
-    tensor: [n_embd, n_vocab], in the type of the file. pinned_bytes: host memory taken.
+    table (1 GB in F16 for the 35B) is not worth device memory. owner: of the memory.
     """
-
-    def __init__(self, device: Device, loader: Loader, model: ModelFile, info: TensorInfo) -> None:
-        """Load the table."""
-        if not device.can.host_access:
-            raise ConfigError(
-                f"the MTP block drafts where the last layer is, and {device.name} cannot read "
-                "embeddings in host memory; name a device of this machine last, or draft otherwise"
-            )
-        self._parts: list[Any] = []
-        self.pinned_bytes = 0
-        if not device.can.own_memory:
-            tensors = loader.load([info], "the embeddings")
-            self._parts = [tensors]
-            self.tensor: Tensor = tensors.tensors[info.name]
-            return
-        # the row before the first one is read too: on CUDA, the argmax of NaN is -1
-        start = round_up(info.nbytes // info.ne[1], _ALIGN)
-        short = shortage(start + info.nbytes, host_memory().available)
-        if short:
-            raise NativeError(f"drafts need the embeddings in pinned memory, {short}")
-        memory = device.host_buffer(start + info.nbytes, must_pin=True)
-        memory.array[:start] = 0
-        context = Context(1)
-        self._parts = [memory, context]
-        self.pinned_bytes = memory.array.nbytes
-        self.tensor = new_tensor(context, info.name, info)
-        place(memory, self.tensor, start)
-        out = memory.array[start : start + info.nbytes]
-        with closing(Readers(model)) as readers:
-            starts = range(0, info.nbytes, PIECE_BYTES)
-            reads = [readers.read(info, out[at : at + PIECE_BYTES], at) for at in starts]
-            for read in reads:
-                read.result()
-
-    def close(self) -> None:
-        """Free the memory."""
-        for part in self._parts:
-            part.close()
+    if not device.can.host_access:
+        raise ConfigError(
+            f"the MTP block drafts where the last layer is, and {device.name} cannot read "
+            "embeddings in host memory; name a device of this machine last, or draft otherwise"
+        )
+    if not device.can.own_memory:
+        return owner.own(loader.load([info], "the embeddings")).tensors[info.name]
+    # the row before the first one is read too: on CUDA, the argmax of NaN is -1
+    start = round_up(info.nbytes // info.ne[1], _ALIGN)
+    short = shortage(start + info.nbytes, host_memory().available)
+    if short:
+        raise NativeError(f"drafts need the embeddings in pinned memory, {short}")
+    memory = owner.own(device.host_buffer(start + info.nbytes, must_pin=True))
+    memory.array[:start] = 0
+    tensor = new_tensor(owner.own(Context(1)), info.name, info)
+    place(memory, tensor, start)
+    out = memory.array[start : start + info.nbytes]
+    with closing(Readers(model)) as readers:
+        starts = range(0, info.nbytes, PIECE_BYTES)
+        reads = [readers.read(info, out[at : at + PIECE_BYTES], at) for at in starts]
+        for read in reads:
+            read.result()
+    return tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +151,7 @@ class MtpBlock:
 
     stage: Stage
     experts: BlockExperts | None
-    embeddings: EmbeddingTable
+    embeddings: Tensor
     head: HeadWeights
     part: DraftHead | None
     output_norm: Tensor
@@ -217,7 +197,7 @@ def open_mtp(
             own(closing(banks))
             names = f"blk.{il}.{NEXTN_EMBD}", "token_embd.weight"
             info = next(file.tensors[name] for name in names if name in file.tensors)
-            table = own(closing(EmbeddingTable(device, loader, file, info)))
+            table = _embeddings(own(closing(Owner())), device, loader, file, info)
         store = own(closing(ExpertStore(device, file, [] if is_full else [il], "all")))
         experts = None
         if not is_full:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
@@ -147,22 +147,20 @@ def measure_rates(device: Device) -> tuple[float, float]:
         words = block.tensors["words"]
         stream, half = device.compute.ptr, _BYTES // 2
 
-        def seconds(n: int, copies_inside: bool) -> float:
-            device.synchronize()
-            start = time.perf_counter()
-            for _ in range(n):
-                if copies_inside:
-                    C.mg_copy_bytes(stream, words, 0, words, half, half)
-                else:
-                    C.ggml_backend_tensor_set_async(stream, words, host.address(), 0, half)
-            device.synchronize()
-            return time.perf_counter() - start
+        def least(n: int, copy: Callable[..., object], *args: object) -> float:
+            times = []
+            for _ in range(_N_TIMES):
+                device.synchronize()
+                start = time.perf_counter()
+                for _ in range(n):
+                    copy(stream, *args)
+                device.synchronize()
+                times.append(time.perf_counter() - start)
+            return min(times)
 
-        def least(n: int, copies_inside: bool) -> float:
-            return min(seconds(n, copies_inside) for _ in range(_N_TIMES))
-
-        # a copy reads and writes
-        inside = 2 * _N_COPIES * half / least(_N_COPIES, True)
+        took_s = least(_N_COPIES, C.mg_copy_bytes, words, 0, words, half, half)
+        inside = 2 * _N_COPIES * half / took_s  # a copy reads and writes
         if not device.can.host_access:
             return inside, math.inf
-        return inside, 2 * half / least(2, False)
+        upload = C.ggml_backend_tensor_set_async
+        return inside, 2 * half / least(2, upload, words, host.address(), 0, half)

@@ -10,7 +10,9 @@ all devices, and `Sequences` decides it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +20,43 @@ import numpy.typing as npt
 from ..arch.base import Architecture
 from ..errors import ConfigError, InternalError
 from ..ggml.device import Device
-from ..ggml.handles import Context
+from ..ggml.handles import Context, Owner
 from ..ggml.lib import C, ffi
-from ..ggml.memory import Block, place
+from ..ggml.memory import Block
 from ..ggml.ops import F32, Builder, Tensor, type_id
 from ..kinds import MOST_BEHIND
-from ..units import round_up
 from .kvpool import KVPool, PoolShape, Positions
 from .layout import PAGE, draft_room, ring_room, tap_bytes, tap_room, zeros_bytes
 
 
-class DraftRows:
+class _Reserved:
+    """Device memory that there is from a call of `reserve` on.
+
+    n_rows: of a pass that it has room for.
+    """
+
+    _block: Block | None = None
+    n_rows = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the memory."""
+        return self._block.n_bytes if self._block else 0
+
+    @property
+    def _memory(self) -> Block:
+        if self._block is None:
+            raise InternalError("a graph uses memory for drafts that was not reserved")
+        return self._block
+
+    def close(self) -> None:
+        """Free the memory; graphs that use it must be dropped before."""
+        if self._block:
+            self._block.close()
+        self._block, self.n_rows = None, 0
+
+
+class DraftRows(_Reserved):
     """Device memory for what layers with states keep of the rows of one verify pass.
 
     `Layer.drafts` has the widths, which are the same in all these layers. There is no memory before
@@ -38,8 +66,6 @@ class DraftRows:
     def __init__(self, device: Device, hp: Architecture, layers: range) -> None:
         self._device = device
         self._widths = {il: hp.layer(il).drafts for il in layers if hp.layer(il).drafts}
-        self._block: Block | None = None
-        self.n_rows = 0
 
     def reserve(self, n_rows: int) -> None:
         """Make room for n_rows rows; the device is idle, and no graph uses the old memory."""
@@ -53,11 +79,6 @@ class DraftRows:
         self.n_rows = n
         if smaller:
             smaller.close()
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the memory."""
-        return self._block.n_bytes if self._block else 0
 
     def keep(self, b: Builder, rows: Sequence[Tensor], il: int) -> None:
         """Have a graph leave the rows of layer il here: F32, each kind's width times the rows."""
@@ -78,22 +99,11 @@ class DraftRows:
         leaf = b.leaf(F32, (self._widths[il][i], n_rows), "draft_rows")
         return self._memory.put(leaf, (il, i))
 
-    @property
-    def _memory(self) -> Block:
-        if self._block is None:
-            raise InternalError("a graph keeps rows that no memory was reserved for")
-        return self._block
-
-    def close(self) -> None:
-        """Free the memory."""
-        if self._block:
-            self._block.close()
-
 
 _ROT_MIN = 64
 
 
-class State:
+class State(Owner):
     """KV cache and recurrent states of all sequences in some layers, on one device.
 
     positions: of the sequences; `shape`, `n_ctx`, `n_seq`, `pool` and `n_past` are its own.
@@ -126,44 +136,70 @@ class State:
         self.pool: KVPool = positions.pool
         self.n_past = positions.n_past
         self.n_attention_parts = device.n_attention_parts
-        n_seq = self.n_seq
-        self._context = Context(4 * len(layers) + 4)
-        self.k: dict[int, Tensor] = {}
-        self.v: dict[int, Tensor] = {}
-        self.layer_states: dict[int, tuple[Tensor, ...]] = {}
-        self.page_size = PAGE
-        self.spare_row = positions.spare_row
-        rows = self.spare_row + 1
-        for il in layers:
-            layer = hp.layer(il)
-            if layer.states:
-                self.layer_states[il] = tuple(self._new(F32, n, n_seq) for n in layer.state_sizes)
-            if layer.kv:
-                self.k[il] = self._new(type_id(type_k), layer.kv[0], rows)
-                self.v[il] = self._new(type_id(type_v), layer.kv[1], rows)
-        self._mtp = hp.n_layer
-        has_mtp = self._mtp in layers
-        self.last_out: Tensor | None = self._new(F32, hp.n_embd, n_seq) if has_mtp else None
+        self.page_size, self.spare_row = PAGE, positions.spare_row
+        sizes = {il: hp.layer(il).state_sizes for il in layers if hp.layer(il).states}
+        widths = {il: kv for il in layers if (kv := hp.layer(il).kv)}
+        block = self._allocate(hp, sizes, widths, (type_k, type_v), hp.n_layer in layers)
+        found = block.tensors
+        self.layer_states: dict[int, tuple[Tensor, ...]] = {
+            il: tuple(found["state", il, i] for i in range(len(each))) for il, each in sizes.items()
+        }
+        self.k: dict[int, Tensor] = {il: found["k", il] for il in widths}
+        self.v: dict[int, Tensor] = {il: found["v", il] for il in widths}
+        self.last_out: Tensor | None = found.get("last_out")
         self.recurrent = [t for kind in zip(*self.layer_states.values()) for t in kind]
         if self.last_out is not None:
             self.recurrent.append(self.last_out)
         self.caches = [*self.k.values(), *self.v.values()]
-        self.k_words, self.v_words = self._words(self.k), self._words(self.v)
-        if n_seq > 1:
+        if self.n_seq > 1:
             self.require_words("several sequences (n_seq)")
-        self.rot_k = self._rotation(type_k, hp.n_embd_head_k, largest=True)
-        self.rot_v = self._rotation(type_v, hp.n_embd_head_v, largest=False)
-        self._n_zeros = zeros_bytes(hp)
-        self._place(device)
-        self.drafts = DraftRows(device, hp, layers)
+        self.rot_k, self.rot_v = found.get("rot_k"), found.get("rot_v")
+        for rot in (self.rot_k, self.rot_v):
+            if rot is not None:
+                matrix = hadamard(rot.ne[0])
+                C.ggml_backend_tensor_set(rot, ffi.from_buffer(matrix), 0, matrix.nbytes)
+        self._zeros = found["zeros"]
+        self.k_words, self.v_words = self._words(block, "k"), self._words(block, "v")
+        own = [t for part in (self.k, self.v) for il, t in part.items() if il == hp.n_layer]
+        self.mtp_bytes = sum(C.ggml_nbytes(t) for t in own)
+        self.kv_bytes = sum(C.ggml_nbytes(t) for t in self.caches) - self.mtp_bytes
+        self.recurrent_bytes = sum(C.ggml_nbytes(t) for t in self.recurrent)
+        self.drafts = self.own(DraftRows(device, hp, layers))
 
-    def _new(self, dtype: int, ne0: int, ne1: int) -> Tensor:
-        return C.ggml_new_tensor_2d(self._context.ptr, dtype, ne0, ne1)
+    def _allocate(
+        self, hp: Architecture, sizes: Mapping[int, Sequence[int]],
+        widths: Mapping[int, tuple[int, int]], types: tuple[str, str], has_mtp: bool,
+    ) -> Block:  # fmt: skip
+        """Return all memory. sizes, widths: of the states and of a row of K and V, by layer."""
+        shapes: dict[Any, tuple[int, ...]] = {
+            ("state", il, i): (n, self.n_seq)
+            for il, each in sizes.items()
+            for i, n in enumerate(each)
+        }
+        if has_mtp:
+            shapes["last_out"] = hp.n_embd, self.n_seq
+        heads = hp.n_embd_head_k, hp.n_embd_head_v
+        for at, (part, kind) in enumerate(zip("kv", types)):
+            for il, kv in widths.items():
+                shapes[part, il] = kv[at], self.spare_row + 1, type_id(kind)
+            # upstream rotates K by the largest power of two that divides the head, V by the least
+            n = math.gcd(heads[at], 1 << 30) if part == "k" else _ROT_MIN
+            if kind != "f16" and heads[at] % _ROT_MIN == 0:
+                shapes[f"rot_{part}"] = n, n
+        shapes["zeros"] = zeros_bytes(hp) // 4, 1
+        what = f"the KV cache and states ({self.shape.n_rows} positions)"
+        remedy = "lower -c or use -ctk q8_0 -ctv q8_0"
+        return self.own(Block(self.device, shapes, what, remedy))
 
-    def _words(self, cache: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return tensors for the memory of KV caches as F32 [bytes of a row / 4, rows]."""
-        fit = {il: t for il, t in cache.items() if t.nb[1] % 4 == 0}
-        return {il: self._new(F32, t.nb[1] // 4, t.ne[1]) for il, t in fit.items()}
+    def _words(self, block: Block, part: str) -> dict[int, Tensor]:
+        """Return tensors for the memory of K or V as F32 [bytes of a row / 4, rows]."""
+        cache = self.k if part == "k" else self.v
+        context = self.own(Context(len(cache) + 1))
+        return {
+            il: block.put(C.ggml_new_tensor_2d(context.ptr, F32, t.nb[1] // 4, t.ne[1]), (part, il))
+            for il, t in cache.items()
+            if t.nb[1] % 4 == 0
+        }
 
     def require_words(self, what: str) -> None:
         """Check that KV rows can be moved, which `what` needs."""
@@ -173,47 +209,6 @@ class State:
                 f"{what} needs KV cache rows of a multiple of 4 bytes; this model's have "
                 f"{odd}; use f16 for the cache"
             )
-
-    def _rotation(self, type_name: str, head_dim: int, largest: bool) -> Tensor | None:
-        # Upstream rotates K by the largest power of two that divides the head, V by the smallest.
-        if type_name == "f16" or head_dim % _ROT_MIN:
-            return None
-        n = _ROT_MIN
-        while largest and head_dim % (2 * n) == 0:
-            n *= 2
-        return self._new(F32, n, n)
-
-    def _place(self, device: Device) -> None:
-        recurrent, cache = self.recurrent, self.caches
-        constants = [rot for rot in (self.rot_k, self.rot_v) if rot is not None]
-        self._zeros = self._new(F32, self._n_zeros // 4, 1)
-        offsets, size = {}, 0
-        for tensor in (*recurrent, *cache, *constants, self._zeros):
-            offsets[tensor] = size
-            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
-            size = round_up(size + needed, device.alignment)
-        self._buffer = device.buffer(
-            size,
-            f"the KV cache and states ({self.shape.n_rows} positions)",
-            "lower -c or use -ctk q8_0 -ctv q8_0",
-        )
-        for tensor, offset in offsets.items():
-            place(self._buffer, tensor, offset)
-        for words, tensors in ((self.k_words, self.k), (self.v_words, self.v)):
-            for il, tensor in words.items():
-                place(self._buffer, tensor, offsets[tensors[il]])
-        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        for rot in constants:
-            matrix = hadamard(rot.ne[0])
-            C.ggml_backend_tensor_set(rot, ffi.from_buffer(matrix), 0, matrix.nbytes)
-        mtp = (caches[il] for caches in (self.k, self.v) for il in caches if il == self._mtp)
-        self.mtp_bytes = sum(C.ggml_nbytes(t) for t in mtp)
-        self.kv_bytes = sum(C.ggml_nbytes(t) for t in cache) - self.mtp_bytes
-        self.recurrent_bytes = sum(C.ggml_nbytes(t) for t in recurrent)
-
-    def n_kv(self, n_used: int) -> int:
-        """Return the KV length of a graph for n_used positions; see `Positions`."""
-        return self.positions.n_kv(n_used)
 
     def clear_states(self, slot: int) -> None:
         """Enqueue zeros over the recurrent states of a sequence."""
@@ -240,12 +235,6 @@ class State:
             n = min(most, start + size - at)
             C.mg_copy_bytes(self.device.compute.ptr, self._zeros, 0, tensor, at, n)
 
-    def close(self) -> None:
-        """Free the caches and drafts."""
-        self.drafts.close()
-        self._buffer.close()
-        self._context.close()
-
 
 def hadamard(n: int) -> np.ndarray:
     """Return the orthonormal Walsh-Hadamard matrix F32 [n, n]; n: a power of two."""
@@ -255,7 +244,7 @@ def hadamard(n: int) -> np.ndarray:
     return np.ascontiguousarray(matrix)
 
 
-class TapRows:
+class TapRows(_Reserved):
     """Device memory for the outputs of tapped layers: of the last pass, and a ring of tokens.
 
     Tap il is l_out of layer il, complete with all its experts; tap n_layer is h_nextn, the normed
@@ -275,9 +264,8 @@ class TapRows:
 
     def __init__(self, device: Device, hp: Architecture) -> None:
         self._device, self._hp = device, hp
-        self._block: Block | None = None
         self.layers: tuple[int, ...] = ()
-        self.n_rows = self.n_kept = self._n_ring = 0
+        self.n_kept = self._n_ring = 0
 
     def reserve(self, layers: Sequence[int], n_rows: int, n_seq: int = 0) -> None:
         """Have later graphs keep these taps, of passes of up to n_rows rows.
@@ -296,11 +284,6 @@ class TapRows:
         if wanted and n_seq:
             self.n_kept, self._n_ring = MOST_BEHIND + n_rows, ring_room(n_rows, n_seq)
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the memory."""
-        return self._block.n_bytes if self._block else 0
-
     def keep(self, b: Builder, x: Tensor, il: int) -> None:
         """Have a graph leave tap il here, if it is wanted: x, F32 [n_embd, n_tokens].
 
@@ -311,9 +294,7 @@ class TapRows:
         if il not in self.layers or n_tokens > self.n_rows:
             return
         if x.data == ffi.NULL and x.view_src == ffi.NULL:
-            self._memory.put(
-                x, "words", self.offset(il)
-            )  # no copy: the node writes its result here
+            self._memory.put(x, "words", self.offset(il))  # no copy: the node writes it here
         else:
             b.expand(b.cpy(x, self.leaf(b, il, n_tokens)))
 
@@ -396,15 +377,7 @@ class TapRows:
         """Return all of the memory as one tensor."""
         return self._memory.tensors["words"]
 
-    @property
-    def _memory(self) -> Block:
-        if self._block is None:
-            raise InternalError("a graph reads taps that no memory was reserved for")
-        return self._block
-
     def close(self) -> None:
         """Free the memory; graphs that use it must be dropped before."""
-        if self._block:
-            self._block.close()
-        self._block, self.layers = None, ()
-        self.n_rows = self.n_kept = self._n_ring = 0
+        super().close()
+        self.layers, self.n_kept, self._n_ring = (), 0, 0

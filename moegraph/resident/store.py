@@ -14,18 +14,19 @@ the driver allocates the blocks, which takes several times as long.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arch import ModelFile
-from ..errors import ConfigError, InternalError, NativeError
+from ..errors import ConfigError, NativeError
 from ..ggml.device import Device, HostBuffer, HostPages
 from ..ggml.free_memory import host_memory
-from ..ggml.handles import Context, Event
+from ..ggml.handles import Context, Event, Owner
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor
@@ -37,6 +38,8 @@ from .weights import PIECE_BYTES, Readers
 
 # Layers that are read at the same time.
 _N_AT_ONCE = 4
+# Layers that are read: the memory of each, and the reads into it.
+_Begun = deque[tuple[int, HostBuffer, list[Future[None]]]]
 
 
 class Layer(NamedTuple):
@@ -46,123 +49,13 @@ class Layer(NamedTuple):
     packing: Packing
 
 
-class ExpertCopies:
-    """The packed experts of layers, in host memory that the device can read.
-
-    blocks: by layer; expert e begins at byte e * stride. why: why not all layers are here, or ''.
-    """
-
-    def __init__(
-        self, device: Device, model: ModelFile, layers: Mapping[int, Layer], pin: str, beside: int,
-        report: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        """Copy and pin; pin: 'all', or 'auto' for as many layers as leave the host some memory.
-
-        beside: bytes of host memory that are needed too if some layer is not copied. report: called
-        with the bytes of each layer.
-        """
-        self.blocks: dict[int, HostBuffer] = {}
-        self.why = ""
-        self._device, self._layers, self._must = device, layers, pin == "all"
-        self._n_expert = model.hparams.n_expert
-        self._report, self._beside = report, beside
-        if self._must:
-            short = shortage(sum(map(self._size, layers)), host_memory().available)
-            if short:
-                raise ConfigError(f"host_pin 'all' needs {short}; use --host-pin auto or none")
-        self._registers = _registers(device)
-        begun: deque[tuple[int, HostBuffer, list[Future[None]]]] = deque()
-        readers = Readers(model)
-        try:
-            self._copy(readers, begun)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            readers.close()  # before the memory goes that they read into
-            for _, block, _ in begun:
-                block.close()
-
-    def _copy(
-        self, readers: Readers, begun: deque[tuple[int, HostBuffer, list[Future[None]]]]
-    ) -> None:
-        """Copy layer by layer until all are done or one cannot be."""
-        taken, free = 0, host_memory().available
-        for n_seen, (il, layer) in enumerate(self._layers.items(), 1):
-            size = self._size(il)
-            # count what we took as well: a control group may not see what the driver pins
-            at_most = None if free is None else free - taken
-            wanted = size + (self._beside if n_seen < len(self._layers) else 0)
-            short = "" if self._must else shortage(wanted, at_most)
-            if short:
-                self.why = f"the next layer needs {short}"
-                break
-            if len(begun) == _N_AT_ONCE and not self._finish(begun):
-                return
-            block = self._allocate(size)
-            if block is None:
-                break
-            taken += size
-            rows = block.array.reshape(self._n_expert, layer.packing.stride)
-            if not self._registers:  # what the driver gives may hold anything
-                layer.packing.clear_gaps(rows)
-            begun.append((il, block, _read_experts(readers, layer, rows)))
-        while begun and self._finish(begun):
-            pass
-
-    def _size(self, il: int) -> int:
-        return self._layers[il].packing.stride * self._n_expert
-
-    def _allocate(self, size: int) -> HostBuffer | None:
-        """Return memory for a layer, or None if there is none."""
-        try:
-            if self._registers:
-                return HostPages(size)
-            return self._device.host_buffer(size, must_pin=True)
-        except NativeError as error:
-            self._refused(error)
-            return None
-
-    def _finish(self, begun: deque[tuple[int, HostBuffer, list[Future[None]]]]) -> bool:
-        """Wait for the first layer of `begun` and pin it; return whether that worked."""
-        il, block, reads = begun[0]
-        for read in reads:
-            read.result()
-        try:
-            if isinstance(block, HostPages):
-                self._device.pin(block)
-        except NativeError as error:
-            self._refused(error)
-            return False
-        self.blocks[il] = block
-        begun.popleft()
-        self._report(sum(info.nbytes for info in self._layers[il].infos.values()))
-        return True
-
-    def _refused(self, error: NativeError) -> None:
-        if self._must:
-            raise error
-        self.why = str(error)
-
-    def close(self) -> None:
-        """Free the memory. No copy from it may be under way."""
-        for block in self.blocks.values():
-            block.close()
-        self.blocks.clear()
-
-
 def _registers(device: Device) -> bool:
     """Return whether the device can pin memory that the system has given out."""
     try:
-        probe = HostPages(2 * MiB)
+        with closing(HostPages(2 * MiB)) as probe:
+            device.pin(probe)
     except NativeError:
         return False
-    try:
-        device.pin(probe)
-    except NativeError:
-        return False
-    finally:
-        probe.close()
     return True
 
 
@@ -210,7 +103,7 @@ def _read_experts(readers: Readers, layer: Layer, out: npt.NDArray[np.uint8]) ->
     return begun
 
 
-class FileRing:
+class FileRing(Owner):
     """Pinned blocks through which experts of the model file pass on their way to the device.
 
     Threads read experts that will be asked for into free blocks, while the device copies others and
@@ -218,15 +111,22 @@ class FileRing:
 
     A block is free, or an expert is being read into it or waits there, or it is being copied to the
     device. Which blocks are in use is found from what uses them, so an interrupt loses none.
+    n_bytes: of all blocks.
     """
 
     def __init__(
-        self, device: Device, n_bytes: int, read: Callable[[int, int, npt.NDArray[np.uint8]], None]
-    ) -> None:
-        """n_bytes: of the largest expert. read: reads (layer, expert) to a block, in any thread."""
-        self._device, self._read = device, read
-        self._blocks = [device.host_buffer(n_bytes) for _ in range(_N_BLOCKS)]
-        self._events = deque(device.event() for _ in range(_N_UPLOADS))
+        self, device: Device, layers: Collection[int], n_bytes: int,
+        read: Callable[[int, int, npt.NDArray[np.uint8]], None],
+    ) -> None:  # fmt: skip
+        """layers: that are not pinned; without any there are no blocks.
+
+        n_bytes: of the largest expert. read: reads (layer, expert) to a block, in any thread.
+        """
+        self._device, self._layers, self._read = device, layers, read
+        n_blocks = _N_BLOCKS if layers else 0
+        self.n_bytes = n_blocks * n_bytes
+        self._blocks = [self.own(device.host_buffer(n_bytes)) for _ in range(n_blocks)]
+        self._events = deque(self.own(device.event()) for _ in range(_N_UPLOADS))
         self._pool: ThreadPoolExecutor | None = None
         self._is_ending = False  # threads are asked to end, and may still run
         # block, and who reads; None if an interrupt came first. In the order of asking
@@ -234,19 +134,16 @@ class FileRing:
         self._taken: list[int] = []  # blocks whose upload is being enqueued
         self._copied: deque[tuple[Event | None, list[int]]] = deque()  # being copied, oldest first
 
-    @property
-    def n_bytes(self) -> int:
-        """Host memory of all blocks."""
-        return sum(block.array.nbytes for block in self._blocks)
-
     def ahead(self, wanted: Iterable[Key]) -> None:
         """Begin to read experts that will be asked for soon, as far as there are blocks.
+
+        wanted: (layer, expert); pinned ones need nothing.
 
         The uploads before the last one have mostly ended, so it waits for them: else no block would
         be free, and experts would be read one at a time, as they are asked for.
         """
         for key in wanted:
-            if key in self._reads:
+            if key in self._reads or key[0] not in self._layers:
                 continue
             while (at := self._free()) is None and len(self._copied) > 1:
                 self._wait_for_oldest()
@@ -290,7 +187,6 @@ class FileRing:
         self._reads = {}
 
     def _begin(self, key: Key, at: int) -> tuple[int, Future[None] | None]:
-        """Have a thread read an expert into block `at`."""
         if self._is_ending:  # a call of `forget` was interrupted
             self.forget()
         self._reads[key] = at, None
@@ -301,7 +197,6 @@ class FileRing:
         return self._reads[key]
 
     def _free(self) -> int | None:
-        """Return a block that nothing uses; None if there is none."""
         used = {at for at, _ in self._reads.values()}.union(self._taken)
         used.update(*(blocks for _, blocks in self._copied))
         return next((at for at in range(len(self._blocks)) if at not in used), None)
@@ -326,9 +221,7 @@ class FileRing:
     def close(self) -> None:
         """End the threads and free the memory. No upload may be under way."""
         self.forget()
-        for handle in (*self._events, *self._blocks):
-            if handle:
-                handle.close()
+        super().close()
 
 
 def raw_rows(context: Context, packing: Packing, n: int) -> Tensor:
@@ -340,13 +233,14 @@ def raw_rows(context: Context, packing: Packing, n: int) -> Tensor:
     return tensor
 
 
-class ExpertStore:
+class ExpertStore(Owner):
     """The experts of layers that are not full, in host memory that the upload stream can read.
 
     pin: 'all' and 'auto' copy the layers into pinned memory at start, 'none' copies none. 'auto'
     stops before the host runs short of memory, and if the driver refuses to pin more; the other
     layers are read from the file, and `warning` says so. With the CPU device, 'auto' pins nothing.
     rows: the experts of each pinned layer as F32 [bytes / 4, n_expert], which a device can read.
+    ring: through which the others pass.
     pinned_bytes: host memory taken, including the ring. in_place: the names of the stacks that are
     read from the file.
     """
@@ -356,45 +250,107 @@ class ExpertStore:
         report: Callable[[int], None] = lambda n: None,
     ) -> None:  # fmt: skip
         """Copy experts; report: called with bytes of the file that have been read."""
-        self._device = device
-        self._model = model
+        self._device, self._model, self._report = device, model, report
         stacks = {il: expert_tensors(model, il) for il in layers}
         self._layers = {il: Layer(infos, Packing.of(infos)) for il, infos in stacks.items()}
-        self._base: dict[int, Any] = {}
-        self._ring: FileRing | None = None
-        self.warning = ""
+        self.warning = self._why = ""  # why not all layers are pinned
         self.rows: dict[int, Tensor] = {}
-        self._context = Context(len(layers) + 1)
         self._pinned: dict[int, HostBuffer] = {}
         size = max((layer.packing.n_bytes for layer in self._layers.values()), default=0)
-        if pin == "all" or (pin == "auto" and device.can.own_memory):
-            self._pin(pin, _N_BLOCKS * size, report)
+        self._must = pin == "all"
+        if layers and (self._must or (pin == "auto" and device.can.own_memory)):
+            self._registers = _registers(device)
+            self._pin(_N_BLOCKS * size)
         left = [il for il in layers if il not in self._pinned]
-        if left:
-            self._ring = FileRing(device, size, self._read)
+        self.ring = self.own(FileRing(device, left, size, self._read))
         self.pinned_bytes = sum(block.array.nbytes for block in self._pinned.values())
-        self.pinned_bytes += self._ring.n_bytes if self._ring else 0
+        self.pinned_bytes += self.ring.n_bytes
         self.in_place = frozenset(
             info.name for il in left for info in self._layers[il].infos.values()
         )
 
-    def _pin(self, pin: str, beside: int, report: Callable[[int], None]) -> None:
-        """Copy as many layers as may be; beside: bytes of the ring, if that is not all."""
-        layers = self._layers
-        copies = ExpertCopies(self._device, self._model, layers, pin, beside, report)
-        self._pinned = copies.blocks
-        for il, block in self._pinned.items():
-            self._base[il] = block.address()
-            self.rows[il] = raw_rows(
-                self._context, layers[il].packing, self._model.hparams.n_expert
-            )
+    def _pin(self, beside: int) -> None:
+        """Copy and pin as many layers as may be; beside: bytes of the ring, if that is not all."""
+        layers, pinned = self._layers, self._pinned
+        if self._must:
+            short = shortage(sum(map(self._size, layers)), host_memory().available)
+            if short:
+                raise ConfigError(f"host_pin 'all' needs {short}; use --host-pin auto or none")
+        begun: _Begun = deque()
+        try:
+            with closing(Readers(self._model)) as readers:
+                self._copy(readers, begun, beside)
+        finally:  # the memory goes after those that read into it
+            for _, block, _ in begun:
+                block.close()
+        context = self.own(Context(len(layers) + 1))
+        for il, block in pinned.items():
+            self.rows[il] = raw_rows(context, layers[il].packing, self._model.hparams.n_expert)
             place(block, self.rows[il], 0)
-        if copies.why:
-            taken = sum(block.array.nbytes for block in self._pinned.values())
+        if self._why:
+            taken = sum(block.array.nbytes for block in pinned.values())
             self.warning = (
-                f"pinned host memory holds the experts of {len(self._pinned)} of {len(layers)} "
-                f"layers ({format_bytes(taken)}), the others are read from the file: {copies.why}"
+                f"pinned host memory holds the experts of {len(pinned)} of {len(layers)} "
+                f"layers ({format_bytes(taken)}), the others are read from the file: {self._why}"
             )
+
+    def _copy(self, readers: Readers, begun: _Begun, beside: int) -> None:
+        """Copy layer by layer until all are done or one cannot be."""
+        taken, free = 0, host_memory().available
+        for n_seen, (il, layer) in enumerate(self._layers.items(), 1):
+            size = self._size(il)
+            # count what we took as well: a control group may not see what the driver pins
+            at_most = None if free is None else free - taken
+            wanted = size + (beside if n_seen < len(self._layers) else 0)
+            short = "" if self._must else shortage(wanted, at_most)
+            if short:
+                self._why = f"the next layer needs {short}"
+                break
+            if len(begun) == _N_AT_ONCE and not self._finish(begun):
+                return
+            block = self._allocate(size)
+            if block is None:
+                break
+            taken += size
+            rows = block.array.reshape(-1, layer.packing.stride)
+            if not self._registers:  # what the driver gives may hold anything
+                layer.packing.clear_gaps(rows)
+            begun.append((il, block, _read_experts(readers, layer, rows)))
+        while begun and self._finish(begun):
+            pass
+
+    def _size(self, il: int) -> int:
+        return self._layers[il].packing.stride * self._model.hparams.n_expert
+
+    def _allocate(self, size: int) -> HostBuffer | None:
+        try:
+            if self._registers:
+                return HostPages(size)
+            return self._device.host_buffer(size, must_pin=True)
+        except NativeError as error:
+            self._refused(error)
+            return None
+
+    def _finish(self, begun: _Begun) -> bool:
+        """Wait for the first layer of `begun` and pin it; return whether that worked."""
+        il, block, reads = begun[0]
+        for read in reads:
+            read.result()
+        try:
+            if isinstance(block, HostPages):
+                self._device.pin(block)
+        except NativeError as error:
+            self._refused(error)
+            return False
+        self._pinned[il] = self.own(block)
+        begun.popleft()
+        self._report(sum(info.nbytes for info in self._layers[il].infos.values()))
+        return True
+
+    def _refused(self, error: NativeError) -> None:
+        if self._must:
+            raise error
+        self._why = str(error)
 
     @property
     def layers(self) -> list[int]:
@@ -434,7 +390,6 @@ class ExpertStore:
         return self._layers[il].packing
 
     def _read(self, il: int, expert: int, target: npt.NDArray[np.uint8]) -> None:
-        """Read an expert from the file and pack it."""
         infos, packing = self._layers[il]
         for part, info in infos.items():
             at, size = packing.offsets[part], packing.sizes[part]
@@ -442,42 +397,19 @@ class ExpertStore:
         packing.clear_gaps(target[: packing.n_bytes])  # there was another expert before
 
     def source(self, il: int, expert: int) -> Any:
-        """Return the address of a packed expert; after at most N_STAGING calls, call `copied`."""
-        base = self._base.get(il)
-        if base is not None:
-            return base + expert * self._layers[il].packing.stride
-        if self._ring is None:
-            raise InternalError(f"layer {il} is neither in pinned memory nor read from the file")
-        return self._ring.take(il, expert)
+        """Return the address of a packed expert.
+
+        If it is not pinned, call `FileRing.copied` after at most N_STAGING calls.
+        """
+        base = self.pinned(il)
+        if base is None:
+            return self.ring.take(il, expert)
+        return base + expert * self._layers[il].packing.stride
 
     def pinned(self, il: int) -> Any:
         """Return the address of the first expert of a layer in pinned memory; None if it is not.
 
         Experts are `packing(il).stride` bytes apart.
         """
-        return self._base.get(il)
-
-    def ahead(self, wanted: Iterable[Key]) -> None:
-        """Begin to read experts (layer, expert) that will be asked for soon, unless pinned."""
-        if self._ring:
-            self._ring.ahead(key for key in wanted if key[0] not in self._base)
-
-    def copied(self) -> None:
-        """Note that the uploads of all experts that were asked for are enqueued."""
-        if self._ring:
-            self._ring.copied()
-
-    def forget(self) -> None:
-        """Drop what was read ahead; what was enqueued is copied."""
-        if self._ring:
-            self._ring.forget()
-
-    def close(self) -> None:
-        """Free the host memory. No upload may be under way."""
-        for handle in self._pinned.values():
-            handle.close()
-        if self._ring:
-            self._ring.close()
-            self._ring = None  # it knows us
-        self._pinned.clear()
-        self._context.close()
+        block = self._pinned.get(il)
+        return block.address() if block else None

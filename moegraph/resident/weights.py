@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ from ..arch import ModelFile
 from ..errors import ModelFileError
 from ..events import Progress
 from ..ggml.device import Device
-from ..ggml.handles import Buffer, Context
+from ..ggml.handles import Buffer, Context, Owner
 from ..ggml.lib import C, cpu_converter, ffi
 from ..ggml.memory import place
 from ..ggml.ops import Tensor
@@ -24,10 +23,6 @@ from ..gguf.tensorfile import TensorFile
 from ..threads import usable_cpus
 from ..units import round_up
 from .layout import is_dense
-
-if TYPE_CHECKING:
-    pass
-
 
 # More threads do not copy faster out of the page cache than memory can be written.
 _MAX_THREADS = 16
@@ -64,28 +59,20 @@ _N_BLOCKS = 20
 _REMEDY = "lower -c or -ub, choose a smaller quantization, or use --device cpu"
 
 
-@dataclass(frozen=True)
-class TensorSet:
+@dataclass(eq=False)
+class TensorSet(Owner):
     """Tensors of a model file on one device.
 
     tensors: by GGUF name. joined: groups of adjacent matrices, each as one matrix of all their
     rows. n_bytes: their device memory, padding included; for a mapped file, their bytes in it.
     """
 
-    _context: Context
-    _buffers: Sequence[Buffer]
     tensors: dict[str, Tensor]
     joined: dict[tuple[str, ...], Tensor]
     n_bytes: int
 
-    def close(self) -> None:
-        """Free the memory; a mapped file stays open."""
-        for buffer in self._buffers:
-            buffer.close()
-        self._context.close()
 
-
-class Loader:
+class Loader(Owner):
     """Loads tensors of one model file onto one device; reports progress in bytes of all tensors.
 
     in_place: the names of the tensors that stay in the mapped file.
@@ -98,7 +85,9 @@ class Loader:
         self._done = 0
         self.in_place: frozenset[str] = frozenset()
         self._total = sum(info.nbytes for info in model.tensors.values())
-        self._staging = _Staging(device, model, self.report) if device.can.own_memory else None
+        self._staging: _Staging | None = None
+        if device.can.own_memory:  # closing it ends the copies that were begun
+            self._staging = self.own(_Staging(device, model, self.report))
 
     def report(self, n_bytes: int) -> None:
         """Count bytes of the file that were read, also by others than this loader."""
@@ -129,7 +118,10 @@ class Loader:
         else:
             buffers = [self._copy(infos, tensors, joined, what)]
             n_bytes = buffers[0].size
-        return TensorSet(context, buffers, tensors, joined, n_bytes)
+        found = TensorSet(tensors, joined, n_bytes)
+        for part in (context, *buffers):
+            found.own(part)
+        return found
 
     def _map(self, infos: list[TensorInfo], tensors: dict[str, Tensor]) -> list[Buffer]:
         buffers = []
@@ -181,11 +173,6 @@ class Loader:
                 self.report(info.nbytes)
         return buffer
 
-    def close(self) -> None:
-        """End the copies that were begun, and free the pinned blocks."""
-        if self._staging:
-            self._staging.close()
-
 
 def new_tensor(context: Context, name: str, info: TensorInfo) -> Tensor:
     """Make a tensor of the type and shape that a file has."""
@@ -201,13 +188,13 @@ def _join(context: Context, parts: list[Tensor]) -> Tensor:
     return C.ggml_new_tensor_2d(context.ptr, parts[0].type, parts[0].ne[0], rows)
 
 
-class _Staging:
+class _Staging(Owner):
     """Blocks of pinned memory: threads fill some from the file while others go to the device."""
 
     def __init__(self, device: Device, model: ModelFile, report: Callable[[int], None]) -> None:
         self._device, self._report = device, report
-        self._memory = device.transfer_memory(_N_BLOCKS * PIECE_BYTES)
-        self._sent = [device.event() for _ in range(_N_BLOCKS)]
+        self._memory = self.own(device.transfer_memory(_N_BLOCKS * PIECE_BYTES))
+        self._sent = [self.own(device.event()) for _ in range(_N_BLOCKS)]
         self._readers = Readers(model)
         # what is being read, in order: the tensor, its first byte, their number, and the block
         self._begun: deque[tuple[Tensor, int, int, int, Future[None]]] = deque()
@@ -227,7 +214,6 @@ class _Staging:
             self._turn = (self._turn + 1) % _N_BLOCKS
 
     def _upload(self) -> None:
-        """Wait for the oldest piece that is being read, and enqueue its copy."""
         tensor, start, size, turn, read = self._begun.popleft()
         try:
             read.result()
@@ -249,9 +235,7 @@ class _Staging:
         finally:
             self._readers.close()
             self._device.synchronize()
-            for handle in (*self._sent, self._memory):
-                if handle:
-                    handle.close()
+            super().close()
 
 
 class TokenEmbedding:
@@ -296,7 +280,7 @@ class HeadWeights:
     output: Tensor
 
 
-class Weights:
+class Weights(Owner):
     """All weights of some layers except routed experts: attention, DeltaNet, routers, shared ones.
 
     head: with the last layer, else None. embedding: with the first layer, else None.
@@ -310,23 +294,19 @@ class Weights:
         if tied and has_head:
             infos.append(model.tensors["token_embd.weight"])
         join = [group for il in layers for group in _groups(model, il)]
-        self._set = loader.load(infos, "the dense weights", join)
-        self.n_bytes = self._set.n_bytes
-        self._layers = {il: LayerWeights(self._set, il) for il in layers}
+        found = self.own(loader.load(infos, "the dense weights", join))
+        self.n_bytes = found.n_bytes
+        self._layers = {il: LayerWeights(found, il) for il in layers}
         self.embedding = None if layers.start else TokenEmbedding(model, model.tensors)
         self.head: HeadWeights | None = None
         if has_head:
-            tensors = self._set.tensors
+            tensors = found.tensors
             output = tensors["token_embd.weight" if tied else "output.weight"]
             self.head = HeadWeights(tensors["output_norm.weight"], output)
 
     def layer(self, il: int) -> LayerWeights:
         """Return the tensors of a layer."""
         return self._layers[il]
-
-    def close(self) -> None:
-        """Free the weights; a mapped file stays open."""
-        self._set.close()
 
 
 class LayerWeights(dict[str, Tensor]):

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arch.inputs import PAGED, PassShape
-from ..errors import InternalError, RequestError
+from ..errors import RequestError
 from ..ggml.choose import DRAW_ROWS
-from ..ggml.lib import C, ffi
+from ..ggml.handles import Owner
+from ..ggml.lib import C
 from ..ggml.memory import Block
 from ..ggml.ops import I32, MAX_TREE_ROWS, Builder
 from ..graphs.cache import BuiltGraph, GraphCache
@@ -32,7 +33,7 @@ from .sweeps import Sweeps
 _ALIGN = 256
 
 
-class Commits:
+class Commits(Owner):
     """Commits rows that a verify pass computed: a sequence then holds one path of its tree.
 
     A verify pass writes K and V of its rows after the positions of the sequence, in the order of
@@ -57,9 +58,10 @@ class Commits:
             self._offsets[name] = size
             n = n_seq if name in ("slots", "lengths") else n_seq * MAX_TREE_ROWS
             size = round_up(size + 4 * n, _ALIGN)
-        self._block = Block(device, {"all": (1, size // 4)}, "the inputs of commits", "lower -c")
-        self._all, self._host = self._block.tensors["all"], device.host_buffer(size)
-        self._uploaded = device.event()
+        shapes, what = {"all": (1, size // 4)}, "the inputs of commits"
+        self._block = self.own(Block(device, shapes, what, "lower -c"))
+        self._all, self._host = self._block.tensors["all"], self.own(device.host_buffer(size))
+        self._uploaded = self.own(device.event())
         self.pending: dict[int, tuple[Batch, int]] = {}
 
     def begin(self, batch: Batch) -> None:
@@ -85,10 +87,6 @@ class Commits:
         """Note that the rows of a verify pass can be committed."""
         self.pending.update({slot: (batch, seq) for seq, slot in enumerate(batch.slots)})
 
-    def forget(self, slot: int) -> None:
-        """Note that a sequence has changed, so that its verified rows do not fit any more."""
-        self.pending.pop(slot, None)
-
     def commit(self, paths: Mapping[int, list[int]], begins: Callback) -> dict[int, list[int]]:
         """Enqueue that sequences take the rows of a path each; return their tokens.
 
@@ -102,7 +100,7 @@ class Commits:
         if longer:
             self._launch(longer, begins)
         for slot in paths:
-            self.forget(slot)
+            self.pending.pop(slot, None)
         return tokens
 
     def _tokens(self, slot: int, path: list[int]) -> list[int]:
@@ -122,20 +120,15 @@ class Commits:
         """Enqueue the commit of paths of at least one row each."""
         state, at = self._stage.state, (max(map(len, paths.values())), len(paths))
         moves = any(path != list(range(len(path))) for path in paths.values())
-        built = self._graph(*at, moves)  # first: building one may use the device
+        built = self.graph(*at, moves)  # first: building one may use the device
         self._fill(*at, paths, moves)
         begins()
-        status = C.mg_launch(self._device.compute.ptr, built.graph, ffi.NULL, 0)
-        self._device.check(status, f"the commit of {sum(map(len, paths.values()))} rows")
+        self._graphs.launch(built, f"the commit of {sum(map(len, paths.values()))} rows")
         if self._has_head:  # the last stage has them too
             for slot, path in paths.items():
                 state.n_past[slot] += len(path)
 
-    def reserve(self, n_rows: int) -> None:
-        """Build the graph of the largest commit of paths of up to n_rows rows."""
-        self._graph(n_rows, self._stage.state.n_seq, True)
-
-    def _graph(self, n: int, n_seqs: int, moves: bool) -> BuiltGraph:
+    def graph(self, n: int, n_seqs: int, moves: bool) -> BuiltGraph:
         """Return the commit of up to n rows of each of n_seqs sequences.
 
         moves: K and V of some rows are not where they belong.
@@ -195,13 +188,6 @@ class Commits:
                     b.expand(b.set_rows(cache, copy, leaves["targets"]))
         path = b.reshape(leaves["path"], n * s)
         stage.taps.append_path(b, path, leaves["taps"])
-
-    def close(self) -> None:
-        """Free the memory."""
-        self.pending.clear()
-        for handle in (self._uploaded, self._host, self._block):
-            if handle:
-                handle.close()
 
 
 _PREFILL, _DECODE = Kind.PREFILL, Kind.DECODE  # members of an Enum are slow to look up
@@ -266,34 +252,35 @@ class PassShapes:
         return shape._replace(n_kv=self._most_kv[shape.n_seqs])
 
 
-class Runner(ABC):
+class Runner(Owner, ABC):
     """Runs passes over one stage, one at a time: `submit`, then `collect`.
 
     Only one pass may be in flight, because there is memory for the results of one.
 
-    hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
-    rows of a pass there before `submit`; a stage without the head leaves them there. The device is
-    `stage.device`. sweeps: what computes prompts layer by layer; None if it was not asked for.
+    hidden: the rows between graphs and stages. A stage without the embedding needs the rows of a
+    pass there before `submit`; a stage without the head leaves them there. The device is
+    `stage.device`. sweeps: what computes prompts layer by layer.
     max_rows: most rows of a pass. sequences: of all stages. commits: of verified rows. results: of
     the last pass. pending: the pass in flight.
     """
 
     mode: str
-    sweeps: Sweeps | None = None
+    sweeps: Sweeps
 
-    def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
+    def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows) -> None:
         self.stage = stage
         self.device = device = stage.device
         self.sequences = stage.sequences
         self.hp = stage.hp
         self.n_ubatch = n_ubatch
-        self.hidden = hidden
+        self.hidden = self.own(hidden)
         self.graphs = GraphCache(device, graph_bytes(stage.state.n_seq, device.can.streams))
         self.shapes = PassShapes(stage)
         self.max_rows = stage.state.shape.pass_rows(n_ubatch)
-        self._inputs = InputBlock(stage, n_ubatch, hidden)
-        self.results = ResultMemory(device, stage.hp.n_vocab)
-        self.commits = Commits(stage, self.graphs)
+        self._inputs = self.own(InputBlock(stage, n_ubatch, hidden))
+        self.results = self.own(ResultMemory(device, stage.hp.n_vocab))
+        self.commits = self.own(Commits(stage, self.graphs))
+        self.own(self.graphs)  # of memory that the others have
         self._has_head = stage.has_head
         self.pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
@@ -311,9 +298,8 @@ class Runner(ABC):
     @property
     def compute_bytes(self) -> int:
         """Device bytes of inputs, intermediates, rows between graphs and rows of a sweep."""
-        parts = [self.hidden.n_bytes] if self.hidden else []
-        parts += [self.sweeps.memory.n_bytes] if self.sweeps else []
-        return self._inputs.n_bytes + self.graphs.n_bytes + sum(parts)
+        parts = self._inputs, self.graphs, self.hidden, self.sweeps.memory
+        return sum(part.n_bytes for part in parts)
 
     def require_idle(self) -> None:
         """Check that no pass is in flight."""
@@ -325,7 +311,7 @@ class Runner(ABC):
 
         The pass in flight is dropped once all its sequences are.
         """
-        self.commits.forget(slot)
+        self.commits.pending.pop(slot, None)
         if self.pending is not None and slot in self.pending.slots:
             self._dropped.add(slot)
             if self._dropped.issuperset(self.pending.slots):
@@ -403,8 +389,6 @@ class Runner(ABC):
 
         Several have no results of all rows, and `may_join` is true of them.
         """
-        if self.sweeps is None:
-            raise InternalError("this runner has no memory for prompts")
         return Sweep([self.sweeps], batches)
 
     def commit(
@@ -443,8 +427,6 @@ class Runner(ABC):
 
         The memory is used again by the next call. Call this before anything else is computed.
         """
-        if self.pending is not None and not self.results.is_kept:
-            raise InternalError(f"the logits of row {row} are not computed yet")
         return self.results.logits(row)
 
     @abstractmethod
@@ -464,14 +446,7 @@ class Runner(ABC):
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""
         self.device.synchronize()
-        if self.sweeps:
-            self.sweeps.close()
-        self.graphs.close()
-        self.commits.close()
-        self._inputs.close()
-        if self.hidden:
-            self.hidden.close()
-        self.results.close()
+        super().close()
 
 
 def run_out(
@@ -500,30 +475,22 @@ def reserve_graphs(parts: Sequence[Runner], n_draft: int = 0) -> None:
     prompt that return results of all rows may still need more.
     """
     for part in parts:
-        _reserve_part(part, n_draft)
-
-
-def _reserve_part(part: Runner, n_draft: int) -> None:
-    n_rows, state, can_page = (
-        min(n_draft + 1, part.n_ubatch),
-        part.stage.state,
-        part.shapes.can_page,
-    )
-    if n_draft:
-        part.commits.make_room(n_rows * state.n_seq)  # drops graphs
-    _reserve(part, Kind.PREFILL, part.n_ubatch, part.n_ubatch * state.shape.n_whole)
-    # whose attention over pages has memory of its own
-    if can_page:
-        _reserve(part, Kind.DECODE, 1, MAX_PAGED_ROWS)
-    if part.sweeps:
+        n_rows = min(n_draft + 1, part.n_ubatch)
+        state, can_page = part.stage.state, part.shapes.can_page
+        if n_draft:
+            part.commits.make_room(n_rows * state.n_seq)  # drops graphs
+        _reserve(part, Kind.PREFILL, part.n_ubatch, part.n_ubatch * state.shape.n_whole)
+        # whose attention over pages has memory of its own
+        if can_page:
+            _reserve(part, Kind.DECODE, 1, MAX_PAGED_ROWS)
         part.sweeps.graphs.reserve()
         part.sequences.snapshots.reserve()
-    if not n_draft:
-        return
-    _reserve(part, Kind.VERIFY, n_rows)
-    if can_page and n_rows <= MAX_PAGED_ROWS:
-        _reserve(part, Kind.VERIFY, n_rows, MAX_PAGED_ROWS)
-    part.commits.reserve(n_rows)
+        if not n_draft:
+            continue
+        _reserve(part, Kind.VERIFY, n_rows)
+        if can_page and n_rows <= MAX_PAGED_ROWS:
+            _reserve(part, Kind.VERIFY, n_rows, MAX_PAGED_ROWS)
+        part.commits.graph(n_rows, state.n_seq, True)
 
 
 def _reserve(part: Runner, kind: Kind, n_rows: int, most: int = 1 << 30) -> None:

@@ -4,10 +4,9 @@ and the layer outputs that a drafter wants to the last stage, where drafters are
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing
 
-from ..errors import InternalError
 from ..ggml.device import Device
+from ..ggml.handles import Owner
 from ..ggml.lib import C
 from ..ggml.memory import Block
 from ..ggml.ops import Tensor
@@ -27,7 +26,7 @@ def is_direct(source: Device, to: Device) -> bool:
     return to.can_wait_for(source) and (source.name == to.name or PEERS in os.environ)
 
 
-class Boundary:
+class Boundary(Owner):
     """Copies from one device to another.
 
     That is done directly (`is_direct`), or else through host memory, pinned if a driver can pin it.
@@ -40,20 +39,14 @@ class Boundary:
         self._source, self._to = source, to
         self._follows = to.can_wait_for(source)
         self._between: Tensor | None = None  # on the second device, for direct copies
-        with ExitStack() as stack:
-            own = stack.enter_context
-            if is_direct(source, to):
-                shapes, what = {"rows": (_PIECE // 4, _N_PIECES)}, "rows of another device"
-                self._between = own(closing(Block(to, shapes, what, "lower -c"))).tensors["rows"]
-            else:
-                owner = to if to.can.own_memory else source
-                self._host = own(closing(owner.host_buffer(_N_PIECES * _PIECE)))
-            self._left = [source.event() for _ in range(_N_PIECES)]
-            self._arrived = [to.event() for _ in range(_N_PIECES)]
-            for event in (*self._left, *self._arrived):
-                if event:
-                    own(closing(event))
-            self._opened = stack.pop_all()
+        if is_direct(source, to):
+            shapes, what = {"rows": (_PIECE // 4, _N_PIECES)}, "rows of another device"
+            self._between = self.own(Block(to, shapes, what, "lower -c")).tensors["rows"]
+        else:
+            owner = to if to.can.own_memory else source
+            self._host = self.own(owner.host_buffer(_N_PIECES * _PIECE))
+        self._left = [self.own(source.event()) for _ in range(_N_PIECES)]
+        self._arrived = [self.own(to.event()) for _ in range(_N_PIECES)]
         self._turn = 0
 
     def line(self) -> str:
@@ -75,7 +68,11 @@ class Boundary:
         for at in range(0, n_bytes, _PIECE):
             n = min(_PIECE, n_bytes - at)
             turn, self._turn = self._turn, (self._turn + 1) % _N_PIECES
-            self._wait_for_piece(turn)
+            arrived = self._arrived[turn]  # what the memory between held last
+            if arrived and self._follows:
+                C.ggml_backend_event_wait(self._source.compute.ptr, arrived.ptr)
+            elif arrived:
+                arrived.wait()
             if self._between is not None:
                 between, middle = self._between, turn * _PIECE
                 first, second = self._source.compute.ptr, self._to.compute.ptr
@@ -84,17 +81,8 @@ class Boundary:
                 C.mg_copy_bytes(second, between, middle, to, to_at + at, n)
             else:
                 self._copy(turn, source, source_at + at, to, to_at + at, n)
-            arrived = self._arrived[turn]
             if arrived:
                 C.ggml_backend_event_record(arrived.ptr, self._to.compute.ptr)
-
-    def _wait_for_piece(self, turn: int) -> None:
-        """Have the next copy wait until the memory between is free."""
-        arrived = self._arrived[turn]
-        if arrived and self._follows:
-            C.ggml_backend_event_wait(self._source.compute.ptr, arrived.ptr)
-        elif arrived:
-            arrived.wait()
 
     def _copy(
         self, turn: int, source: Tensor, source_at: int, to: Tensor, to_at: int, n: int
@@ -114,17 +102,17 @@ class Boundary:
         """Wait for both devices, then free the memory."""
         self._source.synchronize()
         self._to.synchronize()
-        self._opened.close()
+        super().close()
 
 
-class Relay:
+class Relay(Owner):
     """Copies taps of a stage to the last one: of passes to its `TapRows`, of prompts to memory."""
 
     def __init__(self, stage: Stage, last: Stage, n_rows: int) -> None:
-        """n_rows: of the longest part of a prompt; 0 if the stage computes none."""
+        """n_rows: of the longest part of a prompt."""
         self._stage, self._last = stage, last
-        self._boundary = Boundary(stage.device, last.device)
-        self._rows = HiddenRows(last, n_rows) if n_rows else None
+        self._rows = self.own(HiddenRows(last, n_rows)).all
+        self._boundary = self.own(Boundary(stage.device, last.device))
 
     def bring(self, n_rows: int) -> None:
         """Enqueue the copy of the taps of a pass that was launched in the stage."""
@@ -139,16 +127,8 @@ class Relay:
         """Return what calls a tap of a prompt with a copy of its rows."""
 
         def call(rows: Tensor, row: int, n: int, first: int) -> None:
-            if self._rows is None:
-                raise InternalError("there is no memory for the taps of a prompt")
             size = 4 * self._stage.hp.n_embd
-            self._boundary.copy(rows, self._rows.all, size * n, size * row, size * row)
-            tap(self._rows.all, row, n, first)
+            self._boundary.copy(rows, self._rows, size * n, size * row, size * row)
+            tap(self._rows, row, n, first)
 
         return call
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._boundary.close()
-        if self._rows:
-            self._rows.close()

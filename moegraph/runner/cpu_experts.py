@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ggml.cpu_ffn import CpuFfn
-from ..ggml.device import HostBuffer
-from ..ggml.handles import Buffer, Context, Handle
+from ..ggml.handles import Buffer, Context, Owner
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor, shape
@@ -32,7 +31,7 @@ from ..resident.store import ExpertStore
 from ..units import round_up
 
 
-class CpuExperts(ABC):
+class CpuExperts(Owner, ABC):
     """A stage's experts in host memory, and pinned memory for x, weights, ids and y of one layer.
 
     x: F32 [n_embd, n_tokens]; weights F32 and ids I32: [n_expert_used, n_tokens]; y: F32, y_rows
@@ -53,27 +52,23 @@ class CpuExperts(ABC):
             self._offsets[name] = size
             size = round_up(size + n_bytes, 64)
         # pinned: the device's graphs write into it
-        self._host: HostBuffer = stage.device.host_buffer(size, must_pin=True)
+        self._host = self.own(stage.device.host_buffer(size, must_pin=True))
         raw = C.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", self._host.base), size)
-        self._block = Buffer(raw, self._host)
-        self._handles: list[Handle[Any]] = []
+        self._block = self.own(Buffer(raw, self._host))
         self._banks = {il: self._wrap(stage.store, il) for il in stage.store.layers}
 
     def _wrap(self, store: ExpertStore, il: int) -> Bank:
         """Return a bank over a layer's experts in host memory, without a copy."""
         stacks = store.stacks(il)
-        context = Context(len(stacks))
+        context = self.own(Context(len(stacks)))
         parts = {}
         for part, (info, address, stride, owner) in stacks.items():
             tensor = strided_stack(context, info, info.ne[2], stride)
             raw = C.ggml_backend_cpu_buffer_from_ptr(
                 ffi.cast("void *", address), C.ggml_nbytes(tensor)
             )
-            buffer = Buffer(raw, owner)
-            place(buffer, tensor, 0)
+            place(self.own(Buffer(raw, owner)), tensor, 0)
             parts[part] = tensor
-            self._handles.append(buffer)
-        self._handles.append(context)
         return Bank(self._hp.n_expert, parts)
 
     def export(self, b: Builder, x: Tensor, weights: Tensor) -> None:
@@ -99,14 +94,14 @@ class CpuExperts(ABC):
         cpu_ids[:] = [expert if expert in on_cpu else -1 for expert in ids.tolist()]
         self._begin(il, n_tokens)
 
-    def _prepare(self, il: int, n_tokens: int) -> None:  # noqa: B027 - most have nothing to do
+    def _prepare(self, il: int, n_tokens: int) -> None:
         """Do now what the first `begin` with n_tokens rows in layer il would have to prepare."""
 
     @abstractmethod
     def _begin(self, il: int, n_tokens: int) -> None:
         """Begin to compute y from x, weights and ids; an id of -1 is skipped."""
 
-    def end(self) -> None:  # noqa: B027 - where `begin` computes all, nothing is left
+    def end(self) -> None:
         """Wait until y is there."""
 
     def measure(self, n_experts: int, n_tokens: int = 1, repeat: int = 6) -> float:
@@ -127,11 +122,6 @@ class CpuExperts(ABC):
             samples.append(time.perf_counter() - start)
         return float(np.median(samples[1:]))
 
-    def close(self) -> None:
-        """Free the host memory."""
-        for handle in (*self._handles, self._block, self._host):
-            handle.close()
-
 
 class KernelCpuExperts(CpuExperts):
     """Computes experts with our CPU kernel (native/py/cpu_ffn.c), for a GPU as the main device.
@@ -141,8 +131,9 @@ class KernelCpuExperts(CpuExperts):
 
     def __init__(self, stage: Stage, n_threads: int, max_rows: int) -> None:
         hp = stage.hp
-        self._ffn = CpuFfn(n_threads, hp.n_embd, hp.n_ff_exp, hp.n_expert_used, max_rows)
         super().__init__(stage, max_rows, y_rows=1)
+        sizes = hp.n_embd, hp.n_ff_exp, hp.n_expert_used, max_rows
+        self._ffn = self.own(CpuFfn(n_threads, *sizes))
         self._layers = {il: self._ffn.layer(bank.parts) for il, bank in self._banks.items()}
         kinds = {"x": "float *", "ids": "int32_t *", "weights": "float *", "y": "float *"}
         self._at = {name: ffi.cast(kind, self.address(name)) for name, kind in kinds.items()}
@@ -154,11 +145,6 @@ class KernelCpuExperts(CpuExperts):
     def end(self) -> None:
         """Compute with the threads what is left."""
         self._ffn.end()
-
-    def close(self) -> None:
-        """Stop the threads and free the host memory."""
-        self._ffn.close()
-        super().close()
 
 
 class GraphCpuExperts(CpuExperts):
@@ -173,8 +159,7 @@ class GraphCpuExperts(CpuExperts):
 
     def __init__(self, stage: Stage, max_rows: int) -> None:
         super().__init__(stage, max_rows, y_rows=stage.hp.n_expert_used)
-        self._device = stage.device
-        self._graphs = GraphCache(stage.device)
+        self._graphs = self.own(GraphCache(stage.device))
 
     def _graph(self, il: int, n_tokens: int) -> BuiltGraph:
         return self._graphs.get((il, n_tokens), 64, lambda b: self._build(b, il, n_tokens))
@@ -195,11 +180,5 @@ class GraphCpuExperts(CpuExperts):
         self._graph(il, n_tokens)
 
     def _begin(self, il: int, n_tokens: int) -> None:
-        graph = self._graph(il, n_tokens).graph
-        status = C.mg_launch(self._device.compute.ptr, graph, ffi.NULL, 0)
-        self._device.check(status, f"the experts of layer {il} on the CPU")
-
-    def close(self) -> None:
-        """Free graphs and host memory."""
-        self._graphs.close()
-        super().close()
+        what = f"the experts of layer {il} on the CPU"
+        self._graphs.launch(self._graph(il, n_tokens), what)

@@ -13,7 +13,6 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import F16, F32, I32, Builder, Tensor, shape
 from ..graphs.head import Results
 from ..kinds import Kind
-from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch
 from .staged import AnyRunner, StagedRunner
@@ -65,15 +64,10 @@ def _nodes_of(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray
             device.check(C.mg_launch(device.compute.ptr, builder.graph, ffi.NULL, 0), "a pass")
             device.synchronize()
             runner.advance(batch)
-            nodes = {key: read_tensor(tensor) for key, tensor in builder.named.items()}
-            return nodes | _states(stage, batch.slots)
-
-
-def _states(stage: Stage, slots: tuple[int, ...]) -> dict[tuple[str, int], npt.NDArray[Any]]:
-    """Return the recurrent states in some slots."""
-    hp, found, rows = stage.hp, {}, list(slots)
+            found = {key: read_tensor(tensor) for key, tensor in builder.named.items()}
+    rows = list(batch.slots)
     for il, tensors in stage.state.layer_states.items():
-        for (name, ne), tensor in zip(hp.layer(il).states, tensors):
+        for (name, ne), tensor in zip(stage.hp.layer(il).states, tensors):
             found[name, il] = _squeezed(read_tensor(tensor)[rows].reshape(-1, *reversed(ne)))
     return found
 

@@ -12,7 +12,6 @@ computes the input norm of the next one.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from ..arch.inputs import PAGED, PassShape
 from ..errors import ConfigError, NativeError
 from ..experts.passplan import MissMode
+from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
 from ..ggml.memory import Block, place
 from ..ggml.ops import F32, I32, Builder, Tensor
@@ -52,7 +52,7 @@ class HostIds(NamedTuple):
     address: Any
 
 
-class RoutingReadback:
+class RoutingReadback(Owner):
     """Pinned host memory for the chosen ids of every layer of a stage.
 
     A copy node writes a layer's ids there while the graph runs, and the host watches that memory.
@@ -69,7 +69,7 @@ class RoutingReadback:
         self._n_used = n_expert_used
         self._stride = 4 * n_expert_used * max_rows
         size = self._stride * n_layer
-        self._host = stage.device.host_buffer(size, must_pin=True)
+        self._host = self.own(stage.device.host_buffer(size, must_pin=True))
         self._ids = self._host.array[:size].view(np.int32).reshape(n_layer, -1)
         self._max_rows, self._is_reset = max_rows, False
         self._stream: Any = None
@@ -109,12 +109,8 @@ class RoutingReadback:
                 f"{self._device.name} finished a pass without writing the router's choice"
             )
 
-    def close(self) -> None:
-        """Free the memory."""
-        self._host.close()
 
-
-class Replay:
+class Replay(Owner):
     """Feeds recorded expert ids to the layers of a stage.
 
     ids: of the whole model, numpy shape [n_steps, n_layer, n_expert_used].
@@ -139,10 +135,10 @@ class Replay:
         self._first = layers.start
         self._n_used = hp.n_expert_used
         shapes = {"ids": (hp.n_expert_used, len(layers))}
-        self._block = Block(device, shapes, "the routing trace", "drop --routing")
+        self._block = self.own(Block(device, shapes, "the routing trace", "drop --routing"))
         self._all, n_bytes = self._block.tensors["ids"], self._recorded[0].nbytes
         C.ggml_backend_tensor_set(self._all, ffi.from_buffer(self._recorded), 0, n_bytes)
-        self._host = device.host_buffer(n_bytes)
+        self._host = self.own(device.host_buffer(n_bytes))
         self._step = 0
 
     def leaf(self, b: Builder, il: int) -> Tensor:
@@ -156,11 +152,6 @@ class Replay:
         ids = self._recorded[self._step % len(self._recorded)]
         self._host.array[: ids.nbytes].view(np.int32)[:] = ids.reshape(-1)
         self._device.send(self._all, self._host, 0, ids.nbytes)
-
-    def close(self) -> None:
-        """Free the device and host memory."""
-        self._host.close()
-        self._block.close()
 
 
 class CarryBuffers(Block):
@@ -201,7 +192,7 @@ class CarryBuffers(Block):
         return self.leaf(b, "expert_rows", F32, self._n_embd, self._n_used, n_tokens)
 
 
-class LayerGraphs:
+class LayerGraphs(Owner):
     """Build functions for the graphs of one stage's layered pass.
 
     hidden: carries l_out from graph to graph, and from and to other stages.
@@ -218,8 +209,9 @@ class LayerGraphs:
         self._replay, self.misses = replay, misses
         device, self._cpu_experts = stage.device, misses.cpu_experts if misses else None
         self.sums_last = misses is not None and (device.can.exact_sums or device.is_invariant)
-        self.readback = RoutingReadback(stage, max_rows)
-        self.carry = CarryBuffers(stage, max_rows, self.sums_last, self._cpu_experts is not None)
+        self.readback = self.own(RoutingReadback(stage, max_rows))
+        has_cpu = self._cpu_experts is not None
+        self.carry = self.own(CarryBuffers(stage, max_rows, self.sums_last, has_cpu))
 
     def may_lack(self, il: int, mode: MissMode) -> bool:
         """Return whether `moe` of a layer may have to leave experts out."""
@@ -361,11 +353,6 @@ class LayerGraphs:
         x = stage.hp.layer_end(b, stage.weights.layer(il), residual, post_norm, moe, il)
         self._put_outputs(b, x, il)
 
-    def close(self) -> None:
-        """Free the carry buffers and the readback."""
-        self.carry.close()
-        self.readback.close()
-
 
 # Enough for sequences that take turns at any length; `GraphCache` limits the memory of the graphs.
 _MAX_PLANS = 1024
@@ -374,8 +361,6 @@ _MAX_PLANS = 1024
 # between graphs. Few rows are quick, and each graph boundary costs about 5 us on CUDA.
 MERGED, MERGED_LATER = 4, 64
 _QUICK_ROWS = 32
-# Launches of a plan between two at which the cache is told that its graphs are in use.
-_TOLD_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -401,13 +386,12 @@ class LaunchStep:
 class LaunchPlan:
     """All graphs of one pass in order; valid while `GraphCache.generation` is the same.
 
-    head: None if the stage has none. n_uses: passes so far.
+    head: None if the stage has none.
     """
 
     steps: list[LaunchStep]
     head: BuiltGraph | None
     generation: int
-    n_uses: int = 0
 
     def graphs(self) -> list[BuiltGraph]:
         """Return the graphs that each pass launches."""
@@ -421,17 +405,13 @@ class LaunchPlan:
 
 
 class LaunchPlans:
-    """Builds launch plans at first use and keeps the latest.
-
-    n_planned: plans made so far.
-    """
+    """Builds launch plans at first use and keeps them."""
 
     def __init__(self, stage: Stage, graphs: GraphCache, layer_graphs: LayerGraphs) -> None:
         self._stage, self._graphs, self._layer_graphs = stage, graphs, layer_graphs
         # upper bounds; the second one also holds for add_uploaded and sum_rows
         self._n_nodes_mixer_router, self._n_nodes_moe = 160, 128 + 10 * stage.hp.n_expert_used
-        self._plans: OrderedDict[tuple[PassShape, Results, MissMode], LaunchPlan] = OrderedDict()
-        self.n_planned = 0
+        self._plans: dict[tuple[PassShape, Results, MissMode], LaunchPlan] = {}
         self._seen = self._state()
 
     def _state(self) -> tuple[int, int]:
@@ -444,23 +424,17 @@ class LaunchPlans:
         Building a graph can move the shared block and make earlier graphs stale: then try again.
         """
         key, graphs = (shape, results, mode), self._graphs
-        if self._seen != self._state():
+        if self._seen != self._state() or len(self._plans) > _MAX_PLANS:
             self._plans.clear()  # no plan keeps a graph that the cache has not
         plan = self._plans.get(key)
         while plan is None or plan.generation != graphs.generation:
             before = self._state()
             plan = LaunchPlan(self._steps(shape, mode), self._head(shape, results), before[0])
-            self.n_planned += 1
             if self._state() != before:
                 self._plans.clear()
             self._plans[key] = plan
         self._seen = self._state()
-        self._plans.move_to_end(key)
-        plan.n_uses += 1
-        if plan.n_uses % _TOLD_EVERY == 2:
-            graphs.used(plan.graphs())
-        while len(self._plans) > _MAX_PLANS:
-            self._plans.popitem(last=False)
+        graphs.used(plan.graphs())
         return plan
 
     def clear(self) -> None:
@@ -468,7 +442,6 @@ class LaunchPlans:
         self._plans.clear()
 
     def _steps(self, shape: PassShape, mode: MissMode) -> list[LaunchStep]:
-        """Return the launch steps of all layers in order."""
         steps: list[LaunchStep] = []
         layers = self._stage.layers
         il = layers.start
@@ -485,7 +458,6 @@ class LaunchPlans:
         return steps
 
     def _step(self, shape: PassShape, layers: range, mode: MissMode) -> LaunchStep:
-        """Return the step of these layers, with the graphs that complete the last one."""
         graphs, n_tokens = self._layer_graphs, shape.n_tokens
         # without KV caches, one graph serves all lengths
         has_kv = any(self._stage.hp.layer(il).kv for il in layers)

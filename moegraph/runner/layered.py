@@ -68,26 +68,32 @@ class LayeredRunner(Runner):
     mode = "layered"
 
     def __init__(
-        self, stage: Stage, n_ubatch: int, misses: MissHandler | None = None,
-        replay: Replay | None = None, n_sweep: int = 0, ring_groups: int = 0,
+        self, stage: Stage, n_ubatch: int, misses: MissHandler | None,
+        replay: Replay | None, n_sweep: int, ring_groups: int,
     ) -> None:  # fmt: skip
-        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps. ring_groups: see `Sweeps`."""
+        """n_sweep: most rows of a prompt in one sweep. ring_groups: see `Sweeps`."""
         max_rows = stage.state.shape.pass_rows(n_ubatch)
         hidden = HiddenRows(stage, max_rows)
         super().__init__(stage, n_ubatch, hidden)
-        self.misses = misses
-        self.replay = replay
-        self.residency = misses.residency if misses else _all_resident(stage)
+        self.misses, self.replay = self.own(misses), self.own(replay)
+        hp, n_slots = stage.hp, stage.n_slots
+        if misses:
+            self.residency = misses.residency
+        else:  # of full layers: it only counts choices
+            ways = choose_ways("stream", MissCosts(), n_slots, hp.n_expert_used, hp.n_expert)
+            cache = ExpertCache(hp.n_expert, n_slots, Lru(), hp.n_expert_used)
+            self.residency = Residency(cache, ways)
         self.cache = self.residency.cache
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
-        self._layer_graphs = LayerGraphs(stage, self._inputs, hidden, max_rows, replay, misses)
+        self._layer_graphs = self.own(
+            LayerGraphs(stage, self._inputs, hidden, max_rows, replay, misses)
+        )
         self._readback = self._layer_graphs.readback
-        if n_sweep:
-            self.sweeps = Sweeps(
-                stage, self.graphs, self.results, n_ubatch, n_sweep, hidden, self.residency,
-                self._layer_graphs, self.observers, ring_groups,
-            )  # fmt: skip
+        self.sweeps = self.own(Sweeps(
+            stage, self.graphs, self.results, n_ubatch, n_sweep, hidden, self.residency,
+            self._layer_graphs, self.observers, ring_groups,
+        ))  # fmt: skip
         self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
@@ -195,9 +201,7 @@ class LayeredRunner(Runner):
                 unread = None
         head = launches.head
         if head:
-            reads, n_reads = self.results.reads(head.outputs)
-            status = C.mg_launch(self.device.compute.ptr, head.graph, reads, n_reads)
-            self.device.check(status, "the output head")
+            self.graphs.launch(head, "the output head", *self.results.reads(head.outputs))
         start = self._add_phase("launch", start)
         if unread:
             yield from self._read_routing(unread, shape, start, may_pause)
@@ -206,7 +210,7 @@ class LayeredRunner(Runner):
         if self.replay and shape.n_tokens == 1:
             self.replay.advance()
         if self.misses:
-            self.misses.end_launch()
+            self.misses.tables.send()  # the whole pass is enqueued, and all its ids have been read
 
     def collect(self) -> Output:
         """Wait for the pass and return its results; see `Runner.collect`."""
@@ -265,14 +269,3 @@ class LayeredRunner(Runner):
         self.plans.clear()
         self._current = None
         super().close()
-        for part in (self.misses, self.replay):
-            if part:
-                part.close()
-        self._layer_graphs.close()
-
-
-def _all_resident(stage: Stage) -> Residency:
-    """Return the residency of a stage whose layers are all full: it only counts choices."""
-    hp, n_slots = stage.hp, stage.n_slots
-    ways = choose_ways("stream", MissCosts(), n_slots, hp.n_expert_used, hp.n_expert)
-    return Residency(ExpertCache(hp.n_expert, n_slots, Lru(), hp.n_expert_used), ways)

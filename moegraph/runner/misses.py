@@ -36,6 +36,7 @@ from ..experts.passplan import LayerPlan, PassPlan, TableRow
 from ..experts.policy import few_slots_warning
 from ..experts.residency import Residency
 from ..ggml.device import Device
+from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
@@ -46,21 +47,17 @@ from ..resident.stage import Stage
 from .cpu_experts import CpuExperts
 
 
-class HostRows:
+class HostRows(Owner):
     """Pinned host rows to upload; array: I32, numpy shape [n_rows, n]. addresses: of the rows."""
 
     def __init__(self, device: Device, n_rows: int, n: int) -> None:
-        self.host = device.host_buffer(4 * n_rows * n)
+        self.host = self.own(device.host_buffer(4 * n_rows * n))
         self.array: npt.NDArray[np.int32] = self.host.array[: 4 * n_rows * n].view(np.int32)
         self.array = self.array.reshape(n_rows, n)
         self.addresses: list[Any] = [self.host.address(4 * row * n) for row in range(n_rows)]
 
-    def close(self) -> None:
-        """Free the memory."""
-        self.host.close()
 
-
-class SlotTables:
+class SlotTables(Owner):
     """Host copy of the cache's tables, and its upload to the device.
 
     A row holds a layer's slot table and, if the layer's graph fetches, its victim list. The host
@@ -70,7 +67,8 @@ class SlotTables:
     def __init__(self, stage: Stage) -> None:
         self._first = stage.layers.start
         self._device, self._banks = stage.device, stage.banks
-        self._rows = HostRows(stage.device, len(stage.layers), stage.banks.table_stride)
+        stride = stage.banks.table_stride
+        self._rows = self.own(HostRows(stage.device, len(stage.layers), stride))
         self._n_expert, self._n_victims = stage.hp.n_expert, stage.banks.n_victims
         # as on the device: the rows of full layers never change
         self._rows.array[:, : self._n_expert] = np.arange(self._n_expert)
@@ -95,16 +93,12 @@ class SlotTables:
             self._device.send(self._banks.all_tables, self._rows.host, 0, self._rows.array.nbytes)
             self._is_due = False
 
-    def close(self) -> None:
-        """Free the memory."""
-        self._rows.close()
-
 
 Pairs = Sequence[tuple[int, int]]  # (expert, slot)
 Ids = npt.NDArray[np.int32]
 
 
-class Uploader:
+class Uploader(Owner):
     """Enqueues copies of experts, and the graphs that add them.
 
     n_bytes: bytes that crossed to the device, fetched by graphs too, summed.
@@ -112,14 +106,14 @@ class Uploader:
 
     def __init__(self, stage: Stage, max_ids: int) -> None:
         """Allocate host rows for passes of at most max_ids chosen ids."""
+        own, device = self.own, stage.device
         self._device, self._banks, self._store = stage.device, stage.banks, stage.store
         self._n_expert, self.n_bytes = stage.hp.n_expert, 0
         # row 0: slots of the layer's own bank; one row for each wave through a staging bank
-        self._slots = HostRows(stage.device, 1 + -(-self._n_expert // N_STAGING), max_ids)
-        self._uploaded = stage.device.event()
-        self._staging_free = [stage.device.event(), stage.device.event()]
+        self._slots = own(HostRows(device, 1 + -(-self._n_expert // N_STAGING), max_ids))
+        self._uploaded = own(device.event())
+        self._staging_free = [own(device.event()), own(device.event())]
         self._staging_turn = 0
-        self._measured: dict[int, float] = {}  # seconds, by the number of experts
 
     def send(self, il: int, bank: Bank, pairs: Pairs) -> None:
         """Enqueue copies of (expert, slot) pairs to a bank."""
@@ -137,20 +131,20 @@ class Uploader:
         self.n_bytes += packing.n_bytes * len(pairs)
 
     def _send_from_file(self, il: int, memory: Tensor, pairs: Pairs) -> None:
-        """Enqueue copies of experts that are not pinned."""
-        upload, store, packing = self._device.upload.ptr, self._store, self._store.packing(il)
+        upload, packing = self._device.upload.ptr, self._store.packing(il)
+        ring = self._store.ring
         try:
             for n_done, (expert, slot) in enumerate(pairs):
                 if n_done % N_STAGING == 0:
-                    store.copied()
-                    store.ahead((il, e) for e, _ in pairs[n_done : n_done + 2 * N_STAGING])
-                found, at = store.source(il, expert), slot * packing.stride
+                    ring.copied()
+                    ring.ahead((il, e) for e, _ in pairs[n_done : n_done + 2 * N_STAGING])
+                found, at = ring.take(il, expert), slot * packing.stride
                 C.ggml_backend_tensor_set_async(upload, memory, found, at, packing.n_bytes)
         except BaseException:
-            store.forget()
+            ring.forget()
             raise
         finally:
-            store.copied()
+            ring.copied()
 
     def fill(self, il: int, placed: Pairs) -> None:
         """Upload experts into slots of their layer and wait."""
@@ -213,33 +207,26 @@ class Uploader:
     def seconds(self, n_experts: int) -> float:
         """Return the seconds of uploading n experts to a staging bank, at most N_STAGING at a time.
 
-        Each number is measured once: the least of six uploads; what disturbs one adds time.
+        The least of six uploads is measured; what disturbs one adds time.
         """
-        at_once = min(n_experts, N_STAGING)
-        if at_once not in self._measured:
-            samples, n_bytes, il = [], self.n_bytes, self._store.layers[0]
-            for at in range(6):
-                # each twice: the device reads a page more slowly the first time
-                first = at % 3 * at_once % (self._n_expert - at_once + 1)
-                pairs, start = [(first + i, i) for i in range(at_once)], time.perf_counter()
-                self.send(il, self._banks.staging(il, 0), pairs)
-                C.ggml_backend_synchronize(self._device.upload.ptr)
-                samples.append(time.perf_counter() - start)
-            self.n_bytes = n_bytes  # what is measured is not counted
-            self._measured[at_once] = min(samples)
-        return self._measured[at_once] * n_experts / at_once
-
-    def close(self) -> None:
-        """Free the events and the host rows."""
-        for handle in (self._slots, self._uploaded, *self._staging_free):
-            if handle:
-                handle.close()
+        at_once, samples = min(n_experts, N_STAGING), []
+        n_bytes, il = self.n_bytes, self._store.layers[0]
+        for at in range(6):
+            # each twice: the device reads a page more slowly the first time
+            first = at % 3 * at_once % (self._n_expert - at_once + 1)
+            pairs, start = [(first + i, i) for i in range(at_once)], time.perf_counter()
+            self.send(il, self._banks.staging(il, 0), pairs)
+            C.ggml_backend_synchronize(self._device.upload.ptr)
+            samples.append(time.perf_counter() - start)
+        self.n_bytes = n_bytes  # what is measured is not counted
+        return min(samples) * n_experts / at_once
 
 
-class MissHandler:
+class MissHandler(Owner):
     """The means to compute missing experts, and the residency that decides about them.
 
     store: host memory of the experts of all layers that are not full. uploads: copies experts.
+    tables: those of the device.
     cpu_experts: computes experts on the CPU; None when the device computes all. n_cpu_experts:
     experts computed on the CPU, summed over all layers and passes.
     """
@@ -254,13 +241,13 @@ class MissHandler:
         """
         self._device, self.store = stage.device, stage.store
         n_expert, n_used = cache.n_expert, cache.n_expert_used
-        self._tables = SlotTables(stage)
-        self.uploads = Uploader(stage, max_rows * n_used)
+        self.tables = self.own(SlotTables(stage))
+        self.uploads = self.own(Uploader(stage, max_rows * n_used))
         costs = measure_costs(self.uploads, cpu_experts, mode, n_used)
         ways = choose_ways(mode, costs, cache.n_slots, n_used, n_expert)
         if cpu_experts and not ways.cpu:
             cpu_experts.close()
-        self.cpu_experts = cpu_experts if ways.cpu else None
+        self.cpu_experts = self.own(cpu_experts if ways.cpu else None)
         self.residency = Residency(cache, ways, fetchable=self.store.rows)
         self.n_cpu_experts = 0
 
@@ -289,19 +276,15 @@ class MissHandler:
         if plan.waits:
             self.uploads.wait()
         for row in plan.rows:
-            self._tables.write(row)
-        self._tables.send()
+            self.tables.write(row)
+        self.tables.send()
 
     def fetched(self, il: int, experts: list[int], row: TableRow | None) -> None:
         """Count what the graph of a layer fetched; note the layer's changed table row, if any."""
         if experts:
             self.uploads.n_bytes += self.store.packing(il).n_bytes * len(experts)
         if row:
-            self._tables.write(row)
-
-    def end_launch(self) -> None:
-        """Send changed tables; the whole pass is enqueued and all its ids have been read."""
-        self._tables.send()
+            self.tables.write(row)
 
     def carry_out(
         self, il: int, plan: LayerPlan, ids: Ids, n_tokens: int, graphs: Mapping[str, BuiltGraph]
@@ -326,7 +309,6 @@ class MissHandler:
             uploads.promote(il, plan.promoted)
 
     def _add_from_cpu(self, il: int, cpu: CpuExperts, graph: BuiltGraph) -> None:
-        """Have the device add what the CPU has begun to compute."""
         cpu.end()
         compute, y = self._device.compute.ptr, graph.outputs
         C.ggml_backend_tensor_set_async(compute, y, cpu.address("y"), 0, C.ggml_nbytes(y))
@@ -335,11 +317,9 @@ class MissHandler:
             self._device.check(status, f"the experts of layer {il} on the CPU")
 
     def close(self) -> None:
-        """Free events and tables."""
+        """Wait for the device, then free events and tables."""
         self._device.synchronize()
-        for part in (self.cpu_experts, self._tables, self.uploads):
-            if part:
-                part.close()
+        super().close()
 
 
 # Rows of an expert that the CPU computes for the cost of a further row: a missing expert has few.

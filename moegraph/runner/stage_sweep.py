@@ -12,7 +12,6 @@ is sent once, through a ring of groups of slots, and then computed for all rows 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -27,14 +26,11 @@ from ..ggml.lib import C
 from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
 from ..graphs.chunk import Form, Segment, kv_length
+from ..graphs.head import Results
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from .results import NotFinite, Output
 from .sweep_batch import Chunk, SweepBatch, SweptPrompt, Taps
-from .sweeps import MAX_AHEAD, Sweeps
-
-# Steps of a prompt of several chunks that may be enqueued ahead of the device: they are long, and
-# other requests wait for them. So it is if the caller wants chunks of few rows.
-_AHEAD = 3
+from .sweeps import AHEAD, Sweeps
 
 
 class MissingExperts:
@@ -62,7 +58,6 @@ class MissingExperts:
         self._send()
 
     def _send(self) -> None:
-        """Enqueue uploads into the groups that are free."""
         s = self._s
         for group, pairs, is_new in self._crossing.sends():
             free, uploaded = s.ring_events[group.index]
@@ -72,7 +67,7 @@ class MissingExperts:
             if uploaded:
                 C.ggml_backend_event_record(uploaded.ptr, s.device.upload.ptr)
         if s.misses:
-            s.misses.store.ahead(self._crossing.waiting(self._crossing.n_each))
+            s.misses.store.ring.ahead(self._crossing.waiting(self._crossing.n_each))
 
     def send_ahead(self, il: int) -> None:
         """Send experts of the next layer, if there is room, before its router has chosen."""
@@ -164,7 +159,6 @@ class StageSweep:
         self._prompts = {prompt.slot: prompt for prompt in prompts}
         self._state = sweeps.stage.state
         self._n_rows = sum(len(prompt.batch.tokens) for prompt in prompts)
-        self._is_cut_short = any(prompt.batch.max_rows for prompt in prompts)
         self._missing = MissingExperts(sweeps, self._n_rows)
         self._plan: PassPlan | None = None
         self._is_entering = self._is_last = False
@@ -174,9 +168,6 @@ class StageSweep:
         self._unrecorded: tuple[int, int, Event | None] | None = None
         self._n_enqueued = 0
         self.n_done, self._recorded = 0, -1
-        # layers and chunks of the part in order, the next of them, and the first without graphs
-        self._order: list[tuple[int, Chunk]] = []
-        self._at = self._n_ahead = 0
 
     def run(self, part: list[Chunk], is_last: bool) -> Iterator[SweepStep]:
         """Enqueue all layers for a part of the prompt, whose rows are here; yield before each step.
@@ -185,13 +176,11 @@ class StageSweep:
         """
         work = self._layers(part)
         self._is_last = is_last
-        is_long = len(part) > 1 or not is_last or self._is_cut_short
-        n_ahead = _AHEAD if is_long else MAX_AHEAD
         step = next(work, None)
         while step:
             yield step
             self._enter()
-            pace = self._s.paces[self._n_enqueued % n_ahead]
+            pace = self._s.paces[self._n_enqueued % AHEAD]
             if pace:
                 pace.wait()
             step = next(work, None)
@@ -219,8 +208,6 @@ class StageSweep:
     def _layers(self, part: list[Chunk]) -> Iterator[SweepStep]:
         s = self._s
         s.memory.inputs.begin(self._form, part[-1].segments[0])
-        self._order = [(il, chunk) for il in s.stage.layers for chunk in part]
-        self._at = self._n_ahead = 0
         for il in s.stage.layers:
             lacks = s.stage.banks.n_slots[il] < s.stage.hp.n_expert
             yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
@@ -243,19 +230,7 @@ class StageSweep:
         memory.copy(memory.hidden, chunk.row, s.carried["l_out"], 0, chunk.n)
         if s.stage.hp.layer(il).kv or self._form is not Form.PLAIN:
             memory.inputs.select(at)
-        return self._shape_of(chunk)
-
-    def _shape_of(self, chunk: Chunk) -> tuple[int, PassShape]:
-        return self._s.memory.inputs.shape_of(chunk.segments, self._form)
-
-    def build_ahead(self, seconds: float) -> None:
-        """Build graphs of the next chunks for so long; also while a pass is in flight."""
-        end = time.perf_counter() + seconds
-        self._n_ahead = max(self._n_ahead, self._at)
-        while self._n_ahead < len(self._order) and time.perf_counter() < end:
-            il, chunk = self._order[self._n_ahead]
-            self._s.graphs.chunk(il, *self._shape_of(chunk))
-            self._n_ahead += 1
+        return memory.inputs.shape_of(segments, self._form)
 
     def _step(self, il: int, chunk: Chunk) -> SweepStep:
         if not self._s.stage.hp.layer(il).kv:
@@ -267,7 +242,6 @@ class StageSweep:
         s = self._s
         for at, chunk in enumerate(part):
             yield self._step(il, chunk)
-            self._at += 1
             built = s.graphs.layer(il, *self._load(il, at, chunk))
             s.launch(built, f"layer {il}", *s.memory.reads(built.outputs, il, chunk.row, chunk.n))
             s.memory.copy(s.carried["l_out"], 0, s.memory.hidden, chunk.row, chunk.n)
@@ -286,7 +260,6 @@ class StageSweep:
         waiting: tuple[int, Chunk, npt.NDArray[np.int32]] | None = None
         for at, chunk in enumerate(part):
             yield self._step(il, chunk)
-            self._at += 1
             self._launch_chunk(il, at, chunk)
             launched = at, chunk, residency.cache.tables[il].copy()  # as the device knows it
             if at == 0:
@@ -351,20 +324,15 @@ class StageSweep:
         self._missing.ask(il, chosen, absent[rows])
 
     def _sum(self, il: int, chunk: Chunk) -> None:
-        """Enqueue the sum of all experts of a chunk, in routing order."""
         s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
-        built = s.graphs.sum_rows(il, n)
-        if built is None:
-            raise InternalError("expert rows on a device that adds experts to a finished sum")
         rows, norm = memory.tensors["expert_rows"], memory.tensors["post_norm"]
         memory.copy(rows, chunk.row * k, s.carried["expert_rows"], 0, n * k)
         memory.copy(norm, chunk.row, s.carried["post_norm"], 0, n)
         memory.copy(memory.hidden, chunk.row, s.carried["residual"], 0, n)
-        s.launch(built, f"the sum of layer {il}")
+        s.launch(s.graphs.sum_rows(il, n), f"the sum of layer {il}")
         memory.copy(s.carried["l_out"], 0, memory.hidden, chunk.row, n)
 
     def _copy_state(self, il: int, chunk: Chunk) -> None:
-        """Copy the recurrent states after a chunk to the host, if one ends at a cut."""
         states = self._state.layer_states.get(il, ())
         for segment in chunk.segments if states else ():
             self._save(segment.slot, segment.end, states)
@@ -419,7 +387,9 @@ class StageSweep:
 
     def head(self, batch: SweepBatch, row: int, n: int) -> Output:
         """Compute the head for rows of the part, which are of one prompt, and wait for it."""
-        s, kind, draws = self._s, batch.results, batch.draws
+        s, draws = self._s, batch.draws
+        kind = Results.LOGITS if draws is None else Results.CANDIDATES
+        kind = Results.ARGMAX if batch.greedy else kind
         built = s.graphs.head(n, kind)
         s.memory.copy(s.memory.hidden, row, s.carried["l_out"], 0, n)
         if draws is not None:
@@ -437,7 +407,7 @@ class StageSweep:
         s = self._s
         s.device.synchronize()
         if s.misses:
-            s.misses.store.forget()
+            s.misses.store.ring.forget()
         if s.residency is not None and (
             self._is_entering or (self._plan and s.residency.is_current(self._plan))
         ):

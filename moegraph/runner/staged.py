@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError, RequestError
+from ..ggml.handles import Owner
 from .base import Runner, run_out
 from .batch import Batch, Callback, Once, Predicate
 from .boundary import Boundary, Relay
@@ -127,7 +127,6 @@ class Flights:
             raise flight.error
 
     def _clear_first(self) -> None:
-        """Have the pass in the first stage go on to the next one."""
         end = self._clock() + _PATIENCE_S
         while any(flight.at == 0 and not flight.is_done for flight in self._flights):
             self._turn()
@@ -175,7 +174,6 @@ class Flights:
                 self._go_on(flight, wanted)
 
     def _step(self, flight: _Flight) -> None:
-        """Launch more of a pass, up to the next pause."""
         try:
             if flight.work and next(flight.work, self) is self:  # at its end
                 flight.work = None
@@ -225,7 +223,6 @@ class Flights:
         self._parts[-1].results.release()
 
     def _end(self, flight: _Flight) -> None:
-        """Read the results of a pass that is launched in the last stage."""
         try:
             flight.output = self._parts[-1].collect()
         except Exception as error:  # noqa: BLE001
@@ -285,7 +282,7 @@ class Flights:
             self._ended(i)
 
 
-class StagedRunner:
+class StagedRunner(Owner):
     """Runs passes over consecutive stages, one pass at a time; used like a `Runner`.
 
     A pass is enqueued on all devices before the host waits, unless a stage may lack experts. Every
@@ -295,36 +292,30 @@ class StagedRunner:
     parts: the runners of the stages, in order of layers. flights: passes of several groups at once,
     instead of one; they bring no taps. hand_over: enqueues the copy of so many rows to a stage from
     the one before. sequences, hp: of the whole model. device: of the last stage, which has the
-    results. n_ubatch, max_rows: as of each part.
+    results. n_ubatch, max_rows: as of each part. mode: 'whole' if each stage computes a pass as one
+    graph, else 'layered'.
     """
 
     def __init__(self, parts: Sequence[Runner]) -> None:
-        """Take the runners, which the caller closes later."""
+        """Take the runners, which the caller closes after this."""
         self.parts = tuple(parts)
         self._last = last = self.parts[-1]
         self.sequences, self.hp, self.device = last.sequences, last.hp, last.device
         self.n_ubatch, self.max_rows = last.n_ubatch, last.max_rows
-        with ExitStack() as stack:
-            own = stack.enter_context
-            self._boundaries = [
-                own(closing(Boundary(before.device, after.device)))
-                for before, after in zip(self.parts, self.parts[1:])
-            ]
-            self._relays: dict[int, Relay] = {}  # of stages whose taps a drafter wants
-            for i, part in enumerate(self.parts[:-1]):
-                n_rows = part.sweeps.memory.n_rows if part.sweeps else 0
-                if not {*part.stage.layers}.isdisjoint(last.stage.taps.layers):
-                    self._relays[i] = own(closing(Relay(part.stage, last.stage, n_rows)))
-            self._opened = stack.pop_all()
+        is_whole = all(part.mode == "whole" for part in self.parts)
+        self.mode = "whole" if is_whole else "layered"
+        self._boundaries = [
+            self.own(Boundary(before.device, after.device))
+            for before, after in zip(self.parts, self.parts[1:])
+        ]
+        self._relays: dict[int, Relay] = {}  # of stages whose taps a drafter wants
+        for i, part in enumerate(self.parts[:-1]):
+            n_rows = part.sweeps.memory.n_rows
+            if not {*part.stage.layers}.isdisjoint(last.stage.taps.layers):
+                self._relays[i] = self.own(Relay(part.stage, last.stage, n_rows))
         n_bytes = 4 * self.hp.n_embd
         self.hand_over = partial(_hand_over, self.parts, self._boundaries, n_bytes)
         self.flights = Flights(self.parts, self.hand_over)
-
-    @property
-    def mode(self) -> str:
-        """'whole' if every stage computes a pass as one graph, else 'layered'."""
-        modes = {part.mode for part in self.parts}
-        return modes.pop() if len(modes) == 1 else "layered"
 
     @property
     def n_built(self) -> int:
@@ -403,9 +394,6 @@ class StagedRunner:
 
     def sweep(self, *batches: SweepBatch) -> Sweep:
         """Return a sweep over prompts; see `Runner.sweep`."""
-        each = [part.sweeps for part in self.parts if part.sweeps]
-        if len(each) < len(self.parts):
-            raise InternalError("a stage has no memory for prompts")
         taps: list[Taps] = [{} for _ in self.parts]
         taps[-1] = {batch.slot: batch.taps for batch in batches}
         for i, relay in self._relays.items():
@@ -414,20 +402,15 @@ class StagedRunner:
                 slot: {il: relay.relayed(tap) for il, tap in found.items() if il in mine}
                 for slot, found in taps[-1].items()
             }
+        each = [part.sweeps for part in self.parts]
         return Sweep(each, batches, self._boundaries, taps)
-
-    def close(self) -> None:
-        """Wait for all devices, then free the copies' memory; the caller closes the parts."""
-        self._opened.close()
 
 
 def _hand_over(
     parts: Sequence[Runner], boundaries: Sequence[Boundary], row_bytes: int, i: int, n_rows: int
 ) -> None:
-    source, to = parts[i - 1].hidden, parts[i].hidden
-    if source is None or to is None:
-        raise InternalError("a stage has no memory for the rows of another one")
-    boundaries[i - 1].copy(source.all, to.all, row_bytes * n_rows)
+    source, to = parts[i - 1].hidden.all, parts[i].hidden.all
+    boundaries[i - 1].copy(source, to, row_bytes * n_rows)
 
 
 AnyRunner = Runner | StagedRunner

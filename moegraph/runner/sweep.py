@@ -13,7 +13,7 @@ chunks at once. Otherwise parts are as long as possible, so that experts are sen
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -32,17 +32,13 @@ from .sweep_batch import (
     SweepBatch,
     SweptPrompt,
     Taps,
-    cut_chunks,
-    cut_growing,
     cut_parts,
     cut_together,
-    part_end,
 )
 from .sweeps import SweepMemory, Sweeps
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
-    """Return the results of all chunks as one: argmax, or logits."""
     argmax = [o.argmax for o in outputs if o.argmax is not None]
     if argmax:
         return Output(argmax=np.concatenate(argmax))
@@ -65,8 +61,7 @@ class Sweep:
         calls them; empty if there is one stage.
 
         The caller has checked token ids and context length. Several batches have no results of all
-        rows, and `may_join` was true of them. Only one may have `rows_of`, where
-        `is_flexible`.
+        rows, and `may_join` was true of them.
         """
         self._each, self._boundaries = each, boundaries
         sequences = each[0].stage.sequences
@@ -78,14 +73,13 @@ class Sweep:
         # a drafter takes the taps of one part after another
         self._is_tapped = any(tap for mine in taps[:-1] for tap in mine.values())
         no_ring = all(one.ring is None for one in each)
-        self._flows = len(each) > 1 and not self._is_tapped and no_ring
-        n_rows = max_rows_of(memory, batches) if self._flows else memory.n_rows
+        flows = len(each) > 1 and not self._is_tapped and no_ring
+        n_rows = max_rows_of(memory, batches) if flows else memory.n_rows
         self._parts = cut_parts(chunks, n_rows, memory.inputs.n_chunks)
         self.is_open = self.is_undone = False
         form = form_of(memory, batches, chunks)
         self._stages = [StageSweep(one, self.prompts, mine, form) for one, mine in zip(each, taps)]
-        self._n_layer = each[0].stage.hp.n_layer
-        self.n_steps = self._n_layer * len(chunks)
+        self.n_steps = each[0].stage.hp.n_layer * len(chunks)
         self._work = self._run()
         self.upcoming: SweepStep | None = None
 
@@ -112,11 +106,6 @@ class Sweep:
         self.upcoming = next(self._work, None)
         return self.upcoming is not None
 
-    def build_ahead(self, seconds: float) -> None:
-        """Build graphs of the next steps for about so long; also while a pass is in flight."""
-        for stage in self._stages:
-            stage.build_ahead(seconds / len(self._stages))
-
     def _run(self) -> Generator[SweepStep]:
         """Do all the work; before each step, yield what it is."""
         parts, n = self._parts, len(self._stages)
@@ -126,8 +115,6 @@ class Sweep:
         while ended[-1] < len(parts):
             for i in reversed(range(n)):
                 if work[i] is None and self._may_begin(i, begun, ended):
-                    if i == 0:
-                        self._cut_rest(begun[0])
                     self._take_rows(i, parts[begun[i]])
                     begun[i] += 1
                     work[i] = self._stages[i].run(parts[begun[i] - 1], begun[i] == len(parts))
@@ -155,28 +142,13 @@ class Sweep:
             is_free = ended[-1] == begun[0]
         return begun[i] < len(self._parts) and has_rows and is_free
 
-    def _cut_rest(self, n_begun: int) -> None:
-        """Cut the parts that have not begun again, if chunks may get another length."""
-        batch, memory, n_past = self.prompts[0].batch, self._each[0].memory, self.prompts[0].n_past
-        if not batch.rows_of:
-            return
-        n_done = sum(part[-1].end for part in self._parts[:n_begun])
-        max_rows = min(batch.rows_of(n_past + part_end(batch, n_done)), memory.max_rows)
-        n_rows = max_rows if self._flows else memory.n_rows
-        self._parts[n_begun:] = cut_growing(
-            batch, n_past, n_done, max_rows, n_rows, memory.inputs.n_chunks
-        )
-        self.n_steps = self._n_layer * sum(map(len, self._parts))
-
     def _take_rows(self, i: int, part: list[Chunk]) -> None:
-        """Enqueue the copy of the rows of a part from the stage before."""
         if i:
             source, to = (one.memory.hidden for one in self._each[i - 1 : i + 1])
             n_rows = part[-1].end
             self._boundaries[i - 1].copy(source, to, source.nb[1] * n_rows)
 
     def _results(self, part: list[Chunk], outputs: list[Output]) -> Iterator[SweepStep]:
-        """Compute the results of a part, which all layers have."""
         head, batch = self._stages[-1].head, self.prompts[0].batch
         for chunk in part:
             for segment in chunk.segments:
@@ -209,7 +181,6 @@ class Sweep:
             prompt.error = error
 
     def _end(self, outputs: list[Output]) -> None:
-        """Close the sweep; its sequences have all rows."""
         if outputs:
             self.prompts[0].output = outputs[0] if len(outputs) == 1 else _joined(outputs)
         for prompt in self.prompts:
@@ -238,14 +209,6 @@ class Sweep:
         self._free()
 
 
-def is_flexible(each: Iterable[Sweeps | None]) -> bool:
-    """Return whether the chunks of a prompt may get another length while it is read.
-
-    A device with streams has graphs for few lengths, and missing experts are sent for whole parts.
-    """
-    return all(one and one.ring is None and not one.device.can.streams for one in each)
-
-
 def max_rows_of(memory: SweepMemory, batches: Sequence[SweepBatch]) -> int:
     """Return the most rows of a chunk."""
     return min([memory.max_rows, *(batch.max_rows for batch in batches if batch.max_rows)])
@@ -254,9 +217,6 @@ def max_rows_of(memory: SweepMemory, batches: Sequence[SweepBatch]) -> int:
 def cut(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences) -> list[Cut]:
     """Return the chunks of prompts."""
     most, n_past = max_rows_of(memory, batches), sequences.n_past
-    if len(batches) == 1:
-        batch = batches[0]
-        return cut_chunks(len(batch.tokens), n_past[batch.slot], most, batch.cuts, batch.slot)
     prompts = [(one.slot, n_past[one.slot], len(one.tokens), one.cuts) for one in batches]
     form = _joint_form(batches)
     fits = partial(memory.inputs.fits, form=form)

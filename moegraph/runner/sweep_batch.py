@@ -11,7 +11,6 @@ import numpy.typing as npt
 from ..errors import InternalError, NativeError
 from ..ggml.ops import Tensor
 from ..graphs.chunk import MAX_SEQS, Segment, rounded_places, rounded_seqs
-from ..graphs.head import Results
 from ..resident.hostcopies import Snapshot, StatesCopy
 from ..resident.sequences import Sequences
 from .results import NotFinite, Output
@@ -19,9 +18,6 @@ from .results import NotFinite, Output
 Tap = Callable[[Tensor, int, int, int], None]
 # Sequence -> layer -> its tap.
 Taps = Mapping[int, Mapping[int, Tap]]
-
-# A part of a prompt that may be cut again has so many times the rows of all parts before it.
-_GROWTH = 3
 
 
 @dataclass(frozen=True)
@@ -34,9 +30,6 @@ class SweepBatch:
     in `Sweep.saved` once it has ended, as far as there was memory for them.
     as_pass: compute it as one pass.
     max_rows: most rows of a chunk, if fewer than there is memory for; 0: as many as that.
-    rows_of: called when a part begins with the positions before which it ends, returns the most
-    rows of its chunks; None: `max_rows`. The first part then is one chunk, and later ones are
-    longer.
     is_rounded: rows of chunks are rounded up, so that few graphs serve prompts of all lengths.
     taps: layer -> called with the outputs of that layer for some rows of the prompt: F32 [n_embd,
     n_rows], the first of these rows in it, their number n, and the position of the first one. The
@@ -52,16 +45,8 @@ class SweepBatch:
     cuts: Sequence[int] = ()
     as_pass: bool = False
     max_rows: int = 0
-    rows_of: Callable[[int], int] | None = None
     is_rounded: bool = False
     taps: Mapping[int, Tap] = field(default_factory=dict)
-
-    @property
-    def results(self) -> Results:
-        """What the prompt returns for each row that has results."""
-        if self.greedy:
-            return Results.ARGMAX
-        return Results.LOGITS if self.draws is None else Results.CANDIDATES
 
 
 @dataclass(frozen=True)
@@ -94,15 +79,6 @@ class Chunk:
 Cut = tuple[Segment, ...]
 
 
-def cut_chunks(n: int, first: int, max_rows: int, cuts: Sequence[int], slot: int = 0) -> list[Cut]:
-    """Return the chunks of n tokens of one sequence from position first on."""
-    found: list[Cut] = []
-    for start, end in _spans(n, first, cuts):
-        for at in range(start, end, max_rows):
-            found.append((Segment(slot, at, min(max_rows, end - at)),))
-    return found
-
-
 def _spans(n: int, first: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
     """Return start and end of what is between two cuts, of n positions from first on."""
     ends = sorted({cut for cut in cuts if first < cut < first + n} | {first + n})
@@ -115,7 +91,7 @@ def cut_together(
     fits: Callable[[Cut], bool],
     is_rounded: bool = False,
 ) -> list[Cut]:
-    """Return chunks that have the rows of several prompts.
+    """Return chunks that have the rows of prompts.
 
     prompts: slot, first position, tokens and cuts of each. fits: whether there is memory for such a
     chunk; there is for one segment. The rows of a chunk, and the places of its rectangle (see
@@ -177,33 +153,6 @@ def cut_parts(chunks: Sequence[Cut], n_rows: int, n_chunks: int) -> list[list[Ch
             n_used = 0
         parts[-1].append(Chunk(n_used, segments))
         n_used += n
-    return parts
-
-
-def part_end(batch: SweepBatch, n_done: int) -> int:
-    """Return how many rows a prompt has at most after the part that begins after n_done rows.
-
-    The first part is one chunk; this counts as if it had no rows.
-    """
-    return min(len(batch.tokens), (1 + _GROWTH) * n_done)
-
-
-def cut_growing(
-    batch: SweepBatch, n_past: int, n_done: int, max_rows: int, n_rows: int, n_chunks: int
-) -> list[list[Chunk]]:
-    """Return the parts of what is left of a prompt after n_done rows; others: as in `cut_parts`.
-
-    The first part is one chunk, and each later one is longer than all before it: so the length of
-    chunks can soon follow what they take, and all weights are read only a few times.
-    """
-    parts: list[list[Chunk]] = []
-    n = len(batch.tokens)
-    while n_done < n:
-        size = max_rows * max(1, (part_end(batch, n_done) - n_done) // max_rows)
-        size = min(size, n - n_done)
-        chunks = cut_chunks(size, n_past + n_done, max_rows, batch.cuts, batch.slot)
-        parts += cut_parts(chunks, n_rows, n_chunks)
-        n_done += size
     return parts
 
 

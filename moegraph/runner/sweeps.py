@@ -24,6 +24,7 @@ from ..arch.inputs import PAGED, PassShape
 from ..errors import InternalError
 from ..experts.crossing import Group, padded
 from ..experts.residency import Residency
+from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
 from ..ggml.memory import Block, place
 from ..ggml.ops import I32, Builder, Tensor
@@ -37,11 +38,11 @@ from ..graphs.layer import Routed, build_input_norm, build_mixer_router, build_m
 from ..resident.bank import Ring
 from ..resident.layout import N_GROUPS, PAGE, UNIT_SHARE, group_size, most_terms
 from ..resident.stage import Stage
-from .layer_graphs import CarryBuffers, LayerGraphs
+from .layer_graphs import LayerGraphs
 from .results import ResultMemory
 
-# Steps that may be enqueued ahead of the device.
-MAX_AHEAD = 8
+# Steps that may be enqueued ahead of the device: few, because others wait for them.
+AHEAD = 3
 # Host copies of the inputs of units that may be under way at once.
 _N_HOST = 8
 # Places from which several are one token, for the sake of ggml's tiles (see `_build_unit`). Kernels
@@ -51,7 +52,7 @@ _MIN_TILED = 1024
 Observer = Callable[[int, npt.NDArray[np.int32]], None]
 
 
-class SweepMemory:
+class SweepMemory(Owner):
     """Fixed memory for a sweep of at most n_rows rows in chunks of at most max_rows.
 
     hidden: F32 [n_embd, n_rows + 1], the input of the layer that is computed next, then its
@@ -79,25 +80,26 @@ class SweepMemory:
             shapes["unit_rows"] = (1, 4 + self._n_terms)
         if with_rows:
             shapes["expert_rows"] = (hp.n_embd, n_places + 1)
-        self._block = Block(device, shapes, f"a sweep of {n_rows} rows", "lower -c or -ub")
+        what = f"a sweep of {n_rows} rows"
+        self._block = self.own(Block(device, shapes, what, "lower -c or -ub"))
         self.tensors = self._block.tensors
         self.hidden = self.tensors["hidden"]
         if may_lack:
             rows, all_rows = np.arange(4 + self._n_terms, dtype=np.int32), self.tensors["unit_rows"]
             C.ggml_backend_tensor_set(all_rows, ffi.from_buffer(rows), 0, rows.nbytes)
-        self.inputs = ChunkInputs(stage, max_rows, n_rows)
-        self._ids_host = device.host_buffer(8 * n_places)
+        self.inputs = self.own(ChunkInputs(stage, max_rows, n_rows))
+        self._ids_host = self.own(device.host_buffer(8 * n_places))
         self.ids: npt.NDArray[np.int32] = self._ids_host.array[: 8 * n_places].view(np.int32)
         self.ids = self.ids.reshape(2, n_places)
         self._host_step = 4 * self._n_words(padded(self.most))
         # graphs read it: see `SweepGraphs.unit_inputs`
-        self._units_host = device.host_buffer(self._host_step * _N_HOST, must_pin=True)
-        self._sent = [device.event() for _ in range(_N_HOST)]
+        size = self._host_step * _N_HOST
+        self._units_host = self.own(device.host_buffer(size, must_pin=True))
+        self._sent = [self.own(device.event()) for _ in range(_N_HOST)]
         self._turn = 0
         self.n_bytes = self._block.n_bytes + self.inputs.n_bytes
 
     def _n_words(self, n_padded: int) -> int:
-        """Return the words of the inputs of a unit."""
         return (4 + self._n_terms) * n_padded
 
     def reads(self, ids: Tensor | None, il: int, row: int, n: int) -> tuple[object, int]:
@@ -129,8 +131,8 @@ class SweepMemory:
     ) -> tuple[int, int]:  # fmt: skip
         """Write the inputs of a unit to host memory; return the turn and the padded places.
 
-        places: fewer than `most`. Others: as in `write_unit`. Launch what reads the turn, then call
-        `sent_unit`.
+        places: fewer than `most`. Others: as in `write_unit`. Launch what reads the turn, then
+        call `sent_unit`.
         """
         turn, self._turn = self._turn, (self._turn + 1) % _N_HOST
         sent, n_used = self._sent[turn], self.ids.shape[1] // self.n_rows
@@ -158,12 +160,6 @@ class SweepMemory:
             self._device.compute.ptr, source, size * source_at, to, size * to_at, size * n
         )
 
-    def close(self) -> None:
-        """Free all memory."""
-        for part in (*self._sent, self._units_host, self._ids_host, self.inputs, self._block):
-            if part:
-                part.close()
-
 
 class SweepGraphs:
     """Builds the graphs of sweeps at first use.
@@ -179,13 +175,12 @@ class SweepGraphs:
         self._stage, self._graphs, self._hidden = stage, graphs, hidden
         self._memory, self._ring, self._layer_graphs = memory, ring, layer_graphs
         self._sums_last = layer_graphs is not None and layer_graphs.sums_last
+        # graphs that use it are built only where layers may lack experts, or ids are read
+        self._carry: Any = layer_graphs.carry if layer_graphs else None
         self._n_nodes_mixer, self._n_nodes_moe = 160, 128 + 10 * stage.hp.n_expert_used
 
-    @property
-    def _carry(self) -> CarryBuffers:
-        if self._layer_graphs is None:
-            raise InternalError("a full layer has no carry buffers")
-        return self._layer_graphs.carry
+    def _get(self, name: str, n_nodes: int, build: Callable[..., Any], *at: Any) -> BuiltGraph:
+        return self._graphs.get(("sweep", name, *at), n_nodes, lambda b: build(b, *at))
 
     def _of_layer(self, il: int, shape: PassShape) -> PassShape:
         """Return what matters to a layer: without a KV cache, a graph serves any length."""
@@ -197,26 +192,16 @@ class SweepGraphs:
         shape: of the rectangle of the chunk.
         """
         shape = self._of_layer(il, shape)
-        return self._graphs.get(
-            ("sweep mixer", il, n, shape),
-            self._n_nodes_mixer,
-            lambda b: self._build_mixer(b, il, n, shape),
-        )
+        return self._get("mixer", self._n_nodes_mixer, self._build_mixer, il, n, shape)
 
     def layer(self, il: int, n: int, shape: PassShape) -> BuiltGraph:
         """Return `layer` for n rows; its outputs: the ids, or None if they are not read."""
-        shape = self._of_layer(il, shape)
-        return self._graphs.get(
-            ("sweep layer", il, n, shape),
-            self._n_nodes_mixer + self._n_nodes_moe,
-            lambda b: self._build_layer(b, il, n, shape),
-        )
+        n_nodes, shape = self._n_nodes_mixer + self._n_nodes_moe, self._of_layer(il, shape)
+        return self._get("layer", n_nodes, self._build_layer, il, n, shape)
 
     def experts(self, il: int, n: int) -> BuiltGraph:
         """Return `experts` for n rows."""
-        return self._graphs.get(
-            ("sweep experts", il, n), self._n_nodes_moe, lambda b: self._build_experts(b, il, n)
-        )
+        return self._get("experts", self._n_nodes_moe, self._build_experts, il, n)
 
     def unit_inputs(self, turn: int, n_padded: int) -> BuiltGraph:
         """Return `inputs`, which reads what `SweepMemory.write_unit` wrote in that turn.
@@ -224,10 +209,7 @@ class SweepGraphs:
         A copy that the driver makes would wait until the experts that are on their way have
         arrived: the device has one engine for all of them.
         """
-        return self._graphs.get(
-            ("sweep inputs", turn, n_padded), 4,
-            lambda b: self._memory.gather_unit(b, turn, n_padded),
-        )  # fmt: skip
+        return self._get("inputs", 4, self._memory.gather_unit, turn, n_padded)
 
     def unit(self, il: int, group: int, n_padded: int) -> BuiltGraph:
         """Return `unit` over a group of the ring, for layers of layer il's kind."""
@@ -238,18 +220,16 @@ class SweepGraphs:
             lambda b: self._build_unit(b, il, group, n_padded),
         )
 
-    def sum_rows(self, il: int, n: int) -> BuiltGraph | None:
-        """Return `sum_rows` for n rows; None if the device adds to a finished sum."""
-        layer_graphs = self._layer_graphs
-        if layer_graphs is None or not self._sums_last:
-            return None
+    def sum_rows(self, il: int, n: int) -> BuiltGraph:
+        """Return `sum_rows` for n rows."""
+        layer_graphs: Any = self._layer_graphs
         return self._graphs.get(
             ("sum_rows", il, n), self._n_nodes_moe, lambda b: layer_graphs.sum_rows(b, n, il)
         )
 
     def head(self, n: int, results: Results) -> BuiltGraph:
         """Return `head` for the n rows that were copied to l_out."""
-        return self._graphs.get(("sweep head", n, results), 64, lambda b: self._head(b, n, results))
+        return self._get("head", 64, self._head, n, results)
 
     def chunk(self, il: int, n: int, shape: PassShape) -> None:
         """Build the graphs of a chunk of n rows in a layer, if they are not built.
@@ -282,8 +262,9 @@ class SweepGraphs:
             seen.add(kind)
             for shape in shapes:
                 self.chunk(il, n, shape)
-            if not full:
+            if self._sums_last and not full:
                 self.sum_rows(il, n)
+            if not full:
                 self.unit(il, 0, padded(self._memory.most - 1))
 
     def _head(self, b: Builder, n: int, results: Results) -> object:
@@ -304,7 +285,7 @@ class SweepGraphs:
 
     def _ids(self, b: Builder, topk: Tensor) -> Tensor:
         """Append a copy of the choice; return its leaf, I32 [n_used, n]."""
-        ids = self._carry.leaf(b, "slots", I32, topk.ne[0], topk.ne[1])
+        ids: Tensor = self._carry.leaf(b, "slots", I32, topk.ne[0], topk.ne[1])
         b.expand(b.cpy(topk, ids))
         return ids
 
@@ -358,12 +339,13 @@ class SweepGraphs:
         b.expand(b.set_rows(tensors["hidden"], total, target))
 
 
-class Sweeps:
+class Sweeps(Owner):
     """The parts of a runner that its sweeps use, one sweep at a time.
 
     memory: for the rows of a sweep. carried: where graphs read and leave rows, by name: F32
     [n_embd, rows], or [1, n_used * rows] for weights. ring: None if no expert can be missing.
-    residency, layer_graphs: None if the runner computes a pass as one graph.
+    residency, layer_graphs: None if the runner computes a pass as one graph. launch: see
+    `GraphCache`.
     routed, layer_done, paces: events after the choice of a chunk, after a layer, after a step.
     ring_events: of each group: all that read it is done; all uploads to it are done.
     """
@@ -376,26 +358,22 @@ class Sweeps:
     ) -> None:  # fmt: skip
         """ring_groups: groups of the ring; 0: as few as make sense."""
         self.stage, self.device, self.results = stage, stage.device, results
+        self.launch = graphs.launch
         self.residency, self._observers = residency, observers
         self.misses = layer_graphs.misses if layer_graphs else None
         self.sums_last = layer_graphs is not None and layer_graphs.sums_last
-        device, n_groups = stage.device, 0 if stage.is_full else ring_groups or N_GROUPS
-        self.ring: Ring | None = None
+        device, own, self.ring = stage.device, self.own, None
+        n_groups = 0 if stage.is_full else ring_groups or N_GROUPS
         if n_groups:
-            self.ring = Ring(device, stage.store, n_groups, group_size(stage.hp.n_expert))
-        self.memory = SweepMemory(stage, max_rows, n_rows, self.ring is not None, self.sums_last)
+            self.ring = own(Ring(device, stage.store, n_groups, group_size(stage.hp.n_expert)))
+        has_ring = self.ring is not None
+        self.memory = own(SweepMemory(stage, max_rows, n_rows, has_ring, self.sums_last))
         self.graphs = SweepGraphs(stage, graphs, hidden, self.memory, self.ring, layer_graphs)
         self.carried = {"l_out": hidden.all, **(layer_graphs.carry.tensors if layer_graphs else {})}
-        self.routed = [device.event(), device.event()]
-        self.layer_done = [device.event(), device.event()]
-        self.paces = [device.event() for _ in range(MAX_AHEAD)]
-        self.ring_events = [(device.event(), device.event()) for _ in range(n_groups)]
-
-    def launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
-        """Enqueue a graph and n copies of its results to the host."""
-        status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n)
-        if status:
-            self.device.check(status, what)
+        self.routed = [own(device.event()), own(device.event())]
+        self.layer_done = [own(device.event()), own(device.event())]
+        self.paces = [own(device.event()) for _ in range(AHEAD)]
+        self.ring_events = [(own(device.event()), own(device.event())) for _ in range(n_groups)]
 
     def send(self, il: int, group: int, pairs: list[tuple[int, int]]) -> None:
         """Enqueue uploads of (expert, slot in the group)."""
@@ -430,11 +408,3 @@ class Sweeps:
         if n > self.memory.max_rows or max(one.end for one in segments) > self.stage.state.n_ctx:
             return False
         return inputs.fits(segments, Form.ROUNDED)
-
-    def close(self) -> None:
-        """Free all memory and events."""
-        events = [*self.routed, *self.layer_done, *self.paces]
-        parts: list[Any] = [*events, *(e for pair in self.ring_events for e in pair)]
-        for part in (*parts, self.memory, self.ring):
-            if part:
-                part.close()

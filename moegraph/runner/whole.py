@@ -28,7 +28,7 @@ from .sweeps import Sweeps
 
 
 def build_whole(
-    b: Builder, stage: Stage, inputs: InputBlock, hidden: HiddenRows | None, shape: PassShape,
+    b: Builder, stage: Stage, inputs: InputBlock, hidden: HiddenRows, shape: PassShape,
     results: Results,
 ) -> HeadOutputs | None:  # fmt: skip
     """Append every layer of a stage and its head; the slot of an expert is its id.
@@ -47,8 +47,7 @@ def build_whole(
         norm = build_input_norm(b, stage, x, stage.hp.n_layer)
         build_last_tap(b, stage, inp, shape, x, norm)
         return build_head(b, head, norm, inp.out_ids, inp.draws, results)
-    if hidden:
-        hidden.put(x)
+    hidden.put(x)
     return None
 
 
@@ -62,16 +61,13 @@ class WholeRunner(Runner):
 
     mode = "whole"
 
-    def __init__(self, stage: Stage, n_ubatch: int, n_sweep: int = 0) -> None:
-        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
-        is_alone = stage.has_embedding and stage.has_head
-        hidden = None
-        if n_sweep or not is_alone:  # rows of passes go from stage to stage there
-            rows = n_ubatch if is_alone else stage.state.shape.pass_rows(n_ubatch)
-            hidden = HiddenRows(stage, rows)
+    def __init__(self, stage: Stage, n_ubatch: int, n_sweep: int) -> None:
+        """n_sweep: most rows of a prompt in one sweep."""
+        is_alone = stage.has_embedding and stage.has_head  # else rows of passes go through there
+        rows = n_ubatch if is_alone else stage.state.shape.pass_rows(n_ubatch)
+        hidden = HiddenRows(stage, rows)
         super().__init__(stage, n_ubatch, hidden)
-        if n_sweep and hidden:
-            self.sweeps = Sweeps(stage, self.graphs, self.results, n_ubatch, n_sweep, hidden)
+        self.sweeps = self.own(Sweeps(stage, self.graphs, self.results, n_ubatch, n_sweep, hidden))
         self._n_nodes = n_nodes_whole(stage)
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
@@ -97,7 +93,7 @@ class WholeRunner(Runner):
     ) -> Iterable[None]:
         if cancelled():
             raise Cancelled("cancelled")
-        built = self._built
+        built, self._built = self._built, None
         if built is None:
             raise InternalError("a pass was launched before it was prepared")
         reads, n_reads = self.results.reads(built.outputs)
@@ -106,8 +102,3 @@ class WholeRunner(Runner):
         if status != C.GGML_STATUS_SUCCESS:
             self.device.check(status, f"a pass of {shape.n_tokens} rows")
         return ()  # the host never waits within a launch, so there is no pause
-
-    def close(self) -> None:
-        """Wait for the device, then free graphs and transfer memory."""
-        self._built = None
-        super().close()

@@ -144,7 +144,9 @@ class Worker:
         threading.Thread(target=self._accept, daemon=True).start()
         while True:
             try:
-                self._offer(child)
+                with self._changed:
+                    self._free, self._serving = child, ""
+                    self._changed.notify_all()
                 status = child.wait()
                 self._ended(child, status)
             finally:
@@ -158,11 +160,6 @@ class Worker:
             except (ConfigError, NativeError) as error:
                 self._say(f"cannot serve: {error}; trying again")
                 time.sleep(_RETRY_S)
-
-    def _offer(self, child: Child) -> None:
-        with self._changed:
-            self._free, self._serving = child, ""
-            self._changed.notify_all()
 
     def _ended(self, child: Child, status: int) -> None:
         with self._changed:
@@ -229,7 +226,6 @@ class Worker:
             self._say(f"refused {name}: {_reason(error)}")
 
     def _secure(self, stranger: Stranger) -> None:
-        """Do the TLS handshake, if clients need keys."""
         watch(stranger.sock)
         stranger.sock.settimeout(hello.HELLO_S)
         if self._context:
@@ -284,7 +280,6 @@ class Worker:
             return child
 
     def _put_back(self, child: Child) -> None:
-        """Have a child that was taken wait for another client."""
         with self._changed:
             child.client = ""
             if self._free is None and child.process.poll() is None:

@@ -46,7 +46,7 @@ def fetch_layers(engine: Engine) -> frozenset[int]:
 def check_sound(engine: Engine) -> None:
     """Check that cache, tables and listeds agree, and that slots hold what they are said to."""
     handler, cache = engine.runner.misses, engine.runner.cache
-    store, tables, fetching = handler.store, handler._tables, fetch_layers(engine)
+    store, tables, fetching = handler.store, handler.tables, fetch_layers(engine)
     check_cache(cache)
     sent = tables._rows.array.copy()
     if not tables._is_due:

@@ -72,7 +72,6 @@ class MtpModel:
         """Compute a prompt."""
         from moegraph.runner.sweep import Sweep
 
-        assert self.runner.sweeps
         sweep = Sweep([self.runner.sweeps], [batch])
         sweep.begin()
         while sweep.step():

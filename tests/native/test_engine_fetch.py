@@ -26,6 +26,7 @@ from helpers.fetching_engines import (
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, NativeError
 from moegraph.ggml.lib import C
+from moegraph.graphs import cache
 from moegraph.runner import layer_graphs, layered
 
 
@@ -63,11 +64,11 @@ class Failing:
 @contextmanager
 def failing(at: int, runs: bool) -> Iterator[None]:
     """Have the k-th launch of a layered pass fail, and make sure that it comes to that."""
-    library = layered.C = Failing(at, runs)
+    library = layered.C = cache.C = Failing(at, runs)
     try:
         yield
     finally:
-        layered.C = C
+        layered.C = cache.C = C
     assert library.n_launches == at, "nothing failed"
 
 

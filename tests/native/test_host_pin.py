@@ -83,7 +83,7 @@ def pinned(model_path, no_leak, monkeypatch) -> Callable[..., SimpleNamespace]:
                     check_bytes(store, model, il, expert)
             found = SimpleNamespace(
                 layers=sorted(store.rows), n_layer=len(layers), note=store.warning, size=size,
-                ring=store._ring.n_bytes if store._ring else 0, n_bytes=store.pinned_bytes,
+                ring=store.ring.n_bytes, n_bytes=store.pinned_bytes,
                 in_place=store.in_place,
             )  # fmt: skip
             store.close()

@@ -90,7 +90,7 @@ def check_prompt(
     np.testing.assert_array_equal(found, expected)
     assert file.n_asked > 100 and file.most >= 4
     assert file.n_ahead > 0.9 * file.n_asked, "the prompt waited for reads"
-    engine.stage.store.forget()
+    engine.stage.store.ring.forget()
     assert file.n_now == 0
 
 
@@ -100,7 +100,7 @@ def test_a_cancelled_or_failed_prompt_leaves_no_read_behind(
     engine, plain = open_engine(**SETTINGS), open_engine(**SETTINGS)
     ids = prompt(engine, 150, seed=5)
     expected = plain.prefill(ids).require_logits()
-    ring = engine.stage.store._ring
+    ring = engine.stage.store.ring
     with monkeypatch.context() as patch:
         file = SlowFile(patch, 0.001)
         for fails_at in (1, 2, 5, 17, 60, 120):
@@ -125,7 +125,7 @@ def test_an_interrupt_at_any_line_loses_no_block(open_engine: Open, threaded: No
     engine, plain = open_engine(**SETTINGS), open_engine(**SETTINGS)
     ids = prompt(engine, 70, seed=6)
     expected = plain.prefill(ids).require_logits()
-    ring, line, n_came = engine.stage.store._ring, 0, 0
+    ring, line, n_came = engine.stage.store.ring, 0, 0
     while interrupted(line, lambda: engine.prefill(ids), "resident/store.py"):
         n_came += 1
         line += 13 + line // 6

@@ -55,16 +55,15 @@ def test_a_step_that_builds_graphs_is_the_last_of_its_slice(
     assert any(known)
 
 
-def test_chunks_beside_others_follow_what_they_take(
+def test_an_answer_does_not_depend_on_the_chunks_of_its_prompt(
     open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while the prompt is read; and an answer does not depend on it."""
     settings = {"n_ctx": 1024, "n_ubatch": 256, "cpu_reference": True}
     engine, single = open_engine(n_seq=3, n_kv=-1, **settings), open_engine(**settings)
-    found, lengths = list[int](), iter([8, 24, 64, *[96] * 99])
+    found = list[int]()
 
     def chunk_rows(self: Costs, most: int, *given: Any) -> int:
-        return next(lengths)
+        return 24
 
     def noted(self: Reading, sweep: Sweep, *given: Any) -> bool:
         if sweep.upcoming and sweep.upcoming.kind != "head":
@@ -87,5 +86,5 @@ def test_chunks_beside_others_follow_what_they_take(
         go_on.set()
         second.wait()
         first.ticket.cancel()
-    assert {24, 64, 96} <= set(found)
+    assert 24 in found
     assert second.tokens == alone(single, second.request)[0]

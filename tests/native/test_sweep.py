@@ -20,7 +20,7 @@ from moegraph.graphs import experts
 from moegraph.placement import footprint
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep import Sweep
-from moegraph.runner.sweep_batch import SweepBatch, cut_chunks, cut_parts
+from moegraph.runner.sweep_batch import SweepBatch, cut_parts, cut_together
 
 Open = Callable[..., Engine]
 Floats = npt.NDArray[np.float32]
@@ -77,32 +77,6 @@ def test_a_prompt_may_need_several_sweeps(open_engine: Open, monkeypatch, n_rows
     engine.reset()
     sweep = begin(engine, ids, 0, False, True)
     assert len(sweep._parts) == -(-500 // (n_rows // 64 * 64))
-
-
-@pytest.mark.parametrize(("device", "cuts"), [("cpu", (70, 200)), ("cpu,cpu", ())])
-def test_chunks_may_get_another_length_at_each_part(
-    open_engine: Open, device: str, cuts: tuple[int, ...]
-) -> None:
-    plain, engine = open_engine(), open_engine(device=device)
-    ids, lengths = prompt(plain, 500, seed=3), [8, 12, 64, 16, 48, 999]
-    asked = iter(lengths + [24] * 99)
-    sweep = begin(engine, ids, 0, True, False, rows_of=lambda n_kv: next(asked), cuts=cuts)
-    while engine.passes.step_prompt(sweep):
-        pass
-    chunks = [segment for part in sweep._parts for chunk in part for segment in chunk.segments]
-    assert [chunk.first for chunk in chunks[1:]] == [chunk.end for chunk in chunks[:-1]]
-    assert chunks[-1].end == 500 and sweep.n_done == sweep.n_steps
-    n_parts = len(sweep._parts)
-    assert n_parts > 3 and [part[0].n for part in sweep._parts[:2]] == lengths[:2]
-    assert set(cuts) <= {chunk.end for chunk in chunks}
-    expected = [plain.forward(ids[c.first : c.end], all_rows=True) for c in chunks]
-    logits = np.concatenate([one.require_logits() for one in expected])
-    np.testing.assert_array_equal(sweep.prompts[0].output.require_logits(), logits)
-    for copy in sweep.prompts[0].saved:
-        copy.close()
-    for token in ids[:4]:
-        found = [e.forward([token]).require_logits() for e in (engine, plain)]
-        np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("preset", ["mini35b"])
@@ -231,8 +205,9 @@ def test_what_a_prompt_refuses(open_engine: Open) -> None:
 
 
 def test_chunks_and_parts() -> None:
-    assert cut_chunks(10, 5, 4, (7, 40)) == [((0, 5, 2),), ((0, 7, 4),), ((0, 11, 4),)]
-    chunks = cut_chunks(100, 0, 16, ())
+    few = cut_together([(0, 5, 10, (7, 40))], 4, bool)
+    assert few == [((0, 5, 2),), ((0, 7, 4),), ((0, 11, 4),)]
+    chunks = cut_together([(0, 0, 100, ())], 16, bool)
     assert len(cut_parts(chunks, 48, 2)) == 4
     parts = cut_parts(chunks, 48, 9)
     assert [sum(c.n for c in part) for part in parts] == [48, 48, 4]
