@@ -58,11 +58,11 @@ class Block(Owner):
         place(self.buffer, tensor, self._offsets[name] + offset)
         return tensor
 
-    def leaf(self, b: Builder, name: str, dtype: int, *ne: int, at: int = 0) -> Tensor:
+    def leaf(self, b: Builder, name: object, dtype: int, *ne: int, at: int = 0) -> Tensor:
         """Return a leaf that reads the memory of that name from byte `at` on; ne: its shape."""
-        return self.put(b.leaf(dtype, ne, name), name, at)
+        return self.put(b.leaf(dtype, ne, str(name)), name, at)
 
-    def set(self, name: str, values: npt.NDArray[Any], at: int = 0) -> None:
+    def set(self, name: object, values: npt.NDArray[Any], at: int = 0) -> None:
         """Write values to the memory of that name from byte `at` on, and wait."""
         data = np.ascontiguousarray(values)
         C.ggml_backend_tensor_set(self.tensors[name], ffi.from_buffer(data), at, data.nbytes)

@@ -128,11 +128,8 @@ class DraftHead(Owner):
         self.output: Tensor = block.tensors["output"]
         self.table: Tensor = block.tensors["table"]
         self.n_bytes = block.n_bytes
-        ordered = np.ascontiguousarray(ids, dtype=np.int32)
-        C.ggml_backend_tensor_set(self.table, ffi.from_buffer(ordered), 0, ordered.nbytes)
+        block.set("table", ids.astype(np.int32))
         for at, first, m in runs_of(ids):
             rows = np.empty(m * row_bytes, dtype=np.uint8)
             model.read(info, rows, first * row_bytes)
-            C.ggml_backend_tensor_set(
-                self.output, ffi.from_buffer(rows), at * row_bytes, rows.nbytes
-            )
+            block.set("output", rows, at * row_bytes)

@@ -96,8 +96,7 @@ class DraftRows(_Reserved):
         return [self._leaf(b, il, i, self.n_rows) for i in range(len(self._widths[il]))]
 
     def _leaf(self, b: Builder, il: int, i: int, n_rows: int) -> Tensor:
-        leaf = b.leaf(F32, (self._widths[il][i], n_rows), "draft_rows")
-        return self._memory.put(leaf, (il, i))
+        return self._memory.leaf(b, (il, i), F32, self._widths[il][i], n_rows)
 
 
 _ROT_MIN = 64
@@ -154,10 +153,9 @@ class State(Owner):
         if self.n_seq > 1:
             self.require_words("several sequences (n_seq)")
         self.rot_k, self.rot_v = found.get("rot_k"), found.get("rot_v")
-        for rot in (self.rot_k, self.rot_v):
+        for name, rot in (("rot_k", self.rot_k), ("rot_v", self.rot_v)):
             if rot is not None:
-                matrix = hadamard(rot.ne[0])
-                C.ggml_backend_tensor_set(rot, ffi.from_buffer(matrix), 0, matrix.nbytes)
+                block.set(name, hadamard(rot.ne[0]))
         self._zeros = found["zeros"]
         self.k_words, self.v_words = self._words(block, "k"), self._words(block, "v")
         own = [t for part in (self.k, self.v) for il, t in part.items() if il == hp.n_layer]
@@ -343,25 +341,22 @@ class TapRows(_Reserved):
 
     def _taps(self, b: Builder) -> Tensor:
         """Return a leaf of the taps of the last pass, F32 [n_embd, rows, n_taps]."""
-        room = tap_room(self.n_rows)
-        leaf = b.leaf(F32, (self._hp.n_embd, room, len(self.layers)), "taps")
-        self._memory.put(leaf, "words")
-        return leaf
+        ne = self._hp.n_embd, tap_room(self.n_rows), len(self.layers)
+        return self._memory.leaf(b, "words", F32, *ne)
 
     def _ring(self, b: Builder) -> Tensor:
         """Return a leaf of the ring, F32 [n_embd, rows, n_taps]."""
-        leaf = b.leaf(F32, (self._hp.n_embd, self._n_ring, len(self.layers)), "kept_taps")
-        self._memory.put(leaf, "words", len(self.layers) * self._stride)
-        return leaf
+        n_embd, n_taps = self._hp.n_embd, len(self.layers)
+        at = n_taps * self._stride
+        return self._memory.leaf(b, "words", F32, n_embd, self._n_ring, n_taps, at=at)
 
     def leaf(self, b: Builder, il: int, n_tokens: int = 0) -> Tensor:
         """Return a leaf that reads tap il of the last pass, F32 [n_embd, n_tokens].
 
         n_tokens: the first rows of the pass; 0: n_rows.
         """
-        leaf = b.leaf(F32, (self._hp.n_embd, n_tokens or self.n_rows), f"tap-{il}")
-        self._memory.put(leaf, "words", self.offset(il))
-        return leaf
+        ne = self._hp.n_embd, n_tokens or self.n_rows
+        return self._memory.leaf(b, "words", F32, *ne, at=self.offset(il))
 
     def offset(self, il: int) -> int:
         """Return the first byte of tap il."""

@@ -13,7 +13,7 @@ from ..errors import RequestError
 from ..ggml.choose import DRAW_ROWS
 from ..ggml.handles import Owner
 from ..ggml.lib import C
-from ..ggml.memory import Block
+from ..ggml.memory import Block, Sender
 from ..ggml.ops import I32, MAX_TREE_ROWS, Builder
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.head import Results
@@ -49,7 +49,6 @@ class Commits(Owner):
     """
 
     def __init__(self, stage: Stage, graphs: GraphCache) -> None:
-        self._device = device = stage.device
         self._stage = stage
         self._graphs, self._has_head = graphs, stage.has_head
         n_seq, size = stage.state.n_seq, 0
@@ -59,9 +58,8 @@ class Commits(Owner):
             n = n_seq if name in ("slots", "lengths") else n_seq * MAX_TREE_ROWS
             size = round_up(size + 4 * n, _ALIGN)
         shapes, what = {"all": (1, size // 4)}, "the inputs of commits"
-        self._block = self.own(Block(device, shapes, what, "lower -c"))
-        self._all, self._host = self._block.tensors["all"], self.own(device.host_buffer(size))
-        self._uploaded = self.own(device.event())
+        self._block = self.own(Block(stage.device, shapes, what, "lower -c"))
+        self._sender, self._n_bytes = self.own(Sender(stage.device, size)), size
         self.pending: dict[int, tuple[Batch, int]] = {}
 
     def begin(self, batch: Batch) -> None:
@@ -78,7 +76,7 @@ class Commits(Owner):
         state = self._stage.state
         if state.drafts.n_rows < n_rows:
             state.require_words("a verify pass")
-            self._device.synchronize()
+            self._stage.device.synchronize()
             # first, because an interrupt must not leave graphs with the addresses of freed memory
             self._graphs.clear()
             state.drafts.reserve(n_rows)
@@ -141,13 +139,11 @@ class Commits(Owner):
 
     def _fill(self, n: int, n_seqs: int, paths: Mapping[int, list[int]], moves: bool) -> None:
         """Write the inputs and enqueue their upload; waits for the upload of the last commit."""
-        if self._uploaded:
-            self._uploaded.wait()
         state, taps, rows = self._stage.state, self._stage.taps, dict[str, npt.NDArray[np.int32]]()
+        host = self._sender.begin()
         for name, at in self._offsets.items():
             n_words = n_seqs if name in ("slots", "lengths") else n_seqs * n
-            words = self._host.array[at : at + 4 * n_words].view(np.int32)
-            rows[name] = words.reshape(n_seqs, -1)
+            rows[name] = host[at : at + 4 * n_words].view(np.int32).reshape(n_seqs, -1)
         for seq, (slot, path) in enumerate(paths.items()):
             m, first = len(path), state.n_past[slot]
             batch, place_in_pass = self.pending[slot]
@@ -162,9 +158,7 @@ class Commits(Owner):
                 rows["sources"][seq] = rows["targets"][seq] = state.spare_row
                 rows["sources"][seq, :m] = [state.pool.row(slot, first + row) for row in path]
                 rows["targets"][seq, :m] = [state.pool.row(slot, first + i) for i in range(m)]
-        self._device.send(self._all, self._host, 0, self._host.array.nbytes)
-        if self._uploaded:
-            C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
+        self._sender.send(self._block.tensors["all"], self._n_bytes)
 
     def _build(self, b: Builder, n: int, n_seqs: int, moves: bool) -> None:
         stage, s = self._stage, n_seqs

@@ -25,7 +25,7 @@ from ..errors import ConfigError, NativeError
 from ..experts.passplan import MissMode
 from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
-from ..ggml.memory import Block, place
+from ..ggml.memory import Block, Sender, place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.experts import build_absent, build_expert_sum, build_fetched_slots, build_slots
@@ -71,15 +71,8 @@ class RoutingReadback(Owner):
         size = self._stride * n_layer
         self._host = self.own(stage.device.host_buffer(size, must_pin=True))
         self._ids = self._host.array[:size].view(np.int32).reshape(n_layer, -1)
-        self._max_rows, self._is_reset = max_rows, False
-        self._stream: Any = None
-
-    def begin_pass(self) -> None:
-        """Reset all ids, unless that was done after the last pass; call it before every pass."""
-        if not self._is_reset:
-            self.reset(self._max_rows)
-        self._is_reset = False
-        self._stream = self._device.compute.ptr  # looked up once a pass, not once a layer
+        self._stream: Any = stage.device.compute.ptr  # looked up once, not for each layer
+        self.reset(max_rows)
 
     def export(self, b: Builder, ids: Tensor, il: int) -> None:
         """Append the copy of layer il's chosen ids, I32 [n_expert_used, n_tokens]."""
@@ -94,9 +87,8 @@ class RoutingReadback(Owner):
         return HostIds(self._ids[at, :n], address)
 
     def reset(self, n_tokens: int) -> None:
-        """Set the ids to MG_NO_ID; the last pass had n_tokens rows, and all its ids were read."""
+        """Set the ids to MG_NO_ID after a pass of n_tokens rows, once all its ids were read."""
         self._ids[:, : n_tokens * self._n_used] = C.MG_NO_ID
-        self._is_reset = True
 
     def has(self, host_ids: HostIds) -> bool:
         """Return whether these ids seem to have been written; `wait` makes sure of it."""
@@ -130,28 +122,24 @@ class Replay(Owner):
                 f"the routing trace has ids {ids.min()} to {ids.max()}; "
                 f"this model has experts 0 to {hp.n_expert - 1}"
             )
-        self._device = device
         self._recorded = np.ascontiguousarray(ids[:, layers.start : layers.stop], dtype=np.int32)
         self._first = layers.start
         self._n_used = hp.n_expert_used
         shapes = {"ids": (hp.n_expert_used, len(layers))}
         self._block = self.own(Block(device, shapes, "the routing trace", "drop --routing"))
-        self._all, n_bytes = self._block.tensors["ids"], self._recorded[0].nbytes
-        C.ggml_backend_tensor_set(self._all, ffi.from_buffer(self._recorded), 0, n_bytes)
-        self._host = self.own(device.host_buffer(n_bytes))
-        self._step = 0
+        self._block.set("ids", self._recorded[0])
+        self._sender, self._step = self.own(Sender(device, self._recorded[0].nbytes)), 0
 
     def leaf(self, b: Builder, il: int) -> Tensor:
         """Return a leaf that reads the current step's ids of layer il: I32 [n_expert_used, 1]."""
-        tensor = b.leaf(I32, (self._n_used, 1), "ids_replayed")
-        return self._block.put(tensor, "ids", 4 * self._n_used * (il - self._first))
+        at = 4 * self._n_used * (il - self._first)
+        return self._block.leaf(b, "ids", I32, self._n_used, 1, at=at)
 
     def advance(self) -> None:
         """Enqueue the upload of the next step's ids, after the pass that uses the current ones."""
         self._step += 1
         ids = self._recorded[self._step % len(self._recorded)]
-        self._host.array[: ids.nbytes].view(np.int32)[:] = ids.reshape(-1)
-        self._device.send(self._all, self._host, 0, ids.nbytes)
+        self._sender.put(self._block.tensors["ids"], ids)
 
 
 class CarryBuffers(Block):

@@ -177,7 +177,6 @@ class LayeredRunner(Runner):
         if self._current is None:
             raise InternalError("a pass was launched before it was prepared")
         (plan, launches), self._current = self._current, None
-        self._readback.begin_pass()
         if self.misses:
             self.misses.begin_pass(plan)
         unread = None  # the last step, while the host has not read its ids

@@ -85,8 +85,7 @@ class SweepMemory(Owner):
         self.tensors = self._block.tensors
         self.hidden = self.tensors["hidden"]
         if may_lack:
-            rows, all_rows = np.arange(4 + self._n_terms, dtype=np.int32), self.tensors["unit_rows"]
-            C.ggml_backend_tensor_set(all_rows, ffi.from_buffer(rows), 0, rows.nbytes)
+            self._block.set("unit_rows", np.arange(4 + self._n_terms, dtype=np.int32))
         self.inputs = self.own(ChunkInputs(stage, max_rows, n_rows))
         self._ids_host = self.own(device.host_buffer(8 * n_places))
         self.ids: npt.NDArray[np.int32] = self._ids_host.array[: 8 * n_places].view(np.int32)
@@ -113,7 +112,7 @@ class SweepMemory(Owner):
     def unit_leaves(self, b: Builder, n_padded: int) -> list[Tensor]:
         """Return the inputs of a unit: token, slot, place, target, and one leaf of each round."""
         return [
-            self._block.put(b.leaf(I32, (n_padded,), "unit"), "unit", 4 * at * n_padded)
+            self._block.leaf(b, "unit", I32, n_padded, at=4 * at * n_padded)
             for at in range(4 + self._n_terms)
         ]
 
@@ -122,7 +121,7 @@ class SweepMemory(Owner):
         n = 4 + self._n_terms
         host = b.leaf(I32, (n_padded, n), "unit_host")
         place(self._units_host, host, turn * self._host_step)
-        rows = self._block.put(b.leaf(I32, (n,), "unit_rows"), "unit_rows")
+        rows = self._block.leaf(b, "unit_rows", I32, n)
         b.expand(self._block.put(b.get_rows(host, rows), "unit"))
 
     def write_unit(

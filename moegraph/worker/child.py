@@ -27,11 +27,6 @@ from ..threads import Threads, waiting
 _PR_SET_PDEATHSIG = 1
 
 
-def _open(names: list[str], n_threads: int | None) -> list[Device]:
-    load_rpc()
-    return [Device(name, n_threads) for name in names]
-
-
 def _report(devices: list[Device]) -> dict[str, object]:
     found = [
         RemoteDevice(d.name, "cpu" if d.can.exact_sums else "other", d.description) for d in devices
@@ -61,7 +56,8 @@ def main(job: str) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     worker = socket.socket(fileno=fd)
     try:
-        devices = _open(names, n_threads)
+        load_rpc()
+        devices = [Device(name, n_threads) for name in names]
         worker.sendall(json.dumps(_report(devices)).encode() + b"\n")
     except MoegraphError as error:
         failure = {"error": str(error), "code": error.exit_code}
