@@ -24,8 +24,6 @@ from .options import Command, Option, recommended
 from .report import show_drafters
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
     from ..arch import ModelFile
     from ..engine import Engine
     from ..engine.chat import ChatModel
@@ -173,9 +171,8 @@ def serve(target: str, **given: Any) -> None:
     from ..server.app import build_site
     from ..server.guards import VARIABLE, Guard, Keys, read_keys
     from ..server.host import ModelHost, keep_small
-    from ..server.listening import listen, url_of
     from ..server.logs import start_logging
-    from ..server.running import Hooks, run
+    from ..server.running import ServerProcess, listen, url_of
 
     def current_keys() -> list[str]:
         return read_keys(given["api_keys"], given["api_key_file"], os.environ.get(VARIABLE))
@@ -190,11 +187,10 @@ def serve(target: str, **given: Any) -> None:
     model.open()
     with listen(given["host"], given["port"]) as sock:
         url = url_of(sock, given["host"])
-
-        def site(host: ModelHost) -> Starlette:
-            return build_site(model.state(host), guard)
-
-        hooks = Hooks(
+        process = ServerProcess(
+            app=lambda host: build_site(model.state(host), guard),
+            host=lambda: ModelHost(model.load, model.facts, given["sleep_s"]),
+            sock=sock,
             ready=lambda: ui.note(
                 f"{model.alias}, with a context of {model.n_ctx:,}, is served at {url}"
             ),
@@ -202,7 +198,7 @@ def serve(target: str, **given: Any) -> None:
             say=ui.note,
             drain_s=given["drain_s"],
         )
-        code = run(site, lambda: ModelHost(model.load, model.facts, given["sleep_s"]), sock, hooks)
+        code = process.run()
     if code == Cancelled.exit_code:
         raise Cancelled
 

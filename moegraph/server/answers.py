@@ -20,7 +20,7 @@ from ..text.chat.answer import AnswerParser
 from ..text.chat.parts import ContentPart, Part, ReasoningPart
 from .errors import RETRY_S, ApiError, from_failure
 from .metrics import Meter
-from .replies import gone
+from .replies import gone, until_first
 
 if TYPE_CHECKING:
     from ..engine.service import Service, Ticket
@@ -231,14 +231,7 @@ class ClientLeft(Exception):
 
 async def unless_left(request: HttpRequest, work: Awaitable[T]) -> T:
     """Return what work returns; cancel it when the client leaves. The body has been read."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(gone(request.receive))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+    done = await until_first(work, gone(request.receive))
+    if done.cancelled():
         raise ClientLeft
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+    return done.result()

@@ -463,10 +463,6 @@ class MessageWriter:
         delta = {"type": "message_delta", "delta": self._stop, "usage": self._usage}
         return [*events, delta, {"type": "message_stop"}]
 
-    def fail(self, error: ApiError) -> list[Event]:
-        """Return the event of an error in the middle of a stream, which ends it."""
-        return [anthropic_body(error)]
-
     def _reason(self, last: Step) -> str:
         if last.finish_reason == "length":
             # fewer tokens than it asked for: the context was full before
@@ -584,7 +580,7 @@ class _Run(Exchange):
                 yield b"".join(frames)
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        return map(named, self.writer.fail(error))
+        return [named(anthropic_body(error))]
 
 
 async def create(request: HttpRequest) -> Response:

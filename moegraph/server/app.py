@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -11,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from . import anthropic, chatpage, completions, info, openai_chat, responses, tokens
+from . import anthropic, completions, info, openai_chat, responses
 from .answers import ClientLeft
 from .errors import ApiError, openai_body, public_error
 from .guards import Gate, Guard
@@ -27,18 +25,13 @@ _EXPOSED = ("X-Request-Id", "Retry-After", WARNING)
 # A new interface adds its table here; the first that fits a path writes its errors.
 TABLES: tuple[RouteTable, ...] = (
     openai_chat.TABLE, completions.TABLE, responses.TABLE, anthropic.TABLE, info.TABLE,
-    tokens.TABLE, info.ABSENT, chatpage.TABLE,
+    info.ABSENT, info.PAGE,
 )  # fmt: skip
 
 
 def build_site(state: ServerState, guard: Guard) -> Starlette:
     """Return the application with every interface."""
-    return build_app(state, (*TABLES, info.openapi_table(TABLES)), guard)
-
-
-def build_app(state: ServerState, tables: Sequence[RouteTable], guard: Guard) -> Starlette:
-    """Return the application that serves these routes with this state."""
-    forms = _ErrorForms(tables)
+    tables = (*TABLES, info.openapi_table(TABLES))
     public = frozenset(path for table in tables for path in table.public)
     middleware = [Middleware(RequestLog)]
     if guard.origins:
@@ -52,41 +45,38 @@ def build_app(state: ServerState, tables: Sequence[RouteTable], guard: Guard) ->
     # them again.
     middleware.append(
         Middleware(
-            Gate, guard=guard, public=public, answer=forms.answer_failure,
+            Gate, guard=guard, public=public, answer=_answer_failure,
             held_bytes=state.limits.held_bytes,
         )
     )  # fmt: skip
     app = Starlette(
         routes=[route for table in tables for route in table.routes],
         middleware=middleware,
-        exception_handlers={HTTPException: forms.handle},
+        exception_handlers={HTTPException: _answer_unrouted},
     )
     app.router.redirect_slashes = False
     app.state.server = state
     return app
 
 
-class _ErrorForms:
-    """Answers that errors become, in the form that the interface of their path expects."""
+def _answer_failure(path: str, failure: Exception) -> Response:
+    """Return the response to a request for a path whose handler raised."""
+    if isinstance(failure, ClientLeft):
+        return Response(status_code=_LEFT)
+    return _answer(path, public_error(failure, path))
 
-    def __init__(self, tables: Sequence[RouteTable]) -> None:
-        self._tables = tables
 
-    def answer_failure(self, path: str, failure: Exception) -> Response:
-        """Return the response to a request for a path whose handler raised."""
-        if isinstance(failure, ClientLeft):
-            return Response(status_code=_LEFT)
-        return self._answer(path, public_error(failure, path))
+def _answer(path: str, error: ApiError) -> Response:
+    """Return an error in the form that the interface of its path has."""
+    bodies = [table.error_body for table in TABLES if path.startswith(table.prefixes)]
+    body = dict((bodies[0] if bodies else openai_body)(error))
+    return reply(body, status=error.status, headers=error.headers)
 
-    def _answer(self, path: str, error: ApiError) -> Response:
-        bodies = [t.error_body for t in self._tables if path.startswith(t.prefixes)]
-        body = dict((bodies[0] if bodies else openai_body)(error))
-        return reply(body, status=error.status, headers=error.headers)
 
-    async def handle(self, request: HttpRequest, failure: Exception) -> Response:
-        if not isinstance(failure, HTTPException):
-            raise failure
-        return self._answer(request.url.path, _routing_error(request, failure))
+async def _answer_unrouted(request: HttpRequest, failure: Exception) -> Response:
+    if not isinstance(failure, HTTPException):
+        raise failure
+    return _answer(request.url.path, _routing_error(request, failure))
 
 
 def _routing_error(request: HttpRequest, failure: HTTPException) -> ApiError:

@@ -1,9 +1,9 @@
-"""/v1/completions: texts that go on, without a chat template."""
+"""/v1/completions, where texts go on without a chat template; texts and their tokens."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
@@ -13,14 +13,25 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import ChatModel, Prepared, TextRequest
-from ..loop.requests import TokenLogprobs, Usage
-from ..text.chat.parts import ContentPart
+from ..loop.requests import Step, TokenLogprobs, Usage
+from ..text.chat.parts import ContentPart, Reply
 from .answers import Update, total
 from .errors import ApiError
-from .exchange import Choice, Completion, begin, finish_reason, finite, prepared
+from .exchange import Completion, begin, finish_reason, finite, prepared
 from .logs import request_id
-from .schemas import LIMITS, CompletionBody, Defaults, wrong
-from .state import RouteTable, either, operations, read_schema, state_of
+from .openai_chat import ChatBody
+from .replies import encode, reply
+from .schemas import LIMITS, Body, CompletionBody, Defaults, wrong
+from .state import (
+    Operation,
+    RouteTable,
+    either,
+    fit,
+    operations,
+    read_object,
+    read_schema,
+    state_of,
+)
 
 # Ids are 32 bits in the model's vocabulary; the service checks them against it.
 _MAX_ID = 1 << 31
@@ -87,23 +98,6 @@ class TextBody(CompletionBody):
         return [replace(first, prompt=prompt) for prompt in self.prompt]
 
 
-def text_logprobs(
-    found: Sequence[TokenLogprobs], piece: Callable[[int], bytes], offset: int
-) -> dict[str, Any]:
-    """Return the logprobs object of a text completion. offset: characters before the first."""
-    tokens = [piece(one.token).decode(errors="replace") for one in found]
-    ends = list(accumulate(map(len, tokens), initial=offset))
-    return {
-        "tokens": tokens,
-        "token_logprobs": [finite(one.logprob) for one in found],
-        "top_logprobs": [
-            {piece(token).decode(errors="replace"): finite(value) for token, value in one.top}
-            for one in found
-        ],
-        "text_offset": ends[:-1],
-    }
-
-
 @dataclass(kw_only=True)
 class _Run(Completion):
     """One completion of texts in the making."""
@@ -133,18 +127,33 @@ class _Run(Completion):
         prompt = self.body.prompt[index // self.body.n_choices]
         return prompt if isinstance(prompt, str) else self.loaded.chat.detokenize(prompt)
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def choice(
+        self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
+    ) -> dict[str, Any]:
         return {
             "index": index,
-            "text": self._echo(index) + choice.reply.content,
-            "logprobs": self._logprobs(choice.logprobs, 0),
-            "finish_reason": finish_reason(choice.last),
+            "text": self._echo(index) + reply.content,
+            "logprobs": self._logprobs(logprobs, 0),
+            "finish_reason": finish_reason(last),
         }
 
     def _logprobs(self, found: Sequence[TokenLogprobs], n_shown: int) -> dict[str, Any] | None:
+        """Return the logprobs object if it was asked for; n_shown: characters before the first."""
         if self.body.logprobs is None:
             return None
-        return text_logprobs(found, self.loaded.chat.piece, n_shown)
+
+        def text(token: int) -> str:
+            return self.loaded.chat.piece(token).decode(errors="replace")
+
+        tokens = [text(one.token) for one in found]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [finite(one.logprob) for one in found],
+            "top_logprobs": [
+                {text(token): finite(value) for token, value in one.top} for one in found
+            ],
+            "text_offset": list(accumulate(map(len, tokens), initial=n_shown))[:-1],
+        }
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the fields that begin a stream's choice: what it echoes."""
@@ -182,4 +191,95 @@ async def complete(request: HttpRequest) -> Response:
     return await run.respond(body.stream)
 
 
-TABLE = RouteTable(operations(either("/v1/completions"), complete, TextBody, streams=True))
+class TokenizeBody(Body):
+    """A text under llama-server's name or vLLM's; without one, the body is that of a chat."""
+
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Ids that become a text."""
+
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+
+
+# Tokens that are written as JSON at once; no other thread runs Python meanwhile.
+_SLICE = 10_000
+
+
+async def tokenize(request: HttpRequest) -> Response:
+    """Return the ids of a text, or those of the prompt that a chat would have."""
+    value = await read_object(request)
+    body = fit(TokenizeBody, value)
+    state = state_of(request)
+    is_chat = value.get("messages") is not None
+    async with state.model() as loaded:
+        model = loaded.chat
+
+        def answer() -> bytes:
+            if is_chat:
+                ids = model.prompt(fit(ChatBody, value).chat(state)).encoded.ids
+            else:
+                ids = _ids(model, body)
+            found = _encoded_tokens(ids, model if body.with_pieces else None)
+            count, n_ctx = len(ids), loaded.facts.n_ctx
+            return b'{"tokens":[%b],"count":%d,"max_model_len":%d}' % (found, count, n_ctx)
+
+        return Response(await state.work(answer), media_type="application/json")
+
+
+def _encoded_tokens(ids: list[int], model: ChatModel | None) -> bytes:
+    """Return ids as JSON without its brackets, with their pieces if a model is given."""
+    parts = list[bytes]()
+    for at in range(0, len(ids), _SLICE):
+        tokens: list[Any] = ids[at : at + _SLICE]
+        if model:
+            tokens = [{"id": one, "piece": _piece(model.piece(one))} for one in tokens]
+        parts.append(encode(tokens)[1:-1])
+    return b",".join(parts)
+
+
+def _ids(model: ChatModel, body: TokenizeBody) -> list[int]:
+    text = body.content if body.content is not None else body.prompt or ""
+    parse = body.parse_special is not False
+    return model.tokenize(text, add_special=bool(body.add_special), parse_special=parse)
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """Return the text of a token, or its bytes if it is only a part of a character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+async def detokenize(request: HttpRequest) -> Response:
+    """Return the text of ids."""
+    body = await read_schema(request, DetokenizeBody)
+    state = state_of(request)
+    async with state.model() as loaded:
+        text = await state.work(lambda: loaded.chat.detokenize(body.tokens))
+    return reply({"content": text, "prompt": text})
+
+
+async def apply_template(request: HttpRequest) -> Response:
+    """Return the prompt that a chat would have."""
+    body = await read_schema(request, ChatBody)
+    state = state_of(request)
+    async with state.model() as loaded:
+        prompt = await state.work(lambda: loaded.chat.prompt(body.chat(state)))
+    return reply({"prompt": prompt.text})
+
+
+TABLE = RouteTable(
+    [
+        *operations(either("/v1/completions"), complete, TextBody, streams=True),
+        Operation("/tokenize", tokenize, TokenizeBody, ChatBody),
+        Operation("/detokenize", detokenize, DetokenizeBody),
+        Operation("/apply-template", apply_template, ChatBody),
+    ]
+)

@@ -7,7 +7,7 @@ import queue
 import struct
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -242,132 +242,6 @@ class _Started:
         )
 
 
-@dataclass
-class Turns:
-    """Requests in slots, whose tokens are written by line or one request after another.
-
-    A request runs at the service's speed, together with all others; here its tokens are kept until
-    a line asks for them. request, slot: what lines without a prefix are for: those of the last
-    prefixes. n_held: by slot, tokens of prompt and answer after its last answer.
-    """
-
-    say: Callable[[str], None]
-    frames: Frames
-    n_slots: int
-    request: int = 0
-    slot: int = 0
-    n_held: dict[int, int] = field(default_factory=dict)
-    _cursor: int = 0
-    _started: dict[int, _Started] = field(default_factory=dict)
-
-    def take_prefixes(self, line: Line) -> None:
-        """Remember request and slot of a line: they stay until another line names others."""
-        if line.slot is not None:
-            if not 0 <= line.slot < self.n_slots:
-                raise LineError("bad_slot", f"{line.slot}; there are 0 to {self.n_slots - 1}")
-            self.slot = line.slot
-        if line.request is not None:
-            self.request = line.request
-
-    def free_slot(self) -> int:
-        """Return the slot that was named last if it is free, else the first free one."""
-        slots: list[int] = [self.slot, *range(self.n_slots)]
-        for slot in slots:
-            if slot not in self._started:
-                return slot
-        raise LineError("no_free_slot", f"all {self.n_slots} have a request; see LIST_REQUESTS")
-
-    def start(self, run: Running, slot: int, n_gen: int, quantum: int) -> None:
-        """Hand out the first quantum of a new request."""
-        self.slot = slot
-        started = _Started(run, self.request, slot, quantum, n_gen)
-        self._started[slot] = started
-        self._hand_out(started)
-        self.say(f"ok START {started}")
-
-    def go_on(self, line: Line) -> None:
-        """Hand out a quantum of the request in the slot: CONTINUE."""
-        integers(line, "")
-        started = self._started.get(self.slot)
-        if started is None or line.request not in (None, started.request):
-            raise LineError("no_active_request", f"slot {self.slot}")
-        self._hand_out(started)
-        self.say(f"ok CONTINUE {started}")
-
-    def cancel(self, line: Line) -> None:
-        """End a request: CANCEL; its stream gets no end."""
-        number = self.request
-        if line.words:
-            (number,) = integers(line, "request")
-        found = [s for s in self._started.values() if s.request == number]
-        if not found:
-            raise LineError("no_active_request", f"req {number}")
-        for started in found:
-            started.run.cancel()
-            del self._started[started.slot]
-            self.say(f"[scheduler] cancelled req={number} slot={started.slot}")
-
-    def step(self, line: Line) -> None:
-        """Hand out a quantum of the request whose turn it is: SCHED_STEP."""
-        self.say("ok SCHED_STEP" if self._turn() else "ok SCHED_STEP idle")
-
-    def drain(self, line: Line) -> None:
-        """Hand out all requests, quantum by quantum: SCHED_DRAIN."""
-        n_steps = 0
-        while self._turn():
-            n_steps += 1
-        self.say(f"ok SCHED_DRAIN steps={n_steps}")
-
-    def list_requests(self, _: Line) -> None:
-        """Reply which requests have tokens to come: LIST_REQUESTS."""
-        shown = [
-            f"{s.request}@slot{s.slot}(rem={s.remaining},q={s.quantum})"
-            for _, s in sorted(self._started.items())
-        ]
-        self.say(f"[scheduler] requests={','.join(shown)}")
-
-    def close(self) -> None:
-        """Cancel all requests."""
-        for started in self._started.values():
-            started.run.cancel()
-        self._started.clear()
-
-    def _turn(self) -> bool:
-        if not self._started:
-            return False
-        slots = sorted(self._started)
-        slot = next((s for s in slots if s >= self._cursor), slots[0])
-        self._cursor = slot + 1
-        self._hand_out(self._started[slot])
-        return True
-
-    def _hand_out(self, started: _Started) -> None:
-        """Stream the next tokens of a request, and whether more may come."""
-        n, token = 0, None
-        try:
-            while n < min(started.quantum, started.remaining):
-                token = started.run.next_token()
-                if token is None:
-                    break
-                self.frames.write(started.request, token)
-                n += 1
-        except LineError:
-            self._end(started)
-            raise
-        started.emitted += n
-        started.remaining = 0 if token is None else started.remaining - n
-        if started.remaining > 0:
-            self.frames.write(started.request, GOES_ON)
-        else:
-            self._end(started)
-
-    def _end(self, started: _Started) -> None:
-        del self._started[started.slot]
-        started.run.cancel()
-        self.n_held[started.slot] = started.run.n_prompt + started.emitted
-        self.frames.write(started.request, DONE)
-
-
 Ids = npt.NDArray[np.int32]
 N_SNAPSHOTS = 64
 
@@ -376,7 +250,9 @@ class Daemon:
     """Obeys one line after another; replies are lines too.
 
     What the protocol calls a snapshot is here a mark at which the service keeps the prefix of a
-    prompt; it finds a prefix again by its tokens, whichever number it has.
+    prompt; it finds a prefix again by its tokens, whichever number it has. A request of START runs
+    at the service's speed, together with all others; its tokens are kept until a line asks for
+    them.
     """
 
     def __init__(
@@ -390,19 +266,24 @@ class Daemon:
         """
         self._service, self._say, self._frames = service, say, frames
         self._n_slots, self._text = n_slots, text
-        self._turns = Turns(say, frames, n_slots)
+        # what lines without a prefix are for: those of the last prefixes
+        self._request = self._slot = 0
+        self._cursor = 0
+        self._started: dict[int, _Started] = {}
+        # by slot, tokens of prompt and answer after its last answer; by number, those of snapshots
+        self._n_held: dict[int, int] = {}
         self._snapshots: dict[int, int] = {}
-        held = self._snapshots
         self._commands: dict[str, Callable[[Line], None]] = {
             "": lambda _: None, PROMPT: self._prompt, "generate": self._generate,
             "RESTORE": self._restore, "SNAPSHOT": self._snapshot, "FREE_SNAPSHOT": self._free,
-            "LIST_SLOTS": lambda _: say(f"[snap] slots={','.join(map(str, sorted(held)))}"),
-            "START": self._start,
-            "CONTINUE": self._turns.go_on, "CANCEL": self._turns.cancel,
-            "SCHED_STEP": self._turns.step, "SCHED_DRAIN": self._turns.drain,
-            "LIST_REQUESTS": self._turns.list_requests,
+            "LIST_SLOTS": lambda _: say(
+                f"[snap] slots={','.join(map(str, sorted(self._snapshots)))}"
+            ),
+            "START": self._start, "CONTINUE": self._go_on, "CANCEL": self._cancel,
+            "SCHED_STEP": lambda _: say(f"ok SCHED_STEP{'' if self._turn() else ' idle'}"),
+            "SCHED_DRAIN": self._drain, "LIST_REQUESTS": self._list_requests,
             "LIST_TARGET_CACHE_SLOTS": lambda _: say(
-                f"[daemon] target_cache_slots={n_slots} active={self._turns.slot}"
+                f"[daemon] target_cache_slots={n_slots} active={self._slot}"
             ),
         }  # fmt: skip
 
@@ -420,7 +301,12 @@ class Daemon:
             line = parse_line(text)
             if line is None:
                 return True
-            self._turns.take_prefixes(line)
+            if line.slot is not None:
+                if not 0 <= line.slot < self._n_slots:
+                    raise LineError("bad_slot", f"{line.slot}; there are 0 to {self._n_slots - 1}")
+                self._slot = line.slot
+            if line.request is not None:
+                self._request = line.request
             if line.command == "quit":
                 return False
             streams = line.command in (PROMPT, "RESTORE")
@@ -428,20 +314,18 @@ class Daemon:
                 # its tokens could not be told from another request's
                 raise LineError("stream_tagged_required", line.command)
             self._commands[line.command](line)
-        except LineError as error:
-            self._refuse(str(error), streams)
         except RequestError as error:
-            self._refuse(f"bad_request {error}", streams)
+            code = "" if isinstance(error, LineError) else "bad_request "
+            self._say(f"err {code}{error}")
+            if streams:  # the reader of the stream must not wait for this request
+                self._frames.write(self._request, DONE)
         return True
 
     def close(self) -> None:
-        """Cancel what is under way."""
-        self._turns.close()
-
-    def _refuse(self, why: str, streams: bool) -> None:
-        self._say(f"err {why}")
-        if streams:  # the reader of the stream must not wait for this request
-            self._frames.write(self._turns.request, DONE)
+        """Cancel all requests."""
+        for started in self._started.values():
+            started.run.cancel()
+        self._started.clear()
 
     def _prompt(self, line: Line) -> None:
         (n_gen,) = integers(line, "n_gen", 1)
@@ -469,12 +353,12 @@ class Daemon:
         run = self._run(line, prompt, n_gen)
         n = 0
         while (token := run.next_token()) is not None:
-            self._frames.write(self._turns.request, token)
+            self._frames.write(self._request, token)
             n += 1
-        self._turns.n_held[self._turns.slot] = run.n_prompt + n
+        self._n_held[self._slot] = run.n_prompt + n
         if line.snap is not None:
             self._snapshots[line.snap[1]] = line.snap[0]
-        self._frames.write(self._turns.request, DONE)
+        self._frames.write(self._request, DONE)
         return run, n
 
     def _generate(self, line: Line) -> None:
@@ -487,10 +371,8 @@ class Daemon:
         if len(ids) != int(ids[0]) + 1 or len(ids) < 2:
             raise LineError("bad_prompt", f"{source}: it must begin with the number of its ids")
         run = self._run(line, ids[1:], n)
-        tokens = []
-        while (token := run.next_token()) is not None:
-            tokens.append(token)
-        self._turns.n_held[self._turns.slot] = run.n_prompt + len(tokens)
+        tokens = list(iter(run.next_token, None))
+        self._n_held[self._slot] = run.n_prompt + len(tokens)
         try:
             Path(target).write_bytes(np.array([len(tokens), *tokens], dtype="<i4").tobytes())
         except OSError as error:
@@ -498,27 +380,108 @@ class Daemon:
         self._say(f"ok {run.figures(len(tokens))} out={target}")
 
     def _start(self, line: Line) -> None:
+        """Begin a request in the slot that was named last, or the first free one: START."""
         names = "n_gen quantum" if len(line.words) == 3 else "n_gen"
         n_gen, quantum, *_ = [*integers(line, names, 1), 0]
-        slot = self._turns.free_slot()
+        slots = (self._slot, *range(self._n_slots))
+        slot = next((one for one in slots if one not in self._started), None)
+        if slot is None:
+            raise LineError(
+                "no_free_slot", f"all {self._n_slots} have a request; see LIST_REQUESTS"
+            )
         run = self._run(line, read_ids(Path(line.words[0])), n_gen)
-        self._turns.start(run, slot, n_gen, quantum or n_gen)
+        self._slot = slot
+        started = _Started(run, self._request, slot, quantum or n_gen, n_gen)
+        self._started[slot] = started
+        self._hand_out(started)
+        self._say(f"ok START {started}")
+
+    def _go_on(self, line: Line) -> None:
+        """Hand out a quantum of the request in the slot: CONTINUE."""
+        integers(line, "")
+        started = self._started.get(self._slot)
+        if started is None or line.request not in (None, started.request):
+            raise LineError("no_active_request", f"slot {self._slot}")
+        self._hand_out(started)
+        self._say(f"ok CONTINUE {started}")
+
+    def _cancel(self, line: Line) -> None:
+        """End a request: CANCEL; its stream gets no end."""
+        (number,) = integers(line, "request") if line.words else (self._request,)
+        found = [s for s in self._started.values() if s.request == number]
+        if not found:
+            raise LineError("no_active_request", f"req {number}")
+        for started in found:
+            started.run.cancel()
+            del self._started[started.slot]
+            self._say(f"[scheduler] cancelled req={number} slot={started.slot}")
+
+    def _drain(self, line: Line) -> None:
+        """Hand out all requests, quantum by quantum: SCHED_DRAIN."""
+        n_steps = 0
+        while self._turn():
+            n_steps += 1
+        self._say(f"ok SCHED_DRAIN steps={n_steps}")
+
+    def _list_requests(self, _: Line) -> None:
+        """Reply which requests have tokens to come."""
+        shown = [
+            f"{s.request}@slot{s.slot}(rem={s.remaining},q={s.quantum})"
+            for _, s in sorted(self._started.items())
+        ]
+        self._say(f"[scheduler] requests={','.join(shown)}")
+
+    def _turn(self) -> bool:
+        """Hand out a quantum of the request whose turn it is; return whether there is one."""
+        if not self._started:
+            return False
+        slots = sorted(self._started)
+        slot = next((s for s in slots if s >= self._cursor), slots[0])
+        self._cursor = slot + 1
+        self._hand_out(self._started[slot])
+        return True
+
+    def _hand_out(self, started: _Started) -> None:
+        """Stream the next tokens of a request, and whether more may come."""
+        n, token = 0, None
+        try:
+            while n < min(started.quantum, started.remaining):
+                token = started.run.next_token()
+                if token is None:
+                    break
+                self._frames.write(started.request, token)
+                n += 1
+        except LineError:
+            self._end(started)
+            raise
+        started.emitted += n
+        started.remaining = 0 if token is None else started.remaining - n
+        if started.remaining > 0:
+            self._frames.write(started.request, GOES_ON)
+        else:
+            self._end(started)
+
+    def _end(self, started: _Started) -> None:
+        del self._started[started.slot]
+        started.run.cancel()
+        self._n_held[started.slot] = started.run.n_prompt + started.emitted
+        self._frames.write(started.request, DONE)
 
     def _run(self, line: Line, prompt: Ids, n_gen: int) -> Running:
         marks = (line.snap[0],) if line.snap and line.snap[0] < len(prompt) else ()
         request = Request(
             prompt.tolist(), line.sampling or GREEDY, max_tokens=n_gen, marks=marks,
-            text=self._text, name=f"req{self._turns.request}",
+            text=self._text, name=f"req{self._request}",
         )  # fmt: skip
         return Running(self._service, request)
 
     def _snapshot(self, line: Line) -> None:
         number = self._number(line, "SNAPSHOT takes the number of a snapshot")
-        n_held = self._turns.n_held.get(self._turns.slot)
+        n_held = self._n_held.get(self._slot)
         if n_held is None:
-            raise LineError("empty_slot", f"slot {self._turns.slot} has answered nothing yet")
+            raise LineError("empty_slot", f"slot {self._slot} has answered nothing yet")
         self._snapshots[number] = n_held
-        self._say(f"[snap] inline slot={number} cur_pos={n_held} live={self._turns.slot}")
+        self._say(f"[snap] inline slot={number} cur_pos={n_held} live={self._slot}")
 
     def _free(self, line: Line) -> None:
         number = self._number(line, "FREE_SNAPSHOT takes the number of a snapshot")

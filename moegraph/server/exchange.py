@@ -29,9 +29,6 @@ from .replies import DONE, EventStream, comment, data, reply
 from .schemas import CompletionBody
 from .state import state_of
 
-# What OpenAI calls the ends of an answer.
-FINISH = {"stop": "stop", "length": "length", "deadline": "length"}
-
 
 def with_biases(
     params: SamplingParams, biases: Sequence[tuple[int | str, float]] | None, model: ChatModel
@@ -41,7 +38,10 @@ def with_biases(
         return params
     found = dict(params.logit_bias)
     for token, bias in biases:
-        for one in [token] if isinstance(token, int) else _tokens_of(token, model):
+        if isinstance(token, str) and len(token) > 256:
+            raise RequestError("logit_bias names a text of more than 256 characters")
+        ids = [token] if isinstance(token, int) else model.tokenize(token)
+        for one in ids:
             found[one] = found.get(one, 0.0) + bias
     return replace(params, logit_bias=found)
 
@@ -72,12 +72,6 @@ def prepared(
             one = replace(one, request=replace(one.request, marks=marks))
         found.append(one)
     return found
-
-
-def _tokens_of(text: str, model: ChatModel) -> list[int]:
-    if len(text) > 256:
-        raise RequestError("logit_bias names a text of more than 256 characters")
-    return model.tokenize(text, add_special=False, parse_special=True)
 
 
 def usage_object(usage: Usage, n_reasoning: int | None = None) -> dict[str, Any]:
@@ -124,22 +118,17 @@ def timings_object(usage: Usage, n_choices: int = 1) -> dict[str, Any]:
 
 def chat_logprobs(found: Sequence[TokenLogprobs], piece: Callable[[int], bytes]) -> dict[str, Any]:
     """Return the logprobs object of a chat completion. piece: the bytes of a token."""
-    return {"content": [_token_object(one, piece) for one in found], "refusal": None}
 
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        data = piece(token)
+        text = data.decode(errors="replace")
+        return {"id": token, "token": text, "bytes": list(data), "logprob": finite(logprob)}
 
-def _token_object(found: TokenLogprobs, piece: Callable[[int], bytes]) -> dict[str, Any]:
-    top = [_logprob(token, value, piece) for token, value in found.top]
-    return {**_logprob(found.token, found.logprob, piece), "top_logprobs": top}
-
-
-def _logprob(token: int, value: float, piece: Callable[[int], bytes]) -> dict[str, Any]:
-    data = piece(token)
-    return {
-        "id": token,
-        "token": data.decode(errors="replace"),
-        "bytes": list(data),
-        "logprob": finite(value),
-    }
+    content = [
+        {**told(one.token, one.logprob), "top_logprobs": [told(*likely) for likely in one.top]}
+        for one in found
+    ]
+    return {"content": content, "refusal": None}
 
 
 def finite(value: float) -> float:
@@ -151,8 +140,9 @@ def finish_reason(step: Step | None, has_calls: bool = False) -> str | None:
     """Return OpenAI's word for the end of an answer; None while it goes on."""
     if step is None or step.finish_reason is None:
         return None
-    reason = FINISH.get(step.finish_reason, step.finish_reason)
-    return "tool_calls" if has_calls and reason == "stop" else reason
+    if has_calls and step.finish_reason == "stop":
+        return "tool_calls"
+    return "length" if step.finish_reason == "deadline" else step.finish_reason
 
 
 def _experts(loaded: LoadedModel | None) -> Any:
@@ -311,22 +301,6 @@ class PromptProgress:
         return [self._write(update.index, {**common, "processed": n}) for n in due]
 
 
-@dataclass
-class Choice:
-    """One choice as it grows."""
-
-    reply: Reply = field(default_factory=Reply)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    last: Step | None = None
-
-    def take(self, update: Update) -> None:
-        """Add what a step brought."""
-        self.reply.add(update.parts)
-        self.logprobs += update.step.logprobs
-        if update.is_last:
-            self.last = update.step
-
-
 @dataclass(kw_only=True)
 class Completion(Exchange):
     """One of OpenAI's completions in the making, of a chat or of a text.
@@ -344,8 +318,10 @@ class Completion(Exchange):
     may_reason: ClassVar[bool] = False
 
     @abstractmethod
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return a whole choice."""
+    def choice(
+        self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
+    ) -> dict[str, Any]:
+        """Return a whole choice; last: its last step."""
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the fields that begin a stream's choice, if it has such a beginning."""
@@ -357,10 +333,14 @@ class Completion(Exchange):
 
     async def whole(self) -> dict[str, Any]:
         """Return the completion."""
-        answers = [Choice() for _ in range(len(self.answers.usages))]
+        found: dict[int, tuple[Reply, list[TokenLogprobs]]] = {}
+        ended: dict[int, Step] = {}
         async for update in self.answers:
-            answers[update.index].take(update)
-        choices = [self.choice(i, answer) for i, answer in enumerate(answers)]
+            reply, logprobs = found.setdefault(update.index, (Reply(), []))
+            reply.add(update.parts)
+            logprobs += update.step.logprobs
+            ended[update.index] = update.step
+        choices = [self.choice(i, *found[i], ended[i]) for i in sorted(found)]
         note_usage(self.http, self.usage, choices[0]["finish_reason"])
         return {**self._head(self.kind), "choices": choices, **self._sums()}
 

@@ -1,4 +1,4 @@
-"""What the server says of itself: health, models, slots, metrics, its OpenAPI document."""
+"""What the server shows of itself: health, models, slots, metrics, its API, the page at /."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -297,3 +298,60 @@ def openapi_table(tables: Sequence[RouteTable]) -> RouteTable:
 
     own.append(RouteTable([Operation("/openapi.json", describe)]))
     return own[0]
+
+
+# The files of a chat in the browser.
+FILES = Path(__file__).resolve().parent / "page"
+_FIRST = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Whatever a model writes, the page runs only the server's own scripts and asks only this server;
+# trusted-types refuses to make HTML of text.
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    # another version of the program may answer next
+    "Cache-Control": "no-cache",
+}
+
+
+def _page() -> RouteTable:
+    """Return a route for each file, whose bytes are read now: no path of a client is opened."""
+    found = {path.name: path for path in sorted(FILES.iterdir()) if path.suffix in _TYPES}
+    paths = {f"/page/{name}": path for name, path in found.items() if name != _FIRST}
+    paths["/"] = found[_FIRST]
+    return RouteTable([_route(url, path) for url, path in paths.items()], public=tuple(paths))
+
+
+def _route(url: str, path: Path) -> Route:
+    content, kind = path.read_bytes(), _TYPES[path.suffix]
+
+    async def send(request: HttpRequest) -> Response:
+        return Response(content, headers=HEADERS, media_type=kind)
+
+    return Route(url, send)
+
+
+PAGE = _page()

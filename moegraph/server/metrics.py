@@ -24,14 +24,15 @@ Row = tuple[str, str, float]
 
 
 class Metrics(Collector):
-    """The statistics of one server; used on the event loop only.
+    """The statistics of one server and of its engine; used on the event loop only.
 
     Sums over all requests, also over those that run: n_computed: prompt tokens less those that
     were cached, which are n_cached. n_steps: generated tokens less the first of each answer, which
     costs no pass of its own. n_held_max: of one request. n_open, n_queued: requests now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: ModelHost) -> None:
+        self._backend = backend
         self.registry = registry = CollectorRegistry()
         self.n_computed = self.n_cached = self.n_generated = self.n_steps = self.n_held_max = 0
         self.n_drafted = self.n_accepted = 0
@@ -54,7 +55,7 @@ class Metrics(Collector):
         self.answer_s = times("request_decode_time", "From the first token on.")
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the figures under llama-server's and vLLM's names, for the registry."""
+        """Yield the figures for the registry, under llama-server's, vLLM's and our names."""
         n_looked_up, n_running = self.n_computed + self.n_cached, self.n_open - self.n_queued
         n_computed, prefill_s, n_steps, decode_s = (
             now - then for now, then in zip(self._now, self._then)
@@ -88,6 +89,14 @@ class Metrics(Collector):
              self.n_queued),
         )  # fmt: skip
         yield from _families(rows)
+        is_ready = float(self._backend.condition in ("ready", "sleeping"))
+        yield GaugeMetricFamily("moegraph_ready", "Whether requests are answered.", is_ready)
+        loaded = self._backend.peek()
+        if loaded is not None:  # a model that sleeps has no figures
+            status: ServiceStatus = loaded.service.status()
+            yield from _families(_service(status))
+            yield from _families(_experts(status))
+            yield from _memory(status)
 
     @property
     def _now(self) -> tuple[int, float, int, float]:
@@ -174,24 +183,6 @@ class Meter:
 
 def _has_begun(usage: Usage) -> bool:
     return usage.n_read > 0 or usage.n_generated > 0 or usage.prefill_s > 0
-
-
-class EngineMetrics(Collector):
-    """Reads the service's status when Prometheus asks; a model that sleeps has no figures."""
-
-    def __init__(self, backend: ModelHost) -> None:
-        self._backend = backend
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the figures."""
-        is_ready = float(self._backend.condition in ("ready", "sleeping"))
-        yield GaugeMetricFamily("moegraph_ready", "Whether requests are answered.", is_ready)
-        loaded = self._backend.peek()
-        if loaded is not None:
-            status: ServiceStatus = loaded.service.status()
-            yield from _families(_service(status))
-            yield from _families(_experts(status))
-            yield from _memory(status)
 
 
 def _service(status: ServiceStatus) -> Iterator[Row]:

@@ -12,11 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import ChatRequest
-from ..loop.requests import TokenLogprobs
-from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, ReasoningPart
+from ..loop.requests import Step, TokenLogprobs
+from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, ReasoningPart, Reply
 from .answers import Update
 from .exchange import (
-    Choice,
     Completion,
     begin,
     chat_logprobs,
@@ -275,12 +274,14 @@ class _Run(Completion):
     may_reason = True
     empty: ClassVar = {"delta": {}}
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def choice(
+        self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
+    ) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {**choice.reply.message(), "refusal": None},
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": finish_reason(choice.last, bool(choice.reply.calls)),
+            "message": {**reply.message(), "refusal": None},
+            "logprobs": self._logprobs(logprobs),
+            "finish_reason": finish_reason(last, bool(reply.calls)),
         }
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+T = TypeVar("T")
 # A proxy may close a connection on which nothing is sent; comments tell it that we work.
 PING_S = 10.0
 DONE = b"data: [DONE]\n\n"
@@ -68,19 +69,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all frames; return early when the client has left."""
-        work = asyncio.ensure_future(self._send_all(send))
-        others = [asyncio.ensure_future(gone(receive)), asyncio.ensure_future(self._ping(send))]
+        work = self._send_all(send)
         try:
-            await asyncio.wait((work, *others), return_when=asyncio.FIRST_COMPLETED)
+            sent = await until_first(work, gone(receive), self._ping(send))
         finally:
-            for task in (work, *others):
-                task.cancel()
-            await asyncio.gather(work, *others, return_exceptions=True)
             await self._frames.aclose()
             self._close()
-        if not work.cancelled():
+        if not sent.cancelled():
             with suppress(OSError):
-                work.result()
+                sent.result()
 
     async def _send_all(self, send: Send) -> None:
         start: dict[str, Any] = {"status": self.status_code, "headers": self.raw_headers}
@@ -106,6 +103,19 @@ class EventStream(Response):
 
 def _chunk(body: bytes) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+async def until_first(work: Awaitable[T], *others: Awaitable[Any]) -> asyncio.Future[T]:
+    """Wait until any of these ends, and cancel the rest; return what became of the first one."""
+    first = asyncio.ensure_future(work)
+    tasks = [first, *map(asyncio.ensure_future, others)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return first
 
 
 async def gone(receive: Receive) -> None:

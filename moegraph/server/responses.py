@@ -731,11 +731,7 @@ class ResponseWriter:
         """Return the response object as it is now."""
         empty = {"error": None, "incomplete_details": None, "completed_at": None, "usage": None}
         made = {"id": self._id, "object": "response", **self._fields, **empty, **self._ended}
-        return {**made, "output": self.output()}
-
-    def output(self) -> list[dict[str, Any]]:
-        """Return the items."""
-        return [item.json() for item in self._items]
+        return {**made, "output": [item.json() for item in self._items]}
 
     def start(self) -> list[Event]:
         """Return the events that come before the answer."""

@@ -25,7 +25,7 @@ from ..units import KiB, format_bytes
 from .answers import ClientLeft
 from .errors import OPENAI_ERROR, ApiError, from_failure, from_validation, openai_body
 from .host import LoadedModel, ModelHost
-from .metrics import EngineMetrics, Metrics
+from .metrics import Metrics
 from .responsestore import ResponseStore
 from .schemas import LIMITS, Defaults, Limits
 
@@ -75,7 +75,7 @@ class ServerState(Defaults):
     backend: ModelHost
     cache_by_key: bool = False
     limits: Limits = LIMITS
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: Metrics = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
     started: int = field(default_factory=lambda: int(time.time()))
     workers: Workers = field(default_factory=Workers)
@@ -88,7 +88,7 @@ class ServerState(Defaults):
             raise from_failure(error) from error
 
     def __post_init__(self) -> None:
-        self.metrics.registry.register(EngineMetrics(self.backend))
+        self.metrics = Metrics(self.backend)
 
     @asynccontextmanager
     async def model(self) -> AsyncIterator[LoadedModel]:

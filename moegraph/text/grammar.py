@@ -302,11 +302,7 @@ def _digits(number: object) -> int:
     """Return the digits of a number without its powers of ten, such as 25 for 0.25; or 1."""
     if isinstance(number, bool) or not isinstance(number, int | Decimal):
         return 1
-    exact = Decimal(number)
-    found = int("".join(map(str, exact.as_tuple().digits))) if exact.is_finite() else 0
-    while found and found % 10 == 0:
-        found //= 10
-    return found or 1
+    return int("".join(map(str, Decimal(number).as_tuple().digits)).strip("0") or 1)
 
 
 def _reason(error: object) -> str:

@@ -11,7 +11,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from moegraph.loop.requests import Step, Usage
-from moegraph.server.anthropic import MessageWriter
+from moegraph.server.anthropic import MessageWriter, anthropic_body
 from moegraph.server.errors import ApiError
 from moegraph.text.chat.parts import (
     CallArguments,
@@ -100,7 +100,5 @@ def test_usage_tells_cached_tokens_apart() -> None:
 
 
 def test_a_failure_in_the_middle_is_an_event_of_its_own() -> None:
-    made = MessageWriter("tiny", 9)
-    made.take([ContentPart("x")])
-    (event,) = made.fail(ApiError(503, "the server is ending"))
+    event = anthropic_body(ApiError(503, "the server is ending"))
     assert event["type"] == "error" and event["error"]["type"] == "overloaded_error"

@@ -10,10 +10,9 @@ import schemathesis
 from helpers.server_case import CHAT, Case
 from starlette.routing import Route
 
-from moegraph.server import chatpage, info
-from moegraph.server.completions import TextBody
+from moegraph.server import info
+from moegraph.server.completions import DetokenizeBody, TextBody
 from moegraph.server.openai_chat import ChatBody
-from moegraph.server.tokens import DetokenizeBody
 
 
 def described() -> dict[str, Any]:
@@ -32,7 +31,7 @@ def test_the_document_is_valid() -> None:
 
 
 def test_every_route_is_described() -> None:
-    others: Any = [*info.ABSENT.routes, *chatpage.TABLE.routes]
+    others: Any = [*info.ABSENT.routes, *info.PAGE.routes]
     apart = {route.path for route in others}
     routes = [r for r in Case().app.routes if isinstance(r, Route) and r.path not in apart]
     served = {(r.path.replace(":path", ""), m.lower()) for r in routes for m in r.methods or ()}

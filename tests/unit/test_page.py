@@ -7,8 +7,8 @@ import re
 import pytest
 from helpers.server_case import Case
 
-from moegraph.server.chatpage import FILES
 from moegraph.server.guards import Guard, Keys
+from moegraph.server.info import FILES
 
 NAMES = sorted(path.name for path in FILES.iterdir())
 TEXTS = {name: (FILES / name).read_text(encoding="utf-8") for name in NAMES}
@@ -41,7 +41,7 @@ def test_each_file_is_served_without_a_key_under_a_strict_policy(name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "path", ["/page/", "/page", "/page/index.html", "/page/../chatpage.py", "/page/%2e%2e/site.py",
+    "path", ["/page/", "/page", "/page/index.html", "/page/../info.py", "/page/%2e%2e/site.py",
              "/page//etc/passwd", "/favicon.ico"],
 )  # fmt: skip
 def test_nothing_else_is_served(path: str) -> None:

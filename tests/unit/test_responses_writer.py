@@ -160,12 +160,12 @@ def test_probabilities_of_held_back_tokens_come_with_their_text() -> None:
     made.take([], [first])
     events = made.take([ContentPart(" x")], [second])
     assert [event["logprobs"] for event in events] == [[first, second]]
-    (message,) = (item for item in made.output() if item["type"] == "message")
+    (message,) = (item for item in made.response()["output"] if item["type"] == "message")
     assert message["content"][0]["logprobs"] == [end, first, second]
     made.take([], [first])
     made.take([ReasoningPart("hm")], [thought])
     made.take([ContentPart("b")], [second])
-    assert made.output()[-1]["content"][0]["logprobs"] == [second]
+    assert made.response()["output"][-1]["content"][0]["logprobs"] == [second]
 
 
 def test_a_failure_in_the_middle_ends_the_stream_with_both_events() -> None:

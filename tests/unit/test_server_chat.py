@@ -114,6 +114,13 @@ def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
     assert case.service.tickets[0].gone.is_set()
 
 
+@pytest.mark.parametrize(("max_tokens", "arguments"), [(56, '{"a": '), (99, '{"a": 1}')])
+def test_only_a_call_that_was_cut_stays_without_an_end(max_tokens: int, arguments: str) -> None:
+    answer = Case([CALL[:56]]).chat(tools=[TOOL], max_tokens=max_tokens)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+
+
 def test_a_conversation_with_a_tool_reaches_the_model_as_it_is() -> None:
     case, text = Case(), {"type": "text", "text": "Be"}
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}

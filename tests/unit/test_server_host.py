@@ -16,7 +16,7 @@ from helpers.patience import PATIENCE_S, until_so
 from moegraph.errors import ConfigError, ModelFileError
 from moegraph.server.errors import ApiError
 from moegraph.server.host import LoadedModel, ModelFacts, ModelHost
-from moegraph.server.listening import listen, url_of
+from moegraph.server.running import listen, url_of
 
 pytestmark = pytest.mark.usefixtures("unsettled")
 

@@ -16,7 +16,7 @@ from helpers.fake_service import FixedBackend
 from helpers.patience import PATIENCE_S, until_so
 from helpers.server_case import CHAT, Case
 
-from moegraph.server.listening import PatientProtocol, listen, web_server
+from moegraph.server.running import PatientProtocol, listen, web_server
 
 
 def with_server(act: Callable[[int], Awaitable[Any]], case: Case | None = None) -> Any:
@@ -58,7 +58,7 @@ async def sent(port: int, *pieces: bytes, wait_s: float = 0.0) -> bytes:
 
 
 def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraph.server.listening.HEAD_S", 0.1)
+    monkeypatch.setattr("moegraph.server.running.HEAD_S", 0.1)
     assert with_server(lambda port: sent(port, b"GET /health HTTP/1.1\r\nHost: loc")) == b""
     assert with_server(lambda port: sent(port)) == b""
 
@@ -68,11 +68,11 @@ def test_of_too_many_connections_the_longest_idle_one_gives_way(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if limit == "connections":
-        monkeypatch.setattr("moegraph.server.listening.MAX_CONNECTIONS", 3)
+        monkeypatch.setattr("moegraph.server.running.MAX_CONNECTIONS", 3)
     else:  # and it cannot be raised
         monkeypatch.setattr(resource, "getrlimit", lambda what: (6, 6))
         monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)
-    monkeypatch.setattr("moegraph.server.listening.HEAD_S", PATIENCE_S)
+    monkeypatch.setattr("moegraph.server.running.HEAD_S", PATIENCE_S)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
     async def go(port: int) -> None:
@@ -91,7 +91,7 @@ def test_of_too_many_connections_the_longest_idle_one_gives_way(
 
 
 def test_a_connection_that_is_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraph.server.listening.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("moegraph.server.running.MAX_CONNECTIONS", 1)
     body = json.dumps({**CHAT, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
 
@@ -124,7 +124,7 @@ def test_a_client_that_vanished_is_found_out() -> None:
 
 
 def test_a_second_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraph.server.listening.HEAD_S", 0.3)
+    monkeypatch.setattr("moegraph.server.running.HEAD_S", 0.3)
 
     async def go(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -138,7 +138,7 @@ def test_a_second_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_head_that_comes_in_time_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraph.server.listening.HEAD_S", PATIENCE_S)
+    monkeypatch.setattr("moegraph.server.running.HEAD_S", PATIENCE_S)
     head = (b"GET /health HTTP/1.1\r\n", b"Host: localhost\r\n", b"Connection: close\r\n\r\n")
     assert b'{"status":"ok"}' in with_server(lambda port: sent(port, *head, wait_s=0.05))
 
@@ -250,7 +250,7 @@ def test_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
 def test_a_body_that_was_refused_cannot_hold_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moegraph.server.listening.HEAD_S", 0.3)
+    monkeypatch.setattr("moegraph.server.running.HEAD_S", 0.3)
 
     async def dribble(port: int) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -280,7 +280,7 @@ async def begun(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 
 def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraph.server.listening.STALL_S", 0.2)
+    monkeypatch.setattr("moegraph.server.running.STALL_S", 0.2)
     lost: list[Any] = []
     real = PatientProtocol.connection_lost
     monkeypatch.setattr(

@@ -22,8 +22,7 @@ from moegraph.errors import ConfigError, ModelFileError, NativeError
 from moegraph.server.app import build_site
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.host import LoadedModel, ModelFacts, ModelHost
-from moegraph.server.listening import listen, url_of
-from moegraph.server.running import Hooks, run
+from moegraph.server.running import ServerProcess, listen, url_of
 from moegraph.server.state import BODY_BYTES, ServerState, Workers
 
 pytestmark = pytest.mark.usefixtures("unsettled")
@@ -63,12 +62,13 @@ class Process:
         with listen("127.0.0.1", 0) as sock:
             url = url_of(sock, "127.0.0.1")
             thread = threading.Thread(target=act, args=(url,))
-            ways = Hooks(thread.start, self.reload, self.said.append, self.drain_s)
+            process = ServerProcess(
+                app=lambda host: build_site(ServerState(host), Guard(Keys())),
+                host=lambda: self.host, sock=sock, ready=thread.start, reload=self.reload,
+                say=self.said.append, drain_s=self.drain_s,
+            )  # fmt: skip
             try:
-                return run(
-                    lambda host: build_site(ServerState(host), Guard(Keys())),
-                    lambda: self.host, sock, ways,
-                )  # fmt: skip
+                return process.run()
             finally:
                 if thread.ident is not None:
                     thread.join()
@@ -114,8 +114,8 @@ def test_a_client_that_sends_half_a_request_is_not_waited_for(
 ) -> None:
     process = Process()
     began: list[float] = []
-    monkeypatch.setattr("moegraph.server.listening.HEAD_S", PATIENCE_S)
-    monkeypatch.setattr("moegraph.server.listening._LINGER_S", PATIENCE_S)
+    monkeypatch.setattr("moegraph.server.running.HEAD_S", PATIENCE_S)
+    monkeypatch.setattr("moegraph.server.running._LINGER_S", PATIENCE_S)
 
     def act(url: str) -> None:
         address = urlsplit(url)

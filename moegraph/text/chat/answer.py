@@ -158,7 +158,7 @@ class AnswerParser:
             self._tokens += tokens
         begun = self._tell_begun() if text else []
         if self._splitter is None:
-            return begun + self._content(text)
+            return begun + self._scan(ContentPart, text)
         return begun + self._split(*self._splitter.push(text))
 
     def _tell_begun(self) -> list[Part]:
@@ -169,7 +169,7 @@ class AnswerParser:
         found = self._scan(ReasoningPart, reasoning)
         # until the answer has text, there may be more reasoning
         found += self._end_reasoning(is_cut=False) if content else []
-        return found + self._content(content)
+        return found + self._scan(ContentPart, content)
 
     def flush(self, is_cut: bool = False) -> list[Part]:
         """Return what was held back; call it at the end of the answer.
@@ -185,9 +185,6 @@ class AnswerParser:
         if self._memory:
             self._memory.keep_turn("".join(self._texts), self._tokens)
         return found + self._end_reasoning(is_cut) + rest
-
-    def _content(self, text: str) -> list[Part]:
-        return self._scan(ContentPart, text)
 
     def _end_reasoning(self, is_cut: bool) -> list[Part]:
         scanner = self._scanners[ReasoningPart]

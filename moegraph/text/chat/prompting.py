@@ -118,28 +118,6 @@ def _straddles(text: str, tag: str) -> bool:
 MAX_QUESTIONS = 4
 # Characters of a message that are looked for in the prompt.
 _KEY_CHARS = 64
-# Two texts that have no beginning in common, for messages that are not known yet.
-_A, _B = "A", "B"
-
-
-def first_question(
-    render: Callable[[list[TemplateMessage]], str],
-    messages: Sequence[TemplateMessage],
-    prompt: str,
-) -> int:
-    """Return the character of a prompt where its first message after the system's begins.
-
-    render: makes prompts as that one was made.
-    """
-    n_system = int(messages[0]["role"] == "system")
-    first = messages[n_system]["content"] if len(messages) > n_system else ""
-    other = _B if first.startswith(_A) else _A
-    return n_common(prompt, render([*messages[:n_system], {"role": "user", "content": other}]))
-
-
-def n_common(a: str, b: str) -> int:
-    """Return how many characters two texts have in common before they differ."""
-    return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
 
 
 def prompt_marks(
@@ -236,9 +214,6 @@ def _written(function: Mapping[str, Any]) -> str:
 
 
 Render = Callable[[list[TemplateMessage]], str]
-# Beginnings of prompts, up to the first question, that are known without rendering them again.
-# Shorter ones have neither a system prompt nor tools.
-_N_BEGINNINGS, _MIN_BEGINNING = 8, 64
 # Words that no template has, to find what becomes of a message.
 _ONE, _TWO = "moegraph-one", "moegraph-two"
 _ARGUMENTS = f'{{"{_ONE}": "{_TWO}"}}'
@@ -254,7 +229,6 @@ class PromptMaker:
     def __init__(self, template: ChatTemplate, tokens: Mapping[str, str]) -> None:
         self.template = template
         self._tokens = dict(tokens)
-        self._beginnings: tuple[str, ...] = ()
         self._rendering = threading.Lock()
 
     def close(self) -> None:
@@ -344,17 +318,16 @@ class PromptMaker:
                 ) from error
 
     def first_question(self, render: Render, messages: list[TemplateMessage], prompt: str) -> int:
-        """Return where the first question begins, after the system prompt and tools."""
-        if known := [one for one in self._beginnings if prompt.startswith(one)]:
-            return max(map(len, known))
+        """Return the character of a prompt where its first message after the system's begins."""
+        n_system = int(messages[0]["role"] == "system")
+        first = messages[n_system]["content"] if len(messages) > n_system else ""
+        other = "B" if first.startswith("A") else "A"
         try:
-            found = first_question(render, messages, prompt)
+            shown = render([*messages[:n_system], {"role": "user", "content": other}])
         except MoegraphError:
             return 0  # a template that wants more than one question
-        # a beginning without a system prompt or tools would be that of other prompts too
-        if found > _MIN_BEGINNING:
-            self._beginnings = (prompt[:found], *self._beginnings[: _N_BEGINNINGS - 1])
-        return found
+        lengths = range(1, min(len(prompt), len(shown)) + 1)
+        return bisect(lengths, False, key=lambda n: prompt[:n] != shown[:n])
 
 
 def is_continued(messages: Sequence[TemplateMessage], asked: bool | str | None) -> bool:

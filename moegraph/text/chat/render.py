@@ -50,17 +50,13 @@ def build_environment() -> jinja2.Environment:
     )
     del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     environment.filters["tojson"] = _tojson
     return environment
 
 
 def _raise_exception(message: object) -> NoReturn:
     raise Refusal(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 def _tojson(

@@ -93,18 +93,11 @@ class _TypeFinder:
             return frozenset(_type_name(value) for value in values)
         for word in ("anyOf", "oneOf"):
             if choices := _list(schema.get(word)):
-                return self._any(choices)
-        found = (self.types(part) for part in _list(schema.get("allOf")))
-        return next((types for types in found if types is not None), None)
-
-    def _any(self, choices: Sequence[object]) -> Types | None:
-        found: set[str] = set()
-        for choice in choices:
-            types = self.types(choice)
-            if types is None:
-                return None
-            found |= types
-        return frozenset(found)
+                found = [self.types(choice) for choice in choices]
+                known = [types for types in found if types is not None]
+                return None if len(known) < len(found) else frozenset[str]().union(*known)
+        parts = (self.types(part) for part in _list(schema.get("allOf")))
+        return next((types for types in parts if types is not None), None)
 
     def _referred(self, ref: str) -> object:
         found: object = self._root
