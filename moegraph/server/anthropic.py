@@ -320,10 +320,10 @@ def _joined(texts: Sequence[str]) -> str:
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def read_request(body: CountBody, defaults: Defaults, name: str = "") -> ChatRequest:
+def read_request(body: CountBody, defaults: Defaults) -> ChatRequest:
     """Return what a request asks for; one that only counts has no limit of tokens.
 
-    In this interface a model reasons only if it is asked to. name: for logs.
+    In this interface a model reasons only if it is asked to.
     """
     tools = [_tool(value, f"tools[{at}]") for at, value in enumerate(body.tools or ())]
     thinks = {"enable_thinking": body.thinking.type != "disabled"} if body.thinking else {}
@@ -339,7 +339,7 @@ def read_request(body: CountBody, defaults: Defaults, name: str = "") -> ChatReq
         return chat
     return replace(
         chat,
-        **body.drawn(defaults, name) | {"stop": (*(body.stop_sequences or ()), *(body.stop or ()))},
+        **body.drawn(defaults) | {"stop": (*(body.stop_sequences or ()), *(body.stop or ()))},
         max_tokens=body.max_tokens,
     )
 
@@ -558,14 +558,15 @@ class _Run(Exchange):
 
     async def whole(self) -> dict[str, Any]:
         async for update in self.answers:
-            self.writer.take(update.parts)
-            if update.is_last:
-                self._finish(update)
+            self._take(update)
         return {**self.writer.message(), **self.report()}
 
-    def _finish(self, update: Update) -> list[Event]:
-        note_usage(self.http, update.step.usage, update.step.finish_reason)
-        return self.writer.finish(update.step)
+    def _take(self, update: Update) -> list[Event]:
+        events = self.writer.take(update.parts)
+        if update.is_last:
+            note_usage(self.http, update.step.usage, update.step.finish_reason)
+            events += self.writer.finish(update.step)
+        return events
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the events; the first waits for the first step, which knows what was cached."""
@@ -573,9 +574,7 @@ class _Run(Exchange):
         async for update in self.answers:
             events = [] if has_begun else self.writer.start(update.step.usage)
             has_begun = True
-            events += self.writer.take(update.parts)
-            if update.is_last:
-                events += self._finish(update)
+            events += self._take(update)
             if frames := [*map(named, events), *progress.frames(update)]:
                 yield b"".join(frames)
 
@@ -586,13 +585,12 @@ class _Run(Exchange):
 async def create(request: HttpRequest) -> Response:
     """Make a message, at once or as it is written."""
     body = await read_schema(request, MessagesBody)
-    state, name = state_of(request), request_id(request)
-    chat = read_request(body, state, name)
+    chat = read_request(body, state_of(request))
     run = await begin(
         request, lambda model: prepared(model, chat, body.logit_bias), _Run, body=body
     )
     # the header in which Anthropic's clients look for the request's id
-    return await run.respond(body.stream, headers={"request-id": name})
+    return await run.respond(body.stream, headers={"request-id": request_id(request)})
 
 
 async def count(request: HttpRequest) -> Response:

@@ -18,7 +18,6 @@ from ..text.chat.parts import ContentPart, Reply
 from .answers import Update, total
 from .errors import ApiError
 from .exchange import Completion, begin, finish_reason, finite, prepared
-from .logs import request_id
 from .openai_chat import ChatBody
 from .replies import encode, reply
 from .schemas import LIMITS, Body, CompletionBody, Defaults, wrong
@@ -26,7 +25,6 @@ from .state import (
     Operation,
     RouteTable,
     either,
-    fit,
     operations,
     read_object,
     read_schema,
@@ -86,14 +84,14 @@ class TextBody(CompletionBody):
             if problem:
                 raise ApiError(400, f"{param}: {problem}", param=param, code="unsupported_value")
 
-    def texts(self, defaults: Defaults, name: str) -> list[TextRequest]:
-        """Return a request for each prompt. name: for logs."""
+    def texts(self, defaults: Defaults) -> list[TextRequest]:
+        """Return a request for each prompt."""
         first = TextRequest(
             prompt="",
             max_tokens=self.limit(defaults.max_tokens),
             format=self.format(),
             n_logprobs=self.logprobs,
-            **self.drawn(defaults, name),
+            **self.drawn(defaults),
         )
         return [replace(first, prompt=prompt) for prompt in self.prompt]
 
@@ -179,13 +177,10 @@ async def complete(request: HttpRequest) -> Response:
     """Continue texts, at once or as they are written."""
     body = await read_schema(request, TextBody)
     body.require_supported()
-    state, name = state_of(request), request_id(request)
 
     def prepare(model: ChatModel) -> list[Prepared]:
-        texts = body.texts(state, name)
-        return [
-            one for text in texts for one in prepared(model, text, body.logit_bias, body.n_choices)
-        ]
+        texts, n = body.texts(state_of(request)), body.n_choices
+        return [one for text in texts for one in prepared(model, text, body.logit_bias, n)]
 
     run = await begin(request, prepare, _Run, body=body)
     return await run.respond(body.stream)
@@ -214,7 +209,7 @@ _SLICE = 10_000
 async def tokenize(request: HttpRequest) -> Response:
     """Return the ids of a text, or those of the prompt that a chat would have."""
     value = await read_object(request)
-    body = fit(TokenizeBody, value)
+    body = TokenizeBody.model_validate(value)
     state = state_of(request)
     is_chat = value.get("messages") is not None
     async with state.model() as loaded:
@@ -222,7 +217,7 @@ async def tokenize(request: HttpRequest) -> Response:
 
         def answer() -> bytes:
             if is_chat:
-                ids = model.prompt(fit(ChatBody, value).chat(state)).encoded.ids
+                ids = model.prompt(ChatBody.model_validate(value).chat(state)).encoded.ids
             else:
                 ids = _ids(model, body)
             found = _encoded_tokens(ids, model if body.with_pieces else None)

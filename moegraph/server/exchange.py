@@ -243,11 +243,9 @@ async def begin(
     state, owner = state_of(request), owner_of(request)
 
     def owned(model: ChatModel) -> list[Prepared]:
-        name = cache_owner(owner) if state.cache_by_key else ""
-        return [
-            replace(one, request=replace(one.request, client=owner, owner=name))
-            for one in prepare(model)
-        ]
+        kept_as = cache_owner(owner) if state.cache_by_key else ""
+        given: dict[str, Any] = {"name": request_id(request), "client": owner, "owner": kept_as}
+        return [replace(one, request=replace(one.request, **given)) for one in prepare(model)]
 
     async def accepted() -> Kind:
         before = _experts(state.backend.peek())

@@ -22,7 +22,6 @@ from .exchange import (
     finish_reason,
     prepared,
 )
-from .logs import request_id
 from .replies import reply
 from .schemas import (
     LIMITS,
@@ -241,8 +240,8 @@ class ChatBody(CompletionBody):
             tools = [tool for tool in tools if tool.function.name in chosen.names]
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
-    def chat(self, defaults: Defaults, name: str = "") -> ChatRequest:
-        """Return the request of one answer; name: for logs."""
+    def chat(self, defaults: Defaults) -> ChatRequest:
+        """Return the request of one answer."""
         return ChatRequest(
             messages=[message.plain() for message in self.messages],
             tools=self._callable(),
@@ -259,7 +258,7 @@ class ChatBody(CompletionBody):
             echo=bool(self.echo),
             max_tokens=self.limit(defaults.max_tokens, self.max_completion_tokens),
             n_logprobs=self.n_logprobs,
-            **self.drawn(defaults, name),
+            **self.drawn(defaults),
         )
 
 
@@ -316,10 +315,10 @@ class _Run(Completion):
 async def complete(request: HttpRequest) -> Response:
     """Answer a conversation, at once or as it is written."""
     body = await read_schema(request, ChatBody)
-    state, name = state_of(request), request_id(request)
+    state = state_of(request)
     run = await begin(
         request,
-        lambda model: prepared(model, body.chat(state, name), body.logit_bias, body.n_choices),
+        lambda model: prepared(model, body.chat(state), body.logit_bias, body.n_choices),
         _Run,
         body=body,
     )

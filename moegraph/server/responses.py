@@ -24,7 +24,7 @@ from .answers import Update
 from .errors import ApiError
 from .exchange import Exchange, PromptProgress, begin, chat_logprobs, prepared
 from .guards import owner_of
-from .logs import note_usage, request_id
+from .logs import note_usage
 from .replies import named, reply
 from .responsestore import Item, ResponseStore
 from .schemas import (
@@ -478,11 +478,11 @@ class ReadRequest:
 
 
 def read_request(
-    body: ResponsesBody, store: ResponseStore, owner: str, defaults: Defaults, name: str = ""
+    body: ResponsesBody, store: ResponseStore, owner: str, defaults: Defaults
 ) -> ReadRequest:
     """Return what a request asks for.
 
-    store: has the responses before this one. owner: the client. name: for logs.
+    store: has the responses before this one. owner: the client.
     """
     _refuse_unsupported(body)
     tools = read_tools(body.tools or ())
@@ -509,7 +509,7 @@ def read_request(
         },
         max_tokens=body.max_output_tokens or defaults.max_tokens,
         n_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
-        **body.drawn(defaults, name),
+        **body.drawn(defaults),
     )
     return ReadRequest(chat, tools, items)
 
@@ -874,7 +874,7 @@ async def create(request: HttpRequest) -> Response:
     """Make a response, at once or as it is written."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    read = read_request(body, state.responses, owner_of(request), state, request_id(request))
+    read = read_request(body, state.responses, owner_of(request), state)
     run = await begin(
         request, lambda model: prepared(model, read.chat, body.logit_bias), _Run, read=read,
         body=body,

@@ -157,8 +157,8 @@ class Sampled(Body):
     cache_prompt: bool | None = None
     stop: Stops = None
 
-    def drawn(self, defaults: Defaults, name: str) -> dict[str, Any]:
-        """Return what `DrawSettings` takes of these fields; name: for logs.
+    def drawn(self, defaults: Defaults) -> dict[str, Any]:
+        """Return what `DrawSettings` takes of these fields.
 
         `logit_bias` is not among them yet: tokens that are given as texts must be looked up.
         """
@@ -171,7 +171,6 @@ class Sampled(Body):
             "ignore_eos": defaults.ignore_eos if self.ignore_eos is None else self.ignore_eos,
             "reuse": self.cache_prompt is not False,
             "deadline_s": defaults.deadline_s,
-            "name": name,
         }
 
 

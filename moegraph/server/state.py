@@ -23,7 +23,7 @@ from ..engine.chat import ChatRequest
 from ..errors import MoegraphError
 from ..units import KiB, format_bytes
 from .answers import ClientLeft
-from .errors import OPENAI_ERROR, ApiError, from_failure, from_validation, openai_body
+from .errors import OPENAI_ERROR, ApiError, from_failure, openai_body
 from .host import LoadedModel, ModelHost
 from .metrics import Metrics
 from .responsestore import ResponseStore
@@ -156,7 +156,7 @@ class RouteTable:
 async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
     """Return the body of a request as an object of the schema; unknown fields are ignored."""
     value = await read_object(request)
-    return await _aside(request, lambda: fit(schema, value))
+    return await _aside(request, lambda: schema.model_validate(value))
 
 
 async def _aside(request: HttpRequest, call: Callable[[], T]) -> T:
@@ -175,14 +175,6 @@ async def read_object(request: HttpRequest) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return value
-
-
-def fit(schema: type[Schema], value: dict[str, Any]) -> Schema:
-    """Return an object of a schema."""
-    try:
-        return schema.model_validate(value)
-    except pydantic.ValidationError as error:
-        raise from_validation(error) from None
 
 
 async def read_body(request: HttpRequest, limits: Limits) -> bytes:

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from moegraph.cli.serve import serve
 from moegraph.errors import ConfigError, MoegraphError
 from moegraph.server.guards import Guard
+from moegraph.server.running import ServerProcess
 from moegraph.server.state import ServerState
 
 
@@ -20,9 +21,9 @@ class Ran:
 
     code = 0
 
-    def __call__(self, app: Any, host: Any, sock: Any, ways: Any) -> int:
-        self.host, self.ways, self.port = host(), ways, sock.getsockname()[1]
-        self.app = app(self.host)
+    def __call__(self, process: ServerProcess) -> int:
+        self.host, self.ways = process.host(), process
+        self.port, self.app = process.sock.getsockname()[1], process.app(self.host)
         return self.code
 
     @property
@@ -40,7 +41,7 @@ class Ran:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
     found, interval = Ran(), sys.getswitchinterval()
-    monkeypatch.setattr("moegraph.server.running.run", found)
+    monkeypatch.setattr(ServerProcess, "run", lambda process: found(process))
     monkeypatch.delenv("MOEGRAPH_API_KEY", raising=False)
     yield found
     sys.setswitchinterval(interval)
