@@ -17,7 +17,7 @@ from ..loop.requests import Step, Usage
 from ..text.chat.parts import CallArguments, CallBegin, CallEnd, Part, ReasoningPart
 from .answers import Update
 from .errors import ApiError
-from .exchange import Exchange, PromptProgress, begin, prepared
+from .exchange import Exchange, PromptProgress, begin
 from .logs import note_usage, request_id
 from .replies import named, reply
 from .schemas import (
@@ -586,9 +586,7 @@ async def create(request: HttpRequest) -> Response:
     """Make a message, at once or as it is written."""
     body = await read_schema(request, MessagesBody)
     chat = read_request(body, state_of(request))
-    run = await begin(
-        request, lambda model: prepared(model, chat, body.logit_bias), _Run, body=body
-    )
+    run = await begin(request, lambda: [chat], _Run, body)
     # the header in which Anthropic's clients look for the request's id
     return await run.respond(body.stream, headers={"request-id": request_id(request)})
 

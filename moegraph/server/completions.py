@@ -12,12 +12,12 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ..engine.chat import ChatModel, Prepared, TextRequest
+from ..engine.chat import ChatModel, TextRequest
 from ..loop.requests import Step, TokenLogprobs, Usage
 from ..text.chat.parts import ContentPart, Reply
 from .answers import Update, total
 from .errors import ApiError
-from .exchange import Completion, begin, finish_reason, finite, prepared
+from .exchange import Completion, begin, finish_reason, finite
 from .openai_chat import ChatBody
 from .replies import encode, reply
 from .schemas import LIMITS, Body, CompletionBody, Defaults, wrong
@@ -177,12 +177,8 @@ async def complete(request: HttpRequest) -> Response:
     """Continue texts, at once or as they are written."""
     body = await read_schema(request, TextBody)
     body.require_supported()
-
-    def prepare(model: ChatModel) -> list[Prepared]:
-        texts, n = body.texts(state_of(request)), body.n_choices
-        return [one for text in texts for one in prepared(model, text, body.logit_bias, n)]
-
-    run = await begin(request, prepare, _Run, body=body)
+    state = state_of(request)
+    run = await begin(request, lambda: body.texts(state), _Run, body, body.n_choices)
     return await run.respond(body.stream)
 
 

@@ -26,7 +26,7 @@ from .host import LoadedModel
 from .logs import WARNING, note_usage, note_warnings, request_id
 from .metrics import Meter
 from .replies import DONE, EventStream, comment, data, reply
-from .schemas import CompletionBody
+from .schemas import CompletionBody, Sampled
 from .state import state_of
 
 
@@ -161,6 +161,7 @@ class Exchange(ABC):
     answers: Answers
     loaded: LoadedModel
     experts: Any
+    body: Sampled
 
     @property
     def usage(self) -> Usage:
@@ -232,20 +233,24 @@ Kind = TypeVar("Kind", bound=Exchange)
 
 async def begin(
     request: HttpRequest,
-    prepare: Callable[[ChatModel], Sequence[Prepared]],
+    asked: Callable[[], Sequence[ChatRequest | TextRequest]],
     kind: type[Kind],
+    body: Sampled,
+    n: int = 1,
     **given: Any,
 ) -> Kind:
-    """Submit a request, unless the client leaves meanwhile.
+    """Submit n answers to each request of a body, unless the client leaves meanwhile.
 
-    prepare: runs on a thread of ours. kind, given: the class of exchange, and fields of its own.
+    asked: makes the requests, on a thread of ours. kind, given: the class of exchange, and fields
+    of its own.
     """
     state, owner = state_of(request), owner_of(request)
 
     def owned(model: ChatModel) -> list[Prepared]:
         kept_as = cache_owner(owner) if state.cache_by_key else ""
-        given: dict[str, Any] = {"name": request_id(request), "client": owner, "owner": kept_as}
-        return [replace(one, request=replace(one.request, **given)) for one in prepare(model)]
+        own: dict[str, Any] = {"name": request_id(request), "client": owner, "owner": kept_as}
+        found = [one for a in asked() for one in prepared(model, a, body.logit_bias, n)]
+        return [replace(one, request=replace(one.request, **own)) for one in found]
 
     async def accepted() -> Kind:
         before = _experts(state.backend.peek())
@@ -253,13 +258,15 @@ async def begin(
         meter = Meter(state.metrics, on_close=state.backend.leave)
         try:
             loaded = await state.backend.loaded()
-            asked = await state.work(partial(owned, loaded.chat))
-            answers = Answers(loaded.service, asked, meter)
+            ready = await state.work(partial(owned, loaded.chat))
+            answers = Answers(loaded.service, ready, meter)
         except BaseException:
             meter.closed()
             raise
         try:
-            return kind(http=request, answers=answers, loaded=loaded, experts=before, **given)
+            return kind(
+                http=request, answers=answers, loaded=loaded, experts=before, body=body, **given
+            )
         except BaseException:
             answers.close()
             raise

@@ -20,7 +20,6 @@ from .exchange import (
     begin,
     chat_logprobs,
     finish_reason,
-    prepared,
 )
 from .replies import reply
 from .schemas import (
@@ -316,12 +315,7 @@ async def complete(request: HttpRequest) -> Response:
     """Answer a conversation, at once or as it is written."""
     body = await read_schema(request, ChatBody)
     state = state_of(request)
-    run = await begin(
-        request,
-        lambda model: prepared(model, body.chat(state), body.logit_bias, body.n_choices),
-        _Run,
-        body=body,
-    )
+    run = await begin(request, lambda: [body.chat(state)], _Run, body, body.n_choices)
     return await run.respond(body.stream)
 
 

@@ -22,7 +22,7 @@ from ..sampling import SamplingParams
 from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
 from .answers import Update
 from .errors import ApiError
-from .exchange import Exchange, PromptProgress, begin, chat_logprobs, prepared
+from .exchange import Exchange, PromptProgress, begin, chat_logprobs
 from .guards import owner_of
 from .logs import note_usage
 from .replies import named, reply
@@ -875,10 +875,7 @@ async def create(request: HttpRequest) -> Response:
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
     read = read_request(body, state.responses, owner_of(request), state)
-    run = await begin(
-        request, lambda model: prepared(model, read.chat, body.logit_bias), _Run, read=read,
-        body=body,
-    )  # fmt: skip
+    run = await begin(request, lambda: [read.chat], _Run, body, read=read)
     return await run.respond(body.stream)
 
 
