@@ -171,11 +171,6 @@ class Answers:
         """Return whether nothing more comes."""
         return not self._running
 
-    @property
-    def usage(self) -> Usage:
-        """Return the sum over all choices; a prompt that several choices share counts once."""
-        return total(self.usages)
-
     def _deliver(self, index: int, step: Step) -> None:
         """Take a step on the engine's thread."""
         with suppress(RuntimeError):  # the loop has ended
@@ -193,7 +188,10 @@ class Answers:
 
 
 def total(usages: Sequence[Usage]) -> Usage:
-    """Return what several choices for one prompt have cost together; times are the longest."""
+    """Return what several choices for one prompt have cost together; times are the longest.
+
+    The prompt counts once.
+    """
     first = usages[0]
     if len(usages) == 1:  # as for nearly every token that is told
         return first

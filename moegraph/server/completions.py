@@ -24,7 +24,6 @@ from .schemas import LIMITS, Body, CompletionBody, Defaults, wrong
 from .state import (
     Operation,
     RouteTable,
-    either,
     operations,
     read_object,
     read_schema,
@@ -268,7 +267,7 @@ async def apply_template(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        *operations(either("/v1/completions"), complete, TextBody, streams=True),
+        *operations("/v1/completions", complete, TextBody, streams=True),
         Operation("/tokenize", tokenize, TokenizeBody, ChatBody),
         Operation("/detokenize", detokenize, DetokenizeBody),
         Operation("/apply-template", apply_template, ChatBody),

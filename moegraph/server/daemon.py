@@ -170,12 +170,10 @@ class Frames:
     def _write(self, data: bytes) -> None:
         if self.fd is None:
             return
-        view = memoryview(data)
         try:
-            if not view:
-                os.write(self.fd, view)
-            while view:
-                view = view[os.write(self.fd, view) :]
+            n = os.write(self.fd, data)  # of nothing, too: that tells whether it is open
+            while n < len(data):
+                n += os.write(self.fd, data[n:])
         except OSError as error:
             why = f"--stream-fd {self.fd}: cannot write: {error.strerror}"
             raise ConfigError(why) from error

@@ -19,7 +19,7 @@ from ..errors import RequestError
 from ..loop.requests import Step, TokenLogprobs, Usage
 from ..sampling import RANDOM_SEED, SamplingParams
 from ..text.chat.parts import Reply
-from .answers import Answers, Update, unless_left
+from .answers import Answers, Update, total, unless_left
 from .errors import ApiError, openai_body, public_error
 from .guards import cache_owner, owner_of
 from .host import LoadedModel
@@ -166,7 +166,7 @@ class Exchange(ABC):
     @property
     def usage(self) -> Usage:
         """Return what all choices have cost so far."""
-        return self.answers.usage
+        return total(self.answers.usages)
 
     @abstractmethod
     async def whole(self) -> dict[str, Any]:

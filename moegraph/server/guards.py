@@ -30,7 +30,12 @@ def read_keys(given: Sequence[str], file: Path | None, variable: str | None) -> 
         keys += _lines(file)
     elif not given and variable:
         keys += [key.strip() for key in variable.split(",")]
-    _check(keys)
+    for number, key in enumerate(keys, 1):
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"API key {number} is empty or has a character that a header cannot carry; "
+                "use letters, digits and signs without spaces"
+            )
     return keys
 
 
@@ -46,15 +51,6 @@ def _lines(file: Path) -> list[str]:
     if not keys:
         raise ConfigError(f"{file}: it has no key; write one in each line")
     return keys
-
-
-def _check(keys: Iterable[str]) -> None:
-    for number, key in enumerate(keys, 1):
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(
-                f"API key {number} is empty or has a character that a header cannot carry; "
-                "use letters, digits and signs without spaces"
-            )
 
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")

@@ -23,9 +23,7 @@ from .guards import owner_of
 from .host import unavailable
 from .metrics import CONTENT_TYPE
 from .replies import reply
-from .state import Operation, RouteTable, ServerState, either, operations, state_of
-
-_HEALTH = either("/v1/health")
+from .state import Operation, RouteTable, ServerState, operations, state_of
 
 
 async def health(request: HttpRequest) -> Response:
@@ -162,14 +160,14 @@ async def metrics(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        *operations(_HEALTH, health),
-        *operations(either("/v1/models"), models),
+        *operations("/v1/health", health),
+        *operations("/v1/models", models),
         Operation("/v1/models/{name:path}", model),
         Operation("/props", props),
         Operation("/slots", slots),
         Operation("/metrics", metrics, answer="text/plain"),
     ],
-    public=_HEALTH,
+    public=("/v1/health", "/health"),
 )
 
 

@@ -33,7 +33,7 @@ from .schemas import (
     template_variables,
     wrong,
 )
-from .state import RouteTable, either, operations, read_schema, state_of
+from .state import RouteTable, operations, read_schema, state_of
 
 
 def _content(value: object) -> object:
@@ -342,7 +342,7 @@ async def count(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        *operations(either("/v1/chat/completions"), complete, ChatBody, streams=True),
-        *operations(either("/v1/chat/completions/input_tokens"), count, ChatBody),
+        *operations("/v1/chat/completions", complete, ChatBody, streams=True),
+        *operations("/v1/chat/completions/input_tokens", count, ChatBody),
     ]
 )

@@ -44,7 +44,7 @@ from .schemas import (
     template_variables,
     text_parts,
 )
-from .state import RouteTable, either, operations, read_schema, state_of
+from .state import RouteTable, operations, read_schema, state_of
 
 
 class TextPart(Body):
@@ -903,9 +903,9 @@ async def delete(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        *operations(either("/v1/responses"), create, ResponsesBody, streams=True),
-        *operations(either("/v1/responses/input_tokens"), count, ResponsesBody),
-        *operations(either("/v1/responses/{id}"), retrieve),
-        *operations(either("/v1/responses/{id}"), delete, method="DELETE"),
+        *operations("/v1/responses", create, ResponsesBody, streams=True),
+        *operations("/v1/responses/input_tokens", count, ResponsesBody),
+        *operations("/v1/responses/{id}", retrieve),
+        *operations("/v1/responses/{id}", delete, method="DELETE"),
     ]
 )

@@ -128,14 +128,9 @@ class Operation(Route):
         self.bodies, self.answer, self.streams = bodies, answer, streams
 
 
-def operations(paths: Sequence[str], *given: Any, **more: Any) -> list[Operation]:
-    """Return the same operation at several paths."""
-    return [Operation(path, *given, **more) for path in paths]
-
-
-def either(path: str) -> tuple[str, str]:
-    """Return a path that begins with /v1, and the path without it."""
-    return path, path.removeprefix("/v1")
+def operations(path: str, *given: Any, **more: Any) -> list[Operation]:
+    """Return the same operation at a path that begins with /v1, and at that path without it."""
+    return [Operation(one, *given, **more) for one in (path, path.removeprefix("/v1"))]
 
 
 @dataclass(frozen=True)
@@ -171,7 +166,10 @@ async def read_object(request: HttpRequest) -> dict[str, Any]:
     if body.count(b",") > limits.commas:
         message = f"the body has more than {limits.commas:,} values, or commas in its texts"
         raise ApiError(413, message, code="body_too_large")
-    value = await _aside(request, lambda: parse_json(body))
+    try:  # it refuses NaN, Infinity and deep nesting
+        value = await _aside(request, lambda: pydantic_core.from_json(body, allow_inf_nan=False))
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return value
@@ -205,11 +203,3 @@ async def _gather(request: HttpRequest, limits: Limits) -> bytes:
 def _too_large(limits: Limits) -> ApiError:
     message = f"the body is larger than {format_bytes(limits.body_bytes)}"
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
-
-
-def parse_json(body: bytes) -> Any:
-    """Return the value of a JSON text; NaN, Infinity and deep nesting are refused."""
-    try:
-        return pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None

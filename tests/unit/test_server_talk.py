@@ -13,7 +13,7 @@ from helpers.patience import PATIENCE_S, until_so
 from moegraph.engine.chat import Prepared, TextRequest
 from moegraph.errors import QueueFull
 from moegraph.loop.requests import Step, Usage
-from moegraph.server.answers import Answers
+from moegraph.server.answers import Answers, total
 from moegraph.server.errors import ApiError
 from moegraph.server.replies import EventStream, data
 
@@ -36,7 +36,7 @@ def test_choices_do_not_mix() -> None:
         service = FakeService([["a"] * 50, ["b"] * 60])
         talk = Answers(service, prepared("xx", "xx"))
         assert await texts(talk) == ["a" * 50, "b" * 60]
-        assert talk.usage.n_prompt == 2 and talk.usage.n_generated == 110
+        assert total(talk.usages).n_prompt == 2 and total(talk.usages).n_generated == 110
 
     asyncio.run(go())
 
