@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moegraph.engine.chat import ChatModel, ChatRequest
 from moegraph.text.chat.prompting import MAX_QUESTIONS, SegmentEncoder, turn_tags
 from moegraph.text.chat.template import ChatTemplate
+from moegraph.text.recent import Recent
 from moegraph.text.tokenizer import Tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -152,3 +153,12 @@ def test_a_model_that_begins_texts_with_a_token() -> None:
     encoded = SegmentEncoder(Begins(), ["<|im_start|>"]).encode(text, True)
     assert encoded.ids == Begins().encode(text) and encoded.starts == [(0, 1), (1, 2)]
     assert SegmentEncoder(Begins(), ["<|im_start|>"]).encode(text, False).ids[0] == ord("x")
+
+
+def test_a_memory_forgets_what_was_not_used_for_longest() -> None:
+    memory = Recent[str, int](10)
+    for key, size in (("a", 4), ("b", 4), ("a", 5)):  # a text that comes again counts once
+        memory.put(key, size, size)
+    assert memory.get("b") == 4
+    memory.put("c", 3, 3)
+    assert [memory.get(key) for key in "abc"] == [None, 4, 3]
