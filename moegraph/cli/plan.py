@@ -248,7 +248,7 @@ def _cells(row: _Row) -> list[str]:
     found = row.found.found
     return [
         budget.title, format_share(plan.resident_share), f"{len(plan.pinned)}",
-        slots_text(plan), format_bytes(plan.margin or 0), f"{found.hit_rate:.3f}",
+        slots_text(plan), format_bytes(plan.margin or 0), f"{found.stats.hit_rate:.3f}",
         ui.NONE if row.times.why else f"{found.tokens_per_s:.0f}", upstream, machine.name,
     ]  # fmt: skip
 

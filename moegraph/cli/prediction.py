@@ -172,7 +172,7 @@ class Prediction:
         return {
             "n_tokens": found.n_tokens,
             "hits": int(stats.hits.sum()), "misses": int(stats.misses.sum()),
-            "hit_rate": round(found.hit_rate, 5),
+            "hit_rate": round(found.stats.hit_rate, 5),
             "hit_rate_by_layer": [round(rate, 4) for rate in stats.hit_rates],
             "missing_per_token": round(stats.missing_per_step, 4),
             "missing_per_token_by_quarter": [round(n, 3) for n in found.quarters()],

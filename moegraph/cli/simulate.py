@@ -237,7 +237,7 @@ def _show(routing: Routing, times: Times, rows: Sequence[_Row], stages: Sequence
     for share, group in groupby(rows, key=lambda row: row.share):
         tried = list(group)
         found = [row.predicted.found for row in tried]
-        ranks = [one.hit_rate if times.why else one.tokens_per_s for one in found]
+        ranks = [one.stats.hit_rate if times.why else one.tokens_per_s for one in found]
         best = max(ranks) if max(ranks) > min(ranks) else None
         if cells and len(tried) > 1:
             cells.append(())
@@ -260,7 +260,7 @@ def _cells(trace: Trace, row: _Row, is_best: bool) -> tuple[str, ...]:
     found, times = row.predicted.found, row.predicted.times
     return (
         format_share(row.share), f"{row.share * trace.shape.n_expert:.0f}", row.policy,
-        f"{found.hit_rate:.3f}", f"{found.stats.missing_per_step:.2f}",
+        f"{found.stats.hit_rate:.3f}", f"{found.stats.missing_per_step:.2f}",
         f"{found.bytes_per_token / 2**20:.2f}" if times.slot_bytes else ui.NONE,
         ui.NONE if times.why else f"{1e3 * found.step_s.mean():.2f}",
         ui.NONE if times.why else f"{found.tokens_per_s:.1f}",

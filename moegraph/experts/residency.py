@@ -2,7 +2,7 @@
 
 The layered runner carries the decisions out, and the simulator counts them:
 
-    plan = residency.begin_pass(kind, n_tokens)    how this pass deals with missing experts
+    terms = residency.begin_pass(kind, n_tokens)   how this pass deals with missing experts
     residency.begin_fetch(layers)                  before each graph that fetches
     residency.fetched(il, ids)                     for each layer, in order: its graph fetched, or
     residency.routed(il, ids)                      the host handles what the layer misses
@@ -24,8 +24,8 @@ from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
 from .cache import ExpertCache
 from .cachestats import RoutingCounts
 from .cost import FetchChoice, MissWays
-from .passplan import FetchedLayer, LayerPlan, MissMode, Pairs, PassPlan, TableRow
 from .slots import LayerSlots
+from .terms import FetchedLayer, MissMode, Pairs, PassTerms, Remedy, TableRow
 
 # Most experts promoted in one pass: 30 MB of a 35B-A3B, which PCIe 5.0 copies in less than a
 # millisecond. The next pass waits for them.
@@ -67,7 +67,7 @@ class Residency:
         )
         self._short_layers: dict[int, frozenset[int]] = {}  # by the number of ids
         self.n_kept = 0
-        self._pass: PassPlan | None = None
+        self._pass: PassTerms | None = None
         self._victim_layers = _NO_LAYERS  # of the pass: their graphs fetch
         self._listed: set[int] = set()  # the list of victims on the device is that of the slots
         self._n_victims = self._n_used  # so many for each layer, or all
@@ -79,7 +79,7 @@ class Residency:
         """Return how a pass of this kind would deal with missing experts now."""
         return self._mode(rules_of(kind, n_tokens), n_tokens)
 
-    def begin_pass(self, kind: Kind, n_tokens: int) -> PassPlan:
+    def begin_pass(self, kind: Kind, n_tokens: int) -> PassTerms:
         """Decide how a pass of n_tokens rows deals with missing experts; the last pass has ended.
 
         Promoted experts become resident, and victims are planned for the layers whose graph
@@ -95,13 +95,13 @@ class Residency:
             self._layers[il].mark_resident(expert)
         self._promoted.clear()
         rows = self._changed_rows(mode.fetch_layers, n_tokens * self._n_used)
-        plan = PassPlan(n_tokens, mode, waits, rows)
-        self._pass = plan
-        return plan
+        terms = PassTerms(n_tokens, mode, waits, rows)
+        self._pass = terms
+        return terms
 
-    def is_current(self, plan: PassPlan) -> bool:
+    def is_current(self, terms: PassTerms) -> bool:
         """Return whether no other pass has begun since this one, and it has not ended."""
-        return self._pass is plan
+        return self._pass is terms
 
     def _learn(self, n_tokens: int) -> None:
         """Note what the last pass missed; n_tokens: rows of the next one, 0 if it cannot fetch."""
@@ -150,8 +150,8 @@ class Residency:
 
         ids: I32, n_expert_used of each row that is not padding.
         """
-        plan, layer = self._pass, self._layers[il]
-        if plan is None:
+        terms, layer = self._pass, self._layers[il]
+        if terms is None:
             raise InternalError(f"layer {il}: ids without a pass")
         chosen = ids.tolist()
         missing = layer.access(chosen)
@@ -161,27 +161,27 @@ class Residency:
             return _NOTHING_FETCHED
         n_fetched, rest = layer.commit_fetched(missing, chosen), None
         if n_fetched < len(missing):
-            rest = LayerPlan([], missing[n_fetched:], [], [])
+            rest = Remedy([], missing[n_fetched:], [], [])
             del missing[n_fetched:]
         return FetchedLayer(missing, self._row(layer) if il in self._dirty else None, rest)
 
-    def routed(self, il: int, ids: npt.NDArray[np.int32]) -> LayerPlan | None:
+    def routed(self, il: int, ids: npt.NDArray[np.int32]) -> Remedy | None:
         """Decide what happens to the missing experts of layer il; None if there are none.
 
         ids: I32 [n_tokens * n_expert_used], the pass's choice.
         """
-        plan = self._pass
-        if plan is None:
+        terms = self._pass
+        if terms is None:
             raise InternalError(f"layer {il}: ids without a pass")
         layer = self._layers[il]
-        if plan.n_tokens <= _LISTED_ROWS:
+        if terms.n_tokens <= _LISTED_ROWS:
             chosen = ids.tolist()
             missing = layer.access(chosen)
             self.routing.add(il, chosen)
         else:
             missing = layer.access_batch(ids)
             self.routing.add_batch(il, ids)
-        return self._layer_plan(plan, layer, missing, ids) if missing else None
+        return self._remedy(terms, layer, missing, ids) if missing else None
 
     def results_arrived(self) -> None:
         """Note that the pass is over."""
@@ -241,19 +241,19 @@ class Residency:
         self._dirty.discard(il)
         return il, layer.table, victims
 
-    def _layer_plan(
-        self, plan: PassPlan, layer: LayerSlots, missing: list[int], ids: npt.NDArray[np.int32]
-    ) -> LayerPlan:
-        il, mode = layer.il, plan.mode
+    def _remedy(
+        self, terms: PassTerms, layer: LayerSlots, missing: list[int], ids: npt.NDArray[np.int32]
+    ) -> Remedy:
+        il, mode = layer.il, terms.mode
         if il in mode.fetch_layers:
             raise InternalError(f"layer {il}: its graph fetches, so the host must not admit")
-        on_cpu = self._for_cpu(plan, missing, ids) if mode.cpu else []
+        on_cpu = self._for_cpu(terms.n_tokens, missing, ids) if mode.cpu else []
         staged = missing
         if on_cpu:
             elsewhere = set(on_cpu)
             staged = [expert for expert in missing if expert not in elsewhere]
         if not mode.admits or not layer.n_slots:
-            return LayerPlan([], staged, on_cpu, [])
+            return Remedy([], staged, on_cpu, [])
         working_set = set(ids.tolist())
         admitted, declined = [], []
         for expert in staged:
@@ -263,11 +263,11 @@ class Residency:
             else:
                 admitted.append((expert, slot))
         promoted = self._promote(layer, on_cpu, working_set) if on_cpu else []
-        return LayerPlan(admitted, declined, on_cpu, promoted)
+        return Remedy(admitted, declined, on_cpu, promoted)
 
-    def _for_cpu(self, plan: PassPlan, missing: list[int], ids: npt.NDArray[np.int32]) -> list[int]:
+    def _for_cpu(self, n_tokens: int, missing: list[int], ids: npt.NDArray[np.int32]) -> list[int]:
         """Return the missing experts that the CPU computes."""
-        if plan.n_tokens == 1:
+        if n_tokens == 1:
             # the CPU takes the last of the row's choice: the cache is least likely to want them
             n_cpu = self.split.decode[len(missing)]
         else:

@@ -103,14 +103,13 @@ def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) ->
 
 def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
     """Return whether the settings ask for drafts of the MTP block, if there is room for it."""
-    if config.spec == "mtp":
-        require_nextn(model.path, model.hparams, model.tensors)
-        return True
-    if config.spec != "auto":
+    if config.spec not in ("auto", "mtp"):
         return False
     try:
         require_nextn(model.path, model.hparams, model.tensors)
     except ModelFileError:
+        if config.spec == "mtp":
+            raise
         return False
     return True
 

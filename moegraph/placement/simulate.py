@@ -61,11 +61,6 @@ class Simulation:
         return self.n_tokens / total if total else 0.0
 
     @property
-    def hit_rate(self) -> float:
-        """Return hits over choices, full layers included."""
-        return self.stats.hit_rate
-
-    @property
     def bytes_per_token(self) -> float:
         """Return the uploaded bytes per token, 0 without tokens."""
         return self.uploaded_bytes / self.n_tokens if self.n_tokens else 0.0
@@ -112,9 +107,9 @@ class _Replay:
                 self.uploaded[il] += n
                 missing[il] = n
                 seconds += self.fetches[n]
-            elif plan := residency.routed(il, ids):
-                n_cpu, n_promoted = len(plan.on_cpu), len(plan.promoted)
-                n_streamed = len(plan.admitted) + len(plan.staged)
+            elif remedy := residency.routed(il, ids):
+                n_cpu, n_promoted = len(remedy.on_cpu), len(remedy.promoted)
+                n_streamed = len(remedy.admitted) + len(remedy.staged)
                 self.n_streamed += n_streamed
                 self.n_cpu += n_cpu
                 self.n_promoted += n_promoted
@@ -127,15 +122,15 @@ class _Replay:
     def prompt(self, ids: npt.NDArray[np.int32]) -> None:
         """Replay a prompt; a long one keeps what it sends and the policy prefers."""
         residency = self.residency
-        plan = residency.begin_pass(Kind.PREFILL, len(ids))
-        residency.begin_fetch(plan.mode.fetch_layers)
+        terms = residency.begin_pass(Kind.PREFILL, len(ids))
+        residency.begin_fetch(terms.mode.fetch_layers)
         for il in self.layers:
             chosen = ids[:, il].reshape(-1)
-            if il in plan.mode.fetch_layers:
+            if il in terms.mode.fetch_layers:
                 residency.fetched(il, chosen)
                 continue
             missing = residency.routed(il, chosen)
-            if missing and not plan.mode.admits:
+            if missing and not terms.mode.admits:
                 slots = residency.preferred(il)
                 residency.keep(il, [(e, slots[e]) for e in missing.staged if e in slots])
         residency.results_arrived()

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ..arch.inputs import PAGED, PassShape
 from ..errors import ConfigError, NativeError
-from ..experts.passplan import MissMode
+from ..experts.terms import MissMode
 from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
 from ..ggml.memory import Block, Sender, place

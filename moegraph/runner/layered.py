@@ -36,9 +36,9 @@ from ..arch.inputs import PassShape
 from ..errors import Cancelled, InternalError
 from ..experts.cache import ExpertCache
 from ..experts.cost import MissCosts, choose_ways
-from ..experts.passplan import PassPlan
 from ..experts.policy import Lru
 from ..experts.residency import Residency
+from ..experts.terms import PassTerms
 from ..ggml.lib import C, ffi
 from ..graphs.head import Results
 from ..graphs.hidden import HiddenRows
@@ -97,7 +97,7 @@ class LayeredRunner(Runner):
         self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
-        self._current: tuple[PassPlan, LaunchPlan] | None = None  # the pass that is launched next
+        self._current: tuple[PassTerms, LaunchPlan] | None = None  # the pass that is launched next
 
     @property
     def compute_bytes(self) -> int:
@@ -137,11 +137,11 @@ class LayeredRunner(Runner):
         self._is_unfinished = True
         try:
             start = time.perf_counter()
-            plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
+            terms = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
-            launches = self.plans.get(self.shapes.longest(shape), batch.results, plan.mode)
+            launches = self.plans.get(self.shapes.longest(shape), batch.results, terms.mode)
             launches.set_length(shape.n_kv)
-            self._current = plan, launches
+            self._current = terms, launches
         except BaseException:
             self._roll_back()
             raise
@@ -176,9 +176,9 @@ class LayeredRunner(Runner):
         start = time.perf_counter()
         if self._current is None:
             raise InternalError("a pass was launched before it was prepared")
-        (plan, launches), self._current = self._current, None
+        (terms, launches), self._current = self._current, None
         if self.misses:
-            self.misses.begin_pass(plan)
+            self.misses.begin_pass(terms)
         unread = None  # the last step, while the host has not read its ids
         for step in launches.steps:
             if cancelled():
@@ -243,13 +243,13 @@ class LayeredRunner(Runner):
             if is_ragged:
                 real = ids[ids >= 0]
             if misses and il in step.fetch_layers:
-                experts, row, plan = residency.fetched(il, real)
+                experts, row, remedy = residency.fetched(il, real)
                 if experts or row:
                     misses.fetched(il, experts, row)
             else:
-                plan = residency.routed(il, real)
-            if plan and misses and step.add:
-                misses.carry_out(il, plan, ids, n_tokens, step.add)
+                remedy = residency.routed(il, real)
+            if remedy and misses and step.add:
+                misses.carry_out(il, remedy, ids, n_tokens, step.add)
             if step.sum_rows and il == step.lacking:
                 status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
                 if status:

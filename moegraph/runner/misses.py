@@ -32,9 +32,9 @@ from ..errors import InternalError
 from ..experts.cache import ExpertCache
 from ..experts.cachestats import ExpertStats
 from ..experts.cost import MissCosts, choose_ways
-from ..experts.passplan import LayerPlan, PassPlan, TableRow
 from ..experts.policy import few_slots_warning
 from ..experts.residency import Residency
+from ..experts.terms import PassTerms, Remedy, TableRow
 from ..ggml.device import Device
 from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
@@ -268,14 +268,14 @@ class MissHandler(Owner):
             phases_s,
         )
 
-    def begin_pass(self, plan: PassPlan) -> None:
+    def begin_pass(self, terms: PassTerms) -> None:
         """Wait for promoted experts, and send changed tables.
 
         The last pass must have finished, so that no host row and no slot is in use.
         """
-        if plan.waits:
+        if terms.waits:
             self.uploads.wait()
-        for row in plan.rows:
+        for row in terms.rows:
             self.tables.write(row)
         self.tables.send()
 
@@ -287,26 +287,26 @@ class MissHandler(Owner):
             self.tables.write(row)
 
     def carry_out(
-        self, il: int, plan: LayerPlan, ids: Ids, n_tokens: int, graphs: Mapping[str, BuiltGraph]
+        self, il: int, remedy: Remedy, ids: Ids, n_tokens: int, graphs: Mapping[str, BuiltGraph]
     ) -> None:
         """Upload or compute the missing experts of a layer, and launch the graphs that add them.
 
         ids: I32 [n_tokens * n_expert_used], the pass's choice. graphs: see `LaunchStep`.
         """
         uploads, cpu = self.uploads, self.cpu_experts
-        if plan.on_cpu:
+        if remedy.on_cpu:
             if cpu is None:
                 raise InternalError(f"layer {il}: there is nothing that computes on the CPU")
-            cpu.begin(il, ids, plan.on_cpu, n_tokens)  # its threads compute from now on
-        if plan.admitted:
-            uploads.add(il, plan.admitted, ids, graphs["own"])
-        if plan.staged:
-            uploads.add_staged(il, plan.staged, ids, graphs)
-        if cpu and plan.on_cpu:
+            cpu.begin(il, ids, remedy.on_cpu, n_tokens)  # its threads compute from now on
+        if remedy.admitted:
+            uploads.add(il, remedy.admitted, ids, graphs["own"])
+        if remedy.staged:
+            uploads.add_staged(il, remedy.staged, ids, graphs)
+        if cpu and remedy.on_cpu:
             self._add_from_cpu(il, cpu, graphs["cpu"])
-            self.n_cpu_experts += len(plan.on_cpu)
-        if plan.promoted:
-            uploads.promote(il, plan.promoted)
+            self.n_cpu_experts += len(remedy.on_cpu)
+        if remedy.promoted:
+            uploads.promote(il, remedy.promoted)
 
     def _add_from_cpu(self, il: int, cpu: CpuExperts, graph: BuiltGraph) -> None:
         cpu.end()

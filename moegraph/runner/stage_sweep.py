@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..arch.inputs import PassShape
 from ..errors import InternalError
 from ..experts.crossing import Crossing, Forecast, Group, by_popularity
-from ..experts.passplan import PassPlan
+from ..experts.terms import PassTerms
 from ..ggml.handles import Event
 from ..ggml.lib import C
 from ..ggml.ops import Tensor
@@ -160,7 +160,7 @@ class StageSweep:
         self._state = sweeps.stage.state
         self._n_rows = sum(len(prompt.batch.tokens) for prompt in prompts)
         self._missing = MissingExperts(sweeps, self._n_rows)
-        self._plan: PassPlan | None = None
+        self._terms: PassTerms | None = None
         self._is_entering = self._is_last = False
         # what others choose is not what one prompt prefers
         self._is_alone = len(prompts) == 1
@@ -193,16 +193,16 @@ class StageSweep:
     def _enter(self) -> None:
         """Bring counts and tables up to date, if another pass has run since the last step."""
         residency, misses = self._s.residency, self._s.misses
-        if residency is None or (self._plan and residency.is_current(self._plan)):
+        if residency is None or (self._terms and residency.is_current(self._terms)):
             return
         self._missing.forget()
-        self._is_alone = self._is_alone and self._plan is None
+        self._is_alone = self._is_alone and self._terms is None
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
         # a few rows would get slots, which is for passes
         n_tokens = max(self._n_rows, SHORT_PROMPT + 1)
-        self._plan = residency.begin_pass(Kind.PREFILL, n_tokens)
+        self._terms = residency.begin_pass(Kind.PREFILL, n_tokens)
         if misses:
-            misses.begin_pass(self._plan)
+            misses.begin_pass(self._terms)
         self._is_entering = False
 
     def _layers(self, part: list[Chunk]) -> Iterator[SweepStep]:
@@ -409,6 +409,6 @@ class StageSweep:
         if s.misses:
             s.misses.store.ring.forget()
         if s.residency is not None and (
-            self._is_entering or (self._plan and s.residency.is_current(self._plan))
+            self._is_entering or (self._terms and s.residency.is_current(self._terms))
         ):
             s.residency.rollback()

@@ -35,7 +35,7 @@ PURE = (
     "resident.draftlayout", "resident.kvpool", "resident.layout",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing",
     "experts.machines",
-    "experts.passplan", "experts.policy",
+    "experts.terms", "experts.policy",
     "experts.residency", "experts.slots",
     "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity",
     "placement.planner", "placement.profile", "placement.profilefile", "placement.simulate",

@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from moegraph.experts.cache import ExpertCache
 from moegraph.experts.cost import MissSplit, MissWays
-from moegraph.experts.passplan import LayerPlan, PassPlan
 from moegraph.experts.policy import POLICIES, Lfu, Lru, Policy
 from moegraph.experts.residency import Residency
+from moegraph.experts.terms import PassTerms, Remedy
 from moegraph.kinds import MAX_FETCH_ROWS, Kind
 
 N_EXPERT, N_USED = 16, 4
@@ -51,12 +51,12 @@ def rows(*chosen: list[int]) -> Ids:
     return np.array(chosen, dtype=np.int32).reshape(-1)
 
 
-def token(residency: Residency, *experts: int) -> LayerPlan | None:
+def token(residency: Residency, *experts: int) -> Remedy | None:
     """Decode one row that chooses these experts in layer 0; return what happens to the missing."""
     residency.begin_pass(Kind.DECODE, 1)
-    plan = residency.routed(0, ids(*experts))
+    remedy = residency.routed(0, ids(*experts))
     residency.results_arrived()
-    return plan
+    return remedy
 
 
 class Device:
@@ -76,15 +76,15 @@ class Device:
     def steps(self, kind: Kind, chosen: list[list[list[int]]]) -> Iterator[None]:
         """Run a pass of rows that choose [n_layer][n_tokens] ids; yield where it may fail."""
         residency, n_tokens = self.residency, len(chosen[0])
-        plan = residency.begin_pass(kind, n_tokens)
+        terms = residency.begin_pass(kind, n_tokens)
         yield
-        self.begin(plan)
-        fetch_layers = plan.mode.fetch_layers
+        self.begin(terms)
+        fetch_layers = terms.mode.fetch_layers
         residency.begin_fetch(fetch_layers)
         yield
         for il in fetch_layers:
             seen = [expert for row in chosen[il] for expert in row]
-            self.unread[il] = self.fetch(il, seen, il in plan.mode.short_layers)
+            self.unread[il] = self.fetch(il, seen, il in terms.mode.short_layers)
         yield
         for il, choice in enumerate(chosen):
             ids = np.array(choice, dtype=np.int32).reshape(-1)
@@ -94,7 +94,7 @@ class Device:
                 assert done.experts == self.unread.pop(il)
                 rest = done.rest.staged if done.rest else []
                 assert sorted([*there, *done.experts, *rest]) == sorted(set(ids.tolist()))
-                assert not rest or il in plan.mode.short_layers
+                assert not rest or il in terms.mode.short_layers
                 if done.row:
                     self.write(done.row)
             else:
@@ -102,12 +102,12 @@ class Device:
             yield
         residency.results_arrived()
 
-    def begin(self, plan: PassPlan) -> None:
-        assert plan.waits == bool(self.under_way)
+    def begin(self, terms: PassTerms) -> None:
+        assert terms.waits == bool(self.under_way)
         for il, expert, slot in self.under_way:
             self.bytes[il][slot] = expert
         self.under_way.clear()
-        for row in plan.rows:
+        for row in terms.rows:
             self.write(row)
 
     def write(self, row: Any) -> None:
@@ -138,19 +138,19 @@ class Device:
         assert [held[table[expert]] for expert in computed] == computed
         return missing[: len(usable)]
 
-    def complete(self, il: int, ids: Ids, plan: LayerPlan | None) -> Iterator[None]:
+    def complete(self, il: int, ids: Ids, remedy: Remedy | None) -> Iterator[None]:
         """Compute a layer whose missing experts the host handles."""
         here = {e for e in set(ids.tolist()) if self.tables[il, e] >= 0}
         assert all(self.bytes[il][self.tables[il, e]] == e for e in here)
-        plan = plan or LayerPlan([], [], [], [])
-        added = [e for e, _ in plan.admitted] + plan.staged + plan.on_cpu
+        remedy = remedy or Remedy([], [], [], [])
+        added = [e for e, _ in remedy.admitted] + remedy.staged + remedy.on_cpu
         assert sorted([*here, *added]) == sorted(set(ids.tolist())), "one is missing or twice there"
-        assert {e for e, _ in plan.promoted} <= set(plan.on_cpu)
-        for pairs in (plan.admitted, plan.promoted):
+        assert {e for e, _ in remedy.promoted} <= set(remedy.on_cpu)
+        for pairs in (remedy.admitted, remedy.promoted):
             self.spoil(il, pairs)
         yield
-        self.upload(il, plan.admitted)
-        self.under_way += [(il, expert, slot) for expert, slot in plan.promoted]
+        self.upload(il, remedy.admitted)
+        self.under_way += [(il, expert, slot) for expert, slot in remedy.promoted]
 
     def spoil(self, il: int, pairs: list[tuple[int, int]]) -> None:
         for _, slot in pairs:

@@ -127,7 +127,7 @@ def test_a_replay_counted_by_hand() -> None:
     found = run(trace, [3])
     assert found.missing[:, 0].tolist() == [0, 1, 1, 1, 0]
     assert (found.n_tokens, found.n_streamed, found.n_cpu, found.n_promoted) == (5, 3, 0, 0)
-    assert found.hit_rate == pytest.approx(0.7)
+    assert found.stats.hit_rate == pytest.approx(0.7)
     hit, miss = 1001 * US, (1001 + 2 + 10 - 4) * US
     assert found.step_s == pytest.approx([hit, miss, miss, miss, hit])
     assert found.tokens_per_s == pytest.approx(5 / (2 * hit + 3 * miss))

@@ -31,7 +31,7 @@ TableRow = tuple[int, npt.NDArray[np.int32], list[tuple[int, int]] | None]
 
 
 @dataclass(slots=True)
-class PassPlan:
+class PassTerms:
     """What a pass of n_tokens rows does about missing experts, and what precedes it.
 
     waits: experts were promoted, and their uploads must end before this pass. rows: to be sent to
@@ -53,11 +53,11 @@ class FetchedLayer(NamedTuple):
 
     experts: list[int]
     row: TableRow | None
-    rest: LayerPlan | None
+    rest: Remedy | None
 
 
 @dataclass(slots=True)
-class LayerPlan:
+class Remedy:
     """What happens to the missing experts of a layer.
 
     admitted: to be uploaded into slots of the layer. staged: to be uploaded into staging. on_cpu:
