@@ -41,7 +41,7 @@ def main() -> None:
         for policy in ("lru", "lfu"):
             found = simulate(trace, slots, parse_policy(policy), find_machine("desktop"))
             print(
-                f"{share:4.0%} of the experts on the device, {policy}: {found.hit_rate:.1%} hits, "
+                f"{share:4.0%} of the experts on the device, {policy}: {found.stats.hit_rate:.1%} hits, "
                 f"{found.stats.missing_per_step:.1f} missing a token"
             )
 
