@@ -39,10 +39,10 @@ def main() -> None:
     for share in (0.25, 0.5, 0.75):
         slots = even_slots(n_layer, n_expert, share)
         for policy in ("lru", "lfu"):
-            found = simulate(trace, slots, parse_policy(policy), find_machine("desktop"))
+            found = simulate(trace, slots, parse_policy(policy), find_machine("desktop")).stats
             print(
-                f"{share:4.0%} of the experts on the device, {policy}: {found.stats.hit_rate:.1%} hits, "
-                f"{found.stats.missing_per_step:.1f} missing a token"
+                f"{share:4.0%} of the experts on the device, {policy}: {found.hit_rate:.1%} hits, "
+                f"{found.missing_per_step:.1f} missing a token"
             )
 
 
