@@ -37,27 +37,23 @@ __all__ = [
 
 # Where each public name is defined. Callers import it from here, so rooms can change.
 _HOMES = {
-    "CallArguments": ".text.chat.parts",
-    "CallBegin": ".text.chat.parts",
-    "CallEnd": ".text.chat.parts",
-    "CancelToken": ".events",
-    "ChatAnswer": ".engine.chatanswer",
-    "ChatRequest": ".engine.chat",
-    "ChatTemplate": ".text.chat.template",
-    "ContentPart": ".text.chat.parts",
-    "Engine": ".engine.engine",
-    "EngineConfig": ".config",
-    "Format": ".engine.chat",
-    "GenerationEvent": ".events",
-    "History": ".text.chat.messages",
-    "Message": ".text.chat.messages",
-    "ReasoningPart": ".text.chat.parts",
-    "ReasoningSplitter": ".text.chat.answer",
-    "Reply": ".text.chat.parts",
-    "SamplingParams": ".sampling",
-    "Tokenizer": ".text.tokenizer",
-    "ToolCall": ".text.chat.parts",
-    "open_model": ".arch",
+    name: home
+    for home, names in {
+        ".arch": "open_model",
+        ".config": "EngineConfig",
+        ".engine.chat": "ChatRequest Format",
+        ".engine.chatanswer": "ChatAnswer",
+        ".engine.engine": "Engine",
+        ".events": "CancelToken GenerationEvent",
+        ".sampling": "SamplingParams",
+        ".text.chat.answer": "ReasoningSplitter",
+        ".text.chat.messages": "History Message",
+        ".text.chat.parts": "CallArguments CallBegin CallEnd ContentPart ReasoningPart Reply "
+        "ToolCall",
+        ".text.chat.template": "ChatTemplate",
+        ".text.tokenizer": "Tokenizer",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -57,18 +57,13 @@ class ContextOverflow(RequestError):
 
 
 class PoolFull(ContextOverflow):
-    """Sequences need pages of the KV cache that others have; free some, and try again.
-
-    n_needed, n_free: pages.
-    """
+    """Sequences need pages of the KV cache that others have; free some, and try again."""
 
     def __init__(self, n_needed: int, n_free: int) -> None:
         super().__init__(
             f"the KV cache is full: pages needed: {n_needed}, free: {n_free}; raise -c, or serve "
             "fewer sequences at once"
         )
-        self.n_needed = n_needed
-        self.n_free = n_free
 
 
 class EngineBusy(RequestError):
@@ -112,17 +107,7 @@ class DeviceLost(NativeError):
 
 
 class OutOfDeviceMemory(NativeError):
-    """A device allocation failed: the message names the size, free memory and a setting to lower.
-
-    requested, free: bytes, if known.
-    """
-
-    def __init__(
-        self, message: str, *, requested: int | None = None, free: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.requested = requested
-        self.free = free
+    """A device allocation failed: the message names size, free memory and a setting to lower."""
 
 
 class Cancelled(MoegraphError):

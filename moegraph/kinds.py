@@ -55,24 +55,15 @@ class SweepStep(NamedTuple):
     n_kv: int = 0
 
 
-_ALL = MissRules(admits=True, fetches=True, on_cpu=True)
-_RULES = {
-    Kind.PREFILL: MissRules(admits=False, fetches=False, on_cpu=False),
-    Kind.DECODE: _ALL,
-    Kind.VERIFY: _ALL,
-}
-
-
 @cache
 def rules_of(kind: Kind, n_tokens: int) -> MissRules:
-    """Return what a pass of a kind with n_tokens rows may do: its kind's rules within capacities.
+    """Return what a pass of a kind with n_tokens rows may do about missing experts.
 
     A short piece of a prompt, such as the last one, may do what decode does.
     """
-    is_short = kind is Kind.PREFILL and n_tokens <= SHORT_PROMPT
-    rules = _ALL if is_short else _RULES[kind]
+    may = kind is not Kind.PREFILL or n_tokens <= SHORT_PROMPT
     return MissRules(
-        admits=rules.admits,
-        fetches=rules.fetches and n_tokens <= MAX_FETCH_ROWS,
-        on_cpu=rules.on_cpu and n_tokens <= MAX_CPU_ROWS,
+        admits=may,
+        fetches=may and n_tokens <= MAX_FETCH_ROWS,
+        on_cpu=may and n_tokens <= MAX_CPU_ROWS,
     )

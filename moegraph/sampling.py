@@ -45,7 +45,6 @@ _FEW = 4096
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 
-
 _setting = partial(setting, group="Sampling")
 
 
@@ -374,14 +373,11 @@ def _top_p(
     wanted, n = p * float(_weights(logits).sum(dtype=np.float64)), _TOP_P_FIRST
     near = np.flatnonzero(logits >= floor)
     ids, logits = ids[near], logits[near]
-    while 4 * n < ids.size:
-        at, largest = _top_k(logits, n)
+    while True:
+        is_last = 4 * n >= ids.size
+        at, largest = _descending(np.arange(ids.size), logits) if is_last else _top_k(logits, n)
         reached = _weights(largest).cumsum(dtype=np.float64)
-        if reached[-1] >= wanted:
+        if is_last or reached[-1] >= wanted:
             n_keep = 1 + int(np.searchsorted(reached[:-1], wanted, side="left"))
             return ids[at[:n_keep]], largest[:n_keep]
         n *= _TOP_P_MORE
-    ids, logits = _descending(ids, logits)
-    cumulative = _weights(logits).cumsum(dtype=np.float64)
-    n_keep = 1 + int(np.searchsorted(cumulative[:-1], wanted, side="left"))
-    return ids[:n_keep], logits[:n_keep]

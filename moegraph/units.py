@@ -33,25 +33,22 @@ def parse_bytes(text: str, unit: str = "") -> int:
 
 def format_bytes(n: int) -> str:
     """Return n bytes as '17 B', '1.50 MiB', '20.3 GiB': three digits, powers of 1024."""
-    if n < 0:
-        return "-" + format_bytes(-n)
-    if n < KiB:
-        return f"{n} B"
-    for factor, name in ((KiB, "KiB"), (MiB, "MiB"), (GiB, "GiB")):
-        # 1023.5 would print as 1024: use the next prefix.
-        if n < 1023.5 * factor:
-            return f"{_three_digits(n / factor)} {name}"
-    return f"{_three_digits(n / TiB)} TiB"
+    return "-" + format_bytes(-n) if n < 0 else _scaled(n, KiB, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_count(n: int) -> str:
     """Return n as '999', '1.23 K', '34.7 B': three digits, powers of 1000, for parameters."""
-    if n < 1000:
-        return f"{n}"
-    for factor, name in ((10**3, "K"), (10**6, "M"), (10**9, "B")):
-        if n < 999.5 * factor:
-            return f"{_three_digits(n / factor)} {name}"
-    return f"{_three_digits(n / 10**12)} T"
+    return _scaled(n, 1000, ("", "K", "M", "B", "T"))
+
+
+def _scaled(n: int, base: int, names: tuple[str, ...]) -> str:
+    if n < base:
+        return f"{n} {names[0]}".rstrip()
+    power = 1
+    # 1023.5 would print as 1024: use the next prefix
+    while n >= (base - 0.5) * base**power and power < len(names) - 1:
+        power += 1
+    return f"{_three_digits(n / base**power)} {names[power]}"
 
 
 def format_share(share: float) -> str:

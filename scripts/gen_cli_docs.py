@@ -21,6 +21,7 @@ from _tools import write_or_check
 from moegraph import errors
 from moegraph.cli import main as program
 from moegraph.cli.options import group_of
+from moegraph.cli.program import COMMANDS, load_command
 from moegraph.config import GROUPS
 from moegraph.config import settings as engine_settings
 from moegraph.sampling import settings as sampling_settings
@@ -34,12 +35,12 @@ SECTION = re.compile(MARK.pattern + r".*?" + END, re.DOTALL)
 def page() -> str:
     """Return the page with all sections that come from the program written anew."""
     context = click.Context(program, info_name="moegraph", **program.context_settings)
-    chat = click.Context(program.commands["chat"], info_name="chat", parent=context)
+    chat = click.Context(load_command("chat"), info_name="chat", parent=context)
     written = {"exit-codes": exit_codes()}
     for title, options in shared().items():
         text = "\n".join([f"## {title}", "", *table(options, chat)])
         written[title.lower().replace(" ", "-")] = text
-    written |= {name: section(command, context) for name, command in program.commands.items()}
+    written |= {name: section(load_command(name), context) for name in COMMANDS}
     text = PAGE.read_text(encoding="utf-8")
     if set(MARK.findall(text)) != set(written):
         raise SystemExit(f"{PAGE.name} must have a mark for each of {', '.join(written)}")
@@ -88,7 +89,7 @@ def shared() -> dict[str, list[click.Option]]:
     """Return the options that many commands have, as `chat` has them, by the title of a section."""
     engine = {setting.name for setting in engine_settings()}
     sampling = {setting.name for setting in sampling_settings()} | {"logit_bias", "ignore_eos"}
-    options = visible(program.commands["chat"])
+    options = visible(load_command("chat"))
     return {
         "Engine options": [option for option in options if option.name in engine],
         "Sampling options": [option for option in options if option.name in sampling],

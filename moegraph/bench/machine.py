@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..engine import Engine
@@ -40,12 +39,8 @@ _N_CTX = 512
 _COPY_BYTES, _N_COPIES = 256 * MiB, 5
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Median seconds of the tokens of a segment, and missing experts of a layer and token."""
-
-    seconds: float
-    n_missing: float
+# Of the tokens of a segment: their median seconds, and the missing experts of a layer and token.
+_Segment = tuple[float, float]
 
 
 def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, Any]:
@@ -62,8 +57,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         if engine.mode == "whole":
             whole = float(np.median(_token_samples(engine, _N_TOKENS)[_N_FIRST:]))
             prompts = [(n, _prompt_seconds(engine, n)) for n in _PROMPTS]
-        if device.can.cpu_threads:
-            # one way to wait and one number of threads for all that is compared
+        if device.can.cpu_threads:  # what is compared waits in one way, with as many threads
             base["n_threads"], base["poll"] = engine.threads.current
         words = {
             "model": str(model.kv.get("general.name") or model.path.name),
@@ -81,8 +75,8 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         host_misses = _handler(engine)
         unpinned = stream = [host_misses.uploads.seconds(n) for n in range(1, k + 1)]
         n_threads = config.n_threads or default_threads()
-        threads = _thread_counts(n_threads)
-        on_cpu = {n: _cpu_seconds(engine.stage, n, k) for n in threads}
+        counts = sorted({min(2**power, n_threads) for power in range(10)} | {n_threads})
+        on_cpu = {n: _cpu_seconds(engine.stage, n, k) for n in counts}
     # 'auto' as in a run; the CPU device pins only with 'all'
     pin = "auto" if words["own_memory"] else "all"
     with load(_changed(config, {**partial, "host_pin": pin}), routing) as engine:
@@ -91,7 +85,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         n_fetching = _handler(engine).stats({}).n_fetching
         by_graph = [_segment(engine) for _ in plan] if n_fetching == hp.n_layer else []
         if not prompts:
-            upload = _curve(list(enumerate(stream, 1)))
+            upload = _curve_of(stream)
             prompts = [(n, _prompt_seconds(engine, n, upload)) for n in _PROMPTS]
     machine = _machine(name, words, sizes, whole, stream, on_cpu[n_threads], unpinned,
                        by_host, by_graph)  # fmt: skip
@@ -107,7 +101,6 @@ def _changed(config: EngineConfig, changes: dict[str, Any]) -> EngineConfig:
 
 
 def _handler(engine: Engine) -> MissHandler:
-    """Return the miss handler of an engine in mode layered."""
     (part,) = engine.runner.parts
     misses: MissHandler = part.misses  # type: ignore[attr-defined]
     return misses
@@ -121,10 +114,9 @@ def _routing(shape: RouterShape, plan: Sequence[int]) -> Trace:
     """
     k, pool = shape.n_expert_used, shape.n_expert - shape.n_expert_used
     rows, at = [], 0
-    for n in plan:
-        for _ in range(_N_TOKENS):
-            rows.append([*range(k - n), *(k + (at + i) % pool for i in range(n))])
-            at += n
+    for n in np.repeat(plan, _N_TOKENS).tolist():
+        rows.append([*range(k - n), *(k + (at + i) % pool for i in range(n))])
+        at += n
     ids = np.array(rows, dtype=ids_dtype(shape.n_expert))
     return Trace(shape, np.repeat(ids[:, None, :], shape.n_layer, axis=1))
 
@@ -137,18 +129,16 @@ def _segment(engine: Engine) -> _Segment:
     after = engine.expert_stats()
     assert before is not None and after is not None
     cache = after.since(before).cache
-    n_layer = len(cache.missing)
-    return _Segment(float(np.median(samples)), cache.missing_per_step / n_layer)
+    return float(np.median(samples)), cache.missing_per_step / len(cache.missing)
 
 
-def _token_samples(engine: Engine, n: int) -> npt.NDArray[np.float64]:
-    """Return the seconds of n single-token passes."""
+def _token_samples(engine: Engine, n: int) -> list[float]:
     token, samples = np.zeros(1, dtype=np.int32), []
     for _ in range(n):
         start = time.perf_counter()
         engine.forward(token, greedy=True)
         samples.append(time.perf_counter() - start)
-    return np.array(samples)
+    return samples
 
 
 def _prompt_seconds(engine: Engine, n: int, upload: Curve | None = None) -> float:
@@ -174,11 +164,6 @@ def _prompt_seconds(engine: Engine, n: int, upload: Curve | None = None) -> floa
             return seconds
     engine.reset()
     return float(np.median(samples))
-
-
-def _thread_counts(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and most."""
-    return sorted({min(2**power, most) for power in range(10)} | {most})
 
 
 def _cpu_seconds(stage: Stage, n_threads: int, k: int) -> list[float]:
@@ -208,20 +193,17 @@ def _machine(
     unpinned: seconds to upload 1, 2, ... experts that are not pinned, as in the tokens of by_host.
     """
     n_layer = len(sizes)
-    no_miss = by_host[0].seconds  # a token that misses nothing, in layers that the host handles
+    no_miss = by_host[0][0]  # a token that misses nothing, in layers that the host handles
     whole = no_miss if whole is None else min(whole, no_miss)
-    streamed = _curve(list(enumerate(stream, 1)))
+    streamed = _curve_of(stream)
     stalls = _stalls(by_host, n_layer)
-    fixed = 0.0
-    if stalls:
-        n, seconds = stalls[0]
-        fixed = max(0.0, seconds - _curve(list(enumerate(unpinned, 1)))(n))
+    fixed = max(0.0, stalls[0][1] - _curve_of(unpinned)(stalls[0][0])) if stalls else 0.0
     fetched = _stalls(by_graph, n_layer)
-    fetch_layer = max(0.0, (by_graph[0].seconds - whole) / n_layer) if by_graph else 0.0
+    fetch_layer = max(0.0, (by_graph[0][0] - whole) / n_layer) if by_graph else 0.0
     about = f"{words['device']}, measured with {words['model']}"
     return Machine(
         name, n_layer, sum(sizes) // len(sizes), whole, (no_miss - whole) / n_layer, fixed, 0.0,
-        streamed, _curve(list(enumerate(on_cpu, 1))) if on_cpu else streamed,
+        streamed, _curve_of(on_cpu) if on_cpu else streamed,
         fetch_layer, _curve(fetched) if fetched else streamed, about[:200],
     )  # fmt: skip
 
@@ -229,9 +211,9 @@ def _machine(
 def _stalls(segments: Sequence[_Segment], n_layer: int) -> list[tuple[float, float]]:
     """Return (missing experts of a layer, seconds they cost), against segments[0] without any."""
     return [
-        (round(part.n_missing, 3), max(1e-9, (part.seconds - segments[0].seconds) / n_layer))
-        for part in segments[1:]
-        if part.n_missing >= 1.0
+        (round(n_missing, 3), max(1e-9, (seconds - segments[0][0]) / n_layer))
+        for seconds, n_missing in segments[1:]
+        if n_missing >= 1.0
     ]
 
 
@@ -242,6 +224,11 @@ def _curve(points: Sequence[tuple[float, float]]) -> Curve:
         if not found or n > found[-1][0]:
             found.append((n, max([seconds, *(s for _, s in found)])))
     return Curve(tuple(found))
+
+
+def _curve_of(seconds: Sequence[float]) -> Curve:
+    """Return the seconds of 1, 2, ... experts as a curve."""
+    return _curve(list(enumerate(seconds, 1)))
 
 
 def _beside(

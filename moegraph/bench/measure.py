@@ -112,11 +112,6 @@ class BenchRow:
     experts: ExpertStats | None = None
     drafts: SpecStats | None = None
 
-    @property
-    def n_tokens(self) -> int:
-        """Timed tokens of a repetition, without those that fill the depth."""
-        return self.test.n_prompt + self.test.n_gen
-
 
 def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
     """Yield the rows of a spec as they are measured."""
@@ -148,7 +143,8 @@ def _timed(engine: Engine, test: BenchTest, rng: np.random.Generator) -> float:
     _prefill(engine, tokens[:depth])
     began = time.perf_counter()
     _prefill(engine, tokens[depth:start])
-    _decode(engine, tokens[start:])
+    for token in tokens[start:]:
+        engine.forward(token, greedy=True)
     return time.perf_counter() - began
 
 
@@ -166,8 +162,3 @@ def _timed_run(text: bool, engine: Engine, test: BenchTest, rng: np.random.Gener
 def _prefill(engine: Engine, tokens: npt.NDArray[np.int32]) -> None:
     if len(tokens):
         engine.prefill(tokens, greedy=True)
-
-
-def _decode(engine: Engine, tokens: npt.NDArray[np.int32]) -> None:
-    for token in tokens:
-        engine.forward(token, greedy=True)

@@ -41,7 +41,6 @@ def run_ttft(
 
 
 def _command(model: Path, config: EngineConfig, prompt: Path) -> list[str]:
-    """Return the command line of a process with these settings."""
     command = [sys.executable, "-m", "moegraph", "run", str(model), str(prompt), "1"]
     command += [str(prompt.with_name("out")), "--json"]
     for setting in settings():

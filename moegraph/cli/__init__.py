@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from .program import main
-
-__all__ = ["main"]
+from .program import main as main

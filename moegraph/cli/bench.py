@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +29,11 @@ from .report import config_report, sampling_report
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
-    from ..bench import BenchRow, BenchSpec
+    from ..bench.measure import BenchRow, BenchSpec
     from ..engine import Engine
     from ..placement.trace import Trace
 
 MAX_TOKENS = 1 << 20
-MAX_TESTS = 1000
 # Of the engine's settings, bench has no use for these.
 _USELESS = ("cache_ram",)
 # Settings that bench chooses if they are not given, with the words for --help.
@@ -45,21 +45,9 @@ _MAX_VOCAB = 1 << 31
 _RANGE = re.compile(r"(-?\d+)(?:-(-?\d+)(?:\+(\d+)|\*(\d+))?)?")
 
 
-def _read_list(texts: tuple[str, ...], read: Callable[[str], list[Any]], how: str) -> list[Any]:
-    """Return the values in comma lists; a repeated option appends its list."""
-    given = ",".join(texts)
-    try:
-        found = [value for part in given.split(",") if texts for value in read(part.strip())]
-    except ValueError:
-        raise click.BadParameter(f"{given!r}; write {how}") from None
-    if len(found) > MAX_TESTS:
-        raise click.BadParameter(f"{given!r}; at most {MAX_TESTS} values")
-    return found
-
-
 def lengths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
     """Parse comma lists such as 512,1024 and llama-bench's ranges such as 0-1024+256."""
-    found = _read_list(texts, number_range, "lengths as 512,1024 or as a range 0-4096+1024")
+    found = options.read_list(texts, number_range, "lengths as 512,1024 or as a range 0-4096+1024")
     if any(not 0 <= n <= MAX_TOKENS for n in found):
         raise click.BadParameter(f"{','.join(texts)!r}; give lengths of 0 to {MAX_TOKENS}")
     return tuple(found)
@@ -87,7 +75,7 @@ def shares(_: click.Context, __: click.Parameter, text: str | None) -> tuple[flo
     """Parse '0.85,0.72,0.6', shares by position; their owner checks the values."""
     if not text:
         return ()
-    found = _read_list((text,), lambda part: [float(part)], "shares as 0.85,0.72,0.6")
+    found = options.read_list((text,), lambda part: [float(part)], "shares as 0.85,0.72,0.6")
     ScriptedAccept(found)
     return tuple(found)
 
@@ -102,7 +90,7 @@ def number_range(text: str) -> list[int]:
     if low > high or (step <= 0 and factor <= 1) or (factor > 1 and low <= 0):
         raise ValueError(text)
     found: list[int] = []
-    while low <= high and len(found) <= MAX_TESTS:
+    while low <= high and len(found) <= options.MAX_VALUES:
         found.append(low)
         low = low * factor + step
     return found
@@ -130,7 +118,7 @@ def _values_of(setting: Setting) -> Callable[..., tuple[Any, ...]]:
     how = f"numbers as {'1,2 or 1-8' if setting.kind == 'int' else '0,0.8'}"
 
     def parse(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[Any, ...]:
-        found = _read_list(texts, read, how)
+        found = options.read_list(texts, read, how)
         wrong = [value for value in found if setting.choices and value not in setting.choices]
         if wrong:
             raise click.BadParameter(f"{wrong[0]!r} is not one of {', '.join(setting.choices)}")
@@ -163,11 +151,8 @@ _SWEPT = [s.name for s in _SETTINGS if s.kind not in _SINGLE_KINDS]
 
 def combinations(names: list[str], given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return all combinations of the values of options, those of the last name fastest."""
-    found: list[dict[str, Any]] = [{}]
-    for name in names:
-        values = given[name] or (None,)
-        found = [{**one, name: value} for one in found for value in values]
-    return found
+    lists = (given[name] or (None,) for name in names)
+    return [dict(zip(names, values)) for values in itertools.product(*lists)]
 
 
 @click.command(cls=Command)
@@ -249,7 +234,7 @@ def bench(
       moegraph bench model.gguf -p 0 -n 0 --run 256 --spec off,mtp --draft-accept 0.8,0.6,0.5
       moegraph bench model.gguf --ttft -p 32,2048 --vram 8 -r 2
     """
-    from ..bench import BenchSpec
+    from ..bench.measure import BenchSpec
 
     single = only_target(target, hf_repo, *model_names[:1])
     names = model_names or (require_target(single),)
@@ -266,7 +251,7 @@ def bench(
         needed = max(test.n_positions for test in spec.tests)
         given["n_ctx"] = (-(-needed // 256) * 256,)
     trace = _read_routing(trace_path) if trace_path else None
-    configs = _configs(given)
+    configs = [options.build_config({**given, **values}) for values in combinations(_SWEPT, given)]
     _check_profile(configs[0].profile)
     _check_drafts(configs, n_run, draft_accept)
     spec = replace(spec, draft_accept=draft_accept)
@@ -318,13 +303,7 @@ def _samplings(
     return tuple(labelled)
 
 
-def _configs(given: dict[str, Any]) -> list[EngineConfig]:
-    """Return a configuration for each combination of the settings."""
-    return [options.build_config({**given, **values}) for values in combinations(_SWEPT, given)]
-
-
 def _check_profile(profile: str) -> None:
-    """Refuse a profile that does not exist."""
     if profile not in ("", "none") and not Path(profile).is_file():
         raise RequestError(f"{profile}: the profile does not exist, and bench does not create one")
 
@@ -353,7 +332,7 @@ def _measure(
     name: str, config: EngineConfig, spec: BenchSpec, trace: Trace | None, warned: set[str]
 ) -> Iterator[dict[str, Any]]:
     """Load a model and yield its records."""
-    from ..bench import run_bench
+    from ..bench.measure import run_bench
 
     with models.load_engine(name, config, trace, warned) as engine:
         if spec.n_run:
@@ -375,7 +354,7 @@ def _measure(
 
 def _ttft(name: str, config: EngineConfig, spec: BenchSpec) -> Iterator[dict[str, Any]]:
     """Yield the records of a model's times to the first token."""
-    from ..bench import BenchRow, BenchTest
+    from ..bench.measure import BenchRow, BenchTest
     from ..bench.ttft import PHASES, run_ttft
 
     with models.open_header(name) as header:
@@ -444,7 +423,8 @@ def _model_facts(file: ModelFile) -> dict[str, Any]:
 def _record(row: BenchRow) -> dict[str, Any]:
     """Return llama-bench's fields of a row, and ours."""
     test, seconds = row.test, row.seconds
-    samples_ns, samples_ts = [round(s * 1e9) for s in seconds], [row.n_tokens / s for s in seconds]
+    samples_ns = [round(s * 1e9) for s in seconds]
+    samples_ts = [(test.n_prompt + test.n_gen) / s for s in seconds]
     is_one = len(seconds) == 1
     return {
         "n_prompt": test.n_prompt,

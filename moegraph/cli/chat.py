@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from . import models, options, typed, ui
 from .conversation import Answer, Conversation
 from .models import MODEL_TARGET, model_options, only_target, require_target
 from .options import Command, recommended
-from .report import show_drafters, stats_line, summary_lines
+from .report import result_lines, show_drafters
 from .typed import QUIT, LineHistory, history_path
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def _open(target: str, given: dict[str, Any], stack: ExitStack) -> Conversation:
     engine = stack.enter_context(models.load_engine(header, config, text=True, quiet=quiet))
     if given["ignore_eos"]:
         sampling = models.ignoring_end(engine, sampling)
-    from ..engine.chat import ChatModel
+    from ..engine.chat import ChatModel  # after the engine, which loads beside the tokenizer
 
     model = stack.enter_context(ChatModel.of(engine, template))
     if not (quiet or given["as_json"]):
@@ -171,13 +170,13 @@ def _question(given: dict[str, Any]) -> str | None:
 
 def _limit(header: ModelFile, limit: int | None, quiet: bool) -> int | None:
     """Return the most tokens of an answer; say so if the model was not trained to end answers."""
-    line, name = "", header.path.stem
+    line, names = "", [header.kv.get(f"general.{k}") for k in ("finetune", "name", "basename")]
     if is_shipped(header.path):
-        line = f"note: {name} is no chat model: it was trained to write Python code"
+        line = f"note: {header.path.stem} is no chat model: it was trained to write Python code"
         if limit is None:
             limit = _SHIPPED_LIMIT
             line += f"; its answers are cut at {limit} tokens (-n N for another limit)"
-    elif _is_base(header.kv):
+    elif any(re.search(r"\bbase\b", name, re.I) for name in names if isinstance(name, str)):
         line = (
             f"note: {header.path.name} is a base model, by its name: it continues text and was not "
             "trained to end its answers (-n N limits them); see moegraph run"
@@ -187,27 +186,14 @@ def _limit(header: ModelFile, limit: int | None, quiet: bool) -> int | None:
     return limit
 
 
-def _is_base(kv: Mapping[str, object]) -> bool:
-    """Return whether a model file is named a base model."""
-    names = (kv.get(f"general.{key}") for key in ("finetune", "name", "basename"))
-    return any(re.search(r"\bbase\b", name, re.I) for name in names if isinstance(name, str))
-
-
 def _ask_once(conversation: Conversation, question: str) -> None:
     answer = conversation.answer(question)
-    _remark(conversation, answer)
+    conversation.remark(answer)
     if not conversation.as_json:
-        conversation.note(
-            stats_line(answer.event, conversation.engine.memory(), conversation.sampling)
-        )
-        for line in summary_lines(answer.drafts, answer.event):
+        engine, sampling = conversation.engine, conversation.sampling
+        for line in result_lines(engine, answer.event, answer.drafts, sampling):
             conversation.note(line)
     _require_whole(answer)
-
-
-def _remark(conversation: Conversation, answer: Answer) -> None:
-    for line in conversation.remarks(answer):
-        conversation.note(f"note: {line}")
 
 
 def _require_whole(answer: Answer) -> None:
@@ -235,7 +221,7 @@ def _answer_lines(conversation: Conversation, each: bool) -> int:
             _say_nothing(conversation, question, str(error))
             ui.error(f"message {number}: {error}")
             continue
-        _remark(conversation, answer)
+        conversation.remark(answer)
         _require_whole(answer)
     return code
 
@@ -276,7 +262,7 @@ def _take_turn(conversation: Conversation, message: str) -> None:
     if not question.strip():
         return
     answer = conversation.answer(question)
-    _remark(conversation, answer)
+    conversation.remark(answer)
     if answer.event.finish_reason == "cancelled" and not answer.event.n_generated:
         read = f"{answer.event.n_computed} of {answer.event.n_prompt} tokens"
         ui.note(f"stopped after reading {read}; the message is forgotten")

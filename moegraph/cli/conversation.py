@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -18,7 +18,7 @@ from ..text.chat.messages import History
 from ..text.chat.parts import ContentPart, Part, ReasoningPart
 from . import models, ui
 from .interrupt import cancel_on_interrupt
-from .report import durations, sampling_report, spec_report, spec_words, speeds
+from .report import durations, sampling_report, spec_words, speeds
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -90,20 +90,15 @@ class Conversation:
         else:
             self.history.answer(opened + raw)
             self.n_held = n_held
-        now = self.engine.expert_stats()
-        rate = None if now is None or stats is None else now.since(stats).cache.hit_rate
-        drafted = self.engine.spec_stats()
-        drafted = None if drafted is None or drafts is None else drafted.since(drafts)
-        answer = Answer(question, text, reasoning, event, n_held, n_forgotten, rate, drafted)
+        now, drafted = self.engine.expert_stats(), self.engine.spec_stats()
+        answer = Answer(
+            question, text, reasoning, event, n_held, n_forgotten,
+            now.since(stats).cache.hit_rate if now and stats else None,
+            drafted.since(drafts) if drafted and drafts else None,
+        )  # fmt: skip
         if self.as_json:
             click.echo(json.dumps(self.report(answer), ensure_ascii=False, allow_nan=False))
         return answer
-
-    def forget(self) -> None:
-        """Forget all messages except the system prompt."""
-        self.history.clear()
-        self.engine.reset()
-        self.n_held = 0
 
     def note(self, line: str) -> None:
         """Print a quiet line, unless the user asked for --quiet."""
@@ -167,20 +162,19 @@ class Conversation:
             models.show_messages(self.engine)
         return "".join(pieces), (shown.reasoning, shown.answer), event
 
-    def remarks(self, answer: Answer) -> list[str]:
-        """Return warnings for the reader: the answer was cut, or there is only reasoning."""
-        event, found = answer.event, []
+    def remark(self, answer: Answer) -> None:
+        """Warn the reader if the answer was cut, or if there is only reasoning."""
+        event = answer.event
         if event.finish_reason == "length":
             if self.max_tokens is not None and event.n_generated >= self.max_tokens:
-                found.append(f"the answer was cut at {self.max_tokens} tokens (-n)")
+                self.note(f"note: the answer was cut at {self.max_tokens} tokens (-n)")
             else:
-                found.append(
-                    f"the answer was cut: the context of {self.engine.n_ctx} tokens is full; "
+                self.note(
+                    f"note: the answer was cut: the context of {self.engine.n_ctx} tokens is full; "
                     "your next message will make chat forget the oldest turns; /clear forgets all"
                 )
         if not answer.text.strip() and answer.reasoning.strip():
-            found.append("there is no answer, only reasoning")
-        return found
+            self.note("note: there is no answer, only reasoning")
 
     def summary(self, answer: Answer) -> str:
         """Return one line about an answer: context in use, tokens and speed."""
@@ -214,13 +208,9 @@ class Conversation:
             **speeds(event),
             "timings": durations(event),
             "hit_rate": answer.hit_rate,
-            "spec": spec_report(answer.drafts),
+            "spec": answer.drafts and answer.drafts.report(),
             "sampling": sampling_report(self.sampling, self.from_file),
         }
-
-    def draw_anew(self) -> None:
-        """Choose another seed, so that the same question gets another answer."""
-        self.sampling = replace(self.sampling, seed=None).seeded()
 
 
 class _Shown:
@@ -229,32 +219,27 @@ class _Shown:
     def __init__(self, silent: bool) -> None:
         self.reasoning = self.answer = ""
         self._silent = silent
-        self._last: Any = None
+        self._last: TextIO | None = None
 
     def push(self, parts: Iterable[Part]) -> None:
         """Take the next parts of an answer."""
         for part in parts:
             if isinstance(part, ReasoningPart):
-                text, stream, role = part.text, sys.stderr, "muted"
-                self.reasoning += text
+                self.reasoning += part.text
+                self._write(part.text, "muted", sys.stderr)
             elif isinstance(part, ContentPart):
-                text, stream, role = part.text, sys.stdout, None
-                self.answer += text
-            else:
-                continue
-            if self._last is sys.stderr and stream is sys.stdout and not self._silent:
-                self._leave_reasoning()
-            self._last = stream
-            if not self._silent:
-                ui.write_text(text, role, stream)
+                if self._last is sys.stderr:
+                    self.end()  # of the reasoning
+                self.answer += part.text
+                self._write(part.text, None, sys.stdout)
 
-    def _leave_reasoning(self) -> None:
-        if not self.reasoning.endswith("\n"):
-            ui.write_text("\n", stream=sys.stderr)
+    def _write(self, text: str, role: str | None, stream: TextIO) -> None:
+        self._last = stream
+        if not self._silent:
+            ui.write_text(text, role, stream)
 
     def end(self) -> None:
         """End the last line, also if the answer is empty."""
         text = self.reasoning if self._last is sys.stderr else self.answer
-        if self._silent or text.endswith("\n"):
-            return
-        ui.write_text("\n", stream=self._last or sys.stdout)
+        if not (self._silent or text.endswith("\n")):
+            ui.write_text("\n", stream=self._last or sys.stdout)

@@ -6,17 +6,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from . import models, options, ui
 from .models import target_argument
 from .options import Command
-
-if TYPE_CHECKING:
-    from ..engine import Engine
-    from ..server.daemon import Frames
 
 # A line names a few files; this is no length that one has by intention.
 _MAX_LINE = 64 << 10
@@ -53,7 +49,8 @@ def daemon(
       moegraph daemon model.gguf --stream-fd 3 3> tokens.bin
       moegraph daemon model.gguf --stream-fd 3 --stream-tagged -np 4 3> frames.bin
     """
-    from ..server.daemon import Frames
+    from ..engine.service import Service
+    from ..server.daemon import Daemon, Frames
 
     frames = Frames(stream_fd, stream_tagged)
     config = replace(options.build_config(given), n_seq=n_slots).validate()
@@ -61,19 +58,10 @@ def daemon(
         model = stack.enter_context(models.open_header(target, config.device))
         engine = stack.enter_context(models.load_engine(model, config, text=True))
         stack.enter_context(models.saving_profile(engine))
-        _serve(engine, frames, n_slots, models.has_vocabulary(model))
-
-
-def _serve(engine: Engine, frames: Frames, n_slots: int, text: bool) -> None:
-    """Obey the lines of stdin until its end or quit."""
-    from ..engine.service import Service
-    from ..server.daemon import Daemon
-
-    with ExitStack() as stack:
         service = Service(engine)
         stack.callback(service.close)
         service.start()
-        daemon = Daemon(service, _say, frames, n_slots, text)
+        daemon = Daemon(service, _say, frames, n_slots, models.has_vocabulary(model))
         stack.callback(daemon.close)
         daemon.greet()
         for line in _lines():

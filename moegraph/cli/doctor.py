@@ -16,7 +16,7 @@ import click
 
 from .. import __version__
 from ..config import EngineConfig
-from ..errors import MoegraphError, NativeError
+from ..errors import MoegraphError, NativeError, one_line
 from ..ggml.free_memory import host_memory
 from ..threads import default_threads
 from ..units import format_bytes
@@ -30,9 +30,10 @@ _PACKAGES = ("llama-cpp-python", "numpy", "gguf", "cffi", "click", "jinja2", "ri
 _CPU_FLAGS = (
     "sse4_2", "avx", "f16c", "fma", "avx2", "bmi2", "avx_vnni", "avx512f", "avx512vbmi",
     "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
+    "asimd", "asimddp", "i8mm", "sve", "sve2", "sme",
 )  # fmt: skip
-_MEMORY_KEYS = {"memory_free": "free_bytes", "memory_total": "total_bytes"}
-_ARM_FLAGS = ("asimd", "asimddp", "i8mm", "sve", "sve2", "sme")
+# JSON keys of what ggml says of a device, where they differ.
+_KEYS = {"memory_free": "free_bytes", "memory_total": "total_bytes"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def doctor(as_json: bool, target: str | None, **given: Any) -> None:
         _measure(target, options.build_config(given))
         return
     native, libraries, devices = _native()
-    checks = [native, _tokenizer(), _cuda(devices)]
+    checks, memory = [native, _tokenizer(), _cuda(devices)], host_memory()
     report = {
         "moegraph": __version__,
         "python": platform.python_version(),
@@ -79,7 +80,10 @@ def doctor(as_json: bool, target: str | None, **given: Any) -> None:
         "checks": [asdict(check) for check in checks],
         "devices": devices,
         "driver": _driver(),
-        "memory": _memory(),
+        "memory": {
+            **{f"{name}_bytes": n for name, n in asdict(memory).items()},
+            "for_experts_bytes": memory.spare,
+        },
         "cpu": _cpu(),
     }
     if as_json:
@@ -107,13 +111,11 @@ def _measure(target: str, config: EngineConfig) -> None:
 
 def native_summary() -> str:
     """Return the versions and devices of the native libraries in one short line."""
-    try:
-        from ..ggml.device import list_devices
-        from ..ggml.lib import versions
-    except MoegraphError:
+    _, found, devices = _native()
+    if found is None:
         return "native libraries not built"
-    kinds = dict.fromkeys(device["name"].rstrip("0123456789") for device in list_devices())
-    return f"{_VERSIONS.format(**versions())}; devices: {', '.join(kinds)}"
+    kinds = dict.fromkeys(device["name"].rstrip("0123456789") for device in devices)
+    return f"{_VERSIONS.format(**found)}; devices: {', '.join(kinds)}"
 
 
 def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
@@ -122,7 +124,10 @@ def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
         from ..ggml.device import list_devices
         from ..ggml.lib import library_dir, versions
 
-        devices = [_device(device) for device in list_devices()]
+        devices = [
+            {_KEYS.get(key, key): value for key, value in device.items() if key != "handle"}
+            for device in list_devices()
+        ]
         found = {**versions(), "folder": str(library_dir())}
     except MoegraphError as error:
         return Check("native libraries", False, str(error)), None, []
@@ -130,22 +135,13 @@ def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
     return Check("native libraries", True, detail), found, devices
 
 
-def _device(device: dict[str, Any]) -> dict[str, Any]:
-    """Return a device for JSON."""
-    fields = {k: v for k, v in device.items() if k not in ("handle", *_MEMORY_KEYS)}
-    return {**fields, **{new: device[old] for old, new in _MEMORY_KEYS.items()}}
-
-
 def _tokenizer() -> Check:
     version = _version("llama-cpp-python")
+    if version == _LLAMA_CPP_PYTHON:
+        return Check("tokenizer", True, f"llama-cpp-python {version}")
+    wrong = f"{version} is not the expected version" if version else "is not installed"
     hint = f"CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python=={_LLAMA_CPP_PYTHON}"
-    if version is None:
-        return Check("tokenizer", False, f"llama-cpp-python is not installed; {hint}")
-    if version != _LLAMA_CPP_PYTHON:
-        return Check(
-            "tokenizer", False, f"llama-cpp-python {version} is not the expected version; {hint}"
-        )
-    return Check("tokenizer", True, f"llama-cpp-python {version}")
+    return Check("tokenizer", False, f"llama-cpp-python {wrong}; {hint}")
 
 
 def _cuda(devices: list[dict[str, Any]]) -> Check:
@@ -154,14 +150,11 @@ def _cuda(devices: list[dict[str, Any]]) -> Check:
         return Check("CUDA", True, ", ".join(names), required=False)
     if _driver() is None:
         return Check("CUDA", False, "no NVIDIA driver; models run on the CPU", required=False)
-    built = any(Path(__file__).parent.parent.joinpath("lib").glob("libggml-cuda*"))
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    reason = (
-        "the driver shows no device"
-        + ("" if chosen is None else f" with CUDA_VISIBLE_DEVICES={chosen!r}")
-        if built
-        else "this build has no CUDA; build it with scripts/build --cuda-arch"
-    )
+    reason, chosen = "the driver shows no device", os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        reason += f" with CUDA_VISIBLE_DEVICES={chosen!r}"
+    if not any(Path(__file__).parent.parent.joinpath("lib").glob("libggml-cuda*")):
+        reason = "this build has no CUDA; build it with scripts/build --cuda-arch"
     return Check("CUDA", False, reason, required=False)
 
 
@@ -173,18 +166,8 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """Return the version of the NVIDIA kernel driver, if there is one."""
     match = re.search(r"Kernel Module\D*?\s(\d+\.[\d.]+)", _read("/proc/driver/nvidia/version"))
     return match[1] if match else None
-
-
-def _memory() -> dict[str, int | None]:
-    """Return the machine's memory, the control group's limit, and what experts may take: bytes."""
-    memory = host_memory()
-    return {
-        **{f"{name}_bytes": n for name, n in asdict(memory).items()},
-        "for_experts_bytes": memory.spare,
-    }
 
 
 def _cpu() -> dict[str, Any]:
@@ -196,7 +179,7 @@ def _cpu() -> dict[str, Any]:
         "model": model[1].strip() if model else platform.processor() or platform.machine(),
         "logical": os.cpu_count(),
         "cores": default_threads(),
-        "features": [name for name in (*_CPU_FLAGS, *_ARM_FLAGS) if name in present],
+        "features": [name for name in _CPU_FLAGS if name in present],
     }
 
 
@@ -215,7 +198,10 @@ def _show(report: dict[str, Any], checks: list[Check]) -> None:
         *((name, version or "missing") for name, version in report["packages"].items()),
     ])  # fmt: skip
     ui.section("Checks")
-    ui.checks((check.name, check.ok, check.required, check.detail) for check in checks)
+    for check in checks:
+        failed = ("no", "error") if check.required else ("--", "muted")
+        mark = ui.styled(*(("ok", "good") if check.ok else failed), sys.stdout)
+        click.echo(f"  {mark}  {check.name}: {one_line(check.detail)}")
     ui.section("Machine")
     cpu, memory = report["cpu"], report["memory"]
     rows = [
@@ -225,8 +211,12 @@ def _show(report: dict[str, Any], checks: list[Check]) -> None:
         ("NVIDIA driver", report["driver"] or "none"),
     ]
     rows += [
-        (f"device {device['device']}", f"{device['description']}, {_free_line(device)}")
-        for device in report["devices"]
+        (
+            f"device {at['device']}",
+            f"{at['description']}, {format_bytes(at['free_bytes'])} of "
+            f"{format_bytes(at['total_bytes'])} free",
+        )
+        for at in report["devices"]
     ]
     gpus = [device["device"] for device in report["devices"] if device["kind"] == "cuda"]
     if len(gpus) > 1:
@@ -241,8 +231,3 @@ def _memory_line(memory: dict[str, int | None]) -> str:
     line = f"{format_bytes(available)} of {format_bytes(total)} available"
     line += f", limited to {format_bytes(limit)}" if limit else ""
     return f"{line}; copies of experts may take {format_bytes(spare)}"
-
-
-def _free_line(device: dict[str, Any]) -> str:
-    free, total = device["free_bytes"], device["total_bytes"]
-    return f"{format_bytes(free)} of {format_bytes(total)} free"

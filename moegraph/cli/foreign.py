@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
 
 import click
-
-from . import ui
-
-if TYPE_CHECKING:
-    pass
 
 _PLACED = "moegraph places experts automatically; --vram SIZE limits its device memory"
 _DEVICES = "--device names one device, or several with commas, such as cuda:0,cuda:1"
@@ -129,22 +123,6 @@ NO_COMMANDS = {name: hint for names, hint in _NO_COMMANDS.items() for name in na
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.I | re.A)
 # An option is suggested if its similarity to the unknown one, without dashes, is at least this.
 _ALIKE = 0.75
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-# Flags of the reference (test_dflash) whose mechanism does not exist here; what happens instead.
-_FLAGS = {
-    "--fast-rollback": "accepted rows are taken without another pass, always",
-    "--seq-verify": "a draft is verified in one pass",
-    "--draft-feature-mirror": "the drafter reads the model's features where they were computed",
-    "--peer-access": "what crosses from device to device goes through host memory",
-    "--target-split-load-draft": "the drafter is on the last device of the model",
-    "--target-split-dflash": "the drafter is on the last device of the model",
-}
-_VALUES = {
-    ("--target-gpu", "--draft-gpu"): "--device chooses the devices; the drafter is on the last one",
-    ("--target-gpus", "--target-layer-split"): "--device cuda:0,cuda:1 divides the layers, and "
-    "--split N,... sets their shares",
-}
-_KEY = f"{__name__}.taken"
 
 
 def refuse_command(name: str, known: Sequence[str], ctx: click.Context) -> None:
@@ -209,30 +187,3 @@ def with_close_guesses(error: click.NoSuchOption) -> click.NoSuchOption:
         if difflib.SequenceMatcher(None, typed, name.lstrip("-")).ratio() >= _ALIKE
     ]
     return click.NoSuchOption(error.option_name, possibilities=close, ctx=error.ctx)
-
-
-def reference_options(command: Decorated) -> Decorated:
-    """Add the reference's options that have no effect; `show_taken` says what happens instead."""
-    for flag, why in _FLAGS.items():
-        command = _taken(flag, why, is_flag=True)(command)
-    for flags, why in _VALUES.items():
-        for flag in flags:
-            command = _taken(flag, why, is_flag=False)(command)
-    return command
-
-
-def _taken(flag: str, why: str, is_flag: bool) -> Callable[[Decorated], Decorated]:
-    def take(ctx: click.Context, _: click.Parameter, value: Any) -> None:
-        if value and not ctx.resilient_parsing:
-            ctx.meta.setdefault(_KEY, []).append(f"{flag} has no effect: {why}")
-
-    return click.option(
-        flag, is_flag=is_flag, hidden=True, expose_value=False, callback=take,
-        help=f"No effect: {why}.",
-    )  # fmt: skip
-
-
-def show_taken(ctx: click.Context) -> None:
-    """Print a line for each option of the reference that was given and has no effect."""
-    for line in ctx.meta.get(_KEY, ()):
-        ui.note(f"note: {line}")

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from ..config import KV_TYPES, EngineConfig
+from ..config import EngineConfig
 from ..errors import ModelFileError, RequestError, UnsupportedModel
+from ..gguf import open_gguf
 from ..units import format_bytes, format_count
-from . import models, ui
+from . import models, options, ui
 from .budget import (
     CARD_HEADER,
     Budget,
@@ -57,18 +58,7 @@ _TEMPLATE = "tokenizer.chat_template"
     help="Show what fits into this much device memory, such as 8 (in GiB) or 512MiB, or into "
     "several cards, such as 8,12; repeatable.",
 )  # fmt: skip
-@click.option(
-    "-c", "--ctx-size", "n_ctx", type=click.INT, default=4096, metavar="N",
-    help="Context length that must fit, for --vram. 0: the model's training length.",
-)  # fmt: skip
-@click.option(
-    "-ctk", "--cache-type-k", "type_k", type=click.Choice(KV_TYPES), default="f16",
-    help="Data type of the K cache, for --vram.",
-)  # fmt: skip
-@click.option(
-    "-ctv", "--cache-type-v", "type_v", type=click.Choice(KV_TYPES), default="f16",
-    help="Data type of the V cache, for --vram.",
-)  # fmt: skip
+@options.engine_options(only=("n_ctx", "type_k", "type_v"))
 @click.option(
     "--check", "with_check", is_flag=True,
     help="Read all weights and report NaN and infinity, which mean that the file is damaged.",
@@ -76,12 +66,13 @@ _TEMPLATE = "tokenizer.chat_template"
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(
     target: str, with_tensors: bool, globs: tuple[str, ...], key: str | None, with_template: bool,
-    vram: tuple[str, ...], n_ctx: int, type_k: str, type_v: str, with_check: bool, as_json: bool,
+    vram: tuple[str, ...], with_check: bool, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Show metadata, sizes and experts of the model TARGET, without loading its weights.
 
     If moegraph does not run the file's architecture, inspect shows only metadata, types and
-    tensors. With --vram, the planner says what fits; `moegraph plan` gives more detail.
+    tensors. With --vram, the planner says what fits beside a KV cache of -c, -ctk and -ctv;
+    `moegraph plan` gives more detail.
 
     \b
     Examples:
@@ -91,14 +82,12 @@ def inspect(
       moegraph inspect model.gguf --key general.name
       moegraph inspect model.gguf --check
     """
-    sizes = card_sizes(vram)
-    if not 0 <= n_ctx <= 1 << 22:
-        raise RequestError(f"n_ctx is {n_ctx} (-c/--ctx-size); allowed: 0 to {1 << 22}")
+    sizes, config = card_sizes(vram), options.build_config(given)
     if key is not None and with_template:
         raise click.UsageError("--key and --template each print one value; give one")
     wanted = _TEMPLATE if with_template else key
     if wanted is not None:
-        with models.open_any(target) as file:
+        with open_gguf(models.local_path(target)) as file:
             _print_value(file, wanted, as_json)
         return
     globs = globs or (("*",) if with_tensors else ())
@@ -107,11 +96,10 @@ def inspect(
     except UnsupportedModel as error:
         if sizes or with_check:
             raise
-        with models.open_any(target) as file:
+        with open_gguf(models.local_path(target)) as file:
             _show_foreign(file, globs, as_json, str(error))
         return
     with model:
-        config = EngineConfig(n_ctx=n_ctx, type_k=type_k, type_v=type_v).validate()
         with ExitStack() as stack:
             planner = Planner(model, config, stack)
             budgets = [planner.budget(cards) for cards in sizes]
@@ -123,9 +111,13 @@ def _inspect(
     with_check: bool, as_json: bool,
 ) -> None:  # fmt: skip
     from ..arch.summary import summarize
+    from ..gguf.check import find_nonfinite
 
     summary = summarize(model.hparams, model.tensors)
-    bad = _check(model) if with_check else None
+    bad: list[BadTensor] | None = None
+    if with_check:
+        with ui.Bars() as bars:
+            bad = find_nonfinite(model, lambda done, total: bars("check", done, total))
     if as_json:
         report = _report(model, summary, budgets, globs)
         if bad is not None:
@@ -177,12 +169,12 @@ def _show_foreign(file: GgufFile, globs: Sequence[str], as_json: bool, reason: s
 
     totals = types_of(file.tensors.values())
     if as_json:
-        report = {
+        _print_json({
             **_file_fields(file), "unsupported": reason,
             "n_params": sum(total.n_params for total in totals),
             "types": [dataclasses.asdict(total) for total in totals],
-        }  # fmt: skip
-        _print_json(_with_tensors(report, file, globs))
+            **_tensor_fields(file, globs),
+        })  # fmt: skip
         return
     ui.heading("File")
     ui.table([
@@ -196,13 +188,6 @@ def _show_foreign(file: GgufFile, globs: Sequence[str], as_json: bool, reason: s
     ui.note(f"warning: {reason}")
 
 
-def _check(model: ModelFile) -> list[BadTensor]:
-    from ..gguf.check import find_nonfinite
-
-    with ui.Bars() as bars:
-        return find_nonfinite(model, lambda done, total: bars("check", done, total))
-
-
 def _show_check(bad: list[BadTensor], n_tensors: int) -> None:
     ui.section("Check")
     if not bad:
@@ -214,6 +199,17 @@ def _show_check(bad: list[BadTensor], n_tensors: int) -> None:
     )
 
 
+def _tensor_fields(file: GgufFile, globs: Sequence[str]) -> dict[str, Any]:
+    tensors = [
+        {
+            "name": info.name, "type": info.type.name, "ne": list(info.ne[: info.n_dims]),
+            "n_bytes": info.nbytes, "part": info.part, "offset": info.offset,
+        }
+        for info in _matching(file, globs)
+    ]  # fmt: skip
+    return {"tensors": tensors} if globs else {}
+
+
 def _file_fields(file: GgufFile) -> dict[str, Any]:
     return {
         "paths": [str(path) for path in file.paths],
@@ -223,12 +219,6 @@ def _file_fields(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _with_tensors(report: dict[str, Any], file: GgufFile, globs: Sequence[str]) -> dict[str, Any]:
-    if globs:
-        report["tensors"] = [_tensor(info) for info in _matching(file, globs)]
-    return report
-
-
 def _report(
     model: ModelFile, summary: ModelSummary, budgets: Sequence[Budget], globs: Sequence[str]
 ) -> dict[str, Any]:
@@ -236,7 +226,7 @@ def _report(
         {**dataclasses.asdict(layer), "expert_types": dict(layer.expert_types)}
         for layer in summary.layers
     ]
-    report = {
+    return {
         **_file_fields(model),
         "hparams": dataclasses.asdict(model.hparams),
         "n_params": summary.n_params,
@@ -247,12 +237,11 @@ def _report(
         "types": [dataclasses.asdict(total) for total in summary.by_type],
         "layers": layers,
         "budgets": [budget_fields(budget) for budget in budgets],
+        **_tensor_fields(model, globs),
     }
-    return _with_tensors(report, model, globs)
 
 
 def _matching(file: GgufFile, globs: Sequence[str]) -> list[TensorInfo]:
-    """Return the tensors whose names match one of the globs."""
     found = [
         info
         for info in file.tensors.values()
@@ -261,17 +250,6 @@ def _matching(file: GgufFile, globs: Sequence[str]) -> list[TensorInfo]:
     if globs and not found:
         raise RequestError(f"{file.path}: no tensor matches {' or '.join(map(repr, globs))}")
     return found
-
-
-def _tensor(info: TensorInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "type": info.type.name,
-        "ne": list(info.ne[: info.n_dims]),
-        "n_bytes": info.nbytes,
-        "part": info.part,
-        "offset": info.offset,
-    }
 
 
 def _plain(value: Any) -> Any:
@@ -311,17 +289,16 @@ def _show_types(totals: Iterable[TypeTotal]) -> None:
 
 
 def _show_tensors(file: GgufFile, globs: Sequence[str]) -> None:
-    if not globs:
-        return
     found = _matching(file, globs)
-    ui.section("Tensors")
-    ui.table(
-        [
-            (info.name, info.type.name, list(info.ne[: info.n_dims]), format_bytes(info.nbytes))
-            for info in found
-        ],
-        ("name", "type", "shape", "size"),
-    )
+    if found:
+        ui.section("Tensors")
+        ui.table(
+            [
+                (info.name, info.type.name, list(info.ne[: info.n_dims]), format_bytes(info.nbytes))
+                for info in found
+            ],
+            ("name", "type", "shape", "size"),
+        )
 
 
 def _show_budget(budget: Budget, n_ctx: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from . import ui
 if TYPE_CHECKING:
     from ..arch import ModelFile
     from ..engine import Engine
-    from ..gguf import GgufFile
     from ..placement.trace import Trace
     from ..text.chat.template import ChatTemplate
 
@@ -105,14 +104,21 @@ def require_target(*given: str | None) -> str:
     return found
 
 
-def local_path(target: str | Path) -> Path:
-    """Return the path of a model; one on a hub is downloaded first, with a bar on a terminal."""
+@contextmanager
+def _downloading() -> Iterator[tuple[ui.Bars, Callable[[str], None]]]:
+    """Yield a bar for a download, and a function for lines between."""
     with ui.Bars() as bars:
 
         def say(line: str) -> None:
             bars.clear()
             ui.note(line)
 
+        yield bars, say
+
+
+def local_path(target: str | Path) -> Path:
+    """Return the path of a model; one on a hub is downloaded first, with a bar on a terminal."""
+    with _downloading() as (bars, say):
         return resolve_target(target, bars, say)
 
 
@@ -138,13 +144,6 @@ def open_header(target: str | Path, device: str | None = None) -> ModelFile:
             for one in device.split(","):
                 wake(one)
     return open_model(path)
-
-
-def open_any(target: str | Path) -> GgufFile:
-    """Open a GGUF file of any architecture by name or path, without loading its weights."""
-    from ..gguf import open_gguf
-
-    return open_gguf(local_path(target))
 
 
 def open_template(given: Mapping[str, Any], stack: ExitStack) -> ChatTemplate | None:
@@ -192,30 +191,30 @@ def _idle_settings(engine: Engine) -> list[str]:
     """Return a line about settings that the user changed and that have no effect, if any."""
     if not engine.plan.all_resident:
         return []
-    idle = [
-        s.flags[-1]
-        for s in engine_settings()
-        if s.name in _FOR_MISSES and getattr(engine.config, s.name) not in (s.default, "none")
-    ]
-    if not idle:
-        return []
-    have = "have no effect" if len(idle) > 1 else "has no effect"
-    return [f"{', '.join(idle)} {have}: all experts fit on {engine.device_name}"]
+    config = engine.config
+    idle = [n for n in _FOR_MISSES if getattr(config, n) != "none" and _is_changed(config, n)]
+    return _no_effect(idle, f"all experts fit on {engine.device_name}")
 
 
 def idle_drafts(config: EngineConfig) -> list[str]:
     """Return a line about settings of drafts that have no effect beside --spec, if any."""
-    idle = [
-        s.flags[-1]
-        for s in engine_settings()
-        if s.group == DRAFT_GROUP and s.name != "spec" and getattr(config, s.name) != s.default
-    ]
-    why = "nothing drafts; choose what does with --spec"
+    if config.spec in ("mtp", "lookup"):
+        return _no_effect(["draft"] if config.draft else [], f"--spec {config.spec} needs no file")
     if config.spec != "off":
-        idle = ["--draft"] if config.draft and config.spec in ("mtp", "lookup") else []
-        why = f"--spec {config.spec} needs no file"
-    have = "have no effect" if len(idle) > 1 else "has no effect"
-    return [f"{', '.join(idle)} {have}: {why}"] if idle else []
+        return []
+    idle = [s.name for s in engine_settings() if s.group == DRAFT_GROUP and s.name != "spec"]
+    idle = [name for name in idle if _is_changed(config, name)]
+    return _no_effect(idle, "nothing drafts; choose what does with --spec")
+
+
+def _is_changed(config: EngineConfig, name: str) -> bool:
+    return bool(getattr(config, name) != getattr(EngineConfig, name))
+
+
+def _no_effect(names: Sequence[str], why: str) -> list[str]:
+    flags = [s.flags[-1] for s in engine_settings() if s.name in names]
+    have = "have no effect" if len(names) > 1 else "has no effect"
+    return [f"{', '.join(flags)} {have}: {why}"] if names else []
 
 
 def show_messages(engine: Engine) -> None:
@@ -303,11 +302,6 @@ def pull(name: str) -> None:
     """
     from ..gguf.hub import download
 
-    with ui.Bars() as bars:
-
-        def say(line: str) -> None:
-            bars.clear()
-            ui.note(line)
-
+    with _downloading() as (bars, say):
         path = download(parse_hub_name(name), bars, say, verify=True)
     click.echo(path)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,8 @@ from .models import Decorated, local_path
 
 _TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT}
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})", re.I | re.A)
+# Values of a list, at most.
+MAX_VALUES = 1000
 # Keys of general.sampling and the fields of SamplingParams they fill.
 _FIELDS = {
     "temp": "temperature",
@@ -38,6 +39,24 @@ _FIELDS = {
 _WHOLE = ("top_k", "repeat_last_n")
 # Files hold F32; llama.cpp reads them as text with this number of decimals.
 _DECIMALS = 6
+
+_LAST_DEVICE = "the drafter is on the last device of the model"
+# Flags of the reference (test_dflash) whose mechanism does not exist here; what happens instead.
+_FLAGS = {
+    "--fast-rollback": "accepted rows are taken without another pass, always",
+    "--seq-verify": "a draft is verified in one pass",
+    "--draft-feature-mirror": "the drafter reads the model's features where they were computed",
+    "--peer-access": "what crosses from device to device goes through host memory",
+    "--target-split-load-draft": _LAST_DEVICE,
+    "--target-split-dflash": _LAST_DEVICE,
+}
+_CHOICE = "--device chooses the devices; the drafter is on the last one"
+_DIVISION = "--device cuda:0,cuda:1 divides the layers, and --split N,... sets their shares"
+# Options of it that take a value.
+_VALUES = {
+    "--target-gpu": _CHOICE, "--draft-gpu": _CHOICE, "--target-gpus": _DIVISION,
+    "--target-layer-split": _DIVISION,
+}  # fmt: skip
 
 
 class Option(click.Option):
@@ -88,12 +107,12 @@ def setting_option(setting: Setting) -> Callable[[Decorated], Decorated]:
     )
 
 
-def with_options(found: Iterable[Callable[[Any], Any]]) -> Callable[[Decorated], Decorated]:
+def with_options(found: Sequence[Callable[[Any], Any]]) -> Callable[[Decorated], Decorated]:
     """Return a decorator that adds options in this order."""
 
     def decorate(command: Decorated) -> Decorated:
         # click lists the option of the outermost decorator first
-        for option in reversed(tuple(found)):
+        for option in reversed(found):
             command = option(command)
         return command
 
@@ -155,6 +174,22 @@ length_options = with_options([
 ])  # fmt: skip
 
 
+# The reference's options that have no effect; `show_taken` says what happens instead.
+reference_options = with_options([
+    click.option(
+        flag, is_flag=flag in _FLAGS, hidden=True, expose_value=False, help=f"No effect: {why}."
+    )
+    for flag, why in (_FLAGS | _VALUES).items()
+])  # fmt: skip
+
+
+def show_taken() -> None:
+    """Print a line for each option of the reference that was given and has no effect."""
+    for flag, why in (_FLAGS | _VALUES).items():
+        if is_given(flag.removeprefix("--").replace("-", "_")):
+            ui.note(f"note: {flag} has no effect: {why}")
+
+
 def build_config(options: Mapping[str, Any]) -> EngineConfig:
     """Return the validated EngineConfig of a command's options; download a drafter on a hub."""
     names = {s.name for s in engine_settings() if s.flags}
@@ -183,11 +218,6 @@ def is_given(name: str) -> bool:
     return source is not ParameterSource.DEFAULT
 
 
-def chosen_sampling() -> frozenset[str]:
-    """Return the names of the sampling settings given on the command line."""
-    return frozenset(s.name for s in sampling_settings() if is_given(s.name))
-
-
 def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:
     """Parse '15043+1' and '15043-inf' as llama.cpp does; biases of the same token add up."""
     biases: dict[int, float] = {}
@@ -200,6 +230,23 @@ def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:
         token, bias = int(match[1]), float(match[2] + match[3])
         biases[token] = biases.get(token, 0.0) + bias
     return biases
+
+
+def read_list(
+    texts: tuple[str, ...], read: Callable[[str], list[Any]], how: str, most: int = MAX_VALUES
+) -> list[Any]:
+    """Return the values in comma lists; a repeated option appends its list.
+
+    read: what a part stands for. how: to write it, for messages. most: values at most.
+    """
+    given = ",".join(texts)
+    try:
+        found = [value for part in given.split(",") if texts for value in read(part.strip())]
+    except ValueError:
+        raise click.BadParameter(f"{given!r}; write {how}") from None
+    if len(found) > most:
+        raise click.BadParameter(f"{given!r}; at most {most} values")
+    return found
 
 
 def max_tokens(n_predict: int) -> int | None:
@@ -261,16 +308,20 @@ def recommended(
     out of range are left out, with one warning. warned: as in `models.load_engine`.
     """
     params = params.validate(n_vocab)
-    taken: dict[str, float] = {}
+    taken: dict[str, Any] = {}
     wrong = []
     for key, name in _FIELDS.items():
-        value = kv.get(f"general.sampling.{key}")
+        value: Any = kv.get(f"general.sampling.{key}")
         if value is None or is_given(name):
             continue
+        whole, number = name in _WHOLE, value
+        if type(value) is int and not whole:
+            number = float(value)
+        elif isinstance(value, float):
+            number = int(value) if whole and value.is_integer() else round(value, _DECIMALS)
         try:
-            number = _number(value, name in _WHOLE)
             params = replace(params, **{name: number}).validate(n_vocab)
-        except (RequestError, ValueError):
+        except RequestError:
             wrong.append(f"general.sampling.{key} {reprlib.repr(value)}")
             continue
         taken[name] = number
@@ -278,14 +329,3 @@ def recommended(
         line = f"out of range in the model file, and ignored: {', '.join(wrong)}"
         ui.warn_once([line], warned)
     return params, taken
-
-
-def _number(value: object, is_whole: bool) -> Any:
-    """Return the value of a key; a ValueError if it is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError
-    if not is_whole:
-        return round(float(value), _DECIMALS)
-    if value != int(value):
-        raise ValueError
-    return int(value)

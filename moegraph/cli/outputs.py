@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class OutputFile:
@@ -29,13 +32,13 @@ class OutputFile:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise ConfigError(f"{path}: cannot write: {error.strerror}") from error
-        self._is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        self.is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
         self._file: BinaryIO = os.fdopen(fd, "wb", buffering=0)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         try:
-            if not self._written and self._is_regular:
+            if not self._written and self.is_regular:
                 self._file.truncate(0)
             self._written = True
             view = memoryview(data).cast("B")
@@ -45,92 +48,44 @@ class OutputFile:
             self._failed = True
             raise ConfigError(f"{self.path}: cannot write: {error.strerror}") from error
 
-    def rewrite_start(self, data: bytes) -> None:
-        """Overwrite the first bytes of a regular file."""
-        os.pwrite(self._file.fileno(), data, 0)
-
-    def require_regular(self) -> None:
-        """Refuse a device or a pipe."""
-        if not self._is_regular:
-            raise ConfigError(f"{self.path}: cannot write an array to a device or a pipe")
-
     def close(self) -> None:
         """Close the file, and remove it if it is new and nothing, or not all, was written."""
         if self._file.closed:
             return
         self._file.close()
-        if self._created and self._is_regular and (self._failed or not self._written):
+        if self._created and self.is_regular and (self._failed or not self._written):
             self.path.unlink(missing_ok=True)
 
-    def __enter__(self) -> OutputFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class TokenStream:
-    """Token ids as little-endian 32-bit integers on an open file descriptor; -1 ends them."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        try:
-            os.write(fd, b"")
-        except OSError as error:
-            raise self._refusal(error) from error
-
-    def _refusal(self, error: OSError) -> ConfigError:
-        return ConfigError(f"--stream-fd {self._fd}: cannot write: {error.strerror}")
-
-    def write(self, token: int) -> None:
-        """Write one id."""
-        view = memoryview(token.to_bytes(4, "little", signed=True))
-        try:
-            while view:
-                view = view[os.write(self._fd, view) :]
-        except OSError as error:
-            raise self._refusal(error) from error
-
-    def __enter__(self) -> TokenStream:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if not isinstance(error, ConfigError):  # the descriptor may be what failed
-            self.write(-1)
-
-
-class NpyWriter:
+class NpyWriter(OutputFile):
     """Writes rows of F32 to a .npy file as they come; `close` completes the header."""
 
     def __init__(self, path: Path) -> None:
-        self._out = OutputFile(path)
-        self._n_columns = 0
-        self._n_rows = 0
-        try:
-            self._out.require_regular()
-        except ConfigError:
-            self._out.close()
-            raise
+        super().__init__(path)
+        self._n_columns = self._n_rows = 0
+        if not self.is_regular:
+            self.close()
+            raise ConfigError(f"{path}: cannot write an array to a device or a pipe")
 
-    def write(self, rows: npt.NDArray[np.float32]) -> None:
+    def write_rows(self, rows: npt.NDArray[np.float32]) -> None:
         """Append rows; numpy shape [n_rows, n_columns]."""
         if self._n_columns == 0:
             self._n_columns = rows.shape[1]
-            self._out.write(_npy_header(0, self._n_columns))
+            self.write(_npy_header(0, self._n_columns))
         self._n_rows += len(rows)
-        self._out.write(np.ascontiguousarray(rows, dtype="<f4").data)
+        self.write(np.ascontiguousarray(rows, dtype="<f4").data)
 
     def close(self) -> None:
         """Write the number of rows into the header and close the file."""
-        if self._n_columns:
-            self._out.rewrite_start(_npy_header(self._n_rows, self._n_columns))
-        self._out.close()
-
-    def __enter__(self) -> NpyWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._n_columns and not self._file.closed:
+            os.pwrite(self._file.fileno(), _npy_header(self._n_rows, self._n_columns), 0)
+        super().close()
 
 
 def _npy_header(n_rows: int, n_columns: int) -> bytes:

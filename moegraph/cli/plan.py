@@ -31,16 +31,7 @@ from .budget import (
     slots_text,
 )
 from .models import target_argument
-from .prediction import (
-    AUTO,
-    Assumption,
-    Prediction,
-    Routing,
-    Times,
-    assumed_text,
-    show_prompts,
-    trace_fields,
-)
+from .prediction import AUTO, Assumption, Prediction, Routing, Times, show_prompts, trace_fields
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
@@ -227,14 +218,19 @@ def _head(model: ModelFile, job: _Job, rows: list[_Row]) -> list[tuple[str, str]
     """Return the rows that describe model, context, machine, routing and policy."""
     hp, config = model.hparams, job.config
     name = model.kv.get("general.name") or model.path.name
-    why = rows[0].times.why
+    machines = {row.times.machine.name: row.times.machine.title for row in rows}
+    machine = next(iter(machines.values()))
+    if len(machines) > 1:
+        machine = "by size, the one in the last column; all but h200 are computed from data sheets"
+    if rows[0].times.why:
+        machine = f"none: {rows[0].times.why}"
     kinds = config.type_k if config.type_k == config.type_v else f"{config.type_k}/{config.type_v}"
     return [
         ("model", f"{name}: {hp.n_layer} layers of {hp.n_expert} experts, {hp.n_expert_used} used; "
                   f"{format_bytes(model.n_bytes)}"),
         ("context", f"{config.ctx_within(hp.n_ctx_train):,} positions, KV cache {kinds}, "
                     f"{format_bytes(job.need.kv)}"),
-        ("machine", f"none: {why}" if why else assumed_text([row.times.machine for row in rows])),
+        ("machine", machine),
         ("routing", job.routing.trace.source or "as recorded"),
         ("policy", f"{config.policy}, missing experts: {config.miss}"),
     ]  # fmt: skip

@@ -42,27 +42,19 @@ class Assumption:
             return cls(find_machine(asked), None)
         return cls(None, gpu_card())
 
-    def machine(self, cards: Sequence[int]) -> Machine:
-        """Return the machine for a budget: the bytes of one card, or of several.
+    def machine(self, cards: Sequence[int] = ()) -> Machine:
+        """Return the machine for a budget: the bytes of one card, or of several; none: any size.
 
         Unless one was named, it is this machine's if its card has so much memory, or else one with
         a usual card of that size; of several cards, the smallest decides.
         """
-        from ..experts.machines import CARD_SHARE, usual_card
+        from ..experts.machines import CARD_SHARE, MACHINES, usual_card
 
         if self.named:
             return self.named
-        if self.card and max(cards) * CARD_SHARE <= self.card.n_bytes:
+        if self.card and max(cards, default=0) * CARD_SHARE <= self.card.n_bytes:
             return _machine(self.card)
-        return usual_card(min(cards))
-
-    def whatever_size(self) -> Machine:
-        """Return the machine for cards of any size: this one's, or `desktop` if it has no card."""
-        from ..experts.machines import MACHINES
-
-        if self.named:
-            return self.named
-        return _machine(self.card) if self.card else MACHINES["desktop"]
+        return usual_card(min(cards)) if cards else MACHINES["desktop"]
 
 
 def _machine(card: Card) -> Machine:
@@ -76,13 +68,6 @@ def _machine(card: Card) -> Machine:
         f"GB/s, {card.link}; computed, with DDR5 assumed"
     )
     return card_machine(card.name, about, card.memory_rate, card.link_rate, card.arithmetic)
-
-
-def assumed_text(machines: Sequence[Machine]) -> str:
-    """Return in a line for which machines the speeds of budgets are predicted."""
-    if len({machine.name for machine in machines}) == 1:
-        return machines[0].title
-    return "by size, the one in the last column; all but h200 are computed from data sheets"
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import click
 
@@ -47,37 +46,22 @@ class _ReaderGone(Exception):
     """The reader of stdout has closed the pipe."""
 
 
-class _Commands(Mapping[str, click.Command]):
-    """The commands by name; each is imported when it is asked for."""
-
-    def __getitem__(self, name: str) -> click.Command:
-        place, summary = COMMANDS[name]
-        module, _, function = place.partition(".")
-        command: click.Command = getattr(import_module(f"{__package__}.{module}"), function)
-        command.short_help = summary
-        return command
-
-    def __contains__(self, name: object) -> bool:
-        return name in COMMANDS
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
+def load_command(name: str) -> click.Command:
+    """Import a command."""
+    place, summary = COMMANDS[name]
+    module, _, function = place.partition(".")
+    command: click.Command = getattr(import_module(f"{__package__}.{module}"), function)
+    command.short_help = summary
+    return command
 
 
 class Program(click.Group):
     """A group that reports each error as one line on stderr and an exit code."""
 
     def main(
-        self,
-        args: Any = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
+        self, args: Any = None, prog_name: str | None = None, complete_var: str | None = None,
+        standalone_mode: bool = True, **extra: Any,
+    ) -> Any:  # fmt: skip
         """Run a command line and exit."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, **extra)
@@ -92,6 +76,14 @@ class Program(click.Group):
             raise Cancelled from None
         except BrokenPipeError:
             raise _ReaderGone from None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a name, if there is one."""
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands, without importing them."""
@@ -111,7 +103,6 @@ class Program(click.Group):
         return name, command, rest
 
     def _run(self, args: Any, name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
-        """Return the exit code of a command line."""
         try:
             result = super().main(args, name, complete_var, standalone_mode=False, **extra)
             sys.stdout.flush()
@@ -198,7 +189,6 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 @click.group(
     cls=Program, name="moegraph", invoke_without_command=True,
-    commands=cast("MutableMapping[str, click.Command]", _Commands()),
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )  # fmt: skip
 @click.option(

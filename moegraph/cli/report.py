@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 _SIZES = ("n_vocab", "n_embd", "n_layer", "n_expert", "n_expert_used", "n_ctx_train")
 
 
-def stats_line(
-    event: GenerationEvent, memory: dict[str, int], sampling: SamplingParams | None = None
-) -> str:
-    """Return one line about speed and memory, and the seed if sampling used one."""
+def result_lines(
+    engine: Engine, event: GenerationEvent, drafts: SpecStats | None, sampling: SamplingParams
+) -> list[str]:
+    """Return one line about speed and memory, with the seed if sampling used one, and of drafts."""
+    memory = engine.memory()
     read = f"{event.n_computed} "
     if event.n_computed + event.n_reused < event.n_prompt:
         read += f"of {event.n_prompt} "
@@ -39,29 +40,18 @@ def stats_line(
             f"; decode {n_more} {_tokens(n_more)} in {format_duration(event.decode_s)}, "
             f"{event.decode_tps:.1f} tok/s"
         )
-    if sampling is not None and not sampling.is_greedy:
+    if not sampling.is_greedy:
         line += f"; seed {sampling.seed}"
     if memory["device_peak_bytes"]:
         line += f"; peak {format_bytes(memory['device_peak_bytes'])} on the device"
     line += f"; peak {format_bytes(memory['host_peak_bytes'])} on the host"
     copies = memory["host_pinned_bytes"]
-    return f"{line}, {format_bytes(copies)} of it copies of experts" if copies else line
+    line += f", {format_bytes(copies)} of it copies of experts" if copies else ""
+    return [line, *_draft_lines(drafts, event)]
 
 
 def _tokens(n: int) -> str:
     return "token" if n == 1 else "tokens"
-
-
-def model_report(engine: Engine) -> dict[str, Any]:
-    """Return path, name, architecture, size and main dimensions of a model."""
-    hp, kv = engine.hparams, engine.file.kv
-    return {
-        "path": str(engine.file.path),
-        "name": kv.get("general.name"),
-        "architecture": kv.get("general.architecture"),
-        "n_bytes": engine.file.n_bytes,
-        **{name: getattr(hp, name) for name in _SIZES},
-    }
 
 
 def config_report(engine: Engine) -> dict[str, Any]:
@@ -103,9 +93,15 @@ def run_report(
     from_file: Iterable[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Return the object that --json prints; durations in seconds, sizes in bytes."""
-    event = found.event
+    event, hp, file, stats = found.event, engine.hparams, engine.file, engine.expert_stats()
     return {
-        "model": model_report(engine),
+        "model": {
+            "path": str(file.path),
+            "name": file.kv.get("general.name"),
+            "architecture": file.kv.get("general.architecture"),
+            "n_bytes": file.n_bytes,
+            **{name: getattr(hp, name) for name in _SIZES},
+        },
         "config": config_report(engine),
         "sampling": sampling_report(params, from_file),
         "prompt_tokens": list(found.prompt),
@@ -120,7 +116,8 @@ def run_report(
             "load": {name: round(s, 6) for name, s in engine.load_times.items()},
         },
         "memory": engine.memory(),
-        "experts": expert_report(engine),
+        # of one graph that computes the whole pass, there is nothing to say
+        "experts": stats and {"n_slots_by_layer": list(engine.plan.n_slots), **stats.report()},
         "stages": stage_report(engine),
     }
 
@@ -150,14 +147,6 @@ def stage_report(engine: Engine) -> list[dict[str, Any]]:
     ]
 
 
-def expert_report(engine: Engine) -> dict[str, Any] | None:
-    """Return slots, hits, bytes uploaded and phases; None if one graph computes the whole pass."""
-    stats = engine.expert_stats()
-    if stats is None:
-        return None
-    return {"n_slots_by_layer": list(engine.plan.n_slots), **stats.report()}
-
-
 def process_age(stat: Path = Path("/proc/self/stat")) -> float | None:
     """Return the seconds since this process started, to 10 ms; None if the system does not tell."""
     try:
@@ -168,7 +157,7 @@ def process_age(stat: Path = Path("/proc/self/stat")) -> float | None:
         return None
 
 
-class StartTimes:
+class StartTimes(Stopwatch):
     """Measures from the start of the process to the first token.
 
     process_s: until this object was made. first_token_s: until the first token. Both are None if
@@ -177,12 +166,8 @@ class StartTimes:
 
     def __init__(self) -> None:
         self.process_s = process_age()
-        self._watch = Stopwatch()  # after it, so that no time counts twice
+        super().__init__()  # after it, so that no time counts twice
         self.first_token_s: float | None = None
-
-    def lap(self, phase: str) -> None:
-        """End a phase; it began when the last one ended."""
-        self._watch.lap(phase)
 
     def token(self) -> None:
         """Note that a token is there; only the first call counts."""
@@ -191,8 +176,7 @@ class StartTimes:
 
     def report(self) -> dict[str, float | None]:
         """Return the phases for JSON: their names with _s, and seconds."""
-        found = {"process": self.process_s, **self._watch.seconds}
-        found["first_token"] = self.first_token_s
+        found = {"process": self.process_s, **self.seconds, "first_token": self.first_token_s}
         return {f"{name}_s": None if s is None else round(s, 6) for name, s in found.items()}
 
 
@@ -200,11 +184,6 @@ def show_drafters(engine: Engine) -> None:
     """Print what drafts, and from what, if something does."""
     for line in engine.drafter_lines:
         ui.note(line)
-
-
-def spec_report(stats: SpecStats | None) -> dict[str, Any] | None:
-    """Return the value of `spec` in --json."""
-    return None if stats is None else stats.report()
 
 
 def spec_words(stats: SpecStats | None) -> str:
@@ -218,7 +197,7 @@ def spec_words(stats: SpecStats | None) -> str:
     return words + (f", {stats.speedup:.2f}x" if stats.speedup else "")
 
 
-def summary_lines(stats: SpecStats | None, event: GenerationEvent) -> list[str]:
+def _draft_lines(stats: SpecStats | None, event: GenerationEvent) -> list[str]:
     """Return the reference's summary of a generation, and times of a step; [] without drafts."""
     if stats is None or not stats.steps:
         return []

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
-from ..errors import Cancelled, RequestError
+from ..errors import Cancelled, ConfigError, RequestError
 from ..events import CancelToken
 from ..gguf.resolve import is_shipped
 from ..loop.sequence import room_after
@@ -22,24 +22,16 @@ from ..sampling import SamplingParams
 from ..text.chat.template import TEMPLATE_KEY
 from ..text.tokenizer import read_ids, require_ids_in_range
 from . import models, options, ui
-from .foreign import reference_options, show_taken
 from .interrupt import cancel_on_interrupt
 from .models import MODEL_TARGET, model_options, only_target, require_target
 from .options import Command, Option, recommended
-from .outputs import NpyWriter, OutputFile, TokenStream
-from .report import (
-    Generated,
-    StartTimes,
-    run_report,
-    show_drafters,
-    spec_report,
-    stats_line,
-    summary_lines,
-)
+from .outputs import NpyWriter, OutputFile
+from .report import Generated, StartTimes, result_lines, run_report, show_drafters
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
     from ..engine import Engine
+    from ..server.daemon import Frames
 
 # How these models' templates begin a message; a prompt that has it needs no template.
 _TURN = "<|im_start|>"
@@ -59,7 +51,7 @@ class _Job:
     ids_path: Path | None
     out_ids: OutputFile | None
     logits_out: NpyWriter | None
-    stream: TokenStream | None
+    stream: Frames | None
     given: dict[str, Any]
     from_file: dict[str, float] = field(default_factory=dict)
 
@@ -77,7 +69,7 @@ class _Job:
 @options.length_options
 @options.engine_options("cache_ram")
 @options.sampling_options
-@reference_options
+@options.reference_options
 @click.option(
     "--stream-fd", type=click.INT, metavar="FD", cls=Option, group="Diagnostic",
     help="Write each token id to this file descriptor as it comes, as a little-endian 32-bit "
@@ -128,7 +120,7 @@ def run(args: tuple[str, ...], **given: Any) -> None:
         job = _check(args, given, stack)
         quiet = given["quiet"]
         if not quiet:
-            show_taken(click.get_current_context())
+            options.show_taken()
         times = StartTimes()
         model = stack.enter_context(models.open_header(job.target, job.config.device))
         job = _check_request(job, model)
@@ -170,8 +162,7 @@ def _check(args: tuple[str, ...], given: dict[str, Any], stack: ExitStack) -> _J
     else:
         prompt = _read_prompt(given)
     logits_out = stack.enter_context(NpyWriter(path)) if (path := given["logits_out"]) else None
-    fd = given["stream_fd"]
-    stream = None if fd is None else stack.enter_context(TokenStream(fd))
+    stream = None if given["stream_fd"] is None else _token_stream(given["stream_fd"], stack)
     stop = tuple(options.argument_text(text, given["escape"]) for text in given["stop"])
     if given["display_prompt"] is None:
         given["display_prompt"] = ui.is_terminal(sys.stdout)
@@ -181,6 +172,20 @@ def _check(args: tuple[str, ...], given: dict[str, Any], stack: ExitStack) -> _J
         prompt=prompt, ids=ids, ids_path=ids_path, out_ids=out_ids, logits_out=logits_out,
         stream=stream, given=given,
     )  # fmt: skip
+
+
+def _token_stream(fd: int, stack: ExitStack) -> Frames:
+    """Return what writes token ids to a file descriptor; -1 ends them."""
+    from ..server.daemon import DONE, Frames
+
+    frames = Frames(fd)
+
+    def end(_: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, ConfigError):  # the descriptor may be what failed
+            frames.write(0, DONE)
+
+    stack.push(end)
+    return frames
 
 
 def _check_id_form(n_gen: str) -> int:
@@ -286,13 +291,13 @@ def _stream(
                 times.token()
                 tokens.append(event.token)
                 if job.stream is not None:
-                    job.stream.write(event.token)
+                    job.stream.write(0, event.token)
             if event.text:
                 pieces.append(event.text)
                 if shows_text:
                     ui.write_text(event.text)
             if job.logits_out is not None and event.logits is not None:
-                job.logits_out.write(event.logits)
+                job.logits_out.write_rows(event.logits)
     if event is None:
         raise Cancelled
     if shows_text:
@@ -313,11 +318,11 @@ def _finish(engine: Engine, job: _Job, found: Generated, times: StartTimes) -> N
     kept = models.save_profile(engine)
     if job.given["as_json"]:
         report = run_report(engine, job.sampling, found, times, job.from_file)
-        report |= {"profile": kept, "spec": spec_report(engine.spec_stats())}
+        spec = engine.spec_stats()
+        report |= {"profile": kept, "spec": spec and spec.report()}
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
     elif not job.given["quiet"]:
-        ui.note(stats_line(event, engine.memory(), job.sampling))
-        for line in summary_lines(engine.spec_stats(), event):
+        for line in result_lines(engine, event, engine.spec_stats(), job.sampling):
             ui.note(line)
 
 

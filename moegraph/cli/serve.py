@@ -17,6 +17,7 @@ import click
 
 from ..config import settings as engine_settings
 from ..errors import Cancelled, ConfigError
+from ..link.address import is_loopback
 from ..units import MiB
 from . import models, options, ui
 from .models import target_argument
@@ -182,7 +183,7 @@ def serve(target: str, **given: Any) -> None:
     hosts = _hosts(given, bool(keys))
     if given["cache_by_key"] and not keys:
         raise ConfigError("--cache-by-key needs keys; give --api-key-file FILE or MOEGRAPH_API_KEY")
-    guard = Guard(keys, hosts, not _is_local(given["host"]), given["cors_origins"])
+    guard = Guard(keys, hosts, not is_loopback(given["host"]), given["cors_origins"])
     start_logging(given["log_format"], sys.stderr)
     model.open()
     with listen(given["host"], given["port"]) as sock:
@@ -216,15 +217,10 @@ def _require_extra() -> None:
         ) from None
 
 
-def _is_local(host: str) -> bool:
-    """Return whether only this machine can reach a host; a name such as 127.example may be any."""
-    return host in _LOOPBACK or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
-
-
 def _hosts(given: dict[str, Any], has_key: bool) -> frozenset[str]:
     """Return the names that the header Host may have."""
     host = given["host"]
-    if not (has_key or _is_local(host) or given["insecure_no_key"]):
+    if not (has_key or is_loopback(host) or given["insecure_no_key"]):
         raise ConfigError(
             f"--host {host} lets other machines use the server; give --api-key-file FILE or "
             "MOEGRAPH_API_KEY, or --insecure-no-key if everyone may"
@@ -235,7 +231,7 @@ def _hosts(given: dict[str, Any], has_key: bool) -> frozenset[str]:
                 f"--alias-host {name!a}: give the name alone, without scheme, port or path"
             )
     names = [*_LOOPBACK, host, *(name.strip("[]") for name in given["alias_hosts"])]
-    if not _is_local(host):
+    if not is_loopback(host):
         names.append(socket.gethostname())
     return frozenset(name.lower() for name in names)
 

@@ -14,15 +14,7 @@ import click
 from ..errors import MoegraphError
 from ..units import format_share, parse_bytes
 from . import models, options, ui
-from .prediction import (
-    AUTO,
-    Assumption,
-    Prediction,
-    Routing,
-    Times,
-    show_prompts,
-    trace_fields,
-)
+from .prediction import AUTO, Assumption, Prediction, Routing, Times, show_prompts, trace_fields
 
 if TYPE_CHECKING:
     from ..placement.trace import Trace
@@ -36,7 +28,6 @@ _MAX_SHARES = 100
 
 
 def _shares(_: click.Context, __: click.Parameter, text: str | None) -> tuple[float, ...] | None:
-    """Parse the shares of --split."""
     from ..placement.split import shares_of
 
     try:
@@ -113,14 +104,11 @@ class _Row:
 
 
 def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[float, ...]:
-    """Parse a comma list of percentages."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{text!r}; write percentages as 25,60,100") from None
-    if len(found) > _MAX_SHARES or not all(0 <= share <= 100 for share in found):
-        raise click.BadParameter(f"{text!r}; at most {_MAX_SHARES} percentages of 0 to 100")
-    return found
+    how = "percentages as 25,60,100"
+    found = options.read_list((text,), lambda part: [float(part)], how, _MAX_SHARES)
+    if not all(0 <= share <= 100 for share in found):
+        raise click.BadParameter(f"{text!r}; give percentages of 0 to 100")
+    return tuple(found)
 
 
 @click.command("simulate")
@@ -186,7 +174,7 @@ def simulate_command(
     from ..placement.trace import read_trace
 
     chosen = {text: parse_policy(text) for text in policies}
-    assumed = Assumption.of(machine).whatever_size()
+    assumed = Assumption.of(machine).machine()
     trace = read_trace(trace_path)
     times = Times.of(assumed, _given_sizes(trace, trace_path, target, expert_size))
     routing = Routing.of(trace, profile_path, profile_class)
@@ -242,14 +230,19 @@ def _show(routing: Routing, times: Times, rows: Sequence[_Row], stages: Sequence
         if cells and len(tried) > 1:
             cells.append(())
         cells += [_cells(routing.trace, row, rank == best) for row, rank in zip(tried, ranks)]
-        for names in _equal(tried):
-            equal.setdefault(names, []).append(format_share(share))
+        alike: dict[bytes, list[str]] = {}
+        for row, one in zip(tried, found):
+            if one.stats.misses.any():  # if every expert is resident, all policies are equal
+                alike.setdefault(one.missing.tobytes(), []).append(row.policy)
+        for names in alike.values():
+            if len(names) > 1:
+                equal.setdefault(tuple(names), []).append(format_share(share))
     ui.table(cells, _HEADER)
     first = {row.share: row for row in reversed(rows)}
     of_each = [first[share] for share in sorted(first)]
     show_prompts(("resident",), [((format_share(r.share),), r.predicted) for r in of_each])
-    for names, shares in equal.items():
-        ui.note(f"at {', '.join(shares)}: {' = '.join(names)}")
+    for policies, shares in equal.items():
+        ui.note(f"at {', '.join(shares)}: {' = '.join(policies)}")
     if any({"lfu", "lru"} <= {name.partition(":")[0] for name in names} for names in equal):
         ui.note("if a layer has fewer slots than a token chooses experts, lru acts as lfu")
     if stages:
@@ -266,16 +259,6 @@ def _cells(trace: Trace, row: _Row, is_best: bool) -> tuple[str, ...]:
         ui.NONE if times.why else f"{found.tokens_per_s:.1f}",
         "best" if is_best else "",
     )  # fmt: skip
-
-
-def _equal(rows: Sequence[_Row]) -> list[tuple[str, ...]]:
-    """Return the policies that behaved exactly the same; rows: of one share."""
-    groups: dict[bytes, list[str]] = {}
-    for row in rows:
-        found = row.predicted.found
-        if found.stats.misses.any():  # if every expert is resident, all policies are equal
-            groups.setdefault(found.missing.tobytes(), []).append(row.policy)
-    return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
 def _report(

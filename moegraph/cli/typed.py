@@ -89,9 +89,9 @@ def start_editing(history: LineHistory) -> None:
 
     history: messages of earlier conversations. Does nothing if Python has no readline.
     """
-    ui.enable_line_editing()
-    readline = _readline()
-    if readline is None:
+    try:
+        import readline  # gives input() arrow keys, too
+    except ImportError:
         return
     # With bracketed paste, the lines of a paste are one message.
     readline.parse_and_bind("set enable-bracketed-paste on")
@@ -130,7 +130,7 @@ def next_message(history: LineHistory) -> str | None:
         if not message.startswith(BLOCK):
             history.add(message)
             return message
-        message = _read_block(message.removeprefix(BLOCK), ui.ask)
+        message = _read_block(message.removeprefix(BLOCK))
         history.add(f"{BLOCK}{message}{BLOCK}" if message else "")
         if readline:
             _join_history(readline, n_before, message)
@@ -144,12 +144,12 @@ def next_message(history: LineHistory) -> str | None:
         return None
 
 
-def _read_block(first: str, ask: Callable[[str], str]) -> str:
+def _read_block(first: str) -> str:
     """Return the lines of a block; the closing mark or Ctrl-D ends it."""
     lines = [first]
     while not lines[-1].endswith(BLOCK):
         try:
-            lines.append(ask("... "))
+            lines.append(ui.ask("... "))
         except EOFError:
             ui.write_text("\n", stream=sys.stderr)
             break
@@ -157,7 +157,6 @@ def _read_block(first: str, ask: Callable[[str], str]) -> str:
 
 
 def _readline() -> ModuleType | None:
-    """Return Python's readline if it is loaded."""
     return sys.modules.get("readline")
 
 
@@ -203,7 +202,9 @@ def obey(chat: Conversation, message: str) -> str:
 
 
 def _clear(chat: Conversation, _: str) -> None:
-    chat.forget()
+    chat.history.clear()
+    chat.engine.reset()
+    chat.n_held = 0
     ui.note("cleared")
 
 
@@ -213,7 +214,7 @@ def _again(chat: Conversation, _: str) -> str:
         raise RequestError("there is no question to ask again; type one first")
     if chat.sampling.is_greedy:
         ui.note("note: at temperature 0 the answer is always the same; see /set temp")
-    chat.draw_anew()
+    chat.sampling = replace(chat.sampling, seed=None).seeded()
     return question
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -89,7 +89,9 @@ def end_line(text: str, follows: bool = True) -> None:
         return
     if is_terminal(sys.stdout):
         write_text("\n")
-    elif (is_terminal(sys.stderr) and _is_pipe(sys.stdout)) or (follows and _is_shared()):
+    elif (is_terminal(sys.stderr) and stat.S_ISFIFO(_mode(sys.stdout))) or (
+        follows and _is_shared()
+    ):
         write_text("\n", stream=sys.stderr)
 
 
@@ -109,10 +111,9 @@ def stdin_has_text() -> bool:
     """Return whether stdin is a pipe or a file, not a terminal or /dev/null."""
     if sys.stdin is None or sys.stdin.isatty():
         return False
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):
-        return not sys.stdin.closed  # an in-memory stream has no file descriptor
+    mode = _mode(sys.stdin)
+    if mode == 0:  # an in-memory stream has no file descriptor
+        return not sys.stdin.closed
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
@@ -124,11 +125,12 @@ def _is_shared() -> bool:
         return False
 
 
-def _is_pipe(stream: TextIO) -> bool:
+def _mode(stream: TextIO) -> int:
+    """Return the mode of a stream's file, 0 if it has none."""
     try:
-        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+        return os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):
-        return False
+        return 0
 
 
 def error(message: str) -> None:
@@ -174,24 +176,18 @@ def table(
     """
     lines = [[one_line(str(cell)) for cell in row] for row in rows]
     cells = [list(header), *lines] if header else lines
-    full = [row for row in cells if row]
-    if not full:
-        return
-    widths = [max(len(row[i]) for row in full) for i in range(len(full[0]))]
-    columns = [[row[i] for row in lines if row] for i in range(len(full[0]))]
-    right = [not is_text and _is_numeric(column) for column in columns]
+    widths = [max(map(len, column)) for column in zip(*filter(None, cells), strict=True)]
+    columns = zip(*filter(None, lines), strict=True)
+    right = [not is_text and _is_numeric(column) for column in columns] or [False] * len(widths)
     for at, row in enumerate(cells):
-        if not row:
-            click.echo()
-            continue
         padded = (
             cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
+            for cell, width, to_right in zip(row, widths, right)
         )
         line = "  ".join(padded).rstrip()
         if header and at == 0:
             line = styled(line, "columns", sys.stdout)
-        click.echo("  " + line)
+        click.echo(f"  {line}" if row else "")
 
 
 def _is_numeric(column: Sequence[str]) -> bool:
@@ -200,26 +196,10 @@ def _is_numeric(column: Sequence[str]) -> bool:
     return bool(found) and all(cell == NONE or _NUMBER.fullmatch(cell) for cell in found)
 
 
-def checks(findings: Iterable[tuple[str, bool, bool, str]]) -> None:
-    """Print findings to stdout, one for each line: (name, is ok, is required, detail)."""
-    for name, ok, required, detail in findings:
-        sign, role = ("ok", "good") if ok else ("no", "error") if required else ("--", "muted")
-        mark = styled(sign, role, sys.stdout)
-        click.echo(f"  {mark}  {name}: {one_line(detail)}")
-
-
-def enable_line_editing() -> None:
-    """Give `ask` arrow keys and a history, if Python has readline."""
-    with suppress(ImportError):
-        import readline  # noqa: F401 - importing it is what enables it
-
-
 def ask(prompt: str) -> str:
     """Return a line typed at the terminal."""
-    if not is_terminal(sys.stdout):
-        # stdout is redirected: the prompt goes to stderr.
-        sys.stderr.write(styled(prompt, "prompt", sys.stderr))
-        sys.stderr.flush()
+    if not is_terminal(sys.stdout):  # it is redirected: the prompt goes to stderr
+        write_text(prompt, "prompt", sys.stderr)
         return input()
     # readline counts columns; these marks tell it which characters take none.
     return input(re.sub(r"(\x1b\[[0-9;]*m)", "\x01\\1\x02", styled(prompt, "prompt", sys.stdout)))

@@ -103,7 +103,7 @@ def worker(
     if new_keys:
         _make_keys(new_keys)
         return
-    from ..link.address import listen_on
+    from ..link.address import Address, listen_on
     from ..link.tls import tls_context
     from ..passes.prefixfile import private_folder
     from ..worker.service import Worker, WorkerSettings
@@ -120,9 +120,9 @@ def worker(
         def ready(child: Child) -> None:
             for device, free in zip(child.devices, child.free):
                 ui.note(f"{device.device}: {device.description}, {format_bytes(free)} free")
-            shown = f"[{host}]" if ":" in host else host
             how = "with TLS" if context else "without TLS"
-            ui.note(f"worker: listening on {shown}:{listening.getsockname()[1]}, {how}")
+            shown = Address(host, listening.getsockname()[1]).worker
+            ui.note(f"worker: listening on {shown}, {how}")
 
         try:
             Worker(settings, listening, context, lambda line: ui.note(f"worker: {line}")).run(ready)

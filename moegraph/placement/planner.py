@@ -296,7 +296,5 @@ def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:
     return OutOfDeviceMemory(
         f"the model without its experts needs {format_bytes(needed)} on the device ({listed}), but "
         f"{source} allows {format_bytes(budget)}; lower -c or -ub, use -ctk q8_0 -ctv q8_0, or "
-        f"allow more memory",
-        requested=needed,
-        free=budget,
+        f"allow more memory"
     )

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from helpers.fake_engine import FakeEngine
 
-from moegraph.bench import BenchRow, BenchSpec, ttft
+from moegraph.bench import ttft
+from moegraph.bench.measure import BenchRow, BenchSpec
 from moegraph.cli import bench, benchrows
 from moegraph.errors import MoegraphError, NativeError
 
@@ -104,7 +105,7 @@ class TestBench:
             for test in spec.tests:
                 yield BenchRow(test, (0.5, 1.0))
 
-        monkeypatch.setattr("moegraph.bench.run_bench", measure)
+        monkeypatch.setattr("moegraph.bench.measure.run_bench", measure)
         facts = {key: RECORDS[0][key] for key in list(RECORDS[0])[:9]}
         monkeypatch.setattr(bench, "_facts", lambda engine: {**asdict(engine.config), **facts})
         return seen
@@ -156,7 +157,7 @@ class TestBench:
     def test_an_interrupted_run_leaves_the_rows_that_are_finished(
         self, cli: Cli, specs: list[BenchSpec], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        measure = importlib.import_module("moegraph.bench").run_bench
+        measure = importlib.import_module("moegraph.bench.measure").run_bench
 
         def interrupted(engine: Any, spec: BenchSpec) -> Iterator[BenchRow]:
             rows = measure(engine, spec)
@@ -164,7 +165,7 @@ class TestBench:
             yield next(rows)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("moegraph.bench.run_bench", interrupted)
+        monkeypatch.setattr("moegraph.bench.measure.run_bench", interrupted)
         result = cli("bench", "m", "-p", "1,2,3", "-o", "json")
         assert result.exit_code == 130
         assert [row["test"] for row in json.loads(result.stdout)] == ["pp1", "pp2"]

@@ -14,7 +14,7 @@ import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
-from moegraph.cli import main
+from moegraph.cli import main, program
 from moegraph.cli.foreign import NO_COMMANDS, NOT_HERE
 from moegraph.cli.options import group_of
 from moegraph.config import GROUPS
@@ -27,7 +27,7 @@ COMMANDS = ("run", "chat", "bench", "trace")
 
 
 def options_of(name: str) -> list[click.Option]:
-    return [p for p in main.commands[name].params if isinstance(p, click.Option)]
+    return [p for p in program.load_command(name).params if isinstance(p, click.Option)]
 
 
 class TestRefused:
@@ -43,17 +43,17 @@ class TestRefused:
         assert cli.engine.calls[0].prompt == "-ngl"
 
     def test_what_they_name_instead_is_there(self) -> None:
-        there = {flag for name in main.commands for p in options_of(name) for flag in p.opts}
+        there = {flag for name in program.COMMANDS for p in options_of(name) for flag in p.opts}
         for reason in NOT_HERE.values():
             for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", reason):
                 assert flag in there or f"moegraph{flag}" in reason, reason
 
     def test_commands_of_other_programs_say_what_does_it_here(self, cli: Cli) -> None:
         for name, hint in NO_COMMANDS.items():
-            assert name not in main.commands
+            assert name not in program.COMMANDS
             assert f"there is no command {name!r}: {hint}" in cli.refused(name)
             for shown in re.findall(r"`(?:moegraph )?(\w+)", hint):
-                assert shown in main.commands
+                assert shown in program.COMMANDS
         assert "did you mean simulate?" in cli.refused("simulat", "x.trace")
 
     @pytest.mark.parametrize(

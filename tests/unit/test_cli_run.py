@@ -183,7 +183,7 @@ class TestPrompt:
     def test_prompts_that_cannot_be_read(
         self, cli: Cli, args: list[str], stdin: bytes, line: str
     ) -> None:
-        assert line in cli.refused("run", *args, stdin=stdin)
+        assert line in cli.refused("run", *args, stdin=stdin) and cli.loaded == []
 
     def test_a_prompt_file_that_is_not_text_or_too_large(
         self, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from moegraph.cli import main
+from moegraph.cli import program
 
 if TYPE_CHECKING:
     from conftest import Cli
@@ -27,8 +27,8 @@ COMMANDS = {
 def test_every_command_that_takes_a_target_takes_hf() -> None:
     taking = {
         name
-        for name, command in main.commands.items()
-        if any("-hf" in param.opts for param in command.params)
+        for name in program.COMMANDS
+        if any("-hf" in param.opts for param in program.load_command(name).params)
     }
     assert taking == set(COMMANDS)
 

@@ -19,6 +19,7 @@ from helpers.patience import until
 
 from moegraph import __version__
 from moegraph.cli import doctor, main, ui
+from moegraph.cli.program import COMMANDS, load_command
 from moegraph.errors import NativeError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,16 +88,16 @@ class TestHelp:
         assert result.exit_code == 0
         assert "moegraph run tiny -p" in result.stdout
 
-    @pytest.mark.parametrize("name", sorted(main.commands))
+    @pytest.mark.parametrize("name", sorted(COMMANDS))
     @pytest.mark.parametrize("flag", ["-h", "--help"])
     def test_every_command_has_help_with_examples(self, name: str, flag: str) -> None:
         result = invoke(name, flag)
         assert result.exit_code == 0
         assert re.search(rf"Examples:\n +moegraph {name}", result.stdout)
 
-    @pytest.mark.parametrize("name", sorted(main.commands))
+    @pytest.mark.parametrize("name", sorted(COMMANDS))
     def test_every_option_is_explained(self, name: str) -> None:
-        for param in main.commands[name].params:
+        for param in load_command(name).params:
             if param.param_type_name == "option":
                 assert param.help, param.name
                 assert param.help.endswith("."), param.name

@@ -379,8 +379,8 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
 
 @pytest.mark.parametrize(("name", "useless"), [("run", {"cache_ram"}), ("chat", set())])
 def test_every_engine_setting_with_a_spelling_is_an_option(name: str, useless: set[str]) -> None:
-    commands = importlib.import_module("moegraph.cli").main.commands
-    options = {flag: p.name for p in commands[name].params for flag in p.opts}
+    command = importlib.import_module("moegraph.cli.program").load_command(name)
+    options = {flag: p.name for p in command.params for flag in p.opts}
     for setting in settings():
         found = {options.get(flag) for flag in setting.flags}
         assert found <= ({None} if setting.name in useless else {setting.name}), setting

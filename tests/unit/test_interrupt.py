@@ -37,6 +37,14 @@ def test_the_token_is_set_while_native_code_runs() -> None:
     assert seen == [True]
 
 
+def test_a_second_ctrl_c_is_an_exception() -> None:
+    with cancel_on_interrupt() as token:
+        signal.raise_signal(signal.SIGINT)
+        assert token.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_ctrl_c_inside_a_callback_from_native_code_is_not_lost(kept: bool) -> None:
     code = f"""

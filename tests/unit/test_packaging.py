@@ -20,6 +20,7 @@ import _cuda
 import _tools
 
 from moegraph.cli import main
+from moegraph.cli.program import load_command
 
 CONTAINER = (ROOT / "packaging" / "Containerfile").read_text(encoding="utf-8")
 UNIT = (ROOT / "packaging" / "systemd" / "moegraph.service").read_text(encoding="utf-8")
@@ -32,7 +33,7 @@ def long_options(text: str) -> set[str]:
 
 
 def served() -> set[str]:
-    return {flag for param in main.commands["serve"].params for flag in param.opts}
+    return {flag for param in load_command("serve").params for flag in param.opts}
 
 
 def test_the_pinned_package_is_that_of_the_project() -> None:

@@ -58,7 +58,6 @@ def test_a_dense_part_that_does_not_fit_is_refused_with_numbers_and_remedies() -
     budget = BIG.fixed + BIG.staging - 1
     with pytest.raises(OutOfDeviceMemory, match="without its experts needs 2.89 GiB") as caught:
         make_plan(BIG, budget)
-    assert caught.value.requested == budget + 1 and caught.value.free == budget
     text = str(caught.value)
     for part in ("weights 2.00 GiB", "KV cache 80.0 MiB", "--vram allows 2.89 GiB", "-ctk q8_0"):
         assert part in text
