@@ -293,6 +293,10 @@ class TestDrift:
         assert found.content == "Two:" and found.calls[0].is_whole
         assert [one.is_whole for one in found.calls[1:]] == [False] * (n >= 26)
 
+    def test_a_call_that_was_cut_where_its_json_begins_has_a_name(self) -> None:
+        (found,) = reply("<tool_call>\n<function=add>\n{", is_cut=True).calls
+        assert found.name == "add" and not found.is_whole
+
     def test_much_that_looks_like_json_is_read_in_time(self) -> None:
         text = "<tool_call>{" * 20_000
         assert parse(text) == [ContentPart(text)]
