@@ -297,6 +297,24 @@ class TestDrift:
         (found,) = reply("<tool_call>\n<function=add>\n{", is_cut=True).calls
         assert found.name == "add" and not found.is_whole
 
+    @pytest.mark.parametrize(
+        ("name", "value", "read"),
+        [
+            ("write", "a\n<parameter=other>\nb", "a\n<parameter=other>\nb"),  # no parameter of it
+            ("write", "see <parameter=text> here", "see <parameter=text> here"),
+            ("count", "1.5", 1.5),
+            ("size", "1", 1),
+        ],
+    )
+    def test_a_value_is_what_was_written(self, name: str, value: str, read: object) -> None:
+        tools = [WRITE, tool("count", path={"type": "integer"})]
+        tools.append(tool("size", path={"type": ["number", "string"]}))
+        (found,) = reply(call(name, path=value), tools=tools).calls
+        assert json.loads(found.arguments) == {"path": read}
+
+    def test_what_begins_a_tag_is_text_where_an_answer_without_calls_was_cut(self) -> None:
+        assert reply("Two <tool", is_cut=True).content == "Two <tool"
+
     def test_much_that_looks_like_json_is_read_in_time(self) -> None:
         text = "<tool_call>{" * 20_000
         assert parse(text) == [ContentPart(text)]
