@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from ..events import CancelToken, GenerationEvent, Progress
+from ..events import GenerationEvent
 from ..text.chat.answer import AnswerParser
 from ..text.chat.parts import Part, Reply
-from .chat import ChatModel, ChatRequest
 from .generation import Events
 
 
@@ -27,28 +25,6 @@ class ChatAnswer(Iterator[Part]):
         self.finish_reason: str | None = None
         self._events, self._parser = events, parser
         self._parts: deque[Part] = deque()
-
-    @classmethod
-    def begin(
-        cls,
-        generate: Callable[..., Events],
-        model: ChatModel,
-        fields: Mapping[str, Any],
-        cancel: CancelToken | None,
-        progress: Progress | None,
-    ) -> ChatAnswer:
-        """Return the answer to a conversation; see `Engine.chat`.
-
-        generate: `Engine.generate`. fields: of `ChatRequest`.
-        """
-        prepared = model.prepare(ChatRequest(**fields))
-        asked = prepared.request
-        events = generate(
-            asked.prompt, asked.sampling, asked.max_tokens, asked.stop, cancel=cancel,
-            progress=progress, ignore_eos=asked.ignore_eos, reuse=asked.reuse, marks=asked.marks,
-            constraint=asked.constraint,
-        )  # fmt: skip
-        return cls(events, prepared.parser)
 
     def __next__(self) -> Part:
         while not self._parts and self.finish_reason is None:

@@ -23,7 +23,7 @@ from ..events import CancelToken, Progress
 from ..experts.cachestats import ExpertStats
 from ..ggml.handles import closed_on_failure
 from ..gguf import resolve_target
-from ..loop.core import Core
+from ..loop.answer import Core
 from ..loop.requests import Constraint, Request
 from ..passes.checks import Cancel, Seqs, prompt_ids
 from ..passes.grouppasses import GroupPasses
@@ -38,10 +38,9 @@ from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..units import MiB
 from .drafters import open_speculation
-from .expertuse import ExpertUse
 from .generation import Events, Generation, Ownership
-from .loader import LoadedModel, load_model, open_disk
-from .memoryuse import memory_use
+from .loader import LoadedModel, Loading, open_disk
+from .use import ExpertUse, memory_use
 
 if TYPE_CHECKING:
     from .chat import ChatModel
@@ -87,7 +86,8 @@ class Engine:
         self.ownership = Ownership()
         with closed_on_failure():
             try:
-                self._take(load_model(model, config, progress, routing, self._stack, tokenizer))
+                loading = Loading(model, config, self._stack)
+                self._take(loading.load(progress, routing, tokenizer))
             except BaseException:
                 self.close()
                 raise
@@ -485,11 +485,18 @@ class Engine:
         messages, tools: in OpenAI's form. cancel, progress, errors: as in `generate`.
         more: fields of `ChatRequest`, such as sampling, max_tokens, tool_choice and format.
         """
+        from .chat import ChatRequest
         from .chatanswer import ChatAnswer
 
         self.ownership.enter()
-        fields = {"messages": messages, "tools": tools, **more}
-        return ChatAnswer.begin(self.generate, self._chat_model, fields, cancel, progress)
+        prepared = self._chat_model.prepare(ChatRequest(messages=messages, tools=tools, **more))
+        asked = prepared.request
+        events = self.generate(
+            asked.prompt, asked.sampling, asked.max_tokens, asked.stop, cancel=cancel,
+            progress=progress, ignore_eos=asked.ignore_eos, reuse=asked.reuse, marks=asked.marks,
+            constraint=asked.constraint,
+        )  # fmt: skip
+        return ChatAnswer(events, prepared.parser)
 
     @cached_property
     def _chat_model(self) -> ChatModel:

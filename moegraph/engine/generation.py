@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from ..errors import EngineBusy, InternalError, RequestError
 from ..events import CancelToken, GenerationEvent, Progress
-from ..loop.answer import Answer
-from ..loop.core import Core
+from ..loop.answer import Answer, Core
 from ..loop.loop import Loop
 from ..loop.requests import Request
 from ..text.tokenizer import Tokenizer
@@ -143,7 +142,7 @@ class Generation:
         """vocabulary: None for no text. Others: as in `Engine.generate`."""
         self._core, self._ownership = core, ownership
         self._n_told = 0
-        self._answer = Answer.of(request, core, vocabulary, None, cancel, progress, keep_logits)
+        self._answer = Answer(request, core, vocabulary, None, cancel, progress, keep_logits)
 
     def run(self) -> Generator[GenerationEvent, None, None]:
         """Yield the events."""

@@ -211,11 +211,6 @@ def _budget(device: Device, size: str, n_stages: int) -> tuple[int | None, str]:
     return (free - max(_MARGIN_BYTES, free // 50)) // n_stages, "the memory that is free"
 
 
-def joined_name(devices: Sequence[Device]) -> str:
-    """Return the names of devices as --device takes them."""
-    return ",".join(device.name for device in devices)
-
-
 class _Closes(Protocol):
     def close(self) -> None: ...
 
@@ -266,29 +261,14 @@ class LoadedModel:
     @property
     def device_name(self) -> str:
         """Return the names of the devices, as --device takes them."""
-        return joined_name(self.devices)
+        return ",".join(device.name for device in self.devices)
 
 
-def load_model(
-    model: ModelFile,
-    config: EngineConfig,
-    progress: Progress | None,
-    routing: npt.NDArray[np.int32] | None,
-    stack: ExitStack,
-    beside: Future[Any] | None = None,
-) -> LoadedModel:
-    """Load an open model file onto a device; arguments and errors as in `Engine.load`.
-
-    stack: gets the calls that free everything, also of what was opened before a failure. beside:
-    work of other threads that must end before anything is measured.
-    """
-    return _Loading(model, config, stack).load(progress, routing, beside)
-
-
-class _Loading:
-    """What one call of `load_model` knows from step to step."""
+class Loading:
+    """Loads an open model file onto its devices."""
 
     def __init__(self, model: ModelFile, config: EngineConfig, stack: ExitStack) -> None:
+        """stack: gets the calls that free everything, also of what was opened before a failure."""
         self.file = model
         self.config = config
         self.hparams = model.hparams
@@ -302,7 +282,10 @@ class _Loading:
         routing: npt.NDArray[np.int32] | None,
         beside: Future[Any] | None,
     ) -> LoadedModel:
-        """Open everything in order; see `Engine.load`."""
+        """Open everything in order; arguments and errors as in `Engine.load`.
+
+        beside: work of other threads that must end before anything is measured.
+        """
         config = self.config
         files = self._own(WatchedFiles(self.file.mappings()))
         # the stages close them too, and a second close does nothing; but planning may fail
@@ -319,11 +302,6 @@ class _Loading:
         choice = self._choose()
         plan, sources = choice.plan, choice.sources
         self.config = config = replace(config, n_ubatch=choice.n_ubatch)
-        if not plan.all_resident and config.mode == "whole":
-            raise ConfigError(
-                "mode 'whole' needs every expert on the device, but not all experts get a slot; "
-                "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
-            )
         self._times.lap("plan")
         stages, sequences = self._open_stages(choice, progress)
         if sources.draft:
@@ -426,6 +404,11 @@ class _Loading:
             else:
                 for device in more[len(self.devices) :]:
                     device.close()
+        if not choice.plan.all_resident and self.config.mode == "whole":
+            raise ConfigError(
+                "mode 'whole' needs every expert on the device, but not all experts get a slot; "
+                "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
+            )
         self._warnings += [*(draft.warnings if draft else ()), *choice.notes]
         return choice
 

@@ -14,6 +14,7 @@ from ..loop.building import Building
 from ..loop.loop import Loop
 from ..loop.requests import Request, Step
 from ..loop.status import ServiceStatus
+from ..passes.grouppasses import GroupPasses
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -34,11 +35,6 @@ class Ticket:
 
     def __init__(self, loop: Loop, answer: Answer) -> None:
         self._loop, self._answer = loop, answer
-
-    @property
-    def name(self) -> str:
-        """Return the name of the request."""
-        return self._answer.request.name
 
     def cancel(self) -> None:
         """End the request soon, with a last step; safe from any thread and more than once."""
@@ -69,7 +65,7 @@ class Service:
         self._core = engine.core
         self._loop = Loop(self._core, n_seq, n_waiting)
         # a graph costs much only where a device captures it
-        self._building = Building(engine.runner, n_seq, streams)
+        self._building = Building(engine.runner, n_seq) if streams else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stuck_s = stuck_s
         self._n_refused = 0
@@ -106,7 +102,7 @@ class Service:
         deliver: called on the engine's thread; it must return fast.
         """
         vocabulary = self._engine.tokenizer if request.text else None
-        answer = Answer.of(
+        answer = Answer(
             request, self._core, vocabulary,
             lambda answer, reason: deliver(answer.step(reason)),
         )  # fmt: skip
@@ -141,7 +137,7 @@ class Service:
         """
 
         def is_done() -> bool:
-            is_idle = self._is_resting and self._loop.scheduler.is_idle
+            is_idle = self._is_resting and not self._loop.scheduler.requests()
             return is_idle or not self._thread.is_alive()
 
         with self._loop.lock:
@@ -199,9 +195,9 @@ class Service:
             self._is_resting = not (loop.has_work or self._is_closing)
             if self._is_resting:
                 loop.lock.notify_all()
-                if self._building.is_done:
+                if not self._building or self._building.is_done:
                     loop.lock.wait()
-        if self._is_resting:
+        if self._is_resting and self._building:
             self._building.run(_BUILD_S)
         with loop.lock:
             self._is_resting = False
@@ -217,7 +213,8 @@ class Service:
         """Return what the service is doing."""
         engine, loop = self._engine, self._loop
         self._status_at = time.perf_counter()
-        flights = loop.flight_counts
+        passes = self._core.passes
+        flights = passes.flights.counts if isinstance(passes, GroupPasses) else None
         return ServiceStatus(
             loop.answers.slots(),
             n_running=loop.scheduler.n_running,
@@ -229,6 +226,6 @@ class Service:
             memory={} if engine.ownership.is_closed else engine.memory(),
             experts=engine.expert_stats(),
             spec=engine.spec_stats(),
-            group_passes=flights.passes,
-            stage_idle=flights.bubbles,
+            group_passes=flights.passes if flights else 0,
+            stage_idle=flights.bubbles if flights else 0.0,
         )

@@ -5,26 +5,50 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ..arch import ModelFile
 from ..errors import MoegraphError, RequestError
 from ..events import CancelToken, Progress
+from ..ggml.device import Device
 from ..passes.checks import prompt_ids
-from ..passes.sequencecopies import SwappedSequence
+from ..passes.passes import Passes
+from ..passes.prefixes import Prefixes
+from ..passes.sequencecopies import SequenceCopies, SwappedSequence
+from ..passes.speculation import Speculation
+from ..resident.stage import Stage
+from ..runner import AnyRunner
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch, SweptPrompt
 from ..text.tokenizer import Tokenizer
-from .core import Core
 from .drawing import Drawing
 from .requests import Request, Step, TokenLogprobs, Usage
 from .sequence import Sequence
 
-Ids = npt.NDArray[np.int32]
-
 # Seconds between two steps that only say how much of the prompt is read.
 _PROGRESS_S = 0.25
+
+
+@dataclass(frozen=True)
+class Core:
+    """A loaded model: what runs its passes, and what is kept of its sequences.
+
+    stage: the last one, which has the results. speculation: what drafts; None without drafters.
+    n_ctx: positions of a sequence.
+    """
+
+    file: ModelFile
+    passes: Passes
+    prefixes: Prefixes
+    copies: SequenceCopies
+    speculation: Speculation | None
+    runner: AnyRunner
+    devices: tuple[Device, ...]
+    stage: Stage
+    n_ctx: int
 
 
 class Answer:
@@ -48,26 +72,38 @@ class Answer:
     def __init__(
         self,
         request: Request,
-        ids: Ids,
-        sequence: Sequence,
-        drawing: Drawing,
+        core: Core,
+        vocabulary: Tokenizer | None,
         deliver: Callable[[Answer, str | None], None] | None,
         cancel: CancelToken | None = None,
         progress: Progress | None = None,
+        keep_logits: bool = False,
     ) -> None:
-        """deliver: called when there is something to tell, with the reason if it is the last step;
-        None: the caller looks for it.
+        """Check a request, which nothing computes yet.
 
-        cancel: ends the request; its prompt at once, its answer after the pass under way. progress:
-        called with "prefill" and the tokens of the prompt that its sequence holds; None: `deliver`
-        is called too, now and then.
+        vocabulary: None if there is to be no text. deliver: called when there is something to tell,
+        with the reason if it is the last step; None: the caller looks for it. cancel: ends the
+        request; its prompt at once, its answer after the pass under way. progress: called with
+        "prefill" and the tokens of the prompt that its sequence holds; None: `deliver` is called
+        too, now and then. keep_logits: the caller gets all rows of logits.
         """
+        n_vocab, n_top = core.file.hparams.n_vocab, request.n_logprobs
+        sampling = request.sampling.validate(n_vocab)
+        self.ids = ids = prompt_ids(request.prompt, n_vocab)
+        if n_top is not None and not 0 <= n_top <= n_vocab:
+            raise RequestError(f"{n_top} likeliest tokens; the vocabulary has {n_vocab}")
+        self.sequence = Sequence(
+            ids.tolist(),
+            n_ctx=core.n_ctx,
+            max_tokens=request.max_tokens,
+            piece=vocabulary.piece if vocabulary else None,
+            eog_ids=vocabulary.eog_ids if vocabulary and not request.ignore_eos else frozenset(),
+            stop=request.stop,
+        )
+        self.drawing = Drawing(core.passes, ids, sampling, n_vocab, keep_logits, request.constraint)
         self._progress = progress
         self.request = request
-        self.ids = ids
-        self.drawing = drawing
-        self.wants_logits = request.n_logprobs is not None or drawing.keep_logits
-        self.sequence = sequence
+        self.wants_logits = n_top is not None or keep_logits
         self.cancel = cancel or CancelToken()
         self.slot, self.number = -1, 0
         self.sweep: Sweep | None = None
@@ -90,48 +126,11 @@ class Answer:
         self._deliver = deliver
         self.fresh: deque[tuple[int, npt.NDArray[np.float32] | None]] = deque()
 
-    @classmethod
-    def of(
-        cls,
-        request: Request,
-        core: Core,
-        vocabulary: Tokenizer | None,
-        deliver: Callable[[Answer, str | None], None] | None,
-        cancel: CancelToken | None = None,
-        progress: Progress | None = None,
-        keep_logits: bool = False,
-    ) -> Answer:
-        """Return the answer to a request, which nothing computes yet.
-
-        vocabulary: None if there is to be no text. deliver, cancel, progress: as above.
-        keep_logits: the caller gets all rows of logits.
-        """
-        n_vocab, n_top = core.file.hparams.n_vocab, request.n_logprobs
-        sampling = request.sampling.validate(n_vocab)
-        ids = prompt_ids(request.prompt, n_vocab)
-        if n_top is not None and not 0 <= n_top <= n_vocab:
-            raise RequestError(f"{n_top} likeliest tokens; the vocabulary has {n_vocab}")
-        sequence = Sequence(
-            ids.tolist(),
-            n_ctx=core.n_ctx,
-            max_tokens=request.max_tokens,
-            piece=vocabulary.piece if vocabulary else None,
-            eog_ids=vocabulary.eog_ids if vocabulary and not request.ignore_eos else frozenset(),
-            stop=request.stop,
-        )
-        drawing = Drawing(core.passes, ids, sampling, n_vocab, keep_logits, request.constraint)
-        return cls(request, ids, sequence, drawing, deliver, cancel, progress)
-
-    @property
-    def deadline(self) -> float | None:
-        """Return the time of the performance counter when the request ends; None: never."""
-        seconds = self.request.deadline_s
-        return None if seconds is None else self.submitted + seconds
-
     @property
     def is_late(self) -> bool:
         """Whether its deadline is over."""
-        return self.deadline is not None and time.perf_counter() >= self.deadline
+        seconds = self.request.deadline_s
+        return seconds is not None and time.perf_counter() >= self.submitted + seconds
 
     @property
     def is_drawn(self) -> bool:

@@ -1,12 +1,13 @@
-"""The requests that a loop is answering: their slots, their tokens and their ends.
+"""The requests that a loop is answering: their slots, their memory, their tokens and their ends.
 
 Every method is called on the engine's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +19,15 @@ from ..errors import (
     InternalError,
     ModelFileError,
     MoegraphError,
+    PoolFull,
 )
 from ..ggml.device import Device
 from ..passes.passes import Passes
+from ..resident.layout import PAGE
 from ..runner import Output
-from .answer import Answer
+from .answer import Answer, Core
+from .costs import Tally
 from .status import SlotStatus
-from .tally import Tally
 
 # Failures of the device one after another, without any success between them, after which nothing
 # more is tried.
@@ -37,8 +40,10 @@ class Answers:
     """Requests by slot, and what is to be told of them.
 
     sweeping: the requests whose prompts a sweep reads. One that ends meanwhile keeps its slot until
-    the sweep has ended, unless it is alone in it. worthless: idle slots that hold what nobody is to
-    go on from. n_failures: how often the device failed since it last did some work.
+    the sweep has ended, unless it is alone in it. read, left: requests whose prompts were read, and
+    that need no more work, of which the scheduler was not told yet. worthless: idle slots that hold
+    what nobody is to go on from. n_failures: how often the device failed since it last did some
+    work.
     """
 
     def __init__(
@@ -51,7 +56,8 @@ class Answers:
         self._clock = self._n_entered = 0
         self.worthless: set[int] = set()
         self._to_tell: list[Answer] = []
-        self.left: list[Answer] = []  # since the last `take_left`
+        self.read: list[Answer] = []
+        self.left: list[Answer] = []
         self.n_failures = 0
 
     def idle_slots(self) -> list[int]:
@@ -81,19 +87,11 @@ class Answers:
             if not answer.request.reuse:
                 self.worthless.add(slot)
 
-    def take_left(self) -> list[Answer]:
-        """Return the requests that need no more work since the last call."""
-        found, self.left = self.left, []
-        return found
-
     # tokens
 
     def draw(self, answer: Answer, output: Output, row: int) -> None:
         """Draw the next token of a request from a row of results; `tell` delivers it."""
-        try:
-            self.pick(answer, output, row)
-        except Exception as error:  # noqa: BLE001 - a grammar's too
-            self._spoiled(answer, error)
+        self.guard(answer, partial(self.pick, answer, output, row))
         self.keep(answer)
 
     def is_late(self, answer: Answer, output: Output, row: int, node: int = 0) -> bool:
@@ -111,7 +109,7 @@ class Answers:
         """Draw from a row that was kept, if the grammar is ready."""
         if answer.late and answer.drawing.is_ready(0):
             (logits, node), answer.late = answer.late, None
-            self.guard(answer, lambda: self.pick(answer, Output(logits=logits[None]), 0, node))
+            self.guard(answer, partial(self.pick, answer, Output(logits=logits[None]), 0, node))
             self.keep(answer)
 
     def pick(
@@ -121,21 +119,21 @@ class Answers:
         row: int,
         node: int = 0,
         offered: Odds | None = None,
+        forced: int | None = None,
     ) -> int:
         """Return the next token, which the text has taken.
 
-        row: of the pass; -1 for that of a prompt. node, offered: as in `Drawing.pick`.
+        row: of the pass; -1 for that of a prompt. node, offered: as in `Drawing.pick`. forced: the
+        token, whatever would be drawn.
         """
-        if answer.drawing.greedy and output.argmax is not None:
+        if forced is not None:
+            token = forced
+        elif answer.drawing.greedy and output.argmax is not None:
             token = int(output.argmax[row])
         else:
             token = answer.drawing.pick(output, row, node, offered)
         answer.take(token, self._rows(answer, output, row) if answer.wants_logits else None)
         return token
-
-    def put(self, answer: Answer, output: Output, row: int, token: int) -> None:
-        """Have the text of a request go on with a token."""
-        answer.take(token, self._rows(answer, output, row) if answer.wants_logits else None)
 
     def _rows(self, answer: Answer, output: Output, row: int) -> npt.NDArray[np.float32]:
         """Return logits for the caller: of a row, or of all rows of a prompt."""
@@ -157,12 +155,9 @@ class Answers:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - a grammar's too
-            self._spoiled(answer, error)
-
-    def _spoiled(self, answer: Answer, error: Exception) -> None:
-        if not isinstance(error, MoegraphError):  # of a grammar, which is not ours
-            error = InternalError(f"{type(error).__name__}: {error}")
-        self.end(answer, "error", error)
+            if not isinstance(error, MoegraphError):  # of a grammar, which is not ours
+                error = InternalError(f"{type(error).__name__}: {error}")
+            self.end(answer, "error", error)
 
     def tell(self) -> None:
         """Deliver what was drawn."""
@@ -251,15 +246,107 @@ class Answers:
 
     def slots(self) -> tuple[SlotStatus, ...]:
         """Return what each slot is doing."""
-        return tuple(self._slot(slot) for slot in range(len(self._slots)))
+        found = list[SlotStatus]()
+        for slot, answer in enumerate(self._slots):
+            status = SlotStatus(slot, n_held=len(self._passes.held(slot)))
+            if answer:
+                status = SlotStatus(
+                    slot, "reading" if answer in self.sweeping else "answering", status.n_held,
+                    len(answer.ids), answer.n_read, answer.n_cached, answer.sequence.n_generated,
+                    answer.number, answer.request, "\n" in answer.sequence.text,
+                )  # fmt: skip
+            found.append(status)
+        return tuple(found)
 
-    def _slot(self, slot: int) -> SlotStatus:
-        answer, n_held = self._slots[slot], len(self._passes.held(slot))
-        if answer is None:
-            return SlotStatus(slot, n_held=n_held)
-        state = "reading" if answer in self.sweeping else "answering"
-        return SlotStatus(
-            slot, state, n_held, len(answer.ids), answer.n_read, answer.n_cached,
-            answer.sequence.n_generated, answer.number, answer.request,
-            "\n" in answer.sequence.text,
-        )  # fmt: skip
+
+class Swapping:
+    """Memory for the KV rows of requests: who has it, and who must give it up.
+
+    It empties idle slots and moves requests to host memory, so that others have pages.
+    """
+
+    def __init__(self, core: Core, answers: Answers) -> None:
+        self._passes, self._prefixes, self._copies = core.passes, core.prefixes, core.copies
+        self._pool = core.runner.sequences.pool
+        self._answers = answers
+
+    def _pages(self, n_rows: int) -> int:
+        return min(-(-n_rows // PAGE), self._pool.n_pages)
+
+    def fits(self, answer: Answer) -> bool:
+        """Return whether there are pages for a request without a slot, if idle slots give theirs.
+
+        Requests that have a slot keep one page more each, for their next tokens. Without any, a
+        request begins, or fails, whatever there is.
+        """
+        if not self._answers.n_busy:
+            return True
+        idle = self._answers.idle_slots()
+        n_usable = self._passes.room.n_free_pages + sum(len(self._pool.pages(s)) for s in idle)
+        n_needed = self._pages(self._n_rows(answer)) + self._answers.n_busy
+        return n_usable >= min(n_needed, self._pool.n_pages)
+
+    def _n_rows(self, answer: Answer) -> int:
+        """Return the positions of a request without a slot, its next token's included."""
+        return 1 + (len(answer.swapped.ids) if answer.swapped else len(answer.ids))
+
+    def make_room(self, answer: Answer, slot: int) -> None:
+        """Have an idle slot be able to take the positions of a request."""
+        n_needed = self._pages(self._n_rows(answer) - 1) - len(self._pool.pages(slot))
+        if not self._reclaim(n_needed, slot):
+            raise PoolFull(n_needed, self._passes.room.n_free_pages)
+
+    def reserve(self, answer: Answer) -> None:
+        """Give a slot pages for the whole prompt, of which it may read one part after another."""
+        self._pool.grow(answer.slot, len(answer.ids))
+
+    def has_room(self, batch: Iterable[Answer]) -> bool:
+        """Return whether some requests can take a row each; idle slots give up pages for that."""
+        room = self._passes.room
+        return self._reclaim(sum(room.pages_for(answer.slot, 1) for answer in batch))
+
+    def _reclaim(self, n_pages: int, kept: int = -1) -> bool:
+        """Empty idle slots, those unused for longest first, until so many pages are free."""
+        idle = [slot for slot in self._answers.idle_slots() if slot != kept]
+        for slot in idle:
+            if slot in self._answers.worthless and self._passes.room.n_free_pages < n_pages:
+                self.empty(slot)
+        return self._prefixes.free(n_pages, idle)
+
+    def empty(self, slot: int) -> None:
+        """Empty an idle slot; nothing is enqueued if it is empty."""
+        self._answers.worthless.discard(slot)
+        if self._pool.pages(slot):
+            self._passes.reset(slot)
+
+    def swap_out(self, answer: Answer) -> bool:
+        """Move a request to host memory; it ends with an error if that fails.
+
+        Return whether it was moved.
+        """
+        try:
+            answer.swapped = self._copies.swap_out(answer.slot)
+        except MoegraphError as error:
+            self._answers.end(answer, "error", error)
+            return False
+        self._answers.leave_slot(answer)
+        self._answers.tally.preempted()
+        return True
+
+    def swap_in(self, answer: Answer) -> None:
+        """Give a request that was moved to host memory a slot again."""
+        slot, swapped = self._answers.idle_slots()[0], answer.swapped
+        try:
+            if swapped:
+                self.make_room(answer, slot)
+                self._copies.swap_in(slot, swapped)
+                self._prefixes.own(slot, answer.request.owner)
+        except PoolFull as error:
+            if self._answers.n_busy:
+                raise
+            self._answers.end(answer, "error", error)
+        except MoegraphError as error:
+            self._answers.end(answer, "error", error)
+        else:
+            answer.swapped = None
+            self._answers.enter_slot(answer, slot)

@@ -28,23 +28,21 @@ _LONG_CHUNKS, _LONG = (1024, 512), 8192
 
 
 class Building:
-    """Graphs that are built one at a time, as long as others need not give way for them."""
+    """Graphs that are built one at a time, as long as others need not give way for them.
 
-    def __init__(self, runner: AnyRunner, n_seq: int, is_worthwhile: bool = True) -> None:
-        """n_seq: most sequences of a pass. is_worthwhile: whether anything is to be built."""
+    is_done: nothing is left to build.
+    """
+
+    def __init__(self, runner: AnyRunner, n_seq: int) -> None:
+        """n_seq: most sequences of a pass."""
         self._runner, self._n_seq = runner, n_seq
         self._work = self._all()
-        self._is_done = not is_worthwhile
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is left to build."""
-        return self._is_done
+        self.is_done = False
 
     def run(self, seconds: float) -> None:
         """Build graphs for about so long."""
         end = time.perf_counter() + seconds
-        while not self._is_done and time.perf_counter() < end:
+        while not self.is_done and time.perf_counter() < end:
             self.step()
 
     def step(self) -> None:
@@ -56,7 +54,7 @@ class Building:
                 work()
         except MoegraphError:  # it comes up again with the request that needs the graph
             work = None
-        self._is_done = work is None
+        self.is_done = work is None
 
     def _all(self) -> Iterator[Callable[[], object]]:
         """Yield the work, passes of answers first."""

@@ -15,10 +15,8 @@ from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..kinds import Kind
 from ..passes.grouppasses import GroupPasses
 from ..runner import Batch, NotFinite, Output
-from ..runner.staged import FlightCounts
-from .answer import Answer
+from .answer import Answer, Core
 from .answers import Answers
-from .core import Core
 from .drafting import Drafting
 from .groups import Groups
 
@@ -48,12 +46,6 @@ class Decoding:
             mine = proxy(self)  # a circle would keep all memory when a loop is let go
             draws = partial(Decoding._wanted, mine, trees=None)
             self.groups = Groups(core.passes, answers, draws, partial(Decoding._draw, mine))
-
-    @property
-    def flight_counts(self) -> FlightCounts:
-        """Return how well the stages were used by groups."""
-        passes = self._passes
-        return passes.flights.counts if isinstance(passes, GroupPasses) else FlightCounts()
 
     def ready(self, batch: AnswerBatch) -> list[Answer]:
         """Return the requests that have a row for the next pass.
@@ -351,12 +343,9 @@ class _Walk:
             depth, at = len(self.drawn), self.first + row
             if answers.is_late(answer, output, at, row):
                 return None
-            if forced and depth < len(forced):
-                answers.put(answer, output, at, forced[depth])
-                self.drawn.append(forced[depth])
-            else:
-                offered = odds[depth] if depth < len(odds) else None
-                self.drawn.append(answers.pick(answer, output, at, row, offered))
+            given = forced[depth] if forced and depth < len(forced) else None
+            offered = odds[depth] if depth < len(odds) else None
+            self.drawn.append(answers.pick(answer, output, at, row, offered, given))
             is_over = answer.is_drawn or (forced is not None and depth >= len(forced))
             return None if is_over else self.drawn[-1]
 

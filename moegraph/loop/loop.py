@@ -8,17 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import InternalError, MoegraphError, PoolFull
-from ..runner.staged import FlightCounts
-from .answer import Answer
-from .answers import Answers
-from .core import Core
-from .costs import MEASURED_SHARE
+from .answer import Answer, Core
+from .answers import Answers, Swapping
+from .costs import MEASURED_SHARE, Tally
 from .decoding import Decoding
 from .drafting import Drafting
 from .reading import Reading
-from .scheduler import Begin, Decode, Piece, Preempt, Read, Restore, Scheduler, Work
-from .swapping import Swapping
-from .tally import Tally
+from .scheduler import At, Begin, Decode, Piece, Preempt, Read, Restore, Scheduler, Work
 
 
 class Loop:
@@ -49,19 +45,14 @@ class Loop:
         self._again: Decode[Answer] | None = None  # what is next, unless something happens
 
     @property
-    def flight_counts(self) -> FlightCounts:
-        """Return how well the stages were used by groups."""
-        return self._decoding.flight_counts
-
-    @property
     def has_work(self) -> bool:
         """Whether there are requests; ask with the lock."""
-        return bool(self._to_cancel) or not self.scheduler.is_idle
+        return bool(self._to_cancel or self.scheduler.requests())
 
     def add(self, answer: Answer) -> None:
         """Accept a request."""
         with self.lock:
-            self.scheduler.add(answer, answer.deadline)
+            self.scheduler.add(answer)
             self._has_news = True
             self.lock.notify_all()
 
@@ -77,7 +68,7 @@ class Loop:
         """Take the results of the pass in flight and start the next; False: there is none."""
         self._decoding.take()
         again = self._again
-        if again and not (self._has_news or self.answers.left or self.scheduler.deadlines):
+        if again and not (self._has_news or self.answers.left):
             self._decode(again.keys)
             return True
         if again:
@@ -93,13 +84,13 @@ class Loop:
         """Return what is next."""
         scheduler = self.scheduler
         with self.lock:
-            fresh = [answer for answer in scheduler.requests() if answer.n_rest is None]
-        for answer in fresh:  # without the lock, because it may look into files
+            requests = scheduler.requests()
+        for answer in requests:  # without the lock, because it may look into files
             self._reading.n_rest(answer)
+        late = [answer for answer in requests if answer.is_late and not answer.is_over]
         with self.lock:
             self._has_news = False
             cancelled, self._to_cancel = self._to_cancel, []
-            late = scheduler.due(time.perf_counter())
         if cancelled or late:
             self._decoding.land()
         for answer in cancelled:
@@ -109,15 +100,17 @@ class Loop:
         with self.lock:
             self.note_done()
             work = scheduler.next(self._reading.n_rest, self._swapping.fits)
-            self._again = work if isinstance(work, Decode) and scheduler.only_decodes else None
+            is_same = scheduler.only_decodes and not any(one.request.deadline_s for one in requests)
+            self._again = work if isinstance(work, Decode) and is_same else None
         return work
 
     def note_done(self) -> None:
         """Tell the scheduler which prompts are read and which requests need no more work."""
-        for answer in self._reading.take_read():
-            self.scheduler.is_read(answer)
-        for answer in self.answers.take_left():
-            self.scheduler.end(answer)
+        read, left = self.answers.read, self.answers.left
+        while read:
+            self.scheduler.put(read.pop(0), At.DECODES)
+        while left:
+            self.scheduler.end(left.pop(0))
 
     def _do(self, work: Work[Answer]) -> bool:
         """Do work that is not a decode pass; return whether there was any."""
@@ -140,7 +133,6 @@ class Loop:
 
     def _begin(self, answer: Answer, others: Sequence[Answer]) -> None:
         self.answers.tell()
-        start = time.perf_counter()
         try:
             self._reading.begin(answer, others)
         except PoolFull:
@@ -149,10 +141,9 @@ class Loop:
         self.tally.pause()  # else a pass would seem to take as long as this
         with self.lock:
             if answer.sweep:
-                n_left, seconds = self._reading.n_left, time.perf_counter() - start
-                self.scheduler.began(answer, n_left, self.answers.sweeping, seconds)
+                self.scheduler.began(self._reading.n_left, self.answers.sweeping)
             elif answer.rest:
-                self.scheduler.in_pieces(answer)
+                self.scheduler.put(answer, At.PIECES)
 
     def _read(self, seconds: float) -> None:
         start = time.perf_counter()
@@ -197,7 +188,7 @@ class Loop:
         self.answers.tell()
         if self._swapping.swap_out(answer):
             with self.lock:
-                self.scheduler.preempted(answer)
+                self.scheduler.put(answer, At.MOVED)
         self.tally.begin_round()
 
     def _restore(self, answer: Answer) -> None:
@@ -205,7 +196,7 @@ class Loop:
         try:
             self._swapping.swap_in(answer)
             with self.lock:
-                self.scheduler.is_read(answer)
+                self.scheduler.put(answer, At.DECODES)
         except PoolFull:
             with self.lock:
                 self.scheduler.hold()

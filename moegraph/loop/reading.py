@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,12 +13,10 @@ from ..resident.hostcopies import StatesCopy
 from ..runner import Output
 from ..runner.sweep import Sweep, may_join
 from ..runner.sweep_batch import SweepBatch
-from .answer import Answer
-from .answers import Answers
-from .core import Core
-from .costs import PIECES
+from .answer import Answer, Core
+from .answers import Answers, Swapping
+from .costs import PIECES, piece_of
 from .drafting import Drafting
-from .swapping import Swapping
 
 # Fewest rows of a chunk beside other requests, on the CPU and on a device with streams. There, a
 # chunk of fewer takes hardly less time, because nearly all experts are read for it.
@@ -58,12 +57,6 @@ class Reading:
         self._answers, self._tally = answers, answers.tally
         self._tally.costs.is_rounded = self._rounds
         self._drafting, self._swapping = drafting, swapping
-        self._read: list[Answer] = []
-
-    def take_read(self) -> list[Answer]:
-        """Return the requests whose prompts were read since the last call."""
-        found, self._read = self._read, []
-        return found
 
     def n_rest(self, answer: Answer) -> int:
         """Return how many tokens of a prompt are left to read; an estimate before it begins."""
@@ -129,7 +122,7 @@ class Reading:
         costs, n_others = self._tally.costs, self._answers.n_busy - 1
         if not (self._sweeps_few and n_others):
             return True
-        piece_s, pass_s = costs.piece_s(n_rows), costs.pass_s(n_others)
+        piece_s, pass_s = costs.seconds(piece_of(n_rows)), costs.pass_s(n_others)
         return None not in (piece_s, pass_s) and (piece_s or 0.0) <= costs.share * (pass_s or 0.0)
 
     def _enter(self, answer: Answer, most: int) -> SweepBatch | None:
@@ -206,8 +199,8 @@ class Reading:
         n_kv = max(len(self._passes.held(one.slot)) + len(one.tokens) for one in batches)
         most = min(self._n_ubatch, n_rows)
         costs = self._tally.costs
-        share = costs.prompt_share(len(batches), n_busy)
-        return costs.chunk_rows(most, least, n_busy, n_kv, share)
+        most_s = costs.prompt_share(len(batches), n_busy) * (costs.pass_s(n_busy) or math.inf)
+        return costs.chunk_rows(most, least, n_kv, most_s)
 
     def _begin_sweep(self, group: dict[Answer, SweepBatch]) -> None:
         """Begin the sweep of some prompts.
@@ -290,10 +283,7 @@ class Reading:
                     self._begin_sweep({group[0]: rest})
                     more = True
             for answer in group:
-                if more:
-                    self._note_progress(answer)
-                else:
-                    self._end_swept(answer)
+                self._note(answer, more)
         except MoegraphError as error:
             self._answers.failed(group, error)
         return None if expected_s is None else took_s
@@ -319,21 +309,16 @@ class Reading:
         elif answer.wants_logits and not answer.sequence.tokens:
             answer.prompt_logits = output.logits
 
-    def _note_progress(self, answer: Answer) -> None:
+    def _note(self, answer: Answer, more: bool) -> None:
+        """Note how far the sweep of a prompt has come; more: it goes on."""
         sweep, swept = answer.sweep, answer.swept
-        if not (sweep and swept):
-            return
-        n_new = len(swept.batch.tokens)
-        n_read = swept.n_past + n_new * sweep.n_done // sweep.n_steps
-        answer.n_read = max(answer.n_read, n_read)  # chunks may have become shorter
-        answer.n_rest = len(answer.ids) - answer.n_read
-        answer.tell_progress()
-
-    def _end_swept(self, answer: Answer) -> None:
-        """Note that the sweep of a prompt has ended."""
-        swept = answer.swept
-        if answer.is_over:  # meanwhile
+        if answer.is_over and not more:  # meanwhile
             self._answers.leave(answer)
+        elif sweep and swept and more:
+            n_read = swept.n_past + len(swept.batch.tokens) * sweep.n_done // sweep.n_steps
+            answer.n_read = max(answer.n_read, n_read)  # chunks may have become shorter
+            answer.n_rest = len(answer.ids) - answer.n_read
+            answer.tell_progress()
         elif swept and swept.error:
             self._answers.end(answer, "error", swept.error)
         elif swept:
@@ -382,7 +367,7 @@ class Reading:
         answer.tell_progress()
         answers.keep(answer)
         self._keep(answer, saved, answer.marks)
-        self._read.append(answer)
+        answers.read.append(answer)
 
     def _keep(self, answer: Answer, saved: list[StatesCopy], marks: Sequence[int]) -> None:
         """Keep the beginnings of a prompt at the marks that its sequence has reached."""

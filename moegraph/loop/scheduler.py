@@ -19,14 +19,13 @@ the order of their arrival, and before that no prompt begins.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, TypeVar
 
 from ..errors import QueueFull
-from ..kinds import SHORT_PROMPT
 from .costs import MOST_SHARE, PIECES, Costs
 
 T = TypeVar("T")
@@ -35,16 +34,13 @@ T = TypeVar("T")
 _ALONE_S = 0.02
 # What is used of the share of passes that is for prompts, unless a single step needs all: steps and
 # passes vary, and hardly any of them together may take twice as long as a pass.
-_USED = 0.85
+_USED = 0.87
 # Even if prompts go first, they have hardly more than so many seconds until the next pass. Requests
 # wait behind a prompt that is soon read if so many rows of it are left.
 _FIRST_S, _SOON = 0.1, 1024
-# A prompt is read in pieces beside a sweep that has this many times as many rows left, and that
-# takes so many seconds and so many times as long as the pieces: otherwise it waits, to be read
-# together with others.
-_MUCH_MORE, _LASTS_S, _LONGER = 2, 0.15, 4
-# Seconds that a sweep may be ahead of prompts in pieces that come later.
-_AHEAD_S = 0.25
+# A prompt is read in pieces beside a sweep that takes so many seconds more, and so many times as
+# long as the pieces: otherwise it waits, to be read together with others.
+_LASTS_S, _LONGER = 0.15, 4
 # After so many decode passes beside a sweep, one without a step before it is measured.
 _MEASURE_EVERY = 32
 # Seconds after which a refused client may try again: at least, and at most.
@@ -107,156 +103,104 @@ class Rest:
 Work = Begin[T] | Read[T] | Piece[T] | Decode[T] | Preempt[T] | Restore[T] | Rest
 
 
+class At(Enum):
+    """Where a request is: it waits for a slot, or has one, or was moved to host memory."""
+
+    WAITS = 0
+    SWEEP = 1
+    PIECES = 2
+    DECODES = 3
+    MOVED = 4
+
+
 class Scheduler(Generic[T]):
     """Requests by what they wait for, and what runs next.
 
-    A request is `add`ed, `next` says when to begin it, `began` or `in_pieces` note what came of
-    that, `swept`, `took_piece` and `decoded` what work has run, `is_read` that the prompt is read,
-    and `end` removes it, wherever it is. `preempted` notes that it was moved to host memory,
-    `is_read` that it is back. `hold` begins no prompt until a request has ended or was preempted.
+    A request is `add`ed, `next` says what is to be done with it, `began` and `put` note what came
+    of that, `swept`, `took_piece` and `decoded` what work has run, and `end` removes the request,
+    wherever it is. `hold` begins no prompt until a request has ended or was moved to host memory.
+
+    capacity: requests that there may be, those included that run.
     """
 
     def __init__(self, n_slots: int, n_waiting: int) -> None:
-        """deadlines: of requests that have one.
-
-        n_waiting: most requests beyond those that slots are for.
-        """
+        """n_waiting: most requests beyond those that slots are for."""
         self.costs = Costs()
-        self._n_slots, self._n_waiting = n_slots, n_waiting
-        self._waiting: dict[T, None] = {}  # in the order of arrival
-        self._sweeping: dict[T, None] = {}
+        self.capacity, self._n_slots = n_slots + n_waiting, n_slots
+        self._requests: dict[T, At] = {}  # in the order of arrival
         self._n_left = 0  # rows of the sweep
-        self._in_pieces: T | None = None
-        self._decoding: dict[T, None] = {}
-        self._preempted: dict[T, None] = {}
-        self.deadlines: dict[T, float] = {}
-        self._arrival: dict[T, int] = {}
-        self._n_arrived = 0
         self._is_held = False
         self._credit_s = 0.0  # time that decode passes have earned for prompts
         self._lead_s = 0.0  # by which pieces had more time than the sweep beside them
         self._n_beside = 0  # decode passes beside the sweep
-        self._is_pass_due = False  # before the first step of the sweep
+
+    def _n(self, at: At) -> int:
+        return list(self._requests.values()).count(at)
+
+    def _those(self, at: At) -> list[T]:
+        return [key for key, where in self._requests.items() if where is at]
 
     @property
     def n_waiting(self) -> int:
         """Return how many requests wait for a slot."""
-        return len(self._waiting)
+        return self._n(At.WAITS)
 
     @property
     def n_running(self) -> int:
         """Return how many requests have a slot."""
-        n_reading = len(self._sweeping) + (self._in_pieces is not None)
-        return len(self._decoding) + n_reading
+        return len(self._requests) - self._n(At.WAITS) - self._n(At.MOVED)
 
     @property
     def only_decodes(self) -> bool:
         """Whether requests decode, and nothing else can run before one of them ends."""
-        is_full = self.n_running >= self._n_slots
-        return len(self._decoding) == self.n_running and (is_full or not self._waiting)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is no request."""
-        return not self._arrival
-
-    @property
-    def capacity(self) -> int:
-        """How many requests there may be, those included that run."""
-        return self._n_slots + self._n_waiting
-
-    def require_room(self) -> None:
-        """Check that there may be one more request."""
-        if len(self._arrival) >= self.capacity:
-            seconds = min(max(self.retry_after_s, _SOONEST), _LATEST)
-            raise QueueFull(
-                f"{len(self._arrival)} requests run or wait already, as many as may; "
-                f"try again in {math.ceil(seconds)} s",
-                seconds,
-            )
-
-    @property
-    def retry_after_s(self) -> float:
-        """Return after how many seconds a request is likely to leave the queue."""
-        return (self.costs.request_s or 0.0) / self._n_slots
-
-    def add(self, key: T, deadline: float | None = None) -> None:
-        """Have a request wait; deadline: when `due` returns it, None for never."""
-        self.require_room()
-        self._waiting[key] = None
-        self._arrival[key] = self._n_arrived
-        self._n_arrived += 1
-        if deadline is not None:
-            self.deadlines[key] = deadline
+        n = self._n(At.DECODES)
+        return n == self.n_running and (n >= self._n_slots or not self.n_waiting)
 
     def requests(self) -> list[T]:
         """Return all requests, in the order of their arrival."""
-        return list(self._arrival)
+        return list(self._requests)
 
-    @property
-    def youngest(self) -> T | None:
-        """The request that arrived last of those that decode."""
-        return max(self._decoding, key=lambda key: self._arrival[key], default=None)
+    def add(self, key: T) -> None:
+        """Have a request wait; QueueFull if there are too many."""
+        n = len(self._requests)
+        if n >= self.capacity:
+            # until a request is likely to leave the queue
+            seconds = (self.costs.request_s or 0.0) / self._n_slots
+            seconds = min(max(seconds, _SOONEST), _LATEST)
+            raise QueueFull(
+                f"{n} requests run or wait already, as many as may; "
+                f"try again in {math.ceil(seconds)} s",
+                seconds,
+            )
+        self._requests[key] = At.WAITS
 
-    def preempted(self, key: T) -> None:
-        """Note that a request was moved to host memory."""
-        del self._decoding[key]
-        self._preempted[key] = None
-        self._is_held = False
+    def put(self, key: T, at: At) -> None:
+        """Note where a request is now; `began` notes it of a sweep."""
+        self._requests[key] = at
+        if at is At.MOVED:
+            self._is_held = False
 
     def hold(self) -> None:
-        """Begin and restore nothing until a request has ended or was preempted."""
+        """Begin and restore nothing until a request has ended or was moved to host memory."""
         self._is_held = True
 
-    def due(self, now: float) -> list[T]:
-        """Return the requests whose deadline is over; each is returned once."""
-        found = [key for key, deadline in self.deadlines.items() if deadline <= now]
-        for key in found:
-            del self.deadlines[key]
-        return found
+    def began(self, n_rows: int, keys: Iterable[T]) -> None:
+        """Note that the sweep of some requests is under way; n_rows rows are left.
 
-    def began(self, key: T, n_rows: int, others: Iterable[T] = (), seconds: float = 0.0) -> None:
-        """Note that the sweep of a request, and of others, is under way; n_rows rows are left.
-
-        seconds: what that took, while nothing was computed.
+        Nothing was computed meanwhile: usually, a decode pass comes before the first step.
         """
-        self._sweeping, self._n_left = dict.fromkeys((key, *others)), n_rows
-        for one in self._sweeping:
-            self._waiting.pop(one, None)
-        self._lead_s, self._n_beside = 0.0, 0
-        most_s = self._earned_s(self.costs.pass_s(len(self._decoding)) or 0.0)
-        self._credit_s = min(self._credit_s, most_s) - min(seconds, most_s)
-        # else others would wait for this and the first step together
-        is_usual = bool(self._decoding) and self._share <= self.costs.share
-        self._is_pass_due = is_usual and self._credit_s > 0.0
-
-    def in_pieces(self, key: T) -> None:
-        """Note that the prompt of a request is going to be read in pieces."""
-        self._waiting.pop(key, None)
-        self._in_pieces = key
-
-    def is_read(self, key: T) -> None:
-        """Note that the prompt of a request is read, or is back; it decodes from now on."""
-        self._waiting.pop(key, None)
-        self._preempted.pop(key, None)
-        self._left(key)
-        self._decoding[key] = None
-
-    def _left(self, key: T) -> None:
-        """Note that the prompt of a request is not under way any more."""
-        self._sweeping.pop(key, None)
-        if self._in_pieces == key:
-            self._in_pieces = None
+        for key in keys:
+            self._requests[key] = At.SWEEP
+        self._n_left, self._lead_s, self._n_beside = n_rows, 0.0, 0
+        n_decoding = self._n(At.DECODES)
+        usual_s = self.costs.share * (self.costs.pass_s(n_decoding) or 0.0)
+        earned_s = self._earned_s(n_decoding)
+        self._credit_s = min(self._credit_s, earned_s) if earned_s > usual_s else 0.0
 
     def end(self, key: T) -> None:
         """Remove a request; nothing happens if there is no such request."""
-        self._waiting.pop(key, None)
-        self._decoding.pop(key, None)
-        self._preempted.pop(key, None)
-        self.deadlines.pop(key, None)
-        self._arrival.pop(key, None)
+        self._requests.pop(key, None)
         self._is_held = False
-        self._left(key)
 
     def next(
         self, n_rest: Callable[[T], int], fits: Callable[[T], bool] = lambda key: True
@@ -266,103 +210,71 @@ class Scheduler(Generic[T]):
         n_rest: how many rows of a request's prompt are left to read, as far as is known. fits:
         whether there is memory for a request that has no slot.
         """
-        if self._preempted:
-            work = self._for_preempted(fits)
-            if work:
-                return work
-        elif (key := self._to_begin(n_rest)) is not None and fits(key):
-            return Begin(key, self._may_join(key))
-        return self._to_read(n_rest) or self._to_decode()
+        moved, decoding = self._those(At.MOVED), self._those(At.DECODES)
+        if not decoding:
+            self._credit_s = 0.0  # nobody waits for a token
+        if moved:
+            if self.n_running < self._n_slots and not self._is_held and fits(moved[0]):
+                return Restore(moved[0])
+            order = self.requests()
+            if decoding and order.index(decoding[-1]) > order.index(moved[0]):
+                return Preempt(decoding[-1])
+        elif (begin := self._to_begin(n_rest, bool(decoding))) and fits(begin.key):
+            return begin
+        work = self._to_read(n_rest, len(decoding))
+        return work or (Decode(tuple(decoding)) if decoding else Rest())
 
-    def _to_decode(self) -> Work[T]:
-        return Decode(tuple(self._decoding)) if self._decoding else Rest()
-
-    def _to_begin(self, n_rest: Callable[[T], int]) -> T | None:
-        """Return the request whose prompt begins now, if there is one.
+    def _to_begin(self, n_rest: Callable[[T], int], is_decoding: bool) -> Begin[T] | None:
+        """Return which request begins now, if one does, and which may begin with it.
 
         While a sweep is under way, only a prompt that is read in pieces can begin. It goes before
         longer ones, which could not run now; but one slot stays free for the first of these.
         """
-        if self.n_running >= self._n_slots or not self._waiting or self._is_held:
+        waiting, n_free = self._those(At.WAITS), self._n_slots - self.n_running
+        if n_free <= 0 or not waiting or self._is_held or self._n(At.PIECES):
             return None
-        if self._in_pieces is not None or (self._decoding and self._credit_s <= 0.0):
+        if is_decoding and self._credit_s <= 0.0:
             return None
-        first = next(iter(self._waiting))
-        if not self._sweeping:
-            return first
-        return self._first_short(n_rest) if self._lead_s <= 0.0 else None
-
-    def _may_join(self, key: T) -> tuple[T, ...]:
-        """Return which others may begin with a request; none if a sweep is under way."""
-        n = 0 if self._sweeping else self._n_slots - self.n_running - 1
-        return tuple(itertools.islice((one for one in self._waiting if one != key), n))
-
-    def _for_preempted(self, fits: Callable[[T], bool]) -> Work[T] | None:
-        """Return how the oldest request in host memory comes back; None: not now."""
-        first = min(self._preempted, key=lambda key: self._arrival[key])
-        youngest = self.youngest
-        if self.n_running < self._n_slots and not self._is_held and fits(first):
-            return Restore(first)
-        if youngest is not None and self._arrival[youngest] > self._arrival[first]:
-            return Preempt(youngest)
-        return None
-
-    def _first_short(self, n_rest: Callable[[T], int]) -> T | None:
-        """Return the first prompt that may be read in pieces beside the sweep.
-
-        None takes the last slot from an older prompt.
-        """
+        if not self._n(At.SWEEP):
+            return Begin(waiting[0], tuple(waiting[1:n_free]))
         left_s = self._n_left * (self.costs.row_s or 0.0)
-        if left_s < _LASTS_S:
+
+        def is_short(n_rows: int) -> bool:
+            most_s = max(_LASTS_S, _LONGER * self.costs.pieces_s(n_rows))
+            return n_rows <= PIECES[-1] and most_s <= left_s
+
+        short = next((key for key in waiting if is_short(n_rest(key))), None)
+        if self._lead_s > 0.0 or short is None or (n_free == 1 and short != waiting[0]):
             return None
-        most = max(SHORT_PROMPT, min(self._n_left // _MUCH_MORE, PIECES[-1]))
+        return Begin(short)
 
-        def pays(n_rows: int) -> bool:
-            return n_rows <= most and _LONGER * self.costs.pieces_s(n_rows) <= left_s
-
-        found = next((key for key in self._waiting if pays(n_rest(key))), None)
-        is_last = self.n_running == self._n_slots - 1
-        return None if is_last and found != next(iter(self._waiting)) else found
-
-    def _to_read(self, n_rest: Callable[[T], int]) -> Work[T] | None:
+    def _to_read(self, n_rest: Callable[[T], int], n_decoding: int) -> Work[T] | None:
         """Return what is read now of the prompts that are under way; None: nothing."""
-        key, is_turn = self._in_pieces, not self._sweeping or self._lead_s <= 0.0
-        if key is not None and is_turn:
-            most_s = math.inf
-            if self._decoding:
-                most_s = self._earned_s(self.costs.pass_s(len(self._decoding)) or 0.0)
-            if not self._decoding or self._credit_s > 0.0:
-                return Piece(key, self.costs.piece_rows(n_rest(key), most_s))
-        if self._sweeping and (seconds := self._for_sweep()) is not None:
-            return Read(next(iter(self._sweeping)), seconds)
-        return None
-
-    def _for_sweep(self) -> float | None:
-        """Return for how long the sweep goes on now; None: not now."""
+        sweep, pieces = self._those(At.SWEEP), self._those(At.PIECES)
+        if n_decoding and self._credit_s <= 0.0:
+            return None
+        if pieces and not (sweep and self._lead_s > 0.0):
+            most_s = self._earned_s(n_decoding) if n_decoding else math.inf
+            return Piece(pieces[0], self.costs.piece_rows(n_rest(pieces[0]), most_s))
         step_s = self.costs.step_s
-        if not self._decoding:
-            return _ALONE_S if step_s is not None else 0.0
-        is_measure = self._n_beside % _MEASURE_EVERY == _MEASURE_EVERY - 1
-        if self._credit_s <= 0.0 or self._is_pass_due or is_measure:
+        if not sweep or (n_decoding and self._n_beside % _MEASURE_EVERY == _MEASURE_EVERY - 1):
             return None
         if step_s is None:
-            return 0.0
-        return self._credit_s if _USED * step_s <= self._credit_s else None
+            return Read(sweep[0], 0.0)
+        if not n_decoding:
+            return Read(sweep[0], _ALONE_S)
+        return Read(sweep[0], self._credit_s) if _USED * step_s <= self._credit_s else None
 
-    @property
-    def _share(self) -> float:
-        """What a decode pass earns for prompts, of its own time."""
-        n_reading = len(self._sweeping) + (self._in_pieces is not None)
-        n_behind = min(len(self._waiting), self._n_slots - self.n_running)
-        is_soon = not self._sweeping or self._n_left <= _SOON
-        if n_behind and is_soon:
-            return MOST_SHARE
-        return self.costs.prompt_share(n_reading + n_behind, len(self._decoding))
-
-    def _earned_s(self, pass_s: float) -> float:
-        """Return how much time for prompts a decode pass of pass_s seconds earns."""
-        usual_s, share = _USED * self.costs.share * pass_s, self._share
-        return usual_s if share <= self.costs.share else max(usual_s, min(share * pass_s, _FIRST_S))
+    def _earned_s(self, n_decoding: int) -> float:
+        """Return how much time for prompts a decode pass of so many rows earns."""
+        n_sweep = self._n(At.SWEEP)
+        n_behind = min(self.n_waiting, self._n_slots - self.n_running)
+        share = self.costs.prompt_share(n_sweep + self._n(At.PIECES) + n_behind, n_decoding)
+        if n_behind and not (n_sweep and self._n_left > _SOON):
+            share = MOST_SHARE
+        pass_s = _USED * (self.costs.pass_s(n_decoding) or 0.0)
+        usual_s = self.costs.share * pass_s
+        return max(usual_s, min(share * pass_s, _FIRST_S))
 
     def swept(self, n_left: int, seconds: float | None, host_s: float = 0.0) -> None:
         """Note that steps of the sweep have run, of which n_left rows of the prompt are left.
@@ -373,27 +285,20 @@ class Scheduler(Generic[T]):
         if seconds is not None:
             self.costs.note_rows(self._n_left - n_left, seconds)
         self._n_left = n_left
-        self._lead_s = max(self._lead_s - max(seconds or 0.0, host_s), -_AHEAD_S)
-        if self._decoding:
-            self._credit_s = 0.0 if seconds is None else self._credit_s - seconds
+        self._lead_s -= max(seconds or 0.0, host_s)
+        self._credit_s = 0.0 if seconds is None else self._credit_s - seconds
 
     def took_piece(self, seconds: float) -> None:
         """Note that a piece of a prompt was read, in so many seconds."""
-        if self._sweeping:
-            self._lead_s += seconds
-        if self._decoding:
-            self._credit_s -= seconds
+        self._lead_s += seconds
+        self._credit_s -= seconds
 
     def waited(self) -> None:
         """Note that nothing can decode now, because every request waits for its grammar."""
-        self._is_pass_due, self._credit_s = False, max(self._credit_s, _ALONE_S)
+        self._credit_s = max(self._credit_s, _ALONE_S)
 
     def decoded(self, n_rows: int) -> None:
         """Note that a decode pass of so many rows has run; it earns time for prompts."""
-        if self._is_pass_due:
-            self._is_pass_due = False
-            return
-        pass_s, step_s = self.costs.pass_s(n_rows) or 0.0, self.costs.step_s or 0.0
-        earned_s = self._earned_s(pass_s)
-        self._credit_s = min(self._credit_s + earned_s, max(earned_s, step_s))
-        self._n_beside += bool(self._sweeping)
+        earned_s = self._earned_s(n_rows)
+        self._credit_s = min(self._credit_s + earned_s, max(earned_s, self.costs.step_s or 0.0))
+        self._n_beside += bool(self._n(At.SWEEP))

@@ -67,14 +67,9 @@ class Sequence:
         self._eog_ids = eog_ids
         # an incomplete character is held back; what is not UTF-8 becomes U+FFFD
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._matcher = StopMatcher(stop)
+        self._matcher = StopMatcher(stop) if stop else None
         self._n_told = 0  # tokens whose text is known
         self._known: deque[str] = deque()  # what `tell` returns next, if it is known already
-
-    @property
-    def n_prompt(self) -> int:
-        """Return the number of prompt tokens."""
-        return len(self.prompt)
 
     @property
     def n_generated(self) -> int:
@@ -101,7 +96,7 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self._limit:
             self.finish_reason = "length"
-        if self._matcher.stops:
+        if self._matcher:
             self._known.append(self._tell())
 
     def tell(self) -> str:
@@ -115,10 +110,10 @@ class Sequence:
             text = ""
         else:
             text = self._decoder.decode(self._piece(token))
-            if self._matcher.stops:
+            if self._matcher:
                 text = self._matcher.push(text)
             self.text += text
-        if self._matcher.matched is not None:
+        if self._matcher and self._matcher.matched is not None:
             self.finish_reason = "stop"
         elif self.finish_reason is not None and self._n_told == len(self.tokens):
             text += self._finish(self.finish_reason)
@@ -127,7 +122,7 @@ class Sequence:
     @property
     def stop(self) -> str | None:
         """Return the stop string that ended the text, if one did."""
-        return self._matcher.matched
+        return self._matcher.matched if self._matcher else None
 
     def cancel(self, reason: str = "cancelled") -> str:
         """End the sequence early and return the held-back text."""
@@ -136,6 +131,8 @@ class Sequence:
     def _finish(self, reason: str) -> str:
         """Flush decoder and matcher; this may still complete a stop string."""
         self.finish_reason = reason
-        rest = self._matcher.push(self._decoder.decode(b"", final=True)) + self._matcher.flush()
+        rest = self._decoder.decode(b"", final=True)
+        if self._matcher:
+            rest = self._matcher.push(rest) + self._matcher.flush()
         self.text += rest
         return rest

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from moegraph.kinds import SweepStep
+from moegraph.loop.costs import piece_of
 from moegraph.loop.scheduler import (
+    At,
     Begin,
     Decode,
     Piece,
@@ -75,7 +78,7 @@ class Machine:
         elif isinstance(work, Restore):
             self.spend("restore", work.key, seconds=0.001)
             self.rows[work.key] = self.swapped.pop(work.key)
-            scheduler.is_read(work.key)
+            scheduler.put(work.key, At.DECODES)
         elif isinstance(work, Read):
             self.read(work.key, work.seconds)
         elif isinstance(work, Piece):
@@ -122,7 +125,7 @@ class Machine:
         seconds = self.noise() * self.piece_s(n_rows)
         self.spend("piece", name, seconds=seconds)
         if not self.enqueued:
-            self.scheduler.costs.note_piece(n_rows, seconds)
+            self.scheduler.costs.note([piece_of(n_rows)], seconds)
         self.enqueued, self.enqueued_s = [], 0.0  # as `Tally.end_piece`
         self.n_rest[name] -= n_rows
         if not self.n_rest[name]:
@@ -131,8 +134,7 @@ class Machine:
 
     def decode(self, names: list[str]) -> None:
         while names and self.n_rows is not None and self.n_used + len(names) > self.n_rows:
-            name = self.scheduler.youngest
-            assert name is not None
+            name = names[-1]  # came last
             self.preempt(name)
             names.remove(name)
         if not names:
@@ -156,7 +158,7 @@ class Machine:
     def preempt(self, name: str) -> None:
         self.spend("preempt", name, seconds=0.001)
         self.swapped[name] = self.rows.pop(name)
-        self.scheduler.preempted(name)
+        self.scheduler.put(name, At.MOVED)
 
     def begin(self, name: str, others: Sequence[str] = ()) -> None:
         """Begin a prompt, and with it the others that fit."""
@@ -168,13 +170,14 @@ class Machine:
         self.rows.update((one, self.prompts[one]) for one in group)
         self.spend("begin", *group, seconds=self.begin_s)
         if self.steps or (len(group) == 1 and n <= SHORT):
-            self.scheduler.in_pieces(name)
+            self.scheduler.put(name, At.PIECES)
             return
         costs, n_busy = self.scheduler.costs, len(self.rows) - len(group)
         n_rows, longest = min(self.most_rows, n), max(self.prompts[one] for one in group)
         if n_busy:
             share = costs.prompt_share(len(group), n_busy)
-            n_rows = costs.chunk_rows(n_rows, self.least_rows, n_busy, longest, share)
+            most_s = share * (costs.pass_s(n_busy) or math.inf)
+            n_rows = costs.chunk_rows(n_rows, self.least_rows, longest, most_s)
         chunks = [min(n_rows, n - at) for at in range(0, n, n_rows)]
         self.steps, self.swept = [], group
         for il in range(self.n_layers):
@@ -182,7 +185,7 @@ class Machine:
             self.steps += [self.step(il, at, rows, n_kv) for at, rows in enumerate(chunks)]
             self.steps += [SweepStep("experts", n)] if self.lacks else []
         costs.upcoming = self.steps[0]
-        self.scheduler.began(name, n, group, self.begin_s)
+        self.scheduler.began(n, group)
 
     def step(self, il: int, at: int, n_rows: int, n_kv: int = 0) -> SweepStep:
         if il % 2:
@@ -192,7 +195,7 @@ class Machine:
     def draw(self, name: str) -> None:
         """Draw a token; the first one ends the prompt."""
         if not self.tokens[name]:
-            self.scheduler.is_read(name)
+            self.scheduler.put(name, At.DECODES)
         self.tokens[name].append(self.now)
         self.left[name] -= 1
         if not self.left[name]:

@@ -16,7 +16,6 @@ from helpers.shipped import TINY
 
 from moegraph import ChatRequest, Engine, EngineConfig, Format, GenerationEvent, SamplingParams
 from moegraph.engine.chat import ChatModel
-from moegraph.engine.chatanswer import ChatAnswer
 from moegraph.text.chat.template import ChatTemplate
 
 SYSTEM = {"role": "system", "content": "You are a careful agent. " * 20}
@@ -45,7 +44,7 @@ class Agent:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.model = ChatModel.of(engine, ChatTemplate(QWEN))
+        self.model = engine.__dict__["_chat_model"] = ChatModel.of(engine, ChatTemplate(QWEN))
         self.messages: list[dict[str, Any]] = [SYSTEM]
         self.seed = 0
 
@@ -53,8 +52,7 @@ class Agent:
         """Answer the last message, and add the answer; return the last event."""
         self.seed += 1
         sampling = SamplingParams(temperature=1.2, seed=self.seed)
-        asked = {"messages": self.messages, "tools": [LOOK], "sampling": sampling, **fields}
-        said = ChatAnswer.begin(self.engine.generate, self.model, asked, None, None)
+        said = self.engine.chat(self.messages, [LOOK], sampling=sampling, **fields)
         self.messages.append(said.whole().message())
         assert said.finish_reason in ("stop", "tool_calls") and said.event is not None
         return said.event

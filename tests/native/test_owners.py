@@ -120,7 +120,7 @@ def test_nobody_waits_for_the_same_prompt_of_another_owner(open_engine: Open) ->
     ids = prompt(engine, 300)
     with serving(engine) as service:
         one, same, other = (
-            Answer.of(Request(ids, GREEDY, text=False, owner=owner), engine.core, None, None)
+            Answer(Request(ids, GREEDY, text=False, owner=owner), engine.core, None, None)
             for owner in "aab"
         )
         shares = service._loop._reading._shares

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,15 @@ def test_a_greedy_token_passes_few_files_and_the_page_lists_them() -> None:
     assert len(walk.files) <= 22 and len(walk.calls) <= 90
     listed = re.search(r"passes these files, in this order:\n(.*?)\.\n\n", PAGE.read_text(), re.S)
     assert listed and re.findall(r"`([\w/.]+)`", listed[1]) == walk.files
+
+
+def test_a_chat_request_passes_few_files_of_all_threads_and_the_page_says_how_many() -> None:
+    program = [sys.executable, PAGE.parents[1] / "tests/helpers/walked_server.py"]
+    env = {**os.environ, "PYTHONPATH": f"{PAGE.parents[1]}:{PAGE.parents[1] / 'tests'}"}
+    files = json.loads(subprocess.run(program, env=env, capture_output=True, check=True).stdout)
+    assert "loop/loop.py" in files and "server/openai_chat.py" in files
+    most = re.search(r"chat request of `moegraph serve`, .*? at most (\d+) files", PAGE.read_text())
+    assert most and len(files) <= int(most[1]) <= 62
 
 
 def test_a_drafted_step_passes_few_files() -> None:

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moegraph.errors import QueueFull
-from moegraph.loop.scheduler import (
-    Begin,
-    Decode,
-    Scheduler,
-)
+from moegraph.loop.scheduler import At, Begin, Decode, Scheduler
 
 
 def test_requests_decode_together() -> None:
@@ -169,18 +165,6 @@ def test_with_no_room_to_wait_an_idle_service_still_takes_a_request() -> None:
     machine.add("b", 100, 2)
 
 
-def test_deadlines_are_told_once_and_forgotten_with_their_requests() -> None:
-    scheduler = Scheduler[str](2, 10)
-    scheduler.add("a", 5.0)
-    scheduler.add("b", 3.0)
-    scheduler.add("c")
-    scheduler.add("d", 4.0)
-    scheduler.end("d")
-    assert scheduler.due(2.9) == []
-    assert scheduler.due(5.0) == ["a", "b"]
-    assert scheduler.due(9.0) == []
-
-
 def test_a_request_may_end_anywhere() -> None:
     machine = Machine(n_slots=2)
     for name in "abc":
@@ -190,7 +174,7 @@ def test_a_request_may_end_anywhere() -> None:
     machine.end("c")  # while it waits
     machine.end("unknown")
     machine.run()
-    assert len(machine.tokens["b"]) == 100 and machine.scheduler.is_idle
+    assert len(machine.tokens["b"]) == 100 and not machine.scheduler.requests()
     assert machine.tokens["a"] == machine.tokens["c"] == []
 
 
@@ -211,7 +195,7 @@ def test_what_does_not_fit_waits_until_something_ends() -> None:
     scheduler = Scheduler[str](3, 10)
     scheduler.add("a")
     assert scheduler.next(lambda _: 9) == Begin("a")
-    scheduler.is_read("a")
+    scheduler.put("a", At.DECODES)
     scheduler.costs.note_round((), 1, 0.01)
     scheduler.decoded(1)
     scheduler.add("b")
@@ -247,7 +231,7 @@ class Requests(RuleBasedStateMachine):
         for _ in range(n):
             self.machine.turn()
 
-    @precondition(lambda self: not self.machine.scheduler.is_idle)
+    @precondition(lambda self: self.machine.scheduler.requests())
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.machine.scheduler.requests()))
@@ -262,7 +246,7 @@ class Requests(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.machine.run()
-        assert self.machine.scheduler.is_idle
+        assert not self.machine.scheduler.requests()
         for name, left in self.machine.left.items():
             assert left == 0 or name in self.ended
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from moegraph.kinds import SweepStep
-from moegraph.loop import tally
-from moegraph.loop.costs import Costs
-from moegraph.loop.tally import Tally
+from moegraph.loop import costs as measured
+from moegraph.loop.costs import Costs, Tally
 
 
 @pytest.mark.parametrize("is_reading", [False, True])
@@ -17,7 +16,7 @@ def test_time_in_which_nothing_is_computed_does_not_count(
     monkeypatch: pytest.MonkeyPatch, is_reading: bool
 ) -> None:
     now = 1.0
-    monkeypatch.setattr(tally.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: now)
     costs = Costs()
     told = Tally(costs, SimpleNamespace(n_built=0))  # type: ignore[arg-type]
     if is_reading:  # steps run meanwhile, and are measured together with the pass

@@ -128,7 +128,7 @@ class AnswerParser:
         shown = None if reasoning else _TAGS.search(prompt)
         self._begun = shown.group() if shown else begun
         self._parallel = parallel
-        found, numbers = Tools(tools), count()
+        found, numbers = Tools(tools) if tools else None, count()
         self._raw: dict[int, dict[str, str]] = {}
         self._scanners = {
             kind: CallScanner(found, numbers, new_id, self._raw) if found else None
