@@ -55,15 +55,12 @@ def decode_pass(n_rows: int) -> SweepStep:
 
 def piece_of(n_rows: int) -> SweepStep:
     """Return a pass over some rows of a prompt as a kind of work."""
-    return SweepStep("piece", n_rows)
+    return SweepStep("piece", next((size for size in PIECES if n_rows <= size), PIECES[-1]))
 
 
 @lru_cache(4096)
 def _key(step: SweepStep) -> Key:
-    n_rows = step.n_rows
-    if step.kind == "piece":
-        n_rows = next((size for size in PIECES if n_rows <= size), PIECES[-1])
-    return step.kind, octave(n_rows), octave(step.n_kv)
+    return step.kind, octave(step.n_rows), octave(step.n_kv)
 
 
 class Costs:
@@ -101,7 +98,7 @@ class Costs:
         if near is None:
             return None
         seconds, n_rows, at = self._known[near]
-        if step.kind in (*_CHUNKS, "decode") or (step.kind == "piece" and near != key):
+        if step.kind in (*_CHUNKS, "decode", "piece"):
             seconds *= _FIXED + (1.0 - _FIXED) * step.n_rows / n_rows
         for known, one in self._known.items() if step.kind in _CHUNKS else ():
             if known[::2] == key[::2] and one.at > at:
@@ -194,15 +191,15 @@ class Costs:
     def pieces_s(self, n_rows: int) -> float:
         """Return what a prompt takes in pieces, see `is_rounded`.
 
-        Each of them reads nearly all weights, so if none was measured, one counts as 512 rows of a
-        sweep; 0 if nothing was measured at all. So do much shorter ones, if that is less.
+        Where pieces are rounded, each of them reads nearly all weights, so if none was measured,
+        one counts as 512 rows of a sweep. Elsewhere, its rows count until its size was measured.
         """
-        n = -(-n_rows // PIECES[-1])
+        n, row_s = -(-n_rows // PIECES[-1]), self.row_s or 0.0
         if self.is_rounded:
             n = n_rows // PIECES[-1] + (n_rows % PIECES[-1]).bit_count()
-        most_s, piece = PIECES[-1] * (self.row_s or 0.0), piece_of(n_rows // n)
-        seconds = self.seconds(piece) or most_s
-        return n * (seconds if _key(piece) in self._known else min(seconds, most_s))
+            return n * (self.seconds(piece_of(n_rows // n)) or PIECES[-1] * row_s)
+        known = self._known.get(_key(piece_of(n_rows // n)))
+        return n * known.seconds if known else n_rows * row_s
 
     def piece_rows(self, n_left: int, most_s: float) -> int:
         """Return the rows of the next piece of a prompt with n_left rows left.

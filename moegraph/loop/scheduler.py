@@ -295,7 +295,8 @@ class Scheduler(Generic[T]):
 
     def waited(self) -> None:
         """Note that nothing can decode now, because every request waits for its grammar."""
-        self._credit_s = max(self._credit_s, _ALONE_S)
+        self._credit_s = max(self._credit_s, _ALONE_S, self.costs.step_s or 0.0)
+        self._n_beside = 0
 
     def decoded(self, n_rows: int) -> None:
         """Note that a decode pass of so many rows has run; it earns time for prompts."""

@@ -165,6 +165,20 @@ def test_with_no_room_to_wait_an_idle_service_still_takes_a_request() -> None:
     machine.add("b", 100, 2)
 
 
+def test_a_long_prompt_is_read_while_all_others_wait_for_their_grammars() -> None:
+    machine = Machine(step_s=0.5)
+    machine.add("a", 10, 1000)
+    for _ in range(40):
+        machine.turn()
+    machine.add("long", 400, 2)
+    for _ in range(500):
+        if isinstance(machine.scheduler.next(lambda name: machine.n_rest[name]), Decode):
+            machine.scheduler.waited()
+        else:
+            machine.turn()
+    assert machine.tokens["long"]
+
+
 def test_a_request_may_end_anywhere() -> None:
     machine = Machine(n_slots=2)
     for name in "abc":
