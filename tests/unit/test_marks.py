@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.engine.chat import ChatModel, ChatRequest
-from moegraph.text.chat.prompting import MAX_QUESTIONS, SegmentEncoder, turn_tags
+from moegraph.text.chat.prompting import MAX_QUESTIONS, SegmentEncoder, continued, turn_tags
 from moegraph.text.chat.template import ChatTemplate
 from moegraph.text.recent import Recent
 from moegraph.text.tokenizer import Tokenizer
@@ -162,3 +162,8 @@ def test_a_memory_forgets_what_was_not_used_for_longest() -> None:
     assert memory.get("b") == 4
     memory.put("c", 3, 3)
     assert [memory.get(key) for key in "abc"] == [None, 4, 3]
+
+
+def test_reasoning_that_goes_on_takes_the_place_of_an_empty_one() -> None:
+    begun = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    assert continued("A<think>\n\n</think>\n\n", begun) == ("A<think>\nHm", "Hm", True)
