@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +102,16 @@ def _read_experts(readers: Readers, layer: Layer, out: npt.NDArray[np.uint8]) ->
             for first in range(0, len(out), step)
         ]
     return begun
+
+
+def _read_expert(
+    model: ModelFile, layers: dict[int, Layer], il: int, expert: int, out: npt.NDArray[np.uint8]
+) -> None:
+    infos, packing = layers[il]
+    for part, info in infos.items():
+        at, size = packing.offsets[part], packing.sizes[part]
+        model.read(info, out[at : at + size], expert * size)
+    packing.clear_gaps(out[: packing.n_bytes])  # there was another expert before
 
 
 class FileRing(Owner):
@@ -262,7 +273,8 @@ class ExpertStore(Owner):
             self._registers = _registers(device)
             self._pin(_N_BLOCKS * size)
         left = [il for il in layers if il not in self._pinned]
-        self.ring = self.own(FileRing(device, left, size, self._read))
+        read = partial(_read_expert, model, self._layers)
+        self.ring = self.own(FileRing(device, left, size, read))
         self.pinned_bytes = sum(block.array.nbytes for block in self._pinned.values())
         self.pinned_bytes += self.ring.n_bytes
         self.in_place = frozenset(
@@ -388,13 +400,6 @@ class ExpertStore(Owner):
     def packing(self, il: int) -> Packing:
         """Return how an expert of a layer is packed."""
         return self._layers[il].packing
-
-    def _read(self, il: int, expert: int, target: npt.NDArray[np.uint8]) -> None:
-        infos, packing = self._layers[il]
-        for part, info in infos.items():
-            at, size = packing.offsets[part], packing.sizes[part]
-            self._model.read(info, target[at : at + size], expert * size)
-        packing.clear_gaps(target[: packing.n_bytes])  # there was another expert before
 
     def source(self, il: int, expert: int) -> Any:
         """Return the address of a packed expert.

@@ -159,14 +159,14 @@ class FakeEngine:
         def event(token: int | None, text: str, rows: int) -> GenerationEvent:
             logits = np.full((rows, N_VOCAB), sequence.n_generated, np.float32)
             return GenerationEvent(
-                token, text, sequence.n_prompt, sequence.n_generated, 0.5,
+                token, text, len(sequence.prompt), sequence.n_generated, 0.5,
                 0.25 * max(0, sequence.n_generated - 1), sequence.finish_reason,
                 logits if keep_logits and rows else None,
             )  # fmt: skip
 
         if progress:
-            progress("prefill", sequence.n_prompt, sequence.n_prompt)
-        n_rows = sequence.n_prompt
+            progress("prefill", len(sequence.prompt), len(sequence.prompt))
+        n_rows = len(sequence.prompt)
         if sequence.finish_reason:
             yield event(None, "", n_rows)
         while sequence.finish_reason is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from moegraph.ggml.device import Device
-from moegraph.link import connect
 
 from .logged_process import LoggedProcess
 
@@ -61,7 +62,9 @@ def limit(device: Device, seconds: float) -> None:
     link = device.link
     assert link is not None
     link._timeout_s = seconds
-    connect._limit(link._connection.sock, seconds)
+    span = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        link._connection.sock.setsockopt(socket.SOL_SOCKET, option, span)
 
 
 @contextmanager

@@ -85,7 +85,6 @@ def begun(kind: str, known: bool) -> Controller:
     write(Card(1.0, 1), Answer((kind,), 600, 1), before)
     if known:
         after.remember(before.stats.drafts)
-    after.begin()
     return after
 
 
