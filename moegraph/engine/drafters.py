@@ -119,7 +119,7 @@ def first_widths(config: EngineConfig, runner: AnyRunner) -> list[int]:
     if given and config.spec != "auto":
         return [min(given, config.n_draft + 1)]
     widths: tuple[int, ...] = _BUILT
-    if runner.device.can.streams:  # graphs are dear, because the device captures them
+    if runner.device.can.streams:  # graphs are costly, because the device captures them
         whole = _COPIES if config.spec == "lookup" else _CAPTURED
         widths = whole if runner.mode == "whole" else _LACKING
     return [n for n in widths if n <= min(given or n, config.n_draft + 1)]

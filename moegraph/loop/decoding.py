@@ -79,17 +79,17 @@ class Decoding:
         n_rows, n = len(batch), groups.choice.n_groups(len(batch))
         is_one_pass = len(self._passes.room.groups(answer.slot for answer in batch)) == 1
         if n == 1 or not is_one_pass or self._drafting or not groups.has_room(batch):
-            self.land()
+            self.finish_passes()
             return False
         groups.decode(batch, n)
         self._note(n_rows, n)
         return True
 
-    def land(self) -> None:
+    def finish_passes(self) -> None:
         """Have no pass in flight, and draw from what was; errors as in `decode_groups`."""
         self.take()
         if self.groups and self.groups.is_flying:
-            self.groups.land()
+            self.groups.finish_passes()
             self._answers.tally.begin_round()
         if self._drafting:
             self._drafting.settle()

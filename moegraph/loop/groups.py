@@ -1,7 +1,7 @@
 """Decode passes of several groups of requests at once, each in another stage.
 
 While a group's results are drawn from, the others compute. The passes in flight stay there from one
-call to the next; whatever else is to be done with sequences waits until they have landed.
+call to the next; whatever else is to be done with sequences waits until they have ended.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Groups:
                 waiting.extend(self._collect())
         self._fill(waiting, most, n_groups)
         if self._to_save:
-            self.land()
+            self.finish_passes()
 
     def _fill(self, waiting: deque[Answer], most: int, n_groups: int) -> None:
         """Start passes of requests that have none in flight."""
@@ -116,7 +116,7 @@ class Groups:
         self._draw(group, output)
         return [answer for answer in group if _goes_on(answer)]
 
-    def land(self) -> None:
+    def finish_passes(self) -> None:
         """Draw from the results of all passes in flight, and start none."""
         while self._flying:
             self._collect()

@@ -77,7 +77,7 @@ class Loop:
         if isinstance(work, Decode):
             self._decode(work.keys)
             return True
-        self._decoding.land()
+        self._decoding.finish_passes()
         return self._do(work)
 
     def _schedule(self) -> Work[Answer]:
@@ -92,7 +92,7 @@ class Loop:
             self._has_news = False
             cancelled, self._to_cancel = self._to_cancel, []
         if cancelled or late:
-            self._decoding.land()
+            self._decoding.finish_passes()
         for answer in cancelled:
             self.answers.end(answer, "cancelled")
         for answer in late:
@@ -160,7 +160,7 @@ class Loop:
         if decoding.groups and batch:
             if scheduler.only_decodes and decoding.decode_groups(batch):
                 return
-            decoding.land()
+            decoding.finish_passes()
             batch = decoding.ready(batch)
         while batch:
             try:
