@@ -59,7 +59,9 @@ class Workers:
         """Take no more calls; return whether those that run end in time."""
         for _, lane in self._lanes:
             lane.shutdown(wait=False, cancel_futures=True)
-        ended = await asyncio.to_thread(wait, self._at_work, grace_s)
+        # a call that was taken from the queue is done, but `wait` would wait for it all the same
+        begun = {one for one in self._at_work if not one.done()}
+        ended = await asyncio.to_thread(wait, begun, grace_s)
         return not ended.not_done
 
 

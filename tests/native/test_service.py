@@ -448,7 +448,9 @@ def test_a_cancelled_prompt_leaves_what_its_earlier_sweeps_have_read(open_engine
         assert first.wait().reason == "cancelled" and not first.tokens
         n_read = first.last.usage.n_read
         second = Client(service, ids, max_tokens=5, marks=(1024, 1100, 1700)).wait()
-        assert second.last.usage.n_cached == min(n_read, 1536) // 512 * 512 >= 512
+        n_cached = second.last.usage.n_cached
+        # the last sweep may have lacked its last step, which computes the results
+        assert n_cached in (512, 1024, 1536) and 0 <= min(n_read, 1536) - n_cached <= 512
         third = Client(service, [*ids[:1100], 5], max_tokens=2, reuse=True).wait()
         other.wait()
     check_pool(engine.state.pool)
