@@ -132,8 +132,8 @@ class Architecture(ABC):
         """Append the residual of a mixer's output cur and the layer's input x, and its norm."""
 
     @abstractmethod
-    def router(self, b: Builder, w: Weights, cur: Tensor, il: int) -> Routing:
-        """Append the choice of experts for the normed rows cur."""
+    def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
+        """Append the choice of experts; residual, cur: what `ffn_input` gave."""
 
     @abstractmethod
     def expert_rows(

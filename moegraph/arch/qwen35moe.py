@@ -101,7 +101,7 @@ class Qwen35Moe(DeltaArchitecture):
         norm = b.norm(residual, w["post_attention_norm.weight"], self.f_norm_rms_eps)
         return residual, b.name(norm, "attn_post_norm", il)
 
-    def router(self, b: Builder, w: Weights, cur: Tensor, il: int) -> Routing:
+    def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
         """Append the choice of experts."""
         return build_router(b, self, w, cur, il)
 

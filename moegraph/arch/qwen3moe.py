@@ -75,7 +75,7 @@ class Qwen3Moe(Architecture):
         norm = b.norm(residual, w["ffn_norm.weight"], self.f_norm_rms_eps)
         return residual, b.name(norm, "ffn_norm", il)
 
-    def router(self, b: Builder, w: Weights, cur: Tensor, il: int) -> Routing:
+    def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
         """Append the choice of experts."""
         return build_router(b, self, w, cur, il)
 

@@ -168,6 +168,15 @@ class Builder:
         """log(1 + exp(a))."""
         return C.ggml_softplus(self.ctx, a)
 
+    def tanh(self, a: Tensor) -> Tensor:
+        """tanh(a)."""
+        return C.ggml_tanh(self.ctx, a)
+
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) * up."""
+        _require(shape(gate) == shape(up) and gate.type == up.type, "geglu", gate, up)
+        return C.ggml_geglu_split(self.ctx, gate, up)
+
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up."""
         _require(shape(gate) == shape(up) and gate.type == up.type, "swiglu", gate, up)
@@ -338,18 +347,23 @@ class Builder:
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
 
-    def rope(self, a: Tensor, pos: Tensor, hp: Any) -> Tensor:
+    def rope(self, a: Tensor, pos: Tensor, hp: Any, factors: Tensor | None = None) -> Tensor:
         """Rotate the first n_rot elements of each head, NEOX pairing.
+
+        factors F32 [n_rot / 2]: what each frequency is divided by.
 
         Qwen3.5 uses interleaved multi-axis rope. Text has the same position on all axes, which
         makes that equal to NEOX, and only NEOX is fused on CUDA.
         """
         _require(pos.type == I32 and a.ne[2] == pos.ne[0] and hp.n_rot <= a.ne[0], "rope", a, pos)
+        if factors is not None:
+            ok = factors.type == F32 and factors.ne[0] >= hp.n_rot // 2
+            _require(ok, "rope", a, factors)
         return C.ggml_rope_ext(
             self.ctx,
             a,
             pos,
-            ffi.NULL,
+            ffi.NULL if factors is None else factors,
             hp.n_rot,
             C.GGML_ROPE_TYPE_NEOX,
             hp.n_ctx_orig,

@@ -73,7 +73,7 @@ def build_mixer_router(
     # kernel: ours for the product, and for the sum with the norm after it, take less time
     cur = b.reshape(cur, hp.n_embd, x.ne[1])
     residual, post_norm = hp.ffn_input(b, w, cur, x, il)
-    return Routed(residual, post_norm, hp.router(b, w, post_norm, il))
+    return Routed(residual, post_norm, hp.router(b, w, residual, post_norm, il))
 
 
 def build_moe(
