@@ -25,15 +25,22 @@ class Layer:
     """What a layer keeps of each sequence, which placement, state, planner and runner ask.
 
     mixer: its name, for people. kv: elements of a row of K and of V; None: it has no KV cache, and
-    one graph serves all KV lengths. states: shapes of its recurrent states, F32 in ggml order, by
-    the names of llama.cpp's nodes that compute them. drafts: F32 numbers of each kind that a verify
-    pass keeps of a row, so that accepted rows can be committed to the states.
+    one graph serves all KV lengths. v_in_k: V is the first elements of K, and has no cache. states:
+    shapes of its recurrent states, F32 in ggml order, by the names of llama.cpp's nodes that
+    compute them. drafts: F32 numbers of each kind that a verify pass keeps of a row, so that
+    accepted rows can be committed to the states.
     """
 
     mixer: str
     kv: tuple[int, int] | None = None
+    v_in_k: bool = False
     states: tuple[tuple[str, tuple[int, ...]], ...] = ()
     drafts: tuple[int, ...] = ()
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Return the elements of a row of each KV cache: of K, and of V unless it is in K."""
+        return self.kv[: 2 - self.v_in_k] if self.kv else ()
 
     @property
     def state_sizes(self) -> tuple[int, ...]:

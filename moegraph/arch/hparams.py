@@ -96,10 +96,13 @@ def read_experts(meta: Metadata, n_all: int, shared: bool) -> dict[str, Any]:
     return {"n_expert": n_expert, "n_expert_used": n_used, **sizes}
 
 
-def read_rope(meta: Metadata, n_ctx_train: int, base: float | None = 10_000.0) -> dict[str, Any]:
+def read_rope(
+    meta: Metadata, n_ctx_train: int, base: float | None = 10_000.0, scales_attn: bool = True
+) -> dict[str, Any]:
     """Compute the arguments of ggml_rope_ext from the rope keys.
 
-    base: what rope.freq_base is if the file does not say it; None: it must.
+    base: what rope.freq_base is if the file does not say it; None: it must. scales_attn: YaRN
+    scales what it rotates; otherwise the architecture does it elsewhere.
 
     Source: llama.cpp src/llama-model.cpp load_hparams, src/llama-context.cpp constructor.
     """
@@ -114,7 +117,7 @@ def read_rope(meta: Metadata, n_ctx_train: int, base: float | None = 10_000.0) -
     freq_scale = 1.0 if kind == "none" or factor == 0.0 else float(1 / np.float32(factor))
     attn_factor = np.float32(meta.number(".rope.scaling.attn_factor", 1e-6, 1e6, 1.0))
     if kind == "yarn":
-        attn_factor *= _yarn_attn_factor(freq_scale)
+        attn_factor *= _yarn_attn_factor(freq_scale, scales_attn)
     n_ctx_orig = meta.integer(".rope.scaling.original_context_length", 0, MAX_CTX, n_ctx_train)
     return {
         "rope_freq_base": meta.number(".rope.freq_base", 1.0, 1e12, base),
@@ -127,7 +130,7 @@ def read_rope(meta: Metadata, n_ctx_train: int, base: float | None = 10_000.0) -
     }
 
 
-def _yarn_attn_factor(freq_scale: float) -> np.floating[Any]:
+def _yarn_attn_factor(freq_scale: float, scales_attn: bool) -> np.floating[Any]:
     """Return the magnitude factor for YaRN, in float32 as llama.cpp computes it.
 
     If ext_factor is not 0, ggml multiplies by 1 + 0.1 ln(1 / freq_scale). This factor divides by
@@ -136,6 +139,6 @@ def _yarn_attn_factor(freq_scale: float) -> np.floating[Any]:
     one, tenth = np.float32(1), np.float32(0.1)
     factor = one / np.float32(freq_scale)
     log = np.float32(math.log(factor))
-    mscale = one if factor <= one else tenth * log + one
+    mscale = one if factor <= one or not scales_attn else tenth * log + one
     result: np.floating[Any] = mscale * (one / (one + tenth * log))
     return result

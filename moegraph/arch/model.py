@@ -13,13 +13,15 @@ from ..gguf.metadata import Metadata
 from ..gguf.tensorfile import TensorInfo
 from ..gguf.vocab import check_vocab
 from .base import Architecture
+from .deepseek2 import DeepSeek2
 from .mtp import nextn_warnings, refuse_mtp_alone
 from .qwen3moe import Qwen3Moe
 from .qwen35moe import Qwen35Moe
 from .tensors import Expected, block_index, check_tensors, matrix, vector
 
 _ARCHITECTURE = "general.architecture"
-ARCHITECTURES: dict[str, type[Architecture]] = {one.name: one for one in (Qwen35Moe, Qwen3Moe)}
+_ALL: tuple[type[Architecture], ...] = (Qwen35Moe, Qwen3Moe, DeepSeek2)
+ARCHITECTURES = {one.name: one for one in _ALL}
 # Variants that llama.cpp computes differently; ignoring these tensors would change the results.
 _REFUSED = (
     (re.compile(r".*\.(scale|input_scale)"), "per-tensor scales (NVFP4)"),

@@ -97,7 +97,13 @@ def kv_bytes(layer: Layer, type_k: str = "f16", type_v: str = "f16") -> int:
     """Return the bytes that one position takes in the KV cache of a layer."""
     if layer.kv is None:
         return 0
-    return _row_bytes("type_k", type_k, layer.kv[0]) + _row_bytes("type_v", type_v, layer.kv[1])
+    if layer.v_in_k and type_k != type_v:
+        raise ConfigError(
+            f"type_k is {type_k!r} but type_v {type_v!r}; this model's V is a part of its K, so "
+            "both must be the same"
+        )
+    sizes = [_row_bytes(*one) for one in zip(("type_k", "type_v"), (type_k, type_v), layer.kv)]
+    return sum(sizes[: len(layer.cached)])
 
 
 def state_bytes(layer: Layer, n_seq: int = 1) -> int:

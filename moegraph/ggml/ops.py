@@ -347,8 +347,10 @@ class Builder:
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
 
-    def rope(self, a: Tensor, pos: Tensor, hp: Any, factors: Tensor | None = None) -> Tensor:
-        """Rotate the first n_rot elements of each head, NEOX pairing.
+    def rope(
+        self, a: Tensor, pos: Tensor, hp: Any, factors: Tensor | None = None, neox: bool = True
+    ) -> Tensor:
+        """Rotate the first n_rot elements of each head, NEOX pairing or of neighbours.
 
         factors F32 [n_rot / 2]: what each frequency is divided by.
 
@@ -365,7 +367,7 @@ class Builder:
             pos,
             ffi.NULL if factors is None else factors,
             hp.n_rot,
-            C.GGML_ROPE_TYPE_NEOX,
+            C.GGML_ROPE_TYPE_NEOX if neox else 0,  # 0: GGML_ROPE_TYPE_NORMAL
             hp.n_ctx_orig,
             hp.rope_freq_base,
             hp.rope_freq_scale,
@@ -380,12 +382,12 @@ class Builder:
     ) -> Tensor:
         """Attention with F32 accumulation.
 
-        q F32 [d, n_tokens, n_head, s], k and v [d, n_kv, n_head_kv, s], mask F16 [n_kv, n_tokens,
-        1, s]: F32 [d, n_head, n_tokens, s]. n_parts: on the CPU, parts in which a single row sums
-        over a long context; 0: one per thread.
+        q F32 [d, n_tokens, n_head, s], k [d, n_kv, n_head_kv, s], v [m, n_kv, n_head_kv, s], mask
+        F16 [n_kv, n_tokens, 1, s]: F32 [m, n_head, n_tokens, s]. n_parts: on the
+        CPU, parts in which a single row sums over a long context; 0: one per thread.
         """
         ok = (
-            q.ne[0] == k.ne[0] == v.ne[0]
+            q.ne[0] == k.ne[0]
             and k.ne[1] == v.ne[1] == mask.ne[0]
             and q.ne[2] % k.ne[2] == 0
             and q.ne[3] == k.ne[3] == mask.ne[3]

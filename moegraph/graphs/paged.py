@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
@@ -29,13 +30,23 @@ def can_page(stage: Stage) -> bool:
     """Return whether decode and verify passes read K and V through pages.
 
     They do if the device has the op for this model. On the CPU, llama.cpp's own op keeps the bits.
+
+    Raises:
+        ConfigError: they cannot, but a row's bits must not depend on the rows beside it.
     """
     device, hp, state = stage.device, stage.hp, stage.state
-    d = hp.n_embd_head_k
-    if device.can.exact_sums or d % 32 or not state.k:
+    if device.can.exact_sums or not state.k:
         return False
-    il, n_pages = next(iter(state.k)), state.pool.table.shape[1]
-    return pages_are_supported(device, d, hp.n_head, state.k[il], state.v[il], n_pages, PAGE)
+    d, n_pages, found = hp.n_embd_head_k, state.pool.table.shape[1], False
+    if d % 32 == 0 and state.v:
+        k, v = (next(iter(caches.values())) for caches in (state.k, state.v))
+        found = pages_are_supported(device, d, hp.n_head, k, v, n_pages, PAGE)
+    if device.is_invariant and not found:
+        raise ConfigError(
+            f"--deterministic needs attention over pages, which {device.name} lacks for heads of "
+            f"{d} keys and {hp.n_embd_head_v} values; drop it"
+        )
+    return found
 
 
 def pages_are_supported(

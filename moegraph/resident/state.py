@@ -106,8 +106,9 @@ class State(Owner):
     """KV cache and recurrent states of all sequences in some layers, on one device.
 
     positions: of the sequences; `shape`, `n_ctx`, `n_seq`, `pool` and `n_past` are its own.
-    k, v: of each layer with a KV cache, [n_embd_gqa, shape.n_rows + 1]; `pool` knows which row has
-        which position. Padding rows of a pass are written to the last row, which nothing reads.
+    k, v: of each layer with a KV cache, [n_embd_gqa, shape.n_rows + 1]; v only where V is not in
+        K. `pool` knows which row has which position. Padding rows of a pass are written to the last
+        row, which nothing reads.
     k_words, v_words: the same memory as F32, to move rows byte for byte; empty if a row is not a
         multiple of 4 bytes.
     drafts: what a verify pass keeps of its rows.
@@ -117,8 +118,8 @@ class State(Owner):
         from which an MTP block drafts; None unless the layers have one, which is layer n_layer. It
         is zeros in an empty sequence, and who runs a pass keeps it up to date.
     recurrent: all tensors with a row for each sequence. caches: k, then v.
-    rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n]; None unless K or V is quantized and 64 divides
-        head_dim.
+    rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n]; None unless K or V is quantized, 64 divides
+        head_dim, and V is not in K.
     spare_row: the last row of the caches.
     kv_bytes, mtp_bytes, recurrent_bytes: of the caches of the model's layers, and of the MTP
         block; of the states.
@@ -137,14 +138,14 @@ class State(Owner):
         self.n_attention_parts = device.n_attention_parts
         self.page_size, self.spare_row = PAGE, positions.spare_row
         sizes = {il: hp.layer(il).state_sizes for il in layers if hp.layer(il).states}
-        widths = {il: kv for il in layers if (kv := hp.layer(il).kv)}
+        widths = {il: kv for il in layers if (kv := hp.layer(il).cached)}
         block = self._allocate(hp, sizes, widths, (type_k, type_v), hp.n_layer in layers)
         found = block.tensors
         self.layer_states: dict[int, tuple[Tensor, ...]] = {
             il: tuple(found["state", il, i] for i in range(len(each))) for il, each in sizes.items()
         }
         self.k: dict[int, Tensor] = {il: found["k", il] for il in widths}
-        self.v: dict[int, Tensor] = {il: found["v", il] for il in widths}
+        self.v: dict[int, Tensor] = {il: found["v", il] for il, kv in widths.items() if len(kv) > 1}
         self.last_out: Tensor | None = found.get("last_out")
         self.recurrent = [t for kind in zip(*self.layer_states.values()) for t in kind]
         if self.last_out is not None:
@@ -166,9 +167,9 @@ class State(Owner):
 
     def _allocate(
         self, hp: Architecture, sizes: Mapping[int, Sequence[int]],
-        widths: Mapping[int, tuple[int, int]], types: tuple[str, str], has_mtp: bool,
+        widths: Mapping[int, tuple[int, ...]], types: tuple[str, str], has_mtp: bool,
     ) -> Block:  # fmt: skip
-        """Return all memory. sizes, widths: of the states and of a row of K and V, by layer."""
+        """Return all memory. sizes, widths: of the states and of rows of KV caches, by layer."""
         shapes: dict[Any, tuple[int, ...]] = {
             ("state", il, i): (n, self.n_seq)
             for il, each in sizes.items()
@@ -179,10 +180,12 @@ class State(Owner):
         heads = hp.n_embd_head_k, hp.n_embd_head_v
         for at, (part, kind) in enumerate(zip("kv", types)):
             for il, kv in widths.items():
-                shapes[part, il] = kv[at], self.spare_row + 1, type_id(kind)
+                if at < len(kv):
+                    shapes[part, il] = kv[at], self.spare_row + 1, type_id(kind)
             # upstream rotates K by the largest power of two that divides the head, V by the least
             n = math.gcd(heads[at], 1 << 30) if part == "k" else _ROT_MIN
-            if kind != "f16" and heads[at] % _ROT_MIN == 0:
+            is_rotated = all(len(kv) > 1 for kv in widths.values())
+            if kind != "f16" and heads[at] % _ROT_MIN == 0 and is_rotated:
                 shapes[f"rot_{part}"] = n, n
         shapes["zeros"] = zeros_bytes(hp) // 4, 1
         what = f"the KV cache and states ({self.shape.n_rows} positions)"

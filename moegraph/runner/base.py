@@ -177,7 +177,8 @@ class Commits(Owner):
                 inputs = leaves["slots"], leaves["path"], leaves["lengths"]
                 stage.hp.commit(b, w, stage.state, rows, *inputs, il)
             if layer.kv and moves:
-                for cache in (stage.state.k_words[il], stage.state.v_words[il]):
+                words = (stage.state.k_words, stage.state.v_words)
+                for cache in [part[il] for part in words if il in part]:
                     copy = b.get_rows(cache, leaves["sources"])
                     b.expand(b.set_rows(cache, copy, leaves["targets"]))
         path = b.reshape(leaves["path"], n * s)

@@ -8,9 +8,9 @@ from .blocks import TYPES
 from .shape import Shape
 
 # The classes that a rule may name, and names for groups of them.
-CLASSES = ("embd", "head", "attn", "ssm", "ssm_ab", "shexp", "gate_up", "down", "nextn")
+CLASSES = ("embd", "head", "attn", "latent", "ssm", "ssm_ab", "shexp", "gate_up", "down", "nextn")
 GROUPS = {
-    "dense": ("attn", "ssm", "ssm_ab", "shexp", "nextn"),
+    "dense": ("attn", "latent", "ssm", "ssm_ab", "shexp", "nextn"),
     "experts": ("gate_up", "down"),
     "all": CLASSES,
 }
@@ -124,5 +124,14 @@ PRESETS = {
         _small(arch="qwen3moe", n_layer=3, n_rot=64, n_expert_used=6, n_ff_shexp=0),
         "all=Q6_K,embd=F16,attn=Q8_0,gate_up=Q4_K,down=Q4_0,down@1=Q8_0",
         "qwen3moe: 3 layers of plain attention, 32 experts top-6, no shared expert",
+    ),
+    "mla-lite": Preset(
+        _small(
+            arch="deepseek2", n_layer=3, n_head_kv=1, head_dim=96, head_v=64, n_rot=64,
+            n_lora_kv=512, n_ff_shexp=128, rope_scaling="yarn", rope_factor=40.0, rope_orig_ctx=512,
+            rope_log_mul=0.0707,
+        ),
+        "all=Q8_0,embd=F16,gate_up=Q4_K,down=Q4_0",
+        "deepseek2 as DeepSeek-V2-Lite has it: MLA with one matrix for Q, YaRN",
     ),
 }  # fmt: skip

@@ -16,7 +16,7 @@ def _opt(default: Any, text: str) -> Any:
 class Shape:
     """The hyper-parameters of one model; the defaults are those of 35B-A3B."""
 
-    arch: str = _opt("qwen35moe", "architecture: qwen35moe or qwen3moe")
+    arch: str = _opt("qwen35moe", "architecture: qwen35moe, qwen3moe or deepseek2")
     n_vocab: int = _opt(248320, "vocabulary size")
     n_ctx_train: int = _opt(262144, "context length written to the file")
     n_embd: int = _opt(2048, "width of the residual stream")
@@ -26,10 +26,14 @@ class Shape:
     n_head_kv: int = _opt(2, "key and value heads of a full-attention layer")
     head_dim: int = _opt(256, "width of an attention head")
     n_rot: int = _opt(64, "rotated dimensions of an attention head")
+    head_v: int = _opt(0, "width of a value head with MLA; head_dim is that of a key head")
+    n_lora_kv: int = _opt(0, "MLA: rank of keys and values")
+    n_lora_q: int = _opt(0, "MLA: rank of queries, 0 for one matrix")
     n_expert: int = _opt(256, "routed experts of a layer")
     n_expert_used: int = _opt(8, "routed experts of a token")
     n_ff_exp: int = _opt(512, "width of a routed expert")
     n_ff_shexp: int = _opt(512, "width of the shared expert")
+    expert_weights_norm: bool = _opt(False, "deepseek2: routing weights are divided by their sum")
     expert_weights_scale: float = _opt(0.0, "scale of the routing weights, 0 for none")
     ssm_d_conv: int = _opt(4, "taps of the short convolution")
     ssm_d_state: int = _opt(128, "width of a DeltaNet head")
@@ -40,6 +44,7 @@ class Shape:
     rope_freq_base: float = _opt(1e7, "rope base frequency")
     rope_scaling: str = _opt("none", "rope scaling: none, linear or yarn")
     rope_factor: float = _opt(4.0, "rope scaling factor")
+    rope_log_mul: float = _opt(0.0, "YaRN: what converters call yarn_log_multiplier")
     rope_orig_ctx: int = _opt(4096, "context length before rope scaling")
     f_norm_rms_eps: float = _opt(1e-6, "epsilon of the norms")
     merged_gate_up: bool = _opt(False, "store gate and up of the routed experts as one tensor")
@@ -101,13 +106,34 @@ class Shape:
         }
         if self.is_qwen35:
             keys |= self._hybrid()
+        if self.n_lora_kv:
+            keys |= self._latent()
         if self.expert_weights_scale:
             keys["expert_weights_scale"] = self.expert_weights_scale
         if self.rope_scaling != "none":
             keys["rope.scaling.type"] = self.rope_scaling
             keys["rope.scaling.factor"] = self.rope_factor
             keys["rope.scaling.original_context_length"] = self.rope_orig_ctx
+        if self.rope_log_mul:
+            keys["rope.scaling.yarn_log_multiplier"] = self.rope_log_mul
         return {f"{self.arch}.{key}": value for key, value in keys.items()}
+
+    def _latent(self) -> Keys:
+        """Return the keys of MLA and of shared experts."""
+        keys: Keys = {
+            "attention.q_lora_rank": self.n_lora_q,
+            "attention.kv_lora_rank": self.n_lora_kv,
+            "attention.key_length": self.n_lora_kv + self.n_rot,
+            "attention.value_length": self.n_lora_kv,
+            "attention.key_length_mla": self.head_dim,
+            "attention.value_length_mla": self.head_v,
+            "expert_shared_count": self.n_ff_shexp // self.n_ff_exp,
+            "expert_weights_norm": self.expert_weights_norm,
+            "expert_gating_func": 1,
+        }
+        if self.n_layer_nextn:
+            keys["nextn_predict_layers"] = self.n_layer_nextn
+        return keys
 
     def _hybrid(self) -> Keys:
         """Return the keys of DeltaNets, the shared expert and MTP blocks."""

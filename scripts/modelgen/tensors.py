@@ -84,8 +84,28 @@ class Plan:
             yield self._vector(il, "nextn.hnorm.weight", n_embd, "norm")
             yield self._vector(il, "nextn.shared_head_norm.weight", n_embd, "norm")
 
+    def _latent(self, il: int) -> Iterator[Tensor]:
+        s, row = self.shape, self.shape.n_lora_kv + self.shape.n_rot
+        n_q, n_v = s.n_head * s.head_dim, s.n_head * s.head_v
+        if s.n_lora_q:
+            yield self._matrix(il, "attn_q_a", (s.n_embd, s.n_lora_q), "attn", 1.0)
+            yield self._vector(il, "attn_q_a_norm.weight", s.n_lora_q, "norm")
+            yield self._matrix(il, "attn_q_b", (s.n_lora_q, n_q), "attn", self.cal.qk_norm)
+        else:
+            yield self._matrix(il, "attn_q", (s.n_embd, n_q), "attn", self.cal.qk_norm)
+        yield self._matrix(il, "attn_kv_a_mqa", (s.n_embd, row), "attn", self.cal.qk_norm)
+        yield self._vector(il, "attn_kv_a_norm.weight", s.n_lora_kv, "norm")
+        k_b = (s.head_dim - s.n_rot, s.n_lora_kv, s.n_head)
+        k_b_gain = self.cal.qk_norm * math.sqrt(k_b[0] / s.n_lora_kv)
+        yield self._matrix(il, "attn_k_b", k_b, "latent", k_b_gain)
+        yield self._matrix(il, "attn_v_b", (s.n_lora_kv, s.head_v, s.n_head), "latent", 1.0)
+        yield self._matrix(il, "attn_output", (n_v, s.n_embd), "attn", self.cal.attn_out_gain(s))
+
     def _attention(self, il: int) -> Iterator[Tensor]:
         s = self.shape
+        if s.n_lora_kv:
+            yield from self._latent(il)
+            return
         n_q, n_kv = s.n_head * s.head_dim, s.n_head_kv * s.head_dim
         yield self._matrix(il, "attn_q", (s.n_embd, (1 + s.is_qwen35) * n_q), "attn", 1.0)
         yield self._matrix(il, "attn_k", (s.n_embd, n_kv), "attn", 1.0)
@@ -121,10 +141,11 @@ class Plan:
             yield self._matrix(il, "ffn_up_exps", wide, "gate_up", 1.0)
         down = (s.n_ff_exp, s.n_embd, s.n_expert)
         yield self._matrix(il, "ffn_down_exps", down, "down", cal.down_gain(s))
-        if not s.is_qwen35:
+        if not s.n_ff_shexp:
             return
-        gate_std = 1 / math.sqrt(s.n_embd)
-        yield self._vector(il, "ffn_gate_inp_shexp.weight", s.n_embd, "normal", gate_std)
+        if s.is_qwen35:
+            gate_std = 1 / math.sqrt(s.n_embd)
+            yield self._vector(il, "ffn_gate_inp_shexp.weight", s.n_embd, "normal", gate_std)
         yield self._matrix(il, "ffn_gate_shexp", (s.n_embd, s.n_ff_shexp), "shexp", 1.0)
         yield self._matrix(il, "ffn_up_shexp", (s.n_embd, s.n_ff_shexp), "shexp", 1.0)
         shared = (s.n_ff_shexp, s.n_embd)

@@ -110,8 +110,13 @@ def _write(b: Builder, memory: Memory, k: Tensor, v: Tensor, kv_idx: Tensor, il:
     # K last: CUDA fuses rope, view and set_rows only if they follow one another
     for t in (v, k):
         b.expand(t)
-    b.expand(b.set_rows(memory.k[il], _merge_heads(b, k), kv_idx))
+    write_keys(b, memory, k, kv_idx, il)
     b.expand(b.set_rows(memory.v[il], _merge_heads(b, v), kv_idx))
+
+
+def write_keys(b: Builder, memory: Memory, k: Tensor, kv_idx: Tensor, il: int) -> None:
+    """Append the write of K F32 [d, n_head_kv, n] to rows kv_idx I64 [n] of the cache."""
+    b.expand(b.set_rows(memory.k[il], _merge_heads(b, k), kv_idx))
 
 
 def _attend(
@@ -132,18 +137,18 @@ def _attend(
             q, memory.k[il], memory.v[il], inp.pages, inp.rows, memory.page_size, scale
         )
     else:
-        out = _attend_by_mask(b, hp, memory, inp, shape, q, scale, il)
+        out = attend_by_mask(b, hp, memory, inp, shape, q, scale, il)
     out = b.expand(out)
     return out if memory.rot_v is None else b.mul_mat_hadamard(memory.rot_v, out)
 
 
-def _attend_by_mask(
+def attend_by_mask(
     b: Builder, hp: Architecture, memory: Memory, inp: PassInputs, shape: PassShape, q: Tensor,
     scale: float, il: int,
 ) -> Tensor:  # fmt: skip
     """Append llama.cpp's attention over a view of the caches, or over the rows gathered from them.
 
-    q F32 [d, n_head, n_tokens]; returns F32 [d * n_head, n_tokens].
+    q F32 [n_embd_head_k, n_head, n_tokens]; returns F32 [n_embd_head_v * n_head, n_tokens].
     """
     if inp.kq_mask is None:
         raise InternalError("a pass has neither pages nor a mask")
@@ -152,20 +157,24 @@ def _attend_by_mask(
         q = inp.joint.spread(b, b.reshape(q, d * n_head, q.ne[2]))
         q = b.reshape(q, d, n_head, shape.n_tokens)
     q = b.view(q, (d, n_head, n_seq_tokens, n_seqs), (q.nb[1], q.nb[2], q.nb[2] * n_seq_tokens))
+    caches = [(memory.k, memory.k_words)]
+    if not hp.layer(il).v_in_k:
+        caches.append((memory.v, memory.v_words))
     if inp.kv_rows is None:  # the engine's only sequence: its positions are in order
-        cached_k, cached_v = memory.k[il], memory.v[il]
+        rows = [cache[il] for cache, _ in caches]
     else:
-        cached_k = _gathered(b, memory.k_words[il], inp.kv_rows, memory.k[il], shape.n_kv)
-        cached_v = _gathered(b, memory.v_words[il], inp.kv_rows, memory.v[il], shape.n_kv)
+        rows = [
+            _gathered(b, words[il], inp.kv_rows, cache[il], shape.n_kv) for cache, words in caches
+        ]
     out = b.flash_attn(
         b.permute(q, 0, 2, 1, 3),
-        _heads(b, hp, shape, cached_k),
-        _heads(b, hp, shape, cached_v),
+        _heads(b, hp, shape, rows[0], d),
+        _heads(b, hp, shape, rows[-1], hp.n_embd_head_v),
         inp.kq_mask,
         scale,
         memory.n_attention_parts,
     )
-    out = b.reshape(out, d * n_head, n_seq_tokens * n_seqs)
+    out = b.reshape(out, hp.n_embd_head_v * n_head, n_seq_tokens * n_seqs)
     return inp.joint.gather(b, out) if inp.joint else out
 
 
@@ -183,12 +192,12 @@ def _gathered(b: Builder, words: Tensor, rows: Tensor, cache: Tensor, n_kv: int)
     return spans(b, n_kv, b.retype(found, cache.type, cache.ne[0]), 1, 2, 3)
 
 
-def _heads(b: Builder, hp: Architecture, shape: PassShape, rows: Tensor) -> Tensor:
-    """View rows of the pass's sequences as [d, n_kv, n_head_kv, n_seqs].
+def _heads(b: Builder, hp: Architecture, shape: PassShape, rows: Tensor, d: int) -> Tensor:
+    """View the first d elements of heads of the pass's sequences as [d, n_kv, n_head_kv, n_seqs].
 
     rows: [n_embd_gqa, at least n_kv * n_seqs], first all positions of the first sequence.
     """
-    d, row, n_kv = hp.n_embd_head_k, rows.nb[1], shape.n_kv
+    row, n_kv = rows.nb[1], shape.n_kv
     ne = (d, hp.n_head_kv, n_kv, shape.n_seqs)
     heads = b.view(rows, ne, (row // hp.n_head_kv, row, row * n_kv))
     return spans(b, n_kv, b.permute(spans(b, n_kv, heads, 2, 3), 0, 2, 1, 3), 1, 3)

@@ -29,11 +29,11 @@ def expert_tensors(hp: Architecture, merged: bool) -> dict[str, Expected]:
     }
 
 
-def shared_tensors(hp: Architecture) -> dict[str, Expected]:
-    """Return the tensors of the shared expert and its gate."""
+def shared_tensors(hp: Architecture, gated: bool = True) -> dict[str, Expected]:
+    """Return the tensors of the shared expert; gated: and its gate."""
     n_embd, n_ff = hp.n_embd, hp.n_ff_shexp
-    return {
-        "ffn_gate_inp_shexp.weight": matrix(n_embd),
+    gate = {"ffn_gate_inp_shexp.weight": matrix(n_embd)} if gated else {}
+    return gate | {
         "ffn_gate_shexp.weight": matrix(n_embd, n_ff),
         "ffn_up_shexp.weight": matrix(n_embd, n_ff),
         "ffn_down_shexp.weight": matrix(n_ff, n_embd),
@@ -65,8 +65,8 @@ def build_expert_rows(
     return b.expand(b.name(b.mul(down, weights), "ffn_moe_weighted", il))
 
 
-def build_shared_expert(b: Builder, w: Weights, cur: Tensor, il: int) -> Tensor:
-    """Append the shared expert, scaled by its gate: F32 [n_embd, n_tokens] in and out.
+def build_shared_expert(b: Builder, w: Weights, cur: Tensor, il: int, gated: bool = True) -> Tensor:
+    """Append the shared expert; gated: scaled by its gate. F32 [n_embd, n_tokens] in and out.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_ffn.
     """
@@ -74,6 +74,8 @@ def build_shared_expert(b: Builder, w: Weights, cur: Tensor, il: int) -> Tensor:
     gate = b.name(b.mul_mat(w["ffn_gate_shexp.weight"], cur), "ffn_gate", il)
     act = b.name(b.swiglu(gate, up), "ffn_swiglu", il)
     out = b.name(b.mul_mat(w["ffn_down_shexp.weight"], act), "ffn_shexp", il)
+    if not gated:
+        return out
     gate = b.name(b.mul_mat(w["ffn_gate_inp_shexp.weight"], cur), "shared_expert_gate", il)
     gate = b.name(b.sigmoid(gate), "shared_expert_gate_sigmoid", il)
     return b.name(b.mul(out, gate), "ffn_shexp_gated", il)

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 _MIN_SUM = 6.103515625e-5
 
 
-def build_router(b: Builder, hp: Architecture, w: Weights, cur: Tensor, il: int) -> Routing:
-    """Append softmax, top-k and normalisation for rows F32 [n_embd, n_tokens].
+def build_router(
+    b: Builder, hp: Architecture, w: Weights, cur: Tensor, il: int, normed: bool = True,
+    scale: float = 0.0,
+) -> Routing:  # fmt: skip
+    """Append softmax and top-k for rows F32 [n_embd, n_tokens].
 
-    CUDA runs the nodes from soft_max to the last reshape as one kernel, in this order.
+    normed: the weights of a row are divided by their sum. scale: of the weights then; 0: none. CUDA
+    runs the nodes from soft_max to the last reshape as one kernel, in this order.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """
@@ -28,11 +32,16 @@ def build_router(b: Builder, hp: Architecture, w: Weights, cur: Tensor, il: int)
     argsort = b.name(topk.src[0], "ffn_moe_argsort", il)
     topk = b.name(topk, "ffn_moe_topk", il)
 
-    weights = b.get_rows(b.reshape(probs, 1, n_expert, n_tokens), topk)
-    weights = b.reshape(b.name(weights, "ffn_moe_weights", il), k, n_tokens)
-    total = b.name(b.sum_rows(weights), "ffn_moe_weights_sum", il)
-    total = b.name(b.clamp(total, _MIN_SUM, float("inf")), "ffn_moe_weights_sum_clamped", il)
-    data = weights = b.name(b.div(weights, total), "ffn_moe_weights_norm", il)
-    weights = b.reshape(weights, 1, k, n_tokens)
+    data = weights = b.name(
+        b.get_rows(b.reshape(probs, 1, n_expert, n_tokens), topk), "ffn_moe_weights", il
+    )
+    if normed:
+        weights = b.reshape(weights, k, n_tokens)
+        total = b.name(b.sum_rows(weights), "ffn_moe_weights_sum", il)
+        total = b.name(b.clamp(total, _MIN_SUM, float("inf")), "ffn_moe_weights_sum_clamped", il)
+        data = weights = b.name(b.div(weights, total), "ffn_moe_weights_norm", il)
+        weights = b.reshape(weights, 1, k, n_tokens)
+    if scale not in (0.0, 1.0):
+        data = weights = b.name(b.scale(weights, scale), "ffn_moe_weights_scaled", il)
     b.expand(weights)
     return Routing(argsort, topk, weights, data)
