@@ -134,4 +134,13 @@ PRESETS = {
         "all=Q8_0,embd=F16,gate_up=Q4_K,down=Q4_0",
         "deepseek2 as DeepSeek-V2-Lite has it: MLA with one matrix for Q, YaRN",
     ),
+    "glm47flash": Preset(
+        _small(
+            arch="deepseek2", n_layer=3, n_head_kv=1, head_dim=96, head_v=64, n_rot=64,
+            n_lora_kv=512, n_lora_q=128, n_ff_shexp=64, expert_weights_norm=True,
+            expert_weights_scale=1.8, n_layer_nextn=1, rope_freq_base=1e6,
+        ),
+        "all=Q8_0,embd=F16,gate_up=Q4_0,down=Q5_0",
+        "deepseek2 as GLM-4.7-Flash has it: two matrices for Q, MTP block",
+    ),
 }  # fmt: skip

@@ -304,12 +304,14 @@ class Server:
         cfg = Config.parse({**request.get("cfg", {}), "mtp": True})
         model = self.model(request["model"], cfg)
         target, block = model.context(cfg, True), Context(self.up, model, cfg, True, MTP)
-        target.wanted = block.wanted = {"h_nextn"}
+        # the target's is called result_norm where nothing is between them
+        target.wanted, block.wanted = {"h_nextn", "result_norm"}, {"h_nextn"}
         found, last = {}, None
         try:
             for i, part in enumerate(request["parts"]):
                 logits = [target.decode(part, "all")[-1]]
-                h = target.nodes["h_nextn", -1].reshape(len(part), -1)
+                kept = target.nodes
+                h = kept.get(("h_nextn", -1), kept.get(("result_norm", -1))).reshape(len(part), -1)
                 before = np.zeros_like(h[:1]) if last is None else last
                 block.decode(part, "none", np.concatenate([before, h[:-1]]))
                 row = last = h[-1:]
