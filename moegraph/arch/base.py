@@ -28,7 +28,8 @@ class Layer:
     one graph serves all KV lengths. v_in_k: V is the first elements of K, and has no cache. states:
     shapes of its recurrent states, F32 in ggml order, by the names of llama.cpp's nodes that
     compute them. drafts: F32 numbers of each kind that a verify pass keeps of a row, so that
-    accepted rows can be committed to the states.
+    accepted rows can be committed to the states. n_ff: width of the FFN that a dense layer has in
+    place of router and experts; 0: it has those.
     """
 
     mixer: str
@@ -36,6 +37,12 @@ class Layer:
     v_in_k: bool = False
     states: tuple[tuple[str, tuple[int, ...]], ...] = ()
     drafts: tuple[int, ...] = ()
+    n_ff: int = 0
+
+    @property
+    def is_routed(self) -> bool:
+        """Return whether the layer has a router; a dense one never lacks an expert."""
+        return not self.n_ff
 
     @property
     def cached(self) -> tuple[int, ...]:
@@ -121,6 +128,11 @@ class Architecture(ABC):
         """
 
     @property
+    def routed_layers(self) -> list[int]:
+        """Return the layers with a router."""
+        return [il for il in range(self.n_layer) if self.layer(il).is_routed]
+
+    @property
     def mixer_width(self) -> int:
         """Return a bound on the F32 numbers that a mixer and its projections have of a row."""
         return 4 * self.n_embd_head_k * self.n_head
@@ -162,7 +174,7 @@ class Architecture(ABC):
         """Append what follows the routed experts, up to the layer's output l_out.
 
         residual, cur: what `ffn_input` gave. moe: the sum of the routed experts; None: it is added
-        to l_out later.
+        to l_out later, or the layer is dense, and its FFN comes here.
         """
 
     def keys_values(

@@ -52,7 +52,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
     with load(_changed(config, base), None) as engine:
         model = engine.file
         hp, device = engine.hparams, engine.device
-        sizes = slot_bytes(model)
+        sizes = _expert_bytes(engine)
         whole, prompts = None, []
         if engine.mode == "whole":
             whole = float(np.median(_token_samples(engine, _N_TOKENS)[_N_FIRST:]))
@@ -66,7 +66,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
     shape = RouterShape(hp.n_layer, hp.n_expert, hp.n_expert_used)
     k = hp.n_expert_used
     n_slots = max(k, min(2 * k, hp.n_expert // 3))
-    partial = {**base, "mode": "layered", "cache_slots": n_slots * hp.n_layer, "policy": "lru",
+    partial = {**base, "mode": "layered", "cache_slots": n_slots * len(sizes), "policy": "lru",
                "pin_layers": 0, "miss": "stream"}  # fmt: skip
     plan = [0, 1, k] if n_slots < hp.n_expert else [0]
     routing = _routing(shape, plan)
@@ -83,7 +83,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         if words["own_memory"]:
             stream = [_handler(engine).uploads.seconds(n) for n in range(1, k + 1)]
         n_fetching = _handler(engine).stats({}).n_fetching
-        by_graph = [_segment(engine) for _ in plan] if n_fetching == hp.n_layer else []
+        by_graph = [_segment(engine) for _ in plan] if n_fetching == len(sizes) else []
         if not prompts:
             upload = _curve_of(stream)
             prompts = [(n, _prompt_seconds(engine, n, upload)) for n in _PROMPTS]
@@ -104,6 +104,11 @@ def _handler(engine: Engine) -> MissHandler:
     (part,) = engine.runner.parts
     misses: MissHandler = part.misses  # type: ignore[attr-defined]
     return misses
+
+
+def _expert_bytes(engine: Engine) -> list[int]:
+    """Return the bytes of an expert of each layer with a router."""
+    return [size for size in slot_bytes(engine.file) if size]
 
 
 def _routing(shape: RouterShape, plan: Sequence[int]) -> Trace:
@@ -129,7 +134,7 @@ def _segment(engine: Engine) -> _Segment:
     after = engine.expert_stats()
     assert before is not None and after is not None
     cache = after.since(before).cache
-    return float(np.median(samples)), cache.missing_per_step / len(cache.missing)
+    return float(np.median(samples)), cache.missing_per_step / len(_expert_bytes(engine))
 
 
 def _token_samples(engine: Engine, n: int) -> list[float]:
@@ -155,7 +160,7 @@ def _prompt_seconds(engine: Engine, n: int, upload: Curve | None = None) -> floa
         seconds = time.perf_counter() - start
         after = engine.expert_stats()
         if upload and before and after:
-            spent, sizes = after.since(before), slot_bytes(engine.file)
+            spent, sizes = after.since(before), _expert_bytes(engine)
             link = len(sizes) * upload(spent.n_bytes_to_device / sum(sizes))
             seconds = compute_seconds(seconds, 1.0 - spent.cache.hit_rate, link)
         if at:  # graphs are built in the first one

@@ -88,7 +88,7 @@ class Times:
         if not slot_bytes:
             why = "the trace does not say how large an expert is; give --model or --expert-size"
             return cls(machine, (), why)
-        mean = sum(slot_bytes) // len(slot_bytes)
+        mean = sum(slot_bytes) // sum(size > 0 for size in slot_bytes)
         scaled = machine.scaled(len(slot_bytes), mean)
         if scaled is not None:
             return cls(scaled, slot_bytes)
@@ -130,6 +130,7 @@ class Routing:
         )  # fmt: skip
         if not sizes:
             return Prediction(found, [], times)
+        n_slots = [n if size else trace.shape.n_expert for n, size in zip(n_slots, sizes)]
         cache = warm_cache(trace, n_slots, policy, profile, self.profile_class)
         resident = cache.tables[:, : trace.shape.n_expert] >= 0
         known = None if times.why else times.machine

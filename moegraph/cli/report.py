@@ -139,7 +139,9 @@ def stage_report(engine: Engine) -> list[dict[str, Any]]:
             "device": stage.device.name,
             "layers": [stage.layers.start, stage.layers.stop],
             "mode": part.mode,
-            "n_slots": sum(stage.n_slots[il] for il in stage.layers),
+            "n_slots": sum(
+                stage.n_slots[il] for il in stage.layers if stage.hp.layer(il).is_routed
+            ),
             "resident_share": round(planned.plan.resident_share, 5),
             "device_peak_bytes": stage.device.note_peak(),
         }

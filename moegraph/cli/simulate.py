@@ -200,7 +200,7 @@ def _given_sizes(
     if target is not None and expert_size is not None:
         raise click.UsageError("--model and --expert-size both give the size of experts; give one")
     if expert_size is not None:
-        return (max(1, parse_bytes(expert_size)),) * trace.shape.n_layer
+        return tuple(max(1, parse_bytes(expert_size)) * routed for routed in trace.routed.tolist())
     if target is None:
         return trace.slot_bytes
     from ..placement.footprint import slot_bytes

@@ -146,7 +146,7 @@ def open_speculation(
     if misses:
         # where no time may be measured, it is a share of a step that takes 1
         miss_s = 0.02 if config.deterministic else max(one.uploads.seconds(1) for one in misses)
-        experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
+        experts = Experts(len(hp.routed_layers), hp.n_expert, hp.n_expert_used, miss_s)
     captures = runner.device.can.streams
     controller = open_controller(drafters, config, max_rows, experts, captures)
     if times:

@@ -22,9 +22,9 @@ independent_rows = Curve(
 
 @dataclass(frozen=True)
 class Experts:
-    """What missing experts cost. n_layer, n_expert, n_expert_used: of the model.
+    """What missing experts cost. n_expert, n_expert_used: of the model.
 
-    miss_s: seconds that a pass takes longer for each missing expert.
+    n_layer: layers with a router. miss_s: seconds that a pass takes longer for each missing expert.
     """
 
     n_layer: int

@@ -76,6 +76,19 @@ def build_mixer_router(
     return Routed(residual, post_norm, hp.router(b, w, residual, post_norm, il))
 
 
+def build_dense_layer(
+    b: Builder, stage: Stage, inp: PassInputs, shape: PassShape, x: Tensor, cur: Tensor, il: int
+) -> Tensor:
+    """Append a layer without a router for its input x and the norm cur; return l_out.
+
+    All are F32 [n_embd, n_tokens].
+    """
+    hp, w = stage.hp, stage.weights.layer(il)
+    cur = hp.mixer(b, w, stage.state, inp, shape, cur, il)
+    residual, cur = hp.ffn_input(b, w, b.reshape(cur, hp.n_embd, x.ne[1]), x, il)
+    return hp.layer_end(b, w, residual, cur, None, il)
+
+
 def build_moe(
     b: Builder, stage: Stage, residual: Tensor, post_norm: Tensor, slots: Tensor, weights: Tensor,
     il: int,

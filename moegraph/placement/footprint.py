@@ -74,7 +74,7 @@ def needed_bytes(
     padded, n_kv = shape.n_ctx, shape.n_rows
     tensors = {il: expert_tensors(model, il) for il in layers}
     sizes = tuple(Packing.of(tensors[il]).stride for il in layers)
-    kinds = {stack_kind(tensors[il]): n for il, n in zip(layers, sizes)}
+    kinds = {stack_kind(tensors[il]): n for il, n in zip(layers, sizes) if n}
     n_ubatch = min(config.n_rows, padded)
     rows, masks = shape.pass_rows(n_ubatch), 2 * n_kv * n_ubatch
     logits = 8 * hp.n_vocab * has_head
@@ -176,7 +176,7 @@ def lacking_bytes(hp: Architecture, n_rows: int, n_ubatch: int, is_own: bool = T
 
 
 def slot_bytes(model: ModelFile) -> tuple[int, ...]:
-    """Return the bytes of one slot of each layer, padding included."""
+    """Return the bytes of one slot of each layer, padding included; 0 for a dense layer."""
     layers = range(model.hparams.n_layer)
     return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
 
@@ -184,6 +184,7 @@ def slot_bytes(model: ModelFile) -> tuple[int, ...]:
 def _row_bytes(hp: Architecture) -> int:
     """Return a bound on the input and one layer's intermediates of a row, without its mask."""
     experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
+    experts = max(experts, *(3 * hp.layer(il).n_ff for il in range(hp.n_layer)))
     return 4 * (hp.mixer_width + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
 
 

@@ -71,12 +71,13 @@ class RouterShape:
 def router_shape(model: ModelFile) -> RouterShape:
     """Return shape and fingerprint of a model's router.
 
-    The fingerprint is a hash of the router matrices of the first and the last layer, which all
+    The fingerprint is a hash of the first and the last router's matrices, which all
     quantizations of a model share.
     """
     hp = model.hparams
     digest = hashlib.sha256()
-    for il in sorted({0, hp.n_layer - 1}):
+    routed = hp.routed_layers
+    for il in sorted({routed[0], routed[-1]}):
         info = model.tensors[f"blk.{il}.ffn_gate_inp.weight"]
         digest.update(model.map(info).data)
     return RouterShape(hp.n_layer, hp.n_expert, hp.n_expert_used, digest.hexdigest()[:16])

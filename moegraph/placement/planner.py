@@ -25,10 +25,10 @@ Demand = Sequence[Sequence[float]]
 class Footprint:
     """Device bytes that a model and its context take.
 
-    slot_bytes [n_layer]: one expert of each layer with padding; types may differ by layer. weights:
-    all weights except routed experts. other: the driver, tables, alignment. staging: needed only if
-    some layer is not full, as is ring: what prompts send experts through, with ring_groups groups.
-    drafters: all that they take.
+    slot_bytes [n_layer]: one expert of each layer with padding; types may differ by layer, and a
+    dense layer has 0. weights: all weights except routed experts. other: the driver, tables,
+    alignment. staging: needed only if some layer is not full, as is ring: what prompts send experts
+    through, with ring_groups groups. drafters: all that they take.
     """
 
     n_expert: int
@@ -48,6 +48,11 @@ class Footprint:
     def n_layer(self) -> int:
         """Return the number of layers."""
         return len(self.slot_bytes)
+
+    @property
+    def routed(self) -> list[int]:
+        """Return the layers with experts; the others count as full."""
+        return [il for il, size in enumerate(self.slot_bytes) if size]
 
     @property
     def fixed(self) -> int:
@@ -93,11 +98,9 @@ class Plan:
         return None if self.budget is None else self.budget - self.total
 
 
-def pin_order(n_layer: int) -> list[int]:
-    """Return layers in the order in which they become full: first, last, then from layer 1."""
-    if n_layer < 2:
-        return list(range(n_layer))
-    return [0, n_layer - 1, *range(1, n_layer - 1)]
+def pin_order(layers: Sequence[int]) -> list[int]:
+    """Return layers in the order in which they become full: first, last, then those between."""
+    return [*layers[:1], *layers[1:][-1:], *layers[1:-1]]
 
 
 def make_plan(
@@ -113,7 +116,8 @@ def make_plan(
     n_layer = need.n_layer
     require_counts(n_layer, need.n_expert, pin_layers, cache_slots)
     # staging is not needed if every layer is full
-    is_all = pin_layers == n_layer or (pin_layers is None and cache_slots is None)
+    is_all = pin_layers is None and cache_slots is None
+    is_all = is_all or (pin_layers or 0) >= len(need.routed)
     if is_all and (budget is None or need.fixed + need.experts <= budget):
         return _plan(need, [need.n_expert] * n_layer, budget)
     left = None if budget is None else budget - need.fixed - need.staging - need.ring
@@ -123,10 +127,8 @@ def make_plan(
     if left is not None and left < 0:
         raise _too_small(need, budget or 0, source)
     pins = _pins(need, left, pin_layers, cache_slots, source)
-    n_slots = [0] * n_layer
-    for il in pins:
-        n_slots[il] = need.n_expert
-    rest = [il for il in range(n_layer) if il not in pins]
+    rest = [il for il in need.routed if il not in pins]
+    n_slots = [need.n_expert] * n_layer
     if left is not None:
         left -= sum(need.n_expert * need.slot_bytes[il] for il in pins)
     for il, n in zip(rest, _spread(need, rest, left, cache_slots, demand)):
@@ -172,7 +174,7 @@ def _n_rings(need: Footprint, left: int | None, pin_layers: int, cache_slots: in
     faster. left: bytes for experts.
     """
     if left is None:
-        left = (pin_layers * need.n_expert + cache_slots) * min(need.slot_bytes)
+        left = (pin_layers * need.n_expert + cache_slots) * min(filter(None, need.slot_bytes))
     return 2 if left >= _RING_SHARE * need.ring else 1
 
 
@@ -180,7 +182,7 @@ def _pins(
     need: Footprint, left: int | None, pin_layers: int | None, cache_slots: int | None, source: str
 ) -> set[int]:
     """Return the layers to make full; left: bytes for experts."""
-    order = pin_order(need.n_layer)
+    order = pin_order(need.routed)
     if pin_layers is None:
         if cache_slots is None or left is None:
             return set()

@@ -136,7 +136,7 @@ class ProfileFile:
         if counts is None:
             counts = np.zeros(self._shape.sizes[:2], np.int64)
         new, new_drafts = counts - self._n_added, less(drafts, self._drafts_added)
-        n_tokens = int(new[0].sum()) // self._shape.n_expert_used
+        n_tokens = int(new.sum(axis=1).max()) // self._shape.n_expert_used
         where = (str(self.path), self.class_name, n_tokens)
         if not n_tokens and not new_drafts:
             return ProfileUpdate(*where, "the run computed no token", is_expected=True)

@@ -76,7 +76,8 @@ def estimate_prompt(
         sent += float(n_sent @ np.array(slot_bytes, dtype=float))
         if machine is None:
             continue
-        missing = np.where(resident, 0.0, counts).sum(axis=1) / counts.sum(axis=1)
+        n_chosen = np.maximum(counts.sum(axis=1), 1.0)  # 0 in a dense layer
+        missing = np.where(resident, 0.0, counts).sum(axis=1) / n_chosen
         links = np.array([machine.stream(x) for x in n_sent])
         compute = _compute(machine, n, n_ubatch) / machine.n_layer
         link += float(links.sum())

@@ -74,12 +74,14 @@ class Simulation:
 class _Replay:
     """Drives the residency of a stage, pass by pass, and counts.
 
-    layers: of the stage. n_streamed, n_cpu, n_promoted: as in `Simulation`. uploaded [n_layer]:
-    experts that crossed to the device.
+    layers: of the stage. routed: those with a router. n_streamed, n_cpu, n_promoted: as in
+    `Simulation`. uploaded [n_layer]: experts that crossed to the device.
     """
 
-    def __init__(self, residency: Residency, machine: Machine, layers: range) -> None:
-        self.residency, self.layers = residency, layers
+    def __init__(
+        self, residency: Residency, machine: Machine, layers: range, routed: Sequence[int]
+    ) -> None:
+        self.residency, self.layers, self.routed = residency, layers, routed
         self.cache = residency.cache
         n_used = self.cache.n_expert_used
         self.machine = machine
@@ -99,7 +101,7 @@ class _Replay:
         seconds = machine.whole * (len(self.layers) / len(self.cache.n_slots))
         seconds += machine.fetch_layer * len(fetch_layers)
         seconds += machine.host_layer * (self.n_partial - len(fetch_layers))
-        for il in self.layers:
+        for il in self.routed:
             ids = row[il]
             if il in fetch_layers:
                 n = len(residency.fetched(il, ids).experts)
@@ -124,7 +126,7 @@ class _Replay:
         residency = self.residency
         terms = residency.begin_pass(Kind.PREFILL, len(ids))
         residency.begin_fetch(terms.mode.fetch_layers)
-        for il in self.layers:
+        for il in self.routed:
             chosen = ids[:, il].reshape(-1)
             if il in terms.mode.fetch_layers:
                 residency.fetched(il, chosen)
@@ -146,10 +148,10 @@ def simulate(
 
     n_slots [n_layer]: from a plan. mode: a value of --miss. profile: the experts that fill the
     slots at the start; without one, those with the lowest ids. skip: tokens after the prompt that
-    are replayed but not counted. slot_bytes [n_layer]: bytes of one expert of each layer; default:
-    those of the trace, else of the machine. is_pinned: the experts are in pinned memory, so graphs
-    may fetch. stages: the layers of each device, if there are several; each takes the machine's
-    times.
+    are replayed but not counted. slot_bytes [n_layer]: bytes of one expert of each layer, 0 for a
+    dense one; default: those of the trace, else of the machine. is_pinned: the experts are in
+    pinned memory, so graphs may fetch. stages: the layers of each device, if there are several;
+    each takes the machine's times.
     """
     shape = trace.shape
     if len(n_slots) != shape.n_layer:
@@ -160,16 +162,17 @@ def simulate(
             f"the trace has {trace.n_tokens} tokens, and the first {first} are not counted "
             f"(prompt {trace.n_prompt}, skipped {skip}); record a longer trace or skip fewer"
         )
+    sizes = slot_bytes or trace.slot_bytes or [machine.expert_bytes] * shape.n_layer
     stages = stages or (range(shape.n_layer),)
     replays = []
     for layers in stages:
-        own = [n if il in layers else shape.n_expert for il, n in enumerate(n_slots)]
+        routed = [il for il in layers if sizes[il]]
+        own = [n if il in routed else shape.n_expert for il, n in enumerate(n_slots)]
         cache = warm_cache(trace, own, policy, profile, profile_class)
         costs = machine_costs(machine, shape.n_expert_used)
         ways = choose_ways(mode, costs, own, shape.n_expert_used, shape.n_expert)
-        fetchable = layers if is_pinned else ()
-        residency = Residency(cache, ways, fetchable=fetchable)
-        replays.append(_Replay(residency, machine, layers))
+        residency = Residency(cache, ways, fetchable=routed if is_pinned else ())
+        replays.append(_Replay(residency, machine, layers, routed))
     ids = trace.ids.astype(np.int32)
     missing = np.zeros((trace.n_tokens - first, shape.n_layer), dtype=np.int64)
     unseen = np.zeros(shape.n_layer, dtype=np.int64)
@@ -188,7 +191,6 @@ def simulate(
             for at, row in enumerate(ids[first:])
         ]
     )
-    sizes = slot_bytes or trace.slot_bytes or [machine.expert_bytes] * shape.n_layer
     stats = CacheStats.joined([r.cache.stats.since(old) for r, old in zip(replays, before)])
     return Simulation(
         stats, missing, seconds.sum(axis=1) + HOP_S * (len(stages) - 1),

@@ -11,7 +11,8 @@ Layout, little-endian:
 
 sha256: hash of the ids. model: fingerprint of the router (identity.py); empty for generated traces,
 which fit every model of their shape. slot_bytes [n_layer]: bytes of one expert of each layer with
-padding; empty if no model was loaded, absent in version 1.
+padding, 0 for a dense one, whose ids mean nothing; empty if no model was loaded, absent in
+version 1.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Trace:
 
     ids: numpy u8 or u16 [n_tokens, n_layer, n_expert_used]; the first n_prompt tokens are a prompt.
     source: where the ids come from, for people. slot_bytes [n_layer]: bytes of one expert of each
-    layer; empty if unknown.
+    layer, 0 for a dense one; empty if unknown.
     """
 
     shape: RouterShape
@@ -74,11 +75,22 @@ class Trace:
         n_prompt = min(max(self.n_prompt - start, 0), max(stop - start, 0))
         return replace(self, ids=self.ids[start:stop], n_prompt=n_prompt)
 
+    @property
+    def routed(self) -> npt.NDArray[np.bool_]:
+        """Return which layers have a router, numpy [n_layer]."""
+        return np.array(self.slot_bytes or [1] * self.shape.n_layer) > 0
+
+    def routers(self) -> Trace:
+        """Return the trace without dense layers."""
+        ids, n_layer = self.ids[:, self.routed], int(self.routed.sum())
+        return replace(self, shape=replace(self.shape, n_layer=n_layer), ids=ids, slot_bytes=())
+
     def counts(self) -> npt.NDArray[np.int64]:
         """Return how often each expert was chosen, numpy [n_layer, n_expert]."""
         size = n_layer, n_expert = self.shape.sizes[:2]
         flat = self.ids.astype(np.int64) + n_expert * np.arange(n_layer)[:, None]
-        return np.bincount(flat.reshape(-1), minlength=n_layer * n_expert).reshape(size)
+        found = np.bincount(flat.reshape(-1), minlength=n_layer * n_expert).reshape(size)
+        return np.where(self.routed[:, None], found, 0)
 
 
 def ids_dtype(n_expert: int) -> np.dtype[Any]:
@@ -89,13 +101,15 @@ def ids_dtype(n_expert: int) -> np.dtype[Any]:
 class TraceRecorder:
     """Collects a trace as an observer of a runner.
 
-    The runner calls it for layers 0 to n_layer - 1 of each pass, in order; a pass may have several
-    rows. slot_bytes: as in `Trace`.
+    The runner calls it for the routed layers of each pass, in order; a pass may have several rows.
+    slot_bytes: as in `Trace`.
     """
 
     def __init__(self, shape: RouterShape, slot_bytes: Sequence[int] = ()) -> None:
         self._shape = shape
         self._slot_bytes = tuple(slot_bytes)
+        routed = [il for il, size in enumerate(slot_bytes) if size] or range(shape.n_layer)
+        self._first, self._last = routed[0], routed[-1]
         self._passes: list[npt.NDArray[Any]] = []
         self._pass: npt.NDArray[Any] | None = None
 
@@ -103,13 +117,13 @@ class TraceRecorder:
         """Note the ids of one layer and pass, I32 [n_tokens * n_expert_used]."""
         shape = self._shape
         rows = ids.reshape(-1, shape.n_expert_used)
-        if il == 0:
-            size = (len(rows), shape.n_layer, shape.n_expert_used)
-            self._pass = np.empty(size, dtype=ids_dtype(shape.n_expert))
+        if il == self._first:
+            size, dtype = (len(rows), shape.n_layer, 1), ids_dtype(shape.n_expert)
+            self._pass = np.tile(np.arange(shape.n_expert_used, dtype=dtype), size)
         if self._pass is None or len(self._pass) != len(rows):
             raise InternalError(f"trace: layer {il} came with {len(rows)} rows, out of order")
         self._pass[:, il] = rows
-        if il == shape.n_layer - 1:
+        if il == self._last:
             self._passes.append(self._pass)
             self._pass = None
 
@@ -232,7 +246,8 @@ def _header(path: str, prefix: bytes, rest: bytes) -> tuple[int, Trace, int, str
 def _slot_bytes(path: str, sizes: Any, n_layer: int) -> tuple[int, ...]:
     """Return slot_bytes of a header, checked: one size for each layer, or empty."""
     right = isinstance(sizes, list) and len(sizes) in (0, n_layer)
-    if not right or not all(type(n) is int and 0 < n <= _MAX_SLOT_BYTES for n in sizes):
+    right = right and (not sizes or any(sizes))  # some layer has experts
+    if not right or not all(type(n) is int and 0 <= n <= _MAX_SLOT_BYTES for n in sizes):
         raise _damaged(path, f"slot_bytes is neither empty nor a list of {n_layer} sizes")
     return tuple(sizes)
 

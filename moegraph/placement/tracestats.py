@@ -46,7 +46,7 @@ def trace_stats(trace: Trace) -> TraceStats:
 
     Overlap and entropy are of the first LRU_TOKENS tokens, because they depend on the length.
     """
-    head = trace.part(0, LRU_TOKENS)
+    head = trace.routers().part(0, LRU_TOKENS)
     return TraceStats(
         trace.sha256, trace.n_tokens, _overlap(head), _entropy(head), tuple(_global_lru(head))
     )

@@ -57,7 +57,8 @@ class Bank:
 class ExpertBanks(Owner):
     """The banks of some layers and their tables.
 
-    n_slots: slots of each of these layers; a full layer's are loaded from the model file.
+    n_slots: slots of each of these layers; a full layer's are loaded from the model file. A dense
+    layer counts as full.
     n_victims: how many victims a list has room for.
     tables: I32 [1, n_expert] of each layer. victim_lists: I32 [2, n_victims] of each layer,
     after its table in memory: slots that may be evicted, and the expert in each, or -1. all_tables:
@@ -110,7 +111,7 @@ class ExpertBanks(Owner):
 
     def _bank(self, device: Device, loader: Loader, model: ModelFile, il: int) -> Bank:
         infos, n_slots = expert_tensors(model, il), self.n_slots[il]
-        if n_slots == 0:
+        if n_slots == 0 or not infos:
             return Bank(0)
         if n_slots == model.hparams.n_expert:
             tensors = self.own(loader.load(infos.values(), f"the experts of layer {il}"))

@@ -213,7 +213,7 @@ def ring_bytes(strides: Collection[int], n_each: int) -> int:
 def group_bytes(strides: Collection[int], n_each: int) -> int:
     """Return the bytes of a group of n_each slots of the ring."""
     # the first slot of a kind may begin up to a slot after the group does
-    return max(strides) * (n_each + (len(set(strides)) > 1))
+    return max(strides, default=0) * (n_each + (len(set(strides)) > 1))
 
 
 def most_terms(n_expert_used: int, n_each: int) -> int:

@@ -34,6 +34,7 @@ from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock
 from ..graphs.layer import (
     Routed,
+    build_dense_layer,
     build_input_norm,
     build_last_tap,
     build_mixer_router,
@@ -222,6 +223,9 @@ class LayerGraphs(Owner):
             if il != layers[0]:
                 norm = build_input_norm(b, stage, x, il)
             build_tap(b, stage, x, norm, il)
+            if not stage.hp.layer(il).is_routed:
+                x = build_dense_layer(b, stage, inp, shape, x, norm, il)
+                continue
             r = build_mixer_router(b, stage, inp, shape, x, norm, il)
             ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
             slots, is_fetched = None, il in mode.fetch_layers
@@ -355,7 +359,7 @@ _QUICK_ROWS = 32
 class LaunchStep:
     """Consecutive layers in one graph, and the graphs that complete the last layer.
 
-    ids: (il, I32 [n_tokens * n_expert_used]) of each layer, in host memory. fetch_layers: layers
+    ids: (il, I32 [n_tokens * n_expert_used]) of each router, in host memory. fetch_layers: layers
     whose graph fetches missing experts. lacking: the last layer, if it may lack experts. add: the
     graphs that add what its `moe` left out: `add_uploaded` of both staging banks (staging0,
     staging1) and of its own, if missing experts may get its slots; cpu, `add_cpu`, if the CPU may
@@ -448,7 +452,8 @@ class LaunchPlans:
     def _step(self, shape: PassShape, layers: range, mode: MissMode) -> LaunchStep:
         graphs, n_tokens = self._layer_graphs, shape.n_tokens
         # without KV caches, one graph serves all lengths
-        has_kv = any(self._stage.hp.layer(il).kv for il in layers)
+        kinds = {il: self._stage.hp.layer(il) for il in layers}
+        has_kv = any(kind.kv for kind in kinds.values())
         layer_shape = shape._replace(n_out=0, n_kv=shape.n_kv if has_kv else PAGED)
         # what of the mode matters to this graph
         fetch_layers = mode.fetch_layers & frozenset(layers)
@@ -459,7 +464,8 @@ class LaunchPlans:
             len(layers) * (self._n_nodes_mixer_router + self._n_nodes_moe),
             lambda b: graphs.layers(b, layer_shape, layers, mode),
         )
-        ids = [(il, self._layer_graphs.readback.of(il, n_tokens)) for il in layers]
+        routed = [il for il in layers if kinds[il].is_routed]
+        ids = [(il, self._layer_graphs.readback.of(il, n_tokens)) for il in routed]
         if not may_lack:
             return LaunchStep(graph, ids, fetch_layers)
         sum_rows = None

@@ -61,7 +61,7 @@ class LayeredRunner(Runner):
     phases: total host seconds: launching graphs, waiting for ids, and resolving them (uploads of
         missing experts and their computation on the CPU included).
     plans: launch plans of the passes so far.
-    observers: called with (il, ids I32 [rows * n_expert_used]) for every layer of every pass;
+    observers: called with (il, ids I32 [rows * n_expert_used]) for every router in every pass;
         padding rows are left out.
     """
 
@@ -190,7 +190,7 @@ class LayeredRunner(Runner):
             status = C.mg_launch(self.device.compute.ptr, step.graph.graph, ffi.NULL, 0)
             if status:
                 names = ", ".join(str(il) for il, _ in step.ids)
-                self.device.check(status, f"layer {names}")
+                self.device.check(status, f"layer {names}" if names else "dense layers")
             start = self._add_phase("launch", start)
             if unread:
                 start = yield from self._read_routing(unread, shape, start, may_pause)

@@ -356,7 +356,8 @@ class StageSweep:
                 tap(s.memory.hidden, row, sum(segment.n for _, segment in group), first)
             if last_out is not None:
                 self._keep_last_out(last_out, group)
-        if s.residency is not None and self._recorded != il:
+        is_counted = s.residency is not None and s.stage.hp.layer(il).is_routed
+        if is_counted and self._recorded != il:
             done = None if lacks else s.layer_done[il % 2]  # the host has read what a layer lacks
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)

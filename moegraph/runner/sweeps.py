@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.inputs import PAGED, PassShape
+from ..arch.inputs import PAGED, PassInputs, PassShape
 from ..errors import InternalError
 from ..experts.crossing import Group, padded
 from ..experts.residency import Residency
@@ -34,7 +34,13 @@ from ..graphs.chunk import ChunkInputs, Form, Segment
 from ..graphs.experts import build_slots
 from ..graphs.head import Results, build_head
 from ..graphs.hidden import HiddenRows
-from ..graphs.layer import Routed, build_input_norm, build_mixer_router, build_moe
+from ..graphs.layer import (
+    Routed,
+    build_dense_layer,
+    build_input_norm,
+    build_mixer_router,
+    build_moe,
+)
 from ..resident.bank import Ring
 from ..resident.layout import N_GROUPS, PAGE, UNIT_SHARE, group_size, most_terms
 from ..resident.stage import Stage
@@ -274,13 +280,19 @@ class SweepGraphs:
         draws = self._memory.inputs.draws(b) if results is Results.CANDIDATES else None
         return build_head(b, m.weights.head, norm, None, draws, results)
 
-    def _mixer_router(self, b: Builder, il: int, n: int, shape: PassShape) -> Routed:
+    def _layer_inputs(
+        self, b: Builder, il: int, n: int, shape: PassShape
+    ) -> tuple[PassInputs, Tensor, Tensor]:
+        """Append the layer's input rows and their norm."""
         m, x = self._stage, self._hidden.leaf(b, n)
         inputs = self._memory.inputs.leaves(b, n, shape)
         if inputs.joint:
             x = inputs.joint.fill(b, x)
-        norm = build_input_norm(b, m, x, il)
-        return build_mixer_router(b, m, inputs, shape, x, norm, il)
+        return inputs, x, build_input_norm(b, m, x, il)
+
+    def _mixer_router(self, b: Builder, il: int, n: int, shape: PassShape) -> Routed:
+        inputs, x, norm = self._layer_inputs(b, il, n, shape)
+        return build_mixer_router(b, self._stage, inputs, shape, x, norm, il)
 
     def _ids(self, b: Builder, topk: Tensor) -> Tensor:
         """Append a copy of the choice; return its leaf, I32 [n_used, n]."""
@@ -296,6 +308,10 @@ class SweepGraphs:
         return self._ids(b, r.routing.topk)
 
     def _build_layer(self, b: Builder, il: int, n: int, shape: PassShape) -> Tensor | None:
+        if not self._stage.hp.layer(il).is_routed:
+            inputs, x, norm = self._layer_inputs(b, il, n, shape)
+            self._hidden.put(build_dense_layer(b, self._stage, inputs, shape, x, norm, il))
+            return None
         r = self._mixer_router(b, il, n, shape)
         ids = self._ids(b, r.routing.topk) if self._layer_graphs else None
         topk, weights = r.routing.topk, r.routing.weights

@@ -14,6 +14,7 @@ from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock
 from ..graphs.layer import (
+    build_dense_layer,
     build_input_norm,
     build_last_tap,
     build_mixer_router,
@@ -40,6 +41,9 @@ def build_whole(
     for il in stage.layers:
         norm = build_input_norm(b, stage, x, il)
         build_tap(b, stage, x, norm, il)
+        if not stage.hp.layer(il).is_routed:
+            x = build_dense_layer(b, stage, inp, shape, x, norm, il)
+            continue
         r = build_mixer_router(b, stage, inp, shape, x, norm, il)
         slots = build_absent(b, inp, r.routing.topk)
         x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)

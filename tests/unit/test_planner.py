@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,12 +48,24 @@ def test_a_budget_becomes_even_slots_whatever_the_types() -> None:
 
 
 def test_first_and_last_layer_are_pinned_first_then_from_layer_1() -> None:
-    assert pin_order(6) == [0, 5, 1, 2, 3, 4]
-    assert pin_order(1) == [0] and pin_order(2) == [0, 1]
+    assert pin_order(range(6)) == [0, 5, 1, 2, 3, 4]
+    assert pin_order([1]) == [1] and pin_order([2, 4]) == [2, 4]
     plan = make_plan(BIG, 14 * GiB, pin_layers=3)
     assert plan.pinned == (0, 1, 39)
     assert min(plan.n_slots) > 100, "the rest of the budget becomes slots"
     assert plan.bytes["pinned"] == 256 * (SIZES[0] + SIZES[1] + SIZES[39])
+
+
+def test_a_dense_layer_is_full_costs_nothing_and_is_no_pinned_one() -> None:
+    need = replace(SMALL, slot_bytes=(0, 10, 0, 10, 10))
+    rest = need.fixed + need.staging
+    assert make_plan(need, rest + 120).n_slots == (8, 4, 8, 4, 4)
+    assert make_plan(need, None, pin_layers=1, cache_slots=6).n_slots == (8, 8, 8, 3, 3)
+    assert make_plan(need, None, pin_layers=3).all_resident
+    demand = [[1.0] * 8, [0.0] * 8, [1.0] * 8, [9.0] * 8, [0.0] * 8]
+    assert make_plan(need, rest + 120, demand=demand).n_slots == (8, 2, 8, 8, 2)
+    dense = make_plan(replace(need, slot_bytes=(0, 0)), need.fixed, cache_slots=3)
+    assert dense.all_resident and dense.bytes["staging"] == 0
 
 
 def test_a_dense_part_that_does_not_fit_is_refused_with_numbers_and_remedies() -> None:
@@ -139,7 +153,7 @@ def test_every_plan_keeps_its_budget_and_every_refusal_is_justified(
     assert plan.total <= budget
     assert_consistent(need, plan)
     if pins is not None:
-        assert set(pin_order(need.n_layer)[:pins]) <= set(plan.pinned)
+        assert set(pin_order(need.routed)[:pins]) <= set(plan.pinned)
     if pins is None and slots is None and not plan.all_resident:
         small = [il for il, n in enumerate(plan.n_slots) if n < need.n_expert]
         left = budget - plan.total

@@ -121,6 +121,16 @@ def run(trace: Trace, n_slots: list[int], mode: str = "stream", **more: Any) -> 
     return simulate(trace, n_slots, mode=mode, **settings)
 
 
+def test_a_dense_layer_misses_nothing_and_is_not_counted() -> None:
+    one = explicit([[0, 1], [2, 3], [4, 5]])
+    both = Trace(RouterShape(2, 8, 2), np.repeat(one.ids, 2, axis=1), slot_bytes=(0, 1000))
+    found, alone = run(both, [3, 3]), run(one, [3], slot_bytes=[1000])
+    assert found.missing.tolist() == [[0, n] for (n,) in alone.missing.tolist()]
+    assert (found.stats.hit_rate, found.uploaded_bytes) == (
+        alone.stats.hit_rate, alone.uploaded_bytes,
+    )  # fmt: skip
+
+
 def test_a_replay_counted_by_hand() -> None:
     """Slots start with 0, 1, 2; LRU."""
     trace = explicit([[0, 1], [3, 1], [3, 4], [0, 4], [0, 4]])

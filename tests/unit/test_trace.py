@@ -17,6 +17,7 @@ from moegraph.errors import ConfigError, RequestError
 from moegraph.placement.generator import generate_trace
 from moegraph.placement.identity import RouterShape, router_shape
 from moegraph.placement.trace import Trace, TraceRecorder, read_trace, write_trace
+from moegraph.placement.tracestats import trace_stats
 
 SHAPE = RouterShape(3, 16, 2, "0123456789abcdef")
 BIG = RouterShape(40, 256, 8)
@@ -46,6 +47,20 @@ def test_a_file_gives_back_what_was_written(
     assert back.ids.dtype == (np.uint8 if shape.n_expert <= 256 else np.uint16)
     assert (back.ids == trace.ids).all()
     assert [p.name for p in tmp_path.iterdir()] == ["t"], "no temporary file stays"
+
+
+def test_a_dense_layer_counts_for_nothing(tmp_path: Path) -> None:
+    recorder, ids = TraceRecorder(SHAPE, [0, 20, 30]), small_trace().ids
+    for row in ids.astype(np.int32):
+        for il in (1, 2):
+            recorder(il, row[il])
+    trace = recorder.trace(3, "")
+    write_trace(tmp_path / "t", trace)
+    assert read_trace(tmp_path / "t").slot_bytes == (0, 20, 30)
+    assert (trace.ids[:, 1:] == ids[:, 1:]).all() and (trace.ids[:, 0] == [0, 1]).all()
+    assert not trace.counts()[0].any() and trace.counts()[1:].sum() == 20 * 4
+    routers = Trace(RouterShape(2, 16, 2), ids[:, 1:], 3)
+    assert replace(trace_stats(trace), sha256="") == replace(trace_stats(routers), sha256="")
 
 
 def test_sizes_of_experts_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
@@ -84,7 +99,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "something after it": (lambda d: d + b"x", "its header says"),
     "format 3": (lambda d: d[:8] + b"\3" + d[9:], "trace format 3; this moegraph reads formats 1"),
     "sizes of two layers": (edited(lambda f: f.update(slot_bytes=[1, 2])), "list of 3 sizes"),
-    "a size of nothing": (edited(lambda f: f.update(slot_bytes=[1, 2, 0])), "list of 3 sizes"),
+    "a size of nothing": (edited(lambda f: f.update(slot_bytes=[0, 0, 0])), "list of 3 sizes"),
     "sizes in words": (edited(lambda f: f.update(slot_bytes="big")), "list of 3 sizes"),
     "giant header": (lambda d: d[:12] + b"\xff\xff\xff\xff" + d[16:], "4.00 GiB is cut off"),
     "no JSON": (lambda d: d[:16] + b"[" + d[17:], "not a JSON object"),
@@ -200,7 +215,7 @@ def test_the_fingerprint_is_that_of_first_and_last_router() -> None:
         routers = {f"blk.{il}.ffn_gate_inp.weight": bytes([il] * 64) for il in range(3)}
         if changed:
             routers[changed] = bytes(64)[:-1] + b"x"
-        hp = SimpleNamespace(n_layer=3, n_expert=16, n_expert_used=2)
+        hp = SimpleNamespace(n_layer=3, n_expert=16, n_expert_used=2, routed_layers=[0, 1, 2])
         model = SimpleNamespace(
             hparams=hp, tensors={name: name for name in routers},
             map=lambda name: np.frombuffer(routers[name], np.uint8),
