@@ -19,7 +19,14 @@ import numpy as np
 from ..errors import UnsupportedModel
 from .base import Architecture, Layer, Routing
 from .blocks.attention import attend_by_mask, write_keys
-from .blocks.experts import build_expert_rows, build_shared_expert, expert_tensors, shared_tensors
+from .blocks.experts import (
+    build_expert_rows,
+    build_ffn,
+    build_shared_expert,
+    expert_tensors,
+    ffn_tensors,
+    shared_tensors,
+)
 from .blocks.router import build_router
 from .hparams import MAX_DIM, MAX_LAYERS, read_experts, read_rope, read_sizes
 from .inputs import Memory, PassInputs, PassShape, Weights, project
@@ -37,7 +44,8 @@ class DeepSeek2(Architecture):
     """See `Architecture`; n_embd_head_k and n_embd_head_v are those of the compressed row.
 
     head_k, head_v: of the heads that it stands for. n_lora_q: rank of Q's projection; 0: it has one
-    matrix. kq_scale: of Q times K. norms_weights, weights_scale: of experts, see `build_router`.
+    matrix. n_layer_dense_lead: first layers, which have an FFN of width n_ff and no experts.
+    kq_scale: of Q times K. norms_weights, weights_scale: of experts, see `build_router`.
     """
 
     name = "deepseek2"
@@ -47,6 +55,8 @@ class DeepSeek2(Architecture):
     head_k: int
     head_v: int
     n_lora_q: int
+    n_layer_dense_lead: int
+    n_ff: int
     kq_scale: float
     norms_weights: bool
     weights_scale: float
@@ -62,6 +72,7 @@ class DeepSeek2(Architecture):
         log_mul = np.float32(meta.number(".rope.scaling.yarn_log_multiplier", 0.0, 1e3, 0.0))
         log_mul /= np.float32(0.1)
         rope = read_rope(meta, sizes["n_ctx_train"], scales_attn=not log_mul)
+        n_dense = meta.integer(".leading_dense_block_count", 0, n_all - n_nextn - 1, 0)
         heads = _read_heads(meta, n_all - n_nextn, n_vocab)
         experts = read_experts(meta, n_all, shared=False)
         n_shared = meta.integer(".expert_shared_count", 1, 1024)
@@ -72,6 +83,8 @@ class DeepSeek2(Architecture):
             **heads,
             **experts | {"n_ff_shexp": n_shared * experts["n_ff_exp"]},
             **rope,
+            n_layer_dense_lead=n_dense,
+            n_ff=meta.integer(".feed_forward_length", 1, MAX_DIM) if n_dense else 0,
             kq_scale=_kq_scale(rope, float(log_mul), heads["head_k"]),
             norms_weights=meta.boolean(".expert_weights_norm", False),
             weights_scale=meta.number(".expert_weights_scale", 0.0, 1e6, 0.0),
@@ -79,7 +92,9 @@ class DeepSeek2(Architecture):
 
     def layer(self, il: int) -> Layer:
         """Return what a layer keeps."""
-        return Layer("MLA", kv=(self.n_embd_head_k, self.n_embd_head_v), v_in_k=True)
+        kv = self.n_embd_head_k, self.n_embd_head_v
+        n_ff = self.n_ff if il < self.n_layer_dense_lead else 0
+        return Layer("MLA", kv=kv, v_in_k=True, n_ff=n_ff)
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of a layer."""
@@ -93,7 +108,10 @@ class DeepSeek2(Architecture):
             }
         else:
             q = {"attn_q.weight": matrix(n_embd, n_q)}
-        ffn = expert_tensors(self, merged) | shared_tensors(self, gated=False)
+        if il < self.n_layer_dense_lead:
+            ffn = ffn_tensors(self, self.n_ff)
+        else:
+            ffn = expert_tensors(self, merged) | shared_tensors(self, gated=False)
         return q | ffn | {
             "attn_norm.weight": vector(n_embd),
             _KV: matrix(n_embd, self.n_embd_head_k),
@@ -184,8 +202,11 @@ class DeepSeek2(Architecture):
     def layer_end(
         self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int
     ) -> Tensor:
-        """Append shared expert, sum and residual."""
-        out = build_shared_expert(b, w, cur, il, gated=False)
+        """Append dense FFN or shared expert, sum and residual."""
+        if il < self.n_layer_dense_lead:
+            out = build_ffn(b, w, cur, il)
+        else:
+            out = build_shared_expert(b, w, cur, il, gated=False)
         if moe is not None:
             out = b.name(b.add(moe, out), "ffn_out", il)
         return b.expand(b.name(b.add(out, residual), "l_out", il))
@@ -201,9 +222,6 @@ def _refuse_variants(meta: Metadata, n_layer: int, n_vocab: int) -> None:
     if (meta.integer(".expert_gating_func", 0, 16, 0) or 1 + is_flash) != 1:
         what = "does not say softmax, the only one that moegraph runs for this architecture"
         raise meta.error(".expert_gating_func", what, UnsupportedModel)
-    if meta.integer(".leading_dense_block_count", 0, MAX_LAYERS, 0):
-        what = "is not 0; moegraph does not run dense layers here"
-        raise meta.error(".leading_dense_block_count", what, UnsupportedModel)
 
 
 def _read_heads(meta: Metadata, n_layer: int, n_vocab: int) -> dict[str, Any]:

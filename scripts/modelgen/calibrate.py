@@ -72,6 +72,9 @@ class Calibration:
     def shared_down_gain(self, s: Shape) -> float:
         return self._out_rms(s, (1 - self.mixer_share) / 2) / (SILU_RMS * SIGMOID_RMS)
 
+    def dense_down_gain(self, s: Shape) -> float:
+        return self._out_rms(s, 1 - self.mixer_share) / SILU_RMS
+
     def stream_energy(self, s: Shape, il: int) -> float:
         """Return the mean square of the residual stream at the router of layer `il`."""
         return 1 + self.growth * (il + self.mixer_share) / s.n_layer

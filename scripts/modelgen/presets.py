@@ -128,11 +128,11 @@ PRESETS = {
     "mla-lite": Preset(
         _small(
             arch="deepseek2", n_layer=3, n_head_kv=1, head_dim=96, head_v=64, n_rot=64,
-            n_lora_kv=512, n_ff_shexp=128, rope_scaling="yarn", rope_factor=40.0, rope_orig_ctx=512,
-            rope_log_mul=0.0707,
+            n_lora_kv=512, n_ff_shexp=128, n_layer_dense_lead=1, n_ff=96, rope_scaling="yarn",
+            rope_factor=40.0, rope_orig_ctx=512, rope_log_mul=0.0707,
         ),
         "all=Q8_0,embd=F16,gate_up=Q4_K,down=Q4_0",
-        "deepseek2 as DeepSeek-V2-Lite has it: MLA with one matrix for Q, YaRN",
+        "deepseek2 as DeepSeek-V2-Lite has it: MLA with one matrix for Q, a dense layer, YaRN",
     ),
     "glm47flash": Preset(
         _small(

@@ -33,6 +33,8 @@ class Shape:
     n_expert_used: int = _opt(8, "routed experts of a token")
     n_ff_exp: int = _opt(512, "width of a routed expert")
     n_ff_shexp: int = _opt(512, "width of the shared expert")
+    n_layer_dense_lead: int = _opt(0, "first layers, which have a dense FFN and no experts")
+    n_ff: int = _opt(0, "width of the FFN of dense layers")
     expert_weights_norm: bool = _opt(False, "deepseek2: routing weights are divided by their sum")
     expert_weights_scale: float = _opt(0.0, "scale of the routing weights, 0 for none")
     ssm_d_conv: int = _opt(4, "taps of the short convolution")
@@ -108,6 +110,9 @@ class Shape:
             keys |= self._hybrid()
         if self.n_lora_kv:
             keys |= self._latent()
+        if self.n_layer_dense_lead:
+            keys["leading_dense_block_count"] = self.n_layer_dense_lead
+            keys["feed_forward_length"] = self.n_ff
         if self.expert_weights_scale:
             keys["expert_weights_scale"] = self.expert_weights_scale
         if self.rope_scaling != "none":

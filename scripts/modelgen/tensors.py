@@ -130,6 +130,11 @@ class Plan:
 
     def _ffn(self, il: int) -> Iterator[Tensor]:
         s, cal = self.shape, self.cal
+        if il < s.n_layer_dense_lead:
+            yield self._matrix(il, "ffn_gate", (s.n_embd, s.n_ff), "shexp", 1.0)
+            yield self._matrix(il, "ffn_up", (s.n_embd, s.n_ff), "shexp", 1.0)
+            yield self._matrix(il, "ffn_down", (s.n_ff, s.n_embd), "shexp", cal.dense_down_gain(s))
+            return
         router = (s.n_embd, s.n_expert)
         yield Tensor(f"blk.{il}.ffn_gate_inp.weight", router, "F32", "router", 1.0, il)
         wide = (s.n_embd, s.n_ff_exp, s.n_expert)

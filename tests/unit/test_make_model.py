@@ -72,12 +72,13 @@ def test_a_preset_reads_back_as_it_was_asked_for(name: str, tmp_path: Path) -> N
         assert [hp.layer(il).kv is None for il in layers] == [
             shape.is_recurrent(il) for il in layers
         ]
-        down = {il: model.tensors[f"blk.{il}.ffn_down_exps.weight"] for il in range(shape.n_layer)}
+        assert hp.routed_layers == list(layers)[shape.n_layer_dense_lead :]
+        down = {il: model.tensors[f"blk.{il}.ffn_down_exps.weight"] for il in hp.routed_layers}
         assert {il: t.type.name for il, t in down.items()} == {
             il: mix.type_of("down", il) for il in down
         }
         assert ("output.weight" in model.tensors) != shape.tied
-        assert ("blk.0.ffn_gate_up_exps.weight" in model.tensors) == shape.merged_gate_up
+        assert ("blk.1.ffn_gate_up_exps.weight" in model.tensors) == shape.merged_gate_up
 
 
 def test_a_seed_gives_the_same_bytes_and_another_gives_others(tmp_path: Path) -> None:

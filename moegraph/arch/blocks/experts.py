@@ -29,15 +29,19 @@ def expert_tensors(hp: Architecture, merged: bool) -> dict[str, Expected]:
     }
 
 
+def ffn_tensors(hp: Architecture, n_ff: int, suffix: str = "") -> dict[str, Expected]:
+    """Return the tensors of an FFN that every token takes; suffix: of their names."""
+    return {
+        f"ffn_gate{suffix}.weight": matrix(hp.n_embd, n_ff),
+        f"ffn_up{suffix}.weight": matrix(hp.n_embd, n_ff),
+        f"ffn_down{suffix}.weight": matrix(n_ff, hp.n_embd),
+    }
+
+
 def shared_tensors(hp: Architecture, gated: bool = True) -> dict[str, Expected]:
     """Return the tensors of the shared expert; gated: and its gate."""
-    n_embd, n_ff = hp.n_embd, hp.n_ff_shexp
-    gate = {"ffn_gate_inp_shexp.weight": matrix(n_embd)} if gated else {}
-    return gate | {
-        "ffn_gate_shexp.weight": matrix(n_embd, n_ff),
-        "ffn_up_shexp.weight": matrix(n_embd, n_ff),
-        "ffn_down_shexp.weight": matrix(n_ff, n_embd),
-    }
+    gate = {"ffn_gate_inp_shexp.weight": matrix(hp.n_embd)} if gated else {}
+    return gate | ffn_tensors(hp, hp.n_ff_shexp, "_shexp")
 
 
 def build_expert_rows(
@@ -65,15 +69,23 @@ def build_expert_rows(
     return b.expand(b.name(b.mul(down, weights), "ffn_moe_weighted", il))
 
 
+def build_ffn(b: Builder, w: Weights, cur: Tensor, il: int, suffix: str = "") -> Tensor:
+    """Append an FFN with SwiGLU: F32 [n_embd, n_tokens] in and out; suffix: see `ffn_tensors`.
+
+    Source: mirrors llama.cpp src/llama-graph.cpp build_ffn.
+    """
+    up = b.name(b.mul_mat(w[f"ffn_up{suffix}.weight"], cur), "ffn_up", il)
+    gate = b.name(b.mul_mat(w[f"ffn_gate{suffix}.weight"], cur), "ffn_gate", il)
+    act = b.name(b.swiglu(gate, up), "ffn_swiglu", il)
+    return b.name(b.mul_mat(w[f"ffn_down{suffix}.weight"], act), "ffn_out", il)
+
+
 def build_shared_expert(b: Builder, w: Weights, cur: Tensor, il: int, gated: bool = True) -> Tensor:
     """Append the shared expert; gated: scaled by its gate. F32 [n_embd, n_tokens] in and out.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_ffn.
     """
-    up = b.name(b.mul_mat(w["ffn_up_shexp.weight"], cur), "ffn_up", il)
-    gate = b.name(b.mul_mat(w["ffn_gate_shexp.weight"], cur), "ffn_gate", il)
-    act = b.name(b.swiglu(gate, up), "ffn_swiglu", il)
-    out = b.name(b.mul_mat(w["ffn_down_shexp.weight"], act), "ffn_shexp", il)
+    out = b.name(build_ffn(b, w, cur, il, "_shexp"), "ffn_shexp", il)
     if not gated:
         return out
     gate = b.name(b.mul_mat(w["ffn_gate_inp_shexp.weight"], cur), "shared_expert_gate", il)
