@@ -60,8 +60,8 @@ class Routing:
     """A router's choice.
 
     argsort I32 [n_expert, n_tokens]: all experts, best first. topk I32 [n_expert_used, n_tokens]: a
-    view of the best ones. weights F32 [1, n_expert_used, n_tokens]. weights_data: the node whose
-    memory holds the weights.
+    view of the best ones. weights F32 [n_factors, n_expert_used, n_tokens]. weights_data: the node
+    whose memory holds the weights.
     """
 
     argsort: Tensor
@@ -83,6 +83,12 @@ class Architecture(ABC):
 
     name: ClassVar[str]
     families: ClassVar[str]  # for people
+    # whether outputs of experts may be added to a layer's output after `layer_end`
+    adds_late: ClassVar[bool] = True
+    # whether native/py/cpu_ffn.c computes sums of `expert_rows`: gate, up, SwiGLU, down
+    has_cpu_kernel: ClassVar[bool] = True
+    # numbers by which the output of a chosen expert is multiplied, one after the other
+    n_factors: ClassVar[int] = 1
     # groups of projections of the same vector; those of one type are placed next to each other
     same_input: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
@@ -127,6 +133,29 @@ class Architecture(ABC):
         merged: gate and up experts are stored as one tensor, gate first.
         """
 
+    def model_tensors(self) -> dict[str, Expected]:
+        """Return the tensors outside the layers that layers read."""
+        return {}
+
+    def at(self, il: int) -> Architecture:
+        """Return the same with the heads and the rope of layer il."""
+        return self
+
+    @property
+    def embedding_scale(self) -> float:
+        """Return what embeddings are multiplied by."""
+        return 1.0
+
+    @property
+    def attention_scale(self) -> float:
+        """Return what the products of Q and K are multiplied by."""
+        return 1.0 / math.sqrt(self.n_embd_head_k)
+
+    @property
+    def logit_softcap(self) -> float:
+        """Return the bound x of logits, which become x * tanh(logit / x); 0 without one."""
+        return 0.0
+
     @property
     def routed_layers(self) -> list[int]:
         """Return the layers with a router."""
@@ -163,8 +192,8 @@ class Architecture(ABC):
 
         parts: stacks of slots, `gate`, `up` and `down`, or `gate_up` and `down`. cur may be
         [n_embd, n_expert_used, n_tokens]: each expert has a row of its own. slots I32
-        [n_expert_used, n_tokens]; one below 0 gives a row of zeros. weights F32 [1, n_expert_used,
-        n_tokens].
+        [n_expert_used, n_tokens]; one below 0 gives a row of zeros. weights F32 [n_factors,
+        n_expert_used, n_tokens].
         """
 
     @abstractmethod

@@ -32,7 +32,7 @@ def read_sizes(meta: Metadata, n_vocab: int) -> dict[str, Any]:
     }
 
 
-def _uniform(
+def uniform(
     meta: Metadata, key: str, n_all: int, low: int, high: int, default: int | None = None
 ) -> int:
     """Read one value, or one value per layer; all layers must agree."""
@@ -47,8 +47,8 @@ def _uniform(
 
 def read_attention(meta: Metadata, n_embd: int, n_all: int) -> dict[str, Any]:
     """Read heads, head sizes and the rotated part of a head."""
-    n_head = _uniform(meta, ".attention.head_count", n_all, 1, 65_536)
-    n_head_kv = _uniform(meta, ".attention.head_count_kv", n_all, 1, 65_536, n_head)
+    n_head = uniform(meta, ".attention.head_count", n_all, 1, 65_536)
+    n_head_kv = uniform(meta, ".attention.head_count_kv", n_all, 1, 65_536, n_head)
     if n_head % n_head_kv:
         what = f"is {n_head_kv}, which does not divide n_head {n_head}"
         raise meta.error(".attention.head_count_kv", what)
@@ -76,14 +76,14 @@ def read_attention(meta: Metadata, n_embd: int, n_all: int) -> dict[str, Any]:
 def read_experts(meta: Metadata, n_all: int, shared: bool) -> dict[str, Any]:
     """Read the routed experts; shared: and the shared one."""
     n_expert = meta.integer(".expert_count", 1, MAX_EXPERTS)
-    n_used = _uniform(meta, ".expert_used_count", n_all, 1, n_expert)
+    n_used = uniform(meta, ".expert_used_count", n_all, 1, n_expert)
     groups = meta.integer(".expert_group_count", 0, MAX_EXPERTS, 0)
     if groups > 1:
         what = f"is {groups}; moegraph does not run grouped expert selection"
         raise meta.error(".expert_group_count", what, UnsupportedModel)
-    n_ff = _uniform(meta, ".feed_forward_length", n_all, 0, MAX_DIM, 0)
+    n_ff = uniform(meta, ".feed_forward_length", n_all, 0, MAX_DIM, 0)
     key = ".expert_feed_forward_length"
-    found = {key: _uniform(meta, key, n_all, 0, MAX_DIM, 0) or n_ff // n_used}
+    found = {key: uniform(meta, key, n_all, 0, MAX_DIM, 0) or n_ff // n_used}
     if shared:
         key = ".expert_shared_feed_forward_length"
         found[key] = meta.integer(key, 0, MAX_DIM, 0) or n_ff

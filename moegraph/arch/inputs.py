@@ -121,6 +121,8 @@ class Weights(Protocol):
 
     def __getitem__(self, name: str, /) -> Tensor: ...
 
+    def __contains__(self, name: object, /) -> bool: ...
+
 
 class Drafts(Protocol):
     """Memory for what a verify pass keeps of its rows."""
@@ -136,8 +138,8 @@ class Memory(Protocol):
     v: dict[int, Tensor]
     k_words: dict[int, Tensor]
     v_words: dict[int, Tensor]
-    rot_k: Tensor | None
-    rot_v: Tensor | None
+    rot_k: dict[int, Tensor]
+    rot_v: dict[int, Tensor]
     page_size: int
     n_attention_parts: int
     layer_states: dict[int, tuple[Tensor, ...]]

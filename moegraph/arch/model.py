@@ -14,13 +14,14 @@ from ..gguf.tensorfile import TensorInfo
 from ..gguf.vocab import check_vocab
 from .base import Architecture
 from .deepseek2 import DeepSeek2
+from .gemma4 import Gemma4
 from .mtp import nextn_warnings, refuse_mtp_alone
 from .qwen3moe import Qwen3Moe
 from .qwen35moe import Qwen35Moe
 from .tensors import Expected, block_index, check_tensors, matrix, vector
 
 _ARCHITECTURE = "general.architecture"
-_ALL: tuple[type[Architecture], ...] = (Qwen35Moe, Qwen3Moe, DeepSeek2)
+_ALL: tuple[type[Architecture], ...] = (Qwen35Moe, Qwen3Moe, DeepSeek2, Gemma4)
 ARCHITECTURES = {one.name: one for one in _ALL}
 # Variants that llama.cpp computes differently; ignoring these tensors would change the results.
 _REFUSED = (
@@ -44,10 +45,10 @@ class ModelFile(GgufFile):
             what = "tensor token_embd.weight missing" if tensors else "the file holds no tensors"
             raise ModelFileError(f"{path}: {what}; the file is incomplete")
         self.hparams = hp = kind.read(meta, check_vocab(meta, embedding.ne[1]))
-        _check_variants(path, hp, tensors)
+        expected = expected_tensors(hp, merged_layers(hp, tensors))
+        _check_variants(path, hp, tensors, expected)
         nextn = range(hp.n_layer, hp.n_layer + hp.n_layer_nextn)
         run = {name: info for name, info in tensors.items() if block_index(name) not in nextn}
-        expected = expected_tensors(hp, merged_layers(hp, tensors))
         warnings = nextn_warnings(hp, tensors) + check_tensors(path, run, expected)
         self.warnings = (*warnings, *self.warnings)
         return tensors
@@ -89,6 +90,7 @@ def expected_tensors(hp: Architecture, merged: frozenset[int]) -> dict[str, Expe
         "output_norm.weight": vector(hp.n_embd),
         # Without it the embedding serves as the head.
         "output.weight": matrix(hp.n_embd, hp.n_vocab, required=False),
+        **hp.model_tensors(),
     }
     for il in range(hp.n_layer):
         layer = hp.layer_tensors(il, il in merged)
@@ -103,10 +105,11 @@ def merged_layers(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> frozen
 
 
 def _check_variants(
-    path: os.PathLike[str], hp: Architecture, tensors: Mapping[str, TensorInfo]
-) -> None:
+    path: os.PathLike[str], hp: Architecture, tensors: Mapping[str, TensorInfo],
+    expected: Mapping[str, Expected],
+) -> None:  # fmt: skip
     """Refuse known variants first: this message helps more than that of a missing tensor."""
-    for name in tensors:
+    for name in (name for name in tensors if name not in expected):
         for pattern, what in _REFUSED:
             if pattern.fullmatch(name):
                 raise UnsupportedModel(

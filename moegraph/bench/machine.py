@@ -174,7 +174,7 @@ def _prompt_seconds(engine: Engine, n: int, upload: Curve | None = None) -> floa
 def _cpu_seconds(stage: Stage, n_threads: int, k: int) -> list[float]:
     """Return the seconds of 1 to k experts on n_threads CPU threads; [] if the CPU cannot."""
     device = stage.device
-    if not stage.store.is_aligned:
+    if not stage.store.is_aligned or not (stage.hp.has_cpu_kernel or device.can.cpu_threads):
         return []
     cpu_experts: CpuExperts
     if device.can.cpu_threads:

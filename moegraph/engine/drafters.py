@@ -68,7 +68,9 @@ def open_drafters(
                 stack.enter_context(closing(part))
             kind = DSparkDrafter if sources.draft.hparams.markov_rank else DFlashDrafter
             seen, as_stored = config.draft_ctx_max or None, config.draft_keep_bf16
-            table = None if stage.has_embedding else TokenEmbedding(file, file.tensors)
+            table = None
+            if not stage.has_embedding:
+                table = TokenEmbedding(file, file.tensors, file.hparams.embedding_scale)
             dflash = kind(stage, sources.draft, n_sweep, seen, as_stored, part, table)
             drafters.append(stack.enter_context(closing(dflash)))
             sources.draft.source.check_unchanged()

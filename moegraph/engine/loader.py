@@ -121,6 +121,11 @@ def _open_misses(
             "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
             "use --miss stream"
         )
+    if not (hp.has_cpu_kernel or device.can.cpu_threads):
+        if miss == "cpu":
+            what = f"no kernel computes experts of {hp.name} models on the CPU beside a GPU"
+            raise ConfigError(f"--miss cpu: {what}; use --miss stream")
+        miss = "stream"
     cpu_experts: CpuExperts | None = None
     if miss != "stream" and store.is_aligned and device.can.cpu_threads:
         cpu_experts = GraphCpuExperts(stage, MAX_CPU_ROWS)

@@ -103,7 +103,7 @@ def build_routed_experts(
     """Append the weighted sum of each row's experts in routing order: F32 [n_embd, n_tokens].
 
     The layer has slots. cur F32 [n_embd, n_tokens]; slots I32 [n_expert_used, n_tokens], where a
-    slot < 0 adds nothing; weights F32 [1, n_expert_used, n_tokens].
+    slot < 0 adds nothing; weights F32 [n_factors, n_expert_used, n_tokens].
     """
     bank, n = stage.banks.layer(il), slots.ne[1]
     n_group = 1
@@ -128,7 +128,7 @@ def rows_together(hp: Architecture, n_tokens: int) -> int:
     CUDA makes tiles for as many rows of an expert as there are tokens, and leaves most of a tile
     empty where there are many experts.
     """
-    if n_tokens > _MAX_GROUPED:
+    if n_tokens > _MAX_GROUPED or hp.n_factors > 1:
         return 1
     most = hp.n_expert // (_TILE_SPREAD * hp.n_expert_used)
     return max(1, min(most, n_tokens // _MIN_TILE))

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
@@ -47,7 +49,12 @@ def build_head(
     """
     cur = cur if out_ids is None else b.get_rows(cur, out_ids)
     b.name(cur, "result_norm")
-    logits = b.expand(b.name(b.mul_mat(weights.output, cur), "result_output"))
+    logits = b.mul_mat(weights.output, cur)
+    if weights.softcap:
+        # a division in F32, as upstream's
+        logits = b.tanh(b.scale(logits, float(np.float32(1) / np.float32(weights.softcap))))
+        logits = b.scale(logits, weights.softcap)
+    logits = b.expand(b.name(logits, "result_output"))
     main, check = logits, b.sum_rows(cur)  # a product can hide NaN: NaN quantizes to zeros
     if results is Results.ARGMAX:
         main = b.expand(b.name(b.argmax(logits), "result_argmax"))

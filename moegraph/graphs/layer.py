@@ -95,7 +95,7 @@ def build_moe(
 ) -> Tensor:  # fmt: skip
     """Append the expert FFN and the residual; return l_out F32 [n_embd, n_tokens].
 
-    slots I32 [n_expert_used, n_tokens]; weights F32 [1, n_expert_used, n_tokens].
+    slots I32 [n_expert_used, n_tokens]; weights F32 [n_factors, n_expert_used, n_tokens].
     """
     bank, moe = stage.banks.layer(il), None
     if bank.n_slots:

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
-from ..ggml.ops import F32, I32, Builder, Tensor
+from ..ggml.ops import F32, I32, MAX_ATTN_HEAD, Builder, Tensor
 from ..resident.layout import PAGE
 from ..resident.stage import Stage
 from .rows import Tree
@@ -37,14 +37,21 @@ def can_page(stage: Stage) -> bool:
     device, hp, state = stage.device, stage.hp, stage.state
     if device.can.exact_sums or not state.k:
         return False
-    d, n_pages, found = hp.n_embd_head_k, state.pool.table.shape[1], False
-    if d % 32 == 0 and state.v:
-        k, v = (next(iter(caches.values())) for caches in (state.k, state.v))
-        found = pages_are_supported(device, d, hp.n_head, k, v, n_pages, PAGE)
+    kinds, n_pages = {}, state.pool.table.shape[1]
+    for il, k in state.k.items():
+        at = hp.at(il)
+        kinds[at.n_embd_head_k, at.n_head, at.n_head_kv] = k, state.v.get(il)
+    found = all(
+        d % 32 == 0
+        and d <= MAX_ATTN_HEAD
+        and v is not None
+        and pages_are_supported(device, d, n_head, k, v, n_pages, PAGE)
+        for (d, n_head, _), (k, v) in kinds.items()
+    )
     if device.is_invariant and not found:
         raise ConfigError(
             f"--deterministic needs attention over pages, which {device.name} lacks for heads of "
-            f"{d} keys and {hp.n_embd_head_v} values; drop it"
+            f"{hp.n_embd_head_k} keys and {hp.n_embd_head_v} values; drop it"
         )
     return found
 

@@ -9,6 +9,7 @@ from ..config import EngineConfig
 from ..experts.crossing import padded
 from ..resident.kvpool import PoolShape
 from ..resident.layout import (
+    HEAD,
     MAX_PAGED_ROWS,
     N_GROUPS,
     N_STAGING,
@@ -86,7 +87,7 @@ def needed_bytes(
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * n_kv * max((layer.kv[0] for layer in kept if layer.kv), default=0)
-    if config.deterministic:  # the rows of single experts, see `CarryBuffers` and `SweepMemory`
+    if config.deterministic or not hp.adds_late:  # rows of single experts: `CarryBuffers`
         compute += 4 * hp.n_embd * hp.n_expert_used * (rows + sweep_rows(n_ubatch, padded) + 1)
         compute += paged_scratch_bytes(hp, min(n_ubatch, _PLANNED_ROWS), padded)
     if len(layers) < hp.n_layer:  # between stages
@@ -135,7 +136,7 @@ def context_within(
 def _dense_bytes(model: ModelFile, layers: range, has_head: bool) -> int:
     """Return the bytes of all weights of a stage except routed experts."""
     dense = [info for info in model.tensors.values() if is_dense(info.name, layers)]
-    dense = [info for info in dense if has_head or info.name.startswith("blk.")]
+    dense = [info for info in dense if has_head or info.name not in HEAD]
     if has_head and "output.weight" not in model.tensors:
         dense.append(model.tensors["token_embd.weight"])
     return sum(info.nbytes for info in dense)
@@ -171,7 +172,7 @@ def lacking_bytes(hp: Architecture, n_rows: int, n_ubatch: int, is_own: bool = T
     n_terms = most_terms(hp.n_expert_used, hp.n_expert)
     unit = 4 * (4 + n_terms) * padded(hp.n_expert_used * n_ubatch // UNIT_SHARE + 64)
     # only the CPU keeps the results of all experts, to add them in routing order
-    n_kept = hp.n_expert_used * (1 if is_own else hp.n_embd + 1)
+    n_kept = hp.n_expert_used * (hp.n_factors if is_own else hp.n_embd + hp.n_factors)
     return 4 * (hp.n_embd + n_kept) * (n_rows + 1) + unit
 
 

@@ -53,6 +53,8 @@ UNIT_SHARE = 2
 MAX_MTP_DRAFT, USUAL_MTP_DRAFT = 16, 8
 # Known rows whose K and V the MTP block computes at a time.
 MTP_ROWS = 256
+# Tensors of the head, unless the embeddings are its matrix.
+HEAD = ("output_norm.weight", "output.weight")
 # Embeddings that an MTP block has for itself, after `blk.N.`.
 NEXTN_EMBD = "nextn.embed_tokens.weight"
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
@@ -222,13 +224,13 @@ def most_terms(n_expert_used: int, n_each: int) -> int:
 
 
 def is_dense(name: str, layers: range) -> bool:
-    """Return whether a tensor is always on the device: of these layers or the head, no experts.
+    """Return whether a tensor is always on the device: of these layers, of none, or the head.
 
-    Embeddings are not, nor are MTP blocks, which follow the layers of a model, unless they are
-    among these layers.
+    Experts and embeddings are not, nor are MTP blocks, which follow the layers of a model, unless
+    they are among these layers.
     """
-    if name == "token_embd.weight" or name.endswith(f".{NEXTN_EMBD}") or "_exps." in name:
+    if name == "token_embd.weight" or name.endswith((f".{NEXTN_EMBD}", "_exps.weight")):
         return False
     if name.startswith("blk."):
         return int(name.split(".")[1]) in layers
-    return name in ("output_norm.weight", "output.weight")
+    return name in (*HEAD, "rope_freqs.weight")

@@ -118,8 +118,8 @@ class State(Owner):
         from which an MTP block drafts; None unless the layers have one, which is layer n_layer. It
         is zeros in an empty sequence, and who runs a pass keeps it up to date.
     recurrent: all tensors with a row for each sequence. caches: k, then v.
-    rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n]; None unless K or V is quantized, 64 divides
-        head_dim, and V is not in K.
+    rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n] of each layer whose K or V is quantized, if 64
+        divides its heads, and V is not in K.
     spare_row: the last row of the caches.
     kv_bytes, mtp_bytes, recurrent_bytes: of the caches of the model's layers, and of the MTP
         block; of the states.
@@ -153,10 +153,11 @@ class State(Owner):
         self.caches = [*self.k.values(), *self.v.values()]
         if self.n_seq > 1:
             self.require_words("several sequences (n_seq)")
-        self.rot_k, self.rot_v = found.get("rot_k"), found.get("rot_v")
-        for name, rot in (("rot_k", self.rot_k), ("rot_v", self.rot_v)):
-            if rot is not None:
-                block.set(name, hadamard(rot.ne[0]))
+        sizes_k, sizes_v = _rotations(hp, widths, "k", type_k), _rotations(hp, widths, "v", type_v)
+        self.rot_k: dict[int, Tensor] = {il: found["rot", n] for il, n in sizes_k.items()}
+        self.rot_v: dict[int, Tensor] = {il: found["rot", n] for il, n in sizes_v.items()}
+        for n in {*sizes_k.values(), *sizes_v.values()}:
+            block.set(("rot", n), hadamard(n))
         self._zeros = found["zeros"]
         self.k_words, self.v_words = self._words(block, "k"), self._words(block, "v")
         own = [t for part in (self.k, self.v) for il, t in part.items() if il == hp.n_layer]
@@ -177,16 +178,12 @@ class State(Owner):
         }
         if has_mtp:
             shapes["last_out"] = hp.n_embd, self.n_seq
-        heads = hp.n_embd_head_k, hp.n_embd_head_v
         for at, (part, kind) in enumerate(zip("kv", types)):
             for il, kv in widths.items():
                 if at < len(kv):
                     shapes[part, il] = kv[at], self.spare_row + 1, type_id(kind)
-            # upstream rotates K by the largest power of two that divides the head, V by the least
-            n = math.gcd(heads[at], 1 << 30) if part == "k" else _ROT_MIN
-            is_rotated = all(len(kv) > 1 for kv in widths.values())
-            if kind != "f16" and heads[at] % _ROT_MIN == 0 and is_rotated:
-                shapes[f"rot_{part}"] = n, n
+            rotations = _rotations(hp, widths, part, kind)
+            shapes |= {("rot", n): (n, n) for n in rotations.values()}
         shapes["zeros"] = zeros_bytes(hp) // 4, 1
         what = f"the KV cache and states ({self.shape.n_rows} positions)"
         remedy = "lower -c or use -ctk q8_0 -ctv q8_0"
@@ -235,6 +232,22 @@ class State(Owner):
         for at in range(start, start + size, most):
             n = min(most, start + size - at)
             C.mg_copy_bytes(self.device.compute.ptr, self._zeros, 0, tensor, at, n)
+
+
+def _rotations(
+    hp: Architecture, widths: Mapping[int, Sequence[int]], part: str, kind: str
+) -> dict[int, int]:
+    """Return the size of the matrices that rotate K or V, of each layer where they are rotated.
+
+    Upstream rotates K by the largest power of two that divides the head, V by the least.
+    """
+    found = {}
+    for il, kv in widths.items():
+        at = hp.at(il)
+        n = at.n_embd_head_k if part == "k" else at.n_embd_head_v
+        if kind != "f16" and n % _ROT_MIN == 0 and len(kv) > 1:
+            found[il] = math.gcd(n, 1 << 30) if part == "k" else _ROT_MIN
+    return found
 
 
 def hadamard(n: int) -> np.ndarray:

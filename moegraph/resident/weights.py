@@ -22,7 +22,7 @@ from ..gguf import TensorInfo
 from ..gguf.tensorfile import TensorFile
 from ..threads import usable_cpus
 from ..units import round_up
-from .layout import is_dense
+from .layout import HEAD, is_dense
 
 # More threads do not copy faster out of the page cache than memory can be written.
 _MAX_THREADS = 16
@@ -239,12 +239,15 @@ class _Staging(Owner):
 
 
 class TokenEmbedding:
-    """Rows of token_embd.weight as F32, read on the host.
+    """Rows of token_embd.weight as F32, times a scale, read on the host.
 
     A pass needs only a few rows, so the table (1 GB in F16 for the 35B) takes no device memory.
     """
 
-    def __init__(self, file: TensorFile, tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(
+        self, file: TensorFile, tensors: Mapping[str, TensorInfo], scale: float = 1.0
+    ) -> None:
+        self._scale = np.float32(scale)
         info = tensors["token_embd.weight"]
         self.name = info.name
         self.n_embd, self.n_vocab = info.ne[0], info.ne[1]
@@ -262,7 +265,8 @@ class TokenEmbedding:
     def rows(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
         """Write the embeddings of tokens [n] into out, F32, numpy shape [n, n_embd]."""
         if self._is_f32:
-            out[:] = self._data.view(np.float32).reshape(self.n_vocab, self.n_embd)[tokens]
+            table = self._data.view(np.float32).reshape(self.n_vocab, self.n_embd)
+            out[:] = table[tokens] * self._scale
             return
         chosen = np.ascontiguousarray(tokens, dtype=np.int32)
         C.mg_rows_to_float(
@@ -270,14 +274,17 @@ class TokenEmbedding:
             ffi.from_buffer("int32_t *", chosen), len(chosen), self.n_embd,
             ffi.from_buffer("float *", out),
         )  # fmt: skip
+        if self._scale != 1.0:
+            out *= self._scale
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """norm: F32 [n_embd]. output: the matrix [n_embd, n_vocab]."""
+    """norm: F32 [n_embd]. output: the matrix [n_embd, n_vocab]. softcap: of logits, 0 for none."""
 
     norm: Tensor
     output: Tensor
+    softcap: float = 0.0
 
 
 class Weights(Owner):
@@ -289,7 +296,7 @@ class Weights(Owner):
     def __init__(self, loader: Loader, model: ModelFile, layers: range) -> None:
         has_head = layers.stop == model.hparams.n_layer
         dense = [info for info in model.tensors.values() if is_dense(info.name, layers)]
-        infos = [info for info in dense if has_head or info.name.startswith("blk.")]
+        infos = [info for info in dense if has_head or info.name not in HEAD]
         tied = "output.weight" not in model.tensors
         if tied and has_head:
             infos.append(model.tensors["token_embd.weight"])
@@ -297,12 +304,14 @@ class Weights(Owner):
         found = self.own(loader.load(infos, "the dense weights", join))
         self.n_bytes = found.n_bytes
         self._layers = {il: LayerWeights(found, il) for il in layers}
-        self.embedding = None if layers.start else TokenEmbedding(model, model.tensors)
+        scale = model.hparams.embedding_scale
+        self.embedding = None if layers.start else TokenEmbedding(model, model.tensors, scale)
         self.head: HeadWeights | None = None
         if has_head:
             tensors = found.tensors
             output = tensors["token_embd.weight" if tied else "output.weight"]
-            self.head = HeadWeights(tensors["output_norm.weight"], output)
+            norm = tensors["output_norm.weight"]
+            self.head = HeadWeights(norm, output, model.hparams.logit_softcap)
 
     def layer(self, il: int) -> LayerWeights:
         """Return the tensors of a layer."""
@@ -312,13 +321,15 @@ class Weights(Owner):
 class LayerWeights(dict[str, Tensor]):
     """A layer's tensors by their name after `blk.N.`, for example `attn_norm.weight`.
 
-    joined: matrices with the same input, joined into one, by the names of the parts.
+    Those of no layer are among them by their own names. joined: matrices with the same input,
+    joined into one, by the names of the parts.
     """
 
     def __init__(self, source: TensorSet, il: int) -> None:
         prefix = f"blk.{il}."
         n = len(prefix)
-        super().__init__({k[n:]: t for k, t in source.tensors.items() if k.startswith(prefix)})
+        own = (k for k in source.tensors if k.startswith(prefix) or not k.startswith("blk."))
+        super().__init__({k.removeprefix(prefix): source.tensors[k] for k in own})
         self.joined: dict[tuple[str, ...], Tensor] = {
             tuple(name[n:] for name in names): tensor
             for names, tensor in source.joined.items()

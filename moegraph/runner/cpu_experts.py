@@ -34,8 +34,9 @@ from ..units import round_up
 class CpuExperts(Owner, ABC):
     """A stage's experts in host memory, and pinned memory for x, weights, ids and y of one layer.
 
-    x: F32 [n_embd, n_tokens]; weights F32 and ids I32: [n_expert_used, n_tokens]; y: F32, y_rows
-    rows of n_embd for each row of x; n_tokens <= max_rows.
+    x: F32 [n_embd, n_tokens]; weights F32 [n_factors, n_expert_used, n_tokens]; ids I32
+    [n_expert_used, n_tokens]; y: F32, y_rows rows of n_embd for each row of x; n_tokens <=
+    max_rows.
     """
 
     def __init__(self, stage: Stage, max_rows: int, y_rows: int) -> None:
@@ -43,7 +44,7 @@ class CpuExperts(Owner, ABC):
         k = hp.n_expert_used
         sizes = {
             "x": 4 * hp.n_embd * max_rows,
-            "weights": 4 * k * max_rows,
+            "weights": 4 * hp.n_factors * k * max_rows,
             "ids": 4 * k * max_rows,
             "y": 4 * hp.n_embd * max_rows * y_rows,
         }
@@ -72,7 +73,7 @@ class CpuExperts(Owner, ABC):
         return Bank(self._hp.n_expert, parts)
 
     def export(self, b: Builder, x: Tensor, weights: Tensor) -> None:
-        """Append the copies of x [n_embd, n_tokens] and weights [1, n_expert_used, n_tokens]."""
+        """Append the copies of x [n_embd, n_tokens] and weights [n_factors, n_expert_used, n]."""
         for name, tensor in (("x", x), ("weights", weights)):
             target = b.leaf(F32, shape(tensor), f"{name}_host")
             place(self._host, target, self._offsets[name])
@@ -173,7 +174,7 @@ class GraphCpuExperts(CpuExperts):
 
         x = put(b.leaf(F32, (hp.n_embd, n_tokens), "x"), "x")
         ids = put(b.leaf(I32, (k, n_tokens), "ids"), "ids")
-        weights = put(b.leaf(F32, (1, k, n_tokens), "weights"), "weights")
+        weights = put(b.leaf(F32, (hp.n_factors, k, n_tokens), "weights"), "weights")
         return put(hp.expert_rows(b, self._banks[il].parts, x, ids, weights, il), "y")
 
     def _prepare(self, il: int, n_tokens: int) -> None:

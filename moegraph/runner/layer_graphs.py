@@ -3,7 +3,8 @@
     layers        mixer_router and moe of one or more layers
     add_uploaded  adds uploaded experts
     add_cpu       adds experts that the CPU computed
-    sum_rows      CPU device and --deterministic: sums the rows of all experts in routing order
+    sum_rows      CPU device, --deterministic, and models that do not add late: sums the rows of
+                  all experts in routing order
 
 The last three complete the last layer of a `layers` graph, so only that layer may lack experts. A
 layer whose graph fetches its missing experts lacks none. The graph that completes a layer also
@@ -149,9 +150,10 @@ class CarryBuffers(Block):
     l_out has memory of its own (`HiddenRows`).
 
     F32 [n_embd, n_tokens]: input_norm (of the next layer or the head), residual, post_norm.
-    weights F32 and slots I32 (for `add_uploaded`): [n_expert_used, n_tokens].
+    weights F32 [n_factors, n_expert_used, n_tokens]; slots I32 (for `add_uploaded`)
+        [n_expert_used, n_tokens].
     cpu_out: result of the CPU, F32 [n_embd, n_tokens].
-    with_rows (CPU device, --deterministic): there is expert_rows, F32 [n_embd, n_expert_used,
+    with_rows (`LayerGraphs.sums_last`): there is expert_rows, F32 [n_embd, n_expert_used,
         n_tokens], and cpu_out has that shape.
 
     tensors: the memory as matrices, n_expert_used columns a row for weights and expert_rows.
@@ -160,21 +162,22 @@ class CarryBuffers(Block):
     def __init__(self, stage: Stage, max_rows: int, with_rows: bool, cpu_out: bool) -> None:
         n_embd, n_places = stage.hp.n_embd, stage.hp.n_expert_used * max_rows
         shapes = dict.fromkeys(("input_norm", "residual", "post_norm"), (n_embd, max_rows))
-        shapes |= {"weights": (1, n_places), "slots": (1, n_places)}
+        shapes |= {"weights": (stage.hp.n_factors, n_places), "slots": (1, n_places)}
         if with_rows:
             shapes["expert_rows"] = n_embd, n_places
         if cpu_out:
             shapes["cpu_out"] = n_embd, n_places if with_rows else max_rows
         super().__init__(stage.device, shapes, "activations between graphs", "lower -ub")
         self._n_embd, self._n_used = n_embd, stage.hp.n_expert_used
+        self._n_factors = stage.hp.n_factors
 
     def embd(self, b: Builder, name: str, n_tokens: int) -> Tensor:
         """Return a leaf F32 [n_embd, n_tokens] that reads the memory of that name."""
         return self.leaf(b, name, F32, self._n_embd, n_tokens)
 
     def weights(self, b: Builder, n_tokens: int) -> Tensor:
-        """Return a leaf that reads the weights, F32 [1, n_expert_used, n_tokens]."""
-        return self.leaf(b, "weights", F32, 1, self._n_used, n_tokens)
+        """Return a leaf that reads the weights, F32 [n_factors, n_expert_used, n_tokens]."""
+        return self.leaf(b, "weights", F32, self._n_factors, self._n_used, n_tokens)
 
     def expert_rows(self, b: Builder, n_tokens: int) -> Tensor:
         """Return a leaf that reads expert_rows, F32 [n_embd, n_expert_used, n_tokens]."""
@@ -197,7 +200,8 @@ class LayerGraphs(Owner):
         self._stage, self._inputs, self._hidden = stage, inputs, hidden
         self._replay, self.misses = replay, misses
         device, self._cpu_experts = stage.device, misses.cpu_experts if misses else None
-        self.sums_last = misses is not None and (device.can.exact_sums or device.is_invariant)
+        adds_late = stage.hp.adds_late and not (device.can.exact_sums or device.is_invariant)
+        self.sums_last = misses is not None and not adds_late
         self.readback = self.own(RoutingReadback(stage, max_rows))
         has_cpu = self._cpu_experts is not None
         self.carry = self.own(CarryBuffers(stage, max_rows, self.sums_last, has_cpu))

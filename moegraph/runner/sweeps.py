@@ -5,7 +5,7 @@
     layer     both, in a full layer
     inputs    copies the inputs of a unit from host memory
     unit      experts in the ring, for rows of any chunk that chose them
-    sum_rows  CPU device and --deterministic: sums the rows of all experts in routing order
+    sum_rows  where `LayerGraphs.sums_last`: sums the rows of all experts in routing order
     head      output matrix and argmax
 
 A graph does not depend on where in the prompt its rows are: they are copied to fixed memory before
@@ -63,7 +63,7 @@ class SweepMemory(Owner):
 
     hidden: F32 [n_embd, n_rows + 1], the input of the layer that is computed next, then its
     output. If experts may be missing: post_norm F32 [n_embd, n_rows], weights F32 [1, n_used *
-    n_rows + 1], and with_rows (CPU device, --deterministic) expert_rows F32 [n_embd, n_used *
+    n_rows + 1], and with_rows (`LayerGraphs.sums_last`) expert_rows F32 [n_embd, n_used *
     n_rows + 1]. The last row of hidden, weights and expert_rows is spare: padding goes there.
     ids: I32 numpy [2, n_rows * n_used], the choice in a layer and in the one before.
     most: places of a unit, at most.
@@ -81,7 +81,7 @@ class SweepMemory(Owner):
         self.most = max(64, hp.n_expert_used * max_rows // share + 1)
         shapes = {"hidden": (hp.n_embd, n_rows + 1)}
         if may_lack:
-            shapes |= {"post_norm": (hp.n_embd, n_rows), "weights": (1, n_places + 1)}
+            shapes |= {"post_norm": (hp.n_embd, n_rows), "weights": (hp.n_factors, n_places + 1)}
             shapes["unit"] = (1, self._n_words(padded(self.most)))
             shapes["unit_rows"] = (1, 4 + self._n_terms)
         if with_rows:
@@ -340,7 +340,8 @@ class SweepGraphs:
         n = 1 << self._ring.n_each.bit_length() - 1 if n_padded >= _MIN_TILED else 1
         cur = b.get_rows(tensors["post_norm"], token)
         cur = b.reshape(cur, n_embd, n, n_padded // n)
-        weights = b.reshape(b.get_rows(tensors["weights"], at), 1, n, n_padded // n)
+        weights = b.get_rows(tensors["weights"], at)
+        weights = b.reshape(weights, weights.ne[0], n, n_padded // n)
         slots = b.reshape(slot, n, n_padded // n)
         parts = self._ring.bank(il, group).parts
         rows = self._stage.hp.expert_rows(b, parts, cur, slots, weights, -1)

@@ -40,6 +40,8 @@ class Filler:
         self.embd_type = embd_type
         self.n_const = cal.const_dims(shape, embd_type)
         self.const, self.embd_std = cal.embd_scale(shape, embd_type)
+        # gemma4 multiplies embeddings by sqrt(n_embd)
+        self._gain = shape.n_embd**-0.5 if shape.arch == "gemma4" else 1.0
         self._pools: dict[tuple[str, float, int], U8] = {}
 
     def data(self, t: Tensor) -> Bytes:
@@ -72,8 +74,8 @@ class Filler:
 
     def _embedding(self, t: Tensor) -> Bytes:
         kind, n_bytes = TYPES[t.type], t.n_rows * t.row_bytes
-        fixed = np.tile(kind.constant(self.const), self.n_const // kind.n_elem)
-        pool = self._pool(t.type, self.embd_std, t.n_rows, n_bytes)
+        fixed = np.tile(kind.constant(self.const * self._gain), self.n_const // kind.n_elem)
+        pool = self._pool(t.type, self.embd_std * self._gain, t.n_rows, n_bytes)
         rows = np.frombuffer(bytearray().join(_run(pool, 0, n_bytes)), np.uint8)
         rows = rows.reshape(t.n_rows, t.row_bytes)
         rows[:, : len(fixed)] = fixed
@@ -93,14 +95,22 @@ class Filler:
         return weights
 
     def _qk_norm(self, t: Tensor, rng: np.random.Generator) -> Array:
-        return self.cal.qk_norm * self._norm(t, rng)
+        return self.cal.qk_norm * t.std * self._norm(t, rng)
+
+    def _scaled_norm(self, t: Tensor, rng: np.random.Generator) -> Array:
+        return t.std * self._norm(t, rng)
+
+    def _rope_freqs(self, t: Tensor, rng: np.random.Generator) -> Array:
+        # a quarter of the pairs rotates
+        return np.where(np.arange(t.ne[0]) < t.ne[0] // 4, 1.0, 1e30)
 
     def _output_norm(self, t: Tensor, rng: np.random.Generator) -> Array:
         weights = self._norm(t, rng)
         if self.shape.tied:
             # Signs part the head from the embedding: without them every token predicts itself.
             signs = rng.integers(0, 2, t.ne[0]) * 2 - 1
-            weights *= signs * self.cal.logit_std / (self.embd_std * np.sqrt(t.ne[0]))
+            std = self.embd_std * self._gain
+            weights *= signs * self.cal.logit_std / (std * np.sqrt(t.ne[0]))
         return weights
 
     def _normal(self, t: Tensor, rng: np.random.Generator) -> Array:

@@ -143,4 +143,22 @@ PRESETS = {
         "all=Q8_0,embd=F16,gate_up=Q4_0,down=Q5_0",
         "deepseek2 as GLM-4.7-Flash has it: two matrices for Q, MTP block",
     ),
+    "gemma4": Preset(
+        _small(
+            arch="gemma4", n_layer=6, full_attention_interval=6, n_head_kv=1, head_dim=128,
+            n_rot=128, n_head_kv_swa=2, head_dim_swa=64, n_swa=4096, n_ff_shexp=96, tied=True,
+            merged_gate_up=True, rope_freq_base=1e6,
+        ),
+        "all=Q8_0,embd=Q6_K,attn=Q6_K,gate_up=Q4_K,down=Q5_0,gate_up@1=Q5_K",
+        "gemma4: 5 layers with a window of 32, 1 without, 32 experts top-4 beside a dense FFN",
+    ),
+    "gemma-4-26b-a4b": Preset(
+        Shape(
+            arch="gemma4", n_vocab=262144, n_embd=2816, n_layer=30, full_attention_interval=6,
+            n_head=16, n_head_kv=2, head_dim=512, n_rot=512, n_expert=128, n_ff_exp=704,
+            n_ff_shexp=2112, tied=True, merged_gate_up=True, rope_freq_base=1e6,
+        ),
+        "all=Q8_0,embd=Q6_K,gate_up=Q4_K,down=Q5_0",
+        "the shape of Gemma-4-26B-A4B, 16 GB",
+    ),
 }  # fmt: skip

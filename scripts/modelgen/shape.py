@@ -16,7 +16,7 @@ def _opt(default: Any, text: str) -> Any:
 class Shape:
     """The hyper-parameters of one model; the defaults are those of 35B-A3B."""
 
-    arch: str = _opt("qwen35moe", "architecture: qwen35moe, qwen3moe or deepseek2")
+    arch: str = _opt("qwen35moe", "architecture: qwen35moe, qwen3moe, deepseek2 or gemma4")
     n_vocab: int = _opt(248320, "vocabulary size")
     n_ctx_train: int = _opt(262144, "context length written to the file")
     n_embd: int = _opt(2048, "width of the residual stream")
@@ -44,6 +44,11 @@ class Shape:
     full_attention_interval: int = _opt(4, "every n-th layer is full attention")
     layers: str = _opt("", "layer kinds as letters, d(eltanet) or a(ttention); beats the interval")
     rope_freq_base: float = _opt(1e7, "rope base frequency")
+    n_swa: int = _opt(1024, "positions that a layer with a window attends to")
+    n_head_kv_swa: int = _opt(8, "key and value heads of a layer with a window")
+    head_dim_swa: int = _opt(256, "width of a head of a layer with a window")
+    rope_freq_base_swa: float = _opt(1e4, "rope base frequency of layers with a window")
+    logit_softcap: float = _opt(30.0, "bound of logits, 0 for none")
     rope_scaling: str = _opt("none", "rope scaling: none, linear or yarn")
     rope_factor: float = _opt(4.0, "rope scaling factor")
     rope_log_mul: float = _opt(0.0, "YaRN: what converters call yarn_log_multiplier")
@@ -81,6 +86,15 @@ class Shape:
             return self.layers[il] == "d"
         return (il + 1) % self.full_attention_interval != 0
 
+    def is_window(self, il: int) -> bool:
+        """Return whether layer `il` attends to a window."""
+        return self.arch == "gemma4" and (il + 1) % self.full_attention_interval != 0
+
+    def heads(self, il: int) -> tuple[int, int]:
+        """Return the width of a head of layer `il`, and its key and value heads."""
+        window = self.head_dim_swa, self.n_head_kv_swa
+        return window if self.is_window(il) else (self.head_dim, self.n_head_kv)
+
     def rope_sections(self) -> list[int]:
         """Return sections that give every rotated pair a text position.
 
@@ -113,6 +127,8 @@ class Shape:
         if self.n_layer_dense_lead:
             keys["leading_dense_block_count"] = self.n_layer_dense_lead
             keys["feed_forward_length"] = self.n_ff
+        if self.arch == "gemma4":
+            keys |= self._gemma4()
         if self.expert_weights_scale:
             keys["expert_weights_scale"] = self.expert_weights_scale
         if self.rope_scaling != "none":
@@ -159,6 +175,23 @@ class Shape:
         if self.n_layer_nextn:
             keys["nextn_predict_layers"] = self.n_layer_nextn
         return keys
+
+    def _gemma4(self) -> Keys:
+        """Return what gemma4 has otherwise: heads and rope of layers with and without a window."""
+        layers = range(self.n_layer)
+        return {
+            "attention.head_count_kv": [self.heads(il)[1] for il in layers],
+            "attention.key_length_swa": self.head_dim_swa,
+            "attention.value_length_swa": self.head_dim_swa,
+            "attention.sliding_window": self.n_swa,
+            "attention.sliding_window_pattern": [self.is_window(il) for il in layers],
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+            "feed_forward_length": self.n_ff_shexp,
+            "final_logit_softcapping": self.logit_softcap,
+            "rope.dimension_count_swa": self.head_dim_swa,
+            "rope.freq_base_swa": self.rope_freq_base_swa,
+        }
 
 
 def shape_options() -> list[tuple[str, Any, str]]:

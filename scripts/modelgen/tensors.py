@@ -58,6 +58,8 @@ class Plan:
             head = self.mix.type_of("head", None)
             std = cal.logit_std / math.sqrt(s.n_embd)
             out.append(Tensor("output.weight", (s.n_embd, s.n_vocab), head, "pool", std))
+        if s.arch == "gemma4":
+            out.append(Tensor("rope_freqs.weight", (s.head_dim // 2,), "F32", "rope_freqs"))
         for il in range(s.n_layer_all):
             out += self._layer(il)
         return out
@@ -71,6 +73,9 @@ class Plan:
         return Tensor(f"blk.{il}.{name}", (n,), "F32", fill, std, il)
 
     def _layer(self, il: int) -> Iterator[Tensor]:
+        if self.shape.arch == "gemma4":
+            yield from self._gemma4(il)
+            return
         n_embd = self.shape.n_embd
         norm = "mixer_norm" if self.shape.is_recurrent(il) else "norm"
         yield self._vector(il, "attn_norm.weight", n_embd, norm)
@@ -146,7 +151,7 @@ class Plan:
             yield self._matrix(il, "ffn_up_exps", wide, "gate_up", 1.0)
         down = (s.n_ff_exp, s.n_embd, s.n_expert)
         yield self._matrix(il, "ffn_down_exps", down, "down", cal.down_gain(s))
-        if not s.n_ff_shexp:
+        if not s.n_ff_shexp or s.arch == "gemma4":
             return
         if s.is_qwen35:
             gate_std = 1 / math.sqrt(s.n_embd)
@@ -155,3 +160,28 @@ class Plan:
         yield self._matrix(il, "ffn_up_shexp", (s.n_embd, s.n_ff_shexp), "shexp", 1.0)
         shared = (s.n_ff_shexp, s.n_embd)
         yield self._matrix(il, "ffn_down_shexp", shared, "shexp", cal.shared_down_gain(s))
+
+    def _gemma4(self, il: int) -> Iterator[Tensor]:
+        """Return the tensors of a layer of gemma4; one without a window has no projection of V."""
+        s, vector, matrix = self.shape, self._vector, self._matrix
+        (d, n_kv), n_embd, n_ff = s.heads(il), s.n_embd, s.n_ff_shexp
+        for name in (
+            "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_ffw_norm_1",
+            "pre_ffw_norm_2", "post_ffw_norm_2",
+        ):  # fmt: skip
+            yield vector(il, f"{name}.weight", n_embd, "norm")
+        yield matrix(il, "attn_q", (n_embd, s.n_head * d), "attn", 1.0)
+        yield matrix(il, "attn_k", (n_embd, n_kv * d), "attn", 1.0)
+        if s.is_window(il):
+            yield matrix(il, "attn_v", (n_embd, n_kv * d), "attn", 1.0)
+        yield matrix(il, "attn_output", (s.n_head * d, n_embd), "attn", 1.0)
+        for name in ("attn_q_norm.weight", "attn_k_norm.weight"):
+            yield vector(il, name, d, "qk_norm", d**-0.25)  # products are not divided by sqrt(d)
+        yield matrix(il, "ffn_gate", (n_embd, n_ff), "shexp", 1.0)
+        yield matrix(il, "ffn_up", (n_embd, n_ff), "shexp", 1.0)
+        yield matrix(il, "ffn_down", (n_ff, n_embd), "shexp", 1.0)
+        yield from self._ffn(il)
+        # the router divides by sqrt(n_embd)
+        yield vector(il, "ffn_gate_inp.scale", n_embd, "scaled_norm", n_embd**0.5)
+        yield vector(il, "ffn_down_exps.scale", s.n_expert, "norm")
+        yield vector(il, "layer_output_scale.weight", 1, "norm")

@@ -25,7 +25,7 @@ F32 = npt.NDArray[np.float32]
 # gate_up; tied and own head; MTP block; head sizes 64, 128, 256; DeltaNet states 64 and 128.
 MODELS = (
     "tiny", "legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b", "qwen3moe",
-    "mla-lite",
+    "mla-lite", "gemma4",
 )  # fmt: skip
 KV_TYPES = ("f16", "q8_0", "q4_0")
 MODES = ("whole", "layered")

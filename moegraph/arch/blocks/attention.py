@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from ...errors import InternalError
@@ -65,7 +64,7 @@ def build_attention(
     q = b.name(b.rope(q, inp.pos, hp), "Qcur", il)
     k = b.name(b.rope(k, inp.pos, hp), "Kcur", il)
 
-    cur = _attend(b, hp, memory, inp, shape, (q, k, v), il)
+    cur = attend(b, hp, memory, inp, shape, (q, k, v), il)
     if gate is not None:
         cur = b.name(cur, "attn_pregate", il)
         gate = b.name(b.sigmoid(gate), "gate_sigmoid", il)
@@ -83,7 +82,7 @@ def build_keys_values(
     """
     k, v = project(b, w, _KV, cur)
     k = b.name(b.rope(_normed_keys(b, hp, w, k, il), pos, hp), "Kcur", il)
-    _write(b, memory, *_rotated(b, memory, k, _value_heads(b, hp, v, il)), kv_idx, il)
+    _write(b, memory, *_rotated(b, memory, k, _value_heads(b, hp, v, il), il), kv_idx, il)
 
 
 def _normed_keys(b: Builder, hp: Architecture, w: Weights, k: Tensor, il: int) -> Tensor:
@@ -96,12 +95,12 @@ def _value_heads(b: Builder, hp: Architecture, v: Tensor, il: int) -> Tensor:
     return b.name(b.reshape(v, hp.n_embd_head_v, hp.n_head_kv, v.ne[1]), "Vcur", il)
 
 
-def _rotated(b: Builder, memory: Memory, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _rotated(b: Builder, memory: Memory, k: Tensor, v: Tensor, il: int) -> tuple[Tensor, Tensor]:
     """Append the rotations of quantized K and V."""
-    if memory.rot_k is not None:
-        k = b.mul_mat_hadamard(memory.rot_k, k)
-    if memory.rot_v is not None:
-        v = b.mul_mat_hadamard(memory.rot_v, v)
+    if il in memory.rot_k:
+        k = b.mul_mat_hadamard(memory.rot_k[il], k)
+    if il in memory.rot_v:
+        v = b.mul_mat_hadamard(memory.rot_v[il], v)
     return k, v
 
 
@@ -119,19 +118,22 @@ def write_keys(b: Builder, memory: Memory, k: Tensor, kv_idx: Tensor, il: int) -
     b.expand(b.set_rows(memory.k[il], _merge_heads(b, k), kv_idx))
 
 
-def _attend(
+def attend(
     b: Builder, hp: Architecture, memory: Memory, inp: PassInputs, shape: PassShape,
     qkv: tuple[Tensor, Tensor, Tensor], il: int,
 ) -> Tensor:  # fmt: skip
-    """Append the writes of K and V to the cache and the attention: F32 [d * n_head, n_tokens]."""
+    """Append the writes of K and V to the cache and the attention: F32 [d * n_head, n_tokens].
+
+    hp: with the heads of layer il. qkv: heads of each row, F32 [d, n_head or n_head_kv, n_tokens].
+    """
     q, k, v = qkv
-    if memory.rot_k is not None:
-        q = b.mul_mat_hadamard(memory.rot_k, q)
-    k, v = _rotated(b, memory, k, v)
+    if il in memory.rot_k:
+        q = b.mul_mat_hadamard(memory.rot_k[il], q)
+    k, v = _rotated(b, memory, k, v, il)
     b.expand(q)
     _write(b, memory, k, v, inp.kv_idx, il)
 
-    scale = 1.0 / math.sqrt(hp.n_embd_head_k)
+    scale = hp.attention_scale
     if inp.pages is not None and inp.rows is not None:
         out = b.paged_attn(
             q, memory.k[il], memory.v[il], inp.pages, inp.rows, memory.page_size, scale
@@ -139,7 +141,7 @@ def _attend(
     else:
         out = attend_by_mask(b, hp, memory, inp, shape, q, scale, il)
     out = b.expand(out)
-    return out if memory.rot_v is None else b.mul_mat_hadamard(memory.rot_v, out)
+    return b.mul_mat_hadamard(memory.rot_v[il], out) if il in memory.rot_v else out
 
 
 def attend_by_mask(

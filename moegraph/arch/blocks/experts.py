@@ -45,12 +45,13 @@ def shared_tensors(hp: Architecture, gated: bool = True) -> dict[str, Expected]:
 
 
 def build_expert_rows(
-    b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor, il: int
-) -> Tensor:
-    """Append the weighted outputs of single experts with SwiGLU; see `Architecture.expert_rows`.
+    b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor, il: int,
+    gelu: bool = False,
+) -> Tensor:  # fmt: skip
+    """Append the weighted outputs of single experts; see `Architecture.expert_rows`.
 
-    For few rows, CUDA runs gate, up and activation as one kernel if
-    they are in this order.
+    gelu: with GeGLU; otherwise with SwiGLU. For few rows, CUDA runs gate, up and activation as one
+    kernel if they are in this order.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """
@@ -64,9 +65,20 @@ def build_expert_rows(
     else:
         up = b.name(b.mul_mat_id(parts["up"], cur, slots), "ffn_moe_up", il)
         gate = b.name(b.mul_mat_id(parts["gate"], cur, slots), "ffn_moe_gate", il)
-    act = b.name(b.swiglu(gate, up), "ffn_moe_swiglu", il)
-    down = b.name(b.mul_mat_id(parts["down"], act, slots), "ffn_moe_down", il)
-    return b.expand(b.name(b.mul(down, weights), "ffn_moe_weighted", il))
+    act = b.geglu(gate, up) if gelu else b.swiglu(gate, up)
+    act = b.name(act, "ffn_moe_geglu" if gelu else "ffn_moe_swiglu", il)
+    out = b.name(b.mul_mat_id(parts["down"], act, slots), "ffn_moe_down", il)
+    for i in range(weights.ne[0] - 1):
+        out = b.name(b.mul(out, _factor(b, weights, i)), "ffn_moe_down_scaled", il)
+    if weights.ne[0] > 1:
+        weights = _factor(b, weights, weights.ne[0] - 1)
+    return b.expand(b.name(b.mul(out, weights), "ffn_moe_weighted", il))
+
+
+def _factor(b: Builder, weights: Tensor, i: int) -> Tensor:
+    """Append a copy of factor i of each choice: F32 [1, n_expert_used, n_tokens]."""
+    ne, strides = (1, *weights.ne[1:3]), (weights.nb[1], weights.nb[2])
+    return b.cont(b.view(weights, ne, strides, i * weights.nb[0]))
 
 
 def build_ffn(b: Builder, w: Weights, cur: Tensor, il: int, suffix: str = "") -> Tensor:

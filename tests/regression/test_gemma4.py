@@ -1,0 +1,51 @@
+"""gemma4: whatever is resident, upstream's bits, and memory as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from regression.compare import assert_logits_equal
+from regression.harness import THREADS, Models, Upstream, open_engine, our_logits, random_ids
+
+from moegraph.arch import open_model
+from moegraph.config import EngineConfig
+from moegraph.placement.footprint import needed_bytes
+
+NAME = "gemma4"
+RESIDENCY: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "a part": {"mode": "layered", "cache_slots": 40, "policy": "lru", "miss": "stream"},
+    "streamed": {"mode": "layered", "cache_slots": 0, "miss": "stream"},
+    "on the CPU": {"mode": "layered", "cache_slots": 0, "miss": "cpu"},
+}
+
+
+@pytest.mark.parametrize("settings", RESIDENCY.values(), ids=list(RESIDENCY))
+def test_whatever_is_resident_upstreams_logits_and_text(
+    settings: dict[str, Any], models: Models, upstream: Upstream
+) -> None:
+    path = models.path(NAME)
+    with open_engine(path, spec="lookup", **settings) as engine:
+        ids = random_ids(engine.hparams.n_vocab, 150)
+        theirs = upstream.logits(path, ids, n_ctx=1024, threads=THREADS)
+        assert_logits_equal(our_logits(engine, ids), theirs, "one chunk")
+        more = upstream.decode_steps(path, ids[:100], ids[100:], n_ctx=1024, threads=THREADS)
+        our_logits(engine, ids[:100])
+        for at, row in enumerate(more, 100):
+            ours = engine.forward_logits(ids[at : at + 1], pos0=at)
+            assert_logits_equal(ours, row[None], f"row {at}")
+        prompt = ids[:40] * 3  # repeats itself: look-up drafts
+        ((text,), _) = upstream.oracle.greedy(path, [prompt], 24, n_ctx=1024, threads=THREADS)
+        events = engine.generate(prompt, max_tokens=24, text=False)
+        assert [event.token for event in events if event.token is not None] == text
+
+
+def test_what_is_planned_covers_what_is_taken(models: Models) -> None:
+    path = models.path(NAME)
+    with open_model(path) as model:
+        assert model.warnings == ()
+        needed = needed_bytes(model, EngineConfig(device="cpu", n_ctx=512), 512)
+    with open_engine(path, n_ctx=512) as engine:
+        memory = engine.memory()
+        assert (memory["state_bytes"], memory["kv_bytes"]) == (0, needed.kv)

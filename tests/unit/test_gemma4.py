@@ -1,0 +1,55 @@
+"""gemma4: what its keys give for each layer, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from modelgen.presets import PRESETS
+
+from moegraph.arch.gemma4 import Gemma4
+from moegraph.errors import ModelFileError, UnsupportedModel
+from moegraph.gguf.metadata import Metadata
+
+
+def read(preset: str = "gemma4", **changes: Any) -> Gemma4:
+    """Read the keys of a preset with some replaced; None: dropped."""
+    keys = PRESETS[preset].shape.metadata() | {"general.architecture": "gemma4"}
+    keys |= {f"gemma4.{name.replace('__', '.')}": value for name, value in changes.items()}
+    values = {k: np.array(v) if isinstance(v, list) else v for k, v in keys.items()}
+    kept = {k: v for k, v in values.items() if v is not None}
+    return Gemma4.read(Metadata("a.gguf", kept, {}), 1024)
+
+
+def test_layers_with_a_window_have_heads_and_rope_of_their_own() -> None:
+    hp = read()
+    wide, window = hp.at(5), hp.at(0)
+    assert (window.n_embd_head_k, window.n_head_kv, window.n_rot) == (64, 2, 64)
+    assert (wide.n_embd_head_k, wide.n_head_kv, wide.n_rot) == (128, 1, 128)
+    assert (window.rope_freq_base, wide.rope_freq_base) == (1e4, 1e6)
+    assert [hp.layer(il).mixer for il in (0, 5)] == ["window", "attention"]
+    assert [hp.layer(il).kv for il in (0, 5)] == [(128, 128), (128, 128)]
+    assert (hp.embedding_scale, hp.attention_scale, hp.logit_softcap) == (16.0, 1.0, 30.0)
+
+
+@pytest.mark.parametrize("changes, kind, words", [
+    ({"expert_count": None}, UnsupportedModel, "the model is dense"),
+    ({"embedding_length_per_layer_input": 64}, UnsupportedModel, "per-layer embeddings"),
+    ({"attention__shared_kv_layers": 2}, UnsupportedModel, "layers that share K and V"),
+    ({"attention__key_length_swa": 96}, UnsupportedModel, "is 96; moegraph runs multiples of 64"),
+    ({"attention__value_length": 64}, ModelFileError, "is 64 but key heads have 128"),
+    ({"attention__head_count_kv": [2, 2, 3, 2, 2, 1]}, ModelFileError, "has 3, which does not"),
+    ({"attention__head_count_kv": [2, 2]}, ModelFileError, "has 2 elements; expected 6"),
+    ({"rope__dimension_count_swa": 66}, ModelFileError, "is 66; it must be even and at most"),
+    ({"attention__sliding_window": 0}, ModelFileError, "allowed are 1 to"),
+    ({"feed_forward_length": 0}, ModelFileError, "allowed are 1 to"),
+])  # fmt: skip
+def test_what_cannot_run_is_refused(changes: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        read(**changes)
