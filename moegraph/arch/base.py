@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from ..gguf.vocab import BYTE_LEVEL
 from .inputs import Memory, PassInputs, PassShape, Weights
 from .tensors import Expected
 
@@ -83,6 +84,8 @@ class Architecture(ABC):
 
     name: ClassVar[str]
     families: ClassVar[str]  # for people
+    # another tokenizer.ggml.model than that of byte-level BPE that its files may have
+    tokenizer: ClassVar[str] = BYTE_LEVEL
     # whether outputs of experts may be added to a layer's output after `layer_end`
     adds_late: ClassVar[bool] = True
     # whether native/py/cpu_ffn.c computes sums of `expert_rows`: gate, up, SwiGLU, down

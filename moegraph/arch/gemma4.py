@@ -43,6 +43,7 @@ class Gemma4(Architecture):
 
     name = "gemma4"
     families = "Gemma 4 Mixture-of-Experts"
+    tokenizer = "gemma4"  # BPE over characters, with tokens for the bytes of others
     adds_late = has_cpu_kernel = False
     n_factors = 2
 

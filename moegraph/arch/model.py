@@ -44,7 +44,7 @@ class ModelFile(GgufFile):
             refuse_mtp_alone(path, tensors)
             what = "tensor token_embd.weight missing" if tensors else "the file holds no tensors"
             raise ModelFileError(f"{path}: {what}; the file is incomplete")
-        self.hparams = hp = kind.read(meta, check_vocab(meta, embedding.ne[1]))
+        self.hparams = hp = kind.read(meta, check_vocab(meta, embedding.ne[1], kind.tokenizer))
         expected = expected_tensors(hp, merged_layers(hp, tensors))
         _check_variants(path, hp, tensors, expected)
         nextn = range(hp.n_layer, hp.n_layer + hp.n_layer_nextn)

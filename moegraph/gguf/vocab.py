@@ -18,6 +18,7 @@ TOKENS = "tokenizer.ggml.tokens"
 MERGES = "tokenizer.ggml.merges"
 SCORES = "tokenizer.ggml.scores"
 TOKEN_TYPE = "tokenizer.ggml.token_type"
+BYTE_LEVEL = "gpt2"
 NO_TOKENIZER = ("none", "no_vocab")
 
 _SPECIAL_IDS = tuple(
@@ -27,23 +28,24 @@ _SPECIAL_IDS = tuple(
         "fim_sep prefix suffix middle"
     ).split()
 )
-# llama.cpp's BOS and EOS for this tokenizer if the file names none.
+# llama.cpp's BOS and EOS for byte-level BPE if the file names none.
 _DEFAULT_ID = 11
 _MAX_VOCAB = 1 << 24
 
 
-def check_vocab(meta: Metadata, n_embd_rows: int) -> int:
+def check_vocab(meta: Metadata, n_embd_rows: int, own: str = BYTE_LEVEL) -> int:
     """Check the tokenizer keys and return n_vocab.
 
-    n_embd_rows: rows of token_embd.weight; the default of n_vocab without a tokenizer.
+    n_embd_rows: rows of token_embd.weight; the default of n_vocab without a tokenizer. own: another
+    BPE tokenizer that the architecture has, which begins each text with BOS.
     """
     model = meta.string(MODEL, NO_TOKENIZER[0])
     if model in NO_TOKENIZER:
         n_vocab = meta.integer(".vocab_size", 1, _MAX_VOCAB, min(n_embd_rows, _MAX_VOCAB))
-    elif model == "gpt2":
+    elif model in (BYTE_LEVEL, own):
         n_vocab = _check_bpe(meta)
     else:
-        what = f"is {model!r}; moegraph runs byte-level BPE ('gpt2')"
+        what = f"is {model!r}; moegraph runs byte-level BPE ({BYTE_LEVEL!r})"
         raise meta.error(MODEL, what, UnsupportedModel)
     if n_vocab != n_embd_rows:
         raise ModelFileError(
@@ -73,7 +75,7 @@ def frequent_ids(meta: Metadata, n_vocab: int, n: int) -> npt.NDArray[np.int32]:
 
 
 def _check_bpe(meta: Metadata) -> int:
-    """Check a byte-level BPE vocabulary and return its size."""
+    """Check a BPE vocabulary and return its size."""
     tokens = meta.strings(TOKENS)
     n_vocab = len(tokens)
     if not 1 <= n_vocab <= _MAX_VOCAB:
@@ -122,9 +124,13 @@ def _check_special(meta: Metadata, n_vocab: int) -> None:
     for key in _SPECIAL_IDS:
         if key in meta:
             meta.integer(key, 0, n_vocab - 1)
+    is_own = meta.string(MODEL) != BYTE_LEVEL
+    has_default = n_vocab > _DEFAULT_ID and not is_own
     for name in ("bos", "eos"):
         flag, key = f"tokenizer.ggml.add_{name}_token", f"tokenizer.ggml.{name}_token_id"
-        if meta.boolean(flag, False) and key not in meta and n_vocab <= _DEFAULT_ID:
+        if meta.boolean(flag, False) and key not in meta and not has_default:
             raise meta.error(flag, f"is true but there is no {key}")
+    if is_own:
+        meta.integer("tokenizer.ggml.bos_token_id", 0, n_vocab - 1)
     meta.string("tokenizer.ggml.pre", "")
     meta.string("tokenizer.chat_template", "")

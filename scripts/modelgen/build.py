@@ -10,7 +10,7 @@ from .gguf_write import write_gguf
 from .presets import Mix
 from .shape import Shape
 from .tensors import Plan
-from .vocab import vocabulary
+from .vocab import gemma4_vocabulary, vocabulary
 
 
 def write_model(path: Path, shape: Shape, mix: str, seed: int = 0, n_splits: int = 1) -> list[Path]:
@@ -23,7 +23,7 @@ def write_model(path: Path, shape: Shape, mix: str, seed: int = 0, n_splits: int
         "general.name": f"synthetic {shape.arch}, seed {seed}",
         "general.quantization_version": 2,
         **shape.metadata(),
-        **vocabulary(shape.n_vocab),
+        **(gemma4_vocabulary if shape.arch == "gemma4" else vocabulary)(shape.n_vocab),
     }
     entries = [t.entry() for t in tensors.values()]
     return write_gguf(

@@ -11,6 +11,7 @@ from regression.harness import THREADS, Models, Upstream, open_engine, our_logit
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
 from moegraph.placement.footprint import needed_bytes
+from moegraph.text.tokenizer import Tokenizer
 
 NAME = "gemma4"
 RESIDENCY: dict[str, dict[str, Any]] = {
@@ -49,3 +50,23 @@ def test_what_is_planned_covers_what_is_taken(models: Models) -> None:
     with open_engine(path, n_ctx=512) as engine:
         memory = engine.memory()
         assert (memory["state_bytes"], memory["kv_bytes"]) == (0, needed.kv)
+
+
+TEXTS = (
+    "def f(a, b):\n    return a + b  # the list of values\n",
+    "  two spaces,\ttabs,\n\n\nlines\n\n\n\n\n\nand a caf\u00e9, \u4e2d\u6587, \U0001f600",
+    "a \u2581 of its own <0x41> <bos> <|turn> <|channel>",
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_becomes_upstreams_tokens_and_comes_back(
+    text: str, models: Models, upstream: Upstream
+) -> None:
+    path = models.path(NAME)
+    with open_model(path) as model, Tokenizer(model) as tokenizer:
+        ids = tokenizer.encode(text, add_special=False, parse_special=False)
+        assert ids == upstream.oracle.tokenize(path, text)
+        assert tokenizer.decode(ids) == text.replace("\u2581", " ")
+        assert tokenizer.encode(text)[0] == tokenizer.bos == 2
+        assert tokenizer.eog_ids >= {1, model.hparams.n_vocab - 8}  # <eos>, <turn|>

@@ -11,11 +11,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from helpers.ggufbytes import T, kv, vocab_pairs
 from modelgen.presets import PRESETS
 
 from moegraph.arch.gemma4 import Gemma4
 from moegraph.errors import ModelFileError, UnsupportedModel
 from moegraph.gguf.metadata import Metadata
+from moegraph.gguf.reader import Reader
+from moegraph.gguf.scan import _read_metadata
+from moegraph.gguf.vocab import check_vocab
 
 
 def read(preset: str = "gemma4", **changes: Any) -> Gemma4:
@@ -25,6 +29,23 @@ def read(preset: str = "gemma4", **changes: Any) -> Gemma4:
     values = {k: np.array(v) if isinstance(v, list) else v for k, v in keys.items()}
     kept = {k: v for k, v in values.items() if v is not None}
     return Gemma4.read(Metadata("a.gguf", kept, {}), 1024)
+
+
+@pytest.mark.parametrize("own, kind, words", [
+    # llama.cpp begins each text with it, and ends the process if there is none
+    (Gemma4.tokenizer, ModelFileError, "bos_token_id is missing"),
+    ("gpt2", UnsupportedModel, "is 'gemma4'; moegraph runs byte-level BPE"),
+])  # fmt: skip
+def test_a_vocabulary_without_bos_or_of_another_model_is_refused(
+    own: str, kind: type[Exception], words: str, tmp_path: Path
+) -> None:
+    path, model = tmp_path / "a.gguf", "tokenizer.ggml.model"
+    pairs = vocab_pairs(40) | {model: kv(model, T.STRING, "gemma4")}
+    path.write_bytes(b"".join(pairs.values()))
+    with path.open("rb") as file:
+        meta = _read_metadata(Reader(file.fileno(), path, path.stat().st_size), len(pairs))
+    with pytest.raises(kind, match=words):
+        check_vocab(meta, 40, own)
 
 
 def test_layers_with_a_window_have_heads_and_rope_of_their_own() -> None:
