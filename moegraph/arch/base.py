@@ -26,16 +26,19 @@ class Layer:
     """What a layer keeps of each sequence, which placement, state, planner and runner ask.
 
     mixer: its name, for people. kv: elements of a row of K and of V; None: it has no KV cache, and
-    one graph serves all KV lengths. v_in_k: V is the first elements of K, and has no cache. states:
-    shapes of its recurrent states, F32 in ggml order, by the names of llama.cpp's nodes that
-    compute them. drafts: F32 numbers of each kind that a verify pass keeps of a row, so that
-    accepted rows can be committed to the states. n_ff: width of the FFN that a dense layer has in
-    place of router and experts; 0: it has those.
+    one graph serves all KV lengths. v_in_k: V is the first elements of K, and has no cache.
+    window: the last positions, its own included, that a row attends to; None: all. has_sinks: its
+    attention has sinks. states: shapes of its recurrent states, F32 in ggml order, by the names of
+    llama.cpp's nodes that compute them. drafts: F32 numbers of each kind that a verify pass keeps
+    of a row, so that accepted rows can be committed to the states. n_ff: width of the FFN that a
+    dense layer has in place of router and experts; 0: it has those.
     """
 
     mixer: str
     kv: tuple[int, int] | None = None
     v_in_k: bool = False
+    window: int | None = None
+    has_sinks: bool = False
     states: tuple[tuple[str, tuple[int, ...]], ...] = ()
     drafts: tuple[int, ...] = ()
     n_ff: int = 0
@@ -163,6 +166,12 @@ class Architecture(ABC):
     def routed_layers(self) -> list[int]:
         """Return the layers with a router."""
         return [il for il in range(self.n_layer) if self.layer(il).is_routed]
+
+    @property
+    def window(self) -> int | None:
+        """Return the window of the layers that have one, which is the same in all of them."""
+        windows = (self.layer(il).window for il in range(self.n_layer))
+        return next((window for window in windows if window), None)
 
     @property
     def mixer_width(self) -> int:

@@ -6,8 +6,10 @@ graphs read them.
 
 The mask of n rows over n_kv positions is made on the device. Within a page, a row sees the first
 positions and not the others, so each piece of the mask is one of PAGE + 1 patterns, and the host
-sends the numbers of the patterns. With --deterministic on CUDA, attention reads pages as decode
-passes do (paged.py): then the bits of a row do not depend on its chunk, and there is no mask.
+sends the numbers of the patterns. Layers with a window have patterns of their own, in which the
+positions before the window are hidden too. With --deterministic on CUDA, attention reads pages as
+decode passes do (paged.py): then the bits of a row do not depend on its chunk, and there is no
+mask.
 
 A chunk may have rows of several sequences (`JointRows`). Then the sequences and the KV rows that
 they attend to are inputs of the chunk too; otherwise all chunks share them.
@@ -84,10 +86,13 @@ class Form(Enum):
 class _Sizes:
     """Words of the parts of the block: the chunk that graphs read, KV rows, and all chunks."""
 
-    def __init__(self, state: State, is_paged: bool, max_rows: int, n_rows: int) -> None:
-        n_ctx, n_seq = state.n_ctx, state.n_seq
+    def __init__(
+        self, state: State, is_paged: bool, has_window: bool, max_rows: int, n_rows: int
+    ) -> None:
+        n_ctx, n_seq, n_masks = state.n_ctx, state.n_seq, 1 + has_window
         n_parts = 7 if n_seq > 1 else 3  # of a chunk; each is rounded up
-        self.row = n_parts - (n_seq > 1) + (ROW_WORDS if is_paged else n_ctx // PAGE)
+        self.row = n_parts - (n_seq > 1) + (ROW_WORDS if is_paged else n_masks * (n_ctx // PAGE))
+        n_parts += has_window
         self.current = round_up(max_rows * self.row, _ALIGN) + n_parts * _ALIGN
         self.slot = _ALIGN
         self.draws = round_up(DRAW_WORDS, _ALIGN)
@@ -95,7 +100,7 @@ class _Sizes:
         if is_paged:
             self.kv_rows = min(rounded_seqs(n_seq), MAX_SEQS) * state.pool.table.shape[1]
         self.n_chunks = -(-n_rows // max_rows) + _MORE_CHUNKS
-        self.all = round_up(n_rows * self.row, _ALIGN) + 3 * _ALIGN * self.n_chunks
+        self.all = round_up(n_rows * self.row, _ALIGN) + (3 + has_window) * _ALIGN * self.n_chunks
         # sequences and KV rows of chunks of several sequences
         self.all += _JOINT_CHUNKS * (self.slot + self.kv_rows) if n_seq > 1 else 0
         self.total = self.current + self.slot + self.draws + self.kv_rows + self.all
@@ -138,6 +143,29 @@ class _Parts(NamedTuple):
         return cls(*offsets)
 
 
+def _patterns(window: int | None) -> npt.NDArray[np.bool_]:
+    """Return what rows see of a page: bool numpy [n_patterns, PAGE].
+
+    Pattern i shows the first i positions. Those after PAGE are of layers with a window.
+    """
+    inside, ends = np.arange(PAGE)[None, :], np.arange(PAGE + 1)[:, None]
+    if not window:
+        return inside < ends
+    shown = min(window, PAGE)
+    ends = np.concatenate([ends, np.arange(PAGE + shown + 1)[:, None]])
+    firsts = ends - shown
+    firsts[: PAGE + 1] = 0
+    found: npt.NDArray[np.bool_] = (firsts <= inside) & (inside < ends)
+    return found
+
+
+def _window_patterns(ends: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
+    """Return the patterns of pages for rows whose windows end at `ends`, counted from the page."""
+    shown = min(window, PAGE)
+    ends = ends - np.clip(ends - PAGE, 0, window - shown)  # the page is all inside the window
+    return np.clip(ends, 0, PAGE + shown) + PAGE + 1
+
+
 class ChunkInputs:
     """Device memory for the inputs of all chunks of a sweep, and for those of one chunk at a time.
 
@@ -148,17 +176,18 @@ class ChunkInputs:
         device, hp, state = stage.device, stage.hp, stage.state
         self._device, self._state, self._n_embd = device, state, hp.n_embd
         self._is_paged = device.is_invariant and can_page(stage)
-        sizes = self._sizes = _Sizes(state, self._is_paged, max_rows, n_rows)
+        self._window = window = hp.window
+        sizes = self._sizes = _Sizes(state, self._is_paged, bool(window), max_rows, n_rows)
         self.n_chunks = sizes.n_chunks
         self._slot_at = sizes.current
         self._draws_at = self._slot_at + sizes.slot
         self._kv_rows_at = self._draws_at + sizes.draws
         self._chunks_at = self._kv_rows_at + sizes.kv_rows
-        shapes = {"words": (1, sizes.total), "patterns": (PAGE // 2, PAGE + 1)}
+        patterns = _patterns(window)
+        shapes = {"words": (1, sizes.total), "patterns": (PAGE // 2, len(patterns))}
         self._block = Block(device, shapes, "the inputs of a prompt", "lower -ub or -c")
         self._words, self.n_bytes = self._block.tensors["words"], self._block.n_bytes
-        sees = np.arange(PAGE)[None, :] < np.arange(PAGE + 1)[:, None]
-        self._block.set("patterns", np.where(sees, np.float16(0), np.float16(-np.inf)))
+        self._block.set("patterns", np.where(patterns, np.float16(0), np.float16(-np.inf)))
         most = max(sizes.current + sizes.slot + sizes.kv_rows, sizes.draws)
         self._sender, self._rows = (
             Sender(device, 4 * most),
@@ -199,7 +228,8 @@ class ChunkInputs:
     def _n_words(self, n: int, shape: PassShape) -> tuple[int, int]:
         """Return the words of a chunk that graphs read at the start of the block, and of others."""
         n_seen = ROW_WORDS * n if self._is_paged else shape.n_kv // PAGE * shape.n_tokens
-        words = round_up(_Parts.of(n, shape).mask + n_seen, _ALIGN)
+        n_masks = 2 if self._window else 1
+        words = _Parts.of(n, shape).mask + n_masks * round_up(n_seen, _ALIGN)
         return words, _ALIGN + self._n_kv_words(shape) if shape.is_ragged else 0
 
     def _kv_words(self, slots: Sequence[int], n_kv: int) -> npt.NDArray[np.int32]:
@@ -224,7 +254,7 @@ class ChunkInputs:
         self, seqs: npt.NDArray[np.int64], places: npt.NDArray[np.int64],
         in_rect: npt.NDArray[np.int64], n: int, shape: PassShape,
     ) -> npt.NDArray[np.int32]:  # fmt: skip
-        """Return what says which keys a row attends to: patterns of a mask, or rows over pages.
+        """Return what says which keys a row attends to: patterns of masks, or rows over pages.
 
         seqs, places, in_rect: of each row its sequence in the chunk, its position, and its place in
         the rectangle. n: rows of the chunk, copies included.
@@ -232,8 +262,14 @@ class ChunkInputs:
         if self._is_paged:
             return prompt_rows(seqs, places, n).reshape(-1)
         n_pages = shape.n_kv // PAGE
-        seen = np.full((shape.n_tokens, n_pages), PAGE, dtype=np.int32)  # a mask leaves something
-        seen[in_rect] = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
+        n_seen = round_up(shape.n_tokens * n_pages, _ALIGN)
+        # a mask leaves something
+        seen = np.full((2 if self._window else 1, n_seen), PAGE, dtype=np.int32)
+        places_of = [one[: shape.n_tokens * n_pages].reshape(-1, n_pages) for one in seen]
+        ends = places[:, None] + 1 - PAGE * np.arange(n_pages)
+        places_of[0][in_rect] = np.clip(ends, 0, PAGE)
+        if self._window:
+            places_of[1][in_rect] = _window_patterns(ends, self._window)
         return seen.reshape(-1)
 
     def add(
@@ -305,7 +341,7 @@ class ChunkInputs:
         """
         t, n_seqs, n_kv = shape[:3]
         parts = _Parts.of(n, shape)
-        kq_mask = kv_rows = pages = rows = joint = None
+        kq_mask = window_mask = kv_rows = pages = rows = joint = None
 
         def leaf(at: int, dtype: int, *ne: int) -> Tensor:
             return self._block.leaf(b, "words", dtype, *ne, at=4 * at)
@@ -317,9 +353,16 @@ class ChunkInputs:
             rows = leaf(parts.mask, I32, ROW_WORDS, n)
         else:
             n_kv = n_kv or PAGE
-            seen = leaf(parts.mask, I32, n_kv // PAGE * shape.n_tokens)
-            patterns = b.retype(b.get_rows(self._block.tensors["patterns"], seen), F16, PAGE)
-            kq_mask = b.reshape(patterns, n_kv, t, 1, n_seqs)
+
+            def mask(at: int) -> Tensor:
+                seen = leaf(at, I32, n_kv // PAGE * shape.n_tokens)
+                patterns = b.retype(b.get_rows(self._block.tensors["patterns"], seen), F16, PAGE)
+                return b.reshape(patterns, n_kv, t, 1, n_seqs)
+
+            kq_mask = mask(parts.mask)
+            if self._window:
+                n_seen = n_kv // PAGE * shape.n_tokens
+                window_mask = mask(parts.mask + round_up(n_seen, _ALIGN))
             if self._sizes.kv_rows:
                 kv_rows = leaf(self._kv_rows_at, I32, n_kv * n_seqs)
         if shape.is_ragged:
@@ -331,7 +374,7 @@ class ChunkInputs:
             )
         return PassInputs(
             leaf(parts.pos, I32, n), leaf(parts.idx, I64, n), slots, kq_mask=kq_mask,
-            kv_rows=kv_rows, pages=pages, rows=rows, joint=joint,
+            window_mask=window_mask, kv_rows=kv_rows, pages=pages, rows=rows, joint=joint,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from ..resident.state import State, TapRows
 from ..units import round_up
 from .hidden import HiddenRows
 from .paged import ROW_WORDS, fill_rows
-from .rows import Tree, fill_mask, gathered_rows
+from .rows import Tree, fill_mask, fill_window, gathered_rows
 
 _ALIGN = 256
 
@@ -92,10 +92,13 @@ class InputBlock:
         self._n_embd = stage.hp.n_embd if self._embedding else 0
         self._n_expert_used = stage.hp.n_expert_used
         self._state = state = stage.state
+        self._window = stage.hp.window
         self._taps = stage.taps
         n_rows = state.shape.n_rows
         at = self._layout(state.shape.pass_rows(n_ubatch))
         masked = at.mask(n_rows if state.n_seq > 1 else 0) + 2 * n_rows * n_ubatch
+        if self._window:
+            masked += _ALIGN + 2 * n_rows * n_ubatch
         paged = PassShape(1, MAX_PAGED_ROWS, PAGED, 0)
         self.n_bytes = round_up(max(masked, self._end(at, paged)), _ALIGN)
         shapes = {"inputs": (1, self.n_bytes // 4)}
@@ -150,6 +153,9 @@ class InputBlock:
             n_gathered = _n_gathered(self._state, shape)
             mask = leaf(F16, mask_ne, "inp_kq_mask", at.mask(n_gathered))
             found["kq_mask"] = spans(b, shape.n_kv, mask, 0, 1, 2, 3)
+            if self._window:
+                mask = leaf(F16, mask_ne, "inp_window_mask", self._window_at(at, shape))
+                found["window_mask"] = spans(b, shape.n_kv, mask, 0, 1, 2, 3)
             if n_gathered:
                 kv_rows = leaf(I32, (shape.n_kv * shape.n_seqs,), "inp_kv_rows", at.attention)
                 found["kv_rows"] = spans(b, shape.n_kv, kv_rows, 0, 1, 2, 3)
@@ -192,6 +198,9 @@ class InputBlock:
             if one is None or one.shape != shape:
                 at = self._layout(1)
                 one = _OneRow(self._region, at, shape, self._n_embd, self._state, self._taps)
+                if self._window and not shape.is_paged:
+                    mask = self._region(self._window_at(at, shape), shape.n_kv, np.float16)
+                    one.window = self._window, mask
                 self._one, one.end = one, self._end(at, shape)
             if self._embedding:
                 self._embedding.rows(tokens.reshape(-1), one.embd)
@@ -209,7 +218,20 @@ class InputBlock:
         if shape.n_kv == PAGED:
             rows = at.rows(shape, self._state.pool.table.shape[1])
             return rows + 4 * ROW_WORDS * n_tokens
-        return at.mask(_n_gathered(self._state, shape)) + 2 * shape.n_kv * n_tokens
+        masks = self._window_at(at, shape) if self._window else 0
+        masks = masks or at.mask(_n_gathered(self._state, shape))
+        return masks + 2 * shape.n_kv * n_tokens
+
+    def _window_at(self, at: _Layout, shape: PassShape) -> int:
+        """Return the offset of the mask of layers with a window, which follows the other one.
+
+        Where one graph serves all KV lengths, it is the same for all of them.
+        """
+        n_kv = shape.n_kv
+        if not self._device.can.streams:
+            n_kv = self._state.shape.most_kv(shape.n_seqs)
+        mask_at = at.mask(_n_gathered(self._state, shape))
+        return round_up(mask_at + 2 * n_kv * shape.n_tokens, _ALIGN)
 
     def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
         """View n numbers of the host block from byte `start`."""
@@ -256,6 +278,9 @@ class InputBlock:
         mask = region(at.mask(n_gathered), shape.n_kv * n_tokens, np.float16)
         mask = mask.reshape(-1, n, shape.n_kv)
         fill_mask(mask, pos0, None if tree is None else tree.sees)
+        if self._window:
+            seen = region(self._window_at(at, shape), mask.size, np.float16).reshape(mask.shape)
+            fill_window(seen, mask, pos0, self._window, None if tree is None else tree.depths)
         if n_gathered:
             rows = region(at.attention, shape.n_kv * shape.n_seqs, np.int32)
             rows[:] = gathered_rows(state.pool, slots, shape.n_kv).reshape(-1)
@@ -282,10 +307,12 @@ class _OneRow:
     """The inputs of one-row passes in the host block; writes only what changes between passes.
 
     embd: F32, numpy shape [1, n_embd] or empty, and draws: I32 [1, DRAW_WORDS]; the caller writes
-    them. end: bytes of all inputs. The device is idle meanwhile, so this must be fast.
+    them. end: bytes of all inputs. window: its length and the mask of layers that have one. The
+    device is idle meanwhile, so this must be fast.
     """
 
     end = 0
+    window: tuple[int, npt.NDArray[np.float16]] | None = None
 
     def __init__(
         self, region: Callable[..., npt.NDArray[Any]], at: _Layout, shape: PassShape, n_embd: int,
@@ -327,8 +354,16 @@ class _OneRow:
                 self._pages[:] = pool.table[slot]
         elif goes_on:
             self._mask[first] = 0.0
+            if self.window:
+                n, mask = self.window
+                mask[first] = 0.0
+                if first >= n:
+                    mask[first - n] = -np.inf
         else:
-            fill_mask(self._mask.reshape(1, 1, -1), [first])
+            mask = self._mask.reshape(1, 1, -1)
+            fill_mask(mask, [first])
+            if self.window:
+                fill_window(self.window[1].reshape(1, 1, -1), mask, [first], self.window[0])
             if self._kv_rows is not None:
                 self._kv_rows[:] = gathered_rows(pool, (slot,), self.shape.n_kv)[0]
         self._last = (first, slot, pool.version)

@@ -29,7 +29,8 @@ _CHAIN = np.arange(ROW_WORDS - _PATH, dtype=np.int32)
 def can_page(stage: Stage) -> bool:
     """Return whether decode and verify passes read K and V through pages.
 
-    They do if the device has the op for this model. On the CPU, llama.cpp's own op keeps the bits.
+    They do if the device has the op for this model; it has neither windows nor sinks. On the CPU,
+    llama.cpp's own op keeps the bits.
 
     Raises:
         ConfigError: they cannot, but a row's bits must not depend on the rows beside it.
@@ -41,7 +42,8 @@ def can_page(stage: Stage) -> bool:
     for il, k in state.k.items():
         at = hp.at(il)
         kinds[at.n_embd_head_k, at.n_head, at.n_head_kv] = k, state.v.get(il)
-    found = all(
+    is_plain = not any(layer.window or layer.has_sinks for layer in map(hp.layer, state.k))
+    found = is_plain and all(
         d % 32 == 0
         and d <= MAX_ATTN_HEAD
         and v is not None
@@ -49,9 +51,10 @@ def can_page(stage: Stage) -> bool:
         for (d, n_head, _), (k, v) in kinds.items()
     )
     if device.is_invariant and not found:
+        what = f"heads of {hp.n_embd_head_k} keys and {hp.n_embd_head_v} values"
         raise ConfigError(
-            f"--deterministic needs attention over pages, which {device.name} lacks for heads of "
-            f"{hp.n_embd_head_k} keys and {hp.n_embd_head_v} values; drop it"
+            f"--deterministic needs attention over pages, which {device.name} lacks for "
+            f"{what if is_plain else 'windows and sinks'}; drop it"
         )
     return found
 

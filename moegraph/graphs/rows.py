@@ -118,6 +118,23 @@ def fill_mask(
             square[sees[seq, :, : square.shape[1]]] = 0.0
 
 
+def fill_window(
+    mask: npt.NDArray[np.float16], whole: npt.NDArray[np.float16], pos0: list[int], window: int,
+    depths: npt.NDArray[np.int64] | None = None,
+) -> None:  # fmt: skip
+    """Fill the mask of layers with a window from that of other layers, of the same numpy shape.
+
+    Others: as in `fill_mask`; depths: see `Tree`.
+    """
+    n_seq_tokens, n_kv = mask.shape[1:]
+    for seq, first in enumerate(pos0):
+        rows = first + (np.arange(n_seq_tokens) if depths is None else depths[seq])
+        columns = np.arange(n_kv)
+        columns[first : first + n_seq_tokens] = rows[: n_kv - first]
+        is_before = columns <= rows[:, None] - window
+        mask[seq] = np.where(is_before, np.float16(-np.inf), whole[seq])
+
+
 def gathered_rows(pool: KVPool, slots: tuple[int, ...], n_kv: int) -> npt.NDArray[np.int32]:
     """Return the KV rows of the first n_kv positions of sequences: I32 numpy [n_seqs, n_kv].
 

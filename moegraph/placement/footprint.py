@@ -77,7 +77,7 @@ def needed_bytes(
     sizes = tuple(Packing.of(tensors[il]).stride for il in layers)
     kinds = {stack_kind(tensors[il]): n for il, n in zip(layers, sizes) if n}
     n_ubatch = min(config.n_rows, padded)
-    rows, masks = shape.pass_rows(n_ubatch), 2 * n_kv * n_ubatch
+    rows, masks = shape.pass_rows(n_ubatch), 2 * _n_masks(hp) * n_kv * n_ubatch
     logits = 8 * hp.n_vocab * has_head
     compute = rows * _row_bytes(hp) + masks + logits * config.n_seq
     drafted = config.n_seq * min(config.n_draft + 1, config.n_rows) if config.n_draft else 0
@@ -162,9 +162,11 @@ def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
 def _sweep_bytes(hp: Architecture, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int) -> int:
     """Return a bound on what a sweep of n_rows rows holds: hidden states, inputs, and a mask."""
     n_words, n_lists = (4, 1) if n_seq == 1 else (7, 6)  # of a row, and of KV rows
-    n_seen = max(n_ctx // PAGE, _ROW_WORDS)  # of a row: patterns of the mask, or its path
+    n_masks = _n_masks(hp)
+    n_seen = max(n_masks * n_ctx // PAGE, _ROW_WORDS)  # of a row: patterns of masks, or its path
     inputs = 4 * (n_rows + n_ubatch + 256) * (n_words + n_seen) + 4 * n_lists * n_ctx
-    return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + _SWEEP_CONSTANTS
+    constants = n_masks * _SWEEP_CONSTANTS
+    return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + constants
 
 
 def lacking_bytes(hp: Architecture, n_rows: int, n_ubatch: int, is_own: bool = True) -> int:
@@ -180,6 +182,11 @@ def slot_bytes(model: ModelFile) -> tuple[int, ...]:
     """Return the bytes of one slot of each layer, padding included; 0 for a dense layer."""
     layers = range(model.hparams.n_layer)
     return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
+
+
+def _n_masks(hp: Architecture) -> int:
+    """Return how many masks a pass has: one, and one of layers with a window."""
+    return 2 if hp.window else 1
 
 
 def _row_bytes(hp: Architecture) -> int:

@@ -152,7 +152,8 @@ def attend_by_mask(
 
     q F32 [n_embd_head_k, n_head, n_tokens]; returns F32 [n_embd_head_v * n_head, n_tokens].
     """
-    if inp.kq_mask is None:
+    mask = inp.window_mask if hp.layer(il).window else inp.kq_mask
+    if mask is None:
         raise InternalError("a pass has neither pages nor a mask")
     d, n_head, n_seq_tokens, n_seqs = hp.n_embd_head_k, hp.n_head, shape.n_seq_tokens, shape.n_seqs
     if inp.joint:
@@ -172,7 +173,7 @@ def attend_by_mask(
         b.permute(q, 0, 2, 1, 3),
         _heads(b, hp, shape, rows[0], d),
         _heads(b, hp, shape, rows[-1], hp.n_embd_head_v),
-        inp.kq_mask,
+        mask,
         scale,
         memory.n_attention_parts,
     )
