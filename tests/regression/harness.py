@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 F32 = npt.NDArray[np.float32]
 
+# One preset of each family but qwen35moe, for test_families.py and, among MODELS, for what all have
+# in common.
+FAMILIES = ("qwen3moe", "mla-lite", "gemma4")
 # The trained model and random ones: experts 32, 40, 64, 256; every weight type; merged and separate
 # gate_up; tied and own head; MTP block; head sizes 64, 128, 256; DeltaNet states 64 and 128.
-MODELS = (
-    "tiny", "legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b", "qwen3moe",
-    "mla-lite", "gemma4",
-)  # fmt: skip
+MODELS = ("tiny", "legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b", *FAMILIES)
 KV_TYPES = ("f16", "q8_0", "q4_0")
 MODES = ("whole", "layered")
 SEED = 20
@@ -65,6 +65,10 @@ class Upstream:
     def logits(self, model: Path, tokens: Sequence[int], **cfg: Any) -> F32:
         """Return the logits of every token of a prompt, [n_tokens, n_vocab]."""
         return self._kept(model, [Step(tokens)], cfg)
+
+    def parts(self, model: Path, parts: Sequence[Sequence[int]], **cfg: Any) -> F32:
+        """Return the logits of all tokens of a sequence that is run in parts."""
+        return self._kept(model, [Step(part) for part in parts], cfg)
 
     def decode_steps(
         self, model: Path, prompt: Sequence[int], more: Sequence[int], **cfg: Any
