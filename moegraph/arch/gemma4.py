@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import InternalError, UnsupportedModel
 from .base import Architecture, Layer, Routing
 from .blocks.attention import attend
-from .blocks.experts import build_expert_rows, expert_tensors
+from .blocks.experts import build_expert_rows, build_ffn, expert_tensors, ffn_tensors
 from .blocks.router import build_router
 from .hparams import MAX_CTX, MAX_DIM, MAX_LAYERS, read_experts, read_rope, read_sizes, uniform
 from .inputs import Memory, PassInputs, PassShape, Weights, project
@@ -69,9 +69,6 @@ class Gemma4(Architecture):
             raise meta.error(key, f"has {wrong[0]}, which does not divide n_head {n_head}")
         rope = read_rope(meta, sizes["n_ctx_train"])
         n_swa = meta.integer(".attention.sliding_window", 1, MAX_CTX)
-        if n_swa < sizes["n_ctx_train"]:
-            what = f"is {n_swa}; moegraph does not run windows shorter than the context"
-            raise meta.error(".attention.sliding_window", what, UnsupportedModel)
         pattern = meta.integers(".attention.sliding_window_pattern", n_layer, 0, 1)
         base = meta.number(".rope.freq_base_swa", 1.0, 1e12, 10_000.0)
         experts = read_experts(meta, n_layer, shared=False)
@@ -104,9 +101,10 @@ class Gemma4(Architecture):
 
     def layer(self, il: int) -> Layer:
         """Return what layer il keeps."""
-        at = self._each[il]
-        width = at.n_embd_head_k * at.n_head_kv
-        return Layer("window" if self.windows[il] else "attention", kv=(width, width))
+        n_swa = self.windows[il]
+        width = (self.n_embd_head_swa if n_swa else self.n_embd_head_k) * self.heads_kv[il]
+        mixer = "attention in a window" if n_swa else "attention"
+        return Layer(mixer, kv=(width, width), window=n_swa or None)
 
     @property
     def embedding_scale(self) -> float:
@@ -134,7 +132,7 @@ class Gemma4(Architecture):
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of layer il."""
-        at, n_embd, n_ff = self._each[il], self.n_embd, self.n_ff_shexp
+        at, n_embd = self._each[il], self.n_embd
         d = at.n_embd_head_k
         norms = (
             "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_ffw_norm_1",
@@ -148,12 +146,10 @@ class Gemma4(Architecture):
             "attn_output.weight": matrix(d * self.n_head, n_embd),
             "attn_q_norm.weight": vector(d),
             "attn_k_norm.weight": vector(d),
-            "ffn_gate.weight": matrix(n_embd, n_ff),
-            "ffn_up.weight": matrix(n_embd, n_ff),
-            "ffn_down.weight": matrix(n_ff, n_embd),
             "ffn_gate_inp.scale": vector(n_embd),
             "ffn_down_exps.scale": vector(self.n_expert),
             "layer_output_scale.weight": vector(1, required=False),
+            **ffn_tensors(self, self.n_ff_shexp),
             **expert_tensors(self, merged),
         }
 
@@ -215,9 +211,7 @@ class Gemma4(Architecture):
             raise InternalError("a layer of gemma4 ends before its experts were summed")
         eps = self.f_norm_rms_eps
         out = b.name(b.norm(residual, w["ffn_norm.weight"], eps), "ffn_norm_1", il)
-        up = b.name(b.mul_mat(w["ffn_up.weight"], out), "ffn_up", il)
-        gate = b.name(b.mul_mat(w["ffn_gate.weight"], out), "ffn_gate", il)
-        out = b.mul_mat(w["ffn_down.weight"], b.name(b.geglu(gate, up), "ffn_geglu", il))
+        out = build_ffn(b, w, out, il, gelu=True)
         out = b.name(b.norm(out, w["post_ffw_norm_1.weight"], eps), "ffn_mlp", il)
         moe = b.name(b.norm(moe, w["post_ffw_norm_2.weight"], eps), "ffn_moe", il)
         out = b.name(b.add(out, moe), "ffn_moe_combined", il)

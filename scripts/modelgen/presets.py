@@ -146,7 +146,7 @@ PRESETS = {
     "gemma4": Preset(
         _small(
             arch="gemma4", n_layer=6, full_attention_interval=6, n_head_kv=1, head_dim=128,
-            n_rot=128, n_head_kv_swa=2, head_dim_swa=64, n_swa=4096, n_ff_shexp=96, tied=True,
+            n_rot=128, n_head_kv_swa=2, head_dim_swa=64, n_swa=32, n_ff_shexp=96, tied=True,
             merged_gate_up=True, rope_freq_base=1e6,
         ),
         "all=Q8_0,embd=Q6_K,attn=Q6_K,gate_up=Q4_K,down=Q5_0,gate_up@1=Q5_K",

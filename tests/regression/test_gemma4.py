@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.shared import greedy_tokens
 from regression.compare import assert_logits_equal
 from regression.harness import THREADS, Models, Upstream, open_engine, our_logits, random_ids
 
@@ -70,3 +71,13 @@ def test_text_becomes_upstreams_tokens_and_comes_back(
         assert tokenizer.decode(ids) == text.replace("\u2581", " ")
         assert tokenizer.encode(text)[0] == tokenizer.bos == 2
         assert tokenizer.eog_ids >= {1, model.hparams.n_vocab - 8}  # <eos>, <turn|>
+
+
+def test_two_sequences_have_the_bits_of_each_alone(models: Models, upstream: Upstream) -> None:
+    """Rows are gathered from pages; drafted ones are moved when they are accepted."""
+    path = models.path(NAME)
+    with open_engine(path, n_seq=2, spec="lookup", cache_slots=60) as engine:
+        prompts = [random_ids(engine.hparams.n_vocab, n, n) * 3 for n in (40, 70)]
+        theirs, _ = upstream.oracle.greedy(path, prompts, 24, n_ctx=1024, threads=THREADS)
+        for prompt, expected in zip(prompts, theirs, strict=True):
+            assert greedy_tokens(engine, prompt, 24) == expected

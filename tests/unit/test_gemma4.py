@@ -54,7 +54,9 @@ def test_layers_with_a_window_have_heads_and_rope_of_their_own() -> None:
     assert (window.n_embd_head_k, window.n_head_kv, window.n_rot) == (64, 2, 64)
     assert (wide.n_embd_head_k, wide.n_head_kv, wide.n_rot) == (128, 1, 128)
     assert (window.rope_freq_base, wide.rope_freq_base) == (1e4, 1e6)
-    assert [hp.layer(il).mixer for il in (0, 5)] == ["window", "attention"]
+    assert [hp.layer(il).window for il in range(6)] == [32] * 5 + [None]
+    # the layers of a layer's own hyper-parameters, too
+    assert [hp.at(il).layer(il) == hp.layer(il) for il in range(6)] == [True] * 6
     assert [hp.layer(il).kv for il in (0, 5)] == [(128, 128), (128, 128)]
     assert (hp.embedding_scale, hp.attention_scale, hp.logit_softcap) == (16.0, 1.0, 30.0)
 
@@ -74,3 +76,11 @@ def test_layers_with_a_window_have_heads_and_rope_of_their_own() -> None:
 def test_what_cannot_run_is_refused(changes: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         read(**changes)
+
+
+def test_the_shape_of_gemma_4_26b_a4b_is_read() -> None:
+    hp = read("gemma-4-26b-a4b")
+    assert (hp.n_layer, hp.window, hp.n_expert, hp.n_expert_used) == (30, 1024, 128, 8)
+    assert [il for il in range(30) if not hp.layer(il).window] == [5, 11, 17, 23, 29]
+    assert [hp.layer(il).kv for il in (0, 5)] == [(2048, 2048), (1024, 1024)]
+    assert (hp.at(5).n_embd_head_k, hp.n_ff_exp, hp.n_ff_shexp) == (512, 704, 2112)

@@ -81,14 +81,19 @@ def _factor(b: Builder, weights: Tensor, i: int) -> Tensor:
     return b.cont(b.view(weights, ne, strides, i * weights.nb[0]))
 
 
-def build_ffn(b: Builder, w: Weights, cur: Tensor, il: int, suffix: str = "") -> Tensor:
-    """Append an FFN with SwiGLU: F32 [n_embd, n_tokens] in and out; suffix: see `ffn_tensors`.
+def build_ffn(
+    b: Builder, w: Weights, cur: Tensor, il: int, suffix: str = "", gelu: bool = False
+) -> Tensor:
+    """Append an FFN: F32 [n_embd, n_tokens] in and out; suffix: see `ffn_tensors`.
+
+    gelu: with GeGLU; otherwise with SwiGLU.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_ffn.
     """
     up = b.name(b.mul_mat(w[f"ffn_up{suffix}.weight"], cur), "ffn_up", il)
     gate = b.name(b.mul_mat(w[f"ffn_gate{suffix}.weight"], cur), "ffn_gate", il)
-    act = b.name(b.swiglu(gate, up), "ffn_swiglu", il)
+    act = b.geglu(gate, up) if gelu else b.swiglu(gate, up)
+    act = b.name(act, "ffn_geglu" if gelu else "ffn_swiglu", il)
     return b.name(b.mul_mat(w[f"ffn_down{suffix}.weight"], act), "ffn_out", il)
 
 
