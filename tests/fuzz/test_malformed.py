@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import N_FILES, family_cases, family_file, file_of
 from helpers.ggufbytes import Shape, model_file
 from malformed import cases
+from regression.harness import FAMILIES
 
 Open = Callable[[Path], dict[str, Any]]
 # The largest files of the table take half a second; an idle machine's figure, tripled.
@@ -49,6 +51,21 @@ def test_a_malformed_file_ends_in_one_clear_line(
     path = tmp_path / "m.gguf"
     path.write_bytes(raw)
     assert words in check(open_in_child(path), path)
+
+
+@pytest.mark.parametrize("preset", FAMILIES)
+def test_what_a_family_asks_for_is_checked(
+    tmp_path: Path, open_in_child: Open, preset: str
+) -> None:
+    path, found = tmp_path / "m.gguf", family_cases(preset)
+    file_of(*family_file(preset)).write_sparse(path)
+    assert open_in_child(path)["opened"]
+    assert len({name for name, _ in found}) == N_FILES
+    for name, file in found:
+        file.write_sparse(path)
+        result = open_in_child(path)
+        assert not result["opened"], name
+        check(result, path)
 
 
 @pytest.mark.parametrize("size", [1 << 32, 1 << 42])
