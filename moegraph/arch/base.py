@@ -93,6 +93,8 @@ class Architecture(ABC):
     adds_late: ClassVar[bool] = True
     # whether native/py/cpu_ffn.c computes sums of `expert_rows`: gate, up, SwiGLU, down
     has_cpu_kernel: ClassVar[bool] = True
+    # whether what attention and FFNs add to a layer is summed in F32, also where F16 is faster
+    sums_in_f32: ClassVar[bool] = False
     # numbers by which the output of a chosen expert is multiplied, one after the other
     n_factors: ClassVar[int] = 1
     # groups of projections of the same vector; those of one type are placed next to each other

@@ -27,7 +27,7 @@ from .blocks.experts import (
     ffn_tensors,
     shared_tensors,
 )
-from .blocks.router import build_router
+from .blocks.router import Rules, build_router, read_rules
 from .hparams import MAX_DIM, MAX_LAYERS, read_experts, read_rope, read_sizes
 from .inputs import Memory, PassInputs, PassShape, Weights, project
 from .tensors import Expected, matrix, vector
@@ -45,7 +45,7 @@ class DeepSeek2(Architecture):
 
     head_k, head_v: of the heads that it stands for. n_lora_q: rank of Q's projection; 0: it has one
     matrix. n_layer_dense_lead: first layers, which have an FFN of width n_ff and no experts.
-    kq_scale: of Q times K. norms_weights, weights_scale: of experts, see `build_router`.
+    kq_scale: of Q times K. rules: of its routers.
     """
 
     name = "deepseek2"
@@ -58,8 +58,7 @@ class DeepSeek2(Architecture):
     n_layer_dense_lead: int
     n_ff: int
     kq_scale: float
-    norms_weights: bool
-    weights_scale: float
+    rules: Rules
 
     @classmethod
     def read(cls, meta: Metadata, n_vocab: int) -> DeepSeek2:
@@ -86,8 +85,7 @@ class DeepSeek2(Architecture):
             n_layer_dense_lead=n_dense,
             n_ff=meta.integer(".feed_forward_length", 1, MAX_DIM) if n_dense else 0,
             kq_scale=_kq_scale(rope, float(log_mul), heads["head_k"]),
-            norms_weights=meta.boolean(".expert_weights_norm", False),
-            weights_scale=meta.number(".expert_weights_scale", 0.0, 1e6, 0.0),
+            rules=read_rules(meta, experts["n_expert"], is_sigmoid=False),
         )
 
     def layer(self, il: int) -> Layer:
@@ -190,7 +188,7 @@ class DeepSeek2(Architecture):
 
     def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
         """Append the choice of experts."""
-        return build_router(b, self, w, cur, il, self.norms_weights, self.weights_scale)
+        return build_router(b, self, w, cur, il, self.rules)
 
     def expert_rows(
         self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,

@@ -73,12 +73,12 @@ def read_attention(meta: Metadata, n_embd: int, n_all: int) -> dict[str, Any]:
     }
 
 
-def read_experts(meta: Metadata, n_all: int, shared: bool) -> dict[str, Any]:
-    """Read the routed experts; shared: and the shared one."""
+def read_experts(meta: Metadata, n_all: int, shared: bool, grouped: bool = False) -> dict[str, Any]:
+    """Read the routed experts; shared: and the shared one. grouped: its router knows groups."""
     n_expert = meta.integer(".expert_count", 1, MAX_EXPERTS)
     n_used = uniform(meta, ".expert_used_count", n_all, 1, n_expert)
     groups = meta.integer(".expert_group_count", 0, MAX_EXPERTS, 0)
-    if groups > 1:
+    if groups > 1 and not grouped:
         what = f"is {groups}; moegraph does not run grouped expert selection"
         raise meta.error(".expert_group_count", what, UnsupportedModel)
     n_ff = uniform(meta, ".feed_forward_length", n_all, 0, MAX_DIM, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ..errors import ModelFileError, UnsupportedModel
@@ -15,13 +15,14 @@ from ..gguf.vocab import check_vocab
 from .base import Architecture
 from .deepseek2 import DeepSeek2
 from .gemma4 import Gemma4
+from .glm4moe import Glm4Moe
 from .mtp import nextn_warnings, refuse_mtp_alone
 from .qwen3moe import Qwen3Moe
 from .qwen35moe import Qwen35Moe
 from .tensors import Expected, block_index, check_tensors, matrix, vector
 
 _ARCHITECTURE = "general.architecture"
-_ALL: tuple[type[Architecture], ...] = (Qwen35Moe, Qwen3Moe, DeepSeek2, Gemma4)
+_ALL: tuple[type[Architecture], ...] = (Qwen35Moe, Qwen3Moe, DeepSeek2, Gemma4, Glm4Moe)
 ARCHITECTURES = {one.name: one for one in _ALL}
 # Variants that llama.cpp computes differently; ignoring these tensors would change the results.
 _REFUSED = (
@@ -46,8 +47,9 @@ class ModelFile(GgufFile):
             raise ModelFileError(f"{path}: {what}; the file is incomplete")
         self.hparams = hp = kind.read(meta, check_vocab(meta, embedding.ne[1], kind.tokenizer))
         expected = expected_tensors(hp, merged_layers(hp, tensors))
-        _check_variants(path, hp, tensors, expected)
         nextn = range(hp.n_layer, hp.n_layer + hp.n_layer_nextn)
+        blocks = (f"blk.{il}.{n}" for il in nextn for n in hp.layer_tensors(hp.n_layer, False))
+        _check_variants(path, hp, tensors, {*expected, *blocks})
         run = {name: info for name, info in tensors.items() if block_index(name) not in nextn}
         warnings = nextn_warnings(hp, tensors) + check_tensors(path, run, expected)
         self.warnings = (*warnings, *self.warnings)
@@ -106,10 +108,10 @@ def merged_layers(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> frozen
 
 def _check_variants(
     path: os.PathLike[str], hp: Architecture, tensors: Mapping[str, TensorInfo],
-    expected: Mapping[str, Expected],
+    known: Collection[str],
 ) -> None:  # fmt: skip
     """Refuse known variants first: this message helps more than that of a missing tensor."""
-    for name in (name for name in tensors if name not in expected):
+    for name in (name for name in tensors if name not in known):
         for pattern, what in _REFUSED:
             if pattern.fullmatch(name):
                 raise UnsupportedModel(

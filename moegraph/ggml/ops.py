@@ -208,11 +208,14 @@ class Builder:
         _require(0 < k <= a.ne[0], f"argsort_top_k({k})", a)
         return C.ggml_argsort_top_k(self.ctx, a, k)
 
-    def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
-        """w^T x: [k, m] and [k, n] give F32 [m, n]."""
+    def mul_mat(self, w: Tensor, x: Tensor, in_f32: bool = False) -> Tensor:
+        """w^T x: [k, m] and [k, n] give F32 [m, n]; in_f32: sums are F32 on every device."""
         ok = w.ne[0] == x.ne[0] and x.ne[2] % w.ne[2] == 0 and x.ne[3] % w.ne[3] == 0
         _require(ok and w.nb[0] <= w.nb[1], "mul_mat", w, x)
-        return C.ggml_mul_mat(self.ctx, w, x)
+        y = C.ggml_mul_mat(self.ctx, w, x)
+        if in_f32:
+            C.ggml_prec_set_acc(y, C.GGML_PREC_F32)
+        return y
 
     def mul_mat_hadamard(self, rot: Tensor, x: Tensor) -> Tensor:
         """Multiply each run of rot.ne0 elements of a row of x by the Hadamard matrix rot."""

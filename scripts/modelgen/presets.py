@@ -152,6 +152,34 @@ PRESETS = {
         "all=Q8_0,embd=Q6_K,attn=Q6_K,gate_up=Q4_K,down=Q5_0,gate_up@1=Q5_K",
         "gemma4: 5 layers with a window of 32, 1 without, 32 experts top-4 beside a dense FFN",
     ),
+    "glm4moe": Preset(
+        _small(
+            arch="glm4moe", n_layer=4, n_rot=32, n_layer_dense_lead=1, n_ff=160, is_sigmoid=True,
+            expert_weights_norm=True, expert_weights_scale=1.5, n_layer_nextn=1, has_qk_norm=False,
+            has_qkv_bias=True,
+        ),
+        "all=Q8_0,embd=F16,attn=Q5_K,gate_up=Q4_K,down=Q4_0,down@2=Q8_0",
+        "glm4moe as GLM-4.5-Air has it: a dense layer, biases, no norms of heads, MTP block",
+    ),
+    "glm4moe-groups": Preset(
+        _small(
+            arch="glm4moe", n_layer=3, n_rot=64, n_layer_dense_lead=2, n_ff=96, n_ff_shexp=128,
+            is_sigmoid=True, n_expert_groups=4, n_expert_used=6, has_mrope=True,
+        ),
+        "all=Q6_K,embd=F16,attn=Q8_0,gate_up=Q4_0,down=Q5_0,shexp=F16",
+        "glm4moe with norms of heads, M-RoPE, groups of experts, two dense layers",
+    ),
+    "glm-4.5-air": Preset(
+        Shape(
+            arch="glm4moe", n_vocab=151552, n_ctx_train=131072, n_embd=4096, n_layer=46,
+            n_layer_nextn=1, n_head=96, n_head_kv=8, head_dim=128, n_rot=64, n_expert=128,
+            n_ff_exp=1408, n_ff_shexp=1408, n_layer_dense_lead=1, n_ff=10944, is_sigmoid=True,
+            expert_weights_norm=True, expert_weights_scale=1.0, has_qk_norm=False,
+            has_qkv_bias=True, rope_freq_base=1e6, f_norm_rms_eps=1e-5,
+        ),
+        "all=Q8_0,embd=Q4_K,head=Q6_K,gate_up=Q4_K,down=Q5_0",
+        "the shape of GLM-4.5-Air, 70 GB",
+    ),
     "gemma-4-26b-a4b": Preset(
         Shape(
             arch="gemma4", n_vocab=262144, n_embd=2816, n_layer=30, full_attention_interval=6,

@@ -16,7 +16,7 @@ def _opt(default: Any, text: str) -> Any:
 class Shape:
     """The hyper-parameters of one model; the defaults are those of 35B-A3B."""
 
-    arch: str = _opt("qwen35moe", "architecture: qwen35moe, qwen3moe, deepseek2 or gemma4")
+    arch: str = _opt("qwen35moe", "qwen35moe, qwen3moe, deepseek2, gemma4 or glm4moe")
     n_vocab: int = _opt(248320, "vocabulary size")
     n_ctx_train: int = _opt(262144, "context length written to the file")
     n_embd: int = _opt(2048, "width of the residual stream")
@@ -35,7 +35,12 @@ class Shape:
     n_ff_shexp: int = _opt(512, "width of the shared expert")
     n_layer_dense_lead: int = _opt(0, "first layers, which have a dense FFN and no experts")
     n_ff: int = _opt(0, "width of the FFN of dense layers")
-    expert_weights_norm: bool = _opt(False, "deepseek2: routing weights are divided by their sum")
+    expert_weights_norm: bool = _opt(False, "routing weights are divided by their sum")
+    is_sigmoid: bool = _opt(False, "scores are sigmoids, with a bias for the choice")
+    n_expert_groups: int = _opt(0, "groups of experts, of which a token takes half; 0 for none")
+    has_qk_norm: bool = _opt(True, "glm4moe: norms of heads")
+    has_mrope: bool = _opt(False, "glm4moe: rope sections, as vision models have them")
+    has_qkv_bias: bool = _opt(False, "glm4moe: biases of q, k and v")
     expert_weights_scale: float = _opt(0.0, "scale of the routing weights, 0 for none")
     ssm_d_conv: int = _opt(4, "taps of the short convolution")
     ssm_d_state: int = _opt(128, "width of a DeltaNet head")
@@ -124,6 +129,10 @@ class Shape:
             keys |= self._hybrid()
         if self.n_lora_kv:
             keys |= self._latent()
+        if self.arch == "glm4moe":
+            keys |= self._routing()
+        if self.has_mrope:
+            keys["rope.dimension_sections"] = self.rope_sections()
         if self.n_layer_dense_lead:
             keys["leading_dense_block_count"] = self.n_layer_dense_lead
             keys["feed_forward_length"] = self.n_ff
@@ -148,10 +157,19 @@ class Shape:
             "attention.value_length": self.n_lora_kv,
             "attention.key_length_mla": self.head_dim,
             "attention.value_length_mla": self.head_v,
+        }
+        return keys | self._routing()
+
+    def _routing(self) -> Keys:
+        """Return the keys of the router, shared experts and MTP blocks."""
+        keys: Keys = {
             "expert_shared_count": self.n_ff_shexp // self.n_ff_exp,
             "expert_weights_norm": self.expert_weights_norm,
-            "expert_gating_func": 1,
+            "expert_gating_func": 1 + self.is_sigmoid,
         }
+        if self.n_expert_groups:
+            keys["expert_group_count"] = self.n_expert_groups
+            keys["expert_group_used_count"] = self.n_expert_groups // 2
         if self.n_layer_nextn:
             keys["nextn_predict_layers"] = self.n_layer_nextn
         return keys

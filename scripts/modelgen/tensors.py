@@ -79,7 +79,8 @@ class Plan:
         n_embd = self.shape.n_embd
         norm = "mixer_norm" if self.shape.is_recurrent(il) else "norm"
         yield self._vector(il, "attn_norm.weight", n_embd, norm)
-        ffn_norm = "post_attention_norm" if self.shape.is_qwen35 else "ffn_norm"
+        is_post = self.shape.arch in ("qwen35moe", "glm4moe")
+        ffn_norm = "post_attention_norm" if is_post else "ffn_norm"
         yield self._vector(il, f"{ffn_norm}.weight", n_embd, "block_norm")
         yield from self._deltanet(il) if self.shape.is_recurrent(il) else self._attention(il)
         yield from self._ffn(il)
@@ -116,8 +117,11 @@ class Plan:
         yield self._matrix(il, "attn_k", (s.n_embd, n_kv), "attn", 1.0)
         yield self._matrix(il, "attn_v", (s.n_embd, n_kv), "attn", 1.0)
         yield self._matrix(il, "attn_output", (n_q, s.n_embd), "attn", self.cal.attn_out_gain(s))
-        yield self._vector(il, "attn_q_norm.weight", s.head_dim, "qk_norm")
-        yield self._vector(il, "attn_k_norm.weight", s.head_dim, "qk_norm")
+        if s.has_qk_norm:
+            yield self._vector(il, "attn_q_norm.weight", s.head_dim, "qk_norm")
+            yield self._vector(il, "attn_k_norm.weight", s.head_dim, "qk_norm")
+        for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv)) if s.has_qkv_bias else ():
+            yield self._vector(il, f"attn_{part}.bias", n, "normal", 0.5)
 
     def _deltanet(self, il: int) -> Iterator[Tensor]:
         s = self.shape
@@ -142,6 +146,8 @@ class Plan:
             return
         router = (s.n_embd, s.n_expert)
         yield Tensor(f"blk.{il}.ffn_gate_inp.weight", router, "F32", "router", 1.0, il)
+        if s.is_sigmoid:  # as wide as the scores
+            yield self._vector(il, "exp_probs_b.bias", s.n_expert, "normal", 0.2)
         wide = (s.n_embd, s.n_ff_exp, s.n_expert)
         if s.merged_gate_up:
             both = (s.n_embd, 2 * s.n_ff_exp, s.n_expert)

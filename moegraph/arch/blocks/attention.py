@@ -21,17 +21,22 @@ def attention_layer(hp: Architecture) -> Layer:
     return Layer("attention", kv=(hp.n_embd_head_k * hp.n_head_kv, hp.n_embd_head_v * hp.n_head_kv))
 
 
-def attention_tensors(hp: Architecture, gated: bool) -> dict[str, Expected]:
-    """Return the tensors of an attention mixer; gated: each head of Q has a gate after it."""
+def attention_tensors(hp: Architecture, gated: bool, varies: bool = False) -> dict[str, Expected]:
+    """Return the tensors of an attention mixer; gated: each head of Q has a gate after it.
+
+    varies: files may have biases of Q, K and V, and may have no norms of heads.
+    """
     d = hp.n_embd_head_k
-    return {
+    sizes = {"q": d * hp.n_head, "k": d * hp.n_head_kv, "v": hp.n_embd_head_v * hp.n_head_kv}
+    biases = {f"attn_{part}.bias": vector(n, required=False) for part, n in sizes.items()}
+    return (biases if varies else {}) | {
         "attn_norm.weight": vector(hp.n_embd),
         "attn_q.weight": matrix(hp.n_embd, (1 + gated) * d * hp.n_head),
         "attn_k.weight": matrix(hp.n_embd, d * hp.n_head_kv),
         "attn_v.weight": matrix(hp.n_embd, hp.n_embd_head_v * hp.n_head_kv),
         "attn_output.weight": matrix(d * hp.n_head, hp.n_embd),
-        "attn_q_norm.weight": vector(d),
-        "attn_k_norm.weight": vector(d),
+        "attn_q_norm.weight": vector(d, required=not varies),
+        "attn_k_norm.weight": vector(d, required=not varies),
     }
 
 
@@ -46,7 +51,7 @@ def build_attention(
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn, and qwen3moe.cpp.
     """
     d, n_head, n_tokens = hp.n_embd_head_k, hp.n_head, cur.ne[1]
-    q, k, v = project(b, w, ("attn_q.weight", *_KV), cur)
+    q, k, v = _biased(b, w, project(b, w, ("attn_q.weight", *_KV), cur), "qkv")
     gate = None
     if gated:
         q_full = b.name(q, "Qcur_full", il)
@@ -55,7 +60,8 @@ def build_attention(
         gate = b.view(q_full, (d, n_head, n_tokens), strides, 4 * d)
     else:
         q = b.reshape(q, d, n_head, n_tokens)
-    q = b.name(b.norm(q, w["attn_q_norm.weight"], hp.f_norm_rms_eps), "Qcur_normed", il)
+    if "attn_q_norm.weight" in w:
+        q = b.name(b.norm(q, w["attn_q_norm.weight"], hp.f_norm_rms_eps), "Qcur_normed", il)
     k = _normed_keys(b, hp, w, k, il)
     if gate is not None:
         gate = b.name(b.cont(gate, d * n_head, n_tokens), "gate_reshaped", il)
@@ -69,7 +75,8 @@ def build_attention(
         cur = b.name(cur, "attn_pregate", il)
         gate = b.name(b.sigmoid(gate), "gate_sigmoid", il)
         cur = b.name(b.mul(cur, gate), "attn_gated", il)
-    return b.name(b.mul_mat(w["attn_output.weight"], cur), "attn_output", il)
+    out = b.mul_mat(w["attn_output.weight"], cur, in_f32=hp.sums_in_f32)
+    return b.name(out, "attn_output", il)
 
 
 def build_keys_values(
@@ -80,14 +87,22 @@ def build_keys_values(
 
     pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the caches.
     """
-    k, v = project(b, w, _KV, cur)
+    k, v = _biased(b, w, project(b, w, _KV, cur), "kv")
     k = b.name(b.rope(_normed_keys(b, hp, w, k, il), pos, hp), "Kcur", il)
     _write(b, memory, *_rotated(b, memory, k, _value_heads(b, hp, v, il), il), kv_idx, il)
 
 
+def _biased(b: Builder, w: Weights, rows: list[Tensor], parts: str) -> list[Tensor]:
+    """Append the biases of projections F32 [m, n_tokens], if there are any."""
+    biases = [f"attn_{part}.bias" for part in parts]
+    return [b.add(x, w[name]) if name in w else x for x, name in zip(rows, biases)]
+
+
 def _normed_keys(b: Builder, hp: Architecture, w: Weights, k: Tensor, il: int) -> Tensor:
-    """Append the norm of the heads of K: F32 [d, n_head_kv, n_tokens]."""
+    """Append the norm of the heads of K, if there is one: F32 [d, n_head_kv, n_tokens]."""
     k = b.reshape(k, hp.n_embd_head_k, hp.n_head_kv, k.ne[1])
+    if "attn_k_norm.weight" not in w:
+        return k
     return b.name(b.norm(k, w["attn_k_norm.weight"], hp.f_norm_rms_eps), "Kcur_normed", il)
 
 

@@ -82,11 +82,12 @@ def _factor(b: Builder, weights: Tensor, i: int) -> Tensor:
 
 
 def build_ffn(
-    b: Builder, w: Weights, cur: Tensor, il: int, suffix: str = "", gelu: bool = False
-) -> Tensor:
+    b: Builder, w: Weights, cur: Tensor, il: int, suffix: str = "", gelu: bool = False,
+    in_f32: bool = False,
+) -> Tensor:  # fmt: skip
     """Append an FFN: F32 [n_embd, n_tokens] in and out; suffix: see `ffn_tensors`.
 
-    gelu: with GeGLU; otherwise with SwiGLU.
+    gelu: with GeGLU; otherwise with SwiGLU. in_f32: see `Architecture.sums_in_f32`.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_ffn.
     """
@@ -94,7 +95,7 @@ def build_ffn(
     gate = b.name(b.mul_mat(w[f"ffn_gate{suffix}.weight"], cur), "ffn_gate", il)
     act = b.geglu(gate, up) if gelu else b.swiglu(gate, up)
     act = b.name(act, "ffn_geglu" if gelu else "ffn_swiglu", il)
-    return b.name(b.mul_mat(w[f"ffn_down{suffix}.weight"], act), "ffn_out", il)
+    return b.name(b.mul_mat(w[f"ffn_down{suffix}.weight"], act, in_f32), "ffn_out", il)
 
 
 def build_shared_expert(b: Builder, w: Weights, cur: Tensor, il: int, gated: bool = True) -> Tensor:
