@@ -223,13 +223,14 @@ class Gemma4(Architecture):
 
 
 def _refuse(meta: Metadata) -> None:
-    """Refuse dense models and what only they have."""
+    """Refuse dense models, what only they have, and what has a file of its own."""
     if not meta.integer(".expert_count", 0, MAX_DIM, 0):
         what = "is 0: the model is dense; moegraph runs Mixture-of-Experts models"
         raise meta.error(".expert_count", what, UnsupportedModel)
     for key, what in (
         (".embedding_length_per_layer_input", "per-layer embeddings"),
         (".attention.shared_kv_layers", "layers that share K and V"),
+        (".nextn_predict_layers", "prediction (MTP) blocks of these models"),
     ):
         if n := meta.integer(key, 0, MAX_DIM, 0):
             raise meta.error(key, f"is {n}; moegraph does not run {what}", UnsupportedModel)

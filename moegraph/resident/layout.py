@@ -114,6 +114,8 @@ def paged_scratch_bytes(hp: Architecture, n_rows: int, n_ctx: int) -> int:
     Each row and head has a partial sum for each split of its positions: 32 << l positions each up
     to position 512 << 2l (native/ggml/src/moegraph-attn.h), or as many splits as occupy a device.
     """
+    if hp.window:  # all layers attend by mask
+        return 0
     n_splits = start = level = 0
     while start < n_ctx:
         end = n_ctx if level == _SPLIT_LEVELS - 1 else min(512 << 2 * level, n_ctx)

@@ -65,6 +65,7 @@ def test_layers_with_a_window_have_heads_and_rope_of_their_own() -> None:
     ({"expert_count": None}, UnsupportedModel, "the model is dense"),
     ({"embedding_length_per_layer_input": 64}, UnsupportedModel, "per-layer embeddings"),
     ({"attention__shared_kv_layers": 2}, UnsupportedModel, "layers that share K and V"),
+    ({"nextn_predict_layers": 1}, UnsupportedModel, "prediction"),
     ({"attention__key_length_swa": 96}, UnsupportedModel, "is 96; moegraph runs multiples of 64"),
     ({"attention__value_length": 64}, ModelFileError, "is 64 but key heads have 128"),
     ({"attention__head_count_kv": [2, 2, 3, 2, 2, 1]}, ModelFileError, "has 3, which does not"),
