@@ -12,7 +12,10 @@ from modelgen.build import contents
 
 N_FILES = 60
 # Tensors of the model or of a layer without which a model of some family is whole.
-OPTIONAL = ("output.weight", "attn_v.weight", "layer_output_scale.weight")
+OPTIONAL = (
+    "output.weight", "attn_v.weight", "layer_output_scale.weight", "attn_q.bias", "attn_k.bias",
+    "attn_v.bias",
+)  # fmt: skip
 _KINDS = {bool: T.BOOL, int: T.UINT32, float: T.FLOAT32, str: T.STRING}
 
 
@@ -50,7 +53,7 @@ def family_cases(preset: str) -> list[tuple[str, File]]:
           for key, value in keys.items() if key.startswith(keys["general.architecture"])
           for what, pair in _wrong_pairs(key, value)),
         *((f"{name} {what}", file_of(keys, listed))
-          for name, what, listed in _wrong_tensors(tensors)),
+          for name, what, listed in _wrong_tensors(tensors, PRESETS[preset].shape.n_layer - 1)),
     ]  # fmt: skip
     return [found[i * len(found) // N_FILES] for i in range(N_FILES)]
 
@@ -66,9 +69,8 @@ def _wrong_pairs(key: str, value: Any) -> Iterator[tuple[str, bytes]]:
     yield "is of another kind", kv(key, *((T.UINT8, 1) if isinstance(value, str) else (8, "x")))
 
 
-def _wrong_tensors(tensors: list[Tensor]) -> Iterator[tuple[str, str, list[Tensor]]]:
-    blocks = {str(t.name).split(".")[1] for t in tensors if str(t.name).startswith("blk.")}
-    first, last = "blk.0.", f"blk.{max(map(int, blocks))}."
+def _wrong_tensors(tensors: list[Tensor], il: int) -> Iterator[tuple[str, str, list[Tensor]]]:
+    first, last = "blk.0.", f"blk.{il}."
     for at, tensor in enumerate(tensors):
         name, rest = str(tensor.name), (tensors[:at], tensors[at + 1 :])
         if name.startswith("blk.") and not name.startswith((first, last)):
