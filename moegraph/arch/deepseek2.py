@@ -66,18 +66,23 @@ class DeepSeek2(Architecture):
         sizes = read_sizes(meta, n_vocab)
         n_all = meta.integer(".block_count", 1, MAX_LAYERS)
         n_nextn = meta.integer(".nextn_predict_layers", 0, n_all - 1, 0)
-        _refuse_variants(meta, n_all - n_nextn, n_vocab)
+        n_layer = n_all - n_nextn
+        if meta.number(".attention.temperature_scale", -1e6, 1e6, 0.0):
+            what = "is set; moegraph does not run attention with a temperature for each position"
+            raise meta.error(".attention.temperature_scale", what, UnsupportedModel)
         # 10 undoes what converters do, in F32 as llama.cpp does it
         log_mul = np.float32(meta.number(".rope.scaling.yarn_log_multiplier", 0.0, 1e3, 0.0))
         log_mul /= np.float32(0.1)
         rope = read_rope(meta, sizes["n_ctx_train"], scales_attn=not log_mul)
-        n_dense = meta.integer(".leading_dense_block_count", 0, n_all - n_nextn - 1, 0)
-        heads = _read_heads(meta, n_all - n_nextn, n_vocab)
-        experts = read_experts(meta, n_all, shared=False)
+        n_dense = meta.integer(".leading_dense_block_count", 0, n_layer - 1, 0)
+        heads = _read_heads(meta, n_layer, n_vocab)
+        experts = read_experts(meta, n_all, shared=False, grouped=True)
         n_shared = meta.integer(".expert_shared_count", 1, 1024)
+        # llama.cpp knows old files of GLM-4.7-Flash, which do not say it, by these numbers
+        is_sigmoid = n_layer in (47, 48) and n_vocab == 154_880
         return cls(
             **sizes,
-            n_layer=n_all - n_nextn,
+            n_layer=n_layer,
             n_layer_nextn=n_nextn,
             **heads,
             **experts | {"n_ff_shexp": n_shared * experts["n_ff_exp"]},
@@ -85,7 +90,7 @@ class DeepSeek2(Architecture):
             n_layer_dense_lead=n_dense,
             n_ff=meta.integer(".feed_forward_length", 1, MAX_DIM) if n_dense else 0,
             kq_scale=_kq_scale(rope, float(log_mul), heads["head_k"]),
-            rules=read_rules(meta, experts["n_expert"], is_sigmoid=False),
+            rules=read_rules(meta, experts["n_expert"], is_sigmoid),
         )
 
     def layer(self, il: int) -> Layer:
@@ -109,7 +114,8 @@ class DeepSeek2(Architecture):
         if il < self.n_layer_dense_lead:
             ffn = ffn_tensors(self, self.n_ff)
         else:
-            ffn = expert_tensors(self, merged) | shared_tensors(self, gated=False)
+            bias = {"exp_probs_b.bias": vector(self.n_expert, required=False)}
+            ffn = expert_tensors(self, merged) | shared_tensors(self, gated=False) | bias
         return q | ffn | {
             "attn_norm.weight": vector(n_embd),
             _KV: matrix(n_embd, self.n_embd_head_k),
@@ -208,18 +214,6 @@ class DeepSeek2(Architecture):
         if moe is not None:
             out = b.name(b.add(moe, out), "ffn_out", il)
         return b.expand(b.name(b.add(out, residual), "l_out", il))
-
-
-def _refuse_variants(meta: Metadata, n_layer: int, n_vocab: int) -> None:
-    """Refuse what is not done here."""
-    if meta.number(".attention.temperature_scale", -1e6, 1e6, 0.0):
-        what = "is set; moegraph does not run attention whose temperature depends on positions"
-        raise meta.error(".attention.temperature_scale", what, UnsupportedModel)
-    # files without the key are older; llama.cpp knows GLM-4.7-Flash by these numbers
-    is_flash = n_layer in (47, 48) and n_vocab == 154_880
-    if (meta.integer(".expert_gating_func", 0, 16, 0) or 1 + is_flash) != 1:
-        what = "does not say softmax, the only one that moegraph runs for this architecture"
-        raise meta.error(".expert_gating_func", what, UnsupportedModel)
 
 
 def _read_heads(meta: Metadata, n_layer: int, n_vocab: int) -> dict[str, Any]:

@@ -137,11 +137,12 @@ PRESETS = {
     "glm47flash": Preset(
         _small(
             arch="deepseek2", n_layer=3, n_head_kv=1, head_dim=96, head_v=64, n_rot=64,
-            n_lora_kv=512, n_lora_q=128, n_ff_shexp=64, expert_weights_norm=True,
-            expert_weights_scale=1.8, n_layer_nextn=1, rope_freq_base=1e6,
+            n_lora_kv=512, n_lora_q=128, n_ff_shexp=64, n_layer_dense_lead=1, n_ff=160,
+            is_sigmoid=True, expert_weights_norm=True, expert_weights_scale=1.8, n_layer_nextn=1,
+            rope_freq_base=1e6,
         ),
         "all=Q8_0,embd=F16,gate_up=Q4_0,down=Q5_0",
-        "deepseek2 as GLM-4.7-Flash has it: two matrices for Q, MTP block",
+        "deepseek2 as GLM-4.7-Flash has it: two matrices for Q, a dense layer, MTP block",
     ),
     "gemma4": Preset(
         _small(
@@ -188,5 +189,17 @@ PRESETS = {
         ),
         "all=Q8_0,embd=Q6_K,gate_up=Q4_K,down=Q5_0",
         "the shape of Gemma-4-26B-A4B, 16 GB",
+    ),
+    "glm-4.7-flash": Preset(
+        Shape(
+            arch="deepseek2", n_vocab=154880, n_ctx_train=202752, n_embd=2048, n_layer=47,
+            n_layer_nextn=1, n_head=20, n_head_kv=1, head_dim=256, head_v=256, n_rot=64,
+            n_lora_kv=512, n_lora_q=768, n_expert=64, n_expert_used=4, n_ff_exp=1536,
+            n_ff_shexp=1536, n_layer_dense_lead=1, n_ff=10240, is_sigmoid=True,
+            expert_weights_norm=True, expert_weights_scale=1.8, rope_freq_base=1e6,
+            f_norm_rms_eps=1e-5,
+        ),
+        "all=Q8_0,embd=Q4_K,head=Q6_K,gate_up=Q4_K,down=Q5_0",
+        "the shape of GLM-4.7-Flash, 19 GB",
     ),
 }  # fmt: skip

@@ -14,7 +14,7 @@ N_FILES = 60
 # Tensors of the model or of a layer without which a model of some family is whole.
 OPTIONAL = (
     "output.weight", "attn_v.weight", "layer_output_scale.weight", "attn_q.bias", "attn_k.bias",
-    "attn_v.bias",
+    "attn_v.bias", "exp_probs_b.bias",
 )  # fmt: skip
 _KINDS = {bool: T.BOOL, int: T.UINT32, float: T.FLOAT32, str: T.STRING}
 

@@ -1,12 +1,22 @@
-"""deepseek2: a position keeps one compressed row, and V is a part of it."""
+"""deepseek2: a position keeps one compressed row, and V is a part of it.
+
+GLM-4.7-Flash is in FAMILIES; this is DeepSeek-V2-Lite.
+"""
 
 from __future__ import annotations
 
 import pytest
-from helpers.shared import greedy_tokens
 from oracle.client import Step
-from regression.compare import assert_logits_equal
-from regression.harness import THREADS, Models, Upstream, open_engine, our_logits, random_ids
+from regression.compare import assert_logits_equal, assert_nodes_equal
+from regression.harness import (
+    MODES,
+    THREADS,
+    Models,
+    Upstream,
+    open_engine,
+    our_logits,
+    random_ids,
+)
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
@@ -34,17 +44,17 @@ def test_k_and_v_of_two_types_are_refused(models: Models) -> None:
             pass
 
 
-@pytest.mark.parametrize("spec", ["off", "lookup"])
-def test_two_sequences_have_the_bits_of_each_alone(
-    spec: str, models: Models, upstream: Upstream
-) -> None:
-    """Rows are gathered from pages; drafted ones are moved when they are accepted."""
+@pytest.mark.parametrize("mode", MODES)
+def test_every_named_node_equals_upstreams(mode: str, models: Models, upstream: Upstream) -> None:
     path = models.path(NAME)
-    with open_engine(path, n_seq=2, spec=spec) as engine:
-        prompts = [random_ids(engine.hparams.n_vocab, n, n) * 3 for n in (40, 70)]
-        theirs, _ = upstream.oracle.greedy(path, prompts, 24, n_ctx=1024, threads=THREADS)
-        for prompt, expected in zip(prompts, theirs, strict=True):
-            assert greedy_tokens(engine, prompt, 24) == expected
+    with open_engine(path, mode=mode) as engine:
+        ids = random_ids(engine.hparams.n_vocab, 7 + 1 + 64)
+        chunks = [ids[:7], ids[7:8], ids[8:]]
+        steps = [Step(chunk, "all", ("*",)) for chunk in chunks]
+        results = upstream.oracle.run(path, steps, n_ctx=1024, threads=THREADS)
+        for chunk, result, pos0 in zip(chunks, results, (0, 7, 8), strict=True):
+            ours = engine.forward_nodes(chunk, pos0=pos0)
+            assert_nodes_equal(ours, result.nodes, f"{len(chunk)} rows at {pos0}")
 
 
 def test_single_rows_after_a_long_prompt_are_upstreams(models: Models, upstream: Upstream) -> None:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from modelgen.presets import PRESETS
 
+from moegraph.arch.blocks.router import Rules
 from moegraph.arch.deepseek2 import DeepSeek2
 from moegraph.errors import ModelFileError, UnsupportedModel
 from moegraph.gguf.metadata import Metadata
@@ -47,9 +48,16 @@ def test_models_of_these_sizes_have_one_matrix_for_q(n_layer: int, n_vocab: int)
         read(n_vocab=n_vocab, **changes | {"block_count": 25})
 
 
+@pytest.mark.parametrize("n_vocab, is_sigmoid", [(154_880, True), (1024, False)])
+def test_old_files_of_glm_do_not_say_sigmoid(n_vocab: int, is_sigmoid: bool) -> None:
+    hp = read(n_vocab=n_vocab, block_count=48, expert_gating_func=None, expert_group_count=8,
+              expert_group_used_count=4)  # fmt: skip
+    assert (hp.n_layer, hp.rules) == (47, Rules(is_sigmoid, True, 1.8, 8, 4))
+
+
 @pytest.mark.parametrize("changes, kind, words", [
     ({"attention__key_length_mla": None}, UnsupportedModel, "attn_kv_b in one piece"),
-    ({"attention__temperature_scale": 0.1}, UnsupportedModel, "temperature depends on positions"),
+    ({"attention__temperature_scale": 0.1}, UnsupportedModel, "temperature for each position"),
     ({"attention__key_length": 192}, ModelFileError, "is 192; a compressed row of 512 and 64"),
     ({"attention__value_length": 128}, ModelFileError, "makes it 512"),
     ({"attention__head_count_kv": 4}, ModelFileError, "is 4; .* makes it 1"),
