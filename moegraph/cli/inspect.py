@@ -351,8 +351,8 @@ def _path_text(file: GgufFile) -> str:
 def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
     hp, mixers = model.hparams, Counter(layer.mixer for layer in summary.layers)
     shared = ", and one shared" if hp.n_ff_shexp else ""
-    n_dense = hp.n_layer - len(hp.routed_layers)
-    dense = f"; none in {n_dense} dense layers" if n_dense else ""
+    n_routed = len(hp.routed_layers)
+    routed = f", in {n_routed} of {hp.n_layer} layers" if n_routed < hp.n_layer else ""
     return [
         ("file", _path_text(model)),
         ("size", format_bytes(model.n_bytes)),
@@ -365,7 +365,7 @@ def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
             f"{hp.n_layer}: {', '.join(f'{n} {mixer}' for mixer, n in sorted(mixers.items()))}"
             + (f"; {hp.n_layer_nextn} for drafts (MTP)" if hp.n_layer_nextn else ""),
         ),
-        ("experts", f"{hp.n_expert} a layer, {hp.n_expert_used} a token{shared}{dense}"),
+        ("experts", f"{hp.n_expert} a layer, {hp.n_expert_used} a token{shared}{routed}"),
         ("context", f"{hp.n_ctx_train:,} positions in training"),
         ("vocabulary", f"{hp.n_vocab:,} tokens"),
         ("dense", f"{format_bytes(summary.dense_bytes)}: all that runs for every token"),

@@ -146,8 +146,8 @@ class Plan:
             return
         router = (s.n_embd, s.n_expert)
         yield Tensor(f"blk.{il}.ffn_gate_inp.weight", router, "F32", "router", 1.0, il)
-        if s.is_sigmoid:  # as wide as the scores
-            yield self._vector(il, "exp_probs_b.bias", s.n_expert, "normal", 0.2)
+        if s.is_sigmoid:  # narrower than the scores, so that a token still matters
+            yield self._vector(il, "exp_probs_b.bias", s.n_expert, "normal", 0.07)
         wide = (s.n_embd, s.n_ff_exp, s.n_expert)
         if s.merged_gate_up:
             both = (s.n_embd, 2 * s.n_ff_exp, s.n_expert)

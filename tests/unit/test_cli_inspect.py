@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from helpers.ggufbytes import Shape, T, edit, kv, model_file, model_pairs, vocab_pairs
+from helpers.shared import model_writer
 
 from moegraph.cli import main
 
@@ -28,6 +29,14 @@ def model(tmp_path: Path) -> Path:
 
 
 class TestInspect:
+    def test_dense_layers_have_no_experts(self, tmp_path: Path) -> None:
+        path = model_writer(tmp_path, 0)("glm4moe-groups")
+        text = " ".join(invoke("inspect", path).stdout.split())
+        assert "experts 32 a layer, 6 a token, and one shared, in 1 of 3 layers" in text
+        report = json.loads(invoke("inspect", path, "--json").stdout)
+        assert [layer["expert_bytes"] > 0 for layer in report["layers"]] == [False, False, True]
+        assert report["hparams"]["rules"]["n_groups"] == 4
+
     def test_json_describes_the_model(self, model: Path) -> None:
         report = json.loads(invoke("inspect", model, "--json").stdout)
         assert report["paths"] == [str(model)]
