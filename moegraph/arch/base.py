@@ -95,6 +95,8 @@ class Architecture(ABC):
     has_cpu_kernel: ClassVar[bool] = True
     # whether what attention and FFNs add to a layer is summed in F32, also where F16 is faster
     sums_in_f32: ClassVar[bool] = False
+    # whether the matrices of routed experts have biases, which are parts of a slot too
+    has_expert_biases: ClassVar[bool] = False
     # numbers by which the output of a chosen expert is multiplied, one after the other
     n_factors: ClassVar[int] = 1
     # groups of projections of the same vector; those of one type are placed next to each other
@@ -204,7 +206,8 @@ class Architecture(ABC):
     ) -> Tensor:  # fmt: skip
         """Append the weighted outputs of single experts: F32 [n_embd, n_expert_used, n_tokens].
 
-        parts: stacks of slots, `gate`, `up` and `down`, or `gate_up` and `down`. cur may be
+        parts: stacks of slots, `gate`, `up` and `down`, or `gate_up` and `down`, and `gate_bias`
+        and so on, F32 [n, 1, n_slots], of experts with biases. cur may be
         [n_embd, n_expert_used, n_tokens]: each expert has a row of its own. slots I32
         [n_expert_used, n_tokens]; one below 0 gives a row of zeros. weights F32 [n_factors,
         n_expert_used, n_tokens].

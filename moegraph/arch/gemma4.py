@@ -201,7 +201,7 @@ class Gemma4(Architecture):
         il: int,
     ) -> Tensor:  # fmt: skip
         """Append the outputs of experts."""
-        return build_expert_rows(b, parts, cur, slots, weights, il, gelu=True)
+        return build_expert_rows(b, parts, cur, slots, weights, il, "geglu")
 
     def layer_end(
         self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int

@@ -16,18 +16,23 @@ from .base import Architecture
 from .deepseek2 import DeepSeek2
 from .gemma4 import Gemma4
 from .glm4moe import Glm4Moe
+from .gptoss import GptOss
 from .mtp import nextn_warnings, refuse_mtp_alone
 from .qwen3moe import Qwen3Moe
 from .qwen35moe import Qwen35Moe
 from .tensors import Expected, block_index, check_tensors, matrix, vector
 
 _ARCHITECTURE = "general.architecture"
-_ALL: tuple[type[Architecture], ...] = (Qwen35Moe, Qwen3Moe, DeepSeek2, Gemma4, Glm4Moe)
+_ALL: tuple[type[Architecture], ...] = (
+    Qwen35Moe, Qwen3Moe, DeepSeek2, Gemma4, Glm4Moe, GptOss,
+)  # fmt: skip
 ARCHITECTURES = {one.name: one for one in _ALL}
 # Variants that llama.cpp computes differently; ignoring these tensors would change the results.
 _REFUSED = (
     (re.compile(r".*\.(scale|input_scale)"), "per-tensor scales (NVFP4)"),
     (re.compile(r"blk\.\d+\.attn_(q|k|v|qkv|output)\.bias"), "attention biases"),
+    (re.compile(r"blk\.\d+\.attn_sinks\.weight"), "attention sinks"),
+    (re.compile(r"blk\.\d+\.ffn_.*\.bias"), "biases of experts"),
     (re.compile(r"output\.bias"), "an output bias"),
     (re.compile(r"rope_freqs\.weight|.*\.rope_freqs\.weight"), "rope frequency factors"),
 )

@@ -112,7 +112,7 @@ def state_bytes(layer: Layer, n_seq: int = 1) -> int:
 
 
 def _is_expert(name: str) -> bool:
-    return name.endswith(tuple(f".{short}.weight" for short in _EXPERT_NAMES))
+    return name.split(".")[-2] in _EXPERT_NAMES and name.endswith((".weight", ".bias"))
 
 
 def _summarize_layer(hp: Architecture, il: int, tensors: list[TensorInfo]) -> LayerSummary:
@@ -125,7 +125,9 @@ def _summarize_layer(hp: Architecture, il: int, tensors: list[TensorInfo]) -> La
         dense_bytes=sum(t.nbytes for t in tensors) - expert_bytes,
         expert_bytes=expert_bytes,
         bytes_per_expert=expert_bytes // hp.n_expert,
-        expert_types=tuple((t.name.split(".")[2], t.type.name) for t in experts),
+        expert_types=tuple(
+            (t.name.split(".")[2], t.type.name) for t in experts if t.name.endswith(".weight")
+        ),
     )
 
 

@@ -134,6 +134,12 @@ class Builder:
         one = self.reshape(a, n, 1, m)
         return self.reshape(C.ggml_add_id(self.ctx, one, rows, self.reshape(ids, 1, m)), n, m)
 
+    def add_id(self, a: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        """Add to a F32 [n, k, m] the rows of F32 [n, r] that ids I32 [k, m] name, if >= 0."""
+        ok = a.type == rows.type == F32 and ids.type == I32 and a.ne[0] == rows.ne[0]
+        _require(ok and shape(a)[1:] == shape(ids)[:3], "add_id", a, rows, ids)
+        return C.ggml_add_id(self.ctx, a, rows, ids)
+
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         """a * b, b repeated to a's shape."""
         _require(_repeats(b, a), "mul", a, b)
@@ -181,6 +187,11 @@ class Builder:
         """silu(gate) * up."""
         _require(shape(gate) == shape(up) and gate.type == up.type, "swiglu", gate, up)
         return C.ggml_swiglu_split(self.ctx, gate, up)
+
+    def swiglu_oai(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate * sigmoid(1.702 gate) * (1 + up), with gate up to 7 and up from -7 to 7."""
+        _require(shape(gate) == shape(up) and gate.type == up.type, "swiglu_oai", gate, up)
+        return C.ggml_swiglu_oai(self.ctx, gate, up, 1.702, 7.0)
 
     def rms_norm(self, a: Tensor, eps: float) -> Tensor:
         """a / sqrt(mean(a^2) + eps) over ne0."""
@@ -381,13 +392,15 @@ class Builder:
         )
 
     def flash_attn(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, n_parts: int = 0
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, n_parts: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention with F32 accumulation.
 
         q F32 [d, n_tokens, n_head, s], k [d, n_kv, n_head_kv, s], v [m, n_kv, n_head_kv, s], mask
         F16 [n_kv, n_tokens, 1, s]: F32 [m, n_head, n_tokens, s]. n_parts: on the
-        CPU, parts in which a single row sums over a long context; 0: one per thread.
+        CPU, parts in which a single row sums over a long context; 0: one per thread. sinks F32
+        [n_head]: a further logit of each head, without a value.
         """
         ok = (
             q.ne[0] == k.ne[0]
@@ -401,6 +414,9 @@ class Builder:
         y = C.ggml_flash_attn_ext(self.ctx, q, k, v, mask, scale, 0.0, 0.0)
         C.ggml_prec_set_acc(y, C.GGML_PREC_F32)
         y.op_params[5] = n_parts
+        if sinks is not None:
+            _require(sinks.type == F32 and shape(sinks) == (q.ne[2], 1, 1, 1), "sinks", q, sinks)
+            C.ggml_flash_attn_ext_add_sinks(y, sinks)
         return y
 
     def paged_attn(

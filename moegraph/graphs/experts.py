@@ -10,6 +10,7 @@ from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..resident.bank import Bank, ExpertBanks
+from ..resident.layout import PARTS
 from ..resident.stage import Stage
 from ..units import round_up
 
@@ -116,7 +117,7 @@ def build_routed_experts(
 
 def _have_tiles(bank: Bank, n_choices: int) -> bool:
     """Return whether ggml's tiles compute so many choices of a bank's experts on CUDA."""
-    kinds = {part.type for part in bank.parts.values()}
+    kinds = {bank.parts[part].type for part in PARTS if part in bank.parts}
     if n_choices <= _FEW_CHOICES or (n_choices <= _MAX_CHOICES and kinds <= _OUR_TYPES):
         return False
     return all(GGML_QUANT_SIZES[GGMLQuantizationType(kind)][0] > 1 for kind in kinds)

@@ -36,7 +36,8 @@ class Bank:
     """Slots of one or more layers.
 
     parts: gate, up [n_embd, n_ff_exp, n_slots] or gate_up [n_embd, 2 n_ff_exp, n_slots] (gate
-    first), and down [n_ff_exp, n_embd, n_slots]; empty if n_slots is 0. memory: all slots as one
+    first), and down [n_ff_exp, n_embd, n_slots], and their biases F32 [n, 1, n_slots], gate_bias
+    and so on, if there are any; empty if n_slots is 0. memory: all slots as one
     tensor, a packed expert every packing.stride bytes; None for a full layer or without slots.
     rows: the same memory as F32 [bytes / 4, n_slots], for a bank that graphs may fetch into.
     """

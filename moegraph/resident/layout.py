@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -127,9 +127,18 @@ def paged_scratch_bytes(hp: Architecture, n_rows: int, n_ctx: int) -> int:
 
 
 def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
-    """Return a layer's expert stacks by part: gate, up and down, or gate_up and down."""
-    names = {part: f"blk.{il}.ffn_{part}_exps.weight" for part in PARTS}
-    return {part: model.tensors[n] for part, n in names.items() if n in model.tensors}
+    """Return a layer's expert stacks by part: gate, up and down, or gate_up and down.
+
+    Biases, gate_bias and so on, have the shape of matrices [n, 1, n_expert].
+    """
+    names = {part: f"blk.{il}.ffn_{part}_exps" for part in PARTS}
+    found = {part: model.tensors.get(f"{name}.weight") for part, name in names.items()}
+    if model.hparams.has_expert_biases:
+        for part, name in names.items():
+            info = model.tensors.get(f"{name}.bias")
+            ne = info and (info.ne[0], 1, info.ne[1], 1)
+            found[f"{part}_bias"] = replace(info, ne=ne, n_dims=3) if info and ne else None
+    return {part: info for part, info in found.items() if info}
 
 
 def draft_vocab(n_vocab: int, wanted: int) -> int:
@@ -231,7 +240,8 @@ def is_dense(name: str, layers: range) -> bool:
     Experts and embeddings are not, nor are MTP blocks, which follow the layers of a model, unless
     they are among these layers.
     """
-    if name == "token_embd.weight" or name.endswith((f".{NEXTN_EMBD}", "_exps.weight")):
+    others = f".{NEXTN_EMBD}", "_exps.weight", "_exps.bias"
+    if name == "token_embd.weight" or name.endswith(others):
         return False
     if name.startswith("blk."):
         return int(name.split(".")[1]) in layers

@@ -202,4 +202,22 @@ PRESETS = {
         "all=Q8_0,embd=Q4_K,head=Q6_K,gate_up=Q4_K,down=Q5_0",
         "the shape of GLM-4.7-Flash, 19 GB",
     ),
+    "gptoss": Preset(
+        _small(
+            arch="gpt-oss", full_attention_interval=2, n_rot=64, n_ff_shexp=0, n_swa=32,
+            rope_scaling="yarn", rope_factor=8.0, rope_orig_ctx=512, rope_freq_base=150000.0,
+        ),
+        "all=Q8_0,embd=F16,experts=MXFP4",
+        "gpt-oss: 2 layers with a window of 32, 2 without, sinks, biases, 32 experts top-4",
+    ),
+    "gpt-oss-20b": Preset(
+        Shape(
+            arch="gpt-oss", n_vocab=201088, n_ctx_train=131072, n_embd=2880, n_layer=24,
+            full_attention_interval=2, n_head=64, n_head_kv=8, head_dim=64, n_rot=64, n_expert=32,
+            n_expert_used=4, n_ff_exp=2880, n_ff_shexp=0, n_swa=128, rope_scaling="yarn",
+            rope_factor=32.0, rope_orig_ctx=4096, rope_freq_base=150000.0, f_norm_rms_eps=1e-5,
+        ),
+        "all=Q8_0,experts=MXFP4",
+        "the shape of gpt-oss-20b, 12 GB",
+    ),
 }  # fmt: skip

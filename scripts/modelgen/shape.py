@@ -16,7 +16,7 @@ def _opt(default: Any, text: str) -> Any:
 class Shape:
     """The hyper-parameters of one model; the defaults are those of 35B-A3B."""
 
-    arch: str = _opt("qwen35moe", "qwen35moe, qwen3moe, deepseek2, gemma4 or glm4moe")
+    arch: str = _opt("qwen35moe", "qwen35moe, qwen3moe, deepseek2, gemma4, glm4moe or gpt-oss")
     n_vocab: int = _opt(248320, "vocabulary size")
     n_ctx_train: int = _opt(262144, "context length written to the file")
     n_embd: int = _opt(2048, "width of the residual stream")
@@ -93,7 +93,8 @@ class Shape:
 
     def is_window(self, il: int) -> bool:
         """Return whether layer `il` attends to a window."""
-        return self.arch == "gemma4" and (il + 1) % self.full_attention_interval != 0
+        has_window = self.arch in ("gemma4", "gpt-oss")
+        return has_window and (il + 1) % self.full_attention_interval != 0
 
     def heads(self, il: int) -> tuple[int, int]:
         """Return the width of a head of layer `il`, and its key and value heads."""
@@ -138,6 +139,8 @@ class Shape:
             keys["feed_forward_length"] = self.n_ff
         if self.arch == "gemma4":
             keys |= self._gemma4()
+        if self.arch == "gpt-oss":
+            keys["attention.sliding_window"] = self.n_swa
         if self.expert_weights_scale:
             keys["expert_weights_scale"] = self.expert_weights_scale
         if self.rope_scaling != "none":

@@ -79,7 +79,7 @@ class Plan:
         n_embd = self.shape.n_embd
         norm = "mixer_norm" if self.shape.is_recurrent(il) else "norm"
         yield self._vector(il, "attn_norm.weight", n_embd, norm)
-        is_post = self.shape.arch in ("qwen35moe", "glm4moe")
+        is_post = self.shape.arch in ("qwen35moe", "glm4moe", "gpt-oss")
         ffn_norm = "post_attention_norm" if is_post else "ffn_norm"
         yield self._vector(il, f"{ffn_norm}.weight", n_embd, "block_norm")
         yield from self._deltanet(il) if self.shape.is_recurrent(il) else self._attention(il)
@@ -113,6 +113,16 @@ class Plan:
             yield from self._latent(il)
             return
         n_q, n_kv = s.n_head * s.head_dim, s.n_head_kv * s.head_dim
+        if s.arch == "gpt-oss":
+            gains = self.cal.qk_norm, self.cal.qk_norm, 1.0
+            for name, n, gain in zip("qkv", (n_q, n_kv, n_kv), gains):
+                yield self._matrix(il, f"attn_{name}", (s.n_embd, n), "attn", gain)
+                yield self._vector(il, f"attn_{name}.bias", n, "normal", 0.3)
+            gain = self.cal.attn_out_gain(s)
+            yield self._matrix(il, "attn_output", (n_q, s.n_embd), "attn", gain)
+            yield self._vector(il, "attn_output.bias", s.n_embd, "normal", 0.3)
+            yield self._vector(il, "attn_sinks.weight", s.n_head, "normal")
+            return
         yield self._matrix(il, "attn_q", (s.n_embd, (1 + s.is_qwen35) * n_q), "attn", 1.0)
         yield self._matrix(il, "attn_k", (s.n_embd, n_kv), "attn", 1.0)
         yield self._matrix(il, "attn_v", (s.n_embd, n_kv), "attn", 1.0)
@@ -157,6 +167,11 @@ class Plan:
             yield self._matrix(il, "ffn_up_exps", wide, "gate_up", 1.0)
         down = (s.n_ff_exp, s.n_embd, s.n_expert)
         yield self._matrix(il, "ffn_down_exps", down, "down", cal.down_gain(s))
+        if s.arch == "gpt-oss":
+            yield self._vector(il, "ffn_gate_inp.bias", s.n_expert, "normal", 0.3)
+            for name, n in (("gate", s.n_ff_exp), ("up", s.n_ff_exp), ("down", s.n_embd)):
+                ne = (n, s.n_expert)
+                yield Tensor(f"blk.{il}.ffn_{name}_exps.bias", ne, "F32", "normal", 0.3, il)
         if not s.n_ff_shexp or s.arch == "gemma4":
             return
         if s.is_qwen35:

@@ -1,7 +1,8 @@
-"""Full attention over a KV cache, with normed heads, and with or without an output gate."""
+"""Attention over a KV cache: with or without norms of heads, biases, sinks and an output gate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import InternalError
@@ -70,12 +71,14 @@ def build_attention(
     q = b.name(b.rope(q, inp.pos, hp), "Qcur", il)
     k = b.name(b.rope(k, inp.pos, hp), "Kcur", il)
 
-    cur = attend(b, hp, memory, inp, shape, (q, k, v), il)
+    sinks = w["attn_sinks.weight"] if hp.layer(il).has_sinks else None
+    cur = attend(b, hp, memory, inp, shape, (q, k, v), il, sinks)
     if gate is not None:
         cur = b.name(cur, "attn_pregate", il)
         gate = b.name(b.sigmoid(gate), "gate_sigmoid", il)
         cur = b.name(b.mul(cur, gate), "attn_gated", il)
     out = b.mul_mat(w["attn_output.weight"], cur, in_f32=hp.sums_in_f32)
+    (out,) = _biased(b, w, [out], ["output"])
     return b.name(out, "attn_output", il)
 
 
@@ -92,7 +95,7 @@ def build_keys_values(
     _write(b, memory, *_rotated(b, memory, k, _value_heads(b, hp, v, il), il), kv_idx, il)
 
 
-def _biased(b: Builder, w: Weights, rows: list[Tensor], parts: str) -> list[Tensor]:
+def _biased(b: Builder, w: Weights, rows: list[Tensor], parts: Sequence[str]) -> list[Tensor]:
     """Append the biases of projections F32 [m, n_tokens], if there are any."""
     biases = [f"attn_{part}.bias" for part in parts]
     return [b.add(x, w[name]) if name in w else x for x, name in zip(rows, biases)]
@@ -135,11 +138,12 @@ def write_keys(b: Builder, memory: Memory, k: Tensor, kv_idx: Tensor, il: int) -
 
 def attend(
     b: Builder, hp: Architecture, memory: Memory, inp: PassInputs, shape: PassShape,
-    qkv: tuple[Tensor, Tensor, Tensor], il: int,
+    qkv: tuple[Tensor, Tensor, Tensor], il: int, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append the writes of K and V to the cache and the attention: F32 [d * n_head, n_tokens].
 
     hp: with the heads of layer il. qkv: heads of each row, F32 [d, n_head or n_head_kv, n_tokens].
+    sinks: of each head, F32 [n_head].
     """
     q, k, v = qkv
     if il in memory.rot_k:
@@ -154,14 +158,14 @@ def attend(
             q, memory.k[il], memory.v[il], inp.pages, inp.rows, memory.page_size, scale
         )
     else:
-        out = attend_by_mask(b, hp, memory, inp, shape, q, scale, il)
+        out = attend_by_mask(b, hp, memory, inp, shape, q, scale, il, sinks)
     out = b.expand(out)
     return b.mul_mat_hadamard(memory.rot_v[il], out) if il in memory.rot_v else out
 
 
 def attend_by_mask(
     b: Builder, hp: Architecture, memory: Memory, inp: PassInputs, shape: PassShape, q: Tensor,
-    scale: float, il: int,
+    scale: float, il: int, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append llama.cpp's attention over a view of the caches, or over the rows gathered from them.
 
@@ -191,6 +195,7 @@ def attend_by_mask(
         mask,
         scale,
         memory.n_attention_parts,
+        sinks,
     )
     out = b.reshape(out, hp.n_embd_head_v * n_head, n_seq_tokens * n_seqs)
     return inp.joint.gather(b, out) if inp.joint else out

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..base import Architecture
 from ..inputs import Weights
-from ..tensors import Expected, matrix
+from ..tensors import Expected, matrix, vector
 
 if TYPE_CHECKING:
     from ...ggml.ops import Builder, Tensor
@@ -23,10 +23,11 @@ def expert_tensors(hp: Architecture, merged: bool) -> dict[str, Expected]:
             "ffn_gate_exps.weight": matrix(n_embd, n_ff, n_expert),
             "ffn_up_exps.weight": matrix(n_embd, n_ff, n_expert),
         }
-    return experts | {
-        "ffn_gate_inp.weight": matrix(n_embd, n_expert),
-        "ffn_down_exps.weight": matrix(n_ff, n_embd, n_expert),
-    }
+    experts["ffn_down_exps.weight"] = matrix(n_ff, n_embd, n_expert)
+    if hp.has_expert_biases:
+        for name, spec in [*experts.items()]:
+            experts[name.replace("weight", "bias")] = vector(*spec.ne[1:])
+    return experts | {"ffn_gate_inp.weight": matrix(n_embd, n_expert)}
 
 
 def ffn_tensors(hp: Architecture, n_ff: int, suffix: str = "") -> dict[str, Expected]:
@@ -46,33 +47,48 @@ def shared_tensors(hp: Architecture, gated: bool = True) -> dict[str, Expected]:
 
 def build_expert_rows(
     b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor, il: int,
-    gelu: bool = False,
+    glu: str = "swiglu",
 ) -> Tensor:  # fmt: skip
     """Append the weighted outputs of single experts; see `Architecture.expert_rows`.
 
-    gelu: with GeGLU; otherwise with SwiGLU. For few rows, CUDA runs gate, up and activation as one
-    kernel if they are in this order.
+    glu: the activation, a method of `Builder`. For few rows, CUDA runs gate, up and activation as
+    one kernel if they are in this order.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """
     k, n_tokens = slots.ne[0], slots.ne[1]
     cur = b.reshape(cur, cur.ne[0], cur.ne[1] * cur.ne[2] // n_tokens, n_tokens)
     if "gate_up" in parts:
-        both = b.name(b.mul_mat_id(parts["gate_up"], cur, slots), "ffn_moe_gate_up", il)
+        both = _product(b, parts, "gate_up", cur, slots, il)
         half, strides = (both.ne[0] // 2, k, n_tokens), (both.nb[1], both.nb[2])
         gate = b.name(b.view(both, half, strides), "ffn_moe_gate", il)
         up = b.name(b.view(both, half, strides, 2 * both.ne[0]), "ffn_moe_up", il)
     else:
-        up = b.name(b.mul_mat_id(parts["up"], cur, slots), "ffn_moe_up", il)
-        gate = b.name(b.mul_mat_id(parts["gate"], cur, slots), "ffn_moe_gate", il)
-    act = b.geglu(gate, up) if gelu else b.swiglu(gate, up)
-    act = b.name(act, "ffn_moe_geglu" if gelu else "ffn_moe_swiglu", il)
-    out = b.name(b.mul_mat_id(parts["down"], act, slots), "ffn_moe_down", il)
+        up = _product(b, parts, "up", cur, slots, il)
+        gate = _product(b, parts, "gate", cur, slots, il)
+    act = b.name(getattr(b, glu)(gate, up), f"ffn_moe_{glu}", il)
+    out = _product(b, parts, "down", act, slots, il)
     for i in range(weights.ne[0] - 1):
         out = b.name(b.mul(out, _factor(b, weights, i)), "ffn_moe_down_scaled", il)
     if weights.ne[0] > 1:
         weights = _factor(b, weights, weights.ne[0] - 1)
     return b.expand(b.name(b.mul(out, weights), "ffn_moe_weighted", il))
+
+
+def _product(
+    b: Builder, parts: Mapping[str, Tensor], part: str, cur: Tensor, slots: Tensor, il: int
+) -> Tensor:
+    """Append the products with the matrices of one part, and its biases."""
+    out = b.name(b.mul_mat_id(parts[part], cur, slots), f"ffn_moe_{part}", il)
+    stack = parts.get(f"{part}_bias")
+    if stack is None:
+        return out
+    bias = b.view(stack, (stack.ne[0], stack.ne[2]), (stack.nb[2],))
+    # CUDA's kernels for a product and its biases expect these next to each other, which they are
+    # not in slots: there the view is between both nodes, so that they are kernels of their own
+    if stack.nb[2] == 4 * stack.ne[0]:
+        b.expand(bias)
+    return b.name(b.add_id(out, bias, slots), f"ffn_moe_{part}_biased", il)
 
 
 def _factor(b: Builder, weights: Tensor, i: int) -> Tensor:

@@ -1,0 +1,157 @@
+"""gpt-oss: OpenAI's gpt-oss-20b and gpt-oss-120b.
+
+Every second layer attends to a window. Attention has sinks, and projections, router and experts
+have biases. A row's weights are a softmax over the experts that it chose.
+
+Source: mirrors llama.cpp src/models/openai-moe.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedModel
+from .base import Architecture, Layer, Routing
+from .blocks.attention import attention_layer, build_attention
+from .blocks.experts import build_expert_rows, expert_tensors
+from .hparams import MAX_CTX, MAX_LAYERS, read_attention, read_experts, read_rope, read_sizes
+from .inputs import Memory, PassInputs, PassShape, Weights
+from .tensors import Expected, matrix, vector
+
+if TYPE_CHECKING:
+    from ..ggml.ops import Builder, Tensor
+    from ..gguf.metadata import Metadata
+
+_PATTERN = ".attention.sliding_window_pattern"
+
+
+@dataclass(frozen=True)
+class GptOss(Architecture):
+    """See `Architecture`; windows: n_swa of layers with a window, 0 of the others."""
+
+    name = "gpt-oss"
+    families = "gpt-oss"
+    has_cpu_kernel = False
+    has_expert_biases = True
+
+    windows: tuple[int, ...]
+
+    @classmethod
+    def read(cls, meta: Metadata, n_vocab: int) -> GptOss:
+        """Read and check the hyper-parameters."""
+        sizes = read_sizes(meta, n_vocab)
+        n_layer = meta.integer(".block_count", 1, MAX_LAYERS)
+        attention = read_attention(meta, sizes["n_embd"], n_layer)
+        n_rot, n_embd_head = attention["n_rot"], attention["n_embd_head_k"]
+        if n_rot != n_embd_head:
+            what = f"is {n_rot}; this architecture rotates all {n_embd_head} dimensions of a head"
+            raise meta.error(".rope.dimension_count", what)
+        rope = read_rope(meta, sizes["n_ctx_train"])
+        _refuse_ropes(meta, rope["rope_freq_base"])
+        return cls(
+            **sizes,
+            n_layer=n_layer,
+            n_layer_nextn=0,
+            **attention,
+            **read_experts(meta, n_layer, shared=False),
+            **rope,
+            windows=_read_windows(meta, n_layer),
+        )
+
+    def layer(self, il: int) -> Layer:
+        """Return what a layer keeps."""
+        n_swa = self.windows[il]
+        kept = replace(attention_layer(self), window=n_swa or None, has_sinks=True)
+        return replace(kept, mixer="window") if n_swa else kept
+
+    def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
+        """Return the tensors of a layer."""
+        n_embd, d = self.n_embd, self.n_embd_head_k
+        shapes = {
+            "attn_q": (n_embd, d * self.n_head),
+            "attn_k": (n_embd, d * self.n_head_kv),
+            "attn_v": (n_embd, d * self.n_head_kv),
+            "attn_output": (d * self.n_head, n_embd),
+        }
+        found = {f"{name}.weight": matrix(*ne) for name, ne in shapes.items()}
+        found |= {f"{name}.bias": vector(ne[1]) for name, ne in shapes.items()}
+        # llama.cpp knows no merged stacks here
+        return found | expert_tensors(self, merged=False) | {
+            "attn_norm.weight": vector(n_embd),
+            "post_attention_norm.weight": vector(n_embd),
+            "attn_sinks.weight": vector(self.n_head),
+            "ffn_gate_inp.bias": vector(self.n_expert),
+        }  # fmt: skip
+
+    def mixer(
+        self, b: Builder, w: Weights, memory: Memory, inp: PassInputs, shape: PassShape,
+        cur: Tensor, il: int,
+    ) -> Tensor:  # fmt: skip
+        """Append attention."""
+        return build_attention(b, self, w, memory, inp, shape, cur, il, gated=False)
+
+    def ffn_input(
+        self, b: Builder, w: Weights, cur: Tensor, x: Tensor, il: int
+    ) -> tuple[Tensor, Tensor]:
+        """Append residual and norm."""
+        residual = b.name(b.add(cur, x), "ffn_inp", il)
+        norm = b.norm(residual, w["post_attention_norm.weight"], self.f_norm_rms_eps)
+        return residual, b.name(norm, "attn_post_norm", il)
+
+    def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
+        """Append the choice of experts, by their logits, and the softmax over the chosen ones.
+
+        CUDA runs the nodes from argsort to the last reshape as one kernel, in this order.
+        """
+        k, n_tokens = self.n_expert_used, cur.ne[1]
+        logits = b.name(b.mul_mat(w["ffn_gate_inp.weight"], cur), "ffn_moe_logits", il)
+        probs = b.name(b.add(logits, w["ffn_gate_inp.bias"]), "ffn_moe_probs", il)
+        topk = b.argsort_top_k(probs, k)
+        argsort = b.name(topk.src[0], "ffn_moe_argsort", il)
+        topk = b.name(topk, "ffn_moe_topk", il)
+        weights = b.get_rows(b.reshape(probs, 1, self.n_expert, n_tokens), topk)
+        weights = b.reshape(b.name(weights, "ffn_moe_weights", il), k, n_tokens)
+        data = b.soft_max(weights)
+        weights = b.name(b.reshape(data, 1, k, n_tokens), "ffn_moe_weights_softmax", il)
+        return Routing(argsort, topk, b.expand(weights), data)
+
+    def expert_rows(
+        self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,
+        il: int,
+    ) -> Tensor:  # fmt: skip
+        """Append the outputs of experts."""
+        return build_expert_rows(b, parts, cur, slots, weights, il, "swiglu_oai")
+
+    def layer_end(
+        self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int
+    ) -> Tensor:
+        """Append the residual."""
+        out = b.cont(residual) if moe is None else b.add(moe, residual)
+        return b.expand(b.name(out, "l_out", il))
+
+
+def _read_windows(meta: Metadata, n_layer: int) -> tuple[int, ...]:
+    """Read the window of each layer; without a pattern in the file, every second has one."""
+    n_swa = meta.integer(".attention.sliding_window", 1, MAX_CTX)
+    value = meta.values.get(meta.full(_PATTERN))
+    if value is None or isinstance(value, int):
+        n = meta.integer(_PATTERN, 0, 1 << 31, 2)
+        has_window = [n == 0 or il % n < n - 1 for il in range(n_layer)]
+    else:
+        has_window = [bool(flag) for flag in meta.integers(_PATTERN, n_layer, 0, 1)]
+    return tuple(n_swa * one for one in has_window)
+
+
+def _refuse_ropes(meta: Metadata, base: float) -> None:
+    """Refuse what gives layers with a window another rope than the others."""
+    key = ".rope.freq_base_swa"
+    own = meta.number(key, 1.0, 1e12, base)
+    if own != base:
+        what = f"is {own:g} but rope.freq_base {base:g}; moegraph needs them equal"
+        raise meta.error(key, what, UnsupportedModel)
+    key, kind = ".rope.scaling.type", meta.string(".rope.scaling.type", "linear")
+    if kind == "none" and meta.number(".rope.scaling.factor", 0.0, 1e6, 0.0) not in (0.0, 1.0):
+        what = "is 'none' with a factor, by which llama.cpp scales layers with a window"
+        raise meta.error(key, what, UnsupportedModel)
