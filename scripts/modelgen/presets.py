@@ -157,7 +157,7 @@ PRESETS = {
         _small(
             arch="glm4moe", n_layer=4, n_rot=32, n_layer_dense_lead=1, n_ff=160, is_sigmoid=True,
             expert_weights_norm=True, expert_weights_scale=1.5, n_layer_nextn=1, has_qk_norm=False,
-            has_qkv_bias=True,
+            has_qkv_bias=True, has_nextn_embd=True,
         ),
         "all=Q8_0,embd=F16,attn=Q5_K,gate_up=Q4_K,down=Q4_0,down@2=Q8_0",
         "glm4moe as GLM-4.5-Air has it: a dense layer, biases, no norms of heads, MTP block",
@@ -176,7 +176,7 @@ PRESETS = {
             n_layer_nextn=1, n_head=96, n_head_kv=8, head_dim=128, n_rot=64, n_expert=128,
             n_ff_exp=1408, n_ff_shexp=1408, n_layer_dense_lead=1, n_ff=10944, is_sigmoid=True,
             expert_weights_norm=True, expert_weights_scale=1.0, has_qk_norm=False,
-            has_qkv_bias=True, rope_freq_base=1e6, f_norm_rms_eps=1e-5,
+            has_qkv_bias=True, has_nextn_embd=True, rope_freq_base=1e6, f_norm_rms_eps=1e-5,
         ),
         "all=Q8_0,embd=Q4_K,head=Q6_K,gate_up=Q4_K,down=Q5_0",
         "the shape of GLM-4.5-Air, 70 GB",

@@ -22,6 +22,7 @@ class Shape:
     n_embd: int = _opt(2048, "width of the residual stream")
     n_layer: int = _opt(40, "layers, MTP block not counted")
     n_layer_nextn: int = _opt(0, "MTP blocks after the last layer, 0 or 1")
+    has_nextn_embd: bool = _opt(False, "MTP blocks have embeddings and a head of their own")
     n_head: int = _opt(16, "query heads of a full-attention layer")
     n_head_kv: int = _opt(2, "key and value heads of a full-attention layer")
     head_dim: int = _opt(256, "width of an attention head")

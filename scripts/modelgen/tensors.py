@@ -89,6 +89,10 @@ class Plan:
             yield self._vector(il, "nextn.enorm.weight", n_embd, "norm")
             yield self._vector(il, "nextn.hnorm.weight", n_embd, "norm")
             yield self._vector(il, "nextn.shared_head_norm.weight", n_embd, "norm")
+            if self.shape.has_nextn_embd:
+                ne = n_embd, self.shape.n_vocab
+                yield self._matrix(il, "nextn.embed_tokens", ne, "embd", math.sqrt(n_embd))
+                yield self._matrix(il, "nextn.shared_head_head", ne, "head", self.cal.logit_std)
 
     def _latent(self, il: int) -> Iterator[Tensor]:
         s, row = self.shape, self.shape.n_lora_kv + self.shape.n_rot
