@@ -52,18 +52,9 @@ class Qwen35Moe(DeltaArchitecture):
     @classmethod
     def read(cls, meta: Metadata, n_vocab: int) -> Qwen35Moe:
         """Read and check the hyper-parameters."""
-        sizes, layers = read_sizes(meta, n_vocab), _layers(meta)
-        n_all = layers["n_layer"] + layers["n_layer_nextn"]
-        attention = read_attention(meta, sizes["n_embd"], n_all)
-        _check_sections(meta, attention["n_rot"], attention["n_embd_head_k"])
-        return cls(
-            **sizes,
-            **layers,
-            **attention,
-            **read_experts(meta, n_all, shared=True),
-            **read_rope(meta, sizes["n_ctx_train"]),
-            **read_delta(meta),
-        )
+        found = read_hybrid(meta, n_vocab)
+        _check_sections(meta, found["n_rot"], found["n_embd_head_k"])
+        return cls(**found)
 
     def is_recurrent(self, il: int) -> bool:
         """Return whether layer il is a DeltaNet; the prediction block has attention."""
@@ -134,6 +125,20 @@ class Qwen35Moe(DeltaArchitecture):
     ) -> None:  # fmt: skip
         """Append the update of a DeltaNet's states."""
         build_commit(b, self, w, memory, rows, slots, path, lengths, il)
+
+
+def read_hybrid(meta: Metadata, n_vocab: int) -> dict[str, Any]:
+    """Read all hyper-parameters."""
+    sizes, layers = read_sizes(meta, n_vocab), _layers(meta)
+    n_all = layers["n_layer"] + layers["n_layer_nextn"]
+    return {
+        **sizes,
+        **layers,
+        **read_attention(meta, sizes["n_embd"], n_all),
+        **read_experts(meta, n_all, shared=True),
+        **read_rope(meta, sizes["n_ctx_train"]),
+        **read_delta(meta),
+    }
 
 
 def _layers(meta: Metadata) -> dict[str, Any]:

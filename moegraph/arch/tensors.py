@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gguf.constants import GGMLQuantizationType
@@ -26,11 +26,15 @@ _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
 
 @dataclass(frozen=True)
 class Expected:
-    """What one tensor must look like. Shapes: ne in ggml order, trailing 1s left out."""
+    """What one tensor must look like. Shapes: ne in ggml order, trailing 1s left out.
+
+    required: a file must have it, or the tensor named by `instead` of the same block.
+    """
 
     ne: tuple[int, ...]
     types: frozenset[GGMLQuantizationType]
     required: bool = True
+    instead: str = ""
 
     @property
     def ne4(self) -> tuple[int, int, int, int]:
@@ -39,9 +43,9 @@ class Expected:
         return a, b, c, d
 
 
-def matrix(*ne: int, required: bool = True) -> Expected:
+def matrix(*ne: int, required: bool = True, instead: str = "") -> Expected:
     """Return what a matrix, or a stack of them, must look like."""
-    return Expected(ne, MATRIX_TYPES, required)
+    return Expected(ne, MATRIX_TYPES, required, instead)
 
 
 def vector(*ne: int, required: bool = True) -> Expected:
@@ -76,7 +80,7 @@ def check_tensors(
 
     tensors: those of the file that are to be looked at.
     """
-    missing = [name for name, spec in expected.items() if spec.required and name not in tensors]
+    missing = [name for name, spec in expected.items() if _is_missing(name, spec, tensors)]
     if missing:
         raise ModelFileError(
             f"{path}: tensor {_listed(missing)} missing; the file is incomplete "
@@ -88,6 +92,12 @@ def check_tensors(
     unknown = [name for name in tensors if name not in expected]
     what = "not part of this architecture, ignored"
     return [f"tensor {_listed(unknown)}: {what}"] if unknown else []
+
+
+def _is_missing(name: str, spec: Expected, tensors: Collection[str]) -> bool:
+    block = _BLOCK.match(name)
+    instead = (block.group() if block else "") + spec.instead
+    return spec.required and name not in tensors and instead not in tensors
 
 
 def _listed(names: list[str]) -> str:

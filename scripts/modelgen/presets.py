@@ -125,6 +125,23 @@ PRESETS = {
         "all=Q6_K,embd=F16,attn=Q8_0,gate_up=Q4_K,down=Q4_0,down@1=Q8_0",
         "qwen3moe: 3 layers of plain attention, 32 experts top-6, no shared expert",
     ),
+    "qwen3next": Preset(
+        _small(
+            arch="qwen3next", n_expert=512, n_expert_used=10, n_ff_exp=32, n_k_heads=2,
+            n_v_heads=6, n_layer_nextn=1, expert_weights_scale=1.5,
+        ),
+        "all=Q8_0,embd=F16,experts=Q4_0,attn=Q5_K,ssm=Q5_0,ssm_ab=F16,down@2=Q8_0",
+        "qwen3next: 512 experts top-10, 3 value heads for each key head, MTP block",
+    ),
+    "qwen3next-fused": Preset(
+        _small(
+            arch="qwen3next", n_layer=3, layers="dad", n_expert=48, n_expert_used=10,
+            ssm_d_state=128, n_k_heads=2, n_v_heads=4, has_qkvz=True, merged_gate_up=True,
+            rope_scaling="yarn", rope_factor=4.0, rope_orig_ctx=512,
+        ),
+        "all=Q8_0,embd=Q6_K,gate_up=Q4_K,down=Q5_0,attn=Q6_K",
+        "qwen3next as older files are: q, k, v and z as one matrix; merged gate_up, YaRN",
+    ),
     "mla-lite": Preset(
         _small(
             arch="deepseek2", n_layer=3, n_head_kv=1, head_dim=96, head_v=64, n_rot=64,
@@ -169,6 +186,28 @@ PRESETS = {
         ),
         "all=Q6_K,embd=F16,attn=Q8_0,gate_up=Q4_0,down=Q5_0,shexp=F16",
         "glm4moe with norms of heads, M-RoPE, groups of experts, two dense layers",
+    ),
+    "80b-a3b": Preset(
+        Shape(
+            arch="qwen3next", n_vocab=151936, n_layer=48, n_expert=512, n_expert_used=10,
+        ),
+        "all=Q8_0,embd=F16,head=Q6_K,ssm_ab=F32,gate_up=Q4_K,down=Q5_K",
+        "the shape of Qwen3-Next-80B-A3B, 50 GB",
+    ),
+    "122b-a10b": Preset(
+        Shape(
+            n_embd=3072, n_layer=48, n_head=32, n_ff_exp=1024, n_ff_shexp=1024, n_v_heads=64,
+        ),
+        DEFAULT_MIX,
+        "the shape of Qwen3.5-122B-A10B, 78 GB",
+    ),
+    "397b-a17b": Preset(
+        Shape(
+            n_embd=4096, n_layer=60, n_head=32, n_expert=512, n_expert_used=10, n_ff_exp=1024,
+            n_ff_shexp=1024, n_v_heads=64,
+        ),
+        DEFAULT_MIX,
+        "the shape of Qwen3.5-397B-A17B, 255 GB",
     ),
     "glm-4.5-air": Preset(
         Shape(

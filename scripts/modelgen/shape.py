@@ -16,7 +16,7 @@ def _opt(default: Any, text: str) -> Any:
 class Shape:
     """The hyper-parameters of one model; the defaults are those of 35B-A3B."""
 
-    arch: str = _opt("qwen35moe", "qwen35moe, qwen3moe, deepseek2, gemma4, glm4moe or gpt-oss")
+    arch: str = _opt("qwen35moe", "name of the architecture, such as qwen3moe or gpt-oss")
     n_vocab: int = _opt(248320, "vocabulary size")
     n_ctx_train: int = _opt(262144, "context length written to the file")
     n_embd: int = _opt(2048, "width of the residual stream")
@@ -47,6 +47,7 @@ class Shape:
     ssm_d_state: int = _opt(128, "width of a DeltaNet head")
     n_k_heads: int = _opt(16, "DeltaNet key heads")
     n_v_heads: int = _opt(32, "DeltaNet value heads")
+    has_qkvz: bool = _opt(False, "qwen3next: q, k, v and z of a DeltaNet as one matrix")
     full_attention_interval: int = _opt(4, "every n-th layer is full attention")
     layers: str = _opt("", "layer kinds as letters, d(eltanet) or a(ttention); beats the interval")
     rope_freq_base: float = _opt(1e7, "rope base frequency")
@@ -66,7 +67,7 @@ class Shape:
     @property
     def is_qwen35(self) -> bool:
         """Whether there are DeltaNets, gated attention and shared experts."""
-        return self.arch == "qwen35moe"
+        return self.arch in ("qwen35moe", "qwen3next")
 
     @property
     def key_dim(self) -> int:
@@ -181,7 +182,6 @@ class Shape:
     def _hybrid(self) -> Keys:
         """Return the keys of DeltaNets, the shared expert and MTP blocks."""
         keys: Keys = {
-            "rope.dimension_sections": self.rope_sections(),
             "expert_shared_feed_forward_length": self.n_ff_shexp,
             "ssm.conv_kernel": self.ssm_d_conv,
             "ssm.inner_size": self.value_dim,
@@ -189,6 +189,8 @@ class Shape:
             "ssm.time_step_rank": self.n_v_heads,
             "ssm.group_count": self.n_k_heads,
         }
+        if self.arch == "qwen35moe":
+            keys["rope.dimension_sections"] = self.rope_sections()
         if self.layers:
             kinds = [self.is_recurrent(il) for il in range(self.n_layer_all)]
             keys["attention.recurrent_layers"] = kinds

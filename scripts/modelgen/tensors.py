@@ -79,7 +79,7 @@ class Plan:
         n_embd = self.shape.n_embd
         norm = "mixer_norm" if self.shape.is_recurrent(il) else "norm"
         yield self._vector(il, "attn_norm.weight", n_embd, norm)
-        is_post = self.shape.arch in ("qwen35moe", "glm4moe", "gpt-oss")
+        is_post = self.shape.is_qwen35 or self.shape.arch in ("glm4moe", "gpt-oss")
         ffn_norm = "post_attention_norm" if is_post else "ffn_norm"
         yield self._vector(il, f"{ffn_norm}.weight", n_embd, "block_norm")
         yield from self._deltanet(il) if self.shape.is_recurrent(il) else self._attention(il)
@@ -139,14 +139,21 @@ class Plan:
 
     def _deltanet(self, il: int) -> Iterator[Tensor]:
         s = self.shape
-        yield self._matrix(il, "attn_qkv", (s.n_embd, s.conv_dim), "ssm", 1.0)
-        yield self._matrix(il, "attn_gate", (s.n_embd, s.value_dim), "ssm", 1.0)
+        if s.has_qkvz:
+            yield self._matrix(il, "ssm_in", (s.n_embd, s.conv_dim + s.value_dim), "ssm", 1.0)
+        else:
+            yield self._matrix(il, "attn_qkv", (s.n_embd, s.conv_dim), "ssm", 1.0)
+            yield self._matrix(il, "attn_gate", (s.n_embd, s.value_dim), "ssm", 1.0)
         conv = (s.ssm_d_conv, s.conv_dim)
         yield Tensor(f"blk.{il}.ssm_conv1d.weight", conv, "F32", "normal", self.cal.conv_std, il)
         yield self._vector(il, "ssm_dt.bias", s.n_v_heads, "ssm_dt")
         yield self._vector(il, "ssm_a", s.n_v_heads, "ssm_a")
-        yield self._matrix(il, "ssm_beta", (s.n_embd, s.n_v_heads), "ssm_ab", 1.0)
-        yield self._matrix(il, "ssm_alpha", (s.n_embd, s.n_v_heads), "ssm_ab", self.cal.alpha_gain)
+        alpha_gain = self.cal.alpha_gain
+        if s.arch == "qwen3next":  # beta too
+            yield self._matrix(il, "ssm_ba", (s.n_embd, 2 * s.n_v_heads), "ssm_ab", alpha_gain)
+        else:
+            yield self._matrix(il, "ssm_beta", (s.n_embd, s.n_v_heads), "ssm_ab", 1.0)
+            yield self._matrix(il, "ssm_alpha", (s.n_embd, s.n_v_heads), "ssm_ab", alpha_gain)
         yield self._vector(il, "ssm_norm.weight", s.ssm_d_state, "norm")
         out_gain = self.cal.deltanet_out_gain(s)
         yield self._matrix(il, "ssm_out", (s.value_dim, s.n_embd), "ssm", out_gain)

@@ -29,11 +29,11 @@ FREE_PROMPTS, FREE_TOKENS = 20, 64
 # norm before its weight, the attention output before a quantized cache's rotation is undone
 # (attn_pregate after it), and copies between the state cache and the graph (ours updates the states
 # in place; the states themselves are compared as conv_state_last and new_state). Where ours has
-# one, it is compared.
+# one, it is compared, as the gate of a DeltaNet is; that of attention is a view.
 PLUMBING = frozenset({
-    "Qcur_reshaped", "conv_input", "conv_state_update", "conv_states", "conv_states_reshaped",
-    "k_conv", "kqv_out", "model.input_embed", "norm", "q_conv", "qkv_mixed_transposed",
-    "state_predelta",
+    "Qcur_reshaped", "Qcur_view", "conv_input", "conv_state_update", "conv_states",
+    "conv_states_reshaped", "gate", "k_conv", "kqv_out", "model.input_embed", "norm", "q_conv",
+    "qkv_mixed_transposed", "state_predelta",
 })  # fmt: skip
 
 ROUTER_IDS = "ffn_moe_topk"

@@ -23,12 +23,12 @@ F32 = npt.NDArray[np.float32]
 
 # One preset of each family but qwen35moe, for test_families.py and, among MODELS, for what all have
 # in common.
-FAMILIES = ("qwen3moe", "glm47flash", "gemma4", "glm4moe", "gptoss")
-# The trained model and random ones: experts 32, 40, 64, 256; every weight type; merged and separate
+FAMILIES = ("qwen3moe", "qwen3next", "glm47flash", "gemma4", "glm4moe", "gptoss")
+# The trained model and random ones: experts 32 to 512; every weight type; merged and separate
 # gate_up; tied and own head; MTP block; head sizes 64, 128, 256; DeltaNet states 64 and 128.
 MODELS = (
     "tiny", "legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b", "glm4moe-groups",
-    *FAMILIES,
+    "qwen3next-fused", *FAMILIES,
 )  # fmt: skip
 KV_TYPES = ("f16", "q8_0", "q4_0")
 MODES = ("whole", "layered")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..base import Architecture, Layer
 from ..hparams import MAX_DIM
@@ -26,6 +26,10 @@ PROJECTIONS = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_al
 @dataclass(frozen=True)
 class DeltaArchitecture(Architecture):
     """An architecture some of whose layers are gated DeltaNets: those where `recurrent` is true."""
+
+    # whether value heads that are next to each other read the same key head; else value head h
+    # reads key head h % n_k_heads
+    has_head_groups: ClassVar[bool] = False
 
     ssm_d_conv: int
     ssm_d_inner: int
@@ -46,7 +50,7 @@ class DeltaArchitecture(Architecture):
 
     @property
     def n_k_heads(self) -> int:
-        """Return the number of DeltaNet key heads; value head h reads key head h % n_k_heads."""
+        """Return the number of DeltaNet key heads."""
         return self.ssm_n_group
 
     @property
@@ -68,6 +72,13 @@ class DeltaArchitecture(Architecture):
     def conv_dim(self) -> int:
         """Return the number of convolution channels: q, k and v side by side."""
         return 2 * self.key_dim + self.value_dim
+
+    def project_delta(self, b: Builder, w: Weights, cur: Tensor, il: int) -> list[Tensor]:
+        """Append the projections of rows F32 [n_embd, n_tokens]: qkv, z, beta and alpha.
+
+        F32 [conv_dim, value_dim, n_v_heads or n_v_heads, n_tokens].
+        """
+        return project(b, w, PROJECTIONS, cur)
 
 
 def read_delta(meta: Metadata) -> dict[str, Any]:
@@ -180,7 +191,7 @@ def _project_rows(
     """Append the projections of rows F32 [n_embd, n_tokens]; z is F32 [value_dim, n_tokens]."""
     t, s, n_v = shape.n_seq_tokens, shape.n_seqs, hp.n_v_heads
 
-    qkv, z, beta, alpha = project(b, w, PROJECTIONS, cur)
+    qkv, z, beta, alpha = hp.project_delta(b, w, cur, il)
     qkv = b.name(b.reshape(qkv, hp.conv_dim, t, s), "linear_attn_qkv_mixed", il)
     z = b.name(z, "z", il)
     beta = b.name(b.reshape(beta, 1, n_v, t, s), "beta", il)
@@ -222,9 +233,11 @@ def _recurrence(
     conv = b.conv(rows.qkv, w["ssm_conv1d.weight"], conv_state, slots, parents, lengths)
     conv = b.name(b.silu(b.name(conv, "conv_output_raw", il)), "conv_output_silu", il)
     q, k, v = _split_qkv(b, hp, conv)
-    q = b.expand(b.name(_l2_norm(b, q, hp.f_norm_rms_eps), "q_conv_predelta", il))
-    k = b.expand(b.name(_l2_norm(b, k, hp.f_norm_rms_eps), "k_conv_predelta", il))
-    b.name(v, "v_conv_predelta", il)
+    q, k = (b.expand(_l2_norm(b, x, hp.f_norm_rms_eps)) for x in (q, k))
+    if hp.has_head_groups:
+        q, k = (_repeat_heads(b, x, hp.n_v_heads) for x in (q, k))
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
+        b.name(x, f"{name}_conv_predelta", il)
     args = (q, k, v, rows.gate, rows.beta, state, slots, parents, lengths)
     out = b.delta_net(*args)
     return b.expand(b.name(out, "attn_output", il))
@@ -242,6 +255,15 @@ def _split_qkv(b: Builder, hp: DeltaArchitecture, conv: Tensor) -> tuple[Tensor,
         parts.append(b.view(conv, ne, (4 * d, conv.nb[1], conv.nb[2]), offset))
         offset += 4 * d * n
     return parts[0], parts[1], parts[2]
+
+
+def _repeat_heads(b: Builder, x: Tensor, n: int) -> Tensor:
+    """Append x F32 [d, n_heads, T, S] with each head as often as makes them n, one by one."""
+    d, n_heads, t, s = x.ne[0:4]
+    one = repeated = b.reshape(x, d, 1, n_heads, t * s)
+    for _ in range(n // n_heads - 1):
+        repeated = b.concat(repeated, one, 1)
+    return b.reshape(repeated, d, n, t, s)
 
 
 def _l2_norm(b: Builder, x: Tensor, eps: float) -> Tensor:
