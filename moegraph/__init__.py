@@ -1,4 +1,4 @@
-"""Run Qwen3.5 and Qwen3.6 MoE models (GGUF) on GPUs too small for all their experts."""
+"""Run Mixture-of-Experts models (GGUF) on GPUs too small for all their experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a synthetic `qwen35moe` GGUF file of any shape and quant mix; a seed fixes every byte."""
+"""Write a synthetic GGUF file of any shape and quant mix; a seed fixes every byte."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _CARDS = tuple(n * GiB for n in (6, 8, 12, 16, 24))
 # Cards of one size differ by less than this share of it.
 _ALIKE = 0.03
 _PURPOSES = {
-    "weights": "weights outside experts", "kv": "KV cache", "state": "recurrent state",
+    "weights": "weights outside experts", "kv": "KV cache", "state": "states of sequences",
     "compute": "compute buffers", "other": "kernels and tables", "staging": "staging of experts",
     "pinned": "experts of full layers", "slots": "expert slots", "drafters": "drafters",
 }  # fmt: skip

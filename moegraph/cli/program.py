@@ -197,7 +197,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 )  # fmt: skip
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Run Qwen3.5 and Qwen3.6 MoE models (GGUF) on GPUs too small for all their experts.
+    """Run Mixture-of-Experts models (GGUF) on GPUs too small for all their experts.
 
     \b
     Examples:

@@ -23,13 +23,13 @@ def contents(shape: Shape, mix: str, seed: int = 0) -> tuple[Keys, dict[str, Ten
         **shape.metadata(),
         **vocab(shape.n_vocab),
     }
-    return keys, {t.name: t for t in Plan(shape, Mix(mix), Calibration()).tensors()}
+    return keys, {t.name: t for t in Plan(shape, Mix(mix), Calibration.of(shape)).tensors()}
 
 
 def write_model(path: Path, shape: Shape, mix: str, seed: int = 0, n_splits: int = 1) -> list[Path]:
     """Write a synthetic model and return its files; mix: see `Mix`."""
     keys, tensors = contents(shape, mix, seed)
-    filler = Filler(shape, Calibration(), Mix(mix).type_of("embd", None), seed)
+    filler = Filler(shape, Calibration.of(shape), Mix(mix).type_of("embd", None), seed)
     entries = [t.entry() for t in tensors.values()]
     return write_gguf(
         path, shape.arch, keys, entries, lambda one: filler.data(tensors[one.name]), n_splits

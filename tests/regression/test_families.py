@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from helpers.device_books import keep_books, planned
+from helpers.device_books import Books, keep_books, planned
 from helpers.shared import greedy_tokens
 from regression.compare import assert_logits_equal
 from regression.harness import FAMILIES, THREADS, Models, Upstream, open_engine, random_ids
@@ -40,6 +40,8 @@ CFG = {"n_ctx": 1024, "n_ubatch": 48, "threads": THREADS}
 # Passes of a sequence, and lengths of prompts, which are read in chunks of 48.
 WIDTHS = (48, 7, *([1] * 12), 40, 1)
 LENGTHS = (2, 9, 17, 40)
+# A text of two tokens repeats itself, and look-up drafts.
+TWO = {5: 100.0, 6: 100.0}
 
 
 def settings_of(path: Path, way: str) -> dict[str, Any]:
@@ -59,17 +61,16 @@ def test_wherever_experts_are_bits_and_texts_are_upstreams_within_the_plan(
     name: str, way: str, models: Models, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, books = models.path(name), keep_books(monkeypatch)
-    with open_engine(path, spec="lookup", **settings_of(path, way)) as engine:
+    with open_engine(path, **settings_of(path, way)) as engine:
         n_vocab, at = engine.hparams.n_vocab, np.cumsum(WIDTHS)
         parts = [p.tolist() for p in np.split(np.array(random_ids(n_vocab, at[-1])), at[:-1])]
         theirs = upstream.parts(path, parts, **CFG)
         rows = [engine.forward_logits(p, pos0=end - len(p)) for p, end in zip(parts, at)]
         assert_logits_equal(np.concatenate(rows), theirs, f"{name} {way}")
-        prompts = [random_ids(n_vocab, n, seed=n) * 3 for n in LENGTHS]  # look-up drafts
+        prompts = [random_ids(n_vocab, n, seed=n) * 3 for n in LENGTHS]
         texts, _ = upstream.oracle.greedy(path, prompts, 12, **CFG)
         assert [greedy_tokens(engine, prompt, 12) for prompt in prompts] == texts
-        drafts, stats = engine.spec_stats(), engine.expert_stats()
-        assert drafts is not None and drafts.drafted > 0
+        stats = engine.expert_stats()
         if "cache_slots" in WAYS[way]:
             assert stats is not None and stats.cache.missing.sum() > 0
             assert (stats.n_fetching > 0) == ("fetched" in way)
@@ -78,8 +79,13 @@ def test_wherever_experts_are_bits_and_texts_are_upstreams_within_the_plan(
         assert memory["kv_bytes"] == plan["kv"]
         experts = sum(plan[part] for part in ("pinned", "slots", "staging"))
         assert memory["weights_bytes"] <= plan["weights"] + experts
-        graphs = sum(part.graphs.n_bytes for part in engine.runner.parts)
-        assert books.peak + graphs <= planned(engine)
+        assert_planned(engine, books)
+
+
+def assert_planned(engine: Engine, books: Books) -> None:
+    """Fail if buffers and graphs ever had more bytes than the plan grants."""
+    graphs = sum(part.graphs.n_bytes for part in engine.runner.parts)
+    assert books.peak + graphs <= planned(engine)
 
 
 def answer(
@@ -93,44 +99,47 @@ def answer(
     return [event.token for event in events], logits[-1], events[0].n_reused
 
 
+@pytest.mark.parametrize("way", ["fetched", "on the CPU", "two devices"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_requests_in_company_and_kept_beginnings_give_what_a_cold_engine_gives(
-    name: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_company_drafts_and_kept_beginnings_change_nothing_in_reference_mode(
+    name: str, way: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from helpers.clients import Client, alone, serving, together
 
     from moegraph.passes import prefixes
 
     monkeypatch.setattr(prefixes, "_WORTH", 1)  # short prompts have marks near each other
-    path, reference = models.path(name), {"n_threads": 1, "cpu_reference": True, "spec": "lookup"}
-    settings = {**settings_of(path, "fetched"), **reference, "n_seq": 3}
-    with open_engine(path, **reference) as cold, open_engine(path, **settings) as engine:
+    path, books, reference = models.path(name), keep_books(monkeypatch), {"cpu_reference": True}
+    settings = {**settings_of(path, way), **reference, "n_seq": 3, "spec": "lookup"}
+    ids = random_ids(512, 300)
+    asked = {100: [*ids[:150], 5], 240: ids}
+    with open_engine(path, **settings) as engine:
         engine.keep_prefixes(tmp_path, 1 << 30)
-        n_vocab = engine.hparams.n_vocab
         with serving(engine) as service:
             with together(service):
                 clients = [
-                    Client(service, random_ids(n_vocab, n, seed=n) * 3, max_tokens=16,
-                           sampling=SamplingParams(temperature=float(n % 2), seed=n))
-                    for n in (3, 10, 24, 53)
+                    Client(service, random_ids(512, n, seed=n) * 3, max_tokens=16,
+                           sampling=SamplingParams(temperature=t, seed=n, logit_bias=bias))
+                    for n, t, bias in ((3, 1.0, TWO), (10, 0.0, {}), (24, 0.0, TWO), (53, 1.0, {}))
                 ]  # fmt: skip
             for client in clients:
                 client.wait()
             service.drain()
-            counts = service.status().counts
+            counts, drafts = service.status().counts, engine.spec_stats()
         assert counts.pass_rows > counts.passes + 10  # passes were shared
+        assert drafts is not None and drafts.drafted > 0
+        answer(engine, ids[:250], (100, 240))
+        warm = {n: answer(engine, prompt) for n, prompt in asked.items()}
+        assert_planned(engine, books)
+    with open_engine(path, **reference) as cold:
         for client in clients:
             assert client.tokens == alone(cold, client.request)[0]
-        ids = random_ids(n_vocab, 300)
-        answer(engine, ids[:250], (100, 240))
-        asked = {100: [*ids[:150], 5], 240: ids}
-        wanted = {n: answer(cold, asked[n], reuse=False) for n in asked}
-        for n, prompt in asked.items():
-            compare(answer(engine, prompt), wanted[n], n)
+        wanted = {n: answer(cold, prompt, reuse=False) for n, prompt in asked.items()}
     with open_engine(path, **settings) as engine:
         engine.keep_prefixes(tmp_path, 1 << 30)
-        for n, prompt in asked.items():
-            compare(answer(engine, prompt), wanted[n], n)
+        for n in asked:
+            compare(warm[n], wanted[n], n)
+            compare(answer(engine, asked[n]), wanted[n], n)
             engine.prefixes.store.clear()
             engine.reset()
 
@@ -139,6 +148,27 @@ def compare(got: Any, cold: Any, n_reused: int) -> None:
     """Fail unless an answer is a cold one's, and so many tokens were not computed."""
     assert (got[0], got[2], cold[2]) == (cold[0], n_reused, 0)
     np.testing.assert_array_equal(got[1], cold[1])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_command_takes_its_file(name: str, models: Models, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from moegraph.cli import main
+
+    path, trace, cpu = models.path(name), tmp_path / "trace", ("--device", "cpu", "-t", 1)
+    for args in (
+        ("inspect", path),
+        ("plan", path),
+        ("run", path, "-p", "def f(", "-n", 4, *cpu),
+        ("chat", path, "-p", "hello", "-n", 4, *cpu),
+        ("bench", path, "-p", 40, "-n", 2, "-r", 1, "--run", 4, *cpu),
+        ("doctor", "--measure", path, "--device", "cpu"),
+        ("trace", path, "-p", "def", "-n", 8, "-o", trace, *cpu),
+        ("simulate", trace, "--model", path, "--resident", 25),
+    ):
+        done = CliRunner().invoke(main, [str(arg) for arg in args])
+        assert done.exit_code == 0 and done.output.strip(), (args, done.output)
 
 
 def test_a_layer_without_routed_experts_yet_ends_with_its_residual(models: Models) -> None:

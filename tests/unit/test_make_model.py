@@ -39,7 +39,7 @@ def dequantize(raw: np.ndarray, name: str) -> np.ndarray:
 
 def weights(shape: Shape, mix: str, name: str, seed: int = 0) -> np.ndarray:
     """Return a tensor of a model as the writer would dump it, dequantized, [rows, ne0]."""
-    cal = Calibration()
+    cal = Calibration.of(shape)
     tensor = {t.name: t for t in Plan(shape, Mix(mix), cal).tensors()}[name]
     filler = Filler(shape, cal, Mix(mix).type_of("embd", None), seed)
     raw = np.frombuffer(filler.data(tensor), np.uint8)
