@@ -33,7 +33,7 @@ _REFUSED = (
     (re.compile(r".*\.(scale|input_scale)"), "per-tensor scales (NVFP4)"),
     (re.compile(r"blk\.\d+\.attn_(q|k|v|qkv|output)\.bias"), "attention biases"),
     (re.compile(r"blk\.\d+\.attn_sinks\.weight"), "attention sinks"),
-    (re.compile(r"blk\.\d+\.ffn_.*\.bias"), "biases of experts"),
+    (re.compile(r"blk\.\d+\.ffn_.*\.bias"), "biases of a router or experts"),
     (re.compile(r"output\.bias"), "an output bias"),
     (re.compile(r"rope_freqs\.weight|.*\.rope_freqs\.weight"), "rope frequency factors"),
 )

@@ -128,6 +128,9 @@ def test_every_shape_is_checked(write: Write, name: str) -> None:
         (Tensor("blk.3.attn_qkv.weight", (32, 192)), "stores q, k and v as one tensor"),
         (Tensor("blk.3.attn_q.bias", (128,)), "attention biases"),
         (Tensor("blk.3.attn_output.bias", (32,)), "attention biases"),
+        (Tensor("blk.3.attn_sinks.weight", (2,)), "attention sinks"),
+        (Tensor("blk.0.ffn_up_exps.bias", (16, 8)), "biases of a router or experts"),
+        (Tensor("blk.0.ffn_gate_inp.bias", (8,)), "biases of a router or experts"),
         (Tensor("blk.0.ffn_up_exps.scale", (8,)), "per-tensor scales"),
         (Tensor("output.input_scale", (1,)), "per-tensor scales"),
         (Tensor("rope_freqs.weight", (4,)), "rope frequency factors"),
@@ -162,7 +165,7 @@ def test_prediction_blocks_are_recognised_and_never_fatal(write: Write) -> None:
     assert "only prediction (MTP) blocks" in refused(path, UnsupportedModel)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3next", "qwen35", "", "Qwen35MoE"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2moe", "qwen35", "", "Qwen35MoE"])
 def test_another_architecture_is_named(write: Write, arch: str) -> None:
     pairs = {"general.architecture": kv("general.architecture", T.STRING, arch)}
     message = refused(write(model_file(pairs=pairs)), UnsupportedModel)
