@@ -150,6 +150,14 @@ PRESETS = {
         "all=Q8_0,embd=F16,head=Q6_K,gate_up=Q4_K,down=Q5_K",
         "the shape of Qwen3-30B-A3B, 19 GB",
     ),
+    "235b-a22b": Preset(
+        Shape(
+            arch="qwen3moe", n_vocab=151936, n_ctx_train=262144, n_embd=4096, n_layer=94, n_head=64,
+            n_head_kv=4, head_dim=128, n_rot=128, n_expert=128, n_ff_exp=1536, n_ff_shexp=0,
+        ),
+        "all=Q8_0,embd=F16,head=Q6_K,gate_up=Q4_K,down=Q5_K",
+        "the shape of Qwen3-235B-A22B, 148 GB",
+    ),
     "mla-lite": Preset(
         _small(
             arch="deepseek2", n_layer=3, n_head_kv=1, head_dim=96, head_v=64, n_rot=64,

@@ -1,4 +1,4 @@
-"""A small model of each family, sparse, and what its own keys and tensors can have wrong."""
+"""What the keys and tensors of a small model of each family can have wrong."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from helpers.ggufbytes import File, Q, T, Tensor, kv, kv_array
+from helpers.ggufbytes import File, Q, T, Tensor, kv
 from helpers.shared import PRESETS
-from modelgen.build import contents
+from helpers.sparse import file_of, pair_of, preset_contents
 
 N_FILES = 60
 # Tensors of the model or of a layer without which a model of some family is whole.
@@ -16,38 +16,11 @@ OPTIONAL = (
     "output.weight", "attn_v.weight", "layer_output_scale.weight", "attn_q.bias", "attn_k.bias",
     "attn_v.bias", "exp_probs_b.bias",
 )  # fmt: skip
-_KINDS = {bool: T.BOOL, int: T.UINT32, float: T.FLOAT32, str: T.STRING}
-
-
-def family_file(preset: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the keys and the tensors of a family's model."""
-    shape, mix = PRESETS[preset].shape, PRESETS[preset].mix
-    keys, tensors = contents(shape, mix)
-    entries = (one.entry() for one in tensors.values())
-    listed = [Tensor(one.name, one.ne, Q(one.ggml_type)) for one in entries]
-    return {"general.architecture": shape.arch, **keys}, listed
-
-
-def file_of(keys: dict[str, Any], tensors: list[Tensor]) -> File:
-    """Return a file with keys as `gguf_write` writes them; bytes are the pair itself."""
-    return File([_pair(key, value) for key, value in keys.items()], tensors)
-
-
-def _pair(key: str, value: Any) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, list):
-        return _array(key, value)
-    return kv(key, _KINDS[type(value)], value)
-
-
-def _array(key: str, value: list[Any]) -> bytes:
-    return kv_array(key, T.INT32 if type(value[0]) is int else _KINDS[type(value[0])], value)
 
 
 def family_cases(preset: str) -> list[tuple[str, File]]:
     """Return names and files: N_FILES, from all over the keys and tensors."""
-    keys, tensors = family_file(preset)
+    keys, tensors = preset_contents(preset)
     found = [
         *((f"{key} {what}", file_of({**keys, key: pair}, tensors))
           for key, value in keys.items() if key.startswith(keys["general.architecture"])
@@ -60,7 +33,7 @@ def family_cases(preset: str) -> list[tuple[str, File]]:
 
 def _wrong_pairs(key: str, value: Any) -> Iterator[tuple[str, bytes]]:
     if isinstance(value, list):
-        yield "is short", _array(key, value[1:])
+        yield "is short", pair_of(key, value[1:])
     if isinstance(value, float):
         yield "is NaN", kv(key, T.FLOAT32, float("nan"))
     if isinstance(value, int) and not isinstance(value, bool):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import N_FILES, family_cases, family_file, file_of
+from families import N_FILES, family_cases
 from helpers.ggufbytes import Shape, model_file
+from helpers.sparse import file_of, preset_contents
 from malformed import cases
 from regression.harness import FAMILIES
 
@@ -58,7 +59,7 @@ def test_what_a_family_asks_for_is_checked(
     tmp_path: Path, open_in_child: Open, preset: str
 ) -> None:
     path, found = tmp_path / "m.gguf", family_cases(preset)
-    file_of(*family_file(preset)).write_sparse(path)
+    file_of(*preset_contents(preset)).write_sparse(path)
     assert open_in_child(path)["opened"]
     assert len({name for name, _ in found}) == N_FILES
     for name, file in found:

@@ -1,0 +1,46 @@
+"""Models of published shapes, from their headers alone: they open, and plans for cards add up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.shared import PRESETS
+from helpers.sparse import file_of, preset_contents
+
+from moegraph.arch import open_model
+from moegraph.config import EngineConfig
+from moegraph.placement.footprint import needed_bytes, slot_bytes
+from moegraph.placement.planner import make_plan
+
+N_CTX, GIB = 4096, 1 << 30
+LARGE = [name for name, preset in PRESETS.items() if preset.shape.n_embd > 512]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_plan_divides_the_memory_of_each_card(name: str, tmp_path: Path) -> None:
+    path, shape = tmp_path / "m.gguf", PRESETS[name].shape
+    file_of(*preset_contents(name)).write_sparse(path)
+    with open_model(path) as model:
+        assert model.warnings == ()
+        hp, config = model.hparams, EngineConfig(device="cpu", n_ctx=N_CTX, n_ubatch=512)
+        need, sizes = needed_bytes(model, config, N_CTX), slot_bytes(model)
+        n_bytes = sum(one.nbytes for one in model.tensors.values())
+        embedding = model.tensors["token_embd.weight"].nbytes * (not shape.tied)
+    assert (hp.n_layer, hp.n_expert, hp.n_ff_exp) == (shape.n_layer, shape.n_expert, shape.n_ff_exp)
+    if shape.arch == "qwen3moe":
+        assert need.kv == 4 * shape.n_layer * shape.n_head_kv * shape.head_dim * (N_CTX + 1)
+    experts = sum(n * hp.n_expert for n in sizes)
+    assert experts == need.experts
+    # rows of slots are padded; nothing of the file is forgotten
+    if not shape.n_layer_nextn:
+        assert 0 <= experts + need.weights - (n_bytes - embedding) < 0.01 * n_bytes
+    floor = need.fixed + need.staging + need.ring
+    shares = []
+    for budget in (floor + 4 * sum(sizes), floor + experts // 2, 4 * n_bytes):
+        plan = make_plan(need, budget, pin_layers=None)
+        assert plan.total <= budget and len(plan.n_slots) == shape.n_layer
+        taken = sum(n * size for n, size in zip(plan.n_slots, sizes))
+        assert taken == plan.bytes["pinned"] + plan.bytes["slots"]
+        shares.append(plan.resident_share)
+    assert 0 < shares[0] < shares[1] < 0.6 and shares[2] == 1.0
