@@ -137,10 +137,10 @@ PRESETS = {
         _small(
             arch="qwen3next", n_layer=3, layers="dad", n_expert=48, n_expert_used=10,
             ssm_d_state=128, n_k_heads=2, n_v_heads=4, has_qkvz=True, merged_gate_up=True,
-            rope_scaling="yarn", rope_factor=4.0, rope_orig_ctx=512,
+            n_layer_nextn=1, rope_scaling="yarn", rope_factor=4.0, rope_orig_ctx=512,
         ),
         "all=Q8_0,embd=Q6_K,gate_up=Q4_K,down=Q5_0,attn=Q6_K",
-        "qwen3next as older files are: q, k, v and z as one matrix; merged gate_up, YaRN",
+        "qwen3next as older files are: q, k, v and z as one matrix; merged gate_up, MTP, YaRN",
     ),
     "30b-a3b": Preset(
         Shape(

@@ -54,6 +54,7 @@ def cache(engine: Engine, n: int) -> list[np.ndarray]:
 @pytest.mark.parametrize(("preset", "residency", "sampler"), [
     ("mini35b", "whole", "sampled"), ("mini35b", "60", "greedy"), ("mini35b", "25", "sampled"),
     ("float32", "60", "greedy"), ("glm4moe", "60", "sampled"), ("glm47flash", "60", "sampled"),
+    ("qwen3next", "60", "sampled"),
 ])  # fmt: skip
 def test_the_text_is_that_without_drafts(
     open_engine: Open, preset: str, sampler: str, residency: str

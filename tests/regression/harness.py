@@ -28,7 +28,7 @@ FAMILIES = ("qwen3moe", "qwen3next", "glm47flash", "gemma4", "glm4moe", "gptoss"
 # gate_up; tied and own head; MTP block; head sizes 64, 128, 256; DeltaNet states 64 and 128.
 MODELS = (
     "tiny", "legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b", "glm4moe-groups",
-    "qwen3next-fused", *FAMILIES,
+    *FAMILIES,
 )  # fmt: skip
 KV_TYPES = ("f16", "q8_0", "q4_0")
 MODES = ("whole", "layered")

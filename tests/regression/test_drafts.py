@@ -15,7 +15,7 @@ PARTS = (200, 4, 1, 2, 8, 1, 1, 4)
 
 
 @pytest.mark.parametrize("kv", KV_TYPES)
-@pytest.mark.parametrize("name", ["mini35b", "float32", "glm47flash", "glm4moe", "qwen3next"])
+@pytest.mark.parametrize("name", ["mini35b", "float32", "glm47flash", "glm4moe", "qwen3next-fused"])
 def test_logits_of_chains_equal_upstream(
     models: Models, upstream: Upstream, name: str, kv: str
 ) -> None:
