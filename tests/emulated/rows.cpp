@@ -330,6 +330,8 @@ int main() {
         next();
         check_product({ type, 17, 256, 300, 8, 65, true, true, MIXED, true });
         check_product({ type, 64, 512, 600, 6, 100, false, false, POPULAR, true });
+        next();
+        check_product({ type, 24, 256, 512, 10, 30, true, true, MIXED, true }); // few slots, many experts
     }
     for (const int n_expert : { MANY_EXPERTS, MANY_EXPERTS + 88, MANY_EXPERTS + 96 }) {
         check_product({ GGML_TYPE_Q4_0, 1, 256, n_expert, 8, 70, false, true, MIXED, true });
