@@ -215,7 +215,7 @@ PRESETS = {
             n_embd=3072, n_layer=48, n_head=32, n_ff_exp=1024, n_ff_shexp=1024, n_v_heads=64,
         ),
         DEFAULT_MIX,
-        "the shape of Qwen3.5-122B-A10B, 78 GB",
+        "the shape of Qwen3.5-122B-A10B, 77 GB",
     ),
     "397b-a17b": Preset(
         Shape(
@@ -223,7 +223,7 @@ PRESETS = {
             n_ff_shexp=1024, n_v_heads=64,
         ),
         DEFAULT_MIX,
-        "the shape of Qwen3.5-397B-A17B, 255 GB",
+        "the shape of Qwen3.5-397B-A17B, 245 GB",
     ),
     "glm-4.5-air": Preset(
         Shape(

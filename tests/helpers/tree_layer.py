@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from helpers.tree_shapes import forest, heap, path
-from moegraph.arch.blocks.deltanet import build_commit, build_deltanet
-from moegraph.arch.inputs import PassShape
+from moegraph.arch.blocks.deltanet import PROJECTIONS, build_commit, build_deltanet
+from moegraph.arch.inputs import PassShape, project
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
@@ -22,7 +22,8 @@ Array = npt.NDArray[np.float32]
 # A layer of a small model: n_embd, heads and head size large enough for all the kernels.
 HP = SimpleNamespace(
     n_embd=96, n_v_heads=4, n_k_heads=2, head_k_dim=32, head_v_dim=32, conv_dim=256, ssm_d_conv=4,
-    f_norm_rms_eps=1e-6,
+    f_norm_rms_eps=1e-6, has_head_groups=False,
+    project_delta=lambda b, w, cur, il: project(b, w, PROJECTIONS, cur),
 )  # fmt: skip
 WEIGHTS = {
     "attn_qkv.weight": (96, 256), "attn_gate.weight": (96, 128), "ssm_beta.weight": (96, 4),
