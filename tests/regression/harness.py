@@ -63,6 +63,7 @@ class Upstream:
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
         self._rows: dict[Any, F32] = {}
+        self._texts: dict[Any, list[list[int]]] = {}
         self._crash, self._is_told = "", False
 
     def logits(self, model: Path, tokens: Sequence[int], **cfg: Any) -> F32:
@@ -78,6 +79,15 @@ class Upstream:
     ) -> F32:
         """Return the logits of `more`, run a token at a time after a prompt."""
         return self._kept(model, [Step(prompt, "none"), *(Step([t]) for t in more)], cfg)
+
+    def texts(
+        self, model: Path, prompts: Sequence[Sequence[int]], n: int, **cfg: Any
+    ) -> list[list[int]]:
+        """Return n greedy tokens after each prompt."""
+        key = (model, str(prompts), n, tuple(sorted(cfg.items())))
+        if key not in self._texts:
+            self._texts[key] = self.oracle.greedy(model, prompts, n, **cfg)[0]
+        return self._texts[key]
 
     def _kept(self, model: Path, steps: Sequence[Step], cfg: dict[str, Any]) -> F32:
         asked = tuple((tuple(s.tokens), s.rows) for s in steps)
