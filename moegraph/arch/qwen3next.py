@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import UnsupportedModel
 from .base import Architecture
 from .inputs import Weights, project
 from .qwen35moe import Qwen35Moe, read_hybrid
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from ..gguf.metadata import Metadata
 
 _QKV, _Z, _QKVZ, _BA = "attn_qkv.weight", "attn_gate.weight", "ssm_in.weight", "ssm_ba.weight"
+# Graphs have room for the nodes that repeat heads so often.
+_MOST_REPEATS = 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,12 @@ class Qwen3Next(Qwen35Moe):
     @classmethod
     def read(cls, meta: Metadata, n_vocab: int) -> Qwen3Next:
         """Read and check the hyper-parameters."""
-        return cls(**read_hybrid(meta, n_vocab))
+        found = read_hybrid(meta, n_vocab)
+        n_k, n_v = found["ssm_n_group"], found["ssm_dt_rank"]
+        if n_v // n_k > _MOST_REPEATS:
+            what = f"gives {n_v // n_k} value heads a key head; moegraph runs {_MOST_REPEATS}"
+            raise meta.error(".ssm.group_count", what, UnsupportedModel)
+        return cls(**found)
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of layer il."""

@@ -56,3 +56,12 @@ def test_other_forms_are_refused(tmp_path: Path, name: str, words: str) -> None:
     path = write(tmp_path / "m.gguf", ("ssm_in",), Tensor(name, (256, 2), Q.F32))
     with pytest.raises(UnsupportedModel, match=words):
         open_model(path)
+
+
+def test_heads_that_graphs_have_no_room_to_repeat_are_refused(tmp_path: Path) -> None:
+    keys, tensors = preset_contents("qwen3next")
+    many = {"time_step_rank": 65, "inner_size": 65 * 64, "group_count": 1}
+    keys |= {f"qwen3next.ssm.{key}": value for key, value in many.items()}
+    file_of(keys, tensors).write_sparse(tmp_path / "m.gguf")
+    with pytest.raises(UnsupportedModel, match="65 value heads a key head; moegraph runs 64"):
+        open_model(tmp_path / "m.gguf")

@@ -260,10 +260,16 @@ def _split_qkv(b: Builder, hp: DeltaArchitecture, conv: Tensor) -> tuple[Tensor,
 def _repeat_heads(b: Builder, x: Tensor, n: int) -> Tensor:
     """Append x F32 [d, n_heads, T, S] with each head as often as makes them n, one by one."""
     d, n_heads, t, s = x.ne[0:4]
-    one = repeated = b.reshape(x, d, 1, n_heads, t * s)
-    for _ in range(n // n_heads - 1):
-        repeated = b.concat(repeated, one, 1)
-    return b.reshape(repeated, d, n, t, s)
+    one = b.reshape(x, d, 1, n_heads, t * s)
+
+    def repeated(times: int) -> Tensor:
+        if times == 1:
+            return one
+        half = repeated(times // 2)
+        both = b.concat(half, half, 1)
+        return b.concat(both, one, 1) if times % 2 else both
+
+    return b.reshape(repeated(n // n_heads), d, n, t, s)
 
 
 def _l2_norm(b: Builder, x: Tensor, eps: float) -> Tensor:
