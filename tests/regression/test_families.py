@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from helpers.device_books import Books, keep_books, planned
+from helpers.drafters import write_small
 from helpers.shared import PRESETS, greedy_tokens
 from regression.compare import assert_logits_equal
 from regression.harness import FAMILIES, THREADS, Models, Upstream, open_engine, random_ids
@@ -99,6 +100,15 @@ def answer(
     return [event.token for event in events], logits[-1], events[0].n_reused
 
 
+def drafts_of(name: str, folder: Path) -> dict[str, Any]:
+    """Return settings that draft with the file's MTP block, or else with a DFlash drafter."""
+    shape = PRESETS[name].shape
+    if shape.n_layer_nextn:
+        return {"spec": "mtp"}
+    sizes = {"n_vocab": shape.n_vocab, "n_embd": shape.n_embd, "taps": (0, 2)}
+    return {"spec": "dflash", "draft": str(write_small(folder, "safetensors", **sizes))}
+
+
 @pytest.mark.parametrize("way", ["on the CPU", "two devices, fetched"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_company_drafts_and_kept_beginnings_change_nothing_in_reference_mode(
@@ -110,9 +120,8 @@ def test_company_drafts_and_kept_beginnings_change_nothing_in_reference_mode(
 
     monkeypatch.setattr(prefixes, "_WORTH", 1)  # short prompts have marks near each other
     path, books, reference = models.path(name), keep_books(monkeypatch), {"cpu_reference": True}
-    has_mtp = PRESETS[name].shape.n_layer_nextn > 0
-    spec = "mtp" if has_mtp and way == "on the CPU" else "lookup"
-    settings = {**settings_of(path, way), **reference, "n_seq": 3, "spec": spec}
+    settings = {**settings_of(path, way), **reference, "n_seq": 3}
+    settings |= drafts_of(name, tmp_path / "drafter") if "two" in way else {"spec": "lookup"}
     ids = random_ids(512, 300)
     asked = {100: [*ids[:150], 5], 240: ids}
     with open_engine(path, **settings) as engine:
