@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.shared import PRESETS, write_model
 from modelgen.tensors import Plan, Tensor
 from oracle.client import Step
-from regression.compare import assert_logits_equal
+from regression.compare import assert_logits_equal, nmse
 from regression.harness import THREADS, Models, Upstream, open_engine, our_logits, random_ids
 
 from moegraph.arch import open_model
+from moegraph.errors import ConfigError
+from moegraph.ggml.device import Capabilities
 from moegraph.text.tokenizer import Tokenizer
 
 NAME = "gemma4"
@@ -68,3 +71,42 @@ def test_text_becomes_upstreams_tokens_and_comes_back(
         assert tokenizer.decode(ids) == text.replace("\u2581", " ")
         assert tokenizer.encode(text)[0] == tokenizer.bos == 2
         assert tokenizer.eog_ids >= {1, model.hparams.n_vocab - 8}  # <eos>, <turn|>
+
+
+@pytest.fixture
+def other_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that has the CPU device claim other abilities, such as those of CUDA."""
+    real = Capabilities.of.__func__  # type: ignore[attr-defined]
+
+    def claim(**changes: bool) -> None:
+        of = classmethod(lambda cls, dev: replace(real(cls, dev), **changes))
+        monkeypatch.setattr(Capabilities, "of", of)
+
+    return claim
+
+
+@pytest.mark.parametrize("miss", ["stream", "cpu"])
+def test_a_device_that_adds_experts_late_sums_all_of_them_first(
+    miss: str, models: Models, upstream: Upstream, other_device: Callable[..., None]
+) -> None:
+    """A norm follows their sum, so what is added after it would be wrong."""
+    path = models.path(NAME)
+    other_device(exact_sums=False)
+    with open_engine(path, cache_slots=20, pin_layers=0, miss=miss) as engine:
+        ids = random_ids(engine.hparams.n_vocab, 60)
+        more = upstream.decode_steps(path, ids[:40], ids[40:], n_ctx=1024, threads=THREADS)
+        our_logits(engine, ids[:40])
+        ours = [engine.forward_logits([token], pos0=at) for at, token in enumerate(ids[40:], 40)]
+        assert_logits_equal(np.concatenate(ours), more, "single rows")
+        engine.reset()
+        found = engine.prefill(ids).require_logits()
+        assert nmse(found, more[-1:]) < 1e-3
+
+
+def test_no_kernel_computes_experts_beside_a_gpu(
+    models: Models, other_device: Callable[..., None]
+) -> None:
+    other_device(exact_sums=False, cpu_threads=False)
+    with pytest.raises(ConfigError, match="--miss cpu: no kernel computes experts of gemma4"):
+        with open_engine(models.path(NAME), cache_slots=20, miss="cpu"):
+            pass
