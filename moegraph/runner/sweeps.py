@@ -66,7 +66,7 @@ class SweepMemory(Owner):
     n_rows + 1], and with_rows (`LayerGraphs.sums_last`) expert_rows F32 [n_embd, n_used *
     n_rows + 1]. The last row of hidden, weights and expert_rows is spare: padding goes there.
     ids: I32 numpy [2, n_rows * n_used], the choice in a layer and in the one before.
-    most: places of a unit, at most.
+    most: places of a unit, at most. n_terms: of its places that a row may have, at most.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SweepMemory(Owner):
         device, hp = stage.device, stage.hp
         self._device, self.n_rows, self.max_rows = device, n_rows, max_rows
         n_places = hp.n_expert_used * n_rows
-        self._n_terms = most_terms(hp.n_expert_used, hp.n_expert)
+        self.n_terms = most_terms(hp.n_expert_used, hp.n_expert)
         # on the CPU the bits of a product depend on how many rows chose the expert: see `Sweep`
         share = 1 if device.can.exact_sums else UNIT_SHARE
         self.most = max(64, hp.n_expert_used * max_rows // share + 1)
@@ -83,7 +83,7 @@ class SweepMemory(Owner):
         if may_lack:
             shapes |= {"post_norm": (hp.n_embd, n_rows), "weights": (hp.n_factors, n_places + 1)}
             shapes["unit"] = (1, self._n_words(padded(self.most)))
-            shapes["unit_rows"] = (1, 4 + self._n_terms)
+            shapes["unit_rows"] = (1, 4 + self.n_terms)
         if with_rows:
             shapes["expert_rows"] = (hp.n_embd, n_places + 1)
         what = f"a sweep of {n_rows} rows"
@@ -91,7 +91,7 @@ class SweepMemory(Owner):
         self.tensors = self._block.tensors
         self.hidden = self.tensors["hidden"]
         if may_lack:
-            self._block.set("unit_rows", np.arange(4 + self._n_terms, dtype=np.int32))
+            self._block.set("unit_rows", np.arange(4 + self.n_terms, dtype=np.int32))
         self.inputs = self.own(ChunkInputs(stage, max_rows, n_rows))
         self._ids_host = self.own(device.host_buffer(8 * n_places))
         self.ids: npt.NDArray[np.int32] = self._ids_host.array[: 8 * n_places].view(np.int32)
@@ -105,7 +105,7 @@ class SweepMemory(Owner):
         self.n_bytes = self._block.n_bytes + self.inputs.n_bytes
 
     def _n_words(self, n_padded: int) -> int:
-        return (4 + self._n_terms) * n_padded
+        return (4 + self.n_terms) * n_padded
 
     def reads(self, ids: Tensor | None, il: int, row: int, n: int) -> tuple[object, int]:
         """Return the copies to the host of what n rows from `row` on choose in layer il."""
@@ -119,12 +119,12 @@ class SweepMemory(Owner):
         """Return the inputs of a unit: token, slot, place, target, and one leaf of each round."""
         return [
             self._block.leaf(b, "unit", I32, n_padded, at=4 * at * n_padded)
-            for at in range(4 + self._n_terms)
+            for at in range(4 + self.n_terms)
         ]
 
     def gather_unit(self, b: Builder, turn: int, n_padded: int) -> None:
         """Append the copy of a unit's inputs from host memory to where `unit_leaves` reads them."""
-        n = 4 + self._n_terms
+        n = 4 + self.n_terms
         host = b.leaf(I32, (n_padded, n), "unit_host")
         place(self._units_host, host, turn * self._host_step)
         rows = self._block.leaf(b, "unit_rows", I32, n)
@@ -147,7 +147,7 @@ class SweepMemory(Owner):
         at, n_bytes = turn * self._host_step, 4 * self._n_words(n_padded)
         words = self._units_host.array[at : at + n_bytes].view(np.int32)
         n_rounds = write_unit(
-            places, ids, slots, n_used, self.n_rows, n_padded, self._n_terms, words
+            places, ids, slots, n_used, self.n_rows, n_padded, self.n_terms, words
         )
         words[(4 + n_rounds) * n_padded :] = -1  # one graph for any number of rounds
         return turn, n_padded
@@ -221,7 +221,7 @@ class SweepGraphs:
         ring = self._ring
         return self._graphs.get(
             ("sweep unit", ring and ring.kind(il), group, n_padded),
-            64,
+            48 + 4 * self._memory.n_terms,
             lambda b: self._build_unit(b, il, group, n_padded),
         )
 
