@@ -18,6 +18,7 @@ from .gemma4 import Gemma4
 from .glm4moe import Glm4Moe
 from .gptoss import GptOss
 from .mtp import nextn_warnings, refuse_mtp_alone
+from .olmoe import Olmoe
 from .qwen3moe import Qwen3Moe
 from .qwen3next import Qwen3Next
 from .qwen35moe import Qwen35Moe
@@ -25,7 +26,7 @@ from .tensors import Expected, block_index, check_tensors, matrix, vector
 
 _ARCHITECTURE = "general.architecture"
 _ALL: tuple[type[Architecture], ...] = (
-    Qwen35Moe, Qwen3Moe, Qwen3Next, DeepSeek2, Gemma4, Glm4Moe, GptOss,
+    Qwen35Moe, Qwen3Moe, Qwen3Next, DeepSeek2, Gemma4, Glm4Moe, GptOss, Olmoe,
 )  # fmt: skip
 ARCHITECTURES = {one.name: one for one in _ALL}
 # Variants that llama.cpp computes differently; ignoring these tensors would change the results.

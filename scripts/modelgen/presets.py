@@ -275,4 +275,21 @@ PRESETS = {
         "all=Q8_0,experts=MXFP4",
         "the shape of gpt-oss-20b, 12 GB",
     ),
+    "olmoe": Preset(
+        _small(
+            arch="olmoe", n_layer=3, n_head_kv=4, n_rot=64, n_expert=64, n_expert_used=8,
+            n_ff_shexp=0, rope_freq_base=1e4, f_norm_rms_eps=1e-5,
+        ),
+        "all=Q8_0,embd=F16,attn=Q5_K,gate_up=Q4_K,down=Q5_0,down@1=Q4_1",
+        "olmoe: norms over all heads together, 64 experts top-8",
+    ),
+    "olmoe-1b-7b": Preset(
+        Shape(
+            arch="olmoe", n_vocab=50304, n_ctx_train=4096, n_layer=16, n_head_kv=16, head_dim=128,
+            n_rot=128, n_expert=64, n_ff_exp=1024, n_ff_shexp=0, rope_freq_base=1e4,
+            f_norm_rms_eps=1e-5,
+        ),
+        "all=Q8_0,embd=Q4_K,head=Q6_K,gate_up=Q4_K,down=Q5_K",
+        "the shape of OLMoE-1B-7B, 4 GB",
+    ),
 }  # fmt: skip

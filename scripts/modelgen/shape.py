@@ -141,6 +141,8 @@ class Shape:
             keys["feed_forward_length"] = self.n_ff
         if self.arch == "gemma4":
             keys |= self._gemma4()
+        if self.arch == "olmoe":
+            keys["feed_forward_length"] = keys.pop("expert_feed_forward_length")
         if self.arch == "gpt-oss":
             keys["attention.sliding_window"] = self.n_swa
         if self.expert_weights_scale:

@@ -132,8 +132,9 @@ class Plan:
         yield self._matrix(il, "attn_v", (s.n_embd, n_kv), "attn", 1.0)
         yield self._matrix(il, "attn_output", (n_q, s.n_embd), "attn", self.cal.attn_out_gain(s))
         if s.has_qk_norm:
-            yield self._vector(il, "attn_q_norm.weight", s.head_dim, "qk_norm")
-            yield self._vector(il, "attn_k_norm.weight", s.head_dim, "qk_norm")
+            is_wide = s.arch == "olmoe"
+            yield self._vector(il, "attn_q_norm.weight", n_q if is_wide else s.head_dim, "qk_norm")
+            yield self._vector(il, "attn_k_norm.weight", n_kv if is_wide else s.head_dim, "qk_norm")
         for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv)) if s.has_qkv_bias else ():
             yield self._vector(il, f"attn_{part}.bias", n, "normal", 0.5)
 

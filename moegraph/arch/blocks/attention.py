@@ -22,10 +22,13 @@ def attention_layer(hp: Architecture) -> Layer:
     return Layer("attention", kv=(hp.n_embd_head_k * hp.n_head_kv, hp.n_embd_head_v * hp.n_head_kv))
 
 
-def attention_tensors(hp: Architecture, gated: bool, varies: bool = False) -> dict[str, Expected]:
+def attention_tensors(
+    hp: Architecture, gated: bool, varies: bool = False, wide_norms: bool = False
+) -> dict[str, Expected]:
     """Return the tensors of an attention mixer; gated: each head of Q has a gate after it.
 
-    varies: files may have biases of Q, K and V, and may have no norms of heads.
+    varies: files may have biases of Q, K and V, and may have no norms of heads. wide_norms: norms
+    of Q and K are over all heads together.
     """
     d = hp.n_embd_head_k
     sizes = {"q": d * hp.n_head, "k": d * hp.n_head_kv, "v": hp.n_embd_head_v * hp.n_head_kv}
@@ -36,8 +39,8 @@ def attention_tensors(hp: Architecture, gated: bool, varies: bool = False) -> di
         "attn_k.weight": matrix(hp.n_embd, d * hp.n_head_kv),
         "attn_v.weight": matrix(hp.n_embd, hp.n_embd_head_v * hp.n_head_kv),
         "attn_output.weight": matrix(d * hp.n_head, hp.n_embd),
-        "attn_q_norm.weight": vector(d, required=not varies),
-        "attn_k_norm.weight": vector(d, required=not varies),
+        "attn_q_norm.weight": vector(sizes["q"] if wide_norms else d, required=not varies),
+        "attn_k_norm.weight": vector(sizes["k"] if wide_norms else d, required=not varies),
     }
 
 
@@ -59,11 +62,10 @@ def build_attention(
         strides = (8 * d, 8 * d * n_head)
         q = b.view(q_full, (d, n_head, n_tokens), strides)
         gate = b.view(q_full, (d, n_head, n_tokens), strides, 4 * d)
+        q = _normed(b, hp, w, q, "q", il)
     else:
-        q = b.reshape(q, d, n_head, n_tokens)
-    if "attn_q_norm.weight" in w:
-        q = b.name(b.norm(q, w["attn_q_norm.weight"], hp.f_norm_rms_eps), "Qcur_normed", il)
-    k = _normed_keys(b, hp, w, k, il)
+        q = _normed_heads(b, hp, w, q, "q", il)
+    k = _normed_heads(b, hp, w, k, "k", il)
     if gate is not None:
         gate = b.name(b.cont(gate, d * n_head, n_tokens), "gate_reshaped", il)
     v = _value_heads(b, hp, v, il)
@@ -91,7 +93,7 @@ def build_keys_values(
     pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the caches.
     """
     k, v = _biased(b, w, project(b, w, _KV, cur), "kv")
-    k = b.name(b.rope(_normed_keys(b, hp, w, k, il), pos, hp), "Kcur", il)
+    k = b.name(b.rope(_normed_heads(b, hp, w, k, "k", il), pos, hp), "Kcur", il)
     _write(b, memory, *_rotated(b, memory, k, _value_heads(b, hp, v, il), il), kv_idx, il)
 
 
@@ -101,12 +103,27 @@ def _biased(b: Builder, w: Weights, rows: list[Tensor], parts: Sequence[str]) ->
     return [b.add(x, w[name]) if name in w else x for x, name in zip(rows, biases)]
 
 
-def _normed_keys(b: Builder, hp: Architecture, w: Weights, k: Tensor, il: int) -> Tensor:
-    """Append the norm of the heads of K, if there is one: F32 [d, n_head_kv, n_tokens]."""
-    k = b.reshape(k, hp.n_embd_head_k, hp.n_head_kv, k.ne[1])
-    if "attn_k_norm.weight" not in w:
-        return k
-    return b.name(b.norm(k, w["attn_k_norm.weight"], hp.f_norm_rms_eps), "Kcur_normed", il)
+def _normed(b: Builder, hp: Architecture, w: Weights, x: Tensor, part: str, il: int) -> Tensor:
+    """Append the norm of Q or K over ne0, if there is one."""
+    name = f"attn_{part}_norm.weight"
+    if name not in w:
+        return x
+    return b.name(b.norm(x, w[name], hp.f_norm_rms_eps), f"{part.upper()}cur_normed", il)
+
+
+def _normed_heads(
+    b: Builder, hp: Architecture, w: Weights, x: Tensor, part: str, il: int
+) -> Tensor:
+    """Append heads F32 [d, n_heads, n_tokens] of rows of Q or K, and their norm, if there is one.
+
+    The width of its weights says whether it is over a head or, before that, over a row.
+    """
+    d, name = hp.n_embd_head_k, f"attn_{part}_norm.weight"
+    is_wide = name in w and w[name].ne[0] > d
+    if is_wide:
+        x = _normed(b, hp, w, x, part, il)
+    x = b.reshape(x, d, x.ne[0] // d, x.ne[1])
+    return x if is_wide else _normed(b, hp, w, x, part, il)
 
 
 def _value_heads(b: Builder, hp: Architecture, v: Tensor, il: int) -> Tensor:
