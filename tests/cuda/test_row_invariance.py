@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers.row_cases import OPERATIONS, OTHER_OPERATIONS, differing
 from helpers.row_cases import WIDTHS as SEVERAL
 from helpers.scripted_drafts import AnyController, ScriptedDrafter
 from helpers.shared import prompt
+from regression.harness import FAMILIES
 
 from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
@@ -25,6 +27,8 @@ from moegraph.sampling import SamplingParams
 
 PRESETS = ("mini35b", "kquant40", "iq64")
 SHARES = (None, 60, 25, 0)
+# The families with attention over pages; --deterministic refuses the others.
+WITH_PAGES = ("qwen3moe", "qwen3next", "glm4moe")
 
 
 @pytest.mark.parametrize("name", [*OPERATIONS, *OTHER_OPERATIONS])
@@ -59,17 +63,26 @@ def check(company: Company) -> None:
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("preset", "share"), [*product(PRESETS, SHARES), *product(WITH_PAGES, (None, 25))]
+)
 def test_deterministic_rows_have_the_bits_that_they_have_alone(
     preset: str, share: int | None, alone: Callable[[str, bool], Alone],
     model_file: Callable[[str], Path],
 ) -> None:  # fmt: skip
     single = alone(preset, True)
     hp = single.engine.hparams
-    config = settings_for(share, hp.n_layer * hp.n_expert)
+    config = settings_for(share, len(hp.routed_layers) * hp.n_expert)
     with ExitStack() as stack:
         check(open_company(stack, model_file(preset), config, single))
+
+
+@pytest.mark.parametrize("preset", sorted({*FAMILIES} - {*WITH_PAGES}))
+def test_without_pages_it_is_refused(
+    preset: str, model_file: Callable[[str], Path]
+) -> None:  # fmt: skip
+    with pytest.raises(ConfigError, match="--deterministic needs attention over pages"):
+        Engine.load(model_file(preset), EngineConfig(**settings_for(None, 0)))
 
 
 @pytest.mark.parametrize("host_pin", ["all", "none"])
