@@ -39,7 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
 # Squared error over squared logits: adding in another order seldom makes a router choose others.
 # A wrong term gives more than 0.1 everywhere.
 USUAL = 2e-3
-N_SEQ, WITH_PAGES = 4, ("qwen3moe", "qwen3next", "glm4moe")
+N_SEQ, WITH_PAGES = 4, ("qwen3moe", "qwen3next", "glm4moe", "olmoe")
 
 
 @pytest.fixture(scope="module")

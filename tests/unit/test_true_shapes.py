@@ -28,7 +28,7 @@ def test_a_plan_divides_the_memory_of_each_card(name: str, tmp_path: Path) -> No
         n_bytes = sum(one.nbytes for one in model.tensors.values())
         embedding = model.tensors["token_embd.weight"].nbytes * (not shape.tied)
     assert (hp.n_layer, hp.n_expert, hp.n_ff_exp) == (shape.n_layer, shape.n_expert, shape.n_ff_exp)
-    if shape.arch == "qwen3moe" or shape.is_qwen35:
+    if shape.arch in ("qwen3moe", "olmoe") or shape.is_qwen35:
         n_attention = sum(not shape.is_recurrent(il) for il in range(shape.n_layer))
         assert need.kv == 4 * n_attention * shape.n_head_kv * shape.head_dim * (N_CTX + 1)
     experts = sum(n * hp.n_expert for n in sizes)
