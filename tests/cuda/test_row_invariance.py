@@ -15,7 +15,7 @@ from helpers.row_cases import OPERATIONS, OTHER_OPERATIONS, differing
 from helpers.row_cases import WIDTHS as SEVERAL
 from helpers.scripted_drafts import AnyController, ScriptedDrafter
 from helpers.shared import prompt
-from regression.harness import FAMILIES
+from regression.harness import FAMILIES, WITH_PAGES
 
 from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
@@ -27,8 +27,6 @@ from moegraph.sampling import SamplingParams
 
 PRESETS = ("mini35b", "kquant40", "iq64")
 SHARES = (None, 60, 25, 0)
-# The families with attention over pages; --deterministic refuses the others.
-WITH_PAGES = ("qwen3moe", "qwen3next", "glm4moe")
 
 
 @pytest.mark.parametrize("name", [*OPERATIONS, *OTHER_OPERATIONS])

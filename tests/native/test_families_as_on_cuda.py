@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from regression.harness import FAMILIES, Models, random_ids
+from regression.harness import FAMILIES, WITH_PAGES, Models, random_ids
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
@@ -39,7 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
 # Squared error over squared logits: adding in another order seldom makes a router choose others.
 # A wrong term gives more than 0.1 everywhere.
 USUAL = 2e-3
-N_SEQ, WITH_PAGES = 4, ("qwen3moe", "qwen3next", "glm4moe", "olmoe")
+N_SEQ = 4
 
 
 @pytest.fixture(scope="module")
