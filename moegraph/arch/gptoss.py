@@ -90,7 +90,8 @@ class GptOss(Architecture):
         cur: Tensor, il: int,
     ) -> Tensor:  # fmt: skip
         """Append attention."""
-        return build_attention(b, self, w, memory, inp, shape, cur, il, gated=False)
+        out = build_attention(b, self, w, memory, inp, shape, cur, il, gated=False)
+        return b.name(out, "attn_out", il)
 
     def ffn_input(
         self, b: Builder, w: Weights, cur: Tensor, x: Tensor, il: int
