@@ -88,7 +88,8 @@ class Conversation:
             # or else a message that was too long to wait for would be read with the next one
             self.history.restore(before)
         else:
-            self.history.answer(opened + raw)
+            # templates of other forms refuse thoughts in the text
+            self.history.answer(text if self.model.form.channels else opened + raw)
             self.n_held = n_held
         now, drafted = self.engine.expert_stats(), self.engine.spec_stats()
         answer = Answer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,7 +16,8 @@ from ..gguf.vocab import TOKENS
 from ..loop.requests import Constraint, Request
 from ..loop.sequence import room_after
 from ..sampling import SamplingParams
-from ..text.chat.answer import END_OF_THINK, AnswerParser, ReasoningSplitter
+from ..text.chat.answer import AnswerParser
+from ..text.chat.forms import Form
 from ..text.chat.messages import ReadArguments, TemplateMessage, template_messages
 from ..text.chat.prompting import (
     CHATML,
@@ -30,7 +31,7 @@ from ..text.chat.prompting import (
 )
 from ..text.chat.rawjson import CallMemory
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
-from ..text.chat.tools import CALL, FUNCTION, CallGrammar
+from ..text.chat.tools import CallGrammar
 from ..text.grammar import GrammarConstraint, Grammars
 from ..text.tokenizer import Tokenizer
 
@@ -104,6 +105,7 @@ class Prompt:
     text: with the beginning of the answer. encoded: its token ids. messages: as the template got
     them. first: the character where the first question begins; see `prompt_marks`. begun: the text
     of the last message that the answer continues. is_thinking: the answer begins inside reasoning.
+    is_fresh: it may begin with reasoning that the prompt has not opened.
     """
 
     text: str
@@ -112,6 +114,7 @@ class Prompt:
     first: int
     begun: str = ""
     is_thinking: bool = False
+    is_fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,35 +150,53 @@ def check_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> None:
         raise RequestError(f"tool_choice: {choice!r} is none of the tools")
 
 
-def answer_grammar(
-    chat: ChatRequest, is_json: bool, is_tag: Callable[[str], bool]
-) -> tuple[str, Any, str | None, set[str]] | None:
-    """Return kind and source of the grammar that an answer must follow, if there is one.
+@dataclass(frozen=True)
+class AnswerGrammar:
+    """A grammar that an answer must follow.
 
-    The third: the text after which it begins; None: at once, or after the reasoning. The fourth:
-    keywords of tools that it passes over. is_json, is_tag: as in `CallGrammar`.
+    kind, source, frame: as in `Grammars.compile`. after: the text after which it begins; None: at
+    once, or after the reasoning. passed_over: keywords of tools that it leaves out.
+    """
+
+    kind: str
+    source: Any
+    frame: str = ""
+    after: str | None = None
+    passed_over: Collection[str] = ()
+
+
+def answer_grammar(
+    chat: ChatRequest, form: Form, is_tag: Callable[[str], bool], prompt: Prompt
+) -> AnswerGrammar | None:
+    """Return the grammar that an answer must follow, if there is one.
+
+    form, is_tag: as in `CallGrammar`.
     """
     tools, choice, asked = chat.tools, chat.tool_choice, chat.format
     if choice not in (AUTO, NONE, REQUIRED):
         tools = [tool for tool in tools if tool["function"]["name"] == choice]
-    if not tools:
-        return None if asked is None else (asked.kind, asked.source, None, set())
     parallel = chat.parallel_tool_calls and choice in (AUTO, REQUIRED)
-    calls = CallGrammar(tools, is_json, parallel, is_tag, chat.inputs)
-    if choice not in (AUTO, NONE):
-        return "calls", calls.whole(), None, calls.passed_over
+    allowed = () if choice == NONE else tools
+    calls = CallGrammar(
+        allowed, form, parallel, is_tag, chat.inputs, prompt.is_fresh, prompt.is_thinking
+    )
+    if not allowed:
+        if asked is not None:
+            return AnswerGrammar(asked.kind, asked.source, calls.framed())
+        # a tag that begins calls can be forbidden; without one, a grammar has to do it
+        return AnswerGrammar("calls", calls.messages()) if tools and not form.call else None
+    if choice != AUTO:
+        return AnswerGrammar("calls", calls.whole(), passed_over=calls.passed_over)
     if asked is None:
         is_strict = any(tool["function"].get("strict") is True for tool in tools)
-        is_strict = is_strict or (bool(chat.inputs) and not is_json)
-        if not is_strict or choice != AUTO:
+        if not (is_strict or (chat.inputs and form.text)):
             return None
-        return "calls", calls.after_tag(), CALL, calls.passed_over
-    if choice == NONE:
-        return asked.kind, asked.source, None, set()
+        text = calls.after_tag() if form.call else calls.messages()
+        return AnswerGrammar("calls", text, "", form.call or None, calls.passed_over)
     schema = {"type": "object"} if asked.kind == "json_object" else asked.source
     if asked.kind not in ("json_object", "json_schema") or not isinstance(schema, Mapping):
         raise RequestError("grammar: not together with tools; use tool_choice 'none'")
-    return "calls", calls.whole(schema), None, calls.passed_over
+    return AnswerGrammar("calls", calls.whole(schema), passed_over=calls.passed_over)
 
 
 # Characters that a token has at most in usual text, several times over.
@@ -303,6 +324,11 @@ class ChatModel:
         if tags and tokenizer.encode("", add_special=True) not in ([], [tokenizer.bos]):
             tags = []
         self._prompts = PromptMaker(template, special_tokens(tokenizer))
+        self.form = self._prompts.form
+        ids = [tokenizer.encode(tag, add_special=False) for tag in self.form.tags]
+        hidden = {one[0] for one in ids if len(one) == 1 and not tokenizer.piece(one[0])}
+        if hidden := hidden - tokenizer.eog_ids:
+            tokenizer.show(hidden)
         self._encoder = SegmentEncoder(tokenizer, tags, ends)
         self._calls = CallMemory()
         self.template = template
@@ -349,9 +375,9 @@ class ChatModel:
         parser = AnswerParser(
             text, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls,
             memory=self._turn(text, encoded), is_thinking=prompt.is_thinking,
-            begun=prompt.begun if chat.echo else "",
+            begun=prompt.begun if chat.echo else "", form=self.form,
         )  # fmt: skip
-        constraint = self._chat_constraint(chat, prompt.is_thinking)
+        constraint = self._chat_constraint(chat, prompt)
         marks = prompt_marks(encoded, text, prompt.messages, prompt.first)
         request = self._request(chat, encoded.ids, constraint, marks)
         if chat.tools:
@@ -370,21 +396,28 @@ class ChatModel:
         opens_turn = chat.add_generation_prompt or goes_on
         render = self._prompts.renderer(chat.tools, chat.variables, opens_turn)
         text, begun = render(messages[:-1] if goes_on else messages), ""
-        is_thinking = ReasoningSplitter.after(text).is_thinking
+        is_thinking = self.form.is_open(text)
+        is_fresh = not goes_on and not is_thinking and self._may_think(text)
         if goes_on:
-            text, begun, is_thinking = continued(text, messages[-1], asked)
+            closing = self._prompts.closing
+            text, begun, is_thinking = continued(text, messages[-1], asked, self.form, closing)
         if must_fit and self._room:
             self._room.require_beginning(text, self.tokenizer.encode)
         first = self._prompts.first_question(render, messages, text)
-        return Prompt(text, self._encode(text), messages, first, begun, is_thinking)
+        return Prompt(text, self._encode(text), messages, first, begun, is_thinking, is_fresh)
+
+    def _may_think(self, prompt: str) -> bool:
+        """Return whether the model may open reasoning after a prompt that has not."""
+        knows = self.form.channels is not None or self.form.end_of_think in self.template.source
+        return knows and self.form.is_fresh(prompt)
 
     def _with_calls(self, request: Request, are_allowed: bool) -> Request:
         """Return a request whose answer may have calls or not, if one token begins them.
 
         A client may send a call back rewritten, so the state before its text is kept.
         """
-        begin = self.tokenizer.encode(CALL, add_special=False)
-        if len(begin) > 1:
+        begin = self.tokenizer.encode(self.form.call, add_special=False)
+        if len(begin) != 1:
             return request
         if are_allowed:
             return replace(request, keep_after=frozenset(begin))
@@ -394,7 +427,7 @@ class ChatModel:
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
         """Return messages for the template, with calls as the model wrote them if that is known."""
         read: ReadArguments | None = self._calls.shown
-        if self._calls_are_json:
+        if self.form.text is None:
             has_calls = any(message.get("tool_calls") for message in messages)
             read = self._calls.written if has_calls and self._prompts.takes_json else None
         return template_messages(messages, read, lambda: self._prompts.separator)
@@ -422,32 +455,28 @@ class ChatModel:
         warnings = () if constraint is None else constraint.warnings
         return Prepared(request, AnswerParser(reasoning=False), warnings)
 
-    def _chat_constraint(self, chat: ChatRequest, is_reasoning: bool) -> GrammarConstraint | None:
+    def _chat_constraint(self, chat: ChatRequest, prompt: Prompt) -> GrammarConstraint | None:
         """Return what the answer must follow, after its reasoning if the prompt begins that."""
+        form = self.form
         try:
-            asked = answer_grammar(chat, self._calls_are_json, self._is_tag)
+            asked = answer_grammar(chat, form, self._is_tag, prompt)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"tools: a schema is not JSON: {error}") from error
         if asked is None:
             return None
-        kind, source, after, passed_over = asked
         try:
-            compiled = self.grammars.compile(kind, source)
+            compiled = self.grammars.compile(asked.kind, asked.source, asked.frame)
         except RequestError as error:
-            if chat.tools and kind == "calls":
+            if chat.tools and asked.kind == "calls":
                 raise RequestError(f"tools: {error}") from error
             raise
-        if passed_over:
-            told = f"tools: schema keywords passed over: {', '.join(sorted(passed_over))}"
+        if asked.passed_over:
+            told = f"tools: schema keywords passed over: {', '.join(sorted(asked.passed_over))}"
             compiled = replace(compiled, warnings=(*compiled.warnings, told))
-        if after is not None:
-            return GrammarConstraint(compiled, after, blank=False)
-        return GrammarConstraint(compiled, END_OF_THINK if is_reasoning else None)
-
-    @property
-    def _calls_are_json(self) -> bool:
-        """Whether the template shows calls in the older form."""
-        return self.template.knows_tools and FUNCTION not in self.template.source
+        if asked.after is not None:
+            return GrammarConstraint(compiled, asked.after, blank=False)
+        waits = prompt.is_thinking and form.call  # other grammars have the reasoning in them
+        return GrammarConstraint(compiled, form.end_of_think if waits else None)
 
     def _is_tag(self, text: str) -> bool:
         ids = self.tokenizer.encode(text, add_special=False)

@@ -91,16 +91,18 @@ class Grammars:
         self._tokens: _Tokens | None = None
         self._compiled = Recent[tuple[str, str], Compiled](_CACHED_CHARS)
 
-    def compile(self, kind: str, source: Any) -> Compiled:
+    def compile(self, kind: str, source: Any, frame: str = "") -> Compiled:
         """Return a grammar, compiled.
 
         kind: one of KINDS, or CALLS. source: a JSON schema, or the grammar's text; see `Format`.
+        frame: Lark of which the grammar is the part ``@answer``.
         """
         text = _source_text(kind, source)
         tokens = self._read()
-        if (found := self._compiled.get((kind, text))) is None:
-            found = tokens.compile(kind, text)
-            self._compiled.put((kind, text), found, max(len(text), _LEAST_CHARS))
+        key = (kind, f"{frame}\0{text}")
+        if (found := self._compiled.get(key)) is None:
+            found = tokens.compile(kind, text, frame)
+            self._compiled.put(key, found, max(len(key[1]), _LEAST_CHARS))
         return found
 
     def _read(self) -> _Tokens:
@@ -134,9 +136,17 @@ class _Tokens:
             verbose_errors=False,
         )
 
-    def compile(self, kind: str, text: str) -> Compiled:
+    def compile(self, kind: str, text: str, frame: str = "") -> Compiled:
         try:
             grammar = self._grammar(kind, text)
+            if frame:
+                if not grammar.startswith(_SEVERAL):
+                    grammar = json.dumps({"grammars": [{"lark_grammar": grammar}]})
+                inner = json.loads(grammar)["grammars"]
+                text = inner[0]["lark_grammar"].removeprefix(_UNFORCED)
+                inner[0] = {"name": "answer", "lark_grammar": text}
+                outer = {"name": "frame", "lark_grammar": _UNFORCED + frame}
+                grammar = json.dumps({"grammars": [outer, *inner]})
         except ValueError as error:
             raise RequestError(f"the grammar ({kind}) is not valid: {_reason(error)}") from error
         matcher = self._library.LLMatcher(

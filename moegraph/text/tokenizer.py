@@ -51,6 +51,7 @@ class Tokenizer:
 
     def __init__(self, source: ModelFile | str | os.PathLike[str]) -> None:
         self._model: Any = None
+        self._shown: frozenset[int] = frozenset()
         self._large = threading.Lock()
         self._lib = _load_llama()
         if isinstance(source, ModelFile):
@@ -115,14 +116,14 @@ class Tokenizer:
         return ids[:n_tokens].tolist()
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """Return the bytes of one token; none for a control token unless special is true.
+        """Return the bytes of one token; none for a control token unless special or `show` says so.
 
         Raises:
             RequestError: the id is not in the vocabulary.
         """
         if not 0 <= token < self.n_vocab:
             raise RequestError(f"token id {token}; the vocabulary has ids 0 to {self.n_vocab - 1}")
-        size = 64
+        size, special = 64, special or token in self._shown
         while size <= MAX_PIECE_BYTES:
             buffer = ctypes.create_string_buffer(size)
             n = self._lib.llama_token_to_piece(self._open_vocab(), token, buffer, size, 0, special)
@@ -132,6 +133,10 @@ class Tokenizer:
         raise ModelFileError(
             f"{self.path}: token {token} has {size} bytes; at most {MAX_PIECE_BYTES} are allowed"
         )
+
+    def show(self, tokens: Iterable[int]) -> None:
+        """Have these control tokens be text from now on: tags that a reader of answers must see."""
+        self._shown |= frozenset(tokens)
 
     def is_special(self, token: int) -> bool:
         """Return whether a token is a control token, or a tag such as ``<tool_call>``.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
 
 from ..stream import before_open
-from .calls import CallScanner, Found
+from .calls import CallOutput, CallScanner, Found
+from .channels import ChannelScanner, Kind
+from .forms import END_OF_THINK, QWEN, THINK, XML, Form
 from .parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
 from .tools import Tools
-
-THINK = "<think>"
-END_OF_THINK = "</think>"
 
 
 class ReasoningSplitter:
@@ -77,10 +75,6 @@ class ReasoningSplitter:
         return text
 
 
-# What prompts of reasoning models end in: an open tag, or an empty block.
-_TAGS = re.compile(rf"{THINK}\s*({END_OF_THINK}\s*)?\Z")
-
-
 def new_call_id() -> str:
     """Return an id for a tool call."""
     return f"call_{secrets.token_hex(12)}"
@@ -113,6 +107,7 @@ class AnswerParser:
         memory: TurnMemory | None = None,
         is_thinking: bool = False,
         begun: str = "",
+        form: Form = QWEN,
     ) -> None:
         """prompt: what the answer follows. If it ends in a tag that opens reasoning, or with
         is_thinking, the answer begins inside reasoning. begun: text that is told before the answer.
@@ -120,18 +115,23 @@ class AnswerParser:
         tools: what may be called, in OpenAI's form; with none, calls are text. reasoning: False to
         leave reasoning in the text, with the tags that the prompt ends in. parallel: False to end
         the answer when it goes on after its first call. memory: is told how the model wrote the
-        answer.
+        answer. form: of the answer.
         """
         splitter = ReasoningSplitter.after(prompt)
         splitter.is_thinking = splitter.is_thinking or is_thinking
         self._splitter = splitter if reasoning else None
-        shown = None if reasoning else _TAGS.search(prompt)
-        self._begun = shown.group() if shown else begun
+        self._begun = ("" if reasoning else form.shown(prompt)) or begun
         self._parallel = parallel
         found, numbers = Tools(tools) if tools else None, count()
         self._raw: dict[int, dict[str, str]] = {}
+        self._channels: ChannelScanner | None = None
+        if form.channels:
+            call = CallOutput(found, numbers, new_id, self._raw) if found else None
+            self._channels = ChannelScanner(form, prompt, found, call, is_thinking, not reasoning)
         self._scanners = {
-            kind: CallScanner(found, numbers, new_id, self._raw) if found else None
+            kind: CallScanner(found, numbers, new_id, self._raw, form.text or XML)
+            if found
+            else None
             for kind in (ReasoningPart, ContentPart)
         }
         self._reasoning = _Trimmed()
@@ -146,6 +146,8 @@ class AnswerParser:
     @property
     def is_reasoning(self) -> bool:
         """Whether the answer is inside its reasoning."""
+        if self._channels:
+            return self._channels.is_reasoning
         return self._splitter is not None and self._splitter.is_thinking
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
@@ -157,6 +159,8 @@ class AnswerParser:
             self._texts.append(text)
             self._tokens += tokens
         begun = self._tell_begun() if text else []
+        if self._channels:
+            return begun + self._sorted(self._channels.push(text))
         if self._splitter is None:
             return begun + self._scan(ContentPart, text)
         return begun + self._split(*self._splitter.push(text))
@@ -171,6 +175,14 @@ class AnswerParser:
         found += self._end_reasoning(is_cut=False) if content else []
         return found + self._scan(ContentPart, content)
 
+    def _sorted(self, found: Iterable[tuple[Kind, Found]]) -> list[Part]:
+        parts: list[Part] = []
+        for kind, one in found:
+            if kind is ContentPart:
+                self._reasoning.drop()
+            parts += self._parts(kind, [one])
+        return parts
+
     def flush(self, is_cut: bool = False) -> list[Part]:
         """Return what was held back; call it at the end of the answer.
 
@@ -178,7 +190,9 @@ class AnswerParser:
         open stays without an end.
         """
         found = self._tell_begun()
-        if self._splitter is not None:
+        if self._channels:
+            found += self._sorted(self._channels.flush(is_cut))
+        elif self._splitter is not None:
             found += self._split(*self._splitter.flush())
         scanner = self._scanners[ContentPart]
         rest = self._parts(ContentPart, scanner.flush(is_cut)) if scanner else []

@@ -1,4 +1,4 @@
-"""Tool calls in a stream of text: Qwen's XML form, and the older one with JSON.
+"""Tool calls in a stream of text: Qwen's XML form, the older one with JSON, and GLM's.
 
     <tool_call>                                    <tool_call>
     <function=NAME>                                {"name": NAME, "arguments": {K: V}}
@@ -7,6 +7,8 @@
     </parameter>
     </function>
     </tool_call>
+
+    <tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value></tool_call>
 
 Models drift from these forms. What can be understood is: a missing or doubled end tag, a missing
 <tool_call>, JSON between <function=NAME> and its end. What cannot remains text. JSON is told while
@@ -19,20 +21,10 @@ import re
 from collections.abc import Callable, Iterator
 
 from ..stream import before_open
+from .forms import CALL, END_OF_CALL, END_OF_FUNCTION, FUNCTION, XML, TextCalls
 from .parts import CallArguments, CallBegin, CallEnd
 from .rawjson import WHOLE, ObjectEnd, dumps, loads, members
-from .tools import (
-    CALL,
-    END_OF_CALL,
-    END_OF_FUNCTION,
-    END_OF_PARAMETER,
-    FUNCTION,
-    PARAMETER,
-    STRING,
-    Tools,
-    Types,
-    json_of,
-)
+from .tools import STRING, Tools, Types, json_of
 
 
 class Arguments:
@@ -40,14 +32,15 @@ class Arguments:
 
     A value that can only be a string is passed on as it comes; others when they are whole.
 
+    has_lines: the tags of a value stand on lines of their own.
     stray: text between the parameters, which belongs to none. raw: values that may be other than
     strings, as the model wrote them.
     """
 
-    def __init__(self, name: str, tools: Tools) -> None:
+    def __init__(self, name: str, tools: Tools, has_lines: bool = True) -> None:
         self.stray = ""
         self.raw: dict[str, str] = {}
-        self._name, self._tools = name, tools
+        self._name, self._tools, self._end_of_line = name, tools, "\n" * has_lines
         self._names: set[str] = set()
         self._key: str | None = None
         self._types: Types | None = None
@@ -74,13 +67,13 @@ class Arguments:
         """Return the JSON text of the next piece of the value."""
         text = self._held + text
         if self._at_start and text:
-            # the tags stand on lines of their own
-            text, self._at_start = text.removeprefix("\n"), False
+            text, self._at_start = text.removeprefix(self._end_of_line), False
         if not self._is_text:
             self._held = text
             return ""
-        self._held = "\n" if text.endswith("\n") else ""
-        return self._escaped(text.removesuffix("\n"))
+        kept = text.removesuffix(self._end_of_line)
+        self._held = text[len(kept) :]
+        return self._escaped(kept)
 
     def end(self) -> str:
         """Return the JSON text that ends the value."""
@@ -89,7 +82,7 @@ class Arguments:
             return ""
         if self._is_text:
             return '"'
-        self.raw[self._key] = held.removesuffix("\n")
+        self.raw[self._key] = held.removesuffix(self._end_of_line)
         return json_of(self.raw[self._key], self._types)
 
     def close(self) -> str:
@@ -117,6 +110,11 @@ class JSONArguments:
         return {WHOLE: "".join(self._written)}
 
     @property
+    def is_begun(self) -> bool:
+        """Whether there is any text."""
+        return any(self._written)
+
+    @property
     def is_whole(self) -> bool:
         """Whether the text is that of a JSON object."""
         try:
@@ -133,7 +131,6 @@ class JSONArguments:
         return told, rest
 
 
-_CLOSERS = (END_OF_CALL, END_OF_FUNCTION, END_OF_PARAMETER)
 _MAX_NAME = 256
 _NAME = re.compile(r"[\w.:/-]+")
 _NAMED = r'\{\s*"name"\s*:\s*"([\w.:/-]{1,256})"'
@@ -143,17 +140,10 @@ _OBJECT = re.compile(r'\{\s*["}]')
 # What looks like an object of the older form is read again as text. This limits how often.
 _MAX_FAILED_JSON = 32
 
-# What may follow an end tag, if it is one and not a part of the value.
-_AFTER = {
-    END_OF_PARAMETER: (PARAMETER, *_CLOSERS),
-    END_OF_FUNCTION: (END_OF_CALL,),
-    END_OF_CALL: (CALL,),
-}
-
 Found = str | CallBegin | CallArguments | CallEnd
 
 
-class _CallOutput:
+class CallOutput:
     """What a scanner has found, and the call that it is in, if any.
 
     arguments: of the call; None outside of one. Other arguments as in `CallScanner`.
@@ -165,28 +155,34 @@ class _CallOutput:
         indices: Iterator[int],
         new_id: Callable[[], str],
         raw: dict[int, dict[str, str]],
+        tags: TextCalls = XML,
     ) -> None:
         self.arguments: Arguments | JSONArguments | None = None
         self.raws = raw
+        self._tags = tags
         self._tools, self._indices, self._new_id = tools, indices, new_id
         self._out: list[Found] = []
         self._index = 0
 
     def taken(self) -> list[Found]:
+        """Return what was found since the last call."""
         out, self._out = self._out, []
         return out
 
     def text(self, text: str) -> None:
+        """Take text outside of calls."""
         if text:
             self._out.append(text)
 
     def say(self, text: str) -> None:
+        """Take a piece of the call's arguments."""
         if text:
             self._out.append(CallArguments(self._index, text))
 
     def open(self, name: str, arguments: JSONArguments | None = None) -> None:
+        """Begin a call; arguments: None if they come as plain text."""
         self._index = next(self._indices)
-        self.arguments = arguments or Arguments(name, self._tools)
+        self.arguments = arguments or Arguments(name, self._tools, self._tags is XML)
         self._out.append(CallBegin(self._index, self._new_id(), name))
 
     def close(self) -> None:
@@ -194,9 +190,10 @@ class _CallOutput:
         arguments = self.plain()
         self.say(arguments.close())
         self.end(is_whole=True)
-        self.text(arguments.stray.replace(END_OF_PARAMETER, "").strip())
+        self.text(arguments.stray.replace(self._tags.end_of_value.strip(), "").strip())
 
     def end(self, is_whole: bool) -> None:
+        """End a call."""
         arguments, self.arguments = self.arguments, None
         assert arguments is not None
         self.raws[self._index] = arguments.raw
@@ -213,7 +210,7 @@ class CallScanner:
 
     tools: what may be called. A name outside them is a call too if it stands in <tool_call>.
     indices: numbers the calls of an answer. new_id: makes up their ids. raw: takes, of each call,
-    the values that may be other than strings, as they were written.
+    the values that may be other than strings, as they were written. tags: of the parameters.
     """
 
     def __init__(
@@ -222,8 +219,20 @@ class CallScanner:
         indices: Iterator[int],
         new_id: Callable[[], str],
         raw: dict[int, dict[str, str]],
+        tags: TextCalls = XML,
     ) -> None:
-        self._tools, self._call = tools, _CallOutput(tools, indices, new_id, raw)
+        self._tools, self._call = tools, CallOutput(tools, indices, new_id, raw, tags)
+        self._key, self._after_key = tags.before_key, tags.after_key
+        self._is_bare = tags is not XML  # the name follows <tool_call>
+        end = tags.end_of_value.strip()
+        self._closers = (END_OF_CALL, END_OF_FUNCTION, end)
+        self._any = re.compile(
+            "|".join(map(re.escape, (self._key, end, END_OF_FUNCTION, END_OF_CALL)))
+        )
+        # what may follow an end tag, if it is one and not a part of the value
+        self._may_follow = {
+            end: (self._key, *self._closers), END_OF_FUNCTION: (END_OF_CALL,), END_OF_CALL: (CALL,)
+        }  # fmt: skip
         self._held = ""  # not yet understood
         self._raw = ""  # understood as the beginning of a call, which may still prove to be none
         self._is_last = False
@@ -290,7 +299,12 @@ class CallScanner:
             self._json, self._step = ObjectEnd(), CallScanner._whole_json
             return True
         if not held.startswith(FUNCTION, at):
-            return self._wait_or_text(FUNCTION.startswith(held[at:]))
+            end = _bare_name_end(held, at, self._key) if self._is_bare and at else 0
+            if not end:
+                return self._wait_or_text(end is None or FUNCTION.startswith(held[at:]))
+            self._name, self._step = held[at:end], CallScanner._begin
+            self._take(end)
+            return True
         end = _name_end(held, at + len(FUNCTION))
         if end is None:
             return self._wait_or_text(True)
@@ -310,7 +324,7 @@ class CallScanner:
             self._take(at)
             self._step = CallScanner._arguments_json
             return True
-        tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
+        tags = (self._key, END_OF_FUNCTION, END_OF_CALL)
         if not rest.startswith(tags):
             return self._wait_or_text(any(tag.startswith(rest) for tag in tags))
         self._raw = ""
@@ -321,7 +335,7 @@ class CallScanner:
     def _between(self) -> bool:
         """Between the parameters of a call."""
         arguments = self._call.plain()
-        tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
+        tags = (self._key, END_OF_FUNCTION, END_OF_CALL)
         start = _first(self._held, tags)
         if start is None:
             kept = self._held if self._is_last else before_open(self._held, tags)
@@ -333,19 +347,21 @@ class CallScanner:
             return self._is_last
         arguments.stray += self._held[:start]
         self._held = self._held[start:]
-        if not self._held.startswith(PARAMETER):
+        if not self._held.startswith(self._key):
             self._call.close()
             self._step = CallScanner._after
             return True
-        end = _name_end(self._held, len(PARAMETER))
+        at = len(self._key)
+        stop = _name_end(self._held, at)
+        end = None if stop is None else _past(self._held, stop, self._after_key)
         if end is None and not self._is_last:
             return False
-        if end is None or self._held[end] != ">":
-            arguments.stray += PARAMETER
-            self._held = self._held[len(PARAMETER) :]
+        if not end:
+            arguments.stray += self._key
+            self._held = self._held[at:]
             return True
-        self._call.say(arguments.begin(self._held[len(PARAMETER) : end].strip(" \"'")))
-        self._held, self._step = self._held[end + 1 :], CallScanner._value
+        self._call.say(arguments.begin(self._held[at:stop].strip(" \"'")))
+        self._held, self._step = self._held[end:], CallScanner._value
         return True
 
     def _value(self) -> bool:
@@ -360,7 +376,7 @@ class CallScanner:
     def _value_end(self) -> int | None:
         """Return where the value ends; None: not in what is held, of which its text is taken."""
         held = self._held
-        for found in re.finditer("<parameter=|</parameter>|</function>|</tool_call>", held):
+        for found in self._any.finditer(held):
             ends = self._ends_value(found.group(), found.start(), found.end())
             if ends:
                 return found.start()
@@ -369,7 +385,7 @@ class CallScanner:
                 return None
         if self._is_last:
             return len(held)
-        self._take_value(len(before_open(held, (PARAMETER, *_CLOSERS))))
+        self._take_value(len(before_open(held, (self._key, *self._closers))))
         return None
 
     def _take_value(self, n: int) -> None:
@@ -381,29 +397,31 @@ class CallScanner:
     def _ends_value(self, tag: str, start: int, end: int) -> bool | None:
         """Return whether a tag ends the value that it is found in; None: not known yet."""
         held = self._held
-        if tag == PARAMETER:
+        if tag == self._key:
             # the end tag of the parameter before was forgotten
             stop = _name_end(held, end)
-            if stop is None or held[start - 1 : start] != "\n":
-                return None if stop is None and not self._is_last else False
+            begin = None if stop is None else _past(held, stop, self._after_key)
+            is_line = held[start - 1 : start] == "\n" or self._is_bare
+            if begin is None or not is_line:
+                return None if begin is None and not self._is_last else False
             name = held[end:stop].strip(" \"'")
             is_new = not self._call.plain().has(name)
-            return held[stop] == ">" and is_new and self._tools.knows(self._name, name)
+            return bool(begin) and is_new and self._tools.knows(self._name, name)
         rest = held[_skip(held, end) :]
-        if rest.startswith(_AFTER[tag]):
+        if rest.startswith(self._may_follow[tag]):
             return True
         if self._is_last:
             return not rest
-        return None if any(one.startswith(rest) for one in _AFTER[tag]) else False
+        return None if any(one.startswith(rest) for one in self._may_follow[tag]) else False
 
     def _after(self) -> bool:
         """After a call: its end tags and blank text belong to it."""
         self._held = self._held.lstrip()
-        for tag in _CLOSERS:
+        for tag in self._closers:
             if self._held.startswith(tag):
                 self._held = self._held[len(tag) :]
                 return True
-        if any(tag.startswith(self._held) for tag in _CLOSERS):
+        if any(tag.startswith(self._held) for tag in self._closers):
             return False  # what comes of it when the answer was cut is no text
         self._step = CallScanner._outside
         return True
@@ -515,4 +533,25 @@ def _skip(text: str, at: int) -> int:
     """Return the position of the next character that is not blank."""
     while at < len(text) and text[at].isspace():
         at += 1
+    return at
+
+
+def _bare_name_end(text: str, at: int, key: str) -> int | None:
+    """Return where a name ends that tags of a call follow; 0: it is none; None: not known yet."""
+    found = _NAME.match(text, at)
+    rest = text[_skip(text, found.end()) :] if found else ""
+    if not found or found.end() - at > _MAX_NAME:
+        return 0
+    if rest.startswith((key, END_OF_CALL)):
+        return found.end()
+    return None if any(tag.startswith(rest) for tag in (key, END_OF_CALL)) else 0
+
+
+def _past(text: str, at: int, tags: tuple[str, ...]) -> int | None:
+    """Return the position after tags, between which is blank; 0: they are not here; None: wait."""
+    for n, tag in enumerate(tags):
+        at = _skip(text, at) if n else at
+        if not text.startswith(tag, at):
+            return None if tag.startswith(text[at:]) else 0
+        at += len(tag)
     return at

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import RequestError
-from .answer import END_OF_THINK, THINK
+from .forms import END_OF_THINK, THINK
 from .rawjson import dumps, loads
 
 ROLES = ("system", "user", "assistant")

@@ -20,11 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import MoegraphError, RequestError
 from ..recent import Recent
-from .answer import END_OF_THINK, THINK
+from .forms import (
+    CALL,
+    END_OF_CALL,
+    END_OF_FUNCTION,
+    END_OF_PARAMETER,
+    FUNCTION,
+    PARAMETER,
+    QWEN,
+    Form,
+    calls_of,
+    form_of,
+)
 from .messages import TemplateMessage, without_late_system
 from .rawjson import dumps
 from .template import ChatTemplate
-from .tools import CALL, END_OF_CALL, END_OF_FUNCTION, END_OF_PARAMETER, FUNCTION, PARAMETER
 
 if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
@@ -217,7 +227,6 @@ Render = Callable[[list[TemplateMessage]], str]
 # Words that no template has, to find what becomes of a message.
 _ONE, _TWO = "moegraph-one", "moegraph-two"
 _ARGUMENTS = f'{{"{_ONE}": "{_TWO}"}}'
-_EMPTY_THOUGHTS = re.compile(rf"{THINK}\s*{END_OF_THINK}\s*\Z")
 
 
 class PromptMaker:
@@ -228,6 +237,7 @@ class PromptMaker:
 
     def __init__(self, template: ChatTemplate, tokens: Mapping[str, str]) -> None:
         self.template = template
+        self.form = form_of(template.source)
         self._tokens = dict(tokens)
         self._rendering = threading.Lock()
 
@@ -244,6 +254,24 @@ class PromptMaker:
         found = re.search(f"{_ONE}(.*?){_TWO}", text, re.DOTALL)
         # a template that prints a list as it is would show the types
         return found[1] if found and "type" not in found[1] else "\n"
+
+    @cached_property
+    def closing(self) -> str:
+        """What ends reasoning before text, with the line ends that the template writes."""
+        end = self.form.end_of_think
+        if self.form.channels:
+            return end
+        turn = {"role": "assistant", "content": _TWO, "reasoning_content": _ONE}
+        text = self._tried([{"role": "user", "content": "A"}, turn])
+        found = re.search(rf"{_ONE}(\s*{end}\s*){_TWO}", text)
+        return found[1] if found else f"\n{end}\n\n"
+
+    @cached_property
+    def _hides_late_system(self) -> bool:
+        """Whether the template leaves out system messages after the first message."""
+        texts = (("user", "A"), ("system", _ONE), ("user", "B"))
+        text = self._tried([{"role": role, "content": content} for role, content in texts])
+        return bool(text) and _ONE not in text
 
     @cached_property
     def takes_json(self) -> bool:
@@ -279,8 +307,9 @@ class PromptMaker:
 
         opens_turn: prompts end with the beginning of the next answer's turn.
         """
+        variables, adapt = self.form.variables(variables), self.form.adapt
         if tools and self.template.knows_tools:
-            variables = {**variables, "tools": list(tools)}
+            variables["tools"] = calls_of(self.form, tools)
         try:
             described = "" if self.template.knows_tools else described_tools(tools)
         except (TypeError, ValueError, RecursionError) as error:
@@ -289,6 +318,10 @@ class PromptMaker:
         def render(messages: list[TemplateMessage]) -> str:
             if not self.template.knows_tools:
                 messages = plain_messages(messages, described)
+            if any(m["role"] == "system" for m in messages[1:]) and self._hides_late_system:
+                messages = without_late_system(messages)
+            if adapt:
+                messages = adapt(messages, self.template.source)
             try:
                 return self._apply(messages, variables, opens_turn)
             except RequestError:
@@ -306,7 +339,8 @@ class PromptMaker:
         allowed["add_generation_prompt"] = opens_turn
         with self._rendering:
             try:
-                return self.template.render(messages, **{**self._tokens, **allowed})
+                prompt = self.template.render(messages, **{**self._tokens, **allowed})
+                return self.form.ended(prompt, opens_turn)
             except RequestError:
                 raise
             except (MoegraphError, TypeError, ValueError, RecursionError) as error:
@@ -345,18 +379,22 @@ def is_continued(messages: Sequence[TemplateMessage], asked: bool | str | None) 
     return bool(asked) or (asked is None and may and len(messages) > 1)
 
 
-def continued(prompt: str, begun: TemplateMessage, field: object = None) -> tuple[str, str, bool]:
+def continued(
+    prompt: str, begun: TemplateMessage, field: object = None, form: Form = QWEN,
+    closing: str = f"\n{QWEN.end_of_think}\n\n",
+) -> tuple[str, str, bool]:  # fmt: skip
     """Return a prompt that ends in the text of a message which the model is to continue.
 
     And that text, and whether it is reasoning. field: "content" or "reasoning_content" goes on;
-    otherwise the reasoning if there is no content.
+    otherwise the reasoning if there is no content. closing: ends reasoning before text.
     """
     text, reasoning = str(begun["content"]), str(begun.get("reasoning_content", ""))
     thinks = field == "reasoning_content" or (field != "content" and bool(reasoning) and not text)
-    is_open = prompt.rstrip().endswith(THINK)
+    if not form.is_open(prompt) and (thinks or reasoning or form.channels):
+        bare = prompt.removesuffix(form.shown(prompt)).removesuffix(form.end_of_think)
+        prompt = bare + (form.think.lstrip() if bare.endswith("\n") else form.think)
     if thinks:
-        begin = prompt if is_open else _EMPTY_THOUGHTS.sub("", prompt) + f"{THINK}\n"
-        return begin + reasoning, reasoning, True
-    if is_open:
-        prompt = f"{prompt}{reasoning}\n{END_OF_THINK}\n\n"
+        return prompt + reasoning, reasoning, True
+    if form.is_open(prompt):
+        prompt = f"{prompt}{reasoning}{closing}"
     return prompt + text, text, False

@@ -9,11 +9,8 @@ import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from .forms import QUOTE, TAG, Form, TextCalls
 from .rawjson import dumps, loads
-
-CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
-FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
-PARAMETER, END_OF_PARAMETER = "<parameter=", "</parameter>"
 
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
           dict: "object", list: "array"}  # fmt: skip
@@ -24,6 +21,9 @@ _MAX_PYTHON_CHARS = 16 * 1024
 
 Types = frozenset[str]
 STRING: Types = frozenset({"string"})
+_ARRAY: Types = frozenset({"array"})
+_OBJECT: Types = frozenset({"object"})
+_SCALARS: Types = frozenset({"integer", "number", "boolean", "null"})
 
 
 class Tools:
@@ -98,6 +98,14 @@ class _TypeFinder:
                 return None if len(known) < len(found) else frozenset[str]().union(*known)
         parts = (self.types(part) for part in _list(schema.get("allOf")))
         return next((types for types in parts if types is not None), None)
+
+    def resolved(self, schema: object) -> object:
+        """Return the part of a schema that another one refers to, or that one."""
+        for _ in range(_MAX_PARTS):
+            if not isinstance(schema, Mapping) or not isinstance(ref := schema.get("$ref"), str):
+                break
+            schema = self._referred(ref)
+        return schema
 
     def _referred(self, ref: str) -> object:
         found: object = self._root
@@ -198,49 +206,126 @@ _TOGETHER = frozenset(
     "allOf anyOf oneOf not if dependentRequired dependentSchemas dependencies patternProperties "
     "propertyNames minProperties maxProperties".split()
 )
-_END_OF_VALUE = f"\n{END_OF_PARAMETER}\n"
+_ANSWER = "@answer"
+# How deep rules of Gemma's objects follow a schema; values below may be any.
+_MAX_DEPTH = 6
+# Gemma's objects, of any values.
+_ANY_VALUE = """\
+value: string | object | "[" (value ("," value)*)? "]" | scalar
+object: "{" (pair ("," pair)*)? "}"
+pair: /[^:<>{}\\[\\],"\\s]+/ ":" value
+scalar: %json {"type": ["number", "boolean", "null"]}"""
 
 
 class CallGrammar:
-    """The grammar of the calls that a model may make.
+    """The grammar of answers with the calls that a model may make.
 
-    tools: in OpenAI's form. is_json: calls have the older form, with JSON. parallel: whether there
-    may be several. is_token: whether a text is one control token or tag of the vocabulary. inputs:
-    function's name -> Lark grammar of its parameters' texts; a call with JSON follows none.
+    tools: in OpenAI's form. form: of answers. parallel: whether there may be several calls.
+    is_token: whether a text is one control token or tag of the vocabulary. inputs: function's name
+    -> Lark grammar of its parameters' texts; a call with JSON follows none. is_fresh: the answer
+    may begin with reasoning. is_thinking: it begins inside reasoning.
     """
 
     def __init__(
         self,
         tools: Sequence[Mapping[str, Any]],
-        is_json: bool,
+        form: Form,
         parallel: bool,
         is_token: Callable[[str], bool],
         inputs: Mapping[str, str] | None = None,
+        is_fresh: bool = False,
+        is_thinking: bool = False,
     ) -> None:
-        self._inputs = {} if is_json or inputs is None else inputs
+        self._form, self._has_messages = form, not form.call
+        self._inputs = {} if form.text is None or inputs is None else inputs
         self._functions = [tool["function"] for tool in tools]
         self._tools = Tools(tools)
-        self._is_json, self._parallel, self._is_token = is_json, parallel, is_token
+        self._parallel, self._is_token = parallel, is_token
+        self._is_fresh, self._is_thinking = is_fresh, is_thinking
+        self._endings: dict[str, str] = {}
 
     def after_tag(self) -> str:
-        """Return the grammar of what follows ``<tool_call>``."""
+        """Return the grammar of what follows the tag that begins a call."""
         return self._grammar("calls")
 
     def whole(self, other: Mapping[str, Any] | None = None) -> str:
         """Return the grammar of an answer that is calls, or JSON of the schema `other`."""
-        begin = f"{self._tag(CALL)} calls"
+        begin = f"{self._text(self._form.call)} calls"
         if other is None:
-            return self._grammar(begin)
+            return self._grammar(self._begun(begin))
         options = other.get("x-guidance")
         options = {**(options if isinstance(options, Mapping) else {}), **_STRICT}
         schema = dumps({**other, "x-guidance": options})
-        return self._grammar(f"({begin}) | other", f"other: %json {schema}")
+        return self._grammar(self._begun(begin, "other"), f"other: %json {schema}")
+
+    def messages(self) -> str:
+        """Return the grammar of an answer of messages: calls, if there are tools, or text."""
+        return self._grammar(self._begun("calls" if self._functions else "", "any?"))
+
+    def framed(self) -> str:
+        """Return the grammar of reasoning around another grammar, `_ANSWER`; "" if there is none.
+
+        A reader of the grammar finds reasoning that a prompt has begun; see `GrammarConstraint`.
+        """
+        if not (self._is_fresh or (self._is_thinking and self._has_messages)):
+            return ""
+        return self._grammar(self._begun("", _ANSWER))
+
+    def _begun(self, calls: str, other: str = "") -> str:
+        """Return what an answer is: calls or other text, after the reasoning that may come."""
+        if not self._has_messages:
+            either = " | ".join(f"({one})" for one in (calls, other) if one)
+            return f"{'thought? ' if self._is_fresh else ''}({either})"
+        again = self._text("<|end|><|start|>assistant")
+        final = f"{self._text('<|channel|>final')} is_json? {self._text('<|message|>')} {other}"
+        either = " | ".join([calls] * bool(calls) + [final] * bool(other))
+        if self._is_fresh or self._is_thinking:
+            begun = f"any? {again} " if self._is_thinking else ""
+            return f"{begun}thought* ({either})"
+        # the prompt has begun the final message
+        return " | ".join([other] * bool(other) + [f"{again} thought* {calls}"] * bool(calls))
+
+    def _thought(self) -> list[str]:
+        """Return the rules of reasoning that an answer begins with."""
+        form = self._form
+        if not self._has_messages:
+            head, gap = self._text(form.think.strip()), r"/\n{1,2}/?"
+            end = self._until(form.end_of_think)
+            return [f"thought: {gap} {head} {end} {gap}"]
+        heads = (f"<|channel|>{name}<|message|>" for name in ("analysis", "commentary"))
+        rest = self._until("<|end|>") + " " + self._text("<|start|>assistant")
+        return [
+            f"thought: ({' | '.join(map(self._text, heads))}) {rest}",
+            f'is_json: " " {self._text("<|constrain|>json")} | " json"',
+        ]
+
+    def _text(self, text: str) -> str:
+        """Return the Lark for a text, some of which may be tokens of their own."""
+        parts = TAG.split(text), TAG.findall(text)
+        found: list[str] = []
+        for before, tag in zip(parts[0], [*parts[1], ""]):
+            for one in (before, tag):
+                if one and self._is_token(one) and one is tag:
+                    found.append(one)
+                elif one and found and found[-1].endswith('"'):
+                    found[-1] = dumps(loads(found[-1]) + one)
+                elif one:
+                    found.append(dumps(one))
+        return " ".join(found)
+
+    def _until(self, end: str) -> str:
+        """Return the Lark for any text and then its end."""
+        found = self._text(end)
+        if not found.startswith('"'):
+            return f"any? {found}"
+        name = self._endings.setdefault(end, f"until_{len(self._endings)}")
+        return name
 
     @property
     def passed_over(self) -> set[str]:
         """Return the keywords of the functions' schemas that these grammars leave out."""
         found: set[str] = set()
-        for function in () if self._is_json else self._functions:
+        for function in self._functions if self._form.text or self._form.is_dict else ():
             parameters = _parameters(function)
             found |= _TOGETHER & parameters.keys()
             properties = parameters.get("properties")
@@ -252,17 +337,22 @@ class CallGrammar:
 
     def _grammar(self, start: str, *more: str) -> str:
         names = [f"function_{n}" for n in range(len(self._functions))]
-        again = f'("\\n" {self._tag(CALL)} call)*' if self._parallel else ""
-        rules = [
-            f"start: {start}",
-            f"calls: call {again}",
-            f"call: ({' | '.join(names)}) {self._tag(END_OF_CALL)}",
-            f"text[suffix={dumps(_END_OF_VALUE)}]: /(.|\\n)*/",
-            r"name: /[^<>\n]{1,128}/",
-        ]
+        form = self._form
+        gap = form.text.between if form.text else "" if form.is_dict else "\n"
+        many = self._parallel and not self._has_messages
+        again = f"({self._text(gap + form.call)} call)*" if many else ""
+        rules = [f"start: {start}", "any: /(.|\\n)+/", *self._thought()]
+        if names:
+            end = self._text(form.end_of_call)
+            rules += [f"calls: call {again}", f"call: ({' | '.join(names)}) {end}"]
+        if form.is_dict:
+            rules += [f"string: {self._text(QUOTE)} {self._until(QUOTE)}", _ANY_VALUE]
+        if form.text:
+            rules.append(r"name: /[^<>\n]{1,128}/")
         for name, function in zip(names, self._functions):
-            rules += self._json(name, function) if self._is_json else self._xml(name, function)
-        text = "\n".join([*rules, *more, ""])
+            rules += self._function(name, function)
+        ends = [f"{name}[suffix={dumps(end)}]: /(.|\\n)*/" for end, name in self._endings.items()]
+        text = "\n".join([*rules, *ends, *more, ""])
         names = [function["name"] for function in self._functions]
         parts = [
             (_part(n), self._inputs[one]) for n, one in enumerate(names) if one in self._inputs
@@ -273,14 +363,34 @@ class CallGrammar:
         inner = [{"name": name, "lark_grammar": grammar} for name, grammar in parts]
         return dumps({"grammars": [{"name": "calls", "lark_grammar": text}, *inner]})
 
-    def _tag(self, tag: str) -> str:
-        return tag if self._is_token(tag) else dumps(tag)
+    def _function(self, rule: str, function: Mapping[str, Any]) -> list[str]:
+        form = self._form
+        if form.text:
+            return self._plain(rule, function, form.text)
+        if form.is_dict:
+            begin = dumps(f"call:{function['name']}")
+            parameters = _parameters(function) or {"type": "object"}
+            rules: list[str] = []
+            value = self._dict(f"{rule}_object", parameters, parameters, rules, 0)
+            return [f"{rule}: {begin} {value}", *rules]
+        return self._json(rule, function)
 
     def _json(self, rule: str, function: Mapping[str, Any]) -> list[str]:
         parameters = _parameters(function) or {"type": "object"}
+        name = function["name"]
+        if self._has_messages:
+            heads = (
+                f" to=functions.{name}<|channel|>commentary",
+                f"<|channel|>commentary to=functions.{name}",
+            )
+            head = f"({' | '.join(map(self._text, heads))}) is_json? {self._text('<|message|>')}"
+            return [
+                f"{rule}: {head} {rule}_json",
+                f"{rule}_json: %json {dumps({**parameters, **_LOOSE})}",
+            ]
         schema = {
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+            "properties": {"name": {"const": name}, "arguments": parameters},
             "required": ["name", "arguments"],
             "additionalProperties": False,
             **_definitions(parameters),
@@ -288,38 +398,89 @@ class CallGrammar:
         }
         return [f'{rule}: "\\n" {rule}_json "\\n"', f"{rule}_json: %json {dumps(schema)}"]
 
-    def _xml(self, rule: str, function: Mapping[str, Any]) -> list[str]:
+    def _plain(self, rule: str, function: Mapping[str, Any], form: TextCalls) -> list[str]:
+        """Return the rules of a call whose arguments are plain text between tags."""
         parameters = _parameters(function)
         properties = parameters.get("properties")
-        begin, end = f"\n{FUNCTION}{function['name']}>\n", f"{END_OF_FUNCTION}\n"
+        begin, end = form.function.format(name=function["name"]), form.end_of_function
+        begin, end = self._text(begin), self._text(end)
         if not isinstance(properties, Mapping) or not properties:
             is_open = properties is None and parameters.get("additionalProperties") is not False
-            any_ = f'("{PARAMETER}" name ">\\n" text)*' if is_open else ""
-            return [f"{rule}: {dumps(begin)} {any_} {dumps(end)}"]
+            before, after = map(self._text, form.key.split("{key}"))
+            any_ = f"({before} name {after} {self._until(form.end_of_value)})*" if is_open else ""
+            return [f"{rule}: {begin} {any_} {end}"]
         required = parameters.get("required")
         required = required if isinstance(required, list | tuple) else ()
         found, uses = [], []
         for n, (key, schema) in enumerate(properties.items()):
             one = f"{rule}_{n}"
             uses.append(one if key in required else f"{one}?")
-            found.append(f"{one}: {dumps(f'{PARAMETER}{key}>' + chr(10))} {one}_value")
-            found += self._value(f"{one}_value", function["name"], key, schema, parameters)
-        return [f"{rule}: {dumps(begin)} {' '.join(uses)} {dumps(end)}", *found]
+            found.append(f"{one}: {self._text(form.key.format(key=key))} {one}_value")
+            end_of_value = form.end_of_value
+            found += self._value(
+                f"{one}_value", function["name"], key, schema, parameters, end_of_value
+            )
+        return [f"{rule}: {begin} {' '.join(uses)} {end}", *found]
 
     def _value(
-        self, rule: str, name: str, key: str, schema: object, root: Mapping[str, Any]
+        self, rule: str, name: str, key: str, schema: object, root: Mapping[str, Any], ending: str
     ) -> list[str]:
         types = self._tools.types(name, key)
-        end = dumps(_END_OF_VALUE)
+        end = self._text(ending)
         if name in self._inputs:
             n = next(n for n, one in enumerate(self._functions) if one["name"] == name)
             return [f"{rule}: @{_part(n)} {end}"]
         if texts := self._tools.texts(name, key):
             return [f"{rule}: ({' | '.join(map(dumps, texts))}) {end}"]
         if types is None or "string" in types or not isinstance(schema, Mapping):
-            return [f"{rule}: text"]
+            return [f"{rule}: {self._until(ending)}"]
         whole = {**schema, **_definitions(root), **_LOOSE}
         return [f"{rule}: {rule}_json {end}", f"{rule}_json: %json {dumps(whole)}"]
+
+    def _dict(
+        self, rule: str, schema: object, root: Mapping[str, Any], rules: list[str], depth: int
+    ) -> str:
+        """Return the Lark for a value in Gemma's form, and add its rules."""
+        finder = _ValueFinder(root)
+        schema = finder.resolved(schema)
+        types = finder.types(schema)
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return "value"
+        values = _ValueFinder(root).values(schema)
+        if values is not None and not any(isinstance(one, dict | list) for one in values):
+            texts = (f"{QUOTE}{v}{QUOTE}" if isinstance(v, str) else dumps(v) for v in values)
+            return f"({' | '.join(map(self._text, texts))})"
+        if types == STRING:
+            return "string"
+        if types and types <= _SCALARS:
+            rules.append(f"{rule}: %json {dumps({**schema, **_definitions(root), **_LOOSE})}")
+            return rule
+        if types == _ARRAY and isinstance(schema.get("items"), Mapping):
+            one = self._dict(f"{rule}_item", schema["items"], root, rules, depth + 1)
+            rules.append(f'{rule}: "[" ({one} ("," {one})*)? "]"')
+            return rule
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or not properties:
+            return "object" if types == _OBJECT else "value"
+        required = schema.get("required")
+        required = required if isinstance(required, list | tuple) else ()
+        # templates write keys in this order
+        pairs: list[tuple[str, bool]] = []
+        for n, key in enumerate(sorted(properties, key=str.lower)):
+            value = self._dict(f"{rule}_{n}", properties[key], root, rules, depth + 1)
+            pairs.append((f"{dumps(key + ':')} {value}", key in required))
+        # after each pair, the commas and pairs that may follow
+        rest, begins, is_needed = "", list[str](), any(needed for _, needed in pairs)
+        for n, (pair, needed) in reversed([*enumerate(pairs)]):
+            tail = f"{rule}_{n}_tail"
+            begin = f"{pair} {rest}"
+            begins = [begin] if needed else [begin, *begins]
+            rules.append(f'{tail}: "," {begin}' + (f" | {rest}" if not needed and rest else ""))
+            if not needed and not rest:
+                rules[-1] = f'{tail}: ("," {begin})?'
+            rest = tail
+        rules.append(f'{rule}: "{{" ({" | ".join(begins)}){"?" * (not is_needed)} "}}"')
+        return rule
 
 
 def _part(n: int) -> str:

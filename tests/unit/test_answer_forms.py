@@ -1,0 +1,295 @@
+"""Forms of answers: harmony's channels, Gemma's objects, GLM's keys; whole, and cut everywhere."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moegraph.text.chat.answer import AnswerParser
+from moegraph.text.chat.forms import GEMMA, GLM, GLM_LINES, HARMONY, HERMES, QWEN, Form, form_of
+from moegraph.text.chat.parts import CallArguments, ContentPart, Part, ReasoningPart, Reply
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [
+    tool("look", at={"type": "string"}, n={"type": "integer"}),
+    tool("set", on={"type": "boolean"}, all={"type": "object"}, any={}, tags={"type": "array"}),
+    tool("ping"),
+]
+END = "<|end|><|start|>assistant"
+THOUGHT = f"<|channel|>analysis<|message|>I\nthink{END}"
+Case = tuple[Form, str, str, str, list[tuple[str, str]]]
+
+
+def to(name: str, arguments: str, more: str = " <|constrain|>json") -> str:
+    return f"<|channel|>commentary to=functions.{name}{more}<|message|>{arguments}"
+
+
+def gemma(name: str, arguments: str) -> str:
+    return f"<|tool_call>call:{name}{{{arguments}}}<tool_call|>"
+
+
+def q(text: str) -> str:
+    return f'<|"|>{text}<|"|>'
+
+
+# form, answer, reasoning, text, calls
+FINAL = "<|channel|>final<|message|>"
+AT = '{"at": "a"}'
+HARMONY_CASES: list[Case] = [
+    (HARMONY, f"{FINAL}Yes.\nNo", "", "Yes.\nNo", []),
+    (HARMONY, "<|channel|>commentary<|message|>Yes", "", "Yes", []),
+    (HARMONY, f"{THOUGHT}{FINAL}Yes<|return|>", "I\nthink", "Yes", []),
+    (HARMONY, "<|channel|>analysis<|message|>I think", "I think", "", []),
+    (HARMONY, THOUGHT + to("look", AT) + "<|call|>", "I\nthink", "", [("look", AT)]),
+    (HARMONY, to("look", AT, ""), "", "", [("look", AT)]),
+    (HARMONY, to("look", AT, " json"), "", "", [("look", AT)]),
+    (
+        HARMONY, f" to=functions.look<|channel|>analysis <|constrain|>json<|message|>{AT}",
+        "", "", [("look", AT)],
+    ),
+    (HARMONY, to("ping", ""), "", "", [("ping", "{}")]),
+    # text before a call, and calls one after another
+    (
+        HARMONY, f"<|channel|>commentary<|message|>I look.{END}{to('ping', '{}')}",
+        "", "I look.", [("ping", "{}")],
+    ),
+    (HARMONY, to("ping", "{}") + END + to("look", AT), "", "", [("ping", "{}"), ("look", AT)]),
+    # a string may have tags, and what comes after the object is nothing
+    (
+        HARMONY, to("look", '{"at": "<|end|>é\\"}"} }<|call|>'),
+        "", "", [("look", '{"at": "<|end|>é\\"}"}')],
+    ),
+    # drift: a channel before the channel, tools that are not ours, one without its prefix
+    (HARMONY, f"<|channel|>commentary to=assistant{THOUGHT}{FINAL}Yes", "I\nthink", "Yes", []),
+    (HARMONY, f"{THOUGHT}<|channel|>commentary to=python<|message|>1", "I\nthink", "", []),
+    (HARMONY, f"{THOUGHT} to=container.exec<|channel|>x<|message|>ls", "I\nthink", "", []),
+    (HARMONY, "<|channel|>commentary to=look<|message|>{}", "", "", [("look", "{}")]),
+    (HARMONY, to("guess", AT), "", "", [("guess", AT)]),
+    (HARMONY, to("look", '{"at": oops}'), "", "", []),
+    (
+        HARMONY, f"{FINAL}Yes<|end|><|start|>user<|message|>More?{END}{FINAL}No",
+        "", "Yes\nNo", [],
+    ),
+    (HARMONY, "No tags, none.", "", "No tags, none.", []),
+    (HARMONY, "Hello", "", "Hello", []),
+]  # fmt: skip
+GEMMA_CASES: list[Case] = [
+    (GEMMA, "<|channel>thought\nI\nthink<channel|>Yes.\nNo", "I\nthink", "Yes.\nNo", []),
+    (GEMMA, "<|channel>thought<channel|>Yes", "", "Yes", []),
+    (GEMMA, "<|channel>thought\n<channel|>Yes<channel|>", "", "Yes", []),
+    (GEMMA, "Yes<|channel>thought\n<channel|><channel|>", "", "Yes", []),
+    (GEMMA, "<|channel><|channel>thought\nSo<channel|>Yes", "So", "Yes", []),
+    (GEMMA, gemma("look", f"at:{q('in Köln')}"), "", "", [("look", '{"at": "in Köln"}')]),
+    (
+        GEMMA, f"<|channel>thought\nSo<channel|>OK{gemma('ping', '')}",
+        "So", "OK", [("ping", "{}")],
+    ),
+    (
+        GEMMA, gemma("look", "n:-7") + gemma("set", "any:1.5e10"),
+        "", "", [("look", '{"n": -7}'), ("set", '{"any": 1.5e10}')],
+    ),
+    (
+        GEMMA, gemma("set", f"on:true,any:null,tags:[{q('a')},{q('b, c')},[]]"),
+        "", "", [("set", '{"on": true, "any": null, "tags": ["a", "b, c", []]}')],
+    ),
+    (
+        GEMMA, gemma("set", f"all:{{a:{{}},b:{{c:{q('{x:1}')}}}}}"),
+        "", "", [("set", '{"all": {"a": {}, "b": {"c": "{x:1}"}}}')],
+    ),
+    (GEMMA, gemma("look", "at:" + q('\n"\\')), "", "", [("look", json.dumps({"at": '\n"\\'}))]),
+    # drift: JSON's quotes, blanks, a bare word, no end, a call in thoughts, what is no object
+    (
+        GEMMA, gemma("set", ' "on" : false, "any": "x\\n", tags: ["y"] '),
+        "", "", [("set", '{"on": false, "any": "x\\n", "tags": ["y"]}')],
+    ),
+    (GEMMA, gemma("look", f"{q('at')}:here"), "", "", [("look", '{"at": "here"}')]),
+    (GEMMA, "<|tool_call>call:ping{}Done", "", "Done", [("ping", "{}")]),
+    (
+        GEMMA, f"<|channel>thought\nSo {gemma('ping', '')}on<channel|>Yes",
+        "So on", "Yes", [("ping", "{}")],
+    ),
+    (GEMMA, gemma("look", "at") + "Yes", "", "Yes", []),
+    (GEMMA, "<|tool_call> is a tag", "", "<|tool_call> is a tag", []),
+]  # fmt: skip
+
+
+def glm(name: str, *values: str, gap: str = "") -> str:
+    pairs = zip(values[::2], values[1::2])
+    given = "".join(f"<arg_key>{k}</arg_key>{gap}<arg_value>{v}</arg_value>{gap}" for k, v in pairs)
+    return f"<tool_call>{name}{gap}{given}</tool_call>"
+
+
+GLM_CASES: list[Case] = [
+    (GLM, "I think</think>Yes", "I think", "Yes", []),
+    (GLM, f"So</think>{glm('ping')}", "So", "", [("ping", "{}")]),
+    (
+        GLM, f"</think>OK{glm('look', 'at', '1', 'n', '1')}",
+        "", "OK", [("look", '{"at": "1", "n": 1}')],
+    ),
+    (
+        GLM, "</think>" + glm("set", "all", '{"a": ["é"]}', "any", " x\n") + glm("ping"),
+        "", "", [("set", '{"all": {"a": ["é"]}, "any": " x\\n"}'), ("ping", "{}")],
+    ),
+    (GLM, f"</think>{glm('guess', 'a', '1')}", "", "", [("guess", '{"a": 1}')]),
+    # drift: no end of a value, its tag in one, no name, the older form
+    (
+        GLM, "</think>" + glm("look", "at", "a", "n", "2").replace("</arg_value>", ""),
+        "", "", [("look", '{"at": "a", "n": 2}')],
+    ),
+    (
+        GLM, f"</think>{glm('look', 'at', 'a</arg_value>b')}",
+        "", "", [("look", '{"at": "a</arg_value>b"}')],
+    ),
+    (GLM, f"</think>{glm('look at this')}", "", glm("look at this"), []),
+    (
+        GLM, '</think><tool_call>{"name": "ping", "arguments": {}}</tool_call>',
+        "", "", [("ping", "{}")],
+    ),
+    (
+        GLM_LINES, "\n<think>So</think>\nOK\n" + glm("look", "at", "a\nb", gap="\n"),
+        "So", "OK", [("look", '{"at": "a\\nb"}')],
+    ),
+]  # fmt: skip
+CASES = [*HARMONY_CASES, *GEMMA_CASES, *GLM_CASES]
+PROMPTS = {GLM: "<|assistant|><think>", HARMONY: "<|start|>assistant", GEMMA: "<|turn>model\n"}
+
+
+def parts(case: Case, cuts: list[int], **options: Any) -> list[Part]:
+    form, text = case[:2]
+    given = {"form": form, "is_thinking": form is GLM, "new_id": lambda: "id", **options}
+    parser = AnswerParser(PROMPTS.get(form, ""), TOOLS, **given)
+    ends = sorted({*cuts, len(text)})
+    found: list[Part] = []
+    for start, end in zip((0, *ends), ends):
+        found += parser.push(text[start:end])
+    return found + parser.flush()
+
+
+def reply(found: list[Part]) -> tuple[str, str, list[tuple[str, str]]]:
+    answer = Reply()
+    answer.add(found)
+    return (
+        answer.reasoning,
+        answer.content,
+        [(one.name, one.arguments) for one in answer.calls if one.is_whole],
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=[str(n) for n in range(len(CASES))])
+def test_an_answer_whole_and_cut_everywhere(case: Case) -> None:
+    text, expected = case[1], case[2:]
+    assert reply(parts(case, [])) == expected
+    for n in range(1, len(text)):
+        assert reply(parts(case, [n])) == expected, text[:n]
+    for n in range(1, 9):
+        assert reply(parts(case, [*range(0, len(text), n)])) == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=[str(n) for n in range(len(CASES))])
+def test_what_is_told_of_a_beginning_is_not_taken_back(case: Case) -> None:
+    form, text = case[:2]
+    whole = Reply()
+    whole.add(parts(case, []))
+    for n in range(len(text)):
+        begun, parser = Reply(), AnswerParser(
+            PROMPTS.get(form, ""), TOOLS, form=form, is_thinking=form is GLM
+        )  # fmt: skip
+        begun.add(parser.push(text[:n]))
+        assert whole.content.startswith(begun.content)
+        assert whole.reasoning.startswith(begun.reasoning)
+        begun.add(parser.flush(is_cut=True))
+        for one, other in zip(begun.calls, whole.calls):
+            assert one.name == other.name and other.arguments.startswith(one.arguments)
+
+
+def test_values_are_told_as_they_come() -> None:
+    begun = ((HARMONY, to("look", '{"at": "a')), (GEMMA, '<|tool_call>call:look{at:<|"|>a'))
+    for form, begin in begun:
+        parser = AnswerParser(PROMPTS[form], TOOLS, form=form)
+        parser.push(begin)
+        assert parser.push("bc") == [CallArguments(0, "bc")]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "shown"),
+    [
+        (HARMONY, f"{THOUGHT}{FINAL}Yes", "<|channel|>analysis<|message|>I\nthink<|end|>Yes"),
+        (GEMMA, "<|channel>thought\nSo<channel|>Yes", "<|channel>thought\nSo<channel|>Yes"),
+    ],
+)
+def test_reasoning_in_the_text_keeps_its_tags(form: Form, text: str, shown: str) -> None:
+    for n in range(len(text)):
+        found = parts((form, text, "", "", []), [n], reasoning=False)
+        assert reply(found) == ("", shown, [])
+
+
+def test_an_answer_goes_on_from_its_prompt() -> None:
+    begun = f"<|start|>assistant{THOUGHT}<|channel|>final<|message|>It is"
+    parser = AnswerParser(begun, form=HARMONY)
+    assert parser.push(" so") == [ContentPart(" so")]
+    parser = AnswerParser("<|channel|>analysis<|message|>I", form=HARMONY, is_thinking=True)
+    assert parser.is_reasoning and parser.push("<|end|>")[:1] == []
+    parser = AnswerParser("<|channel>thought\nI", form=GEMMA, is_thinking=True)
+    assert parser.push(" so<channel|>Yes") == [ReasoningPart(" so"), ContentPart("Yes")]
+
+
+def test_without_tools() -> None:
+    text = to("look", "{}")
+    found = AnswerParser("", form=HARMONY)
+    assert found.push(text) + found.flush() == []
+    text = gemma("look", "n:1")
+    found = AnswerParser("", form=GEMMA)
+    answer = Reply()
+    answer.add(found.push(text) + found.flush())
+    assert answer.content == text
+
+
+TAGS = [
+    "<|channel|>", "analysis", "final", "<|message|>", "<|end|>", "<|start|>assistant", " to=",
+    "functions.look", "<|constrain|>json", "<|channel>", "thought\n", "<channel|>", "<|tool_call>",
+    "call:look", "{", "at:", '<|"|>', "}", "<tool_call|>", '"', ",", "[", "]", "n:1", "{}", "\n",
+    "<tool_call>", "look", "<arg_key>", "at</arg_key>", "<arg_value>", "</arg_value>", "<",
+    "</tool_call>", "</think>", "<think>", "x", "é", " ", '{"at": "', "|>",
+]  # fmt: skip
+
+
+@given(
+    st.sampled_from([HARMONY, GEMMA, GLM, GLM_LINES]),
+    st.lists(st.sampled_from(TAGS), max_size=24).map("".join), st.lists(st.integers(0, 99)),
+    st.booleans(),
+)  # fmt: skip
+@settings(deadline=None, max_examples=300)
+def test_any_text_is_read_alike_however_it_is_split(
+    form: Form, text: str, cuts: list[int], reasoning: bool
+) -> None:
+    case = (form, text, "", "", [])
+    whole = reply(parts(case, [], reasoning=reasoning))
+    assert reply(parts(case, [n for n in cuts if n < len(text)], reasoning=reasoning)) == whole
+    assert reply(parts(case, [*range(len(text))], reasoning=reasoning)) == whole
+    for _, arguments in whole[2]:
+        assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        ("{{ '<|channel|>' }}<|message|> tools", HARMONY),
+        ("'<|tool_call>call:' + tools", GEMMA),
+        ("tools <arg_key>k</arg_key>\n<arg_value>", GLM),
+        ("tools <tool_call>{function-name}\n<arg_key>k</arg_key>\n<arg_value>", GLM_LINES),
+        ("tools <function=", QWEN),
+        ("tools", HERMES),
+        ("{{ messages }}", QWEN),
+    ],
+)
+def test_forms_are_recognized_by_the_template(source: str, form: Form) -> None:
+    assert form_of(source) is form
