@@ -64,7 +64,7 @@ class GptOss(Architecture):
         """Return what a layer keeps."""
         n_swa = self.windows[il]
         kept = replace(attention_layer(self), window=n_swa or None, has_sinks=True)
-        return replace(kept, mixer="window") if n_swa else kept
+        return replace(kept, mixer="attention in a window") if n_swa else kept
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of a layer."""

@@ -203,7 +203,7 @@ def host_text(plan: Plan, spare: int | None) -> str:
 
 def slots_text(plan: Plan) -> str:
     """Return the slots of a layer that is not full, as '126' or '100 to 126'; '-' if all are."""
-    rest = [n for il, n in enumerate(plan.n_slots) if il not in plan.pinned]
+    rest = [n for il, n in enumerate(plan.n_slots) if il not in (*plan.pinned, *plan.dense)]
     if not rest:
         return "-"
     return f"{rest[0]}" if min(rest) == max(rest) else f"{min(rest)} to {max(rest)}"
@@ -214,7 +214,8 @@ def resident_text(plan: Plan) -> str:
     if plan.all_resident:
         return "all experts resident"
     text = f"{format_share(plan.resident_share)} of the experts resident"
-    full = f", {len(plan.pinned)} full layers" if plan.pinned else ""
+    n_full = len(plan.pinned)
+    full = f", {n_full} full layer{'s' if n_full > 1 else ''}" if n_full else ""
     return f"{text}, {slots_text(plan)} slots a layer{full}"
 
 

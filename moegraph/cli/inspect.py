@@ -379,8 +379,9 @@ def _layer_rows(layers: Iterable[LayerSummary]) -> list[tuple[str, ...]]:
     for layer in layers:
         what = (
             layer.mixer, format_bytes(layer.dense_bytes),
-            format_bytes(layer.expert_bytes), format_bytes(layer.bytes_per_expert),
-            _types_text(layer.expert_types),
+            *(format_bytes(n) if n else ui.NONE
+              for n in (layer.expert_bytes, layer.bytes_per_expert)),
+            _types_text(layer.expert_types) or ui.NONE,
         )  # fmt: skip
         groups.setdefault(what, []).append(layer.il)
     return [(_runs(at), f"{len(at)}", *what) for what, at in groups.items()]

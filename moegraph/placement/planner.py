@@ -51,7 +51,7 @@ class Footprint:
 
     @property
     def routed(self) -> list[int]:
-        """Return the layers with experts; the others count as full."""
+        """Return the layers with experts."""
         return [il for il, size in enumerate(self.slot_bytes) if size]
 
     @property
@@ -70,12 +70,12 @@ class Footprint:
 class Plan:
     """Expert slots of each layer, and what they take.
 
-    n_slots [n_layer]: n_expert for a full layer, 0 for a layer without slots. pinned: the full
-    layers. bytes: device bytes by purpose: weights, kv, state, compute, other, staging, pinned (the
-    experts of full layers), slots, and drafters if there are any. budget: None without a limit.
-    resident_share: share of the expert bytes that are resident, 0 to 1. host_bytes: host memory for
-    copies of the experts of all layers that are not full, of which the device holds some too.
-    ring_groups: groups of the ring.
+    n_slots [n_layer]: n_expert for a full or a dense layer, 0 for a layer without slots. pinned:
+    the full layers. dense: those that have no experts. bytes: device bytes by purpose: weights, kv,
+    state, compute, other, staging, pinned (the experts of full layers), slots, and drafters if
+    there are any. budget: None without a limit. resident_share: share of the expert bytes that are
+    resident, 0 to 1. host_bytes: host memory for copies of the experts of all layers that are not
+    full, of which the device holds some too. ring_groups: groups of the ring.
     """
 
     n_slots: tuple[int, ...]
@@ -86,6 +86,7 @@ class Plan:
     resident_share: float
     host_bytes: int
     ring_groups: int = 0
+    dense: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -266,9 +267,10 @@ def _by_demand(
 
 def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None, n_rings: int = 1) -> Plan:
     sizes = [n * size for n, size in zip(n_slots, need.slot_bytes)]
-    pinned = tuple(il for il, n in enumerate(n_slots) if n == need.n_expert)
+    pinned = tuple(il for il in need.routed if n_slots[il] == need.n_expert)
+    dense = tuple(il for il, size in enumerate(need.slot_bytes) if not size)
     full_bytes = sum(sizes[il] for il in pinned)
-    everything = len(pinned) == need.n_layer
+    everything = len(pinned) == len(need.routed)
     by_purpose = {
         "weights": need.weights, "kv": need.kv, "state": need.state, "compute": need.compute,
         "other": need.other,
@@ -280,7 +282,7 @@ def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None, n_rings: 
     share = sum(sizes) / need.experts if need.experts else 1.0
     host = need.experts - full_bytes
     groups = n_rings * need.ring_groups
-    return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share, host, groups)
+    return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share, host, groups, dense)
 
 
 def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:

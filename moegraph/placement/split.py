@@ -227,4 +227,5 @@ def merged(stages: Sequence[StagePlan], slot_bytes: Sequence[int], n_expert: int
         resident_share=held / max(n_expert * sum(slot_bytes), 1),
         host_bytes=sum(stage.plan.host_bytes for stage in stages),
         ring_groups=max(stage.plan.ring_groups for stage in stages),
+        dense=tuple(stage.layers.start + il for stage in stages for il in stage.plan.dense),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ class TestInspect:
         path = model_writer(tmp_path, 0)("glm4moe-groups")
         text = " ".join(invoke("inspect", path).stdout.split())
         assert "experts 32 a layer, 6 a token, and one shared, in 1 of 3 layers" in text
+        assert re.search(r" 0-1 2 attention [0-9]+ KiB - - - 2 1 attention ", text)
         report = json.loads(invoke("inspect", path, "--json").stdout)
         assert [layer["expert_bytes"] > 0 for layer in report["layers"]] == [False, False, True]
         assert report["hparams"]["rules"]["n_groups"] == 4

@@ -35,6 +35,7 @@ def test_the_shape_of_gpt_oss_20b_is_read() -> None:
     hp = read("gpt-oss-20b")
     assert (hp.n_layer, hp.n_expert, hp.n_expert_used, hp.n_ff_exp) == (24, 32, 4, 2880)
     assert [hp.layer(il).window for il in range(24)] == [128, None] * 12
+    assert [hp.layer(il).mixer for il in (0, 1)] == ["attention in a window", "attention"]
     assert {hp.layer(il).kv for il in range(24)} == {(512, 512)}
     assert all(hp.layer(il).has_sinks for il in range(24))
     assert (hp.rope_freq_scale, hp.n_ctx_orig, hp.attention_scale) == (1 / 32, 4096, 1 / 8)

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moegraph.cli.budget import resident_text
 from moegraph.errors import ConfigError, OutOfDeviceMemory
 from moegraph.placement.planner import Footprint, Plan, make_plan, pin_order, upstream_cpu_layers
+from moegraph.placement.split import StagePlan, merged
 from moegraph.units import GiB, MiB
 
 # 35B-A3B with experts of mixed types: down is Q6_K in every fourth layer.
@@ -56,11 +58,15 @@ def test_first_and_last_layer_are_pinned_first_then_from_layer_1() -> None:
     assert plan.bytes["pinned"] == 256 * (SIZES[0] + SIZES[1] + SIZES[39])
 
 
-def test_a_dense_layer_is_full_costs_nothing_and_is_no_pinned_one() -> None:
+def test_a_dense_layer_costs_nothing_and_is_no_full_one() -> None:
     need = replace(SMALL, slot_bytes=(0, 10, 0, 10, 10))
     rest = need.fixed + need.staging
     assert make_plan(need, rest + 120).n_slots == (8, 4, 8, 4, 4)
-    assert make_plan(need, None, pin_layers=1, cache_slots=6).n_slots == (8, 8, 8, 3, 3)
+    plan = make_plan(need, None, pin_layers=1, cache_slots=6)
+    assert plan.n_slots == (8, 8, 8, 3, 3) and (plan.pinned, plan.dense) == ((1,), (0, 2))
+    assert resident_text(plan).endswith(" resident, 3 slots a layer, 1 full layer")
+    whole = StagePlan(range(5), plan)
+    assert merged([whole], need.slot_bytes, 8) == plan
     assert make_plan(need, None, pin_layers=3).all_resident
     demand = [[1.0] * 8, [0.0] * 8, [1.0] * 8, [9.0] * 8, [0.0] * 8]
     assert make_plan(need, rest + 120, demand=demand).n_slots == (8, 2, 8, 8, 2)
