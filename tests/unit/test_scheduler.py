@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moegraph.errors import QueueFull
-from moegraph.loop.scheduler import At, Begin, Decode, Scheduler
+from moegraph.loop.scheduler import At, Begin, Decode, Restore, Scheduler
 
 
 def test_requests_decode_together() -> None:
@@ -220,6 +220,13 @@ def test_what_does_not_fit_waits_until_something_ends() -> None:
     assert scheduler.next(lambda _: 9) == Decode(("a",))
     scheduler.end("a")
     assert scheduler.next(lambda _: 9) == Begin("b")
+    scheduler.put("b", At.DECODES)
+    scheduler.add("c")
+    # what passes earned before nobody waited for a token is gone
+    assert scheduler.next(lambda _: 9) == Decode(("b",))
+    scheduler.hold()
+    scheduler.put("b", At.MOVED)
+    assert scheduler.next(lambda _: 9) == Restore("b")
 
 
 class Requests(RuleBasedStateMachine):
