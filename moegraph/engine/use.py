@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..experts.cachestats import ExpertStats
+from ..experts.policy import few_slots_warning
 from ..runner import AnyRunner, LayeredRunner
 from ..runner.misses import MissHandler
 from .loader import LoadedModel
@@ -66,4 +67,10 @@ class ExpertUse:
     @property
     def warnings(self) -> list[str]:
         """Return warnings about pinned memory and slots, one line each, or ''."""
-        return list(dict.fromkeys(line for one in self.misses for line in one.warnings))
+        if not self.misses:
+            return []
+        caches = [one.residency.cache for one in self.misses]
+        # in its cache, the layers of other stages count as full
+        n_slots = np.min([cache.n_slots for cache in caches], axis=0).tolist()
+        few = few_slots_warning(n_slots, caches[0].n_expert_used)
+        return [*dict.fromkeys(one.store.warning for one in self.misses), few]

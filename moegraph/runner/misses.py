@@ -32,7 +32,6 @@ from ..errors import InternalError
 from ..experts.cache import ExpertCache
 from ..experts.cachestats import ExpertStats
 from ..experts.cost import MissCosts, choose_ways
-from ..experts.policy import few_slots_warning
 from ..experts.residency import Residency
 from ..experts.terms import PassTerms, Remedy, TableRow
 from ..ggml.device import Device
@@ -250,12 +249,6 @@ class MissHandler(Owner):
         self.cpu_experts = self.own(cpu_experts if ways.cpu else None)
         self.residency = Residency(cache, ways, fetchable=self.store.rows)
         self.n_cpu_experts = 0
-
-    @property
-    def warnings(self) -> list[str]:
-        """One line each, or '', about memory that could not be pinned and about too few slots."""
-        cache = self.residency.cache
-        return [self.store.warning, few_slots_warning(cache.n_slots, cache.n_expert_used)]
 
     def stats(self, phases_s: dict[str, float]) -> ExpertStats:
         """Return all counters; phases_s: the runner's seconds."""

@@ -89,7 +89,8 @@ def test_a_split_is_as_asked_and_changes_no_text(open_engine: Open) -> None:
     cut = open_engine(device=TWO, split="1GiB,3GiB", pin_layers=8, **settings)
     assert [type(part) for part in cut.runner.parts] == [WholeRunner] * 2
     assert [stage.layers for stage in cut.stages] == [range(2), range(2, 8)]
-    half = open_engine(device=TWO, split="3,1", cache_slots=40, pin_layers=0, **settings)
+    half = open_engine(device=TWO, split="3,1", cache_slots=24, pin_layers=0, **settings)
+    assert any("8 of 8 layers have fewer slots (least 3)" in line for line in half.warnings)
     assert all(isinstance(part, LayeredRunner) for part in half.runner.parts)
     assert [stage.layers for stage in half.stages] == [range(6), range(6, 8)]
     ids = prompt(cut, 40)
