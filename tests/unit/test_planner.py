@@ -31,6 +31,7 @@ def test_everything_resident_when_it_fits_and_staging_is_then_not_needed() -> No
     assert plan.bytes["staging"] == plan.bytes["slots"] == 0
     assert not make_plan(BIG, exact - 1).all_resident
     assert make_plan(BIG, exact, pin_layers=40).all_resident
+    assert max(make_plan(BIG, 2 * exact, pin_layers=1).n_slots) == 256, "no more than experts"
     with pytest.raises(ConfigError, match="at most 39 layers fit"):
         make_plan(BIG, exact - 1, pin_layers=40)
 

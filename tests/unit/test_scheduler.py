@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moegraph.errors import QueueFull
-from moegraph.loop.scheduler import At, Begin, Decode, Restore, Scheduler
+from moegraph.kinds import SweepStep
+from moegraph.loop.scheduler import At, Begin, Decode, Piece, Read, Restore, Scheduler
 
 
 def test_requests_decode_together() -> None:
@@ -227,6 +228,31 @@ def test_what_does_not_fit_waits_until_something_ends() -> None:
     scheduler.hold()
     scheduler.put("b", At.MOVED)
     assert scheduler.next(lambda _: 9) == Restore("b")
+
+
+def test_a_sweep_shares_its_time() -> None:
+    scheduler = Scheduler[str](4, 10)
+    for name, at in (("a", At.DECODES), ("b", At.WAITS), ("c", At.WAITS)):
+        scheduler.add(name)
+        scheduler.put(name, at)
+    scheduler.costs.note_round((), 1, 0.05)
+    scheduler.costs.upcoming = SweepStep("attention", 32, 32)
+    scheduler.costs.note([scheduler.costs.upcoming], 0.001)
+    scheduler.began(500, ["b"])
+    found = []
+    for _ in range(64):
+        scheduler.decoded(1)
+        found.append(scheduler.next(lambda _: 2000))
+    # "c" waits behind little, so prompts go first, but for a tenth of a second; two passes of 64
+    # have no step before them, to be measured
+    assert found[0] == Read("b", pytest.approx(0.1)) and found.count(Decode(("a",))) == 2
+    scheduler.end("a")
+    scheduler.put("c", At.PIECES)
+    assert isinstance(scheduler.next(lambda _: 9), Piece)
+    scheduler.took_piece(0.1)
+    assert isinstance(scheduler.next(lambda _: 9), Read)
+    scheduler.swept(400, 0.2)
+    assert isinstance(scheduler.next(lambda _: 9), Piece)
 
 
 class Requests(RuleBasedStateMachine):
