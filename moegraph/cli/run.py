@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..server.daemon import Frames
 
 # How these models' templates begin a message; a prompt that has it needs no template.
-_TURN = "<|im_start|>"
+_TURN = "<|"
 
 
 @dataclass(frozen=True)

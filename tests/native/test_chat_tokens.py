@@ -57,6 +57,13 @@ def test_the_templates_control_tokens_are_single_tokens(prompts: list[dict[str, 
     assert prompt["ids"][0] == start, "no token before the template's"
 
 
+def test_control_tokens_can_be_shown() -> None:
+    with Tokenizer(resolve_target("tiny")) as tokenizer:
+        (start,), (end,) = (tokenizer.encode(tag) for tag in (START, END))
+        tokenizer.show([start])
+        assert (tokenizer.piece(start), tokenizer.piece(end)) == (START.encode(), b"")
+
+
 def test_the_token_that_ends_an_answer_is_no_text_and_the_next_turn_has_it_once(
     prompts: list[dict[str, Any]],
 ) -> None:

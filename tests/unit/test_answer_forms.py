@@ -211,6 +211,13 @@ def test_what_is_told_of_a_beginning_is_not_taken_back(case: Case) -> None:
             assert one.name == other.name and other.arguments.startswith(one.arguments)
 
 
+def test_much_that_could_begin_a_header_is_read_in_time() -> None:
+    for text in ("\n" * 100_000 + "x", "<|channel|>a" * 2_000, " to=" * 2_000):
+        parser = AnswerParser("<|start|>assistant", form=HARMONY)
+        parser.push(text)
+        parser.flush()
+
+
 def test_values_are_told_as_they_come() -> None:
     begun = ((HARMONY, to("look", '{"at": "a')), (GEMMA, '<|tool_call>call:look{at:<|"|>a'))
     for form, begin in begun:

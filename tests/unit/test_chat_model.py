@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -247,6 +247,22 @@ class TestBegun:
     def test_only_an_answer_without_calls_goes_on(self, last: dict[str, Any]) -> None:
         with pytest.raises(RequestError, match="continue_final_message: the last message"):
             prompt([USER, last], continue_final_message=True)
+
+
+def test_tags_that_are_control_tokens_are_shown_to_the_reader_of_answers() -> None:
+    class Hiding(TagTokenizer):
+        hidden = frozenset(TAGS) - {"</think>"}
+
+        def piece(self, token: int, special: bool = False) -> bytes:
+            found = super().piece(token)
+            return b"" if found.decode("latin-1") in self.hidden and not special else found
+
+        def show(self, tokens: Iterable[int]) -> None:
+            self.hidden -= {super(Hiding, self).piece(token).decode() for token in tokens}
+
+    tokenizer = Hiding()
+    with ChatModel(cast(Tokenizer, tokenizer), ChatTemplate(QWEN)):
+        assert tokenizer.hidden == {"<|im_start|>", "<|im_end|>"}
 
 
 class TestWithoutTools:

@@ -48,6 +48,17 @@ class TestPiped:
         ]
         assert all(call.reuse for call in cli.engine.calls)
 
+    def test_thoughts_in_a_channel_are_no_part_of_the_conversation(self, cli: Cli) -> None:
+        answer = (
+            "<|channel|>analysis<|message|>hm<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>one"
+        )
+        source = TEMPLATE + "{# <|channel|> <|message|> #}"
+        cli.engine = FakeEngine(answer, "<|channel|>final<|message|>two", kv={TEMPLATE_KEY: source})
+        result = cli("chat", "m", stdin="first\nsecond")
+        assert result.stdout.split("---\n") == ["one\n", "two\n"] and "hm" in result.stderr
+        assert prompts(cli)[1] == "[user]first[assistant]one[user]second[assistant]"
+
     def test_a_system_prompt_in_a_file(self, cli: Cli, tmp_path: Path) -> None:
         (tmp_path / "s").write_text("Be brief:\\n\n")
         cli.engine = FakeEngine("ok", kv=KV)

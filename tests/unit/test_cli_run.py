@@ -85,7 +85,8 @@ class TestText:
         cli.engine = FakeEngine("x", kv={TEMPLATE_KEY: "t"})
         note = cli("run", "m", "-p", "Why?").stderr.splitlines()[0]
         assert note.startswith("note: this model has a chat template") and "chat -p" in note
-        assert "note:" not in cli("run", "m", "-p", "<|im_start|>user\nWhy?").stderr
+        for turn in ("<|im_start|>user", "<|turn>user"):
+            assert "note:" not in cli("run", "m", "-p", f"{turn}\nWhy?").stderr
         cli.engine = FakeEngine("x")
         assert "note:" not in cli("run", "m", "-p", "Why?").stderr
 

@@ -114,7 +114,7 @@ class ChannelScanner:
         return True
 
     def _header(self) -> bool:
-        found = self._channels.header.match(self._held)
+        found = self._channels.header.match(self._held[: _MAX_HEADER + 1])
         if found and found.end() <= _MAX_HEADER:
             self._held = self._held[found.end() :]
             self._in_header = False
