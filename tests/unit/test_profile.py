@@ -147,3 +147,16 @@ def test_files_out_of_reach_are_named(tmp_path: Path) -> None:
         file.truncate(300 << 20)
     with pytest.raises(RequestError, match="profile of 300 MiB; one of this model has at most"):
         read_profile(huge, SHAPE)
+
+
+def test_old_choices_count_less_and_classes_are_few() -> None:
+    profile = Profile(RouterShape(1, 2, 1))
+    profile.add("a", [[1 << 16, 0]], 1 << 16)
+    profile.add("a", [[0, 1 << 15]], 1 << 15)
+    assert profile.shares("a").tolist() == [[0.5, 0.5]]
+    profile.add("a", [[0, 3 << 15]], 3 << 15)  # more than all before
+    assert profile.shares("a").tolist() == [[0.2, 0.8]]
+    for i in range(63):
+        profile.add(f"{i}", [[1, 0]], 1)
+    with pytest.raises(RequestError, match="a profile holds 64 classes"):
+        profile.add("b", [[1, 0]], 1)
