@@ -72,7 +72,9 @@ def test_what_is_before_the_windows_of_all_layers_does_not_matter(
     ids = prompt(engine, 3 * window + 17, seed=1)
     first = len(ids) - 1 - 3 * (window - 1)  # the first position that the last row depends on
     base = engine.prefill(ids).require_logits().copy()
-    for at, is_same in ((first - 1, True), (first, False)):
+    # one of 300 positions, seen through three layers, may be too little for quantized activations
+    n = 1 if window == SHORT else window
+    for at, is_same in ((slice(first), True), (slice(first, first + n), False)):
         other = ids.copy()
         other[at] = (other[at] + 1) % engine.hparams.n_vocab
         engine.reset()
