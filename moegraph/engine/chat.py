@@ -173,6 +173,8 @@ def answer_grammar(
     form, is_tag: as in `CallGrammar`.
     """
     tools, choice, asked = chat.tools, chat.tool_choice, chat.format
+    if not tools and asked is None:
+        return None
     if choice not in (AUTO, NONE, REQUIRED):
         tools = [tool for tool in tools if tool["function"]["name"] == choice]
     parallel = chat.parallel_tool_calls and choice in (AUTO, REQUIRED)

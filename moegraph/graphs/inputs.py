@@ -318,7 +318,7 @@ class _OneRow:
         self, region: Callable[..., npt.NDArray[Any]], at: _Layout, shape: PassShape, n_embd: int,
         state: State, taps: TapRows,
     ) -> None:  # fmt: skip
-        self.shape, self._is_paged = shape, shape.is_paged
+        self.shape, self._is_paged = shape, shape.n_kv == PAGED
         self._state, self._pool = state, state.pool
         self._taps, self._tap = taps, region(at.taps, 1, np.int32)
         self.embd = region(at.embd, n_embd, np.float32).reshape(1, n_embd)

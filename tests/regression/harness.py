@@ -33,6 +33,8 @@ MODELS = (
     *FAMILIES,
 )  # fmt: skip
 KV_TYPES = ("f16", "q8_0", "q4_0")
+# One model for each way of quantized K and V: rotated, and of each layer's own width; MLA has none.
+QUANTIZED_KV = ("tiny", "kquant40", "gemma4", "glm47flash")
 MODES = ("whole", "layered")
 SEED = 20
 THREADS = min(2, os.cpu_count() or 1)

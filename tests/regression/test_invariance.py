@@ -12,6 +12,7 @@ from regression.compare import first_differences
 from regression.harness import (
     KV_TYPES,
     MODELS,
+    QUANTIZED_KV,
     Models,
     Upstream,
     held_out_text,
@@ -49,8 +50,11 @@ def assert_same_bits(got: tuple[Any, Any], wanted: tuple[Any, Any], what: str) -
         assert np.array_equal(value, got[1][key]), f"{what}: {key}"
 
 
-@pytest.mark.parametrize("kv", KV_TYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [(name, "f16") for name in MODELS]
+    + [(name, kv) for name in QUANTIZED_KV for kv in KV_TYPES[1:]],
+)
 def test_reference_mode_gives_the_same_bits_at_every_width_and_thread_count(
     name: str, kv: str, models: Models
 ) -> None:

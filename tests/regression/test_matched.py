@@ -17,6 +17,7 @@ from regression.harness import (
     KV_TYPES,
     MODELS,
     MODES,
+    QUANTIZED_KV,
     THREADS,
     Models,
     Upstream,
@@ -27,8 +28,11 @@ from regression.harness import (
 )
 
 
-@pytest.mark.parametrize("kv", KV_TYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [(name, "f16") for name in MODELS]
+    + [(name, kv) for name in QUANTIZED_KV for kv in KV_TYPES[1:]],
+)
 def test_every_named_node_equals_upstreams(
     name: str, kv: str, models: Models, upstream: Upstream
 ) -> None:

@@ -22,7 +22,7 @@ Kind = type[ReasoningPart] | type[ContentPart]
 
 _KINDS: dict[str | None, Kind] = {"analysis": ReasoningPart, "thought": ReasoningPart}
 _FUNCTIONS = "functions."
-_MAX_HEADER = 512
+_MAX_HEADER, _PIECE = 512, 4096
 
 
 class ChannelScanner:
@@ -59,9 +59,10 @@ class ChannelScanner:
 
     def push(self, text: str) -> list[tuple[Kind, Found]]:
         """Return the text and the parts of calls that text completes."""
-        self._held += text
-        while self._step():
-            pass
+        for at in range(0, max(len(text), 1), _PIECE):  # each tag moves all that is held
+            self._held += text[at : at + _PIECE]
+            while self._step():
+                pass
         out, self._out = self._out, []
         return out
 
