@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -91,8 +90,8 @@ class Architecture(ABC):
     tokenizer: ClassVar[str] = BYTE_LEVEL
     # whether outputs of experts may be added to a layer's output after `layer_end`
     adds_late: ClassVar[bool] = True
-    # whether native/py/cpu_ffn.c computes sums of `expert_rows`: gate, up, SwiGLU, down
-    has_cpu_kernel: ClassVar[bool] = True
+    # the activation of routed experts, a method of `Builder`
+    glu: ClassVar[str] = "swiglu"
     # whether what attention and FFNs add to a layer is summed in F32, also where F16 is faster
     sums_in_f32: ClassVar[bool] = False
     # whether the matrices of routed experts have biases, which are parts of a slot too
@@ -167,6 +166,11 @@ class Architecture(ABC):
         return 0.0
 
     @property
+    def has_cpu_kernel(self) -> bool:
+        """Return whether native/py/cpu_ffn.c computes experts: gate, up, SwiGLU, down, a weight."""
+        return self.glu == "swiglu" and not self.has_expert_biases and self.n_factors == 1
+
+    @property
     def routed_layers(self) -> list[int]:
         """Return the layers with a router."""
         return [il for il in range(self.n_layer) if self.layer(il).is_routed]
@@ -198,20 +202,6 @@ class Architecture(ABC):
     @abstractmethod
     def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
         """Append the choice of experts; residual, cur: what `ffn_input` gave."""
-
-    @abstractmethod
-    def expert_rows(
-        self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,
-        il: int,
-    ) -> Tensor:  # fmt: skip
-        """Append the weighted outputs of single experts: F32 [n_embd, n_expert_used, n_tokens].
-
-        parts: stacks of slots, `gate`, `up` and `down`, or `gate_up` and `down`, and `gate_bias`
-        and so on, F32 [n, 1, n_slots], of experts with biases. cur may be
-        [n_embd, n_expert_used, n_tokens]: each expert has a row of its own. slots I32
-        [n_expert_used, n_tokens]; one below 0 gives a row of zeros. weights F32 [n_factors,
-        n_expert_used, n_tokens].
-        """
 
     @abstractmethod
     def layer_end(

@@ -20,7 +20,6 @@ from ..errors import UnsupportedModel
 from .base import Architecture, Layer, Routing
 from .blocks.attention import attend_by_mask, write_keys
 from .blocks.experts import (
-    build_expert_rows,
     build_ffn,
     build_shared_expert,
     expert_tensors,
@@ -195,13 +194,6 @@ class DeepSeek2(Architecture):
     def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
         """Append the choice of experts."""
         return build_router(b, self, w, cur, il, self.rules)
-
-    def expert_rows(
-        self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,
-        il: int,
-    ) -> Tensor:  # fmt: skip
-        """Append the outputs of experts."""
-        return build_expert_rows(b, parts, cur, slots, weights, il)
 
     def layer_end(
         self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int

@@ -10,7 +10,6 @@ Source: mirrors llama.cpp src/models/gemma4.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ import numpy as np
 from ..errors import InternalError, UnsupportedModel
 from .base import Architecture, Layer, Routing
 from .blocks.attention import attend
-from .blocks.experts import build_expert_rows, build_ffn, expert_tensors, ffn_tensors
+from .blocks.experts import build_ffn, expert_tensors, ffn_tensors
 from .blocks.router import build_router
 from .hparams import MAX_CTX, MAX_DIM, MAX_LAYERS, read_experts, read_rope, read_sizes, uniform
 from .inputs import Memory, PassInputs, PassShape, Weights, project
@@ -44,7 +43,8 @@ class Gemma4(Architecture):
     name = "gemma4"
     families = "Gemma 4 Mixture-of-Experts"
     tokenizer = "gemma4"  # BPE over characters, with tokens for the bytes of others
-    adds_late = has_cpu_kernel = False
+    adds_late = False
+    glu = "geglu"
     n_factors = 2
 
     windows: tuple[int, ...]
@@ -195,13 +195,6 @@ class Gemma4(Architecture):
         scales = b.reshape(b.get_rows(scales, b.reshape(ids, k * n)), 1, k, n)
         factors = b.expand(b.concat(scales, found.weights, 0))
         return Routing(found.argsort, found.topk, factors, factors)
-
-    def expert_rows(
-        self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,
-        il: int,
-    ) -> Tensor:  # fmt: skip
-        """Append the outputs of experts."""
-        return build_expert_rows(b, parts, cur, slots, weights, il, "geglu")
 
     def layer_end(
         self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int

@@ -8,7 +8,6 @@ Source: mirrors llama.cpp src/models/glm4-moe.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from ..errors import UnsupportedModel
 from .base import Architecture, Layer, Routing
 from .blocks.attention import attention_layer, attention_tensors, build_attention, build_keys_values
 from .blocks.experts import (
-    build_expert_rows,
     build_ffn,
     expert_tensors,
     ffn_tensors,
@@ -112,13 +110,6 @@ class Glm4Moe(Architecture):
     def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
         """Append the choice of experts."""
         return build_router(b, self, w, cur, il, self.rules)
-
-    def expert_rows(
-        self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,
-        il: int,
-    ) -> Tensor:  # fmt: skip
-        """Append the outputs of experts."""
-        return build_expert_rows(b, parts, cur, slots, weights, il)
 
     def layer_end(
         self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int

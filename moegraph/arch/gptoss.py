@@ -8,14 +8,13 @@ Source: mirrors llama.cpp src/models/openai-moe.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedModel
 from .base import Architecture, Layer, Routing
 from .blocks.attention import attention_layer, build_attention
-from .blocks.experts import build_expert_rows, expert_tensors
+from .blocks.experts import expert_tensors
 from .hparams import MAX_CTX, MAX_LAYERS, read_attention, read_experts, read_rope, read_sizes
 from .inputs import Memory, PassInputs, PassShape, Weights
 from .tensors import Expected, matrix, vector
@@ -33,7 +32,7 @@ class GptOss(Architecture):
 
     name = "gpt-oss"
     families = "gpt-oss"
-    has_cpu_kernel = False
+    glu = "swiglu_oai"
     has_expert_biases = True
 
     windows: tuple[int, ...]
@@ -43,11 +42,7 @@ class GptOss(Architecture):
         """Read and check the hyper-parameters."""
         sizes = read_sizes(meta, n_vocab)
         n_layer = meta.integer(".block_count", 1, MAX_LAYERS)
-        attention = read_attention(meta, sizes["n_embd"], n_layer)
-        n_rot, n_embd_head = attention["n_rot"], attention["n_embd_head_k"]
-        if n_rot != n_embd_head:
-            what = f"is {n_rot}; this architecture rotates all {n_embd_head} dimensions of a head"
-            raise meta.error(".rope.dimension_count", what)
+        attention = read_attention(meta, sizes["n_embd"], n_layer, rotates_all=True)
         rope = read_rope(meta, sizes["n_ctx_train"])
         _refuse_ropes(meta, rope["rope_freq_base"])
         return cls(
@@ -117,13 +112,6 @@ class GptOss(Architecture):
         data = b.soft_max(weights)
         weights = b.name(b.reshape(data, 1, k, n_tokens), "ffn_moe_weights_softmax", il)
         return Routing(argsort, topk, b.expand(weights), data)
-
-    def expert_rows(
-        self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,
-        il: int,
-    ) -> Tensor:  # fmt: skip
-        """Append the outputs of experts."""
-        return build_expert_rows(b, parts, cur, slots, weights, il, "swiglu_oai")
 
     def layer_end(
         self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int

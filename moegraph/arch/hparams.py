@@ -45,8 +45,10 @@ def uniform(
     return values.pop()
 
 
-def read_attention(meta: Metadata, n_embd: int, n_all: int) -> dict[str, Any]:
-    """Read heads, head sizes and the rotated part of a head."""
+def read_attention(
+    meta: Metadata, n_embd: int, n_all: int, rotates_all: bool = False
+) -> dict[str, Any]:
+    """Read heads, head sizes and the rotated part of a head; rotates_all: it must be a head."""
     n_head = uniform(meta, ".attention.head_count", n_all, 1, 65_536)
     n_head_kv = uniform(meta, ".attention.head_count_kv", n_all, 1, 65_536, n_head)
     if n_head % n_head_kv:
@@ -64,6 +66,9 @@ def read_attention(meta: Metadata, n_embd: int, n_all: int) -> dict[str, Any]:
             f"makes rope rotate {n_rot} of {head_k} dimensions of a head; "
             "it must be even and at most that many",
         )
+    if rotates_all and n_rot != head_k:
+        what = f"is {n_rot}; this architecture rotates all {head_k} dimensions of a head"
+        raise meta.error(".rope.dimension_count", what)
     return {
         "n_head": n_head,
         "n_head_kv": n_head_kv,

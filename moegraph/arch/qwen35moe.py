@@ -9,7 +9,6 @@ Source: mirrors llama.cpp src/models/qwen35moe.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from .blocks.deltanet import (
     read_delta,
 )
 from .blocks.experts import (
-    build_expert_rows,
     build_shared_expert,
     expert_tensors,
     shared_tensors,
@@ -95,13 +93,6 @@ class Qwen35Moe(DeltaArchitecture):
     def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
         """Append the choice of experts."""
         return build_router(b, self, w, cur, il)
-
-    def expert_rows(
-        self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,
-        il: int,
-    ) -> Tensor:  # fmt: skip
-        """Append the outputs of experts."""
-        return build_expert_rows(b, parts, cur, slots, weights, il)
 
     def layer_end(
         self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int

@@ -7,13 +7,12 @@ Source: mirrors llama.cpp src/models/qwen3moe.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .base import Architecture, Layer, Routing
 from .blocks.attention import attention_layer, attention_tensors, build_attention
-from .blocks.experts import build_expert_rows, expert_tensors
+from .blocks.experts import expert_tensors
 from .blocks.router import build_router
 from .hparams import MAX_LAYERS, read_attention, read_experts, read_rope, read_sizes
 from .inputs import Memory, PassInputs, PassShape, Weights
@@ -36,11 +35,7 @@ class Qwen3Moe(Architecture):
         """Read and check the hyper-parameters."""
         sizes = read_sizes(meta, n_vocab)
         n_layer = meta.integer(".block_count", 1, MAX_LAYERS)
-        attention = read_attention(meta, sizes["n_embd"], n_layer)
-        n_rot, n_embd_head = attention["n_rot"], attention["n_embd_head_k"]
-        if n_rot != n_embd_head:
-            what = f"is {n_rot}; this architecture rotates all {n_embd_head} dimensions of a head"
-            raise meta.error(".rope.dimension_count", what)
+        attention = read_attention(meta, sizes["n_embd"], n_layer, rotates_all=True)
         return cls(
             **sizes,
             n_layer=n_layer,
@@ -78,13 +73,6 @@ class Qwen3Moe(Architecture):
     def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
         """Append the choice of experts."""
         return build_router(b, self, w, cur, il)
-
-    def expert_rows(
-        self, b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor,
-        il: int,
-    ) -> Tensor:  # fmt: skip
-        """Append the outputs of experts."""
-        return build_expert_rows(b, parts, cur, slots, weights, il)
 
     def layer_end(
         self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int

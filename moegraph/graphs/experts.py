@@ -5,6 +5,7 @@ from __future__ import annotations
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..arch.base import Architecture
+from ..arch.blocks.experts import build_expert_rows
 from ..arch.inputs import PassInputs
 from ..errors import InternalError
 from ..ggml.lib import C
@@ -112,7 +113,8 @@ def build_routed_experts(
         n_group = rows_together(stage.hp, n)
     if n_group > 1:
         return build_grouped_experts(b, stage.hp, bank, cur, slots, weights, n_group, il)
-    return build_expert_sum(b, stage.hp.expert_rows(b, bank.parts, cur, slots, weights, il), il)
+    rows = build_expert_rows(b, bank.parts, cur, slots, weights, il, stage.hp.glu)
+    return build_expert_sum(b, rows, il)
 
 
 def _have_tiles(bank: Bank, n_choices: int) -> bool:
@@ -164,7 +166,7 @@ def build_grouped_experts(
     slots, weights = grouped(slots), grouped(b.reshape(weights, k, n))
     weights = b.reshape(weights, 1, n_group * k, n_groups)
     cur = b.reshape(full(cur), n_embd, n_group, n_groups)
-    rows = hp.expert_rows(b, bank.parts, cur, slots, weights, il)
+    rows = build_expert_rows(b, bank.parts, cur, slots, weights, il, hp.glu)
     shape, strides = (n_embd, n_group, n_groups), (rows.nb[1], rows.nb[2])
     parts = [b.expand(b.view(rows, shape, strides, i * n_group * rows.nb[1])) for i in range(k)]
     out = b.reshape(_summed(b, parts), n_embd, n_full)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.blocks.experts import build_expert_rows
 from ..ggml.cpu_ffn import CpuFfn
 from ..ggml.handles import Buffer, Context, Owner
 from ..ggml.lib import C, ffi
@@ -175,7 +176,7 @@ class GraphCpuExperts(CpuExperts):
         x = put(b.leaf(F32, (hp.n_embd, n_tokens), "x"), "x")
         ids = put(b.leaf(I32, (k, n_tokens), "ids"), "ids")
         weights = put(b.leaf(F32, (hp.n_factors, k, n_tokens), "weights"), "weights")
-        return put(hp.expert_rows(b, self._banks[il].parts, x, ids, weights, il), "y")
+        return put(build_expert_rows(b, self._banks[il].parts, x, ids, weights, il, hp.glu), "y")
 
     def _prepare(self, il: int, n_tokens: int) -> None:
         self._graph(il, n_tokens)

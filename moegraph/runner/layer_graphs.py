@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.blocks.experts import build_expert_rows
 from ..arch.inputs import PAGED, PassShape
 from ..errors import ConfigError, NativeError
 from ..experts.terms import MissMode
@@ -283,7 +284,7 @@ class LayerGraphs(Owner):
         if bank.n_slots == 0:
             rows = b.fill(self.carry.expert_rows(b, x.ne[1]), 0.0)
         else:
-            rows = self._stage.hp.expert_rows(b, bank.parts, x, slots, weights, il)
+            rows = build_expert_rows(b, bank.parts, x, slots, weights, il, self._stage.hp.glu)
         self.carry.put(b.expand(rows), "expert_rows")
 
     def head(self, b: Builder, shape: PassShape, results: Results) -> HeadOutputs | None:
@@ -315,7 +316,7 @@ class LayerGraphs(Owner):
         c = self.carry
         post_norm, weights = c.embd(b, "post_norm", n_tokens), c.weights(b, n_tokens)
         slots = c.leaf(b, "slots", I32, self._stage.hp.n_expert_used, n_tokens)
-        rows = self._stage.hp.expert_rows(b, bank.parts, post_norm, slots, weights, -1)
+        rows = build_expert_rows(b, bank.parts, post_norm, slots, weights, -1, self._stage.hp.glu)
         if self.sums_last:
             c.put(b.expand(b.add(self.carry.expert_rows(b, n_tokens), rows)), "expert_rows")
         else:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.blocks.experts import build_expert_rows
 from ..arch.inputs import PAGED, PassInputs, PassShape
 from ..errors import InternalError
 from ..experts.crossing import Group, padded
@@ -344,7 +345,7 @@ class SweepGraphs:
         weights = b.reshape(weights, weights.ne[0], n, n_padded // n)
         slots = b.reshape(slot, n, n_padded // n)
         parts = self._ring.bank(il, group).parts
-        rows = self._stage.hp.expert_rows(b, parts, cur, slots, weights, -1)
+        rows = build_expert_rows(b, parts, cur, slots, weights, -1, self._stage.hp.glu)
         rows = b.reshape(rows, n_embd, n_padded)
         if self._sums_last:
             b.expand(b.set_rows(tensors["expert_rows"], rows, at))

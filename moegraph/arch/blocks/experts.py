@@ -49,10 +49,14 @@ def build_expert_rows(
     b: Builder, parts: Mapping[str, Tensor], cur: Tensor, slots: Tensor, weights: Tensor, il: int,
     glu: str = "swiglu",
 ) -> Tensor:  # fmt: skip
-    """Append the weighted outputs of single experts; see `Architecture.expert_rows`.
+    """Append the weighted outputs of single experts: F32 [n_embd, n_expert_used, n_tokens].
 
-    glu: the activation, a method of `Builder`. For few rows, CUDA runs gate, up and activation as
-    one kernel if they are in this order.
+    parts: stacks of slots, `gate`, `up` and `down`, or `gate_up` and `down`, and `gate_bias` and so
+    on, F32 [n, 1, n_slots], of experts with biases. cur F32 [n_embd, n_tokens], or [n_embd,
+    n_expert_used, n_tokens]: each expert has a row of its own. slots I32 [n_expert_used, n_tokens];
+    one below 0 gives a row of zeros. weights F32 [n_factors, n_expert_used, n_tokens]. glu: see
+    `Architecture.glu`. For few rows, CUDA runs gate, up and activation as one kernel if they are in
+    this order.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """

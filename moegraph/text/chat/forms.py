@@ -80,8 +80,10 @@ class Form:
     marks: texts that every template of the form has. think, end_of_think: open and end reasoning,
     as a prompt has them that the model continues. call, end_of_call: tags around a call; "": a call
     is a message. text: how the arguments are written as plain text; None: as an object. is_dict: it
-    is Gemma's. channels: the answer has headers; None: it has not. adapt: makes messages what
-    templates of the form read. efforts: words of reasoning_effort, and of "" for no reasoning.
+    has bare keys and QUOTE. channels: the answer has headers; None: it has not. adapt: makes
+    messages what templates of the form read. ended: gives a prompt the end that its template should
+    have given it, if it opens a turn or not. describes: each tool must have a description. efforts:
+    words of reasoning_effort, and of "" for no reasoning.
     """
 
     marks: tuple[str, ...] = ()
@@ -93,6 +95,8 @@ class Form:
     is_dict: bool = False
     channels: Channels | None = None
     adapt: Callable[[Messages, str], Messages] | None = None
+    ended: Callable[[str, bool], str] = lambda prompt, opens_turn: prompt
+    describes: bool = False
     efforts: Mapping[str, str] | None = None
 
     @property
@@ -129,14 +133,11 @@ class Form:
         word = self.efforts.get(effort, effort) if isinstance(effort, str) else effort
         return dict(given) if word is None else {**given, "reasoning_effort": word}
 
-    def ended(self, prompt: str, opens_turn: bool) -> str:
-        """Return a prompt with the end that its template should have given it."""
-        if self is HARMONY and not opens_turn and "<|return|>" in prompt:
-            before, _, after = prompt.rpartition("<|return|>")  # it is for training
-            return f"{before}<|end|>{after}"
-        if self is GEMMA and opens_turn and prompt.endswith("<turn|>\n"):
-            return f"{prompt}<|turn>model\n"
-        return prompt
+    def described(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return tools as templates read them."""
+        if not self.describes:
+            return list(tools)
+        return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 
 
 # Gemma's quotes.
@@ -173,6 +174,17 @@ def _harmony_messages(messages: Messages, _: str) -> Messages:
                 results = [m for m in results if m not in own]
         found += results
     return found
+
+
+def _harmony_end(prompt: str, opens_turn: bool) -> str:
+    """Return a prompt whose last message ends as in a history: the template's end trains."""
+    before, end, after = prompt.rpartition("<|return|>")
+    return prompt if opens_turn or not end else f"{before}<|end|>{after}"
+
+
+def _gemma_end(prompt: str, opens_turn: bool) -> str:
+    """Return a prompt that opens the model's turn, which templates do not do after results."""
+    return f"{prompt}<|turn>model\n" if opens_turn and prompt.endswith("<turn|>\n") else prompt
 
 
 def _gemma_messages(messages: Messages, source: str) -> Messages:
@@ -216,7 +228,7 @@ _START = r"\s*(?:<\|start\|>(?P<role>[\w.:/-]+))?"
 HARMONY = Form(
     ("<|channel|>", "<|message|>"),
     "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
-    call="", end_of_call="", adapt=_harmony_messages,
+    call="", end_of_call="", adapt=_harmony_messages, ended=_harmony_end, describes=True,
     channels=Channels(
         ("<|start|>", "<|channel|>"), ("<|end|>", "<|return|>", "<|call|>"),
         re.compile(rf"{_START}{_PIECES}<\|message\|>"),
@@ -227,7 +239,7 @@ HARMONY = Form(
 GEMMA = Form(
     ("<|tool_call>call:",),
     "<|channel>thought\n", "<channel|>", "<|tool_call>", "<tool_call|>",
-    is_dict=True, adapt=_gemma_messages,
+    is_dict=True, adapt=_gemma_messages, ended=_gemma_end,
     channels=Channels(
         ("<|channel>", "<|tool_call>"), ("<channel|>", "<tool_call|>"),
         re.compile(rf"<\|channel>(?P<kind>thought)|<\|tool_call>\s*call:(?P<to>{_NAME})(?={{)"),
@@ -248,10 +260,3 @@ def form_of(template: str) -> Form:
     """Return the form of answers to prompts of a template; a template without tools has Qwen's."""
     found = (form for form in _FORMS if all(mark in template for mark in form.marks))
     return next(found, QWEN)
-
-
-def calls_of(form: Form, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return tools for a template, which may need a description of each."""
-    if form is not HARMONY:
-        return list(tools)
-    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]

@@ -29,7 +29,6 @@ from .forms import (
     PARAMETER,
     QWEN,
     Form,
-    calls_of,
     form_of,
 )
 from .messages import TemplateMessage, without_late_system
@@ -309,7 +308,7 @@ class PromptMaker:
         """
         variables, adapt = self.form.variables(variables), self.form.adapt
         if tools and self.template.knows_tools:
-            variables["tools"] = calls_of(self.form, tools)
+            variables["tools"] = self.form.described(tools)
         try:
             described = "" if self.template.knows_tools else described_tools(tools)
         except (TypeError, ValueError, RecursionError) as error:
