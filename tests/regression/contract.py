@@ -46,7 +46,9 @@ def _worst(errors: Mapping[tuple[str, str], Array]) -> tuple[float, str]:
 def judge_rows(ours: Rows, theirs: Rows, *others: Rows) -> list[Difference]:
     """Compare ours with `theirs`, upstream's; `others` are upstream's at other settings.
 
-    Each number of ours is held to the largest that the others give. They may lack kinds of rows.
+    Each number of ours is held to the largest that the others give. They may lack kinds of rows. A
+    run that has f16 alone tells how much rounding matters, which quantized K and V make no smaller:
+    the medians of all KV types are held to it.
 
     Single rows are judged apart from prompts. The median row of each KV type tells whether all
     rows are a little off, the NMSE of all rows of a kind whether some are far off, and the worst
@@ -57,7 +59,9 @@ def judge_rows(ours: Rows, theirs: Rows, *others: Rows) -> list[Difference]:
     own = [{key: row_errors(rows[key], theirs[key]) for key in rows} for rows in others]
     found = []
     for key in theirs:
-        median, *medians = (float(np.median(_relative(e[key]))) for e in (mine, *own) if key in e)
+        median = float(np.median(_relative(mine[key])))
+        like = dict.fromkeys([key, (key[0], "f16")])
+        medians = [float(np.median(_relative(e[one]))) for e in own for one in like if one in e]
         found.append(Difference(median, max(medians), f"median {key[0]} row, KV {key[1]}"))
     for kind in dict.fromkeys(kind for kind, _ in theirs):
         parts = ([e[key] for key in e if key[0] == kind] for e in (mine, *own))
