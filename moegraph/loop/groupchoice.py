@@ -14,8 +14,6 @@ from ..units import octave
 _TRIED, _FIRST = 12, 6
 # Rounds until the other way is tried again; twice as many each time that it does not pay.
 _STAY, _LONGEST = 512, 2048
-# What several groups must gain: the round in which they begin or end costs something.
-_GAIN = 1.02
 
 
 @dataclass
@@ -66,7 +64,7 @@ class _Size:
             self._last, self.trial = trial, _Trial(n)
             return
         one, several = sorted((trial, self._last), key=lambda found: found.n_groups)
-        best = several if several.row_s * _GAIN < one.row_s else one
+        best = several if several.row_s < one.row_s else one
         # trial is of the way that was tried last
         self._stay = _STAY if best is trial else min(2 * self._stay, _LONGEST)
         self.trial, self._last, self._left = best, None, self._stay

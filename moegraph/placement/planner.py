@@ -175,7 +175,7 @@ def _n_rings(need: Footprint, left: int | None, pin_layers: int, cache_slots: in
     faster. left: bytes for experts.
     """
     if left is None:
-        left = (pin_layers * need.n_expert + cache_slots) * min(filter(None, need.slot_bytes))
+        left = (pin_layers * need.n_expert + cache_slots) * max(need.slot_bytes)
     return 2 if left >= _RING_SHARE * need.ring else 1
 
 

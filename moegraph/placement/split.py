@@ -142,8 +142,6 @@ def plan_stage(
         return total * layers.stop // n_layer - total * layers.start // n_layer
 
     pins, slots = part(settings.pin_layers), part(settings.cache_slots)
-    if slots is not None and len(layers) < n_layer:  # rounding may exceed a short stage
-        slots = min(slots, need.n_expert * len(layers))
     if place.needs_all:
         pins, slots = len(layers), None
     demand = settings.demand

@@ -27,6 +27,17 @@ def test_what_is_faster_is_taken(gain: float, low: float, high: float) -> None:
     assert low <= share(choice, 16, gain, 20_000, 0.05) <= high
 
 
+def test_a_pipeline_that_fills_and_graphs_that_are_built_do_not_count() -> None:
+    choice, last, n_same = GroupChoice(2), 1, 0
+    for _ in range(100):
+        n_groups = choice.n_groups(16)
+        n_same = n_same + 1 if n_groups == last else 0
+        is_slow = n_groups > 1 and n_same < 6
+        choice.note(16, n_groups, 1.0 if is_slow else 0.02 / n_groups)
+        last = n_groups
+    assert last == 2
+
+
 def test_a_gain_that_comes_later_is_found_and_lost_again() -> None:
     choice = GroupChoice(2)
     share(choice, 16, 0.8, 1000)

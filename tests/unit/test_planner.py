@@ -41,6 +41,16 @@ def unpinned(plan: Plan) -> int:
     return sum(n for il, n in enumerate(plan.n_slots) if il not in plan.pinned)
 
 
+def test_the_ring_is_twice_as_large_where_experts_have_32_times_its_memory() -> None:
+    need = replace(SMALL, slot_bytes=(0, 10, 6, 10), ring=4, ring_groups=3)
+    enough = need.fixed + 33 * need.ring
+    plans = [make_plan(need, budget) for budget in (enough - 1, enough)]
+    assert [(plan.ring_groups, plan.bytes["staging"]) for plan in plans] == [(3, 4), (6, 8)]
+    plans = [make_plan(need, None, 1, n_slots) for n_slots in (4, 5)]  # 8 experts of 10 bytes
+    assert [plan.ring_groups for plan in plans] == [3, 6]
+    assert make_plan(need, None).ring_groups == 3, "all is resident"
+
+
 def test_a_budget_becomes_even_slots_whatever_the_types() -> None:
     plan = make_plan(BIG, 14 * GiB)
     assert plan.pinned == ()
@@ -76,12 +86,13 @@ def test_a_dense_layer_costs_nothing_and_is_no_full_one() -> None:
 
 
 def test_a_dense_part_that_does_not_fit_is_refused_with_numbers_and_remedies() -> None:
-    budget = BIG.fixed + BIG.staging - 1
+    need = replace(BIG, staging=24 * MiB, ring=40 * MiB)
     with pytest.raises(OutOfDeviceMemory, match="without its experts needs 2.89 GiB") as caught:
-        make_plan(BIG, budget)
+        make_plan(need, need.fixed + 64 * MiB - 1)
     text = str(caught.value)
     for part in ("weights 2.00 GiB", "KV cache 80.0 MiB", "--vram allows 2.89 GiB", "-ctk q8_0"):
         assert part in text
+    assert "staging 64.0 MiB)" in text
 
 
 def test_pins_over_the_budget_are_refused_and_told_how_many_fit() -> None:
@@ -100,6 +111,9 @@ def test_slots_over_the_budget_are_refused_and_told_how_many_fit() -> None:
         make_plan(BIG, 14 * GiB, pin_layers=1, cache_slots=most + 200)
     with pytest.raises(ConfigError, match="free memory allows 14.0 GiB"):
         make_plan(BIG, 14 * GiB, cache_slots=9000, source="free memory")
+    mixed = replace(SMALL, slot_bytes=(10, 30, 10, 10))
+    plan = make_plan(mixed, mixed.fixed + 170, cache_slots=8)
+    assert plan.n_slots == (2, 2, 2, 2), "a full layer would take the place of slots"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +146,13 @@ def test_with_a_profile_flat_layers_get_more_slots() -> None:
         assert plan.n_slots == (2, 6, 2, 6)
     unseen = make_plan(SMALL, None, cache_slots=22, demand=[[1.0] * 2 + [0.0] * 6] * 4)
     assert unseen.n_slots == (6, 6, 5, 5)
+    steep = [[9.0] * 8, *[[0.1] * 8] * 3]
+    assert make_plan(SMALL, None, cache_slots=9, demand=steep).n_slots == (3, 2, 2, 2)
+    mixed = replace(SMALL, slot_bytes=(30, 10, 30, 10))
+    rest = make_plan(mixed, mixed.fixed + 185, demand=[[9.0] * 8, [1.0] * 8] * 2)
+    assert rest.n_slots == (2, 3, 2, 3), "smaller ones take what is too little for a large one"
+    with pytest.raises(ConfigError, match="at most 16 slots fit"):
+        make_plan(SMALL, SMALL.fixed + 165, 0, 17, demand=demand)
 
 
 footprints = st.builds(
@@ -139,6 +160,7 @@ footprints = st.builds(
     slot_bytes=st.lists(st.integers(1, 50), min_size=1, max_size=8).map(tuple),
     weights=st.integers(0, 500), kv=st.integers(0, 100), state=st.integers(0, 10),
     compute=st.integers(0, 10), other=st.integers(0, 10), staging=st.integers(0, 30),
+    ring=st.integers(0, 10),
 )  # fmt: skip
 wishes = st.none() | st.integers(0, 40)
 
@@ -152,7 +174,7 @@ def test_every_plan_keeps_its_budget_and_every_refusal_is_justified(
     try:
         plan = make_plan(need, budget, pins, slots, demand=curves if steepness else None)
     except OutOfDeviceMemory:
-        assert need.fixed + need.staging > budget
+        assert need.fixed + need.staging + need.ring > budget
         return
     except ConfigError:
         assert pins is not None or slots is not None
@@ -175,4 +197,4 @@ def assert_consistent(need: Footprint, plan: Plan) -> None:
     assert plan.bytes["pinned"] + plan.bytes["slots"] == sum(
         n * size for n, size in zip(plan.n_slots, need.slot_bytes)
     )
-    assert (plan.bytes["staging"] > 0) == (not plan.all_resident and need.staging > 0)
+    assert (plan.bytes["staging"] > 0) == (not plan.all_resident and need.staging + need.ring > 0)

@@ -138,6 +138,17 @@ def test_owners_share_the_room_and_nothing_else() -> None:
     assert not list(tree.nodes()) and not tree.find(ids(1, 2, 3), 0, "b")
 
 
+def test_of_what_is_to_stay_only_the_last_states_do() -> None:
+    tree = PrefixTree()
+    save(tree, 1, 2)
+    kept = save(tree, 1, 2, 3, 4)
+    save(tree, 5)
+    assert not tree.shrink(0, kept)
+    assert found(tree, 1, 2, 3, 4) == [1, 2, 3, 4] and found(tree, 1, 2, 9) == found(tree, 5) == []
+    assert tree.n_bytes == 100 + 2 * 4 * 4
+    assert tree.shrink(0, []) and tree.n_bytes == 0
+
+
 def test_the_beginning_that_all_have_stays_longest() -> None:
     tree = PrefixTree()
     save(tree, 1)

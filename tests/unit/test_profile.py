@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moegraph.errors import ConfigError, RequestError
@@ -41,6 +42,17 @@ def test_shares_add_up_to_the_experts_a_token_uses() -> None:
     assert profile.shares().sum(axis=1) == pytest.approx([2, 2])
     assert profile.shares()[0].tolist() == pytest.approx([0.8, 0.6, 0.3, 0.3])
     assert Profile(SHAPE).shares().tolist() == [[0.0] * 4] * 2
+
+
+def test_demand_is_the_mean_of_classes_that_prefer_different_experts() -> None:
+    assert two_classes().demand()[0].tolist() == pytest.approx([1.4, 0.3, 0.3, 0.0])
+
+
+def test_experts_chosen_equally_often_are_ranked_by_id() -> None:
+    profile, counts = Profile(RouterShape(1, 256, 8)), np.arange(256) // 7 % 3
+    profile.add("a", [counts], 9)
+    wanted = sorted(range(256), key=lambda expert: (-counts[expert], expert))
+    assert profile.ranking()[0].tolist() == wanted
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 65, "\n", "ä"])

@@ -145,6 +145,17 @@ def test_a_replay_counted_by_hand() -> None:
     assert found.quarters() == [0.5, 1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("mode", ["stream", "cpu"])
+def test_only_counted_tokens_count(mode: str) -> None:
+    trace = generate_trace(RouterShape(4, 32, 4), 60)
+    whole, rest = (run(trace, [12] * 4, mode, policy=Lfu(), skip=n) for n in (0, 40))
+    n_missing = int(rest.missing.sum())
+    assert n_missing and rest.missing.tolist() == whole.missing[40:].tolist()
+    assert (rest.n_streamed, rest.n_cpu) == ((n_missing, 0) if mode == "stream" else (0, n_missing))
+    assert (rest.n_promoted > 0) == (mode == "cpu") and rest.n_promoted < whole.n_promoted + 1
+    assert rest.uploaded_bytes == 1000 * (rest.n_streamed + rest.n_promoted)
+
+
 def test_a_replay_of_graphs_that_fetch_counted_by_hand() -> None:
     """Slots start with 0, 1, 2; LRU; what the next token gives up is known before it."""
     trace = explicit([[0, 1], [3, 1], [3, 4], [0, 5], [0, 5], [1, 2]])

@@ -13,6 +13,7 @@ from moegraph.placement.split import (
     SplitSettings,
     StagePlan,
     by_shares,
+    evened,
     merged,
     split_layers,
     stage_seconds,
@@ -93,6 +94,17 @@ def test_slots_and_full_layers_of_the_user_are_those_of_all_devices() -> None:
     assert len(plan.pinned) == 4
     assert sum(plan.n_slots) == 4 * N_EXPERT + 1001
     assert {0, stages[1].layers.start} & set(plan.pinned)
+
+
+def test_devices_of_nearly_the_same_rate_count_as_equal() -> None:
+    assert evened([10, 30, 12, 11, 40]) == [12, 30, 12, 12, 40]
+    assert evened([]) == []
+
+
+def test_one_device_without_a_limit_is_no_limit() -> None:
+    places = [Place(8 * GiB), Place(None)]
+    plan = merged(split_layers(N_LAYER, places, need_of, AUTO), SIZES, N_EXPERT)
+    assert plan.budget is None and plan.margin is None
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=8), st.integers(8, 60))

@@ -8,7 +8,7 @@ import pytest
 
 from moegraph.kinds import SweepStep
 from moegraph.loop import costs as measured
-from moegraph.loop.costs import Costs, Tally
+from moegraph.loop.costs import Costs, Tally, decode_pass
 
 
 @pytest.mark.parametrize("is_reading", [False, True])
@@ -29,3 +29,12 @@ def test_time_in_which_nothing_is_computed_does_not_count(
     assert seconds == (None if is_reading else pytest.approx(expected_s))
     assert costs.pass_s(8) == pytest.approx(expected_s)
     assert told.counts.prompt_s + told.counts.decode_s == pytest.approx(expected_s)
+
+
+def test_a_pass_that_took_very_long_or_no_time_by_chance_changes_little() -> None:
+    costs = Costs()
+    costs.note([decode_pass(8)], 0.01)
+    costs.note([decode_pass(8)], 10.0)
+    assert costs.pass_s(8) == pytest.approx(0.017)
+    costs.note([decode_pass(8)], 1e-9)
+    assert costs.pass_s(8) == pytest.approx(0.017 / 8), "never zero: nothing would bring it back"
