@@ -24,7 +24,7 @@ from ..runner import AnyRunner
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch, SweptPrompt
 from ..text.tokenizer import Tokenizer
-from .drawing import Drawing
+from .choice import TokenChoice
 from .requests import Request, Step, TokenLogprobs, Usage
 from .sequence import Sequence
 
@@ -87,7 +87,7 @@ class Answer:
         "prefill" and the tokens of the prompt that its sequence holds; None: `deliver` is called
         too, now and then. keep_logits: the caller gets all rows of logits.
         """
-        n_vocab, n_top = core.file.hparams.n_vocab, request.n_logprobs
+        n_vocab, n_top, grammar = core.file.hparams.n_vocab, request.n_logprobs, request.constraint
         sampling = request.sampling.validate(n_vocab)
         self.ids = ids = prompt_ids(request.prompt, n_vocab)
         if n_top is not None and not 0 <= n_top <= n_vocab:
@@ -100,7 +100,7 @@ class Answer:
             eog_ids=vocabulary.eog_ids if vocabulary and not request.ignore_eos else frozenset(),
             stop=request.stop,
         )
-        self.drawing = Drawing(core.passes, ids, sampling, n_vocab, keep_logits, request.constraint)
+        self.choice = TokenChoice(core.passes, ids, sampling, n_vocab, keep_logits, grammar)
         self._progress = progress
         self.request = request
         self.wants_logits = n_top is not None or keep_logits
@@ -158,8 +158,8 @@ class Answer:
         logits: F32 [n_vocab], if they are wanted.
         """
         self.sequence.append(token)
-        if not self.drawing.greedy:
-            self.drawing.take(token, self.is_drawn)
+        if not self.choice.greedy:
+            self.choice.take(token, self.is_drawn)
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self.fresh.append((token, logits))

@@ -99,7 +99,7 @@ class Answers:
 
         Arguments as in `pick`. `draw_late` draws from it.
         """
-        if not answer.drawing.constraint or answer.drawing.is_ready(_LATE_S):
+        if not answer.choice.constraint or answer.choice.is_ready(_LATE_S):
             return False
         logits = self._passes.runner.logits(row) if output.logits is None else output.logits[row]
         answer.late = logits.copy(), node
@@ -107,7 +107,7 @@ class Answers:
 
     def draw_late(self, answer: Answer) -> None:
         """Draw from a row that was kept, if the grammar is ready."""
-        if answer.late and answer.drawing.is_ready(0):
+        if answer.late and answer.choice.is_ready(0):
             (logits, node), answer.late = answer.late, None
             self.guard(answer, partial(self.pick, answer, Output(logits=logits[None]), 0, node))
             self.keep(answer)
@@ -123,15 +123,15 @@ class Answers:
     ) -> int:
         """Return the next token, which the text has taken.
 
-        row: of the pass; -1 for that of a prompt. node, offered: as in `Drawing.pick`. forced: the
-        token, whatever would be drawn.
+        row: of the pass; -1 for that of a prompt. node, offered: as in `TokenChoice.pick`. forced:
+        the token, whatever would be drawn.
         """
         if forced is not None:
             token = forced
-        elif answer.drawing.greedy and output.argmax is not None:
+        elif answer.choice.greedy and output.argmax is not None:
             token = int(output.argmax[row])
         else:
-            token = answer.drawing.pick(output, row, node, offered)
+            token = answer.choice.pick(output, row, node, offered)
         answer.take(token, self._rows(answer, output, row) if answer.wants_logits else None)
         return token
 
@@ -139,7 +139,7 @@ class Answers:
         """Return logits for the caller: of a row, or of all rows of a prompt."""
         if output.logits is None:
             return self._passes.runner.logits(max(row, 0)).copy()
-        return output.logits if answer.drawing.keep_logits and row < 0 else output.logits[row]
+        return output.logits if answer.choice.keep_logits and row < 0 else output.logits[row]
 
     def keep(self, answer: Answer) -> None:
         """Have the next `tell` say what was drawn; a text that has ended gives its slot back."""

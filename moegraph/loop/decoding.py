@@ -60,7 +60,7 @@ class Decoding:
                 found.append(answer)
         if late and not found:
             self._answers.tell()
-            late[0].drawing.rest(_REST_S)
+            late[0].choice.wait_for_grammar(_REST_S)
         for answer in late:
             self._answers.draw_late(answer)
             if not (answer.late or answer.is_over or answer.is_drawn):
@@ -152,7 +152,7 @@ class Decoding:
         for answer in batch:
             tokens.append(answer.sequence.tokens[-1])
             slots.append(answer.slot)
-            is_greedy = is_greedy and answer.drawing.greedy
+            is_greedy = is_greedy and answer.choice.greedy
         if not is_greedy:
             is_greedy, draws = self._wanted(batch, None)
         rows = np.array(tokens, dtype=np.int32)[:, None]
@@ -163,9 +163,9 @@ class Decoding:
         """Do what the device need not wait for: deliver tokens, and prepare to draw the next."""
         self._answers.tell()
         for i, answer in enumerate(batch):
-            if not answer.drawing.greedy:
+            if not answer.choice.greedy:
                 tree = trees[i] if trees else None
-                self._answers.guard(answer, partial(answer.drawing.prepare, tree))
+                self._answers.guard(answer, partial(answer.choice.prepare, tree))
 
     def _wanted(
         self, batch: AnswerBatch, trees: Trees | None
@@ -174,25 +174,25 @@ class Decoding:
 
         The logits of rows that need neither are read whole.
         """
-        if not trees and len(batch) == 1 and not batch[0].drawing.greedy:
-            words = batch[0].drawing.words()
+        if not trees and len(batch) == 1 and not batch[0].choice.greedy:
+            words = batch[0].choice.draw_words()
             return words is None, None if words is None else words[None]
         n_each = max([tree.n_rows for tree in trees]) if trees else 1
         n_rows = n_each * len(batch)
-        if n_rows > DRAW_ROWS or all(answer.drawing.greedy for answer in batch):
+        if n_rows > DRAW_ROWS or all(answer.choice.greedy for answer in batch):
             for answer in batch:
-                if not answer.drawing.greedy:
-                    answer.drawing.expect_argmax()
+                if not answer.choice.greedy:
+                    answer.choice.expect_argmax()
             return True, None
         draws = np.full((n_rows, DRAW_WORDS), -1, dtype=np.int32)
         draws[:, 0] = 0  # no race
         is_listed = False
         for i, answer in enumerate(batch):
-            drawing, row = answer.drawing, i * n_each
+            choice, row = answer.choice, i * n_each
             if trees:
-                words = drawing.words_of(trees[i], beside_others=True)
+                words = choice.tree_draw_words(trees[i], beside_others=True)
             else:
-                words = drawing.words(beside_others=True)
+                words = choice.draw_words(beside_others=True)
             if words is not None:
                 draws[row : row + (trees[i].n_rows if trees else 1)] = words
                 is_listed = True
@@ -254,7 +254,7 @@ class Decoding:
                 continue
             tokens = answer.sequence.tokens
             anchor, n = tokens[-1], len(tokens)
-            is_late = answer.drawing.constraint is not None and answers.is_late(answer, output, row)
+            is_late = answer.choice.constraint is not None and answers.is_late(answer, output, row)
             if not is_late:
                 answers.draw(answer, output, row)
             if anchor in answer.request.keep_after:

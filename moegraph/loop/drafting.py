@@ -149,8 +149,8 @@ class Drafting:
         if proposal is None:
             return DraftTree((answer.sequence.tokens[-1],), (-1,))
         tree, ends = proposal.tree, answer.request.keep_after
-        if answer.drawing.constraint:
-            tree = answer.drawing.cut(tree)
+        if answer.choice.constraint:
+            tree = answer.choice.cut(tree)
         if ends:  # the state there is kept, so nothing may come after it
             tokens, parents = tree.tokens, tree.parents
             tree = tree.only(lambda row: tokens[parents[row]] not in ends)
@@ -217,6 +217,6 @@ class Drafting:
 
 def _ask(answer: Answer) -> Ask:
     """Return what a request may draft."""
-    sequence, drawing = answer.sequence, answer.drawing
-    race = None if drawing.greedy else drawing.sampler.race
+    sequence, choice = answer.sequence, answer.choice
+    race = None if choice.greedy else choice.sampler.race
     return Ask(answer.slot, sequence.tokens[-1], sequence.n_left, sequence.n_room, race)

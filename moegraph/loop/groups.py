@@ -84,7 +84,7 @@ class Groups:
         answers = self._answers
         rows = np.array([[answer.sequence.tokens[-1]] for answer in group], dtype=np.int32)
         greedy, draws = self._draws(group)
-        keeps = any(not answer.drawing.greedy or answer.wants_logits for answer in group)
+        keeps = any(not answer.choice.greedy or answer.wants_logits for answer in group)
         slots, cancels = [answer.slot for answer in group], tuple(a.cancel for a in group)
         try:
             self._passes.submit_group(rows, slots, greedy, cancels, draws, keeps)
@@ -94,7 +94,7 @@ class Groups:
         self._flying.append(group)
         answers.tell()
         for answer in group:
-            answers.guard(answer, partial(answer.drawing.prepare, None))
+            answers.guard(answer, partial(answer.choice.prepare, None))
 
     def _collect(self) -> list[Answer]:
         """Draw from the results of the oldest pass; return its requests that go on."""

@@ -236,7 +236,7 @@ class Reading:
     def _batch(self, answer: Answer, slot: int) -> tuple[SweepBatch, list[int]]:
         """Have a slot hold what is known of a prompt; return the rest of it, and its marks."""
         self._file.check_unchanged()
-        ids, request, drawing = answer.ids, answer.request, answer.drawing
+        ids, request, choice = answer.ids, answer.request, answer.choice
         n_cached, marks = 0, list[int]()
         if request.reuse:
             n_cached = self._prefixes.resume(slot, ids, request.owner)
@@ -245,10 +245,10 @@ class Reading:
             self._swapping.empty(slot)
             self._prefixes.own(slot, request.owner)
         cuts = tuple(mark for mark in marks if n_cached < mark < len(ids))
-        words = drawing.words()
+        words = choice.draw_words()
         draws = None if words is None else words[None]
-        rest, greedy = ids[n_cached:], drawing.greedy
-        keeps = drawing.keep_logits
+        rest, greedy = ids[n_cached:], choice.greedy
+        keeps = choice.keep_logits
         return SweepBatch(rest, slot, keeps, greedy, draws, cuts, is_rounded=self._rounds), marks
 
     def read(self, seconds: float) -> float | None:

@@ -16,7 +16,7 @@ from ..sampling import BoolArray, SamplingParams
 class Constraint(Protocol):
     """A grammar that an answer must follow; it belongs to one request.
 
-    One thread at a time calls its methods: mostly one of `Drawing`'s, while the device computes.
+    One thread at a time calls its methods, mostly for `TokenChoice` while the device computes.
     """
 
     @property

@@ -19,7 +19,7 @@ from helpers.reference_sampler import choose
 
 from moegraph import Engine, EngineConfig
 from moegraph.ggml.device import Device
-from moegraph.loop.drawing import RowSampler
+from moegraph.loop.choice import RowSampler
 from moegraph.sampling import Sampler, SamplingParams
 
 N_VOCAB_LARGE = 248_320

@@ -13,7 +13,7 @@ from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, I32, Builder
-from moegraph.loop.drawing import RowSampler
+from moegraph.loop.choice import RowSampler
 from moegraph.sampling import Sampler, SamplingParams, gumbel
 
 N_LISTED, N_EARLY, N_MASSES, N_PARTS, N_IDS = 384, 32, 8, 32, 508

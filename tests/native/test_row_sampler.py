@@ -14,7 +14,7 @@ from helpers.reference_sampler import choose
 from moegraph.engine import Engine
 from moegraph.errors import RequestError
 from moegraph.ggml.device import Device
-from moegraph.loop.drawing import RowSampler
+from moegraph.loop.choice import RowSampler
 from moegraph.sampling import Sampler, SamplingParams
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}

@@ -1,4 +1,4 @@
-"""Draws the tokens of one sequence from the results of passes, as its sampler and grammar say."""
+"""Chooses tokens of a sequence from the results of passes, as its sampler and grammar say."""
 
 from __future__ import annotations
 
@@ -191,11 +191,11 @@ class RowSampler:
         return judge(odds, *self._sampler.distribution(logits), self._sampler.key)
 
 
-class Drawing:
+class TokenChoice:
     """Chooses the next tokens of one sequence.
 
-    For each pass: `words` before it, `prepare` while the device computes, `pick` and `take` when
-    the results are there.
+    For each pass: `draw_words` before it, `prepare` while the device computes, `pick` and `take`
+    when the results are there.
 
     greedy: the device's argmax is the next token. keep_logits: the caller gets the logits of all
     rows. constraint: a grammar.
@@ -229,7 +229,7 @@ class Drawing:
         found.accept_all(self._prompt.tolist())
         return found
 
-    def words(self, beside_others: bool = False) -> npt.NDArray[np.int32] | None:
+    def draw_words(self, beside_others: bool = False) -> npt.NDArray[np.int32] | None:
         """Return what the next single row needs to list candidates; None for other results.
 
         beside_others: the pass lists candidates, whether this row needs them or not.
@@ -248,10 +248,10 @@ class Drawing:
             wait([self._allowed])  # of a pass that failed
         self._is_listed, self._allowed = is_listed, None
 
-    def words_of(
+    def tree_draw_words(
         self, tree: DraftTree, beside_others: bool = False
     ) -> npt.NDArray[np.int32] | None:
-        """Return what the rows of a tree need, numpy [n_rows, DRAW_WORDS]; see `words`."""
+        """Return what the rows of a tree need, numpy [n_rows, DRAW_WORDS]; see `draw_words`."""
         found, is_greedy = None, self.greedy and not beside_others
         if not (is_greedy or self.keep_logits) and tree.n_rows <= DRAW_ROWS:
             found = self.sampler.draw_each([tree.ahead(row) for row in range(tree.n_rows)])
@@ -293,7 +293,7 @@ class Drawing:
         is_slow = self.constraint is not None and self.constraint.is_slow
         return not is_slow and not wait([self._allowed], within_s).not_done
 
-    def rest(self, seconds: float) -> None:
+    def wait_for_grammar(self, seconds: float) -> None:
         """Wait a while for the grammar."""
         if self._allowed:
             wait([self._allowed], seconds)
