@@ -214,7 +214,7 @@ class Service:
         engine, loop = self._engine, self._loop
         self._status_at = time.perf_counter()
         passes = self._core.passes
-        flights = passes.flights.counts if isinstance(passes, GroupPasses) else None
+        pipeline = passes.pipeline.counts if isinstance(passes, GroupPasses) else None
         return ServiceStatus(
             loop.answers.slots(),
             n_running=loop.scheduler.n_running,
@@ -226,6 +226,6 @@ class Service:
             memory={} if engine.ownership.is_closed else engine.memory(),
             experts=engine.expert_stats(),
             spec=engine.spec_stats(),
-            group_passes=flights.passes if flights else 0,
-            stage_idle=flights.bubbles if flights else 0.0,
+            group_passes=pipeline.passes if pipeline else 0,
+            stage_idle=pipeline.bubbles if pipeline else 0.0,
         )

@@ -40,7 +40,7 @@ class Decoding:
         self._answers = answers
         self._drafting = drafting
         # the pass whose results come next
-        self._flight: tuple[AnswerBatch, Trees | None] | None = None
+        self._begun: tuple[AnswerBatch, Trees | None] | None = None
         self.groups: Groups | None = None
         if isinstance(core.passes, GroupPasses):
             mine = proxy(self)  # a circle would keep all memory when a loop is let go
@@ -96,9 +96,9 @@ class Decoding:
 
     def give_up(self) -> None:
         """Have no pass in flight, whatever has happened; nothing is drawn."""
-        if self._flight:
-            self._passes.abandon(*(answer.slot for answer in self._flight[0]))
-            self._flight = None
+        if self._begun:
+            self._passes.abandon(*(answer.slot for answer in self._begun[0]))
+            self._begun = None
         if self.groups and self.groups.is_flying:
             self.groups.give_up()
 
@@ -138,7 +138,7 @@ class Decoding:
         except MoegraphError as error:
             self._answers.failed(batch, error)
             return
-        self._flight = batch, trees
+        self._begun = batch, trees
         try:
             if drafting:
                 drafting.launched()
@@ -200,9 +200,9 @@ class Decoding:
 
     def take(self) -> None:
         """Wait for the pass in flight, if there is one, and draw from its results."""
-        if self._flight is None:
+        if self._begun is None:
             return
-        (batch, trees), self._flight = self._flight, None
+        (batch, trees), self._begun = self._begun, None
         try:
             output = self._collect(batch, trees)
             seconds, n_tokens = self._note(len(batch), 1), len(batch)

@@ -21,14 +21,14 @@ class GroupPasses(Passes):
     """Runs passes, one in flight, or one of each of several groups of sequences.
 
     While groups are in flight, only their methods and `reset` may be called. most: how many passes
-    may be in flight. flights: the passes, as the runner sees them.
+    may be in flight. pipeline: the passes, as the runner sees them.
     """
 
     def __init__(
         self, runner: StagedRunner, files: WatchedFiles, n_ctx: int, threads: CpuThreads
     ) -> None:
         super().__init__(runner, files, n_ctx, threads)
-        self.flights = runner.flights
+        self.pipeline = runner.pipeline
         self.most = len(runner.parts)
         self._groups: deque[Batch] = deque()  # in flight, the oldest first
 
@@ -38,10 +38,10 @@ class GroupPasses(Passes):
     ) -> None:  # fmt: skip
         """Start a pass of one row of each sequence, I32 numpy [n_seqs, 1], beside other groups.
 
-        keeps_logits: see `Flights.submit`; the rest, and errors, are as in `submit`. An interrupt
+        keeps_logits: see `Pipeline.submit`; the rest, and errors, are as in `submit`. An interrupt
         empties all sequences in flight.
         """
-        rows, slots = self._given(self.flights, tokens, tuple(seqs))
+        rows, slots = self._given(self.pipeline, tokens, tuple(seqs))
         taken = {slot for batch in self._groups for slot in batch.slots}
         if not taken.isdisjoint(slots):
             raise RequestError("a sequence has a row in flight; collect its group first")
@@ -50,7 +50,7 @@ class GroupPasses(Passes):
         try:
             cancelled = cancelled_of(cancel, len(slots))
             with self._recording(batch) as begins:
-                self.flights.submit(batch, cancelled, begins, keeps_logits=keeps_logits)
+                self.pipeline.submit(batch, cancelled, begins, keeps_logits=keeps_logits)
         except Exception:
             raise
         except BaseException:
@@ -68,7 +68,7 @@ class GroupPasses(Passes):
             raise RequestError("no group is in flight; submit one first")
         self._batch = batch = self._groups.popleft()
         try:
-            return self.collect(False, self.flights.collect)
+            return self.collect(False, self.pipeline.collect)
         except NotFinite:
             raise
         except Exception:

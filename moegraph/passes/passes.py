@@ -24,7 +24,7 @@ from ..resident.hostcopies import Snapshot, StatesCopy
 from ..runner import AnyRunner, Batch, NotFinite, Output
 from ..runner.batch import Callback, Once, Predicate
 from ..runner.inspect import node_values
-from ..runner.staged import Flights
+from ..runner.staged import Pipeline
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
 from .checks import (
@@ -361,7 +361,7 @@ class Passes:
         return values
 
     def _given(
-        self, runner: AnyRunner | Flights, tokens: object, seq: Seqs
+        self, runner: AnyRunner | Pipeline, tokens: object, seq: Seqs
     ) -> tuple[npt.NDArray[np.int32], tuple[int, ...]]:
         """Return checked token ids, I32 numpy [n_seqs, n_seq_tokens], and their sequences.
 

@@ -1,6 +1,6 @@
 """Runs passes over a model in several stages: each in turn, with a copy of the rows between.
 
-`Flights` has passes of several groups of sequences under way at once. One after another enters the
+`Pipeline` has passes of several groups of sequences under way at once. One after another enters the
 first stage and goes through all of them; a stage has one pass at a time. The host serves all
 stages: where it would wait for one device, it looks at the others.
 
@@ -34,7 +34,7 @@ _PATIENCE_S = 1.0
 
 
 @dataclass
-class _Flight:
+class _PipelinePass:
     """A pass: the stage where it is, what is left to launch there, and how it ended."""
 
     batch: Batch
@@ -50,7 +50,7 @@ class _Flight:
 
 
 @dataclass
-class FlightCounts:
+class PipelineCounts:
     """How well the stages were used.
 
     passes: that have ended. seconds: in which passes were in flight. busy_s: of them, for each
@@ -69,7 +69,7 @@ class FlightCounts:
         return max(0.0, 1.0 - sum(self.busy_s) / whole) if whole else 0.0
 
 
-class Flights:
+class Pipeline:
     """The passes in flight: `submit` starts one, `collect` returns the results of the oldest.
 
     All sequences of passes in flight differ. An error in one pass leaves the others as they are:
@@ -84,21 +84,21 @@ class Flights:
     ) -> None:
         """hand_over: enqueues the copy of so many rows to a stage from the one before it."""
         self._parts, self._hand_over, self._clock = tuple(parts), hand_over, clock
-        self._flights: deque[_Flight] = deque()  # the oldest first
+        self._passes: deque[_PipelinePass] = deque()  # the oldest first
         self._began: list[float | None] = [None for _ in parts]  # of what a stage computes
         self._since = 0.0
         self._may_pause = True
         self._was_kept = False  # the logits of the pass that was collected last may be read
-        self.counts = FlightCounts(busy_s=[0.0 for _ in parts])
+        self.counts = PipelineCounts(busy_s=[0.0 for _ in parts])
 
     @property
     def is_empty(self) -> bool:
         """Whether no pass is in flight."""
-        return not self._flights
+        return not self._passes
 
     def require_idle(self) -> None:
         """Check that one more pass may start."""
-        if len(self._flights) >= len(self._parts):
+        if len(self._passes) >= len(self._parts):
             raise RequestError("each stage has a pass in flight; collect the oldest one first")
 
     def submit(
@@ -115,38 +115,38 @@ class Flights:
         self._release()
         for part in self._parts:
             part.results.is_watched = True
-        if not self._flights:
+        if not self._passes:
             self._since = self._clock()
         self._clear_first()
-        flight = _Flight(batch, keeps_logits)
-        self._enter(flight, 0, cancelled, begins)
-        self._flights.append(flight)
-        self._step(flight)
-        if flight.error:
-            self._flights.pop()
-            raise flight.error
+        entry = _PipelinePass(batch, keeps_logits)
+        self._enter(entry, 0, cancelled, begins)
+        self._passes.append(entry)
+        self._step(entry)
+        if entry.error:
+            self._passes.pop()
+            raise entry.error
 
     def _clear_first(self) -> None:
         end = self._clock() + _PATIENCE_S
-        while any(flight.at == 0 and not flight.is_done for flight in self._flights):
+        while any(entry.at == 0 and not entry.is_done for entry in self._passes):
             self._turn()
             self._may_pause = self._clock() < end
         self._may_pause = True
 
-    def _enter(self, flight: _Flight, i: int, cancelled: Predicate, begins: Callback) -> None:
+    def _enter(self, entry: _PipelinePass, i: int, cancelled: Predicate, begins: Callback) -> None:
         """Begin a pass in a stage; the one before it has left."""
         part = self._parts[i]
         self._leave(i)
         try:
-            shape = part.prepare(flight.batch)
-            part.fill(flight.batch, shape)
+            shape = part.prepare(entry.batch)
+            part.fill(entry.batch, shape)
             if i:
-                self._hand_over(i, flight.batch.tokens.size)
+                self._hand_over(i, entry.batch.tokens.size)
         except BaseException:
             part.give_up()
             raise
-        flight.at, self._began[i] = i, self._clock()
-        flight.work = part.launch(flight.batch, shape, cancelled, begins, lambda: self._may_pause)
+        entry.at, self._began[i] = i, self._clock()
+        entry.work = part.launch(entry.batch, shape, cancelled, begins, lambda: self._may_pause)
 
     def _leave(self, i: int) -> None:
         """Wait until a stage has computed what it was given, unless its results were read."""
@@ -160,58 +160,58 @@ class Flights:
         if began is not None:
             self.counts.busy_s[i] += self._clock() - began
 
-    def _turn(self, wanted: _Flight | None = None) -> None:
+    def _turn(self, wanted: _PipelinePass | None = None) -> None:
         """Have each pass go on as far as it can without waiting, the oldest first.
 
         wanted: whose results are waited for, if there is nothing else to do.
         """
-        for flight in self._flights:
-            if flight.is_done:
+        for entry in self._passes:
+            if entry.is_done:
                 continue
-            if flight.work:
-                self._step(flight)
-            if flight.work is None and not flight.is_done:
-                self._go_on(flight, wanted)
+            if entry.work:
+                self._step(entry)
+            if entry.work is None and not entry.is_done:
+                self._go_on(entry, wanted)
 
-    def _step(self, flight: _Flight) -> None:
+    def _step(self, entry: _PipelinePass) -> None:
         try:
-            if flight.work and next(flight.work, self) is self:  # at its end
-                flight.work = None
-                part = self._parts[flight.at]
-                if part.mode == "layered" and flight.at < len(self._parts) - 1:
-                    self._ended(flight.at)  # it has read what the last layer chose
+            if entry.work and next(entry.work, self) is self:  # at its end
+                entry.work = None
+                part = self._parts[entry.at]
+                if part.mode == "layered" and entry.at < len(self._parts) - 1:
+                    self._ended(entry.at)  # it has read what the last layer chose
         except Exception as error:  # noqa: BLE001 - the one that collects the pass gets it
-            self._fail(flight, error)
+            self._fail(entry, error)
 
-    def _fail(self, flight: _Flight, error: Exception) -> None:
-        if flight.work:
-            flight.work.close()
-        flight.work, flight.error = None, error
-        part = self._parts[flight.at]
+    def _fail(self, entry: _PipelinePass, error: Exception) -> None:
+        if entry.work:
+            entry.work.close()
+        entry.work, entry.error = None, error
+        part = self._parts[entry.at]
         part.give_up()
-        self._ended(flight.at)
+        self._ended(entry.at)
 
-    def _go_on(self, flight: _Flight, wanted: _Flight | None) -> None:
+    def _go_on(self, entry: _PipelinePass, wanted: _PipelinePass | None) -> None:
         """Have a pass that is launched in its stage enter the next one, or end."""
-        i, last = flight.at + 1, len(self._parts) - 1
-        if flight.at == last:
-            is_last_work = not (self._may_pause and any(other.work for other in self._flights))
-            if (flight is wanted and is_last_work) or self._parts[last].results.have_arrived():
-                self._end(flight)
+        i, last = entry.at + 1, len(self._parts) - 1
+        if entry.at == last:
+            is_last_work = not (self._may_pause and any(other.work for other in self._passes))
+            if (entry is wanted and is_last_work) or self._parts[last].results.have_arrived():
+                self._end(entry)
             return
-        is_taken = any(other.at == i and not other.is_done for other in self._flights)
+        is_taken = any(other.at == i and not other.is_done for other in self._passes)
         if is_taken or (i == last and not self._may_enter_last()):
             return
         try:
-            self._enter(flight, i, lambda: False, lambda: None)
+            self._enter(entry, i, lambda: False, lambda: None)
         except Exception as error:  # noqa: BLE001
-            self._fail(flight, error)
+            self._fail(entry, error)
         else:
-            self._step(flight)
+            self._step(entry)
 
     def _may_enter_last(self) -> bool:
         """Whether the logits of the pass before are not wanted, or a copy of them is kept."""
-        if any(flight.is_done and flight.keeps_logits for flight in self._flights):
+        if any(entry.is_done and entry.keeps_logits for entry in self._passes):
             return False  # they will be wanted
         if self._was_kept and self._parts[-1].results.keep():
             self._was_kept = False
@@ -222,27 +222,27 @@ class Flights:
         self._was_kept = False
         self._parts[-1].results.release()
 
-    def _end(self, flight: _Flight) -> None:
+    def _end(self, entry: _PipelinePass) -> None:
         try:
-            flight.output = self._parts[-1].collect()
+            entry.output = self._parts[-1].collect()
         except Exception as error:  # noqa: BLE001
-            flight.error = error
-        self._ended(flight.at)
+            entry.error = error
+        self._ended(entry.at)
 
     def collect(self) -> Output:
         """Wait for the oldest pass, return its results, and have the others go on.
 
         Errors are those of this pass; it is not in flight any more.
         """
-        if not self._flights:
+        if not self._passes:
             raise RequestError("no pass is in flight; submit one first")
         self._release()
-        oldest = self._flights[0]
+        oldest = self._passes[0]
         self._run(oldest)
-        self._flights.popleft()
+        self._passes.popleft()
         self._was_kept = oldest.keeps_logits
         self.counts.passes += 1
-        if self._flights:
+        if self._passes:
             self._turn()
         else:
             for i in range(len(self._parts)):
@@ -255,28 +255,28 @@ class Flights:
             raise InternalError("a pass ended without results")
         return oldest.output
 
-    def _run(self, flight: _Flight) -> None:
+    def _run(self, entry: _PipelinePass) -> None:
         end = self._clock() + _PATIENCE_S
-        while not flight.is_done:
-            is_alone = all(other.is_done for other in self._flights if other is not flight)
+        while not entry.is_done:
+            is_alone = all(other.is_done for other in self._passes if other is not entry)
             self._may_pause = not is_alone and self._clock() < end
-            self._turn(flight)
+            self._turn(entry)
         self._may_pause = True
 
     def drop(self, slot: int) -> None:
         """Have a sequence not be in flight; the results of all passes are kept, logits are not."""
-        if any(slot in flight.batch.slots for flight in self._flights):
+        if any(slot in entry.batch.slots for entry in self._passes):
             self._release()
-            for flight in self._flights:
-                flight.keeps_logits = False
-            for flight in self._flights:
-                self._run(flight)
+            for entry in self._passes:
+                entry.keeps_logits = False
+            for entry in self._passes:
+                self._run(entry)
 
     def give_up(self) -> None:
         """Wait for all passes, and forget them."""
-        while self._flights:
-            flight = self._flights.pop()
-            self._fail(flight, RequestError("the pass was given up"))
+        while self._passes:
+            entry = self._passes.pop()
+            self._fail(entry, RequestError("the pass was given up"))
         for i in range(len(self._parts)):
             self._parts[i].give_up()
             self._ended(i)
@@ -289,11 +289,11 @@ class StagedRunner(Owner):
     stage keeps its own graphs and experts; the sequences are one, and the last stage's passes and
     commits record what they hold. After an error in any stage no pass is in flight in any of them.
 
-    parts: the runners of the stages, in order of layers. flights: passes of several groups at once,
-    instead of one; they bring no taps. hand_over: enqueues the copy of so many rows to a stage from
-    the one before. sequences, hp: of the whole model. device: of the last stage, which has the
-    results. n_ubatch, max_rows: as of each part. mode: 'whole' if each stage computes a pass as one
-    graph, else 'layered'.
+    parts: the runners of the stages, in order of layers. pipeline: passes of several groups at
+    once, instead of one; they bring no taps. hand_over: enqueues the copy of so many rows to a
+    stage from the one before. sequences, hp: of the whole model. device: of the last stage, which
+    has the results. n_ubatch, max_rows: as of each part. mode: 'whole' if each stage computes a
+    pass as one graph, else 'layered'.
     """
 
     def __init__(self, parts: Sequence[Runner]) -> None:
@@ -315,7 +315,7 @@ class StagedRunner(Owner):
                 self._relays[i] = self.own(Relay(part.stage, last.stage, n_rows))
         n_bytes = 4 * self.hp.n_embd
         self.hand_over = partial(_hand_over, self.parts, self._boundaries, n_bytes)
-        self.flights = Flights(self.parts, self.hand_over)
+        self.pipeline = Pipeline(self.parts, self.hand_over)
 
     @property
     def n_built(self) -> int:
@@ -329,19 +329,19 @@ class StagedRunner(Owner):
 
     def require_idle(self) -> None:
         """Check that no pass is in flight; see `Runner.require_idle`."""
-        if not self.flights.is_empty:
+        if not self.pipeline.is_empty:
             raise RequestError("passes of groups are in flight; collect their results first")
         self._last.require_idle()
 
     def drop(self, slot: int) -> None:
         """Forget a sequence's verified rows, and its results in flight; see `Runner.drop`."""
-        self.flights.drop(slot)
+        self.pipeline.drop(slot)
         for part in self.parts:
             part.drop(slot)
 
     def give_up(self) -> None:
         """Wait for all passes in flight, if there are any, and forget their results."""
-        self.flights.give_up()
+        self.pipeline.give_up()
         for part in self.parts:
             part.give_up()
 

@@ -117,7 +117,7 @@ def test_rows_have_the_bits_of_one_group(
     np.testing.assert_array_equal(singles[0], wanted[5])
     np.testing.assert_array_equal(found[5:], wanted[6:])
     assert isinstance(cut.passes, GroupPasses)
-    counts = cut.passes.flights.counts
+    counts = cut.passes.pipeline.counts
     assert counts.passes == 8 * len(sizes)
     assert 0.0 <= counts.bubbles < 1.0 and all(busy > 0.0 for busy in counts.busy_s)
 
@@ -220,8 +220,8 @@ def test_requests_in_groups_are_answered_as_if_alone(
             client.wait()
         service.drain()
         status = service.status()
-    assert engine.passes.flights.counts.passes > 20
-    assert status.group_passes == engine.passes.flights.counts.passes
+    assert engine.passes.pipeline.counts.passes > 20
+    assert status.group_passes == engine.passes.pipeline.counts.passes
     assert 0.0 <= status.stage_idle < 1.0
     single = open_engine(cpu_reference=True)
     for client in clients:

@@ -10,7 +10,7 @@ import pytest
 
 from moegraph.errors import NativeError
 from moegraph.runner import Batch, Output
-from moegraph.runner.staged import Flights
+from moegraph.runner.staged import Pipeline
 
 _POLL = 0.01
 
@@ -89,42 +89,42 @@ class Part:
         self.n_given_up += 1
 
 
-def flights_of(world: World, seconds: list[float], mode: str) -> tuple[Flights, list[Any]]:
+def pipeline_of(world: World, seconds: list[float], mode: str) -> tuple[Pipeline, list[Any]]:
     parts = [Part(world, i, s, mode) for i, s in enumerate(seconds)]
 
     def hand_over(i: int, n_rows: int) -> None:
         parts[i].ready = parts[i - 1].end
 
-    return Flights(parts, hand_over, world.clock), parts  # type: ignore[arg-type]
+    return Pipeline(parts, hand_over, world.clock), parts  # type: ignore[arg-type]
 
 
 def batch_of(slot: int) -> Batch:
     return Batch(np.zeros((1, 1), np.int32), (slot,))
 
 
-def run(flights: Flights, world: World, n_groups: int, n: int, drawing_s: float = 0.0) -> None:
+def run(pipeline: Pipeline, world: World, n_groups: int, n: int, choosing_s: float = 0.0) -> None:
     """Run n passes of each group."""
     order = list(range(n_groups))
     for slot in order:
-        flights.submit(batch_of(slot))
+        pipeline.submit(batch_of(slot))
     for _ in range(n - 1):
         for slot in order:
-            assert flights.collect().argmax == [slot]
-            world.now += drawing_s
-            flights.submit(batch_of(slot))
+            assert pipeline.collect().argmax == [slot]
+            world.now += choosing_s
+            pipeline.submit(batch_of(slot))
     for slot in order:
-        assert flights.collect().argmax == [slot]
+        assert pipeline.collect().argmax == [slot]
 
 
 @pytest.mark.parametrize("mode", ["layered", "whole"])
 @pytest.mark.parametrize("n_stages", [2, 3])
 def test_each_stage_computes_another_group(mode: str, n_stages: int) -> None:
     world, n = World(), 20
-    flights, _ = flights_of(world, [1.0] * n_stages, mode)
-    run(flights, world, n_stages, n)
+    pipeline, _ = pipeline_of(world, [1.0] * n_stages, mode)
+    run(pipeline, world, n_stages, n)
     assert world.now == pytest.approx(n * n_stages + n_stages - 1, rel=0.05)
-    assert flights.counts.passes == n * n_stages and flights.is_empty
-    assert flights.counts.bubbles < 0.1
+    assert pipeline.counts.passes == n * n_stages and pipeline.is_empty
+    assert pipeline.counts.bubbles < 0.1
     # once the stages are full, each begins a pass when the one before has ended
     first = sorted(t for at, _, t in world.seen if at == 0)
     assert np.diff(first) == pytest.approx(1.0, abs=0.2)
@@ -133,14 +133,14 @@ def test_each_stage_computes_another_group(mode: str, n_stages: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_failed_pass_is_the_only_one(stage: int) -> None:
     world = World()
-    flights, parts = flights_of(world, [1.0, 1.0], "layered")
+    pipeline, parts = pipeline_of(world, [1.0, 1.0], "layered")
     parts[stage].fails_for = 1
-    flights.submit(batch_of(0))
-    flights.submit(batch_of(1))
-    assert flights.collect().argmax == [0]
-    flights.submit(batch_of(2))
+    pipeline.submit(batch_of(0))
+    pipeline.submit(batch_of(1))
+    assert pipeline.collect().argmax == [0]
+    pipeline.submit(batch_of(2))
     with pytest.raises(NativeError, match="the device failed"):
-        flights.collect()
+        pipeline.collect()
     assert parts[stage].n_given_up == 1 and parts[1 - stage].n_given_up == 0
-    assert flights.collect().argmax == [2]
-    assert flights.is_empty and not any(part.pending for part in parts)
+    assert pipeline.collect().argmax == [2]
+    assert pipeline.is_empty and not any(part.pending for part in parts)
