@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
+import json
 import os
 import signal
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers.patience import PATIENCE_S
+from helpers.patience import PATIENCE_S, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,6 +83,26 @@ class TestUse:
             assert len(template.render(HELLO)) == 99999
             for pause in pauses:
                 pause.join()
+
+    def test_a_renderer_that_is_stopped_while_it_writes_loses_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Python without buffers would write what fits into the pipe, and drop the rest."""
+        monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+        source = "{% for i in range(99999) %}{{ i % 7 }}{% endfor %}"
+        with ChatTemplate(source) as template:
+            child = template._child
+            assert child is not None and child.stdin is not None and child.stdout is not None
+            child.stdin.write('{"messages": []}\n')
+            child.stdin.flush()
+            pipe, held = child.stdout.fileno(), array.array("i", [0])
+            room = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+            until(lambda: fcntl.ioctl(pipe, termios.FIONREAD, held) == 0 and held[0] == room)
+            child.send_signal(signal.SIGSTOP)
+            os.waitpid(child.pid, os.WUNTRACED)
+            child.send_signal(signal.SIGCONT)
+            child.stdin.close()  # so what is lost is an end, not a wait
+            assert len(json.loads(child.stdout.readline())["text"]) == 99999
 
     def test_helpers_that_hub_templates_call(self) -> None:
         assert render("{{ strftime_now('%Y') }}") == time.strftime("%Y")

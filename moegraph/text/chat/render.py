@@ -97,8 +97,8 @@ def _error(kind: str, message: str) -> dict[str, str]:
 
 
 def _send(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    with open(1, "w", closefd=False) as out:  # sys.stdout without a buffer would drop what a
+        out.write(json.dumps(answer) + "\n")  # stopped process had not written yet
 
 
 def main() -> None:
