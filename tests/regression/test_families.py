@@ -31,13 +31,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "resident": {},
     "uploaded": {**SLOTS, "miss": "stream", "host_pin": "none"},
     "fetched": {**SLOTS, "miss": "stream", "host_pin": "all"},
-    "on the CPU": {**SLOTS, "miss": "cpu"},
+    "on the CPU": {**SLOTS, "miss": "cpu", "n_threads": THREADS},
     "streamed": {"pin_layers": 0, "cache_slots": 0, "miss": "stream"},
     "pinned layers": {**SLOTS, "pin_layers": 1, "miss": "cpu"},
     "two devices": {"device": "cpu,cpu"},
     "two devices, fetched": {**SLOTS, "device": "cpu,cpu", "miss": "stream", "host_pin": "all"},
 }
-CFG = {"n_ctx": 1024, "n_ubatch": 48, "threads": THREADS}
+CFG = {"n_ctx": 1024, "n_ubatch": 48, "threads": 1}
 # Passes of a sequence, and lengths of prompts, which are read in chunks of 48.
 WIDTHS = (48, 7, *([1] * 12), 40, 1)
 LENGTHS = (2, 9, 17, 40)
@@ -47,7 +47,7 @@ TWO = {5: 100.0, 6: 100.0}
 
 def settings_of(path: Path, way: str) -> dict[str, Any]:
     """Return the settings of a way, with slots as a number."""
-    settings = {"n_ctx": 1024, "n_ubatch": 48, **WAYS[way]}
+    settings = {"n_ctx": 1024, "n_ubatch": 48, "n_threads": 1, **WAYS[way]}
     with open_model(path) as model:
         hp = model.hparams
         assert model.warnings == ()
@@ -142,7 +142,7 @@ def test_company_drafts_and_kept_beginnings_change_nothing_in_reference_mode(
         answer(engine, ids[:250], (100, 240))
         warm = {n: answer(engine, prompt) for n, prompt in asked.items()}
         assert_planned(engine, books)
-    with open_engine(path, **reference) as cold:
+    with open_engine(path, n_threads=1, **reference) as cold:
         for client in clients:
             assert client.tokens == alone(cold, client.request)[0]
         wanted = {n: answer(cold, prompt, reuse=False) for n, prompt in asked.items()}

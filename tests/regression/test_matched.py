@@ -16,7 +16,6 @@ from regression.compare import (
 from regression.harness import (
     KV_TYPES,
     MODELS,
-    MODES,
     QUANTIZED_KV,
     THREADS,
     Models,
@@ -26,6 +25,9 @@ from regression.harness import (
     our_logits,
     random_ids,
 )
+
+# Two threads of single rows mostly wait for one another: f16 alone has two.
+KV_MODES = (("f16", "whole"), ("f16", "layered"), ("q8_0", "layered"), ("q4_0", "whole"))
 
 
 @pytest.mark.parametrize(
@@ -50,15 +52,14 @@ def test_every_named_node_equals_upstreams(
             pos0 += len(chunk)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kv", KV_TYPES)
+@pytest.mark.parametrize("kv, mode", KV_MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_prompts_and_decode_steps_equal_upstreams(
     name: str, kv: str, mode: str, models: Models, upstream: Upstream
 ) -> None:
-    path = models.path(name)
-    cfg = {"n_ctx": 1024, "threads": THREADS, "type_k": kv, "type_v": kv}
-    with open_engine(path, type_k=kv, type_v=kv, mode=mode) as engine:
+    path, threads = models.path(name), THREADS if kv == "f16" else 1
+    cfg = {"n_ctx": 1024, "threads": threads, "type_k": kv, "type_v": kv}
+    with open_engine(path, type_k=kv, type_v=kv, mode=mode, n_threads=threads) as engine:
         for n in PROMPT_LENGTHS:
             ids = random_ids(engine.hparams.n_vocab, n, seed=n)
             theirs = upstream.logits(path, ids, **cfg)
