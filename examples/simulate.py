@@ -37,7 +37,7 @@ def main() -> None:
     n_layer, n_expert, n_used = trace.shape.sizes
     print(f"{trace.n_tokens} tokens, {n_layer} layers, {n_used} of {n_expert} experts a token")
     for share in (0.25, 0.5, 0.75):
-        slots = even_slots(n_layer, n_expert, share)
+        slots = even_slots([True] * n_layer, n_expert, share)
         for policy in ("lru", "lfu"):
             found = simulate(trace, slots, parse_policy(policy), find_machine("desktop")).stats
             print(

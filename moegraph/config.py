@@ -88,8 +88,8 @@ class EngineConfig:
     )  # fmt: skip
     pin_layers: int | None = setting(
         "int", None, ("--pin-layers",),
-        "Number of full layers, whose experts all stay on the device. Default: chosen.", minimum=0,
-        maximum=1 << 10, group="Expert",
+        "Number of full layers: layers with experts, all of which stay on the device. Default: "
+        "chosen.", minimum=0, maximum=1 << 10, group="Expert",
     )  # fmt: skip
     cache_slots: int | None = setting(
         "int", None, ("--cache-slots",),

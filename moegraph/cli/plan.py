@@ -226,8 +226,8 @@ def _head(model: ModelFile, job: _Job, rows: list[_Row]) -> list[tuple[str, str]
         machine = f"none: {rows[0].times.why}"
     kinds = config.type_k if config.type_k == config.type_v else f"{config.type_k}/{config.type_v}"
     return [
-        ("model", f"{name}: {hp.n_layer} layers of {hp.n_expert} experts, {hp.n_expert_used} used; "
-                  f"{format_bytes(model.n_bytes)}"),
+        ("model", f"{name}: {len(hp.routed_layers)} layers of {hp.n_expert} experts, "
+                  f"{hp.n_expert_used} used; {format_bytes(model.n_bytes)}"),
         ("context", f"{config.ctx_within(hp.n_ctx_train):,} positions, KV cache {kinds}, "
                     f"{format_bytes(job.need.kv)}"),
         ("machine", machine),

@@ -179,10 +179,11 @@ def simulate_command(
     times = Times.of(assumed, _given_sizes(trace, trace_path, target, expert_size))
     routing = Routing.of(trace, profile_path, profile_class)
     stages = by_shares(trace.shape.n_layer, shares) if shares else []
+    routed = trace.routed.tolist()
     rows = []
     with ui.Bars() as bars:
         for at, percent in enumerate(resident):
-            n_slots = even_slots(trace.shape.n_layer, trace.shape.n_expert, percent / 100)
+            n_slots = even_slots(routed, trace.shape.n_expert, percent / 100)
             for name, policy in chosen.items():
                 bars("simulate", at, len(resident))
                 found = routing.predict(n_slots, policy, times, miss, stages=stages, skip=skip)

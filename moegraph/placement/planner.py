@@ -115,7 +115,7 @@ def make_plan(
     rest of the budget. source: where the budget comes from, for messages.
     """
     n_layer = need.n_layer
-    require_counts(n_layer, need.n_expert, pin_layers, cache_slots)
+    require_counts(need, pin_layers, cache_slots)
     # staging is not needed if every layer is full
     is_all = pin_layers is None and cache_slots is None
     is_all = is_all or (pin_layers or 0) >= len(need.routed)
@@ -145,13 +145,12 @@ def make_plan(
     return plan
 
 
-def require_counts(
-    n_layer: int, n_expert: int, pin_layers: int | None, cache_slots: int | None
-) -> None:
-    """Check what the user set."""
+def require_counts(need: Footprint, pin_layers: int | None, cache_slots: int | None) -> None:
+    """Check what the user set: layers with experts count, dense ones do not."""
+    n_routed = len(need.routed)
     for name, value, most in (
-        ("--pin-layers", pin_layers, n_layer),
-        ("--cache-slots", cache_slots, n_layer * n_expert),
+        ("--pin-layers", pin_layers, n_routed),
+        ("--cache-slots", cache_slots, n_routed * need.n_expert),
     ):
         if value is not None and not 0 <= value <= most:
             raise ConfigError(f"{name} is {value}; allowed for this model: 0 to {most}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 
 import numpy as np
@@ -214,10 +215,14 @@ def warm_cache(
     return cache
 
 
-def even_slots(n_layer: int, n_expert: int, share: float) -> list[int]:
-    """Return slots [n_layer] for a share of all experts, 0 to 1, spread evenly."""
-    each, extra = divmod(round(share * n_layer * n_expert), n_layer)
-    return [min(each + (il < extra), n_expert) for il in range(n_layer)]
+def even_slots(routed: Sequence[bool], n_expert: int, share: float) -> list[int]:
+    """Return slots [n_layer] for a share of all experts, 0 to 1, spread evenly.
+
+    routed [n_layer]: whether a layer has experts; one without counts as full.
+    """
+    each, extra = divmod(round(share * sum(routed) * n_expert), sum(routed))
+    found = zip(routed, accumulate(routed))
+    return [min(each + (n <= extra), n_expert) if has else n_expert for has, n in found]
 
 
 def throughput(stage_seconds: Sequence[float], n_seq: int) -> tuple[float, int, float]:

@@ -10,6 +10,7 @@ each; a larger, faster one gets more.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -93,15 +94,15 @@ def split_layers(
     """
     if len(places) > n_layer:
         raise ConfigError(f"{len(places)} devices for {n_layer} layers; name fewer (--device)")
-    n_expert = need_of(0, range(1)).n_expert
-    require_counts(n_layer, n_expert, settings.pin_layers, settings.cache_slots)
+    whole = need_of(0, range(n_layer))
+    require_counts(whole, settings.pin_layers, settings.cache_slots)
     ranges: Sequence[range] = (range(n_layer),)
     if settings.shares is not None:
         ranges = by_shares(n_layer, settings.shares)
     elif len(places) > 1:
-        ranges = _fastest(n_layer, places, need_of, settings)
+        ranges = _fastest(whole, places, need_of, settings)
     return tuple(
-        StagePlan(layers, plan_stage(place, need_of(at, layers), layers, n_layer, settings))
+        StagePlan(layers, plan_stage(place, need_of(at, layers), layers, whole.routed, settings))
         for at, (place, layers) in enumerate(zip(places, ranges))
     )
 
@@ -131,19 +132,21 @@ def shares_of(text: str) -> tuple[float, ...] | None:
 
 
 def plan_stage(
-    place: Place, need: Footprint, layers: range, n_layer: int, settings: SplitSettings
+    place: Place, need: Footprint, layers: range, routed: Sequence[int], settings: SplitSettings
 ) -> Plan:
-    """Return the plan for some layers in a place; errors as in `make_plan`."""
+    """Return the plan for some layers in a place; errors as in `make_plan`.
+
+    routed: the layers of the model with experts, over which numbers of the user are divided.
+    """
+    start, stop = (bisect_left(routed, il) for il in (layers.start, layers.stop))
 
     def part(total: int | None) -> int | None:
         """Return these layers' part of a number that counts for all."""
-        if total is None:
-            return None
-        return total * layers.stop // n_layer - total * layers.start // n_layer
+        return None if total is None else total * stop // len(routed) - total * start // len(routed)
 
     pins, slots = part(settings.pin_layers), part(settings.cache_slots)
     if place.needs_all:
-        pins, slots = len(layers), None
+        pins, slots = len(need.routed), None
     demand = settings.demand
     if demand is not None:
         demand = [demand[il] for il in layers]
@@ -151,19 +154,18 @@ def plan_stage(
 
 
 def _fastest(
-    n_layer: int, places: Sequence[Place], need_of: NeedOf, settings: SplitSettings
+    whole: Footprint, places: Sequence[Place], need_of: NeedOf, settings: SplitSettings
 ) -> tuple[range, ...]:
     """Return the ranges with which a token takes least time."""
-    plain = SplitSettings(settings.pin_layers, settings.cache_slots)
-    everything = need_of(0, range(n_layer))
-    alone = min(_read_seconds(place, everything) for place in places)
+    plain, n_layer = SplitSettings(settings.pin_layers, settings.cache_slots), whole.n_layer
+    alone = min(_read_seconds(place, whole) for place in places)
     failed: list[Exception] = []
 
     def cost(at: int, layers: range) -> float:
         """Return what these layers cost in a place: least where all places are equal."""
         need, place = need_of(at, layers), places[at]
         try:
-            plan = plan_stage(place, need, layers, n_layer, plain)
+            plan = plan_stage(place, need, layers, whole.routed, plain)
         except (ConfigError, OutOfDeviceMemory) as error:
             failed.append(error.with_traceback(None))  # its frames know us
             return math.inf

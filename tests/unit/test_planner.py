@@ -81,7 +81,11 @@ def test_a_dense_layer_costs_nothing_and_is_no_full_one() -> None:
     assert make_plan(need, None, pin_layers=3).all_resident
     demand = [[1.0] * 8, [0.0] * 8, [1.0] * 8, [9.0] * 8, [0.0] * 8]
     assert make_plan(need, rest + 120, demand=demand).n_slots == (8, 2, 8, 8, 2)
-    dense = make_plan(replace(need, slot_bytes=(0, 0)), need.fixed, cache_slots=3)
+    with pytest.raises(ConfigError, match="--pin-layers is 4; allowed for this model: 0 to 3"):
+        make_plan(need, None, pin_layers=4)
+    with pytest.raises(ConfigError, match="--cache-slots is 25; allowed for this model: 0 to 24"):
+        make_plan(need, None, cache_slots=25)
+    dense = make_plan(replace(need, slot_bytes=(0, 0)), need.fixed, cache_slots=0)
     assert dense.all_resident and dense.bytes["staging"] == 0
 
 

@@ -187,9 +187,14 @@ def test_measured_speeds_follow_from_the_built_in_machine(
 ) -> None:
     """The second half by builds whose graphs did not fetch by themselves."""
     trace = generate_trace(RouterShape(40, 256, 8), 64 + 384)
-    slots = even_slots(40, 256, n_slots / (40 * 256))
+    slots = even_slots([True] * 40, 256, n_slots / (40 * 256))
     found = simulate(trace, slots, Lfu(), MACHINES["h200"], skip=64, is_pinned=is_pinned)
     assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=0.1)
+
+
+def test_slots_are_spread_over_layers_with_experts() -> None:
+    assert even_slots([False, True, False, True, True], 8, 0.45) == [8, 4, 8, 4, 3]
+    assert even_slots([True] * 2, 8, 1.0) == [8, 8]
 
 
 def test_traces_that_do_not_fit_or_are_too_short_are_refused() -> None:

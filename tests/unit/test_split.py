@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +107,24 @@ def test_one_device_without_a_limit_is_no_limit() -> None:
     places = [Place(8 * GiB), Place(None)]
     plan = merged(split_layers(N_LAYER, places, need_of, AUTO), SIZES, N_EXPERT)
     assert plan.budget is None and plan.margin is None
+
+
+@pytest.mark.parametrize("n_dense", [1, 3, 20])
+@pytest.mark.parametrize("pins", [1, 4, 20])
+def test_dense_layers_take_no_part_of_what_the_user_set(n_dense: int, pins: int) -> None:
+    def need(at: int, layers: range) -> Footprint:
+        sizes = tuple(SIZES[il] * (il >= n_dense) for il in layers)
+        return replace(need_of(at, layers), slot_bytes=sizes)
+
+    settings = SplitSettings(pin_layers=pins, cache_slots=7, shares=(1, 1, 6))
+    stages = split_layers(N_LAYER, [Place(None)] * 3, need, settings)
+    held = [n for stage in stages for n in stage.plan.n_slots]
+    assert sum(held[n_dense:]) == pins * N_EXPERT + 7 * (pins < N_LAYER - n_dense)
+    places = [Place(None, needs_all=True), Place(None)]
+    first, _ = split_layers(N_LAYER, places, need, replace(settings, shares=(1, 3)))
+    assert first.plan.all_resident
+    with pytest.raises(ConfigError, match=f"allowed for this model: 0 to {N_LAYER - n_dense}"):
+        split_layers(N_LAYER, places, need, SplitSettings(pin_layers=N_LAYER - n_dense + 1))
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=8), st.integers(8, 60))
