@@ -117,6 +117,7 @@ class Model:
     """What commands need to know of a model file; bytes."""
 
     n_layer: int
+    n_dense: int  # layers without experts, which are the first
     n_expert: int
     n_bytes: int
     expert_bytes: int
@@ -132,7 +133,8 @@ class Model:
             hp = model.hparams
             experts = sum(x.nbytes for x in model.tensors.values() if "_exps." in x.name)
         size = Path(path).stat().st_size
-        return cls(hp.n_layer, hp.n_expert, size, experts, hp.n_layer_nextn > 0)
+        n_dense = hp.n_layer - len(hp.routed_layers)
+        return cls(hp.n_layer, n_dense, hp.n_expert, size, experts, hp.n_layer_nextn > 0)
 
     def device_gib(self, share: float) -> float:
         """Return about how much memory a share of the experts and all else take on the device."""
@@ -140,11 +142,11 @@ class Model:
 
     def slots(self, share: float) -> int:
         """Return how many expert slots a share of the experts is."""
-        return round(share * self.n_layer * self.n_expert)
+        return round(share * (self.n_layer - self.n_dense) * self.n_expert)
 
     def ncmoe(self, share: float) -> int:
         """Return -ncmoe with which llama.cpp has that share of the experts on the device."""
-        return round((1 - share) * self.n_layer)
+        return self.n_dense + round((1 - share) * (self.n_layer - self.n_dense)) if share < 1 else 0
 
 
 # Sizes of the measurements, and of a try-out on a small model.

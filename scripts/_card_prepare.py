@@ -35,7 +35,7 @@ PIECE_BYTES = 15 << 20
 
 @dataclass(frozen=True)
 class Preset:
-    """A synthetic model. model, draft: options of make_model.py and make_drafter.py."""
+    """A synthetic model. model: options of make_model.py. draft: its drafter's preset, or ""."""
 
     about: str
     model: tuple[str, ...]
@@ -53,6 +53,11 @@ PRESETS = {
     "mini": Preset("a few MB, to try this script out; its figures mean nothing",
                    ("--preset", "mini35b", "--n-ctx-train", "65536"), "mini", 0.1, quick=True),
 }  # fmt: skip
+
+
+def find_preset(name: str) -> Preset:
+    """Return a preset: of those above, or of make_model.py, without a drafter."""
+    return PRESETS.get(name) or Preset("", ("--preset", name), "", 0.0)
 
 
 def look() -> None:
@@ -156,15 +161,17 @@ def choose_options(given: list[str], unpacked: list[str]) -> list[str]:
     return options
 
 
-def write_model(preset: Preset, folder: Path, settings: Settings) -> Settings:
-    """Write a synthetic model and its drafter, unless they are there; return the settings."""
+def write_model(name: str, folder: Path, settings: Settings) -> Settings:
+    """Write the synthetic model of a preset and its drafter, unless they are there.
+
+    Returns the settings.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    name = next(name for name, one in PRESETS.items() if one is preset)
+    preset = find_preset(name)
     model, draft = folder / f"{name}.gguf", folder / f"{name}-dflash.gguf"
-    wanted = {
-        model: ("make_model.py", *preset.model),
-        draft: ("make_drafter.py", "--preset", preset.draft),
-    }
+    wanted = {model: ("make_model.py", *preset.model)}
+    if preset.draft:
+        wanted[draft] = ("make_drafter.py", "--preset", preset.draft)
     for path, (script, *options) in wanted.items():
         if path.is_file():
             say(f"{path} is there")
@@ -174,4 +181,5 @@ def write_model(preset: Preset, folder: Path, settings: Settings) -> Settings:
         _venv.run_step(script, [_card.python(), ROOT / "scripts" / script, path, *options], env)
         size = path.stat().st_size / 1e9
         say(f"{path}: {size:.1f} GB in {time.monotonic() - start:.0f} s")
-    return settings.keep(model=str(model), draft=str(draft), quick=preset.quick)
+    used = str(draft) if preset.draft else ""
+    return settings.keep(model=str(model), draft=used, quick=preset.quick)

@@ -24,7 +24,7 @@ from _card_parts import PARTS, Part
 from _card_results import CUT, DONE, FAILED, Outcome, Results
 from _card_run import Runner
 
-MODEL = _card.Model(40, 256, 22_500_000_000, 19_500_000_000, True)
+MODEL = _card.Model(40, 0, 256, 22_500_000_000, 19_500_000_000, True)
 
 
 def nothing(lines: figures.Lines, part: str) -> Iterable[figures.Figure]:
