@@ -70,7 +70,7 @@ _BATCHED = (
 GROUPS = {
     "page": (
         "whole", "residency-60", "residency-25", "residency-none", "rows", "run", "lookup",
-        "server-all", "first",
+        "server-all", "first", "tests", "tests-alone",
     ),
     "before": (
         "before-whole", "before-60", "before-25", "before-none", "before-server", "before-lookup",

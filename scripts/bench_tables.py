@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of README.md and the pages of benchmarks from one run of scripts/measure_card.
+"""Write the tables of README.md and the pages of benchmarks from runs of scripts/measure_card.
 
 The pages name tables, and the parts of the run that each is made of. The script rewrites the text
 between two comments:
@@ -8,9 +8,10 @@ between two comments:
     <!-- end -->
 
 Tables: about, readme, decode, prompts, memory, figures. The lines of the run are in
-docs/benchmarks/card.jsonl; before the first --take there are none, and nothing is written.
+docs/benchmarks/card.jsonl, those of longer.md in longer.jsonl; before the first --take there are
+none, and nothing is written.
 
-    scripts/bench_tables.py --take build/measured   keep the lines of this run, and write
+    scripts/bench_tables.py --take build/measured   keep its lines for the pages of its parts
     scripts/bench_tables.py                         write
     scripts/bench_tables.py --check                 exit code 1 if anything would change
 """
@@ -36,8 +37,11 @@ from _card_results import DONE, Results
 from _tools import fetch
 
 DOCS = bench.ROOT / "docs"
-PAGES = (bench.ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "benchmarks" / "longer.md")
-RAW = bench.ROOT / "docs" / "benchmarks" / "card.jsonl"
+# The lines of a run, and the pages that show it.
+RUNS = {
+    DOCS / "benchmarks" / "card.jsonl": [bench.ROOT / "README.md", DOCS / "benchmarks.md"],
+    DOCS / "benchmarks" / "longer.jsonl": [DOCS / "benchmarks" / "longer.md"],
+}
 MARK = re.compile(r"(<!-- table: (\w+)((?: [\w-]+)+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Lines = Sequence[bench.Line]
 Samples = dict[tuple[str, str, str], list[float]]
@@ -312,8 +316,8 @@ def render(page: str, run: Run) -> str:
 def parser() -> bench.Parser:
     """Return the command line."""
     p = bench.Parser(description=__doc__)
-    p.add_argument("--pages", type=bench.existing, nargs="+", default=PAGES, metavar="FILE")
-    p.add_argument("--raw", type=Path, default=RAW, metavar="FILE", help="lines of the run")
+    p.add_argument("--pages", type=bench.existing, nargs="+", default=[], metavar="FILE")
+    p.add_argument("--raw", type=Path, metavar="FILE", help="lines of the run that --pages show")
     p.add_argument("--take", type=bench.existing, metavar="FOLDER", help="of measure_card")
     p.add_argument(
         "--check", action="store_true", help="write nothing; exit code 1 if a page would change"
@@ -323,21 +327,24 @@ def parser() -> bench.Parser:
 
 def write(args: argparse.Namespace) -> int:
     """Write or check the pages."""
-    texts = {path: path.read_text(encoding="utf-8") for path in args.pages}
-    names = [name for text in texts.values() for name in marked(text)]
-    if args.take:
-        take(args.take, args.raw, names)
-    if not args.raw.is_file():
-        return 0
-    found = Run.read(args.raw)
-    changed = {path: new for path, old in texts.items() if (new := render(old, found)) != old}
-    if args.check and changed:
-        print(f"{', '.join(path.name for path in changed)}: not what the raw lines say; run"
-              " scripts/bench_tables.py", file=sys.stderr)  # fmt: skip
-        return 1
-    for path, text in changed.items():
-        path.write_text(text, encoding="utf-8")
-    return 0
+    code = 0
+    for raw, pages in ({args.raw: args.pages} if args.raw else RUNS).items():
+        texts = {path: path.read_text(encoding="utf-8") for path in pages}
+        names = [name for text in texts.values() for name in marked(text)]
+        if args.take and (args.raw or not {*names}.isdisjoint(Results(args.take).outcomes())):
+            take(args.take, raw, names)
+        if not raw.is_file():
+            continue
+        found = Run.read(raw)
+        changed = {path: new for path, old in texts.items() if (new := render(old, found)) != old}
+        if args.check and changed:
+            print(f"{', '.join(path.name for path in changed)}: not what the raw lines say; run"
+                  " scripts/bench_tables.py", file=sys.stderr)  # fmt: skip
+            code = 1
+            continue
+        for path, text in changed.items():
+            path.write_text(text, encoding="utf-8")
+    return code
 
 
 if __name__ == "__main__":
