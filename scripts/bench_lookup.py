@@ -70,7 +70,7 @@ def dictated(prompt: Sequence[int], answer: Sequence[int]) -> Iterator[None]:
 
     def pick(self: Answers, asked: Answer, *_: Any) -> int:
         token = answer[min(len(asked.sequence.tokens), len(answer) - 1)]
-        asked.take(token, None)
+        asked.append(token, None)
         return token
 
     Answers.pick = pick  # type: ignore[method-assign, assignment]

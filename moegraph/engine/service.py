@@ -104,7 +104,7 @@ class Service:
         vocabulary = self._engine.tokenizer if request.text else None
         answer = Answer(
             request, self._core, vocabulary,
-            lambda answer, reason: deliver(answer.step(reason)),
+            lambda answer, reason: deliver(answer.next_step(reason)),
         )  # fmt: skip
         with self._loop.lock:
             if self._failure:

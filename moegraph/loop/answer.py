@@ -152,14 +152,14 @@ class Answer:
         self.n_cached = self.n_read = n_cached
         self.began = time.perf_counter()
 
-    def take(self, token: int, logits: npt.NDArray[np.float32] | None = None) -> None:
+    def append(self, token: int, logits: npt.NDArray[np.float32] | None = None) -> None:
         """Have the text go on with a token; `tell` delivers it.
 
         logits: F32 [n_vocab], if they are wanted.
         """
         self.sequence.append(token)
         if not self.choice.greedy:
-            self.choice.take(token, self.is_drawn)
+            self.choice.accept(token, self.is_drawn)
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self.fresh.append((token, logits))
@@ -207,7 +207,7 @@ class Answer:
         self.is_over, self.reason, self.error = True, reason, error
         self._send(reason)
 
-    def step(self, reason: str | None) -> Step:
+    def next_step(self, reason: str | None) -> Step:
         """Return what the caller was not told yet; reason: why the answer ends with it."""
         fresh, self.fresh = self.fresh, deque()
         text = "".join([self.sequence.tell() for _ in fresh])

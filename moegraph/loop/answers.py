@@ -92,7 +92,7 @@ class Answers:
     def draw(self, answer: Answer, output: Output, row: int) -> None:
         """Draw the next token of a request from a row of results; `tell` delivers it."""
         self.guard(answer, partial(self.pick, answer, output, row))
-        self.keep(answer)
+        self.note_drawn(answer)
 
     def is_late(self, answer: Answer, output: Output, row: int, node: int = 0) -> bool:
         """Return whether a grammar does not know yet what may follow a row; then keep the row.
@@ -110,7 +110,7 @@ class Answers:
         if answer.late and answer.choice.is_ready(0):
             (logits, node), answer.late = answer.late, None
             self.guard(answer, partial(self.pick, answer, Output(logits=logits[None]), 0, node))
-            self.keep(answer)
+            self.note_drawn(answer)
 
     def pick(
         self,
@@ -132,7 +132,7 @@ class Answers:
             token = int(output.argmax[row])
         else:
             token = answer.choice.pick(output, row, node, offered)
-        answer.take(token, self._rows(answer, output, row) if answer.wants_logits else None)
+        answer.append(token, self._rows(answer, output, row) if answer.wants_logits else None)
         return token
 
     def _rows(self, answer: Answer, output: Output, row: int) -> npt.NDArray[np.float32]:
@@ -141,7 +141,7 @@ class Answers:
             return self._passes.runner.logits(max(row, 0)).copy()
         return output.logits if answer.choice.keep_logits and row < 0 else output.logits[row]
 
-    def keep(self, answer: Answer) -> None:
+    def note_drawn(self, answer: Answer) -> None:
         """Have the next `tell` say what was drawn; a text that has ended gives its slot back."""
         if not answer.is_over:
             self._to_tell.append(answer)

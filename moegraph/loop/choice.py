@@ -194,7 +194,7 @@ class RowSampler:
 class TokenChoice:
     """Chooses the next tokens of one sequence.
 
-    For each pass: `draw_words` before it, `prepare` while the device computes, `pick` and `take`
+    For each pass: `draw_words` before it, `prepare` while the device computes, `pick` and `accept`
     when the results are there.
 
     greedy: the device's argmax is the next token. keep_logits: the caller gets the logits of all
@@ -340,7 +340,7 @@ class TokenChoice:
             allowed,
         )
 
-    def take(self, token: int, is_last: bool) -> None:
+    def accept(self, token: int, is_last: bool) -> None:
         """Note that the text goes on with a token; is_last: and ends with it."""
         self.sampler.accept(token)
         if self.constraint and not is_last:

@@ -75,7 +75,7 @@ class Decoding:
         groups = self.groups
         if groups is None:
             return False
-        self.take()
+        self.finish_pass()
         n_rows, n = len(batch), groups.choice.n_groups(len(batch))
         is_one_pass = len(self._passes.room.groups(answer.slot for answer in batch)) == 1
         if n == 1 or not is_one_pass or self._drafting or not groups.has_room(batch):
@@ -87,7 +87,7 @@ class Decoding:
 
     def finish_passes(self) -> None:
         """Have no pass in flight, and draw from what was; errors as in `decode_groups`."""
-        self.take()
+        self.finish_pass()
         if self.groups and self.groups.is_flying:
             self.groups.finish_passes()
             self._answers.tally.begin_round()
@@ -119,7 +119,7 @@ class Decoding:
             *before, last = self._passes.room.groups(by_slot)
             for slots in before:
                 self._start([by_slot[slot] for slot in slots])
-                self.take()
+                self.finish_pass()
             batch = [by_slot[slot] for slot in last]
         self._start(batch)
 
@@ -198,7 +198,7 @@ class Decoding:
                 is_listed = True
         return not is_listed, draws if is_listed else None
 
-    def take(self) -> None:
+    def finish_pass(self) -> None:
         """Wait for the pass in flight, if there is one, and draw from its results."""
         if self._begun is None:
             return
@@ -318,7 +318,7 @@ class Decoding:
                 self._drafting.drew(answer, one.drawn)
             answer.n_drafted += one.tree.n_rows - 1
             answer.n_accepted += len(one.path) - 1
-            self._answers.keep(answer)
+            self._answers.note_drawn(answer)
         return n_drawn
 
 

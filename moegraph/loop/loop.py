@@ -66,7 +66,7 @@ class Loop:
 
     def step(self) -> bool:
         """Take the results of the pass in flight and start the next; False: there is none."""
-        self._decoding.take()
+        self._decoding.finish_pass()
         again = self._again
         if again and not (self._has_news or self.answers.left):
             self._decode(again.keys)
@@ -173,7 +173,7 @@ class Loop:
 
     def _make_room(self, batch: list[Answer]) -> list[Answer]:
         """Return those of some requests that can take a row each, once others have made room."""
-        self._decoding.take()
+        self._decoding.finish_pass()
         batch = self._decoding.ready(batch)
         while batch and not self._swapping.has_room(batch):
             youngest = max(batch, key=lambda answer: answer.submitted)

@@ -365,7 +365,7 @@ class Reading:
         answers.swept(answer)
         answer.n_read = len(answer.ids)
         answer.tell_progress()
-        answers.keep(answer)
+        answers.note_drawn(answer)
         self._keep(answer, saved, answer.marks)
         answers.read.append(answer)
 
