@@ -100,15 +100,15 @@ def test_a_prefix_brings_what_drafters_kept_of_it(
 ) -> None:
     """Prompts that part from one another early and late, in an order that overwrites rings."""
     engine = drafting(open_engine, tmp_path, name)
-    ids, other = prompt(engine, 700), prompt(engine, 500, seed=1)
+    ids, other = prompt(engine, 440), prompt(engine, 310, seed=1)
     asked = [
-        (ids, (200, 600), 0),
-        (other, (450,), 0),
-        (np.concatenate([ids[:650], other[:30]]), (600,), 600),
-        (np.concatenate([ids[:620], other[:30]]), (600,), 600),
-        (np.concatenate([ids[:210], other[:330]]), (200,), 200),
-        (np.concatenate([other[:470], ids[:30]]), (450,), 450),
-        (ids[:690], (600,), 600),
+        (ids, (100, 360), 0),
+        (other, (280,), 0),
+        (np.concatenate([ids[:410], other[:30]]), (360,), 360),
+        (np.concatenate([ids[:380], other[:30]]), (360,), 360),
+        (np.concatenate([ids[:110], other[:200]]), (100,), 100),
+        (np.concatenate([other[:290], ids[:30]]), (280,), 280),
+        (ids[:430], (360,), 360),
     ]
     for at, (one, marks, n_reused) in enumerate(asked):
         answer, n = text(engine, one, 6, *marks)

@@ -140,6 +140,6 @@ def test_an_interrupt_before_any_line_of_a_pass(engine, expected, n_rows: int) -
             break
         np.testing.assert_array_equal(run(engine, WIDTHS), expected, err_msg=f"line {line}")
         check_sound(engine)
-        step += 1
+        step += 2
         line += 1 + step
     np.testing.assert_array_equal(run(engine, WIDTHS), expected)

@@ -26,7 +26,7 @@ BOUND_S, TIMES_ALONE = 0.25, 4.0
 # So long may the first token of a short request take that comes meanwhile, where slots are free.
 FIRST_S = 0.5
 # How long a hostile request may go on, and how often it is tried: other processes make gaps too.
-LASTS_S, TRIES = 1.0, 3
+LASTS_S, TRIES = 0.6, 3
 
 # Prints when each piece of a stream arrives, and a line for the end of each stream: in a process of
 # its own, so that what this one does is not measured.
@@ -288,7 +288,7 @@ def short(enemy: Enemy) -> None:
 def calm(watch: Watch) -> float:
     """Return the longest gap alone, when what went before has ended."""
     for _ in range(10):
-        found = watch.gap(lambda: time.sleep(0.2))
+        found = watch.gap(lambda: time.sleep(0.1))
         if found < BOUND_S / 3:
             break
     return found

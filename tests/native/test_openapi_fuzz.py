@@ -26,7 +26,7 @@ CHECKS: Any = [
 ]  # fmt: skip
 # Of all operations together: a busy machine gets to fewer of them, in an order of chance. Answers
 # are cut after a second (--timeout).
-BUDGET_S = 15.0
+BUDGET_S = 9.0
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,7 @@ def test_a_sequence_without_host_memory_stays(
 
 
 @pytest.mark.parametrize(
-    ("seed", "settings"), [(0, SETTINGS[0]), (5, SETTINGS[2])], ids=[NAMES[0], NAMES[2]]
+    ("seed", "settings"), [(6, SETTINGS[0]), (4, SETTINGS[2])], ids=[NAMES[0], NAMES[2]]
 )
 def test_sequences_that_do_not_all_fit_hold_what_they_say(
     open_engine: Open, seed: int, settings: dict[str, Any]
@@ -183,8 +183,8 @@ def test_sequences_that_do_not_all_fit_hold_what_they_say(
     chosen = {"cpu_reference": True, "n_ctx": 512, "deterministic": True}
     engine = open_engine(n_seq=5, n_kv=1280, **chosen, **settings)
     machine = PoolMachine(engine, open_engine(**chosen), seed)
-    machine.run(60)
-    assert machine.n_full + machine.n_shared > 2
+    machine.run(36)
+    assert min(machine.n_full, machine.n_shared) > 2
     for swapped, _ in machine.away:
         swapped.close()
     for slot in range(5):

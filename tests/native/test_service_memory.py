@@ -43,7 +43,7 @@ def test_requests_go_to_host_memory_and_back(open_engine: Open, settings: dict[s
                 Client(service, prompt(engine, n, seed=n), max_tokens=n_tokens, reuse=i % 2 == 0,
                        sampling=SAMPLINGS[i % 2], name=f"{i}")
                 for i, (n, n_tokens) in enumerate(
-                    ((200, 600), (150, 700), (10, 500), (700, 30), (5, 5), (300, 500), (1000, 24))
+                    ((200, 400), (150, 500), (10, 350), (700, 30), (5, 5), (300, 300), (1000, 24))
                 )
             ]  # fmt: skip
         for client in clients:

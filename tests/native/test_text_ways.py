@@ -17,7 +17,7 @@ from moegraph.runner import base
 
 TINY = Path(__file__).parents[2] / "moegraph" / "models" / "tiny.gguf"
 HELD_OUT = Path(__file__).parents[1] / "data" / "heldout.py.txt"
-SETTINGS: dict[str, Any] = {"device": "cpu", "cpu_reference": True}
+SETTINGS: dict[str, Any] = {"device": "cpu", "cpu_reference": True, "n_threads": 1}
 LENGTHS = (5, 33, 70, 130)
 
 

@@ -34,13 +34,11 @@ def left() -> Iterator[Callable[[], list[str]]]:
         gc.garbage.clear()
         return names
 
-    gc.collect()
-    gc.freeze()  # what other tests have loaded takes a second to look through
+    gc.freeze()  # for good: what other tests have loaded takes a second to look through
     gc.disable()
     yield found
     gc.set_debug(0)
     gc.garbage.clear()
-    gc.unfreeze()
     gc.enable()
 
 
