@@ -69,7 +69,7 @@ def dictated(prompt: Sequence[int], answer: Sequence[int]) -> Iterator[None]:
     kept = Answers.pick
 
     def pick(self: Answers, asked: Answer, *_: Any) -> int:
-        token = answer[min(len(asked.sequence.tokens), len(answer) - 1)]
+        token = answer[min(len(asked.generated.tokens), len(answer) - 1)]
         asked.append(token, None)
         return token
 

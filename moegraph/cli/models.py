@@ -17,7 +17,7 @@ from ..config import settings as engine_settings
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
 from ..gguf.hubnames import parse_hub_name
 from ..gguf.resolve import SHIPPED, resolve_target
-from ..loop.sequence import room_after
+from ..loop.generated import room_after
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer, open_soon
 from . import ui

@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..errors import Cancelled, ConfigError, RequestError
 from ..events import CancelToken
 from ..gguf.resolve import is_shipped
-from ..loop.sequence import room_after
+from ..loop.generated import room_after
 from ..sampling import SamplingParams
 from ..text.chat.template import TEMPLATE_KEY
 from ..text.tokenizer import read_ids, require_ids_in_range

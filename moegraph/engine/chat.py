@@ -13,8 +13,8 @@ from ..arch import ModelFile
 from ..errors import ContextOverflow, RequestError
 from ..gguf.reader import StringArray
 from ..gguf.vocab import TOKENS
+from ..loop.generated import room_after
 from ..loop.requests import Constraint, Request
-from ..loop.sequence import room_after
 from ..sampling import SamplingParams
 from ..text.chat.answer import AnswerParser
 from ..text.chat.forms import Form

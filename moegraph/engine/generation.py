@@ -154,7 +154,7 @@ class Generation:
         loop.add(answer)
         try:
             while not answer.is_over:
-                if answer.cancel.flag[0] and answer.sequence.tokens:
+                if answer.cancel.flag[0] and answer.generated.tokens:
                     loop.cancel(answer)
                 if not loop.step() and not answer.is_over:
                     raise InternalError("a request was left without an answer")
@@ -168,7 +168,7 @@ class Generation:
                     del error  # its frames know the answer: a circle would keep their memory
             if not answer.is_drawn or not self._n_told:
                 reason = answer.reason or "cancelled"
-                text = "" if answer.is_drawn else answer.sequence.cancel(reason)
+                text = "" if answer.is_drawn else answer.generated.cancel(reason)
                 yield self._event(None, text, answer.prompt_logits, reason)
         finally:
             if not answer.is_over or is_failed:
@@ -177,7 +177,7 @@ class Generation:
     def _give_up(self) -> None:
         """End early: after an error, or because the caller closed the generation."""
         passes, answer = self._core.passes, self._answer
-        if answer.sequence.tokens:
+        if answer.generated.tokens:
             passes.abandon(SEQ)
         else:  # what the sequence was before the prompt is right
             passes.prompts.abandon()  # the next call undoes them
@@ -190,11 +190,11 @@ class Generation:
 
     def _next_event(self) -> GenerationEvent:
         """Return the event of the next token that was drawn."""
-        answer, sequence = self._answer, self._answer.sequence
+        answer, generated = self._answer, self._answer.generated
         token, logits = answer.fresh.popleft()
         self._n_told += 1
-        text = sequence.tell()
-        reason = sequence.finish_reason if self._n_told == len(sequence.tokens) else None
+        text = generated.tell()
+        reason = generated.finish_reason if self._n_told == len(generated.tokens) else None
         return self._event(token, text, logits, reason)
 
     def _event(

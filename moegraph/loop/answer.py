@@ -25,8 +25,8 @@ from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch, SweptPrompt
 from ..text.tokenizer import Tokenizer
 from .choice import TokenChoice
+from .generated import GeneratedText
 from .requests import Request, Step, TokenLogprobs, Usage
-from .sequence import Sequence
 
 # Seconds between two steps that only say how much of the prompt is read.
 _PROGRESS_S = 0.25
@@ -92,7 +92,7 @@ class Answer:
         self.ids = ids = prompt_ids(request.prompt, n_vocab)
         if n_top is not None and not 0 <= n_top <= n_vocab:
             raise RequestError(f"{n_top} likeliest tokens; the vocabulary has {n_vocab}")
-        self.sequence = Sequence(
+        self.generated = GeneratedText(
             ids.tolist(),
             n_ctx=core.n_ctx,
             max_tokens=request.max_tokens,
@@ -135,7 +135,7 @@ class Answer:
     @property
     def is_drawn(self) -> bool:
         """Whether the last token was drawn."""
-        return self.sequence.finish_reason is not None
+        return self.generated.finish_reason is not None
 
     def submit(self) -> None:
         """Note that the request begins to wait now."""
@@ -157,7 +157,7 @@ class Answer:
 
         logits: F32 [n_vocab], if they are wanted.
         """
-        self.sequence.append(token)
+        self.generated.append(token)
         if not self.choice.greedy:
             self.choice.accept(token, self.is_drawn)
         self._last = time.perf_counter()
@@ -172,7 +172,7 @@ class Answer:
             len(self.ids),
             self.n_read,
             self.n_cached,
-            self.sequence.n_generated,
+            self.generated.n_generated,
             self.n_drafted,
             self.n_accepted,
             queued_s=began - self.submitted,
@@ -182,7 +182,7 @@ class Answer:
 
     def tell(self) -> None:
         """Deliver the tokens that were drawn; the last step if these end the text."""
-        reason = self.sequence.finish_reason
+        reason = self.generated.finish_reason
         if self.is_over or not (self.fresh or reason):
             return
         if reason:
@@ -210,13 +210,13 @@ class Answer:
     def next_step(self, reason: str | None) -> Step:
         """Return what the caller was not told yet; reason: why the answer ends with it."""
         fresh, self.fresh = self.fresh, deque()
-        text = "".join([self.sequence.tell() for _ in fresh])
+        text = "".join([self.generated.tell() for _ in fresh])
         if reason is not None and not self.is_drawn:
-            text += self.sequence.cancel(reason)
+            text += self.generated.cancel(reason)
         n_top, found = self.request.n_logprobs, []
         if n_top is not None:
             found = [token_logprobs(row, t, n_top) for t, row in fresh if row is not None]
-        stop = self.sequence.stop if reason == "stop" else None
+        stop = self.generated.stop if reason == "stop" else None
         tokens = tuple(token for token, _ in fresh)
         return Step(self.usage(), tokens, text, tuple(found), reason, stop, self.error)
 

@@ -145,7 +145,7 @@ class Answers:
         """Have the next `tell` say what was drawn; a text that has ended gives its slot back."""
         if not answer.is_over:
             self._to_tell.append(answer)
-            if answer.sequence.finish_reason:
+            if answer.generated.finish_reason:
                 self.leave(answer)
 
     def guard(self, answer: Answer, work: Callable[[], object]) -> None:
@@ -167,7 +167,7 @@ class Answers:
                 continue
             answer.tell()
             if answer.is_over:
-                self.tally.ended(answer, answer.sequence.finish_reason or "")
+                self.tally.ended(answer, answer.generated.finish_reason or "")
             elif answer.problem:
                 self.end(answer, "cancelled")
 
@@ -179,7 +179,7 @@ class Answers:
             return
         is_undone = answer not in self.sweeping or self._undo(answer)
         answer.end(reason, error)
-        self.tally.ended(answer, answer.sequence.finish_reason or reason)
+        self.tally.ended(answer, answer.generated.finish_reason or reason)
         if is_undone:
             for one in [answer, *(one for one in self.sweeping if one.is_over)]:
                 self.leave(one)
@@ -252,8 +252,8 @@ class Answers:
             if answer:
                 status = SlotStatus(
                     slot, "reading" if answer in self.sweeping else "answering", status.n_held,
-                    len(answer.ids), answer.n_read, answer.n_cached, answer.sequence.n_generated,
-                    answer.number, answer.request, "\n" in answer.sequence.text,
+                    len(answer.ids), answer.n_read, answer.n_cached, answer.generated.n_generated,
+                    answer.number, answer.request, "\n" in answer.generated.text,
                 )  # fmt: skip
             found.append(status)
         return tuple(found)

@@ -56,7 +56,7 @@ class Decoding:
         for answer in batch:
             if answer.late:
                 late.append(answer)
-            elif not (answer.is_over or answer.sequence.finish_reason):
+            elif not (answer.is_over or answer.generated.finish_reason):
                 found.append(answer)
         if late and not found:
             self._answers.tell()
@@ -150,7 +150,7 @@ class Decoding:
         """Start a pass of the last token of each request."""
         tokens, slots, is_greedy, draws = list[int](), list[int](), True, None
         for answer in batch:
-            tokens.append(answer.sequence.tokens[-1])
+            tokens.append(answer.generated.tokens[-1])
             slots.append(answer.slot)
             is_greedy = is_greedy and answer.choice.greedy
         if not is_greedy:
@@ -219,7 +219,7 @@ class Decoding:
                 n_rows = len(batch) * max((tree.n_rows for tree in trees or ()), default=1)
                 self._drafting.shared(len(batch), n_tokens, seconds, n_rows)
             for answer in batch:
-                if answer.sequence.finish_reason:
+                if answer.generated.finish_reason:
                     self._drafting.settle()  # perhaps no pass follows
 
     def _collect(self, batch: AnswerBatch, trees: Trees | None) -> Output:
@@ -252,7 +252,7 @@ class Decoding:
         for row, answer in enumerate(batch):
             if answer.is_over:
                 continue
-            tokens = answer.sequence.tokens
+            tokens = answer.generated.tokens
             anchor, n = tokens[-1], len(tokens)
             is_late = answer.choice.constraint is not None and answers.is_late(answer, output, row)
             if not is_late:

@@ -113,12 +113,12 @@ class Drafting:
         if n > 1:
             # asked once for all: while drafts rest, a pass must not cost more than without drafters
             self._lone = None
-            rests = speculation.rests(max(a.sequence.n_left for a in batch), n)
+            rests = speculation.rests(max(a.generated.n_left for a in batch), n)
         elif self._lone is not batch[0]:
             self._lone = batch[0]
             self.clock.begin()
         else:
-            lone = batch[0].sequence
+            lone = batch[0].generated
             rests = self._rests or speculation.finds_nothing(
                 batch[0].slot, lone.tokens[-1], lone.n_left
             )
@@ -147,7 +147,7 @@ class Drafting:
     def _tree(self, answer: Answer, proposal: Proposal | None) -> DraftTree:
         answer.may_draft = True
         if proposal is None:
-            return DraftTree((answer.sequence.tokens[-1],), (-1,))
+            return DraftTree((answer.generated.tokens[-1],), (-1,))
         tree, ends = proposal.tree, answer.request.keep_after
         if answer.choice.constraint:
             tree = answer.choice.cut(tree)
@@ -182,8 +182,8 @@ class Drafting:
         self.settle()
         self._rests = False
         if self._lone and not self._proposals:
-            lone, sequence = self._lone, self._lone.sequence
-            n_left, anchor = sequence.n_left - 1, sequence.tokens[-1]
+            lone, generated = self._lone, self._lone.generated
+            n_left, anchor = generated.n_left - 1, generated.tokens[-1]
             self._rests = self._speculation.foresee(lone.slot, n_left, anchor)
         self.clock.leave()
 
@@ -217,6 +217,6 @@ class Drafting:
 
 def _ask(answer: Answer) -> Ask:
     """Return what a request may draft."""
-    sequence, choice = answer.sequence, answer.choice
+    generated, choice = answer.generated, answer.choice
     race = None if choice.greedy else choice.sampler.race
-    return Ask(answer.slot, sequence.tokens[-1], sequence.n_left, sequence.n_room, race)
+    return Ask(answer.slot, generated.tokens[-1], generated.n_left, generated.n_room, race)

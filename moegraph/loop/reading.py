@@ -297,7 +297,7 @@ class Reading:
             self._tally.stepped(step)
         for answer in group:
             output = answer.swept.output if answer.swept and not answer.rest else None
-            if output and not answer.sequence.tokens:
+            if output and not answer.generated.tokens:
                 self._pick(answer, output)
         self._answers.tell()  # the device may be computing by now
         return more
@@ -306,7 +306,7 @@ class Reading:
         """Draw the first token, before other results take the place of these."""
         if not answer.is_drawn:  # otherwise nothing is to be generated
             self._answers.guard(answer, lambda: self._answers.pick(answer, output, -1))
-        elif answer.wants_logits and not answer.sequence.tokens:
+        elif answer.wants_logits and not answer.generated.tokens:
             answer.prompt_logits = output.logits
 
     def _note(self, answer: Answer, more: bool) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moegraph.draft.plan import SpecStats
 from moegraph.events import CancelToken, GenerationEvent
-from moegraph.loop.sequence import Sequence
+from moegraph.loop.generated import GeneratedText
 from moegraph.sampling import SamplingParams
 
 END = 0
@@ -140,7 +140,7 @@ class FakeEngine:
             max_tokens=max_tokens, stop=stop, text=text, reuse=reuse,
             marks=list(marks),
         ))  # fmt: skip
-        sequence = Sequence(
+        sequence = GeneratedText(
             ids, n_ctx=self.n_ctx, max_tokens=max_tokens, stop=stop,
             piece=self.tokenizer.piece if text else None,
             eog_ids=self.tokenizer.eog_ids if text else (),
@@ -150,7 +150,7 @@ class FakeEngine:
 
     def _events(
         self,
-        sequence: Sequence,
+        sequence: GeneratedText,
         answer: bytes,
         cancel: CancelToken,
         keep_logits: bool,

@@ -14,8 +14,8 @@ from typing import Any
 
 from moegraph.engine.chat import ChatRequest, Prepared, Prompt, TextRequest
 from moegraph.errors import MoegraphError, RequestError
+from moegraph.loop.generated import room_after
 from moegraph.loop.requests import Request, Step, TokenLogprobs, Usage
-from moegraph.loop.sequence import room_after
 from moegraph.loop.status import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.server.host import LoadedModel, ModelFacts
 from moegraph.text.chat.answer import AnswerParser

@@ -43,7 +43,7 @@ PURE = (
     "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
     "draft.plan", "draft.race", "draft.shared", "draft.tree",
     "engine.chat", "passes.prefixtree", "loop.requests",
-    "loop.sequence", "passes.speculation",
+    "loop.generated", "passes.speculation",
     "loop.costs", "loop.groupchoice", "loop.scheduler", "loop.status",
 )  # fmt: skip
 

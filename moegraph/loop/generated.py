@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Collection, Sequence
 from numbers import Integral
 
 from ..errors import ContextOverflow, RequestError
@@ -24,19 +23,17 @@ def room_after(n_prompt: int, n_ctx: int) -> int:
     return n_ctx - n_prompt + 1
 
 
-class Sequence:
-    """One request while it runs: its ids, its text so far, and why it ended.
-
-    This is the text, not what computes it: in passes, a sequence is a number, and holds KV rows.
+class GeneratedText:
+    """The text of one request: its ids, what is known of it so far, and why it ended.
 
     An end-of-generation token counts as generated and has no text. A token that fills
-    ``max_tokens`` or the last position of the context ends the sequence with "length".
+    ``max_tokens`` or the last position of the context ends the text with "length".
 
     Args:
         prompt: token ids; at least one, at most n_ctx.
         n_ctx: positions of the context; the last generated token needs none.
         max_tokens: the most tokens to generate; None: until the context is full; 0: compute only
-            the prompt (the sequence is finished from the start).
+            the prompt (the text is finished from the start).
         piece: returns the bytes of a token; None: no text, and no stop strings.
         eog_ids: tokens that end the generation.
         stop: strings that end the generation; they are not part of the text.
@@ -44,13 +41,13 @@ class Sequence:
 
     def __init__(
         self,
-        prompt: SequenceOf[int],
+        prompt: Sequence[int],
         *,
         n_ctx: int,
         max_tokens: int | None = None,
         piece: Callable[[int], bytes] | None = None,
         eog_ids: Collection[int] = frozenset(),
-        stop: SequenceOf[str] = (),
+        stop: Sequence[str] = (),
     ) -> None:
         if stop and piece is None:
             raise RequestError("stop strings need the model's vocabulary, and none is loaded")
@@ -125,7 +122,7 @@ class Sequence:
         return self._matcher.matched if self._matcher else None
 
     def cancel(self, reason: str = "cancelled") -> str:
-        """End the sequence early and return the held-back text."""
+        """End the text early and return the held-back text."""
         return self._finish(reason)
 
     def _finish(self, reason: str) -> str:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.errors import ContextOverflow, RequestError
-from moegraph.loop.sequence import Sequence
+from moegraph.loop.generated import GeneratedText
 from moegraph.text.stream import MAX_STOP_CHARS, MAX_STOPS, StopMatcher
 
 
@@ -25,7 +25,7 @@ def split(data, cuts: list[int]):
 @given(st.lists(st.binary(max_size=6), min_size=1, max_size=8))
 def test_pieces_give_the_text_of_the_whole(pieces: list[bytes]) -> None:
     """What is shown is never taken back, though characters come in parts or are none."""
-    sequence = Sequence([0], n_ctx=99, max_tokens=len(pieces), piece=pieces.__getitem__)
+    sequence = GeneratedText([0], n_ctx=99, max_tokens=len(pieces), piece=pieces.__getitem__)
     whole, shown = b"".join(pieces).decode(errors="replace"), ""
     for token in range(len(pieces)):
         sequence.append(token)
@@ -91,7 +91,7 @@ def byte_of(token: int) -> bytes:
     return bytes([token])
 
 
-def take(seq: Sequence, token: int) -> str:
+def take(seq: GeneratedText, token: int) -> str:
     """Append a token; return the text that it completes."""
     seq.append(token)
     return seq.tell()
@@ -99,20 +99,20 @@ def take(seq: Sequence, token: int) -> str:
 
 class TestSequence:
     def test_the_context_bounds_max_tokens(self) -> None:
-        seq = Sequence([0] * 6, n_ctx=8, max_tokens=100)
+        seq = GeneratedText([0] * 6, n_ctx=8, max_tokens=100)
         while seq.finish_reason is None:
             take(seq, 7)
         assert seq.n_generated == 3
 
     def test_an_end_token_counts_and_has_no_text(self) -> None:
-        seq = Sequence([1], n_ctx=16, piece=byte_of, eog_ids={0})
+        seq = GeneratedText([1], n_ctx=16, piece=byte_of, eog_ids={0})
         take(seq, 104)
         assert take(seq, 0) == ""
         assert (seq.finish_reason, seq.tokens, seq.text) == ("stop", [104, 0], "h")
 
     @pytest.mark.parametrize("how", ["length", "eog", "cancel"])
     def test_held_text_appears_at_the_end(self, how: str) -> None:
-        seq = Sequence(
+        seq = GeneratedText(
             [1], n_ctx=64, max_tokens=2 if how == "length" else None,
             piece=byte_of, stop=["END"], eog_ids={0},
         )  # fmt: skip
@@ -125,34 +125,34 @@ class TestSequence:
         assert seq.text == "EN"
 
     def test_without_a_vocabulary_there_are_ids_and_no_text(self) -> None:
-        seq = Sequence([1], n_ctx=64, max_tokens=1)
+        seq = GeneratedText([1], n_ctx=64, max_tokens=1)
         assert (take(seq, 5), seq.tokens) == ("", [5])
         with pytest.raises(RequestError, match="vocabulary"):
-            Sequence([1], n_ctx=64, stop=["x"])
+            GeneratedText([1], n_ctx=64, stop=["x"])
 
     def test_an_impossible_prompt_is_refused(self) -> None:
         with pytest.raises(RequestError, match="prompt is empty"):
-            Sequence([], n_ctx=4)
+            GeneratedText([], n_ctx=4)
         with pytest.raises(ContextOverflow, match="5 tokens, the context holds 4"):
-            Sequence([1] * 5, n_ctx=4)
+            GeneratedText([1] * 5, n_ctx=4)
         for wrong in (-1, 2.5, 2.0, "2", float("nan"), np.float32(2)):
             line = f"max_tokens is {wrong!r}; allowed: an integer, 0 or more"
             with pytest.raises(RequestError, match=re.escape(line)):
-                Sequence([1], n_ctx=4, max_tokens=cast(int, wrong))
-        assert Sequence([1], n_ctx=4, max_tokens=cast(int, np.int64(2))).n_left == 2
+                GeneratedText([1], n_ctx=4, max_tokens=cast(int, wrong))
+        assert GeneratedText([1], n_ctx=4, max_tokens=cast(int, np.int64(2))).n_left == 2
 
 
 def test_tokens_that_come_together_are_told_one_by_one() -> None:
     """The last of them may end the text; what is held back before belongs to it."""
     halves = {1: b"\xc3", 2: b"\xa4", 3: b"x", 4: b"en", 5: b"d"}
     for stop, told, reason in ((), ["", "ä", "x"], "length"), (("end",), ["", "ä", "x"], "length"):
-        sequence = Sequence([9], n_ctx=99, max_tokens=3, piece=lambda t: halves[t], stop=stop)
+        sequence = GeneratedText([9], n_ctx=99, max_tokens=3, piece=lambda t: halves[t], stop=stop)
         for token in (1, 2, 3):
             sequence.append(token)
         assert (sequence.finish_reason, sequence.n_left) == (reason, 0)
         assert [sequence.tell() for _ in range(3)] == told
         assert sequence.text == "äx"
-    sequence = Sequence([9], n_ctx=99, piece=lambda t: halves[t], stop=("end",))
+    sequence = GeneratedText([9], n_ctx=99, piece=lambda t: halves[t], stop=("end",))
     assert sequence.n_left == sequence.n_room == 99
     for token in (3, 4):
         sequence.append(token)
