@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import UnsupportedModel
-from .base import Architecture, Layer, Routing
+from .base import Layer
 from .blocks.attention import attend_by_mask, write_keys
-from .blocks.experts import (
-    build_ffn,
-    build_shared_expert,
-    expert_tensors,
-    ffn_tensors,
-    shared_tensors,
-)
-from .blocks.router import Rules, build_router, read_rules
-from .hparams import MAX_DIM, MAX_LAYERS, read_experts, read_rope, read_sizes
+from .blocks.common import CommonArchitecture, read_dense_lead
+from .blocks.experts import expert_tensors, ffn_tensors, shared_tensors
+from .blocks.router import read_rules
+from .hparams import MAX_DIM, read_rope, read_sizes
 from .inputs import Memory, PassInputs, PassShape, Weights, project
 from .tensors import Expected, matrix, vector
 
@@ -39,12 +34,11 @@ _KV = "attn_kv_a_mqa.weight"
 
 
 @dataclass(frozen=True)
-class DeepSeek2(Architecture):
-    """See `Architecture`; n_embd_head_k and n_embd_head_v are those of the compressed row.
+class DeepSeek2(CommonArchitecture):
+    """See `CommonArchitecture`; n_embd_head_k and n_embd_head_v are those of the compressed row.
 
     head_k, head_v: of the heads that it stands for. n_lora_q: rank of Q's projection; 0: it has one
-    matrix. n_layer_dense_lead: first layers, which have an FFN of width n_ff and no experts.
-    kq_scale: of Q times K. rules: of its routers.
+    matrix. kq_scale: of Q times K.
     """
 
     name = "deepseek2"
@@ -54,18 +48,13 @@ class DeepSeek2(Architecture):
     head_k: int
     head_v: int
     n_lora_q: int
-    n_layer_dense_lead: int
-    n_ff: int
     kq_scale: float
-    rules: Rules
 
     @classmethod
     def read(cls, meta: Metadata, n_vocab: int) -> DeepSeek2:
         """Read and check the hyper-parameters."""
-        sizes = read_sizes(meta, n_vocab)
-        n_all = meta.integer(".block_count", 1, MAX_LAYERS)
-        n_nextn = meta.integer(".nextn_predict_layers", 0, n_all - 1, 0)
-        n_layer = n_all - n_nextn
+        sizes, layers = read_sizes(meta, n_vocab), read_dense_lead(meta)
+        n_layer = layers["n_layer"]
         if meta.number(".attention.temperature_scale", -1e6, 1e6, 0.0):
             what = "is set; moegraph does not run attention with a temperature for each position"
             raise meta.error(".attention.temperature_scale", what, UnsupportedModel)
@@ -73,30 +62,22 @@ class DeepSeek2(Architecture):
         log_mul = np.float32(meta.number(".rope.scaling.yarn_log_multiplier", 0.0, 1e3, 0.0))
         log_mul /= np.float32(0.1)
         rope = read_rope(meta, sizes["n_ctx_train"], scales_attn=not log_mul)
-        n_dense = meta.integer(".leading_dense_block_count", 0, n_layer - 1, 0)
         heads = _read_heads(meta, n_layer, n_vocab)
-        experts = read_experts(meta, n_all, shared=False, grouped=True)
-        n_shared = meta.integer(".expert_shared_count", 1, 1024)
         # llama.cpp knows old files of GLM-4.7-Flash, which do not say it, by these numbers
         is_sigmoid = n_layer in (47, 48) and n_vocab == 154_880
         return cls(
             **sizes,
-            n_layer=n_layer,
-            n_layer_nextn=n_nextn,
+            **layers,
             **heads,
-            **experts | {"n_ff_shexp": n_shared * experts["n_ff_exp"]},
             **rope,
-            n_layer_dense_lead=n_dense,
-            n_ff=meta.integer(".feed_forward_length", 1, MAX_DIM) if n_dense else 0,
             kq_scale=_kq_scale(rope, float(log_mul), heads["head_k"]),
-            rules=read_rules(meta, experts["n_expert"], is_sigmoid),
+            rules=read_rules(meta, layers["n_expert"], is_sigmoid),
         )
 
     def layer(self, il: int) -> Layer:
         """Return what a layer keeps."""
         kv = self.n_embd_head_k, self.n_embd_head_v
-        n_ff = self.n_ff if il < self.n_layer_dense_lead else 0
-        return Layer("MLA", kv=kv, v_in_k=True, n_ff=n_ff)
+        return replace(super().layer(il), mixer="MLA", kv=kv, v_in_k=True)
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of a layer."""
@@ -182,30 +163,6 @@ class DeepSeek2(Architecture):
         kv = b.name(b.norm(kv, w["attn_kv_a_norm.weight"], self.f_norm_rms_eps), "kv_cmpr", il)
         kv = b.name(b.reshape(kv, n_lora, 1, n), "Vcur", il)
         return b.name(b.concat(kv, rotated, 0), "Kcur", il)
-
-    def ffn_input(
-        self, b: Builder, w: Weights, cur: Tensor, x: Tensor, il: int
-    ) -> tuple[Tensor, Tensor]:
-        """Append residual and norm."""
-        residual = b.name(b.add(cur, x), "ffn_inp", il)
-        norm = b.norm(residual, w["ffn_norm.weight"], self.f_norm_rms_eps)
-        return residual, b.name(norm, "ffn_norm", il)
-
-    def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
-        """Append the choice of experts."""
-        return build_router(b, self, w, cur, il, self.rules)
-
-    def layer_end(
-        self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int
-    ) -> Tensor:
-        """Append dense FFN or shared expert, sum and residual."""
-        if il < self.n_layer_dense_lead:
-            out = build_ffn(b, w, cur, il)
-        else:
-            out = build_shared_expert(b, w, cur, il, gated=False)
-        if moe is not None:
-            out = b.name(b.add(moe, out), "ffn_out", il)
-        return b.expand(b.name(b.add(out, residual), "l_out", il))
 
 
 def _read_heads(meta: Metadata, n_layer: int, n_vocab: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from .base import Architecture, Layer, Routing
 from .blocks.attention import attend
 from .blocks.experts import build_ffn, expert_tensors, ffn_tensors
 from .blocks.router import build_router
-from .hparams import MAX_CTX, MAX_DIM, MAX_LAYERS, read_experts, read_rope, read_sizes, uniform
+from .hparams import MAX_CTX, MAX_DIM, read_experts, read_layers, read_rope, read_sizes, uniform
 from .inputs import Memory, PassInputs, PassShape, Weights, project
 from .tensors import Expected, matrix, vector
 
@@ -57,8 +57,8 @@ class Gemma4(Architecture):
     @classmethod
     def read(cls, meta: Metadata, n_vocab: int) -> Gemma4:
         """Read and check the hyper-parameters."""
-        sizes = read_sizes(meta, n_vocab)
-        n_layer = meta.integer(".block_count", 1, MAX_LAYERS)
+        sizes, layers = read_sizes(meta, n_vocab), read_layers(meta)
+        n_layer = layers["n_layer"]
         _refuse(meta)
         key = ".attention.head_count_kv"
         n_head = uniform(meta, ".attention.head_count", n_layer, 1, 65_536)
@@ -76,7 +76,7 @@ class Gemma4(Architecture):
         softcap = meta.number(".final_logit_softcapping", 0.0, 1e6, 0.0)
         (d, n_rot), (d_swa, n_rot_swa) = _heads(meta, ""), _heads(meta, "_swa")
         return cls(
-            **sizes, n_layer=n_layer, n_layer_nextn=0, n_head=n_head, n_head_kv=min(heads_kv),
+            **sizes, **layers, n_head=n_head, n_head_kv=min(heads_kv),
             n_embd_head_k=d, n_embd_head_v=d, n_rot=n_rot, **experts, **rope,
             windows=tuple(n_swa * bool(is_swa) for is_swa in pattern), heads_kv=heads_kv,
             n_embd_head_swa=d_swa, n_rot_swa=n_rot_swa, rope_freq_base_swa=base,
@@ -223,7 +223,6 @@ def _refuse(meta: Metadata) -> None:
     for key, what in (
         (".embedding_length_per_layer_input", "per-layer embeddings"),
         (".attention.shared_kv_layers", "layers that share K and V"),
-        (".nextn_predict_layers", "prediction (MTP) blocks of these models"),
     ):
         if n := meta.integer(key, 0, MAX_DIM, 0):
             raise meta.error(key, f"is {n}; moegraph does not run {what}", UnsupportedModel)

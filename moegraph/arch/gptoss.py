@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedModel
-from .base import Architecture, Layer, Routing
-from .blocks.attention import attention_layer, build_attention
+from .base import Layer, Routing
+from .blocks.attention import build_attention
+from .blocks.common import CommonArchitecture
 from .blocks.experts import expert_tensors
-from .hparams import MAX_CTX, MAX_LAYERS, read_attention, read_experts, read_rope, read_sizes
+from .hparams import MAX_CTX, read_attention, read_experts, read_layers, read_rope, read_sizes
 from .inputs import Memory, PassInputs, PassShape, Weights
 from .tensors import Expected, matrix, vector
 
@@ -27,29 +28,28 @@ _PATTERN = ".attention.sliding_window_pattern"
 
 
 @dataclass(frozen=True)
-class GptOss(Architecture):
+class GptOss(CommonArchitecture):
     """See `Architecture`; windows: n_swa of layers with a window, 0 of the others."""
 
     name = "gpt-oss"
     families = "gpt-oss"
     glu = "swiglu_oai"
     has_expert_biases = True
+    ffn_norm = ("ffn_inp", "post_attention_norm.weight", "attn_post_norm")
 
     windows: tuple[int, ...]
 
     @classmethod
     def read(cls, meta: Metadata, n_vocab: int) -> GptOss:
         """Read and check the hyper-parameters."""
-        sizes = read_sizes(meta, n_vocab)
-        n_layer = meta.integer(".block_count", 1, MAX_LAYERS)
-        attention = read_attention(meta, sizes["n_embd"], n_layer, rotates_all=True)
+        sizes, layers = read_sizes(meta, n_vocab), read_layers(meta)
+        n_layer = layers["n_layer"]
         rope = read_rope(meta, sizes["n_ctx_train"])
         _refuse_ropes(meta, rope["rope_freq_base"])
         return cls(
             **sizes,
-            n_layer=n_layer,
-            n_layer_nextn=0,
-            **attention,
+            **layers,
+            **read_attention(meta, sizes["n_embd"], n_layer, rotates_all=True),
             **read_experts(meta, n_layer, shared=False),
             **rope,
             windows=_read_windows(meta, n_layer),
@@ -58,7 +58,7 @@ class GptOss(Architecture):
     def layer(self, il: int) -> Layer:
         """Return what a layer keeps."""
         n_swa = self.windows[il]
-        kept = replace(attention_layer(self), window=n_swa or None, has_sinks=True)
+        kept = replace(super().layer(il), window=n_swa or None, has_sinks=True)
         return replace(kept, mixer="attention in a window") if n_swa else kept
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
@@ -85,16 +85,8 @@ class GptOss(Architecture):
         cur: Tensor, il: int,
     ) -> Tensor:  # fmt: skip
         """Append attention."""
-        out = build_attention(b, self, w, memory, inp, shape, cur, il, gated=False)
+        out = build_attention(b, self, w, memory, inp, shape, cur, il)
         return b.name(out, "attn_out", il)
-
-    def ffn_input(
-        self, b: Builder, w: Weights, cur: Tensor, x: Tensor, il: int
-    ) -> tuple[Tensor, Tensor]:
-        """Append residual and norm."""
-        residual = b.name(b.add(cur, x), "ffn_inp", il)
-        norm = b.norm(residual, w["post_attention_norm.weight"], self.f_norm_rms_eps)
-        return residual, b.name(norm, "attn_post_norm", il)
 
     def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
         """Append the choice of experts, by their logits, and the softmax over the chosen ones.
@@ -112,13 +104,6 @@ class GptOss(Architecture):
         data = b.soft_max(weights)
         weights = b.name(b.reshape(data, 1, k, n_tokens), "ffn_moe_weights_softmax", il)
         return Routing(argsort, topk, b.expand(weights), data)
-
-    def layer_end(
-        self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int
-    ) -> Tensor:
-        """Append the residual."""
-        out = b.cont(residual) if moe is None else b.add(moe, residual)
-        return b.expand(b.name(out, "l_out", il))
 
 
 def _read_windows(meta: Metadata, n_layer: int) -> tuple[int, ...]:

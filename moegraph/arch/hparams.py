@@ -32,6 +32,19 @@ def read_sizes(meta: Metadata, n_vocab: int) -> dict[str, Any]:
     }
 
 
+def read_layers(meta: Metadata, has_nextn: bool = False) -> dict[str, Any]:
+    """Read the block counts; has_nextn: the family's prediction (MTP) blocks can be run."""
+    if not meta.boolean(".attention.causal", True):
+        what = "is false; moegraph runs models whose positions attend to earlier ones"
+        raise meta.error(".attention.causal", what, UnsupportedModel)
+    n_all, key = meta.integer(".block_count", 1, MAX_LAYERS), ".nextn_predict_layers"
+    n_nextn = meta.integer(key, 0, n_all - 1, 0)
+    if n_nextn and not has_nextn:
+        what = f"is {n_nextn}; moegraph does not run prediction (MTP) blocks of these models"
+        raise meta.error(key, what, UnsupportedModel)
+    return {"n_layer": n_all - n_nextn, "n_layer_nextn": n_nextn}
+
+
 def uniform(
     meta: Metadata, key: str, n_all: int, low: int, high: int, default: int | None = None
 ) -> int:

@@ -11,16 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .base import Routing
 from .blocks.attention import attention_tensors
-from .blocks.router import Rules, build_router
+from .blocks.router import Rules
 from .hparams import MAX_DIM, uniform
-from .inputs import Weights
 from .qwen3moe import Qwen3Moe
 from .tensors import Expected
 
 if TYPE_CHECKING:
-    from ..ggml.ops import Builder, Tensor
     from ..gguf.metadata import Metadata
 
 
@@ -43,13 +40,8 @@ class Olmoe(Qwen3Moe):
             raise meta.error(".attention.key_length", what)
         # llama.cpp reads no other width of experts here
         n_ff = uniform(meta, ".feed_forward_length", hp.n_layer, 1, MAX_DIM)
-        return replace(hp, n_ff_exp=n_ff)
+        return replace(hp, n_ff_exp=n_ff, rules=Rules(normed=False))
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of a layer."""
-        mixer = attention_tensors(self, gated=False, wide_norms=True)
-        return super().layer_tensors(il, merged) | mixer
-
-    def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
-        """Append the choice of experts."""
-        return build_router(b, self, w, cur, il, Rules(normed=False))
+        return super().layer_tensors(il, merged) | attention_tensors(self, wide_norms=True)

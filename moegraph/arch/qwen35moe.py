@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedModel
-from .base import Architecture, Layer, Routing
-from .blocks.attention import attention_layer, attention_tensors, build_attention, build_keys_values
+from .base import Architecture, Layer
+from .blocks.attention import attention_tensors, build_attention
+from .blocks.common import CommonArchitecture
 from .blocks.deltanet import (
     PROJECTIONS,
     DeltaArchitecture,
@@ -24,13 +25,8 @@ from .blocks.deltanet import (
     delta_tensors,
     read_delta,
 )
-from .blocks.experts import (
-    build_shared_expert,
-    expert_tensors,
-    shared_tensors,
-)
-from .blocks.router import build_router
-from .hparams import MAX_DIM, MAX_LAYERS, read_attention, read_experts, read_rope, read_sizes
+from .blocks.experts import expert_tensors, shared_tensors
+from .hparams import MAX_DIM, read_attention, read_experts, read_layers, read_rope, read_sizes
 from .inputs import Memory, PassInputs, PassShape, Weights
 from .tensors import Expected, vector
 
@@ -40,12 +36,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Qwen35Moe(DeltaArchitecture):
+class Qwen35Moe(DeltaArchitecture, CommonArchitecture):
     """See `Architecture`; recurrent: which layers are DeltaNets."""
 
     name = "qwen35moe"
     families = "Qwen3.5 and Qwen3.6 Mixture-of-Experts"
     same_input = (PROJECTIONS, *Architecture.same_input)
+    ffn_norm = ("attn_residual", "post_attention_norm.weight", "attn_post_norm")
 
     @classmethod
     def read(cls, meta: Metadata, n_vocab: int) -> Qwen35Moe:
@@ -60,7 +57,7 @@ class Qwen35Moe(DeltaArchitecture):
 
     def layer(self, il: int) -> Layer:
         """Return what layer il keeps."""
-        return delta_layer(self) if self.is_recurrent(il) else attention_layer(self)
+        return delta_layer(self) if self.is_recurrent(il) else super().layer(il)
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of layer il."""
@@ -81,34 +78,6 @@ class Qwen35Moe(DeltaArchitecture):
         if self.is_recurrent(il):
             return build_deltanet(b, self, w, memory, inp, shape, cur, il)
         return build_attention(b, self, w, memory, inp, shape, cur, il, gated=True)
-
-    def ffn_input(
-        self, b: Builder, w: Weights, cur: Tensor, x: Tensor, il: int
-    ) -> tuple[Tensor, Tensor]:
-        """Append residual and norm."""
-        residual = b.name(b.add(cur, x), "attn_residual", il)
-        norm = b.norm(residual, w["post_attention_norm.weight"], self.f_norm_rms_eps)
-        return residual, b.name(norm, "attn_post_norm", il)
-
-    def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:
-        """Append the choice of experts."""
-        return build_router(b, self, w, cur, il)
-
-    def layer_end(
-        self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, moe: Tensor | None, il: int
-    ) -> Tensor:
-        """Append shared expert, sum and residual."""
-        out = build_shared_expert(b, w, cur, il)
-        if moe is not None:
-            out = b.name(b.add(moe, out), "ffn_out", il)
-        return b.expand(b.name(b.add(out, residual), "l_out", il))
-
-    def keys_values(
-        self, b: Builder, w: Weights, memory: Memory, pos: Tensor, kv_idx: Tensor, cur: Tensor,
-        il: int,
-    ) -> None:  # fmt: skip
-        """Append the writes of K and V."""
-        build_keys_values(b, self, w, memory, pos, kv_idx, cur, il)
 
     def commit(
         self, b: Builder, w: Weights, memory: Memory, rows: list[Tensor], slots: Tensor,
@@ -134,19 +103,15 @@ def read_hybrid(meta: Metadata, n_vocab: int) -> dict[str, Any]:
 
 def _layers(meta: Metadata) -> dict[str, Any]:
     """Read the block counts and which layers are recurrent."""
-    n_all = meta.integer(".block_count", 1, MAX_LAYERS)
-    n_nextn = meta.integer(".nextn_predict_layers", 0, MAX_LAYERS, 0)
-    if n_nextn >= n_all:
-        what = f"is {n_nextn}, but there are {n_all} blocks in all"
-        raise meta.error(".nextn_predict_layers", what)
-    n_layer = n_all - n_nextn
+    layers = read_layers(meta, has_nextn=True)
+    n_layer, n_all = layers["n_layer"], sum(layers.values())
     if ".attention.recurrent_layers" in meta:
         flags = meta.integers(".attention.recurrent_layers", n_all, 0, 1)[:n_layer]
         recurrent = tuple(bool(flag) for flag in flags)
     else:
         interval = meta.integer(".full_attention_interval", 1, 1 << 31, 4)
         recurrent = tuple((il + 1) % interval != 0 for il in range(n_layer))
-    return {"n_layer": n_layer, "n_layer_nextn": n_nextn, "recurrent": recurrent}
+    return layers | {"recurrent": recurrent}
 
 
 def _check_sections(meta: Metadata, n_rot: int, n_embd_head: int) -> None:

@@ -162,7 +162,7 @@ def test_a_key_of_the_wrong_type_is_named(read: Read, suffix: str, kind: str) ->
         ("ssm.group_count", 3, "do not divide"),
         ("ssm.group_count", 0, "allowed"),
         ("full_attention_interval", 0, "allowed"),
-        ("nextn_predict_layers", 4, "there are 4 blocks"),
+        ("nextn_predict_layers", 4, "allowed are 0 to 3"),
     ],
 )
 def test_a_value_that_cannot_run_is_refused(read: Read, suffix: str, v: int, words: str) -> None:

@@ -23,7 +23,7 @@ def attention_layer(hp: Architecture) -> Layer:
 
 
 def attention_tensors(
-    hp: Architecture, gated: bool, varies: bool = False, wide_norms: bool = False
+    hp: Architecture, gated: bool = False, varies: bool = False, wide_norms: bool = False
 ) -> dict[str, Expected]:
     """Return the tensors of an attention mixer; gated: each head of Q has a gate after it.
 
@@ -46,7 +46,7 @@ def attention_tensors(
 
 def build_attention(
     b: Builder, hp: Architecture, w: Weights, memory: Memory, inp: PassInputs, shape: PassShape,
-    cur: Tensor, il: int, gated: bool,
+    cur: Tensor, il: int, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """Append one attention mixer: F32 [n_embd, n_tokens] in and out.
 

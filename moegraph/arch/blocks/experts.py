@@ -118,13 +118,17 @@ def build_ffn(
     return b.name(b.mul_mat(w[f"ffn_down{suffix}.weight"], act, in_f32), "ffn_out", il)
 
 
-def build_shared_expert(b: Builder, w: Weights, cur: Tensor, il: int, gated: bool = True) -> Tensor:
-    """Append the shared expert; gated: scaled by its gate. F32 [n_embd, n_tokens] in and out.
+def build_shared_expert(
+    b: Builder, w: Weights, cur: Tensor, il: int, in_f32: bool = False, name: str = "ffn_shexp"
+) -> Tensor:
+    """Append the shared expert, scaled by its gate, if any: F32 [n_embd, n_tokens] in and out.
+
+    in_f32: see `Architecture.sums_in_f32`. name: of the node before the gate.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_ffn.
     """
-    out = b.name(build_ffn(b, w, cur, il, "_shexp"), "ffn_shexp", il)
-    if not gated:
+    out = b.name(build_ffn(b, w, cur, il, "_shexp", in_f32=in_f32), name, il)
+    if "ffn_gate_inp_shexp.weight" not in w:
         return out
     gate = b.name(b.mul_mat(w["ffn_gate_inp_shexp.weight"], cur), "shared_expert_gate", il)
     gate = b.name(b.sigmoid(gate), "shared_expert_gate_sigmoid", il)
