@@ -143,7 +143,7 @@ class Architecture(ABC):
         """
 
     def model_tensors(self) -> dict[str, Expected]:
-        """Return the tensors outside the layers that layers read."""
+        """Return the tensors outside the layers that only this architecture has or asks for."""
         return {}
 
     def at(self, il: int) -> Architecture:

@@ -45,7 +45,7 @@ class GptOss(CommonArchitecture):
         sizes, layers = read_sizes(meta, n_vocab), read_layers(meta)
         n_layer = layers["n_layer"]
         rope = read_rope(meta, sizes["n_ctx_train"])
-        _refuse_ropes(meta, rope["rope_freq_base"])
+        _refuse_windows(meta, rope["rope_freq_base"])
         return cls(
             **sizes,
             **layers,
@@ -60,6 +60,10 @@ class GptOss(CommonArchitecture):
         n_swa = self.windows[il]
         kept = replace(super().layer(il), window=n_swa or None, has_sinks=True)
         return replace(kept, mixer="attention in a window") if n_swa else kept
+
+    def model_tensors(self) -> dict[str, Expected]:
+        """Return the head, for which the embedding does not serve here."""
+        return {"output.weight": matrix(self.n_embd, self.n_vocab)}
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of a layer."""
@@ -118,13 +122,18 @@ def _read_windows(meta: Metadata, n_layer: int) -> tuple[int, ...]:
     return tuple(n_swa * one for one in has_window)
 
 
-def _refuse_ropes(meta: Metadata, base: float) -> None:
-    """Refuse what gives layers with a window another rope than the others."""
+def _refuse_windows(meta: Metadata, base: float) -> None:
+    """Refuse what gives layers with a window another rope, or other heads, than the others."""
     key = ".rope.freq_base_swa"
     own = meta.number(key, 1.0, 1e12, base)
     if own != base:
         what = f"is {own:g} but rope.freq_base {base:g}; moegraph needs them equal"
         raise meta.error(key, what, UnsupportedModel)
+    for name in (".attention.key_length", ".attention.value_length", ".rope.dimension_count"):
+        key = f"{name}_swa"
+        if key in meta and meta.integer(key, 0, MAX_CTX) != meta.integer(name, 0, MAX_CTX, 0):
+            what = f"is not {meta.full(name)}; moegraph needs heads of one size"
+            raise meta.error(key, what, UnsupportedModel)
     key, kind = ".rope.scaling.type", meta.string(".rope.scaling.type", "linear")
     if kind == "none" and meta.number(".rope.scaling.factor", 0.0, 1e6, 0.0) not in (0.0, 1.0):
         what = "is 'none' with a factor, by which llama.cpp scales layers with a window"

@@ -17,12 +17,12 @@ from .deepseek2 import DeepSeek2
 from .gemma4 import Gemma4
 from .glm4moe import Glm4Moe
 from .gptoss import GptOss
-from .mtp import nextn_warnings, refuse_mtp_alone
+from .mtp import block_tensors, nextn_warnings, refuse_mtp_alone
 from .olmoe import Olmoe
 from .qwen3moe import Qwen3Moe
 from .qwen3next import Qwen3Next
 from .qwen35moe import Qwen35Moe
-from .tensors import Expected, block_index, check_tensors, matrix, vector
+from .tensors import Expected, check_tensors, matrix, vector
 
 _ARCHITECTURE = "general.architecture"
 _ALL: tuple[type[Architecture], ...] = (
@@ -55,9 +55,9 @@ class ModelFile(GgufFile):
         self.hparams = hp = kind.read(meta, check_vocab(meta, embedding.ne[1], kind.tokenizer))
         expected = expected_tensors(hp, merged_layers(hp, tensors))
         nextn = range(hp.n_layer, hp.n_layer + hp.n_layer_nextn)
-        blocks = (f"blk.{il}.{n}" for il in nextn for n in hp.layer_tensors(hp.n_layer, False))
+        blocks = {f"blk.{il}.{n}" for il in nextn for n in block_tensors(hp, tensors, il)}
         _check_variants(path, hp, tensors, {*expected, *blocks})
-        run = {name: info for name, info in tensors.items() if block_index(name) not in nextn}
+        run = {name: info for name, info in tensors.items() if name not in blocks}
         warnings = nextn_warnings(hp, tensors) + check_tensors(path, run, expected)
         self.warnings = (*warnings, *self.warnings)
         return tensors

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..gguf.tensorfile import TensorInfo
 
 
-def _block_tensors(hp: Architecture, tensors: Collection[str], il: int) -> dict[str, Expected]:
+def block_tensors(hp: Architecture, tensors: Collection[str], il: int) -> dict[str, Expected]:
     """Return the tensors of prediction (MTP) block il, named without 'blk.N.'."""
     n_embd, n_vocab = hp.n_embd, hp.n_vocab
     merged = f"blk.{il}.ffn_gate_up_exps.weight" in tensors
@@ -61,7 +61,7 @@ def nextn_warnings(hp: Architecture, tensors: Mapping[str, TensorInfo]) -> list[
 
 def _fault(hp: Architecture, tensors: Mapping[str, TensorInfo], il: int) -> str:
     """Return what a prediction block lacks, after its number, or '' if it is whole."""
-    for name, spec in _block_tensors(hp, tensors, il).items():
+    for name, spec in block_tensors(hp, tensors, il).items():
         info = tensors.get(f"blk.{il}.{name}")
         if info is None and spec.required:
             return f"{il} lacks {name}"
@@ -83,7 +83,7 @@ def require_nextn(
     fault = _fault(hp, tensors, il)
     if fault:
         raise ModelFileError(f"{path}: prediction block {fault}; the file cannot draft with MTP")
-    for name, spec in _block_tensors(hp, tensors, il).items():
+    for name, spec in block_tensors(hp, tensors, il).items():
         if f"blk.{il}.{name}" in tensors:
             check_tensor(path, tensors[f"blk.{il}.{name}"], spec)
 

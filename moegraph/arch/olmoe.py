@@ -15,7 +15,7 @@ from .blocks.attention import attention_tensors
 from .blocks.router import Rules
 from .hparams import MAX_DIM, uniform
 from .qwen3moe import Qwen3Moe
-from .tensors import Expected
+from .tensors import Expected, matrix
 
 if TYPE_CHECKING:
     from ..gguf.metadata import Metadata
@@ -41,6 +41,10 @@ class Olmoe(Qwen3Moe):
         # llama.cpp reads no other width of experts here
         n_ff = uniform(meta, ".feed_forward_length", hp.n_layer, 1, MAX_DIM)
         return replace(hp, n_ff_exp=n_ff, rules=Rules(normed=False))
+
+    def model_tensors(self) -> dict[str, Expected]:
+        """Return the head, for which the embedding does not serve here."""
+        return {"output.weight": matrix(self.n_embd, self.n_vocab)}
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of a layer."""

@@ -57,6 +57,9 @@ def test_the_pattern_says_which_layers_have_a_window(pattern: Any, windows: list
     ({"attention__sliding_window_pattern": [1, 0]}, ModelFileError, "has 2 elements; expected 4"),
     ({"rope__dimension_count": 32}, ModelFileError, "rotates all 64 dimensions"),
     ({"rope__freq_base_swa": 1e4}, UnsupportedModel, "moegraph needs them equal"),
+    ({"attention__key_length_swa": 32}, UnsupportedModel, "key_length_swa is not gpt-oss"),
+    ({"attention__value_length_swa": 32}, UnsupportedModel, "moegraph needs heads of one size"),
+    ({"rope__dimension_count_swa": 32}, UnsupportedModel, "moegraph needs heads of one size"),
     ({"rope__scaling__type": "none"}, UnsupportedModel, "by which llama.cpp scales layers with a"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused(changes: Any, kind: type[Exception], words: str) -> None:
