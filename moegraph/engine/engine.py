@@ -129,10 +129,10 @@ class Engine:
         self.threads = loaded.threads
         self.runner = loaded.runner
         runner = loaded.runner
-        self._to_say: list[str] = []
+        self._messages: list[str] = []
         rest = loaded.files, loaded.n_ctx, loaded.threads
         if isinstance(runner, StagedRunner):
-            self._to_say = runner.lines
+            self._messages = runner.lines
             self.passes: Passes = GroupPasses(runner, *rest)
         else:
             self.passes = Passes(runner, *rest)
@@ -254,11 +254,11 @@ class Engine:
 
     def drain_messages(self) -> list[str]:
         """Return messages about devices, misses, drafters, saved prompts since the last call."""
-        said, self._to_say = self._to_say, []
+        messages, self._messages = self._messages, []
         found = self.speculation.drain_messages() if self.speculation else []
         disk = self.prefixes.store.disk
         found += disk.drain_messages() if disk else []
-        return said + found
+        return messages + found
 
     def hand_over(self) -> None:
         """Release the engine from this thread; the next thread that calls owns it.

@@ -88,7 +88,7 @@ class Decoding:
     def finish_passes(self) -> None:
         """Have no pass in flight, and draw from what was; errors as in `decode_groups`."""
         self.finish_pass()
-        if self.groups and self.groups.is_flying:
+        if self.groups and self.groups.is_busy:
             self.groups.finish_passes()
             self._answers.tally.begin_round()
         if self._drafting:
@@ -99,7 +99,7 @@ class Decoding:
         if self._begun:
             self._passes.abandon(*(answer.slot for answer in self._begun[0]))
             self._begun = None
-        if self.groups and self.groups.is_flying:
+        if self.groups and self.groups.is_busy:
             self.groups.give_up()
 
     def _note(self, n_rows: int, n_groups: int) -> float | None:
@@ -271,8 +271,8 @@ class Decoding:
         if tokens[-1] not in answer.request.keep_after:
             return
         save = partial(self._prefixes.save, answer.slot)
-        if self.groups and self.groups.is_flying:
-            self.groups.when_landed(save)
+        if self.groups and self.groups.is_busy:
+            self.groups.when_idle(save)
         else:
             save()
 

@@ -42,15 +42,15 @@ class Groups:
         self._passes, self._answers = passes, answers
         self._draws, self._draw = draws, draw
         self.choice = GroupChoice(passes.most)
-        self._flying: deque[list[Answer]] = deque()  # the oldest first
+        self._pending: deque[list[Answer]] = deque()  # the oldest first
         self._to_save: list[Callable[[], object]] = []
 
     @property
-    def is_flying(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether passes are in flight."""
-        return bool(self._flying)
+        return bool(self._pending)
 
-    def when_landed(self, work: Callable[[], object]) -> None:
+    def when_idle(self, work: Callable[[], object]) -> None:
         """Have something done when no pass is in flight; none starts before."""
         self._to_save.append(work)
 
@@ -62,11 +62,11 @@ class Groups:
     def decode(self, batch: AnswerBatch, n_groups: int) -> None:
         """Run the next row of each request, and start the one after it."""
         most = -(-len(batch) // n_groups)
-        flying = {id(answer) for group in self._flying for answer in group}
-        waiting = deque(answer for answer in batch if id(answer) not in flying)
+        pending = {id(answer) for group in self._pending for answer in group}
+        waiting = deque(answer for answer in batch if id(answer) not in pending)
         for _ in range(n_groups):
             self._fill(waiting, most, n_groups)
-            if self._flying:
+            if self._pending:
                 waiting.extend(self._collect())
         self._fill(waiting, most, n_groups)
         if self._to_save:
@@ -74,7 +74,7 @@ class Groups:
 
     def _fill(self, waiting: deque[Answer], most: int, n_groups: int) -> None:
         """Start passes of requests that have none in flight."""
-        while waiting and len(self._flying) < n_groups and not self._to_save:
+        while waiting and len(self._pending) < n_groups and not self._to_save:
             group = [waiting.popleft() for _ in range(min(most, len(waiting)))]
             self._submit([answer for answer in group if _goes_on(answer)])
 
@@ -91,14 +91,14 @@ class Groups:
         except MoegraphError as error:
             answers.failed(group, error)
             return
-        self._flying.append(group)
+        self._pending.append(group)
         answers.tell()
         for answer in group:
             answers.guard(answer, partial(answer.choice.prepare, None))
 
     def _collect(self) -> list[Answer]:
         """Draw from the results of the oldest pass; return its requests that go on."""
-        group = self._flying.popleft()
+        group = self._pending.popleft()
         try:
             output = self._passes.collect_group()
         except NotFinite as error:
@@ -118,7 +118,7 @@ class Groups:
 
     def finish_passes(self) -> None:
         """Draw from the results of all passes in flight, and start none."""
-        while self._flying:
+        while self._pending:
             self._collect()
         work, self._to_save = self._to_save, []
         for save in work:
@@ -126,7 +126,7 @@ class Groups:
 
     def give_up(self) -> None:
         """Forget the passes in flight; nothing is drawn."""
-        self._flying.clear()
+        self._pending.clear()
         self._to_save.clear()
         with suppress(MoegraphError):  # of a device that is lost; whoever uses it next is told
             self._passes.give_up_groups()

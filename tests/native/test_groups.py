@@ -66,16 +66,16 @@ class Groups:
         self.waiting = deque(
             list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)
         )
-        self.flying: deque[list[int]] = deque()
+        self.pending: deque[list[int]] = deque()
         self.found: list[list[np.ndarray]] = [[] for _ in rows]
 
     def submit(self) -> None:
         slots = self.waiting.popleft()
         self.passes.submit_group(self.rows[slots][:, None], slots, False, None)
-        self.flying.append(slots)
+        self.pending.append(slots)
 
     def collect(self) -> None:
-        slots = self.flying.popleft()
+        slots = self.pending.popleft()
         logits = self.passes.collect_group().require_logits()
         for row, slot in enumerate(slots):
             self.found[slot].append(logits[row])
@@ -85,10 +85,10 @@ class Groups:
     def run(self, n: int) -> None:
         """Run so many passes of each group, with as many in flight as may be."""
         for _ in range(n * len(self.waiting)):
-            while len(self.flying) == self.passes.most or not self.waiting:
+            while len(self.pending) == self.passes.most or not self.waiting:
                 self.collect()
             self.submit()
-        while self.flying:
+        while self.pending:
             self.collect()
 
 
@@ -139,12 +139,12 @@ def test_a_fault_in_one_group_does_not_lose_the_other(
     with faulty("mg_launch", n_calls, C.GGML_STATUS_FAILED):
         for _ in range(3):
             for step in (groups.submit, groups.submit, groups.collect, groups.collect):
-                before = list(groups.flying[0]) if groups.flying else []
+                before = list(groups.pending[0]) if groups.pending else []
                 slots = list(groups.waiting[0]) if groups.waiting else []
                 try:
                     if step == groups.submit and not groups.waiting:
                         continue
-                    if step == groups.collect and not groups.flying:
+                    if step == groups.collect and not groups.pending:
                         continue
                     step()
                 except NativeError:
