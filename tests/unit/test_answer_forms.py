@@ -27,6 +27,7 @@ TOOLS = [
 END = "<|end|><|start|>assistant"
 THOUGHT = f"<|channel|>analysis<|message|>I\nthink{END}"
 Case = tuple[Form, str, str, str, list[tuple[str, str]]]
+PING = [("ping", "{}")]
 
 
 def to(name: str, arguments: str, more: str = " <|constrain|>json") -> str:
@@ -113,6 +114,12 @@ GEMMA_CASES: list[Case] = [
     ),
     (GEMMA, gemma("look", f"{q('at')}:here"), "", "", [("look", '{"at": "here"}')]),
     (GEMMA, "<|tool_call>call:ping{}Done", "", "Done", [("ping", "{}")]),
+    # what is blank after a call is nothing
+    (
+        GEMMA, f"OK\n{gemma('ping', '')}\n \n{gemma('look', 'n:1')}\n",
+        "", "OK\n", [("ping", "{}"), ("look", '{"n": 1}')],
+    ),
+    (GEMMA, gemma("ping", "") + "\nDone\n", "", "Done\n", [("ping", "{}")]),
     (
         GEMMA, f"<|channel>thought\nSo {gemma('ping', '')}on<channel|>Yes",
         "So on", "Yes", [("ping", "{}")],
@@ -159,7 +166,11 @@ GLM_CASES: list[Case] = [
         "So", "OK", [("look", '{"at": "a\\nb"}')],
     ),
 ]  # fmt: skip
-CASES = [*HARMONY_CASES, *GEMMA_CASES, *GLM_CASES]
+HERMES_CASES: list[Case] = [
+    (HERMES, f'<tool_call>\n{{"name": "ping", "arguments": {none}}}\n</tool_call>', "", "", PING)
+    for none in ("null", "{}", '"{}"')
+]
+CASES = [*HARMONY_CASES, *GEMMA_CASES, *GLM_CASES, *HERMES_CASES]
 PROMPTS = {GLM: "<|assistant|><think>", HARMONY: "<|start|>assistant", GEMMA: "<|turn>model\n"}
 
 
@@ -247,6 +258,19 @@ def test_an_answer_goes_on_from_its_prompt() -> None:
     assert parser.is_reasoning and parser.push("<|end|>")[:1] == []
     parser = AnswerParser("<|channel>thought\nI", form=GEMMA, is_thinking=True)
     assert parser.push(" so<channel|>Yes") == [ReasoningPart(" so"), ContentPart("Yes")]
+
+
+@pytest.mark.parametrize("block", ["\n<think></think>", "</think>", "<think>\n\n</think>\n\n"])
+def test_lines_after_reasoning_that_the_prompt_ends_are_no_text(block: str) -> None:
+    for cuts in ([], [1], [1, 2]):
+        parser = AnswerParser(f"<|assistant|>{block}", form=GLM_LINES)
+        answer = Reply()
+        for start, end in zip((0, *cuts), (*cuts, 99)):
+            answer.add(parser.push("\n\nYes\n"[start:end]))
+        answer.add(parser.flush())
+        assert (answer.reasoning, answer.content) == ("", "Yes\n")
+    # and those of a text that goes on
+    assert AnswerParser(f"{block}It is:", form=GLM_LINES).push("\nso") == [ContentPart("\nso")]
 
 
 def test_without_tools() -> None:

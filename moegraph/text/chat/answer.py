@@ -32,7 +32,9 @@ class ReasoningSplitter:
     @classmethod
     def after(cls, prompt: str) -> ReasoningSplitter:
         """Return a splitter for the text that follows this prompt."""
-        return cls(opened=prompt.rstrip().endswith(THINK))
+        found = cls(opened=prompt.rstrip().endswith(THINK))
+        found._skip_blank = prompt.rstrip().endswith(END_OF_THINK)
+        return found
 
     def push(self, text: str) -> tuple[str, str]:
         """Return (reasoning, answer): the parts that text completes."""

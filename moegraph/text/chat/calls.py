@@ -514,6 +514,8 @@ def _named(text: str) -> tuple[str, str]:
         raise ValueError("the call has no name")
     arguments = found.get("arguments", found.get("parameters", "{}"))
     inner = loads(arguments)
+    if inner is None:
+        return name, "{}"
     return name, inner if isinstance(inner, str) else arguments
 
 

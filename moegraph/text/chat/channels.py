@@ -46,6 +46,7 @@ class ChannelScanner:
         begun = prompt.rfind("<|message|>") > prompt.rfind("<|start|>")
         self._in_header = self._channels.is_first and not is_thinking and not begun
         self._after_call: Kind | None = None
+        self._skip_blank = False  # what is blank after a call is nothing
         self._told: set[Kind] = set()
         self._gap = ""  # before the next text
         self._held = ""
@@ -92,6 +93,8 @@ class ChannelScanner:
         return self._body()
 
     def _body(self) -> bool:
+        if self._skip_blank:
+            self._held = self._held.lstrip()
         tags = (*self._begins, *self._ends)
         places = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
         if not places:
@@ -176,6 +179,7 @@ class ChannelScanner:
         self._take_calls()
         # what is left of a wrong one is nothing
         self._kind = self._after_call if is_whole else None
+        self._skip_blank = True
 
     def _take_calls(self) -> None:
         assert self._call is not None
@@ -185,7 +189,7 @@ class ChannelScanner:
         if not text or self._kind is None:
             return
         kind = ContentPart if self._is_raw else self._kind
-        text, self._gap = self._gap + text, ""
+        text, self._gap, self._skip_blank = self._gap + text, "", False
         self._told.add(kind)
         self._out.append((kind, text))
 
