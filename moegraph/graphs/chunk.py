@@ -7,9 +7,9 @@ graphs read them.
 The mask of n rows over n_kv positions is made on the device. Within a page, a row sees the first
 positions and not the others, so each piece of the mask is one of PAGE + 1 patterns, and the host
 sends the numbers of the patterns. Layers with a window have patterns of their own, in which the
-positions before the window are hidden too. With --deterministic on CUDA, attention reads pages as
-decode passes do (paged.py): then the bits of a row do not depend on its chunk, and there is no
-mask.
+positions before the window are hidden too, and fewer columns (window.py). With --deterministic on
+CUDA, attention reads pages as decode passes do (paged.py): then the bits of a row do not depend on
+its chunk, and there is no mask.
 
 A chunk may have rows of several sequences (`JointRows`). Then the sequences and the KV rows that
 they attend to are inputs of the chunk too; otherwise all chunks share them.
@@ -18,6 +18,7 @@ they attend to are inputs of the chunk too; otherwise all chunks share them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from ..resident.weights import TokenEmbedding
 from ..units import round_up
 from .paged import ROW_WORDS, can_page, prompt_rows
 from .rows import gathered_rows
+from .window import Window
 
 _ALIGN = 64  # words
 # Sequences of a chunk, at most.
@@ -87,22 +89,30 @@ class _Sizes:
     """Words of the parts of the block: the chunk that graphs read, KV rows, and all chunks."""
 
     def __init__(
-        self, state: State, is_paged: bool, has_window: bool, max_rows: int, n_rows: int
+        self, state: State, is_paged: bool, window: Window | None, max_rows: int, n_rows: int
     ) -> None:
-        n_ctx, n_seq, n_masks = state.n_ctx, state.n_seq, 1 + has_window
+        n_ctx, n_seq = state.n_ctx, state.n_seq
         n_parts = 7 if n_seq > 1 else 3  # of a chunk; each is rounded up
-        self.row = n_parts - (n_seq > 1) + (ROW_WORDS if is_paged else n_masks * (n_ctx // PAGE))
-        n_parts += has_window
-        self.current = round_up(max_rows * self.row, _ALIGN) + n_parts * _ALIGN
+        self.row = n_parts - (n_seq > 1) + (ROW_WORDS if is_paged else n_ctx // PAGE)
+        n_columns = n_first = n_more = 0
+        if window:  # patterns, rows and indices; a single row may have a mask in place of patterns
+            self.row += n_ctx // PAGE + 2
+            n_more, n_first = 3, window.most_columns(0, 1) * 3 // 2
+            n_columns = max(n_first, window.most_columns(0, min(rounded_seqs(n_seq), MAX_SEQS)))
+            n_columns += max_rows
+        n_parts += n_more
+        self.current = round_up(max_rows * self.row, _ALIGN) + n_parts * _ALIGN + n_columns
         self.slot = _ALIGN
         self.draws = round_up(DRAW_WORDS, _ALIGN)
         self.kv_rows = n_ctx if n_seq > 1 else 0  # or lists of pages
         if is_paged:
             self.kv_rows = min(rounded_seqs(n_seq), MAX_SEQS) * state.pool.table.shape[1]
         self.n_chunks = -(-n_rows // max_rows) + _MORE_CHUNKS
-        self.all = round_up(n_rows * self.row, _ALIGN) + (3 + has_window) * _ALIGN * self.n_chunks
+        self.all = round_up(n_rows * self.row, _ALIGN) + (3 + n_more) * _ALIGN * self.n_chunks
+        if window:
+            self.all += self.n_chunks * n_first + n_rows
         # sequences and KV rows of chunks of several sequences
-        self.all += _JOINT_CHUNKS * (self.slot + self.kv_rows) if n_seq > 1 else 0
+        self.all += _JOINT_CHUNKS * (self.slot + self.kv_rows + n_columns) if n_seq > 1 else 0
         self.total = self.current + self.slot + self.draws + self.kv_rows + self.all
 
 
@@ -176,14 +186,14 @@ class ChunkInputs:
         device, hp, state = stage.device, stage.hp, stage.state
         self._device, self._state, self._n_embd = device, state, hp.n_embd
         self._is_paged = device.is_invariant and can_page(stage)
-        self._window = window = hp.window
-        sizes = self._sizes = _Sizes(state, self._is_paged, bool(window), max_rows, n_rows)
+        self._window = window = Window(state) if state.rings else None
+        sizes = self._sizes = _Sizes(state, self._is_paged, window, max_rows, n_rows)
         self.n_chunks = sizes.n_chunks
         self._slot_at = sizes.current
         self._draws_at = self._slot_at + sizes.slot
         self._kv_rows_at = self._draws_at + sizes.draws
         self._chunks_at = self._kv_rows_at + sizes.kv_rows
-        patterns = _patterns(window)
+        patterns = _patterns(state.window if window else None)
         shapes = {"words": (1, sizes.total), "patterns": (PAGE // 2, len(patterns))}
         self._block = Block(device, shapes, "the inputs of a prompt", "lower -ub or -c")
         self._words, self.n_bytes = self._block.tensors["words"], self._block.n_bytes
@@ -228,9 +238,22 @@ class ChunkInputs:
     def _n_words(self, n: int, shape: PassShape) -> tuple[int, int]:
         """Return the words of a chunk that graphs read at the start of the block, and of others."""
         n_seen = ROW_WORDS * n if self._is_paged else shape.n_kv // PAGE * shape.n_tokens
-        n_masks = 2 if self._window else 1
-        words = _Parts.of(n, shape).mask + n_masks * round_up(n_seen, _ALIGN)
+        words = _Parts.of(n, shape).mask + round_up(n_seen, _ALIGN)
+        if self._window:
+            words += sum(self._window_words(n, shape))
         return words, _ALIGN + self._n_kv_words(shape) if shape.is_ragged else 0
+
+    def _window_words(self, n: int, shape: PassShape) -> tuple[int, int, int]:
+        """Return the words of masks, rows and indices of layers with a window; see `_n_words`."""
+        if not self._window:
+            return 0, 0, 0
+        n_columns, n_seen = self._window.columns(shape)[0], 0
+        if self._window.is_split(shape):
+            n_seen = -(-n_columns // 2)  # the mask itself
+        else:
+            n_seen = n_columns // PAGE * shape.n_tokens
+        words = n_seen, n_columns * shape.n_seqs, 2 * n
+        return round_up(words[0], _ALIGN), round_up(words[1], _ALIGN), round_up(words[2], _ALIGN)
 
     def _kv_words(self, slots: Sequence[int], n_kv: int) -> npt.NDArray[np.int32]:
         """Return where the keys of sequences are, I32 numpy [`_n_kv_words`]."""
@@ -262,15 +285,36 @@ class ChunkInputs:
         if self._is_paged:
             return prompt_rows(seqs, places, n).reshape(-1)
         n_pages = shape.n_kv // PAGE
-        n_seen = round_up(shape.n_tokens * n_pages, _ALIGN)
         # a mask leaves something
-        seen = np.full((2 if self._window else 1, n_seen), PAGE, dtype=np.int32)
-        places_of = [one[: shape.n_tokens * n_pages].reshape(-1, n_pages) for one in seen]
-        ends = places[:, None] + 1 - PAGE * np.arange(n_pages)
-        places_of[0][in_rect] = np.clip(ends, 0, PAGE)
-        if self._window:
-            places_of[1][in_rect] = _window_patterns(ends, self._window)
+        seen = np.full((shape.n_tokens, n_pages), PAGE, dtype=np.int32)
+        seen[in_rect] = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
         return seen.reshape(-1)
+
+    def _fill_window(
+        self, words: npt.NDArray[np.int32], seqs: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64], in_rect: npt.NDArray[np.int64],
+        segments: Sequence[Segment], n: int, shape: PassShape,
+    ) -> None:  # fmt: skip
+        """Write what layers with a window read; the rest as in `_seen`."""
+        if not (window := self._window):
+            return
+        padded = [*segments, *[segments[0]] * (shape.n_seqs - len(segments))]
+        slots, firsts = tuple(one.slot for one in padded), [one.first for one in padded]
+        n_seen, n_rows, _ = self._window_words(n, shape)
+        columns = window.positions(shape, firsts)
+        rows = window.rows(slots, columns).reshape(-1)
+        words[n_seen:][: rows.size] = rows
+        idx = words[n_seen + n_rows :][: 2 * n].view(np.int64)
+        idx[:] = self._state.ring_spare_row
+        idx[: len(places)] = self._state.ring_rows(np.array(slots)[seqs], places)
+        if window.is_split(shape):
+            words[:n_seen].view(np.float16)[: columns.size] = window.mask(columns[0], firsts[0])
+            return
+        n_pages = columns.shape[1] // PAGE
+        seen = words[: shape.n_tokens * n_pages].reshape(-1, n_pages)
+        seen[:] = PAGE
+        ends = places[:, None] + 1 - columns[seqs][:, ::PAGE]
+        seen[in_rect] = _window_patterns(ends, window.n)
 
     def add(
         self, segments: Sequence[Segment], tokens: npt.NDArray[np.int32],
@@ -295,6 +339,8 @@ class ChunkInputs:
         kv_idx[n_real:] = self._state.spare_row
         seen = self._seen(seqs, places, in_rect, n, shape)
         words[parts.mask :][: seen.size] = seen
+        at = parts.mask + round_up(seen.size, _ALIGN)
+        self._fill_window(words[at:], seqs, places, in_rect, segments, n, shape)
         if shape.is_ragged:
             words[parts.places + in_rect] = np.arange(n_real)
             words[parts.real :][:n_real] = np.arange(n_real)
@@ -341,7 +387,7 @@ class ChunkInputs:
         """
         t, n_seqs, n_kv = shape[:3]
         parts = _Parts.of(n, shape)
-        kq_mask = window_mask = kv_rows = pages = rows = joint = None
+        kq_mask = kv_rows = pages = rows = joint = None
 
         def leaf(at: int, dtype: int, *ne: int) -> Tensor:
             return self._block.leaf(b, "words", dtype, *ne, at=4 * at)
@@ -354,15 +400,7 @@ class ChunkInputs:
         else:
             n_kv = n_kv or PAGE
 
-            def mask(at: int) -> Tensor:
-                seen = leaf(at, I32, n_kv // PAGE * shape.n_tokens)
-                patterns = b.retype(b.get_rows(self._block.tensors["patterns"], seen), F16, PAGE)
-                return b.reshape(patterns, n_kv, t, 1, n_seqs)
-
-            kq_mask = mask(parts.mask)
-            if self._window:
-                n_seen = n_kv // PAGE * shape.n_tokens
-                window_mask = mask(parts.mask + round_up(n_seen, _ALIGN))
+            kq_mask = self._mask(b, parts.mask, n_kv, shape)
             if self._sizes.kv_rows:
                 kv_rows = leaf(self._kv_rows_at, I32, n_kv * n_seqs)
         if shape.is_ragged:
@@ -372,10 +410,34 @@ class ChunkInputs:
                 leaf(parts.lengths, I32, n_seqs),
                 leaf(parts.real, I32, n),
             )
-        return PassInputs(
+        inp = PassInputs(
             leaf(parts.pos, I32, n), leaf(parts.idx, I64, n), slots, kq_mask=kq_mask,
-            window_mask=window_mask, kv_rows=kv_rows, pages=pages, rows=rows, joint=joint,
+            kv_rows=kv_rows, pages=pages, rows=rows, joint=joint,
         )  # fmt: skip
+        window = self._window
+        if not window:
+            return inp
+        shape = shape._replace(n_kv=n_kv)
+        at = parts.mask + round_up(n_kv // PAGE * shape.n_tokens, _ALIGN)
+        (n_columns, n_parts), (n_seen, n_rows, _) = (
+            window.columns(shape),
+            self._window_words(n, shape),
+        )
+        if window.is_split(shape):
+            kq_mask = leaf(at, F16, n_columns, 1, 1, 1)
+        else:
+            kq_mask = self._mask(b, at, n_columns, shape)
+        kv_rows = leaf(at + n_seen, I32, n_columns * n_seqs)
+        kv_idx = leaf(at + n_seen + n_rows, I64, n)
+        own = replace(inp, kv_idx=kv_idx, kv_rows=kv_rows, kq_mask=kq_mask, n_parts=n_parts)
+        return replace(inp, window=own)
+
+    def _mask(self, b: Builder, at: int, n_columns: int, shape: PassShape) -> Tensor:
+        """Append the mask over n_columns of the rows of a rectangle; at: word of its patterns."""
+        n = n_columns // PAGE * shape.n_tokens
+        seen = self._block.leaf(b, "words", I32, n, at=4 * at)
+        patterns = b.retype(b.get_rows(self._block.tensors["patterns"], seen), F16, PAGE)
+        return b.reshape(patterns, n_columns, shape.n_seq_tokens, 1, shape.n_seqs)
 
     def close(self) -> None:
         """Free all memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..units import round_up
 from .hidden import HiddenRows
 from .paged import ROW_WORDS, fill_rows
 from .rows import Tree, fill_mask, fill_window, gathered_rows
+from .window import Window
 
 _ALIGN = 256
 
@@ -92,13 +93,15 @@ class InputBlock:
         self._n_embd = stage.hp.n_embd if self._embedding else 0
         self._n_expert_used = stage.hp.n_expert_used
         self._state = state = stage.state
-        self._window = stage.hp.window
+        self._window = Window(state) if state.rings else None
         self._taps = stage.taps
         n_rows = state.shape.n_rows
         at = self._layout(state.shape.pass_rows(n_ubatch))
         masked = at.mask(n_rows if state.n_seq > 1 else 0) + 2 * n_rows * n_ubatch
         if self._window:
-            masked += _ALIGN + 2 * n_rows * n_ubatch
+            masked += (
+                self._window.most_bytes(n_ubatch, state.shape.pass_rows(n_ubatch)) + 4 * _ALIGN
+            )
         paged = PassShape(1, MAX_PAGED_ROWS, PAGED, 0)
         self.n_bytes = round_up(max(masked, self._end(at, paged)), _ALIGN)
         shapes = {"inputs": (1, self.n_bytes // 4)}
@@ -153,14 +156,20 @@ class InputBlock:
             n_gathered = _n_gathered(self._state, shape)
             mask = leaf(F16, mask_ne, "inp_kq_mask", at.mask(n_gathered))
             found["kq_mask"] = spans(b, shape.n_kv, mask, 0, 1, 2, 3)
-            if self._window:
-                mask = leaf(F16, mask_ne, "inp_window_mask", self._window_at(at, shape))
-                found["window_mask"] = spans(b, shape.n_kv, mask, 0, 1, 2, 3)
             if n_gathered:
                 kv_rows = leaf(I32, (shape.n_kv * shape.n_seqs,), "inp_kv_rows", at.attention)
                 found["kv_rows"] = spans(b, shape.n_kv, kv_rows, 0, 1, 2, 3)
         pos = leaf(I32, (n_tokens,), "inp_pos", at.pos)
-        return PassInputs(pos, leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx), slots, **found)
+        inp = PassInputs(pos, leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx), slots, **found)
+        if not self._window:
+            return inp
+        n, n_parts = self._window.columns(shape)
+        mask_at, rows_at, idx_at, _ = self._window_at(at, shape)
+        mask = leaf(F16, (n, shape.n_seq_tokens, 1, shape.n_seqs), "inp_window_mask", mask_at)
+        rows = leaf(I32, (n * shape.n_seqs,), "inp_window_rows", rows_at)
+        idx = leaf(I64, (n_tokens,), "inp_window_idx", idx_at)
+        window = replace(inp, kv_idx=idx, kv_rows=rows, kq_mask=mask, n_parts=n_parts)
+        return replace(inp, window=window)
 
     def _keeps(self, shape: PassShape) -> bool:
         """Return whether the rows of a pass go to the ring of the taps."""
@@ -198,9 +207,8 @@ class InputBlock:
             if one is None or one.shape != shape:
                 at = self._layout(1)
                 one = _OneRow(self._region, at, shape, self._n_embd, self._state, self._taps)
-                if self._window and not shape.is_paged:
-                    mask = self._region(self._window_at(at, shape), shape.n_kv, np.float16)
-                    one.window = self._window, mask
+                if self._window:
+                    one.window = self._window, *self._window_parts(at, shape)
                 self._one, one.end = one, self._end(at, shape)
             if self._embedding:
                 self._embedding.rows(tokens.reshape(-1), one.embd)
@@ -218,20 +226,35 @@ class InputBlock:
         if shape.n_kv == PAGED:
             rows = at.rows(shape, self._state.pool.table.shape[1])
             return rows + 4 * ROW_WORDS * n_tokens
-        masks = self._window_at(at, shape) if self._window else 0
-        masks = masks or at.mask(_n_gathered(self._state, shape))
-        return masks + 2 * shape.n_kv * n_tokens
+        if self._window:
+            return self._window_at(at, shape)[-1]
+        return at.mask(_n_gathered(self._state, shape)) + 2 * shape.n_kv * n_tokens
 
-    def _window_at(self, at: _Layout, shape: PassShape) -> int:
-        """Return the offset of the mask of layers with a window, which follows the other one.
+    def _window_at(self, at: _Layout, shape: PassShape) -> tuple[int, int, int, int]:
+        """Return where mask, rows and indices of layers with a window begin, and where they end.
 
-        Where one graph serves all KV lengths, it is the same for all of them.
+        They follow the mask of other layers. Where one graph serves all KV lengths, they are in the
+        same place for all of them.
         """
         n_kv = shape.n_kv
         if not self._device.can.streams:
             n_kv = self._state.shape.most_kv(shape.n_seqs)
-        mask_at = at.mask(_n_gathered(self._state, shape))
-        return round_up(mask_at + 2 * n_kv * shape.n_tokens, _ALIGN)
+        mask_at = at.mask(_n_gathered(self._state, shape)) + 2 * n_kv * shape.n_tokens
+        n = self._window.columns(shape)[0] if self._window else 0
+        starts = [round_up(mask_at, _ALIGN)]
+        for n_bytes in (2 * n * shape.n_tokens, 4 * n * shape.n_seqs, 8 * shape.n_tokens):
+            starts.append(round_up(starts[-1] + n_bytes, _ALIGN))
+        return starts[0], starts[1], starts[2], starts[3]
+
+    def _window_parts(
+        self, at: _Layout, shape: PassShape
+    ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Return mask, rows and indices of layers with a window, in the host block."""
+        mask_at, rows_at, idx_at, _ = self._window_at(at, shape)
+        n = self._window.columns(shape)[0] if self._window else 0
+        mask = self._region(mask_at, n * shape.n_tokens, np.float16)
+        rows = self._region(rows_at, n * shape.n_seqs, np.int32)
+        return mask, rows, self._region(idx_at, shape.n_tokens, np.int64)
 
     def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
         """View n numbers of the host block from byte `start`."""
@@ -249,7 +272,7 @@ class InputBlock:
         pos = first + (steps if tree is None else tree.depths)
         region(at.pos, n_tokens, np.int32)[:] = pos.reshape(-1)
         kv_idx = region(at.kv_idx, n_tokens, np.int64)
-        kv_idx[:] = self._kv_idx(slots, first + steps, tree)
+        kv_idx[:] = self._kv_idx(slots, first + steps, tree, state.pool.rows, state.spare_row)
         kv_idx[n_real:] = state.spare_row
         if shape.n_out == n_tokens:
             region(at.out_ids, n_tokens, np.int32)[:] = np.arange(n_tokens)
@@ -279,21 +302,28 @@ class InputBlock:
         mask = mask.reshape(-1, n, shape.n_kv)
         fill_mask(mask, pos0, None if tree is None else tree.sees)
         if self._window:
-            seen = region(self._window_at(at, shape), mask.size, np.float16).reshape(mask.shape)
-            fill_window(seen, mask, pos0, self._window, None if tree is None else tree.depths)
+            places = self._window.positions(shape, pos0)
+            seen, rows, idx = self._window_parts(at, shape)
+            rows[:] = self._window.rows(slots, places).reshape(-1)
+            idx[:] = self._kv_idx(slots, first + steps, tree, state.ring_rows, state.ring_spare_row)
+            idx[n_real:] = state.ring_spare_row
+            seen = seen.reshape(*mask.shape[:2], -1)
+            depths = None if tree is None else tree.depths
+            fill_window(seen, mask, pos0, self._window.n, places, depths)
         if n_gathered:
             rows = region(at.attention, shape.n_kv * shape.n_seqs, np.int32)
             rows[:] = gathered_rows(state.pool, slots, shape.n_kv).reshape(-1)
 
     def _kv_idx(
-        self, slots: tuple[int, ...], places: npt.NDArray[np.int64], tree: Tree | None
-    ) -> npt.NDArray[np.int64]:
+        self, slots: tuple[int, ...], places: npt.NDArray[np.int64], tree: Tree | None,
+        rows_of: Callable[..., npt.NDArray[np.int64]], spare_row: int,
+    ) -> npt.NDArray[np.int64]:  # fmt: skip
         """Return where K and V of each row are written; places: [n_seqs, n_seq_tokens]."""
         if tree is None or not tree.is_ragged:
-            return self._state.pool.rows(np.array(slots)[:, None], places).reshape(-1)
-        rows = np.full(places.shape, self._state.spare_row)
+            return rows_of(np.array(slots)[:, None], places).reshape(-1)
+        rows = np.full(places.shape, spare_row)
         seqs, _ = np.nonzero(tree.real)
-        rows[tree.real] = self._state.pool.rows(np.array(slots)[seqs], places[tree.real])
+        rows[tree.real] = rows_of(np.array(slots)[seqs], places[tree.real])
         return rows.reshape(-1)
 
     def close(self) -> None:
@@ -307,12 +337,14 @@ class _OneRow:
     """The inputs of one-row passes in the host block; writes only what changes between passes.
 
     embd: F32, numpy shape [1, n_embd] or empty, and draws: I32 [1, DRAW_WORDS]; the caller writes
-    them. end: bytes of all inputs. window: its length and the mask of layers that have one. The
-    device is idle meanwhile, so this must be fast.
+    them. end: bytes of all inputs. window: of the layers that have one, with their mask, rows and
+    index. The device is idle meanwhile, so this must be fast.
     """
 
     end = 0
-    window: tuple[int, npt.NDArray[np.float16]] | None = None
+    window: (
+        tuple[Window, npt.NDArray[np.float16], npt.NDArray[np.int32], npt.NDArray[np.int64]] | None
+    ) = None
 
     def __init__(
         self, region: Callable[..., npt.NDArray[Any]], at: _Layout, shape: PassShape, n_embd: int,
@@ -354,16 +386,14 @@ class _OneRow:
                 self._pages[:] = pool.table[slot]
         elif goes_on:
             self._mask[first] = 0.0
-            if self.window:
-                n, mask = self.window
-                mask[first] = 0.0
-                if first >= n:
-                    mask[first - n] = -np.inf
         else:
             mask = self._mask.reshape(1, 1, -1)
             fill_mask(mask, [first])
-            if self.window:
-                fill_window(self.window[1].reshape(1, 1, -1), mask, [first], self.window[0])
             if self._kv_rows is not None:
                 self._kv_rows[:] = gathered_rows(pool, (slot,), self.shape.n_kv)[0]
+        if self.window:
+            window, mask, rows, idx = self.window
+            places = window.positions(self.shape, [first])
+            mask[:], rows[:] = window.mask(places[0], first), window.rows((slot,), places)[0]
+            idx[0] = slot * self._state.ring + first % self._state.ring
         self._last = (first, slot, pool.version)

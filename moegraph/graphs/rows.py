@@ -120,19 +120,22 @@ def fill_mask(
 
 def fill_window(
     mask: npt.NDArray[np.float16], whole: npt.NDArray[np.float16], pos0: list[int], window: int,
-    depths: npt.NDArray[np.int64] | None = None,
+    positions: npt.NDArray[np.int64], depths: npt.NDArray[np.int64] | None = None,
 ) -> None:  # fmt: skip
-    """Fill the mask of layers with a window from that of other layers, of the same numpy shape.
+    """Fill the mask of layers with a window from that of other layers.
 
-    Others: as in `fill_mask`; depths: see `Tree`.
+    positions: of the columns of each sequence, as of `Window`; the columns of `whole` have all
+    positions in order. Others: as in `fill_mask`; depths: see `Tree`.
     """
-    n_seq_tokens, n_kv = mask.shape[1:]
+    n_seq_tokens, n_kv = whole.shape[1:]
     for seq, first in enumerate(pos0):
         rows = first + (np.arange(n_seq_tokens) if depths is None else depths[seq])
-        columns = np.arange(n_kv)
-        columns[first : first + n_seq_tokens] = rows[: n_kv - first]
-        is_before = columns <= rows[:, None] - window
-        mask[seq] = np.where(is_before, np.float16(-np.inf), whole[seq])
+        places = np.arange(n_kv)
+        places[first : first + n_seq_tokens] = rows[: n_kv - first]
+        is_there = (positions[seq] >= 0) & (positions[seq] < n_kv)
+        at = np.where(is_there, positions[seq], 0)
+        is_seen = is_there & (places[at] > rows[:, None] - window)
+        mask[seq] = np.where(is_seen, whole[seq][:, at], np.float16(-np.inf))
 
 
 def gathered_rows(pool: KVPool, slots: tuple[int, ...], n_kv: int) -> npt.NDArray[np.int32]:

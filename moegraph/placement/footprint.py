@@ -36,6 +36,8 @@ from .planner import Footprint
 SWEEP_ROWS = 8192
 # Patterns of masks, and what aligns the inputs of chunks.
 _SWEEP_CONSTANTS = 256 << 10
+# Chunks that a sweep may have beyond the fewest.
+_MORE_CHUNKS = 520
 # Kernel images and the backend's scratch pool.
 _OTHER_BYTES = 100 << 20
 # Numbers of rows of passes that verify drafts, most of the time.
@@ -76,8 +78,8 @@ def needed_bytes(
     tensors = {il: expert_tensors(model, il) for il in layers}
     sizes = tuple(Packing.of(tensors[il]).stride for il in layers)
     kinds = {stack_kind(tensors[il]): n for il, n in zip(layers, sizes) if n}
-    n_ubatch = min(config.n_rows, padded)
-    rows, masks = shape.pass_rows(n_ubatch), 2 * _n_masks(hp) * n_kv * n_ubatch
+    n_ubatch, rows = shape.n_chunk, shape.pass_rows(shape.n_chunk)
+    masks = 2 * n_kv * n_ubatch + _window_bytes(hp.window, n_ubatch, rows, config.n_seq)
     logits = 8 * hp.n_vocab * has_head
     compute = rows * _row_bytes(hp) + masks + logits * config.n_seq
     drafted = config.n_seq * min(config.n_draft + 1, config.n_rows) if config.n_draft else 0
@@ -92,19 +94,19 @@ def needed_bytes(
         compute += paged_scratch_bytes(hp, min(n_ubatch, _PLANNED_ROWS), padded)
     if len(layers) < hp.n_layer:  # between stages
         compute += 4 * hp.n_embd * rows
-    kv = [kv_bytes(layer, config.type_k, config.type_v) for layer in kept]
+    kv = [(layer.window, kv_bytes(layer, config.type_k, config.type_v)) for layer in kept]
     n_sweep = sweep_rows(n_ubatch, padded)
     compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded, config.n_seq)
-    if config.n_seq > 1:  # the rows that one layer's attention gathers
-        compute += max(kv) * n_kv + 4 * n_kv
+    compute += _gathered_bytes(kv, rows, shape)
+    # a snapshot too, to undo a prompt
     state = sum(state_bytes(layer, config.n_seq + 1) for layer in kept)
+    state += sum(size * min(window, shape.ring(window)) for window, size in kv if window)
     return Footprint(
         n_expert=hp.n_expert,
         n_expert_used=hp.n_expert_used,
         slot_bytes=sizes,
         weights=_dense_bytes(model, layers, has_head),
-        kv=sum(kv) * (n_kv + 1),
-        # a snapshot too, to undo a prompt
+        kv=sum(size * (shape.cache_rows(window) + 1) for window, size in kv),
         state=state + zeros_bytes(hp) + _draft_bytes(kept, drafted),
         compute=compute,
         other=_OTHER_BYTES + captured_graphs(hp, config, n_ctx, layers) if is_own else 0,
@@ -162,9 +164,13 @@ def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
 def _sweep_bytes(hp: Architecture, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int) -> int:
     """Return a bound on what a sweep of n_rows rows holds: hidden states, inputs, and a mask."""
     n_words, n_lists = (4, 1) if n_seq == 1 else (7, 6)  # of a row, and of KV rows
-    n_masks = _n_masks(hp)
+    n_masks = 2 if hp.window else 1
     n_seen = max(n_masks * n_ctx // PAGE, _ROW_WORDS)  # of a row: patterns of masks, or its path
     inputs = 4 * (n_rows + n_ubatch + 256) * (n_words + n_seen) + 4 * n_lists * n_ctx
+    if hp.window:  # what chunks gather, and chunks of several sequences
+        n_chunks = n_rows // n_ubatch + _MORE_CHUNKS
+        inputs += 24 * n_chunks * (hp.window + PAGE) + 8 * (n_rows + n_ubatch)
+        inputs += 4 * n_lists * _columns(hp.window, n_ubatch, n_seq)
     constants = n_masks * _SWEEP_CONSTANTS
     return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + constants
 
@@ -184,9 +190,28 @@ def slot_bytes(model: ModelFile) -> tuple[int, ...]:
     return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
 
 
-def _n_masks(hp: Architecture) -> int:
-    """Return how many masks a pass has: one, and one of layers with a window."""
-    return 2 if hp.window else 1
+def _gathered_bytes(kv: list[tuple[int | None, int]], rows: int, shape: PoolShape) -> int:
+    """Return a bound on the KV rows that one layer's attention gathers for a pass.
+
+    kv: the window of each layer, and the bytes of its row.
+    """
+    found = [size * _columns(window, rows, shape.n_seq) for window, size in kv if window]
+    if shape.n_seq > 1:
+        found += [(size + 4) * shape.n_rows for window, size in kv if not window]
+    return max(found, default=0)
+
+
+def _window_bytes(window: int | None, n_ubatch: int, rows: int, n_seq: int) -> int:
+    """Return a bound on what a pass takes to layers with a window: masks, rows and indices."""
+    if not window:
+        return 0
+    n_bytes = 2 * rows * (n_ubatch + window + 2 * PAGE + 4)
+    return n_bytes + 6 * _columns(window, rows, n_seq) + 4 * PAGE
+
+
+def _columns(window: int, n_rows: int, n_seq: int) -> int:
+    """Return a bound on the rows that a pass over n_seq sequences gathers in a window's layer."""
+    return max(n_rows + n_seq * (window + 2 * PAGE), 4 * (window + PAGE))
 
 
 def _row_bytes(hp: Architecture) -> int:

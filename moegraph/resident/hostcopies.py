@@ -1,4 +1,7 @@
-"""Copies of what a sequence has computed: recurrent states and KV rows.
+"""Copies of what a sequence has computed: states and KV rows.
+
+States are what belongs to the last position: recurrent states, and the windows of layers that have
+one (`State.kept`).
 
 A snapshot lies on the device. KV rows need no copy there: a sequence only appends to them, so going
 back means forgetting the last ones. That holds until the sequence itself goes back further, or is
@@ -22,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError, NativeError, RequestError
-from ..ggml.device import Device, HostBuffer
+from ..ggml.device import HostBuffer
 from ..ggml.handles import Owner, closed_on_failure
 from ..ggml.lib import C, ffi
 from ..ggml.memory import Block
@@ -81,7 +84,8 @@ class Snapshots(Owner):
         what, remedy, copies = "a snapshot of a sequence", "close some snapshots", list[Block]()
         with closed_on_failure():
             for state in self._states:
-                shapes = {i: (tensor.ne[0], 1) for i, tensor in enumerate(state.recurrent)}
+                sizes = [_size(state, tensor) // 4 for tensor in state.kept]
+                shapes = {i: (size, 1) for i, size in enumerate(sizes)}
                 copies.append(self.own(Block(state.device, shapes, what, remedy)))
         return copies
 
@@ -91,9 +95,9 @@ class Snapshots(Owner):
         snapshot = Snapshot(slot, n_past, copies, self._spare)
         self._live.add(snapshot)
         for state, found in zip(self._states, snapshot.copies_of_states()):
-            for tensor, copy in zip(state.recurrent, found):
-                n, stream = tensor.nb[1], state.device.compute.ptr
-                C.mg_copy_bytes(stream, tensor, slot * n, copy, 0, n)
+            for tensor, copy in zip(state.kept, found):
+                for start, at, n in state.pieces(tensor, slot, n_past):
+                    C.mg_copy_bytes(state.device.compute.ptr, tensor, start, copy, at, n)
         return snapshot
 
     def reserve(self) -> None:
@@ -104,9 +108,9 @@ class Snapshots(Owner):
     def restore(self, snapshot: Snapshot) -> None:
         """Enqueue the copy of the states back to the snapshot's sequence."""
         for state, found in zip(self._states, snapshot.copies_of_states()):
-            for tensor, copy in zip(state.recurrent, found):
-                n, stream = tensor.nb[1], state.device.compute.ptr
-                C.mg_copy_bytes(stream, copy, 0, tensor, snapshot.slot * n, n)
+            for tensor, copy in zip(state.kept, found):
+                for start, at, n in state.pieces(tensor, snapshot.slot, snapshot.n_past):
+                    C.mg_copy_bytes(state.device.compute.ptr, copy, at, tensor, start, n)
 
     def forget(self, slot: int, n_past: int) -> None:
         """Make snapshots of a sequence invalid that have more positions than it keeps."""
@@ -121,6 +125,11 @@ class Snapshots(Owner):
         self._states.clear()
 
 
+def _size(state: State, tensor: Tensor) -> int:
+    """Return the bytes that a tensor has of the state of a sequence."""
+    return sum(n for _, _, n in state.pieces(tensor, 0, 0))
+
+
 Parts = list[npt.NDArray[np.uint8]]
 # Blocks that wait for the next copies.
 _MAX_SPARE = 2
@@ -129,20 +138,25 @@ _AHEAD = 8
 
 
 class StatesCopy:
-    """The recurrent states of a sequence after its first n_past positions."""
+    """The states of a sequence after its first n_past positions."""
 
-    def __init__(self, n_past: int, buffer: HostBuffer, spare: list[HostBuffer], most: int) -> None:
-        """spare: where the memory goes in the end, if there are fewer than `most` blocks."""
-        self.n_past = n_past
+    def __init__(
+        self, n_past: int, buffer: HostBuffer, spare: list[HostBuffer], most: int, n_numbers: int
+    ) -> None:
+        """spare: where the memory goes in the end, if there are fewer than `most` blocks.
+
+        n_numbers: F32 numbers, which come first: recurrent states.
+        """
+        self.n_past, self._n_numbers = n_past, n_numbers
         self.buffer: HostBuffer | None = buffer
         self.n_bytes = buffer.array.nbytes
         self._spare, self._most = spare, most
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers of a copy that is complete are finite."""
-        words = _open(self).array
-        return bool(np.isfinite(words[: len(words) // 4 * 4].view(np.float32)).all())
+        """Whether all numbers of recurrent states of a copy that is complete are finite."""
+        words = _open(self).array[: 4 * self._n_numbers].view(np.float32)
+        return bool(np.isfinite(words).all())
 
     def close(self) -> None:
         """Give up the memory, to one of the next copies; a second call does nothing."""
@@ -242,16 +256,21 @@ class HostCopies:
         self._most = _MAX_SPARE
         self._pinning: Future[None] | None = None
         self._at: dict[Tensor, int] = {}  # where each state is in a copy
-        self.states_bytes = 0
+        self.states_bytes = self._n_numbers = 0
         self.row_widths: list[int] = []
 
     def add(self, state: State) -> None:
         """Have later copies hold these layers too; there are none yet."""
         self._parts.append(state)
-        for tensor in state.recurrent:
+        numbers = [(part, tensor) for part in self._parts for tensor in part.recurrent]
+        rings = [(part, t) for part in self._parts for each in part.rings.values() for t in each]
+        self.states_bytes = 0
+        for part, tensor in numbers + rings:
             self._at[tensor] = self.states_bytes
-            self.states_bytes += tensor.nb[1]
-        self.row_widths += [t.nb[1] for t in state.caches]
+            self.states_bytes += _size(part, tensor)
+        self._n_numbers = sum(tensor.ne[0] for _, tensor in numbers)
+        # without pages, copies of rows still have a length
+        self.row_widths = [t.nb[1] for part in self._parts for t in part.caches] or [0]
 
     @property
     def row_bytes(self) -> int:
@@ -268,12 +287,14 @@ class HostCopies:
         A device may still read what it held before. Who fills it on the host waits for that first.
         """
         self._pin_more()
+        n_numbers = self._n_numbers
         if self.spare:
-            return StatesCopy(n_past, self.spare.pop(), self.spare, self._most)
+            return StatesCopy(n_past, self.spare.pop(), self.spare, self._most, n_numbers)
         if self._pinner:  # ordinary memory is there at once
             size = max(1, self.states_bytes)
-            return StatesCopy(n_past, self._parts[0].device.host_buffer(size, may_pin=False), [], 0)
-        return StatesCopy(n_past, self._new_buffer(), self.spare, self._most)
+            buffer = self._parts[0].device.host_buffer(size, may_pin=False)
+            return StatesCopy(n_past, buffer, [], 0, n_numbers)
+        return StatesCopy(n_past, self._new_buffer(), self.spare, self._most, n_numbers)
 
     def pin_ahead(self, n: int = _AHEAD) -> None:
         """From now on have a thread keep n blocks ready for the next copies."""
@@ -292,19 +313,20 @@ class HostCopies:
             self.spare.append(self._new_buffer())
 
     def take_layer(
-        self, copy: StatesCopy, slot: int, device: Device, states: Iterable[Tensor]
+        self, copy: StatesCopy, slot: int, state: State, tensors: Iterable[Tensor]
     ) -> None:
-        """Enqueue the copy of some states of a sequence on one device, as they are now."""
-        host, stream = _open(copy), device.compute.ptr
-        for tensor in states:
-            at, n = self._at[tensor], tensor.nb[1]
-            C.ggml_backend_tensor_get_async(stream, tensor, host.address(at), slot * n, n)
+        """Enqueue the copy of some states of a sequence in one stage, as they are now."""
+        host, stream = _open(copy), state.device.compute.ptr
+        for tensor in tensors:
+            for start, at, n in state.pieces(tensor, slot, copy.n_past):
+                to = host.address(self._at[tensor] + at)
+                C.ggml_backend_tensor_get_async(stream, tensor, to, start, n)
 
     def take_states(self, slot: int, n_past: int) -> StatesCopy:
         """Copy the states of a sequence, which holds n_past positions, and wait for it."""
         copy = self.new_states(n_past)
         for part in self._parts:
-            self.take_layer(copy, slot, part.device, part.recurrent)
+            self.take_layer(copy, slot, part, part.kept)
         self.wait()
         self._check_alive()
         return copy
@@ -325,14 +347,17 @@ class HostCopies:
         if host.array.nbytes != max(1, self.states_bytes):
             raise InternalError(f"{host.array.nbytes} bytes of states, not {self.states_bytes}")
         for part in self._parts:
-            for tensor in part.recurrent:
-                at, n = host.address(self._at[tensor]), tensor.nb[1]
-                C.ggml_backend_tensor_set_async(part.device.compute.ptr, tensor, at, slot * n, n)
+            for tensor in part.kept:
+                for start, at, n in part.pieces(tensor, slot, copy.n_past):
+                    source = host.address(self._at[tensor] + at)
+                    C.ggml_backend_tensor_set_async(
+                        part.device.compute.ptr, tensor, source, start, n
+                    )
 
     def take_rows(self, slot: int, first: int, n: int) -> RowsCopy:
         """Copy the KV rows of n positions of a sequence, and wait for it."""
         caches = [tensor for part in self._parts for tensor in part.caches]
-        parts = [np.empty((n, t.nb[1]), dtype=np.uint8) for t in caches]
+        parts = [np.empty((n, width), dtype=np.uint8) for width in self.row_widths]
         self.wait()
         for at, row, n_rows in runs_of(self._pool.run(slot, first, n)):
             for tensor, part in zip(caches, parts):

@@ -196,13 +196,14 @@ class PoolShape:
     """The positions of n_seq sequences, up to n_ctx of each and n_rows of all together.
 
     n_ctx and n_rows are multiples of PAGE. n_verified: rows of each sequence in the largest verify
-    pass over all of them.
+    pass over all of them. n_chunk: most rows of a sequence in any pass.
     """
 
     n_ctx: int
     n_seq: int
     n_rows: int
     n_verified: int
+    n_chunk: int
 
     @classmethod
     def of(cls, config: EngineConfig, n_ctx: int) -> PoolShape:
@@ -213,12 +214,25 @@ class PoolShape:
                 f"n_kv is {n_kv}: all sequences together need at least the context of one, {n_ctx}"
             )
         n_rows = padded * n_seq if n_kv == 0 else padded if n_kv < 0 else round_up(n_kv, PAGE)
-        return cls(padded, n_seq, min(n_rows, padded * n_seq), config.n_draft + 1)
+        n_rows, n_chunk = min(n_rows, padded * n_seq), min(config.n_rows, padded)
+        return cls(padded, n_seq, n_rows, config.n_draft + 1, n_chunk)
 
     @property
     def n_pages(self) -> int:
         """Pages of all sequences."""
         return self.n_rows // PAGE
+
+    def ring(self, window: int) -> int:
+        """Return the rows that a layer with a window keeps of a sequence: it, and those of a pass.
+
+        No row of a pass overwrites what another one attends to, and rows of a pass whose results
+        nobody takes overwrite nothing that a later pass attends to.
+        """
+        return min(self.n_ctx, round_up(window + self.n_chunk, PAGE))
+
+    def cache_rows(self, window: int | None) -> int:
+        """Return the rows of a layer's KV cache, without the spare row."""
+        return self.n_seq * self.ring(window) if window else self.n_rows
 
     @property
     def n_whole(self) -> int:

@@ -50,6 +50,7 @@ class Sequences(Positions):
         runs = self.pool.beyond(slot, n_past)
         for state in self.states:
             state.clear_rows(runs)
+            state.clear_after(slot, n_past)
         self.snapshots.forget(slot, n_past)
         self.n_past[slot] = n_past
         self.pool.shrink(slot, n_past)

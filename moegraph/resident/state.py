@@ -4,6 +4,11 @@ A sequence has a slot: a row of every recurrent state, and a list of pages of th
 (kvpool.py). Passes over any slots run with the same graphs. An engine with one sequence has its
 state at row 0 and its positions in order, so its graphs read both in place.
 
+A layer with a window has no pages. Each slot has a ring in its KV cache: position p is in row p
+modulo the ring's length. What is in the ring depends on the last position, as a recurrent state
+does, so it goes where those go: the rows of the window are parts of snapshots and marks, and a
+sequence goes back to these alone.
+
 These are the bytes of some layers, on one device. Which sequence has which positions is the same on
 all devices, and `Sequences` decides it.
 """
@@ -106,9 +111,9 @@ class State(Owner):
     """KV cache and recurrent states of all sequences in some layers, on one device.
 
     positions: of the sequences; `shape`, `n_ctx`, `n_seq`, `pool` and `n_past` are its own.
-    k, v: of each layer with a KV cache, [n_embd_gqa, shape.n_rows + 1]; v only where V is not in
-        K. `pool` knows which row has which position. Padding rows of a pass are written to the last
-        row, which nothing reads.
+    k, v: of each layer with a KV cache, [n_embd_gqa, shape.cache_rows(window) + 1]; v only where V
+        is not in K. `pool` knows which row has which position, and `ring_rows` in layers with a
+        window. Padding rows of a pass are written to the last row, which nothing reads.
     k_words, v_words: the same memory as F32, to move rows byte for byte; empty if a row is not a
         multiple of 4 bytes.
     drafts: what a verify pass keeps of its rows.
@@ -117,7 +122,9 @@ class State(Owner):
     last_out: F32 [n_embd, n_seq], the output of the last layer at each sequence's last position,
         from which an MTP block drafts; None unless the layers have one, which is layer n_layer. It
         is zeros in an empty sequence, and who runs a pass keeps it up to date.
-    recurrent: all tensors with a row for each sequence. caches: k, then v.
+    recurrent: all tensors with a row for each sequence. caches: k, then v, of layers without a
+        window. rings: k_words and v_words of each layer with one. kept: recurrent, then rings.
+    window, ring: positions of the window, and rows of a ring; 0 without any.
     rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n] of each layer whose K or V is quantized, if 64
         divides its heads, and V is not in K.
     spare_row: the last row of the caches.
@@ -137,6 +144,9 @@ class State(Owner):
         self.n_past = positions.n_past
         self.n_attention_parts = device.n_attention_parts
         self.page_size, self.spare_row = PAGE, positions.spare_row
+        self.window = hp.window or 0
+        self.ring = self.shape.ring(self.window) if self.window else 0
+        self.ring_spare_row = self.n_seq * self.ring
         sizes = {il: hp.layer(il).state_sizes for il in layers if hp.layer(il).states}
         widths = {il: kv for il in layers if (kv := hp.layer(il).cached)}
         block = self._allocate(hp, sizes, widths, (type_k, type_v), hp.n_layer in layers)
@@ -150,9 +160,13 @@ class State(Owner):
         self.recurrent = [t for kind in zip(*self.layer_states.values()) for t in kind]
         if self.last_out is not None:
             self.recurrent.append(self.last_out)
-        self.caches = [*self.k.values(), *self.v.values()]
+        in_ring = [il for il in widths if hp.layer(il).window]
+        both = self.k, self.v
+        self.caches = [t for part in both for il, t in part.items() if il not in in_ring]
         if self.n_seq > 1:
             self.require_words("several sequences (n_seq)")
+        if in_ring:
+            self.require_words("attention in a window")
         sizes_k, sizes_v = _rotations(hp, widths, "k", type_k), _rotations(hp, widths, "v", type_v)
         self.rot_k: dict[int, Tensor] = {il: found["rot", n] for il, n in sizes_k.items()}
         self.rot_v: dict[int, Tensor] = {il: found["rot", n] for il, n in sizes_v.items()}
@@ -160,9 +174,14 @@ class State(Owner):
             block.set(("rot", n), hadamard(n))
         self._zeros = found["zeros"]
         self.k_words, self.v_words = self._words(block, "k"), self._words(block, "v")
+        words = self.k_words, self.v_words
+        self.rings = {il: [part[il] for part in words if il in part] for il in in_ring}
+        self._in_rings = {t for each in self.rings.values() for t in each}
+        self.kept = [*self.recurrent, *(t for each in self.rings.values() for t in each)]
         own = [t for part in (self.k, self.v) for il, t in part.items() if il == hp.n_layer]
         self.mtp_bytes = sum(C.ggml_nbytes(t) for t in own)
-        self.kv_bytes = sum(C.ggml_nbytes(t) for t in self.caches) - self.mtp_bytes
+        caches = [*self.k.values(), *self.v.values()]
+        self.kv_bytes = sum(C.ggml_nbytes(t) for t in caches) - self.mtp_bytes
         self.recurrent_bytes = sum(C.ggml_nbytes(t) for t in self.recurrent)
         self.drafts = self.own(DraftRows(device, hp, layers))
 
@@ -181,7 +200,8 @@ class State(Owner):
         for at, (part, kind) in enumerate(zip("kv", types)):
             for il, kv in widths.items():
                 if at < len(kv):
-                    shapes[part, il] = kv[at], self.spare_row + 1, type_id(kind)
+                    n_rows = self.shape.cache_rows(hp.layer(il).window) + 1
+                    shapes[part, il] = kv[at], n_rows, type_id(kind)
             rotations = _rotations(hp, widths, part, kind)
             shapes |= {("rot", n): (n, n) for n in rotations.values()}
         shapes["zeros"] = zeros_bytes(hp) // 4, 1
@@ -201,7 +221,7 @@ class State(Owner):
 
     def require_words(self, what: str) -> None:
         """Check that KV rows can be moved, which `what` needs."""
-        odd = next((t.nb[1] for t in self.caches if t.nb[1] % 4), 0)
+        odd = next((t.nb[1] for t in [*self.k.values(), *self.v.values()] if t.nb[1] % 4), 0)
         if odd:
             raise ConfigError(
                 f"{what} needs KV cache rows of a multiple of 4 bytes; this model's have "
@@ -209,9 +229,45 @@ class State(Owner):
             )
 
     def clear_states(self, slot: int) -> None:
-        """Enqueue zeros over the recurrent states of a sequence."""
+        """Enqueue zeros over the recurrent states of a sequence, and over its rings."""
         for tensor in self.recurrent:
             self._clear(tensor, slot * tensor.nb[1], tensor.nb[1])
+        self._clear_rings(slot, 0, self.ring)
+
+    def clear_after(self, slot: int, n_past: int) -> None:
+        """Enqueue zeros over rows of rings that the row at position n_past does not attend to."""
+        self._clear_rings(slot, n_past, self.ring - self.window)
+
+    def _clear_rings(self, slot: int, first: int, n: int) -> None:
+        for tensor in self._in_rings:
+            for start, _, size in self._runs(tensor, slot, first, n):
+                self._clear(tensor, start, size)
+
+    def ring_rows(
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the rows of positions in layers with a window; both arrays broadcast."""
+        rows: npt.NDArray[np.int64] = slots * self.ring + positions % self.ring
+        return rows
+
+    def pieces(self, tensor: Tensor, slot: int, n_past: int) -> list[tuple[int, int, int]]:
+        """Return what of a tensor of `kept` is the state of a sequence after n_past positions.
+
+        That is bytes: where they are in the tensor, where in a copy, and their number. Their sum
+        is the same for all sequences and positions.
+        """
+        if tensor in self._in_rings:
+            n = min(self.window, self.ring)
+            return self._runs(tensor, slot, n_past - n, n)
+        return [(slot * tensor.nb[1], 0, tensor.nb[1])]
+
+    def _runs(self, ring: Tensor, slot: int, first: int, n: int) -> list[tuple[int, int, int]]:
+        """Return the bytes of n positions in a ring, as `pieces` does."""
+        size, at = ring.nb[1], first % self.ring
+        n_first = min(n, self.ring - at)
+        runs = [(at, 0, n_first), (0, n_first, n - n_first)]
+        start = slot * self.ring
+        return [((start + i) * size, to * size, m * size) for i, to, m in runs if m > 0]
 
     def clear_rows(self, runs: Iterable[tuple[int, int]]) -> None:
         """Enqueue zeros over KV rows, given as (first row, rows)."""

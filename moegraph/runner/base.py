@@ -53,7 +53,8 @@ class Commits(Owner):
         self._graphs, self._has_head = graphs, stage.has_head
         n_seq, size = stage.state.n_seq, 0
         self._offsets: dict[str, int] = {}
-        for name in ("slots", "lengths", "path", "taps", "sources", "targets"):
+        moved = ("sources", "targets", *("ring_sources", "ring_targets") * bool(stage.state.ring))
+        for name in ("slots", "lengths", "path", "taps", *moved):
             self._offsets[name] = size
             n = n_seq if name in ("slots", "lengths") else n_seq * MAX_TREE_ROWS
             size = round_up(size + 4 * n, _ALIGN)
@@ -158,6 +159,11 @@ class Commits(Owner):
                 rows["sources"][seq] = rows["targets"][seq] = state.spare_row
                 rows["sources"][seq, :m] = [state.pool.row(slot, first + row) for row in path]
                 rows["targets"][seq, :m] = [state.pool.row(slot, first + i) for i in range(m)]
+            if moves and state.ring:
+                for name, places in (("ring_sources", path), ("ring_targets", range(m))):
+                    rows[name][seq] = state.ring_spare_row
+                    each = first + np.array(places)
+                    rows[name][seq, :m] = state.ring_rows(np.array(slot), each)
         self._sender.send(self._block.tensors["all"], self._n_bytes)
 
     def _build(self, b: Builder, n: int, n_seqs: int, moves: bool) -> None:
@@ -178,9 +184,10 @@ class Commits(Owner):
                 stage.hp.commit(b, w, stage.state, rows, *inputs, il)
             if layer.kv and moves:
                 words = (stage.state.k_words, stage.state.v_words)
+                kind = "ring_" if layer.window else ""
                 for cache in [part[il] for part in words if il in part]:
-                    copy = b.get_rows(cache, leaves["sources"])
-                    b.expand(b.set_rows(cache, copy, leaves["targets"]))
+                    copy = b.get_rows(cache, leaves[f"{kind}sources"])
+                    b.expand(b.set_rows(cache, copy, leaves[f"{kind}targets"]))
         path = b.reshape(leaves["path"], n * s)
         stage.taps.append_path(b, path, leaves["taps"])
 
@@ -243,6 +250,8 @@ class PassShapes:
         If a device has streams, a graph may be running, or be captured. Then it is shape itself.
         """
         if self._device.can.streams or shape.n_kv == PAGED:
+            return shape
+        if self._state.ring and shape.n_tokens == 1:  # see `Window`
             return shape
         return shape._replace(n_kv=self._most_kv[shape.n_seqs])
 

@@ -333,7 +333,7 @@ class StageSweep:
         memory.copy(s.carried["l_out"], 0, memory.hidden, chunk.row, n)
 
     def _copy_state(self, il: int, chunk: Chunk) -> None:
-        states = self._state.layer_states.get(il, ())
+        states = (*self._state.layer_states.get(il, ()), *self._state.rings.get(il, ()))
         for segment in chunk.segments if states else ():
             self._save(segment.slot, segment.end, states)
 
@@ -342,7 +342,7 @@ class StageSweep:
         s = self._s
         for copy in self._prompts[slot].saved:
             if copy.n_past == n_past:
-                s.stage.sequences.copies.take_layer(copy, slot, s.device, states)
+                s.stage.sequences.copies.take_layer(copy, slot, self._state, states)
 
     def _end_layer(self, il: int, part: list[Chunk], lacks: bool) -> None:
         s, n_rows = self._s, part[-1].end

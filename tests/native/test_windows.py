@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +13,14 @@ from helpers.tree_shapes import TREES, path
 
 from moegraph.arch.base import Layer
 from moegraph.arch.blocks.attention import attention_layer
+from moegraph.arch.inputs import PassShape
 from moegraph.arch.qwen3moe import Qwen3Moe
 from moegraph.engine import Engine
+from moegraph.errors import Cancelled
+from moegraph.events import CancelToken
 from moegraph.graphs.chunk import _patterns, _window_patterns
 from moegraph.graphs.rows import Tree, fill_mask, fill_window
+from moegraph.graphs.window import Window
 from moegraph.resident.layout import PAGE
 from moegraph.runner.sweep_batch import SweepBatch
 
@@ -47,7 +52,8 @@ def test_masks_show_the_last_positions(n_window: int) -> None:
     # two chains of rows: a pass
     masks, pos0 = np.zeros((2, 2, 9, n_kv), np.float16), [0, 500]
     fill_mask(masks[0], pos0)
-    fill_window(masks[1], masks[0], pos0, n_window)
+    columns = np.tile(np.arange(n_kv), (2, 1))
+    fill_window(masks[1], masks[0], pos0, n_window, columns)
     distance = (np.array(pos0)[:, None] + np.arange(9))[:, :, None] - np.arange(n_kv)
     np.testing.assert_array_equal(masks[1] == 0, (distance >= 0) & (distance < n_window))
 
@@ -56,7 +62,7 @@ def test_the_window_of_a_drafted_row_follows_its_path() -> None:
     tree, n_window = Tree(np.array([[-1, 0, 0, 2, 3, -2]], np.int32), (5,)), 3
     masks = np.zeros((2, 1, 6, PAGE), np.float16)
     fill_mask(masks[0], [10], tree.sees)
-    fill_window(masks[1], masks[0], [10], n_window, tree.depths)
+    fill_window(masks[1], masks[0], [10], n_window, np.arange(PAGE)[None], tree.depths)
     seen = [np.flatnonzero(row == 0).tolist() for row in masks[1, 0]]
     # the last row is padding
     assert seen == [[8, 9, 10], [9, 10, 11], [9, 10, 12], [10, 12, 13], [12, 13, 14], [8, 9, 10]]
@@ -72,6 +78,7 @@ def test_what_is_before_the_windows_of_all_layers_does_not_matter(
     ids = prompt(engine, 3 * window + 17, seed=1)
     first = len(ids) - 1 - 3 * (window - 1)  # the first position that the last row depends on
     base = engine.prefill(ids).require_logits().copy()
+    engine.prefixes.save(0)
     # one of 300 positions, seen through three layers, may be too little for quantized activations
     n = 1 if window == SHORT else window
     for at, is_same in ((slice(first), True), (slice(first, first + n), False)):
@@ -79,6 +86,12 @@ def test_what_is_before_the_windows_of_all_layers_does_not_matter(
         other[at] = (other[at] + 1) % engine.hparams.n_vocab
         engine.reset()
         assert np.array_equal(engine.prefill(other).require_logits(), base) is is_same
+    engine.reset()  # what was saved has states alone, and no rows of pages
+    engine.prefill(ids)
+    wanted = engine.forward([9]).require_logits().copy()
+    engine.reset()
+    assert engine.prefixes.resume(0, np.append(ids, 9)) == len(ids)
+    np.testing.assert_array_equal(engine.forward([9]).require_logits(), wanted)
 
 
 @pytest.mark.parametrize("n_seq", [1, 3])
@@ -112,3 +125,83 @@ def test_all_kinds_of_passes_give_the_bits_of_single_rows(
         for token in tokens[seq, path(parents[seq], row)]:
             wanted = alone.forward([token]).require_logits()[0]
         np.testing.assert_array_equal(got[seq, row], wanted)
+
+
+def opened_wide(open_engine: Open, n_seq: int) -> tuple[Engine, Engine]:
+    """Return an engine whose rings have all positions, and one whose rings wrap."""
+    whole = open_engine("qwen3moe", n_ctx=1280, n_ubatch=1280, cpu_reference=True)
+    engine = open_engine("qwen3moe", n_ctx=1280, n_ubatch=32, n_seq=n_seq, cpu_reference=True)
+    assert engine.state.states[0].ring < whole.state.states[0].ring == 1280
+    return whole, engine
+
+
+@pytest.mark.parametrize("n_seq", [1, 3])
+def test_rings_that_wrap_take_drafts_and_go_back_to_marks(
+    open_engine: Open, window: int, n_seq: int
+) -> None:
+    whole, engine = opened_wide(open_engine, n_seq)
+    ids, seq, at, edge = prompt(engine, 1100), n_seq - 1, 0, 3 * PAGE
+    wanted = whole.forward(ids, all_rows=True).require_logits().copy()
+    marks = (edge - 68, edge - 1, edge, edge + 1)
+    for mark in marks:
+        last = engine.prefill(ids[at:mark], seq).require_logits()
+        np.testing.assert_array_equal(last[0], wanted[mark - 1])
+        engine.prefixes.save(seq)
+        at = mark
+    parents, taken = [-1, 0, 0, 2, 3, 0], [0, 2, 3]  # most drafts are rejected, two are moved
+    while at < 1030:
+        tokens = np.full((1, 6), 7, np.int32)
+        tokens[0, taken] = ids[at : at + 3]
+        engine.passes.verify(tokens, [seq], [parents], [6], greedy=False)
+        rows = engine.collect().require_logits().reshape(6, -1)
+        np.testing.assert_array_equal(rows[taken], wanted[at : at + 3])
+        engine.passes.commit({seq: taken})
+        at += 3
+    sweep = engine.passes.begin_prompts([SweepBatch(ids[at - 3 :][::-1].copy(), seq)])
+    engine.passes.step_prompt(sweep)
+    cancel = CancelToken()
+    cancel.set()
+    with pytest.raises(Cancelled):
+        engine.passes.step_prompt(sweep, cancel)
+    swapped = engine.copies.swap_out(seq)
+    engine.prefill(ids[5:300], seq)
+    engine.copies.swap_in(0, swapped)
+    for row in (at, at + 1):
+        logits = engine.forward([ids[row]], 0).require_logits()
+        np.testing.assert_array_equal(logits[0], wanted[row])
+    for mark in (*marks[1:], marks[0]):
+        assert engine.prefixes.resume(seq, ids[: mark + 1]) == mark
+        rows = engine.forward(ids[mark : mark + 20], seq, all_rows=True).require_logits()
+        np.testing.assert_array_equal(rows, wanted[mark : mark + 20])
+
+
+@pytest.mark.parametrize(("window", "n_parts"), [(1, 2), (5, 16), (32, 5), (300, 2), (300, 16)])
+def test_columns_of_a_single_row_are_summed_in_the_parts_of_all_positions(
+    window: int, n_parts: int
+) -> None:
+    state = SimpleNamespace(window=window, n_attention_parts=n_parts, n_ctx=4096)
+    columns = Window(state)
+    for n_kv in range(PAGE, 4097, PAGE):
+        for first in {*range(n_kv - PAGE, n_kv, 37), n_kv - 1}:
+            shape = PassShape(1, 1, n_kv, 1)
+            n, parts = columns.columns(shape)
+            assert n <= min(n_kv, max(4 * window, 512 + n_parts))
+            places = columns.positions(shape, [first])[0]
+            is_seen = columns.mask(places, first) == 0
+            # ggml does not divide fewer than 512 columns; sinks are added in the first part
+            own = np.arange(n) // (-(-n // parts) if n >= 512 else n)
+            seen = np.arange(max(0, first - window + 1), first + 1)
+            all_parts = seen // (-(-n_kv // n_parts) if n_kv >= 512 else n_kv)
+            np.testing.assert_array_equal(places[is_seen], seen)
+            got, first_part = own[is_seen], all_parts == 0
+            np.testing.assert_array_equal(np.diff(got) > 0, np.diff(all_parts) > 0)
+            np.testing.assert_array_equal(got == 0, first_part)
+
+
+def test_a_layer_with_a_window_takes_as_much_as_it_needs(open_engine: Open, window: int) -> None:
+    few, many = (open_engine("qwen3moe", n_ctx=n, n_ubatch=32) for n in (1024, 2048))
+    ring = few.state.states[0].ring
+    assert window + 32 <= ring < window + 32 + PAGE
+    row = few.memory()["kv_bytes"] // (few.hparams.n_layer * (ring + 1) + 1024 - ring)
+    assert many.memory()["kv_bytes"] - few.memory()["kv_bytes"] == 1024 * row
+    assert few.memory()["kv_bytes"] == few.plan.bytes["kv"]

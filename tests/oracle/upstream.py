@@ -146,7 +146,7 @@ class Context:
         params.type_k, params.type_v = KV_TYPES[cfg.type_k], KV_TYPES[cfg.type_v]
         params.offload_kqv = cfg.device == "gpu"
         params.op_offload = cfg.device == "gpu" and cfg.op_offload
-        params.swa_full = True  # KV caches of layers with a window hold all positions, as ours do
+        params.swa_full = True  # sums in layers with a window go by position, as ours do
         params.no_perf = True
         params.ctx_type = kind
         if other:

@@ -9,11 +9,13 @@ from helpers.shared import PRESETS
 from helpers.sparse import file_of, preset_contents
 
 from moegraph.arch import open_model
+from moegraph.arch.summary import kv_bytes
 from moegraph.config import EngineConfig
 from moegraph.placement.footprint import needed_bytes, slot_bytes
 from moegraph.placement.planner import make_plan
 
 N_CTX, GIB = 4096, 1 << 30
+LONG_CTX = 32_768
 LARGE = [name for name, preset in PRESETS.items() if preset.shape.n_embd > 512]
 
 
@@ -45,3 +47,22 @@ def test_a_plan_divides_the_memory_of_each_card(name: str, tmp_path: Path) -> No
         assert taken == plan.bytes["pinned"] + plan.bytes["slots"]
         shares.append(plan.resident_share)
     assert 0 < shares[0] < shares[1] < 0.6 and shares[2] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "n_window", "row", "ring", "gib"),
+    [("gemma-4-26b-a4b", 25, 8192, 1536, 0.92), ("gpt-oss-20b", 12, 2048, 768, 0.77)],
+)
+def test_layers_with_a_window_take_no_memory_for_a_longer_context(
+    name: str, n_window: int, row: int, ring: int, gib: float, tmp_path: Path
+) -> None:
+    file_of(*preset_contents(name)).write_sparse(tmp_path / "m.gguf")
+    with open_model(tmp_path / "m.gguf") as model:
+        config = EngineConfig(device="cpu", n_ubatch=512)
+        kv = {n: needed_bytes(model, config, n).kv for n in (N_CTX, LONG_CTX)}
+        layers = [model.hparams.layer(il) for il in range(model.hparams.n_layer)]
+    assert sum(layer.window is not None for layer in layers) == n_window
+    others = sum(kv_bytes(layer) for layer in layers if not layer.window)
+    assert kv[LONG_CTX] == n_window * row * (ring + 1) + others * (LONG_CTX + 1)
+    assert kv[LONG_CTX] - kv[N_CTX] == others * (LONG_CTX - N_CTX)
+    assert round(kv[LONG_CTX] / GIB, 2) == gib

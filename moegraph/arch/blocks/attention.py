@@ -163,6 +163,11 @@ def attend(
     sinks: of each head, F32 [n_head].
     """
     q, k, v = qkv
+    n_spans = len(b.spans)
+    if hp.layer(il).window:
+        if inp.window is None or inp.window.kq_mask is None:
+            raise InternalError("a pass lacks the inputs of layers with a window")
+        shape, inp = shape._replace(n_kv=inp.window.kq_mask.ne[0]), inp.window
     if il in memory.rot_k:
         q = b.mul_mat_hadamard(memory.rot_k[il], q)
     k, v = _rotated(b, memory, k, v, il)
@@ -176,6 +181,8 @@ def attend(
         )
     else:
         out = attend_by_mask(b, hp, memory, inp, shape, q, scale, il, sinks)
+    if inp.n_parts is not None:
+        del b.spans[n_spans:]  # a window does not grow with the context
     out = b.expand(out)
     return b.mul_mat_hadamard(memory.rot_v[il], out) if il in memory.rot_v else out
 
@@ -188,8 +195,7 @@ def attend_by_mask(
 
     q F32 [n_embd_head_k, n_head, n_tokens]; returns F32 [n_embd_head_v * n_head, n_tokens].
     """
-    mask = inp.window_mask if hp.layer(il).window else inp.kq_mask
-    if mask is None:
+    if inp.kq_mask is None:
         raise InternalError("a pass has neither pages nor a mask")
     d, n_head, n_seq_tokens, n_seqs = hp.n_embd_head_k, hp.n_head, shape.n_seq_tokens, shape.n_seqs
     if inp.joint:
@@ -209,9 +215,9 @@ def attend_by_mask(
         b.permute(q, 0, 2, 1, 3),
         _heads(b, hp, shape, rows[0], d),
         _heads(b, hp, shape, rows[-1], hp.n_embd_head_v),
-        mask,
+        inp.kq_mask,
         scale,
-        memory.n_attention_parts,
+        memory.n_attention_parts if inp.n_parts is None else inp.n_parts,
         sinks,
     )
     out = b.reshape(out, hp.n_embd_head_v * n_head, n_seq_tokens * n_seqs)

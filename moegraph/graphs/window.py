@@ -1,0 +1,93 @@
+"""Where the rows of a pass find the positions of their windows: which columns of a mask are which.
+
+Attention in layers with a window reads some positions of each sequence, gathered from its ring.
+Usually these are whole pages, from the one in which the first window begins.
+
+On the CPU, ggml sums the positions of a single row of an F16 cache in several parts, from 512
+positions on, and the bits depend on where the parts of all positions would begin. So the columns
+of such a row have parts of their own, with the same positions, as far as they are in the window,
+and hidden columns after them. There is one part before, unless the first is the very first: there
+ggml adds the sink. Source: ggml/src/ggml-cpu/ops.cpp, ggml_compute_forward_flash_attn_ext_f16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arch.inputs import PassShape
+from ..resident.layout import PAGE, window_columns
+from ..resident.state import State
+
+_SPLIT = 512  # fewest columns that ggml divides into parts
+
+
+class Window:
+    """The window of a stage's layers, and the columns of passes."""
+
+    def __init__(self, state: State) -> None:
+        self._state, self.n = state, state.window
+
+    def is_split(self, shape: PassShape) -> bool:
+        """Return whether the columns of a pass are in parts."""
+        return shape.n_tokens == 1 and self._state.n_attention_parts > 0
+
+    def columns(self, shape: PassShape) -> tuple[int, int]:
+        """Return how many columns a pass has for each sequence, and in how many parts."""
+        if not self.is_split(shape):
+            n = window_columns(self.n, shape.n_seq_tokens, self._state.n_ctx)
+            return n, self._state.n_attention_parts
+        n_kv, n_parts = shape.n_kv, self._state.n_attention_parts
+        each = -(-n_kv // n_parts)
+        n = min(n_parts, (self.n - 2) // each + 3)
+        size = max(min(each, self.n), -(-_SPLIT // n))
+        return (n_kv, n_parts) if n_kv < _SPLIT or n * size >= n_kv else (n * size, n)
+
+    def most_columns(self, n_rows: int, n_seqs: int) -> int:
+        """Return a bound on the columns of passes of n_rows rows over n_seqs sequences together."""
+        least = n_rows + n_seqs * (self.n + 2 * PAGE)
+        return max(least, 4 * self.n + 2 * _SPLIT) if self._state.n_attention_parts else least
+
+    def most_bytes(self, n_ubatch: int, n_rows: int) -> int:
+        """Return a bound on the bytes of mask, rows and indices of a pass of n_rows rows.
+
+        n_ubatch: most rows of a sequence.
+        """
+        n = n_ubatch + self.n + 2 * PAGE
+        return 2 * n * n_rows + 6 * self.most_columns(n_rows, self._state.n_seq) + 8 * n_rows
+
+    def first(self, firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions of the first columns of rows from positions firsts on, in pages."""
+        return np.maximum(firsts - self.n + 1, 0) // PAGE * PAGE
+
+    def positions(self, shape: PassShape, firsts: list[int]) -> npt.NDArray[np.int64]:
+        """Return the position of each column, numpy [n_seqs, n_columns]; -1: there is none.
+
+        firsts: the position of the first row of each sequence.
+        """
+        n_columns, n = self.columns(shape)
+        if not self.is_split(shape):
+            return self.first(np.array(firsts))[:, None] + np.arange(n_columns)
+        if n_columns == shape.n_kv:
+            return np.arange(n_columns)[None]
+        begin, each = (
+            max(firsts[0] - self.n + 1, 0),
+            -(-shape.n_kv // self._state.n_attention_parts),
+        )
+        places = np.arange(begin, firsts[0] + 1)
+        parts = places // each
+        found = np.full((1, n_columns), -1)
+        at = (parts - max(0, begin // each - 1)) * (n_columns // n)
+        found[0, at + places - np.maximum(parts * each, begin)] = places
+        return found
+
+    def rows(
+        self, slots: tuple[int, ...], positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the rows of the rings to gather; those of columns without a position are any."""
+        return self._state.ring_rows(np.array(slots)[:, None], positions)
+
+    def mask(self, positions: npt.NDArray[np.int64], first: int) -> npt.NDArray[np.float16]:
+        """Return the mask of the row at position `first`, of the shape of positions."""
+        is_seen = (positions > first - self.n) & (positions <= first) & (positions >= 0)
+        return np.where(is_seen, np.float16(0), np.float16(-np.inf))
