@@ -71,11 +71,14 @@ HARMONY_CASES: list[Case] = [
     ),
     # drift: a channel before the channel, tools that are not ours, one without its prefix
     (HARMONY, f"<|channel|>commentary to=assistant{THOUGHT}{FINAL}Yes", "I\nthink", "Yes", []),
-    (HARMONY, f"{THOUGHT}<|channel|>commentary to=python<|message|>1", "I\nthink", "", []),
+    (HARMONY, f"{THOUGHT}<|channel|>commentary to=python<|message|>{{}}", "I\nthink", "", []),
     (HARMONY, f"{THOUGHT} to=container.exec<|channel|>x<|message|>ls", "I\nthink", "", []),
     (HARMONY, "<|channel|>commentary to=look<|message|>{}", "", "", [("look", "{}")]),
     (HARMONY, to("guess", AT), "", "", [("guess", AT)]),
     (HARMONY, to("look", '{"at": oops}'), "", "", []),
+    (HARMONY, to("look", '{"at": oops}') + "<|start|>, yes", "", ", yes", []),
+    (HARMONY, to("look", f"\n {AT}"), "", "", [("look", AT)]),
+    (HARMONY, f"{FINAL}Yes<|end|>\n", "", "Yes", []),
     (
         HARMONY, f"{FINAL}Yes<|end|><|start|>user<|message|>More?{END}{FINAL}No",
         "", "Yes\nNo", [],
@@ -113,6 +116,11 @@ GEMMA_CASES: list[Case] = [
         "", "", [("set", '{"on": false, "any": "x\\n", "tags": ["y"]}')],
     ),
     (GEMMA, gemma("look", f"{q('at')}:here"), "", "", [("look", '{"at": "here"}')]),
+    (GEMMA, gemma("look", ' at : "a\\qb", '), "", "", [("look", '{"at": "a\\\\qb"}')]),
+    (GEMMA, gemma("look", f"at:{q('a')}b") + "Yes", "", "Yes", []),
+    (GEMMA, gemma("look", "n:,") + "Yes", "", "Yes", []),
+    (GEMMA, "<|tool_call>call:look{at:here<tool_call|>Yes", "", "Yes", []),
+    (GEMMA, "Yes<|tool_call>call:look", "", "Yes<|tool_call>call:look", []),
     (GEMMA, "<|tool_call>call:ping{}Done", "", "Done", [("ping", "{}")]),
     # what is blank after a call is nothing
     (
@@ -229,6 +237,35 @@ def test_much_that_could_begin_a_header_is_read_in_time() -> None:
         parser.flush()
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "shown"),
+    [
+        (HARMONY, f"{FINAL}Yes<|end|><|start|>assistant<|channel|>fin", "Yes"),
+        (HARMONY, f"{FINAL}Yes{END} to=functions.lo", "Yes"),
+        (GEMMA, "Yes<|tool_call>call:lo", "Yes"),
+        (GEMMA, "Yes<|tool_call>call:look{at:", "Yes"),
+    ],
+)
+def test_what_begins_a_message_of_an_answer_that_is_cut_is_no_text(
+    form: Form, text: str, shown: str
+) -> None:
+    parser, begun = AnswerParser(PROMPTS[form], TOOLS, form=form), Reply()
+    begun.add(parser.push(text) + parser.flush(is_cut=True))
+    assert begun.content == shown
+
+
+def test_headers_and_keys_are_short() -> None:
+    parser = AnswerParser("<|start|>assistant", form=HARMONY)
+    assert parser.push("so " * 300) == [ContentPart("so " * 300)]
+    for n, calls in ((900, [("look", f'{{"{"a" * 900}": 1}}')]), (1100, [])):
+        case = (GEMMA, gemma("look", "a" * n + ":1"), "", "", calls)
+        assert reply(parts(case, [])) == reply(parts(case, [99, 1080])) == case[2:]
+    endless = (GEMMA, gemma("look", '<|"|>' + "a:" * 600) + "Yes", "", "Yes", [])
+    assert reply(parts(endless, [])) == endless[2:]
+    late = (HARMONY, "so " * 300 + FINAL + "x", "", "", [])
+    assert reply(parts(late, [])) == reply(parts(late, [700])) == ("", "so " * 300 + "\nx", [])
+
+
 def test_values_are_told_as_they_come() -> None:
     begun = ((HARMONY, to("look", '{"at": "a')), (GEMMA, '<|tool_call>call:look{at:<|"|>a'))
     for form, begin in begun:
@@ -256,6 +293,8 @@ def test_an_answer_goes_on_from_its_prompt() -> None:
     assert parser.push(" so") == [ContentPart(" so")]
     parser = AnswerParser("<|channel|>analysis<|message|>I", form=HARMONY, is_thinking=True)
     assert parser.is_reasoning and parser.push("<|end|>")[:1] == []
+    raw = AnswerParser("<|channel>thought\n", form=GEMMA, is_thinking=True, reasoning=False)
+    assert raw.push("I") == [ContentPart("<|channel>thought\n"), ContentPart("I")]
     parser = AnswerParser("<|channel>thought\nI", form=GEMMA, is_thinking=True)
     assert parser.push(" so<channel|>Yes") == [ReasoningPart(" so"), ContentPart("Yes")]
 
@@ -324,3 +363,92 @@ def test_any_text_is_read_alike_however_it_is_split(
 )
 def test_forms_are_recognized_by_the_template(source: str, form: Form) -> None:
     assert form_of(source) is form
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "is_open", "is_fresh", "shown"),
+    [
+        (QWEN, "a<think>\n", True, True, "<think>\n"),
+        (QWEN, "a<think>", True, True, "<think>"),
+        (QWEN, "a<think>\n\n</think>\n\n", False, False, "<think>\n\n</think>\n\n"),
+        (GLM_LINES, "<|assistant|>\n<think>", True, True, "<think>"),
+        (GEMMA, "<|turn>model\n", False, True, ""),
+    ],
+)
+def test_what_a_prompt_ends_in(
+    form: Form, prompt: str, is_open: bool, is_fresh: bool, shown: str
+) -> None:
+    assert (form.is_open(prompt), form.is_fresh(prompt), form.shown(prompt)) == (
+        is_open, is_fresh, shown,
+    )  # fmt: skip
+
+
+def test_prompts_get_the_ends_that_their_templates_do_not_give_them() -> None:
+    assert HARMONY.ended("a<|return|>", False) == "a<|end|>"
+    assert HARMONY.ended("a<|return|>", True) == "a<|return|>" and HARMONY.ended("a", False) == "a"
+    assert GEMMA.ended("a<turn|>\n", True) == "a<turn|>\n<|turn>model\n"
+    for prompt, opens_turn in (("a<turn|>\n", False), ("a<|turn>model\n", True)):
+        assert GEMMA.ended(prompt, opens_turn) == prompt
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({}, None), ({"enable_thinking": True}, None), ({"enable_thinking": False}, "low"),
+        ({"reasoning_effort": "high", "enable_thinking": False}, "high"),
+        ({"reasoning_effort": "none"}, "low"), ({"reasoning_effort": "xhigh"}, "high"),
+        ({"reasoning_effort": "medium"}, "medium"), ({"reasoning_effort": 3}, 3),
+    ],
+)  # fmt: skip
+def test_words_for_the_effort(given: dict[str, Any], word: Any) -> None:
+    assert HARMONY.variables(given).get("reasoning_effort") == word
+    assert GEMMA.variables(given) == QWEN.variables(given) == given
+
+
+def test_what_templates_and_readers_of_a_form_need() -> None:
+    assert {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"} <= set(GLM.tags)
+    assert {"<parameter=", "<think>"} & set(QWEN.tags) == {"<think>"}, "no tag without its end"
+    assert HARMONY.described(TOOLS)[2]["function"] == {"description": "", **TOOLS[2]["function"]}
+    assert GEMMA.described(TOOLS) == TOOLS
+
+
+def called(*ids: str, **more: Any) -> dict[str, Any]:
+    calls = [{"id": one, "function": {"name": f"f{n}"}} for n, one in enumerate(ids)]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **more}
+
+
+def result(call_id: str, content: str = "1") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def test_harmony_has_one_call_in_a_message_and_its_result_after_it() -> None:
+    assert HARMONY.adapt is not None
+    user, (a, b) = {"role": "user", "content": "?"}, called("a", "b")["tool_calls"]
+    asked = called("a", "b", content="I look", reasoning_content="So")
+    found = HARMONY.adapt([asked, result("b"), result("a"), user], "")
+    assert [one.get("tool_calls") for one in found] == [[a], None, [b], None, None]
+    assert [one.get("tool_call_id") for one in found] == [None, "a", None, "b", None]
+    assert [one.get("thinking") for one in found] == ["So", None, None, None, None]
+    assert [one["content"] for one in found] == ["", "1", "", "1", "?"]
+    # without ids, results are in the order of the calls
+    nameless = [{"role": "tool", "content": text} for text in "12"]
+    found = HARMONY.adapt([called("", "", content="I look"), *nameless], "")
+    assert [one["content"] for one in found] == ["I look", "1", "", "2"]
+    thought = {"role": "assistant", "content": "Yes", "reasoning_content": "So"}
+    assert HARMONY.adapt([thought], "") == [{**thought, "thinking": "So"}]
+
+
+def test_gemma_has_results_and_the_text_after_them_in_the_message_of_the_calls() -> None:
+    assert GEMMA.adapt is not None
+    answer = {"role": "assistant", "content": "Yes"}
+    asked, results = called("a", "b"), [result("b", '{"x": 1}'), result("a", "no JSON")]
+    (found,) = GEMMA.adapt([asked, *results, answer], "")
+    assert found["content"] == "Yes" and found["tool_responses"] == [
+        {"name": "f0", "response": {"x": 1}}, {"name": "f1", "response": "no JSON"},
+    ]  # fmt: skip
+    assert len(GEMMA.adapt([asked, *results, answer, answer], "")) == 2, "one answer goes there"
+    for more in (called("c", content="I look"), {"role": "assistant", "content": ""}):
+        found, last = GEMMA.adapt([asked, *results, more], "")
+        assert last == {**more, "content": ""} and found["content"] == ""
+    newer = [asked, *results]
+    assert GEMMA.adapt(newer, "{#- OpenAI Chat Completions: -#}") == newer

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from helpers import shared  # noqa: F401 - it finds the scripts
 from helpers.ggufbytes import Q, Tensor
 from helpers.sparse import file_of, preset_contents
 

@@ -56,7 +56,7 @@ class ChannelScanner:
     @property
     def is_reasoning(self) -> bool:
         """Whether the answer is inside its reasoning."""
-        return self._kind is ReasoningPart and not (self._is_raw or self._in_header)
+        return self._kind is ReasoningPart and not self._is_raw
 
     def push(self, text: str) -> list[tuple[Kind, Found]]:
         """Return the text and the parts of calls that text completes."""
@@ -72,7 +72,6 @@ class ChannelScanner:
         self._is_last = True
         if is_cut and self._call and self._call.arguments:
             self._end_call(is_whole=False)
-            self._held = ""
         elif self._in_header and self._is_begun(is_cut):
             self._held = ""
         return self.push("")
@@ -80,8 +79,8 @@ class ChannelScanner:
     def _is_begun(self, is_cut: bool) -> bool:
         """Return whether what is held begins a header that has no end, and is no text."""
         held, call = self._held, self._form.call
-        if not self._channels.partial.fullmatch(held) or (call and held.startswith(call)):
-            return is_cut and bool(call) and held.startswith(call)
+        if call and held.startswith(call):
+            return is_cut
         return not held.strip() or bool(re.search(r"<\||to=", held))
 
     def _step(self) -> bool:
@@ -118,8 +117,7 @@ class ChannelScanner:
         return True
 
     def _header(self) -> bool:
-        found = self._channels.header.match(self._held[: _MAX_HEADER + 1])
-        if found and found.end() <= _MAX_HEADER:
+        if found := self._channels.header.match(self._held[:_MAX_HEADER]):
             self._held = self._held[found.end() :]
             self._in_header = False
             self._open(found)
@@ -233,9 +231,9 @@ class DictArguments(JSONArguments):
         held = self._text = self._text.lstrip()
         if not held or (len(held) < len(QUOTE) and QUOTE.startswith(held)):
             return None
-        if held[0] in "}]" and self._closers:
+        if held[0] in "}]":
             closer, self._closers = self._closers[-1], self._closers[:-1]
-            self._text, self._state, self._comma = held[1:], "after", ""
+            self._text, self._state = held[1:], "after"
             self.is_over = not self._closers
             return closer
         if self._state == "key":
@@ -260,7 +258,7 @@ class DictArguments(JSONArguments):
         return dumps(text)[1:-1] + '"'
 
     def _key(self, held: str) -> str | None:
-        if found := _KEY.match(held):
+        if found := _KEY.match(held[:_MAX_KEY]):
             self._text, self._state = held[found.end() :], "value"
             return self._with_comma(dumps((found[1] or found[2] or found[3] or "").strip()) + ": ")
         self.is_over = len(held) > _MAX_KEY or not _KEY_BEGUN.fullmatch(held)
