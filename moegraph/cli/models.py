@@ -129,6 +129,18 @@ def warn_beyond_training(engine: Engine, n_prompt: int) -> None:
         ui.note(f"warning: {n_prompt} positions; the model was trained on only {n_trained}")
 
 
+def warn_begun_twice(tokenizer: Tokenizer, ids: list[int]) -> None:
+    """Warn of a text that begins with the BOS that the tokenizer adds too; both stay.
+
+    So does llama.cpp (`check_double_bos_eos` in src/llama-vocab.cpp).
+    """
+    if ids[1:2] == [tokenizer.bos] and tokenizer.encode("")[:1] == [tokenizer.bos]:
+        ui.note(
+            f"warning: the prompt begins with {tokenizer.decode(ids[1:2], special=True)}, and the "
+            "model's vocabulary adds one: it now begins with two"
+        )
+
+
 def open_header(target: str | Path, device: str | None = None) -> ModelFile:
     """Open a model by name or path without loading its weights.
 

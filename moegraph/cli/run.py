@@ -238,6 +238,7 @@ def _generate(engine: Engine, job: _Job, times: StartTimes) -> None:
     """Run the job and write its results, after Ctrl-C those up to then."""
     if job.ids is None:
         prompt = engine.tokenizer.encode(job.prompt or "")
+        models.warn_begun_twice(engine.tokenizer, prompt)
     else:
         prompt = job.ids.tolist()
         if models.has_vocabulary(engine.file):

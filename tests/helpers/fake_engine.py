@@ -41,6 +41,13 @@ class ByteTokenizer:
         return bytes(ids).decode(errors="replace")
 
 
+class BeginTokenizer(ByteTokenizer):
+    """One of a vocabulary that adds its BOS."""
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        return [self.bos] * add_special + super().encode(text)
+
+
 class FakeEngine:
     """Answers each generation with the next text of its script, then with its end token.
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from helpers.fake_engine import ByteTokenizer
+from helpers.fake_engine import BeginTokenizer, ByteTokenizer
 from helpers.qwen_template import QWEN
 from helpers.tag_tokenizer import TAGS, TagTokenizer
 from hypothesis import given, settings
@@ -406,8 +406,14 @@ class TestOf:
     def test_the_models_own_template(self) -> None:
         with ChatModel.of(self.engine(**{"tokenizer.chat_template": "{{ bos_token }}x"})) as chat:
             assert shown(chat) == "\x01x" and chat.warnings == []
-            # a BOS in the prompt is the only one
-            assert list(chat.prepare(ChatRequest([USER])).request.prompt) == [1, 120]
+
+    @pytest.mark.parametrize("source", ["{{ bos_token }}x", "x", "{{ bos_token }}{{ bos_token }}x"])
+    def test_a_bos_is_added_where_the_template_writes_none(self, source: str) -> None:
+        engine = self.engine(**{"tokenizer.chat_template": source})
+        engine.tokenizer = BeginTokenizer()
+        with ChatModel.of(engine) as chat:
+            prompt = list(chat.prepare(ChatRequest([USER])).request.prompt)
+            assert prompt == [1] * max(source.count("bos"), 1) + [120]
 
     def test_a_template_that_fails_for_all_messages_is_at_fault_itself(self) -> None:
         broken = self.engine(**{"tokenizer.chat_template": "{{ 1 / 0 }}"})

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from helpers.fake_engine import END, N_VOCAB, FakeEngine, ids_file
+from helpers.fake_engine import (
+    END,
+    N_VOCAB,
+    BeginTokenizer,
+    ByteTokenizer,
+    FakeEngine,
+    ids_file,
+)  # fmt: skip
 
 from moegraph.cli import ui
 from moegraph.cli.outputs import OutputFile
@@ -43,6 +50,15 @@ class TestText:
         assert re.search(r"; seed \d+;", result.stderr)
         assert cli.engine.calls[0].prompt == "say"
         assert cli.engine.closed
+
+    def test_a_prompt_with_a_bos_before_which_the_vocabulary_adds_one(self, cli: Cli) -> None:
+        for tokenizer, text, n in (
+            (BeginTokenizer(), "\x01say", 1), (BeginTokenizer(), "say", 0),
+            (ByteTokenizer(), "\x01\x01say", 0),
+        ):  # fmt: skip
+            cli.engine = FakeEngine("hello")
+            cli.engine.tokenizer = tokenizer
+            assert cli("run", "m.gguf", "-p", text).stderr.count("begins with two") == n
 
     @pytest.mark.parametrize("text", ["naïve 日本", "a\x07b"])
     def test_characters_arrive_in_a_pipe_whole_and_as_they_are(self, cli: Cli, text: str) -> None:
