@@ -234,12 +234,18 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("placement", "is_rounded"), [(PLACEMENTS[0], True), (PLACEMENTS[3], False)], ids=str
+    ("placement", "is_rounded", "n_ubatch", "joined"),
+    [
+        (PLACEMENTS[0], True, 512, [140, 35, 20, 90, 3, 60]),
+        (PLACEMENTS[3], False, 64, [140, 35, 20, 3]),
+    ],
+    ids=str,
 )
 def test_requests_that_wait_are_read_together(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch, placement: dict[str, Any], is_rounded: bool
-) -> None:
-    engine = open_joint(open_engine, "mini35b", n_ubatch=512, **placement)
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, placement: dict[str, Any],
+    is_rounded: bool, n_ubatch: int, joined: list[int],
+) -> None:  # fmt: skip
+    engine = open_joint(open_engine, "mini35b", n_ubatch=n_ubatch, **placement)
     swept = watched(engine, monkeypatch)
     lengths = (140, 35, 20, 90, 3, 60)
     with serving(engine) as service:
@@ -255,7 +261,7 @@ def test_requests_that_wait_are_read_together(
             client.wait()
         again = Client(service, [*clients[0].request.prompt[:70], 5, 6], max_tokens=4).wait()
         assert again.last.usage.n_cached == 70
-    assert swept[0] == [140, 35, 20, 90, 3, 60]
+    assert swept[0] == joined, "at most four chunks"
     single = open_engine("mini35b", cpu_reference=True, n_ctx=2048)
     for client in (*clients, again):
         assert client.tokens == alone(single, client.request)[0]

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.graph_runs import Graph, random
 from helpers.tree_rows import ConvCase, DeltaCase, check_lengths, padded
 from helpers.tree_shapes import TREES, heap, path
 
+from moegraph.arch.blocks.deltanet import _repeat_heads
 from moegraph.errors import InternalError
 from moegraph.ggml.device import Device
 from moegraph.graphs.rows import check_parents
@@ -139,6 +141,13 @@ def test_padding_in_a_tree_changes_no_other_row(tree: Any, device: Device) -> No
             alone = case.pick(seq, places).run(device, check_parents(parents))[0][0]
             np.testing.assert_array_equal(got[seq, places], alone)
         assert not np.delete(got[:2], places, 1).any() and not got[2:].any()
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 6, 7])
+def test_key_heads_are_repeated_one_by_one(times: int, device: Device) -> None:
+    graph, heads = Graph(), random(times, 2, 3, 2, 8)
+    (found,), _ = graph.run(device, [_repeat_heads(graph.b, graph.leaf(heads), 2 * times)])
+    np.testing.assert_array_equal(found, np.repeat(heads, times, axis=2).reshape(-1))
 
 
 def test_a_row_with_a_bad_parent_counts_as_a_root(device: Device) -> None:

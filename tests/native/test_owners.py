@@ -125,6 +125,9 @@ def test_nobody_waits_for_the_same_prompt_of_another_owner(open_engine: Open) ->
         )
         shares = service._loop._reading._shares
         assert shares(same, one) and not shares(other, one)
+        for n, waits in ((64, False), (65, True)):  # of what is shared
+            begun = Request(np.append(ids[:n], ids[n] + 1), GREEDY, text=False, owner="a")
+            assert shares(Answer(begun, engine.core, None, None), one) is waits
 
 
 def test_a_request_that_was_moved_to_host_memory_comes_back_as_its_owners(

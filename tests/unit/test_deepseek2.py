@@ -48,11 +48,13 @@ def test_models_of_these_sizes_have_one_matrix_for_q(n_layer: int, n_vocab: int)
         read(n_vocab=n_vocab, **changes | {"block_count": 25})
 
 
-@pytest.mark.parametrize("n_vocab, is_sigmoid", [(154_880, True), (1024, False)])
-def test_old_files_of_glm_do_not_say_sigmoid(n_vocab: int, is_sigmoid: bool) -> None:
-    hp = read(n_vocab=n_vocab, block_count=48, expert_gating_func=None, expert_group_count=8,
+@pytest.mark.parametrize("n_vocab, n_all, is_sigmoid", [
+    (154_880, 48, True), (154_880, 49, True), (1024, 48, False), (154_880, 40, False),
+])  # fmt: skip
+def test_old_files_of_glm_do_not_say_sigmoid(n_vocab: int, n_all: int, is_sigmoid: bool) -> None:
+    hp = read(n_vocab=n_vocab, block_count=n_all, expert_gating_func=None, expert_group_count=8,
               expert_group_used_count=4)  # fmt: skip
-    assert (hp.n_layer, hp.rules) == (47, Rules(is_sigmoid, True, 1.8, 8, 4))
+    assert (hp.n_layer, hp.rules) == (n_all - 1, Rules(is_sigmoid, True, 1.8, 8, 4))
 
 
 @pytest.mark.parametrize("changes, kind, words", [

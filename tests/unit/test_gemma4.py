@@ -54,6 +54,9 @@ def test_layers_with_a_window_have_heads_and_rope_of_their_own() -> None:
     assert (window.n_embd_head_k, window.n_head_kv, window.n_rot) == (64, 2, 64)
     assert (wide.n_embd_head_k, wide.n_head_kv, wide.n_rot) == (128, 1, 128)
     assert (window.rope_freq_base, wide.rope_freq_base) == (1e4, 1e6)
+    plain = read(rope__freq_base_swa=None, rope__scaling__factor=4.0)
+    assert (plain.at(0).rope_freq_base, plain.at(5).rope_freq_base) == (1e4, 1e6)
+    assert (plain.at(0).rope_freq_scale, plain.at(5).rope_freq_scale) == (1.0, 0.25)
     assert [hp.layer(il).window for il in range(6)] == [32] * 5 + [None]
     # the layers of a layer's own hyper-parameters, too
     assert [hp.at(il).layer(il) == hp.layer(il) for il in range(6)] == [True] * 6

@@ -85,9 +85,10 @@ def test_expert_sizes_fall_back_to_the_feed_forward_length(read: Read) -> None:
 
 def test_recurrent_layers_may_be_listed_one_by_one(read: Read) -> None:
     name = key("attention.recurrent_layers")
-    flags = [False, True, False, False, False]
+    flags = [False, True, False, True, True]
     hp = read(Shape(n_nextn=1), attention__recurrent_layers=kv_array(name, T.BOOL, flags))
-    assert hp.recurrent == (False, True, False, False)
+    assert hp.recurrent == (False, True, False, True)
+    assert hp.layer(4).kv and not hp.layer(3).kv, "a prediction block has attention"
 
 
 REQUIRED = [
@@ -194,6 +195,7 @@ def sections(*values: int) -> bytes:
         ((2, 1, 1), "has 3 elements"),
         ((9, 9, 9, 0), "exceed the head size 16"),
         ((-1, 2, 2, 0), "contains -1"),
+        ((1, 1, 1, 1), "leaves rotary pair 3 of 4 without a text position"),
     ],
 )
 def test_malformed_rope_sections_are_refused(
@@ -207,6 +209,32 @@ def test_malformed_rope_sections_are_refused(
 def scaling(kind: str | None, **values: float) -> dict[str, bytes]:
     pairs = {} if kind is None else {"rope__scaling__type": text("rope.scaling.type", kind)}
     return pairs | {f"rope__scaling__{k}": real(f"rope.scaling.{k}", v) for k, v in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "legacy", "factor", "scale"),
+    [(None, 0.0, 0.0, 1.0), (None, 0.0, 4.0, 0.25), (None, 2.0, None, 0.5),
+     ("linear", 2.0, 4.0, 0.25), ("none", 2.0, 4.0, 1.0), ("yarn", 0.0, 4.0, 0.25)],
+)  # fmt: skip
+def test_positions_are_scaled_by_the_factor_of_a_file(
+    read: Read, kind: str | None, legacy: float, factor: float | None, scale: float
+) -> None:
+    given = scaling(kind, **({} if factor is None else {"factor": factor}))
+    hp = read(**given, rope__scale_linear=real("rope.scale_linear", legacy))
+    assert (hp.rope_freq_scale, hp.rope_ext_factor) == (scale, float(kind == "yarn"))
+    assert hp.rope_attn_factor == pytest.approx(1.0) and hp.n_ctx_orig == hp.n_ctx_train
+
+
+@pytest.mark.parametrize(("n", "n_orig"), [(0, None), (64, 64)])
+def test_the_context_before_scaling(read: Read, n: int, n_orig: int | None) -> None:
+    name = "rope.scaling.original_context_length"
+    hp = read(rope__scaling__original_context_length=uint(name, n))
+    assert hp.n_ctx_orig == (n_orig or hp.n_ctx_train)
+
+
+def test_a_factor_near_0_is_refused(read: Read) -> None:
+    with pytest.raises(ModelFileError, match="is 0.0001; allowed are 0.001 to"):
+        read(**scaling("linear", factor=1e-4))
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "", "YARN"])
