@@ -50,11 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked nightly, unless --nightly is given."""
+    """Leave out tests marked nightly, unless --nightly is given; begin with those marked long."""
     if not config.getoption("nightly"):
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def required(config: pytest.Config) -> list[str]:

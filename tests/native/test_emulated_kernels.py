@@ -32,6 +32,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["conv", "recurrence", "rows"])
 def test_kernels_compute_what_they_should(program: str) -> None:
     done = run(program)

@@ -23,7 +23,8 @@ def test_an_interrupt_before_the_first_lines_and_the_last_ones(
     alone.forward(ids[:1])
     wanted = alone.prefill(ids[1:60]).logits, alone.forward(ids[60:61]).logits
     n_lines = count(lambda: engine.prefill(ids[:60]))
-    for line in (*range(60), *range(n_lines - 60, n_lines + 40)):
+    step = 1 if device == "cpu" else 3
+    for line in (*range(0, 60, step), *range(n_lines - 60, n_lines + 40, step)):
         engine.reset()
         engine.forward(ids[:1])
         interrupted(line, lambda: engine.prefill(ids[1:60]), *OURS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from helpers.patience import PATIENCE_S, until
 from helpers.placements import PLACEMENTS
 from helpers.shared import prompt
 
+from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.engine.service import Service
 from moegraph.errors import Cancelled
@@ -29,6 +30,7 @@ from moegraph.sampling import SamplingParams
 
 Open = Callable[..., Engine]
 Floats = npt.NDArray[np.float32]
+JOINT = {"n_seq": 6, "n_ctx": 2048, "n_ubatch": 128, "cpu_reference": True}
 
 
 def mixed(engine: Engine, n_held: int = 300) -> list[SweepBatch]:
@@ -50,39 +52,62 @@ def read_alone(engine: Engine, batch: SweepBatch) -> list[Floats]:
 
 def open_joint(open_engine: Open, preset: str, **settings: Any) -> Engine:
     """Open an engine of six sequences in reference mode."""
-    settings = {"n_seq": 6, "n_ctx": 2048, "n_ubatch": 128, "cpu_reference": True, **settings}
-    return open_engine(preset, **settings)
+    return open_engine(preset, **{**JOINT, **settings})
+
+
+Alone = list[tuple[list[Floats], list[npt.NDArray[Any]]]]
+
+
+@pytest.fixture(scope="module")
+def alone_of(model_path: Callable[[str], Path]) -> Callable[[str], Alone]:
+    """Return a function from a preset to what `mixed` gives alone: logits, and states at cuts."""
+
+    @cache
+    def found(preset: str) -> Alone:
+        settings = {"device": "cpu", "n_threads": 1, **JOINT}
+        with Engine.load(model_path(preset), EngineConfig(**settings)) as engine:
+            return [read_apart(engine, batch) for batch in mixed(engine)]
+
+    return found
+
+
+def read_apart(engine: Engine, batch: SweepBatch) -> tuple[list[Floats], list[npt.NDArray[Any]]]:
+    """Return the logits of a prompt that is read alone, and the states at its cuts."""
+    rows, states = read_alone(engine, batch), []
+    if batch.cuts:
+        engine.reset(batch.slot)
+        if batch.slot == 3:
+            engine.prefill(prompt(engine, 300, seed=50), 3, greedy=True)
+        for copy in engine.passes.read(batch, None)[1]:
+            assert copy.buffer
+            states.append(copy.buffer.array.copy())
+            copy.close()
+    return rows, states
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize(("preset", "is_rounded"), [("kquant40", False), ("mini35b", True)])
 def test_prompts_read_together_have_the_bits_of_each_alone(
-    open_engine: Open, preset: str, placement: dict[str, Any], is_rounded: bool
-) -> None:
+    open_engine: Open, alone_of: Callable[[str], Alone], preset: str, placement: dict[str, Any],
+    is_rounded: bool,
+) -> None:  # fmt: skip
     engine = open_joint(open_engine, preset, **placement)
-    other = open_joint(open_engine, preset)
     batches = [replace(batch, is_rounded=is_rounded) for batch in mixed(engine)]
-    mixed(other)
     sweep = engine.passes.begin_prompts(batches)
     assert any(len(chunk.segments) > 1 for part in sweep._parts for chunk in part)
     while engine.passes.step_prompt(sweep):
         pass
-    for batch, swept in zip(batches, sweep.prompts):
-        last, after = read_alone(other, batch)
+    for batch, swept, ((last, after), states) in zip(
+        batches, sweep.prompts, alone_of(preset), strict=True
+    ):
         assert swept.output is not None and not swept.error
         np.testing.assert_array_equal(swept.output.require_logits(), last)
         np.testing.assert_array_equal(engine.forward([5], batch.slot).require_logits(), after)
         # the states at the cuts are complete
         assert [copy.n_past for copy in swept.saved] == list(batch.cuts)
-        for copy in swept.saved:
-            alone = SweepBatch(batch.tokens, batch.slot, cuts=batch.cuts)
-            other.reset(batch.slot)
-            if batch.slot == 3:
-                other.prefill(prompt(other, 300, seed=50), 3, greedy=True)
-            expected = other.passes.read(alone, None)[1][0]
-            assert copy.buffer and expected.buffer
-            np.testing.assert_array_equal(copy.buffer.array, expected.buffer.array)
-            expected.close()
+        for copy, expected in zip(swept.saved, states, strict=True):
+            assert copy.buffer
+            np.testing.assert_array_equal(copy.buffer.array, expected)
             copy.close()
     check_pool(engine.state.pool)
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 MEASURE = Path(__file__).resolve().parents[2] / "scripts" / "measure_card"
 
 
@@ -23,6 +25,7 @@ def measure(
     return done
 
 
+@pytest.mark.long
 def test_parts_run_once_and_their_figures_are_in_the_table(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "no model; run" in measure(tmp_path, "run", code=1).stderr

@@ -339,6 +339,7 @@ def address() -> Iterator[tuple[str, int]]:
         yield parts.hostname, parts.port
 
 
+@pytest.mark.long
 def test_no_hostile_request_makes_a_stream_wait(
     address: tuple[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:

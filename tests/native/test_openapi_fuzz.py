@@ -68,6 +68,7 @@ def ask(operation: Any, mode: GenerationMode, n: int, end: float) -> int:
     return n_sent
 
 
+@pytest.mark.long
 def test_no_request_makes_the_server_fail_or_answer_otherwise(operations: list[Any]) -> None:
     assert len(operations) > 15
     end, n_sent = time.monotonic() + BUDGET_S, 0

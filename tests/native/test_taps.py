@@ -120,7 +120,7 @@ def test_the_ring_has_what_sequences_took(
     keep(last, layers, n_seq=N_SEQ)
     taps, wanted = last.stage.taps, {il: {} for il in layers}
     assert taps.n_kept == MOST_BEHIND + N_ROWS
-    for _ in range(9):
+    for _ in range(5):
         for batch, paths in batches(file.hparams.n_vocab):
             before = dict(zip(batch.slots, [plain.sequences.n_past[slot] for slot in batch.slots]))
             nodes = nodes_of(plain, batch, paths)

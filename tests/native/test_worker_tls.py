@@ -192,7 +192,7 @@ def test_whatever_is_lost_is_an_error_in_time(
     list(engine.generate(ids, max_tokens=2, text=False))
     link = engine.stages[1].device.link
     assert link
-    limit(engine.stages[1].device, 2)
+    limit(engine.stages[1].device, 1)
     if whom == "child":
         worker.signal(number)
     elif whom == "worker":

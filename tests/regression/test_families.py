@@ -162,11 +162,15 @@ def compare(got: Any, cold: Any, n_reused: int) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_command_takes_its_file(name: str, models: Models, tmp_path: Path) -> None:
+def test_every_command_takes_its_file(
+    name: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from click.testing import CliRunner
 
+    from moegraph.bench import machine
     from moegraph.cli import main
 
+    monkeypatch.setattr(machine, "_COPY_BYTES", 1 << 20)  # 256 MiB say nothing of a family
     path, trace, cpu = models.path(name), tmp_path / "trace", ("--device", "cpu", "-t", 1)
     for args in (
         ("inspect", path),

@@ -74,7 +74,7 @@ def test_reference_mode_gives_the_same_bits_at_every_width_and_thread_count(
         assert_same_bits(got, whole, f"{name} {kv} one thread, layered, {RISING[:3]}...")
 
 
-@pytest.mark.parametrize("name", ("tiny", "legacy32", "kquant40"))
+@pytest.mark.parametrize("name", ("tiny", "kquant40"))
 def test_text_at_another_width_is_upstreams_text_at_that_width(
     name: str, models: Models, upstream: Upstream
 ) -> None:
