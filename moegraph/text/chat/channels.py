@@ -21,7 +21,6 @@ from .tools import Tools
 Kind = type[ReasoningPart] | type[ContentPart]
 
 _KINDS: dict[str | None, Kind] = {"analysis": ReasoningPart, "thought": ReasoningPart}
-_FUNCTIONS = "functions."
 _MAX_HEADER, _PIECE = 512, 4096
 
 
@@ -43,8 +42,9 @@ class ChannelScanner:
         self._ends = self._channels.ends[: len(self._channels.ends) - n_hidden]
         # the kind of text that comes; None: of none
         self._kind: Kind | None = ReasoningPart if is_thinking else ContentPart
-        begun = prompt.rfind("<|message|>") > prompt.rfind("<|start|>")
-        self._in_header = self._channels.is_first and not is_thinking and not begun
+        self._headers = headers = form.headers
+        begun = headers and prompt.rfind(headers.end) > prompt.rfind(self._begins[0])
+        self._in_header = headers is not None and not is_thinking and not begun
         self._after_call: Kind | None = None
         self._skip_blank = False  # what is blank after a call is nothing
         self._told: set[Kind] = set()
@@ -113,7 +113,7 @@ class ChannelScanner:
             return True
         if self._is_raw and self._kind is ReasoningPart:
             self._tell(tag)
-        self._in_header, self._kind = self._channels.is_first, ContentPart
+        self._in_header, self._kind = self._headers is not None, ContentPart
         return True
 
     def _header(self) -> bool:
@@ -135,11 +135,12 @@ class ChannelScanner:
     def _open(self, header: re.Match[str]) -> None:
         """Begin the message of a header."""
         given = header.groupdict()
-        name = (given["to"] or "").removeprefix(_FUNCTIONS)
+        prefix = self._headers.function if self._headers else ""
+        name = (given["to"] or "").removeprefix(prefix)
         if name and given["to"] != "assistant":
             is_known = self._form.is_dict or given["to"] != name
             if self._call and self._tools and (is_known or name in self._tools):
-                self._after_call = None if self._channels.is_first else self._kind
+                self._after_call = None if self._headers else self._kind
                 self._call.open(name, DictArguments() if self._form.is_dict else JSONArguments())
                 self._take_calls()
             else:

@@ -58,19 +58,38 @@ def _keys(gap: str) -> TextCalls:
 
 
 @dataclass(frozen=True)
+class Headers:
+    """Headers as a model writes them where grammars hold.
+
+    start: begins a message of the answer, but for the first, whose prompt has it. thoughts, final,
+    calls: begin headers; with {name} in those of calls. kinds: may follow, of text that is JSON.
+    end: ends a header. end_of_message: before the next one. function: the prefix of names.
+    """
+
+    start: str
+    thoughts: tuple[str, ...]
+    final: str
+    calls: tuple[str, ...]
+    kinds: tuple[str, ...]
+    end: str
+    end_of_message: str
+    function: str
+
+
+@dataclass(frozen=True)
 class Channels:
     """Answers that are made of messages with headers, of which some are calls.
 
     begins: tags of which each begins a header. ends: tags that end a message. header: matches one
     that is whole: of what role and kind it is, and to whom it goes. partial: matches what may
-    become one. is_first: whether answers begin with one, and a message has no text without.
+    become one. headers: answers begin with one, and a message has no text without; None: not so.
     """
 
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     header: re.Pattern[str]
     partial: re.Pattern[str]
-    is_first: bool = False
+    headers: Headers | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +157,11 @@ class Form:
         if not self.describes:
             return list(tools)
         return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+
+    @property
+    def headers(self) -> Headers | None:
+        """The headers that each message of an answer has, if it has any."""
+        return self.channels.headers if self.channels else None
 
 
 # Gemma's quotes.
@@ -225,6 +249,11 @@ _PIECES = (
     r"to=(?P<to>[^\s<]+)(?=[\s<]))*"
 )
 _START = r"\s*(?:<\|start\|>(?P<role>[\w.:/-]+))?"
+_HEADERS = Headers(
+    "<|start|>assistant", ("<|channel|>analysis", "<|channel|>commentary"), "<|channel|>final",
+    (" to=functions.{name}<|channel|>commentary", "<|channel|>commentary to=functions.{name}"),
+    (" <|constrain|>json", " json"), "<|message|>", "<|end|>", "functions.",
+)  # fmt: skip
 HARMONY = Form(
     ("<|channel|>", "<|message|>"),
     "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
@@ -232,7 +261,7 @@ HARMONY = Form(
     channels=Channels(
         ("<|start|>", "<|channel|>"), ("<|end|>", "<|return|>", "<|call|>"),
         re.compile(rf"{_START}{_PIECES}<\|message\|>"),
-        re.compile(rf"{_START}{_PIECES}(?:<[|\w]*>?\s*|to=[^\s<]*)?"), is_first=True,
+        re.compile(rf"{_START}{_PIECES}(?:<[|\w]*>?\s*|to=[^\s<]*)?"), _HEADERS,
     ),
     efforts={"": "low", "none": "low", "minimal": "low", "xhigh": "high", "max": "high"},
 )  # fmt: skip

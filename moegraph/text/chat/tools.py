@@ -236,7 +236,7 @@ class CallGrammar:
         is_fresh: bool = False,
         is_thinking: bool = False,
     ) -> None:
-        self._form, self._has_messages = form, not form.call
+        self._form, self._headers = form, form.headers
         self._inputs = {} if form.text is None or inputs is None else inputs
         self._functions = [tool["function"] for tool in tools]
         self._tools = Tools(tools)
@@ -267,17 +267,17 @@ class CallGrammar:
 
         A reader of the grammar finds reasoning that a prompt has begun; see `GrammarConstraint`.
         """
-        if not (self._is_fresh or (self._is_thinking and self._has_messages)):
+        if not (self._is_fresh or (self._is_thinking and self._headers)):
             return ""
         return self._grammar(self._begun("", _ANSWER))
 
     def _begun(self, calls: str, other: str = "") -> str:
         """Return what an answer is: calls or other text, after the reasoning that may come."""
-        if not self._has_messages:
+        if self._headers is None:
             either = " | ".join(f"({one})" for one in (calls, other) if one)
             return f"{'thought? ' if self._is_fresh else ''}({either})"
-        again = self._text("<|end|><|start|>assistant")
-        final = f"{self._text('<|channel|>final')} is_json? {self._text('<|message|>')} {other}"
+        again = self._text(self._headers.end_of_message + self._headers.start)
+        final = f"{self._header((self._headers.final,))} {other}"
         either = " | ".join([calls] * bool(calls) + [final] * bool(other))
         if self._is_fresh or self._is_thinking:
             begun = f"any? {again} " if self._is_thinking else ""
@@ -287,17 +287,22 @@ class CallGrammar:
 
     def _thought(self) -> list[str]:
         """Return the rules of reasoning that an answer begins with."""
-        form = self._form
-        if not self._has_messages:
+        form, headers = self._form, self._headers
+        if headers is None:
             head, gap = self._text(form.think.strip()), r"/\n{1,2}/?"
             end = self._until(form.end_of_think)
             return [f"thought: {gap} {head} {end} {gap}"]
-        heads = (f"<|channel|>{name}<|message|>" for name in ("analysis", "commentary"))
-        rest = self._until("<|end|>") + " " + self._text("<|start|>assistant")
+        rest = self._until(headers.end_of_message) + " " + self._text(headers.start)
+        heads = (self._text(one + headers.end) for one in headers.thoughts)
         return [
-            f"thought: ({' | '.join(map(self._text, heads))}) {rest}",
-            f'is_json: " " {self._text("<|constrain|>json")} | " json"',
+            f"thought: ({' | '.join(heads)}) {rest}",
+            f"kind: {' | '.join(map(self._text, headers.kinds))}",
         ]
+
+    def _header(self, begins: Iterable[str]) -> str:
+        """Return the Lark for a header with one of these beginnings."""
+        assert self._headers is not None
+        return f"({' | '.join(map(self._text, begins))}) kind? {self._text(self._headers.end)}"
 
     def _text(self, text: str) -> str:
         """Return the Lark for a text, some of which may be tokens of their own."""
@@ -339,7 +344,7 @@ class CallGrammar:
         names = [f"function_{n}" for n in range(len(self._functions))]
         form = self._form
         gap = form.text.between if form.text else "" if form.is_dict else "\n"
-        many = self._parallel and not self._has_messages
+        many = self._parallel and self._headers is None
         again = f"({self._text(gap + form.call)} call)*" if many else ""
         rules = [f"start: {start}", "any: /(.|\\n)+/", *self._thought()]
         if names:
@@ -378,12 +383,8 @@ class CallGrammar:
     def _json(self, rule: str, function: Mapping[str, Any]) -> list[str]:
         parameters = _parameters(function) or {"type": "object"}
         name = function["name"]
-        if self._has_messages:
-            heads = (
-                f" to=functions.{name}<|channel|>commentary",
-                f"<|channel|>commentary to=functions.{name}",
-            )
-            head = f"({' | '.join(map(self._text, heads))}) is_json? {self._text('<|message|>')}"
+        if self._headers:
+            head = self._header(one.format(name=name) for one in self._headers.calls)
             return [
                 f"{rule}: {head} {rule}_json",
                 f"{rule}_json: %json {dumps({**parameters, **_LOOSE})}",
