@@ -43,11 +43,12 @@ def write_gguf(
     arch: str,
     keys: Keys,
     tensors: Sequence[TensorEntry],
-    data: Callable[[TensorEntry], Bytes],
+    data: Callable[[TensorEntry], Bytes] | None = None,
     n_parts: int = 1,
 ) -> list[Path]:
     """Write a model as n_parts files of about as many tensors each, and return their paths.
 
+    data: of a tensor; None: one sparse file is written, in which all weights are a hole.
     They have their names only when all are complete. The first has all keys.
     """
     with TemporaryDirectory(dir=path.parent) as folder:
@@ -61,8 +62,12 @@ def write_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        for file in [] if data or writer.fout is None else writer.fout:
+            sizes = (file.tell(), *(one.n_bytes for one in tensors))
+            file.truncate(sum(writer.ggml_pad(n, writer.data_alignment) for n in sizes))
         for one in tensors:
-            writer.write_tensor_data(np.frombuffer(data(one), np.uint8))
+            if data:
+                writer.write_tensor_data(np.frombuffer(data(one), np.uint8))
         writer.close()
         made = sorted(Path(folder).iterdir())
         for part in made:

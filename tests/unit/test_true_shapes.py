@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from helpers.shared import PRESETS
 from helpers.sparse import file_of, preset_contents
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import plan_cards
 
 from moegraph.arch import open_model
 from moegraph.arch.summary import kv_bytes
@@ -16,7 +21,15 @@ from moegraph.placement.planner import make_plan
 
 N_CTX, GIB = 4096, 1 << 30
 LONG_CTX = 32_768
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 LARGE = [name for name, preset in PRESETS.items() if preset.shape.n_embd > 512]
+
+
+def test_the_page_says_what_the_simulator_predicts(tmp_path: Path) -> None:
+    path = plan_cards.header("30b-a3b", tmp_path)
+    text, n_bytes = plan_cards.cell(path, 12)
+    (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith("| Qwen3-30B-A3B"))
+    assert row.split(" | ")[1:4:2] == [f"{n_bytes / GIB:.1f}", text]
 
 
 @pytest.mark.parametrize("name", LARGE)
