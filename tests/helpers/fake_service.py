@@ -235,10 +235,10 @@ class FixedBackend:
         """Nothing counts the requests."""
 
 
-def fake_backend(service: FakeService | None = None) -> FixedBackend:
-    """Return a backend with a fake model that is ready."""
+def fake_backend(service: FakeService | None = None, chat: Any = None) -> FixedBackend:
+    """Return a backend with a model that is ready; chat: its chat model, a fake one by default."""
     facts = ModelFacts(
         "fake", n_ctx=N_CTX, n_ctx_train=2 * N_CTX, n_vocab=256, n_embd=8, n_params=1000,
         n_bytes=1000, created=1,
     )  # fmt: skip
-    return FixedBackend(LoadedModel(service or FakeService(), FakeChatModel(), facts))
+    return FixedBackend(LoadedModel(service or FakeService(), chat or FakeChatModel(), facts))

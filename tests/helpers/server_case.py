@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from starlette.testclient import TestClient
 
@@ -19,21 +19,22 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 class Case:
     """A server, its fake service and model, and a client.
 
-    state: settings of `ServerState`. guard: who is let in; every name by default.
+    state: settings of `ServerState`. guard: who is let in; every name by default. chat: a model in
+    place of the fake one.
     """
 
     def __init__(
         self, *scripts: Any, guard: Guard | None = None, state: dict[str, Any] | None = None,
-        **service: Any,
+        chat: Any = None, **service: Any,
     ) -> None:  # fmt: skip
         self.service = FakeService(scripts or FakeService.scripts, **service)
-        backend = fake_backend(self.service)
+        backend = fake_backend(self.service, chat)
         self.state = ServerState(backend, **(state or {}))
         self.app = build_site(self.state, guard or Guard(Keys(), hosts=None))
         self.client = TestClient(self.app, raise_server_exceptions=False)
         loaded = backend.peek()
-        assert loaded is not None and isinstance(loaded.chat, FakeChatModel)
-        self.model = loaded.chat
+        assert loaded is not None and (chat or isinstance(loaded.chat, FakeChatModel))
+        self.model: FakeChatModel = cast(Any, loaded.chat)
 
     def post(self, path: str, body: Any, **given: Any) -> Any:
         """Return the response to a JSON body."""

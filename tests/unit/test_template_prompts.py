@@ -13,6 +13,7 @@ import jinja2
 import jinja2.ext
 import pytest
 from helpers.fake_engine import ByteTokenizer
+from helpers.server_case import Case
 
 from moegraph.engine.chat import ChatModel, ChatRequest, thinking_variables
 from moegraph.text.chat.parts import Reply
@@ -198,33 +199,59 @@ def test_gemma_answers_after_a_call_with_text() -> None:
     assert text.endswith("I look.<turn|>\n")
 
 
+FINAL = "<|channel|>final<|message|>"
+
+
+def streamed(case: Case, messages: list[Any]) -> tuple[dict[str, Any], str]:
+    """Return the message of a streamed answer, and why it ended."""
+    body = {"messages": messages, "tools": [TOOL], "reasoning_effort": "low"}
+    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": ""}
+    ends = []
+    for event in case.events("/v1/chat/completions", body)[:-1]:
+        delta = event["choices"][0]["delta"]
+        ends.append(event["choices"][0]["finish_reason"])
+        for key in ("content", "reasoning_content"):
+            message[key] += delta.get(key) or ""
+        for one in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if "id" in one:
+                calls.append({**one, "function": {**one["function"], "arguments": ""}})
+            calls[one["index"]]["function"]["arguments"] += one["function"].get("arguments", "")
+    return message, ends[-1]
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "thoughts"),
+    ("name", "text", "thoughts", "answer"),
     [
         (HARMONY, '<|channel|>analysis<|message|>So<|end|><|start|>assistant<|channel|>commentary '
-         'to=functions.look <|constrain|>json<|message|>{"at": "a", "n": 2}', "So"),
+         'to=functions.look <|constrain|>json<|message|>{"at": "a", "n": 2}', "So", FINAL),
         (GEMMA, "<|channel>thought\nSo<channel|>"
-         '<|tool_call>call:look{at:<|"|>a<|"|>,n:2}<tool_call|>', "So"),
+         '<|tool_call>call:look{at:<|"|>a<|"|>,n:2}<tool_call|>', "So", ""),
+        (OLD_GEMMA, '<|tool_call>call:look{at:<|"|>a<|"|>,n:2}<tool_call|>', "", ""),
         (GLM, "\n<think>So</think>\n<tool_call>look\n<arg_key>at</arg_key>\n"
          "<arg_value>a</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n"
-         "</tool_call>", "So"),
+         "</tool_call>", "So", "\n<think></think>\n"),
         (GLM_FLASH, "So</think><tool_call>look<arg_key>at</arg_key><arg_value>a</arg_value>"
-         "<arg_key>n</arg_key><arg_value>2</arg_value></tool_call>", "So"),
+         "<arg_key>n</arg_key><arg_value>2</arg_value></tool_call>", "So", "</think>"),
         (QWEN, "<think>\nSo\n</think>\n\n"
          '<tool_call>\n{"name": "look", "arguments": {"at": "a", "n": 2}}'
-         "\n</tool_call>", "So"),
+         "\n</tool_call>", "So", "<think>\n\n</think>\n\n"),
         (CODER, "<tool_call>\n<function=look>\n<parameter=at>\na\n</parameter>\n<parameter=n>\n2\n"
-         "</parameter>\n</function>\n</tool_call>", ""),
+         "</parameter>\n</function>\n</tool_call>", "", ""),
     ],
 )  # fmt: skip
-def test_a_call_is_read_and_shown_again(name: str, text: str, thoughts: str) -> None:
-    asked = ChatRequest([USER], [TOOL], variables=thinking_variables("low"))
-    parser = model(name).prepare(asked).parser
-    reply = Reply()
-    reply.add(parser.push(text) + parser.flush())
-    assert (reply.reasoning, reply.content) == (thoughts, "")
-    (one,) = reply.calls
-    assert json.loads(one.arguments) == {"at": "a", "n": 2} and one.is_whole
-    result = {"role": "tool", "tool_call_id": one.id, "content": "seen"}
-    shown = prompt(name, [USER, reply.message(), result], tools=[TOOL])
-    assert "seen" in shown and (name == HARMONY or text.partition("<tool")[1:][1] in shown)
+def test_a_call_makes_its_round_over_http(name: str, text: str, thoughts: str, answer: str) -> None:
+    answer += "It rains."
+    scripts = [[one[n : n + 5] for n in range(0, len(one), 5)] for one in (text, answer)]
+    case = Case(*scripts, chat=model(name))
+    called, end = streamed(case, [USER])
+    assert (called["reasoning_content"], called["content"], end) == (thoughts, "", "tool_calls")
+    (one,) = called["tool_calls"]
+    assert json.loads(one["function"]["arguments"]) == {"at": "a", "n": 2}
+    result = {"role": "tool", "tool_call_id": one["id"], "content": "It rained."}
+    told, end = streamed(case, [USER, called, result])
+    assert (told["content"], end) == ("It rains.", "stop") and "tool_calls" not in told
+    shown = bytes(case.service.requests[1].prompt).decode()
+    assert "It rained." in shown
+    begins = (text.find(tag) for tag in ("<|tool_call>", "<tool_call>", '{"at"'))
+    assert text[next(at for at in begins if at >= 0) :] in shown
