@@ -59,7 +59,7 @@ def test_text_with_drafts_is_the_text_without(merged: Path, spec: str, least: fl
     path = TINY if spec == "dflash" else merged
     texts = []
     for settings in ({}, {"spec": spec, "draft_max": N_DRAFT}):
-        with open_engine(path, cpu_reference=True, **settings) as engine:
+        with open_engine(path, cpu_reference=True, n_threads=1, **settings) as engine:
             for prompt in PROMPTS:
                 ids = engine.tokenizer.encode(prompt)
                 texts.append([e.token for e in engine.generate(ids, max_tokens=64, text=False)])
