@@ -1,8 +1,8 @@
 """DFlash drafters, whatever the format of the file: hyper-parameters, tensors and graph.
 
 A DFlash drafter is a small transformer that proposes a block of tokens at once. It reads outputs of
-some layers of the target (taps), fused by one matrix. DSpark is DFlash with a Markov head, which
-makes each token of the block depend on the one before, and perhaps a confidence head.
+some layers of the target, fused by one matrix. DSpark is DFlash with a Markov head, which makes
+each token of the block depend on the one before, and perhaps a confidence head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..ggml.ops import Builder, Tensor
 
 MAX_BLOCK = 32
-MAX_LAYERS, MAX_TAPS = 128, 64
+MAX_LAYERS, MAX_TARGET_LAYERS = 128, 64
 _FLOATS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 
 
@@ -57,7 +57,7 @@ class DFlashHParams:
 
     dialect: the format of the file. n_vocab: tokens of the target; 0 if the file does not say.
     n_vocab_draft: tokens that the drafter can propose; 0 for all. n_embd: width of the target, and
-    of the drafter. taps: the layers of the target whose outputs it reads, in the order of the
+    of the drafter. target_layers: those of the target whose outputs it reads, in the order of the
     inputs of `fc`. mask_id: the token at the places to fill in. block_size: rows of a block, the
     anchor included. is_causal: a row of a block does not see later ones. samples_anchor: row i
     proposes the token after its own place, row 0 the first one; otherwise row i proposes the token
@@ -75,7 +75,7 @@ class DFlashHParams:
     n_embd_head: int
     n_ff: int
     f_norm_rms_eps: float
-    taps: tuple[int, ...]
+    target_layers: tuple[int, ...]
     mask_id: int
     block_size: int
     rope: RopeParams
@@ -118,7 +118,7 @@ def expected_tensors(hp: DFlashHParams, n_vocab: int) -> dict[str, Expected]:
     n_draft = hp.n_vocab_draft or n_vocab
     vector, optional = Expected((hp.n_embd,), VECTOR_TYPES | _FLOATS), False
     found = {
-        "fc.weight": Expected((len(hp.taps) * hp.n_embd, hp.n_embd), MATRIX_TYPES),
+        "fc.weight": Expected((len(hp.target_layers) * hp.n_embd, hp.n_embd), MATRIX_TYPES),
         "enc.output_norm.weight": vector,
         "output_norm.weight": vector,
         "token_embd.weight": Expected((hp.n_embd, n_vocab), MATRIX_TYPES, optional),
@@ -212,8 +212,8 @@ def build_context(
 ) -> None:  # fmt: skip
     """Append the writes of K and V of tokens that a sequence takes.
 
-    fused: F32 [n_embd, n], the sum over taps of fc times the tap. pos: I32 [n]. rows: of each ring,
-    I32 [n], where the tokens go.
+    fused: F32 [n_embd, n], sum over target layers of fc times output. pos: I32 [n]. rows: of each
+    ring, I32 [n], where the tokens go.
 
     Source: llama.cpp src/models/dflash.cpp, batches of embeddings.
     """

@@ -2,7 +2,7 @@
 
 `dflash` is llama.cpp's. `dflash-draft` and `qwen35-dflash-draft` are those of other programs, and
 `safetensors` is what dflashhf.py makes of a config.json. Where `dflash` numbers the layer whose
-input is tapped, the others number the one whose output is.
+input is read, the others number the one whose output is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from ..errors import UnsupportedModel
 from ..gguf.metadata import Metadata
 from ..gguf.tensorfile import TensorInfo
-from .dflash import MAX_BLOCK, MAX_LAYERS, MAX_TAPS, DFlashHParams, RopeParams
+from .dflash import MAX_BLOCK, MAX_LAYERS, MAX_TARGET_LAYERS, DFlashHParams, RopeParams
 from .hparams import MAX_CTX, MAX_DIM, read_attention, read_rope
 from .mtp import refuse_mtp_alone
 
@@ -68,13 +68,13 @@ def read_hparams(meta: Metadata, tensors: Mapping[str, TensorInfo]) -> DFlashHPa
     n_swa, sliding = _windows(meta, n_layer, is_upstream)
     markov, d2t = tensors.get("markov_w1.weight"), tensors.get("d2t")
     if is_upstream:
-        taps = _taps(meta, ".target_layers", -1)
+        target_layers = _target_layers(meta, ".target_layers", -1)
         mask_id = meta.integer("tokenizer.ggml.mask_token_id", 0, _MAX_ID)
         block_size = meta.integer(".block_size", 2, MAX_BLOCK, 16)
         tokens = meta.values.get("tokenizer.ggml.tokens", ())
         n_vocab = 0 if isinstance(tokens, (int, str)) else len(tokens)
     else:
-        taps = _taps(meta, ".dflash.target_layer_ids", 0)
+        target_layers = _target_layers(meta, ".dflash.target_layer_ids", 0)
         mask_id = meta.integer(".dflash.mask_token_id", 0, _MAX_ID)
         block_size = meta.integer(".dflash.block_size", 2, MAX_BLOCK)
         n_vocab = meta.integer(".vocab_size", 0, _MAX_ID, 0)
@@ -86,7 +86,7 @@ def read_hparams(meta: Metadata, tensors: Mapping[str, TensorInfo]) -> DFlashHPa
         dialect=meta.string(ARCHITECTURE), n_vocab=n_vocab, n_vocab_draft=d2t.ne[0] if d2t else 0,
         n_embd=n_embd, n_layer=n_layer, n_head=heads["n_head"], n_head_kv=heads["n_head_kv"],
         n_embd_head=heads["n_embd_head_k"], n_ff=meta.integer(".feed_forward_length", 1, MAX_DIM),
-        f_norm_rms_eps=eps, taps=taps, mask_id=mask_id, block_size=block_size,
+        f_norm_rms_eps=eps, target_layers=target_layers, mask_id=mask_id, block_size=block_size,
         rope=_rope(meta, heads["n_rot"], is_upstream),
         is_causal=meta.boolean(".attention.causal", False),
         samples_anchor=bool(markov) and samples_anchor, n_swa=n_swa, sliding=sliding,
@@ -110,15 +110,15 @@ def _refuse_variants(meta: Metadata) -> None:
         raise meta.error(".hidden_activation", what, UnsupportedModel)
 
 
-def _taps(meta: Metadata, key: str, offset: int) -> tuple[int, ...]:
+def _target_layers(meta: Metadata, key: str, offset: int) -> tuple[int, ...]:
     """Return a list of layers, each plus offset."""
     value = meta.values.get(meta.full(key))
     n = 1 if value is None or isinstance(value, (int, str)) else len(value)
-    if not 1 <= n <= MAX_TAPS:
-        raise meta.error(key, f"has {n} layers; allowed are 1 to {MAX_TAPS}")
+    if not 1 <= n <= MAX_TARGET_LAYERS:
+        raise meta.error(key, f"has {n} layers; allowed are 1 to {MAX_TARGET_LAYERS}")
     found = meta.integers(key, n, 0, MAX_LAYERS * 8)
     if min(found) + offset < 0:
-        what = "taps the embeddings of the target; moegraph taps outputs of layers"
+        what = "reads the embeddings of the target; moegraph reads outputs of layers"
         raise meta.error(key, what, UnsupportedModel)
     return tuple(layer + offset for layer in found)
 

@@ -81,8 +81,8 @@ def _misfit(hp: DFlashHParams, target: Architecture) -> str:
     """Return what does not fit, or ''."""
     if hp.n_embd != target.n_embd:
         return f"it was made for a target of width {hp.n_embd}, and this one has {target.n_embd}"
-    if max(hp.taps) >= target.n_layer:
-        return f"it reads the output of layer {max(hp.taps)}, and there are {target.n_layer} layers"
+    if (last := max(hp.target_layers)) >= target.n_layer:
+        return f"it reads the output of layer {last}, and there are {target.n_layer} layers"
     if hp.n_vocab and hp.n_vocab != target.n_vocab:
         return f"it was made for {hp.n_vocab} tokens, and there are {target.n_vocab}"
     if hp.mask_id >= target.n_vocab:

@@ -93,8 +93,8 @@ class PassInputs:
     which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS
     results: draws I32 [DRAW_WORDS, n_out], for candidates (`RowSampler.draw`). With pages, in place
     of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. With
-    sequences of which each has its own number of rows: joint. With taps and without trees: taps
-    I32 [n_tokens], where rows go in their ring. What a pass does not need is None.
+    sequences of which each has its own number of rows: joint. For a drafter, without trees:
+    hidden_rows I32 [n_tokens], where rows go in their ring. What a pass does not need is None.
     """
 
     pos: Tensor
@@ -111,7 +111,7 @@ class PassInputs:
     absent: Tensor | None = None
     pages: Tensor | None = None
     rows: Tensor | None = None
-    taps: Tensor | None = None
+    hidden_rows: Tensor | None = None
     joint: JointRows | None = None
 
 

@@ -1,7 +1,7 @@
 """Drafts with DFlash and DSpark: one graph proposes all tokens of a block at once.
 
 A draft is a block: the anchor, then mask tokens. Its rows attend to one another, and to K and V
-that the drafter has made of what some layers of the target put out, the taps (`DraftContext`).
+that the drafter has made of hidden states of some layers of the target (`DraftContext`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftHead, DraftWeights
 from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
-from ..runner.sweep_batch import Tap
+from ..runner.sweep_batch import HiddenReader
 from .drafter import (
     N_CAPTURED,
     N_NODES,
@@ -74,7 +74,7 @@ class DFlashDrafter(Drafter):
             self._memory = DraftMemory(device, hp, self._rings.shapes, n_sweep)
             self.graphs = GraphCache(device)
             self.context = DraftContext(stage, hp, w, self._rings, self._memory, self.graphs)
-            self.taps = self.context.taps
+            self.target_layers = self.context.target_layers
             self._part = part
             self._d2t = file.d2t(stage.hp.n_vocab) if hp.n_vocab_draft else None
             if part:
@@ -145,12 +145,12 @@ class DFlashDrafter(Drafter):
             span.restart(n_kept)
         self._rings.put_rows(slot, n_kept, len(ids), pieces)
 
-    def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
+    def prompt_readers(self, slot: int, ids: Ids, first: int) -> dict[int, HiddenReader]:
         """Return what a sweep calls to extend K and V over a prompt from position first on."""
         self._rings.truncate(slot, first)
         if self._rings.spans[slot].n_past < first:
             self._rings.restart(slot, first)
-        return {il: partial(self.context.prompt, slot, il) for il in self.taps}
+        return {il: partial(self.context.prompt, slot, il) for il in self.target_layers}
 
     def committed(self, taken: Sequence[Taken]) -> None:
         """Enqueue K and V of tokens that sequences took."""
@@ -253,8 +253,8 @@ class DFlashDrafter(Drafter):
 class DraftContext:
     """Makes K and V of each of a drafter's layers, for the sequences of a stage.
 
-    For tokens of a prompt, a sweep calls `prompt` with the output of each tapped layer; for tokens
-    that texts take, the ring of `TapRows` has them. taps: layers that are read, in order.
+    For tokens of a prompt, a sweep calls `prompt` with the output of each target layer; for tokens
+    that texts take, the ring of `HiddenStates` has them. target_layers: in order.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class DraftContext:
         memory: DraftMemory, graphs: GraphCache,
     ) -> None:  # fmt: skip
         """memory: for inputs. graphs: of the drafter."""
-        self.taps = tuple(sorted(set(hp.taps)))
+        self.target_layers = tuple(sorted(set(hp.target_layers)))
         self.hparams, self._stage, self._weights = hp, stage, weights
         self._rings, self._memory, self._graphs = rings, memory, graphs
         self._chunk = min(CHUNK, *(shape.n_cells for shape in rings.shapes))
@@ -271,16 +271,16 @@ class DraftContext:
         """Build the largest graphs, so that their memory never grows later."""
         self.keys_graph(N_TAKEN)
         n = min(self._chunk, self._memory.features.ne[1])
-        self._fuse_graph(self._memory.features, self.taps[-1], 0, n)
+        self._fuse_graph(self._memory.features, self.target_layers[-1], 0, n)
         self._prompt_graph(0, n)
 
     def prompt(self, slot: int, il: int, hidden: Tensor, row: int, n: int, first: int) -> None:
-        """Fuse the outputs of a tapped layer for rows of a prompt; after the last, make K and V."""
+        """Fuse the outputs of a target layer for rows of a prompt; after the last, make K and V."""
         chunks = [(row + at, min(self._chunk, n - at)) for at in range(0, n, self._chunk)]
         for at, m in chunks:
             built = self._fuse_graph(hidden, il, at, m)
             self._graphs.launch(built, "the drafter's features of a prompt")
-        if il != self.taps[-1]:
+        if il != self.target_layers[-1]:
             return
         places = first + np.arange(n)
         self._memory.send_prompt(row, places, self._cells(slot, places))
@@ -290,12 +290,12 @@ class DraftContext:
             self._graphs.launch(self._prompt_graph(at, m), "the drafter's K and V of a prompt")
 
     def _fuse_graph(self, hidden: Tensor, il: int, row: int, n: int) -> BuiltGraph:
-        """Return the graph that adds rows [row, row + n) of a tap, hidden, to the features."""
+        """Return the graph that adds rows [row, row + n) of a layer, hidden, to the features."""
 
         def build(b: Builder) -> None:
             part = b.view(hidden, (hidden.ne[0], n), (hidden.nb[1],), row * hidden.nb[1])
-            total = None if il == self.taps[0] else self._memory.fused(b, row, n)
-            total = self._add_tap(b, total, part, il)
+            total = None if il == self.target_layers[0] else self._memory.fused(b, row, n)
+            total = self._add_layer(b, total, part, il)
             b.expand(b.cpy(total, self._memory.fused(b, row, n)))
 
         key = "fuse", int(ffi.cast("intptr_t", hidden.data)), il, row, n
@@ -316,14 +316,14 @@ class DraftContext:
         kinds = range(len(self._rings.shapes))
         return [self._rings.rows(kind, slot, places) for kind in kinds]
 
-    def _add_tap(self, b: Builder, total: Tensor | None, x: Tensor, il: int) -> Tensor:
-        """Append total + fc of a tap times its output x, F32 [n_embd, n] each."""
-        for k, tap in enumerate(self.hparams.taps):
-            if tap == il:
+    def _add_layer(self, b: Builder, total: Tensor | None, x: Tensor, il: int) -> Tensor:
+        """Append total + fc of a target layer times its output x, F32 [n_embd, n] each."""
+        for k, target in enumerate(self.hparams.target_layers):
+            if target == il:
                 part = b.mul_mat(self._weights.fc[k], x)
                 total = part if total is None else b.add(total, part)
         if total is None:
-            raise InternalError(f"layer {il} is no tap of the drafter")
+            raise InternalError(f"layer {il} is no target layer of the drafter")
         return total
 
     def take(self, taken: Sequence[Taken]) -> None:
@@ -343,7 +343,7 @@ class DraftContext:
             self._make_keys(parts)
 
     def _make_keys(self, parts: Sequence[tuple[int, int, int]]) -> None:
-        """Enqueue K and V of positions whose taps the ring has: sequence, first one, and number."""
+        """Enqueue K and V of positions that the ring has: sequence, first one, and number."""
         n = sum(m for _, _, m in parts)
         n_padded = min(N_TAKEN, 1 << (n - 1).bit_length())
         built, places = self.keys_graph(n_padded), np.zeros(n_padded, np.int64)
@@ -354,7 +354,7 @@ class DraftContext:
         for slot, first, m in parts:
             here = slice(at, at + m)
             places[here] = first + np.arange(m)
-            taken[here] = self._stage.taps.ring_rows(slot, first, m)
+            taken[here] = self._stage.hidden_states.ring_rows(slot, first, m)
             for rows, mine in zip(cells, self._cells(slot, places[here])):
                 rows[here] = mine
             self._rings.spans[slot].grow(m)
@@ -367,16 +367,16 @@ class DraftContext:
 
         def build(b: Builder) -> None:
             pos, taken, cells = self._memory.row_leaves(b, n)
-            taps = self._stage.taps
-            kept = dict(zip(taps.layers, taps.kept(b, taken)))
-            first, *others = self.taps  # in the order of a prompt, so that sums are the same
-            total = self._add_tap(b, None, kept[first], first)
+            states = self._stage.hidden_states
+            kept = dict(zip(states.layers, states.kept(b, taken)))
+            first, *others = self.target_layers  # in a prompt's order, so that sums are the same
+            total = self._add_layer(b, None, kept[first], first)
             for il in others:
-                total = self._add_tap(b, total, kept[il], il)
+                total = self._add_layer(b, total, kept[il], il)
             build_context(b, self.hparams, self._weights, self._rings, total, pos, cells)
 
         n_nodes = N_NODES * self.hparams.n_layer + 4 * len(self._weights.fc) + 16
-        n_nodes += len(self._stage.taps.layers)
+        n_nodes += len(self._stage.hidden_states.layers)
         return self._graphs.get(("keys", n), n_nodes, build)
 
 
@@ -412,7 +412,7 @@ def describe(hp: DFlashHParams) -> list[str]:
     rope = f"{hp.rope.text}, base {hp.rope.rope_freq_base:g}"
     return [
         f"{hp.name} ({hp.dialect}): block {hp.block_size}, mask token {hp.mask_id}",
-        f"taps: outputs of layers {', '.join(map(str, hp.taps))}",
+        f"target layers: {', '.join(map(str, hp.target_layers))}",
         f"window: {windows if hp.n_swa else 'none'}",
         f"rope: {rope}, {hp.rope.n_rot} of {hp.n_embd_head} dimensions",
     ]

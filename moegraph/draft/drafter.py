@@ -19,7 +19,7 @@ from ..errors import InternalError
 from ..sampling import SamplingParams
 
 if TYPE_CHECKING:  # the room below needs the native libraries, drafts do not
-    from ..runner.sweep_batch import Tap
+    from ..runner.sweep_batch import HiddenReader
 
 # Launches of a graph until a device that captures graphs has captured it.
 N_CAPTURED = 3
@@ -209,9 +209,9 @@ class Race:
 class Drafter(ABC):
     """Proposes tokens for the sequences of one target.
 
-    It follows what each sequence holds: `restart` or `prompt_taps` tells it of tokens that a prompt
-    brings, `committed` of those that passes brought, which may be some passes ago. Its proposals
-    may be as wrong as they like; they cannot change the text.
+    It follows what each sequence holds: `restart` or `prompt_readers` tells it of tokens that a
+    prompt brings, `committed` of those that passes brought, which may be some passes ago. Its
+    proposals may be as wrong as they like; they cannot change the text.
 
     Attributes:
         name: "mtp", "dflash", "dspark" or "lookup".
@@ -220,14 +220,14 @@ class Drafter(ABC):
         has_tree: it knows what follows each token, not only what follows the likeliest ones: it can
             build a `tree`.
         joins: it drafts for several sequences at once, hardly slower than for one (`draft_all`).
-        taps: what the target's passes must keep of each row (`TapRows`): il is l_out of layer il,
+        target_layers: whose rows the target's passes must keep (`HiddenStates`): l_out of each;
             n_layer is h_nextn, the normed rows that the head gets.
     """
 
     name: str
     max_draft: int
     is_free = has_tree = joins = False
-    taps: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -236,14 +236,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def restart(self, slot: int, ids: Ids) -> None:
-        """Forget a sequence; it now holds ids, I32 numpy [n_past], whose rows were not tapped.
+        """Forget a sequence; it now holds ids, I32 numpy [n_past], whose rows were not read.
 
         What the drafter adds from now on starts at position n_past.
         """
 
     @abstractmethod
-    def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
-        """Return what a sweep calls with the taps of a prompt (`SweepBatch.taps`).
+    def prompt_readers(self, slot: int, ids: Ids, first: int) -> dict[int, HiddenReader]:
+        """Return what a sweep calls with hidden states of a prompt (`SweepBatch.readers`).
 
         ids: I32 numpy [n], the tokens of the positions from first on. A prompt that fails is
         followed by `truncate`.
@@ -253,7 +253,7 @@ class Drafter(ABC):
     def committed(self, taken: Sequence[Taken]) -> None:
         """Note that sequences took tokens, each from the first position that is not known.
 
-        Their rows are in the ring of `TapRows`. What that needs is enqueued, without waiting.
+        Their rows are in the ring of `HiddenStates`. What that needs is enqueued, without waiting.
         """
 
     @abstractmethod

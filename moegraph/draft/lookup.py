@@ -20,7 +20,7 @@ from .drafter import Draft, Drafter, Ids, Race, Taken, empty_draft
 from .estimates import FEW, STEADY
 
 if TYPE_CHECKING:
-    from ..runner.sweep_batch import Tap
+    from ..runner.sweep_batch import HiddenReader
 
 # So many tokens before a place must be the last ones of the text.
 _N_MIN = 3
@@ -84,7 +84,7 @@ class LookUp(Drafter):
         self._texts[slot] = _Text(ids.tolist())
         self._matches.forget()
 
-    def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
+    def prompt_readers(self, slot: int, ids: Ids, first: int) -> dict[int, HiddenReader]:
         """Add the tokens of a prompt; nothing of its rows is needed."""
         self.truncate(slot, first)
         self._texts[slot].extend(ids.tolist())

@@ -27,7 +27,7 @@ from ..graphs.paged import can_page
 from ..kinds import MOST_BEHIND
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
 from ..resident.mtp import MtpBlock
-from ..runner.sweep_batch import Tap
+from ..runner.sweep_batch import HiddenReader
 from .drafter import N_CAPTURED, N_NODES, Draft, Drafter, Ids, Race, Taken, empty_draft
 from .readback import Readback, drawn
 
@@ -40,7 +40,7 @@ class MtpDrafter(Drafter):
     restore a beginning of a prompt, it does to the drafter's part too. Positions of passes that
     the drafter was not told of have zeros for K and V.
 
-    K and V of tokens that the text takes are computed from what passes left in the ring of taps.
+    K and V of tokens that the text takes are computed from the ring of hidden states.
     """
 
     name = "mtp"
@@ -55,7 +55,7 @@ class MtpDrafter(Drafter):
             raise InternalError("the target's state has no room for an MTP block")
         self._last_out: Tensor = state.last_out
         self._layer = block.stage.hp.n_layer - 1
-        self.taps = (self._layer,)
+        self.target_layers = (self._layer,)
         self.max_draft = max_draft
         self._is_paged = can_page(block.stage)
         self.memory = MtpMemory(block, max_rows, max_draft, self._is_paged)
@@ -93,7 +93,7 @@ class MtpDrafter(Drafter):
     def restart(self, slot: int, ids: Ids) -> None:
         """Do nothing: what was restored has the drafter's K and V too."""
 
-    def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
+    def prompt_readers(self, slot: int, ids: Ids, first: int) -> dict[int, HiddenReader]:
         """Return what a sweep calls to extend K and V over a prompt."""
         tokens = np.asarray(ids, dtype=np.int32)
         return {self._layer: partial(self._read_rows, slot, tokens, first)}
@@ -142,7 +142,7 @@ class MtpDrafter(Drafter):
             ids = np.array(tokens[at : at + most], dtype=np.int32)
             n_padded = self._padded(len(ids))
             built = self._accepted(n_padded)
-            rows = self._block.stage.taps.ring_rows(slot, first + at, len(ids))
+            rows = self._block.stage.hidden_states.ring_rows(slot, first + at, len(ids))
             self.memory.send_known(slot, ids, first + at, n_padded, rows)
             self.graphs.launch(built, "the MTP block over accepted tokens")
 
@@ -197,11 +197,11 @@ class MtpDrafter(Drafter):
         )
 
     def _accepted(self, n: int) -> BuiltGraph:
-        """Return the graph of K and V of n accepted rows, whose outputs the ring of taps has."""
+        """Return the graph of K and V of n accepted rows, whose outputs the ring has."""
 
         def build(b: Builder) -> None:
-            rows, taps = self.memory.known_leaves(b, n), self._block.stage.taps
-            taken = taps.kept(b, rows.sources)[taps.layers.index(self._layer)]
+            rows, states = self.memory.known_leaves(b, n), self._block.stage.hidden_states
+            taken = states.kept(b, rows.sources)[states.layers.index(self._layer)]
             build_taken_rows(b, self._block, rows, self._last_out, taken)
 
         return self.graphs.get(("mtp accepted", n), N_NODES, build)

@@ -22,9 +22,9 @@ from ..placement.draftcounts import DraftCounts
 from ..placement.drafters import (
     Sources,
     dflash_graph_bytes,
+    hidden_rows,
     longest_draft,
     mtp_graph_bytes,
-    tap_rows,
 )
 from ..placement.footprint import sweep_rows
 from ..resident.draftweights import DraftHead
@@ -76,7 +76,7 @@ def open_drafters(
             sources.draft.source.check_unchanged()
         if config.spec in ("auto", "lookup"):
             drafters.append(LookUp(config.n_seq))
-        _reserve_taps(stages, drafters, config)
+        _reserve_hidden(stages, drafters, config)
         for drafter in drafters:
             if isinstance(drafter, MtpDrafter | DFlashDrafter):
                 drafter.reserve()
@@ -100,17 +100,17 @@ def limit_graphs(
             drafter.graphs.max_device_bytes = n_bytes
 
 
-def _reserve_taps(
+def _reserve_hidden(
     stages: Sequence[Stage], drafters: Sequence[Drafter], config: EngineConfig
 ) -> None:
-    """Make room for the taps of all drafters; the last stage keeps them of tokens, too."""
-    taps = sorted({il for drafter in drafters for il in drafter.taps})
-    if taps:
-        stages[-1].taps.reserve(taps, tap_rows(config), config.n_seq)
-    for before in stages[:-1]:  # the layer after it keeps a tap
-        mine = [il for il in taps if il + 1 in before.layers]
+    """Make room for what drafters read; the last stage keeps that of tokens, too."""
+    wanted = sorted({il for drafter in drafters for il in drafter.target_layers})
+    if wanted:
+        stages[-1].hidden_states.reserve(wanted, hidden_rows(config), config.n_seq)
+    for before in stages[:-1]:  # the layer after it keeps its output
+        mine = [il for il in wanted if il + 1 in before.layers]
         if mine:
-            before.taps.reserve(mine, tap_rows(config))
+            before.hidden_states.reserve(mine, hidden_rows(config))
 
 
 def first_widths(config: EngineConfig, runner: AnyRunner) -> list[int]:

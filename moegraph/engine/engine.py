@@ -248,7 +248,7 @@ class Engine:
 
     @property
     def drafter_lines(self) -> list[str]:
-        """What the drafter's file says: taps, mask token, block, window and rope, a line each."""
+        """What the drafter's file says: target layers, mask, block, window, rope, a line each."""
         found = [one for one in self._loaded.drafters if isinstance(one, DFlashDrafter)]
         return [line for drafter in found for line in describe(drafter.hparams)]
 

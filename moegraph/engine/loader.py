@@ -439,7 +439,7 @@ class Loading:
                     raise
                 self._warnings.append(f"no drafts by a model: {error}")
                 for stage in stages:
-                    stage.taps.close()
+                    stage.hidden_states.close()
         return open_drafters(stages, self.file, config, Sources(), self._stack)
 
 

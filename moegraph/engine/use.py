@@ -34,7 +34,7 @@ def memory_use(model: LoadedModel) -> dict[str, int]:
         "state_bytes": sum(s.state.recurrent_bytes + s.state.drafts.n_bytes for s in stages),
         "compute_bytes": sum(part.compute_bytes for part in runner.parts),
         "drafters_bytes": sum(drafter.n_bytes for drafter in model.drafters)
-        + sum(stage.taps.n_bytes for stage in stages),
+        + sum(stage.hidden_states.n_bytes for stage in stages),
     }
 
 

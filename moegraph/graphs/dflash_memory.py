@@ -65,7 +65,7 @@ class _Layout:
 class DraftMemory:
     """Fixed memory for the inputs of a drafter's graphs, and for fused features of a prompt.
 
-    features: F32 [n_embd, n_sweep], fused outputs of the taps for a part of a prompt.
+    features: F32 [n_embd, n_sweep], fused outputs of the target layers for a part of a prompt.
     n_bytes: device memory.
     """
 
@@ -134,7 +134,7 @@ class DraftMemory:
     def send_rows(self, places: Longs, taken: Longs, cells: Sequence[Ints]) -> None:
         """Enqueue the upload of positions of tokens that a sequence took.
 
-        taken: their rows in the ring of taps. cells: where their K and V go.
+        taken: their rows in the ring of hidden states. cells: where their K and V go.
         """
         self._send_words(self._at.rows, [places, taken, *cells])
 

@@ -18,7 +18,7 @@ from ..ggml.memory import Block
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.stage import Stage
-from ..resident.state import State, TapRows
+from ..resident.state import HiddenStates, State
 from ..units import round_up
 from .hidden import HiddenRows
 from .paged import ROW_WORDS, fill_rows
@@ -42,7 +42,7 @@ class _Layout:
     out_ids: int
     slots: int
     parents: int
-    taps: int
+    hidden_rows: int
     padding: int
     absent: int
     draws: int
@@ -94,7 +94,7 @@ class InputBlock:
         self._n_expert_used = stage.hp.n_expert_used
         self._state = state = stage.state
         self._window = Window(state) if state.rings else None
-        self._taps = stage.taps
+        self._kept = stage.hidden_states
         n_rows = state.shape.n_rows
         at = self._layout(state.shape.pass_rows(n_ubatch))
         masked = at.mask(n_rows if state.n_seq > 1 else 0) + 2 * n_rows * n_ubatch
@@ -145,7 +145,7 @@ class InputBlock:
             found["padding"] = leaf(I32, (n_tokens,), "inp_padding", at.padding)
             found["absent"] = leaf(F32, absent_ne, "inp_absent", at.absent)
         if self._keeps(shape):
-            found["taps"] = leaf(I32, (n_tokens,), "inp_taps", at.taps)
+            found["hidden_rows"] = leaf(I32, (n_tokens,), "inp_hidden_rows", at.hidden_rows)
         if shape.is_paged:
             n_pages = self._state.pool.table.shape[1]
             found["pages"] = leaf(I32, (n_pages, shape.n_seqs), "inp_pages", at.attention)
@@ -172,9 +172,9 @@ class InputBlock:
         return replace(inp, window=window)
 
     def _keeps(self, shape: PassShape) -> bool:
-        """Return whether the rows of a pass go to the ring of the taps."""
-        taps = self._taps
-        return not shape.is_tree and taps.n_kept > 0 and shape.n_tokens <= taps.n_rows
+        """Return whether the rows of a pass go to the ring of hidden states."""
+        kept = self._kept
+        return not shape.is_tree and kept.n_kept > 0 and shape.n_tokens <= kept.n_rows
 
     def fill(
         self, shape: PassShape, tokens: npt.NDArray[np.int32], slots: tuple[int, ...],
@@ -206,7 +206,7 @@ class InputBlock:
             one = self._one
             if one is None or one.shape != shape:
                 at = self._layout(1)
-                one = _OneRow(self._region, at, shape, self._n_embd, self._state, self._taps)
+                one = _OneRow(self._region, at, shape, self._n_embd, self._state, self._kept)
                 if self._window:
                     one.window = self._window, *self._window_parts(at, shape)
                 self._one, one.end = one, self._end(at, shape)
@@ -286,10 +286,10 @@ class InputBlock:
             region(at.absent, self._n_expert_used * n_tokens, np.int32)[:] = -1
         region(at.slots, shape.n_seqs, np.int32)[:] = padded
         if self._keeps(shape):
-            taps = region(at.taps, n_tokens, np.int32)
-            kept = [self._taps.ring_rows(slot, past, n) for slot, past in zip(slots, pos0)]
-            taps[:] = np.concatenate(kept)
-            taps[n_real:] = self._taps.spare_row
+            ring = region(at.hidden_rows, n_tokens, np.int32)
+            kept = [self._kept.ring_rows(slot, past, n) for slot, past in zip(slots, pos0)]
+            ring[:] = np.concatenate(kept)
+            ring[n_real:] = self._kept.spare_row
         if shape.n_kv == PAGED:
             table = state.pool.table
             n_pages = table.shape[1]
@@ -348,11 +348,11 @@ class _OneRow:
 
     def __init__(
         self, region: Callable[..., npt.NDArray[Any]], at: _Layout, shape: PassShape, n_embd: int,
-        state: State, taps: TapRows,
+        state: State, hidden_states: HiddenStates,
     ) -> None:  # fmt: skip
         self.shape, self._is_paged = shape, shape.n_kv == PAGED
         self._state, self._pool = state, state.pool
-        self._taps, self._tap = taps, region(at.taps, 1, np.int32)
+        self._kept, self._hidden_row = hidden_states, region(at.hidden_rows, 1, np.int32)
         self.embd = region(at.embd, n_embd, np.float32).reshape(1, n_embd)
         self.draws = region(at.draws, DRAW_WORDS, np.int32).reshape(1, DRAW_WORDS)
         self._pos, self._kv_idx = region(at.pos, 1, np.int32), region(at.kv_idx, 1, np.int64)
@@ -374,9 +374,9 @@ class _OneRow:
         pool, first = self._pool, self._state.n_past[slot]
         self._pos[0] = first
         self._kv_idx[0] = pool.row(slot, first)
-        n_kept = self._taps.n_kept
+        n_kept = self._kept.n_kept
         if n_kept:
-            self._tap[0] = slot * n_kept + first % n_kept
+            self._hidden_row[0] = slot * n_kept + first % n_kept
         goes_on = self._last == (first - 1, slot, pool.version)
         if not goes_on:
             self._slot[0] = slot

@@ -36,28 +36,28 @@ def build_input_norm(b: Builder, stage: Stage, x: Tensor, il: int) -> Tensor:
     return b.expand(b.name(b.norm(x, weights.head.norm, eps), "h_nextn"))
 
 
-def build_tap(b: Builder, stage: Stage, x: Tensor, norm: Tensor, il: int) -> None:
+def build_hidden(b: Builder, stage: Stage, x: Tensor, norm: Tensor, il: int) -> None:
     """Keep what a drafter wants of layer il's input x and its norm; n_layer means the head.
 
     x, norm: F32 [n_embd, n_tokens], both appended already. The input of a layer is the output of
     the one before once it is complete, also where missing experts were added to it.
     """
     if il > 0:
-        stage.taps.keep(b, x, il - 1)
+        stage.hidden_states.keep(b, x, il - 1)
     if il == stage.hp.n_layer:
-        stage.taps.keep(b, norm, il)
+        stage.hidden_states.keep(b, norm, il)
 
 
-def build_last_tap(
+def build_last_hidden(
     b: Builder, stage: Stage, inp: PassInputs, shape: PassShape, x: Tensor, norm: Tensor
 ) -> None:
-    """Keep what a drafter wants of the head's input x and its norm, and the taps in their ring.
+    """Keep what a drafter wants of the head's input x and its norm, and copy it to the ring.
 
     The rows of a verify pass come to the ring when some of them are committed.
     """
-    build_tap(b, stage, x, norm, stage.hp.n_layer)
-    if inp.taps is not None:
-        stage.taps.append(b, inp.taps, shape.n_tokens)
+    build_hidden(b, stage, x, norm, stage.hp.n_layer)
+    if inp.hidden_rows is not None:
+        stage.hidden_states.append(b, inp.hidden_rows, shape.n_tokens)
 
 
 def build_mixer_router(

@@ -35,8 +35,8 @@ class KnownRows:
     """The inputs of known positions.
 
     tokens I32 [n]; pos I32 [n]; kv_idx I64 [n], rows of the caches. Of accepted rows also: sources
-    I32 [n], the row of each in the ring of taps; last I32 [1], the number of the last of these
-    rows; slot I32 [1], the sequence.
+    I32 [n], the row of each in the ring of hidden states; last I32 [1], the number of the last of
+    these rows; slot I32 [1], the sequence.
     """
 
     tokens: Tensor

@@ -108,7 +108,7 @@ class MtpMemory:
     ) -> None:  # fmt: skip
         """Upload the inputs of a sequence's known rows from position first on, and padding.
 
-        sources: of accepted rows, where their outputs are in the ring of taps.
+        sources: of accepted rows, where their outputs are in the ring of hidden states.
         """
         n, room, words = len(tokens), round_up(n_padded, _ALIGN), self._next_words()
         places = first + np.arange(n)

@@ -89,9 +89,9 @@ class Drafting:
         """Have the drafters know what a sequence holds whose prompt begins."""
         self._speculation.begin(slot, held)
 
-    def tapped(self, batch: SweepBatch) -> SweepBatch:
+    def with_readers(self, batch: SweepBatch) -> SweepBatch:
         """Return a prompt with what the drafters want of its sweep."""
-        return replace(batch, taps=self._speculation.prompt_taps(batch.slot, batch.tokens))
+        return replace(batch, readers=self._speculation.prompt_readers(batch.slot, batch.tokens))
 
     def took(self, slot: int, tokens: Sequence[int]) -> None:
         """Tell the drafters that a sequence took tokens, whose rows the last pass computed."""

@@ -44,7 +44,7 @@ class Reading:
         self._passes, self._prefixes, self._runner = core.passes, core.prefixes, core.runner
         self._file, self._n_ubatch = core.file, core.runner.n_ubatch
         self._memory = memory = core.runner.parts[0].sweeps.memory
-        self._taps = core.stage.taps
+        self._hidden = core.stage.hidden_states
         self._n_sweep, self._n_chunks = memory.n_rows, memory.inputs.n_chunks
         self._sequences = core.runner.sequences
         self._n_joint = min(self._n_ubatch * _JOINT_CHUNKS, self._n_sweep)
@@ -216,7 +216,7 @@ class Reading:
             (answer,) = group
             batches = [self._first_part(answer, batches[0])]
         if self._drafting:
-            batches = [self._drafting.tapped(batch) for batch in batches]
+            batches = [self._drafting.with_readers(batch) for batch in batches]
         sweep = self._passes.begin_prompts(batches)
         for answer, swept in zip(group, sweep.prompts):
             answer.sweep, answer.swept = sweep, swept
@@ -330,7 +330,7 @@ class Reading:
         if batch is None:
             raise InternalError("a prompt that is not under way was to be read")
         slot, n_held = answer.slot, len(self._passes.held(answer.slot))
-        most = min(self._n_ubatch, self._taps.n_rows) if self._taps.layers else self._n_ubatch
+        most = min(self._n_ubatch, self._hidden.n_rows) if self._hidden.layers else self._n_ubatch
         n = min([n_rows, most, *(cut - n_held for cut in batch.cuts)])
         if self._rounds:
             n = 1 << (min(n, len(batch.tokens)).bit_length() - 1)

@@ -37,7 +37,7 @@ from .prefixtree import n_common
 if TYPE_CHECKING:  # these need the native libraries, decisions about drafts do not
     from ..ggml.ops import Tensor
     from ..resident.hostcopies import RowsCopy
-    from ..runner.sweep_batch import Tap
+    from ..runner.sweep_batch import HiddenReader
 
 Ids = npt.NDArray[np.int32]
 
@@ -191,19 +191,19 @@ class Speculation:
                 drafter.restart(slot, ids)
         self._followed[slot] = _Followed(list(held), known)
 
-    def prompt_taps(self, slot: int, ids: Ids) -> dict[int, Tap]:
-        """Return the taps of a sweep that has a sequence hold these ids too."""
+    def prompt_readers(self, slot: int, ids: Ids) -> dict[int, HiddenReader]:
+        """Return the readers of a sweep that has a sequence hold these ids too."""
         self.settle(slot)
         if slot not in self._followed:
             return {}
         before = self._followed.pop(slot).ids
-        found: dict[int, list[Tap]] = {}
+        found: dict[int, list[HiddenReader]] = {}
         for drafter in self.drafters.values():
-            for il, tap in drafter.prompt_taps(slot, ids, len(before)).items():
-                found.setdefault(il, []).append(tap)
+            for il, reader in drafter.prompt_readers(slot, ids, len(before)).items():
+                found.setdefault(il, []).append(reader)
         held = [*before, *ids.tolist()]
         self._followed[slot] = _Followed(held, dict.fromkeys(self.drafters, len(held)))
-        return {il: _all_of(taps) for il, taps in found.items()}
+        return {il: _all_of(readers) for il, readers in found.items()}
 
     def committed(self, slot: int, tokens: Sequence[int]) -> None:
         """Note that a sequence took tokens, whose rows the last pass computed."""
@@ -438,11 +438,11 @@ def _n_top(plan: Plan, race: Race | None) -> int:
     return max(plan.n_top, N_RUNNERS) if race else plan.n_top
 
 
-def _all_of(taps: list[Tap]) -> Tap:
-    """Return a tap that calls several ones."""
+def _all_of(readers: list[HiddenReader]) -> HiddenReader:
+    """Return a reader that calls several ones."""
 
     def call(rows: Tensor, row: int, n: int, first: int) -> None:
-        for tap in taps:
-            tap(rows, row, n, first)
+        for reader in readers:
+            reader(rows, row, n, first)
 
-    return taps[0] if len(taps) == 1 else call
+    return readers[0] if len(readers) == 1 else call

@@ -40,10 +40,10 @@ from ..resident.layout import (
     Packing,
     draft_vocab,
     expert_tensors,
+    hidden_bytes,
     is_dense,
     mtp_output,
     paged_scratch_bytes,
-    tap_bytes,
 )
 from ..units import round_up
 from .footprint import sweep_rows
@@ -54,8 +54,8 @@ _SMALL = 64 << 10
 # Nodes of a step of a chain of the MTP block, besides two for each expert that it uses, and of
 # both graphs of known rows.
 _STEP, _KNOWN = 84, 54
-# Nodes of a layer over a block and over rows that are taken, of a tap, and of the rest of a graph.
-_LAYER, _LAYER_KEYS, _TAP, _REST = 34, 9, 4, 8
+# Nodes of a layer over a block and over rows that are taken, of a layer that is read, and the rest.
+_LAYER, _LAYER_KEYS, _HIDDEN, _REST = 34, 9, 4, 8
 # Nodes of each drafted token with a Markov head.
 _MARKOV = 14
 # Rows of a verify pass besides the anchor, unless settings say how many.
@@ -160,18 +160,18 @@ def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: 
     if sources.draft:
         hp, padded = model.hparams, round_up(n_ctx, PAGE)
         n_sweep = sweep_rows(min(config.n_rows, padded), padded)
-        n_taps, n_rows = len(sources.draft.hparams.taps), tap_rows(config)
+        n_layers, n_rows = len(sources.draft.hparams.target_layers), hidden_rows(config)
         seen = PoolShape.of(config, n_ctx).most_seen(config.draft_ctx_max)
         sizes = hp.n_vocab, seen, config.n_seq, n_sweep
         total += dflash_bytes(sources.draft, *sizes, config.draft_keep_bf16)
-        total += tap_bytes(hp.n_embd, n_taps, n_rows, config.n_seq)
+        total += hidden_bytes(hp.n_embd, n_layers, n_rows, config.n_seq)
         if sources.draft.takes_part:
             total += _head_bytes(model, config.draft_vocab)
     return total
 
 
-def tap_rows(config: EngineConfig) -> int:
-    """Return the rows of the longest pass that keeps taps; config: after `with_drafts`."""
+def hidden_rows(config: EngineConfig) -> int:
+    """Return the rows of the longest pass that keeps hidden states; config: after `with_drafts`."""
     return max(SHORT_PROMPT, config.n_seq * (config.n_draft + 1))
 
 
@@ -197,7 +197,7 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
         weights += (n_kept + hp.n_expert_used) * Packing.of(experts).stride
     kv = kv_bytes(hp.layer(il), config.type_k, config.type_v) * (shape.n_rows + 1)
     outputs = 4 * hp.n_embd * (config.n_seq + 1)
-    outputs += tap_bytes(hp.n_embd, 1, tap_rows(config), config.n_seq)
+    outputs += hidden_bytes(hp.n_embd, 1, hidden_rows(config), config.n_seq)
     return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, shape.n_ctx) + _SMALL
 
 
@@ -267,7 +267,7 @@ def dflash_graph_bytes(hp: DFlashHParams, config: EngineConfig, n_ctx: int) -> i
     for m in range(2, min(config.n_seq, MOST_JOINT) + 1):
         for each in joint_lengths(n, m, not hp.samples_anchor):
             drafts += block + (_MARKOV * each if hp.markov_rank else 0)
-    keys = _LAYER_KEYS * hp.n_layer + _TAP * len(hp.taps) + _REST
+    keys = _LAYER_KEYS * hp.n_layer + _HIDDEN * len(hp.target_layers) + _REST
     shape = PoolShape.of(config, n_ctx)
     rings = ring_shapes(hp, shape.most_seen(config.draft_ctx_max))
     chunk = min(CHUNK, *(ring.n_cells for ring in rings))

@@ -119,7 +119,7 @@ def _planned(
             drafters = drafters_bytes(model, rows, n_ctx, sources)
             if budget.is_own:
                 drafters += captured_drafts(model.hparams, rows, n_ctx, sources)
-            if sources.draft:  # copies of taps of other stages
+            if sources.draft:  # copies of hidden states of other stages
                 n_sweep = sweep_rows(min(rows.n_rows, n_ctx), n_ctx)
                 drafters += 4 * model.hparams.n_embd * n_sweep * (len(places) - 1)
         return needed_bytes(model, rows, n_ctx, drafters, layers, budget.is_own)

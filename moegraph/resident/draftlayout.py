@@ -204,7 +204,7 @@ class PlannedTensor:
 
 
 def plan_tensors(file: DraftFile, as_stored: bool) -> Iterator[PlannedTensor]:
-    """Yield what goes to the device; fc is cut into one matrix for each tap."""
+    """Yield what goes to the device; fc is cut into one matrix for each target layer."""
     n_embd = file.hparams.n_embd
     has_head = "output.weight" in file.tensors
     for name, info in file.tensors.items():
@@ -213,7 +213,7 @@ def plan_tensors(file: DraftFile, as_stored: bool) -> Iterator[PlannedTensor]:
         n_rows = info.ne[1] * info.ne[2] * info.ne[3]
         if name == "fc.weight":
             kind = _stored(info, n_embd, as_stored)
-            for k in range(len(file.hparams.taps)):
+            for k in range(len(file.hparams.target_layers)):
                 yield PlannedTensor(f"fc.{k}", kind, (n_embd, n_rows), info, k * n_embd)
         else:
             kind = _stored(info, info.ne[0], as_stored)

@@ -38,7 +38,7 @@ class DraftWeights(Owner):
 
     BF16 matrices become Q8_0, which halves the bytes that a draft reads, unless as_stored.
 
-    fc: for each tap the part of the fusing matrix that reads it, [n_embd, n_embd]. layers: by name
+    fc: the part of the fusing matrix for each target layer, [n_embd, n_embd]. layers: by name
     after `blk.N.`. output: the drafter's own head [n_embd, n_vocab_draft], or None if it uses the
     target's. embedding: its own, or None. n_bytes: device memory.
     """
@@ -55,7 +55,7 @@ class DraftWeights(Owner):
         self.tensors: dict[str, Tensor] = block.tensors
         self.n_bytes = block.n_bytes
         _send(file, planned, self.tensors)
-        self.fc = [self.tensors[f"fc.{k}"] for k in range(len(hp.taps))]
+        self.fc = [self.tensors[f"fc.{k}"] for k in range(len(hp.target_layers))]
         self.layers = [self._layer(il) for il in range(hp.n_layer)]
         self.output = self.tensors.get("output.weight") or self.tensors.get(EMBEDDING)
         self.embedding: TokenEmbedding | None = None

@@ -90,18 +90,18 @@ def draft_room(n_rows: int) -> int:
     return max(_MIN_DRAFT_ROWS, 1 << (n_rows - 1).bit_length())
 
 
-def tap_bytes(n_embd: int, n_taps: int, n_rows: int, n_seq: int = 0) -> int:
-    """Return the bytes that `TapRows` take, with a ring for n_seq sequences if that is not 0."""
-    return 4 * n_embd * n_taps * (tap_room(n_rows) + ring_room(n_rows, n_seq))
+def hidden_bytes(n_embd: int, n_layers: int, n_rows: int, n_seq: int = 0) -> int:
+    """Return the bytes of `HiddenStates`, with a ring for n_seq sequences if that is not 0."""
+    return 4 * n_embd * n_layers * (hidden_room(n_rows) + ring_room(n_rows, n_seq))
 
 
-def tap_room(n_rows: int) -> int:
-    """Return the rows from one tap of passes of n_rows rows to the next: each is aligned."""
+def hidden_room(n_rows: int) -> int:
+    """Return the rows from one layer of passes of n_rows rows to the next: each is aligned."""
     return round_up(n_rows, _PART_ALIGNMENT // 4)
 
 
 def ring_room(n_rows: int, n_seq: int) -> int:
-    """Return the rows of a tap that a ring keeps: of each sequence what waits, and a pass.
+    """Return the rows of a layer that a ring keeps: of each sequence what waits, and a pass.
 
     One more is for padding.
     """

@@ -143,7 +143,7 @@ def _embeddings(
 class MtpBlock:
     """What drafts with the MTP block of a model.
 
-    stage: the block as a stage of layer n_layer alone; device, state and taps are the model's.
+    stage: the block as a stage of layer n_layer alone; the rest of it is the model's.
     experts: which of them are on the device; None if all are. embeddings: of the tokens. head: the
     norm after the block, and the output matrix. part: which tokens that is for, or None for all.
     output_norm: of the model, F32 [n_embd]: the block takes the model's output after it.
@@ -203,7 +203,7 @@ def open_mtp(
         if not is_full:
             experts = own(closing(BlockExperts(device, banks, store, il, hp.n_expert_used)))
         mapped = sum(file.tensors[name].nbytes for name in loader.in_place)
-        mine = weights, banks, stage.state, stage.sequences, stage.taps, store
+        mine = weights, banks, stage.state, stage.sequences, stage.hidden_states, store
         block = Stage(device, hp, layers, *mine, mapped, ExitStack())
         w = weights.layer(il)
         norm = w.get("nextn.shared_head_norm.weight", head.norm)

@@ -20,7 +20,7 @@ from ..ggml.memory import Block
 from .bank import ExpertBanks
 from .kvpool import PoolShape
 from .sequences import Sequences
-from .state import State, TapRows
+from .state import HiddenStates, State
 from .store import ExpertStore
 from .weights import Loader, Weights
 
@@ -33,7 +33,7 @@ class Stage:
     Every part has the layers of the stage alone, by their numbers in the model.
 
     hp: of the whole model. state: of its layers. sequences: of the whole model, which all stages
-    share. taps: what passes keep for a drafter. store: the experts of the layers that are not full,
+    share. hidden_states: kept for a drafter. store: the experts of the layers that are not full,
     in host memory. mapped_bytes: tensors that passes read where the file is mapped.
     """
 
@@ -44,7 +44,7 @@ class Stage:
     banks: ExpertBanks
     state: State
     sequences: Sequences
-    taps: TapRows
+    hidden_states: HiddenStates
     store: ExpertStore
     mapped_bytes: int
     _opened: ExitStack = field(repr=False)
@@ -115,7 +115,7 @@ def open_stage(
         state = own(closing(State(device, hp, cached, sequences, config.type_k, config.type_v)))
         sequences.add(state)
         times.lap("state")
-        taps = own(closing(TapRows(device, hp)))
+        hidden_states = own(closing(HiddenStates(device, hp)))
         store = own(closing(ExpertStore(device, file, partial, config.host_pin, loader.report)))
         if partial:
             times.lap("host")
@@ -123,7 +123,7 @@ def open_stage(
         if weights.embedding:
             in_place |= {weights.embedding.name}
         mapped = sum(file.tensors[name].nbytes for name in in_place)
-        parts = weights, banks, state, sequences, taps, store
+        parts = weights, banks, state, sequences, hidden_states, store
         return Stage(device, hp, layers, *parts, mapped, stack.pop_all())
 
 

@@ -31,7 +31,7 @@ from ..ggml.memory import Block
 from ..ggml.ops import F32, Builder, Tensor, type_id
 from ..kinds import MOST_BEHIND
 from .kvpool import KVPool, PoolShape, Positions
-from .layout import PAGE, draft_room, ring_room, tap_bytes, tap_room, zeros_bytes
+from .layout import PAGE, draft_room, hidden_bytes, hidden_room, ring_room, zeros_bytes
 
 
 class _Reserved:
@@ -314,12 +314,12 @@ def hadamard(n: int) -> np.ndarray:
     return np.ascontiguousarray(matrix)
 
 
-class TapRows(_Reserved):
-    """Device memory for the outputs of tapped layers: of the last pass, and a ring of tokens.
+class HiddenStates(_Reserved):
+    """Device memory for hidden states that drafters read: of the last pass, and a ring of tokens.
 
-    Tap il is l_out of layer il, complete with all its experts; tap n_layer is h_nextn, the normed
-    rows that the head reads. All rows of a pass are kept, padding included, in the order of the
-    pass. The next pass overwrites them.
+    Those of layer il are l_out, complete with all its experts; those of n_layer are h_nextn, the
+    normed rows that the head reads. All rows of a pass are kept, padding included, in the order of
+    the pass. The next pass overwrites them.
 
     The ring has what sequences took last: graphs of passes write their rows there themselves, and
     those of commits the rows of accepted paths. Position p of a sequence is in row p modulo
@@ -328,7 +328,7 @@ class TapRows(_Reserved):
 
     There is no memory, and graphs keep nothing, before `reserve`.
 
-    layers: the taps, ascending. n_rows: the most rows of a pass that keeps them; a longer pass
+    layers: the kept ones, ascending. n_rows: the most rows of a pass that keeps them; a longer one
     leaves what was there. n_kept: rows of a sequence in the ring; 0 without a ring.
     """
 
@@ -338,15 +338,15 @@ class TapRows(_Reserved):
         self.n_kept = self._n_ring = 0
 
     def reserve(self, layers: Sequence[int], n_rows: int, n_seq: int = 0) -> None:
-        """Have later graphs keep these taps, of passes of up to n_rows rows.
+        """Have later graphs keep these layers, of passes of up to n_rows rows.
 
         n_seq: make a ring for so many sequences; 0: none. The device must be idle, and graphs that
         were built before must be dropped.
         """
         wanted = tuple(sorted(set(layers)))
         if wanted and not 0 <= wanted[0] <= wanted[-1] <= self._hp.n_layer:
-            raise InternalError(f"taps {list(wanted)} of a model of {self._hp.n_layer} layers")
-        size = tap_bytes(self._hp.n_embd, len(wanted), n_rows, n_seq)
+            raise InternalError(f"layers {list(wanted)} of a model of {self._hp.n_layer} layers")
+        size = hidden_bytes(self._hp.n_embd, len(wanted), n_rows, n_seq)
         shapes, what = {"words": (1, size // 4)}, f"{n_rows} rows for drafting"
         larger = Block(self._device, shapes, what, "draft fewer tokens") if size else None
         self.close()
@@ -355,7 +355,7 @@ class TapRows(_Reserved):
             self.n_kept, self._n_ring = MOST_BEHIND + n_rows, ring_room(n_rows, n_seq)
 
     def keep(self, b: Builder, x: Tensor, il: int) -> None:
-        """Have a graph leave tap il here, if it is wanted: x, F32 [n_embd, n_tokens].
+        """Have a graph leave layer il here, if it is wanted: x, F32 [n_embd, n_tokens].
 
         Call this after the norm that reads x is appended, because CUDA computes x and its norm as
         one kernel.
@@ -369,14 +369,14 @@ class TapRows(_Reserved):
             b.expand(b.cpy(x, self.leaf(b, il, n_tokens)))
 
     def append(self, b: Builder, rows: Tensor, n_tokens: int) -> None:
-        """Append the copy of a pass's taps to the ring, if there is one; all taps are appended.
+        """Append the copy of a pass's rows to the ring, if there is one; all layers are appended.
 
         rows: I32 [n_tokens], see `ring_rows`.
         """
         if self.n_kept and n_tokens <= self.n_rows:
             size = 4 * self._hp.n_embd
             shape, strides = (self._hp.n_embd, n_tokens, len(self.layers)), (size, self._stride)
-            b.expand(b.set_rows(self._ring(b), b.view(self._taps(b), shape, strides), rows))
+            b.expand(b.set_rows(self._ring(b), b.view(self._last(b), shape, strides), rows))
 
     def append_path(self, b: Builder, path: Tensor, rows: Tensor) -> None:
         """Append the copy of some of the last pass's rows to the ring, if there is one.
@@ -384,22 +384,22 @@ class TapRows(_Reserved):
         path: I32 [n], rows of the pass. rows: I32 [n], see `ring_rows`.
         """
         if self.n_kept:
-            b.expand(b.set_rows(self._ring(b), self._gather(b, self._taps(b), path), rows))
+            b.expand(b.set_rows(self._ring(b), self._gather(b, self._last(b), path), rows))
 
     def kept(self, b: Builder, rows: Tensor) -> list[Tensor]:
-        """Append reading rows of the ring, I32 [n]: F32 [n_embd, n] of each tap, see `layers`."""
+        """Append reading rows of the ring, I32 [n]: F32 [n_embd, n] of each layer, see `layers`."""
         n_embd, n = self._hp.n_embd, rows.ne[0]
         found, size = self._gather(b, self._ring(b), rows), 4 * n_embd
         return [
             b.view(found, (n_embd, n), (size,), size * n * at) for at in range(len(self.layers))
         ]
 
-    def _gather(self, b: Builder, taps: Tensor, rows: Tensor) -> Tensor:
-        """Append the same rows of all taps: F32 [n_embd, n, n_taps]."""
+    def _gather(self, b: Builder, states: Tensor, rows: Tensor) -> Tensor:
+        """Append the same rows of all layers: F32 [n_embd, n, n_layers]."""
         same = b.view(rows, (rows.ne[0],))
         # ggml checks the size of a view as if its columns were not the same bytes
         same.ne[1], same.nb[1], same.nb[2], same.nb[3] = len(self.layers), 0, 0, 0
-        return b.get_rows(taps, same)
+        return b.get_rows(states, same)
 
     def ring_rows(self, slot: int, first: int, n: int) -> npt.NDArray[np.int64]:
         """Return the rows of the ring of n positions of a sequence, from position first on."""
@@ -411,19 +411,19 @@ class TapRows(_Reserved):
         """A row of the ring that padding may overwrite."""
         return self._n_ring - 1
 
-    def _taps(self, b: Builder) -> Tensor:
-        """Return a leaf of the taps of the last pass, F32 [n_embd, rows, n_taps]."""
-        ne = self._hp.n_embd, tap_room(self.n_rows), len(self.layers)
+    def _last(self, b: Builder) -> Tensor:
+        """Return a leaf of the rows of the last pass, F32 [n_embd, rows, n_layers]."""
+        ne = self._hp.n_embd, hidden_room(self.n_rows), len(self.layers)
         return self._memory.leaf(b, "words", F32, *ne)
 
     def _ring(self, b: Builder) -> Tensor:
-        """Return a leaf of the ring, F32 [n_embd, rows, n_taps]."""
-        n_embd, n_taps = self._hp.n_embd, len(self.layers)
-        at = n_taps * self._stride
-        return self._memory.leaf(b, "words", F32, n_embd, self._n_ring, n_taps, at=at)
+        """Return a leaf of the ring, F32 [n_embd, rows, n_layers]."""
+        n_embd, n_layers = self._hp.n_embd, len(self.layers)
+        at = n_layers * self._stride
+        return self._memory.leaf(b, "words", F32, n_embd, self._n_ring, n_layers, at=at)
 
     def leaf(self, b: Builder, il: int, n_tokens: int = 0) -> Tensor:
-        """Return a leaf that reads tap il of the last pass, F32 [n_embd, n_tokens].
+        """Return a leaf that reads layer il of the last pass, F32 [n_embd, n_tokens].
 
         n_tokens: the first rows of the pass; 0: n_rows.
         """
@@ -431,13 +431,13 @@ class TapRows(_Reserved):
         return self._memory.leaf(b, "words", F32, *ne, at=self.offset(il))
 
     def offset(self, il: int) -> int:
-        """Return the first byte of tap il."""
+        """Return the first byte of layer il."""
         return self._stride * self.layers.index(il)
 
     @property
     def _stride(self) -> int:
-        """Bytes from one tap of the last pass to the next."""
-        return 4 * self._hp.n_embd * tap_room(self.n_rows)
+        """Bytes from one layer of the last pass to the next."""
+        return 4 * self._hp.n_embd * hidden_room(self.n_rows)
 
     @property
     def words(self) -> Tensor:

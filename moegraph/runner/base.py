@@ -42,8 +42,8 @@ class Commits(Owner):
     does that for any number of sequences, whose paths may differ in length.
 
     Inputs of a commit of up to n rows of each of s sequences, all I32: slots, lengths [s]; path
-    [n, s], rows of the verify pass; taps [n * s], rows of the ring of taps; sources, targets
-    [n * s], rows of the KV caches.
+    [n, s], rows of the verify pass; hidden_rows [n * s], of the ring of hidden states;
+    sources, targets [n * s], rows of the KV caches.
 
     pending: by sequence, the pass that verified its rows, and its place in that pass.
     """
@@ -54,7 +54,7 @@ class Commits(Owner):
         n_seq, size = stage.state.n_seq, 0
         self._offsets: dict[str, int] = {}
         moved = ("sources", "targets", *("ring_sources", "ring_targets") * bool(stage.state.ring))
-        for name in ("slots", "lengths", "path", "taps", *moved):
+        for name in ("slots", "lengths", "path", "hidden_rows", *moved):
             self._offsets[name] = size
             n = n_seq if name in ("slots", "lengths") else n_seq * MAX_TREE_ROWS
             size = round_up(size + 4 * n, _ALIGN)
@@ -140,7 +140,8 @@ class Commits(Owner):
 
     def _fill(self, n: int, n_seqs: int, paths: Mapping[int, list[int]], moves: bool) -> None:
         """Write the inputs and enqueue their upload; waits for the upload of the last commit."""
-        state, taps, rows = self._stage.state, self._stage.taps, dict[str, npt.NDArray[np.int32]]()
+        state, kept = self._stage.state, self._stage.hidden_states
+        rows: dict[str, npt.NDArray[np.int32]] = {}
         host = self._sender.begin()
         for name, at in self._offsets.items():
             n_words = n_seqs if name in ("slots", "lengths") else n_seqs * n
@@ -152,9 +153,9 @@ class Commits(Owner):
             # rows are counted over all sequences of the pass; those after the first m do not matter
             rows["path"][seq] = place_in_pass * batch.tokens.shape[1]
             rows["path"][seq, :m] += np.array(path, dtype=np.int32)
-            if taps.n_kept:
-                rows["taps"][seq] = taps.spare_row
-                rows["taps"][seq, :m] = taps.ring_rows(slot, first, m)
+            if kept.n_kept:
+                rows["hidden_rows"][seq] = kept.spare_row
+                rows["hidden_rows"][seq, :m] = kept.ring_rows(slot, first, m)
             if moves:
                 rows["sources"][seq] = rows["targets"][seq] = state.spare_row
                 rows["sources"][seq, :m] = [state.pool.row(slot, first + row) for row in path]
@@ -189,7 +190,7 @@ class Commits(Owner):
                     copy = b.get_rows(cache, leaves[f"{kind}sources"])
                     b.expand(b.set_rows(cache, copy, leaves[f"{kind}targets"]))
         path = b.reshape(leaves["path"], n * s)
-        stage.taps.append_path(b, path, leaves["taps"])
+        stage.hidden_states.append_path(b, path, leaves["hidden_rows"])
 
 
 _PREFILL, _DECODE = Kind.PREFILL, Kind.DECODE  # members of an Enum are slow to look up
@@ -241,7 +242,7 @@ class PassShapes:
         Padding does not keep a pass from leaving its rows to drafters.
         """
         width = next((width for width in self.widths if width >= n_seqs), n_seqs)
-        is_lost = n_seqs <= self._stage.taps.n_rows < width
+        is_lost = n_seqs <= self._stage.hidden_states.n_rows < width
         return n_seqs if is_lost or width > self._state.n_seq else width
 
     def longest(self, shape: PassShape) -> PassShape:

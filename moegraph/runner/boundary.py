@@ -12,7 +12,7 @@ from ..ggml.memory import Block
 from ..ggml.ops import Tensor
 from ..graphs.hidden import HiddenRows
 from ..resident.stage import Stage
-from .sweep_batch import Tap
+from .sweep_batch import HiddenReader
 
 # Bytes of a piece of a long copy; one goes to the second device while the next leaves the first.
 _PIECE = 4 << 20
@@ -106,7 +106,7 @@ class Boundary(Owner):
 
 
 class Relay(Owner):
-    """Copies taps of a stage to the last one: of passes to its `TapRows`, of prompts to memory."""
+    """Copies hidden states of a stage to the last: of passes to its own, of prompts to memory."""
 
     def __init__(self, stage: Stage, last: Stage, n_rows: int) -> None:
         """n_rows: of the longest part of a prompt."""
@@ -115,20 +115,20 @@ class Relay(Owner):
         self._boundary = self.own(Boundary(stage.device, last.device))
 
     def bring(self, n_rows: int) -> None:
-        """Enqueue the copy of the taps of a pass that was launched in the stage."""
-        mine, its = self._stage.taps, self._last.taps
+        """Enqueue the copy of the kept rows of a pass that was launched in the stage."""
+        mine, its = self._stage.hidden_states, self._last.hidden_states
         if n_rows > mine.n_rows:
             return  # the pass keeps none
         for il in mine.layers:
             size = 4 * self._stage.hp.n_embd * n_rows
             self._boundary.copy(mine.words, its.words, size, mine.offset(il), its.offset(il))
 
-    def relayed(self, tap: Tap) -> Tap:
-        """Return what calls a tap of a prompt with a copy of its rows."""
+    def relayed(self, reader: HiddenReader) -> HiddenReader:
+        """Return what calls a reader of a prompt with a copy of its rows."""
 
         def call(rows: Tensor, row: int, n: int, first: int) -> None:
             size = 4 * self._stage.hp.n_embd
             self._boundary.copy(rows, self._rows, size * n, size * row, size * row)
-            tap(self._rows, row, n, first)
+            reader(self._rows, row, n, first)
 
         return call

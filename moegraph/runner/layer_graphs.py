@@ -37,11 +37,11 @@ from ..graphs.inputs import InputBlock
 from ..graphs.layer import (
     Routed,
     build_dense_layer,
+    build_hidden,
     build_input_norm,
-    build_last_tap,
+    build_last_hidden,
     build_mixer_router,
     build_moe,
-    build_tap,
 )
 from ..resident.bank import Bank
 from ..resident.stage import Stage
@@ -227,7 +227,7 @@ class LayerGraphs(Owner):
         for il in layers:
             if il != layers[0]:
                 norm = build_input_norm(b, stage, x, il)
-            build_tap(b, stage, x, norm, il)
+            build_hidden(b, stage, x, norm, il)
             if not stage.hp.layer(il).is_routed:
                 x = build_dense_layer(b, stage, inp, shape, x, norm, il)
                 continue
@@ -295,7 +295,7 @@ class LayerGraphs(Owner):
         norm = self.carry.embd(b, "input_norm", shape.n_tokens)
         l_out = self._hidden.leaf(b, shape.n_tokens)
         inp = self._inputs.leaves(b, shape)
-        build_last_tap(b, self._stage, inp, shape, l_out, norm)
+        build_last_hidden(b, self._stage, inp, shape, l_out, norm)
         return build_head(b, head, norm, inp.out_ids, inp.draws, results)
 
     def _put_outputs(self, b: Builder, l_out: Tensor, il: int) -> None:

@@ -29,7 +29,7 @@ from ..graphs.chunk import Form, Segment, kv_length
 from ..graphs.head import Results
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from .results import NotFinite, Output
-from .sweep_batch import Chunk, SweepBatch, SweptPrompt, Taps
+from .sweep_batch import Chunk, HiddenReaders, SweepBatch, SweptPrompt
 from .sweeps import AHEAD, Sweeps
 
 
@@ -147,14 +147,14 @@ class MissingExperts:
 class StageSweep:
     """What one stage does of a sweep.
 
-    prompts: what is computed; their states at the cuts go to `saved`. taps: as the stage
+    prompts: what is computed; their states at the cuts go to `saved`. readers: as the stage
     calls them. n_done: chunks of layers that are enqueued.
     """
 
     def __init__(
-        self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], taps: Taps, form: Form
+        self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], readers: HiddenReaders, form: Form
     ) -> None:
-        self._s, self._taps = sweeps, taps
+        self._s, self._readers = sweeps, readers
         self._form = form
         self._prompts = {prompt.slot: prompt for prompt in prompts}
         self._state = sweeps.stage.state
@@ -351,9 +351,8 @@ class StageSweep:
         # those of one prompt lie together
         for group in [rows] if len(self._prompts) == 1 else [[one] for one in rows]:
             row, (slot, first, _) = group[0]
-            tap = self._taps.get(slot, {}).get(il)
-            if tap:
-                tap(s.memory.hidden, row, sum(segment.n for _, segment in group), first)
+            if reader := self._readers.get(slot, {}).get(il):
+                reader(s.memory.hidden, row, sum(segment.n for _, segment in group), first)
             if last_out is not None:
                 self._keep_last_out(last_out, group)
         is_counted = s.residency is not None and s.stage.hp.layer(il).is_routed
@@ -366,7 +365,7 @@ class StageSweep:
     def _keep_last_out(self, last_out: Tensor, rows: list[tuple[int, Segment]]) -> None:
         """Enqueue copies of the output of a prompt's last row of these, and of those before cuts.
 
-        A tap of rows that come later reads it.
+        A reader of rows that come later reads it.
         """
         memory = self._s.memory
         for row, (slot, first, n) in rows:

@@ -26,7 +26,7 @@ from .batch import Batch, Callback, Once, Predicate
 from .boundary import Boundary, Relay
 from .results import Output
 from .sweep import Sweep
-from .sweep_batch import SweepBatch, Taps
+from .sweep_batch import HiddenReaders, SweepBatch
 
 # Seconds without results after which the host waits for one device at a time, as it does for a
 # single pass: that finds out about a device that has stopped.
@@ -290,7 +290,7 @@ class StagedRunner(Owner):
     commits record what they hold. After an error in any stage no pass is in flight in any of them.
 
     parts: the runners of the stages, in order of layers. pipeline: passes of several groups at
-    once, instead of one; they bring no taps. hand_over: enqueues the copy of so many rows to a
+    once, instead of one; no drafter reads them. hand_over: enqueues the copy of so many rows to a
     stage from the one before. sequences, hp: of the whole model. device: of the last stage, which
     has the results. n_ubatch, max_rows: as of each part. mode: 'whole' if each stage computes a
     pass as one graph, else 'layered'.
@@ -308,10 +308,10 @@ class StagedRunner(Owner):
             self.own(Boundary(before.device, after.device))
             for before, after in zip(self.parts, self.parts[1:])
         ]
-        self._relays: dict[int, Relay] = {}  # of stages whose taps a drafter wants
+        self._relays: dict[int, Relay] = {}  # of stages whose hidden states a drafter wants
         for i, part in enumerate(self.parts[:-1]):
             n_rows = part.sweeps.memory.n_rows
-            if not {*part.stage.layers}.isdisjoint(last.stage.taps.layers):
+            if not {*part.stage.layers}.isdisjoint(last.stage.hidden_states.layers):
                 self._relays[i] = self.own(Relay(part.stage, last.stage, n_rows))
         n_bytes = 4 * self.hp.n_embd
         self.hand_over = partial(_hand_over, self.parts, self._boundaries, n_bytes)
@@ -394,16 +394,16 @@ class StagedRunner(Owner):
 
     def sweep(self, *batches: SweepBatch) -> Sweep:
         """Return a sweep over prompts; see `Runner.sweep`."""
-        taps: list[Taps] = [{} for _ in self.parts]
-        taps[-1] = {batch.slot: batch.taps for batch in batches}
+        readers: list[HiddenReaders] = [{} for _ in self.parts]
+        readers[-1] = {batch.slot: batch.readers for batch in batches}
         for i, relay in self._relays.items():
             mine = self.parts[i].stage.layers
-            taps[i] = {
-                slot: {il: relay.relayed(tap) for il, tap in found.items() if il in mine}
-                for slot, found in taps[-1].items()
+            readers[i] = {
+                slot: {il: relay.relayed(reader) for il, reader in found.items() if il in mine}
+                for slot, found in readers[-1].items()
             }
         each = [part.sweeps for part in self.parts]
-        return Sweep(each, batches, self._boundaries, taps)
+        return Sweep(each, batches, self._boundaries, readers)
 
 
 def _hand_over(

@@ -29,9 +29,9 @@ from .stage_sweep import StageSweep
 from .sweep_batch import (
     Chunk,
     Cut,
+    HiddenReaders,
     SweepBatch,
     SweptPrompt,
-    Taps,
     cut_parts,
     cut_together,
 )
@@ -55,9 +55,9 @@ class Sweep:
 
     def __init__(
         self, each: Sequence[Sweeps], batches: Sequence[SweepBatch],
-        boundaries: Sequence[Boundary] = (), taps: Sequence[Taps] = (),
+        boundaries: Sequence[Boundary] = (), readers: Sequence[HiddenReaders] = (),
     ) -> None:  # fmt: skip
-        """each: of the stages, in order of layers. boundaries: between them. taps: as each stage
+        """each: of the stages, in order of layers. boundaries: between them. readers: as each stage
         calls them; empty if there is one stage.
 
         The caller has checked token ids and context length. Several batches have no results of all
@@ -69,16 +69,16 @@ class Sweep:
         self.slots = {batch.slot for batch in batches}
         memory = each[0].memory
         chunks = cut(memory, batches, sequences)
-        taps = taps or [{batch.slot: batch.taps for batch in batches}]
-        # a drafter takes the taps of one part after another
-        self._is_tapped = any(tap for mine in taps[:-1] for tap in mine.values())
+        readers = readers or [{batch.slot: batch.readers for batch in batches}]
+        # a drafter takes the hidden states of one part after another
+        self._is_read = any(reader for mine in readers[:-1] for reader in mine.values())
         no_ring = all(one.ring is None for one in each)
-        flows = len(each) > 1 and not self._is_tapped and no_ring
+        flows = len(each) > 1 and not self._is_read and no_ring
         n_rows = max_rows_of(memory, batches) if flows else memory.n_rows
         self._parts = cut_parts(chunks, n_rows, memory.inputs.n_chunks)
         self.is_open = self.is_undone = False
         form = form_of(memory, batches, chunks)
-        self._stages = [StageSweep(one, self.prompts, mine, form) for one, mine in zip(each, taps)]
+        self._stages = [StageSweep(s, self.prompts, mine, form) for s, mine in zip(each, readers)]
         self.n_steps = each[0].stage.hp.n_layer * len(chunks)
         self._work = self._run()
         self.upcoming: SweepStep | None = None
@@ -138,7 +138,7 @@ class Sweep:
         has_rows = i == 0 or ended[i - 1] > begun[i]
         # the next stage has taken what this one left
         is_free = i == len(begun) - 1 or ended[i] == begun[i + 1]
-        if self._is_tapped and i == 0:
+        if self._is_read and i == 0:
             is_free = ended[-1] == begun[0]
         return begun[i] < len(self._parts) and has_rows and is_free
 

@@ -15,9 +15,9 @@ from ..resident.hostcopies import Snapshot, StatesCopy
 from ..resident.sequences import Sequences
 from .results import NotFinite, Output
 
-Tap = Callable[[Tensor, int, int, int], None]
-# Sequence -> layer -> its tap.
-Taps = Mapping[int, Mapping[int, Tap]]
+HiddenReader = Callable[[Tensor, int, int, int], None]
+# Sequence -> layer -> its reader.
+HiddenReaders = Mapping[int, Mapping[int, HiddenReader]]
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class SweepBatch:
     as_pass: compute it as one pass.
     max_rows: most rows of a chunk, if fewer than there is memory for; 0: as many as that.
     is_rounded: rows of chunks are rounded up, so that few graphs serve prompts of all lengths.
-    taps: layer -> called with the outputs of that layer for some rows of the prompt: F32 [n_embd,
-    n_rows], the first of these rows in it, their number n, and the position of the first one. The
-    rows come in order of position. The call enqueues on the compute stream what it wants of them,
-    because the next layer overwrites them.
+    readers: layer -> called with the outputs of that layer for some rows of the prompt: F32
+    [n_embd, n_rows], the first of these rows in it, their number n, and the position of the first
+    one. The rows come in order of position. The call enqueues on the compute stream what it wants
+    of them, because the next layer overwrites them.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -46,7 +46,7 @@ class SweepBatch:
     as_pass: bool = False
     max_rows: int = 0
     is_rounded: bool = False
-    taps: Mapping[int, Tap] = field(default_factory=dict)
+    readers: Mapping[int, HiddenReader] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

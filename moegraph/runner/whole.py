@@ -15,11 +15,11 @@ from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock
 from ..graphs.layer import (
     build_dense_layer,
+    build_hidden,
     build_input_norm,
-    build_last_tap,
+    build_last_hidden,
     build_mixer_router,
     build_moe,
-    build_tap,
 )
 from ..kinds import Kind
 from ..resident.stage import Stage
@@ -40,7 +40,7 @@ def build_whole(
     x = inputs.embd(b, shape.n_tokens)
     for il in stage.layers:
         norm = build_input_norm(b, stage, x, il)
-        build_tap(b, stage, x, norm, il)
+        build_hidden(b, stage, x, norm, il)
         if not stage.hp.layer(il).is_routed:
             x = build_dense_layer(b, stage, inp, shape, x, norm, il)
             continue
@@ -49,7 +49,7 @@ def build_whole(
         x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
     if head:
         norm = build_input_norm(b, stage, x, stage.hp.n_layer)
-        build_last_tap(b, stage, inp, shape, x, norm)
+        build_last_hidden(b, stage, inp, shape, x, norm)
         return build_head(b, head, norm, inp.out_ids, inp.draws, results)
     hidden.put(x)
     return None

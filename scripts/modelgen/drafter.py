@@ -25,7 +25,7 @@ FORMATS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "safetensors")
 class DraftShape:
     """The hyper-parameters of a drafter; the defaults are those of 35B-A3B's current revision.
 
-    windows: a letter for each layer, s(liding) or f(ull). taps: layers of the target whose outputs
+    windows: a letter for each layer, s(liding) or f(ull). target_layers: those whose outputs
     it reads. n_vocab_draft: 0 for the target's vocabulary. markov_rank: 0 for DFlash, else DSpark.
     """
 
@@ -38,7 +38,7 @@ class DraftShape:
     n_ff: int = 6144
     n_ctx_train: int = 262144
     n_swa: int = 4096
-    taps: tuple[int, ...] = (1, 6, 11, 16, 22, 27, 32, 37)
+    target_layers: tuple[int, ...] = (1, 6, 11, 16, 22, 27, 32, 37)
     mask_id: int = 248077
     block_size: int = 16
     is_causal: bool = False
@@ -62,14 +62,14 @@ class DraftShape:
 PRESETS = {
     "35b-current": DraftShape(),
     "35b-april": DraftShape(
-        windows="f" * 8, n_head_kv=4, n_swa=0, taps=(1, 10, 19, 28, 37), mask_id=248070,
+        windows="f" * 8, n_head_kv=4, n_swa=0, target_layers=(1, 10, 19, 28, 37), mask_id=248070,
         yarn_factor=64.0,
     ),
     "35b-dspark": DraftShape(windows="fffff", n_swa=0, block_size=7, markov_rank=256),
-    "half": DraftShape(taps=(1, 3, 6, 8, 11, 13, 16, 18)),
+    "half": DraftShape(target_layers=(1, 3, 6, 8, 11, 13, 16, 18)),
     "mini": DraftShape(
         n_vocab=1024, n_embd=512, windows="sf", n_head=4, n_head_kv=2, head_dim=64, n_ff=256,
-        n_ctx_train=65536, n_swa=128, taps=(0, 1, 2), mask_id=1023, block_size=8,
+        n_ctx_train=65536, n_swa=128, target_layers=(0, 1, 2), mask_id=1023, block_size=8,
     ),
 }  # fmt: skip
 
@@ -78,7 +78,7 @@ def tensor_shapes(s: DraftShape) -> dict[str, tuple[int, ...]]:
     """Return the tensors, by llama.cpp's names, in ggml order."""
     q, kv = s.head_dim * s.n_head, s.head_dim * s.n_head_kv
     found: dict[str, tuple[int, ...]] = {
-        "fc.weight": (len(s.taps) * s.n_embd, s.n_embd),
+        "fc.weight": (len(s.target_layers) * s.n_embd, s.n_embd),
         "enc.output_norm.weight": (s.n_embd,),
         "output_norm.weight": (s.n_embd,),
     }
@@ -205,12 +205,12 @@ def draft_keys(s: DraftShape, kind: str = "dflash") -> Keys:
     if kind != "dflash":
         keys["dflash.block_size"] = s.block_size
         keys["dflash.mask_token_id"] = s.mask_id
-        keys["dflash.target_layer_ids"] = list(s.taps)
+        keys["dflash.target_layer_ids"] = list(s.target_layers)
         keys["vocab_size"] = s.n_vocab
     else:
         keys["block_size"] = s.block_size
-        # a tap is a layer's output, which the format names as the input of the next layer
-        keys["target_layers"] = [layer + 1 for layer in s.taps]
+        # a layer's output, which the format names as the input of the next layer
+        keys["target_layers"] = [layer + 1 for layer in s.target_layers]
         # the target counts positions in three dimensions, of which text uses the first
         keys["rope.dimension_sections"] = [s.head_dim // 2, 0, 0, 0]
         if s.markov_rank:
@@ -274,7 +274,7 @@ def hf_config(s: DraftShape, matrices: str = "BF16") -> dict[str, Any]:
         "tie_word_embeddings": False, "use_sliding_window": bool(s.n_swa), "vocab_size": s.n_vocab,
         "is_causal": s.is_causal,
     }  # fmt: skip
-    inner = {"mask_token_id": s.mask_id, "target_layer_ids": list(s.taps)}
+    inner = {"mask_token_id": s.mask_id, "target_layer_ids": list(s.target_layers)}
     if s.markov_rank:
         config |= {"architectures": ["DSparkDraftModel"], "markov_head_type": "vanilla"}
         config |= {"sample_from_anchor": s.samples_anchor}

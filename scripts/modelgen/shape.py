@@ -43,7 +43,7 @@ class Shape:
     has_mrope: bool = _opt(False, "glm4moe: rope sections, as vision models have them")
     has_qkv_bias: bool = _opt(False, "glm4moe: biases of q, k and v")
     expert_weights_scale: float = _opt(0.0, "scale of the routing weights, 0 for none")
-    ssm_d_conv: int = _opt(4, "taps of the short convolution")
+    ssm_d_conv: int = _opt(4, "kernel size of the short convolution")
     ssm_d_state: int = _opt(128, "width of a DeltaNet head")
     n_k_heads: int = _opt(16, "DeltaNet key heads")
     n_v_heads: int = _opt(32, "DeltaNet value heads")

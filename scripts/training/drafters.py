@@ -108,8 +108,8 @@ class Mtp(Named):
 # The DFlash drafter.
 SHAPE = DraftShape(
     n_vocab=4096, n_embd=256, windows="fff", n_head=8, n_head_kv=2, head_dim=64, n_ff=640,
-    n_ctx_train=2048, n_swa=0, taps=(1, 3, 5, 6), mask_id=4095, block_size=12, rope_freq_base=1e5,
-    markov_rank=64, samples_anchor=False,
+    n_ctx_train=2048, n_swa=0, target_layers=(1, 3, 5, 6), mask_id=4095, block_size=12,
+    rope_freq_base=1e5, markov_rank=64, samples_anchor=False,
 )  # fmt: skip
 
 
@@ -139,8 +139,8 @@ class Dflash(Named):
         tokens = torch.full_like(pos, SHAPE.mask_id).unflatten(1, (-1, size))
         tokens[..., 0] = ids.gather(1, anchors)
         mask = block_mask(anchors, visible, time)
-        taps = torch.cat([features.layers[il] for il in SHAPE.taps], -1)
-        context = F.linear(taps, self.weight("fc.weight"))
+        hidden = torch.cat([features.layers[il] for il in SHAPE.target_layers], -1)
+        context = F.linear(hidden, self.weight("fc.weight"))
         context = rms_norm(context, self.weight("enc.output_norm.weight"), self.hp.f_norm_rms_eps)
         x = F.embedding(tokens.flatten(1), target.embd).float()
         for il in range(SHAPE.n_layer):

@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_drafts_are_those_of_the_cpu(
     model_file: Callable[[str], Path], tmp_path: Path, name: str, matrices: str
 ) -> None:
-    path = write_small(tmp_path, "dflash", matrices, **{"taps": (0, 3, 2), **CASES[name]})
+    path = write_small(tmp_path, "dflash", matrices, **{"target_layers": (0, 3, 2), **CASES[name]})
     features = random_features(300, 3, N_EMBD)
     with (
         FedDrafter(model_file("float32"), path, n_ctx=N_CTX) as cpu,
@@ -56,7 +56,7 @@ def agreeing(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def test_a_prompt_equals_passes(model_file: Callable[[str], Path], tmp_path: Path) -> None:
-    path = write_small(tmp_path, taps=(0, 3, 2), windows="ss", n_swa=100)
+    path = write_small(tmp_path, target_layers=(0, 3, 2), windows="ss", n_swa=100)
     features = random_features(600, 3, N_EMBD)
     with FedDrafter(model_file("float32"), path, "cuda", n_ctx=N_CTX) as fed:
         fed.take(features)
@@ -75,7 +75,7 @@ def test_drafts_of_several_sequences_are_those_of_each(
 ) -> None:
     """Of different lengths, whose rings are full in the end, and of other numbers of them."""
     changes = {**CASES[name], "windows": "ff", "n_swa": 0}
-    path = write_small(tmp_path, taps=(0, 3, 2), **changes)
+    path = write_small(tmp_path, target_layers=(0, 3, 2), **changes)
     features = random_features(1200, 3, N_EMBD)
     with FedDrafter(model_file("float32"), path, "cuda", n_ctx=N_CTX, n_seq=4) as fed:
         assert fed.drafter.joins

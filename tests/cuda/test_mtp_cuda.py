@@ -114,25 +114,25 @@ def test_experts_that_are_fetched_change_no_draft(
     np.testing.assert_array_equal(*found)
 
 
-def test_the_ring_has_the_taps_of_what_a_sequence_took(with_block: Callable[[str], Path]) -> None:
+def test_the_ring_has_hidden_states_of_what_was_taken(with_block: Callable[[str], Path]) -> None:
     """After decode passes, also those that are replayed, and after commits of paths of trees."""
     ids = random_ids(40)
     with MtpModel(with_block("mini35b"), 256, device="cuda") as model:
-        taps, device, runner = model.stage.taps, model.stage.device, model.runner
+        states, device, runner = model.stage.hidden_states, model.stage.device, model.runner
         runner.graphs.clear()
         layers = (0, 1, model.hp.n_layer - 1)
-        taps.reserve(layers, 32, 1)
+        states.reserve(layers, 32, 1)
 
         def check(rows: list[int], first: int) -> None:
             device.synchronize()
             with Context(16) as context:
                 b = Builder(context, 16)
-                ring = read_tensor(taps._ring(b))
+                ring = read_tensor(states._ring(b))
                 for at, il in enumerate(layers):
-                    wanted = read_tensor(taps.leaf(b, il))[rows]
-                    got = ring[at][taps.ring_rows(0, first, len(rows))]
+                    wanted = read_tensor(states.leaf(b, il))[rows]
+                    got = ring[at][states.ring_rows(0, first, len(rows))]
                     assert wanted.any()
-                    np.testing.assert_array_equal(got, wanted, err_msg=f"tap {il} at {first}")
+                    np.testing.assert_array_equal(got, wanted, err_msg=f"layer {il} at {first}")
 
         for turn in range(30):
             first = model.state.n_past[0]

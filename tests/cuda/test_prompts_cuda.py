@@ -57,14 +57,14 @@ def first_layer(engine: Engine, n: int) -> tuple[Rows, Rows]:
     """Compute n tokens; return the outputs of the first routed layer, and the last logits."""
     rows: list[Rows] = []
 
-    def tap(hidden: Tensor, row: int, m: int, first: int) -> None:
+    def read(hidden: Tensor, row: int, m: int, first: int) -> None:
         engine.device.synchronize()
         rows.append(read_tensor(hidden)[row : row + m].copy())
 
     ids = np.random.default_rng(n).integers(0, engine.hparams.n_vocab, n).astype(np.int32)
     engine.reset()
     sweep = engine.passes.begin_prompts(
-        [SweepBatch(ids, taps={engine.hparams.routed_layers[0]: tap})]
+        [SweepBatch(ids, readers={engine.hparams.routed_layers[0]: read})]
     )
     while engine.passes.step_prompt(sweep):
         pass
@@ -132,12 +132,12 @@ def layer_rows(engine: Engine, batches: list[SweepBatch]) -> list[Rows]:
     """Compute prompts in one sweep; return the outputs of its first layer, of each prompt."""
     found: list[list[Rows]] = [[] for _ in batches]
 
-    def tap(at: int, hidden: Tensor, row: int, m: int, first: int) -> None:
+    def read(at: int, hidden: Tensor, row: int, m: int, first: int) -> None:
         engine.device.synchronize()
         found[at].append(read_tensor(hidden)[row : row + m].copy())
 
-    tapped = [replace(batch, taps={0: partial(tap, at)}) for at, batch in enumerate(batches)]
-    sweep = engine.passes.begin_prompts(tapped)
+    read_out = [replace(batch, readers={0: partial(read, at)}) for at, batch in enumerate(batches)]
+    sweep = engine.passes.begin_prompts(read_out)
     while engine.passes.step_prompt(sweep):
         pass
     for batch, swept in zip(batches, sweep.prompts, strict=True):

@@ -76,8 +76,8 @@ def test_damage_gives_an_error_or_a_model(
 def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny drafter to damage."""
     folder = tmp_path_factory.mktemp("draft")
-    sizes = {"n_vocab": 512, "mask_id": 500, "n_embd": 32, "n_ff": 32, "head_dim": 8, "taps": (1,)}
-    changes: dict[str, Any] = sizes
+    sizes = {"n_vocab": 512, "mask_id": 500, "n_embd": 32, "n_ff": 32, "head_dim": 8}
+    changes: dict[str, Any] = {**sizes, "target_layers": (1,)}
     if request.param != "dflash-draft":
         changes = sizes | {"markov_rank": 32, "n_vocab_draft": 32}
     path = write_small(folder, request.param, "BF16", **changes)

@@ -44,7 +44,7 @@ class FedDrafter:
             layers = range(hp.n_layer)
             opened = Device(device, 1)
             self.stage = own(closing(open_stage(opened, self.model, layers, slots, config, n_ctx)))
-            self.stage.taps.reserve(self.file.hparams.taps, N_ROWS, n_seq)
+            self.stage.hidden_states.reserve(self.file.hparams.target_layers, N_ROWS, n_seq)
             kind = DSparkDrafter if self.file.hparams.markov_rank else DFlashDrafter
             self.drafter = own(closing(kind(self.stage, self.file, n_ctx, **settings)))
             self.drafter.reserve()
@@ -60,19 +60,19 @@ class FedDrafter:
         self._opened.close()
 
     def _of(self, features: np.ndarray, il: int) -> np.ndarray:
-        k, n = self.file.hparams.taps.index(il), self.file.hparams.n_embd
+        k, n = self.file.hparams.target_layers.index(il), self.file.hparams.n_embd
         return np.ascontiguousarray(features[:, k * n : (k + 1) * n], np.float32)
 
     def take(self, features: np.ndarray, slot: int = 0) -> None:
-        """Have a sequence take tokens with features [n, n_taps * n_embd], as passes do."""
-        taps = self.stage.taps
+        """Have a sequence take tokens with features [n, n_layers * n_embd], as passes do."""
+        states = self.stage.hidden_states
         for at in range(0, len(features), N_ROWS):
             part, first = features[at : at + N_ROWS], self.drafter._rings.spans[slot].n_past
             with Context(8) as context:
-                ring = taps._ring(Builder(context, 8))
+                ring = states._ring(Builder(context, 8))
                 memory = read_tensor(ring).copy()
-                for k, il in enumerate(taps.layers):
-                    memory[k, taps.ring_rows(slot, first, len(part))] = self._of(part, il)
+                for k, il in enumerate(states.layers):
+                    memory[k, states.ring_rows(slot, first, len(part))] = self._of(part, il)
                 C.ggml_backend_tensor_set(ring, ffi.from_buffer(memory), 0, memory.nbytes)
             self.drafter.committed([(slot, first, [0] * len(part))])
             self.stage.device.synchronize()
@@ -80,15 +80,15 @@ class FedDrafter:
     def read(self, features: np.ndarray, slot: int = 0) -> None:
         """Have a sequence take them as a prompt."""
         first, n = self.drafter._rings.spans[slot].n_past, len(features)
-        taps = self.drafter.prompt_taps(slot, np.zeros(n, np.int32), first)
+        readers = self.drafter.prompt_readers(slot, np.zeros(n, np.int32), first)
         size = 4 * self.file.hparams.n_embd * n
         with Context(1) as context, closing(self.stage.device.buffer(size, "a test", "")) as memory:
             hidden = C.ggml_new_tensor_2d(context.ptr, F32, self.file.hparams.n_embd, n)
             place(memory, hidden, 0)
-            for il in sorted(taps):
+            for il in sorted(readers):
                 data = self._of(features, il)
                 C.ggml_backend_tensor_set(hidden, ffi.from_buffer(data), 0, data.nbytes)
-                taps[il](hidden, 0, n, first)
+                readers[il](hidden, 0, n, first)
                 self.stage.device.synchronize()
             self.drafter.graphs.clear()  # they have the address of this memory
 
@@ -97,10 +97,10 @@ class FedDrafter:
         return self.drafter.draft(slot, anchor, n, n_top)
 
 
-def random_features(n: int, n_taps: int, n_embd: int, seed: int = 0) -> np.ndarray:
-    """Return features of n positions, F32 numpy [n, n_taps * n_embd]."""
+def random_features(n: int, n_layers: int, n_embd: int, seed: int = 0) -> np.ndarray:
+    """Return features of n positions, F32 numpy [n, n_layers * n_embd]."""
     rng = np.random.default_rng(seed)
-    return rng.standard_normal((n, n_taps * n_embd), dtype=np.float32)
+    return rng.standard_normal((n, n_layers * n_embd), dtype=np.float32)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ class Pair:
         kind: str = "dflash", matrices: str = "F32", as_stored: bool = True,
         settings: dict[str, Any] | None = None, **changes: Any,
     ) -> None:  # fmt: skip
-        changes = {"taps": (3, 0, 4), **changes}
+        changes = {"target_layers": (3, 0, 4), **changes}
         self.engine = open_engine(PRESET, **(settings or {}))
         self.plain = open_engine(PRESET)
         path = write_small(folder, kind, matrices, **changes)
@@ -54,7 +54,7 @@ class Pair:
         self.shape: DraftShape = replace(SMALL, **changes)
         stage, runner = self.engine.stage, self.engine.runner
         runner.graphs.clear()
-        stage.taps.reserve(self.shape.taps, 33, stage.state.n_seq)
+        stage.hidden_states.reserve(self.shape.target_layers, 33, stage.state.n_seq)
         self._as_stored = as_stored
         self.drafter = self.again()
         self.drafter.reserve()
@@ -87,14 +87,14 @@ class Pair:
             part = ids[start : start + 64]
             nodes = self.plain.forward_nodes(part, first)
             for i in range(len(part)):
-                taps = [nodes["l_out", il][i] for il in self.shape.taps]
-                self.reference.taps[first + i] = np.concatenate(taps).astype(np.float64)
+                outputs = [nodes["l_out", il][i] for il in self.shape.target_layers]
+                self.reference.features[first + i] = np.concatenate(outputs).astype(np.float64)
 
     def prompt(self, n: int) -> None:
         """Read a prompt with a sweep."""
         ids, first = self.tokens(n), self.engine.state.n_past[0]
-        taps = self.drafter.prompt_taps(0, ids, first)
-        sweep = self.engine.passes.begin_prompts([SweepBatch(ids, taps=taps, greedy=True)])
+        readers = self.drafter.prompt_readers(0, ids, first)
+        sweep = self.engine.passes.begin_prompts([SweepBatch(ids, readers=readers, greedy=True)])
         while self.engine.passes.step_prompt(sweep):
             pass
         self._note(ids)

@@ -20,7 +20,7 @@ assert shared
 # For the small synthetic models of 1024 tokens, width 256 and 8 layers.
 SMALL = DraftShape(
     n_vocab=1024, n_embd=256, windows="sf", n_head=4, n_head_kv=2, head_dim=64, n_ff=320,
-    n_ctx_train=512, n_swa=24, taps=(1, 4, 6), mask_id=990, block_size=8,
+    n_ctx_train=512, n_swa=24, target_layers=(1, 4, 6), mask_id=990, block_size=8,
 )  # fmt: skip
 
 

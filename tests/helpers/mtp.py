@@ -47,7 +47,7 @@ class MtpModel:
             layers = range(hp.n_layer)
             stage = open_stage(device, file, layers, slots, config, n_ctx, has_mtp=True)
             self.stage = own(closing(stage))
-            stage.taps.reserve((hp.n_layer - 1,), 32, config.n_seq)
+            stage.hidden_states.reserve((hp.n_layer - 1,), 32, config.n_seq)
             self.runner = own(closing(open_runner(stage, config)))
             self.block = own(closing(open_mtp(stage, file, n_vocab, n_kept)))
             self.drafter = own(closing(MtpDrafter(self.block, max_rows)))
@@ -65,8 +65,8 @@ class MtpModel:
         from moegraph.runner.sweep_batch import SweepBatch
 
         tokens = np.asarray(ids, dtype=np.int32)
-        taps = self.drafter.prompt_taps(slot, tokens, self.state.n_past[slot])
-        return self.sweep(SweepBatch(tokens, slot, taps=taps, **batch))
+        readers = self.drafter.prompt_readers(slot, tokens, self.state.n_past[slot])
+        return self.sweep(SweepBatch(tokens, slot, readers=readers, **batch))
 
     def sweep(self, batch: SweepBatch) -> Output:
         """Compute a prompt."""

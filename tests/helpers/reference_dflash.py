@@ -54,14 +54,14 @@ class ReferenceDrafter:
     """A drafter of one sequence.
 
     weights: by llama.cpp's names, as `modelgen.drafter.values`. embedding, head: of the target,
-    [n_vocab, n_embd]. taps: the features of each position, [n_taps * n_embd].
+    [n_vocab, n_embd]. features: of each position, [n_layers * n_embd].
     """
 
     s: DraftShape
     weights: dict[str, Array]
     embedding: Array
     head: Array
-    taps: dict[int, Array] = field(default_factory=dict)
+    features: dict[int, Array] = field(default_factory=dict)
 
     def _keys(self, x: Array, places: Array, il: int) -> tuple[Array, Array]:
         s, w, n = self.s, self.weights, len(x)
@@ -73,10 +73,10 @@ class ReferenceDrafter:
     def hidden(self, anchor: int, n_past: int, n_rows: int) -> Array:
         """Return the normed rows of a block, [n_rows, n_embd]."""
         s, w = self.s, self.weights
-        held = np.array(sorted(p for p in self.taps if p < n_past), dtype=np.int64)
+        held = np.array(sorted(p for p in self.features if p < n_past), dtype=np.int64)
         fused = np.zeros((len(held), s.n_embd))
         for i, p in enumerate(held):
-            fused[i] = w["fc.weight"] @ self.taps[int(p)]
+            fused[i] = w["fc.weight"] @ self.features[int(p)]
         context = rms_norm(fused, w["enc.output_norm.weight"], s.f_norm_rms_eps)
         places = n_past + np.arange(n_rows)
         x = self.embedding[[anchor] + [s.mask_id] * (n_rows - 1)]

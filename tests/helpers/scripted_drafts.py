@@ -47,7 +47,7 @@ class ScriptedDrafter(Drafter):
         self.calls.append("restart")
         self.held = ids.tolist()
 
-    def prompt_taps(self, slot: int, ids: np.ndarray, first: int) -> dict[int, Any]:
+    def prompt_readers(self, slot: int, ids: np.ndarray, first: int) -> dict[int, Any]:
         self.calls.append("prompt")
         assert first == len(self.held)
         self.held += ids.tolist()

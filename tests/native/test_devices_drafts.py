@@ -40,7 +40,7 @@ def drafted(device: str, **settings: Any) -> tuple[list[int], dict[str, Any]]:
     [(TWO, {}), (THREE, {"ddtree": True}), (THREE, PARTIAL), (TWO, {**PARTIAL, "host_pin": "all"})],
     ids=["chain", "tree", "stream", "fetch"],
 )
-def test_a_drafter_reads_taps_of_all_stages(device: str, settings: dict[str, Any]) -> None:
+def test_a_drafter_reads_hidden_states_of_all_stages(device: str, settings: dict[str, Any]) -> None:
     settings = {"spec": "dflash", "cpu_reference": True, "deterministic": True, **settings}
     # so many rows in each pass; otherwise it goes by measured times
     settings = {"budget": 6, **settings}

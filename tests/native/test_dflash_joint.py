@@ -38,8 +38,8 @@ def pair(open_engine: Open, model_path: Callable[[str], Path], tmp_path: Path) -
 def read(both: Pair, slot: int, n: int) -> None:
     """Have a sequence read a prompt."""
     engine, ids = both.engine, both.tokens(n)
-    taps = both.drafter.prompt_taps(slot, ids, engine.state.n_past[slot])
-    sweep = engine.passes.begin_prompts([SweepBatch(ids, slot=slot, taps=taps, greedy=True)])
+    readers = both.drafter.prompt_readers(slot, ids, engine.state.n_past[slot])
+    sweep = engine.passes.begin_prompts([SweepBatch(ids, slot=slot, readers=readers, greedy=True)])
     while engine.passes.step_prompt(sweep):
         pass
 

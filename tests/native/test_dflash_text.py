@@ -126,7 +126,7 @@ def test_drafter_memory_is_planned(open_engine: Open, tmp_path: Path) -> None:
     for keep in (False, True):
         path = write_small(tmp_path, matrices="BF16", n_ff=2048)
         engine = open_engine(PRESET, spec="dflash", draft=str(path), draft_keep_bf16=keep)
-        taken = drafter_of(engine).n_bytes + engine.stage.taps.n_bytes
+        taken = drafter_of(engine).n_bytes + engine.stage.hidden_states.n_bytes
         sizes.append(taken)
         assert taken <= engine.plan.bytes["drafters"] < 2 * taken
     assert sizes[1] > sizes[0] + 2_000_000

@@ -23,10 +23,15 @@ from moegraph.resident.draftlayout import built_length, joint_lengths
 from moegraph.resident.layout import MTP_ROWS, USUAL_MTP_DRAFT
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "current": {"windows": "sssssf", "n_swa": 64, "taps": (0, 1, 2, 3, 4, 5)},
-    "april": {"windows": "ffffffff", "n_swa": 0, "taps": (0, 1, 2, 3, 5)},
-    "dspark": {"windows": "fffff", "n_swa": 0, "markov_rank": 32, "taps": (0, 1, 2, 3, 5)},
-    "reduced": {"windows": "fffff", "markov_rank": 32, "n_vocab_draft": 300, "taps": (1, 3)},
+    "current": {"windows": "sssssf", "n_swa": 64, "target_layers": (0, 1, 2, 3, 4, 5)},
+    "april": {"windows": "ffffffff", "n_swa": 0, "target_layers": (0, 1, 2, 3, 5)},
+    "dspark": {"windows": "fffff", "n_swa": 0, "markov_rank": 32, "target_layers": (0, 1, 2, 3, 5)},
+    "reduced": {
+        "windows": "fffff",
+        "markov_rank": 32,
+        "n_vocab_draft": 300,
+        "target_layers": (1, 3),
+    },
 }
 
 
@@ -43,8 +48,8 @@ def test_graphs_of_a_block_in_use_fit(
     file = open_drafter(write_small(tmp_path, **changes))
     stack.callback(file.close)
     engine.runner.graphs.clear()
-    taps = tuple(sorted(changes["taps"]))
-    engine.stage.taps.reserve(taps, 64, n_seq)
+    layers = tuple(sorted(changes["target_layers"]))
+    engine.stage.hidden_states.reserve(layers, 64, n_seq)
     kind = DSparkDrafter if "markov_rank" in changes else DFlashDrafter
     drafter = kind(engine.stage, file, n_ctx)
     stack.callback(drafter.close)
@@ -69,7 +74,7 @@ def test_graphs_of_a_block_in_use_fit(
                 drafter._joint_graph(drafter._joint, m, n)
         for n in (1, 2, 4, 8, 16, 32, 64):
             drafter.context.keys_graph(n)
-        for read in drafter.prompt_taps(0, np.zeros(n_ctx, dtype=np.int32), 0).values():
+        for read in drafter.prompt_readers(0, np.zeros(n_ctx, dtype=np.int32), 0).values():
             read(drafter._memory.features, 0, n_ctx, 0)  # as if that were the output of a layer
     assert graphs.n_dropped == 0 and graphs.n_built == n_built
     assert graphs.n_device_bytes <= planned <= 1.3 * graphs.n_device_bytes

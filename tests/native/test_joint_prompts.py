@@ -120,7 +120,7 @@ def drafts_after(engine: Engine, batches: list[SweepBatch], together: bool) -> l
         speculation.begin(batch.slot, engine.passes.held(batch.slot))
     for group in [batches] if together else [[batch] for batch in batches]:
         sweep = engine.passes.begin_prompts(
-            [replace(b, taps=speculation.prompt_taps(b.slot, b.tokens)) for b in group]
+            [replace(b, readers=speculation.prompt_readers(b.slot, b.tokens)) for b in group]
         )
         while engine.passes.step_prompt(sweep):
             pass

@@ -90,7 +90,7 @@ def test_accepted_tokens_give_the_same_keys_as_a_prompt(
 def test_tokens_without_drafts_are_caught_up_with(
     model_path: ModelPath, no_leak: None, n_each: int
 ) -> None:
-    """Of two sequences in turn, so many tokens at once; the ring of taps wraps around."""
+    """Of two sequences in turn, so many tokens at once; the ring of hidden states wraps around."""
     ids, other = random_ids(188), random_ids(80, seed=2)
     settings = {**EXACT, "n_seq": 2}
     with MtpModel(model_path("mini35b"), **settings) as model:
@@ -224,7 +224,7 @@ def test_the_plan_counts_what_it_takes(
     settings = {"n_seq": n_seq, "n_ubatch": 256, "n_vocab": n_vocab, "n_kept": n_kept}
     with MtpModel(model_path(preset), MTP_ROWS, **settings) as model:
         model.drafter.reserve()
-        taken = model.drafter.n_bytes + model.stage.taps.n_bytes
+        taken = model.drafter.n_bytes + model.stage.hidden_states.n_bytes
         before = model.drafter.n_bytes
         model.read(random_ids(400))
         model.drafter.draft(0, 1, 16, 8)
@@ -246,7 +246,7 @@ def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> 
     assert plain.memory()["drafters_bytes"] == 0
     asked = open_engine("mini35b", spec="mtp", n_draft=3)
     [drafter] = asked._loaded.drafters
-    assert isinstance(drafter, MtpDrafter) and asked.stage.taps.n_rows == 32
+    assert isinstance(drafter, MtpDrafter) and asked.stage.hidden_states.n_rows == 32
     taken, planned = asked.memory(), asked.plan.bytes
     assert 0 < taken["drafters_bytes"] <= planned["drafters"]
     assert taken["kv_bytes"] == plain.memory()["kv_bytes"] <= planned["kv"]
@@ -299,7 +299,7 @@ def test_auto_goes_on_without_a_block_that_cannot_be_loaded(
 
     monkeypatch.setattr(f"moegraph.resident.mtp.{part}", fails)
     engine = open_engine("mini35b", spec="auto")
-    assert not has_block(engine) and engine.stage.taps.layers == ()
+    assert not has_block(engine) and engine.stage.hidden_states.layers == ()
     assert engine.warnings == ["no drafts by a model: no room for it"]
     np.testing.assert_array_equal(engine.forward_logits(ids), wanted)
     with pytest.raises(OutOfDeviceMemory):

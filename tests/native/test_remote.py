@@ -214,7 +214,7 @@ def test_no_expert_may_be_missing_on_a_worker(
 def test_drafted_text_and_acceptance_are_those_of_one_device(
     worker: WorkerProcess, layers: str
 ) -> None:
-    """The drafter is beside the last layer, wherever that is, and reads taps of all layers."""
+    """The drafter is beside the last layer, wherever that is, and reads outputs of all layers."""
     found = []
     devices = {"first": f"{worker.url},cpu", "last": f"cpu,{worker.url}"}
     for device in ("cpu", devices[layers]):

@@ -53,10 +53,10 @@ def first_layer(engine: Engine, ids: np.ndarray) -> np.ndarray:
     """Return the outputs of the first layer for a prompt, F32 numpy [n, n_embd]."""
     rows: list[np.ndarray] = []
 
-    def tap(hidden: Tensor, row: int, n: int, first: int) -> None:
+    def read(hidden: Tensor, row: int, n: int, first: int) -> None:
         rows.append(read_tensor(hidden)[row : row + n].copy())
 
-    sweep = engine.passes.begin_prompts([SweepBatch(ids, greedy=True, taps={0: tap})])
+    sweep = engine.passes.begin_prompts([SweepBatch(ids, greedy=True, readers={0: read})])
     while engine.passes.step_prompt(sweep):
         pass
     return rows[0]

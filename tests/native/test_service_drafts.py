@@ -92,10 +92,10 @@ def test_accepted_drafts_give_several_tokens_in_a_step(open_engine: Open) -> Non
     class Drafter:
         """Knows the answer."""
 
-        name, max_draft, n_bytes, taps, joins = "mtp", 6, 0, (), False
+        name, max_draft, n_bytes, target_layers, joins = "mtp", 6, 0, (), False
 
         def __getattr__(self, name: str) -> Any:
-            return lambda *args: {} if name == "prompt_taps" else None
+            return lambda *args: {} if name == "prompt_readers" else None
 
         def draft(self, slot: int, anchor: int, n: int, *_: Any) -> Any:
             from moegraph.draft.drafter import Draft

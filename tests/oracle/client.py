@@ -191,7 +191,7 @@ class Oracle:
     ) -> npt.NDArray[np.float32]:  # fmt: skip
         """Fill in a block of n rows with a DFlash drafter; return its logits [n, n_vocab].
 
-        features: of the positions before, [n_past, n_taps * n_embd].
+        features: of the positions before, [n_past, n_layers * n_embd].
         """
         out, given = self._scratch / "out.npz", self._scratch / "features.npy"
         np.save(given, features)

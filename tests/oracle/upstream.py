@@ -17,7 +17,7 @@ reply has "ok"; with ok false, "error" says why. Operations (fields beside "op")
                                   the block drafts n tokens after the argmax. out gets logits{i}
                                   [n + 1, n_vocab] of each part, the model's of the last row first
     block   model drafter cfg features anchor mask n out   a DFlash drafter takes K and V of
-                                  positions with features (an .npy of [n_past, n_taps * n_embd]),
+                                  positions with features (an .npy of [n_past, n_layers * n_embd]),
                                   then fills in a block of n rows, the anchor first; out gets logits
                                   [n, n_vocab]
     tokenize model text           token ids
@@ -217,7 +217,7 @@ class Context:
         return np.ctypeslib.as_array(flat, (n_rows, self.model.n_vocab)).copy()
 
     def inject(self, features: npt.NDArray[np.float32]) -> None:
-        """Have a DFlash drafter make K and V of positions, [n, n_taps * n_embd]."""
+        """Have a DFlash drafter make K and V of positions, [n, n_layers * n_embd]."""
         places = self.n_past + np.arange(len(features), dtype=np.int32)
         # one position for each axis of rope, if it has several
         pos = np.concatenate([places, places, places, np.zeros_like(places)])

@@ -13,7 +13,7 @@ from regression.harness import Models, Upstream
 
 N_EMBD, N_TOP = 256, 100
 # Of log probabilities: mean square of the difference over that of the values. Features are summed
-# tap by tap here; with quantized weights, that changes how activations round.
+# layer by layer here; with quantized weights, that changes how activations round.
 NMSE, COARSE = 2e-6, 1e-5
 CASES: dict[str, dict[str, Any]] = {
     "window": {},
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_drafts_equal_upstream(
     models: Models, upstream: Upstream, tmp_path: Path, name: str, n_past: int
 ) -> None:
-    changes = {"taps": (0, 3, 2), **CASES[name]}
+    changes = {"target_layers": (0, 3, 2), **CASES[name]}
     path = write_small(tmp_path, "dflash", "Q8_0" if name == "q8_0" else "F32", **changes)
     target, features = models.path("float32"), random_features(n_past, 3, N_EMBD, n_past)
     with FedDrafter(target, path) as fed:

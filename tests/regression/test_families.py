@@ -105,7 +105,7 @@ def drafts_of(name: str, folder: Path) -> dict[str, Any]:
     shape = PRESETS[name].shape
     if shape.n_layer_nextn:
         return {"spec": "mtp"}
-    sizes = {"n_vocab": shape.n_vocab, "n_embd": shape.n_embd, "taps": (0, 2)}
+    sizes = {"n_vocab": shape.n_vocab, "n_embd": shape.n_embd, "target_layers": (0, 2)}
     return {"spec": "dflash", "draft": str(write_small(folder, "safetensors", **sizes))}
 
 

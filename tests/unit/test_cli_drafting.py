@@ -120,10 +120,10 @@ class TestReferenceForm:
 class TestFigures:
     def test_run_prints_the_reference_s_summary(self, cli: Cli) -> None:
         cli.engine = FakeEngine("hi")
-        cli.engine.spec, cli.engine.drafter_lines = STATS, ("taps: 1, 6", "mask: 248077")
+        cli.engine.spec, cli.engine.drafter_lines = STATS, ("target layers: 1, 6", "mask: 248077")
         lines = cli("run", "m", "-p", "x").stderr.splitlines()
         assert lines[-4:] == LINES
-        assert "taps: 1, 6" in lines and "mask: 248077" in lines
+        assert "target layers: 1, 6" in lines and "mask: 248077" in lines
 
     def test_json_has_an_object(self, cli: Cli) -> None:
         cli.engine = FakeEngine("hi")

@@ -41,7 +41,7 @@ def test_every_format_says_the_same(kind: str, target: Path, tmp_path: Path) -> 
     hp = draft.hparams
     assert replace(hp, dialect="", f_norm_rms_eps=0.0) == DFlashHParams(
         dialect="", n_vocab=1024, n_vocab_draft=0, n_embd=256, n_layer=2, n_head=4, n_head_kv=2,
-        n_embd_head=64, n_ff=320, f_norm_rms_eps=0.0, taps=(1, 4, 6), mask_id=990,
+        n_embd_head=64, n_ff=320, f_norm_rms_eps=0.0, target_layers=(1, 4, 6), mask_id=990,
         block_size=8, rope=hp.rope, n_swa=24, sliding=(True, False),
     )  # fmt: skip
     assert hp.f_norm_rms_eps == pytest.approx(1e-6)
@@ -78,11 +78,11 @@ def test_dspark_with_a_reduced_vocabulary(kind: str, target: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_published_revisions(name: str) -> None:
-    """The configurations of peers' files: taps, masks, windows, rope and parameters."""
+    """The configurations of peers' files: target layers, masks, windows, rope and parameters."""
     shape = PRESETS[name]
     hp = read_hparams(translated(Path("config.json"), hf_config(shape), {}), {})
     n_params = sum(int(np.prod(ne)) for ne in tensor_shapes(shape).values())
-    assert hp.taps == shape.taps and hp.mask_id == shape.mask_id
+    assert hp.target_layers == shape.target_layers and hp.mask_id == shape.mask_id
     assert hp.block_size == shape.block_size and hp.n_layer == len(shape.windows)
     assert (hp.n_swa, hp.rope.rope_ext_factor) == (shape.n_swa, 1.0 if shape.yarn_factor else 0.0)
     if name == "35b-current":
@@ -90,7 +90,7 @@ def test_the_published_revisions(name: str) -> None:
         assert hp.sliding == (True,) * 5 + (False,) and hp.n_swa == 4096
         assert hp.rope.text == "plain"
     if name == "35b-april":
-        assert hp.taps == (1, 10, 19, 28, 37) and not any(hp.sliding)
+        assert hp.target_layers == (1, 10, 19, 28, 37) and not any(hp.sliding)
         assert hp.rope.text == "YaRN, factor 64 of 4096 positions"
     plain = replace(shape, markov_rank=0)
     assert expected_tensors(hp, 248_320).keys() >= tensor_shapes(plain).keys()
@@ -100,7 +100,7 @@ def test_the_published_revisions(name: str) -> None:
     ("changes", "words"),
     [
         ({"n_embd": 512}, "made for a target of width 512, and this one has 256"),
-        ({"taps": (1, 8)}, "reads the output of layer 8, and there are 8 layers"),
+        ({"target_layers": (1, 8)}, "reads the output of layer 8, and there are 8 layers"),
         ({"n_vocab": 1000}, "made for 1000 tokens, and there are 1024"),
     ],
 )

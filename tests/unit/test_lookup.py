@@ -36,7 +36,7 @@ def test_drafts_are_those_of_a_search(n_vocab: int) -> None:
         text = rng.integers(0, n_vocab, rng.integers(1, 60)).tolist()
         drafter, half = LookUp(n_seq=2), len(text) // 2
         drafter.restart(1, np.array(text[:half], dtype=np.int32))
-        assert drafter.prompt_taps(1, np.array(text[half:-1], dtype=np.int32), half) == {}
+        assert drafter.prompt_readers(1, np.array(text[half:-1], dtype=np.int32), half) == {}
         draft = drafter.draft(1, text[-1], n := int(rng.integers(1, 12)), 4)
         assert draft.tokens.shape[1] == 1 and draft.problem(n_vocab) == ""
         assert drafter.has(1, text[-1]) == (draft.n_depth > 0)
@@ -90,8 +90,8 @@ def test_what_all_records_have_in_common_is_surer_than_what_differs() -> None:
 def test_a_prompt_that_was_undone_is_forgotten() -> None:
     drafter = LookUp()
     drafter.restart(0, np.array([1, 2, 3, 4], dtype=np.int32))
-    drafter.prompt_taps(0, np.array([5, 6, 7, 8], dtype=np.int32), 4)
-    drafter.prompt_taps(0, np.array([9, 9, 2, 3], dtype=np.int32), 4)
+    drafter.prompt_readers(0, np.array([5, 6, 7, 8], dtype=np.int32), 4)
+    drafter.prompt_readers(0, np.array([9, 9, 2, 3], dtype=np.int32), 4)
     assert drafter.draft(0, 4, 4, 1).tokens[:, 0].tolist() == [9, 9, 2, 3]
     drafter.truncate(0, 4)
     drafter.committed([(0, 4, [6, 2, 3])])

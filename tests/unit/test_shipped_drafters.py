@@ -20,7 +20,7 @@ def test_dflash_fits_the_model() -> None:
         draft.require_target(target)
     assert draft.warnings == ()
     hp = draft.hparams
-    assert hp.taps == (1, 3, 5, 6)
+    assert hp.target_layers == (1, 3, 5, 6)
     assert hp.block_size == 12
     assert not hp.is_causal
 

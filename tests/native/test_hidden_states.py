@@ -1,4 +1,4 @@
-"""Taps: what passes keep for a drafter equals what the layers computed, in every kind of pass."""
+"""Hidden states that passes keep for a drafter are what layers computed, in every kind of pass."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def opened(model_path: Callable[[str], Path], stack: ExitStack) -> Callable[[str
 
 
 def keep(runner: Runner, layers: list[int], n_rows: int = N_ROWS, n_seq: int = 0) -> None:
-    """Have the passes of a runner keep taps; n_seq: and in a ring of so many sequences."""
+    """Have the passes of a runner keep hidden states; n_seq: and in a ring of so many sequences."""
     runner.graphs.clear()
-    runner.stage.taps.reserve(layers, n_rows, n_seq)
+    runner.stage.hidden_states.reserve(layers, n_rows, n_seq)
 
 
 def kept(runner: Runner, il: int, n_rows: int) -> np.ndarray:
-    """Copy the first rows of a tap, F32, numpy shape [n_rows, n_embd]."""
+    """Copy the first rows of a layer, F32, numpy shape [n_rows, n_embd]."""
     with Context(4) as context:
-        return read_tensor(runner.stage.taps.leaf(Builder(context, 4), il, n_rows))
+        return read_tensor(runner.stage.hidden_states.leaf(Builder(context, 4), il, n_rows))
 
 
 def nodes_of(runner: Runner, batch: Batch, paths: dict[int, list[int]]) -> Nodes:
@@ -54,7 +54,7 @@ def nodes_of(runner: Runner, batch: Batch, paths: dict[int, list[int]]) -> Nodes
     ("preset", "mode", "cuts"),
     [*(("legacy32", mode, []) for mode in MODES), ("mini35b", "fetch", [2])],
 )  # fmt: skip
-def test_taps_are_what_the_layers_computed(
+def test_hidden_states_are_what_the_layers_computed(
     opened: Callable[[str], ModelFile], stack: ExitStack, preset: str, mode: str, cuts: list[int]
 ) -> None:
     file, config = opened(preset), new_config(**MODES[mode])
@@ -76,7 +76,7 @@ def test_taps_are_what_the_layers_computed(
             rows = wanted["l_out", il] if il < n_layer else wanted["h_nextn", -1]
             got = kept(reader, il, n_rows)
             real = batch.tree.real.reshape(-1) if batch.tree else slice(None)
-            np.testing.assert_array_equal(got[real], rows[real], err_msg=f"tap {il}")
+            np.testing.assert_array_equal(got[real], rows[real], err_msg=f"layer {il}")
             assert np.isfinite(got).all()
             n_kept += 1
         for runner in stages.runners:
@@ -86,10 +86,10 @@ def test_taps_are_what_the_layers_computed(
 
 
 def ring_of(runner: Runner, layers: list[int]) -> dict[int, np.ndarray]:
-    """Copy the ring of each tap, F32, numpy shape [rows, n_embd]."""
+    """Copy the ring of each layer, F32, numpy shape [rows, n_embd]."""
     with Context(8) as context:
-        b, taps = Builder(context, 8), runner.stage.taps
-        return dict(zip(layers, read_tensor(taps._ring(b)).copy()))
+        b, states = Builder(context, 8), runner.stage.hidden_states
+        return dict(zip(layers, read_tensor(states._ring(b)).copy()))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_the_ring_has_what_sequences_took(
     last = stages.runners[-1]
     layers = [il for il in (2, 5, n_layer - 1, n_layer) if il + 1 > last.stage.layers.start]
     keep(last, layers, n_seq=N_SEQ)
-    taps, wanted = last.stage.taps, {il: {} for il in layers}
-    assert taps.n_kept == MOST_BEHIND + N_ROWS
+    states, wanted = last.stage.hidden_states, {il: {} for il in layers}
+    assert states.n_kept == MOST_BEHIND + N_ROWS
     for _ in range(5):
         for batch, paths in batches(file.hparams.n_vocab):
             before = dict(zip(batch.slots, [plain.sequences.n_past[slot] for slot in batch.slots]))
@@ -129,7 +129,7 @@ def test_the_ring_has_what_sequences_took(
                 runner.commit(paths) if paths else None
             n, is_kept = batch.tokens.shape[1], batch.tokens.size <= N_ROWS
             for seq, slot in enumerate(batch.slots if is_kept else ()):
-                rows = taps.ring_rows(slot, before[slot], len(paths.get(slot, range(n)))).tolist()
+                rows = states.ring_rows(slot, before[slot], len(paths.get(slot, range(n)))).tolist()
                 for il in layers:
                     values = nodes["l_out", il] if il < n_layer else nodes["h_nextn", -1]
                     for row, at in zip(rows, paths.get(slot, range(n))):
@@ -137,8 +137,8 @@ def test_the_ring_has_what_sequences_took(
         ring = ring_of(last, layers)
         for il, rows in wanted.items():
             got = ring[il][list(rows)]
-            np.testing.assert_array_equal(got, np.array(list(rows.values())), err_msg=f"tap {il}")
-    assert plain.sequences.n_past[0] > taps.n_kept
+            np.testing.assert_array_equal(got, np.array(list(rows.values())), err_msg=f"layer {il}")
+    assert plain.sequences.n_past[0] > states.n_kept
 
 
 @pytest.mark.parametrize("mode", ["whole", "fetch"])
