@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arch.blocks.length import spans
+from ..arch.blocks.length import bound, spans
 from ..arch.inputs import PAGED, PassInputs, PassShape
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..ggml.lib import C
@@ -23,7 +23,7 @@ from ..units import round_up
 from .hidden import HiddenRows
 from .paged import ROW_WORDS, fill_rows
 from .rows import Tree, fill_mask, fill_window, gathered_rows
-from .window import Window
+from .window import Window, WindowRow
 
 _ALIGN = 256
 
@@ -163,11 +163,14 @@ class InputBlock:
         inp = PassInputs(pos, leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx), slots, **found)
         if not self._window:
             return inp
-        n, n_parts = self._window.columns(shape)
+        (n, n_parts), n_spans = self._window.columns(shape), len(b.spans)
         mask_at, rows_at, idx_at, _ = self._window_at(at, shape)
         mask = leaf(F16, (n, shape.n_seq_tokens, 1, shape.n_seqs), "inp_window_mask", mask_at)
         rows = leaf(I32, (n * shape.n_seqs,), "inp_window_rows", rows_at)
         idx = leaf(I64, (n_tokens,), "inp_window_idx", idx_at)
+        spans(b, n, mask, 0, 1, 2, 3)
+        spans(b, n, rows, 0, 1, 2, 3)
+        bound(b, n_spans, n)
         window = replace(inp, kv_idx=idx, kv_rows=rows, kq_mask=mask, n_parts=n_parts)
         return replace(inp, window=window)
 
@@ -208,7 +211,7 @@ class InputBlock:
                 at = self._layout(1)
                 one = _OneRow(self._region, at, shape, self._n_embd, self._state, self._kept)
                 if self._window:
-                    one.window = self._window, *self._window_parts(at, shape)
+                    one.window = WindowRow(self._window, shape, *self._window_parts(at, shape))
                 self._one, one.end = one, self._end(at, shape)
             if self._embedding:
                 self._embedding.rows(tokens.reshape(-1), one.embd)
@@ -240,7 +243,11 @@ class InputBlock:
         if not self._device.can.streams:
             n_kv = self._state.shape.most_kv(shape.n_seqs)
         mask_at = at.mask(_n_gathered(self._state, shape)) + 2 * n_kv * shape.n_tokens
-        n = self._window.columns(shape)[0] if self._window else 0
+        n = 0
+        if self._window:
+            is_split = self._window.is_split(shape)
+            at_most = shape if is_split else shape._replace(n_kv=n_kv)
+            n = self._window.columns(at_most)[0]
         starts = [round_up(mask_at, _ALIGN)]
         for n_bytes in (2 * n * shape.n_tokens, 4 * n * shape.n_seqs, 8 * shape.n_tokens):
             starts.append(round_up(starts[-1] + n_bytes, _ALIGN))
@@ -337,14 +344,12 @@ class _OneRow:
     """The inputs of one-row passes in the host block; writes only what changes between passes.
 
     embd: F32, numpy shape [1, n_embd] or empty, and draws: I32 [1, DRAW_WORDS]; the caller writes
-    them. end: bytes of all inputs. window: of the layers that have one, with their mask, rows and
-    index. The device is idle meanwhile, so this must be fast.
+    them. end: bytes of all inputs. window: what layers with one read. The device is idle meanwhile,
+    so this must be fast.
     """
 
     end = 0
-    window: (
-        tuple[Window, npt.NDArray[np.float16], npt.NDArray[np.int32], npt.NDArray[np.int64]] | None
-    ) = None
+    window: WindowRow | None = None
 
     def __init__(
         self, region: Callable[..., npt.NDArray[Any]], at: _Layout, shape: PassShape, n_embd: int,
@@ -392,8 +397,5 @@ class _OneRow:
             if self._kv_rows is not None:
                 self._kv_rows[:] = gathered_rows(pool, (slot,), self.shape.n_kv)[0]
         if self.window:
-            window, mask, rows, idx = self.window
-            places = window.positions(self.shape, [first])
-            mask[:], rows[:] = window.mask(places[0], first), window.rows((slot,), places)[0]
-            idx[0] = slot * self._state.ring + first % self._state.ring
+            self.window.move_to(slot, first, goes_on)
         self._last = (first, slot, pool.version)

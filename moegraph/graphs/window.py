@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arch.inputs import PassShape
-from ..resident.layout import PAGE, window_columns
+from ..resident.layout import PAGE
 from ..resident.state import State
+from ..units import round_up
 
 _SPLIT = 512  # fewest columns that ggml divides into parts
 
@@ -26,7 +27,7 @@ class Window:
     """The window of a stage's layers, and the columns of passes."""
 
     def __init__(self, state: State) -> None:
-        self._state, self.n = state, state.window
+        self._state, self.n, self.ring = state, state.window, state.ring
 
     def is_split(self, shape: PassShape) -> bool:
         """Return whether the columns of a pass are in parts."""
@@ -35,8 +36,8 @@ class Window:
     def columns(self, shape: PassShape) -> tuple[int, int]:
         """Return how many columns a pass has for each sequence, and in how many parts."""
         if not self.is_split(shape):
-            n = window_columns(self.n, shape.n_seq_tokens, self._state.n_ctx)
-            return n, self._state.n_attention_parts
+            n = round_up(self.n - 1 + shape.n_seq_tokens, PAGE) + PAGE
+            return min(n, shape.n_kv), self._state.n_attention_parts
         n_kv, n_parts = shape.n_kv, self._state.n_attention_parts
         each = -(-n_kv // n_parts)
         n = min(n_parts, (self.n - 2) // each + 3)
@@ -56,10 +57,6 @@ class Window:
         n = n_ubatch + self.n + 2 * PAGE
         return 2 * n * n_rows + 6 * self.most_columns(n_rows, self._state.n_seq) + 8 * n_rows
 
-    def first(self, firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the positions of the first columns of rows from positions firsts on, in pages."""
-        return np.maximum(firsts - self.n + 1, 0) // PAGE * PAGE
-
     def positions(self, shape: PassShape, firsts: list[int]) -> npt.NDArray[np.int64]:
         """Return the position of each column, numpy [n_seqs, n_columns]; -1: there is none.
 
@@ -67,7 +64,8 @@ class Window:
         """
         n_columns, n = self.columns(shape)
         if not self.is_split(shape):
-            return self.first(np.array(firsts))[:, None] + np.arange(n_columns)
+            begins = [max(0, first - self.n + 1) // PAGE * PAGE for first in firsts]
+            return np.array(begins)[:, None] + np.arange(n_columns)
         if n_columns == shape.n_kv:
             return np.arange(n_columns)[None]
         begin, each = (
@@ -91,3 +89,27 @@ class Window:
         """Return the mask of the row at position `first`, of the shape of positions."""
         is_seen = (positions > first - self.n) & (positions <= first) & (positions >= 0)
         return np.where(is_seen, np.float16(0), np.float16(-np.inf))
+
+
+class WindowRow:
+    """What layers with a window read in one-row passes; writes only what changes between passes."""
+
+    def __init__(
+        self, window: Window, shape: PassShape, mask: npt.NDArray[np.float16],
+        rows: npt.NDArray[np.int32], idx: npt.NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        self._window, self._shape, self._parts = window, shape, (mask, rows, idx)
+        self._is_split, self._ring, self._begin = window.is_split(shape), window.ring, -1
+
+    def move_to(self, slot: int, first: int, goes_on: bool) -> None:
+        """Write the inputs of a row; goes_on: it follows that of the last call."""
+        (mask, rows, idx), window = self._parts, self._window
+        idx[0] = slot * self._ring + first % self._ring
+        begin = max(0, first - window.n + 1) // PAGE * PAGE
+        if goes_on and begin == self._begin and not self._is_split:
+            mask[first - begin] = 0.0
+            if first - window.n >= begin:
+                mask[first - window.n - begin] = -np.inf
+            return
+        places, self._begin = window.positions(self._shape, [first]), begin
+        mask[:], rows[:] = window.mask(places[0], first), window.rows((slot,), places)[0]

@@ -126,14 +126,6 @@ def paged_scratch_bytes(hp: Architecture, n_rows: int, n_ctx: int) -> int:
     return round_up(4 * hp.n_embd_head_k * n_sums, 128) + round_up(8 * n_sums, 128)
 
 
-def window_columns(window: int, n_rows: int, n_ctx: int) -> int:
-    """Return how many positions passes gather in layers with a window: whole pages of them.
-
-    n_rows: of a sequence in the pass.
-    """
-    return min(n_ctx, round_up(window - 1 + n_rows, PAGE) + PAGE)
-
-
 def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
     """Return a layer's expert stacks by part: gate, up and down, or gate_up and down.
 

@@ -20,7 +20,7 @@ from moegraph.errors import Cancelled
 from moegraph.events import CancelToken
 from moegraph.graphs.chunk import _patterns, _window_patterns
 from moegraph.graphs.rows import Tree, fill_mask, fill_window
-from moegraph.graphs.window import Window
+from moegraph.graphs.window import Window, WindowRow
 from moegraph.resident.layout import PAGE
 from moegraph.runner.sweep_batch import SweepBatch
 
@@ -179,9 +179,11 @@ def test_rings_that_wrap_take_drafts_and_go_back_to_marks(
 def test_columns_of_a_single_row_are_summed_in_the_parts_of_all_positions(
     window: int, n_parts: int
 ) -> None:
-    state = SimpleNamespace(window=window, n_attention_parts=n_parts, n_ctx=4096)
+    state = SimpleNamespace(window=window, n_attention_parts=n_parts, n_ctx=4096, ring=512)
     columns = Window(state)
     for n_kv in range(PAGE, 4097, PAGE):
+        rows = columns.columns(PassShape(9, 1, n_kv, 1))[0]
+        assert rows == n_kv if n_kv <= window else window + 8 <= rows <= n_kv
         for first in {*range(n_kv - PAGE, n_kv, 37), n_kv - 1}:
             shape = PassShape(1, 1, n_kv, 1)
             n, parts = columns.columns(shape)
@@ -196,6 +198,26 @@ def test_columns_of_a_single_row_are_summed_in_the_parts_of_all_positions(
             got, first_part = own[is_seen], all_parts == 0
             np.testing.assert_array_equal(np.diff(got) > 0, np.diff(all_parts) > 0)
             np.testing.assert_array_equal(got == 0, first_part)
+
+
+@pytest.mark.parametrize("n_parts", [0, 2])
+@pytest.mark.parametrize("window", [1, SHORT, PAGE, LONG])
+def test_a_row_that_goes_on_changes_what_a_new_one_writes(window: int, n_parts: int) -> None:
+    state = SimpleNamespace(window=window, n_attention_parts=n_parts, n_ctx=2048, ring=768)
+    state.ring_rows = lambda slots, positions: slots * 768 + positions % 768
+    columns, shape = Window(state), PassShape(1, 1, 2048, 1)
+    n = columns.columns(shape)[0]
+    found, fresh = (
+        (np.zeros(n, np.float16), np.zeros(n, np.int32), np.zeros(1, np.int64)) for _ in range(2)
+    )
+    row = WindowRow(columns, shape, *found)
+    for i, first in enumerate([*range(240, 1400), *range(90, 120)]):
+        row.move_to(1, first, goes_on=i not in (0, 1160))
+        WindowRow(columns, shape, *fresh).move_to(1, first, goes_on=False)
+        is_seen = fresh[0] == 0
+        np.testing.assert_array_equal(found[0], fresh[0])
+        np.testing.assert_array_equal(found[1][is_seen], fresh[1][is_seen])
+        assert found[2][0] == fresh[2][0] == 768 + first % 768
 
 
 def test_a_layer_with_a_window_takes_as_much_as_it_needs(open_engine: Open, window: int) -> None:

@@ -9,7 +9,7 @@ from ...errors import InternalError
 from ..base import Architecture, Layer
 from ..inputs import Memory, PassInputs, PassShape, Weights, project
 from ..tensors import Expected, matrix, vector
-from .length import spans
+from .length import bound, spans
 
 if TYPE_CHECKING:
     from ...ggml.ops import Builder, Tensor
@@ -182,7 +182,7 @@ def attend(
     else:
         out = attend_by_mask(b, hp, memory, inp, shape, q, scale, il, sinks)
     if inp.n_parts is not None:
-        del b.spans[n_spans:]  # a window does not grow with the context
+        bound(b, n_spans, shape.n_kv)
     out = b.expand(out)
     return b.mul_mat_hadamard(memory.rot_v[il], out) if il in memory.rot_v else out
 

@@ -8,7 +8,7 @@ recorded the graph. So a device that captures nothing needs no new graph when a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 class Span:
     """A tensor whose extent along an axis, and some strides, are multiples of the KV length.
 
-    n: the extent for one position. strides: (i, bytes): stride i for one position.
+    n: the extent for one position. strides: (i, bytes): stride i for one position. most: the
+    largest length, in layers with a window; 0: any.
     """
 
     tensor: Tensor
     axis: int
     n: int
     strides: tuple[tuple[int, int], ...]
+    most: int = 0
 
 
 def spans(b: Builder, n_kv: int, tensor: Tensor, axis: int, *strides: int) -> Tensor:
@@ -38,9 +40,15 @@ def spans(b: Builder, n_kv: int, tensor: Tensor, axis: int, *strides: int) -> Te
     return tensor
 
 
+def bound(b: Builder, start: int, most: int) -> None:
+    """Note that the length of the spans from `start` on is at most `most`."""
+    b.spans[start:] = [replace(span, most=most) for span in b.spans[start:]]
+
+
 def set_length(found: Sequence[Span], n_kv: int) -> None:
     """Change the KV length of a graph; n_kv: at most the one that it was built for."""
     for span in found:
-        span.tensor.ne[span.axis] = span.n * n_kv
+        n_here = min(n_kv, span.most or n_kv)
+        span.tensor.ne[span.axis] = span.n * n_here
         for i, n_bytes in span.strides:
-            span.tensor.nb[i] = n_bytes * n_kv
+            span.tensor.nb[i] = n_bytes * n_here
