@@ -68,7 +68,7 @@ def read_attention(
         what = f"is {n_head_kv}, which does not divide n_head {n_head}"
         raise meta.error(".attention.head_count_kv", what)
     head_k = meta.integer(".attention.key_length", 1, 65_536, max(1, n_embd // n_head))
-    head_v = meta.integer(".attention.value_length", 1, 65_536, max(1, n_embd // n_head))
+    head_v = meta.integer(".attention.value_length", 1, 65_536, head_k)
     if head_k != head_v:
         what = f"is {head_v} but key heads have {head_k}; this architecture needs them equal"
         raise meta.error(".attention.value_length", what)
