@@ -40,7 +40,7 @@ PURE = (
     "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity",
     "placement.planner", "placement.profile", "placement.profilefile", "placement.simulate",
     "placement.trace", "placement.tracestats",
-    "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
+    "draft.accounts", "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
     "draft.plan", "draft.race", "draft.shared", "draft.tree",
     "engine.chat", "passes.prefixtree", "loop.requests",
     "loop.generated", "passes.speculation",
@@ -69,7 +69,7 @@ LARGE = {
     "Engine": 33,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 53_919
+LINES = 53_915
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
