@@ -204,7 +204,7 @@ class Gemma4(Architecture):
             raise InternalError("a layer of gemma4 ends before its experts were summed")
         eps = self.f_norm_rms_eps
         out = b.name(b.norm(residual, w["ffn_norm.weight"], eps), "ffn_norm_1", il)
-        out = build_ffn(b, w, out, il, gelu=True)
+        out = build_ffn(b, w, out, il, glu=self.glu)
         out = b.name(b.norm(out, w["post_ffw_norm_1.weight"], eps), "ffn_mlp", il)
         moe = b.name(b.norm(moe, w["post_ffw_norm_2.weight"], eps), "ffn_moe", il)
         out = b.name(b.add(out, moe), "ffn_moe_combined", il)

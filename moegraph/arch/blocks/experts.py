@@ -102,19 +102,18 @@ def _factor(b: Builder, weights: Tensor, i: int) -> Tensor:
 
 
 def build_ffn(
-    b: Builder, w: Weights, cur: Tensor, il: int, suffix: str = "", gelu: bool = False,
+    b: Builder, w: Weights, cur: Tensor, il: int, suffix: str = "", glu: str = "swiglu",
     in_f32: bool = False,
 ) -> Tensor:  # fmt: skip
     """Append an FFN: F32 [n_embd, n_tokens] in and out; suffix: see `ffn_tensors`.
 
-    gelu: with GeGLU; otherwise with SwiGLU. in_f32: see `Architecture.sums_in_f32`.
+    glu, in_f32: see `Architecture.glu` and `sums_in_f32`.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_ffn.
     """
     up = b.name(b.mul_mat(w[f"ffn_up{suffix}.weight"], cur), "ffn_up", il)
     gate = b.name(b.mul_mat(w[f"ffn_gate{suffix}.weight"], cur), "ffn_gate", il)
-    act = b.geglu(gate, up) if gelu else b.swiglu(gate, up)
-    act = b.name(act, "ffn_geglu" if gelu else "ffn_swiglu", il)
+    act = b.name(getattr(b, glu)(gate, up), f"ffn_{glu}", il)
     return b.name(b.mul_mat(w[f"ffn_down{suffix}.weight"], act, in_f32), "ffn_out", il)
 
 
