@@ -14,7 +14,12 @@ import pytest
 from moegraph.arch import ModelFile, open_model
 from moegraph.config import EngineConfig
 from moegraph.placement import footprint
-from moegraph.placement.footprint import captured_graphs, context_within, needed_bytes
+from moegraph.placement.footprint import (
+    captured_graphs,
+    context_within,
+    needed_bytes,
+    sweep_rows,
+)
 
 TINY = Path(__file__).resolve().parents[2] / "moegraph" / "models" / "tiny.gguf"
 
@@ -74,3 +79,22 @@ def test_rows_of_attention_that_are_planned_are_those_that_the_kernel_computes_a
     )
     assert planned and together
     assert int(planned[1]) * int(together[1]) == footprint._PLANNED_ROWS
+
+
+def test_stages_divide_the_weights_and_the_last_has_the_head(model: ModelFile) -> None:
+    n, config = model.hparams.n_layer, EngineConfig()
+    parts = range(n), range(n // 2), range(n // 2, n)
+    whole, first, last = (needed_bytes(model, config, 512, layers=part) for part in parts)
+    assert first.weights + last.weights == whole.weights
+    head = model.tensors.get("output.weight", model.tensors["token_embd.weight"]).nbytes
+    assert last.weights > head and (first.slot_bytes + last.slot_bytes) == whole.slot_bytes
+
+
+def test_limits_of_contexts_sweeps_and_captured_chunks(model: ModelFile) -> None:
+    assert [sweep_rows(*one) for one in ((512, 100), (512, 4096), (512, 1 << 20))] == [
+        512, 4096, 8192,
+    ]  # fmt: skip
+    assert captured(model, 1 << 22) == captured(model, 1 << 23), "the cache drops some"
+    hp = replace(model.hparams, n_ctx_train=1 << 24)
+    long = cast(ModelFile, SimpleNamespace(hparams=hp, tensors=model.tensors))
+    assert context_within(long, EngineConfig(), 1 << 60) == 1 << 22
