@@ -8,8 +8,8 @@ between two comments:
     <!-- end -->
 
 Tables: about, readme, decode, prompts, memory, figures. The lines of the run are in
-docs/benchmarks/card.jsonl, those of longer.md in longer.jsonl; before the first --take there are
-none, and nothing is written.
+docs/benchmarks/card.jsonl, those of a page there in a file of its name; before the first --take
+there are none, and nothing is written.
 
     scripts/bench_tables.py --take build/measured   keep its lines for the pages of its parts
     scripts/bench_tables.py                         write
@@ -41,6 +41,7 @@ DOCS = bench.ROOT / "docs"
 RUNS = {
     DOCS / "benchmarks" / "card.jsonl": [bench.ROOT / "README.md", DOCS / "benchmarks.md"],
     DOCS / "benchmarks" / "longer.jsonl": [DOCS / "benchmarks" / "longer.md"],
+    DOCS / "benchmarks" / "h200.jsonl": [DOCS / "benchmarks" / "h200.md"],
 }
 MARK = re.compile(r"(<!-- table: (\w+)((?: [\w-]+)+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Lines = Sequence[bench.Line]

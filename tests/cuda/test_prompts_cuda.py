@@ -34,8 +34,9 @@ PRESETS = ["mini35b", "kquant40", "legacy32"]
 # Squared error over squared outputs of the first routed layer, where no router has parted yet: what
 # is always allowed, and how many times the yardstick.
 # FEW: between kernels for few rows, which round activations to eight bits, and tiles. PARTED: of a
-# row whose router chose another expert at a near tie.
-LIMIT, FEW, TIMES, PARTED = 2e-6, 3e-4, 2, 0.1
+# row whose router chose another expert at a near tie. MANY: of the median row of a short prompt,
+# where near ties are common (512 experts: 7.5e-4 on an H200).
+LIMIT, FEW, TIMES, PARTED, MANY = 2e-6, 3e-4, 2, 0.1, 2e-3
 
 
 @pytest.fixture
@@ -177,6 +178,7 @@ def test_prompts_read_together_are_near_each_alone(
         limit = max(least, TIMES * error(other, expected))
         each = [error(a, b) for a, b in zip(found, expected, strict=True)]
         assert max(each) < PARTED, (batch.slot, each)
-        # near ties of many experts are common, and kernels for few rows part some
-        off = np.median(each) if engine.hparams.n_expert > 256 else error(found, expected)
+        off = error(found, expected)
+        if engine.hparams.n_expert > 256:
+            off, limit = float(np.median(each)), max(limit, MANY)
         assert off <= limit, (batch.slot, off, limit)
