@@ -11,7 +11,7 @@ Tables: about, readme, decode, prompts, memory, figures. The lines of the run ar
 docs/benchmarks/card.jsonl, those of a page there in a file of its name; before the first --take
 there are none, and nothing is written.
 
-    scripts/bench_tables.py --take build/measured   keep its lines for the pages of its parts
+    scripts/bench_tables.py --take build/measured   keep its lines, if it has all parts of a page
     scripts/bench_tables.py                         write
     scripts/bench_tables.py --check                 exit code 1 if anything would change
 """
@@ -328,12 +328,15 @@ def parser() -> bench.Parser:
 
 def write(args: argparse.Namespace) -> int:
     """Write or check the pages."""
-    code = 0
+    code, done = 0, set[str]()
+    if args.take:
+        done = {name for name, one in Results(args.take).outcomes().items() if one.state == DONE}
     for raw, pages in ({args.raw: args.pages} if args.raw else RUNS).items():
         texts = {path: path.read_text(encoding="utf-8") for path in pages}
         names = [name for text in texts.values() for name in marked(text)]
-        if args.take and (args.raw or not {*names}.isdisjoint(Results(args.take).outcomes())):
+        if args.take and (args.raw or done.issuperset(names)):
             take(args.take, raw, names)
+            done.clear()  # a run is shown once
         if not raw.is_file():
             continue
         found = Run.read(raw)
