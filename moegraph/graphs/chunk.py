@@ -30,7 +30,7 @@ from ..ggml.choose import DRAW_WORDS
 from ..ggml.lib import C
 from ..ggml.memory import Block, Sender
 from ..ggml.ops import F16, I32, I64, Builder, Tensor
-from ..resident.layout import PAGE
+from ..resident.layout import MORE_CHUNKS, PAGE
 from ..resident.stage import Stage
 from ..resident.state import State
 from ..resident.weights import TokenEmbedding
@@ -42,8 +42,6 @@ from .window import Window
 _ALIGN = 64  # words
 # Sequences of a chunk, at most.
 MAX_SEQS = _ALIGN
-# Chunks that a sweep may have beyond the fewest: those beside other requests are short.
-_MORE_CHUNKS = 512
 # To what rows, places and sequences of chunks are rounded up if that is asked for.
 _ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _SEQS = (1, 2, 4, 8, 16, 32, MAX_SEQS)
@@ -107,7 +105,7 @@ class _Sizes:
         self.kv_rows = n_ctx if n_seq > 1 else 0  # or lists of pages
         if is_paged:
             self.kv_rows = min(rounded_seqs(n_seq), MAX_SEQS) * state.pool.table.shape[1]
-        self.n_chunks = -(-n_rows // max_rows) + _MORE_CHUNKS
+        self.n_chunks = -(-n_rows // max_rows) + MORE_CHUNKS
         self.all = round_up(n_rows * self.row, _ALIGN) + (3 + n_more) * _ALIGN * self.n_chunks
         if window:
             self.all += self.n_chunks * n_first + n_rows
@@ -247,13 +245,12 @@ class ChunkInputs:
         """Return the words of masks, rows and indices of layers with a window; see `_n_words`."""
         if not self._window:
             return 0, 0, 0
-        n_columns, n_seen = self._window.columns(shape)[0], 0
+        n_columns = self._window.columns(shape)[0]
+        n_seen = n_columns // PAGE * shape.n_tokens
         if self._window.is_split(shape):
             n_seen = -(-n_columns // 2)  # the mask itself
-        else:
-            n_seen = n_columns // PAGE * shape.n_tokens
-        words = n_seen, n_columns * shape.n_seqs, 2 * n
-        return round_up(words[0], _ALIGN), round_up(words[1], _ALIGN), round_up(words[2], _ALIGN)
+        n_rows = round_up(n_columns * shape.n_seqs, _ALIGN)
+        return round_up(n_seen, _ALIGN), n_rows, round_up(2 * n, _ALIGN)
 
     def _kv_words(self, slots: Sequence[int], n_kv: int) -> npt.NDArray[np.int32]:
         """Return where the keys of sequences are, I32 numpy [`_n_kv_words`]."""
@@ -419,10 +416,8 @@ class ChunkInputs:
             return inp
         shape = shape._replace(n_kv=n_kv)
         at = parts.mask + round_up(n_kv // PAGE * shape.n_tokens, _ALIGN)
-        (n_columns, n_parts), (n_seen, n_rows, _) = (
-            window.columns(shape),
-            self._window_words(n, shape),
-        )
+        n_columns, n_parts = window.columns(shape)
+        n_seen, n_rows, _ = self._window_words(n, shape)
         if window.is_split(shape):
             kq_mask = leaf(at, F16, n_columns, 1, 1, 1)
         else:

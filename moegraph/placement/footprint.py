@@ -11,6 +11,7 @@ from ..resident.kvpool import PoolShape
 from ..resident.layout import (
     HEAD,
     MAX_PAGED_ROWS,
+    MORE_CHUNKS,
     N_GROUPS,
     N_STAGING,
     PADDED_WIDTHS,
@@ -36,8 +37,6 @@ from .planner import Footprint
 SWEEP_ROWS = 8192
 # Patterns of masks, and what aligns the inputs of chunks.
 _SWEEP_CONSTANTS = 256 << 10
-# Chunks that a sweep may have beyond the fewest.
-_MORE_CHUNKS = 520
 # Kernel images and the backend's scratch pool.
 _OTHER_BYTES = 100 << 20
 # Numbers of rows of passes that verify drafts, most of the time.
@@ -168,7 +167,7 @@ def _sweep_bytes(hp: Architecture, n_rows: int, n_ubatch: int, n_ctx: int, n_seq
     n_seen = max(n_masks * n_ctx // PAGE, _ROW_WORDS)  # of a row: patterns of masks, or its path
     inputs = 4 * (n_rows + n_ubatch + 256) * (n_words + n_seen) + 4 * n_lists * n_ctx
     if hp.window:  # what chunks gather, and chunks of several sequences
-        n_chunks = n_rows // n_ubatch + _MORE_CHUNKS
+        n_chunks = -(-n_rows // n_ubatch) + MORE_CHUNKS
         inputs += 24 * n_chunks * (hp.window + PAGE) + 8 * (n_rows + n_ubatch)
         inputs += 4 * n_lists * _columns(hp.window, n_ubatch, n_seq)
     constants = n_masks * _SWEEP_CONSTANTS

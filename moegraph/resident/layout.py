@@ -28,6 +28,8 @@ MAX_PAGED_ROWS = 32
 _MIN_DRAFT_ROWS = 32
 # Of attention over pages: steps in which splits grow, and splits of all heads of keys together.
 _SPLIT_LEVELS, _MOST_SPLITS = 6, 128
+# Chunks that a sweep may have beyond the fewest: those beside other requests are short.
+MORE_CHUNKS = 512
 # Host memory of built graphs, with one sequence.
 GRAPH_BYTES = 128 << 20
 # Sequences of decode passes on a device with streams; where others end, padding begins. Each number
