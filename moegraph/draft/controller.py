@@ -200,31 +200,41 @@ class Controller:
         if plan.is_whole or plan.is_trial or (settings.is_fixed and settings.gives_length):
             return Shape(n_depth)
         known, plain_s = drafter.acceptance, self.passes.plain_s
-        if drafter.source.is_free:  # it is worth a pass if no other step would give more
-            rate = _MARGIN * max(1.0 / plain_s, self._best.value if self._best else 0.0)
+        if drafter.source.is_free:
             growth = grow([math.exp(p) for p in log_p[:n_depth]], (), self.passes.widths[-1] - 1)
-            most_s = math.inf if settings.is_fixed else plain_s + self._accounts.credit_s
-            return growth.shape(self._worthwhile(growth, rate, 0.0, most_s))
+            return growth.shape(self._worthwhile(growth, self.least_tokens(plan.source), 0.0))
         accept = known.rates_of(log_p[:n_depth]) if log_p else known.rates[:n_depth]
         growth = grow(accept, known.leaf if plan.n_top > 1 else (), self.passes.widths[-1] - 1)
         rate = max(1.0 / plain_s, drafter.value)
         plain = -math.inf if settings.is_fixed else 1.0 - rate * plain_s
-        shape = growth.shape(self._worthwhile(growth, rate, plain))
+        least = {width: rate * seconds for width, seconds in self.passes.seconds.items()}
+        shape = growth.shape(self._worthwhile(growth, least, plain))
         if log_p:
             known.expect(accept, shape.n_spine)
         return shape
 
-    def _worthwhile(
-        self, growth: Growth, rate: float, plain: float, most_s: float = math.inf
-    ) -> int:
+    def least_tokens(self, source: str) -> dict[int, float]:
+        """Return how many tokens a pass with a free draft must give to be worth it, by its rows."""
+        settings, passes, drafter = self.settings, self.passes, self._drafters[source]
+        if settings.is_fixed and settings.gives_length:
+            return {2: 0.0}  # any draft is verified
+        # what other steps would give in that time
+        rate = _MARGIN * max(1.0 / passes.plain_s, self._best.value if self._best else 0.0)
+        most_s = math.inf if settings.is_fixed else passes.plain_s + self._accounts.credit_s
+        return {
+            width: rate * seconds for width, seconds in passes.seconds.items()
+            if width <= drafter.most + 1 and seconds <= most_s
+        }  # fmt: skip
+
+    def _worthwhile(self, growth: Growth, least: Mapping[int, float], plain: float) -> int:
         """Return the rows that gain most, now that the draft is there and paid for.
 
-        rate: tokens a second that other steps would give in the time that a row takes. plain: gain
-        of a step without the draft; -inf if there must be one. most_s: what the pass may take.
+        least: tokens that other steps would give in the time of a pass, by its rows. plain: gain of
+        a step without the draft; -inf if there must be one.
         """
-        n_most, seconds = len(growth.tokens), self.passes.seconds
-        widths = [w for w in self._near(self.passes.widths) if w <= n_most and seconds[w] <= most_s]
-        gains = {w: growth.tokens[w - 1] - rate * seconds[w] for w in widths}
+        n_most = len(growth.tokens)
+        widths = [w for w in self._near(self.passes.widths) if w <= n_most and w in least]
+        gains = {w: growth.tokens[w - 1] - least[w] for w in widths}
         found = {1 if math.isfinite(plain) else 2: plain}
         found |= {w: gain for w, gain in gains.items() if w in self.open}
         best = max(found, key=found.__getitem__)

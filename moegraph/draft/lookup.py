@@ -11,7 +11,7 @@ else must be learned of look-up.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,10 +102,10 @@ class LookUp(Drafter):
         Where that runs into the end of the text, it goes on with the draft: so a text that repeats
         a few tokens goes on repeating them.
         """
-        if not self.has(slot, anchor):
-            return empty_draft()
         text = self._texts[slot]
         ids, (at, n_match) = text.ids, text.after(anchor)
+        if not at:
+            return empty_draft()
         back = len(ids) + 1 - at  # how far the draft looks back
         drafted = [*ids[at : at + n], anchor][:n]
         while len(drafted) < n:
@@ -114,9 +114,24 @@ class LookUp(Drafter):
         tokens, sure = np.array(drafted, dtype=np.int32), np.array(rates, dtype=np.float32)
         return Draft(tokens[:, None], confidence=sure)
 
-    def has(self, slot: int, anchor: int) -> bool:
-        """Return whether `draft` would return a draft; it takes microseconds."""
-        return self._texts[slot].after(anchor)[0] > 0
+    def pays(self, slot: int, anchor: int, least: Mapping[int, float]) -> bool:
+        """Return whether `draft` may be worth a pass, in few microseconds.
+
+        least: tokens that a pass must give for that, by its rows, in order.
+        """
+        text = self._texts[slot]
+        at, n_match = text.after(anchor)
+        if not at:
+            return False
+        n, reach, tokens, back = 0, 1.0, 1.0, len(text.ids) + 1 - at
+        for n_rows, needed in least.items():
+            # even if all that follows is right
+            while n < n_rows - 1 and tokens + reach * (n_rows - 1 - n) > needed:
+                reach *= self._matches.rate(n_match + n, text.agrees(at + n % back))
+                tokens, n = tokens + reach, n + 1
+            if n == n_rows - 1 and tokens > needed:
+                return True
+        return False
 
     def truncate(self, slot: int, n_past: int) -> None:
         """Forget the tokens of a sequence from position n_past on; others are added anew."""

@@ -9,7 +9,7 @@ holds: nothing drafts for it until `begin` has the drafters start anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -174,8 +174,8 @@ class Speculation:
         self._said: set[str] = set()
         self._followed: dict[int, _Followed] = {}
         self._lookups = {d.name: d for d in drafters if isinstance(d, LookUp)}
-        # of `foresee`: slot, n_left, and without a draft of which of the look-ups nothing drafts
-        self._foreseen: tuple[int, int, Sequence[str]] | None = None
+        # of `foresee`: slot, n_left, and what drafts of look-ups need, without which nothing drafts
+        self._foreseen: tuple[int, int, Mapping[str, Mapping[int, float]]] | None = None
 
     def begin(self, slot: int, held: Sequence[int]) -> None:
         """Begin another text: have the drafters know what a sequence holds."""
@@ -333,7 +333,7 @@ class Speculation:
         The device is idle while `propose` runs, and not now. n_left: tokens that will be left
         then. anchor: the token that the pass reads. Return whether nothing will be drafted,
         whatever the pass gives. If that depends on what look-up finds, it is told of the anchor
-        now, and `finds_nothing` asks it.
+        now, and `finds_nothing` asks it whether that pays.
         """
         followed, names = self._followed.get(slot), list[str]()
         if followed and len(followed.ids) >= followed.least + MOST_BEHIND:
@@ -346,7 +346,8 @@ class Speculation:
             if source not in self._lookups:
                 return False
             names.append(source)
-        self._foreseen = slot, n_left, names
+        needed = {name: self.controller.least_tokens(name) for name in names}
+        self._foreseen = slot, n_left, needed
         if followed and names:
             self._tell([slot], names)
             n = len(followed.ids)
@@ -364,7 +365,8 @@ class Speculation:
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or foreseen[:2] != (slot, n_left):
             return False
-        return not any(self._lookups[name].has(slot, anchor) for name in foreseen[2])
+        lookups, needed = self._lookups, foreseen[2]
+        return not any(lookups[name].pays(slot, anchor, least) for name, least in needed.items())
 
     def _draft(self, ask: Ask, plan: Plan, began: float) -> Proposal | None:
         """Return a draft with the rows to verify; None if it is of no use. began: see `_judged`."""

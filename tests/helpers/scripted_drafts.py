@@ -120,6 +120,9 @@ class AnyController:
             return Plan(name, n_draft, n_nodes=int(self._rng.integers(1, 20)))
         return Plan(name, n_draft, 1 if self._shape == "chain" else 3)
 
+    def least_tokens(self, source: str) -> dict[int, float]:
+        return {2: 0.0}
+
     def shape(self, plan: Plan, draft: Draft) -> Shape:
         n_spine = int(self._rng.integers(0, draft.n_depth + 1))
         leaves = tuple(self._rng.integers(0, 3, n_spine).tolist())

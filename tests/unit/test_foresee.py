@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from helpers.dictated import Written, opened, quiet, words, write
 from helpers.scripted_drafts import AnyController
 
-from moegraph.draft.drafter import Taken
+from moegraph.draft.drafter import Draft, Taken
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan
 from moegraph.passes.speculation import Ask, Speculation
@@ -25,7 +27,7 @@ class FirstOf(AnyController):
         return Plan(names[0], 3) if names else PLAIN
 
 
-def opened() -> tuple[Speculation, FirstOf]:
+def scripted() -> tuple[Speculation, FirstOf]:
     controller = FirstOf(["lookup"], ["chain"])
     speculation = Speculation([LookUp(n_seq=2)], controller, 50, 8)
     speculation.begin(0, [1, 2, 3])
@@ -35,7 +37,7 @@ def opened() -> tuple[Speculation, FirstOf]:
 @pytest.mark.parametrize("n_kinds", [2, 5, 40])
 def test_drafts_are_those_of_a_loop_that_foresees_nothing(n_kinds: int) -> None:
     rng, n_drafted = np.random.default_rng(n_kinds), 0
-    (ahead, _), (plain, _) = opened(), opened()
+    (ahead, _), (plain, _) = scripted(), scripted()
     anchor = 4
     for n_left in range(300, 0, -1):
         found = [each.propose(Ask(0, anchor, n_left, 99)) for each in (ahead, plain)]
@@ -52,7 +54,7 @@ def test_drafts_are_those_of_a_loop_that_foresees_nothing(n_kinds: int) -> None:
 
 def test_a_step_without_repetition_asks_no_controller() -> None:
     """The controller was asked while the device computed."""
-    speculation, controller = opened()
+    speculation, controller = scripted()
     speculation.foresee(0, 9, 4)
     speculation.committed(0, [4])
     controller.n_asked = 0
@@ -67,9 +69,36 @@ def test_a_step_without_repetition_asks_no_controller() -> None:
         assert speculation.propose(Ask(slot, 7, n_left, 99)) is None and controller.n_asked == 2
 
 
+@pytest.mark.parametrize("spec", ["lookup", "auto"])
+@pytest.mark.parametrize(("kind", "most"), [("hopeless", 0.06), ("mixed", 0.7)])
+def test_few_drafts_are_made_that_are_not_worth_a_pass(
+    kind: str, most: float, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes are those of a loop that foresees nothing."""
+    n_made, draft = 0, LookUp.draft
+
+    def counted(self: LookUp, *args: Any) -> Draft:
+        nonlocal n_made
+        n_made += 1
+        return draft(self, *args)
+
+    def written() -> tuple[dict[int, int], int]:
+        nonlocal n_made
+        n_made, found = 0, Written()
+        write(quiet(1.0), speculation := opened(1.0, spec), *words(kind, 512, 1), found)
+        assert speculation.controller.stats.steps < n_made
+        return found.rows, n_made - speculation.controller.stats.steps
+
+    monkeypatch.setattr(LookUp, "draft", counted)
+    rows, n_vain = written()
+    monkeypatch.setattr(Speculation, "foresee", lambda *_: False)
+    assert rows == (plain := written())[0]
+    assert n_vain <= most * plain[1]
+
+
 def test_the_device_does_not_wait_until_look_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only for whether it finds something."""
-    speculation, _ = opened()
+    speculation, _ = scripted()
     lookup, told = speculation.drafters["lookup"], list[tuple[int, int]]()
     committed, is_idle = lookup.committed, False
 

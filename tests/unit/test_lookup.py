@@ -39,7 +39,13 @@ def test_drafts_are_those_of_a_search(n_vocab: int) -> None:
         assert drafter.prompt_readers(1, np.array(text[half:-1], dtype=np.int32), half) == {}
         draft = drafter.draft(1, text[-1], n := int(rng.integers(1, 12)), 4)
         assert draft.tokens.shape[1] == 1 and draft.problem(n_vocab) == ""
-        assert drafter.has(1, text[-1]) == (draft.n_depth > 0)
+        assert drafter.pays(1, text[-1], {2: 0.0}) == (draft.n_depth > 0)
+        sure = draft.confidence if draft.confidence is not None else np.zeros(0)
+        tokens = 1.0 + np.cumsum(np.cumprod(sure, dtype=np.float64))
+        for scale in (0.97, 1.31, 1.63, 1.87):  # as long as one width gives more than it needs
+            least = {m + 1: scale * m**0.7 + 0.5 for m in range(1, draft.n_depth + 1)}
+            worth = [tokens[m - 2] > needed for m, needed in least.items()]
+            assert drafter.pays(1, text[-1], least) == any(worth)
         assert draft.tokens[:, 0].tolist() == searched(text, n)
         assert drafter.draft(0, text[-1], n, 1).n_depth == 0  # another sequence
 
