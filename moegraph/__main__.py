@@ -14,7 +14,7 @@ def main() -> None:
     """Run the command line; Ctrl-C prints one line, also while modules are being imported."""
     try:
         from .cli import main as program
-        from .cli.interrupt import let_interrupts_pass_callbacks
+        from .interrupt import let_interrupts_pass_callbacks
 
         let_interrupts_pass_callbacks()
         program()

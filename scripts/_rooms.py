@@ -13,7 +13,7 @@ from pathlib import Path
 ROOMS = [
     line.partition("#")[0].split()
     for line in """\
-errors units threads cpuload events kinds lazypackage setting config sampling
+errors units threads cpuload events interrupt kinds lazypackage setting config sampling sources
 gguf
 link        # connections to other machines; no native libraries
 ggml

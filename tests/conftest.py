@@ -30,6 +30,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 os.environ["MOEGRAPH_HISTORY"] = ""  # tests type messages that are not the user's
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # nor have they settings of the user
 
 # Folder under tests/ -> why its tests are skipped.
 MISSING = pytest.StashKey[dict[str, str]]()

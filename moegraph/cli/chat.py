@@ -17,7 +17,7 @@ from ..text.chat.messages import History
 from ..text.chat.template import require_template
 from . import models, options, typed, ui
 from .conversation import Answer, Conversation
-from .models import MODEL_TARGET, model_options, only_target, require_target
+from .models import MODEL_TARGET, model_options, option_target, require_target
 from .options import Command, recommended
 from .report import result_lines, show_drafters
 from .typed import QUIT, LineHistory, history_path
@@ -104,7 +104,7 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
 def _check(args: tuple[str, ...], given: dict[str, Any]) -> tuple[str, str | None]:
     """Return the model and the question of the command line, if it has one."""
     rest = list(args)
-    model = only_target(given["model"], given["hf_repo"])
+    model = option_target(given, *args)
     if model and rest:
         raise click.UsageError(f"give one model, not {model} and {rest[0]}")
     model = model or require_target(rest.pop(0) if rest else None)

@@ -13,11 +13,11 @@ import click
 from ..draft.plan import SpecStats
 from ..errors import Cancelled, RequestError
 from ..events import GenerationEvent
+from ..interrupt import cancel_on_interrupt
 from ..sampling import SamplingParams
 from ..text.chat.messages import History
 from ..text.chat.parts import ContentPart, Part, ReasoningPart
 from . import models, ui
-from .interrupt import cancel_on_interrupt
 from .report import durations, sampling_report, spec_words, speeds
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ..config import DRAFT_GROUP, EngineConfig
@@ -79,11 +80,25 @@ def target_argument(command: Callable[..., None]) -> Callable[..., None]:
     """Add the argument TARGET, -m and -hf to a command, which gets one model as `target`."""
 
     @functools.wraps(command)
-    def run(target: str | None, model: str | None, hf_repo: str | None, **given: Any) -> None:
-        command(target=require_target(target, model, hf_repo), **given)
+    def run(target: str | None, **given: Any) -> None:
+        named = option_target(given, target)
+        del given["model"], given["hf_repo"]
+        command(target=require_target(target, named), **given)
 
     argument = click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
     return argument(model_options(run))
+
+
+def option_target(given: Mapping[str, Any], *args: str | None) -> str | None:
+    """Return the model of -m or -hf.
+
+    One that a file or the environment names is a default: any on the command line, also one among
+    the arguments, takes its place.
+    """
+    source = click.get_current_context().get_parameter_source
+    named = [name for name in ("model", "hf_repo") if given[name]]
+    typed = [name for name in named if source(name) is ParameterSource.COMMANDLINE]
+    return only_target(*(given[name] for name in (typed if typed or any(args) else named)))
 
 
 def only_target(*given: str | None) -> str | None:

@@ -62,12 +62,14 @@ _VALUES = {
 class Option(click.Option):
     """An option that is listed under a heading in --help.
 
-    group: one of config.GROUPS.
+    group: one of config.GROUPS. setting: what says which values suit, if anything does.
     """
 
-    def __init__(self, *args: Any, group: str = GROUPS[0], **described: Any) -> None:
+    def __init__(
+        self, *args: Any, group: str = GROUPS[0], setting: Setting | None = None, **described: Any
+    ) -> None:
         super().__init__(*args, **described)
-        self.group = group
+        self.group, self.setting = group, setting
 
 
 def group_of(param: click.Parameter) -> str:
@@ -93,6 +95,7 @@ def setting_option(setting: Setting) -> Callable[[Decorated], Decorated]:
     """Return the click option of a setting of the engine or the sampler."""
     described: dict[str, Any] = {
         "help": setting.help, "default": setting.default, "cls": Option, "group": setting.group,
+        "setting": setting,
     }  # fmt: skip
     if setting.kind == "flag":
         return click.option(*setting.flags, setting.name, is_flag=True, **described)
@@ -216,6 +219,12 @@ def is_given(name: str) -> bool:
     """Return whether an option of the running command was given."""
     source = click.get_current_context().get_parameter_source(name)
     return source is not ParameterSource.DEFAULT
+
+
+def is_typed(name: str) -> bool:
+    """Return whether an option of the running command was given on the command line itself."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
 
 
 def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 import traceback
@@ -14,8 +15,10 @@ import click
 from .. import __version__
 from ..config import debug_level
 from ..errors import Cancelled, InternalError, MoegraphError, NativeError
+from ..sources import read_sources
 from . import ui
 from .foreign import refuse_command, refuse_foreign, with_close_guesses
+from .given import check_keys, find_values, line_of, rows, settable, spellings
 
 # The function of each command, and what the list of commands says about it. A command's module
 # is imported when it is used: all of them together take a quarter of a second.
@@ -35,10 +38,13 @@ COMMANDS = {
     "pull": ("models.pull", "Download a model, or check the one that is there."),
     "daemon": ("daemon.daemon", "Answer requests that come as lines on stdin."),
     "worker": ("worker.worker", "Lend this machine's devices to another one."),
+    "config": ("program.config", "Show settings, and where each comes from."),
     "completion": ("program.completion", "Print the completion script of a shell."),
 }
 # The exit code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
+# Commands that show settings, or help to set them, and so work with a wrong file too.
+_UNSET = ("config", "completion")
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -100,6 +106,8 @@ class Program(click.Group):
         if command is not None and not ctx.resilient_parsing:
             own = click.Context(command, info_name=name, parent=ctx)
             refuse_foreign(command, own, rest)
+            if name and name not in _UNSET and not {"-h", "--help"} & set(rest):
+                ctx.default_map = {name: _given_elsewhere(command, own)}
         return name, command, rest
 
     def _run(self, args: Any, name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
@@ -135,6 +143,23 @@ class Program(click.Group):
             return _say(f"{error.filename or 'output'}: {error.strerror or error}", 1)
         except Exception as error:  # noqa: BLE001 - whatever fails, a user sees one line
             return _say(str(InternalError(f"{type(error).__name__}: {error}")), 1)
+
+
+def _given_elsewhere(command: click.Command, ctx: click.Context) -> dict[str, Any]:
+    """Return the options that files and the environment set, for click, which ranks them."""
+    sources = read_sources()
+    own = {ctx.info_name or "": {name for o in settable(command) for name in spellings(o)}}
+    if any(found for source in sources[1:] for found in source.others(own)):
+        check_keys(sources, known_keys())  # imports all commands
+    return {name: found.value for name, found in find_values(command, ctx, sources).items()}
+
+
+def known_keys() -> dict[str, set[str]]:
+    """Return the spellings of the options of each command."""
+    return {
+        name: {key for option in settable(load_command(name)) for key in spellings(option)}
+        for name in COMMANDS
+    }
 
 
 def _prepare_streams() -> None:
@@ -207,6 +232,36 @@ def main(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+@click.command()
+@click.argument("command", default="serve", type=click.Choice(list(COMMANDS)), metavar="COMMAND")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def config(ctx: click.Context, command: str, as_json: bool) -> None:
+    """Show the options that COMMAND (default: serve) has without any, and where each comes from.
+
+    The command line comes first, then the environment, then moegraph.toml in this folder, then
+    moegraph/moegraph.toml in $XDG_CONFIG_HOME or ~/.config. Keys are long options without dashes,
+    such as ctx-size = 8192; a table such as [serve] is for one command. Variables are in capitals:
+    MOEGRAPH_CTX_SIZE. An unknown key in a file is an error, an unknown variable is only shown.
+
+    \b
+    Examples:
+      moegraph config
+      moegraph config bench --json
+      moegraph config | grep -v "# default" > moegraph.toml
+    """
+    sources, known, chosen = read_sources(), known_keys(), load_command(command)
+    found = rows(chosen, click.Context(chosen, info_name=command, parent=ctx.parent), sources)
+    unknown = [str(one) for source in sources for one in source.others(known)]
+    if as_json:
+        listed = [{"key": r.key, "value": r.value, "source": r.where} for r in found]
+        click.echo(json.dumps({"settings": listed, "unknown": unknown}))
+    else:
+        lines = [*map(line_of, found), *(f"# {one}: unknown" for one in unknown)]
+        click.echo("\n".join(lines))
+    check_keys(sources, known)
 
 
 @click.command()

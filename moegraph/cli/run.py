@@ -17,13 +17,13 @@ from ..config import EngineConfig
 from ..errors import Cancelled, ConfigError, RequestError
 from ..events import CancelToken
 from ..gguf.resolve import is_shipped
+from ..interrupt import cancel_on_interrupt
 from ..loop.generated import room_after
 from ..sampling import SamplingParams
 from ..text.chat.template import TEMPLATE_KEY
 from ..text.tokenizer import read_ids, require_ids_in_range
 from . import models, options, ui
-from .interrupt import cancel_on_interrupt
-from .models import MODEL_TARGET, model_options, only_target, require_target
+from .models import MODEL_TARGET, model_options, option_target, require_target
 from .options import Command, Option, recommended
 from .outputs import NpyWriter, OutputFile
 from .report import Generated, StartTimes, result_lines, run_report, show_drafters
@@ -112,7 +112,7 @@ def run(args: tuple[str, ...], **given: Any) -> None:
       moegraph run model.gguf draft.gguf prompt.bin 64 out.bin --budget 6
     """
     if given.pop("profile_scaling"):
-        target = only_target(given["model"], given["hf_repo"])
+        target = option_target(given, *args)
         target = target or require_target(args[0] if args else None)
         show_scaling(target, options.build_config(given), given["as_json"])
         return
@@ -134,7 +134,7 @@ def run(args: tuple[str, ...], **given: Any) -> None:
 def _check(args: tuple[str, ...], given: dict[str, Any], stack: ExitStack) -> _Job:
     """Check all that can be checked before the model file is opened."""
     rest = list(args)
-    model = only_target(given["model"], given["hf_repo"])
+    model = option_target(given, *args)
     if model and len(rest) == 1:
         raise click.UsageError(f"give one model, not {model} and {rest[0]}")
     model = model or require_target(rest.pop(0) if rest else None)

@@ -75,7 +75,7 @@ _OPTIONS = (
     ),
     _option("-a", "--alias", metavar="NAME", help="Name of the model. Default: its file's name."),
     _option(
-        "--api-key", "api_keys", multiple=True, metavar="KEY",
+        "--api-key", "api_keys", multiple=True, metavar="KEY", hide_input=True,
         help="Serve only clients that send this key; repeatable, or several with commas. Other "
         "users of the machine can read command lines: better use a file, or MOEGRAPH_API_KEY.",
     ),
@@ -176,7 +176,10 @@ def serve(target: str, **given: Any) -> None:
     from ..server.running import ServerProcess, listen, url_of
 
     def current_keys() -> list[str]:
-        return read_keys(given["api_keys"], given["api_key_file"], os.environ.get(VARIABLE))
+        keys = given["api_keys"]
+        if options.is_typed("api_keys"):
+            return read_keys(keys, given["api_key_file"], None)
+        return read_keys((), given["api_key_file"], ",".join(keys) or os.environ.get(VARIABLE))
 
     keep_small()
     keys = Keys(current_keys())

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import Cancelled, ConfigError, InternalError, RequestError
+from ..interrupt import cancel_on_interrupt
 from ..link import REMOTE
 from . import models, options, ui
-from .interrupt import cancel_on_interrupt
 from .models import target_argument
 from .options import Command, recommended
 from .prediction import trace_fields

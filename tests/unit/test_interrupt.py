@@ -13,7 +13,7 @@ import time
 import pytest
 from helpers.patience import PATIENCE_S
 
-from moegraph.cli.interrupt import cancel_on_interrupt
+from moegraph.interrupt import cancel_on_interrupt
 
 
 def test_the_token_is_set_while_native_code_runs() -> None:
@@ -49,7 +49,7 @@ def test_a_second_ctrl_c_is_an_exception() -> None:
 def test_ctrl_c_inside_a_callback_from_native_code_is_not_lost(kept: bool) -> None:
     code = f"""
 import ctypes, signal, sys, time
-from moegraph.cli.interrupt import let_interrupts_pass_callbacks
+from moegraph.interrupt import let_interrupts_pass_callbacks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 if {kept}:
     let_interrupts_pass_callbacks()

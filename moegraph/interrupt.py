@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ..events import CancelToken
+from .events import CancelToken
 
 _AGAIN_S = 0.01
 
