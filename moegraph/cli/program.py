@@ -7,8 +7,10 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -52,6 +54,17 @@ class _ReaderGone(Exception):
     """The reader of stdout has closed the pipe."""
 
 
+@contextmanager
+def _bypass_click() -> Iterator[None]:
+    """Bypass click's own handling of Ctrl-C and of a closed pipe."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Cancelled from None
+    except BrokenPipeError:
+        raise _ReaderGone from None
+
+
 def load_command(name: str) -> click.Command:
     """Import a command."""
     place, summary = COMMANDS[name]
@@ -74,14 +87,15 @@ class Program(click.Group):
         _prepare_streams()
         sys.exit(_flush(self._run(args, prog_name or "moegraph", complete_var, extra)))
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Read the program's options; some of them print something."""
+        with _bypass_click():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; bypass click's own handling of Ctrl-C and of a closed pipe."""
-        try:
+        """Run a command."""
+        with _bypass_click():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise Cancelled from None
-        except BrokenPipeError:
-            raise _ReaderGone from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
@@ -168,10 +182,20 @@ def _prepare_streams() -> None:
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a character must not stop the program.
-            stream.reconfigure(errors="replace")
+    sys.stdout, sys.stderr = _reliable(sys.stdout), _reliable(sys.stderr)
+
+
+def _reliable(stream: TextIO) -> TextIO:
+    """Return a stream that writes all of a text, whatever it is."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    if isinstance(stream.buffer, io.RawIOBase):
+        # With PYTHONUNBUFFERED, the rest of a text would be dropped if the system writes less of
+        # it: the process was stopped, or the disk has become full.
+        stream = open(stream.fileno(), "w", 1, stream.encoding, closefd=False)
+    # a terminal that cannot show a character must not stop the program
+    stream.reconfigure(errors="replace")
+    return stream
 
 
 def _say(message: str, code: int) -> int:

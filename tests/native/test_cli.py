@@ -156,6 +156,30 @@ class TestRefusals:
             )  # fmt: skip
         assert (done.returncode, done.stderr) == (1, b"error: output: No space left on device\n")
 
+    @pytest.mark.parametrize("args", [["daemon", "tiny", *CPU], ["completion", "bash"]])
+    def test_a_file_that_takes_only_the_first_bytes(
+        self, args: Sequence[str], tmp_path: Path
+    ) -> None:
+        """Python without buffers would drop the others, and the program would end well."""
+        size = resource.RLIMIT_FSIZE
+        with (tmp_path / "out").open("wb") as out:
+            done = subprocess.run(
+                [*COMMAND, *args], stdin=subprocess.DEVNULL, stdout=out, cwd=ROOT,
+                stderr=subprocess.PIPE, env={**ENV, "PYTHONUNBUFFERED": "1"}, check=False,
+                preexec_fn=lambda: resource.setrlimit(size, (9, 9)),
+                timeout=PATIENCE_S,
+            )  # fmt: skip
+        assert (done.returncode, done.stderr) == (1, b"error: output: File too large\n")
+
+    def test_a_reader_that_has_left(self) -> None:
+        """It is met while options are read."""
+        read, write = os.pipe()
+        os.close(read)
+        with open(write, "wb") as out:
+            child = start("--version", stdout=out.fileno())
+        assert child.stderr is not None
+        assert (child.wait(PATIENCE_S), child.stderr.read()) == (141, b"")
+
     @pytest.mark.parametrize(("redirect", "code"), [(">&-", 0), ("2>&-", 0), ("<&-", 2)])
     def test_streams_that_are_closed(self, redirect: str, code: int) -> None:
         prompt = "" if redirect == "<&-" else "-p x"
