@@ -48,8 +48,8 @@ def cell(path: Path, size: int) -> tuple[str, int]:
     found.check_returncode()
     (budget,) = json.loads(found.stdout)["budgets"]
     plan, predicted = budget["plan"], budget["predicted"]
-    hits, speed = f"{predicted['hit_rate']:.2f}".lstrip("0"), predicted["decode_tps"]
-    text = f"{plan['resident_share']:.0%} {hits} {f'{speed:.0f}' if speed else '?'}"
+    hits = f"{predicted['hit_rate']:.2f}".lstrip("0")
+    text = f"{plan['resident_share']:.0%} {hits} {predicted['decode_tps']:.0f}"
     return text, int(plan["host_bytes"])
 
 

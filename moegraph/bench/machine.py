@@ -18,7 +18,7 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..experts.cost import Curve, Machine
 from ..experts.machines import machine_fields
-from ..placement.footprint import slot_bytes
+from ..placement.footprint import slot_bytes, token_work
 from ..placement.identity import RouterShape
 from ..placement.prompttime import compute_seconds
 from ..placement.trace import Trace, ids_dtype
@@ -52,7 +52,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
     with load(_changed(config, base), None) as engine:
         model = engine.file
         hp, device = engine.hparams, engine.device
-        sizes = _expert_bytes(engine)
+        sizes, token = _expert_bytes(engine), token_work(model)
         whole, prompts = None, []
         if engine.mode == "whole":
             whole = float(np.median(_token_samples(engine, _N_TOKENS)[_N_FIRST:]))
@@ -87,9 +87,9 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         if not prompts:
             upload = _curve_of(stream)
             prompts = [(n, _prompt_seconds(engine, n, upload)) for n in _PROMPTS]
-    machine = _machine(name, words, sizes, whole, stream, on_cpu[n_threads], unpinned,
+    machine = _machine(name, words, sizes, token, whole, stream, on_cpu[n_threads], unpinned,
                        by_host, by_graph)  # fmt: skip
-    machine = replace(machine, prompt=_curve(prompts))
+    machine = replace(machine, n_layer=hp.n_layer, prompt=_curve(prompts))
     return {**machine_fields(machine), "measured": _beside(
         words, n_threads, whole is not None, machine, stream, on_cpu
     )}  # fmt: skip
@@ -189,9 +189,9 @@ def _cpu_seconds(stage: Stage, n_threads: int, k: int) -> list[float]:
 
 
 def _machine(
-    name: str, words: dict[str, Any], sizes: Sequence[int], whole: float | None,
-    stream: Sequence[float], on_cpu: Sequence[float], unpinned: Sequence[float],
-    by_host: Sequence[_Segment], by_graph: Sequence[_Segment],
+    name: str, words: dict[str, Any], sizes: Sequence[int], token: tuple[int, int],
+    whole: float | None, stream: Sequence[float], on_cpu: Sequence[float],
+    unpinned: Sequence[float], by_host: Sequence[_Segment], by_graph: Sequence[_Segment],
 ) -> Machine:  # fmt: skip
     """Return the machine that predicts the measured times.
 
@@ -207,8 +207,8 @@ def _machine(
     fetch_layer = max(0.0, (by_graph[0][0] - whole) / n_layer) if by_graph else 0.0
     about = f"{words['device']}, measured with {words['model']}"
     return Machine(
-        name, n_layer, sum(sizes) // len(sizes), whole, (no_miss - whole) / n_layer, fixed, 0.0,
-        streamed, _curve_of(on_cpu) if on_cpu else streamed,
+        name, n_layer, sum(sizes) // len(sizes), *token, whole, (no_miss - whole) / n_layer,
+        fixed, 0.0, streamed, _curve_of(on_cpu) if on_cpu else streamed,
         fetch_layer, _curve(fetched) if fetched else streamed, about[:200],
     )  # fmt: skip
 
@@ -280,6 +280,5 @@ def summary_line(fields: dict[str, Any]) -> str:
     measured = fields["measured"]
     return (
         f"measured with {measured['model']}: {fields['whole_us'] / 1e3:.2f} ms a token with all "
-        f"experts of {format_bytes(fields['expert_bytes'])} resident; can predict for experts of a "
-        "third to three times that size"
+        f"experts of {format_bytes(fields['expert_bytes'])} resident"
     )

@@ -188,19 +188,6 @@ def memory_rows(budget: Budget) -> list[tuple[str, str]]:
     ]
 
 
-def host_text(plan: Plan, spare: int | None) -> str:
-    """Return in words what copies of experts take in host memory.
-
-    spare: what they may take on this machine, None if unknown.
-    """
-    if not plan.host_bytes:
-        return "none"
-    text = f"{format_bytes(plan.host_bytes)} pinned, for the experts of layers that are not full"
-    if spare is None or plan.host_bytes <= spare:
-        return text
-    return f"{text}; this machine can spare {format_bytes(spare)}, the rest stays in the file"
-
-
 def slots_text(plan: Plan) -> str:
     """Return the slots of a layer that is not full, as '126' or '100 to 126'; '-' if all are."""
     rest = [n for il, n in enumerate(plan.n_slots) if il not in (*plan.pinned, *plan.dense)]

@@ -58,7 +58,7 @@ def doctor(as_json: bool, target: str | None, **given: Any) -> None:
     """Show libraries, patch set, devices, driver, memory and CPU features, and report problems.
 
     With --measure, load a model instead and time tokens, missing experts, and copies. Use the
-    model that you want to plan for: the times hold only for experts of about the same size.
+    model that you want to plan for, or one like it: from others, its times are only computed.
 
     \b
     Examples:

@@ -34,6 +34,7 @@ from .models import target_argument
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
+    from ..arch.base import Architecture
     from ..arch.summary import LayerSummary, ModelSummary, TypeTotal
     from ..gguf import GgufFile, TensorInfo
     from ..gguf.check import BadTensor
@@ -125,7 +126,7 @@ def _inspect(
         _print_json(report)
     else:
         ui.heading("Model")
-        ui.table(_facts(model, summary))
+        ui.table([*_facts(model, summary), ("KV cache", _kv_text(model.hparams, config))])
         _show_metadata(model)
         _show_types(summary.by_type)
         ui.section("Layers")
@@ -371,6 +372,19 @@ def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
         ("dense", f"{format_bytes(summary.dense_bytes)}: all that runs for every token"),
         ("routed experts", format_bytes(summary.expert_bytes)),
     ]
+
+
+def _kv_text(hp: Architecture, config: EngineConfig) -> str:
+    """Return in words what a position takes in the KV caches, and in which layers."""
+    from ..arch.summary import kv_bytes
+
+    texts, layers = [], [hp.layer(il) for il in range(hp.n_layer)]
+    for window in sorted({layer.window or 0 for layer in layers if layer.cached}):
+        at = [il for il, one in enumerate(layers) if one.cached and (one.window or 0) == window]
+        size = sum(kv_bytes(layers[il], config.type_k, config.type_v) for il in at)
+        where = f" of a window of {window:,}" if window else ""
+        texts.append(f"{format_bytes(size)} for each position{where}, in layers {_runs(at)}")
+    return "; ".join(texts)
 
 
 def _layer_rows(layers: Iterable[LayerSummary]) -> list[tuple[str, ...]]:

@@ -25,7 +25,6 @@ from .budget import (
     card_sizes,
     draft_fields,
     draft_row,
-    host_text,
     memory_rows,
     refusals,
     slots_text,
@@ -48,8 +47,8 @@ _SETTINGS = (
 # Tokens of a generated trace: enough to warm up and to average over.
 _N_GENERATED, _N_WARM = 512, 192
 _HEADER = (
-    "budget", "experts resident", "full layers", "slots a layer", "left over", "hit rate", "tok/s",
-    "-ncmoe",
+    "budget", "experts resident", "full layers", "slots a layer", "left over", "host memory",
+    "hit rate", "tok/s", "-ncmoe",
 )  # fmt: skip
 
 
@@ -90,10 +89,10 @@ def plan_command(
 ) -> None:  # fmt: skip
     """Show how the planner divides device memory for the model TARGET, without loading weights.
 
-    A full layer has all its experts on the device; the other layers share the slots. The last
-    column is the -ncmoe (number of layers whose experts stay in host memory) with which llama.cpp
-    needs the same device memory. The speeds are predicted for one machine, or for a usual card of
-    each size; the line "machine" says which.
+    A full layer has all its experts on the device; the other layers share the slots, and have
+    copies of their experts in host memory. The last column is the -ncmoe (number of layers whose
+    experts stay in host memory) with which llama.cpp needs the same device memory. The speeds are
+    predicted for one machine, or for a usual card of each size; the line "machine" says which.
 
     \b
     Examples:
@@ -105,6 +104,7 @@ def plan_command(
     """
     from ..experts.policy import parse_policy
     from ..placement.drafters import with_drafts
+    from ..placement.footprint import token_work
     from ..placement.identity import router_shape
     from ..placement.split import shares_of
 
@@ -120,8 +120,8 @@ def plan_command(
         routing = Routing.of(trace, profile_path, profile_class)
         demand = routing.profile.demand().tolist() if routing.profile else None
         planner = Planner(model, config, stack, reserve, demand, shares)
-        need = planner.need_of(config.n_rows)
-        job = _Job(config, parse_policy(config.policy), assumed, need, routing)
+        need, policy = planner.need_of(config.n_rows), parse_policy(config.policy)
+        job = _Job(config, policy, assumed, need, routing, token_work(model))
         own = assumed.card.n_bytes if assumed.card else None
         sizes = given_sizes or [[n] for n in planner.default_sizes(own)]
         rows = [_predict(planner.budget(cards), job) for cards in sizes]
@@ -135,13 +135,17 @@ def plan_command(
 
 @dataclass(frozen=True)
 class _Job:
-    """What all budgets have in common. need: of the model without drafters."""
+    """What all budgets have in common.
+
+    need: of the model without drafters. token: as of `Machine.scaled`.
+    """
 
     config: EngineConfig
     policy: Policy
     assumed: Assumption
     need: Footprint
     routing: Routing
+    token: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ def _trace(path: Path | None, shape: RouterShape) -> Trace:
 
 
 def _predict(budget: Budget, job: _Job) -> _Row:
-    times = Times.of(job.assumed.machine(budget.cards), job.need.slot_bytes)
+    times = Times.of(job.assumed.machine(budget.cards), job.need.slot_bytes, job.token)
     if budget.plan is None:
         return _Row(budget, times, None)
     trace = job.routing.trace
@@ -195,13 +199,14 @@ def _show(model: ModelFile, job: _Job, rows: list[_Row]) -> None:
             ui.table(card_rows(budgets[0]), CARD_HEADER)
         ui.section("Device memory")
         ui.table(memory_rows(budgets[0]))
-        if plan := budgets[0].plan:
-            ui.section("Host memory")
-            ui.table([("experts", host_text(plan, host_memory().spare))])
     for line in refusals(budgets):
         ui.note(line)
-    if rows[0].times.why:
-        ui.note("no speed; `moegraph doctor --measure TARGET` measures this machine and this model")
+    most = max((b.plan.host_bytes for b in budgets if b.plan), default=0)
+    spare = host_memory().spare
+    if spare is not None and spare < most:
+        ui.note(f"this machine has {format_bytes(spare)} of host memory for copies of experts, not "
+                f"{format_bytes(most)}; reading the rest from the file makes tokens slower than "
+                "predicted")  # fmt: skip
 
 
 def _show_drafts(budgets: list[Budget]) -> None:
@@ -222,8 +227,6 @@ def _head(model: ModelFile, job: _Job, rows: list[_Row]) -> list[tuple[str, str]
     machine = next(iter(machines.values()))
     if len(machines) > 1:
         machine = "by size, the one in the last column; all but h200 are computed from data sheets"
-    if rows[0].times.why:
-        machine = f"none: {rows[0].times.why}"
     kinds = config.type_k if config.type_k == config.type_v else f"{config.type_k}/{config.type_v}"
     return [
         ("model", f"{name}: {len(hp.routed_layers)} layers of {hp.n_expert} experts, "
@@ -240,12 +243,13 @@ def _cells(row: _Row) -> list[str]:
     budget, plan, machine = row.budget, row.budget.plan, row.times.machine
     upstream = ui.NONE if budget.n_cpu_layers is None else f"{budget.n_cpu_layers}"
     if plan is None or row.found is None:
-        return [budget.title, *[ui.NONE] * 6, upstream, machine.name]
+        return [budget.title, *[ui.NONE] * 7, upstream, machine.name]
     found = row.found.found
     return [
         budget.title, format_share(plan.resident_share), f"{len(plan.pinned)}",
-        slots_text(plan), format_bytes(plan.margin or 0), f"{found.stats.hit_rate:.3f}",
-        ui.NONE if row.times.why else f"{found.tokens_per_s:.0f}", upstream, machine.name,
+        slots_text(plan), format_bytes(plan.margin or 0),
+        format_bytes(plan.host_bytes) if plan.host_bytes else ui.NONE,
+        f"{found.stats.hit_rate:.3f}", f"{found.tokens_per_s:.0f}", upstream, machine.name,
     ]  # fmt: skip
 
 

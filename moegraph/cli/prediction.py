@@ -72,30 +72,23 @@ def _machine(card: Card) -> Machine:
 
 @dataclass(frozen=True)
 class Times:
-    """A machine's times for experts of some sizes.
+    """A machine's times for a model; none if it is unknown how large its experts are.
 
-    machine: scaled to these experts; as it is where its times do not hold for them, and `why` says
-    so. slot_bytes: of an expert of each layer, [n_layer] or empty.
+    machine: scaled to the model. slot_bytes: of an expert of each layer, [n_layer] or empty.
     """
 
     machine: Machine
     slot_bytes: tuple[int, ...]
-    why: str = ""
 
     @classmethod
-    def of(cls, machine: Machine, slot_bytes: tuple[int, ...]) -> Times:
-        """Return the times of a machine, if they hold for experts of such a size."""
-        if not slot_bytes:
-            why = "the trace does not say how large an expert is; give --model or --expert-size"
-            return cls(machine, (), why)
-        mean = sum(slot_bytes) // sum(size > 0 for size in slot_bytes)
-        scaled = machine.scaled(len(slot_bytes), mean)
-        if scaled is not None:
-            return cls(scaled, slot_bytes)
-        return cls(machine, slot_bytes, (
-            f"experts of {format_bytes(mean)} differ too much from those of machine "
-            f"{machine.name}, {format_bytes(machine.expert_bytes)}"
-        ))  # fmt: skip
+    def of(
+        cls, machine: Machine, slot_bytes: tuple[int, ...], token: tuple[int, int] | None = None
+    ) -> Times:
+        """Return the times of a machine; token: as of `Machine.scaled`."""
+        if slot_bytes:
+            mean = sum(slot_bytes) // sum(size > 0 for size in slot_bytes)
+            machine = machine.scaled(len(slot_bytes), mean, token)
+        return cls(machine, slot_bytes)
 
 
 @dataclass(frozen=True)
@@ -133,9 +126,9 @@ class Routing:
         n_slots = [n if size else trace.shape.n_expert for n, size in zip(n_slots, sizes)]
         cache = warm_cache(trace, n_slots, policy, profile, self.profile_class)
         resident = cache.tables[:, : trace.shape.n_expert] >= 0
-        known = None if times.why else times.machine
         prompts = [
-            estimate_prompt(trace, resident, n, sizes, known, n_ubatch) for n in PROMPT_LENGTHS
+            estimate_prompt(trace, resident, n, sizes, times.machine, n_ubatch)
+            for n in PROMPT_LENGTHS
         ]
         return Prediction(found, prompts, times)
 
@@ -153,8 +146,7 @@ class Prediction:
 
     def fields(self) -> dict[str, Any]:
         """Return the JSON fields of the replay; unknown times and bytes are null."""
-        found, stats = self.found, self.found.stats
-        has_times, has_bytes = not self.times.why, bool(self.times.slot_bytes)
+        found, stats, is_known = self.found, self.found.stats, bool(self.times.slot_bytes)
         return {
             "n_tokens": found.n_tokens,
             "hits": int(stats.hits.sum()), "misses": int(stats.misses.sum()),
@@ -164,11 +156,11 @@ class Prediction:
             "missing_per_token_by_quarter": [round(n, 3) for n in found.quarters()],
             "admitted": int(stats.admitted.sum()), "evicted": int(stats.evicted.sum()),
             "declined": int(stats.declined.sum()),
-            "uploaded_bytes_per_token": round(found.bytes_per_token) if has_bytes else None,
+            "uploaded_bytes_per_token": round(found.bytes_per_token) if is_known else None,
             "n_streamed": found.n_streamed, "n_cpu_experts": found.n_cpu,
             "n_promoted": found.n_promoted,
-            "token_us": round(1e6 * float(found.step_s.mean()), 2) if has_times else None,
-            "decode_tps": round(found.tokens_per_s, 2) if has_times else None,
+            "token_us": round(1e6 * float(found.step_s.mean()), 2) if is_known else None,
+            "decode_tps": round(found.tokens_per_s, 2) if is_known else None,
         }  # fmt: skip
 
     def prompt_fields(self) -> list[dict[str, Any]]:
@@ -176,7 +168,7 @@ class Prediction:
         return [
             {
                 "n_tokens": one.n_tokens, "n_sweeps": one.n_sweeps, "sent_bytes": one.sent_bytes,
-                "link_s": _rounded(one.link_s, 6), "seconds": _rounded(one.seconds, 6),
+                "link_s": round(one.link_s, 6), "seconds": _rounded(one.seconds, 6),
                 "tokens_per_s": _rounded(one.tokens_per_s, 2),
             }
             for one in self.prompts
@@ -191,7 +183,7 @@ def show_prompts(header: Sequence[str], rows: Sequence[tuple[Sequence[str], Pred
     """Show what prompts take, unless the machines do not say it; header: of the first cells."""
     from ..placement.prompttime import PROMPT_LENGTHS
 
-    if not rows or any(one.times.why or not one.times.machine.prompt for _, one in rows):
+    if not rows or not all(one.prompts and one.times.machine.prompt for _, one in rows):
         return
     ui.section("Prompts, estimated")
     ui.table(

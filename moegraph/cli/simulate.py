@@ -17,6 +17,7 @@ from . import models, options, ui
 from .prediction import AUTO, Assumption, Prediction, Routing, Times, show_prompts, trace_fields
 
 if TYPE_CHECKING:
+    from ..experts.cost import Machine
     from ..placement.trace import Trace
 
 _N_SEQUENCES = (1, 8, 32)
@@ -54,7 +55,7 @@ def _stage_fields(one: Prediction, stages: Sequence[range]) -> dict[str, Any]:
 
     if not stages:
         return {}
-    found, has_times, seconds = one.found, not one.times.why, one.found.stage_s.tolist()
+    found, is_known, seconds = one.found, bool(one.times.slot_bytes), one.found.stage_s.tolist()
     hits, misses = found.stats.hits, found.stats.misses
     rates = []
     for layers in stages:
@@ -65,13 +66,13 @@ def _stage_fields(one: Prediction, stages: Sequence[range]) -> dict[str, Any]:
     return {
         "stages": [
             {"layers": [layers.start, layers.stop], "hit_rate": round(rate, 5),
-             "token_us": round(1e6 * s, 2) if has_times else None}
+             "token_us": round(1e6 * s, 2) if is_known else None}
             for layers, rate, s in zip(stages, rates, seconds)
         ],
         "sequences": [
             {"n": n, "n_groups": n_groups, "tokens_per_s": round(speed, 1), "busy": round(busy, 3)}
             for n, speed, n_groups, busy in each
-        ] if has_times else None,
+        ] if is_known else None,
     }  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def _show_stages(rows: Sequence[_Row], stages: Sequence[range]) -> None:
          ui.NONE if stage["token_us"] is None else f"{stage['token_us'] / 1e3:.2f}")
         for share, fields in found for stage in fields["stages"]
     ], ("resident", "layers", "hit rate", "ms/token"))  # fmt: skip
-    if rows[0].predicted.times.why:
+    if not rows[0].predicted.times.slot_bytes:
         return
     ui.section("Several sequences, estimated")
     ui.table([
@@ -130,7 +131,7 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
 )  # fmt: skip
 @click.option(
     "--model", "target", metavar="TARGET",
-    help="Take the size of an expert from this model. Default: from the trace.",
+    help="Take sizes of weights from this model. Default: that of an expert from the trace.",
 )  # fmt: skip
 @click.option(
     "--expert-size", metavar="SIZE", help="Size of an expert, such as 1.8MiB, instead of --model.",
@@ -156,10 +157,10 @@ def simulate_command(
     """Replay TRACE, a recorded or generated routing trace, for several policies and cache sizes.
 
     The replay uses the same cache as decode, so it counts hits and bytes exactly. It predicts times
-    from those of --machine, which hold only for experts of about the size that the machine was
-    measured with. The times of prompts are estimates: within about 10 % on the machine they were
-    fitted to. `moegraph trace` records a trace, and `moegraph doctor --measure` measures a
-    machine.
+    from those of --machine, for the bytes of --model's weights, or else for layers that read as
+    much as those of the model that the machine was measured with. The times of prompts are
+    estimates: within about 10 % on the machine they were fitted to. `moegraph trace` records a
+    trace, and `moegraph doctor --measure` measures a machine.
 
     \b
     Examples:
@@ -176,7 +177,7 @@ def simulate_command(
     chosen = {text: parse_policy(text) for text in policies}
     assumed = Assumption.of(machine).machine()
     trace = read_trace(trace_path)
-    times = Times.of(assumed, _given_sizes(trace, trace_path, target, expert_size))
+    times = _times(assumed, trace, trace_path, target, expert_size)
     routing = Routing.of(trace, profile_path, profile_class)
     stages = by_shares(trace.shape.n_layer, shares) if shares else []
     routed = trace.routed.tolist()
@@ -194,22 +195,22 @@ def simulate_command(
         _show(routing, times, rows, stages)
 
 
-def _given_sizes(
-    trace: Trace, path: Path, target: str | None, expert_size: str | None
-) -> tuple[int, ...]:
-    """Return the bytes of an expert of each layer: given by the user, or else the trace's."""
+def _times(
+    machine: Machine, trace: Trace, path: Path, target: str | None, expert_size: str | None
+) -> Times:
+    """Return the times for experts of the size that the user gave, or else the trace."""
     if target is not None and expert_size is not None:
         raise click.UsageError("--model and --expert-size both give the size of experts; give one")
-    if expert_size is not None:
-        return tuple(max(1, parse_bytes(expert_size)) * routed for routed in trace.routed.tolist())
     if target is None:
-        return trace.slot_bytes
-    from ..placement.footprint import slot_bytes
+        size = max(1, parse_bytes(expert_size)) if expert_size is not None else 0
+        given = tuple(size * routed for routed in trace.routed.tolist())
+        return Times.of(machine, given if size else trace.slot_bytes)
+    from ..placement.footprint import slot_bytes, token_work
     from ..placement.identity import router_shape
 
     with models.open_header(target) as model:
         trace.shape.require(router_shape(model), f"{path}: the trace")
-        return slot_bytes(model)
+        return Times.of(machine, slot_bytes(model), token_work(model))
 
 
 def _show(routing: Routing, times: Times, rows: Sequence[_Row], stages: Sequence[range]) -> None:
@@ -217,16 +218,17 @@ def _show(routing: Routing, times: Times, rows: Sequence[_Row], stages: Sequence
 
     ui.note(trace_stats(routing.trace).line())
     machine = times.machine
-    if times.why:
-        ui.note(f"no times: {times.why}")
-    else:
+    if times.slot_bytes:
         ui.note(f"times of {machine.title}: {1e3 * machine.whole:.2f} ms a token, all resident")
+    else:
+        ui.note("no times: the trace does not say how large an expert is; give --model or "
+                "--expert-size")  # fmt: skip
     cells: list[tuple[str, ...]] = []
     equal: dict[tuple[str, ...], list[str]] = {}
     for share, group in groupby(rows, key=lambda row: row.share):
         tried = list(group)
         found = [row.predicted.found for row in tried]
-        ranks = [one.stats.hit_rate if times.why else one.tokens_per_s for one in found]
+        ranks = [one.tokens_per_s if times.slot_bytes else one.stats.hit_rate for one in found]
         best = max(ranks) if max(ranks) > min(ranks) else None
         if cells and len(tried) > 1:
             cells.append(())
@@ -256,8 +258,8 @@ def _cells(trace: Trace, row: _Row, is_best: bool) -> tuple[str, ...]:
         format_share(row.share), f"{row.share * trace.shape.n_expert:.0f}", row.policy,
         f"{found.stats.hit_rate:.3f}", f"{found.stats.missing_per_step:.2f}",
         f"{found.bytes_per_token / 2**20:.2f}" if times.slot_bytes else ui.NONE,
-        ui.NONE if times.why else f"{1e3 * found.step_s.mean():.2f}",
-        ui.NONE if times.why else f"{found.tokens_per_s:.1f}",
+        f"{1e3 * found.step_s.mean():.2f}" if times.slot_bytes else ui.NONE,
+        f"{found.tokens_per_s:.1f}" if times.slot_bytes else ui.NONE,
         "best" if is_best else "",
     )  # fmt: skip
 

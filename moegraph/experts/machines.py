@@ -8,12 +8,16 @@ from typing import Any
 
 from ..errors import RequestError
 from ..units import GiB
-from .cost import Curve, Machine
+from .cost import LAUNCHES_S, Curve, Machine
 
 _MAX_FILE = 64 * 1024
 _MAX_POINTS = 64
-# Of the model that all these times are for: layers, and bytes of an expert.
-_MODEL = (40, 1_900_000)
+# Of the model that all these times are for, a 35B-A3B: layers, bytes of an expert, bytes that a
+# token reads, parameters that it uses.
+_MODEL = (40, 1_900_000, 2_611_000_000, 2_953_000_000)
+# Share of its memory's bandwidth at which a card reads weights: that of the H200 (4,900 GB/s),
+# where 2.33 ms of a token less its launches remain for them.
+_READING = 0.674
 # Share of the memory it is sold with that a card has at least.
 CARD_SHARE = 0.97
 
@@ -28,17 +32,18 @@ def card_machine(
 ) -> Machine:
     """Return the times of a card, computed, in a machine with DDR5 memory at 60 GB/s.
 
-    A token takes 1.23 ms and what reading takes: through the measured H200 (4,900 GB/s, 2.33 ms),
-    and through 7.0 ms on a card with 936 GB/s, which is assumed. Prompts are guessed from what
-    users of such a card report, and scaled by the arithmetic.
+    Launches are as on the H200. Prompts are guessed from what users of a card with 936 GB/s report,
+    and scaled by the arithmetic.
 
     memory_rate, link_rate: bytes a second out of the card's memory, and that a copy from the host
     reaches. arithmetic: 8-bit operations a second.
     """
-    copy, slower = _MODEL[1] / link_rate, 284e12 / arithmetic
+    n_layer, expert_bytes, token_bytes, _ = _MODEL
+    copy, slower = expert_bytes / link_rate, 284e12 / arithmetic
+    whole = n_layer * LAUNCHES_S + token_bytes / (_READING * memory_rate)
     prompt = ((32, 27e-3), (512, 190e-3), (2048, 680e-3))
     return Machine(
-        name, *_MODEL, whole=1.23e-3 + 5.77e-3 * 936e9 / memory_rate, host_layer=8e-6, fixed=45e-6,
+        name, *_MODEL, whole=whole, host_layer=8e-6, fixed=45e-6,
         overlap=28e6 / memory_rate, stream=_line(10e-6 + copy, copy), cpu=_line(62e-6, 32e-6),
         fetch_layer=1.9e6 / memory_rate, fetch=_line(10e-6 + copy, copy), about=about,
         prompt=Curve(tuple((n, seconds * slower) for n, seconds in prompt)),
@@ -63,9 +68,8 @@ def _of_sheet(name: str) -> Machine:
     return card_machine(name, about, memory * 1e9, copies * 1e9, tops * 1e12)
 
 
-# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds measured with 16 threads of a
-# Xeon; it predicts them within 3 % where graphs fetched the missing experts and within 10 % where
-# the host handled them.
+# Fitted to speeds measured with 16 threads of a Xeon; it predicts them within 3 % where graphs
+# fetched the missing experts and within 10 % where the host handled them.
 _H200 = Machine(
     "h200", *_MODEL, whole=2.334e-3, host_layer=10e-6, fixed=53e-6, overlap=0.0,
     stream=Curve(((1, 45e-6), (2, 82e-6), (8, 306e-6))),
@@ -124,7 +128,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 6)
 
 
-_SIZES = ("n_layer", "expert_bytes")
+_SIZES = ("n_layer", "expert_bytes", "token_bytes", "token_params")
 # Field of the file -> attribute of Machine.
 _TIMES = {
     "whole_us": "whole", "host_layer_us": "host_layer", "fetch_layer_us": "fetch_layer",

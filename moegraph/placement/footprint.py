@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..arch import ModelFile
 from ..arch.base import Architecture, Layer
-from ..arch.summary import kv_bytes, state_bytes
+from ..arch.summary import kv_bytes, state_bytes, summarize
 from ..config import EngineConfig
 from ..experts.crossing import padded
 from ..resident.kvpool import PoolShape
@@ -187,6 +187,14 @@ def slot_bytes(model: ModelFile) -> tuple[int, ...]:
     """Return the bytes of one slot of each layer, padding included; 0 for a dense layer."""
     layers = range(model.hparams.n_layer)
     return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
+
+
+def token_work(model: ModelFile) -> tuple[int, int]:
+    """Return the bytes of weights that a token reads, and the parameters that it uses."""
+    hp = model.hparams
+    dense = _dense_bytes(model, range(hp.n_layer), has_head=True)
+    n_bytes = dense + hp.n_expert_used * sum(slot_bytes(model))
+    return n_bytes, summarize(hp, model.tensors).active_params
 
 
 def _gathered_bytes(kv: list[tuple[int | None, int]], rows: int, shape: PoolShape) -> int:

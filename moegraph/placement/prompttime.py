@@ -44,13 +44,13 @@ class PromptEstimate:
     """What a prompt of n_tokens is expected to take.
 
     n_sweeps: parts of the prompt that go through all layers. sent_bytes: of missing experts.
-    link_s, seconds: of sending them, and of the whole prompt; None if the machine does not know.
+    link_s, seconds: of sending them, and of the whole prompt; None if the machine does not say it.
     """
 
     n_tokens: int
     n_sweeps: int
     sent_bytes: int
-    link_s: float | None
+    link_s: float
     seconds: float | None
 
     @property
@@ -61,12 +61,12 @@ class PromptEstimate:
 
 def estimate_prompt(
     trace: Trace, resident: npt.NDArray[np.bool_], n_tokens: int, slot_bytes: Sequence[int],
-    machine: Machine | None, n_ubatch: int,
+    machine: Machine, n_ubatch: int,
 ) -> PromptEstimate:  # fmt: skip
     """Predict a prompt from an empty context.
 
     trace: says how often experts are chosen. resident: numpy [n_layer, n_expert], the experts that
-    have a slot. slot_bytes [n_layer]. machine: its times, scaled to this model; None if unknown.
+    have a slot. slot_bytes [n_layer]. machine: its times, scaled to this model.
     """
     parts = [min(SWEEP_ROWS, n_tokens - at) for at in range(0, n_tokens, SWEEP_ROWS)]
     sent, link, seconds = 0.0, 0.0, 0.0
@@ -74,8 +74,6 @@ def estimate_prompt(
         chosen, counts = _chosen(trace, n)
         n_sent = np.where(resident, 0.0, chosen).sum(axis=1)
         sent += float(n_sent @ np.array(slot_bytes, dtype=float))
-        if machine is None:
-            continue
         n_chosen = np.maximum(counts.sum(axis=1), 1.0)  # 0 in a dense layer
         missing = np.where(resident, 0.0, counts).sum(axis=1) / n_chosen
         links = np.array([machine.stream(x) for x in n_sent])
@@ -83,10 +81,8 @@ def estimate_prompt(
         link += float(links.sum())
         first = min(n_ubatch, n) / n
         seconds += float(sweep_seconds(compute, missing, links, first).sum())
-    is_known = machine is not None and machine.prompt is not None
     return PromptEstimate(
-        n_tokens, len(parts), round(sent), None if machine is None else link,
-        seconds if is_known else None,
+        n_tokens, len(parts), round(sent), link, seconds if machine.prompt else None,
     )  # fmt: skip
 
 

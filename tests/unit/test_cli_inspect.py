@@ -39,6 +39,20 @@ class TestInspect:
         assert [layer["expert_bytes"] > 0 for layer in report["layers"]] == [False, False, True]
         assert report["hparams"]["rules"]["n_groups"] == 4
 
+    @pytest.mark.parametrize(
+        ("name", "options", "line"),
+        [("qwen3moe", (), "1.50 KiB for each position, in layers 0-2"),
+         ("legacy32", ("-ctk", "q8_0", "-ctv", "q8_0"), "544 B for each position, in layers 3, 7"),
+         ("gptoss", (), "1.00 KiB for each position, in layers 1, 3; "
+          "1.00 KiB for each position of a window of 32, in layers 0, 2")],
+    )  # fmt: skip
+    def test_the_kv_cache(
+        self, tmp_path: Path, name: str, options: tuple[str, ...], line: str
+    ) -> None:
+        text = invoke("inspect", model_writer(tmp_path, 0)(name), *options).stdout
+        (found,) = re.findall(r"  KV cache +(.*)", text)
+        assert found == line
+
     def test_json_describes_the_model(self, model: Path) -> None:
         report = json.loads(invoke("inspect", model, "--json").stdout)
         assert report["paths"] == [str(model)]

@@ -12,6 +12,7 @@ import pytest
 
 from moegraph.errors import RequestError
 from moegraph.experts.cost import (
+    LAUNCHES_S,
     Curve,
     Machine,
     choose_ways,
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 US = 1e-6
 # One expert streams in 10 us, takes the CPU 30 us for the first and 5 us for each further one.
 SIMPLE = Machine(
-    "simple", 1, 1000, whole=1000 * US, host_layer=1 * US, fixed=2 * US, overlap=4 * US,
+    "simple", 1, 1000, 8000, 9000, whole=1000 * US, host_layer=1 * US, fixed=2 * US, overlap=4 * US,
     stream=Curve(((1, 10 * US), (2, 20 * US))), cpu=Curve(((1, 30 * US), (2, 35 * US))),
     fetch_layer=0.5 * US, fetch=Curve(((1, 9 * US), (2, 17 * US))),
 )  # fmt: skip
@@ -77,11 +78,47 @@ def test_the_built_in_machines_do_what_the_documentation_says(
     assert re.search(rf"\b{fetches_from}\b", text), f"the page no longer has {fetches_from}"
 
 
+def test_what_a_further_expert_takes_is_bandwidth_and_the_rest_is_latency() -> None:
+    """PCIe 5 copied 51 GB/s, and 16 threads read 89 GB/s of host memory."""
+    machine = MACHINES["h200"]
+    assert [round(c.latency / US) for c in (machine.stream, machine.cpu)] == [7, 25]
+    for curve, rate in ((machine.stream, 51e9), (machine.cpu, 89e9)):
+        assert machine.expert_bytes / (curve(9) - curve(8)) == pytest.approx(rate, rel=0.05)
+    other = machine.scaled(40, 7 * machine.expert_bytes)
+    assert other.stream.latency == pytest.approx(machine.stream.latency)
+    assert other.stream(9) - other.stream(8) == pytest.approx(7 * (306 - 82) / 6 * US)
+    assert Curve(((1, 3.0), (2, 4.0), (3, 4.5))).latency == 3.0, "no more than one expert takes"
+    assert Curve(((1, 3.0), (2, 9.0))).latency == Curve(((4, 3.0),)).latency == 0.0
+
+
+def test_a_machine_for_its_own_model_is_the_same() -> None:
+    for machine in (*MACHINES.values(), SIMPLE):
+        token = machine.token_bytes, machine.token_params
+        for same in (token, None):
+            found = machine.scaled(machine.n_layer, machine.expert_bytes, same)
+            assert machine_fields(found) == machine_fields(machine)
+
+
+def test_a_token_takes_launches_for_each_layer_and_reads_its_bytes() -> None:
+    machine, size = MACHINES["desktop"], MACHINES["desktop"].expert_bytes
+    wholes = [
+        machine.scaled(n_layer, size, (n_bytes, machine.token_params)).whole
+        for n_layer, n_bytes in ((40, machine.token_bytes), (80, machine.token_bytes), (40, 10**9))
+    ]
+    assert wholes[1] - wholes[0] == pytest.approx(40 * LAUNCHES_S)
+    read = (machine.token_bytes - 10**9) / (wholes[0] - wholes[2])
+    assert 0.6 < read / 936e9 < 0.75
+    prompt = machine.scaled(80, 5 * size, (10**9, machine.token_params // 2)).prompt
+    assert prompt and machine.prompt
+    assert prompt(512) == pytest.approx(machine.prompt(512) / 2)
+
+
 @pytest.mark.parametrize(
     ("change", "say"),
     [({"n_layer": None}, "n_layer is None; expected a positive integer"),
      ({"expert_bytes": 0}, "expert_bytes is 0; expected a positive integer"),
      ({"expert_bytes": True}, "expert_bytes is True"), ({"name": 5}, "name is 5"),
+     ({"token_bytes": None}, "token_bytes is None"), ({"token_params": 0}, "token_params is 0"),
      ({"whole_us": 0}, "whole_us is 0"), ({"whole_us": "x"}, "whole_us is 'x'"),
      ({"host_layer_us": -1}, "host_layer_us is -1"), ({"overlap_us": None}, "overlap_us is None"),
      ({"stream_us": []}, "stream_us is []; expected [[n, microseconds], ...], both rising"),

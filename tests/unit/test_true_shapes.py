@@ -16,12 +16,17 @@ import plan_cards
 from moegraph.arch import open_model
 from moegraph.arch.summary import kv_bytes
 from moegraph.config import EngineConfig
-from moegraph.placement.footprint import needed_bytes, slot_bytes
+from moegraph.experts.machines import MACHINES
+from moegraph.placement.footprint import needed_bytes, slot_bytes, token_work
 from moegraph.placement.planner import make_plan
 
 N_CTX, GIB = 4096, 1 << 30
 LONG_CTX = 32_768
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+# Bytes a second out of a card's memory, and tokens a second that users of an RTX 3090 report of
+# llama.cpp and of programs that contain it, with all experts on the card.
+RATES = {"rtx4060": 272e9, "rtx4060ti": 288e9, "desktop": 936e9, "h200": 4.9e12}
+LLAMA_CPP = {"35b-a3b": (137, 158), "30b-a3b": (130, 150), "gpt-oss-20b": (147, 200)}
 LARGE = [name for name, preset in PRESETS.items() if preset.shape.n_embd > 512]
 
 
@@ -40,12 +45,18 @@ def test_a_plan_divides_the_memory_of_each_card(name: str, tmp_path: Path) -> No
         assert model.warnings == ()
         hp, config = model.hparams, EngineConfig(device="cpu", n_ctx=N_CTX, n_ubatch=512)
         need, sizes = needed_bytes(model, config, N_CTX), slot_bytes(model)
+        token = token_work(model)
         n_bytes = sum(one.nbytes for one in model.tensors.values())
         embedding = model.tensors["token_embd.weight"].nbytes * (not shape.tied)
     assert (hp.n_layer, hp.n_expert, hp.n_ff_exp) == (shape.n_layer, shape.n_expert, shape.n_ff_exp)
     if shape.arch in ("qwen3moe", "olmoe") or shape.is_qwen35:
         n_attention = sum(not shape.is_recurrent(il) for il in range(shape.n_layer))
         assert need.kv == 4 * n_attention * shape.n_head_kv * shape.head_dim * (N_CTX + 1)
+    for machine, rate in RATES.items():
+        whole = MACHINES[machine].scaled(hp.n_layer, max(sizes), token).whole
+        assert 0.1 * rate < token[0] / whole < 0.7 * rate, machine
+        least, most = LLAMA_CPP.get(name, (0, 1e6)) if machine == "desktop" else (0, 1e6)
+        assert least < 1 / whole < 1.4 * most, "a card like an RTX 3090"
     experts = sum(n * hp.n_expert for n in sizes)
     assert experts == need.experts
     # rows of slots are padded; nothing of the file is forgotten
