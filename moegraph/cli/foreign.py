@@ -110,10 +110,10 @@ _NOT_HERE: dict[str, str] = {
 NOT_HERE = {flag: reason for flags, reason in _NOT_HERE.items() for flag in flags.split()}
 # Commands of Ollama, llama.cpp and mlx-lm that people try, by what does it here.
 _NO_COMMANDS = {
-    "list ls": "a model is a file; what `pull` downloaded is in the folder that HF_HUB_CACHE names",
+    "list ls": "`moegraph models` shows what was downloaded; other models are files",
     "show info": "`moegraph inspect TARGET` shows what is in a model file",
-    "rm cp": "a model is a file; move or delete it as one",
-    "ps stop": "a server has one model; its /health and /metrics say what it does",
+    "rm cp": "`moegraph models rm NAME` removes what was downloaded; other models are files",
+    "ps stop": "GET /v1/models says which model is loaded, and --sleep-idle unloads it",
     "create push": "moegraph runs a GGUF file as it is",
     "generate complete completions cli main": "`moegraph run TARGET -p TEXT` continues a text",
     "server start up": "`moegraph serve TARGET` is the server",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -16,11 +18,13 @@ from click.shell_completion import CompletionItem
 from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
-from ..gguf.hubnames import parse_hub_name
+from ..gguf.hubnames import DEFAULT_QUANT, parse_hub_name
 from ..gguf.resolve import SHIPPED, resolve_target
 from ..loop.generated import room_after
 from ..sampling import SamplingParams
+from ..sources import read_sources
 from ..text.tokenizer import Tokenizer, open_soon
+from ..units import format_bytes
 from . import ui
 
 if TYPE_CHECKING:
@@ -332,3 +336,56 @@ def pull(name: str) -> None:
     with _downloading() as (bars, say):
         path = download(parse_hub_name(name), bars, say, verify=True)
     click.echo(path)
+
+
+@click.command("models")
+@click.argument("action", default="list", type=click.Choice(["list", "rm"]), metavar="[list|rm]")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def list_models(action: str, names: tuple[str, ...], as_json: bool) -> None:
+    """List the models that were downloaded, or remove some of them.
+
+    A line has the name, the quantization, the size and the day of the last use; a star is at the
+    default, which `model` or `hf-repo` in moegraph.toml or the environment names. rm removes a
+    model's files; its name is that of -hf.
+
+    \b
+    Examples:
+      moegraph models
+      moegraph models rm unsloth/Qwen3.6-35B-A3B-GGUF:UD-Q4_K_XL
+    """
+    from ..gguf.hubcache import cached_models, remove_model
+
+    if bool(names) != (action == "rm"):
+        raise click.UsageError("write moegraph models, or moegraph models rm NAME...")
+    for name in map(parse_hub_name, names):
+        ui.note(f"removed {name}: {format_bytes(remove_model(name))}")
+    if names:
+        return
+    default = _default_model()
+    plain = f"{default}:{DEFAULT_QUANT}" if default and default.count(":") == 1 else default
+    found = [(str(one.name) in (default, plain), one) for one in cached_models()]
+    if as_json:
+        rows = [
+            {"name": str(m.name), "quant": m.quant, "bytes": m.n_bytes, "used": int(m.used)}
+            for _, m in found
+        ]
+        click.echo(json.dumps({"models": rows, "default": default}))
+        return
+    wide = max((len(str(one.name)) for _, one in found), default=0)
+    for is_default, one in found:
+        day, size = time.strftime("%Y-%m-%d", time.localtime(one.used)), format_bytes(one.n_bytes)
+        star = "*" if is_default else " "
+        click.echo(f"{star} {one.name!s:<{wide}}  {one.quant:<8}  {size:>9}  {day}")
+    if default and not any(is_default for is_default, _ in found):
+        click.echo(f"* {default}")
+
+
+def _default_model() -> str | None:
+    """Return the model of commands that name none."""
+    for source in read_sources():
+        if (found := source.find(["model"], "")) and isinstance(found.value, str):
+            return found.value
+        if (found := source.find(["hf-repo"], "")) and isinstance(found.value, str):
+            return str(parse_hub_name(found.value))
+    return None

@@ -38,6 +38,7 @@ COMMANDS = {
     "bench": ("bench.bench", "Measure speed as llama-bench does."),
     "doctor": ("doctor.doctor", "Check the installation and the machine."),
     "pull": ("models.pull", "Download a model, or check the one that is there."),
+    "models": ("models.list_models", "List or remove downloaded models."),
     "daemon": ("daemon.daemon", "Answer requests that come as lines on stdin."),
     "worker": ("worker.worker", "Lend this machine's devices to another one."),
     "config": ("program.config", "Show settings, and where each comes from."),

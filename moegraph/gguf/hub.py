@@ -128,6 +128,11 @@ def _cached(hub: Any, name: HubName, pick: str | None) -> Path | None:
         return None
 
 
+def cache_folder() -> Path:
+    """Return the folder of all downloaded models; it may not be there yet."""
+    return Path(_library().constants.HF_HUB_CACHE)
+
+
 def _storage(hub: Any, repo: str) -> Path:
     folder: str = hub.file_download.repo_folder_name(repo_id=repo, repo_type="model")
     return Path(hub.constants.HF_HUB_CACHE) / folder

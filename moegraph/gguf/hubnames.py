@@ -63,7 +63,7 @@ def parse_hub_name(text: str) -> HubName:
 
 def quant_of(file: str) -> str | None:
     """Return the quantization in a file's name, in capitals, such as UD-Q4_K_XL; None: no such."""
-    match = _QUANT.search(_SPLIT.sub("", PurePosixPath(file).stem))
+    match = _QUANT.search(model_name(file))
     return match[1].upper() if match else None
 
 
@@ -74,7 +74,7 @@ def choose_files(files: Iterable[str], name: HubName) -> tuple[str, ...]:
     means its UD- variant, if there is no other.
     """
     known = sorted(set(files))
-    models = [f for f in known if _is_model(f)]
+    models = models_among(known)
     if not models:
         raise ModelFileError(f"{name.repo}: the repository has no GGUF file of a model")
     if name.pick and name.pick.lower().endswith(".gguf"):
@@ -95,6 +95,16 @@ def choose_files(files: Iterable[str], name: HubName) -> tuple[str, ...]:
             f"{name}: several files fit: {_listed(found)}; write {PREFIX}{name.repo}:FILE"
         )
     return _parts(found[0], known, name)
+
+
+def models_among(files: Iterable[str]) -> list[str]:
+    """Return the GGUF files that are models, in order; of a split one, its first part."""
+    return sorted(file for file in set(files) if _is_model(file))
+
+
+def model_name(file: str) -> str:
+    """Return the name of a file without the suffix and the number of its part."""
+    return _SPLIT.sub("", PurePosixPath(file).stem)
 
 
 def _is_model(file: str) -> bool:

@@ -7,17 +7,21 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+from click.testing import CliRunner
 from helpers.fake_hub import COMMIT, FakeHub
 from huggingface_hub import constants, file_download
 
+from moegraph.cli import main
 from moegraph.cli.options import build_config
 from moegraph.errors import ConfigError, ModelFileError
 from moegraph.gguf.hub import download, get_model
+from moegraph.gguf.hubcache import remove_model
 from moegraph.gguf.hubnames import HubName, choose_files, parse_hub_name
 from moegraph.gguf.resolve import resolve_draft, resolve_target
 
@@ -281,6 +285,49 @@ def test_tokens(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
         get_model(HubName(REPO))
     hub.gated = False
     assert get_model(HubName(REPO)).read_bytes() == DATA
+
+
+def test_models_are_listed_and_removed(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"M-Q8_0.gguf": b"12345", "M-IQ2_M-00001-of-00002.gguf": b"12",
+             "M-IQ2_M-00002-of-00002.gguf": b"3"}  # fmt: skip
+    hub.files["a/b"] = small
+    for name in (REPO, "a/b:Q8_0", "a/b:IQ2_M"):
+        get_model(parse_hub_name(name))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOEGRAPH_HF_REPO", REPO)
+
+    def told(*args: str) -> list[list[str]]:
+        done = CliRunner().invoke(main, ["models", *args])
+        assert done.exit_code == 0, done.output
+        return [line.split() for line in done.stdout.splitlines()]
+
+    day = time.strftime("%Y-%m-%d")
+    assert told() == [
+        ["hf:a/b:IQ2_M", "IQ2_M", "3", "B", day],
+        ["hf:a/b:Q8_0", "Q8_0", "5", "B", day],
+        ["*", f"hf:{REPO}:Q4_K_M", "Q4_K_M", "9.77", "MiB", day],
+    ]
+    assert told("rm", "a/b:IQ2_M") == []
+    assert [row[0] for row in told()] == ["hf:a/b:Q8_0", "*"]
+    assert get_model(parse_hub_name("a/b:Q8_0")).read_bytes() == b"12345"
+    told("rm", "hf:a/b:Q8_0", REPO)
+    assert told() == [["*", f"hf:{REPO}"]]
+    assert list((tmp_path / "cache").glob("models--*")) == []
+    for args, told_line in ((("rm", REPO), "not in the cache"), (("rm",), "rm NAME")):
+        done = CliRunner().invoke(main, ["models", *args])
+        assert done.exit_code in (2, 3) and told_line in done.stderr
+
+
+def test_removing_keeps_what_another_revision_or_file_has(hub: FakeHub) -> None:
+    old = get_model(HubName(REPO))
+    other = old.parents[1] / "older"
+    other.mkdir()
+    (other / FILE).symlink_to(old.resolve())
+    (old.parent / "same-Q8_0.gguf").symlink_to(old.resolve())
+    assert remove_model(HubName(REPO, "Q4_K_M")) == 0
+    assert not (other / FILE).exists() and (old.parent / "same-Q8_0.gguf").read_bytes() == DATA
 
 
 def test_a_disk_that_is_too_small(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
