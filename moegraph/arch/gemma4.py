@@ -90,10 +90,13 @@ class Gemma4(Architecture):
             self, n_embd_head_k=d, n_embd_head_v=d, n_rot=n_rot, rope_freq_base=base,
             rope_freq_scale=1.0,
         )  # fmt: skip
-        return tuple(
+        found = tuple(
             replace(window if n_swa else self, n_head_kv=n_head_kv)
             for n_swa, n_head_kv in zip(self.windows, self.heads_kv)
         )
+        for each in found:
+            each.__dict__["_each"] = found  # what it says of other layers is what the model says
+        return found
 
     def at(self, il: int) -> Gemma4:
         """Return the same with the heads and the rope of layer il."""
@@ -101,8 +104,8 @@ class Gemma4(Architecture):
 
     def layer(self, il: int) -> Layer:
         """Return what layer il keeps."""
-        n_swa = self.windows[il]
-        width = (self.n_embd_head_swa if n_swa else self.n_embd_head_k) * self.heads_kv[il]
+        n_swa, at = self.windows[il], self._each[il]
+        width = at.n_embd_head_k * at.n_head_kv
         mixer = "attention in a window" if n_swa else "attention"
         return Layer(mixer, kv=(width, width), window=n_swa or None)
 
@@ -128,7 +131,8 @@ class Gemma4(Architecture):
 
     def model_tensors(self) -> dict[str, Expected]:
         """Return what divides the frequencies of rope in layers without a window."""
-        return {} if all(self.windows) else {_FACTORS: vector(self.n_embd_head_k // 2)}
+        heads = [at.n_embd_head_k for at, n_swa in zip(self._each, self.windows) if not n_swa]
+        return {_FACTORS: vector(heads[0] // 2)} if heads else {}
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of layer il."""

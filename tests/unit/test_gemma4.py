@@ -58,10 +58,17 @@ def test_layers_with_a_window_have_heads_and_rope_of_their_own() -> None:
     assert (plain.at(0).rope_freq_base, plain.at(5).rope_freq_base) == (1e4, 1e6)
     assert (plain.at(0).rope_freq_scale, plain.at(5).rope_freq_scale) == (1.0, 0.25)
     assert [hp.layer(il).window for il in range(6)] == [32] * 5 + [None]
-    # the layers of a layer's own hyper-parameters, too
-    assert [hp.at(il).layer(il) == hp.layer(il) for il in range(6)] == [True] * 6
     assert [hp.layer(il).kv for il in (0, 5)] == [(128, 128), (128, 128)]
     assert (hp.embedding_scale, hp.attention_scale, hp.logit_softcap) == (16.0, 1.0, 30.0)
+
+
+def test_what_a_layer_has_says_of_others_what_the_model_says() -> None:
+    hp = read(attention__head_count_kv=[2] * 6)
+    assert [hp.layer(il).kv for il in (0, 5)] == [(128, 128), (256, 256)]
+    for at in map(hp.at, range(6)):
+        assert [at.layer(il) for il in range(6)] == [hp.layer(il) for il in range(6)]
+        assert [at.at(il) for il in range(6)] == [hp.at(il) for il in range(6)]
+        assert (at.model_tensors(), at.mixer_width) == (hp.model_tensors(), hp.mixer_width)
 
 
 @pytest.mark.parametrize("changes, kind, words", [
