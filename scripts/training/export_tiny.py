@@ -1,9 +1,10 @@
 """Write the trained model as GGUF, quantized by ggml's own functions.
 
-    python export_tiny.py CHECKPOINT TOKENIZER OUT.gguf --ggml LIBGGML_BASE
+    python export_tiny.py CHECKPOINT TOKENIZER OUT.gguf --ggml LIBGGML_BASE [--family gpt-oss]
 
-CHECKPOINT is train_tiny.py's checkpoint.safetensors, TOKENIZER tokenize_text.py's tokenizer.json,
-and LIBGGML_BASE a libggml-base shared library, whose ggml_quantize_chunk does the quantization.
+CHECKPOINT is train_tiny.py's checkpoint.safetensors, TOKENIZER tokenize_text.py's tokenizer.json or
+a model file that has the tokenizer, and LIBGGML_BASE a libggml-base shared library, whose
+ggml_quantize_chunk does the quantization.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import shape
 from gguf import GGMLQuantizationType as Type
 from mapping import entries, to_gguf
-from merge_mtp import finish
+from merge_mtp import copy_fields, finish
 from modelgen.gguf_write import add_key
 from safetensors import safe_open
 
@@ -33,12 +34,21 @@ BY_SUFFIX = {
     "ssm_out": Type.Q6_K, "ssm_beta": Type.Q8_0, "ssm_alpha": Type.Q8_0,
     "ffn_gate_shexp": Type.Q6_K, "ffn_up_shexp": Type.Q6_K, "ffn_down_shexp": Type.Q8_0,
 }  # fmt: skip
+# The experts of gpt-oss have MXFP4, as published.
+GPT_OSS = {
+    **BY_SUFFIX, "token_embd": Type.Q4_K, "attn_k": Type.Q5_K, "ffn_gate_exps": Type.MXFP4,
+    "ffn_up_exps": Type.MXFP4, "ffn_down_exps": Type.MXFP4,
+}  # fmt: skip
 NORMAL, CONTROL = 1, 3
 
 
-def tensor_type(name: str) -> Type:
+def tensor_type(name: str, arch: str) -> Type:
     """Return the type of a tensor in the file."""
     parts = name.split(".")
+    if parts[-1] == "bias":
+        return Type.F32
+    if arch == "gpt-oss":
+        return GPT_OSS.get(parts[-2], Type.F32)
     if parts[0] == "blk":
         il, stem = int(parts[1]), parts[2]
         if stem in ("ffn_gate_exps", "ffn_up_exps"):
@@ -74,6 +84,9 @@ class Quantizer:
 
 def add_tokenizer(writer: gguf.GGUFWriter, path: Path) -> None:
     """Write the vocabulary, merges, special tokens and chat template."""
+    if path.suffix == ".gguf":
+        copy_fields(gguf.GGUFReader(str(path)), writer, "tokenizer.")
+        return
     data = json.loads(path.read_text(encoding="utf-8"))
     vocab = data["model"]["vocab"] | {t["content"]: t["id"] for t in data["added_tokens"]}
     tokens = sorted(vocab, key=vocab.__getitem__)
@@ -94,9 +107,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, path: Path) -> None:
     writer.add_chat_template(shape.CHAT_TEMPLATE)
 
 
-def add_general(writer: gguf.GGUFWriter) -> None:
+def add_general(writer: gguf.GGUFWriter, name: str) -> None:
     """Write the keys that describe the model and the origin of its training text."""
-    writer.add_name("moegraph tiny")
+    writer.add_name(f"moegraph {name}")
     writer.add_description(
         "A small Mixture-of-Experts model of Python source, trained from scratch for tests and"
         " demonstrations; see scripts/training of moegraph."
@@ -110,19 +123,21 @@ def add_general(writer: gguf.GGUFWriter) -> None:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def write_model(checkpoint: Path, tokenizer: Path, out: Path, quantize: Quantizer) -> None:
+def write_model(
+    s: shape.Shape, checkpoint: Path, tokenizer: Path, out: Path, quantize: Quantizer
+) -> None:
     """Write the whole GGUF file."""
-    writer = gguf.GGUFWriter(str(out), "qwen35moe")
-    add_general(writer)
-    for key, value in shape.SHAPE.metadata().items():
+    writer = gguf.GGUFWriter(str(out), s.arch)
+    add_general(writer, out.stem)
+    for key, value in s.metadata().items():
         add_key(writer, key, value)
     add_tokenizer(writer, tokenizer)
     with safe_open(str(checkpoint), "pt") as state:
         unused = set(state.keys())
-        for entry in entries():
+        for entry in entries(s):
             unused.discard(entry.param)
             x = to_gguf(entry, state.get_tensor(entry.param).float().numpy())
-            kind = tensor_type(entry.gguf)
+            kind = tensor_type(entry.gguf, s.arch)
             if kind != Type.F32:
                 x = quantize(x, kind)
             writer.add_tensor(entry.gguf, x, raw_dtype=kind)
@@ -133,12 +148,14 @@ def write_model(checkpoint: Path, tokenizer: Path, out: Path, quantize: Quantize
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", choices=shape.SHAPES, default="qwen35moe")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--ggml", type=Path, required=True)
     args = parser.parse_args()
-    write_model(args.checkpoint, args.tokenizer, args.out, Quantizer(args.ggml))
+    s, quantizer = shape.SHAPES[args.family], Quantizer(args.ggml)
+    write_model(s, args.checkpoint, args.tokenizer, args.out, quantizer)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Names and layouts: transformers' qwen3_5_moe parameters against GGUF's qwen35moe tensors.
+"""Names and layouts: transformers' parameters against GGUF's tensors, for both small models.
 
 Shapes here are numpy order (slowest axis first), the reverse of ggml's.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from shape import SHAPE
+from shape import SHAPE, Shape
 
 NORM, DECAY, PLAIN = "norm", "decay", "plain"
 
@@ -20,6 +20,7 @@ class Entry:
     """The relation of one GGUF tensor to one transformers parameter.
 
     part: which half of the parameter's second axis (fused gate and up projections), or None.
+    turned: matrices lie [expert, in, out], with gate and up in turn on the last axis.
     v_axis: the axis along which value heads lie, or None; v_offset: where they begin on it;
     v_dim: entries a head. Transformers groups value heads by key head (head j reads key head
     j // r); ggml wants them tiled (head h reads key head h % n_k_heads).
@@ -33,6 +34,7 @@ class Entry:
     v_offset: int = 0
     v_dim: int = 1
     squeeze: bool = False
+    turned: bool = False
 
 
 def reorder_heads(x: np.ndarray, entry: Entry) -> np.ndarray:
@@ -47,7 +49,10 @@ def reorder_heads(x: np.ndarray, entry: Entry) -> np.ndarray:
 def to_gguf(entry: Entry, param: np.ndarray) -> np.ndarray:
     """Return the float32 content of a GGUF tensor from its transformers parameter."""
     x = param.astype(np.float32)
-    if entry.part is not None:
+    if entry.turned:
+        x = x if entry.part is None else x[..., entry.part :: 2]
+        x = x.swapaxes(1, -1)  # leaves a bias as it is
+    elif entry.part is not None:
         x = np.split(x, 2, axis=1)[entry.part]
     if entry.squeeze:
         x = x.squeeze(1) if x.ndim == 3 else x.squeeze(0)
@@ -96,14 +101,38 @@ _EXPERTS = [
     Entry("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
     Entry("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
 ]
+_GPT_OSS = [
+    Entry("attn_norm.weight", "input_layernorm.weight"),
+    Entry("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    Entry("attn_sinks.weight", "self_attn.sinks"),
+    *[
+        Entry(f"{ours}.{kind}", f"{theirs}.{kind}")
+        for ours, theirs in (
+            *((f"attn_{part}", f"self_attn.{part}_proj") for part in "qkv"),
+            ("attn_output", "self_attn.o_proj"),
+            ("ffn_gate_inp", "mlp.router"),
+        )
+        for kind in ("weight", "bias")
+    ],
+    *[
+        Entry(f"ffn_{ours}_exps.{kind}", f"mlp.experts.{theirs}{end}", part=part, turned=True)
+        for ours, theirs, part in (
+            ("gate", "gate_up_proj", 0),
+            ("up", "gate_up_proj", 1),
+            ("down", "down_proj", None),
+        )
+        for kind, end in (("weight", ""), ("bias", "_bias"))
+    ],
+]
 
 
-def entries() -> Iterator[Entry]:
-    """Yield every tensor of the model, in file order."""
+def entries(shape: Shape) -> Iterator[Entry]:
+    """Yield every tensor of a model, in file order."""
+    is_oss = shape.arch == "gpt-oss"
     yield Entry("token_embd.weight", "model.embed_tokens.weight")
-    yield Entry("output_norm.weight", "model.norm.weight", NORM)
+    yield Entry("output_norm.weight", "model.norm.weight", PLAIN if is_oss else NORM)
     yield Entry("output.weight", "lm_head.weight")
-    for il in range(SHAPE.n_layer):
-        mixer = _DELTANET if SHAPE.is_recurrent(il) else _ATTENTION
-        for one in (*_NORMS, *mixer, *_EXPERTS):
+    for il in range(shape.n_layer):
+        mixer = _DELTANET if shape.is_recurrent(il) else _ATTENTION
+        for one in _GPT_OSS if is_oss else (*_NORMS, *mixer, *_EXPERTS):
             yield replace(one, gguf=f"blk.{il}.{one.gguf}", param=f"model.layers.{il}.{one.param}")
