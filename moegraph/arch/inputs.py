@@ -85,9 +85,9 @@ class PassInputs:
 
     pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches; slots I32 [n_seqs], the
     recurrent states of the sequences; out_ids I32 [n_out], or None if n_out is 0; kq_mask F16
-    [n_kv, n_seq_tokens, 1, n_seqs]. With layers that have a window: window, their kv_idx, kv_rows
-    and kq_mask for as many positions as they need, and n_parts, in which a single row sums over
-    them on the CPU. With several sequences in the engine:
+    [n_kv, n_seq_tokens, 1, n_seqs]. With layers that have a window: window, their kv_idx, and
+    their pages, or kv_rows and kq_mask for as many positions as they need, and n_parts, in which a
+    single row sums over them on the CPU. With several sequences in the engine:
     kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
     I32 [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
     which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS

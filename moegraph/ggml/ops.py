@@ -421,7 +421,7 @@ class Builder:
 
     def paged_attn(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, rows: Tensor, page_size: int,
-        scale: float,
+        scale: float, sinks: Tensor | None = None, window: int = 0,
     ) -> Tensor:  # fmt: skip
         """Attention of rows of any sequences over keys and values in pages of a pool.
 
@@ -431,13 +431,14 @@ class Builder:
         them. rows I32 [36, n_rows], for each row: its sequence; n_past, the committed positions of
         the sequence; n_keys, the row's position + 1, or 0 for padding; a word that is not used;
         then 32 words for the row's own path: word i is the offset in rows, after the committed
-        ones, at which the key of position n_past + i is stored. Returns F32 [d * n_head, n_rows],
-        zeros for padding. A row's bits depend on its query and on its keys and values in order of
-        position, and on nothing else. On CUDA, d is 64, 128 or 256, at most 16 query heads share a
-        head of keys, and the result's memory has partial sums after its elements
-        (ggml_backend_buft_get_alloc_size).
+        ones, at which the key of position n_past + i is stored. sinks F32 [n_head]: scores without
+        values. window: positions that a row attends to, its own the last; 0: all. Returns F32
+        [d * n_head, n_rows], zeros for padding. A row's bits depend on its query and on its keys
+        and values in order of position, and on nothing else. On CUDA, d is 64, 128 or 256, at most
+        16 query heads share a head of keys, and the result's memory has partial sums after its
+        elements (ggml_backend_buft_get_alloc_size).
 
-        Source: native/ggml/include/moegraph.h, moegraph_attn.
+        Source: native/ggml/include/moegraph.h, moegraph_attn and moegraph_attn_add.
         """
         kinds = (C.GGML_TYPE_F16, C.GGML_TYPE_Q8_0, C.GGML_TYPE_Q4_0)
         d, n_head, n_rows, n_pages = q.ne[0], q.ne[1], q.ne[2], pages.ne[0]
@@ -458,9 +459,14 @@ class Builder:
             and page_size >= 16
             and page_size & (page_size - 1) == 0
             and n_pages * page_size <= MAX_ATTN_POSITIONS
+            and (sinks is None or (sinks.type, shape(sinks)) == (F32, (n_head, 1, 1, 1)))
+            and window >= 0
         )
         _require(ok, f"paged_attn(page_size={page_size})", q, k, v, pages, rows)
-        return C.moegraph_attn(self.ctx, q, k, v, pages, rows, page_size, scale)
+        out = C.moegraph_attn(self.ctx, q, k, v, pages, rows, page_size, scale)
+        if sinks is not None or window:
+            C.moegraph_attn_add(out, ffi.NULL if sinks is None else sinks, window)
+        return out
 
     def candidates(self, logits: Tensor, draws: Tensor) -> Tensor:
         """What a sampler needs of rows of logits.

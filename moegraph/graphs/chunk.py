@@ -93,18 +93,19 @@ class _Sizes:
         n_parts = 7 if n_seq > 1 else 3  # of a chunk; each is rounded up
         self.row = n_parts - (n_seq > 1) + (ROW_WORDS if is_paged else n_ctx // PAGE)
         n_columns = n_first = n_more = 0
+        most_seqs, n_pages = min(rounded_seqs(n_seq), MAX_SEQS), state.pool.table.shape[1]
         if window:  # patterns, rows and indices; a single row may have a mask in place of patterns
-            self.row += n_ctx // PAGE + 2
-            n_more, n_first = 3, window.most_columns(0, 1) * 3 // 2
-            n_columns = max(n_first, window.most_columns(0, min(rounded_seqs(n_seq), MAX_SEQS)))
-            n_columns += max_rows
+            self.row += 2 if is_paged else n_ctx // PAGE + 2
+            n_more, n_first = 3, n_pages if is_paged else window.most_columns(0, 1) * 3 // 2
+            n_columns = most_seqs * n_pages if is_paged else window.most_columns(0, most_seqs)
+            n_columns = max(n_first, n_columns) + max_rows
         n_parts += n_more
         self.current = round_up(max_rows * self.row, _ALIGN) + n_parts * _ALIGN + n_columns
         self.slot = _ALIGN
         self.draws = round_up(DRAW_WORDS, _ALIGN)
         self.kv_rows = n_ctx if n_seq > 1 else 0  # or lists of pages
         if is_paged:
-            self.kv_rows = min(rounded_seqs(n_seq), MAX_SEQS) * state.pool.table.shape[1]
+            self.kv_rows = most_seqs * n_pages
         self.n_chunks = -(-n_rows // max_rows) + MORE_CHUNKS
         self.all = round_up(n_rows * self.row, _ALIGN) + (3 + n_more) * _ALIGN * self.n_chunks
         if window:
@@ -245,6 +246,9 @@ class ChunkInputs:
         """Return the words of masks, rows and indices of layers with a window; see `_n_words`."""
         if not self._window:
             return 0, 0, 0
+        if self._is_paged:
+            n_pages = self._window.pages.shape[1]
+            return 0, round_up(n_pages * shape.n_seqs, _ALIGN), round_up(2 * n, _ALIGN)
         n_columns = self._window.columns(shape)[0]
         n_seen = n_columns // PAGE * shape.n_tokens
         if self._window.is_split(shape):
@@ -299,11 +303,13 @@ class ChunkInputs:
         slots, firsts = tuple(one.slot for one in padded), [one.first for one in padded]
         n_seen, n_rows, _ = self._window_words(n, shape)
         columns = window.positions(shape, firsts)
-        rows = window.rows(slots, columns).reshape(-1)
-        words[n_seen:][: rows.size] = rows
+        rows = window.pages[[*slots]] if self._is_paged else window.rows(slots, columns)
+        words[n_seen:][: rows.size] = rows.reshape(-1)
         idx = words[n_seen + n_rows :][: 2 * n].view(np.int64)
         idx[:] = self._state.ring_spare_row
         idx[: len(places)] = self._state.ring_rows(np.array(slots)[seqs], places)
+        if self._is_paged:
+            return
         if window.is_split(shape):
             words[:n_seen].view(np.float16)[: columns.size] = window.mask(columns[0], firsts[0])
             return
@@ -415,9 +421,14 @@ class ChunkInputs:
         if not window:
             return inp
         shape = shape._replace(n_kv=n_kv)
+        n_seen, n_rows, _ = self._window_words(n, shape)
+        if pages is not None:
+            at = parts.mask + round_up(ROW_WORDS * n, _ALIGN)
+            pages = leaf(at, I32, window.pages.shape[1], n_seqs)
+            kv_idx = leaf(at + n_rows, I64, n)
+            return replace(inp, window=replace(inp, kv_idx=kv_idx, pages=pages))
         at = parts.mask + round_up(n_kv // PAGE * shape.n_tokens, _ALIGN)
         n_columns, n_parts = window.columns(shape)
-        n_seen, n_rows, _ = self._window_words(n, shape)
         if window.is_split(shape):
             kq_mask = leaf(at, F16, n_columns, 1, 1, 1)
         else:

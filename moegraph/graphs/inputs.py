@@ -93,6 +93,7 @@ class InputBlock:
         self._n_embd = stage.hp.n_embd if self._embedding else 0
         self._n_expert_used = stage.hp.n_expert_used
         self._state = state = stage.state
+        self._n_pages = state.pool.table.shape[1]
         self._window = Window(state) if state.rings else None
         self._kept = stage.hidden_states
         n_rows = state.shape.n_rows
@@ -147,9 +148,8 @@ class InputBlock:
         if self._keeps(shape):
             found["hidden_rows"] = leaf(I32, (n_tokens,), "inp_hidden_rows", at.hidden_rows)
         if shape.is_paged:
-            n_pages = self._state.pool.table.shape[1]
-            found["pages"] = leaf(I32, (n_pages, shape.n_seqs), "inp_pages", at.attention)
-            rows_at = at.rows(shape, n_pages)
+            found["pages"] = leaf(I32, (self._n_pages, shape.n_seqs), "inp_pages", at.attention)
+            rows_at = at.rows(shape, self._n_pages)
             found["rows"] = leaf(I32, (ROW_WORDS, n_tokens), "inp_rows", rows_at)
         else:
             mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
@@ -163,11 +163,14 @@ class InputBlock:
         inp = PassInputs(pos, leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx), slots, **found)
         if not self._window:
             return inp
-        (n, n_parts), n_spans = self._window.columns(shape), len(b.spans)
         mask_at, rows_at, idx_at, _ = self._window_at(at, shape)
+        idx = leaf(I64, (n_tokens,), "inp_window_idx", idx_at)
+        if shape.is_paged:
+            pages = leaf(I32, (self._n_pages, shape.n_seqs), "inp_window_pages", rows_at)
+            return replace(inp, window=replace(inp, kv_idx=idx, pages=pages))
+        (n, n_parts), n_spans = self._window.columns(shape), len(b.spans)
         mask = leaf(F16, (n, shape.n_seq_tokens, 1, shape.n_seqs), "inp_window_mask", mask_at)
         rows = leaf(I32, (n * shape.n_seqs,), "inp_window_rows", rows_at)
-        idx = leaf(I64, (n_tokens,), "inp_window_idx", idx_at)
         spans(b, n, mask, 0, 1, 2, 3)
         spans(b, n, rows, 0, 1, 2, 3)
         bound(b, n_spans, n)
@@ -225,31 +228,33 @@ class InputBlock:
 
     def _end(self, at: _Layout, shape: PassShape) -> int:
         """Return how many bytes the inputs take."""
-        n_tokens = shape.n_seqs * shape.n_seq_tokens
-        if shape.n_kv == PAGED:
-            rows = at.rows(shape, self._state.pool.table.shape[1])
-            return rows + 4 * ROW_WORDS * n_tokens
         if self._window:
             return self._window_at(at, shape)[-1]
-        return at.mask(_n_gathered(self._state, shape)) + 2 * shape.n_kv * n_tokens
+        return self._attention_end(at, shape, shape.n_kv)
+
+    def _attention_end(self, at: _Layout, shape: PassShape, n_kv: int) -> int:
+        """Return where the inputs of layers without a window end."""
+        if shape.is_paged:
+            return at.rows(shape, self._n_pages) + 4 * ROW_WORDS * shape.n_tokens
+        return at.mask(_n_gathered(self._state, shape)) + 2 * n_kv * shape.n_tokens
 
     def _window_at(self, at: _Layout, shape: PassShape) -> tuple[int, int, int, int]:
         """Return where mask, rows and indices of layers with a window begin, and where they end.
 
-        They follow the mask of other layers. Where one graph serves all KV lengths, they are in the
-        same place for all of them.
+        They follow the mask of other layers, or their rows; with pages, lists of them are in place
+        of mask and rows. Where one graph serves all KV lengths, they are in the same place for all
+        of them.
         """
         n_kv = shape.n_kv
-        if not self._device.can.streams:
+        if not (self._device.can.streams or shape.is_paged):
             n_kv = self._state.shape.most_kv(shape.n_seqs)
-        mask_at = at.mask(_n_gathered(self._state, shape)) + 2 * n_kv * shape.n_tokens
-        n = 0
-        if self._window:
+        n, n_rows = 0, self._n_pages
+        if self._window and not shape.is_paged:
             is_split = self._window.is_split(shape)
             at_most = shape if is_split else shape._replace(n_kv=n_kv)
-            n = self._window.columns(at_most)[0]
-        starts = [round_up(mask_at, _ALIGN)]
-        for n_bytes in (2 * n * shape.n_tokens, 4 * n * shape.n_seqs, 8 * shape.n_tokens):
+            n = n_rows = self._window.columns(at_most)[0]
+        starts = [round_up(self._attention_end(at, shape, n_kv), _ALIGN)]
+        for n_bytes in (2 * n * shape.n_tokens, 4 * n_rows * shape.n_seqs, 8 * shape.n_tokens):
             starts.append(round_up(starts[-1] + n_bytes, _ALIGN))
         return starts[0], starts[1], starts[2], starts[3]
 
@@ -258,9 +263,9 @@ class InputBlock:
     ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Return mask, rows and indices of layers with a window, in the host block."""
         mask_at, rows_at, idx_at, _ = self._window_at(at, shape)
-        n = self._window.columns(shape)[0] if self._window else 0
+        n = self._window.columns(shape)[0] if self._window and not shape.is_paged else 0
         mask = self._region(mask_at, n * shape.n_tokens, np.float16)
-        rows = self._region(rows_at, n * shape.n_seqs, np.int32)
+        rows = self._region(rows_at, (n or self._n_pages) * shape.n_seqs, np.int32)
         return mask, rows, self._region(idx_at, shape.n_tokens, np.int64)
 
     def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
@@ -297,12 +302,17 @@ class InputBlock:
             kept = [self._kept.ring_rows(slot, past, n) for slot, past in zip(slots, pos0)]
             ring[:] = np.concatenate(kept)
             ring[n_real:] = self._kept.spare_row
-        if shape.n_kv == PAGED:
-            table = state.pool.table
-            n_pages = table.shape[1]
-            region(at.attention, n_pages * shape.n_seqs, np.int32)[:] = table[[*slots]].reshape(-1)
-            rows = region(at.rows(shape, n_pages), ROW_WORDS * n_tokens, np.int32)
+        if self._window:
+            seen, window_rows, idx = self._window_parts(at, shape)
+            idx[:] = self._kv_idx(slots, first + steps, tree, state.ring_rows, state.ring_spare_row)
+            idx[n_real:] = state.ring_spare_row
+        if shape.is_paged:
+            pages = region(at.attention, self._n_pages * shape.n_seqs, np.int32)
+            pages[:] = state.pool.table[[*slots]].reshape(-1)
+            rows = region(at.rows(shape, self._n_pages), ROW_WORDS * n_tokens, np.int32)
             fill_rows(rows, pos0, n, tree, n_pad)
+            if self._window:
+                window_rows[:] = self._window.pages[[*slots]].reshape(-1)
             return
         n_gathered = _n_gathered(state, shape)
         mask = region(at.mask(n_gathered), shape.n_kv * n_tokens, np.float16)
@@ -310,10 +320,7 @@ class InputBlock:
         fill_mask(mask, pos0, None if tree is None else tree.sees)
         if self._window:
             places = self._window.positions(shape, pos0)
-            seen, rows, idx = self._window_parts(at, shape)
-            rows[:] = self._window.rows(slots, places).reshape(-1)
-            idx[:] = self._kv_idx(slots, first + steps, tree, state.ring_rows, state.ring_spare_row)
-            idx[n_real:] = state.ring_spare_row
+            window_rows[:] = self._window.rows(slots, places).reshape(-1)
             seen = seen.reshape(*mask.shape[:2], -1)
             depths = None if tree is None else tree.depths
             fill_window(seen, mask, pos0, self._window.n, places, depths)

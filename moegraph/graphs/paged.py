@@ -1,7 +1,8 @@
 """What the paged attention op reads: the pages of each sequence, and where each row's keys are.
 
 The op takes K and V from the pool through the list of pages, so its graphs do not depend on how
-long the sequences are.
+long the sequences are. The ring of a sequence in a layer with a window is some pages that repeat:
+each row attends to the last ones of its positions, which no later position has overwritten.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _CHAIN = np.arange(ROW_WORDS - _PATH, dtype=np.int32)
 def can_page(stage: Stage) -> bool:
     """Return whether decode and verify passes read K and V through pages.
 
-    They do if the device has the op for this model; it has neither windows nor sinks. On the CPU,
-    llama.cpp's own op keeps the bits.
+    They do if the device has the op for the heads of this model. On the CPU, llama.cpp's own op
+    keeps the bits.
 
     Raises:
         ConfigError: they cannot, but a row's bits must not depend on the rows beside it.
@@ -40,34 +41,31 @@ def can_page(stage: Stage) -> bool:
         return False
     kinds, n_pages = {}, state.pool.table.shape[1]
     for il, k in state.k.items():
-        at = hp.at(il)
-        kinds[at.n_embd_head_k, at.n_head, at.n_head_kv] = k, state.v.get(il)
-    is_plain = not any(layer.window or layer.has_sinks for layer in map(hp.layer, state.k))
-    found = is_plain and all(
-        d % 32 == 0
-        and d <= MAX_ATTN_HEAD
-        and v is not None
-        and pages_are_supported(device, d, n_head, k, v, n_pages, PAGE)
-        for (d, n_head, _), (k, v) in kinds.items()
-    )
-    if device.is_invariant and not found:
-        what = f"heads of {hp.n_embd_head_k} keys and {hp.n_embd_head_v} values"
-        raise ConfigError(
-            f"--deterministic needs attention over pages, which {device.name} lacks for "
-            f"{what if is_plain else 'windows and sinks'}; drop it"
-        )
-    return found
+        at, window = hp.at(il), hp.layer(il).window or 0
+        kinds[at.n_embd_head_k, at.n_embd_head_v, at.n_head, window] = k, state.v.get(il)
+    for (d, d_v, n_head, window), (k, v) in kinds.items():
+        is_fit = d % 32 == 0 and d <= MAX_ATTN_HEAD
+        if is_fit and v and pages_are_supported(device, d, n_head, k, v, n_pages, PAGE, window):
+            continue
+        if device.is_invariant:
+            raise ConfigError(
+                f"--deterministic needs attention over pages, which {device.name} lacks for heads "
+                f"of {d} keys and {d_v} values; drop it"
+            )
+        return False
+    return True
 
 
 def pages_are_supported(
-    device: Device, d: int, n_head: int, k: Tensor, v: Tensor, n_pages: int, page_size: int
-) -> bool:
+    device: Device, d: int, n_head: int, k: Tensor, v: Tensor, n_pages: int, page_size: int,
+    window: int = 0,
+) -> bool:  # fmt: skip
     """Return whether a device has attention over lists of n_pages pages for heads of size d."""
     with Context(16, 16) as context:
         b = Builder(context, 16)
         q, pages = b.leaf(F32, (d, n_head, 1), "q"), b.leaf(I32, (n_pages, 1), "pages")
         rows = b.leaf(I32, (ROW_WORDS, 1), "rows")
-        out = b.paged_attn(q, k, v, pages, rows, page_size, 1.0)
+        out = b.paged_attn(q, k, v, pages, rows, page_size, 1.0, None, window)
         return bool(C.ggml_backend_supports_op(device.compute.ptr, out))
 
 

@@ -24,14 +24,20 @@ _SPLIT = 512  # fewest columns that ggml divides into parts
 
 
 class Window:
-    """The window of a stage's layers, and the columns of passes."""
+    """The window of a stage's layers, and the columns of passes.
+
+    pages: of the rings, for each sequence and position, I32 numpy [n_seq, n_pages].
+    """
 
     def __init__(self, state: State) -> None:
         self._state, self.n, self.ring = state, state.window, state.ring
+        n, (n_seq, n_pages) = state.ring // PAGE, state.pool.table.shape
+        pages = np.arange(n_seq)[:, None] * n + np.arange(n_pages) % n
+        self.pages: npt.NDArray[np.int32] = pages.astype(np.int32)
 
     def is_split(self, shape: PassShape) -> bool:
         """Return whether the columns of a pass are in parts."""
-        return shape.n_tokens == 1 and self._state.n_attention_parts > 0
+        return shape.n_tokens == 1 and self._state.n_attention_parts > 0 and not shape.is_paged
 
     def columns(self, shape: PassShape) -> tuple[int, int]:
         """Return how many columns a pass has for each sequence, and in how many parts."""
@@ -105,6 +111,10 @@ class WindowRow:
         """Write the inputs of a row; goes_on: it follows that of the last call."""
         (mask, rows, idx), window = self._parts, self._window
         idx[0] = slot * self._ring + first % self._ring
+        if self._shape.is_paged:
+            if not goes_on:
+                rows[:] = window.pages[slot]
+            return
         begin = max(0, first - window.n + 1) // PAGE * PAGE
         if goes_on and begin == self._begin and not self._is_split:
             mask[first - begin] = 0.0

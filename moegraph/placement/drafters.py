@@ -218,7 +218,7 @@ def _graph_bytes(hp: Architecture, n_rows: int, n_ctx: int) -> int:
     experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
     step = 4 * (12 * hp.n_embd + attention + 8 * kv + experts + 8 * hp.n_expert + 4 * hp.n_ff_shexp)
     logits = 4 * MAX_MTP_DRAFT * (hp.n_vocab + 4096)
-    return max(known, step + paged_scratch_bytes(hp, 1, n_ctx)) + logits + 2 * 16 * n_ctx
+    return max(known, step + paged_scratch_bytes(hp, 1)) + logits + 2 * 16 * n_ctx
 
 
 def longest_draft(config: EngineConfig, most: int) -> int:

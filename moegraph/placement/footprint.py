@@ -83,14 +83,14 @@ def needed_bytes(
     compute = rows * _row_bytes(hp) + masks + logits * config.n_seq
     drafted = config.n_seq * min(config.n_draft + 1, config.n_rows) if config.n_draft else 0
     inputs = masks + 4 * rows * (hp.n_embd + hp.n_expert_used + 8)
-    narrow = (_narrow_bytes(hp, n, padded, logits) for n in (config.n_seq, drafted))
+    narrow = (_narrow_bytes(hp, n, logits) for n in (config.n_seq, drafted))
     compute = max(compute, *(inputs + n_bytes for n_bytes in narrow))
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * n_kv * max((layer.kv[0] for layer in kept if layer.kv), default=0)
     if config.deterministic or not hp.adds_late:  # rows of single experts: `CarryBuffers`
         compute += 4 * hp.n_embd * hp.n_expert_used * (rows + sweep_rows(n_ubatch, padded) + 1)
-        compute += paged_scratch_bytes(hp, min(n_ubatch, _PLANNED_ROWS), padded)
+        compute += paged_scratch_bytes(hp, min(n_ubatch, _PLANNED_ROWS))
     if len(layers) < hp.n_layer:  # between stages
         compute += 4 * hp.n_embd * rows
     kv = [(layer.window, kv_bytes(layer, config.type_k, config.type_v)) for layer in kept]
@@ -228,12 +228,12 @@ def _row_bytes(hp: Architecture) -> int:
     return 4 * (hp.mixer_width + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
 
 
-def _narrow_bytes(hp: Architecture, n_tokens: int, n_ctx: int, logits: int) -> int:
+def _narrow_bytes(hp: Architecture, n_tokens: int, logits: int) -> int:
     """Return a bound for a decode or verify pass: a head row for each row, and paged attention.
 
     Its inputs come on top. logits: what a head row takes.
     """
-    scratch = paged_scratch_bytes(hp, min(n_tokens, MAX_PAGED_ROWS), n_ctx)
+    scratch = paged_scratch_bytes(hp, min(n_tokens, MAX_PAGED_ROWS))
     return n_tokens * (_row_bytes(hp) + logits) + scratch
 
 

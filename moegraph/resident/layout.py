@@ -26,8 +26,8 @@ PARTS = ("gate", "up", "gate_up", "down")
 MAX_PAGED_ROWS = 32
 # Fewest rows of verify passes that there is room for; more rows double the room until they fit.
 _MIN_DRAFT_ROWS = 32
-# Of attention over pages: steps in which splits grow, and splits of all heads of keys together.
-_SPLIT_LEVELS, _MOST_SPLITS = 6, 128
+# Of attention over pages: splits of all heads of keys together.
+_MOST_SPLITS = 128
 # Chunks that a sweep may have beyond the fewest: those beside other requests are short.
 MORE_CHUNKS = 512
 # Host memory of built graphs, with one sequence.
@@ -110,21 +110,13 @@ def ring_room(n_rows: int, n_seq: int) -> int:
     return n_seq * (MOST_BEHIND + n_rows) + 1 if n_seq else 0
 
 
-def paged_scratch_bytes(hp: Architecture, n_rows: int, n_ctx: int) -> int:
-    """Return a bound on what attention over pages needs beside its result.
+def paged_scratch_bytes(hp: Architecture, n_rows: int) -> int:
+    """Return what attention over pages needs beside its result.
 
-    Each row and head has a partial sum for each split of its positions: 32 << l positions each up
-    to position 512 << 2l (native/ggml/src/moegraph-attn.h), or as many splits as occupy a device.
+    Each row and head has room for a partial sum of each split of its positions, whatever its
+    length (native/ggml/src/ggml-cuda/moegraph-attn-plan.cuh).
     """
-    if hp.window:  # all layers attend by mask
-        return 0
-    n_splits = start = level = 0
-    while start < n_ctx:
-        end = n_ctx if level == _SPLIT_LEVELS - 1 else min(512 << 2 * level, n_ctx)
-        n_splits += -(-(end - start) // (32 << level))
-        start, level = end, level + 1
-    n_splits = max(n_splits, _MOST_SPLITS // hp.n_head_kv, 1)
-    n_sums = n_rows * hp.n_head * n_splits
+    n_sums = n_rows * hp.n_head * max(_MOST_SPLITS // hp.n_head_kv, 1)
     return round_up(4 * hp.n_embd_head_k * n_sums, 128) + round_up(8 * n_sums, 128)
 
 

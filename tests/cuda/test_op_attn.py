@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.attn_case import (
     KINDS,
+    MODEL,
     PADDING,
     Graph,
     Heads,
@@ -16,6 +17,7 @@ from helpers.attn_case import (
     check_bits,
     error,
     flash_attn,
+    in_window,
     make_case,
     mixture,
     moved,
@@ -109,6 +111,40 @@ def test_the_bits_of_a_row_depend_on_its_keys_alone(
         case = make_case(rng, rows, heads, (kind, kind), 32)
         assert same_bits(run(device, case), run(device, case))
         check_bits(device, case, rng, 12)
+
+
+# gpt-oss, and windows that are divided into few and into many splits of other sizes.
+WINDOWS = ((Heads(64, 64, 8), 128), (Heads(64, 8, 1), 1), (Heads(128, 16, 8), 700), (MODEL, 2500))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "window"), WINDOWS)
+def test_windows_in_rings_and_sinks(heads: Heads, window: int, kind: str, device: Device) -> None:
+    """Right, at most as far off as ggml's op, and the bits of a row in any company."""
+    rng = np.random.default_rng(window)
+    n_ring = -(-(window + 40) // 32) + 1
+    for rows in (
+        mixture(rng, 32, 10, 3000),
+        [*tree(rng, 0, 2500, 27), *chain(1, window, 5)],
+        [*chain(0, 992, 32), *chain(0, 1024, 32)],
+        chain(0, 1023, 1),
+    ):
+        case = in_window(rng, make_case(rng, rows, heads, (kind, kind), 32), window, n_ring)
+        got, expected = run(device, case), case.expected()
+        assert error(got, expected) < BOUND
+        i = next(i for i, row in enumerate(rows) if row.n_keys)
+        upstream = error(flash_attn(device, case, i), expected[i])
+        assert error(got[i], expected[i]) <= max(upstream, FLOAT32)
+        check_bits(device, case, rng, 12)
+
+
+def test_sinks_without_a_window(device: Device) -> None:
+    rng = np.random.default_rng(11)
+    for loud in (1.0, 30.0):  # the sink has most of the weight of some heads
+        case = make_case(rng, mixture(rng, 32, 10, 3000), WINDOWS[0][0], page_size=32)
+        case = in_window(rng, case, 0, loud=loud)
+        assert error(run(device, case), case.expected()) < BOUND
+        check_bits(device, case, rng, 6)
 
 
 def shared(rng: np.random.Generator) -> dict[str, list[Row]]:

@@ -48,7 +48,10 @@ PADDING = Row(0, 0, ())
 
 @dataclass(frozen=True)
 class Case:
-    """Queries, a pool, pages and rows. k, v: numpy [n_pool_rows, bytes]; q [row, head, d]."""
+    """Queries, a pool, pages and rows. k, v: numpy [n_pool_rows, bytes]; q [row, head, d].
+
+    window: positions that a row attends to, 0: all. sinks: numpy F32 [n_head], or None.
+    """
 
     kinds: tuple[str, str]
     d: int
@@ -60,6 +63,8 @@ class Case:
     q: Array
     k: Array
     v: Array
+    window: int = 0
+    sinks: Array | None = None
 
     @property
     def scale(self) -> float:
@@ -74,7 +79,7 @@ class Case:
 
     def gather(self, row: Row, part: int) -> Array:
         """Return a row's keys (part 0) or values (1) as float64 [position, head, element]."""
-        data = (self.k, self.v)[part][self.pool_rows(row)]
+        data = (self.k, self.v)[part][self.pool_rows(row)[-self.window :]]
         values = dequantize(self.kinds[part], data)
         return values.reshape(len(data), self.n_head_kv, self.d)
 
@@ -88,8 +93,12 @@ class Case:
             keys, values = self.gather(row, 0), self.gather(row, 1)
             q = self.q[i].astype(np.float64).reshape(self.n_head_kv, n_group, self.d)
             scores = np.einsum("hgd,phd->hgp", q, keys) * self.scale
-            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-            weights /= weights.sum(axis=2, keepdims=True)
+            most = scores.max(axis=2, keepdims=True)
+            weights = np.exp(scores - most)
+            total = weights.sum(axis=2, keepdims=True)
+            if self.sinks is not None:
+                total += np.exp(self.sinks.astype(np.float64).reshape(most.shape) - most)
+            weights /= total
             out[i] = np.einsum("hgp,phd->hgd", weights, values).reshape(self.n_head, self.d)
         return out
 
@@ -167,6 +176,16 @@ def draw(rng: np.random.Generator, kind: str, n: int, n_elements: int) -> Array:
     return blocks.reshape(n, -1)
 
 
+def in_window(
+    rng: np.random.Generator, case: Case, window: int, n_ring: int = 0, loud: float = 2.0
+) -> Case:
+    """Return a case with sinks and a window; n_ring: pages of a ring, which repeat."""
+    at = np.arange(case.pages.shape[1])
+    pages = case.pages[:, at % n_ring] if n_ring else case.pages
+    sinks = loud * rng.standard_normal(case.n_head).astype(np.float32)
+    return replace(case, window=window, pages=pages, sinks=sinks.astype(np.float32))
+
+
 def chain(seq: int, n_past: int, n: int) -> list[Row]:
     """Return n rows that follow one another."""
     return [Row(seq, n_past, tuple(range(i + 1))) for i in range(n)]
@@ -220,12 +239,16 @@ class Graph:
         ]
         pages = self._leaf("pages", I32, case.pages.shape[1], case.pages.shape[0])
         rows = self._leaf("rows", I32, ATTN_WORDS, n_rows)
-        self.out = b.expand(b.paged_attn(q, *pools, pages, rows, case.page_size, case.scale))
+        sinks = None if case.sinks is None else self._leaf("sinks", F32, n_head)
+        out = b.paged_attn(q, *pools, pages, rows, case.page_size, case.scale, sinks, case.window)
+        self.out = b.expand(out)
         memory = C.ggml_backend_alloc_ctx_tensors_from_buft(b.context.ptr, device.buft)
         self._stack.enter_context(Buffer(memory))
         self._stack.callback(C.mg_graph_forget, device.compute.ptr, b.graph)
         self.set("k", case.k)
         self.set("v", case.v)
+        if case.sinks is not None:
+            self.set("sinks", case.sinks)
 
     def __enter__(self) -> Graph:
         return self
@@ -274,7 +297,12 @@ def flash_attn(device: Device, case: Case, i: int) -> Array:
         b = Builder(stack.enter_context(Context(64, 64)), 64)
         q = b.leaf(F32, (case.d, 1, case.n_head, 1), "q")
         mask = b.leaf(F16, (n, 1, 1, 1), "mask")
-        data = [(q, case.q[i]), (mask, np.where(np.arange(n) < n_keys, 0, -np.inf))]
+        first, at = n_keys - min(case.window or n_keys, n_keys), np.arange(n)
+        data = [(q, case.q[i]), (mask, np.where((first <= at) & (at < n_keys), 0, -np.inf))]
+        sinks = None
+        if case.sinks is not None:
+            sinks = b.leaf(F32, (case.n_head,), "sinks")
+            data.append((sinks, case.sinks))
         parts = []
         for kind, pool in zip(case.kinds, (case.k, case.v)):
             dtype = TYPES[kind].ggml_id
@@ -285,7 +313,7 @@ def flash_attn(device: Device, case: Case, i: int) -> Array:
             gathered = np.zeros((n, pool.shape[1]), np.uint8)
             gathered[:n_keys] = pool[case.pool_rows(row)]
             data.append((whole, gathered))
-        out = b.expand(b.flash_attn(q, *parts, mask, case.scale))
+        out = b.expand(b.flash_attn(q, *parts, mask, case.scale, sinks=sinks))
         memory = C.ggml_backend_alloc_ctx_tensors_from_buft(b.context.ptr, device.buft)
         stack.enter_context(Buffer(memory))
         for tensor, array in data:
@@ -318,7 +346,7 @@ def moved(case: Case, rng: np.random.Generator) -> Case:
     alone = make_case(rng, chain(0, row.n_keys - 1, 1), heads, case.kinds, 16)
     there = alone.pool_rows(alone.rows[0])
     alone.k[there], alone.v[there] = case.k[at], case.v[at]
-    return replace(alone, q=case.q)
+    return replace(alone, q=case.q, window=case.window, sinks=case.sinks)
 
 
 def check_bits(device: Device, case: Case, rng: np.random.Generator, n_rows: int) -> None:

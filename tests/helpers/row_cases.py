@@ -29,7 +29,7 @@ from modelgen.blocks import TYPES
 
 # What the library's kernels for few rows read, and other types.
 OURS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-OTHERS = ("Q2_K", "Q3_K", "Q5_0", "IQ4_XS", "F16", "BF16")
+OTHERS = ("MXFP4", "Q2_K", "Q3_K", "Q5_0", "IQ4_XS", "F16", "BF16")
 N_EMBD, N_FF, N_EXPERT, N_USED = 2048, 512, 16, 8
 EPS = 1e-6
 

@@ -17,6 +17,7 @@ from helpers.attn_case import (
     check_bits,
     error,
     flash_attn,
+    in_window,
     make_case,
     mixture,
     moved,
@@ -52,11 +53,12 @@ def test_attention_is_that_of_float64(kind_k: str, kind_v: str, device: Device) 
 def test_the_error_is_at_most_that_of_ggmls_op(device: Device) -> None:
     rng = np.random.default_rng(5)
     for kind in KINDS:
-        case = make_case(rng, chain(0, 1000, 3), Heads(), (kind, kind))
-        got, expected = run(device, case), case.expected()
-        for i in range(3):
-            upstream = flash_attn(device, case, i)
-            assert error(got[i], expected[i]) <= error(upstream, expected[i])
+        plain = make_case(rng, chain(0, 1000, 3), Heads(), (kind, kind))
+        for case in (plain, in_window(rng, plain, 0), in_window(rng, plain, 300)):
+            got, expected = run(device, case), case.expected()
+            for i in range(3):
+                upstream = flash_attn(device, case, i)
+                assert error(got[i], expected[i]) <= error(upstream, expected[i])
 
 
 ENDS = [1, 15, 16, 17, 511, 512, 513, 2049, 8200]
@@ -87,6 +89,16 @@ def test_the_bits_of_a_row_depend_on_its_keys_alone(kind: str, device: Device) -
     """Not on the rows beside it, nor on padding, pages, or where the committed ones end."""
     rng = np.random.default_rng(8)
     case = make_case(rng, mixture(rng, 24, 8, 900), Heads(64, 4, 2), (kind, kind), 32)
+    check_bits(device, case, rng, 24)
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 256, 300])
+def test_windows_in_rings_and_sinks(window: int, device: Device) -> None:
+    """A row's bits follow from the positions in its window, which may begin anywhere."""
+    rng = np.random.default_rng(window)
+    case = make_case(rng, mixture(rng, 24, 8, 900), Heads(64, 4, 2), page_size=32)
+    case = in_window(rng, case, window, 12 if window else 0)  # 300 positions, and 32 rows
+    assert error(run(device, case), case.expected()) < BOUND
     check_bits(device, case, rng, 24)
 
 

@@ -11,7 +11,7 @@ from helpers.tree_shapes import TREES, path
 
 from moegraph.engine import Engine
 from moegraph.placement.footprint import lacking_bytes, sweep_rows
-from moegraph.resident.layout import PAGE, draft_room, paged_scratch_bytes
+from moegraph.resident.layout import PAGE, draft_room
 from moegraph.units import round_up
 
 Open = Callable[..., Engine]
@@ -84,13 +84,3 @@ def test_the_plan_counts_what_is_reserved(
         assert taken["compute_bytes"] <= plan["compute"] + lacking
         assert taken["state_bytes"] <= plan["state"]
         assert taken["kv_bytes"] <= plan["kv"]
-
-
-def test_long_contexts_need_room_for_partial_sums(open_engine: Open) -> None:
-    hp = open_engine("mini35b").hparams
-    sizes = [paged_scratch_bytes(hp, 4, n) for n in (256, 4096, 32768, 262144)]
-    assert sizes == sorted(sizes) and sizes[3] > 3 * sizes[1]
-    per_split = 4 * hp.n_head * (4 * hp.n_embd_head_k + 8)
-    for n_ctx, n_splits in ((512, 16), (2048, 40), (4096, 56), (262144, 504)):
-        n_splits = max(n_splits, 128 // hp.n_head_kv)
-        assert 0 <= paged_scratch_bytes(hp, 4, n_ctx) - per_split * n_splits < 256

@@ -164,10 +164,13 @@ def attend(
     """
     q, k, v = qkv
     n_spans = len(b.spans)
-    if hp.layer(il).window:
-        if inp.window is None or inp.window.kq_mask is None:
+    window = hp.layer(il).window or 0
+    if window:
+        if inp.window is None:
             raise InternalError("a pass lacks the inputs of layers with a window")
-        shape, inp = shape._replace(n_kv=inp.window.kq_mask.ne[0]), inp.window
+        inp = inp.window
+        if inp.kq_mask is not None:
+            shape = shape._replace(n_kv=inp.kq_mask.ne[0])
     if il in memory.rot_k:
         q = b.mul_mat_hadamard(memory.rot_k[il], q)
     k, v = _rotated(b, memory, k, v, il)
@@ -177,8 +180,9 @@ def attend(
     scale = hp.attention_scale
     if inp.pages is not None and inp.rows is not None:
         out = b.paged_attn(
-            q, memory.k[il], memory.v[il], inp.pages, inp.rows, memory.page_size, scale
-        )
+            q, memory.k[il], memory.v[il], inp.pages, inp.rows, memory.page_size, scale, sinks,
+            window,
+        )  # fmt: skip
     else:
         out = attend_by_mask(b, hp, memory, inp, shape, q, scale, il, sinks)
     if inp.n_parts is not None:

@@ -127,6 +127,11 @@ extern "C" {
             int                   page_size,
             float                 scale);
 
+    // Adds to a result of moegraph_attn what not all models have. sinks: F32 [n_head], contiguous, or NULL: for each head a
+    // score without a value, as ggml_flash_attn_ext_add_sinks has them. window: the positions that a row attends to, its own
+    // and those before it; 0: all. Pages of other positions need only be some rows of the pool.
+    GGML_API void moegraph_attn_add(struct ggml_tensor * attn, struct ggml_tensor * sinks, int window);
+
     // What a host needs of each row of logits to choose a token as samplers do, without the row itself. CPU and CUDA only.
     //
     // logits : F32 [n_vocab, n_rows], contiguous, n_rows <= MOEGRAPH_DRAW_ROWS

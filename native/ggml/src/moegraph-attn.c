@@ -43,6 +43,14 @@ struct ggml_tensor * moegraph_attn(
     return result;
 }
 
+void moegraph_attn_add(struct ggml_tensor * attn, struct ggml_tensor * sinks, int window) {
+    GGML_ASSERT(attn->op == GGML_OP_MOEGRAPH_ATTN && window >= 0);
+    GGML_ASSERT(sinks == NULL || (sinks->type == GGML_TYPE_F32 && ggml_is_contiguous(sinks) &&
+        ggml_nelements(sinks) == attn->src[0]->ne[1]));
+    attn->op_params[2] = window;
+    attn->src[5]       = sinks;
+}
+
 struct moegraph_attn_pool moegraph_attn_pool_of(const struct ggml_tensor * op) {
     struct moegraph_attn_pool pool;
     pool.pages     = (const int32_t *) op->src[3]->data;

@@ -56,6 +56,11 @@ MOEGRAPH_ATTN_CALL int moegraph_attn_pool_row(
     return (int) (at < end ? at : end);
 }
 
+// The first position that a row with n_keys attends to; window: see moegraph_attn_add.
+MOEGRAPH_ATTN_CALL int moegraph_attn_first(const int n_keys, const int window) {
+    return window > 0 && n_keys > window ? n_keys - window : 0;
+}
+
 // The number of keys of a row: its own word, 0 if its sequence is none, never more than the pages hold.
 MOEGRAPH_ATTN_CALL int moegraph_attn_n_keys(const struct moegraph_attn_pool pool, const int32_t * row) {
     const int n_keys   = row[MOEGRAPH_ATTN_N_KEYS];

@@ -64,6 +64,7 @@ void moegraph_compute_forward_attn(const struct ggml_compute_params * params, st
     const struct moegraph_attn_pool pool = moegraph_attn_pool_of(dst);
     const int d = (int) q->ne[0], n_head = (int) q->ne[1], n_rows = (int) q->ne[2];
     const int n_group = n_head/(int) (dst->src[1]->ne[0]/d);
+    const float * sinks = dst->src[5] != NULL ? (const float *) dst->src[5]->data : NULL;
 
     struct moegraph_attn_sums sums;
     for (int i = params->ith; i < n_rows*n_head; i += params->nth) {
@@ -76,16 +77,20 @@ void moegraph_compute_forward_attn(const struct ggml_compute_params * params, st
         sums.max = -INFINITY;
         sums.sum = 0.0f;
         memset(sums.total, 0, d*sizeof(float));
-        for (int begin = 0; begin < n_keys; begin += MOEGRAPH_ATTN_SPLIT) {
-            const int end = MIN(begin + MOEGRAPH_ATTN_SPLIT, n_keys);
+        // splits begin at multiples of their size wherever a window does
+        for (int begin = moegraph_attn_first(n_keys, dst->op_params[2]), end; begin < n_keys; begin = end) {
+            end = MIN((begin/MOEGRAPH_ATTN_SPLIT + 1)*MOEGRAPH_ATTN_SPLIT, n_keys);
             for (int p = begin; p < end; ++p) {
                 sums.at[p - begin] = moegraph_attn_pool_row(
                     pool, row, row[MOEGRAPH_ATTN_SEQ], row[MOEGRAPH_ATTN_N_PAST], p);
             }
             moegraph_attn_add_split(dst, q_i, head/n_group, end - begin, &sums);
         }
+        const float most  = sinks != NULL ? fmaxf(sums.max, sinks[head]) : sums.max;
+        const float scale = expf(sums.max - most);
+        const float sum   = sums.sum*scale + (sinks != NULL ? expf(sinks[head] - most) : 0.0f);
         for (int j = 0; j < d; ++j) {
-            out[j] = n_keys > 0 ? sums.total[j]/sums.sum : 0.0f;
+            out[j] = n_keys > 0 ? sums.total[j]*scale/sum : 0.0f;
         }
     }
 }

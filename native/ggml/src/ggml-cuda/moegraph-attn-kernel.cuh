@@ -17,6 +17,7 @@
 
 constexpr float MOEGRAPH_ATTN_BOOST = 10.0f; // weights are at most 2 to this: the small ones stay normal in half
 constexpr float MOEGRAPH_ATTN_LOG2E = 1.4426950408889634f;
+constexpr float MOEGRAPH_ATTN_LEAST = -1e30f; // below all scores: a window may hide all of a tile
 
 // Shared memory of a block; what is behind it: a ring of slots.
 struct moegraph_attn_smem {
@@ -186,9 +187,11 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
             const int  r    = col/args.n_group;
             const int  row  = moegraph_attn_row_of(unit, min(r, unit.n_rows - 1));
             const int  head = blockIdx.y*args.n_group + col - r*args.n_group;
-            const bool has  = r < unit.n_rows && plan.n_keys[row] > unit.begin; // else its row ends before this split
+            const int  at   = unit.split - moegraph_attn_first(plan.n_keys[row], args.window)/plan.size[row];
+            // else its row ends before this split, or begins behind it
+            const bool has  = r < unit.n_rows && plan.n_keys[row] > unit.begin && at >= 0;
             smem.place[(turn % 2*args.n_tiles)*MOEGRAPH_ATTN_COLS + col] =
-                has ? ((moegraph_attn_first_row() + row)*args.n_head + head)*args.n_splits + unit.split : -1;
+                has ? ((moegraph_attn_first_row() + row)*args.n_head + head)*args.n_splits + at : -1;
             smem.n_keys[col] = plan.n_keys[row];
             smem.query[col]  = r < unit.n_rows ?
                 (int) (((moegraph_attn_first_row() + row)*args.q_row + head*args.q_head)/16) : -1;
@@ -201,7 +204,7 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
         for (int c = 0; c < NC; ++c) {
 #pragma unroll
             for (int x = 0; x < 2; ++x) {
-                max[c][x] = -INFINITY;
+                max[c][x] = MOEGRAPH_ATTN_LEAST;
 #pragma unroll
                 for (int k = 0; k < n_keys; ++k) {
                     sum[c][k][x] = 0.0f;
@@ -278,19 +281,21 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
     // Positions that a column does not see get no weight. begin, n: the tile; n_all: positions that all rows have.
     template <int N> __device__ __forceinline__ void hide(const int begin, const int n, const int n_all) {
         const bool same = begin + n <= n_all;
-        if (same && n == MOEGRAPH_ATTN_TILE) {
+        if (same && n == MOEGRAPH_ATTN_TILE && args.window == 0) {
             return;
         }
 #pragma unroll
         for (int c = 0; c < N; ++c) {
 #pragma unroll
             for (int x = 0; x < 2; ++x) {
-                const int most = same ? n : min(n, at_column(smem.n_keys, 0, c)[x] - begin);
+                const int n_keys_c = at_column(smem.n_keys, 0, c)[x];
+                const int least    = moegraph_attn_first(n_keys_c, args.window) - begin;
+                const int most     = same ? n : min(n, n_keys_c - begin);
 #pragma unroll
                 for (int k = 0; k < n_keys; ++k) {
                     const int i = 16*(rank*n_keys + k) + lane/4;
-                    s[c][k][x]     = i < most ? s[c][k][x] : -INFINITY;
-                    s[c][k][x + 2] = i + 8 < most ? s[c][k][x + 2] : -INFINITY;
+                    s[c][k][x]     = i >= least && i < most ? s[c][k][x] : -INFINITY;
+                    s[c][k][x + 2] = i + 8 >= least && i + 8 < most ? s[c][k][x + 2] : -INFINITY;
                 }
             }
         }

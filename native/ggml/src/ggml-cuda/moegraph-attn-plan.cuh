@@ -7,17 +7,13 @@
 
 // A row's keys are summed in splits of one size, the least multiple of 32 for which they are no more than this number,
 // divided by the number of heads of keys. So the splits of one row occupy a large device once, whatever their length.
+// They begin at multiples of their size, also where a window begins between two of these: so the size, and which positions
+// are summed together, follow from the row's own position.
 #define MOEGRAPH_ATTN_SPLITS 128
 
 // The most splits of a row.
 static __host__ __device__ __forceinline__ int moegraph_attn_most_splits(const int n_head_kv) {
     return n_head_kv < MOEGRAPH_ATTN_SPLITS ? MOEGRAPH_ATTN_SPLITS/n_head_kv : 1;
-}
-
-// Positions of a split of a row with n_keys and at most n_splits.
-static __host__ __device__ __forceinline__ int moegraph_attn_split_size(const int n_keys, const int n_splits) {
-    const int n = 32*n_splits;
-    return n_keys > n ? 32*((n_keys + n - 1)/n) : 32;
 }
 
 // Rows that are planned together: a lane has one. Blocks of another z have the rows after them.
@@ -35,7 +31,9 @@ struct moegraph_attn_args {
     moegraph_attn_pool pool;
     int64_t            q_head;    // strides in bytes
     int64_t            q_row;
+    const float      * sinks;     // of each head of queries, or nullptr
     float              scale;
+    int                window;    // positions that a row attends to; 0: all
     int                n_rows;
     int                n_head;
     int                n_head_kv;
@@ -49,6 +47,13 @@ struct moegraph_attn_args {
     bool               refined_p; // so are weights
     bool               early;     // rows and pages may be read before the preceding kernel has ended
 };
+
+// Positions of a split of a row with n_keys. A window may begin within a split: then there is one more.
+static __device__ __forceinline__ int moegraph_attn_split_size(const moegraph_attn_args & args, const int n_keys) {
+    const int n_seen = n_keys - moegraph_attn_first(n_keys, args.window);
+    const int n      = 32*(args.n_splits - (args.window > 0 ? 1 : 0));
+    return n_seen > n ? 32*((n_seen + n - 1)/n) : 32;
+}
 
 // Some rows of a sequence and one split of their positions. Row i of the unit is bit first + i of members.
 struct moegraph_attn_unit {
@@ -134,7 +139,8 @@ static __device__ __forceinline__ void moegraph_attn_make_plan(
         n_past = max(0, min(row[MOEGRAPH_ATTN_N_PAST], n_keys));
         seq    = n_keys > 0 ? row[MOEGRAPH_ATTN_SEQ] : seq;
     }
-    const int      size   = moegraph_attn_split_size(n_keys, args.n_splits);
+    const int      size   = moegraph_attn_split_size(args, n_keys);
+    const int      begin  = moegraph_attn_first(n_past, args.window)/size; // no row of the group has an earlier split
     unsigned group = 1u << lane, family = group;
     int      leader = lane;
     if (n_rows > 1) {
@@ -143,10 +149,10 @@ static __device__ __forceinline__ void moegraph_attn_make_plan(
         leader = moegraph_attn_find_leader(args, group, n_past, n_keys);
         family = __match_any_sync(0xFFFFFFFF, leader);
     }
-    const int common = family == group ? 0 : n_past/size;
+    const int common = family == group ? begin : n_past/size;
     int n_common = 0, n = 0;
     if (lane == __ffs(group) - 1) {
-        n_common = common*moegraph_attn_divide_up(__popc(group), args.n_chunk);
+        n_common = (common - begin)*moegraph_attn_divide_up(__popc(group), args.n_chunk);
         n        = n_common;
     }
     if (lane == leader) {
@@ -187,7 +193,7 @@ static __device__ __forceinline__ moegraph_attn_unit moegraph_attn_find_unit(
     const int split     = u/n_chunks;
     unit.first  = (u - split*n_chunks)*args.n_chunk;
     unit.n_rows = min(args.n_chunk, n_members - unit.first);
-    unit.split  = split + (in_common || family == group ? 0 : n_past/size);
+    unit.split  = split + (in_common || family == group ? moegraph_attn_first(n_past, args.window) : n_past)/size;
     unit.begin  = unit.split*size;
     unit.end    = min(unit.begin + size, plan.n_keys[unit.row]);
     unit.n_all  = in_common || n_members == 1 ? unit.end : n_past;

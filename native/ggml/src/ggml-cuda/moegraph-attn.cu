@@ -13,13 +13,13 @@ constexpr int MOEGRAPH_ATTN_SUM_THREADS = 256;
 constexpr int MOEGRAPH_ATTN_SUM_BATCH   = 8; // partial sums that a thread loads at once
 
 // The weights of the splits of a row and head, split lane + 32*j in weights[j]; refined: without the sums of the splits'
-// own weights. Returns the sum of all weights. By each warp.
+// own weights. Returns the sum of all weights, and of the sink's. By each warp.
 template <bool refined>
 static __device__ __forceinline__ float moegraph_attn_weigh_splits(
-        const float2 * max_sum, const int n, float weights[MOEGRAPH_ATTN_SPLITS/32]) {
+        const float2 * max_sum, const int n, const float sink, float weights[MOEGRAPH_ATTN_SPLITS/32]) {
     constexpr float log2e = 1.4426950408889634f;
     float2 x[MOEGRAPH_ATTN_SPLITS/32];
-    float  most = -INFINITY, total = 0.0f;
+    float  most = sink, total = 0.0f;
 #pragma unroll
     for (int j = 0; j < MOEGRAPH_ATTN_SPLITS/32; ++j) {
         const int i = threadIdx.x % 32 + 32*j;
@@ -40,7 +40,7 @@ static __device__ __forceinline__ float moegraph_attn_weigh_splits(
     for (int offset = 16; offset > 0; offset /= 2) {
         total += __shfl_xor_sync(0xFFFFFFFF, total, offset);
     }
-    return total;
+    return total + exp2f((sink - most)*log2e);
 }
 
 // Eight elements of a partial sum, as they are stored: floats if refined, else halves.
@@ -94,7 +94,9 @@ static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph
     ggml_cuda_pdl_sync();
     ggml_cuda_pdl_lc();
     const int n_keys = moegraph_attn_n_keys(args.pool, args.rows + blockIdx.x/args.n_head*MOEGRAPH_ATTN_WORDS);
-    const int n      = moegraph_attn_divide_up(n_keys, moegraph_attn_split_size(n_keys, args.n_splits));
+    const int size   = moegraph_attn_split_size(args, n_keys);
+    const int n      = moegraph_attn_divide_up(n_keys, size) - moegraph_attn_first(n_keys, args.window)/size;
+    const float sink = args.sinks != nullptr ? args.sinks[blockIdx.x % args.n_head] : -INFINITY;
     const int64_t first = (int64_t) blockIdx.x*args.n_splits;
 
     float weights[MOEGRAPH_ATTN_SPLITS/32], total = 0.0f, sum[8] = {};
@@ -110,7 +112,7 @@ static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph
                 }
             }
             if (j0 == 0) {
-                total = moegraph_attn_weigh_splits<refined>(args.max_sum + first, n, weights);
+                total = moegraph_attn_weigh_splits<refined>(args.max_sum + first, n, sink, weights);
             }
 #pragma unroll
             for (int j = 0; j < n_batch; ++j) {
@@ -173,6 +175,7 @@ bool moegraph_attn_supported(const int device, const ggml_tensor * dst) {
     }
     return turing_mma_available(ggml_cuda_info().devices[device].cc) &&
         (q->ne[0] == 64 || q->ne[0] == 128 || q->ne[0] == 256) && q->ne[1]/n_head_kv <= 16 &&
+        (ggml_get_op_params_i32(dst, 2) == 0 || moegraph_attn_most_splits(n_head_kv) > 1) &&
         q->nb[1] % 16 == 0 && q->nb[2] % 16 == 0;
 }
 
@@ -216,7 +219,9 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     args.pool      = moegraph_attn_pool_of(dst);
     args.q_head    = q->nb[1];
     args.q_row     = q->nb[2];
+    args.sinks     = dst->src[5] != nullptr ? (const float *) dst->src[5]->data : nullptr;
     args.scale     = ggml_get_op_params_f32(dst, 0);
+    args.window    = ggml_get_op_params_i32(dst, 2);
     args.n_head    = (int) q->ne[1];
     args.n_head_kv = (int) (k->ne[0]/d);
     args.n_group   = args.n_head/args.n_head_kv;
