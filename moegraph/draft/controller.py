@@ -17,7 +17,7 @@ from ..placement.draftprice import PRIORS
 from ..resident.layout import USUAL_MTP_DRAFT
 from .accounts import Accounts
 from .drafter import Draft, Drafter, confidence
-from .estimates import FEW, HOPE, REFRESH, Known, PassTimes
+from .estimates import FEW, HOPE, Known, PassTimes
 from .plan import PLAIN, DraftSettings, Growth, Plan, Shape, Source, SpecStats, Step, grow
 from .shared import SharedPasses, expected
 from .tree import DDTree
@@ -56,7 +56,7 @@ class Controller:
         self._absent: Collection[str] = ()  # drafters without a draft in this step
         self._accounts = Accounts()
         self._n_steps = 0
-        self._since_plain = self._since_plan = 0  # steps
+        self._since_plan = 0  # steps
         self._was_trial = False  # the last step
         self._stats = SpecStats()
         self._shared = SharedPasses(settings.is_timed)
@@ -74,7 +74,7 @@ class Controller:
         best, is_known = usable[0], self.passes.is_known
         if self.settings.is_fixed and (is_known or self.settings.gives_length):
             plan = self._fixed_plan(best)
-        elif not is_known or self._accounts.is_doubtful or self._since_plain >= REFRESH:
+        elif not is_known or self._accounts.is_doubtful:
             return PLAIN
         elif free := [d for d in usable if d.source.is_free]:  # `shape` judges its draft
             plan = Plan(free[0].source.name, free[0].most)
@@ -266,13 +266,12 @@ class Controller:
         if drafter:
             if step.seconds and passes.plain_s:
                 self._learn_times(step, drafter)
-            self._since_plain += step.n_rows > 1
             if step.n_spine:
                 drafter.acceptance.observe(step.ranks, step.log_p)
         elif step.seconds:
             self._accounts.book(passes.plain_s, step.seconds, 0.0, self._pays)
             passes.observe(1, step.seconds, step.n_missing, self._accounts.is_doubtful)
-            self._since_plain, self._accounts.is_confirmed = 0, True
+            self._accounts.is_confirmed = True
         self._was_trial = step.is_trial
         self._n_steps += 1
         self._since_plan += 1

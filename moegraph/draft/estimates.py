@@ -25,8 +25,6 @@ OUTLIER = 1.5
 # Standard deviations by which the rates of a drafter may well be higher than they seem. All rates
 # of a draft are that high at once, so this is not a small hope.
 HOPE = 1.5
-# Steps with drafts between those that measure what steps without take now.
-REFRESH = 128
 
 
 class Acceptance:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from ..resident.layout import MAX_PAGED_ROWS
 from ..units import octave
 from .accounts import SHARE
-from .estimates import FEW, HOPE, MEMORY, OUTLIER, REFRESH, Known, PassTimes
+from .estimates import FEW, HOPE, MEMORY, OUTLIER, Known, PassTimes
 from .plan import PLAIN, Plan, grow
 
 # What each further sequence adds to a draft for several at once, as a share of one for a sequence:
 # the weights are read once.
 _FURTHER = 0.2
+# Most passes with drafts between those that measure what passes without take now.
+_REFRESH = 128
 
 
 @dataclass
@@ -90,7 +92,7 @@ class SharedPasses:
                 gained = n_tokens / n_seqs - min(seconds / known.plain_s, 3 * OUTLIER)
                 known.credit = min(known.credit + gained + SHARE, 2.0 * FEW)
             if known.n_drafted >= known.refresh:
-                known.n_plain, known.refresh = 0, min(2 * known.refresh, REFRESH)
+                known.n_plain, known.refresh = 0, min(2 * known.refresh, _REFRESH)
             return
         known.n_plain, known.n_drafted = known.n_plain + 1, 0
         known.credit = min(known.credit + SHARE, 2.0 * FEW)
