@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from helpers.tree_shapes import TREES, path
 
 from moegraph.arch.base import Layer
 from moegraph.arch.blocks.attention import attention_layer
-from moegraph.arch.inputs import PassShape
+from moegraph.arch.inputs import PAGED, PassShape
 from moegraph.arch.qwen3moe import Qwen3Moe
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled
@@ -175,12 +176,19 @@ def test_rings_that_wrap_take_drafts_and_go_back_to_marks(
         np.testing.assert_array_equal(rows, wanted[mark : mark + 20])
 
 
+def ring_of(n: int, **state: int) -> Any:
+    """Return the state of two sequences with rings of n positions, as `Window` needs it."""
+    pool = SimpleNamespace(table=np.zeros((2, 16), np.int32))
+    return SimpleNamespace(
+        ring=n, pool=pool, ring_rows=lambda slots, at: slots * n + at % n, **state
+    )
+
+
 @pytest.mark.parametrize(("window", "n_parts"), [(1, 2), (5, 16), (32, 5), (300, 2), (300, 16)])
 def test_columns_of_a_single_row_are_summed_in_the_parts_of_all_positions(
     window: int, n_parts: int
 ) -> None:
-    state = SimpleNamespace(window=window, n_attention_parts=n_parts, n_ctx=4096, ring=512)
-    columns = Window(state)
+    columns = Window(ring_of(512, window=window, n_attention_parts=n_parts))
     for n_kv in range(PAGE, 4097, PAGE):
         rows = columns.columns(PassShape(9, 1, n_kv, 1))[0]
         assert rows == n_kv if n_kv <= window else window + 8 <= rows <= n_kv
@@ -203,9 +211,8 @@ def test_columns_of_a_single_row_are_summed_in_the_parts_of_all_positions(
 @pytest.mark.parametrize("n_parts", [0, 2])
 @pytest.mark.parametrize("window", [1, SHORT, PAGE, LONG])
 def test_a_row_that_goes_on_changes_what_a_new_one_writes(window: int, n_parts: int) -> None:
-    state = SimpleNamespace(window=window, n_attention_parts=n_parts, n_ctx=2048, ring=768)
-    state.ring_rows = lambda slots, positions: slots * 768 + positions % 768
-    columns, shape = Window(state), PassShape(1, 1, 2048, 1)
+    columns = Window(ring_of(768, window=window, n_attention_parts=n_parts))
+    shape = PassShape(1, 1, 2048, 1)
     n = columns.columns(shape)[0]
     found, fresh = (
         (np.zeros(n, np.float16), np.zeros(n, np.int32), np.zeros(1, np.int64)) for _ in range(2)
@@ -218,6 +225,19 @@ def test_a_row_that_goes_on_changes_what_a_new_one_writes(window: int, n_parts: 
         np.testing.assert_array_equal(found[0], fresh[0])
         np.testing.assert_array_equal(found[1][is_seen], fresh[1][is_seen])
         assert found[2][0] == fresh[2][0] == 768 + first % 768
+
+
+def test_a_paged_row_lists_the_pages_of_its_ring_once() -> None:
+    window = Window(ring_of(3 * PAGE, window=PAGE, n_attention_parts=2))
+    rows, idx = np.zeros(16, np.int32), np.zeros(1, np.int64)
+    shape = PassShape(1, 1, PAGED, 1)
+    row = WindowRow(window, shape, np.zeros(0, np.float16), rows, idx)
+    row.move_to(1, 5 * PAGE + 7, goes_on=False)
+    assert rows.tolist() == [3 + page % 3 for page in range(16)]
+    rows[:] = -1
+    row.move_to(1, 5 * PAGE + 8, goes_on=True)
+    assert (set(rows.tolist()), idx[0]) == ({-1}, 3 * PAGE + 2 * PAGE + 8)
+    assert not window.is_split(shape) and window.is_split(shape._replace(n_kv=2048))
 
 
 def test_a_layer_with_a_window_takes_as_much_as_it_needs(open_engine: Open, window: int) -> None:
