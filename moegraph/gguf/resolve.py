@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..events import Progress
 
 _MODELS = Path(__file__).resolve().parent.parent / "models"
-SHIPPED = {"tiny": "tiny.gguf"}
+SHIPPED = {"tiny": "tiny.gguf", "tiny-oss": "tiny-oss.gguf"}
 _DRAFTERS = {"tiny.gguf": "tiny-dflash.gguf"}
 
 

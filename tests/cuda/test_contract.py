@@ -244,7 +244,7 @@ def test_free_running_texts_part_from_upstreams_at_most_twice_as_often_as_its_ow
     report.judge("all texts", [parting_difference(*every)])
 
 
-@pytest.mark.parametrize("name", ("tiny", "kquant40", "mini35b", *FAMILIES))
+@pytest.mark.parametrize("name", ("tiny", "tiny-oss", "kquant40", "mini35b", *FAMILIES))
 def test_the_cpu_and_the_device_agree_as_upstreams_do(
     name: str, models: Models, upstream: Upstream, report: Report
 ) -> None:

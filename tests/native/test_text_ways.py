@@ -12,10 +12,10 @@ from helpers.text_ways import all_ways, prompts_of, reference
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.ggml.device import Device
+from moegraph.gguf import resolve_target
 from moegraph.graphs import chunk
 from moegraph.runner import base
 
-TINY = Path(__file__).parents[2] / "moegraph" / "models" / "tiny.gguf"
 HELD_OUT = Path(__file__).parents[1] / "data" / "heldout.py.txt"
 SETTINGS: dict[str, Any] = {"device": "cpu", "cpu_reference": True, "n_threads": 1}
 LENGTHS = (5, 33, 70, 130)
@@ -36,21 +36,23 @@ def over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def source() -> list[int]:
-    with Engine.load(TINY, EngineConfig(device="cpu", n_ctx=256)) as engine:
+    with Engine.load("tiny", EngineConfig(device="cpu", n_ctx=256)) as engine:
         return engine.tokenizer.encode(HELD_OUT.read_text("utf-8")[:8000])
 
 
-def check(place: str) -> None:
-    ids = source()
-    wanted = reference(TINY, SETTINGS, prompts_of(ids, LENGTHS), 8, 512, ids[:17])
-    for found in all_ways(TINY, SETTINGS, wanted, 8, 512, [place], [64]):
+def check(place: str, name: str = "tiny") -> None:
+    ids, path = source(), resolve_target(name)
+    wanted = reference(path, SETTINGS, prompts_of(ids, LENGTHS), 8, 512, ids[:17])
+    for found in all_ways(path, SETTINGS, wanted, 8, 512, [place], [64]):
         assert found.differ == [], found.name
         assert found.n == 5 * len(LENGTHS) and found.n_hits > 0
 
 
-@pytest.mark.parametrize("place", ["all", "25 %"])
-def test_texts_depend_on_nothing_else_in_reference_mode(place: str) -> None:
-    check(place)
+@pytest.mark.parametrize(
+    ("name", "place"), [("tiny", "all"), ("tiny", "25 %"), ("tiny-oss", "25 %")]
+)
+def test_texts_depend_on_nothing_else_in_reference_mode(name: str, place: str) -> None:
+    check(place, name)
 
 
 @pytest.mark.parametrize("place", ["all", "25 %"])
@@ -65,7 +67,7 @@ def test_prompts_over_pages_have_the_logits_of_prompts_under_a_mask(
     config = EngineConfig(**SETTINGS, n_ctx=512, n_ubatch=64)
     found = []
     for _ in range(2):
-        with Engine.load(TINY, config) as engine:
+        with Engine.load("tiny", config) as engine:
             found.append(engine.prefill(ids, 0, all_rows=True).require_logits().copy())
         request.getfixturevalue("over_pages")
     assert not np.array_equal(found[0], found[1]), "the second engine did not read pages"

@@ -32,6 +32,7 @@ MODELS = (
     "tiny", "legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b", "glm4moe-groups",
     *FAMILIES,
 )  # fmt: skip
+TEXT_MODELS = (*MODELS, "tiny-oss")  # with the second trained model, for texts
 KV_TYPES = ("f16", "q8_0", "q4_0")
 # One model for each way of quantized K and V: rotated, and of each layer's own width; MLA has none.
 QUANTIZED_KV = ("tiny", "kquant40", "gemma4", "glm47flash")
@@ -54,8 +55,9 @@ class Models:
         self._random = model_writer(folder, SEED)
 
     def path(self, name: str) -> Path:
-        """Return the file of a model: the trained one, which is part of the checkout, or random."""
-        return ROOT / "moegraph" / "models" / "tiny.gguf" if name == "tiny" else self._random(name)
+        """Return the file of a model: a trained one, which is part of the checkout, or random."""
+        shipped = ROOT / "moegraph" / "models" / f"{name}.gguf"
+        return shipped if shipped.is_file() else self._random(name)
 
 
 class Upstream:

@@ -113,7 +113,7 @@ def complete(line: str) -> list[tuple[str, str]]:
 class TestCompletion:
     @pytest.mark.parametrize("command", ["run", "chat", "bench", "trace", "inspect", "plan"])
     def test_shipped_names_and_files_are_models(self, command: str) -> None:
-        assert complete(f"moegraph {command} ti") == [("plain", "tiny")]
+        assert complete(f"moegraph {command} ti") == [("plain", "tiny"), ("plain", "tiny-oss")]
         assert complete(f"moegraph {command} ./my") == [("file", "./my")]
 
     def test_options_and_choices(self) -> None:
@@ -148,4 +148,4 @@ class TestCompletion:
         # `complete` writes its options in an order of its own, with default among them.
         first, *rest = done.stdout.splitlines()
         assert "-o default" in first and first.endswith("-F _moegraph_completion moegraph")
-        assert rest == ["simulate", "tiny", "compopt default", ""]
+        assert rest == ["simulate", "tiny tiny-oss", "compopt default", ""]
