@@ -11,6 +11,7 @@ to stderr.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -124,6 +125,23 @@ class Side:
         """Time a prompt of n tokens from position `depth`."""
         ids = self._begin(seed, depth, n)
         return self._timed(lambda: self.engine.prefill(ids, greedy=not logits))
+
+    def turn(self, at: int, n_prompt: int, n: int) -> dict[str, Any]:
+        """Time a prompt and n passes of one row, of the ids of a turn of llama-batched-bench.
+
+        It takes ids from rand() of the C library: 16 to warm up, then those of turn 0, 1, ...
+        """
+        libc, each = ctypes.CDLL(None), n_prompt + n
+        libc.srand(1)
+        drawn = [libc.rand() % self.n_vocab for _ in range(16 + (at + 1) * each)]
+        ids = np.array(drawn[-each:], np.int32)
+        self.forget()
+        return {
+            "prompt": self._timed(lambda: self.engine.prefill(ids[:n_prompt])),
+            "decode": self._timed(
+                lambda: [self.step(one, True) for one in ids[n_prompt:].reshape(n, 1)]
+            ),
+        }
 
     def rows(self, n: int, seed: int, repeat: int, logits: bool = True) -> dict[str, Any]:
         """Time `repeat` passes of n rows, each of other ids and from an empty sequence.

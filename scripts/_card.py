@@ -187,14 +187,15 @@ def values(s: Settings, model: Model, gpu: Card | None, n_threads: int) -> dict[
         "draft_option": f"--draft {shlex.quote(s.draft)}" if s.draft else "",
         "device": "--device cuda:0" if gpu else "--device cpu", "root": shlex.quote(str(ROOT)),
         "before": shlex.quote(s.before), "bin": shlex.quote(str(_card_upstream.programs())),
+        "rival": shlex.quote(str(_card_upstream.programs(_card_upstream.RIVAL))),
         "threads": str(n_threads), "ngl": "-ngl 99" if gpu else "-ngl 0",
         "test_processes": str(test_processes(gpu, n_threads)),
     }  # fmt: skip
-    for name, share in (("whole", 1.0), ("60", 0.6), ("25", 0.25), ("none", 0.0)):
+    for name, share in (("whole", 1.0), ("60", 0.6), ("25", 0.25), ("10", 0.1), ("none", 0.0)):
         gib = "auto" if gpu is None or share == 1 else f"{model.device_gib(share):.1f}"
         found |= {
             f"slots_{name}": str(model.slots(share)), f"ncmoe_{name}": str(model.ncmoe(share)),
-            f"gib_{name}": gib,
+            f"gib_{name}": gib, f"cache_{name}": str(int(share * model.expert_bytes) >> 20),
         }  # fmt: skip
     return found
 

@@ -156,7 +156,7 @@ def before(lines: Lines, part: str) -> Iterator[Figure]:
 
 
 def upstream(lines: Lines, part: str) -> Iterator[Figure]:
-    """Each test over llama-bench, both at the -ub that is best for them."""
+    """Each test over llama-bench, or over ways of the rival; all at the -ub best for them."""
     best: dict[tuple[str, str, str], float] = {}
     rows = [row for row in lines[part] if row.get("kind") == "sample" and row["at"]]
     for setting, test, system in dict.fromkeys(
@@ -167,12 +167,13 @@ def upstream(lines: Lines, part: str) -> Iterator[Figure]:
         if speed is not None and "sweep" not in setting:
             key = place, test, system
             best[key] = max(speed, best.get(key, 0.0))
+    ours = {key for key in best if key[2].startswith(("moegraph", "whole"))}
     for (place, test, system), speed in best.items():
-        if system == "upstream":
-            continue
-        name = ", ".join(filter(None, (test, place, system.partition(", ")[2])))
-        theirs = best.get((place, test, "upstream"))
-        yield from ratio(f"{name}: over llama-bench", speed, theirs)
+        for other in (key for key in best if key[:2] == (place, test) and key not in ours):
+            if (place, test, system) in ours:
+                name = ", ".join(filter(None, (test, place, system.partition(", ")[2])))
+                what = "llama-bench" if other[2] == "upstream" else other[2]
+                yield from ratio(f"{name}: over {what}", speed, best[other])
 
 
 def sequences(lines: Lines, part: str) -> Iterator[Figure]:

@@ -18,7 +18,8 @@ class Part:
     """One measurement.
 
     seconds: what it takes on an H200 with the 35B. share: of the experts that must fit on the card.
-    needs: upstream (unpatched llama.cpp), mtp, before (an older tree), cuda, tests (pytest).
+    needs: upstream (unpatched llama.cpp), rival (the newest), mtp, before (an older tree), cuda,
+        tests (pytest).
     """
 
     name: str
@@ -52,6 +53,12 @@ _DECODE = (
     _UPSTREAM + " --samples {five} --ubatch {decode_ub} --prompt {prompt} --traces {traces}"
     " --sweep {sweep}"
 )
+# llama.cpp warns that experts in mapped host memory are slower than in pinned memory.
+_RIVAL = (
+    "bench_rival.py {model} --batched-bench {rival}/llama-batched-bench {device} --out {out}"
+    " --theirs '--load-mode none' --prompt {prompt} --gen {gen} --ubatch {decode_ub}"
+    " --samples {five}"
+)
 _TREES = "bench_trees.py {model} now={root} {device}"
 _BEFORE = (
     "bench_trees.py {model} before={before} after={root} {device} --miss stream --gen {gen}"
@@ -69,8 +76,9 @@ _BATCHED = (
 # Names for several parts. page: those whose figures README and docs/benchmarks.md show.
 GROUPS = {
     "page": (
-        "whole", "residency-60", "residency-25", "residency-none", "rows", "run", "lookup",
-        "server-all", "first", "tests", "tests-alone",
+        "whole", "residency-60", "residency-25", "residency-none", "rival-whole", "rival-60",
+        "rival-25", "rival-10", "rows", "run", "lookup", "server-all", "first", "tests",
+        "tests-alone",
     ),
     "before": (
         "before-whole", "before-60", "before-25", "before-none", "before-server", "before-lookup",
@@ -91,6 +99,12 @@ PARTS: Sequence[Part] = (
     part("residency-none", 90, "the same with no expert on the card",
          _DECODE + " --ncmoe {ncmoe_none} --gen {few_gen}", shows=figures.upstream,
          needs="upstream"),
+    part("rival-whole", 45, "decoding and a prompt with all experts beside the newest llama.cpp",
+         _RIVAL + " --threads {threads}", shows=figures.upstream, share=1.0, needs="rival"),
+    *(part(f"rival-{share}", 120,
+           f"the same with {share} % of the experts, beside -ncmoe and its expert cache",
+           _RIVAL + f" --sweep {{sweep}} --ncmoe {{ncmoe_{share}}}", shows=figures.upstream,
+           share=share / 100, needs="rival") for share in (60, 25, 10)),
     part("rows", 75, "passes of a few rows, other ids each time, beside llama-bench",
          _TREES + " --samples {five} --settings whole 60 25 --gen {gen} --rows {rows} --prompt"
          " --warm {warm} --out {out}",
@@ -148,6 +162,11 @@ PARTS: Sequence[Part] = (
          _SERVER + " --clients {clients_60} {long_prompt} --ours '--pin-layers 0 --cache-slots"
          " {slots_60}' --theirs '{ngl} -t {threads} -ncmoe {ncmoe_60}'",
          shows=figures.server, share=0.6, needs="upstream"),
+    part("rival-server-60", 120, "8 clients with 60 % of the experts beside its server",
+         "bench_server.py {model} {device} --llama-server {rival}/llama-server -ub {server_ub}"
+         " -c {ctx} --out {out} --clients 8 --ours '--pin-layers 0 --cache-slots {slots_60}'"
+         " --theirs '{ngl} -t {threads} --load-mode none -ncmoe {ncmoe_none} --moe-cache-mib"
+         " {cache_60}'", shows=figures.server, share=0.6, needs="rival cuda"),
     part("server-60-many", 160, "16 and 32 clients with 60 % of the experts",
          _SERVER + " --clients {many_60} --tokens 64 --ours '--pin-layers 0 --cache-slots"
          " {slots_60}' --theirs '{ngl} -t {threads} -ncmoe {ncmoe_60}'",

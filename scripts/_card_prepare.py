@@ -27,9 +27,9 @@ NATIVE = ROOT / "moegraph" / "ggml" / "_native.abi3.so"
 FOLDERS = {
     "ours/lib": ROOT / "moegraph" / "lib", "ours/_native.abi3.so": NATIVE,
     "ours/bindings": BINDINGS,
-    "upstream": _card_upstream.UPSTREAM, "wheels": WORK / "wheels",
+    "upstream": _card_upstream.UPSTREAM, "rival": _card_upstream.RIVAL, "wheels": WORK / "wheels",
 }  # fmt: skip
-KINDS = ("ours", "upstream", "wheels")
+KINDS = ("ours", "upstream", "rival", "wheels")
 PIECE_BYTES = 15 << 20
 
 
@@ -136,10 +136,9 @@ def unpack(paths: list[Path]) -> list[str]:
 
 
 def pack(path: Path, options: list[str], kinds: list[str], sdist: str | None) -> None:
-    """Pack what was built; of wheels, those that there are."""
+    """Pack what was built; the rival and wheels, if they are there."""
     bring_bindings(sdist)
-    if not FOLDERS["wheels"].is_dir():
-        kinds = [kind for kind in kinds if kind != "wheels"]
+    kinds = [kind for kind in kinds if kind not in ("rival", "wheels") or FOLDERS[kind].is_dir()]
     start = time.monotonic()
     about: Manifest = {"kinds": kinds, "options": options, "patchset": fetch.patchset()}
     folders = {name: path for name, path in FOLDERS.items() if name.partition("/")[0] in kinds}

@@ -20,6 +20,8 @@ from _tools import ROOT, BuildError, fetch, say
 PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-server", "llama-completion")
 # llama_cpp/lib: libraries and programs; llama_cpp: the Python bindings that tests/oracle loads.
 UPSTREAM = ROOT / "build" / "upstream"
+# The programs of the newest llama.cpp, vendor/rival.json.
+RIVAL = ROOT / "build" / "rival"
 # The library and the bindings alone, for the CPU.
 ORACLE = ROOT / ".oracle"
 # Python bindings that a pack holds.
@@ -33,10 +35,15 @@ def programs(folder: Path = UPSTREAM) -> Path:
     return folder / "llama_cpp" / "lib"
 
 
+def pin_of(folder: Path) -> fetch.Pin:
+    """Return which source a folder is built of."""
+    return fetch.RIVAL if folder == RIVAL else fetch.PIN
+
+
 def is_built(options: list[str], folder: Path = UPSTREAM) -> bool:
-    """Return whether a folder has the pinned source built with these options."""
-    note = folder / "built"
-    return note.is_file() and note.read_text() == f"{fetch.PIN['sha256']} {' '.join(options)}"
+    """Return whether a folder has its source built with these options."""
+    note, wanted = folder / "built", f"{pin_of(folder)['sha256']} {' '.join(options)}"
+    return note.is_file() and note.read_text() == wanted
 
 
 def build(
@@ -50,25 +57,30 @@ def build(
     Only the downloaded source and the links to the toolkit are shared with our build: the patches
     change headers that every CUDA file includes. ccache, if there is one, shares what is equal.
     """
+    pin = pin_of(folder)
+    title = f"unpatched llama.cpp {pin['llama_cpp_commit']}"
     if is_built(options, folder):
-        say(f"unpatched llama.cpp is built: {programs(folder)}")
+        say(f"{title} is built: {programs(folder)}")
         return
     build_dir, cache = ROOT / "build", ROOT / "build" / "cache"
-    source, work = build_dir / "upstream-source", build_dir / f"{folder.name.strip('.')}-work"
-    archive = fetch.find_sdist(sdist, cache)
+    source = build_dir / ("rival-source" if folder == RIVAL else "upstream-source")
+    work = build_dir / f"{folder.name.strip('.')}-work"
+    archive = fetch.find_sdist(sdist, cache, pin)
     if archive.is_dir():
         find_package(archive)  # now, and not after minutes of compiling
-    fetch.provide(source, cache, str(archive), pristine=True)
+    fetch.provide(source, cache, str(archive), pristine=True, pin=pin)
     cuda = options[0] == "--cuda-arch"
     given = _cuda.options(options[1:], build_dir) if cuda else ["-DGGML_CUDA=OFF"]
-    settings = [*_tools.cpu_options(portable), *_settings(given)]
+    settings = [*_tools.cpu_options(portable), *_settings(given, pin["llama_cpp_commit"])]
     # git would answer with the state of this repository
     more = {"GIT_CEILING_DIRECTORIES": str(build_dir)}
     more |= _without_amx() if folder == ORACLE else {}
-    title, n_jobs = "unpatched llama.cpp", jobs or _tools.default_jobs(cuda)
+    n_jobs = jobs or _tools.default_jobs(cuda)
     _progress.cmake(title, source, work, settings, targets, n_jobs, **more)
-    collect(work / "bin", archive, folder)
-    (folder / "built").write_text(f"{fetch.PIN['sha256']} {' '.join(options)}")
+    collect(work / "bin", folder)
+    if folder != RIVAL:
+        bindings(archive, folder)
+    (folder / "built").write_text(f"{pin['sha256']} {' '.join(options)}")
 
 
 def make_oracle() -> None:
@@ -95,7 +107,7 @@ def _without_amx() -> dict[str, str]:
     }
 
 
-def _settings(given: Iterable[str]) -> list[str]:
+def _settings(given: Iterable[str], commit: str) -> list[str]:
     """Return CMake's options; given: of the CUDA build, in which our folders become the rpath."""
     found, rpath = [], ["$ORIGIN"]
     for option in given:
@@ -111,15 +123,14 @@ def _settings(given: Iterable[str]) -> list[str]:
     # some compilers have only the static libstdc++: its parts in one library must not serve another
     found.append("-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,libstdc++.a")
     # the source has no history to ask for the commit
-    commit = f"_BUILD_COMMIT={fetch.PIN['llama_cpp_commit']}"
-    found += [f"-DLLAMA{commit}", f"-DGGML{commit}"]
+    found += [f"-D{name}_BUILD_COMMIT={commit}" for name in ("LLAMA", "GGML")]
     found.append("-DGIT_EXE=")
     parts = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "BUILD_UI", "USE_PREBUILT_UI", "OPENSSL")
     return [*found, *(f"-DLLAMA_{part}=OFF" for part in parts)]
 
 
-def collect(bin_dir: Path, sdist: Path, folder: Path) -> None:
-    """Copy programs, libraries and Python bindings, without symbolic links, into a folder."""
+def collect(bin_dir: Path, folder: Path) -> None:
+    """Copy programs and libraries, without symbolic links, into a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     target = programs(folder)
     target.mkdir(parents=True)
@@ -132,7 +143,6 @@ def collect(bin_dir: Path, sdist: Path, folder: Path) -> None:
     for name in ("libllama.so", "libggml-base.so"):  # as the bindings spell them
         if not (target / name).exists():
             os.link(target / f"{name}.0", target / name)
-    bindings(sdist, folder)
 
 
 def libraries(names: Iterable[str]) -> list[str]:

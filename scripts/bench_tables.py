@@ -117,12 +117,16 @@ DEVICE = ("device_driver_bytes", "device_peak_bytes")
 
 @dataclass(frozen=True)
 class Place:
-    """Where the experts are in one setting of a part, and both sides' memory of the device."""
+    """Where the experts are in one setting of a part, and both sides' memory of the device.
+
+    theirs: the way of llama.cpp that decodes quickest; "upstream" is llama-bench's.
+    """
 
     setting: str
     ours: str
     short: str
     where: str
+    theirs: str
     theirs_gib: str
     ours_gib: str
 
@@ -131,17 +135,27 @@ def places(run: Run, names: Sequence[str]) -> Iterator[tuple[Place, Samples, Lin
     """Yield each setting that was measured beside llama-bench, with its samples."""
     for name, lines in run.of(names):
         samples = bench.samples_by_key([line for line in lines if "kind" in line])
-        ours = "whole" if name == "whole" else "moegraph"
+        ours = "whole" if name.endswith("whole") else "moegraph"
         loads = of_kind(lines, "load", ours)
         for setting, load in loads.items():
             short = where = "everything on the GPU"
             if "share" in load:
                 short = f"{load['share']:.0%} of the experts"
                 where = f"{short} (`-ncmoe {load['ncmoe']}`)"
-            memory = (of_kind(lines, "memory", side).get(setting) for side in ("upstream", ours))
             mine = {key: found for key, found in samples.items() if key[0] == setting}
+            theirs = best(mine, ours, "tg")
+            memory = (of_kind(lines, "memory", side).get(setting) for side in (theirs, ours))
             held = [gib(line, *DEVICE) for line in memory]
-            yield Place(setting, ours, short, where, *held), mine, lines
+            yield Place(setting, ours, short, where, theirs, *held), mine, lines
+
+
+def best(samples: Samples, ours: str, test: str) -> str:
+    """Return which of the other systems has the best median in tests of this beginning."""
+    speeds = {
+        key[2]: statistics.median(found) for key, found in samples.items()
+        if key[1].startswith(test) and not key[2].startswith(ours)
+    }  # fmt: skip
+    return max(speeds, key=lambda system: speeds[system], default="upstream")
 
 
 def about(run: Run, names: Sequence[str]) -> str:
@@ -150,9 +164,11 @@ def about(run: Run, names: Sequence[str]) -> str:
     missing = [name for name in names if name not in run.parts]
     note = f" Not measured in this run: {', '.join(missing)}." if missing else ""
     changed = ", with changes" if card["commit"].endswith("-dirty") else ""
+    rival = any(name.startswith("rival-") for name in run.parts)
+    beside = " and ".join(x["llama_cpp_commit"] for x in (fetch.PIN, fetch.RIVAL)[: 1 + rival])
     text = (
         f"Measured on {run.day} at commit `{card['commit'][:12]}`{changed} (patch set"
-        f" `{card['patchset']}`), beside llama.cpp {fetch.PIN['llama_cpp_commit']} without patches,"
+        f" `{card['patchset']}`), beside llama.cpp {beside} without patches,"
         f" by one run of `scripts/measure_card`: {'; '.join(machine['gpu'])};"
         f" {machine['n_cpus']} CPUs of {machine['cpu']}; {machine['host_bytes'] / 2**30:.0f} GiB."
         f" The model is {card['model']} ({card['model_bytes'] / 1e9:.1f} GB).{note}"
@@ -161,14 +177,17 @@ def about(run: Run, names: Sequence[str]) -> str:
 
 
 def readme(run: Run, names: Sequence[str]) -> str:
-    """Return README's table: decoding by routing, prompts, eight clients of a server."""
+    """Return README's table: decoding by routing, prompts, eight clients of a server.
+
+    Rows of the rival name it, and its way. There the file's own router chooses.
+    """
     rows: list[list[str]] = []
     routing: list[str] = []
     for place, samples, _ in places(run, names):
         test = next(key[1] for key in samples if key[1].startswith("tg"))
         ways = [key[2] for key in samples if key[1] == test and key[2].startswith(place.ours)]
         ways = [way for way in ways if "argmax" not in way and "sampled" not in way]
-        routing = [way.partition(", ")[2] for way in ways]
+        routing = routing if len(ways) < len(routing) else [way.partition(", ")[2] for way in ways]
         sizes = f" ({place.theirs_gib} GiB)", f" ({place.ours_gib} GiB)"
         rows.append(_short(f"decoding, {place.short}", samples, test, ways, sizes))
     for place, samples, _ in places(run, names):
@@ -192,7 +211,9 @@ def _short(
     label: str, samples: Samples, test: str, ways: Sequence[str], sizes: tuple[str, str] = ("", "")
 ) -> list[str]:
     """Return a row of medians: theirs, ours by routing, how many times."""
-    (base,) = (found for key, found in samples.items() if key[1:] == (test, "upstream"))
+    system = best(samples, ways[0].partition(",")[0], test)
+    (base,) = (found for key, found in samples.items() if key[1:] == (test, system))
+    label += "" if system == "upstream" else f", own routing, beside {system}"
     ours = [
         statistics.median(found) for way in ways
         for key, found in samples.items() if key[1:] == (test, way)
@@ -212,7 +233,7 @@ def decode(run: Run, names: Sequence[str]) -> str:
             way, values = key[2].removeprefix(place.ours).removeprefix(", "), samples[key]
             if way.startswith("argmax"):
                 continue
-            base = samples.get((*key[:2], "upstream"))
+            base = samples.get((*key[:2], place.theirs))
             greedy = f"{place.ours}, argmax" + (f", {way}" if way else "")
             argmax = samples.get((*key[:2], greedy)) if not way.startswith("sampled") else None
             # the counters of a sampled row include its prompt
@@ -247,7 +268,7 @@ def prompts(run: Run, names: Sequence[str]) -> str:
     rows = []
     for place, samples, _ in places(run, names):
         for key in (k for k in samples if k[1].startswith("pp") and k[2] == place.ours):
-            base = samples.get((*key[:2], "upstream"))
+            base = samples.get((*key[:2], best(samples, place.ours, key[1])))
             rows.append([
                 place.where, key[1][2:], place.setting.rpartition("ub ")[2],
                 bench.spread(base, 0) if base else "-", bench.spread(samples[key], 0),

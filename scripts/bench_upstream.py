@@ -83,6 +83,29 @@ def test_name(row: Line) -> str:
     return name + (f" @ d{row['n_depth']}" if row.get("n_depth") else "")
 
 
+def json_rows(command: Sequence[str]) -> Iterator[Line]:
+    """Run a program of llama.cpp; yield the JSON lines it prints, then a line of its memory."""
+    program = Path(command[0])
+    with bench.MemoryWatch() as watch, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, env=bench.with_libraries(program),
+                                   stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
+        try:
+            for line in process.stdout or ():
+                if line.startswith(b"{"):
+                    yield json.loads(line)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            process.stdout.close()  # type: ignore[union-attr]
+        if process.returncode:
+            why = f"exit code {process.returncode}: {bench.last_words(errors)}"
+            raise BenchError(f"{program.stem} ended with {why}")
+    yield {"rss_bytes": usage.ru_maxrss * 1024, "device_bytes": watch.n_bytes}
+
+
 class Comparison:
     """One run: for each setting a block of llama-bench, then one of moegraph.
 
@@ -90,22 +113,24 @@ class Comparison:
     step: of the traces, the step that the next pass of one row consumes.
     """
 
-    setting, gen, step = "", 0, 0
+    setting, gen, step, n_ctx = "", 0, 0, 0
     ncmoe: int | None
     worker: bench.Worker
 
-    def __init__(self, args: argparse.Namespace, raw: bench.Raw, routing: Path) -> None:
+    def __init__(self, args: argparse.Namespace, raw: bench.Raw, routing: Path | None) -> None:
         self.args, self.raw, self.routing = args, raw, routing
         self.shape, self.expert_bytes = router_of(args.model)
         self.threads: int | None = args.threads
-        self.each = args.warm + 2 * (args.samples + 1) * args.gen
         self.system = "moegraph" if args.ncmoe else "whole"
 
     def run(self) -> None:
         """Measure every setting."""
         args = self.args
+        self.n_ctx = max(args.depth) + max([*args.prompt, args.gen, 256])
+        self.each = args.warm + 2 * (args.samples + 1) * args.gen
         if args.ncmoe:
             self.threads = args.threads or len(os.sched_getaffinity(0))
+            assert self.routing
             about = write_routing(self.routing, self.shape, args.traces, self.each)
             parts = {name: at * self.each for at, name in enumerate(args.traces)}
             self.raw.add("traces", each=self.each, parts=parts, n_used=self.shape.n_expert_used,
@@ -124,26 +149,8 @@ class Comparison:
         """Run llama-bench once with -r n_samples; yield its rows, then a line of its memory."""
         args = self.args
         n_layers = "0" if args.device == "cpu" else "99"
-        command = [str(args.llama_bench), "-m", str(args.model), "-fa", "1", "-o", "jsonl",
-                   "-ngl", n_layers, "-r", str(n_samples), *options]  # fmt: skip
-        with bench.MemoryWatch() as watch, tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(command, env=bench.with_libraries(args.llama_bench),
-                                       stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
-            try:
-                for line in process.stdout or ():
-                    if line.startswith(b"{"):
-                        yield json.loads(line)
-            except BaseException:
-                process.kill()
-                raise
-            finally:
-                _, status, usage = os.wait4(process.pid, 0)
-                process.returncode = os.waitstatus_to_exitcode(status)
-                process.stdout.close()  # type: ignore[union-attr]
-            if process.returncode:
-                why = f"exit code {process.returncode}: {bench.last_words(errors)}"
-                raise BenchError(f"llama-bench ended with {why}")
-        yield {"rss_bytes": usage.ru_maxrss * 1024, "device_bytes": watch.n_bytes}
+        return json_rows([str(args.llama_bench), "-m", str(args.model), "-fa", "1", "-o", "jsonl",
+                          "-ngl", n_layers, "-r", str(n_samples), *options])  # fmt: skip
 
     def _sweep(self, ncmoe: int) -> None:
         """Find llama-bench's best number of threads."""
@@ -183,32 +190,36 @@ class Comparison:
         return n_bytes
 
     def _ours(self, budget: int) -> None:
-        """Load moegraph and take its samples."""
-        args, gen, is_whole = self.args, self.gen, self.ncmoe is None
+        """Load moegraph, and take its samples and its memory."""
         used_before = bench.used_device_bytes()
         own = bench.System(self.system, bench.ROOT, {})
         with bench.started(self.raw, own) as self.worker:
             self._load(budget)
-            if gen and not is_whole:
-                self.step = 0
-                for at, name in enumerate(args.traces):
-                    warm = at * self.each + args.warm - self.step
-                    self.worker.ask("decode", n=warm, seed=0)
-                    self.step += warm
-                    self._decode(0, f", {name}")
-            for depth in args.depth if is_whole else [0]:
-                at_depth = f" @ d{depth}" if depth else ""
-                for n in args.prompt:
-                    self._samples(f"pp{n}{at_depth}", self.system, "prompt", n=n, depth=depth)
-                if gen and is_whole:
-                    self._decode(depth, "")
-            if gen and 0 in args.depth:
-                trace = "" if is_whole else f", {args.traces[0]}"
-                self._samples(f"tg{gen}", f"{self.system}, sampled{trace}", "generate", n=gen,
-                              n_prompt=8, sampling=bench.SAMPLING)  # fmt: skip
+            self._measure()
             memory = self.worker.ask("memory")
             memory["device_driver_bytes"] = bench.used_device_bytes() - used_before
             self.raw.add("memory", setting=self.setting, system=self.system, **memory)
+
+    def _measure(self) -> None:
+        """Take moegraph's samples."""
+        args, gen, is_whole = self.args, self.gen, self.ncmoe is None
+        if gen and not is_whole:
+            self.step = 0
+            for at, name in enumerate(args.traces):
+                warm = at * self.each + args.warm - self.step
+                self.worker.ask("decode", n=warm, seed=0)
+                self.step += warm
+                self._decode(0, f", {name}")
+        for depth in args.depth if is_whole else [0]:
+            at_depth = f" @ d{depth}" if depth else ""
+            for n in args.prompt:
+                self._samples(f"pp{n}{at_depth}", self.system, "prompt", n=n, depth=depth)
+            if gen and is_whole:
+                self._decode(depth, "")
+        if gen and 0 in args.depth:
+            trace = "" if is_whole else f", {args.traces[0]}"
+            self._samples(f"tg{gen}", f"{self.system}, sampled{trace}", "generate", n=gen,
+                          n_prompt=8, sampling=bench.SAMPLING)  # fmt: skip
 
     def _decode(self, depth: int, trace: str) -> None:
         """Take decode samples with the logits, and with the argmax alone unless at a depth."""
@@ -230,8 +241,7 @@ class Comparison:
         """Load with the budget as --vram; if that is too small, load without expert slots."""
         args, shape, ncmoe = self.args, self.shape, self.ncmoe
         config: dict[str, Any] = {
-            "device": args.device, "n_ubatch": self.ubatch, "profile": "none",
-            "n_ctx": max(args.depth) + max([*args.prompt, args.gen, 256]),
+            "device": args.device, "n_ubatch": self.ubatch, "profile": "none", "n_ctx": self.n_ctx,
         }  # fmt: skip
         if args.threads:
             config["n_threads"] = args.threads
@@ -244,7 +254,7 @@ class Comparison:
         fitting: dict[str, Any] = {"vram": f"{budget}B"} if budget else {
             "pin_layers": 0, "cache_slots": max(0, shape.n_layer - ncmoe) * shape.n_expert
         }  # fmt: skip
-        request["routing"] = str(self.routing) if args.gen else None
+        request["routing"] = str(self.routing) if self.routing and args.gen else None
         try:
             found = self.worker.ask("load", config=config | fitting, **request)
         except BenchError as error:

@@ -24,7 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import unified
 
 ROOT = Path(__file__).resolve().parent.parent
-PIN: dict[str, str] = json.loads((ROOT / "vendor" / "pin.json").read_text("utf-8"))
+Pin = Mapping[str, str]
+PIN: Pin = json.loads((ROOT / "vendor" / "pin.json").read_text("utf-8"))
+# The newest llama.cpp, which measurements compare with: from another package, never patched.
+RIVAL: Pin = json.loads((ROOT / "vendor" / "rival.json").read_text("utf-8"))
 STAMP = ".moegraph-stamp"
 PRISTINE = ".moegraph-pristine"
 NATIVE_SUFFIXES = (".c", ".cpp", ".cu", ".cuh", ".h")
@@ -68,100 +71,101 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def is_unpacked(folder: Path) -> bool:
+def is_unpacked(folder: Path, pin: Pin = PIN) -> bool:
     """Return whether a folder holds the pinned source: unpacked, or a tree that `provide` made."""
     stamp, about = folder / STAMP, folder / "PKG-INFO"
     if stamp.is_file():
-        return _is_ours(stamp.read_text("utf-8"))
+        return _is_of(stamp.read_text("utf-8"), pin)
     text = about.read_text("utf-8") if about.is_file() else ""
-    return f"\nVersion: {PIN['version']}\n" in text and _inside(folder).is_dir()
+    return f"\nVersion: {pin['version']}\n" in text and _inside(folder, pin).is_dir()
 
 
-def _inside(folder: Path) -> Path:
+def _inside(folder: Path, pin: Pin) -> Path:
     """Return where llama.cpp lies in the unpacked source distribution."""
-    return folder.joinpath(*Path(PIN["llama_cpp_path"]).parts[1:])
+    return folder.joinpath(*Path(pin["llama_cpp_path"]).parts[1:])
 
 
-def _is_ours(state: str) -> bool:
-    return f'"sdist": "{PIN["sha256"]}"' in state
+def _is_of(state: str, pin: Pin) -> bool:
+    return f'"sdist": "{pin["sha256"]}"' in state
 
 
-def verify(path: Path) -> Path:
+def verify(path: Path, pin: Pin = PIN) -> Path:
     """Return `path` if it is the pinned source distribution, packed or not.
 
     Raises:
-        FetchError: there is no such file, its sha256 differs from vendor/pin.json, or a folder
-            holds another version.
+        FetchError: there is no such file, its sha256 differs from the pin's, or a folder holds
+            another version.
     """
     if path.is_dir():
-        if is_unpacked(path):
+        if is_unpacked(path, pin):
             return path
         raise FetchError(
-            f"{path} is not {PIN['package']} {PIN['version']} unpacked, nor a folder llama.cpp that"
+            f"{path} is not {pin['package']} {pin['version']} unpacked, nor a folder llama.cpp that"
             " scripts/build made of it"
         )
     if not path.is_file():
-        raise FetchError(f"{path}: no such file; expected {PIN['file']}")
+        raise FetchError(f"{path}: no such file; expected {pin['file']}")
     found = sha256(path)
-    if found != PIN["sha256"]:
+    if found != pin["sha256"]:
         raise FetchError(
-            f"{path}: sha256 is {found}, vendor/pin.json wants {PIN['sha256']};"
+            f"{path}: sha256 is {found}, vendor/ wants {pin['sha256']};"
             " delete the file and try again"
         )
     return path
 
 
-def download(cache: Path) -> Path:
+def download(cache: Path, pin: Pin = PIN) -> Path:
     """Fetch the pinned source distribution with pip into `cache`; pip checks the hash as well."""
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
-            f"{sys.executable} has no pip to fetch {PIN['file']}; install pip, or name a copy of"
-            " that file with MOEGRAPH_SDIST or --sdist"
+            f"{sys.executable} has no pip to fetch {pin['file']}; install pip, or put a copy of"
+            f" that file into {cache}"
         )
     cache.mkdir(parents=True, exist_ok=True)
-    say(f"fetching {PIN['file']} (77 MB) with pip")
+    say(f"fetching {pin['file']} with pip")
     with tempfile.TemporaryDirectory(dir=cache) as tmp:
         wanted = Path(tmp) / "requirement.txt"
-        wanted.write_text(f"{PIN['package']}=={PIN['version']} --hash=sha256:{PIN['sha256']}\n")
+        wanted.write_text(f"{pin['package']}=={pin['version']} --hash=sha256:{pin['sha256']}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--no-binary", ":all:", "--require-hashes", "-r", str(wanted), "-d", tmp]
+        command += ["--no-binary", pin["package"], "--require-hashes", "-r", str(wanted)]
+        command += ["-d", tmp]
         # pip asks the build backend for metadata; if it is installed, no environment is needed
-        if importlib.util.find_spec("scikit_build_core") is not None:
+        if pin is PIN and importlib.util.find_spec("scikit_build_core") is not None:
             command.append("--no-build-isolation")
         done = subprocess.run(command, check=False)
-        got = Path(tmp) / PIN["file"]
+        got = Path(tmp) / pin["file"]
         if done.returncode != 0 or not got.is_file():
             raise FetchError(
-                f"pip could not fetch {PIN['package']} {PIN['version']} (see above); without a"
-                f" package index, name a copy of {PIN['file']} with MOEGRAPH_SDIST or --sdist"
+                f"pip could not fetch {pin['package']} {pin['version']} (see above); without a"
+                f" package index, put a copy of {pin['file']} into {cache}"
             )
-        return Path(shutil.move(verify(got), cache / PIN["file"]))
+        return Path(shutil.move(verify(got, pin), cache / pin["file"]))
 
 
-def find_sdist(given: str | None, cache: Path) -> Path:
+def find_sdist(given: str | None, cache: Path, pin: Pin = PIN) -> Path:
     """Return a verified source: the one given, the cached one, an earlier build's, or a download.
 
     A folder is the source distribution unpacked, or llama.cpp as an earlier build left it.
     """
-    named = given or os.environ.get("MOEGRAPH_SDIST")
+    named = given or (os.environ.get("MOEGRAPH_SDIST") if pin is PIN else None)
     if named:
-        return verify(Path(named).expanduser())
-    cached = cache / PIN["file"]
-    if cached.is_file() and sha256(cached) == PIN["sha256"]:
+        return verify(Path(named).expanduser(), pin)
+    cached = cache / pin["file"]
+    if cached.is_file() and sha256(cached) == pin["sha256"]:
         return cached
     built = cache.parent / "llama.cpp"
-    return built if built.is_dir() and is_unpacked(built) else download(cache)
+    return built if built.is_dir() and is_unpacked(built, pin) else download(cache, pin)
 
 
-def unpack(sdist: Path, dest: Path) -> None:
+def unpack(sdist: Path, dest: Path, pin: Pin = PIN) -> None:
     """Replace `dest` by the llama.cpp folder of the source distribution, without its git link."""
-    say(f"unpacking llama.cpp {PIN['llama_cpp_commit']} into {dest}")
+    say(f"unpacking llama.cpp {pin['llama_cpp_commit']} into {dest}")
     if sdist.is_dir():
-        source = _inside(sdist) if _inside(sdist).is_dir() else sdist
+        source = _inside(sdist, pin) if _inside(sdist, pin).is_dir() else sdist
         shutil.rmtree(dest, ignore_errors=True)
         shutil.copytree(source, dest, ignore=shutil.ignore_patterns(".git", STAMP))
         return
-    prefix = PIN["llama_cpp_path"] + "/"
+    prefix = pin["llama_cpp_path"] + "/"
     if dest.exists():
         shutil.rmtree(dest)
     dest.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +178,7 @@ def unpack(sdist: Path, dest: Path) -> None:
                 if not (member.isfile() or member.isdir()) or ".." in Path(path).parts:
                     raise FetchError(f"{sdist}: refused to unpack {member.name!r}")
                 tar.extract(member, tmp)
-        shutil.move(Path(tmp) / PIN["llama_cpp_path"], dest)
+        shutil.move(Path(tmp) / pin["llama_cpp_path"], dest)
 
 
 def apply(dest: Path, patches: list[Path], native: Mapping[str, Path]) -> list[str]:
@@ -220,17 +224,19 @@ def apply(dest: Path, patches: list[Path], native: Mapping[str, Path]) -> list[s
     return written
 
 
-def provide(dest: Path, cache: Path, given: str | None = None, pristine: bool = False) -> None:
+def provide(
+    dest: Path, cache: Path, given: str | None = None, pristine: bool = False, pin: Pin = PIN
+) -> None:
     """Make `dest` hold the pinned llama.cpp: as it is if `pristine`, else with all that is ours."""
     ours = "none" if pristine else patchset()
-    state = json.dumps({"sdist": PIN["sha256"], "patchset": ours})
+    state = json.dumps({"sdist": pin["sha256"], "patchset": ours})
     stamp = dest / STAMP
     found = stamp.read_text("utf-8") if stamp.is_file() else ""
     if found == state:
         return
-    if not _is_ours(found):
-        unpack(find_sdist(given, cache), dest)
-        stamp.write_text(json.dumps({"sdist": PIN["sha256"]}), "utf-8")
+    if not _is_of(found, pin):
+        unpack(find_sdist(given, cache, pin), dest, pin)
+        stamp.write_text(json.dumps({"sdist": pin["sha256"]}), "utf-8")
     patches, native = ([], {}) if pristine else (patch_files(), native_files())
     written = apply(dest, patches, native)
     stamp.write_text(state, "utf-8")

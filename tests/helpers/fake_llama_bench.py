@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Stands in for llama-bench: takes its options and prints rows of its shape, computing nothing.
 
+With -npp it is llama-batched-bench. Turn after turn gets quicker.
+
 What llama-bench prints was noted from commit 0c1e57098 with `-o jsonl`. `-m` must be a file.
 FAKE_LLAMA_BENCH=fail ends with an error.
 """
@@ -45,6 +47,12 @@ def main() -> int:
     if os.environ.get("FAKE_LLAMA_BENCH") == "fail" or not os.path.isfile(given["-m"][0]):
         print("error: failed to load model", file=sys.stderr)
         return 1
+    if "-npp" in given:
+        (gen,), (threads,) = numbers(given, "-ntg", ""), numbers(given, "-t", "4")
+        for at, prompt in enumerate(numbers(given, "-npp", "")):
+            row = {"pp": prompt, "tg": gen, "n_threads": threads, "speed_pp": 500.0 + at}
+            print("no row\n" + json.dumps({**row, "speed_tg": 10.0 * threads + at}), flush=True)
+        return 0
     n_samples = numbers(given, "-r", "5")[0]
     axes = [numbers(given, name, default) for name, default in (("-d", "0"), ("-t", "4"))]
     for depth, threads, (prompt, gen) in itertools.product(*axes, tests(given)):

@@ -21,6 +21,7 @@ FAKE = ROOT / "tests" / "helpers" / "fake_llama_bench.py"
 sys.path.insert(0, str(SCRIPTS))
 
 import _bench
+import bench_rival
 import bench_upstream
 
 COMMON = ["--device", "cpu", "--threads", "1"]
@@ -103,7 +104,7 @@ def test_two_trees_take_turns_and_every_sample_is_kept(tmp_path: Path) -> None:
 def test_llama_bench_that_fails_ends_the_run_in_one_line() -> None:
     failed = run("bench_upstream.py", "tiny", *PAIR, code=2, FAKE_LLAMA_BENCH="fail")
     assert failed.stderr == (
-        "bench_upstream.py: llama-bench ended with exit code 1: error: failed to load model\n"
+        "bench_upstream.py: fake_llama_bench ended with exit code 1: error: failed to load model\n"
     )
 
 
@@ -172,6 +173,59 @@ def test_moegraph_gets_the_device_memory_that_llama_bench_took(
         assert load["share"] == 0.0 and len(refused) == 1
     else:
         assert load["share"] > 0.0 and not refused
+
+
+RIVAL = [
+    "--batched-bench", str(FAKE), "--device", "cpu", *SHORT, "--prompt", "16", "--ubatch", "16",
+]  # fmt: skip
+
+
+def test_the_rival_without_a_device_has_no_cache(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    for more in ([], ["--sweep", 1, 2, "--ncmoe", 3]):
+        run("bench_rival.py", "tiny", *RIVAL, *more, "--out", out)
+    lines, tests = lines_of(out), ("pp16", "tg4")
+    assert keys(lines, setting="ub 16") == {
+        ("ub 16", test, system) for test in tests for system in ("b11549", "whole")
+    }
+    assert keys(lines, setting="ncmoe 3, ub 16") == {
+        ("ncmoe 3, ub 16", test, way) for test in tests for way in ("b11549 -ncmoe", "moegraph")
+    }
+    sides = [x["row"] for x in lines if x["kind"] == "upstream"]
+    assert sides[-1]["n_threads"] == 2, "the quickest of the sweep"
+    assert [sum(x["n_slots"]) for x in lines if x["kind"] == "load" and "share" in x] == [160]
+
+
+@pytest.mark.parametrize("over, sizes", [(0.05, ["9", "4"]), (0.01, ["9"])])
+def test_the_cache_of_the_rival_takes_the_memory_of_ncmoe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: float, sizes: list[str]
+) -> None:
+    """A cache with which the peak is more than 2 % off is corrected once, and not kept."""
+    calls: list[list[str]] = []
+    ncmoe = 100 << 20
+
+    def json_rows(command: list[str]) -> list[dict[str, Any]]:
+        calls.append(command)
+        cached = "--moe-cache-mib" in command
+        row = {"pp": 16, "tg": 4, "speed_pp": 100.0, "speed_tg": 10.0 * len(calls)}
+        n_bytes = int(ncmoe * (1 + over)) if cached and len(calls) == 3 else ncmoe
+        n_turns = 3 if calls[1:] else 2  # the first call loses its last row
+        return [*[row] * n_turns, {"rss_bytes": 1, "device_bytes": n_bytes}]
+
+    monkeypatch.setattr(bench_rival, "json_rows", json_rows)
+    out = tmp_path / "rows.jsonl"
+    argv = ["x", "tiny", *RIVAL, "--ncmoe", "3", "--theirs", "--load-mode none", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert _bench.main(bench_rival.parser(), bench_rival.compare) == 0
+    lines = lines_of(out)
+    flags = [x["flags"] for x in lines if x["kind"] == "upstream"]
+    more = ["--moe-cache-mib", sizes[-1], "--load-mode", "none"]
+    assert flags == [["-ncmoe", "3", "--load-mode", "none"], ["-ncmoe", "8", *more]]
+    assert [x[x.index("--moe-cache-mib") + 1] for x in calls[2:]] == sizes
+    speeds = [x["value"] for x in lines if x.get("system") == "b11549 cache" and "test" in x]
+    assert speeds == [100.0, 10.0 * len(calls)] * 3, "those of the last size alone"
+    (load,) = (x for x in lines if x["kind"] == "load")
+    assert load["budget"] == ncmoe and load["share"] > 0.0
 
 
 def test_bench_drafts_compares_ways_of_drafting(tmp_path: Path) -> None:

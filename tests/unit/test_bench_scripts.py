@@ -19,6 +19,7 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import _bench
+import _bench_worker
 import bench_tables
 
 from moegraph.placement.generator import PRESETS, RoutingModel, generate_trace
@@ -208,6 +209,53 @@ def test_a_page_shows_no_two_commits(tmp_path: Path) -> None:
     with pytest.raises(_bench.BenchError, match="has results of several commits"):
         bench_tables.take(folder, tmp_path / "card.jsonl", ["whole"])
     assert not (tmp_path / "card.jsonl").exists()
+
+
+def test_a_page_names_the_rival_and_shows_its_better_way(tmp_path: Path) -> None:
+    place, memory = {"setting": "ncmoe 16, ub 512"}, {"kind": "memory", "run": "r"}
+    speeds = {
+        "b11549 -ncmoe": (95.0, 699.0), "b11549 cache": (129.0, 600.0), "moegraph": (387.0, 6990.0),
+    }  # fmt: skip
+    lines = [
+        sample(system, 1, value, **place, test=test)
+        for system, both in speeds.items() for test, value in zip(("tg128", "pp512"), both)
+    ]  # fmt: skip
+    for at, system in enumerate(speeds):
+        lines.append({**memory, **place, "system": system, "device_peak_bytes": (14 + at) << 30})
+    load = {"kind": "load", "run": "r", "system": "moegraph", "share": 0.59, "ncmoe": 16}
+    found = bench_tables.Run(MEASURED, "", {"rival-60": [*lines, {**load, **place}]})
+    shown = bench_tables.readme(found, ["rival-60"])
+    cells = "| 129 (15.0 GiB) | 387 (16.0 GiB) | 3.0x |"
+    assert f"| decoding, 59% of the experts, own routing, beside b11549 cache {cells}" in shown
+    assert "own routing, beside b11549 -ncmoe | 699 | 6,990 | 10.0x |" in shown
+    beside = "beside llama.cpp 0c1e57098 and b11549 without"
+    assert beside in " ".join(bench_tables.about(found, []).split())
+
+
+class Reader:
+    """Notes the ids that it reads, as an engine."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.device = self
+
+    def reset(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def expert_stats(self) -> None: ...
+
+    def prefill(self, ids: Sequence[int], greedy: bool = False) -> None:
+        self.ids += map(int, ids)
+
+    forward = prefill
+
+
+def test_a_turn_reads_the_ids_of_llama_batched_bench() -> None:
+    """Noted from its calls of rand(), modulo 1,000, after the 16 of its warm-up."""
+    side, reader = _bench_worker.Side(), Reader()
+    side.engine, side.n_vocab = reader, 1000
+    for at in (1, 0):
+        side.turn(at, 2, 1)
+    assert reader.ids == [736, 211, 368, 540, 426, 172]
 
 
 def test_the_preset_of_the_published_tables_gives_the_same_ids() -> None:

@@ -44,7 +44,7 @@ def test_the_scripts_take_the_options_of_the_parts(
     for name, file in files.items():
         file.mkdir() if name == "before" else file.write_text("")
     monkeypatch.setattr(_card_upstream, "UPSTREAM", tmp_path)
-    monkeypatch.setattr(_card_upstream, "programs", lambda: tmp_path)
+    monkeypatch.setattr(_card_upstream, "programs", lambda *_: tmp_path)
     for program in _card_upstream.PROGRAMS:
         (tmp_path / program).write_text("")
     model, draft, before, out = map(str, files.values())

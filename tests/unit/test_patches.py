@@ -85,6 +85,19 @@ def test_another_file_is_refused_by_its_hash(fetch: ModuleType, tmp_path: Path) 
         fetch.verify(tmp_path / "absent.tar.gz")
 
 
+def test_the_rival_is_no_source_of_ours(
+    fetch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy in the cache is taken by its hash; MOEGRAPH_SDIST names the pinned source alone."""
+    monkeypatch.setenv("MOEGRAPH_SDIST", str(tmp_path / "absent.tar.gz"))
+    monkeypatch.setattr(fetch, "sha256", lambda path: fetch.RIVAL["sha256"])
+    copy = tmp_path / fetch.RIVAL["file"]
+    copy.write_bytes(b"")
+    assert fetch.find_sdist(None, tmp_path, fetch.RIVAL) == copy
+    with pytest.raises(fetch.FetchError, match="no such file"):
+        fetch.find_sdist(None, tmp_path)
+
+
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem[:4])
 def test_a_patch_says_why_and_stays_small(patch: Path) -> None:
     head, _, diff = patch.read_text("utf-8").partition("\n---\n")
