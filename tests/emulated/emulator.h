@@ -209,6 +209,16 @@ template <typename T> static inline T atomicAdd(T * at, const T x) {
 // The compiler option -ffp-contract=off sees to it that nothing else is contracted.
 static inline float __fmaf_rn(const float a, const float b, const float c) { return fmaf(a, b, c); }
 static inline float __fmul_rn(const float a, const float b) { return a*b; }
+static inline uint32_t __funnelshift_r(const uint32_t low, const uint32_t high, const uint32_t n) {
+    return (uint32_t) (((uint64_t) high << 32 | low) >> (n & 31));
+}
+static inline uint32_t __byte_perm(const uint32_t a, const uint32_t b, const uint32_t which) {
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) {
+        result |= (uint32_t) (((uint64_t) b << 32 | a) >> 8*(which >> 4*i & 7) & 0xFF) << 8*i;
+    }
+    return result;
+}
 static inline float __fadd_rn(const float a, const float b) { return a + b; }
 
 static inline uint32_t __umulhi(const uint32_t a, const uint32_t b) { return (uint64_t) a*b >> 32; }

@@ -42,6 +42,7 @@ static inline std::vector<uint8_t> random_weights(const ggml_type type, const si
             case GGML_TYPE_Q4_0: put(0, d/4);      break;
             case GGML_TYPE_Q8_0: put(0, d/70);     break;
             case GGML_TYPE_Q6_K: put(208, d/1200); break;
+            case GGML_TYPE_MXFP4: q[block] = 120 + q[block] % 4; break;
             default:             put(0, d/150); put(2, d/30); break;
         }
     }

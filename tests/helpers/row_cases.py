@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from modelgen.blocks import TYPES
 
 # What the library's kernels for few rows read, and other types.
-OURS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-OTHERS = ("MXFP4", "Q2_K", "Q3_K", "Q5_0", "IQ4_XS", "F16", "BF16")
+OURS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+ENDING = ("Q8_0", "MXFP4")  # also with rows that are no multiple of 256 values
+OTHERS = ("Q2_K", "Q3_K", "Q5_0", "IQ4_XS", "F16", "BF16")
 N_EMBD, N_FF, N_EXPERT, N_USED = 2048, 512, 16, 8
 EPS = 1e-6
 
@@ -58,12 +59,12 @@ def matrix(graph: Graph, kind: str, seed: int, *ne: int) -> Tensor:
     return graph.blocks(kind, _blocks(kind, seed, math.prod(ne)), *ne)
 
 
-def dense(kind: str, n_out: int) -> Build:
+def dense(kind: str, n_out: int, n_in: int = N_EMBD) -> Build:
     """One product."""
 
     def build(graph: Graph, rows: Ints) -> Tensor:
-        x = graph.b.scale(graph.leaf(rows_of(1, rows, N_EMBD)), 1.0)
-        w = matrix(graph, kind, 2, N_EMBD, n_out)
+        x = graph.b.scale(graph.leaf(rows_of(1, rows, n_in)), 1.0)
+        w = matrix(graph, kind, 2, n_in, n_out)
         return graph.b.mul_mat(w, x)
 
     return build
@@ -140,6 +141,7 @@ def router(n_expert: int) -> Build:
 
 OPERATIONS: dict[str, Build] = {
     **{f"product {kind}": dense(kind, 2048) for kind in OURS},
+    **{f"product {kind} of rows that end in a chunk": dense(kind, 512, 2880) for kind in ENDING},
     "product F32": dense("F32", 512),
     "head Q6_K": dense("Q6_K", 32768),
     "projections Q8_0": projections("Q8_0"),
@@ -148,6 +150,7 @@ OPERATIONS: dict[str, Build] = {
     "experts Q4_K Q6_K": experts("Q4_K", "Q6_K"),
     "experts Q8_0": experts("Q8_0", "Q8_0"),
     "experts Q4_0": experts("Q4_0", "Q4_0"),
+    "experts MXFP4": experts("MXFP4", "MXFP4"),
     "shared expert Q8_0": shared("Q8_0"),
 }
 OTHER_OPERATIONS: dict[str, Build] = {

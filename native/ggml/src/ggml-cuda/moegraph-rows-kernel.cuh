@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "mma.cuh"
 #include "moegraph-copy.cuh"
@@ -19,24 +20,24 @@ static __device__ __forceinline__ moegraph_segment moegraph_segment_of_block(con
     return seg;
 }
 
-// Of each matrix: the first row of weights that a lane copies and computes, the one 8 below, and the end of the memory.
+// Of each matrix: the first row of weights that a lane copies and computes, and the one 8 below.
 template <int n_mats>
 static __device__ __forceinline__ void moegraph_rows_of_lane(
-        const char * (&rows)[n_mats][2], const char * (&ends)[n_mats], const moegraph_rows_args & args,
-        const moegraph_segment & seg, const int expert, const int row) {
+        const char * (&rows)[n_mats][2], const moegraph_rows_args & args, const moegraph_segment & seg, const int expert,
+        const int row) {
 #pragma unroll
     for (int m = 0; m < n_mats; ++m) {
         const char * base = (m == 0 ? seg.x : args.x_gate) + max(expert, 0)*args.stride_expert;
         rows[m][0] = base + min(row,     seg.n_rows - 1)*args.stride_row;
         rows[m][1] = base + min(row + 8, seg.n_rows - 1)*args.stride_row;
-        ends[m]    = m == 0 ? seg.x_end : args.x_gate_end;
     }
 }
 
-// Copies one chunk of the tile's rows. Lane 4*g + c copies vectors c, c + 4, ... of the rows g and g + 8.
+// Copies one chunk of the tile's rows. Lane 4*g + c copies vectors c, c + 4, ... of the rows g and g + 8. Behind the end
+// of a row there are zeros: with those of the activations they change no sum.
 template <ggml_type type>
 static __device__ __forceinline__ void moegraph_load_chunk(
-        char * stage, const char * row0, const char * row1, const char * x_end, const int chunk) {
+        char * stage, const char * row0, const char * row1, const int row_bytes, const int chunk) {
     typedef moegraph_x<type> X;
     const int g = threadIdx.x / 4;
     const int c = threadIdx.x % 4;
@@ -55,15 +56,14 @@ static __device__ __forceinline__ void moegraph_load_chunk(
             }
             int n = 16;
             if constexpr (X::unaligned) {
-                const int64_t left = x_end - (src + 16*v);
-                n = left >= 16 ? 16 : (left > 0 ? (int) left : 0);
+                n = min(16, max(0, (int) ((r == 0 ? row0 : row1) + row_bytes - (src + 16*v))));
                 moegraph_copy_16(dst + 16*v, n > 0 ? src + 16*v : row0 - ((uintptr_t) row0 & 15), n);
             } else {
                 moegraph_copy_16(dst + 16*v, src + 16*v, n);
             }
         }
     }
-    GGML_UNUSED(x_end);
+    GGML_UNUSED(row_bytes);
 }
 
 // Adds the product of one chunk to acc (the layout of the 16 x 8 accumulator of the tensor cores). y_quants, y_scales: where
@@ -141,6 +141,21 @@ static __device__ __forceinline__ void moegraph_dot_chunk(
                 }
             }
         }
+    }
+}
+
+// Calls f with a type that the kernels read, as a constant.
+template <typename F>
+static void moegraph_switch_type(const ggml_type type, const F & f) {
+    switch (type) {
+        case GGML_TYPE_Q4_0:         return f(std::integral_constant<ggml_type, GGML_TYPE_Q4_0>());
+        case GGML_TYPE_Q8_0:         return f(std::integral_constant<ggml_type, GGML_TYPE_Q8_0>());
+        case MOEGRAPH_TYPE_Q8_0_ODD: return f(std::integral_constant<ggml_type, MOEGRAPH_TYPE_Q8_0_ODD>());
+        case GGML_TYPE_Q4_K:         return f(std::integral_constant<ggml_type, GGML_TYPE_Q4_K>());
+        case GGML_TYPE_Q5_K:         return f(std::integral_constant<ggml_type, GGML_TYPE_Q5_K>());
+        case GGML_TYPE_Q6_K:         return f(std::integral_constant<ggml_type, GGML_TYPE_Q6_K>());
+        case GGML_TYPE_MXFP4:        return f(std::integral_constant<ggml_type, GGML_TYPE_MXFP4>());
+        default: GGML_ABORT("no kernel for rows of type %d", (int) type);
     }
 }
 
@@ -310,8 +325,7 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
     }
 
     const char * rows[n_mats][2];
-    const char * ends[n_mats];
-    moegraph_rows_of_lane<n_mats>(rows, ends, args, seg, expert, row);
+    moegraph_rows_of_lane<n_mats>(rows, args, seg, expert, row);
 
     const int n_steps = expert < 0 || part >= args.n_chunks ? 0 :
         (args.n_chunks - part + k_split - 1) / k_split;
@@ -320,8 +334,8 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
         if (i < n_steps) {
 #pragma unroll
             for (int m = 0; m < n_mats; ++m) {
-                moegraph_load_chunk<type>(smem_warp + (i*n_mats + m)*stage_bytes, rows[m][0], rows[m][1], ends[m],
-                    part + i*k_split);
+                moegraph_load_chunk<type>(smem_warp + (i*n_mats + m)*stage_bytes, rows[m][0], rows[m][1],
+                    args.row_bytes, part + i*k_split);
             }
         }
         moegraph_copy_commit();
@@ -375,8 +389,8 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
         if (i + MOEGRAPH_STAGES < n_steps) {
 #pragma unroll
             for (int m = 0; m < n_mats; ++m) {
-                moegraph_load_chunk<type>(stage + m*stage_bytes, rows[m][0], rows[m][1], ends[m],
-                    chunk + MOEGRAPH_STAGES*k_split);
+                moegraph_load_chunk<type>(stage + m*stage_bytes, rows[m][0], rows[m][1],
+                    args.row_bytes, chunk + MOEGRAPH_STAGES*k_split);
             }
         }
         moegraph_copy_commit();

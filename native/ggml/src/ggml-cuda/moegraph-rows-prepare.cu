@@ -3,6 +3,8 @@
 #include "moegraph-rows-types.cuh"
 #include "moegraph-wide.cuh"
 
+#include <algorithm>
+
 constexpr int MOEGRAPH_PREP_WARPS = MOEGRAPH_PREP_THREADS/32;
 
 // Exclusive sum over the threads of a block of MOEGRAPH_PREP_THREADS threads; *total is the sum of all.
@@ -137,17 +139,18 @@ static __global__ void __launch_bounds__(MOEGRAPH_PREP_THREADS) moegraph_prepare
         --block;
     }
     const int64_t i   = ((int64_t) block*blockDim.x + threadIdx.x)*4;
-    const int     row = i / n_values;
-    const int     col = i % n_values;
+    const int     row = i / moegraph_padded(n_values);
+    const int     col = i % moegraph_padded(n_values);
     if (row >= n_rows) {
         return; // whole groups of 8 threads: n_values is a multiple of 32
     }
-    const float4 v = *(const float4 *) (x + (row / n_y)*stride_token + (row % n_y)*stride_row + col);
+    const float4 v = col < n_values ? *(const float4 *) (x + (row / n_y)*stride_token + (row % n_y)*stride_row + col) :
+        make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
     if (y != nullptr) {
         moegraph_quantize_4(v, y + i/32);
     }
-    if (q8_1 != nullptr) {
+    if (q8_1 != nullptr && col < n_values) { // of a single row
         moegraph_quantize_q8_1_4(v, q8_1 + i/32);
     }
 }
@@ -162,18 +165,13 @@ static const ggml_tensor * moegraph_origin(const ggml_tensor * t) {
 
 void moegraph_rows_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
     moegraph_rows_state & state = moegraph_get_context(ctx).rows;
-    for (moegraph_rows_state::entry & e : state.y) {
+    const auto forget = [](moegraph_rows_state::entry & e) {
         e.key  = {};
         e.used = 0;
-    }
-    for (moegraph_rows_state::entry & e : state.groups) {
-        e.key  = {};
-        e.used = 0;
-    }
-    for (moegraph_rows_state::entry & e : state.q8_1) {
-        e.key  = {};
-        e.used = 0;
-    }
+    };
+    std::for_each(std::begin(state.y), std::end(state.y), forget);
+    std::for_each(std::begin(state.groups), std::end(state.groups), forget);
+    std::for_each(std::begin(state.q8_1), std::end(state.q8_1), forget);
     state.clock = 0;
     state.changed.clear();
     state.wanted.clear();
@@ -253,7 +251,8 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     const int     n_experts = src0->ne[2];
     const bool    many        = moegraph_rows_are_many(dst);
     result.group_cols         = many ? moegraph_wide_cols() : MOEGRAPH_TILE_COLS;
-    const size_t  size_y      = n_rows_y*n_values/32*sizeof(moegraph_block_y);
+    const int64_t n_padded    = n_rows_y*moegraph_padded(n_values);
+    const size_t  size_y      = n_padded/32*sizeof(moegraph_block_y);
     const size_t  size_groups = sizeof(int) + moegraph_max_groups(n_slots, n_experts, result.group_cols)*sizeof(moegraph_group);
 
     // other streams than the first would race for the cached buffers
@@ -285,7 +284,7 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     moegraph_group * groups_d   = ids ? (moegraph_group *) (groups + sizeof(int)) : nullptr;
 
     if (!have_y || !have_groups) {
-        const int64_t n_blocks_y = have_y ? 0 : (n_rows_y*n_values/4 + MOEGRAPH_PREP_THREADS - 1) / MOEGRAPH_PREP_THREADS;
+        const int64_t n_blocks_y = have_y ? 0 : (n_padded/4 + MOEGRAPH_PREP_THREADS - 1) / MOEGRAPH_PREP_THREADS;
         const int64_t n_blocks = n_blocks_y + !have_groups;
         const size_t  smem     = have_groups ? 0 : (many ? 3 : 2)*(n_experts + 1)*sizeof(int);
         const int64_t stride_y = src1->nb[1]/sizeof(float);
@@ -349,7 +348,7 @@ const void * moegraph_q8_1(ggml_backend_cuda_context & ctx, const ggml_tensor * 
 void * moegraph_rows_reserve(ggml_backend_cuda_context & ctx, const ggml_tensor * tensor) {
     moegraph_rows_state & state = moegraph_get_context(ctx).rows;
     if (ctx.curr_stream_no != 0 || state.wanted.find(moegraph_origin(tensor)) == state.wanted.end() ||
-            !ggml_is_contiguous(tensor)) {
+            !ggml_is_contiguous(tensor) || tensor->ne[0] % MOEGRAPH_CHUNK != 0) {
         return nullptr;
     }
     moegraph_rows_state::entry * e;

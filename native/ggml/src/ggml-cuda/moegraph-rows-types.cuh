@@ -17,6 +17,9 @@ constexpr int MOEGRAPH_MAX_SLOTS  = 65536;
 constexpr int MOEGRAPH_MIN_BLOCKS = 2;   // 128 registers a thread; 80 are 5 to 10 % slower with experts
 constexpr int MOEGRAPH_STAGES     = 2;
 
+// Q8_0 whose rows begin or end within 16 bytes, as those of 2,880 values do: a type of its own for kernels.
+constexpr ggml_type MOEGRAPH_TYPE_Q8_0_ODD = GGML_TYPE_COUNT;
+
 // 32 activations. Lane c of a quad reads the values 4c..4c+3 and 16+4c..16+4c+3 of each block: they lie side by side.
 struct moegraph_block_y {
     float  d;    // scale
@@ -41,7 +44,6 @@ static int moegraph_max_groups(const int n_slots, const int n_experts, const int
 // One of the products of the same activations that share a launch.
 struct moegraph_segment {
     const char * x;              // weights
-    const char * x_end;          // first byte behind them
     float      * dst;
     int64_t      stride_dst_col; // floats, between slots of a token or dense columns
     int          n_rows;
@@ -55,11 +57,11 @@ struct moegraph_rows_args {
     moegraph_segment         segments[MOEGRAPH_MAX_SEGMENTS];
     int                      n_segments;
     const char             * x_gate;   // weights of the gate product, nullptr without GLU (one segment)
-    const char             * x_gate_end;
     const moegraph_block_y * y;
     const moegraph_group   * groups;   // nullptr: dense
     const int              * n_groups;
     int                      group_cols;    // slots that a group may have
+    int                      row_bytes;
     int64_t                  stride_row;    // bytes
     int64_t                  stride_expert; // bytes
     int64_t                  stride_dst_token; // floats
@@ -119,6 +121,11 @@ static __device__ __forceinline__ void moegraph_quantize_q8_1_4(const float4 v, 
     if (j == 0) {
         dst->ds = make_half2(d, sum);
     }
+}
+
+// Rows of activations are padded to whole chunks, with blocks of zeros.
+static __host__ __device__ __forceinline__ int moegraph_padded(const int n_values) {
+    return (n_values + MOEGRAPH_CHUNK - 1)/MOEGRAPH_CHUNK*MOEGRAPH_CHUNK;
 }
 
 // What a product reads besides weights. The pools hold it where it is not remembered for other products.

@@ -13,6 +13,11 @@ static __device__ __forceinline__ int moegraph_load_b4(const char * p) {
     return *(const int *) p;
 }
 
+static __device__ __forceinline__ int moegraph_load_b1(const char * p) {
+    const uint32_t * p32 = (const uint32_t *) (p - ((uintptr_t) p & 3));
+    return (int) __funnelshift_r(p32[0], p32[1], 8*((uintptr_t) p & 3));
+}
+
 static __device__ __forceinline__ float moegraph_load_half(const char * p) {
     return __half2float(*(const half *) p);
 }
@@ -78,6 +83,36 @@ template <> struct moegraph_x<GGML_TYPE_Q8_0> {
     }
     static __device__ __forceinline__ float scale(const head &, const char * s, const int k, const int) {
         return moegraph_load_half(s + 34*k);
+    }
+};
+
+template <> struct moegraph_x<MOEGRAPH_TYPE_Q8_0_ODD> : moegraph_x<GGML_TYPE_Q8_0> {
+    static constexpr int  vecs = 18, pitch = 304;
+    static constexpr bool unaligned = true;
+};
+
+template <> struct moegraph_x<GGML_TYPE_MXFP4> {
+    static constexpr int  bytes = 136, vecs = 10, pitch = 176;
+    static constexpr bool has_min = false, halves = false, unaligned = true;
+    typedef moegraph_head_none head;
+    // Twice the values of four of these numbers, in the low halves of bits. The highest bit is the sign.
+    static __device__ __forceinline__ uint32_t four(const uint32_t w) {
+        const uint32_t plus  = __byte_perm(0x03020100, 0x0C080604, w & 0x7777);
+        const uint32_t minus = __byte_perm(0xFDFEFF00, 0xF4F8FAFC, w & 0x7777);
+        return __byte_perm(plus, minus, 0x3210 | (w & 0x8888) >> 1);
+    }
+    static __device__ __forceinline__ void quants(const char * s, const int k, const int c, int * q) {
+        const uint32_t w = moegraph_load_b1(s + 17*k + 1 + 4*c);
+        const uint32_t a = four(w), b = four(w >> 16);
+        q[0] = __byte_perm(a, b, 0x6420);
+        q[1] = __byte_perm(a, b, 0x7531);
+    }
+    static __device__ __forceinline__ float scale(const head &, const char * s, const int k, const int) {
+        const uint32_t e    = (uint8_t) s[17*k];
+        const uint32_t bits = e < 2 ? 0x00200000u << e : (e - 1) << 23; // 2^(e - 128)
+        float x;
+        memcpy(&x, &bits, sizeof(x));
+        return x;
     }
 };
 

@@ -10,29 +10,27 @@
 constexpr int MOEGRAPH_MIN_TOKENS  = 5;    // of MUL_MAT_ID; below that an expert seldom has two rows
 constexpr int MOEGRAPH_MAX_EXPERTS = 4000; // three counters each, in 48 KB of shared memory
 
-static bool moegraph_rows_type(const ggml_type type) {
-    switch (type) {
+// As what the kernels read these weights; GGML_TYPE_F32: they do not.
+static ggml_type moegraph_rows_type(const ggml_tensor * t) {
+    const size_t strides = t->ne[2] == 1 ? t->nb[1] : t->nb[1] | t->nb[2];
+    const bool   whole   = t->ne[0] % MOEGRAPH_CHUNK == 0 && strides % 16 == 0;
+    if (t->ne[3] != 1 || t->nb[0] != ggml_type_size(t->type) || (uintptr_t) t->data % 16 != 0) {
+        return GGML_TYPE_F32;
+    }
+    switch (t->type) {
         case GGML_TYPE_Q4_0:
-        case GGML_TYPE_Q8_0:
         case GGML_TYPE_Q4_K:
         case GGML_TYPE_Q5_K:
+            return whole ? t->type : GGML_TYPE_F32;
+        case GGML_TYPE_Q8_0:
+            return whole ? t->type : strides % 2 == 0 ? MOEGRAPH_TYPE_Q8_0_ODD : GGML_TYPE_F32;
         case GGML_TYPE_Q6_K:
-            return true;
+            return strides % 2 == 0 ? t->type : GGML_TYPE_F32;
+        case GGML_TYPE_MXFP4:
+            return t->type;
         default:
-            return false;
+            return GGML_TYPE_F32;
     }
-}
-
-// Whether the kernels can read these weights.
-static bool moegraph_rows_weights(const ggml_tensor * t) {
-    if (!moegraph_rows_type(t->type) || t->ne[0] % MOEGRAPH_CHUNK != 0 || t->ne[3] != 1 ||
-            t->nb[0] != ggml_type_size(t->type) || (uintptr_t) t->data % 16 != 0) {
-        return false;
-    }
-    if (t->type == GGML_TYPE_Q6_K) {
-        return t->nb[1] % 2 == 0 && t->nb[2] % 2 == 0;
-    }
-    return t->nb[1] % 16 == 0 && (t->ne[2] == 1 || t->nb[2] % 16 == 0);
 }
 
 bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, const int cc) {
@@ -47,7 +45,8 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
             dst->type != GGML_TYPE_F32) {
         return false;
     }
-    if (!moegraph_rows_weights(src0) || (gate != nullptr && !moegraph_rows_weights(gate->src[0]))) {
+    const ggml_type type = moegraph_rows_type(src0);
+    if (type == GGML_TYPE_F32 || (gate != nullptr && moegraph_rows_type(gate->src[0]) != type)) {
         return false;
     }
     if (src1->nb[0] != sizeof(float) || (uintptr_t) src1->data % 16 != 0 || src1->nb[1] % 16 != 0 ||
@@ -60,6 +59,9 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
     const bool async = cp_async_available(cc);
     if (mmid) {
         const int64_t n_tokens = dst->ne[2];
+        if (type == GGML_TYPE_MXFP4 && !apart && moegraph_rows_are_many(dst)) {
+            return false; // models in this type have few experts, so that upstream's larger tiles are full
+        }
         return n_tokens >= (apart ? 1 : async ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
             dst->ne[1]*n_tokens <= MOEGRAPH_MAX_SLOTS &&
             src0->ne[2] <= MOEGRAPH_MAX_EXPERTS && dst->src[2]->nb[0] == sizeof(int32_t) && dst->src[2]->ne[2] == 1;
@@ -88,28 +90,18 @@ static void moegraph_rows_launch(const moegraph_rows_args & args0, const int n_g
     ggml_cuda_kernel_launch(kernel, params, args);
 }
 
-template <ggml_type type, bool glu>
-static void moegraph_rows_switch_tiles(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
-    switch (args.groups != nullptr ? 1 : (args.n_cols + 7)/8) {
-        case 1: moegraph_rows_launch<type, 1, glu>(args, n_groups, stream); break;
-        case 2: moegraph_rows_launch<type, 2, glu>(args, n_groups, stream); break;
-        case 3: moegraph_rows_launch<type, 3, glu>(args, n_groups, stream); break;
-        case 4: moegraph_rows_launch<type, 4, glu>(args, n_groups, stream); break;
-        default: GGML_ABORT("fatal error");
-    }
-}
-
 template <bool glu>
-static void moegraph_rows_switch_type(
+static void moegraph_rows_switch_tiles(
         const ggml_type type, const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
-    switch (type) {
-        case GGML_TYPE_Q4_0: moegraph_rows_switch_tiles<GGML_TYPE_Q4_0, glu>(args, n_groups, stream); break;
-        case GGML_TYPE_Q8_0: moegraph_rows_switch_tiles<GGML_TYPE_Q8_0, glu>(args, n_groups, stream); break;
-        case GGML_TYPE_Q4_K: moegraph_rows_switch_tiles<GGML_TYPE_Q4_K, glu>(args, n_groups, stream); break;
-        case GGML_TYPE_Q5_K: moegraph_rows_switch_tiles<GGML_TYPE_Q5_K, glu>(args, n_groups, stream); break;
-        case GGML_TYPE_Q6_K: moegraph_rows_switch_tiles<GGML_TYPE_Q6_K, glu>(args, n_groups, stream); break;
-        default: GGML_ABORT("fatal error");
-    }
+    moegraph_switch_type(type, [&](const auto t) {
+        switch (args.groups != nullptr ? 1 : (args.n_cols + 7)/8) {
+            case 1: moegraph_rows_launch<t.value, 1, glu>(args, n_groups, stream); break;
+            case 2: moegraph_rows_launch<t.value, 2, glu>(args, n_groups, stream); break;
+            case 3: moegraph_rows_launch<t.value, 3, glu>(args, n_groups, stream); break;
+            case 4: moegraph_rows_launch<t.value, 4, glu>(args, n_groups, stream); break;
+            default: GGML_ABORT("fatal error");
+        }
+    });
 }
 
 // n_dst products of the same activations; a gate only goes with one.
@@ -127,9 +119,6 @@ static void moegraph_rows_run(
     moegraph_rows_operands operands(ctx.pool());
     moegraph_rows_prepare(ctx, dst, operands);
 
-    const auto end_of = [](const ggml_tensor * w) {
-        return (const char *) w->data + (w->ne[2] - 1)*w->nb[2] + w->ne[1]*w->nb[1];
-    };
     moegraph_rows_args args = {};
     args.n_segments = n_dst;
     args.early      = !gate || moegraph_is_constant(gate->src[0]);
@@ -138,20 +127,19 @@ static void moegraph_rows_run(
         const ggml_tensor * w   = dsts[i]->src[0];
         const ggml_tensor * out = glu != nullptr ? glu : dsts[i];
         args.segments[i] = {
-            (const char *) w->data, end_of(w), (float *) out->data, (int64_t) (out->nb[1]/sizeof(float)),
-            (int) w->ne[1], 0, 1 };
+            (const char *) w->data, (float *) out->data, (int64_t) (out->nb[1]/sizeof(float)), (int) w->ne[1], 0, 1 };
         args.early = args.early && moegraph_is_constant(w);
         args.stride_dst_token = out->nb[2]/sizeof(float);
     }
     args.x_gate           = gate ? (const char *) gate->src[0]->data : nullptr;
-    args.x_gate_end       = gate ? end_of(gate->src[0]) : nullptr;
     args.y                = operands.y;
     args.groups           = operands.groups;
     args.n_groups         = operands.n_groups;
+    args.row_bytes        = (int) ggml_row_size(src0->type, n_values);
     args.stride_row       = src0->nb[1];
     args.stride_expert    = src0->nb[2];
     args.n_cols           = ids ? 0 : src1->ne[1];
-    args.n_chunks         = n_values/MOEGRAPH_CHUNK;
+    args.n_chunks         = moegraph_padded(n_values)/MOEGRAPH_CHUNK;
     args.n_used           = ids ? ids->ne[0] : 1;
     args.n_y              = ids ? src1->ne[1] : 1;
     args.glu_op           = glu ? ggml_get_glu_op(glu) : 0;
@@ -165,12 +153,13 @@ static void moegraph_rows_run(
     } else if (many) {
         n_groups = (args.n_cols + args.group_cols - 1)/args.group_cols;
     }
+    const ggml_type type = moegraph_rows_type(src0);
     if (many) {
-        moegraph_wide_mul_mat(src0->type, args, n_groups, ctx.stream());
+        moegraph_wide_mul_mat(type, args, n_groups, ctx.stream());
     } else if (glu) {
-        moegraph_rows_switch_type<true>(src0->type, args, n_groups, ctx.stream());
+        moegraph_rows_switch_tiles<true>(type, args, n_groups, ctx.stream());
     } else {
-        moegraph_rows_switch_type<false>(src0->type, args, n_groups, ctx.stream());
+        moegraph_rows_switch_tiles<false>(type, args, n_groups, ctx.stream());
     }
 }
 

@@ -70,12 +70,12 @@ static __device__ __forceinline__ void wide_block(
     float * sums       = (float *) (smem_y + MOEGRAPH_STAGES*y_bytes + threadIdx.y*wide_sum_bytes<glu>());
 
     const char * rows[n_mats][2];
-    const char * ends[n_mats];
-    moegraph_rows_of_lane<n_mats>(rows, ends, args, seg, expert, row);
+    moegraph_rows_of_lane<n_mats>(rows, args, seg, expert, row);
     const auto load = [&](const int chunk, const int stage) {
 #pragma unroll
         for (int m = 0; m < n_mats; ++m) {
-            moegraph_load_chunk<type>(smem_warp + (stage*n_mats + m)*stage_bytes, rows[m][0], rows[m][1], ends[m], chunk);
+            moegraph_load_chunk<type>(smem_warp + (stage*n_mats + m)*stage_bytes, rows[m][0], rows[m][1],
+                args.row_bytes, chunk);
         }
         const char * y = (const char *) args.y + chunk*WIDE_Y_BYTES;
         for (int i = tid; i < n_tiles*MOEGRAPH_TILE_COLS*n_vecs; i += 32*blockDim.y) {
@@ -219,31 +219,13 @@ static void wide_launch(const moegraph_rows_args & args0, const int n_groups, cu
     ggml_cuda_kernel_launch(kernel, params, args);
 }
 
-template <ggml_type type, bool apart>
-static void wide_switch_glu(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
-    if (args.x_gate != nullptr) {
-        wide_launch<type, true, apart>(args, n_groups, stream);
-    } else {
-        wide_launch<type, false, apart>(args, n_groups, stream);
-    }
-}
-
-template <ggml_type type>
-static void wide_switch_apart(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
-    if (args.apart) {
-        wide_switch_glu<type, true>(args, n_groups, stream);
-    } else {
-        wide_switch_glu<type, false>(args, n_groups, stream);
-    }
+template <bool glu, bool apart>
+static void wide_switch(const ggml_type type, const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
+    moegraph_switch_type(type, [&](const auto t) { wide_launch<t.value, glu, apart>(args, n_groups, stream); });
 }
 
 void moegraph_wide_mul_mat(const ggml_type type, const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
-    switch (type) {
-        case GGML_TYPE_Q4_0: wide_switch_apart<GGML_TYPE_Q4_0>(args, n_groups, stream); break;
-        case GGML_TYPE_Q8_0: wide_switch_apart<GGML_TYPE_Q8_0>(args, n_groups, stream); break;
-        case GGML_TYPE_Q4_K: wide_switch_apart<GGML_TYPE_Q4_K>(args, n_groups, stream); break;
-        case GGML_TYPE_Q5_K: wide_switch_apart<GGML_TYPE_Q5_K>(args, n_groups, stream); break;
-        case GGML_TYPE_Q6_K: wide_switch_apart<GGML_TYPE_Q6_K>(args, n_groups, stream); break;
-        default: GGML_ABORT("fatal error");
-    }
+    const auto launch = args.x_gate != nullptr ? (args.apart ? wide_switch<true, true> : wide_switch<true, false>) :
+        (args.apart ? wide_switch<false, true> : wide_switch<false, false>);
+    launch(type, args, n_groups, stream);
 }
