@@ -114,11 +114,16 @@ class DFlashDrafter(Drafter):
     def warm_up(self, longest: int) -> None:
         """Run the graphs of drafts of a short text until a device has captured them.
 
-        longest: tokens of the longest draft that there will be.
+        Those over tokens that texts took, too: in the first drafts after others of another drafter
+        they would count as costs of this one. Empties sequence 0. longest: tokens of the longest
+        draft that there will be.
         """
-        for n in sorted({*self._built[1 : longest + 1]}):
-            for _ in range(N_CAPTURED):
+        for _ in range(N_CAPTURED):
+            for n in sorted({*self._built[1 : longest + 1]}):
                 self.draft(0, 0, n, 1)
+            for power in range(N_TAKEN.bit_length()):
+                self.context.take([(0, 0, [0] * (1 << power))])
+            self._rings.restart(0, 0)
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget a sequence; it now holds ids, I32 numpy [n_past], of which there is no K and V."""

@@ -47,6 +47,20 @@ def test_drafts_equal_the_reference(pair: Callable[..., Pair], name: str) -> Non
     both.check(1, off)
 
 
+def test_after_a_warm_up_no_draft_builds_a_graph(pair: Callable[..., Pair]) -> None:
+    """However many tokens the text took since the last one; and drafts are as they were."""
+    both = pair()
+    drafter = both.drafter
+    drafter.warm_up(drafter.max_draft)
+    n_built = drafter.graphs.n_built
+    both.decode(1)
+    both.check(drafter.max_draft)
+    for n in (2, 3, 7, 12, 30, 64):
+        drafter.committed([(0, 1, [0] * n)])
+        drafter.truncate(0, 1)
+    assert drafter.graphs.n_built == n_built
+
+
 @pytest.mark.parametrize("kind", ["dflash-draft", "qwen35-dflash-draft", "safetensors"])
 def test_every_format_drafts_the_same(pair: Callable[..., Pair], kind: str) -> None:
     drafts = []
