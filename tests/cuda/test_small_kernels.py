@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from helpers.graph_runs import Array, Graph, nmse, random
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C, ffi
-from moegraph.ggml.ops import I32, Builder, Tensor
+from moegraph.ggml.ops import F16, I32, I64, Builder, Tensor
 from moegraph.graphs.cache import GraphCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -231,6 +232,41 @@ def test_gated_norm(device: Device, d: int, n_rows: int) -> None:
     expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + EPS) * w
     (found,), _ = graph.run(device, [out])
     assert nmse(found, expected * wide / (1 + np.exp(-wide))) < 1e-11
+
+
+@pytest.mark.parametrize("n_rows", [1, 3, 64])
+def test_norm_and_rotation_of_heads_are_one_kernel(device: Device, n_rows: int) -> None:
+    """With them, for K, the write to the cache; Q may be every second head of wider rows."""
+    d, n_head, n_cache = 128, 4, 80
+    hp = SimpleNamespace(
+        n_rot=d, n_ctx_orig=4096, rope_freq_base=1e6, rope_freq_scale=1.0, rope_ext_factor=0.0,
+        rope_attn_factor=1.0, rope_beta_fast=32.0, rope_beta_slow=1.0,
+    )  # fmt: skip
+    data, w = random(1, n_rows, 2 * n_head, d), random(2, d)
+    positions, places = np.arange(n_rows, dtype=np.int32) + 7, np.arange(n_rows)[::-1] + 5
+
+    def run(fuses: bool) -> list[list[Array]]:
+        found = []
+        for is_key in (False, True):
+            graph = Graph()
+            b, x = graph.b, graph.leaf(data)
+            pos = graph.leaf(positions, I32)
+            heads = b.view(x, (d, n_head, n_rows), (8 * d, 8 * d * n_head))
+            normed = b.norm(heads, graph.weight(w), EPS)
+            out = b.rope(normed, pos, hp)
+            if is_key:
+                cache = graph.leaf(np.zeros((n_cache, d * n_head), np.float16), F16)
+                rows = b.view(out, (d * n_head, n_rows), (4 * d * n_head,))
+                out = b.set_rows(cache, rows, graph.leaf(places.astype(np.int64), I64))
+            results = [out] if fuses else [out, b.cont(normed)]
+            values, *others = graph.run(device, [*results, normed])[0]
+            values = values.view(np.float16).astype(np.float32) if is_key else values
+            found.append([values, *others])
+        return found
+
+    for one, apart in zip(run(True), run(False)):
+        assert np.isnan(one[-1]).all() and not np.isnan(apart[-1]).any(), "not one kernel"
+        assert nmse(one[0], apart[0].astype(np.float64)) < 1e-9
 
 
 def layer_end(

@@ -185,12 +185,23 @@ static bool moegraph_norm_match(const ggml_cgraph * cgraph, const int i, moegrap
     return true;
 }
 
+// Whether a norm, its weights and a rotation start at node i: upstream has one kernel for them, and the write of keys.
+static bool moegraph_is_rotated(const ggml_cgraph * cgraph, const int i) {
+    static const ggml_op ops[3] = { GGML_OP_RMS_NORM, GGML_OP_MUL, GGML_OP_ROPE };
+    if (!ggml_can_fuse(cgraph, i, ops, 3)) {
+        return false;
+    }
+    const int mode = ggml_get_op_params_i32(cgraph->nodes[i + 2], 2);
+    return mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX;
+}
+
 // A norm of what another graph has summed, with the bits that it would have behind the sum.
 static bool moegraph_lone_norm_match(const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m) {
     m = {};
     m.gated = -1;
     m.n_ops = 2;
-    if (!moegraph_norm_match(cgraph, i, m) || (m.norm->flags & m.dst->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
+    if (!moegraph_norm_match(cgraph, i, m) || moegraph_is_rotated(cgraph, i) ||
+            (m.norm->flags & m.dst->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
         return false;
     }
     m.sum      = m.norm->src[0];
