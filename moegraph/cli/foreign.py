@@ -105,7 +105,8 @@ _NOT_HERE: dict[str, str] = {
     "a request may have tools, which its client runs",
     "-to": "--timeout SECONDS ends each answer after that time",
     "--embedding --embeddings --rerank --reranking --pooling": "the model makes no embeddings",
-    "--models-dir --models-preset --models-max": "a server has one model; start one for each",
+    "--models-max --models-autoload --no-models-autoload": "one model is in memory at a time; a "
+    "request loads the one that it names",
 }
 NOT_HERE = {flag: reason for flags, reason in _NOT_HERE.items() for flag in flags.split()}
 # Commands of Ollama, llama.cpp and mlx-lm that people try, by what does it here.

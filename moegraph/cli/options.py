@@ -309,19 +309,24 @@ def unescape(text: str) -> str:
 
 
 def recommended(
-    params: SamplingParams, kv: Mapping[str, object], n_vocab: int, warned: set[str] | None = None
+    params: SamplingParams,
+    kv: Mapping[str, object],
+    n_vocab: int,
+    warned: set[str] | None = None,
+    kept: Collection[str] | None = None,
 ) -> tuple[SamplingParams, dict[str, float]]:
     """Check params; return them with the values that a file recommends, and those values by field.
 
     kv: metadata of the file. What the command line sets stays as it is. Values of the file that are
-    out of range are left out, with one warning. warned: as in `models.load_engine`.
+    out of range are left out, with one warning. warned: as in `models.load_engine`. kept: the
+    settings that stay; None: those that the running command was given.
     """
     params = params.validate(n_vocab)
     taken: dict[str, Any] = {}
     wrong = []
     for key, name in _FIELDS.items():
         value: Any = kv.get(f"general.sampling.{key}")
-        if value is None or is_given(name):
+        if value is None or (is_given(name) if kept is None else name in kept):
             continue
         whole, number = name in _WHOLE, value
         if type(value) is int and not whole:

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import settings as engine_settings
-from ..errors import Cancelled, ConfigError
+from ..errors import Cancelled, ConfigError, MoegraphError
+from ..gguf.hubnames import model_name, models_among
 from ..link.address import is_loopback
+from ..sampling import settings as sampling_settings
+from ..sources import Source, read_toml
 from ..units import MiB
 from . import models, options, ui
-from .models import target_argument
+from .given import check_keys, find_values, settable, spellings
+from .models import MODEL_TARGET, model_options, only_target, option_target, require_target
 from .options import Command, Option, recommended
 from .report import show_drafters
 
@@ -28,8 +32,9 @@ if TYPE_CHECKING:
     from ..arch import ModelFile
     from ..engine import Engine
     from ..engine.chat import ChatModel
-    from ..server.host import LoadedModel, ModelFacts, ModelHost
-    from ..server.state import ServerState
+    from ..sampling import SamplingParams
+    from ..server.host import LoadedModel, Model, ModelFacts
+    from ..server.schemas import Defaults
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://[^/?#@\s]+)/?", re.I)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -58,16 +63,17 @@ def _origins(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> tup
 
 _OPTIONS = (
     _option(
+        "--models", "--models-dir", "--models-preset", type=click.Path(path_type=Path),
+        metavar="FILE|FOLDER",
+        help="Serve several models instead of TARGET: the GGUF files of a folder, or those of a "
+        "TOML file, with settings of their own (docs/server.md#several-models).",
+    ),
+    _option(
         "--host", default="127.0.0.1", metavar="NAME", help="Address to listen on.",
     ),
     _option(
         "--port", type=click.IntRange(0, 65535), default=8080, metavar="N",
         help="Port to listen on; 0 takes a free one.",
-    ),
-    _option(
-        "-np", "--parallel", "n_parallel", type=click.IntRange(1, 256), default=4, metavar="N",
-        help="Most requests that are computed at a time; others wait. They share the context: "
-        "one request may use all of it.",
     ),
     _option(
         "--queue", "n_waiting", type=click.IntRange(0, 65536), default=128, metavar="N",
@@ -95,22 +101,6 @@ _OPTIONS = (
         metavar="ORIGIN",
         help="Let pages of this origin use the server, such as https://chat.example, or * for "
         "all; several with commas, or repeat it.",
-    ),
-    _option(
-        "-n", "--predict", "--n-predict", "n_predict", type=click.INT, default=-1, metavar="N",
-        help="Maximum number of tokens of an answer, if a request says nothing. -1: no limit.",
-    ),
-    _option(
-        "--chat-template-file", type=click.Path(path_type=Path), metavar="FILE",
-        help="Use this Jinja template instead of the model's own.",
-    ),
-    _option(
-        "-rea", "--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto",
-        help="Ask for reasoning, or not, if a request says nothing. auto: the template's default.",
-    ),
-    _option(
-        "--timeout", "deadline_s", type=click.FloatRange(0.001), metavar="SECONDS",
-        help="End each answer after this time. Default: never.",
     ),
     _option(
         "--drain", "drain_s", type=click.FloatRange(0), default=30.0, metavar="SECONDS",
@@ -142,12 +132,39 @@ _OPTIONS = (
 )  # fmt: skip
 
 
+# What may differ from model to model, beside settings of the engine and of sampling.
+_OF_MODEL = (
+    _option(
+        "-np", "--parallel", "n_parallel", type=click.IntRange(1, 256), default=4, metavar="N",
+        help="Most requests that are computed at a time; others wait. They share the context: "
+        "one request may use all of it.",
+    ),
+    _option(
+        "-n", "--predict", "--n-predict", "n_predict", type=click.INT, default=-1, metavar="N",
+        help="Maximum number of tokens of an answer, if a request says nothing. -1: no limit.",
+    ),
+    _option(
+        "--chat-template-file", type=click.Path(path_type=Path), metavar="FILE",
+        help="Use this Jinja template instead of the model's own.",
+    ),
+    _option(
+        "-rea", "--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto",
+        help="Ask for reasoning, or not, if a request says nothing. auto: the template's default.",
+    ),
+    _option(
+        "--timeout", "deadline_s", type=click.FloatRange(0.001), metavar="SECONDS",
+        help="End each answer after this time. Default: never.",
+    ),
+)  # fmt: skip
+
+
 @click.command(cls=Command)
-@target_argument
-@options.with_options(_OPTIONS)
+@click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
+@model_options
+@options.with_options((*_OPTIONS, *_OF_MODEL))
 @options.engine_options(cache_ram=_CACHE_MIB, n_ctx=-1)
 @options.sampling_options
-def serve(target: str, **given: Any) -> None:
+def serve(target: str | None, **given: Any) -> None:
     """Serve the model TARGET, a GGUF file or a shipped model's name, over HTTP.
 
     Interfaces: OpenAI's chat completions, completions and responses, Anthropic's messages, and
@@ -165,7 +182,7 @@ def serve(target: str, **given: Any) -> None:
       moegraph serve model.gguf --port 0 --alias qwen --sleep-idle 600
       MOEGRAPH_API_KEY=... moegraph serve model.gguf --host 0.0.0.0 --alias-host gpu.example
     """  # fmt: skip
-    model = _Model(target, given)
+    chosen = _chosen(target, given)
     _require_extra()
     # By default, Python code on the event loop may hold the engine's thread up for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)
@@ -174,6 +191,7 @@ def serve(target: str, **given: Any) -> None:
     from ..server.host import ModelHost, keep_small
     from ..server.logs import start_logging
     from ..server.running import ServerProcess, listen, url_of
+    from ..server.state import ServerState
 
     def current_keys() -> list[str]:
         keys = given["api_keys"]
@@ -188,16 +206,17 @@ def serve(target: str, **given: Any) -> None:
         raise ConfigError("--cache-by-key needs keys; give --api-key-file FILE or MOEGRAPH_API_KEY")
     guard = Guard(keys, hosts, not is_loopback(given["host"]), given["cors_origins"])
     start_logging(given["log_format"], sys.stderr)
-    model.open()
+    is_one = not chosen[0].is_listed
+    served = [one.describe(is_one) for one in chosen]
     with listen(given["host"], given["port"]) as sock:
         url = url_of(sock, given["host"])
         process = ServerProcess(
-            app=lambda host: build_site(model.state(host), guard),
-            host=lambda: ModelHost(model.load, model.facts, given["sleep_s"]),
-            sock=sock,
-            ready=lambda: ui.note(
-                f"{model.alias}, with a context of {model.n_ctx:,}, is served at {url}"
+            app=lambda host: build_site(ServerState(host, given["cache_by_key"]), guard),
+            host=lambda: ModelHost(
+                served, given["sleep_s"], is_one, given["n_parallel"] + given["n_waiting"]
             ),
+            sock=sock,
+            ready=lambda: ui.note(f"{_subject(served, is_one)} served at {url}"),
             reload=lambda: keys.replace(current_keys()),
             say=ui.note,
             drain_s=given["drain_s"],
@@ -205,6 +224,13 @@ def serve(target: str, **given: Any) -> None:
         code = process.run()
     if code == Cancelled.exit_code:
         raise Cancelled
+
+
+def _subject(served: Sequence[Model], is_one: bool) -> str:
+    if not is_one:
+        return "1 model is" if len(served) == 1 else f"{len(served)} models are"
+    facts = served[0].facts
+    return f"{facts.name}, with a context of {facts.n_ctx:,}, is"
 
 
 def _require_extra() -> None:
@@ -239,36 +265,114 @@ def _hosts(given: dict[str, Any], has_key: bool) -> frozenset[str]:
     return frozenset(name.lower() for name in names)
 
 
-class _Model:
-    """The model of a server. Its `load` runs at the start and after each sleep, on one thread.
+def _chosen(target: str | None, given: dict[str, Any]) -> list[_Model]:
+    """Return the model of the command line, or the models of --models."""
+    named, place = option_target(given, target), given["models"]
+    is_typed = bool(target) or options.is_typed("model") or options.is_typed("hf_repo")
+    if place is None or (is_typed and not options.is_typed("models")):
+        return [_Model(require_target(target, named), given, given["alias"] or "")]
+    if is_typed or options.is_typed("alias"):
+        raise click.UsageError("--models names all models; give no TARGET, -m, -hf or --alias")
+    found = [_preset(place, name, table, given) for name, table in _tables(place).items()]
+    if not found:
+        raise ConfigError(f"{place}: there is no model in it")
+    return found
 
-    alias: its name. facts: known without loading. n_ctx: positions that all requests share, once
-    it is loaded. sampling: the defaults of requests. All but n_ctx are there after `open`.
+
+def _tables(place: Path) -> dict[str, Any]:
+    """Return the settings of the models of a folder or of a TOML file, by their names."""
+    if not place.is_dir():
+        return read_toml(place, is_needed=True)
+    files = models_among(str(path.relative_to(place)) for path in place.rglob("*.gguf"))
+    return {model_name(file): {"model": str(place / file)} for file in files}
+
+
+def _preset(place: Path, name: str, table: object, given: dict[str, Any]) -> _Model:
+    """Return a model; its own settings count more than others, but for those that were typed."""
+    where = f"{place}: [{name}]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{place}: {name}: a model is a table, [NAME], with model = FILE in it")
+    context = click.get_current_context()
+    server = {p.name for p in options.with_options(_OPTIONS)(click.Command("server")).params}
+    known = {o.name: o for o in settable(context.command) if o.name not in server}
+    source = Source.of(where, table)
+    check_keys([source], {"": {key for option in known.values() for key in spellings(option)}})
+    values = find_values(context.command, context, [source])
+    own = {n: known[n].process_value(context, found.value) for n, found in values.items()}
+    target = only_target(own.get("model"), own.get("hf_repo"))
+    if target is None:
+        raise ConfigError(f"{where}: no model; give model = FILE, or hf-repo = OWNER/REPO")
+    if (beside := place.parent / target).exists() and not place.is_dir():
+        target = str(beside)
+    own = {n: value for n, value in own.items() if not options.is_typed(n)}
+    try:
+        return _Model(target, {**given, **own}, name, own)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+class _Model:
+    """A model of a server. `open` and `load` run each time it is wanted in memory, on one thread.
+
+    served: what the server knows of it, from `describe` on.
     """
 
-    facts: ModelFacts
+    served: Model
 
-    def __init__(self, target: str, given: dict[str, Any]) -> None:
-        """Check all that can be checked before the model file is opened."""
+    def __init__(
+        self, target: str, given: dict[str, Any], name: str, own: Collection[str] | None = None
+    ) -> None:
+        """Check all that can be checked before the model file is opened.
+
+        own: settings that are given for this model, if it is one of --models.
+        """
         config = replace(options.build_config(given), n_seq=given["n_parallel"], n_kv=-1)
         self._target, self._config, self._given = target, config.validate(), given
         self._max_tokens = options.max_tokens(given["n_predict"])
-        self.sampling = options.build_sampling(given)
+        self._sampling, self._name = options.build_sampling(given), name
+        given_here = {s.name for s in sampling_settings() if options.is_given(s.name)}
+        self._kept, self.is_listed = given_here.union(own or ()), own is not None
         self._warned = set[str]()
         self._header: ModelFile | None = None
-        self.alias, self.n_ctx = given["alias"] or "", 0
+        self._is_new = True
+
+    def describe(self, is_one: bool) -> Model:
+        """Return the model; one of several whose file is wrong is only warned of."""
+        from ..server.host import Model, ModelFacts
+
+        facts, defaults = ModelFacts(self._name), self._defaults(self._sampling)
+        self.served = Model(self.load, facts, defaults, self.open, self._target)
+        try:
+            self.open()
+        except MoegraphError as error:
+            if is_one:
+                raise
+            ui.note(f"warning: {error}")
+        if self._header is not None and not is_one:
+            self._header.close()
+            self._header = None
+        return self.served
+
+    def _defaults(self, sampling: SamplingParams) -> Defaults:
+        from ..server.schemas import Defaults
+
+        given = self._given
+        return Defaults(
+            sampling=sampling, max_tokens=self._max_tokens, deadline_s=given["deadline_s"],
+            ignore_eos=given["ignore_eos"], variables=models.template_variables(given),
+        )  # fmt: skip
 
     def open(self) -> None:
-        """Open the file, which the first `load` takes over."""
+        """Open the file, which the next `load` takes over."""
         from ..server.host import ModelFacts
 
         self._header = header = models.open_header(self._target, self._config.device)
         hp = header.hparams
-        self.alias = self.alias or header.path.stem
         models.require_vocabulary(header)
-        self.sampling, _ = recommended(self.sampling, header.kv, hp.n_vocab)
-        self.facts = ModelFacts(
-            self.alias,
+        sampling, _ = recommended(self._sampling, header.kv, hp.n_vocab, self._warned, self._kept)
+        self.served.defaults, self.served.path = self._defaults(sampling), str(header.path)
+        self.served.facts = ModelFacts(
+            self._name or header.path.stem,
             n_ctx=self._config.ctx_within(hp.n_ctx_train),
             n_ctx_train=hp.n_ctx_train,
             n_vocab=hp.n_vocab,
@@ -279,17 +383,6 @@ class _Model:
             created=int(header.path.stat().st_mtime),
         )
 
-    def state(self, host: ModelHost) -> ServerState:
-        """Return the state that the handlers of requests share."""
-        from ..server.state import ServerState
-
-        given = self._given
-        return ServerState(
-            host, sampling=self.sampling, max_tokens=self._max_tokens,
-            deadline_s=given["deadline_s"], cache_by_key=given["cache_by_key"],
-            ignore_eos=given["ignore_eos"], variables=models.template_variables(given),
-        )  # fmt: skip
-
     def load(self) -> LoadedModel:
         """Load the model and start its service."""
         from ..engine.chat import ChatModel
@@ -297,10 +390,10 @@ class _Model:
         from ..server.host import LoadedModel
 
         given, config = self._given, self._config
+        if self._header is None:
+            self.open()
         header, self._header = self._header, None
-        is_first = header is not None
-        if header is None:
-            header = models.open_header(self._target, config.device)
+        assert header is not None
         with ExitStack() as stack:
             template = models.open_template(given, stack)
             engine = stack.enter_context(
@@ -311,8 +404,9 @@ class _Model:
                 models.show_messages(engine)
             chat = stack.enter_context(ChatModel.of(engine, template))
             ui.warn_once(chat.warnings, self._warned)
-            if is_first:
+            if self._is_new:
                 show_drafters(engine)
+            self._is_new = False
             service = Service(
                 engine, n_waiting=given["n_waiting"], say=lambda line: ui.note(f"note: {line}")
             )
@@ -325,7 +419,6 @@ class _Model:
             models.save_profile(engine)
             kept.close()
 
-        self.n_ctx = engine.n_ctx
         return LoadedModel(service, chat, self._known(engine, chat), close)
 
     def _known(self, engine: Engine, chat: ChatModel) -> ModelFacts:
@@ -335,7 +428,7 @@ class _Model:
         tokens = special_tokens(engine.tokenizer)
         values = {**vars(engine.config), **engine.threads.report()}
         return replace(
-            self.facts,
+            self.served.facts,
             n_ctx=engine.n_ctx,
             device=engine.device_name,
             bos_token=tokens.get("bos_token", ""),

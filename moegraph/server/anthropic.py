@@ -585,8 +585,9 @@ class _Run(Exchange):
 async def create(request: HttpRequest) -> Response:
     """Make a message, at once or as it is written."""
     body = await read_schema(request, MessagesBody)
-    chat = read_request(body, state_of(request))
-    run = await begin(request, lambda: [chat], _Run, body)
+    model = state_of(request).find(body.model)
+    chat = read_request(body, model.defaults)
+    run = await begin(request, model, lambda: [chat], _Run, body)
     # the header in which Anthropic's clients look for the request's id
     return await run.respond(body.stream, headers={"request-id": request_id(request)})
 
@@ -595,7 +596,9 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a message would have."""
     body = await read_schema(request, CountBody)
     state = state_of(request)
-    return reply({"input_tokens": await state.count(read_request(body, state))})
+    model = state.find(body.model)
+    n_tokens = await state.count(model, read_request(body, model.defaults))
+    return reply({"input_tokens": n_tokens})
 
 
 TABLE = RouteTable(

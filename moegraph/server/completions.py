@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 
@@ -176,14 +177,16 @@ async def complete(request: HttpRequest) -> Response:
     """Continue texts, at once or as they are written."""
     body = await read_schema(request, TextBody)
     body.require_supported()
-    state = state_of(request)
-    run = await begin(request, lambda: body.texts(state), _Run, body, body.n_choices)
+    model = state_of(request).find(body.model)
+    texts = partial(body.texts, model.defaults)
+    run = await begin(request, model, texts, _Run, body, body.n_choices)
     return await run.respond(body.stream)
 
 
 class TokenizeBody(Body):
     """A text under llama-server's name or vLLM's; without one, the body is that of a chat."""
 
+    model: str | None = None
     content: str | None = None
     prompt: str | None = None
     add_special: bool | None = None
@@ -194,6 +197,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Ids that become a text."""
 
+    model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 
 
@@ -207,12 +211,13 @@ async def tokenize(request: HttpRequest) -> Response:
     body = TokenizeBody.model_validate(value)
     state = state_of(request)
     is_chat = value.get("messages") is not None
-    async with state.model() as loaded:
+    asked = state.find(body.model)
+    async with state.using(asked) as loaded:
         model = loaded.chat
 
         def answer() -> bytes:
             if is_chat:
-                ids = model.prompt(ChatBody.model_validate(value).chat(state)).encoded.ids
+                ids = model.prompt(ChatBody.model_validate(value).chat(asked.defaults)).encoded.ids
             else:
                 ids = _ids(model, body)
             found = _encoded_tokens(ids, model if body.with_pieces else None)
@@ -251,7 +256,7 @@ async def detokenize(request: HttpRequest) -> Response:
     """Return the text of ids."""
     body = await read_schema(request, DetokenizeBody)
     state = state_of(request)
-    async with state.model() as loaded:
+    async with state.using(state.find(body.model)) as loaded:
         text = await state.work(lambda: loaded.chat.detokenize(body.tokens))
     return reply({"content": text, "prompt": text})
 
@@ -260,8 +265,9 @@ async def apply_template(request: HttpRequest) -> Response:
     """Return the prompt that a chat would have."""
     body = await read_schema(request, ChatBody)
     state = state_of(request)
-    async with state.model() as loaded:
-        prompt = await state.work(lambda: loaded.chat.prompt(body.chat(state)))
+    model = state.find(body.model)
+    async with state.using(model) as loaded:
+        prompt = await state.work(lambda: loaded.chat.prompt(body.chat(model.defaults)))
     return reply({"prompt": prompt.text})
 
 

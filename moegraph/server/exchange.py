@@ -22,7 +22,7 @@ from ..text.chat.parts import Reply
 from .answers import Answers, Update, total, unless_left
 from .errors import ApiError, openai_body, public_error
 from .guards import cache_owner, owner_of
-from .host import LoadedModel
+from .host import LoadedModel, Model
 from .logs import WARNING, note_usage, note_warnings, request_id
 from .metrics import Meter
 from .replies import DONE, EventStream, comment, data, reply
@@ -233,6 +233,7 @@ Kind = TypeVar("Kind", bound=Exchange)
 
 async def begin(
     request: HttpRequest,
+    model: Model,
     asked: Callable[[], Sequence[ChatRequest | TextRequest]],
     kind: type[Kind],
     body: Sampled,
@@ -241,23 +242,23 @@ async def begin(
 ) -> Kind:
     """Submit n answers to each request of a body, unless the client leaves meanwhile.
 
-    asked: makes the requests, on a thread of ours. kind, given: the class of exchange, and fields
-    of its own.
+    model: the one that answers. asked: makes the requests, on a thread of ours. kind, given: the
+    class of exchange, and fields of its own.
     """
     state, owner = state_of(request), owner_of(request)
 
-    def owned(model: ChatModel) -> list[Prepared]:
+    def owned(chat: ChatModel) -> list[Prepared]:
         kept_as = cache_owner(owner) if state.cache_by_key else ""
         own: dict[str, Any] = {"name": request_id(request), "client": owner, "owner": kept_as}
-        found = [one for a in asked() for one in prepared(model, a, body.logit_bias, n)]
+        found = [one for a in asked() for one in prepared(chat, a, body.logit_bias, n)]
         return [replace(one, request=replace(one.request, **own)) for one in found]
 
     async def accepted() -> Kind:
-        before = _experts(state.backend.peek())
-        state.backend.enter()
-        meter = Meter(state.metrics, on_close=state.backend.leave)
+        use = state.backend.line.enter(model)
+        meter = Meter(state.metrics, on_close=partial(state.backend.line.leave, use))
         try:
-            loaded = await state.backend.loaded()
+            loaded = await state.backend.loaded(use)
+            before = _experts(loaded)
             ready = await state.work(partial(owned, loaded.chat))
             answers = Answers(loaded.service, ready, meter)
         except BaseException:

@@ -20,7 +20,7 @@ from ..loop.status import ServiceStatus, SlotStatus
 from ..sampling import SamplingParams
 from .errors import ApiError
 from .guards import owner_of
-from .host import unavailable
+from .host import Model, unavailable
 from .metrics import CONTENT_TYPE
 from .replies import reply
 from .state import Operation, RouteTable, ServerState, operations, state_of
@@ -35,26 +35,22 @@ async def health(request: HttpRequest) -> Response:
 
 
 async def models(request: HttpRequest) -> Response:
-    """List the one model."""
+    """List the models."""
     state = state_of(request)
-    found = model_object(state)
-    ends = {"has_more": False, "first_id": found["id"], "last_id": found["id"]}
-    return reply({"object": "list", "data": [found], **ends})
+    found = [model_object(state, one) for one in state.backend.models]
+    ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
+    return reply({"object": "list", "data": found, **ends})
 
 
 async def model(request: HttpRequest) -> Response:
-    """Describe the model if it has the name in the path."""
+    """Describe the model that has the name in the path."""
     state = state_of(request)
-    found = model_object(state)
-    if request.path_params["name"] != found["id"]:
-        message = f"there is no such model; this server has {found['id']!a}"
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return reply(found)
+    return reply(model_object(state, state.find(request.path_params["name"], exactly=True)))
 
 
-def model_object(state: ServerState) -> dict[str, Any]:
+def model_object(state: ServerState, model: Model) -> dict[str, Any]:
     """Return OpenAI's model object, with the fields of Anthropic, llama-server and vLLM."""
-    facts = state.backend.facts
+    facts = model.facts
     created = facts.created or state.started
     return {
         "id": facts.name,
@@ -67,6 +63,7 @@ def model_object(state: ServerState) -> dict[str, Any]:
         "max_input_tokens": facts.n_ctx,
         "max_model_len": facts.n_ctx,
         "lifecycle": "active",
+        "status": {"value": state.backend.status(model)},
         "meta": {
             "n_vocab": facts.n_vocab,
             "n_ctx_train": facts.n_ctx_train,
@@ -80,9 +77,9 @@ def model_object(state: ServerState) -> dict[str, Any]:
 async def props(request: HttpRequest) -> Response:
     """Return llama-server's properties; no path of this machine is among them."""
     state = state_of(request)
-    facts = state.backend.facts
-    biases = [[token, max(b, -1e9)] for token, b in state.sampling.logit_bias.items()]
-    params = {**_params(state.sampling, state.max_tokens), "logit_bias": biases}
+    facts, defaults = state.backend.facts, state.find(state.backend.facts.name).defaults
+    biases = [[token, max(b, -1e9)] for token, b in defaults.sampling.logit_bias.items()]
+    params = {**_params(defaults.sampling, defaults.max_tokens), "logit_bias": biases}
     return reply(
         {
             "default_generation_settings": {"n_ctx": facts.n_ctx, "params": params},

@@ -314,8 +314,9 @@ class _Run(Completion):
 async def complete(request: HttpRequest) -> Response:
     """Answer a conversation, at once or as it is written."""
     body = await read_schema(request, ChatBody)
-    state = state_of(request)
-    run = await begin(request, lambda: [body.chat(state)], _Run, body, body.n_choices)
+    model = state_of(request).find(body.model)
+    asked = lambda: [body.chat(model.defaults)]  # noqa: E731
+    run = await begin(request, model, asked, _Run, body, body.n_choices)
     return await run.respond(body.stream)
 
 
@@ -336,7 +337,8 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a conversation would have."""
     body = await read_schema(request, ChatBody)
     state = state_of(request)
-    n_tokens = await state.count(body.chat(state))
+    model = state.find(body.model)
+    n_tokens = await state.count(model, body.chat(model.defaults))
     return reply({"object": "chat.completion.input_tokens", "input_tokens": n_tokens})
 
 

@@ -874,8 +874,9 @@ async def create(request: HttpRequest) -> Response:
     """Make a response, at once or as it is written."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    read = read_request(body, state.responses, owner_of(request), state)
-    run = await begin(request, lambda: [read.chat], _Run, body, read=read)
+    model = state.find(body.model)
+    read = read_request(body, state.responses, owner_of(request), model.defaults)
+    run = await begin(request, model, lambda: [read.chat], _Run, body, read=read)
     return await run.respond(body.stream)
 
 
@@ -883,8 +884,9 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a response would have."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    read = read_request(body, state.responses, owner_of(request), state)
-    n_tokens = await state.count(read.chat)
+    model = state.find(body.model)
+    read = read_request(body, state.responses, owner_of(request), model.defaults)
+    n_tokens = await state.count(model, read.chat)
     return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 

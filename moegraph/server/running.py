@@ -345,14 +345,14 @@ class ServerProcess:
             loading.result()
 
     async def _drain(self, host: ModelHost) -> None:
-        if host.n_users:
-            requests = "1 request" if host.n_users == 1 else f"{host.n_users} requests"
+        if n := host.line.n_users:
+            requests = "1 request" if n == 1 else f"{n} requests"
             self.say(
                 f"ending; waiting up to {self.drain_s:g} s for {requests} (again to end at once)"
             )
         self._is_drained = await host.drain(self.drain_s)
         if not self._is_drained:
-            log.warning("requests that are cut off: %d", host.n_users)
+            log.warning("requests that are cut off: %d", host.line.n_users)
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -24,10 +24,10 @@ from ..errors import MoegraphError
 from ..units import KiB, format_bytes
 from .answers import ClientLeft
 from .errors import OPENAI_ERROR, ApiError, from_failure, openai_body
-from .host import LoadedModel, ModelHost
+from .host import LoadedModel, Model, ModelHost
 from .metrics import Metrics
 from .responsestore import ResponseStore
-from .schemas import LIMITS, Defaults, Limits
+from .schemas import LIMITS, Limits
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
@@ -66,8 +66,8 @@ class Workers:
 
 
 @dataclass
-class ServerState(Defaults):
-    """The model, the settings of the server, and its statistics.
+class ServerState:
+    """The models, the settings of the server, and its statistics.
 
     cache_by_key: whether clients with different keys share no beginnings of prompts.
     responses: that later ones of the same client go on from.
@@ -92,18 +92,33 @@ class ServerState(Defaults):
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.backend)
 
-    @asynccontextmanager
-    async def model(self) -> AsyncIterator[LoadedModel]:
-        """Yield the model, which stays in memory meanwhile; it is woken if it sleeps."""
-        self.backend.enter()
-        try:
-            yield await self.backend.loaded()
-        finally:
-            self.backend.leave()
+    def find(self, name: str | None, exactly: bool = False) -> Model:
+        """Return the model that a request names; without a name, the first.
 
-    async def count(self, chat: ChatRequest) -> int:
+        exactly: the only model has no other name either.
+        """
+        models = self.backend.models
+        if not exactly and (self.backend.any_name or not name):
+            return models[0]
+        for model in models:
+            if model.facts.name == name:
+                return model
+        known = ", ".join(ascii(model.facts.name) for model in models)
+        message = f"there is no such model; this server has {known}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    @asynccontextmanager
+    async def using(self, model: Model) -> AsyncIterator[LoadedModel]:
+        """Yield a model, which stays in memory meanwhile; it is loaded if it is not there."""
+        use = self.backend.line.enter(model)
+        try:
+            yield await self.backend.loaded(use)
+        finally:
+            self.backend.line.leave(use)
+
+    async def count(self, model: Model, chat: ChatRequest) -> int:
         """Return how many tokens the prompt of a conversation would have."""
-        async with self.model() as loaded:
+        async with self.using(model) as loaded:
             found = await self.work(partial(loaded.chat.prompt, chat))
         return len(found.encoded.ids)
 

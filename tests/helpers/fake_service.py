@@ -17,7 +17,7 @@ from moegraph.errors import MoegraphError, RequestError
 from moegraph.loop.generated import room_after
 from moegraph.loop.requests import Request, Step, TokenLogprobs, Usage
 from moegraph.loop.status import ServiceCounts, ServiceStatus, SlotStatus
-from moegraph.server.host import LoadedModel, ModelFacts
+from moegraph.server.host import Line, LoadedModel, Model, ModelFacts, Use
 from moegraph.text.chat.answer import AnswerParser
 from moegraph.text.chat.messages import template_messages
 from moegraph.text.chat.prompting import Encoded
@@ -214,13 +214,14 @@ class FakeChatModel:
 class FixedBackend:
     """A model that is ready and stays so."""
 
-    condition, reason = "ready", ""
+    condition, reason, any_name = "ready", "", True
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self.facts = loaded.facts
+        self.models, self.line = [Model(lambda: loaded, loaded.facts)], Line()
 
-    async def loaded(self) -> LoadedModel:
+    async def loaded(self, use: Use) -> LoadedModel:
         """Return it."""
         return self._loaded
 
@@ -228,11 +229,9 @@ class FixedBackend:
         """Return it."""
         return self._loaded
 
-    def enter(self) -> None:
-        """Nothing counts the requests."""
-
-    def leave(self) -> None:
-        """Nothing counts the requests."""
+    def status(self, model: Model) -> str:
+        """Tell that it is there."""
+        return "loaded"
 
 
 def fake_backend(service: FakeService | None = None, chat: Any = None) -> FixedBackend:

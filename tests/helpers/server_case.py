@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from helpers.fake_service import FakeChatModel, FakeService, fake_backend
 from moegraph.server.app import build_site
 from moegraph.server.guards import Guard, Keys
+from moegraph.server.schemas import Defaults
 from moegraph.server.state import ServerState
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -20,16 +21,17 @@ class Case:
     """A server, its fake service and model, and a client.
 
     state: settings of `ServerState`. guard: who is let in; every name by default. chat: a model in
-    place of the fake one.
+    place of the fake one. defaults: what a request gets that says nothing.
     """
 
     def __init__(
         self, *scripts: Any, guard: Guard | None = None, state: dict[str, Any] | None = None,
-        chat: Any = None, **service: Any,
+        chat: Any = None, defaults: dict[str, Any] | None = None, **service: Any,
     ) -> None:  # fmt: skip
         self.service = FakeService(scripts or FakeService.scripts, **service)
         backend = fake_backend(self.service, chat)
-        self.state = ServerState(backend, **(state or {}))
+        backend.models[0].defaults = Defaults(**(defaults or {}))
+        self.state = ServerState(cast(Any, backend), **(state or {}))
         self.app = build_site(self.state, guard or Guard(Keys(), hosts=None))
         self.client = TestClient(self.app, raise_server_exceptions=False)
         loaded = backend.peek()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from moegraph.cli.serve import serve
 from moegraph.errors import ConfigError, MoegraphError
+from moegraph.server.errors import ApiError
 from moegraph.server.guards import Guard
 from moegraph.server.running import ServerProcess
 from moegraph.server.state import ServerState
@@ -62,9 +65,10 @@ def failure(*args: str) -> MoegraphError:
 def test_options_become_settings(ran: Ran) -> None:
     args = ("-c", "2048", "-np", "3", "-a", "qwen", "--temp", "0.5", "-n", "9", "-rea", "off")
     assert start(*args, "--timeout", "5", "--drain", "7", "--ignore-eos").exit_code == 0
-    state = ran.state
-    assert (state.sampling.temperature, state.max_tokens, state.deadline_s) == (0.5, 9, 5.0)
-    assert state.ignore_eos and state.variables == {"enable_thinking": False}
+    defaults = ran.state.find(None).defaults
+    assert (defaults.sampling.temperature, defaults.max_tokens) == (0.5, 9)
+    assert defaults.deadline_s == 5.0 and defaults.ignore_eos
+    assert defaults.variables == {"enable_thinking": False}
     facts = ran.host.facts
     assert (facts.name, facts.n_ctx, facts.n_slots) == ("qwen", 2048, 3)
     assert facts.n_params > 1000 and ran.ways.drain_s == 7 and ran.port > 0
@@ -128,3 +132,52 @@ def test_a_cache_by_key_needs_keys(ran: Ran) -> None:
     assert str(failure("--cache-by-key")) == (
         "--cache-by-key needs keys; give --api-key-file FILE or MOEGRAPH_API_KEY"
     )
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("", "there is no model in it"),
+        ("a = 1", "a: a model is a table"),
+        ("[a]\nctx-size = 8", r"\[a\]: no model"),
+        ('[a]\nmodel = "tiny"\nport = 8', r"\[a\]: port: there is no such option"),
+        ('[a]\nmodel = "tiny"\nmiss = "x"', r"\[a\]: miss: 'x' is not one of"),
+        ('[a]\nmodel = "tiny"\nspec = "auto"\ndeterministic = true', r"\[a\]: spec auto"),
+    ],
+)
+def test_a_wrong_file_of_presets_is_one_line(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    error = CliRunner().invoke(serve, ["--models", str(file)]).exception
+    assert isinstance(error, ConfigError) and re.search(told, str(error))
+    assert str(file) in str(error)
+
+
+def test_several_models_have_names_and_settings_of_their_own(ran: Ran, tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(
+        '[b]\nmodel = "tiny"\ntemp = 0.25\nctx-size = 512\nreasoning = "off"\n'
+        '[a]\nmodel = "absent.gguf"\nparallel = 2\n'
+    )
+    args = ["--models", str(file), "--port", "0", "--top-k", "7", "-n", "5", "-c", "1024"]
+    done = CliRunner().invoke(serve, args)
+    assert done.exit_code == 0 and "warning: absent.gguf" in done.stderr
+    b, a = ran.host.models
+    assert [b.facts.name, a.facts.name] == ["b", "a"] and not ran.host.any_name
+    assert (b.facts.n_ctx, b.facts.n_slots) == (1024, 4)  # what is typed counts more
+    assert (b.defaults.sampling.temperature, b.defaults.sampling.top_k) == (0.25, 7)
+    assert b.defaults.variables == {"enable_thinking": False} and a.defaults.variables == {}
+    assert b.defaults.max_tokens == a.defaults.max_tokens == 5
+    with pytest.raises(ApiError):
+        ran.state.find("c")
+    assert ran.state.find(None) is b and ran.state.find("a") is a
+
+
+def test_a_model_and_several_exclude_one_another(ran: Ran, tmp_path: Path) -> None:
+    assert "names all models" in start("--models", str(tmp_path)).output
+    given: dict[str, Any] = {"default_map": {"models": str(tmp_path), "port": "0"}}
+    assert CliRunner().invoke(serve, ["tiny"], **given).exit_code == 0  # a default gives way
+    assert ran.host.any_name
+    given = {"default_map": {"model": "tiny"}}
+    error = CliRunner().invoke(serve, ["--models", str(tmp_path)], **given).exception
+    assert "there is no model in it" in str(error)

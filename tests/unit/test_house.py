@@ -69,7 +69,7 @@ LARGE = {
     "Engine": 33,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 54_474
+LINES = 54_737
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 

@@ -186,8 +186,8 @@ def test_names_of_other_servers_are_known() -> None:
 
 def test_what_a_request_does_not_say_is_the_servers() -> None:
     sampling = SamplingParams(temperature=0.25, top_k=3, seed=5)
-    state = {"sampling": sampling, "max_tokens": 9, "variables": {"enable_thinking": False}}
-    case = Case(state=state)
+    given = {"sampling": sampling, "max_tokens": 9, "variables": {"enable_thinking": False}}
+    case = Case(defaults=given)
     case.chat(top_k=4, temperature=None)
     (request,) = case.service.requests
     assert request.sampling == replace(sampling, top_k=4) and request.max_tokens == 9

@@ -25,16 +25,10 @@ def test_what_fails_after_it_was_accepted_is_given_up(
 
     monkeypatch.setattr(f"moegraph.server.{what}", broken)
     case = Case(["a"] * 500, step_s=0.01)
-    n_left = 0
-
-    def leave() -> None:
-        nonlocal n_left
-        n_left += 1
-
-    monkeypatch.setattr(case.state.backend, "leave", leave)
     assert case.post(path, body).status_code == 500
     (ticket,) = case.service.tickets
-    assert ticket.gone.is_set() and n_left == 1 and case.state.metrics.n_open == 0
+    assert ticket.gone.is_set()
+    assert case.state.backend.line.n_users == case.state.metrics.n_open == 0
 
 
 @pytest.mark.parametrize("field", ["reasoning", "text", "metadata", "truncation"])

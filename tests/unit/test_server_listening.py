@@ -12,7 +12,6 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
-from helpers.fake_service import FixedBackend
 from helpers.patience import PATIENCE_S, until_so
 from helpers.server_case import CHAT, Case
 
@@ -200,18 +199,6 @@ def test_heads_and_bodies_that_are_allowed_are_read() -> None:
     assert answer.count(b"HTTP/1.1 200") == 4 and answer.count(b'"count":2') == 3
 
 
-class Counted(FixedBackend):
-    """Counts the requests that use the model."""
-
-    n_users = 0
-
-    def enter(self) -> None:
-        self.n_users += 1
-
-    def leave(self) -> None:
-        self.n_users -= 1
-
-
 async def leave_sometime(port: int, chance: random.Random) -> None:
     """Ask for an answer, whole or streamed, and hang up at a random moment, or a while after it."""
     path = chance.choice(["/v1/completions", "/v1/chat/completions", "/v1/messages"])
@@ -232,19 +219,17 @@ async def leave_sometime(port: int, chance: random.Random) -> None:
 
 def test_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
     case = Case(["a"] * 1_000_000, step_s=0.001, n_read_steps=2)  # nobody hears its end
-    found = case.state.backend.peek()
-    assert found is not None
-    backend = case.state.backend = Counted(found)
+    line = case.state.backend.line
 
     async def go(port: int) -> None:
         chances = [random.Random(seed) for seed in range(80)]
         await asyncio.gather(*(leave_sometime(port, chance) for chance in chances))
-        await until_so(lambda: not backend.n_users and not case.state.metrics.n_open)
+        await until_so(lambda: not line.n_users and not case.state.metrics.n_open)
 
     with_server(go, case)
     assert len(case.service.tickets) > 20
     assert all(ticket.gone.is_set() for ticket in case.service.tickets)
-    assert (backend.n_users, case.state.metrics.n_open, case.state.metrics.n_queued) == (0, 0, 0)
+    assert (line.n_users, case.state.metrics.n_open, case.state.metrics.n_queued) == (0, 0, 0)
 
 
 def test_a_body_that_was_refused_cannot_hold_the_connection(

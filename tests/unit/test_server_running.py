@@ -21,7 +21,7 @@ from helpers.patience import PATIENCE_S, until
 from moegraph.errors import ConfigError, ModelFileError, NativeError
 from moegraph.server.app import build_site
 from moegraph.server.guards import Guard, Keys
-from moegraph.server.host import LoadedModel, ModelFacts, ModelHost
+from moegraph.server.host import LoadedModel, Model, ModelFacts, ModelHost
 from moegraph.server.running import ServerProcess, listen, url_of
 from moegraph.server.state import BODY_BYTES, ServerState, Workers
 
@@ -42,7 +42,7 @@ class Process:
         self.drain_s = drain_s
         self.n_closed = 0
         self.model = FakeChatModel()
-        self.host = ModelHost(self.load, FACTS)
+        self.host = ModelHost([Model(self.load, FACTS)])
 
     def load(self) -> LoadedModel:
         if self.error is not None:
@@ -164,7 +164,7 @@ def test_a_thread_that_is_stuck_does_not_hold_the_end_up(monkeypatch: pytest.Mon
         with socket.create_connection((address.hostname, address.port)) as sock:
             sock.sendall(f'{BODY}Content-Length: 15\r\n\r\n{{"prompt": "x"}}'.encode())
             assert model.is_busy.wait(PATIENCE_S)
-        until(lambda: not process.host.n_users)
+        until(lambda: not process.host.line.n_users)
         os.kill(os.getpid(), signal.SIGINT)
 
     began = time.monotonic()
@@ -198,7 +198,7 @@ def test_a_signal_does_not_wait_for_a_model_that_is_being_loaded(
 
     monkeypatch.setattr("moegraph.server.running._leave", leave)
     process = Process()
-    process.host = ModelHost(load, FACTS)
+    process.host = ModelHost([Model(load, FACTS)])
     with pytest.raises(Left):
         process.run(lambda url: None)
     assert codes == [130] and process.said == ["interrupted"]

@@ -108,7 +108,7 @@ def test_tokens_of_a_text() -> None:
     ],
 )
 def test_a_prompt_is_that_of_a_chat_with_the_same_body(given: dict[str, Any]) -> None:
-    case = Case(state={"variables": {"enable_thinking": False}})
+    case = Case(defaults={"variables": {"enable_thinking": False}})
     body = {**CHAT, **given}
     case.chat(**given)
     text = case.answer("/apply-template", body)["prompt"]
