@@ -20,20 +20,20 @@ DECL = Path(__file__).resolve().parent / "decl"
 # The order matters: a file may use types that earlier files declare. decl/ chooses from ggml's
 # headers; of our own headers all is declared.
 DECLARATIONS = (
+    DECL / "mman.h",
     DECL / "ggml.h",
     NATIVE / "ggml" / "include" / "moegraph.h",
     DECL / "ggml-backend.h",
+    NATIVE / "ggml" / "include" / "moegraph-rpc.h",
     NATIVE / "py" / "shim.h",
     NATIVE / "py" / "sigbus.h",
     NATIVE / "py" / "cpu_ffn.h",
-    NATIVE / "py" / "pages.h",
     NATIVE / "py" / "choose.h",
     NATIVE / "py" / "places.h",
-    NATIVE / "py" / "remote.h",
 )
 
-_HEADERS = ("shim", "sigbus", "cpu_ffn", "pages", "choose", "places", "remote")
-SOURCE = "".join(f'#include "{name}.h"\n' for name in _HEADERS)
+_HEADERS = ("shim.h", "moegraph-rpc.h", "sigbus.h", "cpu_ffn.h", "choose.h", "places.h")
+SOURCE = "".join(f'#include "{name}"\n' for name in _HEADERS) + "#include <sys/mman.h>\n"
 
 
 def declarations(files: Sequence[Path] = DECLARATIONS) -> str:
@@ -51,7 +51,7 @@ def _cut(header: Path) -> str:
         raise ValueError(f'{header}: no declarations in extern "C"')
     # the C compiler computes the constants
     constants = re.sub(r"^( *#define \w+) .*$", r"\1 ...", found[1], flags=re.M)
-    return constants.replace("GGML_API ", "")
+    return re.sub(r"GGML_(BACKEND_)?API ", "", constants)
 
 
 def emit(out: Path) -> None:

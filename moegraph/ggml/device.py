@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
 from ..link import REMOTE
 from ..threads import Threads, default_threads, waiting
-from ..units import format_bytes
+from ..units import MiB, format_bytes, round_up
 from .free_memory import host_memory
 from .handles import Buffer, Event, Handle, Owner
 from .lib import C, ffi, last_error
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from . import _native
     from .ops import Tensor
     from .remote import RemoteLink
+
+_HUGE_PAGE = 2 * MiB
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,23 @@ class HostBuffer(Buffer):
         return self._first + offset
 
 
-class _Pages(Handle["_native.mg_pages_ptr"]):
-    """Address space for host memory; see pages.h."""
+class _Pages(Handle["_native.Address"]):
+    """Address space for host memory, which a forked child does not get.
+
+    If the system follows the advice of huge pages, filling takes a fifth of the time, and pinning
+    needs far fewer steps.
+    """
 
     def __init__(self, size: int) -> None:
-        ptr: _native.mg_pages_ptr = C.mg_pages_new(size)
-        if ptr == ffi.NULL:
+        n_bytes = size + _HUGE_PAGE
+        kind = C.MAP_PRIVATE | C.MAP_ANONYMOUS
+        ptr = C.mmap(ffi.NULL, n_bytes, C.PROT_READ | C.PROT_WRITE, kind, -1, 0)
+        if ptr == ffi.cast("void *", -1):
             raise NativeError(f"the system refuses {format_bytes(size)} of host memory")
-        super().__init__(ptr, C.mg_pages_free)
+        super().__init__(ptr, lambda ptr: C.munmap(ptr, n_bytes))
+        self.data = ffi.cast("void *", round_up(int(ffi.cast("uintptr_t", ptr)), _HUGE_PAGE))
+        C.madvise(self.data, size, C.MADV_HUGEPAGE)
+        C.madvise(ptr, n_bytes, C.MADV_DONTFORK)
 
 
 class HostPages(HostBuffer):
@@ -121,14 +132,21 @@ class HostPages(HostBuffer):
 
     def __init__(self, size: int) -> None:
         """Reserve address space."""
-        self.pages = _Pages(size)
-        data = C.mg_pages_data(self.pages.ptr)
-        super().__init__(C.ggml_backend_cpu_buffer_from_ptr(data, size), size, self.pages)
+        self._pages, self._pins = _Pages(size), list[Handle[Any]]()
+        buffer = C.ggml_backend_cpu_buffer_from_ptr(self._pages.data, size)
+        super().__init__(buffer, size, self._pages)
+
+    def pin(self, stream: _native.ggml_backend_ptr) -> bool:
+        """Pin the memory for the device of a stream; return whether it is pinned."""
+        if not self._pins and C.mg_pin(stream, self._pages.data, self.array.nbytes):
+            self._pins.append(Handle(self._pages.data, C.mg_unpin, self._pages))
+        return bool(self._pins)
 
     def close(self) -> None:
         """Unpin and free the memory; a second call does nothing."""
         super().close()
-        self.pages.close()
+        for part in (*self._pins, self._pages):
+            part.close()
 
 
 def _host_free(reported: int) -> int:
@@ -414,7 +432,7 @@ class Device(Owner):
 
         Any thread may call it.
         """
-        if self._needs_pins and not C.mg_pages_pin(memory.pages.ptr, self.compute.ptr):
+        if self._needs_pins and not memory.pin(self.compute.ptr):
             raise NativeError(_cannot_pin(memory.array.nbytes))
 
     @property

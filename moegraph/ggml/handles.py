@@ -31,7 +31,7 @@ def live_handles() -> dict[str, int]:
     return {kind: n for kind, n in _live.items() if n}
 
 
-def _release(kind: str, free: Callable[[Any], None], ptr: Any, process: int) -> None:
+def _release(kind: str, free: Callable[[Any], object], ptr: Any, process: int) -> None:
     _live[kind] -= 1
     if os.getpid() == process:
         free(ptr)
@@ -70,7 +70,7 @@ class Handle(Generic[Ptr]):
     their threads nor their device context, so freeing would hang or end the process.
     """
 
-    def __init__(self, ptr: Ptr, free: Callable[[Ptr], None], *parents: object) -> None:
+    def __init__(self, ptr: Ptr, free: Callable[[Ptr], object], *parents: object) -> None:
         if ptr == ffi.NULL:
             reason = last_error() or "no memory"
             raise NativeError(f"ggml could not create a {type(self).__name__.lower()}: {reason}")

@@ -36,7 +36,7 @@ def _load() -> tuple[FFI, Lib]:
     ffi, lib = _native.ffi, _native.lib
     built, loaded = (
         ffi.string(text).decode("ascii", "replace")
-        for text in (lib.mg_patchset_built(), lib.mg_patchset_loaded())
+        for text in (lib.mg_patchset_built(), lib.moegraph_patchset())
     )
     if built != loaded:
         raise NativeError(
@@ -79,7 +79,7 @@ def cpu_converter(name: str) -> Any:
 
 def patchset() -> str:
     """Return the patch set of the loaded libraries: 16 hex digits."""
-    return ffi.string(C.mg_patchset_loaded()).decode("ascii")
+    return ffi.string(C.moegraph_patchset()).decode("ascii")
 
 
 def llama_commit() -> str:

@@ -1,8 +1,8 @@
 """Devices of workers on other machines, over ggml's RPC backend.
 
-libggml-rpc is loaded when the first such device is opened. What the devices of one worker exchange
-goes over one connection. After an exchange has failed, every later one fails at once: reads give
-zeros, graphs a failed status, and `RemoteLink.require_alive` says what happened.
+What the devices of one worker exchange goes over one connection. After an exchange has failed,
+every later one fails at once: reads give zeros, graphs a failed status, and
+`RemoteLink.require_alive` says what happened.
 """
 
 from __future__ import annotations
@@ -18,29 +18,13 @@ from ..errors import ConfigError, DeviceLost, NativeError
 from ..link.address import Address, parse_address
 from ..link.connect import connect
 from ..link.hello import Build, RemoteDevice
-from .lib import C, ffi, library_dir, patchset, versions
-from .patchset import patchset_of
+from .lib import C, ffi, patchset, versions
 
 if TYPE_CHECKING:
     from . import _native
 
 _serial = count(1)
 _open: dict[tuple[str, int], RemoteLink] = {}
-
-
-def load_rpc() -> None:
-    """Load libggml-rpc; a second call does nothing."""
-    path = library_dir() / "libggml-rpc.so"
-    try:
-        found = patchset_of(path)
-    except OSError as error:
-        raise NativeError(f"{path}: cannot read: {error.strerror}; run scripts/build") from None
-    if found != patchset():
-        raise NativeError(f"{path} carries patch set {found}, not {patchset()}; run scripts/build")
-    message = C.mg_remote_load(os.fsencode(path))
-    if message != ffi.NULL:
-        text = ffi.string(message).decode("utf-8", "replace")
-        raise NativeError(f"{path} cannot be loaded: {text}")
 
 
 def this_build() -> Build:
@@ -56,7 +40,6 @@ class RemoteLink:
 
     def __init__(self, address: Address) -> None:
         """Connect."""
-        load_rpc()
         self._key = (address.worker, address.port)
         self.worker = address.worker
         self._timeout_s = address.timeout_s
@@ -66,24 +49,25 @@ class RemoteLink:
         self._endpoint = f"worker:{next(_serial)}".encode()
         self.n_users = 0
         # ggml closes its copy; ours ends the connection early
-        n = C.mg_remote_adopt(self._endpoint, os.dup(self._connection.sock.fileno()))
+        self._reg = C.moegraph_rpc_adopt(self._endpoint, os.dup(self._connection.sock.fileno()))
+        n = C.ggml_backend_reg_dev_count(self._reg) if self._reg != ffi.NULL else 0
         if n != len(self.devices):
-            C.mg_remote_close(self._endpoint)
+            C.moegraph_rpc_close(self._endpoint)
             self._connection.close()
             raise NativeError(f"worker {self.worker} ended the connection at once")
 
     def device(self, index: int) -> _native.ggml_backend_device_ptr:
         """Return ggml's handle of a device."""
-        return C.mg_remote_device(self._endpoint, index)
+        return C.ggml_backend_reg_dev_get(self._reg, index)
 
     @property
     def is_alive(self) -> bool:
         """Whether no exchange has failed so far."""
-        return not C.mg_remote_failure(self._endpoint)
+        return not C.moegraph_rpc_failure(self._endpoint)
 
     def require_alive(self) -> None:
         """Check that no exchange has failed."""
-        code = C.mg_remote_failure(self._endpoint)
+        code = C.moegraph_rpc_failure(self._endpoint)
         if code in (errno.EAGAIN, errno.EWOULDBLOCK):
             raise DeviceLost(
                 f"worker {self.worker} did not answer within {self._timeout_s:g} s; it is taken "
@@ -102,7 +86,7 @@ class RemoteLink:
                 del _open[self._key]
             with suppress(OSError):  # it has ended already
                 self._connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a read that waits
-            C.mg_remote_close(self._endpoint)
+            C.moegraph_rpc_close(self._endpoint)
             self._connection.close()
 
 
@@ -130,6 +114,5 @@ def serve(
 
     cache_dir: where weights are kept, by hash.
     """
-    load_rpc()
     cache = ffi.NULL if cache_dir is None else ffi.new("char[]", os.fsencode(cache_dir))
-    C.mg_remote_serve(sock.detach(), cache, ffi.new("ggml_backend_t[]", backends), len(backends))
+    C.moegraph_rpc_serve(sock.detach(), cache, len(backends), ffi.new("ggml_backend_t[]", backends))

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from ..cpuload import LOAD, LOOK_S
 from ..errors import MoegraphError
 from ..ggml.device import Device
-from ..ggml.remote import load_rpc, serve, this_build
+from ..ggml.remote import serve, this_build
 from ..link.hello import RemoteDevice
 from ..threads import Threads, waiting
 
@@ -56,7 +56,6 @@ def main(job: str) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     worker = socket.socket(fileno=fd)
     try:
-        load_rpc()
         devices = [Device(name, n_threads) for name in names]
         worker.sendall(json.dumps(_report(devices)).encode() + b"\n")
     except MoegraphError as error:

@@ -2,6 +2,7 @@
 
 #include "ggml-backend-impl.h"
 #include "ggml-cuda/moegraph-forget.h"
+#include "ggml-cuda/moegraph-pin.h"
 #include "ggml-impl.h"
 
 #include <pthread.h>
@@ -13,8 +14,10 @@
 // Reads of memory that the device writes, before the host synchronizes: 10 to 50 ms in all.
 #define SPINS 1000000
 
-// libggml-cuda has it; a build for the CPU has no such library, and then it is NULL.
+// libggml-cuda has them; a build for the CPU has no such library, and then they are NULL.
 #pragma weak moegraph_forget_graph
+#pragma weak moegraph_pin
+#pragma weak moegraph_unpin
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -26,10 +29,6 @@ static inline void relax(void) {
 
 const char * mg_patchset_built(void) {
     return MOEGRAPH_PATCHSET;
-}
-
-const char * mg_patchset_loaded(void) {
-    return moegraph_patchset();
 }
 
 const char * mg_llama_commit(void) {
@@ -191,6 +190,14 @@ void mg_graph_forget(ggml_backend_t backend, const struct ggml_cgraph * graph) {
     if (moegraph_forget_graph != NULL && graph->n_nodes > 0) {
         moegraph_forget_graph(backend, graph->nodes[0]);
     }
+}
+
+bool mg_pin(ggml_backend_t backend, void * data, size_t size) {
+    return moegraph_pin != NULL && moegraph_pin(backend, data, size);
+}
+
+void mg_unpin(void * data) {
+    moegraph_unpin(data);
 }
 
 static void enqueue_reads(ggml_backend_t backend, const struct mg_readback * reads, int n_reads) {

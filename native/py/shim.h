@@ -16,9 +16,8 @@
 extern "C" {
 #endif
 
-// The patch set that this extension was built for, and that of the loaded libggml-base.
+// The patch set that this extension was built for; moegraph_patchset tells that of the loaded libggml-base.
 const char * mg_patchset_built(void);
-const char * mg_patchset_loaded(void);
 // The commit of llama.cpp before the patches, from vendor/pin.json.
 const char * mg_llama_commit(void);
 
@@ -49,6 +48,11 @@ bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_c
 
 // Free what the backend keeps of a graph beside the graph itself; the device may still be running it.
 void mg_graph_forget(ggml_backend_t backend, const struct ggml_cgraph * graph);
+
+// Page-lock memory of this process: the device of `backend` can then read it. False if that is refused, or if the
+// libraries were built without CUDA. Any thread may call these functions.
+bool mg_pin(ggml_backend_t backend, void * data, size_t size);
+void mg_unpin(void * data);
 
 // Enqueue a graph and, after it on the same stream, its read-backs.
 enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads);

@@ -5,8 +5,6 @@ Usage: python patch_cases.py NAME; exits 0 when the case holds.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ import numpy as np
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
-from moegraph.ggml.lib import C, ffi, library_dir
+from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, Builder
 
 N_EXPERT, N_USED, N_TOKENS = 64, 8, 2
@@ -65,23 +63,6 @@ def graph_that_ends_with_the_weights() -> None:
     top = np.sort(np.exp(values - values.max(1, keepdims=True)), axis=1)[:, ::-1][:, :N_USED]
     np.testing.assert_allclose(result, top / top.sum(1, keepdims=True), rtol=1e-5)
     C.ggml_free(ctx)
-    device.close()
-
-
-def pin_ordinary_memory() -> None:
-    device = Device("cuda")
-    cuda = ctypes.CDLL(str(library_dir() / "libggml-cuda.so"))
-    pin = cuda.ggml_backend_cuda_register_host_buffer
-    pin.restype, pin.argtypes = ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]
-    unpin = cuda.ggml_backend_cuda_unregister_host_buffer
-    unpin.restype, unpin.argtypes = None, [ctypes.c_void_p]
-    with mmap.mmap(-1, 1 << 20) as memory:
-        address = np.frombuffer(memory, np.uint8).ctypes.data
-        assert pin(address, 1 << 20), "not pinned"
-        assert not pin(address, 1 << 20), "pinned twice"
-        unpin(address)
-        assert pin(address, 1 << 20), "not pinned again: it was never released"
-        unpin(address)
     device.close()
 
 
@@ -149,7 +130,7 @@ def products_of_an_odd_number_of_rows() -> None:
 
 
 CASES = {f.__name__: f for f in (
-    graph_that_ends_with_the_weights, pin_ordinary_memory, graphs_after_a_pause,
+    graph_that_ends_with_the_weights, graphs_after_a_pause,
     graphs_that_are_forgotten, products_of_an_odd_number_of_rows,
 )}  # fmt: skip
 

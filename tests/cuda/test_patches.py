@@ -34,10 +34,6 @@ def test_a_graph_may_end_with_the_routing_weights() -> None:
     run_case("graph_that_ends_with_the_weights")
 
 
-def test_ordinary_memory_can_be_pinned_without_an_environment_variable() -> None:
-    run_case("pin_ordinary_memory")
-
-
 def test_captured_graphs_survive_a_pause() -> None:
     log = run_case("graphs_after_a_pause")
     assert log.count("CUDA graph warmup complete") == 1, "captured once, not once more after it"

@@ -22,7 +22,7 @@ FAULTS: dict[str, tuple[Any, type[MoegraphError]]] = {
     "ggml_backend_buft_alloc_buffer": (ffi.NULL, NativeError),
     "ggml_gallocr_new": (ffi.NULL, NativeError),
     "ggml_init": (ffi.NULL, NativeError),
-    "mg_pages_new": (ffi.NULL, NativeError),
+    "mmap": (ffi.cast("void *", -1), NativeError),
     "mg_watch": (ffi.NULL, NativeError),
     "mg_graph_alloc": (False, OutOfDeviceMemory),
     "mg_launch": (FAILED, NativeError),

@@ -65,7 +65,7 @@ def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
         if library.n_calls < at:
             break
     later = name.startswith(("mg_launch", "mg_wait", "mg_upload"))
-    unused = name == "mg_pages_new" and "host_pin" not in settings
+    unused = name == "mmap" and "host_pin" not in settings
     assert failures or later or unused, "nothing was injected"
 
 
@@ -101,7 +101,7 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
     result, kind = FAULTS.get(name, (ffi.NULL, ConfigError))
     Engine.load(model_path("legacy32"), settings).close()
     gc.collect()
-    before, at, late = (live_handles(), n_threads()), 0, 0
+    before, most, at, late = live_handles(), n_threads(), 0, 0
     while True:
         at = at + 1 if at < 12 else at + at // 3
         started.clear()
@@ -111,12 +111,13 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
             except MoegraphError as error:
                 assert isinstance(error, kind), error
                 late += len(started)
-                assert (live_handles(), n_threads(before[1])) == before, f"call {at} of {name}"
+                assert live_handles() == before, f"call {at} of {name}"
+                assert n_threads(most) <= most, f"call {at} of {name}"  # one may have been ending
             else:
                 engine.close()
         if library.n_calls < at:
             break
-    assert late or name.startswith("mg_"), "none failed behind the threads"
+    assert late or name.startswith(("mg_", "mmap")), "none failed behind the threads"
 
 
 # Mode whole reads no ids; graphs that fetch, and the CPU, need no upload.

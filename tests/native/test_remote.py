@@ -67,8 +67,8 @@ def test_stages_on_a_worker_equal_one_engine(
 
 def traffic(link: RemoteLink) -> Any:
     """Return the bytes and graphs that a connection has carried."""
-    counts = ffi.new("struct mg_remote_counts *")
-    C.mg_remote_count(link._endpoint, counts)
+    counts = ffi.new("struct moegraph_rpc_counts *")
+    C.moegraph_rpc_count(link._endpoint, counts)
     return counts
 
 

@@ -5,6 +5,7 @@ typedef struct ggml_backend_buffer * ggml_backend_buffer_t;
 typedef struct ggml_backend_event * ggml_backend_event_t;
 typedef struct ggml_backend * ggml_backend_t;
 typedef struct ggml_backend_device * ggml_backend_dev_t;
+typedef struct ggml_backend_reg * ggml_backend_reg_t;
 typedef struct ggml_gallocr * ggml_gallocr_t;
 
 enum ggml_backend_buffer_usage {
@@ -66,6 +67,8 @@ void ggml_backend_event_wait(ggml_backend_t backend, ggml_backend_event_t event)
 
 size_t ggml_backend_dev_count(void);
 ggml_backend_dev_t ggml_backend_dev_get(size_t index);
+size_t ggml_backend_reg_dev_count(ggml_backend_reg_t reg);
+ggml_backend_dev_t ggml_backend_reg_dev_get(ggml_backend_reg_t reg, size_t index);
 const char * ggml_backend_dev_name(ggml_backend_dev_t device);
 enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
 void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);

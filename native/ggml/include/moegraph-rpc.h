@@ -17,9 +17,9 @@ struct moegraph_rpc_counts {
     uint64_t n_graphs_stored;
 };
 
-// Use a connected socket as the connection to an endpoint of a new name, NAME:NUMBER. Returns whether the server has
-// answered. `close` closes the socket when the last backend and buffer of the endpoint have been freed.
-GGML_BACKEND_API bool moegraph_rpc_adopt(const char * endpoint, int fd);
+// Use a connected socket as the connection to an endpoint of a new name, NAME:NUMBER. Returns the server's devices, or
+// NULL if it has not answered. `close` closes the socket when the last backend and buffer of the endpoint have been freed.
+GGML_BACKEND_API ggml_backend_reg_t moegraph_rpc_adopt(const char * endpoint, int fd);
 GGML_BACKEND_API void moegraph_rpc_close(const char * endpoint);
 
 // 0, or the errno of the exchange that failed. Every later one fails at once: a graph has a failed status, an allocation

@@ -1,4 +1,4 @@
-#include "moegraph-attn-cpu.h"
+#include "moegraph-cpu.h"
 #include "ggml-impl.h"
 #include "moegraph-attn.h"
 

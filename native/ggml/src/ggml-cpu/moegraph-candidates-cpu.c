@@ -1,4 +1,4 @@
-#include "moegraph-candidates-cpu.h"
+#include "moegraph-cpu.h"
 #include "ggml-impl.h"
 #include "moegraph-candidates.h"
 #include "vec.h"

@@ -6,14 +6,18 @@
 extern "C" {
 #endif
 
-    // What ggml-cpu calls for our ops (GGML_OP_MOEGRAPH_*).
+    // What ggml-cpu calls for our ops (moegraph.h), whose constructors check types and shapes.
 
-    bool moegraph_cpu_supports_op(const struct ggml_tensor * op);
+    void moegraph_compute_forward_fetch_rows(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+    void moegraph_compute_forward_conv(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+    void moegraph_compute_forward_delta_net(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+    void moegraph_compute_forward_attn(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+    void moegraph_compute_forward_candidates(const struct ggml_compute_params * params, struct ggml_tensor * dst);
 
     // bytes of scratch memory that an op needs with n_tasks threads
-    size_t moegraph_cpu_work_size(const struct ggml_tensor * op, int n_tasks);
-
-    void moegraph_cpu_compute_forward(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+    size_t moegraph_conv_work_size(const struct ggml_tensor * op, int n_tasks);
+    size_t moegraph_delta_net_work_size(const struct ggml_tensor * op, int n_tasks);
+    size_t moegraph_candidates_work_size(const struct ggml_tensor * op, int n_tasks);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,7 @@
 // What SSM_CONV and GATED_DELTA_NET in ops.cpp do, with the same calls in the same order, so that results have the
 // same bits. States are updated where they are.
 
-#include "moegraph-deltanet.h"
+#include "moegraph-cpu.h"
 #include "ggml-impl.h"
 #include "moegraph.h"
 #include "ops.h"

@@ -1,4 +1,4 @@
-#include "moegraph-fetch-cpu.h"
+#include "moegraph-cpu.h"
 #include "ggml-impl.h"
 #include "moegraph.h"
 

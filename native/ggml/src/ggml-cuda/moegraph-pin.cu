@@ -2,7 +2,6 @@
 
 #include "common.cuh"
 #include "ggml-backend-impl.h"
-#include "ggml-cuda.h"
 
 #include <cstdlib>
 
@@ -12,18 +11,19 @@ bool moegraph_pin(ggml_backend_t backend, void * data, size_t size) {
     }
     // a new thread would use device 0, and with it a context that takes memory there
     ggml_cuda_set_device(((ggml_backend_cuda_context *) backend->context)->device);
-    if (!ggml_backend_cuda_register_host_buffer(data, size)) {
-        return false;
-    }
-    void * on_device = nullptr;
-    if (cudaHostGetDevicePointer(&on_device, data, 0) == cudaSuccess && on_device == data) {
-        return true;
+    if (cudaHostRegister(data, size, cudaHostRegisterPortable) == cudaSuccess) {
+        void * on_device = nullptr;
+        if (cudaHostGetDevicePointer(&on_device, data, 0) == cudaSuccess && on_device == data) {
+            return true;
+        }
+        moegraph_unpin(data);
     }
     (void) cudaGetLastError();
-    ggml_backend_cuda_unregister_host_buffer(data);
     return false;
 }
 
 void moegraph_unpin(void * data) {
-    ggml_backend_cuda_unregister_host_buffer(data);
+    if (cudaHostUnregister(data) != cudaSuccess) {
+        (void) cudaGetLastError();
+    }
 }

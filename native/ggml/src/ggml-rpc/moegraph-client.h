@@ -228,16 +228,18 @@ private:
     }
 };
 
-bool moegraph_rpc_adopt(const char * name, const int fd) {
+ggml_backend_reg_t moegraph_rpc_adopt(const char * name, const int fd) {
     moegraph_endpoint & endpoint = moegraph_endpoint::add(name, fd);
     auto dispatcher = get_dispatcher(name);
     moegraph_features features = {};
     dispatcher->send((rpc_cmd) MOEGRAPH_CMD_FEATURES, nullptr, 0, &features, sizeof(features));
     endpoint.optimizes = features.optimizes;
     endpoint.keeps     = features.keeps != 0;
-    moegraph_kept_dispatchers kept;
-    kept.all[name] = std::move(dispatcher);
-    return endpoint.failure() == 0;
+    {
+        moegraph_kept_dispatchers kept;
+        kept.all[name] = std::move(dispatcher);
+    }
+    return endpoint.failure() == 0 ? ggml_backend_rpc_add_server(name) : nullptr;
 }
 
 void moegraph_rpc_close(const char * name) {
