@@ -55,9 +55,9 @@ def test_texts_depend_on_nothing_else_in_reference_mode(name: str, place: str) -
     check(place, name)
 
 
-@pytest.mark.parametrize("place", ["all", "25 %"])
-def test_texts_depend_on_nothing_else_over_pages(place: str, over_pages: None) -> None:
-    check(place)
+@pytest.mark.parametrize(("name", "place"), [("tiny-oss", "all"), ("tiny", "25 %")])
+def test_texts_depend_on_nothing_else_over_pages(name: str, place: str, over_pages: None) -> None:
+    check(place, name)
 
 
 def test_prompts_over_pages_have_the_logits_of_prompts_under_a_mask(

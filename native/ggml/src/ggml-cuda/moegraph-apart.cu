@@ -1,20 +1,7 @@
 #include "moegraph-apart.cuh"
 #include "moegraph-rows.cuh"
-#include "moegraph-rows-types.cuh"
 
 #include "moegraph.h"
-
-// One index of a dimension.
-static ggml_tensor moegraph_slice(ggml_tensor * t, const int dim, const int64_t at) {
-    ggml_tensor slice = *t;
-    slice.op       = GGML_OP_VIEW;
-    slice.src[0]   = t;
-    slice.src[1]   = nullptr;
-    slice.view_src = t->view_src != nullptr ? t->view_src : t;
-    slice.ne[dim]  = 1;
-    slice.data     = (char *) t->data + at*t->nb[dim];
-    return slice;
-}
 
 // Also a product of one row is computed here, because more rows are not fused with what follows either.
 int moegraph_apart_try(
@@ -35,14 +22,14 @@ int moegraph_apart_try(
         return 0;
     }
     for (int64_t row = 0; row < node->ne[dim]; ++row) {
-        ggml_tensor x_row = moegraph_slice(x, dim, row);
+        ggml_tensor x_row = moegraph_slice(x, dim, row, 1);
         ggml_tensor out   = *node;
         out.ne[dim] = 1;
         out.data    = (char *) node->data + row*node->nb[dim];
         out.src[1]  = &x_row;
         ggml_tensor ids;
         if (mmid) {
-            ids = moegraph_slice(node->src[2], 1, row);
+            ids = moegraph_slice(node->src[2], 1, row, 1);
             out.src[2] = &ids;
         }
         if (!compute(ctx, &out)) {

@@ -1,4 +1,5 @@
 #include "moegraph-gate-up.cuh"
+#include "moegraph-apart.cuh"
 #include "moegraph-match.cuh"
 
 // Whether a tensor views half of each row of the product, and only the GLU reads it. first, last: the product, the GLU.
@@ -41,21 +42,6 @@ static int moegraph_gate_up_find(const ggml_cgraph * cgraph, const int i) {
         glu->src[0]->view_offs != glu->src[1]->view_offs ? last : -1;
 }
 
-// The first or the second half of each expert's rows.
-static ggml_tensor moegraph_half_of_weights(ggml_tensor * x, const bool second) {
-    ggml_tensor half = *x;
-    half.op       = GGML_OP_VIEW;
-    half.src[0]   = x;
-    half.src[1]   = nullptr;
-    half.view_src = x->view_src != nullptr ? x->view_src : x;
-    half.ne[1]    = x->ne[1]/2;
-    if (second) {
-        half.view_offs = x->view_offs + half.ne[1]*x->nb[1];
-        half.data      = (char *) x->data + half.ne[1]*x->nb[1];
-    }
-    return half;
-}
-
 bool moegraph_gate_up_match(const ggml_cgraph * cgraph, const int i, moegraph_gate_up & result) {
     const int last = moegraph_gate_up_find(cgraph, i);
     if (last < 0) {
@@ -69,8 +55,9 @@ bool moegraph_gate_up_match(const ggml_cgraph * cgraph, const int i, moegraph_ga
             return false;
         }
     }
-    result.x_gate      = moegraph_half_of_weights(product->src[0], glu->src[0]->view_offs != 0);
-    result.x_up        = moegraph_half_of_weights(product->src[0], glu->src[1]->view_offs != 0);
+    const int64_t n    = product->src[0]->ne[1]/2;
+    result.x_gate      = moegraph_slice(product->src[0], 1, glu->src[0]->view_offs != 0 ? n : 0, n);
+    result.x_up        = moegraph_slice(product->src[0], 1, glu->src[1]->view_offs != 0 ? n : 0, n);
     result.gate        = *product;
     result.gate.src[0] = &result.x_gate;
     result.gate.ne[0]  = glu->ne[0];
