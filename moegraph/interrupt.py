@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from .events import CancelToken
+if TYPE_CHECKING:
+    from .events import CancelToken
 
 _AGAIN_S = 0.01
 
@@ -25,6 +27,8 @@ def cancel_on_interrupt() -> Iterator[CancelToken]:
     interpreter's C handler writes to a pipe at once, and a thread that reads the pipe sets the
     token, which the native code checks.
     """
+    from .events import CancelToken
+
     token = CancelToken()
     if threading.current_thread() is not threading.main_thread():
         yield token

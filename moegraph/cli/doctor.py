@@ -22,7 +22,6 @@ from ..threads import default_threads
 from ..units import format_bytes
 from . import models, options, ui
 
-_VERSIONS = "ggml {ggml}, llama.cpp {llama_commit} with patch set {patchset}"
 # The version whose structs are those of the pinned llama.cpp.
 _LLAMA_CPP_PYTHON = "0.3.36"
 _PACKAGES = ("llama-cpp-python", "numpy", "gguf", "cffi", "click", "jinja2", "rich")
@@ -109,20 +108,11 @@ def _measure(target: str, config: EngineConfig) -> None:
         ui.note(f"note: {line}")
 
 
-def native_summary() -> str:
-    """Return the versions and devices of the native libraries in one short line."""
-    _, found, devices = _native()
-    if found is None:
-        return "native libraries not built"
-    kinds = dict.fromkeys(device["name"].rstrip("0123456789") for device in devices)
-    return f"{_VERSIONS.format(**found)}; devices: {', '.join(kinds)}"
-
-
 def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
     """Return whether the libraries load, their versions, and the devices that they find."""
     try:
         from ..ggml.device import list_devices
-        from ..ggml.lib import library_dir, versions
+        from ..ggml.lib import library_dir, summary, versions
 
         devices = [
             {_KEYS.get(key, key): value for key, value in device.items() if key != "handle"}
@@ -131,7 +121,7 @@ def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
         found = {**versions(), "folder": str(library_dir())}
     except MoegraphError as error:
         return Check("native libraries", False, str(error)), None, []
-    detail = f"{_VERSIONS.format(**found)}, in {found['folder']}"
+    detail = f"{summary()}, in {found['folder']}"
     return Check("native libraries", True, detail), found, devices
 
 

@@ -231,9 +231,13 @@ def _flush(code: int) -> int:
 def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if not value or ctx.resilient_parsing:
         return
-    from .doctor import native_summary
+    try:
+        from ..ggml.lib import device_kinds, summary
 
-    click.echo(f"moegraph {__version__} ({native_summary()})")
+        native = f"{summary()}; devices: {', '.join(device_kinds())}"
+    except MoegraphError:
+        native = "native libraries not built"
+    click.echo(f"moegraph {__version__} ({native})")
     ctx.exit()
 
 

@@ -96,6 +96,18 @@ def versions() -> dict[str, str]:
     }
 
 
+def summary() -> str:
+    """Return the versions in one line."""
+    return "ggml {ggml}, llama.cpp {llama_commit} with patch set {patchset}".format(**versions())
+
+
+def device_kinds() -> list[str]:
+    """Return ggml's names of devices without their numbers; this opens no context."""
+    devices = map(C.ggml_backend_dev_get, range(C.ggml_backend_dev_count()))
+    names = (ffi.string(C.ggml_backend_dev_name(one)).decode() for one in devices)
+    return list(dict.fromkeys(name.rstrip("0123456789") for name in names))
+
+
 def last_error() -> str:
     """Return and clear ggml's last error line; empty if there was none."""
     out = ffi.new("char[512]")
