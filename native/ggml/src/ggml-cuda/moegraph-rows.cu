@@ -59,10 +59,11 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
     const bool async = cp_async_available(cc);
     if (mmid) {
         const int64_t n_tokens = dst->ne[2];
-        if (type == GGML_TYPE_MXFP4 && !apart && moegraph_rows_are_many(dst)) {
-            return false; // models in this type have few experts, so that upstream's larger tiles are full
-        }
-        return n_tokens >= (apart ? 1 : async ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
+        // gpt-oss: upstream's vector kernels add biases and compute the GLU, also where a graph cannot fuse they compute the
+        // products, so that bits do not depend on residency; and its few experts fill upstream's larger tiles
+        const bool mxfp4 = type == GGML_TYPE_MXFP4 && !apart;
+        return n_tokens >= (apart ? 1 : async && !mxfp4 ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
+            !(mxfp4 && moegraph_rows_are_many(dst)) &&
             dst->ne[1]*n_tokens <= MOEGRAPH_MAX_SLOTS &&
             src0->ne[2] <= MOEGRAPH_MAX_EXPERTS && dst->src[2]->nb[0] == sizeof(int32_t) && dst->src[2]->ne[2] == 1;
     }
