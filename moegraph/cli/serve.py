@@ -179,7 +179,7 @@ def serve(target: str | None, **given: Any) -> None:
     \b
     Examples:
       moegraph serve Qwen3.6-35B-A3B-Q4_K_M.gguf -c 32768
-      moegraph serve model.gguf --port 0 --alias qwen --sleep-idle 600
+      moegraph serve --models models.toml --port 0 --sleep-idle 600
       MOEGRAPH_API_KEY=... moegraph serve model.gguf --host 0.0.0.0 --alias-host gpu.example
     """  # fmt: skip
     chosen = _chosen(target, given)

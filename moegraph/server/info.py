@@ -213,6 +213,7 @@ _ERRORS = {
 }
 _OF_BODIES = {
     400: "The body is not JSON, a field is wrong, or the prompt does not fit.",
+    404: "There is no such model, or no such response.",
     408: "The body took too long.",
     413: "The body is too large.",
     429: "Too many requests wait.",
