@@ -45,7 +45,8 @@ def test_graphs_know_what_our_kernels_compute() -> None:
     (most,) = re.findall(r"constexpr int MOEGRAPH_MAX_SLOTS += (\d+);", types)
     _, begun, rest = (CUDA / "moegraph-rows.cu").read_text("utf-8").partition("moegraph_rows_type(")
     names = re.findall(r"case GGML_TYPE_(\w+):", rest.partition("return true")[0])
-    assert begun and {kind.name for kind in experts._OUR_TYPES} == set(names)
+    # of many rows, MXFP4 has ggml's tiles by default
+    assert begun and {kind.name for kind in experts._OUR_TYPES} == {*names} - {"MXFP4"}
     assert int(most) == experts._MAX_CHOICES
 
 
