@@ -234,9 +234,10 @@ class InputBlock:
 
     def _attention_end(self, at: _Layout, shape: PassShape, n_kv: int) -> int:
         """Return where the inputs of layers without a window end."""
-        if shape.is_paged:
-            return at.rows(shape, self._n_pages) + 4 * ROW_WORDS * shape.n_tokens
-        return at.mask(_n_gathered(self._state, shape)) + 2 * n_kv * shape.n_tokens
+        n_tokens = shape.n_seqs * shape.n_seq_tokens
+        if shape.n_kv == PAGED:
+            return at.rows(shape, self._n_pages) + 4 * ROW_WORDS * n_tokens
+        return at.mask(_n_gathered(self._state, shape)) + 2 * n_kv * n_tokens
 
     def _window_at(self, at: _Layout, shape: PassShape) -> tuple[int, int, int, int]:
         """Return where mask, rows and indices of layers with a window begin, and where they end.
@@ -306,7 +307,7 @@ class InputBlock:
             seen, window_rows, idx = self._window_parts(at, shape)
             idx[:] = self._kv_idx(slots, first + steps, tree, state.ring_rows, state.ring_spare_row)
             idx[n_real:] = state.ring_spare_row
-        if shape.is_paged:
+        if shape.n_kv == PAGED:
             pages = region(at.attention, self._n_pages * shape.n_seqs, np.int32)
             pages[:] = state.pool.table[[*slots]].reshape(-1)
             rows = region(at.rows(shape, self._n_pages), ROW_WORDS * n_tokens, np.int32)
