@@ -15,8 +15,6 @@
 // and tiles are aligned to fixed positions, and a position that a column does not see has weight 0. So a row's bits do
 // not depend on the rows beside it, nor on NC and WC.
 
-constexpr float MOEGRAPH_ATTN_BOOST = 10.0f; // weights are at most 2 to this: the small ones stay normal in half
-constexpr float MOEGRAPH_ATTN_LOG2E = 1.4426950408889634f;
 constexpr float MOEGRAPH_ATTN_LEAST = -1e30f; // below all scores: a window may hide all of a tile
 
 // Shared memory of a block; what is behind it: a ring of slots.

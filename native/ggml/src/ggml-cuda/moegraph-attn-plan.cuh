@@ -11,6 +11,9 @@
 // are summed together, follow from the row's own position.
 #define MOEGRAPH_ATTN_SPLITS 128
 
+constexpr float MOEGRAPH_ATTN_BOOST = 10.0f; // weights are at most 2 to this: the small ones stay normal in half
+constexpr float MOEGRAPH_ATTN_LOG2E = 1.4426950408889634f;
+
 // The most splits of a row.
 static __host__ __device__ __forceinline__ int moegraph_attn_most_splits(const int n_head_kv) {
     return n_head_kv < MOEGRAPH_ATTN_SPLITS ? MOEGRAPH_ATTN_SPLITS/n_head_kv : 1;

@@ -17,7 +17,6 @@ constexpr int MOEGRAPH_ATTN_SUM_BATCH   = 8; // partial sums that a thread loads
 template <bool refined>
 static __device__ __forceinline__ float moegraph_attn_weigh_splits(
         const float2 * max_sum, const int n, const float sink, float weights[MOEGRAPH_ATTN_SPLITS/32]) {
-    constexpr float log2e = 1.4426950408889634f;
     float2 x[MOEGRAPH_ATTN_SPLITS/32];
     float  most = sink, total = 0.0f;
 #pragma unroll
@@ -32,7 +31,7 @@ static __device__ __forceinline__ float moegraph_attn_weigh_splits(
     }
 #pragma unroll
     for (int j = 0; j < MOEGRAPH_ATTN_SPLITS/32; ++j) {
-        const float weight = exp2f((x[j].x - most)*log2e);
+        const float weight = exp2f((x[j].x - most)*MOEGRAPH_ATTN_LOG2E);
         weights[j] = refined ? weight : weight*x[j].y;
         total = fmaf(weight, x[j].y, total);
     }
@@ -40,7 +39,7 @@ static __device__ __forceinline__ float moegraph_attn_weigh_splits(
     for (int offset = 16; offset > 0; offset /= 2) {
         total += __shfl_xor_sync(0xFFFFFFFF, total, offset);
     }
-    return total + exp2f((sink - most)*log2e);
+    return total + exp2f(fmaf(sink - most, MOEGRAPH_ATTN_LOG2E, MOEGRAPH_ATTN_BOOST)); // as the splits' weights are
 }
 
 // Eight elements of a partial sum, as they are stored: floats if refined, else halves.
