@@ -44,6 +44,7 @@ class Gemma4(Architecture):
     families = "Gemma 4 Mixture-of-Experts"
     tokenizer = "gemma4"  # BPE over characters, with tokens for the bytes of others
     adds_late = False
+    layer_launches = 41.5
     glu = "geglu"
     n_factors = 2
 

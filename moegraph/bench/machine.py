@@ -189,7 +189,7 @@ def _cpu_seconds(stage: Stage, n_threads: int, k: int) -> list[float]:
 
 
 def _machine(
-    name: str, words: dict[str, Any], sizes: Sequence[int], token: tuple[int, int],
+    name: str, words: dict[str, Any], sizes: Sequence[int], token: tuple[int, int, int],
     whole: float | None, stream: Sequence[float], on_cpu: Sequence[float],
     unpinned: Sequence[float], by_host: Sequence[_Segment], by_graph: Sequence[_Segment],
 ) -> Machine:  # fmt: skip

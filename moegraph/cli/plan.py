@@ -145,7 +145,7 @@ class _Job:
     assumed: Assumption
     need: Footprint
     routing: Routing
-    token: tuple[int, int]
+    token: tuple[int, int, int]
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,10 @@ class Times:
 
     @classmethod
     def of(
-        cls, machine: Machine, slot_bytes: tuple[int, ...], token: tuple[int, int] | None = None
+        cls,
+        machine: Machine,
+        slot_bytes: tuple[int, ...],
+        token: tuple[int, int, int] | None = None,
     ) -> Times:
         """Return the times of a machine; token: as of `Machine.scaled`."""
         if slot_bytes:

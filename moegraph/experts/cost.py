@@ -23,9 +23,9 @@ import numpy as np
 
 from ..kinds import MAX_FETCH_ROWS
 
-# What launches of kernels take a layer. On an H200, a token of a 35B-A3B takes llama.cpp 4.48 ms in
-# 1,580 kernels, and moegraph 2.33 ms in 661, of the same weights: 2.34 us a kernel, 16.5 a layer.
-LAUNCHES_S = 38.6e-6
+# What a launch of a kernel takes. On an H200, a token of a 35B-A3B takes llama.cpp 4.48 ms in 1,580
+# kernels, and moegraph 2.33 ms in 661, of the same weights.
+LAUNCH_S = 2.34e-6
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Machine:
     """Times of one machine and model, in seconds, measured or computed from data sheets.
 
     n_layer, expert_bytes: of the model that was used, as are token_bytes, the weights that a token
-    reads, and token_params, those that it uses. whole: a token in one graph with all experts
-    resident. Every layer that is not full adds host_layer (graph boundary, look-up of slots) if the
-    host handles its missing experts, or fetch_layer if its graph fetches them. fixed, overlap,
-    stream, cpu, fetch: see the module. about: what the machine is, in words. prompt: a prompt of n
-    rows in one chunk, all experts resident; None if unknown.
+    reads, token_params, those that it uses, and token_launches, kernels of LAUNCH_S. whole: a token
+    in one graph with all experts resident. Every layer that is not full adds host_layer (graph
+    boundary, look-up of slots) if the host handles its missing experts, or fetch_layer if its graph
+    fetches them. fixed, overlap, stream, cpu, fetch: see the module. about: what the machine is, in
+    words. prompt: a prompt of n rows in one chunk, all experts resident; None if unknown.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Machine:
     expert_bytes: int
     token_bytes: int
     token_params: int
+    token_launches: int
     whole: float
     host_layer: float
     fixed: float
@@ -102,25 +103,27 @@ class Machine:
         return self.fixed + max(0.0, slower - self.overlap)
 
     def scaled(
-        self, n_layer: int, expert_bytes: int, token: tuple[int, int] | None = None
+        self, n_layer: int, expert_bytes: int, token: tuple[int, int, int] | None = None
     ) -> Machine:
         """Return this machine for a model of other sizes.
 
-        token: its token_bytes and token_params; None: each layer has those of the measured model.
-        Of `whole`, launches scale with the layers, and the rest with the bytes that a token reads.
+        token: its token_bytes, token_params and token_launches; None: each layer has those of the
+        measured model. Of `whole`, launches are replaced, and the rest scales with token_bytes.
         Of the curves, all but the latency scales with the bytes of an expert. `prompt` scales with
         the parameters.
         """
         layers, larger = n_layer / self.n_layer, expert_bytes / self.expert_bytes
-        n_bytes, n_params = token or (self.token_bytes * layers, self.token_params * layers)
-        launches = min(self.n_layer * LAUNCHES_S, self.whole)
-        reading = (self.whole - launches) * n_bytes / self.token_bytes
+        own = self.token_bytes, self.token_params, self.token_launches
+        n_bytes, n_params, n_launches = token or (n * layers for n in own)
+        launch = min(LAUNCH_S, self.whole / self.token_launches)
+        reading = (self.whole - launch * self.token_launches) * n_bytes / self.token_bytes
         curves = self.stream, self.cpu, self.fetch
         stream, cpu, fetch = (curve.scaled(larger, curve.latency) for curve in curves)
         return replace(
             self, n_layer=n_layer, expert_bytes=expert_bytes, token_bytes=round(n_bytes),
-            token_params=round(n_params), whole=launches * layers + reading, stream=stream, cpu=cpu,
-            fetch=fetch, prompt=self.prompt and self.prompt.scaled(n_params / self.token_params),
+            token_params=round(n_params), token_launches=round(n_launches),
+            whole=launch * n_launches + reading, stream=stream, cpu=cpu, fetch=fetch,
+            prompt=self.prompt and self.prompt.scaled(n_params / self.token_params),
         )  # fmt: skip
 
 

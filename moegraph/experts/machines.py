@@ -8,13 +8,13 @@ from typing import Any
 
 from ..errors import RequestError
 from ..units import GiB
-from .cost import LAUNCHES_S, Curve, Machine
+from .cost import LAUNCH_S, Curve, Machine
 
 _MAX_FILE = 64 * 1024
 _MAX_POINTS = 64
 # Of the model that all these times are for, a 35B-A3B: layers, bytes of an expert, bytes that a
-# token reads, parameters that it uses.
-_MODEL = (40, 1_900_000, 2_611_000_000, 2_953_000_000)
+# token reads, parameters that it uses, kernels.
+_MODEL = (40, 1_900_000, 2_611_000_000, 2_953_000_000, 660)
 # Share of its memory's bandwidth at which a card reads weights: that of the H200 (4,900 GB/s),
 # where 2.33 ms of a token less its launches remain for them.
 _READING = 0.674
@@ -38,9 +38,9 @@ def card_machine(
     memory_rate, link_rate: bytes a second out of the card's memory, and that a copy from the host
     reaches. arithmetic: 8-bit operations a second.
     """
-    n_layer, expert_bytes, token_bytes, _ = _MODEL
+    _, expert_bytes, token_bytes, _, n_launches = _MODEL
     copy, slower = expert_bytes / link_rate, 284e12 / arithmetic
-    whole = n_layer * LAUNCHES_S + token_bytes / (_READING * memory_rate)
+    whole = n_launches * LAUNCH_S + token_bytes / (_READING * memory_rate)
     prompt = ((32, 27e-3), (512, 190e-3), (2048, 680e-3))
     return Machine(
         name, *_MODEL, whole=whole, host_layer=8e-6, fixed=45e-6,
@@ -128,7 +128,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 6)
 
 
-_SIZES = ("n_layer", "expert_bytes", "token_bytes", "token_params")
+_SIZES = ("n_layer", "expert_bytes", "token_bytes", "token_params", "token_launches")
 # Field of the file -> attribute of Machine.
 _TIMES = {
     "whole_us": "whole", "host_layer_us": "host_layer", "fetch_layer_us": "fetch_layer",

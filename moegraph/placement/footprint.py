@@ -189,12 +189,13 @@ def slot_bytes(model: ModelFile) -> tuple[int, ...]:
     return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
 
 
-def token_work(model: ModelFile) -> tuple[int, int]:
-    """Return the bytes of weights that a token reads, and the parameters that it uses."""
+def token_work(model: ModelFile) -> tuple[int, int, int]:
+    """Return the bytes of weights that a token reads, the parameters it uses, and its kernels."""
     hp = model.hparams
     dense = _dense_bytes(model, range(hp.n_layer), has_head=True)
     n_bytes = dense + hp.n_expert_used * sum(slot_bytes(model))
-    return n_bytes, summarize(hp, model.tensors).active_params
+    n_launches = round(hp.n_layer * hp.layer_launches)
+    return n_bytes, summarize(hp, model.tensors).active_params, n_launches
 
 
 def _gathered_bytes(kv: list[tuple[int | None, int]], rows: int, shape: PoolShape) -> int:

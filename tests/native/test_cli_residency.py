@@ -218,7 +218,7 @@ def test_a_measured_machine_says_what_it_is(measured: Path) -> None:
         sizes = slot_bytes(model)
         token = token_work(model)
     assert (machine.n_layer, machine.expert_bytes) == (8, sum(sizes) // 8)
-    assert (machine.token_bytes, machine.token_params) == token
+    assert (machine.token_bytes, machine.token_params, machine.token_launches) == token
     assert "measured with moegraph tiny" in machine.about
     assert machine.whole > 0 and machine.host_layer >= 0 and machine.fetch_layer >= 0
     for curve in (machine.stream, machine.cpu, machine.fetch):

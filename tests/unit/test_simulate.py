@@ -12,7 +12,7 @@ import pytest
 
 from moegraph.errors import RequestError
 from moegraph.experts.cost import (
-    LAUNCHES_S,
+    LAUNCH_S,
     Curve,
     Machine,
     choose_ways,
@@ -32,8 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 US = 1e-6
 # One expert streams in 10 us, takes the CPU 30 us for the first and 5 us for each further one.
 SIMPLE = Machine(
-    "simple", 1, 1000, 8000, 9000, whole=1000 * US, host_layer=1 * US, fixed=2 * US, overlap=4 * US,
-    stream=Curve(((1, 10 * US), (2, 20 * US))), cpu=Curve(((1, 30 * US), (2, 35 * US))),
+    "simple", 1, 1000, 8000, 9000, 10, whole=1000 * US, host_layer=1 * US, fixed=2 * US,
+    overlap=4 * US, stream=Curve(((1, 10 * US), (2, 20 * US))),
+    cpu=Curve(((1, 30 * US), (2, 35 * US))),
     fetch_layer=0.5 * US, fetch=Curve(((1, 9 * US), (2, 17 * US))),
 )  # fmt: skip
 
@@ -93,22 +94,22 @@ def test_what_a_further_expert_takes_is_bandwidth_and_the_rest_is_latency() -> N
 
 def test_a_machine_for_its_own_model_is_the_same() -> None:
     for machine in (*MACHINES.values(), SIMPLE):
-        token = machine.token_bytes, machine.token_params
+        token = machine.token_bytes, machine.token_params, machine.token_launches
         for same in (token, None):
             found = machine.scaled(machine.n_layer, machine.expert_bytes, same)
             assert machine_fields(found) == machine_fields(machine)
 
 
-def test_a_token_takes_launches_for_each_layer_and_reads_its_bytes() -> None:
+def test_a_token_takes_its_launches_and_reads_its_bytes() -> None:
     machine, size = MACHINES["desktop"], MACHINES["desktop"].expert_bytes
     wholes = [
-        machine.scaled(n_layer, size, (n_bytes, machine.token_params)).whole
-        for n_layer, n_bytes in ((40, machine.token_bytes), (80, machine.token_bytes), (40, 10**9))
+        machine.scaled(40, size, (n_bytes, machine.token_params, n)).whole
+        for n, n_bytes in ((660, machine.token_bytes), (1320, machine.token_bytes), (660, 10**9))
     ]
-    assert wholes[1] - wholes[0] == pytest.approx(40 * LAUNCHES_S)
+    assert wholes[1] - wholes[0] == pytest.approx(660 * LAUNCH_S)
     read = (machine.token_bytes - 10**9) / (wholes[0] - wholes[2])
     assert 0.6 < read / 936e9 < 0.75
-    prompt = machine.scaled(80, 5 * size, (10**9, machine.token_params // 2)).prompt
+    prompt = machine.scaled(80, 5 * size, (10**9, machine.token_params // 2, 660)).prompt
     assert prompt and machine.prompt
     assert prompt(512) == pytest.approx(machine.prompt(512) / 2)
 
@@ -119,6 +120,7 @@ def test_a_token_takes_launches_for_each_layer_and_reads_its_bytes() -> None:
      ({"expert_bytes": 0}, "expert_bytes is 0; expected a positive integer"),
      ({"expert_bytes": True}, "expert_bytes is True"), ({"name": 5}, "name is 5"),
      ({"token_bytes": None}, "token_bytes is None"), ({"token_params": 0}, "token_params is 0"),
+     ({"token_launches": 1.5}, "token_launches is 1.5"),
      ({"whole_us": 0}, "whole_us is 0"), ({"whole_us": "x"}, "whole_us is 'x'"),
      ({"host_layer_us": -1}, "host_layer_us is -1"), ({"overlap_us": None}, "overlap_us is None"),
      ({"stream_us": []}, "stream_us is []; expected [[n, microseconds], ...], both rising"),
