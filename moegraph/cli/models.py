@@ -379,6 +379,8 @@ def list_models(action: str, names: tuple[str, ...], as_json: bool) -> None:
         click.echo(f"{star} {one.name!s:<{wide}}  {one.quant:<8}  {size:>9}  {day}")
     if default and not any(is_default for is_default, _ in found):
         click.echo(f"* {default}")
+    elif not found:
+        ui.note("no model was downloaded; moegraph pull OWNER/REPO gets one")
 
 
 def _default_model() -> str | None:

@@ -287,6 +287,11 @@ def test_tokens(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_model(HubName(REPO)).read_bytes() == DATA
 
 
+def test_a_list_without_models_says_how_to_get_one(hub: FakeHub) -> None:
+    done = CliRunner().invoke(main, ["models"])
+    assert (done.exit_code, done.stdout) == (0, "") and "moegraph pull" in done.stderr
+
+
 def test_models_are_listed_and_removed(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
