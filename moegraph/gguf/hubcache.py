@@ -47,7 +47,9 @@ def remove_model(name: HubName) -> int:
     files = choose_files({file for file, _ in links}, name)
     gone = [link for file, link in links if file in files]
     kept = {link.resolve() for file, link in links if file not in files}
-    blobs = {link.resolve() for link in gone} - kept
+    # what a link of the user's own leads to is none of the cache's
+    own = {path for path in (link.resolve() for link in gone) if folder.resolve() in path.parents}
+    blobs = own - kept
     n_bytes = sum(_size(blob) for blob in blobs)
     try:
         for path in (*blobs, *gone):

@@ -335,6 +335,13 @@ def test_removing_keeps_what_another_revision_or_file_has(hub: FakeHub) -> None:
     assert not (other / FILE).exists() and (old.parent / "same-Q8_0.gguf").read_bytes() == DATA
 
 
+def test_removing_a_link_keeps_the_file_elsewhere(hub: FakeHub, tmp_path: Path) -> None:
+    link, mine = get_model(HubName(REPO)).parent / "mine-Q8_0.gguf", tmp_path / "mine.gguf"
+    mine.write_bytes(b"mine")
+    link.symlink_to(mine)
+    assert remove_model(HubName(REPO, "Q8_0")) == 0 and not link.is_symlink() and mine.exists()
+
+
 def test_a_disk_that_is_too_small(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
     with pytest.raises(ModelFileError, match=r"9.77 MiB to download, and .* has 1.00 MiB free"):
