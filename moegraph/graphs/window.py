@@ -48,7 +48,7 @@ class Window:
         each = -(-n_kv // n_parts)
         n = min(n_parts, (self.n - 2) // each + 3)
         size = max(min(each, self.n), -(-_SPLIT // n))
-        return (n_kv, n_parts) if n_kv < _SPLIT or n * size >= n_kv else (n * size, n)
+        return (n_kv, n_parts) if n * size >= n_kv else (n * size, n)  # n * size is _SPLIT or more
 
     def most_columns(self, n_rows: int, n_seqs: int) -> int:
         """Return a bound on the columns of passes of n_rows rows over n_seqs sequences together."""

@@ -47,6 +47,26 @@ def test_drafts_equal_the_reference(pair: Callable[..., Pair], name: str) -> Non
     both.check(1, off)
 
 
+@pytest.mark.parametrize("n_past", [None, 130])
+def test_rows_that_are_forgotten_are_zeros(pair: Callable[..., Pair], n_past: int | None) -> None:
+    """A prompt that failed may have left NaN, and a weight of zero times that is NaN."""
+    both = pair(**CHANGES["tiny window"])
+    both.prompt(300)
+    rings = both.drafter._rings
+    caches = [*rings.k, *rings.v]
+    for cache in caches:
+        C.ggml_backend_tensor_memset(cache, 0xFF, 0, cache.nb[1] * cache.ne[1])
+    if n_past is None:
+        both.drafter.restart(0, np.zeros(0, np.int32))
+    else:
+        both.drafter.truncate(0, n_past)
+    for (kind, shape), cache in zip([(k, rings.shapes[k]) for k in rings.kind] * 2, caches):
+        host = np.zeros((cache.ne[1], cache.nb[1]), np.uint8)
+        C.ggml_backend_tensor_get(cache, ffi.from_buffer(host), 0, host.nbytes)
+        forgotten = np.arange(max(n_past or 0, 300 - shape.n_cells), 300)
+        assert not host[rings.rows(kind, 0, forgotten)].any()
+
+
 def test_after_a_warm_up_no_draft_builds_a_graph(pair: Callable[..., Pair]) -> None:
     """However many tokens the text took since the last one; and drafts are as they were."""
     both = pair()

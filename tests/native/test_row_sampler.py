@@ -11,6 +11,7 @@ import pytest
 from helpers.candidates_case import CandidatesBench, check_passes, rows_of_logits
 from helpers.reference_sampler import choose
 
+from moegraph.draft.race import Odds
 from moegraph.engine import Engine
 from moegraph.errors import RequestError
 from moegraph.ggml.device import Device
@@ -49,7 +50,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bias-greedy": {"temperature": 0.0, "logit_bias": {9: 40.0, 2: -math.inf}},
     "all": {
         "top_k": 200, "top_p": 0.97, "min_p": 0.01, "temperature": 1.2, "repeat_penalty": 1.1,
-        "frequency_penalty": 0.3, "logit_bias": dict.fromkeys(range(0, 600, 7), 1.5),
+        "frequency_penalty": 0.3, "presence_penalty": 0.7,
+        "logit_bias": dict.fromkeys(range(0, 600, 7), 1.5),
     },
 }  # fmt: skip
 
@@ -120,6 +122,7 @@ def test_what_the_lists_cannot_decide_takes_whole_rows() -> None:
     rows = RowSampler(SamplingParams(repeat_penalty=1.1, repeat_last_n=100_000), N_VOCAB)
     rows.accept_all(list(range(508)))
     assert rows.draw() is not None and rows.draw([1]) is None
+    assert rows.draw_each([[]]) is not None and rows.draw_each([[], [1]]) is None
     rows.accept(1)
     assert rows.draw() is None
     rng, params = np.random.default_rng(8), SamplingParams(**OFF, seed=3)
@@ -146,6 +149,14 @@ def test_a_mask_leaves_only_allowed_tokens(device: Device) -> None:
                 assert token == expected and allowed[token], name
             with pytest.raises(RequestError, match="excludes every token"):
                 text.step(logits, np.zeros(N_VOCAB, dtype=bool))
+
+
+def test_a_token_offered_at_random_is_not_taken_if_it_is_not_allowed() -> None:
+    logits, allowed = np.zeros(N_VOCAB, np.float32), np.zeros(N_VOCAB, bool)
+    logits[7], allowed[9] = 20.0, True
+    rows = RowSampler(SamplingParams(**OFF, seed=3), N_VOCAB)
+    odds = Odds(7, np.array([7], np.int32), np.ones(1))
+    assert rows.judge(odds, logits) == 7 and rows.judge(odds, logits, allowed) == 9
 
 
 def test_rows_of_a_draft_draw_what_single_rows_draw(device: Device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from moegraph.graphs.chunk import _patterns, _window_patterns
 from moegraph.graphs.rows import Tree, fill_mask, fill_window
 from moegraph.graphs.window import Window, WindowRow
 from moegraph.resident.layout import PAGE
+from moegraph.resident.state import State
 from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]
@@ -184,7 +186,9 @@ def ring_of(n: int, **state: int) -> Any:
     )
 
 
-@pytest.mark.parametrize(("window", "n_parts"), [(1, 2), (5, 16), (32, 5), (300, 2), (300, 16)])
+@pytest.mark.parametrize(
+    ("window", "n_parts"), [(1, 2), (5, 16), (32, 5), (150, 5), (300, 2), (300, 16), (830, 16)]
+)
 def test_columns_of_a_single_row_are_summed_in_the_parts_of_all_positions(
     window: int, n_parts: int
 ) -> None:
@@ -192,10 +196,11 @@ def test_columns_of_a_single_row_are_summed_in_the_parts_of_all_positions(
     for n_kv in range(PAGE, 4097, PAGE):
         rows = columns.columns(PassShape(9, 1, n_kv, 1))[0]
         assert rows == n_kv if n_kv <= window else window + 8 <= rows <= n_kv
+        assert 4 * columns.columns(PassShape(9, 4, n_kv, 4))[0] <= columns.most_columns(36, 4)
         for first in {*range(n_kv - PAGE, n_kv, 37), n_kv - 1}:
             shape = PassShape(1, 1, n_kv, 1)
             n, parts = columns.columns(shape)
-            assert n <= min(n_kv, max(4 * window, 512 + n_parts))
+            assert n <= min(n_kv, max(4 * window, 512 + n_parts), columns.most_columns(1, 1))
             places = columns.positions(shape, [first])[0]
             is_seen = columns.mask(places, first) == 0
             # ggml does not divide fewer than 512 columns; sinks are added in the first part
@@ -218,13 +223,39 @@ def test_a_row_that_goes_on_changes_what_a_new_one_writes(window: int, n_parts: 
         (np.zeros(n, np.float16), np.zeros(n, np.int32), np.zeros(1, np.int64)) for _ in range(2)
     )
     row = WindowRow(columns, shape, *found)
-    for i, first in enumerate([*range(240, 1400), *range(90, 120)]):
-        row.move_to(1, first, goes_on=i not in (0, 1160))
+    for i, first in enumerate([*range(240, 1400), *range(90, 120), *range(60, 70)]):
+        row.move_to(1, first, goes_on=i not in (0, 1160, 1190))
         WindowRow(columns, shape, *fresh).move_to(1, first, goes_on=False)
         is_seen = fresh[0] == 0
         np.testing.assert_array_equal(found[0], fresh[0])
         np.testing.assert_array_equal(found[1][is_seen], fresh[1][is_seen])
         assert found[2][0] == fresh[2][0] == 768 + first % 768
+
+
+@pytest.mark.parametrize(
+    ("window", "ring", "n_past"), [(5, 8, 3), (5, 8, 21), (8, 8, 12), (300, 256, 700)]
+)
+def test_states_are_the_last_rows_of_a_ring_and_the_others_are_cleared(
+    window: int, ring: int, n_past: int
+) -> None:
+    """A ring is no longer than the context, which may be shorter than the window."""
+    found, cleared = list[int](), list[int]()
+    tensor: Any = SimpleNamespace(nb=(1, 1))
+    state: Any = SimpleNamespace(window=window, ring=ring, _in_rings=[tensor])
+    state._runs = partial(State._runs, state)
+    state._clear = lambda _, start, size: cleared.extend(range(start, start + size))
+    state._clear_rings = partial(State._clear_rings, state)
+    for start, to, size in State.pieces(state, tensor, 2, n_past):
+        assert to == len(found)
+        found += range(start, start + size)
+    n = min(window, ring)
+    assert found == [2 * ring + at % ring for at in range(n_past - n, n_past)]
+    State.clear_after(state, 2, n_past)
+    assert sorted(found + cleared) == [*range(2 * ring, 3 * ring)]
+    cleared.clear()
+    state.recurrent = []
+    State.clear_states(state, 2)
+    assert cleared == [*range(2 * ring, 3 * ring)]
 
 
 def test_a_paged_row_lists_the_pages_of_its_ring_once() -> None:
