@@ -146,9 +146,9 @@ class Side:
     def rows(self, n: int, seed: int, repeat: int, logits: bool = True) -> dict[str, Any]:
         """Time `repeat` passes of n rows, each of other ids and from an empty sequence.
 
-        The same ids again would find their experts on the device.
+        The same ids again would find their experts on the device; so those of other widths differ.
         """
-        ids = token_ids(seed, n * repeat, self.n_vocab).reshape(repeat, n)
+        ids = token_ids(64 * seed + n, n * repeat, self.n_vocab).reshape(repeat, n)
         before, times = self.engine.expert_stats(), []
         for fresh in ids:
             self.forget()

@@ -255,13 +255,9 @@ class Residency:
         if not mode.admits or not layer.n_slots:
             return Remedy([], staged, on_cpu, [])
         working_set = set(ids.tolist())
-        admitted, declined = [], []
-        for expert in staged:
-            slot = layer.admit(expert, working_set)
-            if slot is None:
-                declined.append(expert)
-            else:
-                admitted.append((expert, slot))
+        slots = {e: layer.admit(e, working_set) for e in layer.wanted(staged, working_set)}
+        admitted = [(expert, slot) for expert, slot in slots.items() if slot is not None]
+        declined = [expert for expert in staged if slots.get(expert) is None]
         promoted = self._promote(layer, on_cpu, working_set) if on_cpu else []
         return Remedy(admitted, declined, on_cpu, promoted)
 
@@ -281,7 +277,8 @@ class Residency:
     def _promote(self, layer: LayerSlots, experts: list[int], working_set: set[int]) -> Pairs:
         """Reserve slots for experts that the CPU computes, if the cache wants them."""
         pairs = []
-        for expert in experts[: max(0, MAX_PROMOTED - len(self._promoted))]:
+        considered = experts[: max(0, MAX_PROMOTED - len(self._promoted))]
+        for expert in layer.wanted(considered, working_set):
             slot = layer.reserve_slot(expert, working_set)
             if slot is not None:
                 pairs.append((expert, slot))

@@ -67,17 +67,12 @@ class Ranking:
         self._bound = score[self._low[-1]] if low else -math.inf
         return low[: max(n, 0)]
 
-    def victim(
-        self, expert: int, working_set: Collection[int], fresh: Collection[int]
-    ) -> int | None:
-        """Return the resident that should give its slot to expert, or None.
-
-        It is in neither working_set nor fresh. None: the policy declines, or nothing may leave.
-        """
+    def victim(self, working_set: Collection[int], fresh: Collection[int]) -> int | None:
+        """Return the resident of lowest score that is in neither of both; None: there is none."""
         for n in (1, _N_LISTED, len(self._owner)):
             for lowest in self.lowest(n):
                 if lowest not in working_set and lowest not in fresh:
-                    return lowest if self._policy.accepts(expert, lowest) else None
+                    return lowest
         return None
 
 
@@ -209,6 +204,20 @@ class LayerSlots:
             self.fresh.add(expert)
         return slot
 
+    def wanted(self, experts: list[int], working_set: Collection[int]) -> list[int]:
+        """Return those of some absent experts that `admit` may give a slot; decline the others.
+
+        The search for a victim takes time, and whom the policy declines here it would decline after
+        each of the others: victims of higher scores follow.
+        """
+        if self.free:
+            return experts
+        victim = self._ranking.victim(working_set, self.fresh)
+        accepts = self.policy.accepts
+        found = [] if victim is None else [e for e in experts if accepts(e, victim)]
+        self.n_declined += len(experts) - len(found)
+        return found
+
     def reserve_slot(self, expert: int, working_set: Collection[int]) -> int | None:
         """Do as `admit`, but expert is loading until `mark_resident`; its victim leaves at once."""
         if expert in self.resident:
@@ -218,8 +227,8 @@ class LayerSlots:
         if self.free:
             slot, victim = self.free.pop(), None
         else:
-            victim = self._ranking.victim(expert, working_set, self.fresh)
-            if victim is None:
+            victim = self._ranking.victim(working_set, self.fresh)
+            if victim is None or not self.policy.accepts(expert, victim):
                 self.n_declined += 1
                 return None
             slot = int(self.table[victim])

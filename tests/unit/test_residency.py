@@ -20,6 +20,7 @@ from moegraph.experts.cache import ExpertCache
 from moegraph.experts.cost import MissSplit, MissWays
 from moegraph.experts.policy import POLICIES, Lfu, Lru, Policy
 from moegraph.experts.residency import Residency
+from moegraph.experts.slots import Ranking
 from moegraph.experts.terms import PassTerms, Remedy
 from moegraph.kinds import MAX_FETCH_ROWS, Kind
 
@@ -285,6 +286,22 @@ def test_what_passes_do_follows_from_their_kind_and_size(fetches: bool) -> None:
     assert mode(Kind.VERIFY, 64) == (none, 0, True, False), "drafts are no prompt"
     assert mode(Kind.VERIFY, 1) == (able, 0, True, True)
     assert mode(Kind.PREFILL, 33) == (none, 0, False, False)
+
+
+def test_of_many_missing_experts_the_unwanted_ones_cost_no_search(monkeypatch) -> None:
+    """The host decides while a layer waits: 65 us of 112 were searches, at 16 rows of a 35B."""
+    searches: list[int] = []
+    lowest = Ranking.lowest
+    monkeypatch.setattr(Ranking, "lowest", lambda *args: [searches.append(1), *lowest(*args)][1:])
+    chosen = replace(ways(), cpu=True, split=MissSplit([0.0, 1.0], [0.0, 1.0]))
+    residency = residency_of([6], chosen, Lfu())
+    token(residency, 0, 1, 2, 3)
+    before = len(searches)
+    residency.begin_pass(Kind.VERIFY, 4)
+    remedy = residency.routed(0, ids(*range(16)))
+    assert remedy and len(remedy.staged) + len(remedy.on_cpu) == 10 and len(remedy.on_cpu) > 3
+    assert not remedy.admitted and not remedy.promoted
+    assert len(searches) - before <= 6 and residency.cache.stats.declined.sum() == 10
 
 
 def test_what_a_prompt_has_on_the_device_gets_slots_if_the_policy_prefers_it() -> None:
