@@ -112,20 +112,24 @@ def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
     """Return whether the libraries load, their versions, and the devices that they find."""
     try:
         from ..ggml.device import list_devices
-        from ..ggml.lib import library_dir, summary, versions
+        from ..ggml.lib import CPU_VARIANT, library_dir, summary, versions
 
         devices = [
             {_KEYS.get(key, key): value for key, value in device.items() if key != "handle"}
             for device in list_devices()
         ]
-        found = {**versions(), "folder": str(library_dir())}
+        found = {**versions(), "cpu_variant": CPU_VARIANT, "folder": str(library_dir())}
     except MoegraphError as error:
         return Check("native libraries", False, str(error)), None, []
-    detail = f"{summary()}, in {found['folder']}"
+    chosen = f", for {CPU_VARIANT} CPUs" if CPU_VARIANT else ""
+    detail = f"{summary()}, in {found['folder']}{chosen}"
     return Check("native libraries", True, detail), found, devices
 
 
 def _tokenizer() -> Check:
+    if Path(__file__).parent.parent.joinpath("lib", "llama_cpp").is_dir():
+        detail = f"what is used of llama-cpp-python {_LLAMA_CPP_PYTHON} is in this package"
+        return Check("tokenizer", True, detail)
     version = _version("llama-cpp-python")
     if version == _LLAMA_CPP_PYTHON:
         return Check("tokenizer", True, f"llama-cpp-python {version}")

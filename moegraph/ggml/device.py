@@ -20,7 +20,7 @@ from ..threads import Threads, default_threads, waiting
 from ..units import MiB, format_bytes, round_up
 from .free_memory import host_memory
 from .handles import Buffer, Event, Handle, Owner
-from .lib import C, ffi, last_error
+from .lib import C, devices, ffi, last_error
 from .nvml import gpu_used_bytes
 
 if TYPE_CHECKING:
@@ -181,8 +181,7 @@ def gpu_names() -> list[str]:
 def _find_devices() -> Iterator[tuple[str, str, str, _native.ggml_backend_device_ptr]]:
     """Yield the spelling, kind, ggml's name and handle of each device; this opens no context."""
     n_gpu = 0
-    for i in range(C.ggml_backend_dev_count()):
-        dev = C.ggml_backend_dev_get(i)
+    for dev in devices():
         name = ffi.string(C.ggml_backend_dev_name(dev)).decode()
         if C.ggml_backend_dev_type(dev) == C.GGML_BACKEND_DEVICE_TYPE_CPU:
             yield "cpu", "cpu", name, dev

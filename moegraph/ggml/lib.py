@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import debug_level
 from ..errors import NativeError
+from .backends import choose_cpu, find_cuda
 from .patchset import require_one_patchset
 
 if TYPE_CHECKING:
+    from . import _native as native
     from ._native import FFI, Lib
 
 _LIB_DIR = Path(__file__).resolve().parent.parent / "lib"
 _EXTENSION = Path(__file__).resolve().parent / "_native.abi3.so"
+# llama.cpp's name of the chosen instructions; '' if there was no choice.
+CPU_VARIANT, _CPU_LIBRARY = choose_cpu(_LIB_DIR)
+_CUDA_LIBRARY = find_cuda(_LIB_DIR)
+# Libraries of backends to which libggml is not linked, in the order in which it would list them.
+_LOADABLE = [*([_CUDA_LIBRARY] if _CUDA_LIBRARY else []), *([_CPU_LIBRARY] if CPU_VARIANT else [])]
+_registering = threading.Lock()
 
 
 def library_dir() -> Path:
@@ -28,10 +37,12 @@ def library_dir() -> Path:
 
 def _load() -> tuple[FFI, Lib]:
     """Import the extension, check the patch set and install the log and abort hooks."""
-    require_one_patchset(_EXTENSION, _LIB_DIR)
+    require_one_patchset(_EXTENSION, _LIB_DIR, _LOADABLE)
     try:
+        for path in reversed(_LOADABLE):  # the CPU's first, which brings libggml-base
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
         from . import _native
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise NativeError(_load_failure(error)) from error
     ffi, lib = _native.ffi, _native.lib
     built, loaded = (
@@ -47,7 +58,7 @@ def _load() -> tuple[FFI, Lib]:
     return ffi, lib
 
 
-def _load_failure(error: ImportError) -> str:
+def _load_failure(error: ImportError | OSError) -> str:
     text = str(error)
     if "libcuda.so" in text:
         return (
@@ -72,7 +83,7 @@ def cpu_converter(name: str) -> Any:
 
     They have the processor's instructions; those of ggml's base library work on any processor.
     """
-    library = ctypes.CDLL(str(library_dir() / "libggml-cpu.so"))
+    library = ctypes.CDLL(str(_CPU_LIBRARY))
     address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
     return ffi.cast("ggml_to_float_t", address)
 
@@ -101,10 +112,22 @@ def summary() -> str:
     return "ggml {ggml}, llama.cpp {llama_commit} with patch set {patchset}".format(**versions())
 
 
+def devices() -> list[native.ggml_backend_device_ptr]:
+    """Return ggml's devices, in its order; this opens no context."""
+    with _registering:
+        ggml = ctypes.CDLL(str(_LIB_DIR / "libggml.so"))
+        ggml.ggml_backend_load.restype = ctypes.c_void_p
+        while _LOADABLE:
+            path = _LOADABLE[0]
+            if not ggml.ggml_backend_load(str(path).encode()):
+                raise NativeError(f"{path} cannot be used: {last_error() or 'not on this machine'}")
+            del _LOADABLE[0]
+    return [C.ggml_backend_dev_get(i) for i in range(C.ggml_backend_dev_count())]
+
+
 def device_kinds() -> list[str]:
     """Return ggml's names of devices without their numbers; this opens no context."""
-    devices = map(C.ggml_backend_dev_get, range(C.ggml_backend_dev_count()))
-    names = (ffi.string(C.ggml_backend_dev_name(one)).decode() for one in devices)
+    names = (ffi.string(C.ggml_backend_dev_name(one)).decode() for one in devices())
     return list(dict.fromkeys(name.rstrip("0123456789") for name in names))
 
 

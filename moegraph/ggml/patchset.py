@@ -8,6 +8,7 @@ layouts. So every library that we build carries the hash of its patches in an EL
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import NativeError
@@ -27,8 +28,8 @@ def patchset_of(path: Path) -> str | None:
     return rest[:_N_DIGITS].decode("ascii", "replace") if found else None
 
 
-def require_one_patchset(extension: Path, folder: Path) -> None:
-    """Refuse libraries in `folder` that were not built with the extension's patches.
+def require_one_patchset(extension: Path, folder: Path, others: Sequence[Path] = ()) -> None:
+    """Refuse libraries in `folder`, and others, that were not built with the extension's patches.
 
     Files that do not exist are skipped; for them the dynamic linker reports the error.
     """
@@ -38,7 +39,7 @@ def require_one_patchset(extension: Path, folder: Path) -> None:
         needed = patchset_of(extension)
         if needed is None:
             raise NativeError(f"{extension} carries no patch set; run scripts/build again")
-        for path in (folder / f"lib{name}.so" for name in LIBRARIES):
+        for path in (*(folder / f"lib{name}.so" for name in LIBRARIES), *others):
             found = patchset_of(path) if path.exists() else needed
             if found != needed:
                 raise NativeError(

@@ -7,6 +7,7 @@ the vocabulary of the model file.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import threading
 from array import array
@@ -240,6 +241,8 @@ def _load_llama() -> ModuleType:
 
     with _environment("LLAMA_CPP_LIB_PATH", str(lib.library_dir())):
         try:
+            if (lib.library_dir() / "llama_cpp").is_dir():  # a wheel brings what is used of them
+                return importlib.import_module("moegraph.lib.llama_cpp.llama_cpp")
             import_lazily("llama_cpp")
             import llama_cpp.llama_cpp as llama
         except ImportError as error:

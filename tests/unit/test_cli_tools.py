@@ -54,7 +54,8 @@ class TestDoctor:
         }  # fmt: skip
         native = next(c for c in report["checks"] if c["name"] == "native libraries")
         if native["ok"]:
-            assert set(report["native"]) == {"ggml", "llama_commit", "patchset", "folder"}
+            keys = {"ggml", "llama_commit", "patchset", "cpu_variant", "folder"}
+            assert set(report["native"]) == keys
             assert all(text in native["detail"] for text in report["native"].values())
         assert result.exit_code == (0 if native["ok"] else NativeError.exit_code)
 

@@ -1,0 +1,71 @@
+"""Which libraries of ggml's backends to open, before the extension module asks for them.
+
+A build for one machine has one library for the CPU, and libggml is linked to all its backends. A
+wheel has one for each set of instructions, all with the same name for the dynamic linker, so that
+the one that is opened serves everyone; and another package brings CUDA's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from ..errors import NativeError
+
+# The packages with libggml-cuda.so, by CUDA's major version.
+CUDA_PACKAGES = ("moegraph_cuda13", "moegraph_cuda12")
+
+_AVX2 = "sse4_2 avx f16c fma avx2 bmi2"
+_AVX512 = f"{_AVX2} avx512f avx512cd avx512vl avx512dq avx512bw"
+# Flags of /proc/cpuinfo, by llama.cpp's name for the library that needs them (in its source,
+# ggml/src/CMakeLists.txt), in the order of its ggml_backend_score. The first that fits is chosen.
+_NEEDS = {
+    "sapphirerapids": f"{_AVX512} avx512vbmi avx512_vnni avx512_bf16 amx_tile amx_int8",
+    "zen4": f"{_AVX512} avx512vbmi avx512_vnni avx512_bf16",
+    "cooperlake": f"{_AVX512} avx512_vnni avx512_bf16",
+    "icelake": f"{_AVX512} avx512vbmi avx512_vnni",
+    "cascadelake": f"{_AVX512} avx512_vnni",
+    "cannonlake": f"{_AVX512} avx512vbmi",
+    "skylakex": _AVX512,
+    "alderlake": f"{_AVX2} avx_vnni",
+    "haswell": _AVX2,
+    "piledriver": "sse4_2 avx f16c fma",
+    "ivybridge": "sse4_2 avx f16c",
+    "sandybridge": "sse4_2 avx",
+    "sse42": "sse4_2",
+    "x64": "",
+}
+
+
+def choose_cpu(folder: Path) -> tuple[str, Path]:
+    """Return the CPU's library with the most instructions: its name, '' if it is the only one.
+
+    MOEGRAPH_CPU_VARIANT names another.
+
+    Raises:
+        NativeError: there is none of that name.
+    """
+    names = {path.stem.removeprefix("libggml-cpu-") for path in folder.glob("libggml-cpu-*.so")}
+    if not names:
+        return "", folder / "libggml-cpu.so"
+    wanted, names = os.environ.get("MOEGRAPH_CPU_VARIANT"), {*names, "x64"}
+    if wanted and wanted not in names:
+        raise NativeError(f"MOEGRAPH_CPU_VARIANT={wanted}: expected {', '.join(sorted(names))}")
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.M)
+    has = set(flags[1].split() if flags else ())
+    fits = (
+        name for name, needs in _NEEDS.items() if name in names and has.issuperset(needs.split())
+    )
+    name = wanted or next(fits)
+    return name, folder / ("libggml-cpu.so" if name == "x64" else f"libggml-cpu-{name}.so")
+
+
+def find_cuda(folder: Path) -> Path | None:
+    """Return CUDA's library in a package beside this one; None if `folder` has one, or neither."""
+    if (folder / "libggml-cuda.so").exists():
+        return None
+    specs = filter(None, map(importlib.util.find_spec, CUDA_PACKAGES))
+    places = (Path(place) for spec in specs for place in spec.submodule_search_locations or ())
+    return next((place / "lib" / "libggml-cuda.so" for place in places), None)
