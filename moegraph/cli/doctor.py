@@ -18,6 +18,7 @@ from .. import __version__
 from ..config import EngineConfig
 from ..errors import MoegraphError, NativeError, one_line
 from ..ggml.free_memory import host_memory
+from ..ggml.nvml import driver_version
 from ..threads import default_threads
 from ..units import format_bytes
 from . import models, options, ui
@@ -69,7 +70,7 @@ def doctor(as_json: bool, target: str | None, **given: Any) -> None:
         _measure(target, options.build_config(given))
         return
     native, libraries, devices = _native()
-    checks, memory = [native, _tokenizer(), _cuda(devices)], host_memory()
+    checks, memory = [native, _tokenizer(), _cuda(devices, native.ok)], host_memory()
     report = {
         "moegraph": __version__,
         "python": platform.python_version(),
@@ -78,7 +79,7 @@ def doctor(as_json: bool, target: str | None, **given: Any) -> None:
         "native": libraries,
         "checks": [asdict(check) for check in checks],
         "devices": devices,
-        "driver": _driver(),
+        "driver": driver_version(),
         "memory": {
             **{f"{name}_bytes": n for name, n in asdict(memory).items()},
             "for_experts_bytes": memory.spare,
@@ -138,18 +139,15 @@ def _tokenizer() -> Check:
     return Check("tokenizer", False, f"llama-cpp-python {wrong}; {hint}")
 
 
-def _cuda(devices: list[dict[str, Any]]) -> Check:
+def _cuda(devices: list[dict[str, Any]], is_loaded: bool) -> Check:
     names = [d["description"] for d in devices if d["kind"] == "cuda"]
-    if names:
-        return Check("CUDA", True, ", ".join(names), required=False)
-    if _driver() is None:
-        return Check("CUDA", False, "no NVIDIA driver; models run on the CPU", required=False)
-    reason, chosen = "the driver shows no device", os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        reason += f" with CUDA_VISIBLE_DEVICES={chosen!r}"
-    if not any(Path(__file__).parent.parent.joinpath("lib").glob("libggml-cuda*")):
-        reason = "this build has no CUDA; build it with scripts/build --cuda-arch"
-    return Check("CUDA", False, reason, required=False)
+    lacks = ", ".join(names) if names else "models run on the CPU"
+    if not names and is_loaded:
+        from ..ggml.cuda import unused_card
+        from ..ggml.lib import cuda_lack, library_dir
+
+        lacks = cuda_lack() or unused_card(library_dir()) or "no NVIDIA card; models run on the CPU"
+    return Check("CUDA", bool(names), lacks, required=False)
 
 
 def _version(package: str) -> str | None:
@@ -157,11 +155,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _driver() -> str | None:
-    match = re.search(r"Kernel Module\D*?\s(\d+\.[\d.]+)", _read("/proc/driver/nvidia/version"))
-    return match[1] if match else None
 
 
 def _cpu() -> dict[str, Any]:

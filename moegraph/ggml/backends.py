@@ -1,21 +1,17 @@
-"""Which libraries of ggml's backends to open, before the extension module asks for them.
+"""Which library of ggml for the CPU to open, before the extension module asks for it.
 
-A build for one machine has one library for the CPU, and libggml is linked to all its backends. A
-wheel has one for each set of instructions, all with the same name for the dynamic linker, so that
-the one that is opened serves everyone; and another package brings CUDA's.
+A build for one machine has one, to which libggml is linked. A wheel has one for each set of
+instructions, all with the same name for the dynamic linker, so that the one that is opened serves
+everyone.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
 
 from ..errors import NativeError
-
-# The packages with libggml-cuda.so, by CUDA's major version.
-CUDA_PACKAGES = ("moegraph_cuda13", "moegraph_cuda12")
 
 _AVX2 = "sse4_2 avx f16c fma avx2 bmi2"
 _AVX512 = f"{_AVX2} avx512f avx512cd avx512vl avx512dq avx512bw"
@@ -60,12 +56,3 @@ def choose_cpu(folder: Path) -> tuple[str, Path]:
     )
     name = wanted or next(fits)
     return name, folder / ("libggml-cpu.so" if name == "x64" else f"libggml-cpu-{name}.so")
-
-
-def find_cuda(folder: Path) -> Path | None:
-    """Return CUDA's library in a package beside this one; None if `folder` has one, or neither."""
-    if (folder / "libggml-cuda.so").exists():
-        return None
-    specs = filter(None, map(importlib.util.find_spec, CUDA_PACKAGES))
-    places = (Path(place) for spec in specs for place in spec.submodule_search_locations or ())
-    return next((place / "lib" / "libggml-cuda.so" for place in places), None)

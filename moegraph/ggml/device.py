@@ -18,9 +18,10 @@ from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
 from ..link import REMOTE
 from ..threads import Threads, default_threads, waiting
 from ..units import MiB, format_bytes, round_up
+from .cuda import is_too_old, unused_card
 from .free_memory import host_memory
 from .handles import Buffer, Event, Handle, Owner
-from .lib import C, devices, ffi, last_error
+from .lib import C, cuda_lack, devices, ffi, last_error, library_dir
 from .nvml import gpu_used_bytes
 
 if TYPE_CHECKING:
@@ -174,19 +175,25 @@ def list_devices() -> list[dict[str, Any]]:
 
 
 def gpu_names() -> list[str]:
-    """Return the spellings of all CUDA devices; this opens no context."""
+    """Return the spellings of all CUDA devices that can be used; this opens no context."""
     return [spelling for spelling, kind, *_ in _find_devices() if kind == "cuda"]
 
 
-def _find_devices() -> Iterator[tuple[str, str, str, _native.ggml_backend_device_ptr]]:
-    """Yield the spelling, kind, ggml's name and handle of each device; this opens no context."""
+def _find_devices(
+    name: str = "",
+) -> Iterator[tuple[str, str, str, _native.ggml_backend_device_ptr]]:
+    """Yield the spelling, kind, ggml's name and handle of each device; this opens no context.
+
+    Cards that are too old are left out. name: the device that is wanted; cpu needs no CUDA.
+    """
     n_gpu = 0
-    for dev in devices():
+    for dev in devices(name != "cpu"):
         name = ffi.string(C.ggml_backend_dev_name(dev)).decode()
         if C.ggml_backend_dev_type(dev) == C.GGML_BACKEND_DEVICE_TYPE_CPU:
             yield "cpu", "cpu", name, dev
         elif name.startswith("CUDA"):
-            yield f"cuda:{n_gpu}", "cuda", name, dev
+            if not is_too_old(n_gpu):
+                yield f"cuda:{n_gpu}", "cuda", name, dev
             n_gpu += 1
         else:
             yield name.lower(), "other", name, dev
@@ -213,20 +220,23 @@ def _describe(
 def _select(name: str) -> dict[str, Any]:
     if name.startswith(REMOTE):
         return _select_remote(name)
-    devices = list(_find_devices())
+    found = list(_find_devices(name))
+    cards = [spelling for spelling, kind, *_ in found if kind == "cuda"]
+    lacks = "" if cards or name == "cpu" else cuda_lack()
     wanted = "cuda:0" if name == "cuda" else name
     if name == "auto":
-        wanted = next((spelling for spelling, kind, *_ in devices if kind == "cuda"), "cpu")
-    for device in devices:
+        wanted = cards[0] if cards else "cpu"
+        # a card that is hidden is not wanted
+        lacks = "" if "CUDA_VISIBLE_DEVICES" in os.environ else lacks
+    if lacks:
+        raise NativeError(f"CUDA cannot be used: {lacks}; without it: --device cpu")
+    for device in found:
         if device[0] == wanted:
             return _describe(*device)
-    usable = ", ".join(spelling for spelling, kind, *_ in devices if kind in ("cpu", "cuda"))
     reason = (
-        ""
-        if any(kind == "cuda" for _, kind, *_ in devices)
-        else ("; this build or this machine has no CUDA device (see moegraph doctor)")
+        "" if cards else "; " + (unused_card(library_dir()) or "this machine has no CUDA device")
     )
-    raise ConfigError(f"no device {name!r}; available: {usable}{reason}")
+    raise ConfigError(f"no device {name!r}; available: {', '.join(['cpu', *cards])}{reason}")
 
 
 def _select_remote(name: str) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 import threading
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import debug_level
 from ..errors import NativeError
-from .backends import choose_cpu, find_cuda
-from .patchset import require_one_patchset
+from . import cuda
+from .backends import choose_cpu
+from .patchset import LIBRARIES, require_one_patchset
 
 if TYPE_CHECKING:
     from . import _native as native
@@ -20,9 +24,6 @@ _LIB_DIR = Path(__file__).resolve().parent.parent / "lib"
 _EXTENSION = Path(__file__).resolve().parent / "_native.abi3.so"
 # llama.cpp's name of the chosen instructions; '' if there was no choice.
 CPU_VARIANT, _CPU_LIBRARY = choose_cpu(_LIB_DIR)
-_CUDA_LIBRARY = find_cuda(_LIB_DIR)
-# Libraries of backends to which libggml is not linked, in the order in which it would list them.
-_LOADABLE = [*([_CUDA_LIBRARY] if _CUDA_LIBRARY else []), *([_CPU_LIBRARY] if CPU_VARIANT else [])]
 _registering = threading.Lock()
 
 
@@ -37,38 +38,58 @@ def library_dir() -> Path:
 
 def _load() -> tuple[FFI, Lib]:
     """Import the extension, check the patch set and install the log and abort hooks."""
-    require_one_patchset(_EXTENSION, _LIB_DIR, _LOADABLE)
+    packages = cuda.packaged()
+    remedy = f"install packages of one version: {cuda.extra(next(iter(packages), 13))}"
+    if cuda.is_checkout(_LIB_DIR):
+        remedy = "run scripts/build again"
+    require_one_patchset(_EXTENSION, _LIB_DIR, [_CPU_LIBRARY, *packages.values()], remedy)
     try:
-        for path in reversed(_LOADABLE):  # the CPU's first, which brings libggml-base
-            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+        if CPU_VARIANT:
+            ctypes.CDLL(str(_CPU_LIBRARY), ctypes.RTLD_GLOBAL)
         from . import _native
     except (ImportError, OSError) as error:
-        raise NativeError(_load_failure(error)) from error
+        raise NativeError(_foreign() or _load_failure(str(error))) from error
     ffi, lib = _native.ffi, _native.lib
-    built, loaded = (
-        ffi.string(text).decode("ascii", "replace")
-        for text in (lib.mg_patchset_built(), lib.moegraph_patchset())
-    )
-    if built != loaded:
-        raise NativeError(
-            f"the libggml-base.so in this process carries patch set {loaded}, this build of "
-            f"moegraph needs {built}; load moegraph before other users of ggml"
-        )
+    if foreign := _foreign():
+        raise NativeError(foreign)
     lib.mg_install_callbacks(1 if debug_level() >= 2 else 0)
     return ffi, lib
 
 
-def _load_failure(error: ImportError | OSError) -> str:
-    text = str(error)
+def _foreign() -> str:
+    """Return which library of another llama.cpp this process has in place of ours, if any."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:  # /proc is not there
+        return ""
+    paths = {Path(line[at:]) for line in lines if (at := line.find("/")) > 0}
+    for name in (f"lib{name}.so" for name in LIBRARIES):
+        found = [path for path in paths if path.name == name]
+        ours = (_LIB_DIR / name).resolve()
+        if found and ours.exists() and ours not in found:
+            return (
+                f"{found[0]}, of another build, is in this process in place of {ours}; unset "
+                "LD_PRELOAD and LD_LIBRARY_PATH, or import moegraph before other users of ggml"
+            )
+    return ""
+
+
+def _load_failure(text: str, major: int = 0) -> str:
+    """Say what a library lacks; text: of the dynamic linker. major: of CUDA, for a package."""
     if "libcuda.so" in text:
         return (
             "these libraries were built for CUDA but no NVIDIA driver (libcuda.so.1) is installed; "
             "install the driver or build for the CPU with scripts/build --cpu"
         )
-    if "libcublas" in text or "libcudart" in text:
+    if missing := re.search(r"lib(?:cublas|cudart)\w*\.so\.(\d+)", text):
+        add = f"install nvidia-cublas and nvidia-cuda-runtime of CUDA {missing[1]}"
+        add = cuda.extra(major) if major else add
+        return f"a CUDA library is missing ({text}); {add}, or add its folder to LD_LIBRARY_PATH"
+    if found := re.search(r"`(GLIBC\w*)_([\d.]+)' not found \(required by (.+?)\)", text):
         return (
-            f"a CUDA library is missing ({text}); install nvidia-cublas and nvidia-cuda-runtime "
-            "or add the toolkit's folder to LD_LIBRARY_PATH"
+            f"{found[3]} needs {found[1]} {found[2]}, and this system has "
+            f"{os.confstr('CS_GNU_LIBC_VERSION')}; use a newer system, or build moegraph on this "
+            "one with scripts/quickstart"
         )
     if "_native" in text and "cannot import name" in text:
         return "the native libraries are not built; run scripts/build --cpu (or --cuda-arch ...)"
@@ -76,6 +97,34 @@ def _load_failure(error: ImportError | OSError) -> str:
 
 
 ffi, C = _load()
+
+
+@cache
+def cuda_lack() -> str:
+    """Load the CUDA backend of a package, if it is none of this build; return what it lacks.
+
+    Empty if nothing, or if there is no such backend.
+    """
+    own, lacks = _LIB_DIR / cuda.LIBRARY, []
+    if own.exists():
+        return cuda.lacking(cuda.major_of(own))
+    for major, path in cuda.packaged().items():
+        lacks.append(cuda.lacking(major) or _register(path, major))
+        if not lacks[-1]:
+            return ""
+    return lacks[0] if lacks else ""
+
+
+@cache
+def _register(path: Path, major: int = 0) -> str:
+    """Add a backend to which libggml is not linked; return why that fails. major: of CUDA."""
+    try:
+        ctypes.CDLL(str(path))  # ggml only logs why it cannot
+    except OSError as error:
+        return _load_failure(str(error), major)
+    load = ctypes.CDLL(str(_LIB_DIR / "libggml.so")).ggml_backend_load
+    load.restype = ctypes.c_void_p
+    return "" if load(bytes(path)) else f"{path} cannot be used: {last_error()}"
 
 
 def cpu_converter(name: str) -> Any:
@@ -112,23 +161,24 @@ def summary() -> str:
     return "ggml {ggml}, llama.cpp {llama_commit} with patch set {patchset}".format(**versions())
 
 
-def devices() -> list[native.ggml_backend_device_ptr]:
-    """Return ggml's devices, in its order; this opens no context."""
+def devices(with_cuda: bool = True) -> list[native.ggml_backend_device_ptr]:
+    """Return ggml's devices, in its order; this opens no context.
+
+    with_cuda: load the backend of a package, if there is one that works.
+    """
     with _registering:
-        ggml = ctypes.CDLL(str(_LIB_DIR / "libggml.so"))
-        ggml.ggml_backend_load.restype = ctypes.c_void_p
-        while _LOADABLE:
-            path = _LOADABLE[0]
-            if not ggml.ggml_backend_load(str(path).encode()):
-                raise NativeError(f"{path} cannot be used: {last_error() or 'not on this machine'}")
-            del _LOADABLE[0]
+        if with_cuda:
+            cuda_lack()
+        if CPU_VARIANT and (failure := _register(_CPU_LIBRARY)):
+            raise NativeError(failure)
     return [C.ggml_backend_dev_get(i) for i in range(C.ggml_backend_dev_count())]
 
 
 def device_kinds() -> list[str]:
     """Return ggml's names of devices without their numbers; this opens no context."""
-    names = (ffi.string(C.ggml_backend_dev_name(one)).decode() for one in devices())
-    return list(dict.fromkeys(name.rstrip("0123456789") for name in names))
+    names = (ffi.string(C.ggml_backend_dev_name(one)).decode() for one in devices(False))
+    packages = (f"CUDA {major} of a package" for major in cuda.packaged())
+    return list(dict.fromkeys((*(name.rstrip("0123456789") for name in names), *packages)))
 
 
 def last_error() -> str:

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 # Bytes a second of one lane by PCIe generation, and the share of it that copies reach.
@@ -16,6 +17,8 @@ _OPERATIONS = {(7, 5): 32, (8, 0): 64, (9, 0): 64, (10, 0): 64}
 # Cards do not hold their highest clock under load.
 _HELD_CLOCK = 0.8
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
+# Attributes of a device: the two parts of its compute capability.
+_CAPABILITY = (75, 76)
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,18 @@ class Card:
     link_rate: float
     link: str
     arithmetic: float
+
+
+@dataclass(frozen=True)
+class CudaDriver:
+    """What CUDA's driver says.
+
+    version: of the newest CUDA that it supports, such as (12, 4). cards: name and compute
+    capability of each that it shows to this process, in its order.
+    """
+
+    version: tuple[int, int]
+    cards: tuple[tuple[str, tuple[int, int]], ...]
 
 
 class _Memory(ctypes.Structure):
@@ -74,6 +89,37 @@ def gpu_card() -> Card | None:
     with _devices() as (nvml, handles):
         mine = [handle for handle in handles if first and _address(nvml, handle) == first]
         return _card(nvml, mine[0]) if mine else None
+
+
+@cache
+def cuda_driver() -> CudaDriver | None:
+    """Ask CUDA's driver, which takes some tenths of a second at first; None if there is none."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+    def number(function: str, *args: Any) -> int:
+        found = ctypes.c_int()
+        return found.value if _call(cuda, function, ctypes.byref(found), *args) else 0
+
+    def card(index: int) -> tuple[str, tuple[int, int]]:
+        name, device = ctypes.create_string_buffer(96), number("cuDeviceGet", index)
+        _call(cuda, "cuDeviceGetName", name, len(name), device)
+        high, low = (number("cuDeviceGetAttribute", which, device) for which in _CAPABILITY)
+        return name.value.decode(errors="replace"), (high, low)
+
+    version = number("cuDriverGetVersion")
+    n_cards = number("cuDeviceGetCount") if _call(cuda, "cuInit", 0) else 0
+    return CudaDriver((version // 1000, version % 1000 // 10), tuple(map(card, range(n_cards))))
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, such as 580.65.06; None if it is not known."""
+    found = ctypes.create_string_buffer(96)
+    with _devices() as (nvml, _):
+        ok = nvml is not None and _call(nvml, "nvmlSystemGetDriverVersion", found, len(found))
+    return found.value.decode(errors="replace") if ok else None
 
 
 def _first_address() -> str:

@@ -8,7 +8,7 @@ layouts. So every library that we build carries the hash of its patches in an EL
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import NativeError
@@ -28,7 +28,9 @@ def patchset_of(path: Path) -> str | None:
     return rest[:_N_DIGITS].decode("ascii", "replace") if found else None
 
 
-def require_one_patchset(extension: Path, folder: Path, others: Sequence[Path] = ()) -> None:
+def require_one_patchset(
+    extension: Path, folder: Path, others: Iterable[Path], remedy: str
+) -> None:
     """Refuse libraries in `folder`, and others, that were not built with the extension's patches.
 
     Files that do not exist are skipped; for them the dynamic linker reports the error.
@@ -38,13 +40,13 @@ def require_one_patchset(extension: Path, folder: Path, others: Sequence[Path] =
     try:
         needed = patchset_of(extension)
         if needed is None:
-            raise NativeError(f"{extension} carries no patch set; run scripts/build again")
+            raise NativeError(f"{extension} carries no patch set; {remedy}")
         for path in (*(folder / f"lib{name}.so" for name in LIBRARIES), *others):
             found = patchset_of(path) if path.exists() else needed
             if found != needed:
                 raise NativeError(
                     f"{path} carries patch set {found or 'none'}, {extension.name} needs {needed}; "
-                    "a mixture of builds is not loaded, run scripts/build again"
+                    f"a mixture of builds is not loaded; {remedy}"
                 )
     except OSError as error:
         raise NativeError(f"{error.filename}: cannot read: {error.strerror}") from error

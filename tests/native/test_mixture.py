@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine, loader
 from moegraph.errors import NativeError
-from moegraph.ggml.lib import library_dir, patchset
+from moegraph.ggml.lib import _load_failure, library_dir, patchset
 from moegraph.ggml.patchset import LIBRARIES, patchset_of
 
 PACKAGE = library_dir().parent
+ROOT = Path(__file__).resolve().parents[2]
 OTHER = "0123456789abcdef"
 
 
@@ -74,3 +79,142 @@ def test_the_search_path_leads_to_no_other_llama_cpp(copy: Path, tmp_path: Path)
         (tmp_path / "build" / f"lib{name}.so").write_bytes(b"")
     done = load(copy, LD_LIBRARY_PATH=str(tmp_path / "build"))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# NVIDIA's driver with one card, as the environment says: CUDA's version, and the capability.
+DRIVER = r"""
+#include <stdlib.h>
+#include <string.h>
+static int number(const char * name) { const char * s = getenv(name); return s ? atoi(s) : 0; }
+int cuInit(unsigned flags) { return number("STUB_CARD") ? 0 : 100; }
+int cuDriverGetVersion(int * out) { *out = number("STUB_CUDA"); return 0; }
+int cuDeviceGetCount(int * out) { *out = 1; return 0; }
+int cuDeviceGet(int * out, int at) { *out = at; return 0; }
+int cuDeviceGetName(char * out, int n, int dev) { strncpy(out, "NVIDIA Stub", n); return 0; }
+int cuDeviceGetAttribute(int * out, int what, int dev) {
+    *out = what == 75 ? number("STUB_CARD") / 10 : number("STUB_CARD") % 10;
+    return 0;
+}
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlSystemGetDriverVersion(char * out, unsigned n) { strncpy(out, "535.1", n); return 0; }
+"""
+# A backend without devices, as ggml-backend-impl.h lays it out.
+BACKEND = r"""
+#include <stddef.h>
+static const char * name(void * reg) { return "CUDA"; }
+static size_t count(void * reg) { return 0; }
+static struct { int version; void * get[4]; void * context; } reg = { 0, { name, count, 0, 0 }, 0 };
+void * ggml_backend_init(void) { reg.version = API; return &reg; }
+"""
+
+
+def compile_stub(path: Path, source: str, *options: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    code = path.with_suffix(".c")
+    code.write_text(source)
+    subprocess.run(
+        ["cc", "-w", "-shared", "-fPIC", "-o", str(path), str(code), *options], check=True
+    )
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile a driver that does nothing; return its folder."""
+    folder = tmp_path_factory.mktemp("driver")
+    compile_stub(folder / "libcuda.so.1", DRIVER)
+    (folder / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
+    return folder
+
+
+def add_package(copy: Path, major: int, *options: str, hash: str | None = None) -> Path:
+    """Put the package of a CUDA backend beside ours."""
+    header = (ROOT / "build/llama.cpp/ggml/src/ggml-backend-impl.h").read_text()
+    api = re.search(r"define GGML_BACKEND_API_VERSION (\d+)", header)
+    assert api
+    note = (ROOT / "native/py/patchset_note.c").read_text()
+    path = copy.parent.parent / f"moegraph_cuda{major}" / "lib" / "libggml-cuda.so"
+    defines = f'-DMOEGRAPH_PATCHSET="{hash or patchset()}"', f"-DAPI={api[1]}"
+    compile_stub(path, note + BACKEND, *defines, *options)
+    return path
+
+
+OPEN = """
+import sys
+from moegraph.errors import MoegraphError
+try:
+    from moegraph.ggml.device import Device
+    print(Device(sys.argv[1]).name)
+except MoegraphError as error:
+    print(error.exit_code, error)
+"""
+
+
+def opened(copy: Path, name: str = "auto", **env: str) -> str:
+    """Open a device with a copy; return its name, or the status and the line of an error."""
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, name], cwd=copy.parent.parent, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(copy.parent.parent), **env}, capture_output=True,
+    )  # fmt: skip
+    return done.stdout.removesuffix("\n")
+
+
+def test_a_card_is_found_or_a_line_says_what_it_lacks(copy: Path, driver: Path) -> None:
+    stub = {"LD_LIBRARY_PATH": str(driver), "STUB_CUDA": "12020", "STUB_CARD": "86"}
+    add_package(copy, 13)
+    lacks = "4 CUDA cannot be used: the NVIDIA driver 535.1 supports CUDA 12.2, and CUDA 13 needs "
+    assert opened(copy, **stub).startswith(lacks + "driver 580 or newer; update it")
+    assert opened(copy, "cuda", **stub).endswith("; without it: --device cpu")
+    new = stub | {"STUB_CUDA": "13000"}
+    assert opened(copy, "cuda", **new).startswith("2 no device 'cuda'; available: cpu")
+    assert opened(copy, **new) == "cpu", "the backend has no device"
+    old = new | {"STUB_CARD": "61"}
+    assert "4 CUDA cannot be used: NVIDIA Stub has compute capability 6.1" in opened(copy, **old)
+    assert opened(copy, "cpu", **old) == "cpu"
+    done = load(copy, "--json", **old)
+    check = json.loads(done.stdout)["checks"][-1]
+    assert done.returncode == 0 and not check["ok"] and "7.5 or newer is needed" in check["detail"]
+    assert opened(copy, **stub, CUDA_VISIBLE_DEVICES="") == "cpu", "it is not wanted"
+
+
+def test_the_older_cuda_is_taken_where_the_driver_is_old(copy: Path, driver: Path) -> None:
+    add_package(copy, 13)
+    compile_stub(driver / "libcublas.so.12", "")
+    add_package(copy, 12, "-Wl,--no-as-needed", str(driver / "libcublas.so.12"))
+    stub = {"LD_LIBRARY_PATH": str(driver), "STUB_CUDA": "12020", "STUB_CARD": "86"}
+    assert opened(copy, **stub) == "cpu", "the backend has no device"
+    (driver / "libcublas.so.12").unlink()
+    shutil.rmtree(copy.parent.parent / "moegraph_cuda13")
+    found = opened(copy, **stub)
+    assert "a CUDA library is missing (" in found and "pip install 'moegraph[cuda12]'" in found
+
+
+def test_packages_of_two_versions_are_refused(copy: Path) -> None:
+    path = add_package(copy, 13, hash=OTHER)
+    found = opened(copy, "cpu")
+    assert f"4 {path} carries patch set {OTHER}, _native.abi3.so needs {patchset()}" in found
+    assert "install packages of one version: pip install 'moegraph[cuda13]'" in found
+
+
+def test_a_library_that_takes_the_place_of_ours_is_named(copy: Path, tmp_path: Path) -> None:
+    """Not LD_LIBRARY_PATH, but what is in the process before us can."""
+    other = tmp_path / "other" / "libggml-cpu.so"
+    other.parent.mkdir()
+    shutil.copy(copy / "libggml-cpu.so", other)
+    found = opened(copy, LD_PRELOAD=str(other), LD_LIBRARY_PATH=str(copy))
+    assert found.startswith(f"4 {other}, of another build, is in this process in place of {copy}")
+
+
+def test_a_card_that_is_not_used_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "unused_card", lambda folder: f"a card; {folder.name}")
+    with Engine.load("tiny", EngineConfig(device="auto")) as engine:
+        if engine.device_name == "cpu":
+            assert "a card; lib" in engine.warnings
+    with Engine.load("tiny", EngineConfig(device="cpu")) as engine:
+        assert "a card; lib" not in engine.warnings
+
+
+def test_a_system_that_is_too_old_is_named() -> None:
+    text = "/lib/libc.so.6: version `GLIBC_2.99' not found (required by /x/libggml-base.so)"
+    found = _load_failure(text)
+    assert found.startswith("/x/libggml-base.so needs GLIBC 2.99, and this system has glibc 2.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,19 +66,6 @@ def test_what_a_wheel_lacks_is_not_chosen_and_the_variable_chooses(
         NativeError, match="^MOEGRAPH_CPU_VARIANT=zen4: expected haswell, sse42, x64$"
     ):
         backends.choose_cpu(tmp_path)
-
-
-def test_cuda_is_taken_from_a_package_beside_unless_libggml_is_linked_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert backends.find_cuda(tmp_path) is None
-    for name in reversed(backends.CUDA_PACKAGES):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-        assert backends.find_cuda(tmp_path) == tmp_path / name / "lib" / "libggml-cuda.so"
-    (tmp_path / "libggml-cuda.so").touch()
-    assert backends.find_cuda(tmp_path) is None
 
 
 def test_the_variants_are_those_of_llama_cpp() -> None:

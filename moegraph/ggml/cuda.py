@@ -1,0 +1,85 @@
+"""The CUDA backend: where it is, and in one line what it lacks on this machine (pure)."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from .nvml import cuda_driver, driver_version
+
+LIBRARY = "libggml-cuda.so"
+# Compute capability of the oldest card that our kernels know.
+_OLDEST = (7, 5)
+# Oldest driver for each major version of CUDA that has a package, best first.
+_DRIVERS = {13: "580", 12: "525"}
+
+
+def packaged() -> dict[int, Path]:
+    """Return the backends of installed packages by CUDA's major version, best first."""
+    specs = {major: find_spec(f"moegraph_cuda{major}") for major in _DRIVERS}
+    places = {m: spec.submodule_search_locations for m, spec in specs.items() if spec}
+    found = {m: Path(where[0], "lib", LIBRARY) for m, where in places.items() if where}
+    return {m: path for m, path in found.items() if path.is_file()}
+
+
+def is_checkout(folder: Path) -> bool:
+    """Return whether scripts/build builds the libraries in `folder`."""
+    return (folder.parent.parent / "scripts" / "build").is_file()
+
+
+def extra(major: int) -> str:
+    """Return the command that installs the backend for a CUDA, and what it needs."""
+    return f"pip install 'moegraph[cuda{major}]'"
+
+
+def major_of(path: Path) -> int:
+    """Return the major version of CUDA that a library needs; 0 if it names none."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+        found = re.search(rb"libcudart\.so\.(\d+)", data)
+        return int(found[1]) if found else 0
+
+
+def lacking(major: int) -> str:
+    """Return what a backend for this CUDA (0: any) lacks here, and what to do; empty: nothing."""
+    driver, hidden = cuda_driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if driver is None:
+        return "there is no NVIDIA driver (libcuda.so.1); install it"
+    newest = driver.version[0]
+    if newest < major:
+        older = f", or {extra(newest)}" if newest in _DRIVERS else ""
+        return (
+            f"the NVIDIA driver {driver_version()} supports CUDA {newest}.{driver.version[1]}, and "
+            f"CUDA {major} needs driver {_DRIVERS.get(major, '')} or newer; update it{older}"
+        )
+    if not driver.cards:
+        why = "" if hidden is None else f" with CUDA_VISIBLE_DEVICES={hidden!r}"
+        return f"the NVIDIA driver shows no card{why}"
+    name, (high, low) = max(driver.cards, key=lambda card: card[1])
+    if (high, low) >= _OLDEST:
+        return ""
+    return f"{name} has compute capability {high}.{low}; 7.5 or newer is needed"
+
+
+def unused_card(folder: Path) -> str:
+    """Return what to install for this machine's card; empty if there is no need.
+
+    folder: of moegraph's libraries.
+    """
+    has_backend = (folder / LIBRARY).exists() or packaged()
+    driver = None if has_backend or lacking(0) else cuda_driver()
+    if driver is None:
+        return ""
+    name, (high, low) = max(driver.cards, key=lambda card: card[1])
+    add = extra(13 if driver.version[0] >= 13 else 12)
+    if is_checkout(folder):
+        add = f"scripts/build --cuda-arch {high}{low}"
+    return f"{name} is not used, because this installation has no CUDA; to add it: {add}"
+
+
+def is_too_old(index: int) -> bool:
+    """Return whether our kernels cannot use a card, by its number in CUDA's order."""
+    driver = cuda_driver()
+    return driver is not None and any(c < _OLDEST for _, c in driver.cards[index : index + 1])

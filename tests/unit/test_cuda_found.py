@@ -1,0 +1,99 @@
+"""What a CUDA backend lacks on a machine, and what its card lacks: one line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moegraph.ggml import cuda
+from moegraph.ggml.nvml import CudaDriver
+
+NEW = ("NVIDIA GeForce RTX 3060", (8, 6))
+OLD = ("NVIDIA GeForce GTX 1080", (6, 1))
+
+
+def have(
+    monkeypatch: pytest.MonkeyPatch, driver: CudaDriver | None, *packages: int, hidden: bool = False
+) -> None:
+    monkeypatch.setattr(cuda, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(cuda, "driver_version", lambda: "535.183.01")
+    monkeypatch.setattr(cuda, "packaged", lambda: dict.fromkeys(packages, Path("x")))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.parametrize(
+    "driver, major, lacks",
+    [
+        (None, 13, "there is no NVIDIA driver (libcuda.so.1); install it"),
+        (CudaDriver((12, 2), (NEW,)), 13,
+         "the NVIDIA driver 535.183.01 supports CUDA 12.2, and CUDA 13 needs driver 580 or newer; "
+         "update it, or pip install 'moegraph[cuda12]'"),
+        (CudaDriver((11, 4), (NEW,)), 12, "CUDA 12 needs driver 525 or newer; update it"),
+        (CudaDriver((13, 0), ()), 13, "the NVIDIA driver shows no card"),
+        (CudaDriver((13, 0), (OLD,)), 13,
+         "NVIDIA GeForce GTX 1080 has compute capability 6.1; 7.5 or newer is needed"),
+        (CudaDriver((13, 0), (OLD, NEW)), 13, ""),
+        (CudaDriver((12, 2), (("turing", (7, 5)),)), 12, ""),
+        (CudaDriver((12, 2), (NEW,)), 0, ""),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, driver: CudaDriver | None, major: int, lacks: str
+) -> None:
+    have(monkeypatch, driver)
+    found = cuda.lacking(major)
+    assert found.endswith(lacks) and bool(found) == bool(lacks)
+
+
+def test_a_card_that_is_hidden_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, CudaDriver((13, 0), ()), hidden=True)
+    assert cuda.lacking(13) == "the NVIDIA driver shows no card with CUDA_VISIBLE_DEVICES=''"
+
+
+@pytest.mark.parametrize(
+    "version, is_checkout, add",
+    [((13, 0), False, "pip install 'moegraph[cuda13]'"),
+     ((12, 8), False, "pip install 'moegraph[cuda12]'"),
+     ((12, 8), True, "scripts/build --cuda-arch 86")],
+)  # fmt: skip
+def test_a_card_without_a_backend_is_told_what_to_add(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: tuple[int, int], is_checkout: bool,
+    add: str,
+) -> None:  # fmt: skip
+    folder = tmp_path / "moegraph" / "lib"
+    if is_checkout:
+        (tmp_path / "scripts").mkdir()
+        (tmp_path / "scripts" / "build").touch()
+    have(monkeypatch, CudaDriver(version, (OLD, NEW)))
+    line = "NVIDIA GeForce RTX 3060 is not used, because this installation has no CUDA; to add it: "
+    assert cuda.unused_card(folder) == line + add
+    assert [cuda.is_too_old(index) for index in (0, 1)] == [True, False]
+    for driver, packages in (
+        (None, ()), (CudaDriver(version, ()), ()), (CudaDriver(version, (OLD,)), ()),
+        (CudaDriver(version, (NEW,)), (13,)),
+    ):  # fmt: skip
+        have(monkeypatch, driver, *packages)
+        assert cuda.unused_card(folder) == ""
+    have(monkeypatch, CudaDriver(version, (NEW,)))
+    folder.mkdir(parents=True)
+    (folder / cuda.LIBRARY).write_bytes(b"\x7fELF libcublas.so.13 libcudart.so.12 ")
+    assert cuda.unused_card(folder) == "" and cuda.major_of(folder / cuda.LIBRARY) == 12
+    (folder / cuda.LIBRARY).write_bytes(b"static")
+    assert cuda.major_of(folder / cuda.LIBRARY) == 0
+
+
+def test_the_packages_of_both_are_found_best_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert cuda.packaged() == {}
+    for major in (12, 13):
+        (tmp_path / f"moegraph_cuda{major}" / "lib").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cuda.packaged() == {}, "without a library"
+    paths = {m: tmp_path / f"moegraph_cuda{m}" / "lib" / cuda.LIBRARY for m in (13, 12)}
+    for path in paths.values():
+        path.touch()
+    assert list(cuda.packaged().items()) == list(paths.items())
