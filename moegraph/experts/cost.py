@@ -296,35 +296,86 @@ def machine_costs(machine: Machine, n_expert_used: int) -> MissCosts:
 # Weight of the last pass in the mean of what passes miss.
 _WEIGHT = 0.25
 # A change makes other graphs run and other lists due, so it must pay more than a little.
-_SLACK = 1.2
+_SLACK, _FASTER = 1.2, 0.97
+# So many passes of each way are compared; before those of a trial, others build graphs and lists.
+_JUDGED, _SETTLING = 16, 4
+# Each pass earns this part of a pass for trials. So many passes are what the first trial is taken
+# to cost, as its graphs must be built, and what every other one costs at least.
+_SHARE, _FIRST_PRICE, _LEAST_PRICE = 0.01, 10.0, 4.0
+
+
+class _Width:
+    """The choice for passes of one number of rows; mean, limit: of missing experts of a layer."""
+
+    def __init__(self, mean: float, limit: float) -> None:
+        self.fetches = mean <= limit
+        self._mean, self._limit = mean, limit
+        self._times: list[float] = []  # seconds of the last passes; in a trial, of its passes
+        self._usual = 0.0  # median of the passes before the trial; 0: no trial
+        self._is_refuted = False  # the law says otherwise than `fetches`
+        self._credit, self._price = 0.0, _FIRST_PRICE  # passes
+
+    def _law(self) -> bool:
+        return self._mean <= (_SLACK if self.fetches else 1.0 / _SLACK) * self._limit
+
+    def observe(self, n_missing: float, seconds: float) -> None:
+        """Note what the last pass missed and took; decide about the next one."""
+        self._mean += _WEIGHT * (n_missing - self._mean)
+        if self._usual:
+            self._times.append(seconds)
+            if len(self._times) == _SETTLING + _JUDGED:
+                self._judge()
+            return
+        if self._is_refuted != (self._law() != self.fetches):
+            self._is_refuted = not self._is_refuted
+            self._times.clear()  # of another text
+        self._times = [*self._times, seconds][-_JUDGED:]
+        self._credit = min(self._credit + _SHARE, self._price)
+        is_near = self._limit / 3 < self._mean < 3 * self._limit
+        needed = 0.0 if self._is_refuted else self._price if is_near else math.inf
+        if self._credit >= needed and len(self._times) == _JUDGED:
+            self._usual, self._times = float(np.median(self._times)), []
+            self.fetches = not self.fetches
+
+    def _judge(self) -> None:
+        """End a trial: keep the way that was faster, and move the limit if it says otherwise."""
+        times, usual = self._times, self._usual
+        cost = max(sum(times) / usual - len(times), 0.0)
+        self._credit, self._price = -cost, max(cost, _LEAST_PRICE)
+        if np.median(times[_SETTLING:]) > _FASTER * usual:
+            self.fetches = not self.fetches
+        if self._law() != self.fetches:
+            self._limit = self._mean
+        self._usual, self._times, self._is_refuted = 0.0, [], False
 
 
 class FetchChoice:
     """Whether graphs of passes fetch missing experts, for each number of rows.
 
     How much rows miss cannot be told in advance: those of most texts mostly choose what is
-    resident, others do not, and sequences of different texts each need their own experts. So the
-    choice follows from what the last passes of as many rows missed.
+    resident, others do not, and sequences of different texts each need their own experts. Nor can
+    the host's stall, which the machine, the sampler and other work lengthen. So the law
+    (`fetches_in_graph`) applied to what the last passes missed only says what to try, and the
+    clock decides: some passes go the other way, and the way whose median is lower by 3 % stays.
+    If the law was wrong, its limit moves to what was missed then.
 
-    What is expected decides until something was missed.
+    Without the law's word, the other way is tried if the passes miss between a third and three
+    times the limit. Trials wait until 1 % of the passes has paid for the last one.
     """
 
     def __init__(self, ways: MissWays, most_rows: int) -> None:
         """most_rows: whose ids a look-up takes."""
-        self._limits = ways.fetch_limits[:most_rows]
-        self._mean = [*ways.expected[:most_rows]]
-        self._fetches = [mean <= limit for mean, limit in zip(self._mean, self._limits)]
+        limits = ways.fetch_limits[:most_rows]
+        self.may_fetch = max(limits, default=-1.0) >= 0
+        self._widths = [_Width(mean, limit) for mean, limit in zip(ways.expected, limits)]
 
     def fetches(self, n_rows: int) -> bool:
         """Return whether graphs of n_rows rows fetch."""
-        return n_rows <= len(self._fetches) and self._fetches[n_rows - 1]
+        return n_rows <= len(self._widths) and self._widths[n_rows - 1].fetches
 
-    def observe(self, n_rows: int, n_missing: float) -> None:
-        """Note how many experts a pass missed, the mean of the layers that can fetch.
+    def observe(self, n_rows: int, n_missing: float, seconds: float) -> None:
+        """Note how many experts a pass missed, the mean of the layers that can fetch, and its time.
 
         Passes of so many rows can fetch.
         """
-        at = n_rows - 1
-        self._mean[at] += _WEIGHT * (n_missing - self._mean[at])
-        slack = _SLACK if self._fetches[at] else 1.0 / _SLACK
-        self._fetches[at] = self._mean[at] <= slack * self._limits[at]
+        self._widths[n_rows - 1].observe(n_missing, seconds)

@@ -6,7 +6,7 @@ The layered runner carries the decisions out, and the simulator counts them:
     residency.begin_fetch(layers)                  before each graph that fetches
     residency.fetched(il, ids)                     for each layer, in order: its graph fetched, or
     residency.routed(il, ids)                      the host handles what the layer misses
-    residency.results_arrived()
+    residency.results_arrived(seconds)
 
 A pass that fails ends with `rollback`. Results that nobody collects do not arrive.
 """
@@ -63,7 +63,7 @@ class Residency:
         self._most_rows = min(MAX_FETCH_ROWS, MAX_FETCH_IDS // self._n_used)
         self._choice = FetchChoice(ways, self._most_rows)
         self._fetch_layers = frozenset(
-            il for il in fetchable if self._choice.fetches(1) and cache.layers[il].can_fetch
+            il for il in fetchable if self._choice.may_fetch and cache.layers[il].can_fetch
         )
         self._short_layers: dict[int, frozenset[int]] = {}  # by the number of ids
         self.n_kept = 0
@@ -72,7 +72,7 @@ class Residency:
         self._listed: set[int] = set()  # the list of victims on the device is that of the slots
         self._n_victims = self._n_used  # so many for each layer, or all
         self._n_narrower = 0  # passes in turn that needed fewer
-        self._learning = 0, 0  # rows of the pass, misses before it
+        self._learning, self._seconds = (0, 0), 0.0  # rows of the pass, misses before it; its time
         self._promoted: list[tuple[int, int]] = []  # (layer, expert), loading
 
     def miss_mode(self, kind: Kind, n_tokens: int) -> MissMode:
@@ -109,8 +109,10 @@ class Residency:
             return
         n_rows, before = self._learning
         total = sum(self._layers[il].n_missing for il in self._fetch_layers)
-        if n_rows:
-            self._choice.observe(n_rows, (total - before) / len(self._fetch_layers))
+        if n_rows and self._seconds:
+            n_missing = (total - before) / len(self._fetch_layers)
+            self._choice.observe(n_rows, n_missing, self._seconds)
+        self._seconds = 0.0
         self._learning = n_tokens if n_tokens <= self._most_rows else 0, total
 
     def preferred(self, il: int) -> dict[int, int]:
@@ -183,11 +185,11 @@ class Residency:
             self.routing.add_batch(il, ids)
         return self._remedy(terms, layer, missing, ids) if missing else None
 
-    def results_arrived(self) -> None:
-        """Note that the pass is over."""
+    def results_arrived(self, seconds: float = 0.0) -> None:
+        """Note that the pass is over, and how long it took; 0: unknown."""
         if self._pass is None:
             raise InternalError("results arrived of a pass that did not begin")
-        self._pass = None
+        self._pass, self._seconds = None, seconds
 
     def rollback(self) -> None:
         """Undo a failed pass; see `ExpertCache.rollback`. The device must be idle."""

@@ -119,7 +119,7 @@ class _Replay:
                 self.uploaded[il] += n_streamed + n_promoted
                 missing[il] = n_streamed + n_cpu
                 seconds += self.stalls[n_streamed + n_cpu][n_cpu]
-        residency.results_arrived()
+        residency.results_arrived(seconds)
         return seconds
 
     def prompt(self, ids: npt.NDArray[np.int32]) -> None:

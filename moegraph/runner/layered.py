@@ -96,7 +96,7 @@ class LayeredRunner(Runner):
         ))  # fmt: skip
         self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
-        self._is_unfinished = False
+        self._is_unfinished, self._began = False, 0.0
         self._current: tuple[PassTerms, LaunchPlan] | None = None  # the pass that is launched next
 
     @property
@@ -136,7 +136,7 @@ class LayeredRunner(Runner):
             self._roll_back()
         self._is_unfinished = True
         try:
-            start = time.perf_counter()
+            start = self._began = time.perf_counter()
             terms = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
             launches = self.plans.get(self.shapes.longest(shape), batch.results, terms.mode)
@@ -214,7 +214,7 @@ class LayeredRunner(Runner):
     def collect(self) -> Output:
         """Wait for the pass and return its results; see `Runner.collect`."""
         output = super().collect()
-        self.residency.results_arrived()
+        self.residency.results_arrived(time.perf_counter() - self._began)
         return output
 
     def _add_phase(self, phase: str, start: float) -> float:

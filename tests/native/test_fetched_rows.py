@@ -96,18 +96,26 @@ def test_sequences_that_decode_together_fetch_and_change_no_bit(
 def test_what_passes_missed_decides_who_acts_next_and_no_bit_changes(
     open_engine, monkeypatch, each: int, limit: float
 ) -> None:
-    """Graphs fetch, or the host uploads and the CPU computes: it changes from pass to pass."""
+    """Graphs fetch, or the host uploads and the CPU computes: the law says what to try."""
     monkeypatch.setattr(cost, "fetches_in_graph", lambda *_: True)
     monkeypatch.setattr(cost, "fetch_limit", lambda *_: limit)
+    monkeypatch.setattr(cost, "_JUDGED", 1)
+    monkeypatch.setattr(cost, "_SETTLING", 0)
     plain = open_engine(PRESET, n_seq=N_SEQ, n_ubatch=8)
     engine = open_rows(open_engine, cache_slots=N_LAYER * each, miss="auto")
     seconds = [float(n) for n in range(N_USED + 1)]
     engine.runner.residency.split = cost.MissSplit(seconds, seconds, 1.0)
-    manners = set()
+    residency, fetching_takes, manners = engine.runner.residency, 2.0, set()
+    arrived = residency.results_arrived
+
+    def results_arrived(_: float) -> None:
+        arrived(fetching_takes if residency._pass.mode.fetch_layers else 1.0)
+
+    monkeypatch.setattr(residency, "results_arrived", results_arrived)
     for turn in range(50):
         n = WIDTHS[turn % len(WIDTHS)] if turn < 26 else 8
         if turn == 40:
-            engine.runner.residency._choice._limits = (99.0,) * 32
+            fetching_takes, residency._choice._widths[7]._limit = 0.5, 99.0
         manners.add((n, bool(modes(engine, n)[0])))
         expected = decode(plain, turn, n)
         np.testing.assert_array_equal(decode(engine, turn, n), expected, err_msg=f"pass {turn}")

@@ -34,7 +34,7 @@ def experts(engine: Engine) -> dict[str, Any]:
         "policies": [vars(layer.policy) for layer in cache.layers],
         "stats": {name: np.asarray(value).tolist() for name, value in vars(cache.stats).items()},
         "choices": residency.routing.counts,
-        "means": vars(residency._choice),
+        "means": [vars(width) for width in residency._choice._widths],
         "sent": (runner.misses.uploads.n_bytes, runner.misses.n_cpu_experts),
     }
     return deepcopy(found)

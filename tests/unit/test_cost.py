@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.experts.cost import (
     Curve,
+    FetchChoice,
     Machine,
+    MissSplit,
+    MissWays,
     choose_ways,
     expected_missing,
     fetch_limit,
@@ -85,3 +89,50 @@ def test_a_limit_parts_what_is_fetched_from_what_is_not(bus: list[float], n_rows
     assert fetches_in_graph(SERVER_CPU, bus, limit, n_rows)
     assert not fetches_in_graph(SERVER_CPU, bus, 1.02 * limit, n_rows)
     assert fetch_limit([0.0] + [1.0] * 8, bus, n_rows, N_EXPERT) == math.inf, "no use of the CPU"
+
+
+class Clock:
+    """Passes of one row, which miss about two experts a layer, and what they take by each way."""
+
+    def __init__(self, fetch: float, host: float, limit: float, expected: float) -> None:
+        self.ways = MissWays(MissSplit.fixed(8, True), True, [limit] * 32, [expected] * 32)
+        self.choice, self.seconds = FetchChoice(self.ways, 32), {True: fetch, False: host}
+        self.rng, self.built, self.changes = np.random.default_rng(0), set[bool](), 0
+
+    def run(self, n: int) -> float:
+        """Return the mean seconds; the first pass of each way builds graphs, for eight passes."""
+        total = 0.0
+        for _ in range(n):
+            way = self.choice.fetches(1)
+            seconds = self.seconds[way] * self.rng.normal(1.0, 0.05)
+            seconds += 8.0 * (way not in self.built)
+            self.built.add(way)
+            self.choice.observe(1, self.rng.normal(2.0, 0.4), seconds)
+            self.changes += way != self.choice.fetches(1)
+            total += seconds
+        return total / n
+
+
+@pytest.mark.parametrize(("fetch", "host"), [(1.0, 1.15), (1.5, 1.0), (1.0, 1.01)])
+@pytest.mark.parametrize(("limit", "expected"), [(2.0, 1.0), (1.5, 1.0), (3.0, 4.0), (1.0, 3.0)])
+def test_the_clock_decides_who_handles_misses_whatever_the_law_says(
+    fetch: float, host: float, limit: float, expected: float
+) -> None:
+    clock = Clock(fetch, host, limit, expected)
+    clock.run(1200)  # until 1 % of the time has paid for a trial
+    clock.changes = 0
+    assert clock.run(6000) < 1.01 * min(fetch, host) + 8.0 / 6000
+    assert clock.changes <= 2 * 6000 / 400 + 1, "it does not flap"
+    if abs(fetch - host) > 0.1:
+        ways = [clock.run(1) and clock.choice.fetches(1) for _ in range(1000)]
+        assert np.mean(np.array(ways) == (fetch < host)) > 0.9
+        clock.seconds = {True: host, False: fetch}  # other work has come or gone
+        clock.run(3000)
+        assert clock.run(2000) < 1.02 * min(fetch, host)
+
+
+def test_what_can_only_be_worse_is_never_tried() -> None:
+    for limit, way in ((math.inf, True), (-1.0, False), (9.0, True), (0.4, False)):
+        clock = Clock(1.0, 1.0, limit, 2.0)
+        clock.run(4000)
+        assert clock.changes == 0 and clock.choice.fetches(1) is way

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from moegraph.experts import cost
 from moegraph.experts.cache import ExpertCache
 from moegraph.experts.cost import MissSplit, MissWays
 from moegraph.experts.policy import POLICIES, Lfu, Lru, Policy
@@ -67,7 +69,7 @@ class Device:
     """
 
     def __init__(self, residency: Residency) -> None:
-        self.residency = residency
+        self.residency, self.seconds = residency, 1.0
         self.bytes = [list(layer.owner) for layer in residency.cache.layers]
         self.tables = residency.cache.tables.copy()
         self.victims: dict[int, list[tuple[int, int]]] = {}
@@ -101,7 +103,7 @@ class Device:
             else:
                 yield from self.complete(il, ids, residency.routed(il, ids))
             yield
-        residency.results_arrived()
+        residency.results_arrived(self.seconds)
 
     def begin(self, terms: PassTerms) -> None:
         assert terms.waits == bool(self.under_way)
@@ -205,6 +207,13 @@ class ResidencyMachine(RuleBasedStateMachine):
             n_slots, chosen, POLICIES[name](), fetchable=range(len(n_slots))
         )
         self.device = Device(self.residency)
+        # the clock says something else in each pass
+        self.patches = patch.multiple(cost, _JUDGED=1, _SETTLING=0, _FIRST_PRICE=0, _LEAST_PRICE=0)
+        self.patches.start()
+
+    def teardown(self) -> None:
+        if hasattr(self, "patches"):
+            self.patches.stop()
 
     @rule(
         kind=st.sampled_from(Kind),
@@ -218,7 +227,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             [rng.permutation(N_EXPERT)[:N_USED].tolist() for _ in range(n_tokens)]
             for _ in self.residency.cache.layers
         ]
-        before = self.residency.cache.tables.copy()
+        before, self.device.seconds = self.residency.cache.tables.copy(), rng.uniform(1, 2)
         for at, _ in enumerate(self.device.steps(kind, chosen)):
             if at == fails_at:
                 self.device.roll_back()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moegraph.experts.policy import (
     Lfu,
     Lru,
 )
-from moegraph.placement.generator import generate_trace
+from moegraph.placement.generator import PRESETS, generate_trace
 from moegraph.placement.identity import RouterShape
 from moegraph.placement.simulate import Simulation, even_slots, simulate
 from moegraph.placement.trace import Trace
@@ -229,6 +230,22 @@ def test_measured_speeds_follow_from_the_built_in_machine(
     slots = even_slots([True] * 40, 256, n_slots / (40 * 256))
     found = simulate(trace, slots, Lfu(), MACHINES["h200"], skip=64, is_pinned=is_pinned)
     assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=0.1)
+
+
+def test_a_host_that_stalls_longer_than_the_law_says_does_not_keep_the_misses() -> None:
+    """A 30B-A3B at 25 %: the host is tried, as the law says, and takes 75 tok/s; graphs take 93."""
+    trace = generate_trace(RouterShape(48, 128, 8), 64 + 150, model=PRESETS["flat"])
+    machine = replace(MACHINES["h200"].scaled(48, 2_950_000), fixed=130e-6)
+    slots = even_slots([True] * 48, 128, 0.25)
+    speeds = {
+        mode: simulate(trace, slots, Lfu(), machine, mode=mode, skip=64)
+        for mode in ("stream", "auto")
+    }
+    auto, stream = speeds["auto"].tokens_per_s, speeds["stream"].tokens_per_s
+    assert auto == pytest.approx(stream, rel=0.01) and speeds["auto"].n_cpu == 0
+    machine = replace(machine, fixed=20e-6)
+    quick = simulate(trace, slots, Lfu(), machine, skip=64)
+    assert quick.tokens_per_s > 1.2 * stream and quick.n_cpu > 1000
 
 
 def test_slots_are_spread_over_layers_with_experts() -> None:
