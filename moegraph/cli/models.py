@@ -18,6 +18,8 @@ from click.shell_completion import CompletionItem
 from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
+from ..ggml.free_memory import host_memory
+from ..ggml.nvml import gpu_card
 from ..gguf.hubnames import DEFAULT_QUANT, parse_hub_name
 from ..gguf.resolve import SHIPPED, resolve_target
 from ..loop.generated import room_after
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 # Tokens that a tokenizer may add to a text: one at the beginning and one at the end.
 _MAX_ADDED = 2
+# Bytes for all but the weights: KV cache, buffers, the driver's own.
+_FOR_CONTEXT = 3 << 29
 # Settings that have no effect if every expert is resident.
 _FOR_MISSES = ("profile", "profile_class", "policy", "miss", "host_pin")
 
@@ -68,7 +72,7 @@ def hf_option(command: Decorated) -> Decorated:
     return click.option(
         "-hf", "-hfr", "--hf-repo", "hf_repo", metavar="OWNER/REPO[:QUANT]", callback=_named,
         help="The model, instead of TARGET: a GGUF file of this repository on Hugging Face, "
-        "downloaded at first use (default quantization: Q4_K_M). The same as TARGET hf:OWNER/REPO.",
+        "downloaded at first use (default quantization: Q4_K_M, or what fits into memory).",
     )(command)  # fmt: skip
 
 
@@ -138,7 +142,13 @@ def _downloading() -> Iterator[tuple[ui.Bars, Callable[[str], None]]]:
 def local_path(target: str | Path) -> Path:
     """Return the path of a model; one on a hub is downloaded first, with a bar on a terminal."""
     with _downloading() as (bars, say):
-        return resolve_target(target, bars, say)
+        return resolve_target(target, bars, say, memory_for_model)
+
+
+def memory_for_model() -> int:
+    """Return the bytes of memory for a model: of this machine's first card, and of the host."""
+    card, spare = gpu_card(), host_memory().spare or 0
+    return (card.n_bytes if card else 0) + spare - _FOR_CONTEXT
 
 
 def warn_beyond_training(engine: Engine, n_prompt: int) -> None:
@@ -315,11 +325,11 @@ def ignoring_end(engine: Engine, sampling: SamplingParams) -> SamplingParams:
 def pull(name: str) -> None:
     """Download a GGUF model of Hugging Face into the cache, and print the path of its file.
 
-    QUANT is a quantization such as Q8_0 (default: Q4_K_M), or the name of a file. Commands take
-    the model as -hf OWNER/REPO[:QUANT], or hf:OWNER/REPO[:QUANT] in place of TARGET, and download
-    it themselves if the cache lacks it; only pull looks for a newer one. A download that was cut
-    goes on where it stopped. Files that are there already are read and compared with their
-    checksums.
+    QUANT is a quantization such as Q8_0, or the name of a file. Without it, Q4_K_M is taken, or
+    the largest that fits into the memory of card and host. Commands take the model as
+    -hf OWNER/REPO[:QUANT], or hf:OWNER/REPO[:QUANT] in place of TARGET, and download it
+    themselves if the cache lacks it; only pull looks for a newer one. A download that was cut
+    goes on where it stopped. Files that are there already are compared with their checksums.
 
     Environment: HF_TOKEN for private and restricted models, HF_ENDPOINT for another hub,
     HF_HUB_CACHE for the folder, HF_HUB_OFFLINE=1 to use only what is there. Needs the package
@@ -334,7 +344,7 @@ def pull(name: str) -> None:
     from ..gguf.hub import download
 
     with _downloading() as (bars, say):
-        path = download(parse_hub_name(name), bars, say, verify=True)
+        path = download(parse_hub_name(name), bars, say, True, memory_for_model)
     click.echo(path)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -75,6 +76,7 @@ _OPTIONS = (
         "--port", type=click.IntRange(0, 65535), default=8080, metavar="N",
         help="Port to listen on; 0 takes a free one.",
     ),
+    _option("--open", "opens", is_flag=True, help="Open the chat page in the browser."),
     _option(
         "--queue", "n_waiting", type=click.IntRange(0, 65536), default=128, metavar="N",
         help="Most requests beyond those of -np; others are refused with status 429.",
@@ -216,7 +218,7 @@ def serve(target: str | None, **given: Any) -> None:
                 served, given["sleep_s"], is_one, given["n_parallel"] + given["n_waiting"]
             ),
             sock=sock,
-            ready=lambda: ui.note(f"{_subject(served, is_one)} served at {url}"),
+            ready=lambda: _tell(_subject(served, is_one), url, given["opens"]),
             reload=lambda: keys.replace(current_keys()),
             say=ui.note,
             drain_s=given["drain_s"],
@@ -224,6 +226,17 @@ def serve(target: str | None, **given: Any) -> None:
         code = process.run()
     if code == Cancelled.exit_code:
         raise Cancelled
+
+
+def _tell(subject: str, url: str, opens: bool) -> None:
+    """Say that requests are answered, and open the page in a browser that has a window."""
+    ui.note(f"{subject} served at {url}")
+    if opens and {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & os.environ.keys():
+        import webbrowser  # which may take its time
+
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+    elif opens:
+        ui.note("--open: there is no display to open the page on")
 
 
 def _subject(served: Sequence[Model], is_one: bool) -> str:

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import ConfigError, ModelFileError, MoegraphError
 from ..units import format_bytes
-from .hubnames import DEFAULT_QUANT, HubName, choose_files
+from .hubnames import DEFAULT_QUANT, HubName, choose_files, fitting
 
 if TYPE_CHECKING:
     from ..events import Progress
 
 Say = Callable[[str], None]
+Room = Callable[[], int]
 _CHUNK = 4 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.A)
 _GIT_SHA1 = re.compile(r"[0-9a-f]{40}", re.A)
@@ -44,18 +45,25 @@ class _Remote:
     blob: Path
 
 
-def get_model(name: HubName, progress: Progress | None = None, say: Say | None = None) -> Path:
+def get_model(
+    name: HubName, progress: Progress | None = None, say: Say | None = None,
+    room: Room | None = None,
+) -> Path:  # fmt: skip
     """Return the path of a model's first file: from the cache if it is there, else downloaded.
 
     The hub is not asked if the cache has the quantization that is wanted. progress: called with
     ("download" or "checksum", bytes done, bytes in total). say: called with lines for the user.
+    room: tells the bytes of memory for a model; where no quantization is wanted, one that fits is
+    taken, or the only one that the cache has.
     """
     hub = _library()
     cached = _cached(hub, name, name.pick or DEFAULT_QUANT)
+    if cached is None and room:
+        cached = _cached(hub, name, name.pick)
     if cached is not None:
         return cached
     try:
-        return download(name, progress, say)
+        return download(name, progress, say, room=room)
     except _Unreachable as error:
         cached = _cached(hub, name, name.pick)
         if cached is None:
@@ -67,19 +75,24 @@ def get_model(name: HubName, progress: Progress | None = None, say: Say | None =
 
 def download(
     name: HubName, progress: Progress | None = None, say: Say | None = None,
-    verify: bool = False,
+    verify: bool = False, room: Room | None = None,
 ) -> Path:  # fmt: skip
     """Bring a model's files in the cache up to date with the hub; return the path of the first.
 
-    progress, say: as in `get_model`. verify: compare also the checksums of files that the cache
-    has; a wrong one is removed and downloaded again.
+    progress, say, room: as in `get_model`. verify: compare also the checksums of files that the
+    cache has; a wrong one is removed and downloaded again.
     """
     hub = _library()
     progress, say = progress or (lambda *_: None), say or (lambda _: None)
     with _one_line_errors(hub, name):
         api = hub.HfApi(library_name="moegraph")
         # One request that the library does not repeat: without a network, the error comes at once.
-        there = [file.rfilename for file in api.model_info(name.repo).siblings or ()]
+        info = api.model_info(name.repo, files_metadata=room is not None)
+        there = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        if room and not name.pick:
+            name, why = fitting(there, name, room())
+            if why:
+                say(why)
         files = choose_files(there, name)
         remotes = [_look_up(hub, name.repo, file) for file in files]
         if verify:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from ..errors import ConfigError, ModelFileError
+from ..units import format_bytes
 
 PREFIX = "hf:"
 # As llama.cpp's -hf: what is meant by a name without a quantization.
@@ -95,6 +96,27 @@ def choose_files(files: Iterable[str], name: HubName) -> tuple[str, ...]:
             f"{name}: several files fit: {_listed(found)}; write {PREFIX}{name.repo}:FILE"
         )
     return _parts(found[0], known, name)
+
+
+def fitting(sizes: Mapping[str, int], name: HubName, room: int) -> tuple[HubName, str]:
+    """Return what to take where a name has no quantization, and a line if the default is too large.
+
+    Then it is the largest that fits. sizes: bytes of the repository's files. room: bytes of memory.
+    """
+    known = sorted(sizes)
+
+    def n_bytes(file: str) -> int:
+        return sum(sizes[part] for part in _parts(file, known, name))
+
+    default = choose_files(known, name)[0]
+    if (most := n_bytes(default)) <= room:
+        return name, ""
+    fits = sorted((n, file) for file in models_among(known) if (n := n_bytes(file)) <= room)
+    why = f"{default} ({format_bytes(most)}) does not fit into {format_bytes(room)} of memory"
+    if not fits:
+        return name, f"{why}, nor does any other; a part is read from the disk"
+    n, file = fits[-1]
+    return replace(name, pick=file), f"taking {file} ({format_bytes(n)}), because {why}"
 
 
 def models_among(files: Iterable[str]) -> list[str]:

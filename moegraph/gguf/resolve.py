@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ModelFileError
-from .hub import Say, get_model
+from .hub import Room, Say, get_model
 from .hubnames import PREFIX, is_hub_name, name_in, parse_hub_name
 
 if TYPE_CHECKING:
@@ -19,16 +19,17 @@ _DRAFTERS = {"tiny.gguf": "tiny-dflash.gguf"}
 
 
 def resolve_target(
-    target: str | os.PathLike[str], progress: Progress | None = None, say: Say | None = None
-) -> Path:
+    target: str | os.PathLike[str], progress: Progress | None = None, say: Say | None = None,
+    room: Room | None = None,
+) -> Path:  # fmt: skip
     """Return the path of a model: a shipped name ('tiny'), hf:OWNER/REPO[:QUANT], or a GGUF file.
 
-    A model of a hub is downloaded unless the cache has it; progress, say: as in `get_model`. A
-    path that contains a folder ('./tiny') is never read as a shipped name.
+    A model of a hub is downloaded unless the cache has it; progress, say, room: as in
+    `get_model`. A path that contains a folder ('./tiny') is never read as a shipped name.
     """
     name = os.fspath(target)
     if isinstance(target, str) and is_hub_name(name):
-        return get_model(parse_hub_name(name), progress, say)
+        return get_model(parse_hub_name(name), progress, say, room)
     if name in SHIPPED:
         path = _MODELS / SHIPPED[name]
         if not path.is_file():

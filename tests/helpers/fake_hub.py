@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._may(repo):
             return
         if is_list:
-            self._list(repo)
+            self._list(repo, "blobs=" in self.path)
         else:
             self._file(repo, "/".join(parts[4:]))
 
@@ -98,8 +98,11 @@ class _Handler(BaseHTTPRequestHandler):
             return True
         return False
 
-    def _list(self, repo: str) -> None:
-        files = [{"rfilename": name} for name in self.hub.files[repo]]
+    def _list(self, repo: str, has_sizes: bool) -> None:
+        files: list[dict[str, object]] = [
+            {"rfilename": name, **({"size": len(data)} if has_sizes else {})}
+            for name, data in self.hub.files[repo].items()
+        ]
         body = json.dumps({"id": repo, "siblings": files}).encode()
         self._send(200, body, {"Content-Type": "application/json"})
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import sys
+import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from helpers.patience import PATIENCE_S
 
 from moegraph.cli.serve import serve
 from moegraph.errors import ConfigError, MoegraphError
@@ -60,6 +63,28 @@ def failure(*args: str) -> MoegraphError:
     error = start(*args).exception
     assert isinstance(error, MoegraphError)
     return error
+
+
+@pytest.mark.parametrize("display, n_opened", [("", 0), ("wayland-0", 1)])
+def test_the_page_is_opened_when_it_is_there(
+    ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], display: str,
+    n_opened: int,
+) -> None:  # fmt: skip
+    opened: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(webbrowser, "open", opened.put)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    if display:
+        monkeypatch.setenv("WAYLAND_DISPLAY", display)
+    assert start("--open").exit_code == 0
+    ran.ways.ready()
+    said = capsys.readouterr().err
+    assert ("no display" in said) == (not n_opened)
+    if n_opened:
+        assert opened.get(timeout=PATIENCE_S) == said.split()[-1]
+    assert start().exit_code == 0
+    ran.ways.ready()
+    assert opened.empty() and "no display" not in capsys.readouterr().err
 
 
 def test_options_become_settings(ran: Ran) -> None:

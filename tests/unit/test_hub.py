@@ -17,9 +17,11 @@ from click.testing import CliRunner
 from helpers.fake_hub import COMMIT, FakeHub
 from huggingface_hub import constants, file_download
 
-from moegraph.cli import main
+from moegraph.cli import main, models
 from moegraph.cli.options import build_config
 from moegraph.errors import ConfigError, ModelFileError
+from moegraph.ggml.free_memory import HostMemory
+from moegraph.ggml.nvml import Card
 from moegraph.gguf.hub import download, get_model
 from moegraph.gguf.hubcache import remove_model
 from moegraph.gguf.hubnames import HubName, choose_files, parse_hub_name
@@ -138,6 +140,49 @@ def test_a_model_is_downloaded_once(hub: FakeHub, tmp_path: Path) -> None:
     assert huggingface_hub.try_to_load_from_cache(REPO, FILE) == str(path)
     hub.seen.clear()
     assert get_model(HubName(REPO)) == path and hub.seen == []
+
+
+QUANTS = {"M-Q4_K_M.gguf": b"4" * 400, "M-Q8_0.gguf": b"8" * 800, "M-Q2_K.gguf": b"2" * 200,
+          "M-Q3_K_M-00001-of-00002.gguf": b"3" * 200, "M-Q3_K_M-00002-of-00002.gguf": b"3" * 100,
+          "mmproj-F16.gguf": b"0" * 20}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "room, file, said",
+    [
+        (400, "M-Q4_K_M.gguf", ""),
+        (5000, "M-Q4_K_M.gguf", ""),
+        (399, "M-Q3_K_M-00001-of-00002.gguf",
+         "taking M-Q3_K_M-00001-of-00002.gguf (300 B), because M-Q4_K_M.gguf (400 B) does not fit "
+         "into 399 B of memory"),
+        (299, "M-Q2_K.gguf", "taking M-Q2_K.gguf (200 B), because"),
+        (100, "M-Q4_K_M.gguf",
+         "M-Q4_K_M.gguf (400 B) does not fit into 100 B of memory, nor does any other; a part is"),
+    ],
+)  # fmt: skip
+def test_a_quantization_that_fits_is_taken_where_none_is_named(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, room: int, file: str, said: str
+) -> None:
+    hub.files[REPO], watch = QUANTS, Watch()
+    path = get_model(HubName(REPO), watch, watch.lines.append, lambda: room)
+    assert path.name == file and watch.lines[0].startswith(said or "downloading M-Q4_K_M.gguf")
+    hub.seen.clear()
+    # it stays, whatever is free the next time
+    assert get_model(HubName(REPO), room=lambda: 5000) == path and hub.seen == []
+    assert get_model(HubName(REPO, "Q8_0"), room=lambda: 1).name == "M-Q8_0.gguf"
+
+
+def test_the_memory_of_card_and_host_counts(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.files[REPO] = QUANTS
+    card = Card("NVIDIA", 200, 1.0, 1.0, "", 1.0)
+    monkeypatch.setattr(models, "gpu_card", lambda: card)
+    monkeypatch.setattr(models, "host_memory", lambda: HostMemory(100, 100 + 12, None))
+    monkeypatch.setattr(models, "_FOR_CONTEXT", 0)
+    assert models.memory_for_model() == 300
+    assert models.local_path(f"hf:{REPO}").name == "M-Q3_K_M-00001-of-00002.gguf"
+    assert capsys.readouterr().err.startswith("taking M-Q3_K_M")
 
 
 def test_a_drafter_may_be_on_a_hub_too(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
