@@ -170,6 +170,8 @@ def upstream(lines: Lines, part: str) -> Iterator[Figure]:
     ours = {key for key in best if key[2].startswith(("moegraph", "whole"))}
     for (place, test, system), speed in best.items():
         for other in (key for key in best if key[:2] == (place, test) and key not in ours):
+            if ", -lm" in other[2]:
+                continue  # the slower of two ways to load
             if (place, test, system) in ours:
                 name = ", ".join(filter(None, (test, place, system.partition(", ")[2])))
                 what = "llama-bench" if other[2] == "upstream" else other[2]

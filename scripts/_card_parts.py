@@ -53,10 +53,9 @@ _DECODE = (
     _UPSTREAM + " --samples {five} --ubatch {decode_ub} --prompt {prompt} --traces {traces}"
     " --sweep {sweep}"
 )
-# llama.cpp warns that experts in mapped host memory are slower than in pinned memory.
 _RIVAL = (
     "bench_rival.py {model} --batched-bench {rival}/llama-batched-bench {device} --out {out}"
-    " --theirs '--load-mode none' --prompt {prompt} --gen {gen} --ubatch {decode_ub}"
+    " --prompt {prompt} --gen {gen} --ubatch {decode_ub}"
     " --samples {five}"
 )
 _TREES = "bench_trees.py {model} now={root} {device}"
@@ -109,7 +108,7 @@ PARTS: Sequence[Part] = (
          _TREES + " --samples {five} --settings whole 60 25 --gen {gen} --rows {rows} --prompt"
          " --warm {warm} --out {out}",
          "llama-bench -m {model} {ngl} -t {sweep_comma} -fa 1 -p {rows_comma} -n 0"
-         " -ncmoe 0,{ncmoe_60},{ncmoe_25} -r {five} -o jsonl",
+         " -ncmoe 0,{ncmoe_60},{ncmoe_25} -lm auto,none -r {five} -o jsonl",
          shows=figures.rows_alone, share=1.0, needs="upstream"),
     part("run", 20, "generations through sampler and text beside the loop of bench",
          "moegraph bench {model} {device} -p 0 -n {gen} --run {runs} --temp 0,1 --top-k 0,40"

@@ -5,7 +5,8 @@ vendor/rival.json names that llama.cpp; `scripts/measure_card prepare --rival` b
 cache is not in llama-bench, so its llama-batched-bench runs: one sequence, turns of a prompt and
 decoded tokens, of which the first is not counted. It runs with -ncmoe N, then with all experts in
 host memory and a cache (--moe-cache-mib) of a size with which the driver reports the same peak of
-device memory, within 2 %, if one correction can reach that. The better of the two is the baseline.
+device memory, within 2 %, if one correction can reach that; each also "unmapped" (--load-mode
+none: quicker prompts, slower decoding). The best of the four is the baseline, test by test.
 moegraph gets the peak of -ncmoe as --vram, and the same ids; routing is the file's own. Without
 --ncmoe, every expert is on the device; on the CPU, there is no cache.
 
@@ -88,6 +89,7 @@ class Rival(Comparison):
             return self._keep("", [], self._turns([], n_turns))
         options = ["-ncmoe", str(ncmoe)]
         budget = self._keep(" -ncmoe", options, self._turns(options, n_turns))
+        self._keep_unmapped(" -ncmoe", options)
         mib = (shape.n_layer - ncmoe) * shape.n_expert * self.expert_bytes >> 20
         if not budget or mib <= 0:
             print(f"{self.setting}: no device memory for a cache", file=sys.stderr)
@@ -100,7 +102,13 @@ class Rival(Comparison):
                 break
             mib = max(1, mib + (off >> 20))
         self._keep(" cache", options, rows)
+        self._keep_unmapped(" cache", options)
         return budget
+
+    def _keep_unmapped(self, way: str, options: Sequence[str]) -> None:
+        """Measure a way again with the experts of the host in pinned memory."""
+        options = [*options, "--load-mode", "none"]
+        self._keep(f"{way} unmapped", options, self._turns(options, self.args.samples + 1))
 
     def _keep(self, way: str, options: Sequence[str], rows: list[Line]) -> int:
         """Keep the rows of a way as raw lines; return its peak of device memory in bytes."""

@@ -4,7 +4,9 @@
 Without --ncmoe, every expert is on the device, and tests may begin --depth tokens deep. For each N
 of --ncmoe, llama-bench keeps the experts of N layers on the CPU, and the driver reports its peak of
 device memory; moegraph gets that amount as --vram. On the CPU it gets slots for the share of the
-experts that -ncmoe leaves on the device.
+experts that -ncmoe leaves on the device. With --ncmoe, llama-bench also runs with --load-mode none:
+its prompts are then quicker (experts are sent from pinned memory, not computed on the CPU), its
+decoding often slower. "upstream" is the better of the two, test by test.
 
 llama-bench runs with -r N, then moegraph takes as many samples in a process that keeps the model
 loaded. On both sides, the first sample of a test is written to the raw lines but not counted.
@@ -176,17 +178,23 @@ class Comparison:
             *(["-d", ",".join(map(str, args.depth))] if ncmoe is None else []),
             "-p", ",".join(map(str, args.prompt)) or "0", "-n", str(self.gen),
         ]  # fmt: skip
-        about = {"setting": self.setting, "system": "upstream"}
-        for row in self._rows(options, args.samples + 1):
-            if peak := row.get("rss_bytes"):
-                n_bytes: int = row["device_bytes"]
-                raw.add("memory", **about, VmHWM=peak, device_peak_bytes=n_bytes,
-                        device_driver_bytes=n_bytes)  # fmt: skip
-                continue
+        if ncmoe:
+            options += ["-lm", "auto,none"]
+        *rows, memory = self._rows(options, args.samples + 1)
+        n_bytes: int = memory["device_bytes"]
+        raw.add("memory", setting=self.setting, system="upstream", VmHWM=memory["rss_bytes"],
+                device_peak_bytes=n_bytes, device_driver_bytes=n_bytes)  # fmt: skip
+        speeds = [statistics.median(row["samples_ts"][1:]) for row in rows]
+        best: dict[str, float] = {}
+        for row, speed in zip(rows, speeds, strict=True):
+            best[test_name(row)] = max(speed, best.get(test_name(row), 0.0))
+        for row, speed in zip(rows, speeds, strict=True):
+            test = test_name(row)
+            system = "upstream" + f", -lm {row['load_mode']}" * (speed < best[test])
             kept = {k: v for k, v in row.items() if not k.startswith(_NO_SETTINGS)}
-            raw.add("upstream", **about, flags=options, row=kept)
+            raw.add("upstream", setting=self.setting, system=system, flags=options, row=kept)
             for at, tps in enumerate(row["samples_ts"]):
-                raw.sample(self.setting, test_name(row), "upstream", at, tps)
+                raw.sample(self.setting, test, system, at, tps)
         return n_bytes
 
     def _ours(self, budget: int) -> None:

@@ -43,16 +43,14 @@ def can_page(stage: Stage) -> bool:
     for il, k in state.k.items():
         at, window = hp.at(il), hp.layer(il).window or 0
         kinds[at.n_embd_head_k, at.n_embd_head_v, at.n_head, window] = k, state.v.get(il)
-    # CUDA's kernel leaves sinks out: tests/cuda/test_op_attn.py says so
-    has_sinks = device.can.streams and any(hp.layer(il).has_sinks for il in state.k)
     for (d, d_v, n_head, window), (k, v) in kinds.items():
-        is_fit = d % 32 == 0 and d <= MAX_ATTN_HEAD and not has_sinks
+        is_fit = d % 32 == 0 and d <= MAX_ATTN_HEAD
         if is_fit and v and pages_are_supported(device, d, n_head, k, v, n_pages, PAGE, window):
             continue
         if device.is_invariant:
             raise ConfigError(
                 f"--deterministic needs attention over pages, which {device.name} lacks for heads "
-                f"of {d} keys and {d_v} values{' with sinks' * has_sinks}; drop it"
+                f"of {d} keys and {d_v} values; drop it"
             )
         return False
     return True

@@ -29,7 +29,7 @@ def source_of(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("place", places(8, 32))
-@pytest.mark.parametrize("name", ["tiny", "mini35b", "qwen3moe"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-oss", "mini35b", "qwen3moe"])
 def test_texts_depend_on_nothing_else(
     name: str, place: str, model_file: Callable[[str], Path]
 ) -> None:

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Stands in for llama-bench: takes its options and prints rows of its shape, computing nothing.
 
-With -npp it is llama-batched-bench. Turn after turn gets quicker.
+With -npp it is llama-batched-bench. Turn after turn gets quicker. With -lm none, prompts are
+quicker and decoding is slower.
 
 What llama-bench prints was noted from commit 0c1e57098 with `-o jsonl`. `-m` must be a file.
 FAKE_LLAMA_BENCH=fail ends with an error.
@@ -55,13 +56,16 @@ def main() -> int:
         return 0
     n_samples = numbers(given, "-r", "5")[0]
     axes = [numbers(given, name, default) for name, default in (("-d", "0"), ("-t", "4"))]
-    for depth, threads, (prompt, gen) in itertools.product(*axes, tests(given)):
+    modes = given.get("-lm", ["auto"])[0].split(",")
+    for mode, depth, threads, (prompt, gen) in itertools.product(modes, *axes, tests(given)):
         tps = 10.0 * threads if gen else 1000.0
+        if mode == "none":
+            tps *= 0.5 if gen else 2.0
         samples = [tps / 2, *(tps + at for at in range(n_samples - 1))]
         print(json.dumps({
             "build_commit": "0c1e570", "n_ubatch": numbers(given, "-ub", "512")[0],
             "n_threads": threads, "n_cpu_moe": numbers(given, "-ncmoe", "0")[0],
-            "n_prompt": prompt, "n_gen": gen, "n_depth": depth, "avg_ts": tps,
+            "load_mode": mode, "n_prompt": prompt, "n_gen": gen, "n_depth": depth, "avg_ts": tps,
             "samples_ts": samples[:n_samples], "model_filename": given["-m"][0],
         }), flush=True)  # fmt: skip
     return 0

@@ -143,7 +143,8 @@ def test_experts_that_do_not_fit(tmp_path: Path) -> None:
         decode = ["upstream", "moegraph, sampled, sticky"]
         decode += [f"moegraph, {x}{t}" for x in ("", "argmax, ") for t in ("sticky", "flat")]
         pairs = {("pp16", system) for system in ("upstream", "moegraph")}
-        assert found == {("tg4", system) for system in decode} | pairs
+        slower = {("pp16", "upstream, -lm auto"), ("tg4", "upstream, -lm none")} if n else set()
+        assert found == {("tg4", system) for system in decode} | pairs | slower
     loads = [x for x in lines if x["kind"] == "load"]
     assert [sum(x["n_slots"]) for x in loads] == [256, 160, 96]
     upstream = [x for x in lines if x["kind"] == "upstream"]
@@ -189,8 +190,9 @@ def test_the_rival_without_a_device_has_no_cache(tmp_path: Path) -> None:
         ("ub 16", test, system) for test in tests for system in ("b11549", "whole")
     }
     assert keys(lines, setting="ncmoe 3, ub 16") == {
-        ("ncmoe 3, ub 16", test, way) for test in tests for way in ("b11549 -ncmoe", "moegraph")
-    }
+        ("ncmoe 3, ub 16", test, way) for test in tests
+        for way in ("b11549 -ncmoe", "b11549 -ncmoe unmapped", "moegraph")
+    }  # fmt: skip
     sides = [x["row"] for x in lines if x["kind"] == "upstream"]
     assert sides[-1]["n_threads"] == 2, "the quickest of the sweep"
     assert [sum(x["n_slots"]) for x in lines if x["kind"] == "load" and "share" in x] == [160]
@@ -208,22 +210,24 @@ def test_the_cache_of_the_rival_takes_the_memory_of_ncmoe(
         calls.append(command)
         cached = "--moe-cache-mib" in command
         row = {"pp": 16, "tg": 4, "speed_pp": 100.0, "speed_tg": 10.0 * len(calls)}
-        n_bytes = int(ncmoe * (1 + over)) if cached and len(calls) == 3 else ncmoe
+        n_bytes = int(ncmoe * (1 + over)) if cached and len(calls) == 4 else ncmoe
         n_turns = 3 if calls[1:] else 2  # the first call loses its last row
         return [*[row] * n_turns, {"rss_bytes": 1, "device_bytes": n_bytes}]
 
     monkeypatch.setattr(bench_rival, "json_rows", json_rows)
     out = tmp_path / "rows.jsonl"
-    argv = ["x", "tiny", *RIVAL, "--ncmoe", "3", "--theirs", "--load-mode none", "--out", str(out)]
+    argv = ["x", "tiny", *RIVAL, "--ncmoe", "3", "--theirs=--no-host", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", argv)
     assert _bench.main(bench_rival.parser(), bench_rival.compare) == 0
     lines = lines_of(out)
     flags = [x["flags"] for x in lines if x["kind"] == "upstream"]
-    more = ["--moe-cache-mib", sizes[-1], "--load-mode", "none"]
-    assert flags == [["-ncmoe", "3", "--load-mode", "none"], ["-ncmoe", "8", *more]]
-    assert [x[x.index("--moe-cache-mib") + 1] for x in calls[2:]] == sizes
+    ways = ["-ncmoe", "3"], ["-ncmoe", "8", "--moe-cache-mib", sizes[-1]]
+    unmapped = ["--load-mode", "none"]
+    assert flags == [[*way, *more, "--no-host"] for way in ways for more in ([], unmapped)]
+    cached = [x[x.index("--moe-cache-mib") + 1] for x in calls[3:]]
+    assert cached == [*sizes, sizes[-1]]
     speeds = [x["value"] for x in lines if x.get("system") == "b11549 cache" and "test" in x]
-    assert speeds == [100.0, 10.0 * len(calls)] * 3, "those of the last size alone"
+    assert speeds == [100.0, 10.0 * (len(calls) - 1)] * 3, "those of the last size alone"
     (load,) = (x for x in lines if x["kind"] == "load")
     assert load["budget"] == ncmoe and load["share"] > 0.0
 

@@ -25,7 +25,7 @@ F32 = npt.NDArray[np.float32]
 # in common.
 FAMILIES = ("qwen3moe", "qwen3next", "glm47flash", "gemma4", "glm4moe", "gptoss", "olmoe")
 # Those with attention over pages on CUDA; --deterministic refuses the others there.
-WITH_PAGES = ("qwen3moe", "qwen3next", "gemma4", "glm4moe", "olmoe")
+WITH_PAGES = ("qwen3moe", "qwen3next", "gemma4", "glm4moe", "gptoss", "olmoe")
 # The trained model and random ones: experts 32 to 512; every weight type; merged and separate
 # gate_up; tied and own head; MTP block; head sizes 64, 128, 256; DeltaNet states 64 and 128.
 MODELS = (
