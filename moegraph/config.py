@@ -130,9 +130,16 @@ class EngineConfig:
     host_pin: str = setting(
         "choice", "auto", ("--host-pin",),
         "Copy experts that can be missing to pinned host memory, from which the device reads them "
-        "faster. auto: on CUDA, as many layers as leave the host some free memory. all: every "
-        "layer, or an error. none: read them from the model file.",
+        "faster. auto: on CUDA, as --host-mem allows. all: every layer, or an error. none: read "
+        "them from the model file.",
         choices=("auto", "all", "none"), group="Expert",
+    )  # fmt: skip
+    host_mem: str = setting(
+        "size", "auto", ("--host-mem",),
+        "Limit of the host memory for copies of experts that can be missing. What has no room "
+        "there is read from the file when a token chooses it. auto: on CUDA, free memory less a "
+        "reserve.",
+        metavar="SIZE|auto", group="Expert",
     )  # fmt: skip
     deterministic: bool = setting(
         "flag", False, ("--deterministic",),
@@ -279,6 +286,10 @@ class EngineConfig:
     def _list_problems(self) -> list[str]:
         """Return what is wrong with lists that have one entry for each device."""
         found, n = [], len(self.devices)
+        if "," in self.host_mem:
+            found.append(f"host_mem is {self.host_mem!r} (--host-mem); give one size")
+        if self.host_mem != "auto" and self.host_pin == "none":
+            found.append("--host-mem is for copies of experts, and --host-pin none makes none")
         for name, value in (("split (--split)", self.split), ("vram (--vram)", self.vram)):
             n_values = len(value.split(","))
             if value and n_values not in ((n,) if name[0] == "s" else (1, n)):

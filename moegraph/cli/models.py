@@ -41,7 +41,7 @@ _MAX_ADDED = 2
 # Bytes for all but the weights: KV cache, buffers, the driver's own.
 _FOR_CONTEXT = 3 << 29
 # Settings that have no effect if every expert is resident.
-_FOR_MISSES = ("profile", "profile_class", "policy", "miss", "host_pin")
+_FOR_MISSES = ("profile", "profile_class", "policy", "miss", "host_pin", "host_mem")
 
 
 class ModelTarget(click.ParamType[str]):

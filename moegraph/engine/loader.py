@@ -117,6 +117,13 @@ def _open_misses(
     cache = ExpertCache(hp.n_expert, stage.n_slots, policy, hp.n_expert_used)
     # 'auto' depends on measured times
     miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
+    if store.n_held and miss == "cpu":
+        raise ConfigError(
+            "--miss cpu needs every expert in host memory or in the page cache, and host memory "
+            "holds some of them only; use --miss stream, or --host-pin none"
+        )
+    if store.n_held:
+        miss = "stream"
     if miss == "cpu" and not store.is_aligned:
         raise ConfigError(
             "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
@@ -142,6 +149,7 @@ def _open_misses(
     times.lap("measure")
     for il in store.layers:
         misses.uploads.fill(il, placed[il])
+        misses.uploads.fill_host(il)
     times.lap("fill")
     return misses
 
@@ -376,13 +384,19 @@ class Loading:
         """Open the stages in order of layers, and the sequences that they share."""
         config, stages = self.config, list[Stage]()
         sequences = Sequences(PoolShape.of(config, self.n_ctx))
+        left = sum(planned.plan.host_bytes for planned in choice.stages)
+        room = None if config.host_mem == "auto" else parse_bytes(config.host_mem, "g")
         for device, planned in zip(self.devices, choice.stages):
+            share = planned.plan.host_bytes / max(left, 1)
+            own = None if room is None else int(room * share)
+            left -= planned.plan.host_bytes
+            room = None if room is None or own is None else room - own
             has_mtp = choice.sources.mtp and planned.layers.stop == self.hparams.n_layer
             stages.append(
                 self._own(
                     open_stage(
                         device, self.file, planned.layers, choice.plan.n_slots, config, self.n_ctx,
-                        progress, self._times, has_mtp, sequences,
+                        progress, self._times, has_mtp, sequences, (own, share),
                     )
                 )
             )  # fmt: skip

@@ -70,7 +70,9 @@ class ExpertStats:
     n_bytes_to_device: expert bytes that crossed to the device, uploaded or fetched, including the
     first filling of the slots. n_cpu_experts: experts computed on the CPU, an expert of a layer
     counted once a pass. n_fetching: layers whose graphs fetch in passes of one row, at this time.
-    phases_s: seconds of the host by phase: launch, wait, resolve.
+    phases_s: seconds of the host by phase: launch, wait, resolve. n_file_bytes, file_s: of experts
+    that were read from the file while the model ran or its slots were filled, and seconds in which
+    the host waited for them.
     """
 
     cache: CacheStats
@@ -78,6 +80,8 @@ class ExpertStats:
     n_cpu_experts: int
     n_fetching: int
     phases_s: dict[str, float]
+    n_file_bytes: int = 0
+    file_s: float = 0.0
 
     @classmethod
     def joined(cls, parts: Sequence[ExpertStats]) -> ExpertStats:
@@ -88,6 +92,8 @@ class ExpertStats:
             sum(part.n_cpu_experts for part in parts),
             sum(part.n_fetching for part in parts),
             {name: sum(part.phases_s[name] for part in parts) for name in parts[0].phases_s},
+            sum(part.n_file_bytes for part in parts),
+            sum(part.file_s for part in parts),
         )
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
@@ -98,6 +104,8 @@ class ExpertStats:
             self.n_cpu_experts - earlier.n_cpu_experts,
             self.n_fetching,
             {name: s - earlier.phases_s[name] for name, s in self.phases_s.items()},
+            self.n_file_bytes - earlier.n_file_bytes,
+            self.file_s - earlier.file_s,
         )
 
     def report(self) -> dict[str, Any]:
@@ -115,6 +123,8 @@ class ExpertStats:
             "hit_rate_by_layer": [round(rate, 4) for rate in cache.hit_rates],
             "uploaded_bytes": self.n_bytes_to_device,
             "uploaded_bytes_per_pass": round(self.n_bytes_to_device / n_passes),
+            "file_bytes_per_pass": round(self.n_file_bytes / n_passes),
+            "file_us_per_pass": round(1e6 * self.file_s / n_passes, 2),
             "n_cpu_experts": self.n_cpu_experts,
             "n_fetching_layers": self.n_fetching,
             "phases_us_per_pass": {

@@ -99,7 +99,8 @@ class LayerSlots:
 
     owner [n_slots]: slot -> expert, or -1. table: I32 numpy [n_expert], expert -> slot or -1.
     loading: expert -> slot. fresh: experts admitted in this pass, whose upload may not have ended.
-    victims: (slot, its expert or -1) that the next pass may evict, in this order.
+    victims: (slot, its expert or -1) that the next pass may evict, in this order. evicted: slot ->
+    the expert that was evicted from it last, whose bytes are there until others come.
     n_hits, n_misses, n_missing, n_admitted, n_evicted, n_declined: see `CacheStats`.
     """
 
@@ -128,6 +129,7 @@ class LayerSlots:
         self._ranking = Ranking(policy, self.owner, self.resident)
         self.victims: list[tuple[int, int]] = []
         self._first_victims: set[int] = set()
+        self.evicted: dict[int, int] = {}
         self.n_hits = self.n_misses = self.n_missing = 0
         self.n_admitted = self.n_evicted = self.n_declined = 0
 
@@ -339,6 +341,14 @@ class LayerSlots:
         self.fresh.clear()
         self._ranking.clear()
         self.victims, self._first_victims = [], set()
+        self.evicted.clear()
+
+    def leave(self, expert: int) -> None:
+        """Take the slot of a resident expert away; the slot is free."""
+        slot = int(self.table[expert])
+        self._evict(expert, slot)
+        self.free.append(slot)
+        self.evicted.pop(slot)
 
     def _put(self, expert: int, slot: int) -> None:
         """Make an expert resident in a slot, which is free or loses its expert."""
@@ -357,6 +367,7 @@ class LayerSlots:
 
     def _evict(self, expert: int, slot: int) -> None:
         self.owner[slot] = -1
+        self.evicted[slot] = expert
         self.resident.discard(expert)
         self.table[expert] = -1
         self.n_evicted += 1

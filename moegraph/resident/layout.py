@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,6 +44,9 @@ RECORDED_NODE_BYTES = 1056
 _OTHER_FORMS = 6
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
+# Where host memory is a cache: bytes of experts that are read from the file at a time, which keep a
+# disk busy.
+_READ_BYTES = 32 << 20
 # Groups of the ring through which prompts send experts, at least: one is computed, one has arrived,
 # one is under way, and one is given back.
 N_GROUPS = 4
@@ -207,6 +210,50 @@ def group_size(n_expert: int) -> int:
     for slots.
     """
     return max(4, min(16, n_expert // 8))
+
+
+def host_slots(
+    room: int | None, sizes: Mapping[int, int], n_slots: Sequence[int], n_expert: int
+) -> dict[int, int]:
+    """Return how many experts of each layer host memory holds: n_expert if it holds copies of all.
+
+    Else it holds experts that the device has no slots for: in all layers alike, or all of them, and
+    copies of whole layers as far as there is room. Graphs can fetch from such layers.
+
+    room: bytes; None without a limit. sizes: bytes of an expert of each layer that is not full.
+    n_slots: the device's, by layer.
+    """
+    if room is None or n_expert * sum(sizes.values()) <= room:
+        return dict.fromkeys(sizes, n_expert)
+    room -= passing_bytes(sizes.values())
+    found = {il: n_expert - max(n_slots[il], 1) for il in sizes}
+    spare = room - sum(n * sizes[il] for il, n in found.items())
+    if spare < 0:
+        each = max(0, room) // sum(sizes.values())
+        return {il: min(n, each) for il, n in found.items()}
+    for il, n in found.items():
+        more = (n_expert - n) * sizes[il]
+        if more <= spare:
+            found[il], spare = n_expert, spare - more
+    return found
+
+
+def n_at_once(size: int) -> int:
+    """Return how many experts of a size move at a time where host memory is a cache."""
+    return max(1, min(N_STAGING, _READ_BYTES // size))
+
+
+def n_passing(size: int) -> int:
+    """Return the blocks of host memory through which experts of a size pass.
+
+    Some are read, some wait, some leave for the device, and some come back from it.
+    """
+    return 4 * n_at_once(size)
+
+
+def passing_bytes(sizes: Collection[int]) -> int:
+    """Return the bytes of all such blocks."""
+    return sum(size * n_passing(size) for size in set(sizes))
 
 
 def ring_bytes(strides: Collection[int], n_each: int) -> int:

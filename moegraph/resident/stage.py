@@ -79,6 +79,7 @@ def open_stage(
     device: Device, file: ModelFile, layers: range, n_slots: Sequence[int], config: EngineConfig,
     n_ctx: int, progress: Progress | None = None, times: Stopwatch | None = None,
     has_mtp: bool = False, sequences: Sequences | None = None,
+    host_mem: tuple[int | None, float] = (None, 1.0),
 ) -> Stage:  # fmt: skip
     """Load consecutive layers of a model onto a device, which the stage closes.
 
@@ -89,7 +90,7 @@ def open_stage(
     config: its n_seq, n_kv, n_draft, type_k, type_v and host_pin count. n_ctx: positions of a
     sequence. progress: see `Loader`. times: measures the
     phases. has_mtp: make room in the state for the MTP block (mtp.py), which follows these layers.
-    sequences: what the stages before have; None for the first stage.
+    sequences: what the stages before have; None for the first stage. host_mem: see `ExpertStore`.
     """
     hp, times = file.hparams, times or Stopwatch()
     with closed_on_failure(), ExitStack() as stack:
@@ -116,7 +117,9 @@ def open_stage(
         sequences.add(state)
         times.lap("state")
         hidden_states = own(closing(HiddenStates(device, hp)))
-        store = own(closing(ExpertStore(device, file, partial, config.host_pin, loader.report)))
+        store = own(closing(ExpertStore(
+            device, file, partial, config.host_pin, loader.report, n_slots, *host_mem
+        )))  # fmt: skip
         if partial:
             times.lap("host")
         in_place = loader.in_place | store.in_place

@@ -32,16 +32,16 @@ from ..errors import InternalError
 from ..experts.cache import ExpertCache
 from ..experts.cachestats import ExpertStats
 from ..experts.cost import MissCosts, choose_ways
+from ..experts.hostlevel import HostLevel, Moves
 from ..experts.residency import Residency
 from ..experts.terms import PassTerms, Remedy, TableRow
 from ..ggml.device import Device
 from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
-from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..kinds import Kind
 from ..resident.bank import Bank
-from ..resident.layout import N_STAGING
+from ..resident.layout import N_STAGING, n_at_once
 from ..resident.stage import Stage
 from .cpu_experts import CpuExperts
 
@@ -103,8 +103,10 @@ class Uploader(Owner):
     n_bytes: bytes that crossed to the device, fetched by graphs too, summed.
     """
 
-    def __init__(self, stage: Stage, max_ids: int) -> None:
+    def __init__(self, stage: Stage, cache: ExpertCache, max_ids: int) -> None:
         """Allocate host rows for passes of at most max_ids chosen ids."""
+        n_held = stage.store.n_held
+        self.level = HostLevel(cache, n_held) if n_held else None
         own, device = self.own, stage.device
         self._device, self._banks, self._store = stage.device, stage.banks, stage.store
         self._n_expert, self.n_bytes = stage.hp.n_expert, 0
@@ -114,12 +116,15 @@ class Uploader(Owner):
         self._staging_free = [own(device.event()), own(device.event())]
         self._staging_turn = 0
 
-    def send(self, il: int, bank: Bank, pairs: Pairs) -> None:
-        """Enqueue copies of (expert, slot) pairs to a bank."""
+    def send(self, il: int, bank: Bank, pairs: Pairs, may_stay: bool = False) -> None:
+        """Enqueue copies of (expert, slot) pairs to a bank.
+
+        may_stay: offer them to host memory. The experts that slots of the layer lose are offered.
+        """
         upload, store, packing = self._device.upload.ptr, self._store, self._store.packing(il)
         memory, base = bank.to_fill, store.pinned(il)
         if base is None:
-            self._send_from_file(il, memory, pairs)
+            self._send_from_file(il, bank, pairs, may_stay)
         else:
             both = np.array(pairs, dtype=np.int32)
             C.mg_upload_experts(
@@ -129,21 +134,84 @@ class Uploader(Owner):
             )  # fmt: skip
         self.n_bytes += packing.n_bytes * len(pairs)
 
-    def _send_from_file(self, il: int, memory: Tensor, pairs: Pairs) -> None:
+    def _send_from_file(self, il: int, bank: Bank, pairs: Pairs, may_stay: bool) -> None:
         upload, packing = self._device.upload.ptr, self._store.packing(il)
-        ring = self._store.ring
+        ring, memory, is_own = self._store.ring, bank.to_fill, bank is self._banks.layer(il)
+        n = n_at_once(packing.stride) if self.level else N_STAGING
         try:
-            for n_done, (expert, slot) in enumerate(pairs):
-                if n_done % N_STAGING == 0:
-                    ring.copied()
-                    ring.ahead((il, e) for e, _ in pairs[n_done : n_done + 2 * N_STAGING])
-                found, at = ring.take(il, expert), slot * packing.stride
-                C.ggml_backend_tensor_set_async(upload, memory, found, at, packing.n_bytes)
+            for start in range(0, len(pairs), n):
+                part = pairs[start : start + n]
+                ring.copied()
+                ring.ahead((il, e) for e, _ in pairs[start : start + 2 * n])
+                moves = self._move(il, part if is_own else (), [e for e, _ in part] * may_stay)
+                self._carry_out(il, moves, bank)
+                for expert, slot in part:
+                    found, at = ring.take(il, expert), slot * packing.stride
+                    C.ggml_backend_tensor_set_async(upload, memory, found, at, packing.n_bytes)
+                for expert in moves.moved:
+                    ring.drop(il, expert)
         except BaseException:
-            ring.forget()
+            self._forget(il)
             raise
         finally:
             ring.copied()
+
+    def _move(self, il: int, admitted: Pairs, others: Sequence[int]) -> Moves:
+        if not self.level or il not in self._store.n_held:
+            return Moves()
+        return self.level.move(il, admitted, others)
+
+    def _carry_out(self, il: int, moves: Moves, bank: Bank) -> None:
+        """Begin what host memory has to do before experts go to a bank of their layer."""
+        ring, packing = self._store.ring, self._store.packing(il)
+        ring.wanted = {(il, expert) for expert in moves.kept}
+        for expert in moves.left:
+            ring.drop(il, expert)
+        for expert, slot in moves.saved:
+            ring.save(il, expert, bank.to_fill, slot * packing.stride, packing.n_bytes, False)
+
+    def displace(self, il: int, kept: Pairs, experts: Sequence[int], group: Bank) -> None:
+        """Offer to host memory what slots lose to a prompt's experts, and those without a slot.
+
+        Call it before `kept` is copied to the slots on the stream of graphs. experts: those in the
+        slots of a group of the ring.
+        """
+        ring, packing, own = self._store.ring, self._store.packing(il), self._banks.layer(il)
+        slots = {expert for expert, _ in kept}
+        try:
+            moves = self._move(il, kept, [e for e in experts if e not in slots])
+            for expert in moves.left + moves.moved:
+                ring.drop(il, expert)
+            saved = [(expert, own, slot) for expert, slot in moves.saved]
+            saved += [(expert, group, experts.index(expert)) for expert in moves.kept]
+            for expert, bank, slot in saved:
+                at = slot * packing.stride
+                ring.save(il, expert, bank.to_fill, at, packing.n_bytes, True)
+        except BaseException:
+            self._forget(il)
+            raise
+
+    def _forget(self, il: int) -> None:
+        """Drop what is read, and have the books of a layer agree with the ring."""
+        ring = self._store.ring
+        ring.forget()
+        if self.level and il in self._store.n_held:
+            for expert in self.level.restore(il, ring.held(il)):
+                ring.drop(il, expert)
+
+    def fill_host(self, il: int) -> None:
+        """Read into host memory the best experts of a layer that have no slot, and wait."""
+        if not self.level or not self._store.n_held.get(il):
+            return
+        ring, keys = self._store.ring, [(il, e) for e in self.level.fill(il)]
+        ring.wanted = set(keys)
+        for at, key in enumerate(keys):
+            if at % N_STAGING == 0:
+                ring.copied()
+                ring.ahead(keys[at : at + 3 * N_STAGING])
+            ring.take(*key)
+        ring.copied()
+        self._store.report(len(keys) * self._store.packing(il).n_bytes)
 
     def fill(self, il: int, placed: Pairs) -> None:
         """Upload experts into slots of their layer and wait."""
@@ -181,7 +249,7 @@ class Uploader(Owner):
             free = event.ptr if event else ffi.NULL
             if event:  # the graph that read the bank last has ended
                 C.ggml_backend_event_wait(self._device.upload.ptr, free)
-            self.send(il, self._banks.staging(il, turn), pairs)
+            self.send(il, self._banks.staging(il, turn), pairs, may_stay=True)
             self._launch(il, wave, pairs, ids, graphs[f"staging{turn}"], free)
 
     def _launch(
@@ -241,7 +309,7 @@ class MissHandler(Owner):
         self._device, self.store = stage.device, stage.store
         n_expert, n_used = cache.n_expert, cache.n_expert_used
         self.tables = self.own(SlotTables(stage))
-        self.uploads = self.own(Uploader(stage, max_rows * n_used))
+        self.uploads = self.own(Uploader(stage, cache, max_rows * n_used))
         costs = measure_costs(self.uploads, cpu_experts, mode, n_used)
         ways = choose_ways(mode, costs, cache.n_slots, n_used, n_expert)
         if cpu_experts and not ways.cpu:
@@ -252,13 +320,15 @@ class MissHandler(Owner):
 
     def stats(self, phases_s: dict[str, float]) -> ExpertStats:
         """Return all counters; phases_s: the runner's seconds."""
-        residency = self.residency
+        residency, ring = self.residency, self.store.ring
         return ExpertStats(
             residency.cache.stats,
             self.uploads.n_bytes,
             self.n_cpu_experts,
             len(residency.miss_mode(Kind.DECODE, 1).fetch_layers),
             phases_s,
+            ring.n_read_bytes,
+            ring.waited_s,
         )
 
     def begin_pass(self, terms: PassTerms) -> None:

@@ -403,9 +403,13 @@ class Sweeps(Owner):
         slot_of: expert -> slot. The slots' last readers and the next ones are on the same stream.
         """
         kept = [(expert, slot_of[expert]) for expert in group.experts if expert in slot_of]
-        if not kept or self.residency is None or self.misses is None or self.ring is None:
+        if self.residency is None or self.misses is None or self.ring is None:
             return
-        self.residency.keep(il, kept)
+        if kept:
+            self.residency.keep(il, kept)
+        self.misses.uploads.displace(il, kept, group.experts, self.ring.bank(il, group.index))
+        if not kept:
+            return
         packing, stream = self.misses.store.packing(il), self.device.compute.ptr
         source, to = self.ring.bank(il, group.index).to_fill, self.stage.banks.layer(il).to_fill
         for expert, slot in kept:

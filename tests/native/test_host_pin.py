@@ -118,7 +118,7 @@ def test_memory_that_others_take_meanwhile_counts(pinned):
     looks = iter(range(100))
 
     def shrinking(size: int) -> HostMemory:
-        return HostMemory(16 * GiB, 2 * GiB + (11 - 3 * next(looks)) * size, None)
+        return HostMemory(16 * GiB, 2 * GiB + (14 - 3 * next(looks)) * size, None)
 
     assert pinned(shrinking).layers == [0, 1, 2]
 
