@@ -13,7 +13,8 @@ from pathlib import Path
 ROOMS = [
     line.partition("#")[0].split()
     for line in """\
-errors units threads cpuload events interrupt kinds lazypackage setting config sampling sources
+errors units threads cpuload events interrupt kinds lazypackage pictures setting config \
+sampling sources
 gguf
 link        # connections to other machines; no native libraries
 ggml

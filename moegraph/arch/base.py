@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ..gguf.vocab import BYTE_LEVEL
@@ -79,7 +79,8 @@ class Architecture(ABC):
 
     n_layer: layers of a pass. n_layer_nextn: prediction (MTP) blocks after them, which only draft.
     n_ff_shexp: width of the shared expert, 0 without one. rope_*, n_ctx_orig: arguments of
-    ggml_rope_ext, with scaling applied.
+    ggml_rope_ext, with scaling applied; rope_sections: of ggml_rope_multi, for pictures, if there
+    are any.
 
     In the methods, il is a layer, w its weights, cur and x are F32 [n_embd, n_tokens].
     """
@@ -128,6 +129,7 @@ class Architecture(ABC):
     rope_beta_fast: float
     rope_beta_slow: float
     n_ctx_orig: int
+    rope_sections: tuple[int, ...] = field(default=(), kw_only=True)
 
     @classmethod
     @abstractmethod

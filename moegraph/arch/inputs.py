@@ -22,7 +22,8 @@ class PassShape(NamedTuple):
     n_seq_tokens rows for each of n_seqs sequences. Rows attend to n_kv positions, or, if n_kv is
     PAGED, to what is in the pages of their sequences. n_out rows reach the head: none, the last of
     each sequence, or all. is_tree: the rows of a sequence are a tree, and the pass leaves all
-    states as they are. is_ragged: some of these rows are padding; which ones is an input.
+    states as they are. is_ragged: some of these rows are padding; which ones is an input. has_axes:
+    rows have a position on each axis of the rope, as those of pictures do.
     """
 
     n_seq_tokens: int
@@ -31,6 +32,7 @@ class PassShape(NamedTuple):
     n_out: int
     is_tree: bool = False
     is_ragged: bool = False
+    has_axes: bool = False
 
     @property
     def is_paged(self) -> bool:
@@ -83,13 +85,13 @@ class JointRows:
 class PassInputs:
     """The input tensors of one pass, besides the rows of the stage's first layer.
 
-    pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches; slots I32 [n_seqs], the
-    recurrent states of the sequences; out_ids I32 [n_out], or None if n_out is 0; kq_mask F16
-    [n_kv, n_seq_tokens, 1, n_seqs]. With layers that have a window: window, their kv_idx, and
-    their pages, or kv_rows and kq_mask for as many positions as they need, and n_parts, in which a
-    single row sums over them on the CPU. With several sequences in the engine:
-    kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
-    I32 [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
+    pos I32 [n_tokens], or [4 * n_tokens] with axes; kv_idx I64 [n_tokens], rows of the KV caches;
+    slots I32 [n_seqs], the recurrent states of the sequences; out_ids I32 [n_out], or None if n_out
+    is 0; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With layers that have a window: window, their
+    kv_idx, and their pages, or kv_rows and kq_mask for as many positions as they need, and n_parts,
+    in which a single row sums over them on the CPU. With several sequences in the engine: kv_rows
+    I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents I32
+    [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
     which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS
     results: draws I32 [DRAW_WORDS, n_out], for candidates (`RowSampler.draw`). With pages, in place
     of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. With

@@ -49,8 +49,8 @@ class Qwen35Moe(DeltaArchitecture, CommonArchitecture):
     def read(cls, meta: Metadata, n_vocab: int) -> Qwen35Moe:
         """Read and check the hyper-parameters."""
         found = read_hybrid(meta, n_vocab)
-        _check_sections(meta, found["n_rot"], found["n_embd_head_k"])
-        return cls(**found)
+        sections = _read_sections(meta, found["n_rot"], found["n_embd_head_k"])
+        return cls(**found, rope_sections=sections)
 
     def is_recurrent(self, il: int) -> bool:
         """Return whether layer il is a DeltaNet; the prediction block has attention."""
@@ -115,8 +115,8 @@ def _layers(meta: Metadata) -> dict[str, Any]:
     return layers | {"recurrent": recurrent}
 
 
-def _check_sections(meta: Metadata, n_rot: int, n_embd_head: int) -> None:
-    """Check that interleaved M-RoPE of a text position equals plain NEOX rope.
+def _read_sections(meta: Metadata, n_rot: int, n_embd_head: int) -> tuple[int, ...]:
+    """Read the sections of interleaved M-RoPE, which of a text position must equal NEOX rope.
 
     A text position is equal in the first three of its four components and 0 in the fourth, so
     no rotated pair may take its angle from the fourth.
@@ -140,3 +140,4 @@ def _check_sections(meta: Metadata, n_rot: int, n_embd_head: int) -> None:
                 "without a text position; moegraph runs text models",
                 UnsupportedModel,
             )
+    return tuple(sections)

@@ -31,6 +31,7 @@ from ..passes.passes import Passes
 from ..passes.prefixes import Prefixes
 from ..passes.prefixstore import PrefixStore
 from ..passes.sequencecopies import SequenceCopies
+from ..pictures import Picture
 from ..placement.profilefile import ProfileUpdate
 from ..runner import Output, StagedRunner
 from ..runner.sweep_batch import SweepBatch
@@ -430,6 +431,7 @@ class Engine:
         reuse: bool = False,
         marks: SequenceOf[int] = (),
         constraint: Constraint | None = None,
+        pictures: SequenceOf[tuple[int, Picture]] = (),
     ) -> Events:
         """Generate from a prompt; yields one event for each token, the last with a finish_reason.
 
@@ -450,6 +452,7 @@ class Engine:
         marks: how many of the prompt's tokens later prompts may begin with; for reuse, the states
             after so many tokens are kept. The limit is `cache_ram`; see `Prefixes`.
         constraint: a grammar that the answer follows.
+        pictures: each with its first row in the prompt, which has its ids there.
 
         Raises:
             RequestError, ContextOverflow: the request is wrong; raised by this call.
@@ -460,16 +463,11 @@ class Engine:
         self.ownership.enter()
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
+        marks = tuple(int(mark) for mark in marks)  # also those of numpy
         request = Request(
-            prompt,
-            sampling or SamplingParams(temperature=0.0),
-            max_tokens,
-            stop,
-            ignore_eos,
-            tuple(int(mark) for mark in marks),  # also those of numpy
-            reuse=reuse,
-            constraint=constraint,
-        )
+            prompt, sampling or SamplingParams(temperature=0.0), max_tokens, stop, ignore_eos,
+            marks, reuse=reuse, constraint=constraint, pictures=pictures,
+        )  # fmt: skip
         generation = Generation(
             self.core, self.ownership, request, self.tokenizer if text else None, cancel, progress,
             keep_logits,
@@ -494,7 +492,7 @@ class Engine:
         events = self.generate(
             asked.prompt, asked.sampling, asked.max_tokens, asked.stop, cancel=cancel,
             progress=progress, ignore_eos=asked.ignore_eos, reuse=asked.reuse, marks=asked.marks,
-            constraint=asked.constraint,
+            constraint=asked.constraint, pictures=asked.pictures,
         )  # fmt: skip
         return ChatAnswer(events, prepared.parser)
 

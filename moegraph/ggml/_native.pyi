@@ -97,6 +97,7 @@ class Lib:
     GGML_MAX_SRC: Final[int]
     GGML_MAX_NAME: Final[int]
     GGML_ROPE_TYPE_NEOX: Final[int]
+    GGML_ROPE_TYPE_IMROPE: Final[int]
     MOEGRAPH_TREE_ROWS: Final[int]
     MOEGRAPH_CONV_WIDTH: Final[int]
     MOEGRAPH_FETCH_IDS: Final[int]
@@ -311,6 +312,24 @@ class Lib:
         a10: float,
         a11: float,
         a12: float,
+        /,
+    ) -> Tensor: ...
+    def ggml_rope_multi(
+        self,
+        a0: ggml_context_ptr,
+        a1: Tensor,
+        a2: Tensor,
+        a3: Tensor,
+        a4: int,
+        a5: Address,
+        a6: int,
+        a7: int,
+        a8: float,
+        a9: float,
+        a10: float,
+        a11: float,
+        a12: float,
+        a13: float,
         /,
     ) -> Tensor: ...
     def ggml_flash_attn_ext(

@@ -369,9 +369,17 @@ class Builder:
         factors F32 [n_rot / 2]: what each frequency is divided by.
 
         Qwen3.5 uses interleaved multi-axis rope. Text has the same position on all axes, which
-        makes that equal to NEOX, and only NEOX is fused on CUDA.
+        makes that equal to NEOX, and only NEOX is fused on CUDA. Rows with four positions have it.
         """
-        _require(pos.type == I32 and a.ne[2] == pos.ne[0] and hp.n_rot <= a.ne[0], "rope", a, pos)
+        n_axes = 4 if pos.ne[0] == 4 * a.ne[2] and hp.rope_sections else 1
+        ok = pos.type == I32 and n_axes * a.ne[2] == pos.ne[0] and hp.n_rot <= a.ne[0]
+        _require(ok, "rope", a, pos)
+        if n_axes > 1:
+            return C.ggml_rope_multi(
+                self.ctx, a, pos, ffi.NULL, hp.n_rot, ffi.new("int[4]", hp.rope_sections),
+                C.GGML_ROPE_TYPE_IMROPE, hp.n_ctx_orig, hp.rope_freq_base, hp.rope_freq_scale,
+                hp.rope_ext_factor, hp.rope_attn_factor, hp.rope_beta_fast, hp.rope_beta_slow,
+            )  # fmt: skip
         if factors is not None:
             ok = factors.type == F32 and factors.ne[0] >= hp.n_rot // 2
             _require(ok, "rope", a, factors)

@@ -17,7 +17,7 @@ they attend to are inputs of the chunk too; otherwise all chunks share them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from ..ggml.choose import DRAW_WORDS
 from ..ggml.lib import C
 from ..ggml.memory import Block, Sender
 from ..ggml.ops import F16, I32, I64, Builder, Tensor
+from ..pictures import PictureRows
 from ..resident.layout import MORE_CHUNKS, PAGE
 from ..resident.stage import Stage
 from ..resident.state import State
@@ -59,11 +60,15 @@ def kv_length(state: State, n_used: int) -> int:
 
 
 class Segment(NamedTuple):
-    """Rows of one sequence in a chunk: n of them, from position `first` on."""
+    """Rows of one sequence in a chunk: n of them, from position `first` on.
+
+    has_axes: all of them are rows of a picture; else none is.
+    """
 
     slot: int
     first: int
     n: int
+    has_axes: bool = False
 
     @property
     def end(self) -> int:
@@ -87,11 +92,12 @@ class _Sizes:
     """Words of the parts of the block: the chunk that graphs read, KV rows, and all chunks."""
 
     def __init__(
-        self, state: State, is_paged: bool, window: Window | None, max_rows: int, n_rows: int
-    ) -> None:
+        self, state: State, is_paged: bool, window: Window | None, max_rows: int, n_rows: int,
+        n_axes: int,
+    ) -> None:  # fmt: skip
         n_ctx, n_seq = state.n_ctx, state.n_seq
         n_parts = 7 if n_seq > 1 else 3  # of a chunk; each is rounded up
-        self.row = n_parts - (n_seq > 1) + (ROW_WORDS if is_paged else n_ctx // PAGE)
+        self.row = n_axes + n_parts - (n_seq > 1) + (ROW_WORDS if is_paged else n_ctx // PAGE)
         n_columns = n_first = n_more = 0
         most_seqs, n_pages = min(rounded_seqs(n_seq), MAX_SEQS), state.pool.table.shape[1]
         if window:  # patterns, rows and indices; a single row may have a mask in place of patterns
@@ -99,6 +105,7 @@ class _Sizes:
             n_more, n_first = 3, n_pages if is_paged else window.most_columns(0, 1) * 3 // 2
             n_columns = most_seqs * n_pages if is_paged else window.most_columns(0, most_seqs)
             n_columns = max(n_first, n_columns) + max_rows
+        n_more += n_axes > 0
         n_parts += n_more
         self.current = round_up(max_rows * self.row, _ALIGN) + n_parts * _ALIGN + n_columns
         self.slot = _ALIGN
@@ -139,15 +146,16 @@ class _Parts(NamedTuple):
     rows: int
     lengths: int
     real: int
+    axes: int
     mask: int  # or the rows that attention over pages reads
 
     @classmethod
     def of(cls, n: int, shape: PassShape) -> _Parts:
         """Return those of n rows, in a rectangle of that shape if it is ragged."""
-        offsets, joint = [0], (0, 0, 0, 0)
+        offsets, joint, axes = [0], (0, 0, 0, 0), 4 * n * shape.has_axes
         if shape.is_ragged:
             joint = shape.n_tokens, n, shape.n_seqs, n
-        for words in (n, 2 * n, *joint):
+        for words in (n, 2 * n, *joint, axes):
             offsets.append(offsets[-1] + round_up(words, _ALIGN))
         return cls(*offsets)
 
@@ -186,7 +194,8 @@ class ChunkInputs:
         self._device, self._state, self._n_embd = device, state, hp.n_embd
         self._is_paged = device.is_invariant and can_page(stage)
         self._window = window = Window(state) if state.rings else None
-        sizes = self._sizes = _Sizes(state, self._is_paged, window, max_rows, n_rows)
+        n_axes = len(hp.rope_sections)
+        sizes = self._sizes = _Sizes(state, self._is_paged, window, max_rows, n_rows, n_axes)
         self.n_chunks = sizes.n_chunks
         self._slot_at = sizes.current
         self._draws_at = self._slot_at + sizes.slot
@@ -210,10 +219,11 @@ class ChunkInputs:
         """Return the rows of a chunk, with copies of the first one, and its rectangle."""
         n, t = sum(segment.n for segment in segments), max(segment.n for segment in segments)
         n_kv, n_seqs = max(self.n_kv(one.end) for one in segments), len(segments)
+        axes = any(one.has_axes for one in segments)
         if form is Form.ROUNDED:
             n, n_seqs = min(_rounded(n, _ROWS), self._max_rows), rounded_seqs(n_seqs)
             t = n if n_seqs == 1 else min(_rounded(t, _ROWS), self._max_rows // n_seqs)
-        return n, PassShape(t, n_seqs, n_kv, 0, is_ragged=form is not Form.PLAIN)
+        return n, PassShape(t, n_seqs, n_kv, 0, False, form is not Form.PLAIN, axes)
 
     def n_kv(self, n_used: int) -> int:
         """Return the KV length of graphs for n_used positions; PAGED: they serve any."""
@@ -322,11 +332,12 @@ class ChunkInputs:
     def add(
         self, segments: Sequence[Segment], tokens: npt.NDArray[np.int32],
         embedding: TokenEmbedding | None, hidden: Tensor, row: int,
+        pictures: Mapping[int, PictureRows],
     ) -> None:  # fmt: skip
         """Upload the inputs of the next chunk, and its embeddings to a row of hidden.
 
         segments: the rows, one for each sequence. embedding: None if the rows are there already.
-        hidden: F32 [n_embd, n], at least row + n rows.
+        hidden: F32 [n_embd, n], at least row + n rows. pictures: of sequences that have any.
         """
         n, shape = self.shape_of(segments, self._form)
         n_real, lengths = len(tokens), [segment.n for segment in segments]
@@ -336,7 +347,10 @@ class ChunkInputs:
         own = [segment.slot for segment in segments]
         n_first, n_rest = self._n_words(n, shape)
         words, parts = np.zeros(n_first + n_rest, dtype=np.int32), _Parts.of(n, shape)
-        words[parts.pos :][:n_real] = places
+        axes = np.concatenate([self._axes(one, pictures) for one in segments], axis=1)
+        words[parts.pos :][:n_real] = axes[0]
+        if shape.has_axes:
+            words[parts.axes :][: 3 * n].reshape(3, n)[:, :n_real] = axes
         kv_idx = words[parts.idx :][: 2 * n].view(np.int64)
         kv_idx[:n_real] = self._state.pool.rows(np.repeat(own, lengths), places)
         kv_idx[n_real:] = self._state.spare_row
@@ -360,8 +374,20 @@ class ChunkInputs:
         if embedding:
             size = 4 * self._n_embd
             rows = self._rows.begin()[: size * n_real].view(np.float32)
-            embedding.rows(tokens, rows.reshape(n_real, self._n_embd))
+            each = rows.reshape(n_real, self._n_embd)
+            embedding.rows(np.maximum(tokens, 0), each)
+            for one, at in zip(segments, np.cumsum([0, *lengths])):
+                if one.has_axes:
+                    pictures[one.slot].fill(one.first, each[at : at + one.n])
             self._rows.send(hidden, rows.nbytes, size * row)
+
+    def _axes(self, segment: Segment, pictures: Mapping[int, PictureRows]) -> npt.NDArray[np.int32]:
+        """Return the position of rows on each axis, I32 numpy [3, n]."""
+        slot, first, end = segment.slot, segment.first, segment.end
+        if slot in pictures:
+            found: npt.NDArray[np.int32] = pictures[slot].positions[:, first:end]
+            return found
+        return np.tile(np.arange(first, end, dtype=np.int32) - self._state.saved[slot], (3, 1))
 
     def select(self, chunk: int) -> None:
         """Enqueue the copy of a chunk's inputs to where graphs read them."""
@@ -414,8 +440,9 @@ class ChunkInputs:
                 leaf(parts.real, I32, n),
             )
         inp = PassInputs(
-            leaf(parts.pos, I32, n), leaf(parts.idx, I64, n), slots, kq_mask=kq_mask,
-            kv_rows=kv_rows, pages=pages, rows=rows, joint=joint,
+            leaf(parts.axes, I32, 4 * n) if shape.has_axes else leaf(parts.pos, I32, n),
+            leaf(parts.idx, I64, n), slots, kq_mask=kq_mask, kv_rows=kv_rows, pages=pages,
+            rows=rows, joint=joint,
         )  # fmt: skip
         window = self._window
         if not window:

@@ -283,6 +283,7 @@ class InputBlock:
         pos0 = [state.n_past[slot] for slot in slots]
         first, steps = np.array(pos0)[:, None], np.arange(n)
         pos = first + (steps if tree is None else tree.depths)
+        pos = pos - np.array([state.saved[slot] for slot in slots])[:, None]
         region(at.pos, n_tokens, np.int32)[:] = pos.reshape(-1)
         kv_idx = region(at.kv_idx, n_tokens, np.int64)
         kv_idx[:] = self._kv_idx(slots, first + steps, tree, state.pool.rows, state.spare_row)
@@ -385,7 +386,7 @@ class _OneRow:
     def move_to(self, slot: int) -> None:
         """Write all inputs but the embedding, for the next row of a sequence."""
         pool, first = self._pool, self._state.n_past[slot]
-        self._pos[0] = first
+        self._pos[0] = first - self._state.saved[slot]
         self._kv_idx[0] = pool.row(slot, first)
         n_kept = self._kept.n_kept
         if n_kept:

@@ -14,7 +14,7 @@ from ..arch import ModelFile
 from ..errors import MoegraphError, RequestError
 from ..events import CancelToken, Progress
 from ..ggml.device import Device
-from ..passes.checks import prompt_ids
+from ..passes.checks import picture_rows, prompt_ids
 from ..passes.passes import Passes
 from ..passes.prefixes import Prefixes
 from ..passes.sequencecopies import SequenceCopies, SwappedSequence
@@ -54,11 +54,11 @@ class Core:
 class Answer:
     """A request from its submission to its last step. Only the engine's thread changes it.
 
-    ids: the prompt. slot: the sequence that computes it; -1 without. number: counts requests that
-    have had a slot, from 1 on; 0 before. sweep: of its prompt, perhaps together with others, while
-    that is under way; swept: its part of that; rest: what comes after it, or, without one, is read
-    in pieces; marks: where beginnings of the prompt are to be kept. swapped: its sequence, while
-    that is in host memory.
+    ids: the prompt. pictures: of it. slot: the sequence that computes it; -1 without. number:
+    counts requests that have had a slot, from 1 on; 0 before. sweep: of its prompt, perhaps
+    together with others, while that is under way; swept: its part of that; rest: what comes after
+    it, or, without one, is read in pieces; marks: where beginnings of the prompt are to be kept.
+    swapped: its sequence, while that is in host memory.
     n_cached, n_read: as in `Usage`.
     n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
     late: a row that was computed before the grammar knew what may follow it: its logits F32
@@ -89,7 +89,8 @@ class Answer:
         """
         n_vocab, n_top, grammar = core.file.hparams.n_vocab, request.n_logprobs, request.constraint
         sampling = request.sampling.validate(n_vocab)
-        self.ids = ids = prompt_ids(request.prompt, n_vocab)
+        self.ids = ids = prompt_ids(request.prompt, n_vocab, bool(request.pictures))
+        self.pictures = picture_rows(ids, request.pictures, core.file.hparams)
         if n_top is not None and not 0 <= n_top <= n_vocab:
             raise RequestError(f"{n_top} likeliest tokens; the vocabulary has {n_vocab}")
         self.generated = GeneratedText(
@@ -100,7 +101,9 @@ class Answer:
             eog_ids=vocabulary.eog_ids if vocabulary and not request.ignore_eos else frozenset(),
             stop=request.stop,
         )
-        self.choice = TokenChoice(core.passes, ids, sampling, n_vocab, keep_logits, grammar)
+        self.choice = TokenChoice(
+            core.passes, ids[ids >= 0], sampling, n_vocab, keep_logits, grammar
+        )
         self._progress = progress
         self.request = request
         self.wants_logits = n_top is not None or keep_logits

@@ -66,7 +66,7 @@ class Reading:
                 idle = set(self._answers.idle_slots()) - self._answers.worthless
                 known = [self._n_kept(slot, answer) for slot in idle] or [0]
                 known.append(self._prefixes.n_saved(answer.ids, answer.request.owner))
-            answer.n_rest = len(answer.ids) - max(known)
+            answer.n_rest = _n_rest(answer, max(known))
         return answer.n_rest
 
     def _n_kept(self, slot: int, answer: Answer) -> int:
@@ -89,13 +89,14 @@ class Reading:
         group: dict[Answer, SweepBatch] = {}
         is_sweeping = bool(self._answers.sweeping)
         try:
-            batch = self._enter(answer, PIECES[-1] if is_sweeping else len(answer.ids))
+            batch = self._enter(answer, PIECES[-1] if is_sweeping else None)
             if batch is None:
                 return
             group[answer] = batch
             if not is_sweeping:
                 self._join(group, others)
-            if is_sweeping or (len(group) == 1 and self._is_piece(len(batch.tokens))):
+            is_alone = len(group) == 1 and not batch.pictures
+            if is_sweeping or (is_alone and self._is_piece(len(batch.tokens))):
                 answer.rest = batch
                 return
             with self._answers.cancelling(*group):
@@ -125,7 +126,7 @@ class Reading:
         piece_s, pass_s = costs.seconds(piece_of(n_rows)), costs.pass_s(n_others)
         return None not in (piece_s, pass_s) and (piece_s or 0.0) <= costs.share * (pass_s or 0.0)
 
-    def _enter(self, answer: Answer, most: int) -> SweepBatch | None:
+    def _enter(self, answer: Answer, most: int | None) -> SweepBatch | None:
         """Give a request a slot, which holds what is known of its prompt; return the rest of it.
 
         None: the rest has more than `most` tokens, and the request has no slot.
@@ -141,8 +142,9 @@ class Reading:
         slot = self._prefixes.choose(known, [*empty, *others], answer.request.owner)
         self._swapping.make_room(answer, slot)
         batch, marks = self._batch(answer, slot)
-        answer.n_rest = n = len(batch.tokens)
-        if n > most:
+        n = len(batch.tokens)
+        answer.n_rest = n_rest = _n_rest(answer, len(answer.ids) - n)
+        if most is not None and n_rest > most:
             return None
         answer.marks = marks
         self._answers.enter_slot(answer, slot)
@@ -249,7 +251,10 @@ class Reading:
         draws = None if words is None else words[None]
         rest, greedy = ids[n_cached:], choice.greedy
         keeps = choice.keep_logits
-        return SweepBatch(rest, slot, keeps, greedy, draws, cuts, is_rounded=self._rounds), marks
+        pictures = answer.pictures if answer.pictures and answer.pictures.end > n_cached else None
+        return SweepBatch(
+            rest, slot, keeps, greedy, draws, cuts, is_rounded=self._rounds, pictures=pictures
+        ), marks
 
     def read(self, seconds: float) -> float | None:
         """Run a step of the sweep that is under way, and more if they take so long in all.
@@ -375,3 +380,10 @@ class Reading:
             self._prefixes.save(answer.slot, states)
         if len(self._passes.held(answer.slot)) in marks:
             self._prefixes.save(answer.slot)
+
+
+def _n_rest(answer: Answer, n_known: int) -> int:
+    """Return how many tokens are left to read; with pictures among them, too many for pieces."""
+    n = len(answer.ids) - n_known
+    has_pictures = answer.pictures is not None and answer.pictures.end > n_known
+    return max(n, PIECES[-1] + 1) if has_pictures else n

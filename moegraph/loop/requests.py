@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import MoegraphError
+from ..pictures import Picture
 from ..sampling import BoolArray, SamplingParams
 
 
@@ -44,7 +45,8 @@ class Constraint(Protocol):
 class Request:
     """A prompt, and how its answer is drawn.
 
-    prompt: token ids. max_tokens, stop, ignore_eos, marks, reuse, text: as in `Engine.generate`.
+    prompt: token ids, and those of pictures. pictures: each with its first row in the prompt.
+    max_tokens, stop, ignore_eos, marks, reuse, text: as in `Engine.generate`.
     keep_after: tokens of the answer after which its state is kept, because later prompts may part
     from it there; such as one that opens a tool call.
     n_logprobs: None for no log probabilities; else how many of the likeliest tokens are listed
@@ -69,6 +71,7 @@ class Request:
     name: str = ""
     client: str = ""
     owner: str = ""
+    pictures: Sequence[tuple[int, Picture]] = ()
 
 
 @dataclass(frozen=True)

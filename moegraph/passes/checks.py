@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..arch.base import Architecture
 from ..errors import ContextOverflow, PoolFull, RequestError
 from ..events import CancelToken
+from ..pictures import Picture, PictureRows
 from ..resident.layout import PAGE
 from ..runner import AnyRunner, Batch
 
@@ -43,12 +45,34 @@ def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
     return ids.astype(np.int32, copy=False)
 
 
-def prompt_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
+def prompt_ids(tokens: object, n_vocab: int, has_pictures: bool = False) -> npt.NDArray[np.int32]:
     """Return the token ids of a prompt as I32 [n]."""
-    ids = checked_ids(tokens, n_vocab)
+    if has_pictures:  # their ids are below 0
+        ids = np.asarray(tokens, dtype=np.int32)
+        checked_ids(np.maximum(ids, 0), n_vocab)
+    else:
+        ids = checked_ids(tokens, n_vocab)
     if ids.ndim != 1:
         raise RequestError(f"a prompt has token ids of shape {list(ids.shape)}; allowed: [n]")
     return ids
+
+
+def picture_rows(
+    ids: npt.NDArray[np.int32], pictures: Sequence[tuple[int, Picture]], hp: Architecture
+) -> PictureRows | None:
+    """Return the pictures of a prompt; None without any.
+
+    Raises:
+        RequestError: the prompt does not have their ids, or the model reads no pictures.
+    """
+    if not pictures:
+        return None
+    if not hp.rope_sections:
+        raise RequestError(f"moegraph reads no pictures with models of the kind {hp.name}")
+    rows = PictureRows(ids, pictures, hp.n_embd)
+    if rows.n_rows != np.count_nonzero(ids < 0):
+        raise RequestError("the prompt has ids of a picture that is not given")
+    return rows
 
 
 def checked_rows(tokens: object, n_vocab: int, n_ubatch: int) -> npt.NDArray[np.int32]:

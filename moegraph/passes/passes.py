@@ -20,6 +20,7 @@ from ..errors import ModelFileError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
+from ..pictures import positions_saved
 from ..resident.hostcopies import Snapshot, StatesCopy
 from ..runner import AnyRunner, Batch, NotFinite, Output
 from ..runner.batch import Callback, Once, Predicate
@@ -185,7 +186,8 @@ class Passes:
         self._files.check()
         for batch in batches:
             require_seq(batch.slot, self.n_seq)
-            if not checked_ids(batch.tokens, self._n_vocab).size:
+            ids = np.maximum(batch.tokens, 0) if batch.pictures else batch.tokens
+            if not checked_ids(ids, self._n_vocab).size:
                 raise RequestError("the prompt is empty; give it at least one token")
         self.room.require({batch.slot: batch.tokens.size for batch in batches})
         return self.prompts.begin(batches, runs)
@@ -282,6 +284,7 @@ class Passes:
         self.runner.drop(seq)
         change()
         self._held[seq] = ids
+        self._state.saved[seq] = positions_saved(ids)
         self._unfinished.discard(seq)
 
     def run(

@@ -12,6 +12,7 @@ from ..errors import Cancelled, InternalError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import SHORT_PROMPT
+from ..pictures import positions_saved
 from ..runner import AnyRunner, NotFinite, Output
 from ..runner.inspect import first_bad_place
 from ..runner.sweep import Sweep
@@ -21,8 +22,8 @@ from .cputhreads import CpuThreads
 
 def is_short(batch: SweepBatch, n_ubatch: int) -> bool:
     """Return whether a prompt is computed as one pass; otherwise a sweep computes it."""
-    if batch.as_pass:
-        return True
+    if batch.as_pass or batch.pictures:
+        return batch.as_pass
     return len(batch.tokens) <= min(SHORT_PROMPT, n_ubatch) and not batch.cuts
 
 
@@ -69,7 +70,10 @@ class Prompts:
         """Note what the sequences of a sweep that has ended hold; a second call changes nothing."""
         for prompt in sweep.prompts:
             if prompt.output and prompt.is_kept:
-                self._held[prompt.slot][prompt.n_past :] = prompt.batch.tokens.tolist()
+                held = self._held[prompt.slot]
+                held[prompt.n_past :] = prompt.batch.tokens.tolist()
+                if prompt.batch.pictures:
+                    self._runner.sequences.saved[prompt.slot] = positions_saved(held)
 
     def leave(self, sweep: Sweep, slot: int) -> bool:
         """Note that nobody wants a prompt of several; return whether that undid them all.
@@ -173,6 +177,8 @@ class Prompts:
 
 def where_not_finite(runner: AnyRunner, tokens: list[int], slot: int) -> str:
     """Compute a sequence again; return a phrase that says where values stop being finite."""
+    if min(tokens) < 0:
+        return "in a prompt with pictures"
     try:
         place = first_bad_place(runner, tokens, slot)
     except MoegraphError as error:

@@ -188,7 +188,7 @@ class Speculation:
                 drafter.truncate(slot, known[name])
         else:
             for drafter in self.drafters.values():
-                drafter.restart(slot, ids)
+                drafter.restart(slot, np.maximum(ids, 0))  # those of pictures are no tokens
         self._followed[slot] = _Followed(list(held), known)
 
     def prompt_readers(self, slot: int, ids: Ids) -> dict[int, HiddenReader]:
@@ -199,7 +199,8 @@ class Speculation:
         before = self._followed.pop(slot).ids
         found: dict[int, list[HiddenReader]] = {}
         for drafter in self.drafters.values():
-            for il, reader in drafter.prompt_readers(slot, ids, len(before)).items():
+            tokens = np.maximum(ids, 0)
+            for il, reader in drafter.prompt_readers(slot, tokens, len(before)).items():
                 found.setdefault(il, []).append(reader)
         held = [*before, *ids.tolist()]
         self._followed[slot] = _Followed(held, dict.fromkeys(self.drafters, len(held)))
@@ -261,7 +262,7 @@ class Speculation:
         n_kept = len(kept) if before.ids[: before.least][: len(kept)] == kept else 0
         for name, drafter in self.drafters.items():
             pieces = [(first, copy.n_rows, copy.drafted.get(name, [])) for first, copy in rows]
-            drafter.put_back(slot, np.asarray(ids, dtype=np.int32), n_kept, pieces)
+            drafter.put_back(slot, np.maximum(ids, 0, dtype=np.int32), n_kept, pieces)
         self._followed[slot] = _Followed(list(ids), dict.fromkeys(self.drafters, len(ids)))
 
     def propose_all(self, asks: Sequence[Ask], n_seqs: int) -> list[Proposal | None]:

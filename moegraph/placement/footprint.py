@@ -163,6 +163,7 @@ def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
 def _sweep_bytes(hp: Architecture, n_rows: int, n_ubatch: int, n_ctx: int, n_seq: int) -> int:
     """Return a bound on what a sweep of n_rows rows holds: hidden states, inputs, and a mask."""
     n_words, n_lists = (4, 1) if n_seq == 1 else (7, 6)  # of a row, and of KV rows
+    n_words += len(hp.rope_sections)
     n_masks = 2 if hp.window else 1
     n_seen = max(n_masks * n_ctx // PAGE, _ROW_WORDS)  # of a row: patterns of masks, or its path
     inputs = 4 * (n_rows + n_ubatch + 256) * (n_words + n_seen) + 4 * n_lists * n_ctx

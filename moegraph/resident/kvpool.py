@@ -278,13 +278,15 @@ class Positions:
     """The positions of all sequences.
 
     shape: how many positions they may have. n_ctx, n_seq: of it. pool: the pages of the sequences.
-    n_past: positions that each sequence holds.
+    n_past: positions that each sequence holds. saved: how many positions of the rope fewer those
+    are, because of pictures.
     """
 
     def __init__(self, shape: PoolShape) -> None:
         self.shape, self.n_ctx, self.n_seq = shape, shape.n_ctx, shape.n_seq
         self.pool = KVPool(shape.n_seq, shape.n_ctx // PAGE, shape.n_pages)
         self.n_past = [0] * shape.n_seq
+        self.saved = [0] * shape.n_seq
 
     @property
     def spare_row(self) -> int:

@@ -38,6 +38,7 @@ class Sequences(Positions):
         for state in self.states:
             state.clear_states(slot)
         self.truncate(slot, 0)
+        self.saved[slot] = 0
 
     def truncate(self, slot: int, n_past: int) -> None:
         """Enqueue that a sequence loses its positions from n_past on; its states do not change.

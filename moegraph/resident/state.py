@@ -110,7 +110,8 @@ _ROT_MIN = 64
 class State(Owner):
     """KV cache and recurrent states of all sequences in some layers, on one device.
 
-    positions: of the sequences; `shape`, `n_ctx`, `n_seq`, `pool` and `n_past` are its own.
+    positions: of the sequences; `shape`, `n_ctx`, `n_seq`, `pool`, `n_past` and `saved` are its
+        own.
     k, v: of each layer with a KV cache, [n_embd_gqa, shape.cache_rows(window) + 1]; v only where V
         is not in K. `pool` knows which row has which position, and `ring_rows` in layers with a
         window. Padding rows of a pass are written to the last row, which nothing reads.
@@ -141,7 +142,7 @@ class State(Owner):
         self.shape: PoolShape = positions.shape
         self.n_ctx, self.n_seq = self.shape.n_ctx, self.shape.n_seq
         self.pool: KVPool = positions.pool
-        self.n_past = positions.n_past
+        self.n_past, self.saved = positions.n_past, positions.saved
         self.n_attention_parts = device.n_attention_parts
         self.page_size, self.spare_row = PAGE, positions.spare_row
         self.window = hp.window or 0

@@ -226,7 +226,8 @@ class StageSweep:
                 [swept.batch.tokens[one.first - swept.n_past :][: one.n] for swept, one in each]
             )
             embedding = s.stage.weights.embedding
-            memory.inputs.add(segments, tokens, embedding, memory.hidden, chunk.row)
+            found = {one.slot: swept.batch.pictures for swept, one in each if swept.batch.pictures}
+            memory.inputs.add(segments, tokens, embedding, memory.hidden, chunk.row, found)
         memory.copy(memory.hidden, chunk.row, s.carried["l_out"], 0, chunk.n)
         if s.stage.hp.layer(il).kv or self._form is not Form.PLAIN:
             memory.inputs.select(at)
@@ -350,7 +351,7 @@ class StageSweep:
         last_out = self._state.last_out if il == s.stage.layers[-1] else None
         # those of one prompt lie together
         for group in [rows] if len(self._prompts) == 1 else [[one] for one in rows]:
-            row, (slot, first, _) = group[0]
+            row, (slot, first, *_) = group[0]
             if reader := self._readers.get(slot, {}).get(il):
                 reader(s.memory.hidden, row, sum(segment.n for _, segment in group), first)
             if last_out is not None:
@@ -368,7 +369,7 @@ class StageSweep:
         A reader of rows that come later reads it.
         """
         memory = self._s.memory
-        for row, (slot, first, n) in rows:
+        for row, (slot, first, n, _) in rows:
             is_cut = any(copy.n_past == first + n for copy in self._prompts[slot].saved)
             if is_cut or row == rows[-1][0]:
                 memory.copy(memory.hidden, row + n - 1, last_out, slot, 1)

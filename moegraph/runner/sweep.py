@@ -217,10 +217,14 @@ def max_rows_of(memory: SweepMemory, batches: Sequence[SweepBatch]) -> int:
 def cut(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences) -> list[Cut]:
     """Return the chunks of prompts."""
     most, n_past = max_rows_of(memory, batches), sequences.n_past
-    prompts = [(one.slot, n_past[one.slot], len(one.tokens), one.cuts) for one in batches]
+    pictures = {one.slot: one.pictures for one in batches if one.pictures}
+    prompts = []
+    for one in batches:  # pictures have chunks of their own, as in llama.cpp
+        cuts = [*one.cuts, *(one.pictures.cuts if one.pictures else ())]
+        prompts.append((one.slot, n_past[one.slot], len(one.tokens), cuts))
     form = _joint_form(batches)
     fits = partial(memory.inputs.fits, form=form)
-    return cut_together(prompts, most, fits, form is Form.ROUNDED)
+    return cut_together(prompts, most, fits, form is Form.ROUNDED, pictures)
 
 
 def _joint_form(batches: Sequence[SweepBatch]) -> Form:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from ..errors import InternalError, NativeError
 from ..ggml.ops import Tensor
 from ..graphs.chunk import MAX_SEQS, Segment, rounded_places, rounded_seqs
+from ..pictures import PictureRows
 from ..resident.hostcopies import Snapshot, StatesCopy
 from ..resident.sequences import Sequences
 from .results import NotFinite, Output
@@ -31,6 +33,7 @@ class SweepBatch:
     as_pass: compute it as one pass.
     max_rows: most rows of a chunk, if fewer than there is memory for; 0: as many as that.
     is_rounded: rows of chunks are rounded up, so that few graphs serve prompts of all lengths.
+    pictures: of the prompt, which begins with position 0; None if none of these rows is one's.
     readers: layer -> called with the outputs of that layer for some rows of the prompt: F32
     [n_embd, n_rows], the first of these rows in it, their number n, and the position of the first
     one. The rows come in order of position. The call enqueues on the compute stream what it wants
@@ -46,6 +49,7 @@ class SweepBatch:
     as_pass: bool = False
     max_rows: int = 0
     is_rounded: bool = False
+    pictures: PictureRows | None = None
     readers: Mapping[int, HiddenReader] = field(default_factory=dict)
 
 
@@ -90,17 +94,22 @@ def cut_together(
     max_rows: int,
     fits: Callable[[Cut], bool],
     is_rounded: bool = False,
+    pictures: Mapping[int, PictureRows] = MappingProxyType({}),
 ) -> list[Cut]:
     """Return chunks that have the rows of prompts.
 
     prompts: slot, first position, tokens and cuts of each. fits: whether there is memory for such a
     chunk; there is for one segment. The rows of a chunk, and the places of its rectangle (see
-    `JointRows`), are at most max_rows, also if both are rounded up.
+    `JointRows`), are at most max_rows, also if both are rounded up. pictures: of sequences; there
+    are cuts where they begin and end.
     """
     left = {slot: _spans(n, first, cuts) for slot, first, n, cuts in prompts}
     found: list[Cut] = []
     while left:
-        firsts = {slot: (spans[0][0], spans[0][1] - spans[0][0]) for slot, spans in left.items()}
+        firsts = {
+            slot: Segment(slot, at, end - at, slot in pictures and pictures[slot].has(at))
+            for slot, ((at, end), *_) in left.items()
+        }
         cut = _widest(firsts, max_rows, fits, is_rounded)
         for segment in cut:
             spans = left[segment.slot]
@@ -114,14 +123,14 @@ def cut_together(
 
 
 def _widest(
-    firsts: Mapping[int, tuple[int, int]],
+    firsts: Mapping[int, Segment],
     max_rows: int,
     fits: Callable[[Cut], bool],
     is_rounded: bool,
 ) -> Cut:
-    """Return the chunk with most rows; firsts: slot -> position and number of the next rows."""
-    longest = sorted(firsts, key=lambda slot: -firsts[slot][1])
-    lengths = [firsts[slot][1] for slot in longest]
+    """Return the chunk with most rows; firsts: slot -> the next rows."""
+    longest = sorted(firsts.values(), key=lambda one: -one.n)
+    lengths = [one.n for one in longest]
     best: Cut = ()
     n_best = 0
     for n_seqs in range(1, min(len(longest), MAX_SEQS, max_rows) + 1):
@@ -133,9 +142,7 @@ def _widest(
         n = sum([min(length, most) for length in lengths[:n_seqs]])
         if n <= n_best:
             continue
-        cut = tuple(
-            Segment(slot, firsts[slot][0], min(firsts[slot][1], most)) for slot in longest[:n_seqs]
-        )
+        cut = tuple(one._replace(n=min(one.n, most)) for one in longest[:n_seqs])
         if n_seqs > 1 and not fits(cut):
             break
         best, n_best = cut, n

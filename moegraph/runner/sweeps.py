@@ -190,7 +190,8 @@ class SweepGraphs:
 
     def _of_layer(self, il: int, shape: PassShape) -> PassShape:
         """Return what matters to a layer: without a KV cache, a graph serves any length."""
-        return shape if self._stage.hp.layer(il).kv else shape._replace(n_kv=PAGED)
+        same = shape._replace(n_kv=PAGED, has_axes=False)
+        return shape if self._stage.hp.layer(il).kv else same
 
     def mixer(self, il: int, n: int, shape: PassShape) -> BuiltGraph:
         """Return `mixer` for n rows; its outputs: the ids I32 [n_used, n] for the host.

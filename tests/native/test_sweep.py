@@ -17,6 +17,7 @@ from moegraph.errors import Cancelled, ContextOverflow, RequestError
 from moegraph.events import CancelToken
 from moegraph.ggml.ops import Tensor
 from moegraph.graphs import experts
+from moegraph.graphs.chunk import Segment
 from moegraph.placement import footprint
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep import Sweep
@@ -206,7 +207,7 @@ def test_what_a_prompt_refuses(open_engine: Open) -> None:
 
 def test_chunks_and_parts() -> None:
     few = cut_together([(0, 5, 10, (7, 40))], 4, bool)
-    assert few == [((0, 5, 2),), ((0, 7, 4),), ((0, 11, 4),)]
+    assert few == [(Segment(0, 5, 2),), (Segment(0, 7, 4),), (Segment(0, 11, 4),)]
     chunks = cut_together([(0, 0, 100, ())], 16, bool)
     assert len(cut_parts(chunks, 48, 2)) == 4
     parts = cut_parts(chunks, 48, 9)

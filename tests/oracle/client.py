@@ -27,11 +27,18 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Step:
-    """One llama_decode: its tokens, which logits to return, which named nodes to keep."""
+    """One llama_decode: its tokens, which logits to return, which named nodes to keep.
 
-    tokens: Sequence[int]
+    embd: rows of a picture in place of tokens, with axes [3, n] and n_positions; only the logits of
+    the last one are returned.
+    """
+
+    tokens: Sequence[int] = ()
     rows: str = "all"
     nodes: Sequence[str] = ()
+    embd: Array | None = None
+    axes: Array | None = None
+    n_positions: int = 0
 
 
 @dataclass
@@ -140,10 +147,15 @@ class Oracle:
     def run(self, model: Path, steps: Sequence[Step], **cfg: Any) -> list[StepResult]:
         """Run a fresh sequence, a llama_decode a step. cfg: see upstream.Config."""
         out = self._scratch / "out.npz"
-        raw = [
+        raw: list[dict[str, Any]] = [
             {"tokens": [int(t) for t in s.tokens], "rows": s.rows, "nodes": list(s.nodes)}
             for s in steps
         ]
+        for i, step in enumerate(steps):
+            if step.embd is not None and step.axes is not None:
+                np.save(self._scratch / f"embd{i}.npy", step.embd)
+                raw[i] |= {"embd": str(self._scratch / f"embd{i}.npy"), "axes": step.axes.tolist()}
+                raw[i]["n_positions"] = step.n_positions
         reply = self.request("run", model=str(model), cfg=cfg, steps=raw, out=str(out))
         results = [StepResult(seconds=s) for s in reply["seconds"]]
         with np.load(out) as arrays:

@@ -10,7 +10,8 @@ reply has "ok"; with ok false, "error" says why. Operations (fields beside "op")
                                   {"tokens": [...], "rows": "all" | "last" | "none", "nodes": [..]}
                                   out gets logits{i} [rows, n_vocab] and node/{i}/{name}/{il}.
                                   nodes [] keeps none, ["*"] every named one; such a step must fit
-                                  one ubatch.
+                                  one ubatch. In place of tokens a step may have rows of a picture:
+                                  {"embd": .npy [n, n_embd], "axes": [3][n], "n_positions": n}
     greedy  model cfg prompts n   free-running argmax text for each prompt; returns ids and the
                                   smallest top-two margin met
     draft   model cfg parts n out    model and MTP block read a text in parts; after each of them
@@ -216,11 +217,29 @@ class Context:
         flat = self.up.llama.llama_get_logits(self.handle)
         return np.ctypeslib.as_array(flat, (n_rows, self.model.n_vocab)).copy()
 
+    def show(
+        self, rows: npt.NDArray[np.float32], axes: list[list[int]], n_positions: int
+    ) -> npt.NDArray[np.float32]:
+        """Run rows of a picture, [n, n_embd]; return the logits of the last one.
+
+        axes: positions on three axes, counted from the last position.
+        """
+        pos = np.zeros((4, len(rows)), np.int32)
+        pos[:3] = self.n_past + np.array(axes)
+        self._run_rows(rows, pos.reshape(-1))
+        self.n_past += n_positions
+        flat = self.up.llama.llama_get_logits_ith(self.handle, -1)
+        return np.ctypeslib.as_array(flat, (1, self.model.n_vocab)).copy()
+
     def inject(self, features: npt.NDArray[np.float32]) -> None:
         """Have a DFlash drafter make K and V of positions, [n, n_layers * n_embd]."""
         places = self.n_past + np.arange(len(features), dtype=np.int32)
         # one position for each axis of rope, if it has several
         pos = np.concatenate([places, places, places, np.zeros_like(places)])
+        self._run_rows(features, pos)
+        self.n_past += len(features)
+
+    def _run_rows(self, features: npt.NDArray[np.float32], pos: npt.NDArray[np.int32]) -> None:
         rows = np.ascontiguousarray(features, np.float32)
         batch = self.up.llama.llama_batch()  # what is not given has its default
         batch.n_tokens = len(features)
@@ -229,7 +248,6 @@ class Context:
         status = self.up.llama.llama_decode(self.handle, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}: {self.up.log_tail()}")
-        self.n_past += len(features)
 
 
 class Server:
@@ -282,7 +300,10 @@ class Server:
             if context.wanted and len(step["tokens"]) > cfg.n_ubatch:
                 raise ValueError(f"step {i} keeps nodes but does not fit n_ubatch {cfg.n_ubatch}")
             start = time.perf_counter()
-            logits = context.decode(step["tokens"], step.get("rows", "all"))
+            if step.get("embd"):
+                logits = context.show(np.load(step["embd"]), step["axes"], step["n_positions"])
+            else:
+                logits = context.decode(step["tokens"], step.get("rows", "all"))
             seconds.append(time.perf_counter() - start)
             if len(logits):
                 arrays[f"logits{i}"] = logits
