@@ -86,14 +86,15 @@ def make_venv() -> None:
     (VENV / STAMP).write_text("")
 
 
-def prepare(build_arguments: list[str], extras: str) -> None:
+def prepare(build_arguments: list[str] | None, extras: str) -> None:
     """Bring .venv, the native libraries and the installed package up to date.
 
     Takes little time if they already are. build_arguments: of scripts/build; without any, the
-    libraries are built again for the device for which they were built last.
+    libraries are built again for the device for which they were built last. None: keep them.
     """
     make_venv()
-    run_build(build_arguments or built_device())
+    if build_arguments is not None:
+        run_build(build_arguments or built_device())
     if _install(extras, VENV / STAMP):
         for packages in VENV.glob("lib/python3*/site-packages"):
             (packages / "moegraph-checkout.pth").write_text(f"{ROOT}\n")

@@ -108,6 +108,10 @@ class Upstream:
         self._log_lines: list[str] = []
         self._silence()
         self._check_layout()
+        ggml = ctypes.CDLL(_mapped("libggml")[0])
+        if ggml.ggml_backend_reg_count() == 0:  # of a build that is not linked to its backends
+            ggml.ggml_backend_load_all_from_path(str(lib_dir).encode())
+            self.paths["libggml-cpu"] = _mapped("libggml-cpu")
         self.llama.llama_backend_init()
 
     @staticmethod
