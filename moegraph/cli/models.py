@@ -84,14 +84,14 @@ def model_options(command: Decorated) -> Decorated:
     )(hf_option(command))  # fmt: skip
 
 
-def target_argument(command: Callable[..., None]) -> Callable[..., None]:
+def target_argument(command: Callable[..., None], is_needed: bool = True) -> Callable[..., None]:
     """Add the argument TARGET, -m and -hf to a command, which gets one model as `target`."""
 
     @functools.wraps(command)
     def run(target: str | None, **given: Any) -> None:
         named = option_target(given, target)
         del given["model"], given["hf_repo"]
-        command(target=require_target(target, named), **given)
+        command(target=(require_target if is_needed else only_target)(target, named), **given)
 
     argument = click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
     return argument(model_options(run))
@@ -145,10 +145,12 @@ def local_path(target: str | Path) -> Path:
         return resolve_target(target, bars, say, memory_for_model)
 
 
-def memory_for_model() -> int:
-    """Return the bytes of memory for a model: of this machine's first card, and of the host."""
-    card, spare = gpu_card(), host_memory().spare or 0
-    return (card.n_bytes if card else 0) + spare - _FOR_CONTEXT
+def memory_for_model(card_bytes: int | None = None) -> int:
+    """Return the bytes of memory for a model: of a card (default: the first), and of the host."""
+    if card_bytes is None:
+        card = gpu_card()
+        card_bytes = card.n_bytes if card else 0
+    return card_bytes + (host_memory().spare or 0) - _FOR_CONTEXT
 
 
 def warn_beyond_training(engine: Engine, n_prompt: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,10 @@ from .prediction import AUTO, Assumption, Prediction, Routing, Times, show_promp
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
+    from ..experts.cost import Machine
     from ..experts.policy import Policy
     from ..placement.identity import RouterShape
+    from ..placement.known import KnownModel
     from ..placement.planner import Footprint
     from ..placement.trace import Trace
 
@@ -52,8 +55,13 @@ _HEADER = (
 )  # fmt: skip
 
 
+# Without a model: what may be given, and tokens of a generated trace.
+_OF_MACHINE = ("vram", "driver_memory", "machine", "as_json")
+_N_KNOWN = 256
+
+
 @click.command("plan")
-@target_argument
+@functools.partial(target_argument, is_needed=False)
 @click.option(
     "--vram", multiple=True, metavar="SIZE",
     help="Device memory of the card, such as 8 (in GiB) or 8192MiB, or of several cards, such as "
@@ -84,10 +92,12 @@ _HEADER = (
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
-    target: str, vram: tuple[str, ...], driver_memory: str, profile_path: Path | None,
+    target: str | None, vram: tuple[str, ...], driver_memory: str, profile_path: Path | None,
     profile_class: str | None, trace_path: Path | None, machine: str, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Show how the planner divides device memory for the model TARGET, without loading weights.
+
+    Without TARGET, it shows which of the best-known models this machine can run, and how fast.
 
     A full layer has all its experts on the device; the other layers share the slots, and have
     copies of their experts in host memory. The last column is the -ncmoe (number of layers whose
@@ -96,6 +106,7 @@ def plan_command(
 
     \b
     Examples:
+      moegraph plan
       moegraph plan model.gguf
       moegraph plan model.gguf --vram 8 --vram 12 -c 32768 -ctk q8_0 -ctv q8_0
       moegraph plan model.gguf --vram 12 --vram 8,12
@@ -115,6 +126,9 @@ def plan_command(
         if shares is not None and len(cards) not in (1, len(shares)):
             raise click.UsageError(f"--split has {len(shares)} entries for {len(cards)} cards")
     reserve, assumed = parse_bytes(driver_memory), Assumption.of(machine)
+    if target is None:
+        _show_known(assumed, [sum(cards) for cards in given_sizes], reserve, as_json)
+        return
     with models.open_header(target) as model, ExitStack() as stack:
         trace = _trace(trace_path, router_shape(model))
         routing = Routing.of(trace, profile_path, profile_class)
@@ -131,6 +145,56 @@ def plan_command(
             click.echo(json.dumps(_report(model, job, rows)))
         else:
             _show(model, job, rows)
+
+
+def _show_known(assumed: Assumption, sizes: list[int], reserve: int, as_json: bool) -> None:
+    """Print which known models fit into card and host memory, and their predicted speed."""
+    from ..placement.known import known_models
+
+    for param in click.get_current_context().command.params:
+        if param.name not in _OF_MACHINE and options.is_typed(param.name or ""):
+            raise click.UsageError(f"{param.opts[0]} is for a model; give TARGET or -hf")
+    card = max(sizes, default=assumed.card.n_bytes if assumed.card else 0)
+    room, rows = models.memory_for_model(card), list[dict[str, Any]]()
+    for one in known_models(room):
+        share, speed = None, None
+        if card and one.n_bytes <= room:
+            with suppress(OutOfDeviceMemory):
+                share, speed = _predict_known(one, card - reserve, assumed.machine([card]))
+        rows.append({
+            "name": one.name, "repo": one.repo, "quant": one.quant, "bytes": one.n_bytes,
+            "fits": one.n_bytes <= room, "resident_share": share, "decode_tps": speed,
+        })  # fmt: skip
+    if as_json:
+        click.echo(json.dumps({"card_bytes": card, "memory_bytes": room, "models": rows}))
+        return
+    title = assumed.machine([card]).title if card else "no card, so the CPU computes"
+    ui.heading(f"{title}; {format_bytes(room)} of card and host memory for a model")
+    ui.table([
+        (r["name"], r["quant"], format_bytes(r["bytes"]),
+         ui.NONE if r["resident_share"] is None else format_share(r["resident_share"]),
+         ui.NONE if r["decode_tps"] is None else f"{r['decode_tps']:.0f}", f"-hf {r['repo']}")
+        for r in rows if r["fits"]
+    ], ("model", "type", "about", "experts on the card", "tok/s", "moegraph chat"))  # fmt: skip
+    if large := [r["name"] for r in rows if not r["fits"]]:
+        ui.note(f"too large for this memory: {', '.join(large)}")
+
+
+def _predict_known(model: KnownModel, usable: int, machine: Machine) -> tuple[float, float]:
+    """Return the share of experts in so many bytes of a card, and tokens a second."""
+    from ..experts.policy import parse_policy
+    from ..placement.generator import generate_trace
+    from ..placement.identity import RouterShape
+    from ..placement.planner import make_plan
+
+    need = model.need
+    plan = make_plan(need, usable)
+    shape = RouterShape(need.n_layer, need.n_expert, need.n_expert_used)
+    routing = Routing(generate_trace(shape, _N_KNOWN), None, None)
+    times = Times.of(machine, need.slot_bytes, model.token)
+    policy = parse_policy(EngineConfig.policy)
+    found = routing.predict(plan.n_slots, policy, times, "auto", skip=_N_KNOWN // 2)
+    return round(plan.resident_share, 5), round(found.found.tokens_per_s, 2)
 
 
 @dataclass(frozen=True)
