@@ -107,8 +107,10 @@ class GptOss(CommonArchitecture):
         weights = b.get_rows(b.reshape(probs, 1, self.n_expert, n_tokens), topk)
         weights = b.reshape(b.name(weights, "ffn_moe_weights", il), k, n_tokens)
         data = b.soft_max(weights)
-        weights = b.name(b.reshape(data, 1, k, n_tokens), "ffn_moe_weights_softmax", il)
-        return Routing(argsort, topk, b.expand(weights), data)
+        weights = b.expand(b.name(b.reshape(data, 1, k, n_tokens), "ffn_moe_weights_softmax", il))
+        # read last: CUDA runs five kernels if the weights take the memory of the scores
+        b.expand(b.reshape(probs, self.n_expert, n_tokens))
+        return Routing(argsort, topk, weights, data)
 
 
 def _read_windows(meta: Metadata, n_layer: int) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moegraph.arch.base import Routing
+from moegraph.arch.gptoss import GptOss
 from moegraph.engine import Engine
 from moegraph.ggml.device import Device
 from moegraph.ggml.ops import F32, Builder
@@ -70,3 +72,16 @@ def test_no_plan_keeps_a_dropped_graph(
     found = engine.forward([1, 2, 3], greedy=True), engine.forward([5], greedy=True)
     np.testing.assert_array_equal(found, expected)
     assert dropped() is None and head in part.graphs._graphs
+
+
+def test_weights_of_gpt_oss_do_not_take_the_memory_of_its_scores(
+    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or CUDA would not run the choice of experts as one kernel."""
+    found: list[Routing] = []
+    build = GptOss.router
+    monkeypatch.setattr(GptOss, "router", lambda *x: found.append(build(*x)) or found[-1])
+    engine = open_engine("gptoss", n_ctx=256)
+    found.clear()  # of graphs that were only measured
+    engine.forward([1, 2, 3], greedy=True)
+    assert found and all(r.weights_data.data != r.argsort.src[0].data for r in found)
