@@ -21,7 +21,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ..kinds import MAX_FETCH_ROWS
+from ..kinds import MAX_CPU_ROWS, MAX_FETCH_ROWS
 
 # What a launch of a kernel takes. On an H200, a token of a 35B-A3B takes llama.cpp 4.48 ms in 1,580
 # kernels, and moegraph 2.33 ms in 661, of the same weights.
@@ -140,6 +140,10 @@ def best_split(on_cpu: Sequence[float], streamed: Sequence[float]) -> list[int]:
     return [best(n) for n in range(min(len(on_cpu), len(streamed)))]
 
 
+# Weight of the last layer in what is known of the CPU's speed: a pass has some forty.
+_CPU_WEIGHT = 0.03
+
+
 class MissSplit:
     """How many of the missing experts of a layer the CPU computes; the device computes the others.
 
@@ -153,6 +157,7 @@ class MissSplit:
         self, on_cpu: Sequence[float], streamed: Sequence[float], per_row: float = 1.0
     ) -> None:
         self.on_cpu, self.streamed, self._per_row = list(on_cpu), list(streamed), per_row
+        self._slower, self._expected = [1.0] * (MAX_CPU_ROWS + 1), 0.0
         self.decode = best_split(on_cpu, streamed)
 
     @classmethod
@@ -161,25 +166,35 @@ class MissSplit:
         free, never = [0.0] * (n_expert_used + 1), [0.0] + [math.inf] * n_expert_used
         return cls(free, never) if on_cpu else cls(never, free)
 
-    def n_cpu(self, rows: Sequence[int]) -> int:
+    def n_cpu(self, rows: Sequence[int], n_rows: int = 0) -> int:
         """Return how many experts the CPU takes, counted from the end of rows.
 
-        rows: how many rows chose each missing expert, in falling order.
+        rows: how many rows chose each missing expert, in falling order. n_rows: of the pass.
         """
-        n, more = len(rows), self._per_row
+        n, more, slower = len(rows), self._per_row, self._slower[n_rows]
         # what the CPU computes if it takes 0, 1, ... experts
         loads = [0.0, *accumulate(1.0 + more * (r - 1) for r in reversed(rows))]
 
         def is_cpu_last(c: int) -> bool:
-            return _seconds(self.on_cpu, loads[c]) >= _seconds(self.streamed, n - c)
+            return slower * _seconds(self.on_cpu, loads[c]) >= _seconds(self.streamed, n - c)
 
         # the fewest with which the CPU takes as long as the uploads; with all of them it does
         fewest = bisect_left(range(n), True, key=is_cpu_last)
-        if fewest and _seconds(self.streamed, n - fewest + 1) <= _seconds(
-            self.on_cpu, loads[fewest]
-        ):
-            return fewest - 1
+        seconds = slower * _seconds(self.on_cpu, loads[fewest])
+        if fewest and _seconds(self.streamed, n - fewest + 1) <= seconds:
+            fewest -= 1
+        self._expected = _seconds(self.on_cpu, loads[fewest])
         return fewest
+
+    def took(self, n_rows: int, seconds: float) -> None:
+        """Note how long the CPU took for what `n_cpu` gave it last, in a pass of n_rows rows.
+
+        0: `n_cpu` gave it nothing. It was timed alone; beside uploads, which its first thread
+        enqueues, it is slower.
+        """
+        if n_rows > 1 and seconds and 0.0 < self._expected < math.inf:
+            slower = min(max(seconds / self._expected, 0.5), 4.0)
+            self._slower[n_rows] += _CPU_WEIGHT * (slower - self._slower[n_rows])
 
 
 # Share of the choices that miss, by the share of its experts that a layer has slots for: `lfu` on

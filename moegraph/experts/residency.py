@@ -273,7 +273,7 @@ class Residency:
             # while the device uploads an expert once
             chosen = Counter(ids.tolist())
             missing = sorted(missing, key=chosen.__getitem__, reverse=True)
-            n_cpu = self.split.n_cpu([chosen[e] for e in missing])
+            n_cpu = self.split.n_cpu([chosen[e] for e in missing], n_tokens)
         return missing[len(missing) - n_cpu :]
 
     def _promote(self, layer: LayerSlots, experts: list[int], working_set: set[int]) -> Pairs:

@@ -249,7 +249,8 @@ class LayeredRunner(Runner):
             else:
                 remedy = residency.routed(il, real)
             if remedy and misses and step.add:
-                misses.carry_out(il, remedy, ids, n_tokens, step.add)
+                cpu_s = misses.carry_out(il, remedy, ids, n_tokens, step.add)
+                residency.split.took(n_tokens, cpu_s)
             if step.sum_rows and il == step.lacking:
                 status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
                 if status:

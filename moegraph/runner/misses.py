@@ -351,12 +351,14 @@ class MissHandler(Owner):
 
     def carry_out(
         self, il: int, remedy: Remedy, ids: Ids, n_tokens: int, graphs: Mapping[str, BuiltGraph]
-    ) -> None:
+    ) -> float:
         """Upload or compute the missing experts of a layer, and launch the graphs that add them.
 
-        ids: I32 [n_tokens * n_expert_used], the pass's choice. graphs: see `LaunchStep`.
+        ids: I32 [n_tokens * n_expert_used], the pass's choice. graphs: see `LaunchStep`. Return the
+        seconds that the CPU computed.
         """
-        uploads, cpu = self.uploads, self.cpu_experts
+        uploads, cpu, seconds = self.uploads, self.cpu_experts, 0.0
+        begin = time.perf_counter()
         if remedy.on_cpu:
             if cpu is None:
                 raise InternalError(f"layer {il}: there is nothing that computes on the CPU")
@@ -366,13 +368,15 @@ class MissHandler(Owner):
         if remedy.staged:
             uploads.add_staged(il, remedy.staged, ids, graphs)
         if cpu and remedy.on_cpu:
+            cpu.end()
+            seconds = time.perf_counter() - begin
             self._add_from_cpu(il, cpu, graphs["cpu"])
             self.n_cpu_experts += len(remedy.on_cpu)
         if remedy.promoted:
             uploads.promote(il, remedy.promoted)
+        return seconds
 
     def _add_from_cpu(self, il: int, cpu: CpuExperts, graph: BuiltGraph) -> None:
-        cpu.end()
         compute, y = self._device.compute.ptr, graph.outputs
         C.ggml_backend_tensor_set_async(compute, y, cpu.address("y"), 0, C.ggml_nbytes(y))
         status = C.mg_launch(compute, graph.graph, ffi.NULL, 0)
