@@ -22,7 +22,7 @@ from moegraph import errors
 from moegraph.cli import main as program
 from moegraph.cli.options import group_of
 from moegraph.cli.program import COMMANDS, load_command
-from moegraph.config import GROUPS
+from moegraph.config import DRAFT_GROUP, GROUPS
 from moegraph.config import settings as engine_settings
 from moegraph.sampling import settings as sampling_settings
 
@@ -91,6 +91,7 @@ def shared() -> dict[str, list[click.Option]]:
     sampling = {setting.name for setting in sampling_settings()} | {"logit_bias", "ignore_eos"}
     options = visible(load_command("chat"))
     return {
+        "Model options": [option for option in options if option.name in ("model", "hf_repo")],
         "Engine options": [option for option in options if option.name in engine],
         "Sampling options": [option for option in options if option.name in sampling],
     }
@@ -113,13 +114,17 @@ def shared_line(title: str, usual: list[click.Option], has: list[click.Option]) 
     if not found:
         return []
     if len(missing) <= len(found):
-        but = f" but {_flags(missing)}" if missing else ""
+        but = f" but {_flags(missing, usual)}" if missing else ""
         return [f"Also the {where}{but}.", ""]
-    return [f"Also, of the {where}: {_flags(found)}.", ""]
+    return [f"Also, of the {where}: {_flags(found, usual)}.", ""]
 
 
-def _flags(options: list[click.Option]) -> str:
-    return ", ".join(f"`{option.opts[-1]}`" for option in options)
+def _flags(options: list[click.Option], usual: list[click.Option]) -> str:
+    """Return flags; those of drafts in three words if they are all that there are."""
+    drafts = [option for option in usual if group_of(option) == DRAFT_GROUP]
+    all_drafts = bool(drafts) and all(option in options for option in drafts)
+    names = [f"`{o.opts[-1]}`" for o in options if not (all_drafts and o in drafts)]
+    return ", ".join(names + ["those of drafts"] * all_drafts)
 
 
 def table(options: list[click.Option], context: click.Context) -> list[str]:

@@ -118,7 +118,7 @@ _NO_COMMANDS = {
     "create push": "moegraph runs a GGUF file as it is",
     "generate complete completions cli main": "`moegraph run TARGET -p TEXT` continues a text",
     "server start up": "`moegraph serve TARGET` is the server",
-    "perplexity quantize convert": "llama.cpp has programs for that",
+    "quantize convert": "llama.cpp has programs for that",
 }
 NO_COMMANDS = {name: hint for names, hint in _NO_COMMANDS.items() for name in names.split()}
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.I | re.A)

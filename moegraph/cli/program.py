@@ -36,6 +36,7 @@ COMMANDS = {
         "Replay a routing trace with other cache sizes and policies.",
     ),
     "bench": ("bench.bench", "Measure speed as llama-bench does."),
+    "perplexity": ("perplexity.perplexity", "Measure how well a model predicts a text."),
     "doctor": ("doctor.doctor", "Check the installation and the machine."),
     "pull": ("models.pull", "Download a model, or check the one that is there."),
     "models": ("models.list_models", "List or remove downloaded models."),

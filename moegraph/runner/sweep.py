@@ -37,6 +37,9 @@ from .sweep_batch import (
 )
 from .sweeps import SweepMemory, Sweeps
 
+# Rows of one head, where all rows have results: logits of more would take memory of the device.
+_HEAD_ROWS = 64
+
 
 def _joined(outputs: Sequence[Output]) -> Output:
     argmax = [o.argmax for o in outputs if o.argmax is not None]
@@ -155,8 +158,11 @@ class Sweep:
                 self._prompt(segment.slot).n_whole = segment.end
         if batch.all_rows:
             for chunk in part:
-                yield SweepStep("head", chunk.n)
-                outputs.append(head(batch, chunk.row, chunk.n))
+                before = chunk.segments[0].first - self.prompts[0].n_past
+                for row in range(max(batch.n_skipped - before, 0), chunk.n, _HEAD_ROWS):
+                    n = min(_HEAD_ROWS, chunk.n - row)
+                    yield SweepStep("head", n)
+                    outputs.append(head(batch, chunk.row + row, n))
             return
         for chunk in part:
             row = chunk.row - 1

@@ -27,7 +27,7 @@ class SweepBatch:
     """What a sweep computes.
 
     tokens: I32 numpy [n]. slot: the sequence that they continue. all_rows, greedy, draws: as in
-    `Batch`; draws only without all_rows.
+    `Batch`; draws only without all_rows. n_skipped: of all rows, the first ones without results.
     cuts: positions at which chunks are cut and the recurrent states copied to host memory: they are
     in `Sweep.saved` once it has ended, as far as there was memory for them.
     as_pass: compute it as one pass.
@@ -50,6 +50,7 @@ class SweepBatch:
     max_rows: int = 0
     is_rounded: bool = False
     pictures: PictureRows | None = None
+    n_skipped: int = 0
     readers: Mapping[int, HiddenReader] = field(default_factory=dict)
 
 

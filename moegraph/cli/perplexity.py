@@ -1,0 +1,122 @@
+"""`moegraph perplexity`: how well a model predicts a text, in llama-perplexity's figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from ..errors import RequestError
+from ..interrupt import cancel_on_interrupt
+from . import models, options
+from .models import target_argument
+from .options import Command
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ..bench.perplexity import Scored
+
+_HEADING = (
+    "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence              "
+    "Δp RMS            Same top p"
+)
+
+
+@click.command(cls=Command)
+@target_argument
+@click.option("-f", "--file", metavar="FILE", help="Read the text from FILE (-: stdin).")
+@click.option(
+    "--chunks", type=click.IntRange(1), default=None, metavar="N",
+    help="Score only the first N chunks of the text.",
+)  # fmt: skip
+@click.option(
+    "--kl-divergence-base", "--save-all-logits", "base_path", type=click.Path(path_type=Path),
+    metavar="FILE", help="Write the probabilities to FILE, in llama.cpp's format.",
+)  # fmt: skip
+@click.option(
+    "--kl-divergence", "compares", is_flag=True,
+    help="Compare with the probabilities in the file of --kl-divergence-base, which has the text "
+    "too.",
+)  # fmt: skip
+@options.engine_options("cache_ram", drafts=False, n_ctx=512)
+def perplexity(
+    target: str, file: str | None, chunks: int | None, base_path: Path | None, compares: bool,
+    **given: Any,
+) -> None:  # fmt: skip
+    """Measure how well the model TARGET predicts a text, as llama-perplexity does.
+
+    The text is cut into chunks of -c tokens. The second half of each is scored, and what is printed
+    after each chunk is the perplexity so far. Figures are llama-perplexity's.
+
+    \b
+    Examples:
+      moegraph perplexity model.gguf -f wiki.test.raw
+      moegraph perplexity Q8_0.gguf -f wiki.test.raw --chunks 50 --kl-divergence-base q8.kld
+      moegraph perplexity Q4_K_M.gguf --kl-divergence-base q8.kld --kl-divergence
+    """
+    from ..bench.perplexity import MIN_CTX, begin_base, chunks_of, open_base, score
+
+    config, text, base, n_expected = options.build_config(given), "", None, 0
+    if compares:
+        if base_path is None or file is not None:
+            raise RequestError("--kl-divergence takes --kl-divergence-base FILE in place of -f")
+        n_expected, ids, base = open_base(base_path)
+        if options.is_given("n_ctx") and config.n_ctx != ids.shape[1]:
+            raise RequestError(f"{base_path}: made with a context of {ids.shape[1]}; leave -c away")
+        config = replace(config, n_ctx=ids.shape[1])
+    elif file is None:
+        raise RequestError("no text; give -f FILE")
+    else:
+        text = options.read_text(file)
+    if config.n_ctx < MIN_CTX:
+        raise RequestError(f"-c is {config.n_ctx}; a chunk has at least {MIN_CTX} tokens")
+    with ExitStack() as stack:
+        model = stack.enter_context(models.open_header(target))
+        models.require_vocabulary(model)
+        n_vocab, n_expected = model.hparams.n_vocab, n_expected or model.hparams.n_vocab
+        if n_vocab != n_expected:
+            raise RequestError(
+                f"{base_path}: of a vocabulary of {n_expected} tokens, not {n_vocab} as the model's"
+            )
+        engine = stack.enter_context(models.load_engine(model, config, text=True))
+        if base is None:
+            ids = chunks_of(engine, text, config.n_ctx)
+        ids = ids[:chunks]
+        scored = score(engine, ids, stack.enter_context(cancel_on_interrupt()))
+        if base is not None:
+            _compare(scored, base)
+        else:
+            output = stack.enter_context(base_path.open("wb")) if base_path else None
+            if output:
+                begin_base(output, ids, n_vocab)
+            _measure(scored, output)
+        models.show_messages(engine)
+
+
+def _measure(chunks: Iterator[list[Scored]], base: BinaryIO | None) -> None:
+    """Print the perplexity after each chunk, and at the end."""
+    from ..bench.perplexity import estimate, nlls
+
+    found: list[float] = []
+    for i, rows in enumerate(chunks, 1):
+        found += nlls(rows, base)
+        click.echo(f"[{i}]{math.exp(math.fsum(found) / len(found)):.4f},", nl=False)
+    click.echo(f"\n{estimate(found)}")
+
+
+def _compare(chunks: Iterator[list[Scored]], base: npt.NDArray[np.uint16]) -> None:
+    """Print the statistics after each chunk, and those of all."""
+    from ..bench.perplexity import Divergence
+
+    found = Divergence()
+    click.echo(_HEADING)
+    for i, (rows, words) in enumerate(zip(chunks, base), 1):
+        click.echo(f"{i:4d}{found.add(rows, words)}")
+    click.echo("\n".join(["", *found.lines()]))

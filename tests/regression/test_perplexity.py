@@ -1,0 +1,102 @@
+"""Perplexity and KL divergence: llama-perplexity's file and printed digits."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from oracle.client import oracle_folder
+from regression.harness import ROOT, Models, held_out_text
+
+SOURCE = ROOT / "build" / "llama.cpp"
+SETTINGS = ["-t", "1", "-c", "64"]
+# Its own main may end before the last lines are written.
+MAIN = """
+#include "log.h"
+int llama_perplexity(int argc, char ** argv);
+int main(int argc, char ** argv) {
+    const int code = llama_perplexity(argc, argv);
+    common_log_flush(common_log_main());
+    return code;
+}
+"""
+MATCHED = ["-b", "64", "--no-repack", "-fa", "on", "--swa-full"]
+
+
+def sum_in_order() -> None:
+    """On one core, llama-perplexity has no other threads, which would add tokens in any order."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """llama-perplexity of the pinned source, with the libraries of unpatched llama.cpp."""
+    folder = oracle_folder()
+    if folder is None or not list((folder / "lib").glob("libllama-common.so")):
+        pytest.skip("no unpatched llama.cpp to compare with; scripts/test makes it in .oracle")
+    lib, program = folder / "lib", tmp_path_factory.mktemp("program") / "llama-perplexity"
+    main = program.with_suffix(".cpp")
+    main.write_text(MAIN)
+    includes = [f"-I{SOURCE / one}" for one in ("common", "include", "ggml/include")]
+    libraries = ["llama-common", "llama", "ggml", "ggml-cpu", "ggml-base"]
+    subprocess.run(
+        ["g++", "-std=c++17", "-O1", *includes, SOURCE / "tools/perplexity/perplexity.cpp", main,
+         f"-L{lib}", f"-Wl,-rpath-link,{lib}", *(f"-l{one}" for one in libraries), "-lpthread",
+         "-o", program], check=True,
+    )  # fmt: skip
+
+    def run(model: Path, *args: object) -> str:
+        done = subprocess.run(
+            [program, "-m", model, *SETTINGS, *MATCHED, *map(str, args)],
+            check=True,
+            capture_output=True,
+            text=True,
+            preexec_fn=sum_in_order,
+            env={**os.environ, "LD_LIBRARY_PATH": str(lib), "OMP_WAIT_POLICY": "passive"},
+        )
+        return done.stdout + done.stderr
+
+    return run
+
+
+def ours(model: Path, *args: object) -> list[str]:
+    from moegraph.cli import main
+
+    command = ["perplexity", model, *SETTINGS, "--device", "cpu", *args]
+    done = CliRunner().invoke(main, [str(arg) for arg in command])
+    assert done.exit_code == 0, done.output
+    return done.stdout.splitlines()
+
+
+def nine_digits(lines: list[str]) -> list[str]:
+    """Return lines with 9 digits of each number; a random model's perplexity is printed with more.
+
+    A few values of the C library's expf are not the nearest ones.
+    """
+    return [re.sub(r"[\d.]+\d", lambda found: f"{float(found[0]):.9g}", line) for line in lines]
+
+
+@pytest.mark.parametrize("name", ["tiny", "gemma4"])  # gemma4: begins with BOS, has windows
+def test_digits_and_file_are_those_of_llama_perplexity(
+    name: str, theirs: Any, models: Models, tmp_path: Path
+) -> None:
+    text, path = tmp_path / "text", models.path(name)
+    text.write_text(held_out_text()[:4000])
+    files = [tmp_path / "theirs.kld", tmp_path / "ours.kld"]
+    for more in ([], ["--kl-divergence-base"]):
+        given = ["-f", text, "--chunks", 5, *more]
+        expected = theirs(path, *given, *(files[:1] if more else []))
+        found = ours(path, *given, *(files[1:] if more else []))
+        assert nine_digits(found) == nine_digits(re.findall(r"\[1\].*|Final.*", expected))
+    rows = [np.fromfile(file, dtype=np.uint16).astype(np.int32) for file in files]
+    assert len(rows[0]) == len(rows[1]) and (rows[0] != rows[1]).sum() < 5  # of sums' last bits
+    given = ["-ctk", "q8_0", "-ctv", "q8_0", "--kl-divergence", "--kl-divergence-base", files[0]]
+    expected, found = theirs(path, *given), ours(path, *given)
+    expected = expected[expected.index("chunk  ") :].splitlines()
+    assert nine_digits(found) == nine_digits(expected[: len(found)]) and len(found) > 40
