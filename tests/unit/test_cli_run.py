@@ -23,7 +23,7 @@ from helpers.fake_engine import (
 )  # fmt: skip
 
 from moegraph.cli import ui
-from moegraph.cli.outputs import OutputFile
+from moegraph.cli.run import OutputFile
 from moegraph.config import EngineConfig
 from moegraph.errors import (
     ConfigError,
