@@ -222,7 +222,7 @@ def _select(name: str) -> dict[str, Any]:
         return _select_remote(name)
     found = list(_find_devices(name))
     cards = [spelling for spelling, kind, *_ in found if kind == "cuda"]
-    lacks = "" if cards or name == "cpu" else cuda_lack()
+    lacks = cuda_lack() if not cards and name.startswith(("auto", "cuda")) else ""
     wanted = "cuda:0" if name == "cuda" else name
     if name == "auto":
         wanted = cards[0] if cards else "cpu"
@@ -233,10 +233,9 @@ def _select(name: str) -> dict[str, Any]:
     for device in found:
         if device[0] == wanted:
             return _describe(*device)
-    reason = (
-        "" if cards else "; " + (unused_card(library_dir()) or "this machine has no CUDA device")
-    )
-    raise ConfigError(f"no device {name!r}; available: {', '.join(['cpu', *cards])}{reason}")
+    none = unused_card(library_dir()) or "there is no CUDA device (see moegraph doctor)"
+    listed = ", ".join(["cpu", *cards]) + ("" if cards else f"; {none}")
+    raise ConfigError(f"no device {name!r}; available: {listed}")
 
 
 def _select_remote(name: str) -> dict[str, Any]:
