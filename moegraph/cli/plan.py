@@ -31,7 +31,17 @@ from .budget import (
     slots_text,
 )
 from .models import target_argument
-from .prediction import AUTO, Assumption, Prediction, Routing, Times, show_prompts, trace_fields
+from .prediction import (
+    AUTO,
+    Assumption,
+    Prediction,
+    Routing,
+    Times,
+    host_limit,
+    host_options,
+    show_prompts,
+    trace_fields,
+)
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
@@ -40,6 +50,7 @@ if TYPE_CHECKING:
     from ..placement.identity import RouterShape
     from ..placement.known import KnownModel
     from ..placement.planner import Footprint
+    from ..placement.simulate import HostLimit
     from ..placement.trace import Trace
 
 # The engine settings that a plan depends on.
@@ -90,10 +101,12 @@ _N_KNOWN = 256
     "the output of doctor --measure. auto: the card of this machine if it has so much memory, or "
     "else a usual card of that size.",
 )  # fmt: skip
+@host_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
     target: str | None, vram: tuple[str, ...], driver_memory: str, profile_path: Path | None,
-    profile_class: str | None, trace_path: Path | None, machine: str, as_json: bool, **given: Any,
+    profile_class: str | None, trace_path: Path | None, machine: str, host_mem: str | None,
+    disk: float, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Show how the planner divides device memory for the model TARGET, without loading weights.
 
@@ -135,7 +148,8 @@ def plan_command(
         demand = routing.profile.demand().tolist() if routing.profile else None
         planner = Planner(model, config, stack, reserve, demand, shares)
         need, policy = planner.need_of(config.n_rows), parse_policy(config.policy)
-        job = _Job(config, policy, assumed, need, routing, token_work(model))
+        limit = host_limit(host_mem, disk)
+        job = _Job(config, policy, assumed, need, routing, token_work(model), limit)
         own = assumed.card.n_bytes if assumed.card else None
         sizes = given_sizes or [[n] for n in planner.default_sizes(own)]
         rows = [_predict(planner.budget(cards), job) for cards in sizes]
@@ -210,6 +224,7 @@ class _Job:
     need: Footprint
     routing: Routing
     token: tuple[int, int, int]
+    limit: HostLimit | None
 
 
 @dataclass(frozen=True)
@@ -240,7 +255,7 @@ def _predict(budget: Budget, job: _Job) -> _Row:
     return _Row(budget, times, job.routing.predict(
         budget.plan.n_slots, job.policy, times, job.config.miss, budget.n_ubatch,
         stages=[stage.layers for stage in budget.stages],
-        skip=_N_WARM if trace.n_tokens - trace.n_prompt > 2 * _N_WARM else 0,
+        skip=_N_WARM if trace.n_tokens - trace.n_prompt > 2 * _N_WARM else 0, limit=job.limit,
     ))  # fmt: skip
 
 
@@ -267,10 +282,21 @@ def _show(model: ModelFile, job: _Job, rows: list[_Row]) -> None:
         ui.note(line)
     most = max((b.plan.host_bytes for b in budgets if b.plan), default=0)
     spare = host_memory().spare
-    if spare is not None and spare < most:
+    if job.limit:
+        _show_limit(job.limit, rows)
+    elif spare is not None and spare < most:
         ui.note(f"this machine has {format_bytes(spare)} of host memory for copies of experts, not "
                 f"{format_bytes(most)}; reading the rest from the file makes tokens slower than "
-                "predicted")  # fmt: skip
+                "predicted; --host-mem predicts that")  # fmt: skip
+
+
+def _show_limit(limit: HostLimit, rows: list[_Row]) -> None:
+    for row in rows:
+        if row.found:
+            n_bytes = row.found.found.file_bytes // row.found.found.n_tokens
+            ui.note(f"{row.budget.title} with {format_bytes(limit.n_bytes)} of host memory: a "
+                    f"token reads {format_bytes(n_bytes)} from the file, "
+                    f"{1e3 * n_bytes / limit.disk_rate:.1f} ms")  # fmt: skip
 
 
 def _show_drafts(budgets: list[Budget]) -> None:

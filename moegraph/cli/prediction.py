@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ..config import CPU_ROWS
-from ..units import format_bytes
+from ..units import format_bytes, parse_bytes
 from . import ui
 
 if TYPE_CHECKING:
@@ -19,10 +19,30 @@ if TYPE_CHECKING:
     from ..ggml.nvml import Card
     from ..placement.profile import Profile
     from ..placement.prompttime import PromptEstimate
-    from ..placement.simulate import Simulation
+    from ..placement.simulate import HostLimit, Simulation
     from ..placement.trace import Trace
 
 AUTO = "auto"
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def host_options(command: Decorated) -> Decorated:
+    """Add --host-mem and --disk, as (host_mem, disk), to a command; `host_limit` takes them."""
+    size = click.option(
+        "--host-mem", metavar="SIZE", help="Host memory for experts. Default: enough for all.",
+    )  # fmt: skip
+    rate = click.option(
+        "--disk", type=click.FloatRange(0, min_open=True), metavar="GB/s", default=3.5,
+        help="Speed of reading the others.",
+    )  # fmt: skip
+    return size(rate(command))
+
+
+def host_limit(host_mem: str | None, disk: float) -> HostLimit | None:
+    """Return the limit that the options of `host_options` set."""
+    from ..placement.simulate import HostLimit
+
+    return None if host_mem is None else HostLimit(parse_bytes(host_mem, "g"), disk * 1e9)
 
 
 @dataclass(frozen=True)
@@ -114,23 +134,27 @@ class Routing:
     def predict(
         self, n_slots: Sequence[int], policy: Policy, times: Times, mode: str,
         n_ubatch: int = CPU_ROWS, stages: Sequence[range] = (), skip: int = 0,
+        limit: HostLimit | None = None,
     ) -> Prediction:  # fmt: skip
         """Replay the trace with so many slots of each layer; see `simulate`."""
         from ..placement.prompttime import PROMPT_LENGTHS, estimate_prompt
-        from ..placement.simulate import simulate, warm_cache
+        from ..placement.simulate import open_level, simulate, warm_cache
 
         trace, profile, sizes = self.trace, self.profile, times.slot_bytes
         found = simulate(
             trace, n_slots, policy, times.machine, mode=mode, profile=profile,
             profile_class=self.profile_class, skip=skip, slot_bytes=sizes or None, stages=stages,
+            limit=limit,
         )  # fmt: skip
         if not sizes:
             return Prediction(found, [], times)
         n_slots = [n if size else trace.shape.n_expert for n, size in zip(n_slots, sizes)]
         cache = warm_cache(trace, n_slots, policy, profile, self.profile_class)
         resident = cache.tables[:, : trace.shape.n_expert] >= 0
+        level = open_level(cache, n_slots, sizes, limit)
+        disk = (level.mask(), limit.disk_rate) if level and limit else ()
         prompts = [
-            estimate_prompt(trace, resident, n, sizes, times.machine, n_ubatch)
+            estimate_prompt(trace, resident, n, sizes, times.machine, n_ubatch, *disk)
             for n in PROMPT_LENGTHS
         ]
         return Prediction(found, prompts, times)
@@ -160,6 +184,7 @@ class Prediction:
             "admitted": int(stats.admitted.sum()), "evicted": int(stats.evicted.sum()),
             "declined": int(stats.declined.sum()),
             "uploaded_bytes_per_token": round(found.bytes_per_token) if is_known else None,
+            "file_bytes_per_token": round(found.file_bytes / found.n_tokens) if is_known else None,
             "n_streamed": found.n_streamed, "n_cpu_experts": found.n_cpu,
             "n_promoted": found.n_promoted,
             "token_us": round(1e6 * float(found.step_s.mean()), 2) if is_known else None,

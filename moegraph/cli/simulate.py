@@ -14,7 +14,17 @@ import click
 from ..errors import MoegraphError
 from ..units import format_share, parse_bytes
 from . import models, options, ui
-from .prediction import AUTO, Assumption, Prediction, Routing, Times, show_prompts, trace_fields
+from .prediction import (
+    AUTO,
+    Assumption,
+    Prediction,
+    Routing,
+    Times,
+    host_limit,
+    host_options,
+    show_prompts,
+    trace_fields,
+)
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
@@ -22,8 +32,8 @@ if TYPE_CHECKING:
 
 _N_SEQUENCES = (1, 8, 32)
 _HEADER = (
-    "resident", "slots", "policy", "hit rate", "missing/token", "MiB/token", "ms/token", "tok/s",
-    "best",
+    "resident", "slots", "policy", "hit rate", "missing/token", "MiB/token", "from file",
+    "ms/token", "tok/s", "best",
 )  # fmt: skip
 _MAX_SHARES = 100
 
@@ -147,12 +157,14 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
 @click.option(
     "--profile-class", metavar="NAME", help="Class of prompts in the profile. Default: all."
 )
+@host_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate_command(
     trace_path: Path, resident: tuple[float, ...], policies: tuple[str, ...],
     shares: tuple[float, ...] | None, miss: str,
     machine: str, target: str | None, expert_size: str | None, skip: int,
-    profile_path: Path | None, profile_class: str | None, as_json: bool,
+    profile_path: Path | None, profile_class: str | None, host_mem: str | None, disk: float,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Replay TRACE, a recorded or generated routing trace, for several policies and cache sizes.
 
@@ -180,14 +192,16 @@ def simulate_command(
     times = _times(assumed, trace, trace_path, target, expert_size)
     routing = Routing.of(trace, profile_path, profile_class)
     stages = by_shares(trace.shape.n_layer, shares) if shares else []
-    routed = trace.routed.tolist()
+    routed, limit = trace.routed.tolist(), host_limit(host_mem, disk)
     rows = []
     with ui.Bars() as bars:
         for at, percent in enumerate(resident):
             n_slots = even_slots(routed, trace.shape.n_expert, percent / 100)
             for name, policy in chosen.items():
                 bars("simulate", at, len(resident))
-                found = routing.predict(n_slots, policy, times, miss, stages=stages, skip=skip)
+                found = routing.predict(
+                    n_slots, policy, times, miss, stages=stages, skip=skip, limit=limit
+                )
                 rows.append(_Row(percent / 100, name, found))
     if as_json:
         click.echo(json.dumps(_report(trace, times, miss, rows, stages)))
@@ -258,6 +272,7 @@ def _cells(trace: Trace, row: _Row, is_best: bool) -> tuple[str, ...]:
         format_share(row.share), f"{row.share * trace.shape.n_expert:.0f}", row.policy,
         f"{found.stats.hit_rate:.3f}", f"{found.stats.missing_per_step:.2f}",
         f"{found.bytes_per_token / 2**20:.2f}" if times.slot_bytes else ui.NONE,
+        f"{found.file_bytes / found.n_tokens / 2**20:.2f}" if found.file_bytes else ui.NONE,
         f"{1e3 * found.step_s.mean():.2f}" if times.slot_bytes else ui.NONE,
         f"{found.tokens_per_s:.1f}" if times.slot_bytes else ui.NONE,
         "best" if is_best else "",

@@ -8,10 +8,11 @@ it. Bookkeeping only, no bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from .cache import ExpertCache
 from .slots import Journal, LayerSlots
@@ -22,11 +23,13 @@ from .terms import Pairs
 class Moves:
     """What happens in host memory when experts of a layer go to the device.
 
-    left: experts that host memory gives up before, and moved: once they are on the device. saved:
+    read: experts that come from the file. left: those that host memory gives up before, and moved:
+    once they are on the device. saved:
     experts, and their slots on the device, to be copied to host memory before the slots are
     overwritten. kept: experts on their way to the device that stay in host memory too.
     """
 
+    read: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
     saved: Pairs = field(default_factory=list)
@@ -34,16 +37,24 @@ class Moves:
 
 
 class HostLevel:
-    """Host slots of some layers of a cache."""
+    """Host slots of some layers of a cache; layers: their numbers."""
 
     def __init__(self, cache: ExpertCache, n_slots: Mapping[int, int]) -> None:
         """cache: the device's. n_slots: by layer, fewer than there are experts."""
         self._device, self._journal, n_expert = cache.layers, Journal(), cache.n_expert
+        self.layers, self._needed = frozenset(n_slots), frozenset[int]()
         self._host = {
             il: LayerSlots(il, n, cache.n_expert_used, cache.layers[il].policy,
                            np.empty(n_expert, dtype=np.int32), self._journal)
             for il, n in n_slots.items()
         }  # fmt: skip
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Return which experts are on the device or in host memory: [n_layer, n_expert]."""
+        found = np.array([slots.table >= 0 for slots in self._device])
+        for il, slots in self._host.items():
+            found[il] |= slots.table >= 0
+        return found
 
     def fill(self, il: int) -> list[int]:
         """Take the best experts without a slot on the device, at the start; return them by id."""
@@ -55,18 +66,25 @@ class HostLevel:
             host.take(expert, slot)
         return sorted(expert for expert, _ in taken)
 
+    def begin(self, il: int, needed: Iterable[int] = ()) -> None:
+        """Note what goes to the device next: host memory keeps it, and what it gets meanwhile."""
+        if il in self._host:
+            self._needed = frozenset(needed)
+            self._host[il].fresh.clear()
+            self._journal.given.clear()
+
     def move(
         self, il: int, admitted: Sequence[tuple[int, int]], others: Sequence[int] = ()
     ) -> Moves:
-        """Decide what moves when the device takes experts of layer il.
+        """Decide what moves when the device takes experts of layer il, some of those after `begin`.
 
         admitted: experts and their slots, which `LayerSlots` gave them. others: experts that pass
         through the device.
         """
         host, device, moves = self._host[il], self._device[il], Moves()
-        self._journal.given.clear()
-        host.fresh.clear()
-        in_use = {expert for expert, _ in admitted}.union(others)
+        going = [expert for expert, _ in admitted] + list(others)
+        moves.read = [e for e in going if e not in host.resident]
+        in_use = self._needed.union(going)
         for expert, slot in admitted:
             if expert in host.resident:
                 host.leave(expert)
@@ -79,7 +97,7 @@ class HostLevel:
 
     @staticmethod
     def _takes(
-        host: LayerSlots, device: LayerSlots, expert: int, in_use: set[int], moves: Moves
+        host: LayerSlots, device: LayerSlots, expert: int, in_use: Collection[int], moves: Moves
     ) -> bool:
         """Offer an expert to host memory; return whether it is taken, and was not there."""
         if host.has_slot(expert) or device.has_slot(expert) or not host.n_slots:

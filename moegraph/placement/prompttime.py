@@ -17,6 +17,7 @@ that choose like it takes less than predicted, because these kept what it needs:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,12 +62,14 @@ class PromptEstimate:
 
 def estimate_prompt(
     trace: Trace, resident: npt.NDArray[np.bool_], n_tokens: int, slot_bytes: Sequence[int],
-    machine: Machine, n_ubatch: int,
+    machine: Machine, n_ubatch: int, held: npt.NDArray[np.bool_] | None = None,
+    disk_rate: float = math.inf,
 ) -> PromptEstimate:  # fmt: skip
     """Predict a prompt from an empty context.
 
     trace: says how often experts are chosen. resident: numpy [n_layer, n_expert], the experts that
-    have a slot. slot_bytes [n_layer]. machine: its times, scaled to this model.
+    have a slot. slot_bytes [n_layer]. machine: its times, scaled to this model. held: as resident,
+    experts that need not be read from the file at disk_rate, in bytes a second; None: all.
     """
     parts = [min(SWEEP_ROWS, n_tokens - at) for at in range(0, n_tokens, SWEEP_ROWS)]
     sent, link, seconds = 0.0, 0.0, 0.0
@@ -77,6 +80,9 @@ def estimate_prompt(
         n_chosen = np.maximum(counts.sum(axis=1), 1.0)  # 0 in a dense layer
         missing = np.where(resident, 0.0, counts).sum(axis=1) / n_chosen
         links = np.array([machine.stream(x) for x in n_sent])
+        if held is not None:  # the disk reads while the link sends
+            n_read = np.where(held, 0.0, chosen).sum(axis=1)
+            links = np.maximum(links, n_read * np.array(slot_bytes) / disk_rate)
         compute = _compute(machine, n, n_ubatch) / machine.n_layer
         link += float(links.sum())
         first = min(n_ubatch, n) / n

@@ -19,10 +19,13 @@ from ..errors import RequestError
 from ..experts.cache import ExpertCache
 from ..experts.cachestats import CacheStats
 from ..experts.cost import Machine, choose_ways, machine_costs
+from ..experts.hostlevel import HostLevel
 from ..experts.policy import Policy
 from ..experts.residency import Residency
 from ..experts.rowlaw import pass_time
+from ..experts.terms import Pairs
 from ..kinds import Kind
+from ..resident.layout import host_slots
 from .profile import Profile
 from .trace import Trace
 
@@ -38,7 +41,7 @@ class Simulation:
     seconds of each token. n_streamed: experts uploaded or fetched for the token that missed them.
     n_cpu, n_promoted: experts computed on the CPU, and promoted. uploaded_bytes: bytes of all
     experts that crossed to the device. stage_s [n_stages]: mean seconds of a token in each stage;
-    hops are in step_s alone.
+    hops are in step_s alone. file_bytes: bytes of experts read from the file.
     """
 
     stats: CacheStats
@@ -49,6 +52,7 @@ class Simulation:
     n_promoted: int
     uploaded_bytes: int
     stage_s: npt.NDArray[np.float64]
+    file_bytes: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -72,17 +76,29 @@ class Simulation:
         return [float(part.mean()) if part.size else 0.0 for part in parts]
 
 
+@dataclass(frozen=True)
+class HostLimit:
+    """Bytes of host memory for experts, and bytes a second at which a disk reads the others."""
+
+    n_bytes: int
+    disk_rate: float
+
+
 class _Replay:
     """Drives the residency of a stage, pass by pass, and counts.
 
-    layers: of the stage. routed: those with a router. n_streamed, n_cpu, n_promoted: as in
-    `Simulation`. uploaded [n_layer]: experts that crossed to the device.
+    level: of experts in host memory that does not hold all. layers: of the stage. routed: those
+    with a router. n_streamed, n_cpu, n_promoted: as in `Simulation`. uploaded, read [n_layer]:
+    experts that crossed to the device, and those that came from the file.
     """
 
     def __init__(
-        self, residency: Residency, machine: Machine, layers: range, routed: Sequence[int]
-    ) -> None:
+        self, residency: Residency, level: HostLevel | None, read_s: Sequence[float],
+        machine: Machine, layers: range, routed: Sequence[int],
+    ) -> None:  # fmt: skip
+        """read_s [n_layer]: seconds of reading an expert from the file."""
         self.residency, self.layers, self.routed = residency, layers, routed
+        self.level, self._read_s = level, read_s
         self.cache = residency.cache
         n_used = self.cache.n_expert_used
         self.machine = machine
@@ -90,8 +106,21 @@ class _Replay:
         # tables, because every miss needs them: stalls[n missing][c of them on the CPU]
         self.stalls = [[machine.stall(c, n - c) for c in range(n + 1)] for n in range(n_used + 1)]
         self.fetches = [machine.fetch(n) for n in range(n_used + 1)]
+        self.clear()
+
+    def clear(self) -> None:
+        """Count from now on."""
         self.n_streamed = self.n_cpu = self.n_promoted = 0
-        self.uploaded = [0] * len(self.cache.n_slots)
+        self.uploaded, self.read = ([0] * len(self.cache.n_slots) for _ in range(2))
+
+    def _move(self, il: int, admitted: Pairs, others: Sequence[int]) -> float:
+        """Do what happens in host memory; return the seconds of reading from the file."""
+        if self.level is None or il not in self.level.layers:
+            return 0.0
+        self.level.begin(il, others)
+        n = len(self.level.move(il, admitted).read) + len(self.level.move(il, (), others).read)
+        self.read[il] += n
+        return n * self._read_s[il]
 
     def token(self, row: npt.NDArray[np.int32], missing: npt.NDArray[np.int64]) -> float:
         """Replay one token; return its seconds, and set missing [n_layer] where experts miss."""
@@ -119,6 +148,7 @@ class _Replay:
                 self.uploaded[il] += n_streamed + n_promoted
                 missing[il] = n_streamed + n_cpu
                 seconds += self.stalls[n_streamed + n_cpu][n_cpu]
+                seconds += self._move(il, remedy.admitted, remedy.staged)
         residency.results_arrived(seconds)
         return seconds
 
@@ -135,7 +165,9 @@ class _Replay:
             missing = residency.routed(il, chosen)
             if missing and not terms.mode.admits:
                 slots = residency.preferred(il)
-                residency.keep(il, [(e, slots[e]) for e in missing.staged if e in slots])
+                kept = [(e, slots[e]) for e in missing.staged if e in slots]
+                residency.keep(il, kept)
+                self._move(il, kept, [e for e in missing.staged if e not in slots])
         residency.results_arrived()
 
 
@@ -143,7 +175,7 @@ def simulate(
     trace: Trace, n_slots: Sequence[int], policy: Policy, machine: Machine, *, mode: str = "auto",
     profile: Profile | None = None, profile_class: str | None = None, skip: int = 0,
     slot_bytes: Sequence[int] | None = None, is_pinned: bool = True,
-    stages: Sequence[range] = (),
+    stages: Sequence[range] = (), limit: HostLimit | None = None,
 ) -> Simulation:  # fmt: skip
     """Replay a trace.
 
@@ -152,7 +184,7 @@ def simulate(
     are replayed but not counted. slot_bytes [n_layer]: bytes of one expert of each layer, 0 for a
     dense one; default: those of the trace, else of the machine. is_pinned: the experts are in
     pinned memory, so graphs may fetch. stages: the layers of each device, if there are several;
-    each takes the machine's times.
+    each takes the machine's times. limit: of host memory; None: all experts have room.
     """
     shape = trace.shape
     if len(n_slots) != shape.n_layer:
@@ -170,10 +202,7 @@ def simulate(
         routed = [il for il in layers if sizes[il]]
         own = [n if il in routed else shape.n_expert for il, n in enumerate(n_slots)]
         cache = warm_cache(trace, own, policy, profile, profile_class)
-        costs = machine_costs(machine, shape.n_expert_used)
-        ways = choose_ways(mode, costs, own, shape.n_expert_used, shape.n_expert)
-        residency = Residency(cache, ways, fetchable=routed if is_pinned else ())
-        replays.append(_Replay(residency, machine, layers, routed))
+        replays.append(_open_replay(cache, machine, mode, layers, sizes, is_pinned, limit))
     ids = trace.ids.astype(np.int32)
     missing = np.zeros((trace.n_tokens - first, shape.n_layer), dtype=np.int64)
     unseen = np.zeros(shape.n_layer, dtype=np.int64)
@@ -184,8 +213,7 @@ def simulate(
         for row in ids[trace.n_prompt : first]:
             replay.token(row, unseen)
         before.append(replay.cache.stats)
-        replay.n_streamed = replay.n_cpu = replay.n_promoted = 0
-        replay.uploaded = [0] * shape.n_layer
+        replay.clear()
     seconds = np.array(
         [
             [replay.token(row, missing[at]) for replay in replays]
@@ -198,7 +226,44 @@ def simulate(
         sum(r.n_streamed for r in replays), sum(r.n_cpu for r in replays),
         sum(r.n_promoted for r in replays),
         sum(n * size for r in replays for n, size in zip(r.uploaded, sizes)), seconds.mean(axis=0),
+        sum(n * size for r in replays for n, size in zip(r.read, sizes)),
     )  # fmt: skip
+
+
+def _open_replay(
+    cache: ExpertCache, machine: Machine, mode: str, layers: range, sizes: Sequence[int],
+    is_pinned: bool, limit: HostLimit | None,
+) -> _Replay:  # fmt: skip
+    """Return the replay of a stage."""
+    n_slots, n_used = cache.n_slots, cache.n_expert_used
+    routed = [il for il in layers if sizes[il]]
+    level = open_level(cache, n_slots, sizes, limit, len(routed) / sum(map(bool, sizes)))
+    costs = machine_costs(machine, n_used)
+    ways = choose_ways("stream" if level else mode, costs, n_slots, n_used, cache.n_expert)
+    pinned = [il for il in routed if is_pinned and not (level and il in level.layers)]
+    residency = Residency(cache, ways, fetchable=pinned)
+    read_s = [size / limit.disk_rate if limit else 0.0 for size in sizes]
+    return _Replay(residency, level, read_s, machine, layers, routed)
+
+
+def open_level(
+    cache: ExpertCache, n_slots: Sequence[int], sizes: Sequence[int], limit: HostLimit | None,
+    share: float = 1.0,
+) -> HostLevel | None:  # fmt: skip
+    """Return what host memory holds as at the start of a run; None if it has room for all experts.
+
+    sizes [n_layer]: bytes of an expert. share: of the limit.
+    """
+    missing = {il: sizes[il] for il, n in enumerate(n_slots) if n < cache.n_expert}
+    room = int(limit.n_bytes * share) if limit else None
+    held = host_slots(room, missing, n_slots, cache.n_expert)
+    held = {il: n for il, n in held.items() if n < cache.n_expert}
+    if not held:
+        return None
+    level = HostLevel(cache, held)
+    for il in held:
+        level.fill(il)
+    return level
 
 
 def warm_cache(

@@ -178,6 +178,8 @@ class Uploader(Owner):
         """
         ring, packing, own = self._store.ring, self._store.packing(il), self._banks.layer(il)
         slots = {expert for expert, _ in kept}
+        if self.level:
+            self.level.begin(il)
         try:
             moves = self._move(il, kept, [e for e in experts if e not in slots])
             for expert in moves.left + moves.moved:
@@ -363,6 +365,8 @@ class MissHandler(Owner):
             if cpu is None:
                 raise InternalError(f"layer {il}: there is nothing that computes on the CPU")
             cpu.begin(il, ids, remedy.on_cpu, n_tokens)  # its threads compute from now on
+        if uploads.level:
+            uploads.level.begin(il, [*remedy.staged, *(e for e, _ in remedy.admitted)])
         if remedy.admitted:
             uploads.add(il, remedy.admitted, ids, graphs["own"])
         if remedy.staged:

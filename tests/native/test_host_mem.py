@@ -19,7 +19,12 @@ from helpers.shared import prompt
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ModelFileError
+from moegraph.experts.machines import MACHINES
+from moegraph.experts.policy import parse_policy
 from moegraph.ggml.lib import ffi
+from moegraph.placement.identity import router_shape
+from moegraph.placement.simulate import HostLimit, simulate
+from moegraph.placement.trace import TraceRecorder
 from moegraph.resident import layout
 from moegraph.runner import misses
 
@@ -247,3 +252,26 @@ def test_two_devices_share_the_host_memory(open_engine: Open) -> None:
     assert min(held) > 10 and engine.memory()["host_pinned_bytes"] <= size
     ids = prompt(plain, 200, seed=4)
     np.testing.assert_array_equal(logits(engine, ids), logits(plain, ids))
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+def test_the_simulator_reads_from_the_file_what_a_run_reads(open_engine: Open, policy: str) -> None:
+    plain = open_engine("mini35b", **SLOTS)
+    size = int(room(plain, 0.35)[:-1])
+    engine = open_engine("mini35b", **SLOTS, policy=policy, host_mem=f"{size}B")
+    recorder, before = TraceRecorder(router_shape(engine.file)), engine.expert_stats()
+    engine.runner.observers.append(recorder)
+    for token in prompt(plain, 80, seed=4):
+        engine.forward(np.array([token]))
+    store, trace = engine.stage.store, recorder.trace(0, "")
+    found = simulate(
+        trace, engine.runner.cache.n_slots, parse_policy(policy), MACHINES["h200"],
+        slot_bytes=[store.packing(il).stride for il in store.layers], limit=HostLimit(size, 1e9),
+    )  # fmt: skip
+    read = engine.expert_stats().since(before).n_file_bytes
+    assert found.file_bytes == read > 0
+    assert found.stats.missing.sum() > 100
+    free = simulate(trace, engine.runner.cache.n_slots, parse_policy(policy), MACHINES["h200"],
+                    slot_bytes=[store.packing(il).stride for il in store.layers])  # fmt: skip
+    assert free.file_bytes == 0
+    assert found.step_s.sum() >= free.step_s.sum() + read / 1e9
