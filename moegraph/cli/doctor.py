@@ -144,9 +144,9 @@ def _cuda(devices: list[dict[str, Any]], is_loaded: bool) -> Check:
     lacks = ", ".join(names) if names else "models run on the CPU"
     if not names and is_loaded:
         from ..ggml.cuda import unused_card
-        from ..ggml.lib import cuda_lack, library_dir
+        from ..ggml.lib import cuda_lack
 
-        lacks = cuda_lack() or unused_card(library_dir()) or "no NVIDIA card; models run on the CPU"
+        lacks = cuda_lack() or unused_card() or "no NVIDIA card; models run on the CPU"
     return Check("CUDA", bool(names), lacks, required=False)
 
 

@@ -18,8 +18,8 @@ from click.shell_completion import CompletionItem
 from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
+from ..ggml.cuda import card_bytes
 from ..ggml.free_memory import host_memory
-from ..ggml.nvml import gpu_card
 from ..gguf.hubnames import DEFAULT_QUANT, parse_hub_name
 from ..gguf.resolve import SHIPPED, resolve_target
 from ..loop.generated import room_after
@@ -145,12 +145,10 @@ def local_path(target: str | Path) -> Path:
         return resolve_target(target, bars, say, memory_for_model)
 
 
-def memory_for_model(card_bytes: int | None = None) -> int:
-    """Return the bytes of memory for a model: of a card (default: the first), and of the host."""
-    if card_bytes is None:
-        card = gpu_card()
-        card_bytes = card.n_bytes if card else 0
-    return card_bytes + (host_memory().spare or 0) - _FOR_CONTEXT
+def memory_for_model(cards: int | None = None) -> int:
+    """Return the bytes of memory for a model: of the cards (default: all), and of the host."""
+    n_bytes = card_bytes() if cards is None else cards
+    return n_bytes + (host_memory().spare or 0) - _FOR_CONTEXT
 
 
 def warn_beyond_training(engine: Engine, n_prompt: int) -> None:

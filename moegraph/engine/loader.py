@@ -27,7 +27,7 @@ from ..ggml.cuda import unused_card
 from ..ggml.device import Device, gpu_names
 from ..ggml.free_memory import host_memory
 from ..ggml.handles import closed_on_failure
-from ..ggml.lib import C, ffi, library_dir
+from ..ggml.lib import C, ffi
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..passes.cputhreads import CpuThreads
@@ -305,7 +305,7 @@ class Loading:
         # the stages close them too, and a second close does nothing; but planning may fail
         self.devices = [self._own(open_device(name, config)) for name in config.devices]
         if config.device == "auto" and self.devices[0].can.cpu_threads:
-            self._warnings += filter(None, [unused_card(library_dir())])
+            self._warnings += filter(None, [unused_card()])
         if routing is not None:
             config = replace(config, spec="off")  # it replaces the choices of single rows
         self.config = config = with_drafts(config)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from .nvml import cuda_driver, driver_version
 
+# The libraries of this build.
+FOLDER = Path(__file__).resolve().parent.parent / "lib"
 LIBRARY = "libggml-cuda.so"
 # Compute capability of the oldest card that our kernels know.
 _OLDEST = (7, 5)
@@ -25,9 +27,9 @@ def packaged() -> dict[int, Path]:
     return {m: path for m, path in found.items() if path.is_file()}
 
 
-def is_checkout(folder: Path) -> bool:
-    """Return whether scripts/build builds the libraries in `folder`."""
-    return (folder.parent.parent / "scripts" / "build").is_file()
+def is_checkout() -> bool:
+    """Return whether scripts/build builds the libraries."""
+    return (FOLDER.parent.parent / "scripts" / "build").is_file()
 
 
 def extra(major: int) -> str:
@@ -57,29 +59,37 @@ def lacking(major: int) -> str:
     if not driver.cards:
         why = "" if hidden is None else f" with CUDA_VISIBLE_DEVICES={hidden!r}"
         return f"the NVIDIA driver shows no card{why}"
-    name, (high, low) = max(driver.cards, key=lambda card: card[1])
+    name, (high, low), _ = max(driver.cards, key=lambda card: card[1])
     if (high, low) >= _OLDEST:
         return ""
     return f"{name} has compute capability {high}.{low}; 7.5 or newer is needed"
 
 
-def unused_card(folder: Path) -> str:
-    """Return what to install for this machine's card; empty if there is no need.
-
-    folder: of moegraph's libraries.
-    """
-    has_backend = (folder / LIBRARY).exists() or packaged()
-    driver = None if has_backend or lacking(0) else cuda_driver()
+def unused_card() -> str:
+    """Return what to install for this machine's card; empty if there is no need."""
+    driver = None if _has_backend() or lacking(0) else cuda_driver()
     if driver is None:
         return ""
-    name, (high, low) = max(driver.cards, key=lambda card: card[1])
+    name, (high, low), _ = max(driver.cards, key=lambda card: card[1])
     add = extra(13 if driver.version[0] >= 13 else 12)
-    if is_checkout(folder):
+    if is_checkout():
         add = f"scripts/build --cuda-arch {high}{low}"
     return f"{name} is not used, because this installation has no CUDA; to add it: {add}"
+
+
+def card_bytes() -> int:
+    """Return the bytes of memory of all cards that this installation can use."""
+    driver = cuda_driver() if _has_backend() else None
+    return sum(n for _, has, n in driver.cards if has >= _OLDEST) if driver else 0
+
+
+def _has_backend() -> bool:
+    return (FOLDER / LIBRARY).exists() or bool(packaged())
 
 
 def is_too_old(index: int) -> bool:
     """Return whether our kernels cannot use a card, by its number in CUDA's order."""
     driver = cuda_driver()
-    return driver is not None and any(c < _OLDEST for _, c in driver.cards[index : index + 1])
+    return driver is not None and any(
+        has < _OLDEST for _, has, _ in driver.cards[index : index + 1]
+    )

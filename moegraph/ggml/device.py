@@ -21,7 +21,7 @@ from ..units import MiB, format_bytes, round_up
 from .cuda import is_too_old, unused_card
 from .free_memory import host_memory
 from .handles import Buffer, Event, Handle, Owner
-from .lib import C, cuda_lack, devices, ffi, last_error, library_dir
+from .lib import C, cuda_lack, devices, ffi, last_error
 from .nvml import gpu_used_bytes
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _select(name: str) -> dict[str, Any]:
     for device in found:
         if device[0] == wanted:
             return _describe(*device)
-    none = unused_card(library_dir()) or "there is no CUDA device (see moegraph doctor)"
+    none = unused_card() or "there is no CUDA device (see moegraph doctor)"
     listed = ", ".join(["cpu", *cards]) + ("" if cards else f"; {none}")
     raise ConfigError(f"no device {name!r}; available: {listed}")
 

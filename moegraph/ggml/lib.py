@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from . import _native as native
     from ._native import FFI, Lib
 
-_LIB_DIR = Path(__file__).resolve().parent.parent / "lib"
 _EXTENSION = Path(__file__).resolve().parent / "_native.abi3.so"
 # llama.cpp's name of the chosen instructions; '' if there was no choice.
-CPU_VARIANT, _CPU_LIBRARY = choose_cpu(_LIB_DIR)
+CPU_VARIANT, _CPU_LIBRARY = choose_cpu(cuda.FOLDER)
 _registering = threading.Lock()
 
 
@@ -33,16 +32,16 @@ def library_dir() -> Path:
     llama-cpp-python must load its libraries from here: of two sets of ggml libraries in one
     process, only the one that was loaded first is used.
     """
-    return _LIB_DIR
+    return cuda.FOLDER
 
 
 def _load() -> tuple[FFI, Lib]:
     """Import the extension, check the patch set and install the log and abort hooks."""
     packages = cuda.packaged()
     remedy = f"install packages of one version: {cuda.extra(next(iter(packages), 13))}"
-    if cuda.is_checkout(_LIB_DIR):
+    if cuda.is_checkout():
         remedy = "run scripts/build again"
-    require_one_patchset(_EXTENSION, _LIB_DIR, [_CPU_LIBRARY, *packages.values()], remedy)
+    require_one_patchset(_EXTENSION, cuda.FOLDER, [_CPU_LIBRARY, *packages.values()], remedy)
     try:
         if CPU_VARIANT:
             ctypes.CDLL(str(_CPU_LIBRARY), ctypes.RTLD_GLOBAL)
@@ -65,7 +64,7 @@ def _foreign() -> str:
     paths = {Path(line[at:]) for line in lines if (at := line.find("/")) > 0}
     for name in (f"lib{name}.so" for name in LIBRARIES):
         found = [path for path in paths if path.name == name]
-        ours = (_LIB_DIR / name).resolve()
+        ours = (cuda.FOLDER / name).resolve()
         if found and ours.exists() and ours not in found:
             return (
                 f"{found[0]}, of another build, is in this process in place of {ours}; unset "
@@ -105,7 +104,7 @@ def cuda_lack() -> str:
 
     Empty if nothing, or if there is no such backend.
     """
-    own, lacks = _LIB_DIR / cuda.LIBRARY, []
+    own, lacks = cuda.FOLDER / cuda.LIBRARY, []
     if own.exists():
         return cuda.lacking(cuda.major_of(own))
     for major, path in cuda.packaged().items():
@@ -122,7 +121,7 @@ def _register(path: Path, major: int = 0) -> str:
         ctypes.CDLL(str(path))  # ggml only logs why it cannot
     except OSError as error:
         return _load_failure(str(error), major)
-    load = ctypes.CDLL(str(_LIB_DIR / "libggml.so")).ggml_backend_load
+    load = ctypes.CDLL(str(cuda.FOLDER / "libggml.so")).ggml_backend_load
     load.restype = ctypes.c_void_p
     return "" if load(bytes(path)) else f"{path} cannot be used: {last_error()}"
 

@@ -42,12 +42,12 @@ class Card:
 class CudaDriver:
     """What CUDA's driver says.
 
-    version: of the newest CUDA that it supports, such as (12, 4). cards: name and compute
-    capability of each that it shows to this process, in its order.
+    version: of the newest CUDA that it supports, such as (12, 4). cards: name, compute capability
+    and bytes of each that it shows to this process, in its order.
     """
 
     version: tuple[int, int]
-    cards: tuple[tuple[str, tuple[int, int]], ...]
+    cards: tuple[tuple[str, tuple[int, int], int], ...]
 
 
 class _Memory(ctypes.Structure):
@@ -103,11 +103,13 @@ def cuda_driver() -> CudaDriver | None:
         found = ctypes.c_int()
         return found.value if _call(cuda, function, ctypes.byref(found), *args) else 0
 
-    def card(index: int) -> tuple[str, tuple[int, int]]:
+    def card(index: int) -> tuple[str, tuple[int, int], int]:
         name, device = ctypes.create_string_buffer(96), number("cuDeviceGet", index)
         _call(cuda, "cuDeviceGetName", name, len(name), device)
+        n_bytes = ctypes.c_size_t()
+        _call(cuda, "cuDeviceTotalMem_v2", ctypes.byref(n_bytes), device)
         high, low = (number("cuDeviceGetAttribute", which, device) for which in _CAPABILITY)
-        return name.value.decode(errors="replace"), (high, low)
+        return name.value.decode(errors="replace"), (high, low), n_bytes.value
 
     version = number("cuDriverGetVersion")
     n_cards = number("cuDeviceGetCount") if _call(cuda, "cuInit", 0) else 0

@@ -206,12 +206,12 @@ def test_a_library_that_takes_the_place_of_ours_is_named(copy: Path, tmp_path: P
 
 
 def test_a_card_that_is_not_used_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "unused_card", lambda folder: f"a card; {folder.name}")
+    monkeypatch.setattr(loader, "unused_card", lambda: "a card")
     with Engine.load("tiny", EngineConfig(device="auto")) as engine:
         if engine.device_name == "cpu":
-            assert "a card; lib" in engine.warnings
+            assert "a card" in engine.warnings
     with Engine.load("tiny", EngineConfig(device="cpu")) as engine:
-        assert "a card; lib" not in engine.warnings
+        assert "a card" not in engine.warnings
 
 
 def test_a_system_that_is_too_old_is_named() -> None:

@@ -15,7 +15,7 @@ from moegraph.cli.prediction import Assumption
 from moegraph.errors import RequestError
 from moegraph.experts.machines import MACHINES, usual_card
 from moegraph.ggml import nvml
-from moegraph.ggml.nvml import Card, gpu_card, gpu_used_bytes
+from moegraph.ggml.nvml import Card, CudaDriver, cuda_driver, gpu_card, gpu_used_bytes
 from moegraph.units import GiB
 
 RTX3060 = Card("NVIDIA GeForce RTX 3060", 12 * GiB, 360e9, 25.2e9, "PCIe 4.0 x16", 100e12)
@@ -115,6 +115,14 @@ class FakeDriver:
             return 100  # no device
         if name == "cuDeviceGet":
             args[0]._obj.value = self.shown[args[1]]
+        elif name in ("cuDriverGetVersion", "cuDeviceGetCount"):
+            args[0]._obj.value = 12040 if name == "cuDriverGetVersion" else len(self.shown)
+        elif name == "cuDeviceGetName":
+            args[0].value = self.CARDS[args[2]][0]
+        elif name == "cuDeviceGetAttribute":
+            args[0]._obj.value = {75: 8, 76: 6}[args[1]]
+        elif name == "cuDeviceTotalMem_v2":
+            args[0]._obj.value = self.CARDS[args[1]][1]
         elif name == "cuDeviceGetPCIBusId":
             args[0].value = b"0000:%02X:00.0" % self.CARDS[args[2].value][2]
         return 0
@@ -155,6 +163,17 @@ def test_plan_is_for_the_card_that_cuda_shows_first(
     found = [budget["machine"] for budget in json.loads(done.stdout)["budgets"]]
     assert found == [machine, "desktop"]
     assert gpu_used_bytes() == USED, "the driver numbers all"
+
+
+@pytest.mark.parametrize("shown", [(1, 0), (0,), ()])
+def test_cuda_tells_its_version_and_the_cards_that_it_shows(
+    monkeypatch: pytest.MonkeyPatch, shown: tuple[int, ...]
+) -> None:
+    drive(monkeypatch).shown = shown
+    found = cuda_driver.__wrapped__()
+    cards = [FakeDriver.CARDS[at] for at in shown]
+    expected = tuple((name.decode(), (8, 6), n) for name, n, _ in cards)
+    assert found == CudaDriver((12, 4) if shown else (0, 0), expected)
 
 
 @pytest.mark.parametrize("missing", ["nvmlDeviceGetMemoryBusWidth", "nvmlDeviceGetName"])

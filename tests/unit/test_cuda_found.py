@@ -9,8 +9,8 @@ import pytest
 from moegraph.ggml import cuda
 from moegraph.ggml.nvml import CudaDriver
 
-NEW = ("NVIDIA GeForce RTX 3060", (8, 6))
-OLD = ("NVIDIA GeForce GTX 1080", (6, 1))
+NEW = ("NVIDIA GeForce RTX 3060", (8, 6), 12)
+OLD = ("NVIDIA GeForce GTX 1080", (6, 1), 8)
 
 
 def have(
@@ -36,7 +36,7 @@ def have(
         (CudaDriver((13, 0), (OLD,)), 13,
          "NVIDIA GeForce GTX 1080 has compute capability 6.1; 7.5 or newer is needed"),
         (CudaDriver((13, 0), (OLD, NEW)), 13, ""),
-        (CudaDriver((12, 2), (("turing", (7, 5)),)), 12, ""),
+        (CudaDriver((12, 2), (("turing", (7, 5), 6),)), 12, ""),
         (CudaDriver((12, 2), (NEW,)), 0, ""),
     ],
 )  # fmt: skip
@@ -67,20 +67,23 @@ def test_a_card_without_a_backend_is_told_what_to_add(
     if is_checkout:
         (tmp_path / "scripts").mkdir()
         (tmp_path / "scripts" / "build").touch()
+    monkeypatch.setattr(cuda, "FOLDER", folder)
     have(monkeypatch, CudaDriver(version, (OLD, NEW)))
     line = "NVIDIA GeForce RTX 3060 is not used, because this installation has no CUDA; to add it: "
-    assert cuda.unused_card(folder) == line + add
+    assert cuda.unused_card() == line + add
     assert [cuda.is_too_old(index) for index in (0, 1)] == [True, False]
+    assert cuda.card_bytes() == 0, "none is used"
     for driver, packages in (
         (None, ()), (CudaDriver(version, ()), ()), (CudaDriver(version, (OLD,)), ()),
         (CudaDriver(version, (NEW,)), (13,)),
     ):  # fmt: skip
         have(monkeypatch, driver, *packages)
-        assert cuda.unused_card(folder) == ""
-    have(monkeypatch, CudaDriver(version, (NEW,)))
+        assert cuda.unused_card() == ""
+    have(monkeypatch, CudaDriver(version, (NEW, OLD, NEW)))
     folder.mkdir(parents=True)
     (folder / cuda.LIBRARY).write_bytes(b"\x7fELF libcublas.so.13 libcudart.so.12 ")
-    assert cuda.unused_card(folder) == "" and cuda.major_of(folder / cuda.LIBRARY) == 12
+    assert cuda.unused_card() == "" and cuda.major_of(folder / cuda.LIBRARY) == 12
+    assert cuda.card_bytes() == 24, "of those that are new enough"
     (folder / cuda.LIBRARY).write_bytes(b"static")
     assert cuda.major_of(folder / cuda.LIBRARY) == 0
 

@@ -21,7 +21,6 @@ from moegraph.cli import main, models
 from moegraph.cli.options import build_config
 from moegraph.errors import ConfigError, ModelFileError
 from moegraph.ggml.free_memory import HostMemory
-from moegraph.ggml.nvml import Card
 from moegraph.gguf.hub import download, get_model
 from moegraph.gguf.hubcache import remove_model
 from moegraph.gguf.hubnames import HubName, choose_files, parse_hub_name
@@ -176,8 +175,7 @@ def test_the_memory_of_card_and_host_counts(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.files[REPO] = QUANTS
-    card = Card("NVIDIA", 200, 1.0, 1.0, "", 1.0)
-    monkeypatch.setattr(models, "gpu_card", lambda: card)
+    monkeypatch.setattr(models, "card_bytes", lambda: 200)
     monkeypatch.setattr(models, "host_memory", lambda: HostMemory(100, 100 + 12, None))
     monkeypatch.setattr(models, "_FOR_CONTEXT", 0)
     assert models.memory_for_model() == 300
