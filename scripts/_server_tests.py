@@ -1,14 +1,14 @@
 """llama.cpp's own tests of its server, run against ours: the shim, and what the results mean.
 
-The module is a plugin of pytest: it starts no server that only downloads models, asks our
-/v1/completions where a test asks /completion, and takes any text for the one that a test expects.
+The module is a plugin of pytest: it starts no server that only downloads models, and takes any text
+for the one that a test expects.
 """
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,61 +51,14 @@ def pytest_load_initial_conftests() -> None:
     utils.match_regex = lambda regex, text: isinstance(text, str)
     utils.ServerPreset.load_all = staticmethod(lambda: None)
     server = utils.ServerProcess
-    server.make_request = _asking(server.make_request)
-    server.make_stream_request = _streaming(server.make_stream_request)
+    server.make_request = _patient(server.make_request)
 
 
-def _asking(ask: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(self: Any, method: str, path: str, data: Any = None, *rest: Any, **more: Any) -> Any:
-        more.setdefault("timeout", _PATIENCE_S)
-        if not _is_own(path, data):
-            return ask(self, method, path, data, *rest, **more)
-        answer = ask(self, method, "/v1/completions", _sent(data), *rest, **more)
-        if answer.status_code == 200:
-            each = [{**answer.body, "choices": [one]} for one in answer.body["choices"]]
-            forms = [_own_form(one, data) for one in each]
-            answer.body = forms if forms[1:] else forms[0]
-        return answer
+def _patient(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*args: Any, **more: Any) -> Any:
+        return ask(*args, **{"timeout": _PATIENCE_S, **more})
 
     return asked
-
-
-def _streaming(ask: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(
-        self: Any, method: str, path: str, data: Any = None, *rest: Any, **more: Any
-    ) -> Iterator[Any]:
-        if not _is_own(path, data):
-            yield from ask(self, method, path, data, *rest, **more)
-            return
-        for chunk in ask(self, method, "/v1/completions", _sent(data), *rest, **more):
-            yield _own_form(chunk, data)
-
-    return asked
-
-
-def _is_own(path: str, data: Any) -> bool:
-    return path in ("/completion", "/completions") and isinstance(data, dict)
-
-
-def _sent(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body that asks the same in OpenAI's form."""
-    names = {"n_probs": "logprobs"}
-    return {names.get(name, name): value for name, value in data.items()}
-
-
-def _own_form(found: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer, or an event, with llama-server's own fields too."""
-    choice, timings = (found["choices"] or [{}])[0], found.get("timings", {})
-    finish, n = choice.get("finish_reason"), timings.get("predicted_n")
-    text = choice.get("text", "")
-    own = {
-        "content": text, "has_new_line": "\n" in text, "tokens": [0], "stop": finish is not None,
-        "stop_type": {"length": "limit", "stop": "eos"}.get(finish or "", "none"),
-        # the context was full before the limit
-        "truncated": finish == "length" and asked.get("n_predict", n) != n, "tokens_predicted": n,
-        "tokens_evaluated": timings.get("prompt_n", 0) + timings.get("cache_n", 0),
-    }  # fmt: skip
-    return {**found, **own}
 
 
 ABSENT, OTHER = "absent by choice", "another model"
@@ -120,13 +73,12 @@ class Known:
     sign: str = ""
 
 
-_OWN_FORM = "a field of llama-server's own /completion; /v1/completions has OpenAI's form"
 _ORIGINS = "an origin is named whole, with its port, and no origin is let in by default"
 # Kind, why, the sign, and the tests or files; files of which nothing is served are not run.
 _KNOWN = (
     (ABSENT, "Google's prediction interface", "", "test_compat_gcp"),
     (ABSENT, "the model makes no embeddings", "", "test_embedding"),
-    (ABSENT, "the model is not trained to fill gaps", "", "test_infill"),
+    (ABSENT, "the small model has no tokens for gaps", "", "test_infill"),
     (ABSENT, "words of llama-server's log", "", "test_kv_keep_only_active"),
     (ABSENT, "no adapters", "", "test_lora"),
     (ABSENT, "the server runs no tools", "", "test_mcp_servers test_tools_builtin"),
@@ -169,15 +121,11 @@ _KNOWN = (
      "test_compat_anthropic::test_anthropic_empty_messages"),
     (ABSENT, "an answer that is cut is response.incomplete, as at OpenAI", "None is not None",
      "test_compat_oai_responses::test_responses_stream_with_llama_telemetry"),
-    (ABSENT, _OWN_FORM, "400 == 200",
-     "test_completion::test_json_prompt_no_mtmd"
-     " test_completion::test_completion_with_tokens_input"),
-    (ABSENT, _OWN_FORM, "generation_settings",
-     "test_completion::test_completion_response_fields test_ignore_eos"),
-    (ABSENT, _OWN_FORM, "completion_probabilities",
-     "test_completion::test_n_probs test_completion::test_n_probs_stream"
-     " test_completion::test_n_probs_post_sampling"
+    (ABSENT, "probabilities after sampling", "400 == 200",
+     "test_completion::test_n_probs_post_sampling"
      " test_completion::test_n_probs_post_backend_sampling"),
+    (ABSENT, "ignore_eos is a field of its own, and no bias", " > 0",
+     "test_ignore_eos::test_ignore_eos_populates_logit_bias"),
     (ABSENT, "a full context ends the answer; nothing is shifted", " == ",
      "test_ctx_shift::test_ctx_shift_enabled"),
     (OTHER, "so few tokens that the prompt fits", "200 != 200",
@@ -206,6 +154,7 @@ _KNOWN = (
      "Expected prompt to end with", "test_template::test_reasoning"),
     (OTHER, "templates of other models, which need variables of their own", "",
      "test_template::test_date_inside_prompt"),
+    (OTHER, "the first token", "<s>", "test_completion::test_completion_response_fields"),
     (OTHER, "the first token", " == 1", "test_tokenize::test_tokenize_with_bos"),
 )  # fmt: skip
 KNOWN = {name: Known(*about) for *about, names in _KNOWN for name in names.split()}

@@ -394,6 +394,7 @@ class _Model:
             n_bytes=header.n_bytes,
             n_slots=self._config.n_seq,
             created=int(header.path.stat().st_mtime),
+            family=str(header.kv["general.architecture"]),
         )
 
     def load(self) -> LoadedModel:

@@ -33,6 +33,7 @@ from ..text.chat.rawjson import CallMemory
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
 from ..text.chat.tools import CallGrammar
 from ..text.grammar import GrammarConstraint, Grammars
+from ..text.infill import Gap, LineParser, infill_prompt
 from ..text.tokenizer import Tokenizer
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
@@ -93,9 +94,15 @@ class ChatRequest(DrawSettings):
 
 @dataclass(frozen=True)
 class TextRequest(DrawSettings):
-    """A text, or token ids, to be continued."""
+    """A text to be continued: pieces of text and token ids, or what is around a gap.
 
-    prompt: str | Sequence[int]
+    n_indent, limit_s: as in `LineParser`.
+    """
+
+    prompt: str | Sequence[int | str] = ""
+    gap: Gap | None = None
+    n_indent: int = 0
+    limit_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -276,6 +283,25 @@ class Turn:
         self.calls.keep(name, arguments, raw)
 
 
+def text_ids(
+    text: TextRequest, tokenizer: Tokenizer, room: PromptRoom | None
+) -> tuple[list[int], tuple[int, ...]]:
+    """Return the ids of a text to be continued, and its marks."""
+    if text.gap is not None:
+        limits = (room.n_ctx, room.n_longest) if room else (1 << 20, 256)
+        return infill_prompt(tokenizer, text.gap, *limits)
+    pieces = [text.prompt] if isinstance(text.prompt, str) else text.prompt
+    if room:
+        room.require([one for one in pieces if not isinstance(one, str)])
+    ids = list[int]()
+    for n, one in enumerate(pieces):
+        if isinstance(one, str) and room:
+            room.require_beginning(one, tokenizer.encode)
+        ids += tokenizer.encode(one, add_special=n == 0) if isinstance(one, str) else [one]
+    # the text may come again, or a longer one, and seldom changes more than its last token
+    return ids, (len(ids) - 1,) if len(ids) > 1 else ()
+
+
 # Types of tokens in a model file: control tokens, and those that a user added.
 _CONTROL, _ADDED = 3, 4
 
@@ -440,22 +466,14 @@ class ChatModel:
 
     def prepare_text(self, text: TextRequest) -> Prepared:
         """Return what the engine needs to continue a text; its parser only finds text."""
-        if isinstance(text.prompt, str):
-            if self._room:
-                self._room.require_beginning(text.prompt, self.tokenizer.encode)
-            ids = self.tokenizer.encode(text.prompt)
-        else:
-            self._require_room(text.prompt)
-            ids = list(text.prompt)
+        ids, marks = text_ids(text, self.tokenizer, self._room)
         constraint = None
         if text.format is not None:
             compiled = self.grammars.compile(text.format.kind, text.format.source)
             constraint = GrammarConstraint(compiled)
-        # the text may come again, or a longer one, and seldom changes more than its last token
-        marks = (len(ids) - 1,) if len(ids) > 1 else ()
         request = self._request(text, ids, constraint, marks)
         warnings = () if constraint is None else constraint.warnings
-        return Prepared(request, AnswerParser(reasoning=False), warnings)
+        return Prepared(request, LineParser(text.n_indent, text.limit_s), warnings)
 
     def _chat_constraint(self, chat: ChatRequest, prompt: Prompt) -> GrammarConstraint | None:
         """Return what the answer must follow, after its reasoning if the prompt begins that."""

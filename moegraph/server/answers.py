@@ -125,7 +125,7 @@ class Answers:
         parts = parser.push(step.text, step.tokens)
         if parser.is_done and step.finish_reason is None:
             self._tickets[index].cancel()
-            step = replace(step, finish_reason="stop")
+            step = replace(step, finish_reason=parser.end)
         if step.finish_reason is not None:
             self._running.discard(index)
             parts = [*parts, *parser.flush(is_cut=step.finish_reason != "stop")]

@@ -19,7 +19,7 @@ from .answers import Update
 from .errors import ApiError
 from .exchange import Exchange, PromptProgress, begin
 from .logs import note_usage, request_id
-from .replies import named, reply
+from .replies import EVENTS, named, reply
 from .schemas import (
     LIMITS,
     Body,
@@ -603,7 +603,7 @@ async def count(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        Operation("/v1/messages", create, MessagesBody, streams=True),
+        Operation("/v1/messages", create, MessagesBody, streams=EVENTS),
         Operation("/v1/messages/count_tokens", count, CountBody),
     ],
     error_body=anthropic_body,

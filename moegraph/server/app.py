@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from . import anthropic, completions, info, openai_chat, responses
+from . import anthropic, completions, info, llamacpp, ollama, openai_chat, responses
 from .answers import ClientLeft
 from .errors import ApiError, openai_body, public_error
 from .guards import Gate, Guard
@@ -24,8 +24,8 @@ _EXPOSED = ("X-Request-Id", "Retry-After", WARNING)
 
 # A new interface adds its table here; the first that fits a path writes its errors.
 TABLES: tuple[RouteTable, ...] = (
-    openai_chat.TABLE, completions.TABLE, responses.TABLE, anthropic.TABLE, info.TABLE,
-    info.ABSENT, info.PAGE,
+    openai_chat.TABLE, completions.TABLE, llamacpp.TABLE, responses.TABLE, anthropic.TABLE,
+    ollama.TABLE, info.TABLE, info.ABSENT, info.PAGE,
 )  # fmt: skip
 
 

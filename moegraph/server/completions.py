@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,71 +10,104 @@ from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import ChatModel, TextRequest
 from ..loop.requests import Step, TokenLogprobs, Usage
 from ..text.chat.parts import ContentPart, Reply
+from ..text.infill import Gap
 from .answers import Update, total
 from .errors import ApiError
 from .exchange import Completion, begin, finish_reason, finite
 from .openai_chat import ChatBody
-from .replies import encode, reply
-from .schemas import LIMITS, Body, CompletionBody, Defaults, wrong
-from .state import (
-    Operation,
-    RouteTable,
-    operations,
-    read_object,
-    read_schema,
-    state_of,
-)
+from .replies import EVENTS, encode, reply
+from .schemas import LIMITS, MAX_TOKENS, Body, CompletionBody, Defaults, refuse, wrong
+from .state import Operation, RouteTable, read_object, read_schema, state_of
 
 # Ids are 32 bits in the model's vocabulary; the service checks them against it.
 _MAX_ID = 1 << 31
 
 
 def _prompts(value: object) -> object:
-    """Return a list of prompts, each a text or a list of token ids."""
-    if isinstance(value, str) or _is_ids(value):
-        return [value]
-    if not isinstance(value, list) or not all(isinstance(v, str) or _is_ids(v) for v in value):
+    """Return a list of prompts, each a text or a list of token ids and texts."""
+    each = value if isinstance(value, list) and not _is_prompt(value) else [value]
+    own = ["prompt_string"]  # llama-server's object for a text without pictures
+    found = [one[own[0]] if isinstance(one, dict) and [*one] == own else one for one in each]
+    if not all(map(_is_prompt, found)):
         raise wrong("expected a text, a list of token ids, or a list of these")
-    return value
+    return found
 
 
-def _is_ids(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and set(map(type, value)) == {int}  # a loop over many ids would hold other threads up
-        and min(value) >= 0
-        and max(value) < _MAX_ID
-    )
+def _is_prompt(value: object) -> bool:
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    kinds = set(map(type, value))  # a loop over many ids would hold other threads up
+    ids = value if kinds == {int} else [one for one in value if type(one) is int]
+    return bool(ids) and kinds <= {int, str} and min(ids) >= 0 and max(ids) < _MAX_ID
 
 
-_Ids = Annotated[list[Annotated[int, Field(ge=0, lt=_MAX_ID)]], Field(min_length=1)]
-_Many = Annotated[list[str | _Ids], Field(min_length=1, max_length=LIMITS.prompts)]
+_Id = Annotated[int, Field(ge=0, lt=_MAX_ID)]
+_Pieces = Annotated[list[_Id | str], Field(min_length=1)]
+_Many = Annotated[list[str | _Pieces], Field(min_length=1, max_length=LIMITS.prompts)]
 
 
-class TextBody(CompletionBody):
+class TextFields(CompletionBody):
+    """Fields of OpenAI's and llama-server's completions of texts."""
+
+    logprobs: int | None = Field(
+        default=None, ge=0, le=LIMITS.top_logprobs,
+        validation_alias=AliasChoices("logprobs", "n_probs"),
+    )  # fmt: skip
+    post_sampling_probs: bool | None = None
+    return_tokens: bool | None = None
+    response_fields: list[str] | None = Field(default=None, max_length=LIMITS.stops)
+    samplers: list[str] | str | None = None
+    n_indent: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    t_max_predict_ms: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+
+    @abstractmethod
+    def prompts(self) -> list[TextRequest]:
+        """Return what the answers follow."""
+
+    def texts(self, defaults: Defaults) -> list[TextRequest]:
+        """Return a request for each prompt."""
+        if self.post_sampling_probs:
+            refuse("post_sampling_probs", "only those before sampling are known")
+        limit_ms = self.t_max_predict_ms or 0
+        drawn = dict(
+            max_tokens=self.limit(defaults.max_tokens), format=self.format(),
+            n_logprobs=self.logprobs, n_indent=self.n_indent or 0,
+            limit_s=limit_ms / 1e3 if limit_ms > 0 else None, **self.drawn(defaults),
+        )  # fmt: skip
+        return [replace(one, **drawn) for one in self.prompts()]
+
+    def drawn(self, defaults: Defaults) -> dict[str, Any]:
+        """Return what `DrawSettings` takes of these fields."""
+        found = super().drawn(defaults)
+        if self.temperature is None and "infill" in (self.samplers or ()):
+            # that sampler leaves hardly more than the likeliest token
+            found["sampling"] = replace(found["sampling"], temperature=0.0)
+        return found
+
+
+class TextBody(TextFields):
     """A text and how it goes on."""
 
     prompt: Annotated[
-        list[str | list[int]],
+        list[str | list[int | str]],
         Field(min_length=1, max_length=LIMITS.prompts),
-        BeforeValidator(_prompts, json_schema_input_type=str | _Ids | _Many),
+        BeforeValidator(_prompts, json_schema_input_type=str | _Pieces | _Many),
     ]
     best_of: int | None = Field(default=None, ge=1, le=LIMITS.choices)
-    logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
     suffix: str | None = None
 
     def require_supported(self) -> None:
         """Refuse what cannot be done rather than ignore it."""
         problems = {
-            "suffix": bool(self.suffix) and "text cannot be inserted before a suffix",
+            "suffix": bool(self.suffix) and not all(isinstance(one, str) for one in self.prompt)
+            and "it goes with a prompt that is a text",
             "best_of": (self.best_of or 1) > self.n_choices and "ask for n answers instead",
             "echo": bool(self.echo) and self.logprobs is not None
             and "the prompt's probabilities are not known",
@@ -84,16 +118,18 @@ class TextBody(CompletionBody):
             if problem:
                 raise ApiError(400, f"{param}: {problem}", param=param, code="unsupported_value")
 
-    def texts(self, defaults: Defaults) -> list[TextRequest]:
-        """Return a request for each prompt."""
-        first = TextRequest(
-            prompt="",
-            max_tokens=self.limit(defaults.max_tokens),
-            format=self.format(),
-            n_logprobs=self.logprobs,
-            **self.drawn(defaults),
-        )
-        return [replace(first, prompt=prompt) for prompt in self.prompt]
+    def shown(self, index: int, model: ChatModel) -> str:
+        """Return the text of the prompt of an answer."""
+        prompt = self.prompt[index // self.n_choices]
+        pieces = [prompt] if isinstance(prompt, str) else prompt
+        return "".join(p if isinstance(p, str) else model.detokenize([p]) for p in pieces)
+
+    def prompts(self) -> list[TextRequest]:
+        """Return what the answers follow."""
+        self.require_supported()
+        if self.suffix:
+            return [TextRequest(gap=Gap(str(one), self.suffix)) for one in self.prompt]
+        return [TextRequest(prompt=one) for one in self.prompt]
 
 
 @dataclass(kw_only=True)
@@ -120,10 +156,7 @@ class _Run(Completion):
         )
 
     def _echo(self, index: int) -> str:
-        if not self.body.echo:
-            return ""
-        prompt = self.body.prompt[index // self.body.n_choices]
-        return prompt if isinstance(prompt, str) else self.loaded.chat.detokenize(prompt)
+        return self.body.shown(index, self.loaded.chat) if self.body.echo else ""
 
     def choice(
         self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
@@ -176,7 +209,6 @@ class _Run(Completion):
 async def complete(request: HttpRequest) -> Response:
     """Continue texts, at once or as they are written."""
     body = await read_schema(request, TextBody)
-    body.require_supported()
     model = state_of(request).find(body.model)
     texts = partial(body.texts, model.defaults)
     run = await begin(request, model, texts, _Run, body, body.n_choices)
@@ -273,7 +305,7 @@ async def apply_template(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        *operations("/v1/completions", complete, TextBody, streams=True),
+        Operation("/v1/completions", complete, TextBody, streams=EVENTS),
         Operation("/tokenize", tokenize, TokenizeBody, ChatBody),
         Operation("/detokenize", detokenize, DetokenizeBody),
         Operation("/apply-template", apply_template, ChatBody),

@@ -25,7 +25,7 @@ from .guards import cache_owner, owner_of
 from .host import LoadedModel, Model
 from .logs import WARNING, note_usage, note_warnings, request_id
 from .metrics import Meter
-from .replies import DONE, EventStream, comment, data, reply
+from .replies import DONE, EVENTS, EventStream, comment, data, reply
 from .schemas import CompletionBody, Sampled
 from .state import state_of
 
@@ -155,7 +155,10 @@ class Exchange(ABC):
     """A request that is being answered; each interface writes the answer in its own words.
 
     answers: of the model `loaded`. experts: statistics of the engine before the request.
+    stream_kind: as in `EventStream`.
     """
+
+    stream_kind: ClassVar[str] = EVENTS
 
     http: HttpRequest
     answers: Answers
@@ -169,7 +172,7 @@ class Exchange(ABC):
         return total(self.answers.usages)
 
     @abstractmethod
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any] | list[Any]:
         """Return the answer when it is complete."""
 
     @abstractmethod
@@ -207,7 +210,8 @@ class Exchange(ABC):
         if self.answers.warnings:
             headers = {**(headers or {}), WARNING: note_warnings(self.http, self.answers.warnings)}
         if is_stream:
-            return EventStream(self._guarded(), close=self.answers.close, headers=headers)
+            frames, close = self._guarded(), self.answers.close
+            return EventStream(frames, close=close, kind=self.stream_kind, headers=headers)
         with self.answers:
             return reply(await unless_left(self.http, self.whole()), headers=headers)
 
@@ -311,7 +315,8 @@ class PromptProgress:
 class Completion(Exchange):
     """One of OpenAI's completions in the making, of a chat or of a text.
 
-    created: seconds since the epoch. empty: fields of a stream's choice that shows no text.
+    created: seconds since the epoch. empty: fields of a stream's choice that shows no text. done:
+    the last event of a stream.
     """
 
     body: CompletionBody
@@ -322,12 +327,13 @@ class Completion(Exchange):
     chunk_kind: ClassVar[str]
     empty: ClassVar[Mapping[str, Any]]
     may_reason: ClassVar[bool] = False
+    done: ClassVar[bytes] = DONE
 
     @abstractmethod
     def choice(
         self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
     ) -> dict[str, Any]:
-        """Return a whole choice; last: its last step."""
+        """Return a whole choice; last: its last step, with the tokens of all."""
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the fields that begin a stream's choice, if it has such a beginning."""
@@ -339,15 +345,19 @@ class Completion(Exchange):
 
     async def whole(self) -> dict[str, Any]:
         """Return the completion."""
-        found: dict[int, tuple[Reply, list[TokenLogprobs]]] = {}
+        found: dict[int, tuple[Reply, list[TokenLogprobs], list[int]]] = {}
         ended: dict[int, Step] = {}
         async for update in self.answers:
-            reply, logprobs = found.setdefault(update.index, (Reply(), []))
+            reply, logprobs, tokens = found.setdefault(update.index, (Reply(), [], []))
             reply.add(update.parts)
             logprobs += update.step.logprobs
+            tokens += update.step.tokens
             ended[update.index] = update.step
-        choices = [self.choice(i, *found[i], ended[i]) for i in sorted(found)]
-        note_usage(self.http, self.usage, choices[0]["finish_reason"])
+        choices = [
+            self.choice(i, reply, logprobs, replace(ended[i], tokens=tuple(tokens)))
+            for i, (reply, logprobs, tokens) in sorted(found.items())
+        ]
+        note_usage(self.http, self.usage, choices[0].get("finish_reason"))
         return {**self._head(self.kind), "choices": choices, **self._sums()}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -384,7 +394,8 @@ class Completion(Exchange):
         note_usage(self.http, self.usage, finish)
         if self.body.wants_usage:
             yield data({**self._head(self.chunk_kind), "choices": [], **self._sums()})
-        yield DONE
+        if self.done:
+            yield self.done
 
     def _progress(self, index: int, found: dict[str, Any]) -> bytes:
         chunk = {**self.chunk(index, self.empty), "prompt_progress": found}

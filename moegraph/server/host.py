@@ -80,6 +80,7 @@ class ModelFacts:
     """What clients may know of a model; zeros are not known.
 
     n_ctx: tokens that one request may hold. n_bytes: of the file. template: the chat template.
+    family: the architecture.
     """
 
     name: str
@@ -95,6 +96,7 @@ class ModelFacts:
     bos_token: str = ""
     eos_token: str = ""
     template: str = ""
+    family: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property

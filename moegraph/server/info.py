@@ -79,7 +79,7 @@ async def props(request: HttpRequest) -> Response:
     state = state_of(request)
     facts, defaults = state.backend.facts, state.find(state.backend.facts.name).defaults
     biases = [[token, max(b, -1e9)] for token, b in defaults.sampling.logit_bias.items()]
-    params = {**_params(defaults.sampling, defaults.max_tokens), "logit_bias": biases}
+    params = {**sampling_object(defaults.sampling, defaults.max_tokens), "logit_bias": biases}
     return reply(
         {
             "default_generation_settings": {"n_ctx": facts.n_ctx, "params": params},
@@ -96,7 +96,8 @@ async def props(request: HttpRequest) -> Response:
     )
 
 
-def _params(sampling: SamplingParams, max_tokens: int | None) -> dict[str, Any]:
+def sampling_object(sampling: SamplingParams, max_tokens: int | None) -> dict[str, Any]:
+    """Return llama-server's names and values of samplers."""
     params = asdict(sampling)
     del params["logit_bias"]
     seed, limit = params.pop("seed"), -1 if max_tokens is None else max_tokens
@@ -125,7 +126,7 @@ def _slot(slot: SlotStatus, client: str) -> dict[str, Any]:
     if asked is None:
         return found
     n_left = -1 if asked.max_tokens is None else asked.max_tokens - slot.n_generated
-    params = {**_params(asked.sampling, asked.max_tokens), "ignore_eos": asked.ignore_eos}
+    params = {**sampling_object(asked.sampling, asked.max_tokens), "ignore_eos": asked.ignore_eos}
     own = {"request": asked.name, "params": params} if asked.client == client else {}
     return {
         **found,
@@ -168,21 +169,16 @@ TABLE = RouteTable(
 )
 
 
+_EMBEDDINGS = "/embedding", "/embeddings", "/v1/embeddings", "/api/embed", "/api/embeddings"
 _INSTEAD = {
-    "/completion": "use /v1/completions",
-    "/infill": "the model is not trained to fill gaps; use /v1/completions",
-    "/embedding": "the model makes no embeddings",
-    "/embeddings": "the model makes no embeddings",
-    "/v1/embeddings": "the model makes no embeddings",
-    "/v1/rerank": "the model makes no rankings",
-    "/v1/reranking": "the model makes no rankings",
-    "/rerank": "the model makes no rankings",
+    **dict.fromkeys(_EMBEDDINGS, "the model makes no embeddings"),
+    **dict.fromkeys(("/v1/rerank", "/v1/reranking", "/rerank"), "the model makes no rankings"),
     "/v1/audio/transcriptions": "the model reads only text",
     "/v1/audio/speech": "the model writes only text",
     "/v1/images/generations": "the model writes only text",
     "/v1/moderations": "the model does not moderate",
 }
-_OLLAMA = "Ollama's interface is not served; use OpenAI's, such as /v1/chat/completions, /v1/models"
+_OLLAMA = "of Ollama's interface there are chat, generate, tags, show, ps and version"
 
 
 async def explain(request: HttpRequest) -> Response:
@@ -201,7 +197,6 @@ ABSENT = RouteTable(
 )
 
 
-_STREAM = "text/event-stream"
 _PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
 # What may become of every request, and of one with a body or with a name in its path.
 _ERRORS = {
@@ -255,7 +250,7 @@ def _operation(table: RouteTable, route: Operation, path: str, schemas: Schemas)
     errors = _ERRORS | (_OF_BODIES if route.bodies else {}) | (_OF_NAMES if names else {})
     answers: dict[str, Any] = {route.answer: {"schema": {}}}
     if route.streams:
-        answers[_STREAM] = {}
+        answers[route.streams] = {}
     error = {"application/json": {"schema": table.error_schema}}
     found: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{path}").strip("_"),

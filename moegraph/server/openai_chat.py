@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
@@ -21,7 +22,7 @@ from .exchange import (
     chat_logprobs,
     finish_reason,
 )
-from .replies import reply
+from .replies import EVENTS, reply
 from .schemas import (
     LIMITS,
     MAX_TOKENS,
@@ -239,6 +240,10 @@ class ChatBody(CompletionBody):
             tools = [tool for tool in tools if tool.function.name in chosen.names]
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
+    def texts(self, defaults: Defaults) -> list[ChatRequest]:
+        """Return the request of each answer, as bodies of texts do."""
+        return [self.chat(defaults)]
+
     def chat(self, defaults: Defaults) -> ChatRequest:
         """Return the request of one answer."""
         return ChatRequest(
@@ -315,7 +320,7 @@ async def complete(request: HttpRequest) -> Response:
     """Answer a conversation, at once or as it is written."""
     body = await read_schema(request, ChatBody)
     model = state_of(request).find(body.model)
-    asked = lambda: [body.chat(model.defaults)]  # noqa: E731
+    asked = partial(body.texts, model.defaults)
     run = await begin(request, model, asked, _Run, body, body.n_choices)
     return await run.respond(body.stream)
 
@@ -344,7 +349,7 @@ async def count(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        *operations("/v1/chat/completions", complete, ChatBody, streams=True),
+        *operations("/v1/chat/completions", complete, ChatBody, streams=EVENTS),
         *operations("/v1/chat/completions/input_tokens", count, ChatBody),
     ]
 )

@@ -16,7 +16,9 @@ from starlette.types import Message, Receive, Scope, Send
 T = TypeVar("T")
 # A proxy may close a connection on which nothing is sent; comments tell it that we work.
 PING_S = 10.0
+_NEVER_S = 1e9
 DONE = b"data: [DONE]\n\n"
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 
 
 def encode(value: object) -> bytes:
@@ -30,6 +32,11 @@ def encode(value: object) -> bytes:
 def data(value: object) -> bytes:
     """Return an event without a name."""
     return b"data: %b\n\n" % encode(value)
+
+
+def line(value: object) -> bytes:
+    """Return a line of JSON."""
+    return b"%b\n" % encode(value)
 
 
 def named(value: Mapping[str, Any]) -> bytes:
@@ -46,7 +53,8 @@ class EventStream(Response):
     """Send frames as they come; when the client leaves, close their source.
 
     frames: bytes to send; it is always closed, so that its `finally` runs if it has begun. close:
-    called at the end, also if the frames were never asked for.
+    called at the end, also if the frames were never asked for. kind: EVENTS, or LINES of JSON, in
+    which there is no place for comments.
     """
 
     def __init__(
@@ -55,15 +63,16 @@ class EventStream(Response):
         *,
         close: Callable[[], None] = lambda: None,
         ping_s: float = PING_S,
+        kind: str = EVENTS,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         # X-Accel-Buffering: nginx would hold events back
         fixed = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
-        super().__init__(None, headers=fixed, media_type="text/event-stream; charset=utf-8")
+        super().__init__(None, headers=fixed, media_type=f"{kind}; charset=utf-8")
         del self.headers["content-length"]
         self._frames = frames
         self._close = close
-        self._ping_s = ping_s
+        self._ping_s = ping_s if kind == EVENTS else _NEVER_S
         self._is_sending = False
         self._last = time.monotonic()
 

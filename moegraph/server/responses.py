@@ -25,7 +25,7 @@ from .errors import ApiError
 from .exchange import Exchange, PromptProgress, begin, chat_logprobs
 from .guards import owner_of
 from .logs import note_usage
-from .replies import named, reply
+from .replies import EVENTS, named, reply
 from .responsestore import Item, ResponseStore
 from .schemas import (
     LIMITS,
@@ -905,7 +905,7 @@ async def delete(request: HttpRequest) -> Response:
 
 TABLE = RouteTable(
     [
-        *operations("/v1/responses", create, ResponsesBody, streams=True),
+        *operations("/v1/responses", create, ResponsesBody, streams=EVENTS),
         *operations("/v1/responses/input_tokens", count, ResponsesBody),
         *operations("/v1/responses/{id}", retrieve),
         *operations("/v1/responses/{id}", delete, method="DELETE"),

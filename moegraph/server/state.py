@@ -133,12 +133,12 @@ class Operation(Route):
     """A route that the OpenAPI document describes, in the words of its handler's docstring.
 
     bodies: schemas of a request; a request with a body is a POST. answer: the
-    content type of what succeeds. streams: it may also be a stream of events.
+    content type of what succeeds. streams: that of a stream which it may also be.
     """
 
     def __init__(
         self, path: str, handler: Handler, *bodies: type[pydantic.BaseModel], method: str = "",
-        answer: str = "application/json", streams: bool = False,
+        answer: str = "application/json", streams: str = "",
     ) -> None:  # fmt: skip
         self.method = method or ("POST" if bodies else "GET")
         super().__init__(path, handler, methods=[self.method])

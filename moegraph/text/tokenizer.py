@@ -182,6 +182,13 @@ class Tokenizer:
         """Return the id that ends a text, if the model has one."""
         return self._known(self._lib.llama_vocab_eos(self._open_vocab()))
 
+    def fim(self, name: str) -> int | None:
+        """Return the id that marks a part of a text with a gap, if the model has one.
+
+        name: "pre", "suf", "mid", "rep" or "sep".
+        """
+        return self._known(getattr(self._lib, f"llama_vocab_fim_{name}")(self._open_vocab()))
+
     def _known(self, token: int) -> int | None:
         return token if 0 <= token < self.n_vocab else None
 

@@ -21,6 +21,7 @@ from moegraph.server.host import Line, LoadedModel, Model, ModelFacts, Use
 from moegraph.text.chat.answer import AnswerParser
 from moegraph.text.chat.messages import template_messages
 from moegraph.text.chat.prompting import Encoded
+from moegraph.text.infill import LineParser
 
 N_CTX = 4096
 
@@ -184,12 +185,15 @@ class FakeChatModel:
 
     def prepare_text(self, text: TextRequest) -> Prepared:
         self.texts.append(text)
-        ids = list(text.prompt.encode()) if isinstance(text.prompt, str) else list(text.prompt)
+        gap = text.gap
+        pieces = [gap.before, gap.line, "|", gap.after] if gap else text.prompt
+        pieces = [pieces] if isinstance(pieces, str) else pieces
+        ids = [i for p in pieces for i in (p.encode() if isinstance(p, str) else [p])]
         request = Request(
             ids, text.sampling, text.max_tokens, text.stop, text.ignore_eos,
             n_logprobs=text.n_logprobs, deadline_s=text.deadline_s, name=text.name,
         )  # fmt: skip
-        return Prepared(request, AnswerParser(reasoning=False))
+        return Prepared(request, LineParser(text.n_indent, text.limit_s))
 
     def prompt(self, chat: ChatRequest) -> Prompt:
         self.asked.append(chat)

@@ -67,8 +67,12 @@ def test_probabilities_have_the_old_form() -> None:
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": [[1], 2]}, "prompt"),
+        ({"prompt": [["x"]]}, "prompt"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": []}}, "prompt"),
+        ({"prompt": "x", "post_sampling_probs": True}, "post_sampling_probs"),
+        ({"prompt": ["x", 1 << 40]}, "prompt"),
         ({"prompt": ["x"] * 100}, "prompt"),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": [[1], "x"], "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": ["x"] * 8, "n": 8}, "n"),
@@ -208,10 +212,12 @@ def test_the_page_of_the_server_names_every_figure() -> None:
     assert len(names) > 30 and [name for name in names if name not in page] == []
 
 
-@pytest.mark.parametrize("path", ["/completion", "/v1/embeddings", "/api/chat"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/rerank", "/api/embed", "/api/pull"])
 def test_paths_of_other_servers_say_what_to_use(path: str) -> None:
     response = Case().post(path, {})
-    assert response.status_code == 404 and response.json()["error"]["code"] == "not_served"
+    error = response.json()["error"]
+    line = error if path.startswith("/api/") else error["message"]
+    assert response.status_code == 404 and line.startswith(f"{path} is not served: ")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,11 @@ class AnswerParser:
     """Turn the text of an answer into parts as it comes.
 
     It never fails: what looks like a tool call and is none is text. Calls inside reasoning count.
+
+    end: why an answer ends that is_done; a finish_reason.
     """
+
+    end = "stop"
 
     def __init__(
         self,

@@ -1,0 +1,51 @@
+"""Gaps with a real vocabulary and model: what is computed again after a typed character."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.clients import Client, serving
+from helpers.shipped import FIM, ROOT, tiny_with_gaps
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.engine.chat import ChatModel, TextRequest
+from moegraph.text.infill import Gap
+
+LINES = (ROOT / "moegraph" / "server" / "replies.py").read_text("utf-8").splitlines(keepends=True)
+BEFORE, AFTER = "".join(LINES[:60]), "".join(LINES[62:80])
+EXTRA = [("state.py", "import asyncio\nSMALL = 16 * KiB\n" * 4)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    file = tiny_with_gaps(tmp_path_factory.mktemp("gaps"))
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=4096, n_seq=1, cpu_reference=True)
+    return Engine.load(file, config)
+
+
+def test_a_prompt_has_the_tokens_of_its_texts(engine: Engine) -> None:
+    with ChatModel.of(engine) as chat:
+        request = chat.prepare_text(TextRequest(gap=Gap(BEFORE + "    retu", AFTER))).request
+        encode = lambda text: chat.tokenize(text, parse_special=False)  # noqa: E731
+        name = [FIM["rep"], *encode("myproject\n"), FIM["sep"], *encode("filename\n")]
+        head, tail = encode(BEFORE + "    retu"), encode(AFTER)
+    assert request.prompt == [*name, FIM["pre"], *head, FIM["suf"], *tail, FIM["mid"]]
+
+
+@pytest.mark.parametrize("lines", ["    pass", "    pass\n    x ="])
+def test_only_what_follows_the_line_before_is_computed_again(engine: Engine, lines: str) -> None:
+    def ask(text: str, reuse: bool = True) -> Client:
+        """Return an answer to what an editor sends when this is written."""
+        head, _, line = text.rpartition("\n")
+        gap = Gap(BEFORE + head + "\n" * bool(head), AFTER, line, EXTRA)
+        asked = chat.prepare_text(TextRequest(gap=gap)).request
+        more = {"marks": asked.marks, "max_tokens": 6, "reuse": reuse}
+        return Client(service, asked.prompt, **more).wait()
+
+    with ChatModel.of(engine) as chat, serving(engine) as service:
+        ask("    p")
+        again, anew = ask(lines), ask(lines, reuse=False)
+        n_after = len(chat.tokenize(AFTER)) + len(chat.tokenize(lines)) + 2
+    assert again.tokens == anew.tokens
+    usage = again.last.usage
+    assert usage.n_prompt > 500 and usage.n_prompt - usage.n_cached <= n_after
