@@ -7,6 +7,7 @@ Hugging Face have about. Writes moegraph/placement/known.json; --check only comp
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import replace
@@ -89,8 +90,12 @@ def table() -> str:
 
 def main() -> int:
     """Write the table, or compare it; return the exit code."""
-    text = table()
-    if "--check" not in sys.argv[1:]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="only compare")
+    is_check, text = parser.parse_args().check, table()
+    if not is_check:
         TABLE.write_text(text)
     elif TABLE.read_text() != text:
         print(f"{TABLE.name} is not up to date; run scripts/gen_known.py", file=sys.stderr)
