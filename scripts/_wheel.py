@@ -87,18 +87,18 @@ def metadata(version: str) -> Files:
     text, n = re.subn(r"^Requires-Dist: llama-cpp-python==.*\n", "", text, flags=re.M)
     assert n == 1
     text = re.sub(r'; extra == "(server|remote)"$', "", text, flags=re.M)
-    extras = [f"cuda{major}" for major in (13, 12)]
+    extras = ["cuda13", "cuda12", "cuda13-server", "cuda12-server"]
     lines = [f'Provides-Extra: {one}\nRequires-Dist: moegraph-{one}=={version}; extra == "{one}"\n'
              for one in extras]  # fmt: skip
     text = text.replace("Description-Content-Type", "".join(lines) + "Description-Content-Type", 1)
     return files | {"METADATA": text.encode()}
 
 
-def about_cuda(major: int, version: str) -> Files:
+def about_cuda(name: str, major: int, version: str) -> Files:
     """Return METADATA of CUDA's wheel: it needs NVIDIA's libraries, and this moegraph."""
     end = "" if major >= 13 else f"-cu{major}"
     needs = [f"nvidia-{name}{end}>={major},<{major + 1}" for name in ("cublas", "cuda-runtime")]
-    lines = ["Metadata-Version: 2.1", f"Name: moegraph-cuda{major}", f"Version: {version}"]
+    lines = ["Metadata-Version: 2.1", f"Name: {name.replace('_', '-')}", f"Version: {version}"]
     lines += [f"Summary: ggml's backend for CUDA {major}, for moegraph", "License: MIT"]
     lines += ["Requires-Python: >=3.10", f"Requires-Dist: moegraph=={version}"]
     lines += [f"Requires-Dist: {one}" for one in needs]
@@ -121,7 +121,7 @@ def write(folder: Path, name: str, version: str, tag: str, files: Files, about: 
     rows = [f"{path},sha256={_digest(data)},{len(data)}" for path, data in every.items()]
     every[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,\n"]).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(f"{name}-*.whl"):
+    for old in folder.glob(f"{name}-{version}-*.whl"):
         old.unlink()
     with zipfile.ZipFile(folder / f"{stem}.whl", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
         for path, data in every.items():

@@ -128,9 +128,6 @@ def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
 
 
 def _tokenizer() -> Check:
-    if Path(__file__).parent.parent.joinpath("lib", "llama_cpp").is_dir():
-        detail = f"what is used of llama-cpp-python {_LLAMA_CPP_PYTHON} is in this package"
-        return Check("tokenizer", True, detail)
     version = _version("llama-cpp-python")
     if version == _LLAMA_CPP_PYTHON:
         return Check("tokenizer", True, f"llama-cpp-python {version}")
@@ -151,6 +148,8 @@ def _cuda(devices: list[dict[str, Any]], is_loaded: bool) -> Check:
 
 
 def _version(package: str) -> str | None:
+    if package == "llama-cpp-python" and (Path(__file__).parents[1] / "lib/llama_cpp").is_dir():
+        return _LLAMA_CPP_PYTHON  # a wheel brings what is used of it
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -118,7 +118,8 @@ def cuda_lack() -> str:
 def _register(path: Path, major: int = 0) -> str:
     """Add a backend to which libggml is not linked; return why that fails. major: of CUDA."""
     try:
-        ctypes.CDLL(str(path))  # ggml only logs why it cannot
+        # ggml only logs why it cannot; global, because native/py/shim.c looks for functions of it
+        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     except OSError as error:
         return _load_failure(str(error), major)
     load = ctypes.CDLL(str(cuda.FOLDER / "libggml.so")).ggml_backend_load

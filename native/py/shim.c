@@ -1,3 +1,4 @@
+#define _GNU_SOURCE // RTLD_DEFAULT
 #include "shim.h"
 
 #include "ggml-backend-impl.h"
@@ -5,6 +6,7 @@
 #include "ggml-cuda/moegraph-pin.h"
 #include "ggml-impl.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,10 +16,11 @@
 // Reads of memory that the device writes, before the host synchronizes: 10 to 50 ms in all.
 #define SPINS 1000000
 
-// libggml-cuda has them; a build for the CPU has no such library, and then they are NULL.
-#pragma weak moegraph_forget_graph
-#pragma weak moegraph_pin
-#pragma weak moegraph_unpin
+// A function of libggml-cuda, or NULL if it is not there: this library is linked to it, or Python has loaded it later from a
+// package, for all to see, or there is none.
+static void * cuda_function(const char * name) {
+    return dlsym(RTLD_DEFAULT, name);
+}
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -187,17 +190,19 @@ bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_c
 }
 
 void mg_graph_forget(ggml_backend_t backend, const struct ggml_cgraph * graph) {
-    if (moegraph_forget_graph != NULL && graph->n_nodes > 0) {
-        moegraph_forget_graph(backend, graph->nodes[0]);
+    const __typeof__(&moegraph_forget_graph) forget = (__typeof__(forget)) cuda_function("moegraph_forget_graph");
+    if (forget != NULL && graph->n_nodes > 0) {
+        forget(backend, graph->nodes[0]);
     }
 }
 
 bool mg_pin(ggml_backend_t backend, void * data, size_t size) {
-    return moegraph_pin != NULL && moegraph_pin(backend, data, size);
+    const __typeof__(&moegraph_pin) pin = (__typeof__(pin)) cuda_function("moegraph_pin");
+    return pin != NULL && pin(backend, data, size);
 }
 
 void mg_unpin(void * data) {
-    moegraph_unpin(data);
+    ((__typeof__(&moegraph_unpin)) cuda_function("moegraph_unpin"))(data);
 }
 
 static void enqueue_reads(ggml_backend_t backend, const struct mg_readback * reads, int n_reads) {

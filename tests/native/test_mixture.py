@@ -218,3 +218,21 @@ def test_a_system_that_is_too_old_is_named() -> None:
     text = "/lib/libc.so.6: version `GLIBC_2.99' not found (required by /x/libggml-base.so)"
     found = _load_failure(text)
     assert found.startswith("/x/libggml-base.so needs GLIBC 2.99, and this system has glibc 2.")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_functions_of_a_backend_that_is_loaded_later_are_found(tmp_path: Path) -> None:
+    """A package's libggml-cuda.so comes after the extension that calls it."""
+    (tmp_path / "late.c").write_text(
+        "int moegraph_pin(void * a, void * b, long n) { return n == 7; }"
+    )
+    command = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / "late.so"), str(tmp_path / "late.c")]
+    subprocess.run(command, check=True)
+    code = (
+        "import sys; from pathlib import Path; from moegraph.ggml.lib import C, _register, ffi\n"
+        "pins = lambda n: C.mg_pin(ffi.NULL, ffi.NULL, n)\n"
+        "before = pins(7); _register(Path(sys.argv[1])); print(before, pins(7), pins(8))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "late.so")]
+    done = subprocess.run(command, text=True, capture_output=True, check=True)
+    assert done.stdout.split() == ["False", "True", "False"]
