@@ -58,7 +58,7 @@ def lacking(major: int) -> str:
         )
     if not driver.cards:
         why = "" if hidden is None else f" with CUDA_VISIBLE_DEVICES={hidden!r}"
-        return f"the NVIDIA driver shows no card{why}"
+        return f"the NVIDIA driver shows no card{why}; nvidia-smi may say why"
     name, (high, low), _ = max(driver.cards, key=lambda card: card[1])
     if (high, low) >= _OLDEST:
         return ""

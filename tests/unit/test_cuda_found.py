@@ -32,7 +32,7 @@ def have(
          "the NVIDIA driver 535.183.01 supports CUDA 12.2, and CUDA 13 needs driver 580 or newer; "
          "update it, or pip install 'moegraph[cuda12]'"),
         (CudaDriver((11, 4), (NEW,)), 12, "CUDA 12 needs driver 525 or newer; update it"),
-        (CudaDriver((13, 0), ()), 13, "the NVIDIA driver shows no card"),
+        (CudaDriver((13, 0), ()), 13, "the NVIDIA driver shows no card; nvidia-smi may say why"),
         (CudaDriver((13, 0), (OLD,)), 13,
          "NVIDIA GeForce GTX 1080 has compute capability 6.1; 7.5 or newer is needed"),
         (CudaDriver((13, 0), (OLD, NEW)), 13, ""),
@@ -50,7 +50,8 @@ def test_what_is_missing_is_named(
 
 def test_a_card_that_is_hidden_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, CudaDriver((13, 0), ()), hidden=True)
-    assert cuda.lacking(13) == "the NVIDIA driver shows no card with CUDA_VISIBLE_DEVICES=''"
+    line = "the NVIDIA driver shows no card with CUDA_VISIBLE_DEVICES=''; nvidia-smi may say why"
+    assert cuda.lacking(13) == line
 
 
 @pytest.mark.parametrize(
