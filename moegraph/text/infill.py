@@ -65,7 +65,7 @@ def infill_prompt(
         at = before.rfind("\n") + 1
         before, line = before[:at], before[at:]
     chars = n_near * n_longest  # what is beyond them has no place
-    of_line = encode(line)
+    of_line = _last(encode(_last(line, chars)), n_near // 2)
     head = _kept(encode(_last(before, chars)), 3 * (n_near // 4), tokenizer)
     tail = encode(gap.after[:chars])[: max(0, n_near // 4 - 2 - len(of_line))]
     name = [] if file is None else [file, *encode("filename\n")]

@@ -50,6 +50,8 @@ def test_what_is_far_from_the_gap_is_cut() -> None:
     assert len(text) <= 8192 - 1024 + 1 and head.endswith("@near\n" + "n" * 3000 + "@filename\n")
     assert head.startswith("f" * 2000)  # the end of it, without its name
     assert len(prompt(gap, 512)[0]) <= 512
+    text, _ = prompt(Gap("no line end" * 5000, "a"))
+    assert text.endswith("<" + ("no line end" * 5000)[-1024:] + ">^")
 
 
 def test_a_cut_begins_at_the_same_line_while_lines_are_added() -> None:
