@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .arch import open_model
     from .config import EngineConfig
     from .engine import Engine
+    from .engine.asyncengine import AsyncEngine
     from .engine.chat import ChatRequest, Format
     from .engine.chatanswer import ChatAnswer
     from .events import CancelToken, GenerationEvent
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CallArguments", "CallBegin", "CallEnd", "CancelToken", "ChatAnswer", "ChatRequest",
-    "ChatTemplate", "ContentPart", "Engine", "EngineConfig", "Format", "GenerationEvent",
-    "History", "Message", "ReasoningPart", "ReasoningSplitter", "Reply", "SamplingParams",
-    "Tokenizer", "ToolCall", "__version__", "open_model",
+    "AsyncEngine", "CallArguments", "CallBegin", "CallEnd", "CancelToken", "ChatAnswer",
+    "ChatRequest", "ChatTemplate", "ContentPart", "Engine", "EngineConfig", "Format",
+    "GenerationEvent", "History", "Message", "ReasoningPart", "ReasoningSplitter", "Reply",
+    "SamplingParams", "Tokenizer", "ToolCall", "__version__", "open_model",
 ]  # fmt: skip
 
 # Where each public name is defined. Callers import it from here, so rooms can change.
@@ -41,6 +42,7 @@ _HOMES = {
     for home, names in {
         ".arch": "open_model",
         ".config": "EngineConfig",
+        ".engine.asyncengine": "AsyncEngine",
         ".engine.chat": "ChatRequest Format",
         ".engine.chatanswer": "ChatAnswer",
         ".engine.engine": "Engine",

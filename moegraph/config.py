@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from .errors import ConfigError
 from .setting import Setting, problem_of, setting, settings_of
@@ -21,9 +22,19 @@ DRAFT_GROUP = "Draft"
 GROUPS = ("Common", "Server", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
 
 
+class ExpertPolicy(Protocol):
+    """A policy of one's own; examples/policy.py is one."""
+
+    def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> Any:
+        """Return its state for n_slots slots of a layer: an `experts.policy.LayerPolicy`."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine runs a model. Immutable; `validate()` checks every field."""
+    """How an engine runs a model. Immutable; `validate()` checks every field.
+
+    policy may also be an `ExpertPolicy`.
+    """
 
     device: str = setting(
         "device", "auto", ("--device",),
@@ -115,7 +126,7 @@ class EngineConfig:
         "runs are added to the class 'default'.",
         metavar="NAME", group="Expert",
     )  # fmt: skip
-    policy: str = setting(
+    policy: str | ExpertPolicy = setting(  # noqa: RUF009 - it makes a field
         "choice", "lfu", ("--policy",),
         "Which experts keep their slots. lfu: those chosen most often. lru: those chosen last.",
         choices=EXPERT_POLICIES, group="Expert",
@@ -266,7 +277,9 @@ class EngineConfig:
 
     def problems(self) -> list[str]:
         """Return every problem of this config as one line each; empty when it is valid."""
-        found = [problem_of(s, getattr(self, s.name)) for s in settings()]
+        own = hasattr(self.policy, "layer")  # an object
+        checked = [s for s in settings() if s.name != "policy" or not own]
+        found = [problem_of(s, getattr(self, s.name)) for s in checked]
         if not any(found):
             found += self._list_problems()
         if self.cpu_reference is True and str(self.device).startswith("cuda"):

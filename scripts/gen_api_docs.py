@@ -24,7 +24,7 @@ HEAD = """\
 # Python API
 
 This page is generated from docstrings by `scripts/gen_api_docs.py`. `scripts/docs` builds the full
-reference, with signatures and errors, into `build/docs`. [examples/](../examples) has five short
+reference, with signatures and errors, into `build/docs`. [examples/](../examples) has six short
 programs.
 
 The names on this page are public: a release that changes one says so in
@@ -33,7 +33,9 @@ The names on this page are public: a release that changes one says so in
 
 # The groups of public names, in the order of the page.
 GROUPS = {
-    "Engine, settings, models": ("Engine", "EngineConfig", "SamplingParams", "open_model"),
+    "Engine, settings, models": (
+        "Engine", "AsyncEngine", "EngineConfig", "SamplingParams", "open_model",
+    ),
     "Text and tokens": ("Tokenizer",),
     "What a generation yields": ("GenerationEvent", "CancelToken"),
     "Conversations": (
@@ -63,7 +65,7 @@ def find(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
     raise LookupError(f"{module} has no {name}")
 
 
-def summary(node: ast.ClassDef | ast.FunctionDef) -> str:
+def summary(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """Return the first line of a docstring, for a table cell."""
     text = inspect.cleandoc(ast.get_docstring(node) or "")
     return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
@@ -72,7 +74,8 @@ def summary(node: ast.ClassDef | ast.FunctionDef) -> str:
 def members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     """Yield (name, summary) of public methods and properties."""
     for part in node.body:
-        if isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
+        functions = ast.FunctionDef, ast.AsyncFunctionDef
+        if isinstance(part, functions) and not part.name.startswith("_"):
             decorators = {ast.unparse(d) for d in part.decorator_list}
             if any(name.endswith(".setter") for name in decorators):
                 continue  # the property itself is listed

@@ -28,6 +28,7 @@ from moegraph.sampling import settings as sampling_settings
 
 PAGE = ROOT / "docs" / "cli.md"
 END = "<!--end-->"
+_ALL_HAVE = "Commands with TARGET have these."
 MARK = re.compile(r"<!--(?!end)([\w-]+)-->")
 SECTION = re.compile(MARK.pattern + r".*?" + END, re.DOTALL)
 
@@ -38,7 +39,8 @@ def page() -> str:
     chat = click.Context(load_command("chat"), info_name="chat", parent=context)
     written = {"exit-codes": exit_codes()}
     for title, options in shared().items():
-        text = "\n".join([f"## {title}", "", *table(options, chat)])
+        of_all = [_ALL_HAVE, ""] * (title == "Model options")
+        text = "\n".join([f"## {title}", "", *of_all, *table(options, chat)])
         written[title.lower().replace(" ", "-")] = text
     written |= {name: section(load_command(name), context) for name in COMMANDS}
     text = PAGE.read_text(encoding="utf-8")
@@ -101,22 +103,27 @@ def is_shared(option: click.Option, usual: list[click.Option], command: click.Co
     """Return whether the page has an option elsewhere; bench has lists, but the same meaning."""
     for other in usual:
         if other.name == option.name:
-            same = (other.help, other.default) == (option.help, option.default)
-            return same or (command.name == "bench" and "as the tests need" not in str(option.help))
+            return other.help == option.help or (
+                command.name == "bench" and "as the tests need" not in str(option.help)
+            )
     return False
 
 
 def shared_line(title: str, usual: list[click.Option], has: list[click.Option]) -> list[str]:
     """Return a line that says which of the usual options a command also has, if any."""
     names = {option.name for option in has}
+    usually = {option.name: option.default for option in usual}
+    other = [f"`{o.opts[-1]}` is {o.default}" for o in has
+             if not o.multiple and usually.get(o.name, o.default) != o.default]  # fmt: skip
+    but_default = f" The default of {', of '.join(other)}." if other else ""
     found, missing = ([o for o in usual if (o.name in names) is here] for here in (True, False))
     where = f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
-    if not found:
+    if not found or (title == "Model options" and not missing):
         return []
     if len(missing) <= len(found):
         but = f" but {_flags(missing, usual)}" if missing else ""
-        return [f"Also the {where}{but}.", ""]
-    return [f"Also, of the {where}: {_flags(found, usual)}.", ""]
+        return [f"Also the {where}{but}.{but_default}", ""]
+    return [f"Also, of the {where}: {_flags(found, usual)}.{but_default}", ""]
 
 
 def _flags(options: list[click.Option], usual: list[click.Option]) -> str:

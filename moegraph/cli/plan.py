@@ -147,7 +147,7 @@ def plan_command(
         routing = Routing.of(trace, profile_path, profile_class)
         demand = routing.profile.demand().tolist() if routing.profile else None
         planner = Planner(model, config, stack, reserve, demand, shares)
-        need, policy = planner.need_of(config.n_rows), parse_policy(config.policy)
+        need, policy = planner.need_of(config.n_rows), parse_policy(str(config.policy))
         limit = host_limit(host_mem, disk)
         job = _Job(config, policy, assumed, need, routing, token_work(model), limit)
         own = assumed.card.n_bytes if assumed.card else None
@@ -206,7 +206,7 @@ def _predict_known(model: KnownModel, usable: int, machine: Machine) -> tuple[fl
     shape = RouterShape(need.n_layer, need.n_expert, need.n_expert_used)
     routing = Routing(generate_trace(shape, _N_KNOWN), None, None)
     times = Times.of(machine, need.slot_bytes, model.token)
-    policy = parse_policy(EngineConfig.policy)
+    policy = parse_policy(str(EngineConfig.policy))
     found = routing.predict(plan.n_slots, policy, times, "auto", skip=_N_KNOWN // 2)
     return round(plan.resident_share, 5), round(found.found.tokens_per_s, 2)
 

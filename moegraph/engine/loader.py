@@ -113,7 +113,8 @@ def _open_misses(
 ) -> MissHandler:
     """Open the cache and what computes missing experts, and fill the slots."""
     device, hp, store = stage.device, stage.hp, stage.store
-    policy = POLICIES[config.policy]()
+    policy = config.policy
+    policy = POLICIES[policy]() if isinstance(policy, str) else policy
     cache = ExpertCache(hp.n_expert, stage.n_slots, policy, hp.n_expert_used)
     # 'auto' depends on measured times
     miss = "stream" if config.deterministic and config.miss == "auto" else config.miss

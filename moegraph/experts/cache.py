@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..config import ExpertPolicy
 from .cachestats import CacheStats
-from .policy import Policy
 from .slots import COUNTERS, Journal, LayerSlots
 
 
@@ -20,7 +20,7 @@ class ExpertCache:
     """
 
     def __init__(
-        self, n_expert: int, n_slots: Sequence[int], policy: Policy, n_expert_used: int = 8
+        self, n_expert: int, n_slots: Sequence[int], policy: ExpertPolicy, n_expert_used: int = 8
     ) -> None:
         self.n_expert, self.n_expert_used = n_expert, n_expert_used
         self.n_slots = list(n_slots)

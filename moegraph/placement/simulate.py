@@ -15,12 +15,12 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
+from ..config import ExpertPolicy
 from ..errors import RequestError
 from ..experts.cache import ExpertCache
 from ..experts.cachestats import CacheStats
 from ..experts.cost import Machine, choose_ways, machine_costs
 from ..experts.hostlevel import HostLevel
-from ..experts.policy import Policy
 from ..experts.residency import Residency
 from ..experts.rowlaw import pass_time
 from ..experts.terms import Pairs
@@ -172,9 +172,9 @@ class _Replay:
 
 
 def simulate(
-    trace: Trace, n_slots: Sequence[int], policy: Policy, machine: Machine, *, mode: str = "auto",
-    profile: Profile | None = None, profile_class: str | None = None, skip: int = 0,
-    slot_bytes: Sequence[int] | None = None, is_pinned: bool = True,
+    trace: Trace, n_slots: Sequence[int], policy: ExpertPolicy, machine: Machine, *,
+    mode: str = "auto", profile: Profile | None = None, profile_class: str | None = None,
+    skip: int = 0, slot_bytes: Sequence[int] | None = None, is_pinned: bool = True,
     stages: Sequence[range] = (), limit: HostLimit | None = None,
 ) -> Simulation:  # fmt: skip
     """Replay a trace.
@@ -267,7 +267,7 @@ def open_level(
 
 
 def warm_cache(
-    trace: Trace, n_slots: Sequence[int], policy: Policy, profile: Profile | None,
+    trace: Trace, n_slots: Sequence[int], policy: ExpertPolicy, profile: Profile | None,
     profile_class: str | None,
 ) -> ExpertCache:  # fmt: skip
     """Return a cache whose slots are filled as at the start of a run."""

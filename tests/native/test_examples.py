@@ -72,6 +72,11 @@ def test_simulate_hits_more_with_more_slots() -> None:
         assert rates == sorted(set(rates))
 
 
+def test_a_policy_of_ones_own_hits_more_than_lru() -> None:
+    lru, counts = map(float, re.findall(r"(?:lru|counts): ([\d.]+)% hits", example("policy")))
+    assert lru < counts
+
+
 def test_every_example_is_run_here() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     missing = [path.stem for path in EXAMPLES if f'example("{path.stem}")' not in text]
