@@ -37,7 +37,7 @@ class Moves:
 
 
 class HostLevel:
-    """Host slots of some layers of a cache; layers: their numbers."""
+    """Host slots of some layers of a cache; layers: their numbers. Others need no decisions."""
 
     def __init__(self, cache: ExpertCache, n_slots: Mapping[int, int]) -> None:
         """cache: the device's. n_slots: by layer, fewer than there are experts."""
@@ -58,6 +58,8 @@ class HostLevel:
 
     def fill(self, il: int) -> list[int]:
         """Take the best experts without a slot on the device, at the start; return them by id."""
+        if il not in self._host:
+            return []
         host, device = self._host[il], self._device[il]
         absent = [e for e in range(host.n_expert) if not device.has_slot(e)]
         absent.sort(key=device.policy.score.__getitem__, reverse=True)
@@ -81,7 +83,10 @@ class HostLevel:
         admitted: experts and their slots, which `LayerSlots` gave them. others: experts that pass
         through the device.
         """
-        host, device, moves = self._host[il], self._device[il], Moves()
+        moves = Moves()
+        if il not in self._host:
+            return moves
+        host, device = self._host[il], self._device[il]
         going = [expert for expert, _ in admitted] + list(others)
         moves.read = [e for e in going if e not in host.resident]
         in_use = self._needed.union(going)
@@ -112,7 +117,19 @@ class HostLevel:
 
     def restore(self, il: int, held: set[int]) -> set[int]:
         """Note after a failure what host memory holds of a layer; return what it gives up."""
+        if il not in self._host:
+            return set()
         host = self._host[il]
         for expert in host.resident - held:
             host.leave(expert)
         return held - host.resident
+
+    def in_order(self, il: int, experts: list[int]) -> list[int]:
+        """Return experts as a prompt should ask for them.
+
+        First come those in host memory, as given, and then the others in the order of the file.
+        """
+        if il not in self._host:
+            return experts
+        here = self._host[il].resident
+        return [e for e in experts if e in here] + sorted(e for e in experts if e not in here)

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arch import ModelFile
-from ..errors import ConfigError, NativeError
+from ..errors import ConfigError, InternalError, NativeError
 from ..ggml.device import Device, HostBuffer, HostPages
 from ..ggml.free_memory import host_memory
 from ..ggml.handles import Context, Event, Owner
@@ -311,8 +311,10 @@ class FileRing(Owner):
                 self._wait_for_oldest()
             elif self._reads:  # what is wanted now goes before what is wanted later
                 self.forget()
-            else:
+            elif self._taken:
                 self.copied()
+            else:
+                raise InternalError("no block of host memory is free")
         return at
 
     def _wait_for_oldest(self) -> None:
@@ -449,19 +451,18 @@ class ExpertStore(Owner):
 
     def _where(self, is_direct: bool) -> str:
         """Return a line that says where the experts are."""
-        n_expert = self._model.hparams.n_expert
-        sizes = {il: layer.packing.stride for il, layer in self._layers.items()}
-        on_host = {il: self.n_held.get(il, n_expert) for il in sizes}
-        total = n_expert * sum(sizes.values())
-        parts = [sum(n[il] * sizes[il] for il in sizes) for n in (self._n_slots, on_host)]
-        alone = sum(
-            max(0, n_expert - self._n_slots[il] - on_host[il]) * size for il, size in sizes.items()
-        )
-        device, host, file = (format_share(n / total) for n in (*parts, alone))
+        n_expert, total, parts = self._model.hparams.n_expert, 0, [0, 0, 0]
+        for il, layer in self._layers.items():
+            device, host = self._n_slots[il], self.n_held.get(il, n_expert)
+            total += n_expert * layer.packing.stride
+            for at, n in enumerate((device, host, max(0, n_expert - device - host))):
+                parts[at] += n * layer.packing.stride
+        on_device, on_host, alone = (format_share(n / total) for n in parts)
         how = "past" if is_direct else "through"
         line = (
-            f"of the experts that can be missing, the device holds {device}, host memory {host} "
-            f"({format_bytes(parts[1])}), and the file alone {file}, read {how} the page cache"
+            f"of the experts that can be missing, the device holds {on_device}, host memory "
+            f"{on_host} ({format_bytes(parts[1])}), and the file alone {alone}, read {how} the "
+            "page cache"
         )
         return f"{line}: {self._why}" if self._why else line
 

@@ -105,8 +105,7 @@ class Uploader(Owner):
 
     def __init__(self, stage: Stage, cache: ExpertCache, max_ids: int) -> None:
         """Allocate host rows for passes of at most max_ids chosen ids."""
-        n_held = stage.store.n_held
-        self.level = HostLevel(cache, n_held) if n_held else None
+        self.level = HostLevel(cache, stage.store.n_held)
         own, device = self.own, stage.device
         self._device, self._banks, self._store = stage.device, stage.banks, stage.store
         self._n_expert, self.n_bytes = stage.hp.n_expert, 0
@@ -137,13 +136,14 @@ class Uploader(Owner):
     def _send_from_file(self, il: int, bank: Bank, pairs: Pairs, may_stay: bool) -> None:
         upload, packing = self._device.upload.ptr, self._store.packing(il)
         ring, memory, is_own = self._store.ring, bank.to_fill, bank is self._banks.layer(il)
-        n = n_at_once(packing.stride) if self.level else N_STAGING
+        n = n_at_once(packing.stride) if self.level.layers else N_STAGING
         try:
             for start in range(0, len(pairs), n):
                 part = pairs[start : start + n]
                 ring.copied()
                 ring.ahead((il, e) for e, _ in pairs[start : start + 2 * n])
-                moves = self._move(il, part if is_own else (), [e for e, _ in part] * may_stay)
+                others = [expert for expert, _ in part] if may_stay else []
+                moves = self.level.move(il, part if is_own else (), others)
                 self._carry_out(il, moves, bank)
                 for expert, slot in part:
                     found, at = ring.take(il, expert), slot * packing.stride
@@ -155,11 +155,6 @@ class Uploader(Owner):
             raise
         finally:
             ring.copied()
-
-    def _move(self, il: int, admitted: Pairs, others: Sequence[int]) -> Moves:
-        if not self.level or il not in self._store.n_held:
-            return Moves()
-        return self.level.move(il, admitted, others)
 
     def _carry_out(self, il: int, moves: Moves, bank: Bank) -> None:
         """Begin what host memory has to do before experts go to a bank of their layer."""
@@ -178,10 +173,9 @@ class Uploader(Owner):
         """
         ring, packing, own = self._store.ring, self._store.packing(il), self._banks.layer(il)
         slots = {expert for expert, _ in kept}
-        if self.level:
-            self.level.begin(il)
+        self.level.begin(il)
         try:
-            moves = self._move(il, kept, [e for e in experts if e not in slots])
+            moves = self.level.move(il, kept, [e for e in experts if e not in slots])
             for expert in moves.left + moves.moved:
                 ring.drop(il, expert)
             saved = [(expert, own, slot) for expert, slot in moves.saved]
@@ -197,14 +191,11 @@ class Uploader(Owner):
         """Drop what is read, and have the books of a layer agree with the ring."""
         ring = self._store.ring
         ring.forget()
-        if self.level and il in self._store.n_held:
-            for expert in self.level.restore(il, ring.held(il)):
-                ring.drop(il, expert)
+        for expert in self.level.restore(il, ring.held(il)):
+            ring.drop(il, expert)
 
     def fill_host(self, il: int) -> None:
         """Read into host memory the best experts of a layer that have no slot, and wait."""
-        if not self.level or not self._store.n_held.get(il):
-            return
         ring, keys = self._store.ring, [(il, e) for e in self.level.fill(il)]
         ring.wanted = set(keys)
         for at, key in enumerate(keys):
@@ -365,8 +356,7 @@ class MissHandler(Owner):
             if cpu is None:
                 raise InternalError(f"layer {il}: there is nothing that computes on the CPU")
             cpu.begin(il, ids, remedy.on_cpu, n_tokens)  # its threads compute from now on
-        if uploads.level:
-            uploads.level.begin(il, [*remedy.staged, *(e for e, _ in remedy.admitted)])
+        uploads.level.begin(il, [*remedy.staged, *(e for e, _ in remedy.admitted)])
         if remedy.admitted:
             uploads.add(il, remedy.admitted, ids, graphs["own"])
         if remedy.staged:

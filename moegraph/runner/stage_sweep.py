@@ -54,7 +54,10 @@ class MissingExperts:
 
     def ask(self, il: int, chosen: npt.NDArray[np.int32], absent: npt.NDArray[np.bool_]) -> None:
         """Send the experts among the choice of a chunk that it misses."""
-        self._crossing.ask(il, by_popularity(chosen, absent, self._n_expert))
+        experts = by_popularity(chosen, absent, self._n_expert)
+        if self._s.misses:
+            experts = self._s.misses.uploads.level.in_order(il, experts)
+        self._crossing.ask(il, experts)
         self._send()
 
     def _send(self) -> None:

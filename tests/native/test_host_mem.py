@@ -26,6 +26,7 @@ from moegraph.placement.identity import router_shape
 from moegraph.placement.simulate import HostLimit, simulate
 from moegraph.placement.trace import TraceRecorder
 from moegraph.resident import layout
+from moegraph.resident import store as stores
 from moegraph.runner import misses
 
 Open = Callable[..., Engine]
@@ -53,6 +54,10 @@ def check_held(engine: Engine) -> None:
     engine.device.synchronize()
     for (il, expert), at in ring._held.items():
         packing, base = store.packing(il), ring._blocks[at].address()
+        whole = np.frombuffer(ffi.buffer(base, packing.n_bytes), np.uint8)
+        cleared = whole.copy()
+        packing.clear_gaps(cleared)
+        assert np.array_equal(whole, cleared), "kernels multiply what is between the parts by zero"
         for part, info in store.infos(il).items():
             size = packing.sizes[part]
             got = np.frombuffer(ffi.buffer(base + packing.offsets[part], size), np.uint8)
@@ -83,6 +88,7 @@ def logits(engine: Engine, ids: np.ndarray) -> np.ndarray:
         ("mini35b", 0.2, {"policy": "lru"}, False),
         ("mini35b", 0.6, {"cache_slots": 0}, True),
         ("gptoss", 0.3, {"cache_slots": 24}, False),  # with biases
+        ("float32", 0.3, {}, False),
         ("iq64", 0.3, {"policy": "lru"}, False),  # gate and up in one matrix
     ],
 )
@@ -97,6 +103,9 @@ def test_bits_are_those_of_enough_memory_and_host_memory_holds_what_it_says(
         n_all = plain.hparams.n_expert * len(plain.stage.store.layers)
         assert share - 0.1 < n_held / n_all < share + 0.1
         assert any("host memory" in line for line in engine.warnings)
+        ring = engine.stage.store.ring
+        for at in (at for each in ring._passing.values() for at in each):
+            ring._blocks[at].array[:] = 0xA5
         before = engine.expert_stats()
         for _ in range(2):
             np.testing.assert_array_equal(logits(engine, ids), logits(plain, ids))
@@ -275,3 +284,38 @@ def test_the_simulator_reads_from_the_file_what_a_run_reads(open_engine: Open, p
                     slot_bytes=[store.packing(il).stride for il in store.layers])  # fmt: skip
     assert free.file_bytes == 0
     assert found.step_s.sum() >= free.step_s.sum() + read / 1e9
+
+
+class Calls:
+    """The native library of a module, which notes the names of some calls."""
+
+    def __init__(self, real: Any) -> None:
+        self._real, self.names = real, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("ggml_backend_event", "ggml_backend_tensor_")):
+            self.names.append(name.removeprefix("ggml_backend_"))
+        return getattr(self._real, name)
+
+
+def test_uploads_wait_for_what_the_stream_of_graphs_saves(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = open_engine(**SLOTS)
+    with events_on_cpu():
+        engine = open_engine(**SLOTS, host_mem=room(plain, 0.3))
+        ring, bank = engine.stage.store.ring, engine.stage.banks.layer(0)
+        calls = Calls(stores.C)
+        monkeypatch.setattr(stores, "C", calls)
+        gone = min(ring.held(0))
+        ring.drop(0, gone)
+        assert not calls.names and ring._taken, "free before the uploads from it have ended"
+        ring.save(0, gone, bank.to_fill, 0, 64, True)
+        assert calls.names == ["tensor_get_async", "event_record"]
+        ring.take(0, gone)
+        ring.take(0, gone)
+        assert calls.names[2:] == ["event_wait"], "or an upload could read what is not there yet"
+        ring.drop(0, gone)
+        ring.save(0, gone, bank.to_fill, 0, 64, True)
+        ring.drop(0, gone)
+        assert calls.names[-1] == "event_wait", "or a read could be overwritten"
