@@ -59,7 +59,7 @@ def bindings(sdist: Path, folder: Path) -> Files:
         _card_upstream.bindings(sdist, folder)
     version = fetch.PIN["version"]
     files = {"__init__": f'"""Declarations of llama-cpp-python {version}, unchanged (MIT)."""\n'}
-    for name in ("llama_cpp", "_ctypes_extensions"):
+    for name in ("llama_cpp", "mtmd_cpp", "_ctypes_extensions"):
         text = (folder / "llama_cpp" / f"{name}.py").read_text("utf-8")
         text = text.replace("from llama_cpp._ctypes", f"from {_BINDINGS}._ctypes")
         files[name] = text.replace("from typing_extensions import", "from typing import")

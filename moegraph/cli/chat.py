@@ -62,6 +62,11 @@ _N_MARKS = 3
 @click.option("--each", is_flag=True, help="Start a new conversation for each piped line.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not print statistics and notes.")
+@click.option(*models.MMPROJ, **models.MMPROJ_SAYS)
+@click.option(
+    "--image", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+    help="Ask about the picture in FILE; may be given more than once.",
+)  # fmt: skip
 @options.length_options
 @options.engine_options()
 @options.sampling_options
@@ -93,7 +98,7 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
         conversation = _open(target, given, stack)
         stack.enter_context(models.saving_profile(conversation.engine))
         if question is not None:
-            _ask_once(conversation, question)
+            _ask_once(conversation, "".join(map(conversation.show, given["image"])) + question)
         elif ui.stdin_is_terminal():
             _converse(conversation)
         else:
@@ -113,6 +118,8 @@ def _check(args: tuple[str, ...], given: dict[str, Any]) -> tuple[str, str | Non
     if rest:
         given["prompt"] = " ".join(rest)
     question = _question(given)
+    if given["image"] and question is None:
+        raise click.UsageError("--image needs a question; in a conversation, /image FILE shows it")
     if given["each"] and (question is not None or ui.stdin_is_terminal()):
         raise click.UsageError("--each is for questions that are piped in, one a line")
     return model, question
@@ -136,7 +143,8 @@ def _open(target: str, given: dict[str, Any], stack: ExitStack) -> Conversation:
         sampling = models.ignoring_end(engine, sampling)
     from ..engine.chat import ChatModel  # after the engine, which loads beside the tokenizer
 
-    model = stack.enter_context(ChatModel.of(engine, template))
+    pictures = models.open_pictures(given, engine)
+    model = stack.enter_context(ChatModel.of(engine, template, pictures))
     if not (quiet or given["as_json"]):
         show_drafters(engine)
     return Conversation(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -17,6 +20,7 @@ from ..interrupt import cancel_on_interrupt
 from ..sampling import SamplingParams
 from ..text.chat.messages import History
 from ..text.chat.parts import ContentPart, Part, ReasoningPart
+from ..text.pictures import read_picture
 from . import models, ui
 from .report import durations, sampling_report, spec_words, speeds
 
@@ -52,7 +56,8 @@ class Answer:
 class Conversation:
     """A model, what makes prompts of messages, and the messages so far.
 
-    from_file: sampling settings that the model file recommends and the user did not set.
+    from_file: sampling settings that the model file recommends and the user did not set. shown:
+    pictures, by the text that stands for each.
     """
 
     engine: Engine
@@ -66,6 +71,7 @@ class Conversation:
     as_json: bool = False
     quiet: bool = False
     n_held: int = 0
+    shown: dict[str, dict[str, Any]] = field(default_factory=dict)
     _warned: bool = False
 
     def answer(self, question: str) -> Answer:
@@ -129,11 +135,27 @@ class Conversation:
         from ..engine.chat import ChatRequest
 
         asked = ChatRequest(
-            [{"role": m.role, "content": m.content} for m in self.history.messages],
+            [{"role": m.role, "content": self._content(m.content)} for m in self.history.messages],
             variables=self.variables, sampling=self.sampling, max_tokens=self.max_tokens,
             stop=self.stop,
         )  # fmt: skip
         return self.model.prepare(asked)
+
+    def show(self, path: Path) -> str:
+        """Read a picture; return the text that stands for it in messages from now on."""
+        if self.model.pictures is None:
+            raise RequestError("the model reads no pictures without --mmproj FILE")
+        address = "data:;base64," + base64.b64encode(read_picture(path)).decode()
+        mark = f"[picture {path}]\n"
+        self.shown[mark] = {"type": "image_url", "image_url": address}
+        return mark
+
+    def _content(self, text: str) -> str | list[dict[str, Any]]:
+        """Return a message with the pictures that were shown."""
+        if not self.shown:
+            return text
+        pieces = re.split(f"({'|'.join(map(re.escape, self.shown))})", text)
+        return [self.shown.get(one, {"type": "text", "text": one}) for one in pieces if one]
 
     def _generate(self, prepared: Prepared) -> tuple[str, tuple[str, str], GenerationEvent]:
         """Show an answer as it comes; return the raw text, (reasoning, answer), and last event."""
@@ -150,6 +172,7 @@ class Conversation:
             for event in self.engine.generate(
                 request.prompt, request.sampling, request.max_tokens, request.stop, cancel=cancel,
                 progress=bars, reuse=request.reuse, marks=request.marks,
+                pictures=request.pictures,
             ):  # fmt: skip
                 bars.clear()
                 pieces.append(event.text)

@@ -81,8 +81,9 @@ _NOT_HERE: dict[str, str] = {
     "--reasoning-budget": "--reasoning off asks the template for no reasoning; -n N ends an answer",
     "--reasoning-format": "reasoning is always apart from the answer",
     "--lora --lora-scaled --control-vector": "adapters are not applied; merge them into the file",
-    "-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --image --audio "
-    "--video": "moegraph reads text only",
+    "-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --image": "chat and serve read "
+    "pictures, with --mmproj FILE|none",
+    "--audio --video": "moegraph reads text and pictures only",
     "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx "
     "--yarn-ext-factor": _ROPE,
     "--override-kv": "metadata are what the model file says",

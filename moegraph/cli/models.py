@@ -21,7 +21,7 @@ from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
 from ..ggml.cuda import card_bytes
 from ..ggml.free_memory import host_memory
 from ..gguf.hubnames import DEFAULT_QUANT, parse_hub_name
-from ..gguf.resolve import SHIPPED, resolve_target
+from ..gguf.resolve import SHIPPED, resolve_draft, resolve_target
 from ..loop.generated import room_after
 from ..sampling import SamplingParams
 from ..sources import read_sources
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..placement.trace import Trace
     from ..text.chat.template import ChatTemplate
+    from ..text.pictures import PictureReader
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 # Tokens that a tokenizer may add to a text: one at the beginning and one at the end.
@@ -193,6 +194,27 @@ def open_template(given: Mapping[str, Any], stack: ExitStack) -> ChatTemplate | 
 
     file = given["chat_template_file"]
     return stack.enter_context(ChatTemplate.from_file(file)) if file else None
+
+
+# The option that names a picture encoder, and what it says.
+MMPROJ = ("-mm", "--mmproj")
+MMPROJ_SAYS: dict[str, Any] = {
+    "metavar": "FILE|none",
+    "help": "Encoder of pictures (GGUF), or hf:OWNER/REPO:FILE. Default: the only file beside the "
+    "model that has mmproj in its name.",
+}
+
+
+def open_pictures(given: Mapping[str, Any], engine: Engine) -> PictureReader | None:
+    """Return what reads pictures with the encoder of --mmproj, or the one beside the model."""
+    from ..text.pictures import PictureReader, find_mmproj
+
+    name = given["mmproj"]
+    if name == "none" or not (name or engine.hparams.rope_sections):
+        return None
+    path = resolve_draft(name) if name else find_mmproj(engine.file.path)
+    media, n_threads = given.get("media_path"), engine.threads.many.n
+    return PictureReader(engine.file, path, n_threads, media) if path else None
 
 
 def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:

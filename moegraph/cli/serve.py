@@ -145,6 +145,11 @@ _OF_MODEL = (
         "-n", "--predict", "--n-predict", "n_predict", type=click.INT, default=-1, metavar="N",
         help="Maximum number of tokens of an answer, if a request says nothing. -1: no limit.",
     ),
+    _option(*models.MMPROJ, **models.MMPROJ_SAYS),
+    _option(
+        "--media-path", type=click.Path(path_type=Path), metavar="DIR",
+        help="Let requests name pictures in DIR, as file:// addresses.",
+    ),
     _option(
         "--chat-template-file", type=click.Path(path_type=Path), metavar="FILE",
         help="Use this Jinja template instead of the model's own.",
@@ -416,7 +421,8 @@ class _Model:
             if given["cache_dir"]:
                 engine.keep_prefixes(given["cache_dir"], given["cache_disk"] * MiB)
                 models.show_messages(engine)
-            chat = stack.enter_context(ChatModel.of(engine, template))
+            pictures = models.open_pictures(given, engine)
+            chat = stack.enter_context(ChatModel.of(engine, template, pictures))
             ui.warn_once(chat.warnings, self._warned)
             if self._is_new:
                 show_drafters(engine)
@@ -448,5 +454,6 @@ class _Model:
             bos_token=tokens.get("bos_token", ""),
             eos_token=tokens.get("eos_token", ""),
             template=chat.template.source,
+            reads_pictures=chat.pictures is not None,
             settings={s.name: values[s.name] for s in engine_settings() if s.kind != "path"},
         )

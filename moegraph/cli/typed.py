@@ -30,7 +30,7 @@ BLOCK = '"""'
 _FORMAT, _VERSION = "moegraph conversation", 1
 _COMMAND = re.compile(r"/([a-z]*|\?)")
 QUIT = ("/quit", "/exit", "/bye")
-_WITH_FILES = ("/read", "/save", "/load")
+_WITH_FILES = ("/read", "/image", "/save", "/load")
 
 
 def history_path() -> Path | None:
@@ -218,6 +218,11 @@ def _again(chat: Conversation, _: str) -> str:
     return question
 
 
+def _image(chat: Conversation, argument: str) -> str:
+    path, question = _named_file(argument)
+    return chat.show(Path(path)) + question
+
+
 def _system(chat: Conversation, text: str) -> None:
     chat.history.system = None if text in ('""', "''") else text or chat.history.system
     shown = chat.history.system
@@ -313,11 +318,17 @@ def _read_saved(path: Path) -> list[Message]:
 
 
 def _read(_: Conversation, argument: str) -> str:
+    path, question = _named_file(argument)
+    return options.joined_question(options.read_text(path), question)
+
+
+def _named_file(argument: str) -> tuple[str, str]:
+    """Return the file that an argument begins with, and the rest."""
     try:
         name, *rest = shlex.split(argument)
     except ValueError as error:
         raise RequestError(f"{argument}: {error}") from None
-    return options.joined_question(options.read_text(os.path.expanduser(name)), " ".join(rest))
+    return os.path.expanduser(name), " ".join(rest)
 
 
 def _path(argument: str) -> Path:
@@ -354,6 +365,7 @@ COMMANDS: dict[str, ChatCommand] = {
     "/clear": ChatCommand("", "forget the conversation; keep the system prompt", _clear),
     "/regen": ChatCommand("", "ask the last question again, with another seed", _again),
     "/read": ChatCommand("FILE [QUESTION]", "ask about the text of FILE", _read),
+    "/image": ChatCommand("FILE [QUESTION]", "ask about the picture in FILE", _image),
     "/system": ChatCommand("[TEXT]", 'show or set the system prompt, "" for none', _system),
     "/set": ChatCommand("[NAME [VALUE]]", "show or change sampling settings", _set),
     "/show": ChatCommand("", "show model, context and settings", _show),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
 from ..text.chat.tools import CallGrammar
 from ..text.grammar import GrammarConstraint, Grammars
 from ..text.infill import Gap, LineParser, infill_prompt
+from ..text.pictures import PictureReader, Shown
 from ..text.tokenizer import Tokenizer
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
@@ -362,12 +364,17 @@ class ChatModel:
         self.template = template
         self.warnings: list[str] = []
         self.grammars = Grammars(tokenizer)
+        self.pictures: PictureReader | None = None
 
     @classmethod
-    def of(cls, engine: Loaded, template: ChatTemplate | None = None) -> ChatModel:
+    def of(
+        cls, engine: Loaded, template: ChatTemplate | None = None,
+        pictures: PictureReader | None = None,
+    ) -> ChatModel:  # fmt: skip
         """Return the chat model of an engine, with a template of its own or the model's.
 
-        A model without a template gets ChatML, and a warning.
+        A model without a template gets ChatML, and a warning. pictures: reads them; it is closed
+        with the model.
         """
         file, warnings = engine.file, list[str]()
         if template is None and file.kv.get(TEMPLATE_KEY):
@@ -381,12 +388,14 @@ class ChatModel:
         specials = special_texts(file.kv, engine.tokenizer)
         room = PromptRoom.of(file.kv, engine.n_ctx)
         found = cls(engine.tokenizer, template, specials, room)
-        found.warnings = warnings
+        found.warnings, found.pictures = warnings, pictures
         return found
 
     def close(self) -> None:
         """Close the template; a second call does nothing."""
         self._prompts.close()
+        if self.pictures:
+            self.pictures.close()
 
     def __enter__(self) -> ChatModel:
         return self
@@ -408,6 +417,7 @@ class ChatModel:
         constraint = self._chat_constraint(chat, prompt)
         marks = prompt_marks(encoded, text, prompt.messages, prompt.first)
         request = self._request(chat, encoded.ids, constraint, marks)
+        request = replace(request, pictures=encoded.pictures)
         if chat.tools:
             request = self._with_calls(request, chat.tool_choice != NONE)
         return Prepared(request, parser, () if constraint is None else constraint.warnings)
@@ -418,7 +428,8 @@ class ChatModel:
         must_fit: refuse a text that cannot fit before all of it is encoded.
         """
         check_tools(chat.tools, chat.tool_choice)
-        messages = self._messages(chat.messages)
+        shown: dict[str, Shown] = {}
+        messages = self._messages(chat.messages, shown)
         asked = chat.continue_final_message
         goes_on = is_continued(messages, asked)
         opens_turn = chat.add_generation_prompt or goes_on
@@ -432,7 +443,9 @@ class ChatModel:
         if must_fit and self._room:
             self._room.require_beginning(text, self.tokenizer.encode)
         first = self._prompts.first_question(render, messages, text)
-        return Prompt(text, self._encode(text), messages, first, begun, is_thinking, is_fresh)
+        return Prompt(
+            text, self._encode(text, shown), messages, first, begun, is_thinking, is_fresh
+        )
 
     def _may_think(self, prompt: str) -> bool:
         """Return whether the model may open reasoning after a prompt that has not."""
@@ -452,13 +465,19 @@ class ChatModel:
         bias = {**request.sampling.logit_bias, begin[0]: -math.inf}
         return replace(request, sampling=replace(request.sampling, logit_bias=bias))
 
-    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
-        """Return messages for the template, with calls as the model wrote them if that is known."""
+    def _messages(
+        self, messages: Sequence[Mapping[str, Any]], shown: dict[str, Shown]
+    ) -> list[TemplateMessage]:
+        """Return messages for the template, with calls as the model wrote them if that is known.
+
+        shown: gets pictures, by the text that stands for each.
+        """
         read: ReadArguments | None = self._calls.shown
         if self.form.text is None:
             has_calls = any(message.get("tool_calls") for message in messages)
             read = self._calls.written if has_calls and self._prompts.takes_json else None
-        return template_messages(messages, read, lambda: self._prompts.separator)
+        show = partial(self.pictures.show, shown) if self.pictures else None
+        return template_messages(messages, read, lambda: self._prompts.separator, show)
 
     def _turn(self, prompt: str, encoded: Encoded) -> Turn:
         at, n = encoded.starts[-1]
@@ -521,13 +540,15 @@ class ChatModel:
         if self._room is not None:
             self._room.require(prompt)
 
-    def _encode(self, prompt: str) -> Encoded:
+    def _encode(self, prompt: str, shown: Mapping[str, Shown]) -> Encoded:
         self._require_room(prompt)
         bos = self.tokenizer.bos
         # If the template prints the BOS, the tokenizer must not add a second one.
         begins = bos is not None and prompt.startswith(
             self.tokenizer.piece(bos, special=True).decode(errors="replace")
         )
+        if shown:
+            return self._encoder.encode_around(prompt, shown, not begins)
         return self._encoder.encode(prompt, add_special=not begins)
 
     def tokenize(

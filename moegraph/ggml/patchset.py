@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import NativeError
 
-LIBRARIES = ("ggml-base", "ggml-cpu", "ggml", "ggml-cuda", "ggml-rpc", "llama")
+LIBRARIES = ("ggml-base", "ggml-cpu", "ggml", "ggml-cuda", "ggml-rpc", "llama", "mtmd")
 
 _N_DIGITS = 16
 _NOTE_START = struct.pack("<III12s", len("moegraph") + 1, _N_DIGITS, 1, b"moegraph")

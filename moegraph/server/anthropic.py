@@ -31,6 +31,7 @@ from .schemas import (
     Texts,
     contents,
     kind_of,
+    picture_part,
     read,
     refuse,
     seen_as,
@@ -251,7 +252,7 @@ def _question(role: str, blocks: Sequence[tuple[Block, str]]) -> list[Message]:
     The template joins its parts.
     """
     found: list[Message] = []
-    texts: list[str] = []
+    texts: list[str | Object] = []
 
     def close() -> None:
         if texts:
@@ -271,16 +272,22 @@ def _question(role: str, blocks: Sequence[tuple[Block, str]]) -> list[Message]:
 def _result(result: ToolResult, where: str) -> Message:
     content = result.content
     if isinstance(content, str):
-        parts = [content]
+        parts: list[str | Object] = [content]
     else:
         parts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
     if result.is_error:
-        parts[:1] = [f"Error: {''.join(parts[:1])}"]
+        head = parts.pop(0) if parts and isinstance(parts[0], str) else ""
+        parts.insert(0, f"Error: {head}")
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": text_parts(parts)}
 
 
-def _part(block: Block, where: str) -> str:
-    """Return the text of a block; what is no plain text ends its line."""
+def _part(block: Block, where: str) -> str | Object:
+    """Return the text of a block, where no plain text ends its line, or a picture."""
+    if kind_of(block) == "image":
+        source = block.get("source")
+        if not isinstance(source, Mapping) or source.get("type") != "base64":
+            refuse(f"{where}.source", "no address is fetched; send the picture as base64")
+        return picture_part(f"data:{source.get('media_type')};base64,{source.get('data')}")
     return _text(block, where) + ("" if kind_of(block) == "text" else "\n")
 
 

@@ -80,7 +80,7 @@ class ModelFacts:
     """What clients may know of a model; zeros are not known.
 
     n_ctx: tokens that one request may hold. n_bytes: of the file. template: the chat template.
-    family: the architecture.
+    family: the architecture. reads_pictures: whether it has an encoder.
     """
 
     name: str
@@ -97,6 +97,7 @@ class ModelFacts:
     eos_token: str = ""
     template: str = ""
     family: str = ""
+    reads_pictures: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property

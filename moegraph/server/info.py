@@ -88,7 +88,7 @@ async def props(request: HttpRequest) -> Response:
             "chat_template": facts.template,
             "bos_token": facts.bos_token,
             "eos_token": facts.eos_token,
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": facts.reads_pictures, "audio": False},
             "build_info": f"moegraph {__version__}",
             "is_sleeping": state.backend.condition == "sleeping",
             "moegraph": {"device": facts.device, "settings": dict(facts.settings)},

@@ -38,23 +38,25 @@ from .state import RouteTable, operations, read_schema, state_of
 
 
 def _content(value: object) -> object:
-    """Return a content: a string, or parts of text, which the template joins."""
+    """Return a content: a string, or parts, texts and pictures, which the template joins."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise wrong("expected a text, or a list of parts")
-    return [{"type": "text", "text": _part_text(part, i)} for i, part in enumerate(value)]
+    return [_part(part, i) for i, part in enumerate(value)]
 
 
-def _part_text(part: object, index: int) -> str:
+def _part(part: object, index: int) -> dict[str, Any]:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong(f"part {index} is no object with a type")
     kind, text = part["type"], part.get("text", part.get("refusal"))
+    if kind == "image_url":
+        return part
     if kind not in ("text", "input_text", "output_text", "refusal"):
-        raise wrong(f"part {index} is no text, and this model reads only text")
+        raise wrong(f"part {index} is neither text nor a picture, and nothing else is read")
     if not isinstance(text, str):
         raise wrong(f"part {index} has no text")
-    return text
+    return {"type": "text", "text": text}
 
 
 class TextPart(Body):

@@ -37,6 +37,7 @@ from .schemas import (
     Texts,
     contents,
     kind_of,
+    picture_part,
     read,
     refuse,
     schema_format,
@@ -403,8 +404,9 @@ class Conversation:
 
     def _message(self, item: Item, where: str) -> None:
         message = read(Message, item, where)
-        content = _contents(message.content, f"{where}.content")
-        if message.role != "assistant":
+        is_answer = message.role == "assistant"
+        content = _contents(message.content, f"{where}.content", not is_answer)
+        if not is_answer:
             self._answer = None
             self.messages.append({"role": message.role, "content": content})
             return
@@ -425,7 +427,7 @@ class Conversation:
 
     def _output(self, item: Item, where: str) -> None:
         output = read(CallOutput, item, where)
-        content = _contents(output.output, f"{where}.output")
+        content = _contents(output.output, f"{where}.output", True)
         self._answer = None
         self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
 
@@ -438,17 +440,22 @@ class Conversation:
         return self._answer
 
 
-def _contents(content: str | Sequence[Any], where: str) -> Texts:
-    """Return a content as chat messages have it: a text, or parts that the template joins."""
+def _contents(content: str | Sequence[Any], where: str, may_show: bool = False) -> Texts:
+    """Return a content as chat messages have it: a text, or parts that the template joins.
+
+    may_show: pictures may be among them.
+    """
     if isinstance(content, str):
         return content
-    found = []
+    found: list[str | Object] = []
     for at, part in enumerate(content):
         kind = kind_of(part)
         if kind in _TEXTS:
             found.append(read(TextPart, part, f"{where}[{at}]").text)
         elif kind == "refusal":
             found.append(read(RefusalPart, part, f"{where}[{at}]").refusal)
+        elif kind == "input_image" and may_show:
+            found.append(picture_part(part.get("image_url")))
         elif kind in _MEDIA:
             refuse(f"{where}[{at}]", f"{kind}: this server reads text only")
         else:

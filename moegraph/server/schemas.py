@@ -338,9 +338,16 @@ def kind_of(value: Mapping[str, Any]) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-def text_parts(texts: Sequence[str]) -> Texts:
-    """Return texts as the content of a message whose parts the template joins."""
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+def text_parts(texts: Sequence[str | Object]) -> Texts:
+    """Return texts and pictures as the content of a message whose parts the template joins."""
+    if len(texts) == 1 and isinstance(texts[0], str):
+        return texts[0]
+    return [{"type": "text", "text": one} if isinstance(one, str) else one for one in texts]
+
+
+def picture_part(url: object) -> Object:
+    """Return the part of a message that is the picture at an address."""
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 T = TypeVar("T", bound=Body)

@@ -54,7 +54,7 @@ class Tokenizer:
         self._model: Any = None
         self._shown: frozenset[int] = frozenset()
         self._large = threading.Lock()
-        self._lib = _load_llama()
+        self._lib = load_llama()
         if isinstance(source, ModelFile):
             source.check_unchanged()
             paths, opened = source.paths, source.opened_paths()
@@ -238,7 +238,7 @@ def _utf8(text: str) -> bytes:
     )
 
 
-def _load_llama() -> ModuleType:
+def load_llama() -> ModuleType:
     """Import llama.cpp's bindings with our libraries, without the package around them.
 
     The package imports chat formats, Jinja and a cache on disk, which takes longer than to read the

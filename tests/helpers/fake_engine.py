@@ -66,7 +66,13 @@ class FakeEngine:
         self.n_ctx = n_ctx
         self.before_token = before_token
         self.hparams = SimpleNamespace(
-            n_vocab=N_VOCAB, n_embd=8, n_layer=4, n_expert=32, n_expert_used=4, n_ctx_train=4096
+            n_vocab=N_VOCAB,
+            n_embd=8,
+            n_layer=4,
+            n_expert=32,
+            n_expert_used=4,
+            n_ctx_train=4096,
+            rope_sections=(),
         )
         pairs = {"general.name": "fake", "general.architecture": "qwen35moe", **(kv or {})}
         if vocabulary:
@@ -138,6 +144,7 @@ class FakeEngine:
         text: bool = True,
         reuse: bool = False,
         marks: Iterable[int] = (),
+        pictures: object = (),
     ) -> Iterator[GenerationEvent]:
         assert sampling is not None
         ids = list(prompt_ids)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moegraph.sampling import Sampler, SamplingParams
-from moegraph.text.tokenizer import _load_llama
+from moegraph.text.tokenizer import load_llama
 
 # Single precision in llama.cpp, double here: a probability differs by this much.
 PROBABILITY_RTOL = 2e-5
@@ -39,7 +39,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def llama() -> ModuleType:
-    return _load_llama()
+    return load_llama()
 
 
 def upstream_chain(llama: ModuleType, params: SamplingParams) -> int:

@@ -149,7 +149,7 @@ def test_the_environment_stays_as_it_was(before: str | None) -> None:
 
 
 def test_one_ggml_in_the_process() -> None:
-    tokenizer_module._load_llama()
+    tokenizer_module.load_llama()
     mapped = {
         line.split()[-1]
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -162,7 +162,7 @@ def test_an_error_of_another_thread_is_kept_while_a_vocabulary_is_read() -> None
     """llama.cpp has one log callback for all threads."""
     base = ctypes.CDLL(str(lib.library_dir() / "libggml-base.so"))
     callback, user_data = ctypes.c_void_p(), ctypes.c_void_p()
-    llama = tokenizer_module._load_llama()
+    llama = tokenizer_module.load_llama()
     lib.last_error()
     with tokenizer_module._captured_log(llama) as lines:
         base.ggml_log_get(ctypes.byref(callback), ctypes.byref(user_data))

@@ -215,6 +215,32 @@ class Oracle:
         out.unlink()
         return logits
 
+    def pictures(
+        self, model: Path, mmproj: Path, text: str, files: Sequence[Path], n: int, **cfg: Any
+    ) -> tuple[npt.NDArray[np.float32], list[Array]] | None:
+        """Read a text with pictures, then n greedy tokens; None without a libmtmd.
+
+        Return their logits, and the rows of each picture.
+        """
+        folders = (self.folder / "llama_cpp/lib", CHECKOUT / "build/upstream/llama_cpp/lib")
+        found = [path for folder in folders for path in folder.glob("libmtmd.so*")]
+        if not found:
+            return None
+        link, out = self._scratch / "libmtmd.so", self._scratch / "out.npz"
+        if not link.is_symlink():
+            link.symlink_to(found[0])
+            for backend in found[0].parent.glob("libggml-cuda.so*"):  # what it was linked to
+                (self._scratch / backend.name).symlink_to(backend)
+        self.request(
+            "pictures", model=str(model), mmproj=str(mmproj), mtmd=str(self._scratch), text=text,
+            files=[str(file) for file in files], n=n, out=str(out), cfg=cfg,
+        )  # fmt: skip
+        with np.load(out) as arrays:
+            rows = [arrays[f"embd{i}"] for i in range(len(files))]
+            logits: npt.NDArray[np.float32] = arrays["logits"]
+        out.unlink()
+        return logits, rows
+
     def tokenize(self, model: Path, text: str) -> list[int]:
         """Return the token ids of a text, no special tokens added or parsed."""
         ids: list[int] = self.request("tokenize", model=str(model), text=text)["ids"]

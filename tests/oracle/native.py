@@ -154,6 +154,11 @@ class Upstream:
         """Return the last warnings and errors of the library."""
         return "\n".join(self._log_lines[-n:])
 
+    def mtmd(self, folder: Path) -> Any:
+        """Import the bindings of libmtmd, with the library of a folder."""
+        os.environ["MTMD_CPP_LIB"] = str(folder)
+        return importlib.import_module("llama_cpp.mtmd_cpp")
+
     def read(self, tensor: Tensor) -> Array | None:
         """Copy a tensor into a contiguous array of float32 or int32, axes in ggml order reversed.
 

@@ -21,6 +21,9 @@ reply has "ok"; with ok false, "error" says why. Operations (fields beside "op")
                                   positions with features (an .npy of [n_past, n_layers * n_embd]),
                                   then fills in a block of n rows, the anchor first; out gets logits
                                   [n, n_vocab]
+    pictures  model mmproj mtmd text files n out    a text with pictures where its markers are, read
+                                  with libmtmd of the folder mtmd; then n greedy tokens; out gets
+                                  embd{i}, rows of each picture, and logits [n, n_vocab]
     tokenize model text           token ids
     unload                        drop all models
 
@@ -363,6 +366,46 @@ class Server:
             llama.llama_free(block.handle)
             drafter.close()
         np.savez(request["out"], logits=logits)
+        return {}
+
+    def op_pictures(self, request: dict[str, Any]) -> dict[str, Any]:
+        cfg, mt = Config.parse(request["cfg"]), self.up.mtmd(Path(request["mtmd"]))
+        model = self.model(request["model"], cfg)
+        context = model.context(cfg, False)
+        params = mt.mtmd_context_params_default()
+        params.use_gpu, params.warmup, params.print_timings = False, False, False
+        params.n_threads, params.flash_attn_type = cfg.threads, 1
+        ctx = mt.mtmd_init_from_file(os.fsencode(request["mmproj"]), model.handle, params)
+        text = request["text"].encode()
+        given = [
+            mt.mtmd_helper_bitmap_init_from_file(ctx, os.fsencode(file), False)
+            for file in request["files"]
+        ]
+        chunks, n_past = mt.mtmd_input_chunks_init(), ctypes.c_int32()
+        asked = mt.mtmd_input_text(text, len(text), False, True)
+        bitmaps = (ctypes.c_void_p * len(given))(*given)
+        if mt.mtmd_tokenize(ctx, chunks, ctypes.byref(asked), bitmaps, len(given)):
+            raise RuntimeError(f"mtmd_tokenize: {self.up.log_tail()}")
+        found: dict[str, Array] = {}
+        for i in range(mt.mtmd_input_chunks_size(chunks)):
+            chunk = mt.mtmd_input_chunks_get(chunks, i)
+            if mt.mtmd_input_chunk_get_type(chunk) == mt.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+                mt.mtmd_encode_chunk(ctx, chunk)
+                n_embd = self.up.llama.llama_model_n_embd(model.handle)
+                size = mt.mtmd_input_chunk_get_n_tokens(chunk), n_embd
+                rows = np.ctypeslib.as_array(mt.mtmd_get_output_embd(ctx), size)
+                found[f"embd{len(found)}"] = rows.copy()
+        status = mt.mtmd_helper_eval_chunks(
+            ctx, context.handle, chunks, 0, 0, cfg.n_ubatch, True, ctypes.byref(n_past)
+        )
+        if status:
+            raise RuntimeError(f"mtmd_helper_eval_chunks returned {status}: {self.up.log_tail()}")
+        context.n_past = n_past.value
+        flat = self.up.llama.llama_get_logits_ith(context.handle, -1)
+        rows = [np.ctypeslib.as_array(flat, (1, model.n_vocab)).copy()]
+        for _ in range(request["n"] - 1):
+            rows.append(context.decode([int(rows[-1].argmax())], "last"))
+        np.savez(request["out"], logits=np.concatenate(rows), **found)  # type: ignore[arg-type]
         return {}
 
     @staticmethod

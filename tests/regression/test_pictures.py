@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers.images import has_mtmd, png
+from modelgen.mmproj import write_mmproj
 from oracle.client import Step
 from regression.compare import assert_logits_equal
 from regression.harness import THREADS, Models, Upstream, open_engine, random_ids
@@ -20,6 +23,8 @@ from moegraph.loop.requests import Step as LoopStep
 from moegraph.passes import prefixes
 from moegraph.pictures import Picture
 from moegraph.sampling import SamplingParams
+from moegraph.text.chat.prompting import SegmentEncoder
+from moegraph.text.pictures import PictureReader, Shown
 
 N_CTX = 1024
 
@@ -147,3 +152,42 @@ class Collected:
     def wait(self) -> list[int]:
         assert self._end.wait(60)
         return self._tokens
+
+
+# Width and height: odd, one row of patches, too small, too large for the learned positions.
+PIXELS = ([(200, 130)], [(64, 300), (333, 77)], [(5, 5), (640, 480), (97, 33)])
+
+
+@pytest.mark.parametrize("sizes", PIXELS)
+def test_files_equal_upstreams_multimodal_program(
+    sizes: list[tuple[int, int]], models: Models, upstream: Upstream, tmp_path: Path
+) -> None:
+    path = models.path("mini35b")
+    files = [tmp_path / f"{i}.png" for i in range(len(sizes))]
+    for i, (file, (width, height)) in enumerate(zip(files, sizes)):
+        file.write_bytes(png(width, height, i))
+    cfg = {"n_ctx": N_CTX, "n_ubatch": 64, "threads": THREADS}
+    with open_engine(path, n_ubatch=64, n_ctx=N_CTX) as engine:
+        mmproj = write_mmproj(tmp_path / "mmproj.gguf", engine.hparams.n_embd)
+        text = "Look: <__media__>, " * len(files) + "what is it?"
+        theirs = upstream.oracle.pictures(path, mmproj, text, files, 8, **cfg)
+        reader = PictureReader(engine.file, mmproj, THREADS)
+        if theirs is None or not has_mtmd():
+            pytest.skip("no libmtmd: of ours, or of unpatched llama.cpp")
+        logits, rows = theirs
+        shown: dict[str, Shown] = {}
+        for file in files:
+            address = f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+            text = text.replace("<__media__>", reader.show(shown, address, "picture"), 1)
+        reader.close()
+        encoded = SegmentEncoder(engine.tokenizer).encode_around(text, shown, False)
+        for (_, ours), one in zip(encoded.pictures, rows, strict=True):
+            np.testing.assert_array_equal(ours.rows, one)
+        events = engine.generate(
+            encoded.ids, max_tokens=8, text=False, keep_logits=True, ignore_eos=True,
+            pictures=encoded.pictures,
+        )  # fmt: skip
+        found = np.concatenate([e.logits[-1:] for e in events if e.logits is not None])
+        # our first row is one of a product of many
+        assert found[0].argmax() == logits[0].argmax()
+        assert_logits_equal(found[1:], logits[1:], f"{sizes}")

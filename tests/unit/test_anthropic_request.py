@@ -136,11 +136,11 @@ def test_the_server_says_what_the_request_does_not() -> None:
     "fields, param",
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         "messages[0].content[0]"),
+         "messages[0].content[0].source"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {
             "type": "base64", "data": "x"}}]}]}, "messages[0].content[0].source.type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t",
-          "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0]"),
+          "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0].source"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type"),

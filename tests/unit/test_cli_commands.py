@@ -218,3 +218,9 @@ class TestLineHistory:
         assert history_path() == Path("/me/.local/state/moegraph/chat_history")
         monkeypatch.setenv(VARIABLE, "")
         assert history_path() is None
+
+
+def test_a_model_without_an_encoder_is_shown_no_picture(cli: Cli, talk: Talk) -> None:
+    result = talk("/image x.png what is it?", "/image", "b")
+    assert "reads no pictures without --mmproj FILE" in result.stderr
+    assert prompts(cli) == ["[user]b[assistant]"]

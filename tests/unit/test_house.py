@@ -70,7 +70,7 @@ LARGE = {
     "Engine": 33,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 57_425
+LINES = 57_893
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
@@ -201,7 +201,9 @@ def test_no_device_memory_is_mapped_as_numpy() -> None:
     """
     found = {short(path): by_address(tree(path)) for path in MODULES}
     assert {name: uses for name, uses in found.items() if uses} == {
-        "moegraph/ggml/device.py": ["HostBuffer ffi.buffer"]
+        "moegraph/ggml/device.py": ["HostBuffer ffi.buffer"],
+        # libmtmd's results are numbers of its own, in memory of the host
+        "moegraph/text/pictureprocess.py": ["_Encoder ctypes.string_at"],
     }
 
 

@@ -186,11 +186,11 @@ def test_a_refusal_is_the_clients_exception(
 
 
 def test_a_wrong_field_is_named() -> None:
-    image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
+    audio: Any = [{"role": "user", "content": [{"type": "input_audio", "data": "data:"}]}]
     wrong: Any = 5
     with client_of(Case()) as client:
         with pytest.raises(openai.BadRequestError) as caught:
-            client.responses.create(model="m", input=image)
+            client.responses.create(model="m", input=audio)
         assert caught.value.param == "input[0].content[0]"
         with pytest.raises(openai.BadRequestError) as caught:
             client.responses.create(model="m", input=wrong)

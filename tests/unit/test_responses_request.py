@@ -191,6 +191,8 @@ def test_a_reference_stands_for_an_item_of_the_store() -> None:
     "fields, param",
     [
         ({"input": [{"type": "message", "role": "user", "content": [
+            {"type": "input_audio", "data": "data:"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "message", "role": "assistant", "content": [
             {"type": "input_image", "image_url": "data:"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "message", "role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),

@@ -298,7 +298,7 @@ def test_what_is_passed_over_is_told(is_stream: bool, caplog: pytest.LogCaptureF
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0]"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "data": ""}]}]},
             "messages[0].content",
         ),
         ({"temperature": "0.7"}, "temperature"),

@@ -109,6 +109,7 @@ class History:
 
 TemplateMessage = dict[str, Any]
 ReadArguments = Callable[[str, str], Mapping[str, Any] | str]
+Show = Callable[[object, str], str]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool", "function": "tool"}  # fmt: skip
@@ -121,6 +122,7 @@ def template_messages(
     messages: Iterable[Mapping[str, Any]],
     read: ReadArguments | None = None,
     separator: Callable[[], str] = lambda: "\n",
+    show: Show | None = None,
 ) -> list[TemplateMessage]:
     """Return messages with the roles system, user, assistant and tool, whose content is text.
 
@@ -129,11 +131,12 @@ def template_messages(
     the beginning that earlier prompts have.
 
     read: makes the JSON text of a call's arguments what the template gets, given the call's name
-    too; None: their values. separator: returns what stands between the parts of one message.
+    too; None: their values. separator: returns what stands between the parts of one message. show:
+    returns the text that stands for a picture, given its address and place; None: there are none.
     """
     found: list[TemplateMessage] = []
     for n, message in enumerate(messages):
-        one = _template_message(message, f"messages[{n}]", read or _values, separator)
+        one = _template_message(message, f"messages[{n}]", read or _values, separator, show)
         if one["role"] == "system" and not any(m["role"] != "system" for m in found):
             one["content"] = _BILLING.sub("", one["content"])
             if found and one["content"]:
@@ -148,14 +151,15 @@ def template_messages(
 
 
 def _template_message(
-    message: Mapping[str, Any], where: str, read: ReadArguments, separator: Callable[[], str]
-) -> TemplateMessage:
+    message: Mapping[str, Any], where: str, read: ReadArguments, separator: Callable[[], str],
+    show: Show | None,
+) -> TemplateMessage:  # fmt: skip
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise RequestError(
             f"{where}.role: {message.get('role')!r}; allowed: {', '.join(sorted(_ROLES))}"
         )
-    content = text_of(message.get("content"), f"{where}.content", separator)
+    content = text_of(message.get("content"), f"{where}.content", separator, show)
     found: TemplateMessage = {"role": role, "content": content}
     if role == "assistant":
         reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -167,24 +171,30 @@ def _template_message(
     return found
 
 
-def text_of(content: object, where: str, separator: Callable[[], str]) -> str:
-    """Return the text of a message's content: a string, None, or parts that are text."""
+def text_of(
+    content: object, where: str, separator: Callable[[], str], show: Show | None = None
+) -> str:
+    """Return the text of a message's content: a string, None, or parts; show: of pictures."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise RequestError(f"{where}: neither text nor a list of parts")
-    texts = [_part_text(part, f"{where}[{n}]") for n, part in enumerate(content)]
+    texts = [_part_text(part, f"{where}[{n}]", show) for n, part in enumerate(content)]
     return (separator() if len(texts) > 1 else "").join(texts)
 
 
-def _part_text(part: object, where: str) -> str:
+def _part_text(part: object, where: str, show: Show | None) -> str:
     if not isinstance(part, Mapping):
         raise RequestError(f"{where}: not a part with a type")
     kind = part.get("type")
+    if kind == "image_url" and show:
+        found = part.get(kind)
+        return show(found.get("url") if isinstance(found, Mapping) else found, f"{where}.{kind}")
     if kind not in _TEXT_PARTS:
-        raise RequestError(f"{where}.type: {kind!r}; this model reads text only")
+        reads = "text and pictures" if show else "text"
+        raise RequestError(f"{where}.type: {kind!r}; this model reads {reads} only")
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise RequestError(f"{where}.{_TEXT_PARTS[kind]}: not text")

@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MoegraphError, RequestError
+from ...pictures import Picture
 from ..recent import Recent
 from .forms import (
     CALL,
@@ -36,6 +37,7 @@ from .rawjson import dumps
 from .template import ChatTemplate
 
 if TYPE_CHECKING:
+    from ..pictures import Shown
     from ..tokenizer import Tokenizer
 
 # Characters of all segments that are remembered; their ids are about as large.
@@ -47,10 +49,12 @@ class Encoded:
     """A prompt's token ids.
 
     starts: where a segment begins, its first character and the number of tokens before it.
+    pictures: each with its first row.
     """
 
     ids: list[int]
     starts: list[tuple[int, int]]
+    pictures: Sequence[tuple[int, Picture]] = ()
 
     def tokens_before(self, place: int) -> int:
         """Return the number of tokens before the segment that a character is in."""
@@ -87,6 +91,22 @@ class SegmentEncoder:
             starts.append((start, len(ids)))
             ids.extend(self._ids(prompt[start:end]))
         return Encoded(ids, starts)
+
+    def encode_around(self, prompt: str, shown: Mapping[str, Shown], add_special: bool) -> Encoded:
+        """Return the ids of a prompt in which texts stand for pictures."""
+        ids, starts, pictures, at = list[int](), list[tuple[int, int]](), [], 0
+        for n, piece in enumerate(re.split(f"({'|'.join(map(re.escape, shown))})", prompt)):
+            if n % 2:
+                for part in shown[piece]:
+                    if isinstance(part, Picture):
+                        pictures.append((len(ids), part))
+                    ids += part.ids.tolist() if isinstance(part, Picture) else part
+            else:
+                text = self.encode(piece, add_special and not n)
+                starts += [(at + start, len(ids) + before) for start, before in text.starts]
+                ids += text.ids
+            at += len(piece)
+        return Encoded(ids, starts, pictures)
 
     def keep(self, segment: str, ids: Sequence[int]) -> None:
         """Remember the tokens of a segment that a model wrote, before its end token.

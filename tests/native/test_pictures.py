@@ -1,0 +1,194 @@
+"""Pictures of clients: hostile files, limits, messages of every interface, and the command line."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from helpers.images import bmp, has_mtmd, hostile, png
+from helpers.shared import model_writer
+from modelgen.mmproj import write_mmproj
+
+from moegraph.arch import ModelFile, open_model
+from moegraph.cli import main
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.engine.chat import ChatModel, ChatRequest
+from moegraph.errors import ConfigError, RequestError
+from moegraph.pictures import Picture
+from moegraph.server import anthropic, responses
+from moegraph.text import pictures
+from moegraph.text.chat.prompting import CHATML
+from moegraph.text.chat.template import ChatTemplate
+from moegraph.text.pictures import PictureReader, find_mmproj
+
+pytestmark = pytest.mark.skipif(not has_mtmd(), reason="this build has no libmtmd")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, and its encoder beside it."""
+    found = tmp_path_factory.mktemp("pictures")
+    path = model_writer(found, 3)("mini35b")
+    with open_model(path) as model:
+        write_mmproj(found / "mini-mmproj-F16.gguf", model.hparams.n_embd)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[ModelFile]:
+    with open_model(folder / "mini35b.gguf") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def reader(model: ModelFile, folder: Path) -> Iterator[PictureReader]:
+    (folder / "seen").mkdir()
+    (folder / "seen" / "a.png").write_bytes(png(40, 40))
+    (folder / "secret.png").write_bytes(png(40, 40))
+    mmproj = find_mmproj(model.path)
+    assert mmproj
+    found = PictureReader(model, mmproj, 1, folder / "seen")
+    yield found
+    found.close()
+
+
+def test_hostile_files_are_refused_in_one_line(reader: PictureReader) -> None:
+    n_refused = 0
+    for data in hostile(200):
+        try:
+            reader.encode(data)
+        except RequestError as error:
+            n_refused += 1
+            assert str(error).startswith("picture: ") and "\n" not in str(error), data[:20]
+    assert 60 < n_refused < 200, "some damage leaves a picture"
+    for data in (png(40, 30), bmp(33, 20)):
+        assert any(isinstance(part, Picture) for part in reader.encode(data))
+
+
+def test_a_picture_is_encoded_once_and_after_a_lost_process(reader: PictureReader) -> None:
+    data = png(50, 60, 7)
+    first = reader.encode(data)
+    assert reader.encode(data) is first
+    reader.close()
+    again = [part for part in reader.encode(data + b"\0") if isinstance(part, Picture)]
+    (before,) = [part for part in first if isinstance(part, Picture)]
+    assert (again[0].rows == before.rows).all()
+    assert again[0].ids.tolist() != before.ids.tolist(), "another file has other ids"
+
+
+@pytest.mark.parametrize(
+    "address, said",
+    [
+        ("http://localhost/a.png", "no address is fetched"),
+        ("file:///../secret.png", "not a file under --media-path"),
+        ("file:///none.png", "cannot read"),
+        ("data:image/png;base64,???", "not base64"),
+        ("data:image/png,abc", "no address is fetched"),
+        (None, "no address is fetched"),
+    ],
+)
+def test_addresses_that_are_refused(reader: PictureReader, address: object, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        reader.data(address, "messages[0]")
+
+
+def test_files_under_the_media_path_and_data_are_read(reader: PictureReader) -> None:
+    data = png(40, 40)
+    assert reader.data("file:///a.png", "") == reader.data(uri(data), "") == data
+
+
+def test_limits(
+    model: ModelFile, folder: Path, reader: PictureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "MAX_BYTES", 100)
+    with pytest.raises(RequestError, match="allowed: 1 to 100"):
+        reader.encode(png(40, 40, 9))
+    monkeypatch.undo()
+    monkeypatch.setattr(pictures, "MAX_PICTURES", 1)
+    shown: dict[str, pictures.Shown] = {}
+    reader.show(shown, uri(png(40, 40)), "one")
+    with pytest.raises(RequestError, match="two: more than 1 pictures"):
+        reader.show(shown, uri(png(40, 40)), "two")
+    slow = PictureReader(model, folder / "mini-mmproj-F16.gguf", 1, max_seconds=0.001)
+    with pytest.raises(RequestError, match="took more than"):
+        slow.encode(png(40, 40))
+    with pytest.raises(ConfigError, match="cannot read the encoder"):
+        PictureReader(model, folder / "none.gguf", 1)
+    wrong = PictureReader(model, model.path, 1)
+    with pytest.raises(RequestError, match="not a picture encoder of this model"):
+        wrong.encode(png(40, 40))
+
+
+def uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    settings = EngineConfig(device="cpu", n_threads=1, n_ctx=1024, profile="none")
+    with Engine.load(folder / "mini35b.gguf", settings) as found:
+        yield found
+
+
+def test_messages_of_every_interface_become_prompts(
+    engine: Engine, folder: Path, reader: PictureReader
+) -> None:
+    data = uri(png(70, 40))
+    source = {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}
+    text, asked = {"type": "text", "text": "What is it?"}, "What is it?"
+    openai = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data}}, text]}
+    ]
+    block = {"role": "user", "content": [{"type": "image", "source": source}, text]}
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": data},
+                                        {"type": "input_text", "text": asked}]}  # fmt: skip
+    conversation = responses.Conversation()
+    conversation.add(item, "input[0]")
+    with ChatModel.of(engine, ChatTemplate(CHATML, "ChatML"), reader) as chat:
+        found = [
+            chat.prepare(ChatRequest(messages)).request
+            for messages in (openai, anthropic.read_message(block, "m"), conversation.messages)
+        ]
+        (row, picture) = found[0].pictures[0]
+        assert [list(one.prompt) for one in found[1:]] == [list(found[0].prompt)] * 2
+        assert list(found[0].prompt[row:][: len(picture.ids)]) == picture.ids.tolist()
+        tokens = list(found[0].prompt)
+        around = engine.tokenizer.decode(
+            [*tokens[:row], *tokens[row + len(picture.ids) :]], special=True
+        )
+        assert around.startswith("<|im_start|>user\n<|vision_start|><|vision_end|>")
+        assert asked in around and around.endswith("<|im_start|>assistant\n")
+        events = engine.generate(found[0].prompt, max_tokens=3, pictures=found[0].pictures)
+        assert len(list(events)) == 3
+        with pytest.raises(RequestError, match="'input_audio'; this model reads text and pictures"):
+            chat.prepare(ChatRequest([{"role": "user", "content": [{"type": "input_audio"}]}]))
+        chat.pictures = None
+        with pytest.raises(RequestError, match="'image_url'; this model reads text only"):
+            chat.prepare(ChatRequest(openai))
+
+
+def test_chat_shows_pictures(folder: Path) -> None:
+    (folder / "chatml.jinja").write_text(CHATML)
+    (folder / "shown.png").write_bytes(png(60, 90))
+    common = ["chat", str(folder / "mini35b.gguf"), "--device", "cpu", "-n", "2", "-t", "1", "-q"]
+    common += ["--profile", "none", "--chat-template-file", str(folder / "chatml.jinja"), "--json"]
+    shown, asked = ["--image", str(folder / "shown.png")], ["-p", "What?"]
+
+    def run(*args: str) -> Result:
+        return CliRunner().invoke(main, [*common, *asked, *args])
+
+    with_picture, without = run(*shown), run()
+    assert with_picture.exit_code == without.exit_code == 0, with_picture.output
+    n_more = json.loads(with_picture.stdout)["n_prompt"] - json.loads(without.stdout)["n_prompt"]
+    assert n_more > 8
+    for args, said in (
+        ([*shown, "--mmproj", "none"], "without --mmproj FILE"),
+        (["--image", str(folder / "absent.png")], "cannot read the picture"),
+    ):
+        refused = run(*args)
+        assert refused.exit_code == 2 and said in refused.output
