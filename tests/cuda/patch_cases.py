@@ -19,7 +19,7 @@ from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, Builder
 
 N_EXPERT, N_USED, N_TOKENS = 64, 8, 2
-Q8_0, Q4_K = 8, 12
+Q4_0, Q8_0, Q4_K = 2, 8, 12
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def graphs_that_are_forgotten() -> None:
 def products_of_an_odd_number_of_rows() -> None:
     """A checker of memory watches: weights end where their allocation does."""
     device = Device("cuda")
-    for kind in (Q8_0, Q4_K):
+    for kind in (Q4_0, Q8_0, Q4_K):
         for n_tokens in (1, 2, 4):
             with Context(8, 16) as context, Context(2) as weights:
                 build = Builder(context, 16)

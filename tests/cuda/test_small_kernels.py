@@ -379,9 +379,12 @@ def test_a_gated_norm_with_a_weight_a_head(device: Device) -> None:
     assert nmse(found, normed * z / (1 + np.exp(-z.astype(np.float64)))) < 1e-11
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q3_K", "Q8_0", "Q6_K"])
 def test_experts_of_one_token_read_what_the_norm_quantized(device: Device, kind: str) -> None:
-    """The same product behind a norm and behind a leaf, and of two tokens, which quantize alone."""
+    """The same product behind a norm and behind a leaf, and of two tokens, which quantize alone.
+
+    Of Q8_0 and Q6_K, one token has a kernel whose scales of activations are not halves.
+    """
     n_in, n_out, n_expert = 2048, 64, 8
     x, y, w = random(1, 1, n_in), random(2, 1, n_in), random(3, n_in)
     total = (x + y).astype(np.float64)
@@ -402,7 +405,7 @@ def test_experts_of_one_token_read_what_the_norm_quantized(device: Device, kind:
 
     alone = product(False, 1)
     assert nmse(product(True, 1), alone) < 1e-6
-    assert nmse(product(False, 2), alone) < 1e-10
+    assert nmse(product(False, 2), alone) < (1e-10 if kind in ("Q4_0", "Q3_K") else 1e-6)
 
 
 def moe(

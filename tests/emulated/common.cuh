@@ -89,6 +89,15 @@ static void emulated_launch(const char * file, const int line, void (* kernel)(P
 static inline void ggml_cuda_pdl_sync() {}
 static inline void ggml_cuda_pdl_lc() {}
 
+static inline float __int_as_float(const int word) { return emulated::from_word<float>(word); }
+template <typename T> static inline T __ldcg(const T * p) { return *p; }
+static inline int ggml_cuda_dp4a(const int a, const int b, int c) {
+    for (int i = 0; i < 32; i += 8) {
+        c += (int8_t) (a >> i)*(int8_t) (b >> i);
+    }
+    return c;
+}
+
 template <int width = WARP_SIZE> static inline int warp_reduce_sum(int x) {
     for (int offset = width/2; offset > 0; offset >>= 1) {
         x += __shfl_xor_sync(0xFFFFFFFF, x, offset, width);

@@ -7,6 +7,7 @@
 #include "moegraph.h"
 
 EMULATED_SHARED(char4, moegraph_rows_smem);
+EMULATED_SHARED(int4, moegraph_one_smem);
 EMULATED_SHARED(char4, moegraph_wide_smem);
 EMULATED_SHARED(float4, moegraph_f32_smem);
 EMULATED_SHARED(int, counts);
@@ -131,7 +132,9 @@ static void check_product(const product_case & c, const int stream = 0) {
     ggml_backend_cuda_context cuda;
     cuda.curr_stream_no = stream;
     if (!moegraph_rows_supported(up, gate, 900)) {
-        const bool by_default = c.type == GGML_TYPE_MXFP4 && c.n*c.n_used > 512; // upstream computes it
+        // upstream computes it by default
+        const bool other = c.type == GGML_TYPE_Q4_0 || c.type == GGML_TYPE_MXFP4 || c.k % 256 != 0 || !c.broadcast;
+        const bool by_default = c.grouped() && ((c.type == GGML_TYPE_MXFP4 && c.n*c.n_used > 512) || (other && c.n == 1));
         report(c.str(), c.n_expert > MANY_EXPERTS || by_default ? "" : "is not supported");
         return;
     }
@@ -310,6 +313,20 @@ int main() {
             next();
             check_product({ type, 70, end_of(n % 2 ? 768 : 256), 0, 0, n, n % 3 == 0, false, MIXED, n % 2 == 0 }, n == 9);
         }
+        // one row, of which a lane has one part or more, and warps with 2, 4 and 8 rows of weights
+        for (const bool glu : { false, true }) {
+            for (const auto & [m, k] : { std::pair(13, 4608), std::pair(900, 256), std::pair(1601, 256), std::pair(21, 1792) }) {
+                next();
+                check_product({ type, m, end_of(k), 0, 0, 1, glu, false, MIXED, i % 2 == 0 });
+            }
+            for (const pattern ids : { MIXED, POPULAR, ABSENT, WRONG }) {
+                next();
+                const bool many = ids == MIXED;
+                check_product({ type, many ? 203 : 19, end_of(many ? 256 : 2816), 9, 4, 1, glu, ids != POPULAR, ids, i % 2 == 0 }, ids == WRONG);
+            }
+        }
+        next();
+        check_group(type, 1);
         next();
         check_product({ type, 1, end_of(2560), 0, 0, 3, false, false, MIXED, true });
         check_group(type, 12);

@@ -18,6 +18,14 @@ static __device__ __forceinline__ void moegraph_copy_16(char * dst, const char *
 #endif // CP_ASYNC_AVAILABLE
 }
 
+// Loads 16 bytes of weights, which will not be needed again.
+static __device__ __forceinline__ int4 moegraph_load_16(const char * p) {
+    int4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.s32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
 static __device__ __forceinline__ void moegraph_copy_commit() {
 #ifdef CP_ASYNC_AVAILABLE
     asm volatile("cp.async.commit_group;" : : : "memory");

@@ -54,9 +54,12 @@ void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst
 }
 
 bool moegraph_multiplies_apart(const ggml_tensor * product) {
-    return moegraph_rows_are_apart(product) &&
-        (moegraph_rows_supported(product, nullptr, ggml_cuda_info().devices[ggml_cuda_get_device()].cc) ||
-        (product->op == GGML_OP_MUL_MAT && moegraph_rows_f32_supported(product)));
+    const int  cc   = ggml_cuda_info().devices[ggml_cuda_get_device()].cc;
+    const bool mmid = product->op == GGML_OP_MUL_MAT_ID;
+    if (!moegraph_rows_are_apart(product)) {
+        return !mmid && moegraph_rows_is_one(product, cc);
+    }
+    return moegraph_rows_supported(product, nullptr, cc) || (!mmid && moegraph_rows_f32_supported(product));
 }
 
 bool moegraph_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {

@@ -19,8 +19,9 @@ bool moegraph_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 bool moegraph_mul_mat_glu(ggml_backend_cuda_context & ctx, ggml_tensor * up, const ggml_tensor * gate,
     ggml_tensor * glu);
 
-// Whether a kernel of ours computes a product whose rows are to be kept apart. Then upstream does not fuse it: it would do so
-// for one row only, and the row would have other bits than among others.
+// Whether a kernel of ours computes a product that upstream shall not fuse. Where rows are to be kept apart, it would do so for
+// one row only, and the row would have other bits than among others; else the kernel for one row is faster, and a residual
+// sum behind it is fused with its norm.
 bool moegraph_multiplies_apart(const ggml_tensor * product);
 
 // Runs what starts at node i as one kernel, if one of ours covers it. Returns how many nodes behind node i that covers,

@@ -238,14 +238,16 @@ static bool moegraph_rows_find(
     return false;
 }
 
-void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, moegraph_rows_operands & result) {
+void moegraph_rows_prepare(
+        ggml_backend_cuda_context & ctx, const ggml_tensor * dst, const bool one, moegraph_rows_operands & result) {
     const ggml_tensor * src0 = dst->src[0];
     const ggml_tensor * src1 = dst->src[1];
-    const ggml_tensor * ids  = dst->op == GGML_OP_MUL_MAT_ID ? dst->src[2] : nullptr;
+    const bool          mmid = dst->op == GGML_OP_MUL_MAT_ID;
+    const ggml_tensor * ids  = mmid && !one ? dst->src[2] : nullptr;
 
     const int64_t n_values = src1->ne[0];
-    const int64_t n_y      = ids ? src1->ne[1] : 1;
-    const int64_t n_rows_y = ids ? src1->ne[1]*src1->ne[2] : src1->ne[1];
+    const int64_t n_y      = mmid ? src1->ne[1] : 1;
+    const int64_t n_rows_y = mmid ? src1->ne[1]*src1->ne[2] : src1->ne[1];
     const int     n_used   = ids ? ids->ne[0] : 1;
     const int     n_slots  = ids ? ids->ne[0]*ids->ne[1] : 0;
     const int     n_experts = src0->ne[2];
@@ -288,7 +290,7 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
         const int64_t n_blocks = n_blocks_y + !have_groups;
         const size_t  smem     = have_groups ? 0 : (many ? 3 : 2)*(n_experts + 1)*sizeof(int);
         const int64_t stride_y = src1->nb[1]/sizeof(float);
-        const int64_t stride_t = (ids ? src1->nb[2] : src1->nb[1])/sizeof(float);
+        const int64_t stride_t = (mmid ? src1->nb[2] : src1->nb[1])/sizeof(float);
         const ggml_cuda_kernel_launch_params params(dim3(n_blocks), dim3(MOEGRAPH_PREP_THREADS), smem, ctx.stream());
         void * q8_1 = have_y ? nullptr : moegraph_q8_1_reserve(ctx, src1);
         ggml_cuda_kernel_launch(moegraph_prepare_kernel, params,

@@ -60,6 +60,8 @@ struct moegraph_rows_args {
     const moegraph_block_y * y;
     const moegraph_group   * groups;   // nullptr: dense
     const int              * n_groups;
+    const int32_t          * ids;      // of one token, where there are no groups (moegraph-one.cu), or nullptr
+    int                      n_experts;
     int                      group_cols;    // slots that a group may have
     int                      row_bytes;
     int64_t                  stride_row;    // bytes
@@ -140,8 +142,10 @@ struct moegraph_rows_operands {
     explicit moegraph_rows_operands(ggml_cuda_pool & pool) : pool_y(pool), pool_groups(pool) {}
 };
 
-// Quantizes the activations of a product and lists the groups of its experts, unless that has been done already.
-void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, moegraph_rows_operands & result);
+// Quantizes the activations of a product and lists the groups of its experts, unless that has been done already. one:
+// experts need no groups.
+void moegraph_rows_prepare(
+    ggml_backend_cuda_context & ctx, const ggml_tensor * dst, bool one, moegraph_rows_operands & result);
 
 static bool moegraph_is_view_op(const ggml_tensor * t) {
     return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;

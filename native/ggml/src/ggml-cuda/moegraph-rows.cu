@@ -1,4 +1,5 @@
 #include "moegraph-rows.cuh"
+#include "moegraph-one.cuh"
 #include "moegraph-rows-kernel.cuh"
 #include "moegraph-wide.cuh"
 #include "mmvq.cuh"
@@ -54,6 +55,7 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
             src1->ne[3] != 1 || dst->ne[3] != 1 || dst->nb[0] != sizeof(float)) {
         return false;
     }
+    const bool one = moegraph_one_supported(dst, type, cc);
     // Fewer rows are for other vector kernels, and more without asynchronous copies. But their sums have other orders.
     const bool apart = moegraph_rows_are_apart(dst);
     const bool async = cp_async_available(cc);
@@ -62,7 +64,7 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
         // gpt-oss: upstream's vector kernels add biases and compute the GLU, also where a graph cannot fuse they compute the
         // products, so that bits do not depend on residency; and its few experts fill upstream's larger tiles
         const bool mxfp4 = type == GGML_TYPE_MXFP4 && !apart;
-        return n_tokens >= (apart ? 1 : async && !mxfp4 ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
+        return n_tokens >= (apart || one ? 1 : async && !mxfp4 ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
             !(mxfp4 && moegraph_rows_are_many(dst)) &&
             dst->ne[1]*n_tokens <= MOEGRAPH_MAX_SLOTS &&
             src0->ne[2] <= MOEGRAPH_MAX_EXPERTS && dst->src[2]->nb[0] == sizeof(int32_t) && dst->src[2]->ne[2] == 1;
@@ -70,6 +72,10 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
     const int64_t n_cols = dst->ne[1];
     return n_cols >= (apart || async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) && (apart || n_cols <= MOEGRAPH_MAX_COLS) &&
         src0->ne[2] == 1 && src1->ne[2] == 1;
+}
+
+bool moegraph_rows_is_one(const ggml_tensor * dst, const int cc) {
+    return moegraph_rows_supported(dst, nullptr, cc) && moegraph_one_supported(dst, moegraph_rows_type(dst->src[0]), cc);
 }
 
 template <ggml_type type, int n_tiles, bool glu>
@@ -118,7 +124,9 @@ static void moegraph_rows_run(
     const int     n_slots   = ids ? ids->ne[0]*ids->ne[1] : 0;
     const int     n_experts = src0->ne[2];
     moegraph_rows_operands operands(ctx.pool());
-    moegraph_rows_prepare(ctx, dst, operands);
+    const ggml_type type = moegraph_rows_type(src0);
+    const bool      one  = moegraph_one_supported(dst, type, ggml_cuda_info().devices[ctx.device].cc);
+    moegraph_rows_prepare(ctx, dst, one, operands);
 
     moegraph_rows_args args = {};
     args.n_segments = n_dst;
@@ -136,6 +144,8 @@ static void moegraph_rows_run(
     args.y                = operands.y;
     args.groups           = operands.groups;
     args.n_groups         = operands.n_groups;
+    args.ids              = one && ids ? (const int32_t *) ids->data : nullptr;
+    args.n_experts        = n_experts;
     args.row_bytes        = (int) ggml_row_size(src0->type, n_values);
     args.stride_row       = src0->nb[1];
     args.stride_expert    = src0->nb[2];
@@ -154,8 +164,9 @@ static void moegraph_rows_run(
     } else if (many) {
         n_groups = (args.n_cols + args.group_cols - 1)/args.group_cols;
     }
-    const ggml_type type = moegraph_rows_type(src0);
-    if (many) {
+    if (one) {
+        moegraph_one_mul_mat(type, args, ctx.stream());
+    } else if (many) {
         moegraph_wide_mul_mat(type, args, n_groups, ctx.stream());
     } else if (glu) {
         moegraph_rows_switch_tiles<true>(type, args, n_groups, ctx.stream());

@@ -8,6 +8,9 @@
 // gate product with the same operands that is combined with dst by a GLU, or nullptr.
 bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, int cc);
 
+// Whether the kernels of one row do (moegraph-one.cu).
+bool moegraph_rows_is_one(const ggml_tensor * dst, int cc);
+
 // Runs the product. glu: the node that combines it with its gate product, nullptr for a plain product.
 void moegraph_rows_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const ggml_tensor * gate,
     ggml_tensor * glu);
