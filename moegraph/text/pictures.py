@@ -25,9 +25,9 @@ from .recent import Recent
 # Of one picture: bytes of its file, pixels, and seconds until its rows are there. Of a request:
 # pictures.
 MAX_BYTES, MAX_PIXELS, MAX_SECONDS, MAX_PICTURES = 32 * MiB, 1 << 26, 300.0, 64
-# Memory of the process beyond the encoder's weights. Bytes of rows that are remembered: each turn
-# of a conversation sends its pictures again.
-_MAX_MEMORY, _MAX_KNOWN = 8 * GiB, 1 * GiB
+# Memory of the process beyond the encoder's weights; bytes of its messages; bytes of rows that are
+# remembered: each turn of a conversation sends its pictures again.
+_MAX_MEMORY, _MAX_MESSAGE, _MAX_KNOWN = 8 * GiB, 1 * GiB, 1 * GiB
 # What a model reads of a picture: tokens, and the picture.
 Shown = list[list[int] | Picture]
 
@@ -88,9 +88,9 @@ class PictureReader:
                 raise RequestError(f"{where}: not base64: {error}") from error
         if kind.startswith("file://") and self._media:
             path = (self._media / str(url).removeprefix("file://").lstrip("/")).resolve()
-            if path.is_relative_to(self._media):
+            if path.is_relative_to(self._media) and path.is_file():
                 return read_picture(path)
-            raise RequestError(f"{where}: not a file under --media-path")
+            raise RequestError(f"{where}: no file under --media-path")
         raise RequestError(f"{where}: no address is fetched; send data:image/...;base64,...")
 
     def encode(self, data: bytes, where: str = "picture") -> Shown:
@@ -138,6 +138,7 @@ class PictureReader:
                 continue
             rows = np.frombuffer(self._receive(), np.float32).reshape(part["n"], -1)
             if not np.isfinite(rows).all():
+                self._kill()  # there may be more parts
                 raise RequestError("its rows are not finite")
             places = np.array(part["places"], np.int32)
             found.append(Picture(key, rows, places, part["n_positions"]))
@@ -157,7 +158,7 @@ class PictureReader:
             if self._pipe and message is not None:
                 self._pipe.send_bytes(message)
             if self._pipe and self._pipe.poll(self._max_seconds):
-                return self._pipe.recv_bytes()
+                return self._pipe.recv_bytes(_MAX_MESSAGE)
             why = f"took more than {self._max_seconds:g} s"
         except (EOFError, OSError):
             pass

@@ -85,8 +85,8 @@ def test_a_picture_is_encoded_once_and_after_a_lost_process(reader: PictureReade
     "address, said",
     [
         ("http://localhost/a.png", "no address is fetched"),
-        ("file:///../secret.png", "not a file under --media-path"),
-        ("file:///none.png", "cannot read"),
+        ("file:///../secret.png", "no file under --media-path"),
+        ("file:///none.png", "no file under --media-path"),
         ("data:image/png;base64,???", "not base64"),
         ("data:image/png,abc", "no address is fetched"),
         (None, "no address is fetched"),

@@ -18,6 +18,7 @@ from regression.harness import THREADS, Models, Upstream, open_engine, random_id
 
 from moegraph.engine import Engine
 from moegraph.engine.service import Service
+from moegraph.errors import RequestError
 from moegraph.loop.requests import Request
 from moegraph.loop.requests import Step as LoopStep
 from moegraph.passes import prefixes
@@ -72,7 +73,10 @@ SIZES = ([(3, 5)], [(7, 2), (1, 9)], [(4, 4), None, (5, 3), None, (2, 6)], [(13,
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("settings", [{}, {"n_seq": 3}, {"cache_slots": 20, "miss": "stream"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"n_seq": 3}, {"cache_slots": 20, "miss": "stream"}, {"device": "cpu,cpu", "n_seq": 2}],
+)
 def test_text_after_pictures_equals_upstreams(
     sizes: list[Any], settings: dict[str, Any], models: Models, upstream: Upstream
 ) -> None:
@@ -191,3 +195,27 @@ def test_files_equal_upstreams_multimodal_program(
         # our first row is one of a product of many
         assert found[0].argmax() == logits[0].argmax()
         assert_logits_equal(found[1:], logits[1:], f"{sizes}")
+
+
+def test_a_prompt_goes_on_inside_a_picture(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "_WORTH", 1)
+    path = models.path("mini35b")
+    with open_engine(path, n_ctx=N_CTX, n_threads=1, cpu_reference=True, n_ubatch=16) as engine:
+        hp = engine.hparams
+        one, text = picture(hp.n_embd, 6, 7, 1), random_ids(hp.n_vocab, 64)
+        first, second = (prompt_of([text[:20], one, part]) for part in (text[20:30], text[40:60]))
+        cold = told(engine, *second)[0]
+        told(engine, *first, marks=(40,), reuse=True)
+        assert told(engine, *second, reuse=True) == (cold, 40)
+        ids, pictures = first
+        with pytest.raises(RequestError, match="other ids than its picture"):
+            engine.generate(ids, pictures=[(19, one)])
+        with pytest.raises(RequestError, match="a picture that is not given"):
+            engine.generate([*ids, -5], pictures=pictures)
+        with pytest.raises(RequestError, match="out of range"):
+            engine.generate(ids)
+    with (
+        open_engine(models.path("qwen3moe"), n_threads=1) as engine,
+        pytest.raises(RequestError, match="no pictures with models of the kind qwen3moe"),
+    ):
+        engine.generate(ids, pictures=pictures)
