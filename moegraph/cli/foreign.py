@@ -49,7 +49,7 @@ _NOT_HERE: dict[str, str] = {
     "-hff --hf-file -mu --model-url": _DOWNLOAD,
     "-hft --hf-token": "set HF_TOKEN, which other users of the machine cannot read",
     "--prompt-cache --prompt-cache-all --prompt-cache-ro --slot-save-path": "moegraph serve "
-    "--cache-dir DIR keeps beginnings of prompts on disk; nothing else does",
+    "--cache-dir DIR and moegraph run --prompt-cache DIR keep beginnings of prompts on disk",
     "-cram --cache-ram --cache-reuse --cache-prompt --no-cache-prompt -ctxcp --ctx-checkpoints "
     "-sps --slot-prompt-similarity": _KEPT,
     "--rpc": "--device rpc://HOST:PORT names a device that moegraph worker lends",

@@ -34,7 +34,7 @@ _HEADING = (
 @click.option("-f", "--file", metavar="FILE", help="Read the text from FILE (-: stdin).")
 @click.option(
     "--chunks", type=click.IntRange(1), default=None, metavar="N",
-    help="Score only the first N chunks of the text.",
+    help="Score only the first N chunks.",
 )  # fmt: skip
 @click.option(
     "--kl-divergence-base", "--save-all-logits", "base_path", type=click.Path(path_type=Path),
@@ -42,8 +42,7 @@ _HEADING = (
 )  # fmt: skip
 @click.option(
     "--kl-divergence", "compares", is_flag=True,
-    help="Compare with the probabilities in the file of --kl-divergence-base, which has the text "
-    "too.",
+    help="Compare with the file of --kl-divergence-base, which has the text too.",
 )  # fmt: skip
 @options.engine_options("cache_ram", drafts=False, n_ctx=512)
 def perplexity(
@@ -52,8 +51,8 @@ def perplexity(
 ) -> None:  # fmt: skip
     """Measure how well the model TARGET predicts a text, as llama-perplexity does.
 
-    The text is cut into chunks of -c tokens. The second half of each is scored, and what is printed
-    after each chunk is the perplexity so far. Figures are llama-perplexity's.
+    The second half of each chunk of -c tokens is scored. What is printed after a chunk is the
+    perplexity so far.
 
     \b
     Examples:

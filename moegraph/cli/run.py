@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # How these models' templates begin a message; a prompt that has it needs no template.
 _TURN = "<|"
+# Most disk space of --prompt-cache, as of the server's --cache-dir.
+_CACHE_BYTES = 16 << 30
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ class _Job:
 @click.option(
     "-f", "--file", type=click.Path(), metavar="FILE",
     help="Read the prompt from FILE (-: stdin).",
+)  # fmt: skip
+@click.option(
+    "--prompt-cache", type=click.Path(path_type=Path), metavar="DIR",
+    help="Keep the prompt in a folder, from which later runs and serve --cache-dir go on.",
 )  # fmt: skip
 @options.length_options
 @options.engine_options("cache_ram")
@@ -152,6 +158,8 @@ def _check(args: tuple[str, ...], given: dict[str, Any], stack: ExitStack) -> _J
             "takes three, PROMPT_IDS N_GEN OUT_IDS, or four, with DRAFT before them"
         )
     config = options.build_config(given)
+    if given["prompt_cache"] and given["logits_out"]:
+        raise RequestError("--logits-out needs all rows, and --prompt-cache leaves some out")
     sampling = options.build_sampling(given).seeded()
     max_tokens = options.max_tokens(given["n_predict"])
     prompt, ids, ids_path, out_ids = None, None, None, None
@@ -251,6 +259,9 @@ def _generate(engine: Engine, job: _Job, times: StartTimes) -> None:
         job = replace(job, sampling=models.ignoring_end(engine, job.sampling))
     _note_template(engine.file, job)
     models.warn_beyond_training(engine, len(prompt))
+    if job.given["prompt_cache"]:
+        engine.keep_prefixes(job.given["prompt_cache"], _CACHE_BYTES)
+        models.show_messages(engine)
     with cancel_on_interrupt() as cancel:
         found = _stream(engine, job, prompt, cancel, times)
     _finish(engine, job, found, times)
@@ -274,6 +285,7 @@ def _stream(
     """Print text as it comes; return what came."""
     tokens: list[int] = []
     pieces: list[str] = []
+    keeps = bool(job.given["prompt_cache"])
     shows_text = not job.given["as_json"] and job.out_ids is None
     if shows_text and job.given["display_prompt"] and job.prompt is not None:
         ui.write_text(job.prompt, "muted")
@@ -288,6 +300,7 @@ def _stream(
         for event in engine.generate(
             prompt, job.sampling, max_tokens=job.max_tokens, stop=job.stop, cancel=cancel,
             keep_logits=job.logits_out is not None, progress=bars,
+            reuse=keeps, marks=(len(prompt) - 1,) if keeps else (),
             text=models.has_vocabulary(engine.file),
         ):  # fmt: skip
             bars.clear()

@@ -212,12 +212,16 @@ def test_the_page_of_the_server_names_every_figure() -> None:
     assert len(names) > 30 and [name for name in names if name not in page] == []
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/rerank", "/api/embed", "/api/pull"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/rerank", "/api/embed", "/api/pull", "/slots/0?action=save"]
+)
 def test_paths_of_other_servers_say_what_to_use(path: str) -> None:
     response = Case().post(path, {})
     error = response.json()["error"]
     line = error if path.startswith("/api/") else error["message"]
-    assert response.status_code == 404 and line.startswith(f"{path} is not served: ")
+    assert response.status_code == 404 and line.startswith(
+        f"{path.partition('?')[0]} is not served: "
+    )
 
 
 @pytest.mark.parametrize(
