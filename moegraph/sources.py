@@ -15,7 +15,7 @@ NAME = "moegraph.toml"
 PREFIX = "MOEGRAPH_"
 ENVIRONMENT = "environment"
 # Variables that are no option's.
-_OWN = ("debug", "history")
+_OWN = ("debug", "history", "cpu-variant")
 
 
 @dataclass(frozen=True)

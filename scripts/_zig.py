@@ -12,6 +12,8 @@ from _tools import BuildError, say
 
 # The oldest glibc that wheels run with: that of RHEL 8 and Debian 10.
 GLIBC = (2, 28)
+# ccache would make paths relative to a folder, and they end up in libraries.
+SAME_PATHS = {"CCACHE_BASEDIR": ""}
 # Exact, so that the same sources give the same bytes.
 TOOLS = ("ziglang==0.17.1", "scikit-build-core==1.1.2", "cffi==2.1.1", "auditwheel==6.8.2")
 
@@ -35,7 +37,7 @@ def with_tools(build: Path) -> None:
 
 
 def compilers(build: Path) -> dict[str, str]:
-    """Write scripts that call zig's C and C++ compiler for an old glibc; return CC and CXX."""
+    """Write scripts that call zig for an old glibc; return the variables of a build."""
     zig = next(
         str(f.locate()) for f in importlib.metadata.files("ziglang") or () if f.name == "zig"
     )
@@ -48,4 +50,4 @@ def compilers(build: Path) -> dict[str, str]:
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
         path.chmod(0o755)
-    return {"CC": str(folder / "zig-cc"), "CXX": str(folder / "zig-c++")}
+    return {"CC": str(folder / "zig-cc"), "CXX": str(folder / "zig-c++"), **SAME_PATHS}
