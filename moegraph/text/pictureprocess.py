@@ -1,6 +1,7 @@
 """Child process that decodes and encodes pictures, which are untrusted input from clients.
 
-It holds nothing of value, and the kernel enforces its limits. llama.cpp's libmtmd does the work.
+A crash ends only this process, the kernel limits its memory, and it cannot write files. llama.cpp's
+libmtmd does the work.
 
 Messages: In: the arguments of `_Encoder`, and `more_bytes`, memory beyond what it has once it is
 ready, in JSON; then the file of each picture. Out: `[]`, when it is ready; then for each picture
@@ -122,7 +123,8 @@ def main() -> None:
         with open("/proc/self/statm") as file:
             n_bytes += int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+            resource.setrlimit(what, (0, 0))
         send([])
     except MoegraphError as error:
         send({"error": str(error)})

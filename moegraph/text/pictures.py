@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -120,9 +121,11 @@ class PictureReader:
         if self._pipe is None:
             ours, theirs = Pipe()
             command = [sys.executable, "-m", f"{__package__}.pictureprocess", str(theirs.fileno())]
+            needed = ("PATH", "PYTHON", "LD_", "LANG", "LC_")  # others may be keys and tokens
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+                env={name: os.environ[name] for name in os.environ if name.startswith(needed)},
             )  # fmt: skip
             theirs.close()
             self._pipe = ours
