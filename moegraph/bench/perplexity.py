@@ -8,7 +8,8 @@ and sums F64, as there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,7 +30,6 @@ MIN_CTX = 8  # fewer leave nothing to score
 _MAGIC = b"_logits_"
 # Smaller logarithms of probabilities are not kept, and do not count.
 _LEAST = np.float32(16)
-_SHARES = (0.999, 0.99, 0.95, 0.9)
 
 
 def chunks_of(engine: Engine, text: str, n_ctx: int) -> Ids:
@@ -81,24 +81,37 @@ def _exp(row: Row) -> Row:
     return found
 
 
+def _on_cores(work: Callable[..., Any], *given: Iterable[Any]) -> list[Any]:
+    """Return what work makes of each row; numpy lets other threads run meanwhile."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(work, *given))
+
+
 def nlls(rows: list[Scored], base: BinaryIO | None = None) -> list[float]:
     """Return negative log-likelihoods of rows, and write their probabilities to a base file."""
-    found = []
-    for row, token in rows:
-        top, log_sum = _log_sum(row)
-        if not base:
-            found.append(log_sum - float(row[token] - top))
-            continue
-        low, total = max(row.min(), top - _LEAST), np.float32(log_sum)
-        scale = (top - low) / np.float32(65535)
-        words = np.zeros(_n_words(len(row)), dtype=np.uint16)
-        words[:4] = np.array([scale, low - top - total], dtype=np.float32).view(np.uint16)
-        if scale:
-            steps = np.rint(np.float32(1) / scale * (row - low))
-            words[4 : 4 + len(row)] = np.where(row > low, steps, 0)
-        base.write(words.tobytes())
-        found.append(float(top + total - row[token]))
-    return found
+    if not base:
+        return _on_cores(_nll, rows)
+    found = _on_cores(_packed, rows)
+    base.writelines(words.tobytes() for words, _ in found)
+    return [nll for _, nll in found]
+
+
+def _nll(scored: Scored) -> float:
+    (row, token), (top, log_sum) = scored, _log_sum(scored[0])
+    return log_sum - float(row[token] - top)
+
+
+def _packed(scored: Scored) -> tuple[npt.NDArray[np.uint16], float]:
+    """Return the words of a row in a base file, and its negative log-likelihood as it is there."""
+    (row, token), (top, log_sum) = scored, _log_sum(scored[0])
+    low, total = max(row.min(), top - _LEAST), np.float32(log_sum)
+    scale = (top - low) / np.float32(65535)
+    words = np.zeros(_n_words(len(row)), dtype=np.uint16)
+    words[:4] = np.array([scale, low - top - total], dtype=np.float32).view(np.uint16)
+    if scale:
+        steps = np.rint(np.float32(1) / scale * (row - low))
+        words[4 : 4 + len(row)] = np.where(row > low, steps, 0)
+    return words, float(top + total - row[token])
 
 
 def estimate(found: list[float]) -> str:
@@ -151,26 +164,28 @@ def _mean(found: npt.NDArray[Any], least: int = 11) -> tuple[float, float]:
     return float(mean), float(np.sqrt(var / (n - 1))) if var > 0 and n >= least else 0.0
 
 
+def _compared(scored: Scored, words: npt.NDArray[np.uint16]) -> tuple[Any, ...]:
+    """Return nll, nll of the base, difference of probabilities, F32; KL divergence, F64; whether
+    both have the same likeliest token."""
+    (row, token), (top, log_sum) = scored, _log_sum(scored[0])
+    total = top + np.float32(log_sum)
+    scale, least = words[:4].view(np.float32)
+    log_p = scale * words[4 : 4 + len(row)].astype(np.float32) + least
+    nll, nll_base = total - row[token], -log_p[token]
+    kld = (_exp(log_p) * (log_p - row + total))[log_p > -_LEAST].sum(dtype=np.float64)
+    p_diff = np.subtract(*_exp(np.array([-nll, -nll_base])))
+    return nll, nll_base, p_diff, kld, row.argmax() == log_p.argmax()
+
+
 class Divergence:
     """How far a model's probabilities are from a base file's: llama-perplexity's statistics."""
 
     def __init__(self) -> None:
-        # of each token: nll, nll_base, difference of probabilities, F32; KL divergence, F64; 1 if
-        # both have the same likeliest token
-        self._found: list[tuple[Any, ...]] = []
+        self._found: list[tuple[Any, ...]] = []  # of each token, as `_compared`
 
     def add(self, rows: list[Scored], base: npt.NDArray[np.uint16]) -> str:
         """Take the rows of a chunk; return llama-perplexity's line of it, without its number."""
-        for (row, token), words in zip(rows, base):
-            top, log_sum = row.max(), np.float32(_log_sum(row)[1])
-            scale, least = words[:4].view(np.float32)
-            log_p = scale * words[4 : 4 + len(row)].astype(np.float32) + least
-            nll, nll_base = top + log_sum - row[token], -log_p[token]
-            each = _exp(log_p) * (log_p - row + (top + log_sum))
-            kld = each[log_p > -_LEAST].sum(dtype=np.float64)
-            p_diff = np.subtract(*_exp(np.array([-nll, -nll_base])))
-            is_same = row.argmax() == log_p.argmax()
-            self._found.append((nll, nll_base, p_diff, kld, is_same))
+        self._found += _on_cores(_compared, rows, base)
         with np.errstate(all="ignore"):  # equal models have no uncertainty
             log, _, _, ratio, kld, _, rms, same = self._means()
         return (
@@ -232,7 +247,7 @@ class Divergence:
 
 def _quantiles(values: Row, inner: tuple[float, ...] = ()) -> Iterator[tuple[str, float]]:
     """Yield names and values of quantiles, from the largest on."""
-    upper, ordered = (*_SHARES, *inner), np.sort(values)
+    upper, ordered = (0.999, 0.99, 0.95, 0.9, *inner), np.sort(values)
     yield "Maximum", ordered[-1]
     for share in (*upper, 0.5, *(round(1 - x, 3) for x in reversed(upper))):
         place = np.float32(share) * np.float32(len(values) - 1)

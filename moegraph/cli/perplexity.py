@@ -88,34 +88,28 @@ def perplexity(
         if base is None:
             ids = chunks_of(engine, text, config.n_ctx)
         ids = ids[:chunks]
-        scored = score(engine, ids, stack.enter_context(cancel_on_interrupt()))
-        if base is not None:
-            _compare(scored, base)
-        else:
-            output = stack.enter_context(base_path.open("wb")) if base_path else None
-            if output:
-                begin_base(output, ids, n_vocab)
-            _measure(scored, output)
+        output = None
+        if base_path and base is None:
+            output = stack.enter_context(base_path.open("wb"))
+            begin_base(output, ids, n_vocab)
+        cancel = stack.enter_context(cancel_on_interrupt())
+        _show(score(engine, ids, cancel), base, output)
         models.show_messages(engine)
 
 
-def _measure(chunks: Iterator[list[Scored]], base: BinaryIO | None) -> None:
-    """Print the perplexity after each chunk, and at the end."""
-    from ..bench.perplexity import estimate, nlls
+def _show(
+    chunks: Iterator[list[Scored]], base: npt.NDArray[np.uint16] | None, output: BinaryIO | None
+) -> None:
+    """Print figures after each chunk, and at the end."""
+    from ..bench.perplexity import Divergence, estimate, nlls
 
-    found: list[float] = []
+    found, against = list[float](), Divergence()
+    if base is not None:
+        click.echo(_HEADING)
     for i, rows in enumerate(chunks, 1):
-        found += nlls(rows, base)
+        if base is not None:
+            click.echo(f"{i:4d}{against.add(rows, base[i - 1])}")
+            continue
+        found += nlls(rows, output)
         click.echo(f"[{i}]{math.exp(math.fsum(found) / len(found)):.4f},", nl=False)
-    click.echo(f"\n{estimate(found)}")
-
-
-def _compare(chunks: Iterator[list[Scored]], base: npt.NDArray[np.uint16]) -> None:
-    """Print the statistics after each chunk, and those of all."""
-    from ..bench.perplexity import Divergence
-
-    found = Divergence()
-    click.echo(_HEADING)
-    for i, (rows, words) in enumerate(zip(chunks, base), 1):
-        click.echo(f"{i:4d}{found.add(rows, words)}")
-    click.echo("\n".join(["", *found.lines()]))
+    click.echo("\n".join(["", *(against.lines() if base is not None else [estimate(found)])]))
