@@ -121,7 +121,7 @@ class PictureReader:
         if self._pipe is None:
             ours, theirs = Pipe()
             command = [sys.executable, "-m", f"{__package__}.pictureprocess", str(theirs.fileno())]
-            needed = ("PATH", "PYTHON", "LD_", "LANG", "LC_")  # others may be keys and tokens
+            needed = ("PATH", "PYTHON", "LD_", "MOEGRAPH_CPU_")  # others may be keys and tokens
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
