@@ -147,8 +147,9 @@ class _Replay:
                 self.n_promoted += n_promoted
                 self.uploaded[il] += n_streamed + n_promoted
                 missing[il] = n_streamed + n_cpu
-                seconds += self.stalls[n_streamed + n_cpu][n_cpu]
-                seconds += self._move(il, remedy.admitted, remedy.staged)
+                reading = self._move(il, remedy.admitted, remedy.staged)
+                last = reading + self.stalls[1][0] if reading else 0.0  # others go meanwhile
+                seconds += max(self.stalls[n_streamed + n_cpu][n_cpu], last)
         residency.results_arrived(seconds)
         return seconds
 

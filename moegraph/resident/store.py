@@ -129,20 +129,10 @@ def _reads_of(
 
 
 class _Piece(NamedTuple):
-    """A part of host memory."""
+    """A part of host memory: its bytes, and the address of the first."""
 
-    host: HostBuffer
-    start: int
-    size: int
-
-    @property
-    def array(self) -> npt.NDArray[np.uint8]:
-        """Its bytes."""
-        return self.host.array[self.start : self.start + self.size]
-
-    def address(self) -> Any:
-        """Return the address of its first byte."""
-        return self.host.address(self.start)
+    array: npt.NDArray[np.uint8]
+    address: Any
 
 
 class FileRing(Owner):
@@ -169,7 +159,7 @@ class FileRing(Owner):
         self._device, self._kinds, self._jobs = device, kinds, jobs
         self._blocks = [piece for each in pieces.values() for piece in each]
         self._kind_of = [kind for kind, each in pieces.items() for _ in each]
-        self.n_bytes = sum(piece.size for piece in self._blocks)
+        self.n_bytes = sum(piece.array.nbytes for piece in self._blocks)
         self._events = deque(self.own(device.event()) for _ in range(_N_UPLOADS))
         self._saved = self.own(device.event())
         self._n_threads, self._pool = n_threads, list[ThreadPoolExecutor]()
@@ -214,7 +204,7 @@ class FileRing(Owner):
         key = il, expert
         if key in self._held:
             self._settle(self._held[key])
-            return self._blocks[self._held[key]].address()
+            return self._blocks[self._held[key]].address
         if self._reads.get(key, (0, self))[1] is None:
             self.forget()
         at, reads = self._reads.get(key) or self._begin(key, self._room(il))
@@ -226,10 +216,10 @@ class FileRing(Owner):
         finally:
             self._reads.pop(key, None)
         self.waited_s += time.perf_counter() - start
-        self.n_read_bytes += self._blocks[at].size
+        self.n_read_bytes += self._blocks[at].array.nbytes
         if key in self.wanted:
             self._hold(key, at)
-        return self._blocks[at].address()
+        return self._blocks[at].address
 
     def copied(self) -> None:
         """Note that the uploads of all that was taken are enqueued."""
@@ -247,6 +237,10 @@ class FileRing(Owner):
     def held(self, il: int) -> set[int]:
         """Return the experts of a layer that blocks hold."""
         return {expert for at, expert in self._held if at == il}
+
+    def holds(self, il: int, expert: int) -> bool:
+        """Return whether a block holds an expert."""
+        return (il, expert) in self._held
 
     def _hold(self, key: Key, at: int) -> None:
         self._passing[self._kind_of[at]].remove(at)  # an interrupt here loses it until `forget`
@@ -267,7 +261,7 @@ class FileRing(Owner):
         """
         at, stream = self._room(il), self._device.compute if late else self._device.upload
         self._taken[at] = il, expert
-        C.ggml_backend_tensor_get_async(stream.ptr, memory, self._blocks[at].address(), start, n)
+        C.ggml_backend_tensor_get_async(stream.ptr, memory, self._blocks[at].address, start, n)
         if late and self._saved:
             C.ggml_backend_event_record(self._saved.ptr, stream.ptr)
             self._saving.add(at)
@@ -416,7 +410,7 @@ class ExpertStore(Owner):
         """Return blocks through which experts pass; size: of the largest."""
         n_blocks = _N_BLOCKS if layers else 0
         hosts = [self.own(self._device.host_buffer(size)) for _ in range(n_blocks)]
-        pieces = {0: [_Piece(host, 0, size) for host in hosts]}
+        pieces = {0: [_Piece(host.array, host.address()) for host in hosts]}
         reads = partial(_reads_of, self._model, size, self._layers)
         n_threads = min(_MAX_THREADS, usable_cpus())
         return self.own(FileRing(self._device, dict.fromkeys(layers, 0), pieces, reads, n_threads))
@@ -447,7 +441,7 @@ class ExpertStore(Owner):
             except NativeError as error:  # copies from memory that is not pinned are slower
                 self._refused(error)
             for start in range(0, n_bytes, size):
-                yield _Piece(host, start, size)
+                yield _Piece(host.array[start : start + size], host.address(start))
 
     def _where(self, is_direct: bool) -> str:
         """Return a line that says where the experts are."""

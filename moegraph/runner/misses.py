@@ -145,7 +145,8 @@ class Uploader(Owner):
                 others = [expert for expert, _ in part] if may_stay else []
                 moves = self.level.move(il, part if is_own else (), others)
                 self._carry_out(il, moves, bank)
-                for expert, slot in part:
+                # what is in host memory goes while the others are read
+                for expert, slot in sorted(part, key=lambda pair: not ring.holds(il, pair[0])):
                     found, at = ring.take(il, expert), slot * packing.stride
                     C.ggml_backend_tensor_set_async(upload, memory, found, at, packing.n_bytes)
                 for expert in moves.moved:

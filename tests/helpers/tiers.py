@@ -22,7 +22,7 @@ def check_held(engine: Engine) -> None:
     ring = store.ring
     engine.device.synchronize()
     for (il, expert), at in ring._held.items():
-        packing, base = store.packing(il), ring._blocks[at].address()
+        packing, base = store.packing(il), ring._blocks[at].address
         whole = np.frombuffer(ffi.buffer(base, packing.n_bytes), np.uint8)
         cleared = whole.copy()
         packing.clear_gaps(cleared)

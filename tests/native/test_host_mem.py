@@ -252,7 +252,7 @@ def test_the_simulator_reads_from_the_file_what_a_run_reads(open_engine: Open, p
     free = simulate(trace, engine.runner.cache.n_slots, parse_policy(policy), MACHINES["h200"],
                     slot_bytes=[store.packing(il).stride for il in store.layers])  # fmt: skip
     assert free.file_bytes == 0
-    assert found.step_s.sum() >= free.step_s.sum() + read / 1e9
+    assert found.step_s.sum() > max(free.step_s.sum(), read / 1e9)
 
 
 class Calls:
