@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": ("-p", "x"),
     "bench": (),
     "trace": ("-p", "x", "-o", "t"),
+    "perplexity": ("-f", "x"),
     "inspect": (),
     "plan": (),
     "serve": (),
