@@ -24,9 +24,9 @@ class Moves:
     """What happens in host memory when experts of a layer go to the device.
 
     read: experts that come from the file. left: those that host memory gives up before, and moved:
-    once they are on the device. saved:
-    experts, and their slots on the device, to be copied to host memory before the slots are
-    overwritten. kept: experts on their way to the device that stay in host memory too.
+    once they are on the device. saved: (expert, its slot on the device), to be copied to host
+    memory before the slot is overwritten. kept: experts on their way to the device that stay in
+    host memory too.
     """
 
     read: list[int] = field(default_factory=list)
