@@ -4,9 +4,10 @@
 Without --ncmoe, every expert is on the device, and tests may begin --depth tokens deep. For each N
 of --ncmoe, llama-bench keeps the experts of N layers on the CPU, and the driver reports its peak of
 device memory; moegraph gets that amount as --vram. On the CPU it gets slots for the share of the
-experts that -ncmoe leaves on the device. With --ncmoe, llama-bench also runs with --load-mode none:
-its prompts are then quicker (experts are sent from pinned memory, not computed on the CPU), its
-decoding often slower. "upstream" is the better of the two, test by test.
+experts that -ncmoe leaves on the device. With --ncmoe, llama-bench runs with --load-mode none: its
+prompts are then four to five times as quick as from a mapped file (experts are sent from pinned
+memory). Its decoding is often slower so, and is measured from a mapped file too: "upstream" is the
+better of the two.
 
 llama-bench runs with -r N, then moegraph takes as many samples in a process that keeps the model
 loaded. On both sides, the first sample of a test is written to the raw lines but not counted.
@@ -176,11 +177,20 @@ class Comparison:
             *(["-ncmoe", str(ncmoe)] if ncmoe is not None else []), "-ub", str(self.ubatch),
             "-b", str(max(2048, self.ubatch)), *(["-t", str(self.threads)] if self.threads else []),
             *(["-d", ",".join(map(str, args.depth))] if ncmoe is None else []),
-            "-p", ",".join(map(str, args.prompt)) or "0", "-n", str(self.gen),
         ]  # fmt: skip
+        prompts = ["-p", ",".join(map(str, args.prompt)) or "0", "-n", str(self.gen)]
+        ways = [prompts]
         if ncmoe:
-            options += ["-lm", "auto,none"]
-        *rows, memory = self._rows(options, args.samples + 1)
+            ways = [["-lm", "none", *prompts]]
+            if self.gen:
+                ways.append(["-lm", "auto", "-p", "0", "-n", str(self.gen)])
+        rows: list[Line] = []
+        peaks: list[Line] = []
+        for way in ways:
+            *more, peak = self._rows([*options, *way], args.samples + 1)
+            rows += more
+            peaks.append(peak)
+        memory = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
         n_bytes: int = memory["device_bytes"]
         raw.add("memory", setting=self.setting, system="upstream", VmHWM=memory["rss_bytes"],
                 device_peak_bytes=n_bytes, device_driver_bytes=n_bytes)  # fmt: skip
