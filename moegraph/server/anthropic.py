@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -16,16 +17,16 @@ from ..engine.chat import ChatRequest, Format
 from ..loop.requests import Step, Usage
 from ..text.chat.parts import CallArguments, CallBegin, CallEnd, Part, ReasoningPart
 from .answers import Update
-from .errors import ApiError
-from .exchange import Exchange, PromptProgress, begin
+from .errors import TEXT_SCHEMA, ApiError, object_schema
+from .exchange import Exchange, PromptProgress, respond
 from .logs import note_usage, request_id
 from .replies import EVENTS, named, reply
 from .schemas import (
     LIMITS,
+    Asking,
     Body,
     Defaults,
     Object,
-    Sampled,
     Schema,
     Stops,
     Texts,
@@ -148,7 +149,7 @@ class OutputConfig(Body):
 class CountBody(Body):
     """The body of POST /v1/messages/count_tokens."""
 
-    model: str = ""
+    model: str | None = None
     messages: Annotated[
         list[Annotated[Object, seen_as(MessageParam)]],
         Field(min_length=1, max_length=LIMITS.messages),
@@ -162,12 +163,11 @@ class CountBody(Body):
     output_config: OutputConfig | None = None
 
 
-class MessagesBody(CountBody, Sampled):
+class MessagesBody(CountBody, Asking):
     """The body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Stops = None
-    stream: bool | None = None
 
 
 _KINDS = {
@@ -183,19 +183,9 @@ _KINDS = {
 }
 
 
-_TEXT_SCHEMA = {"type": "string"}
-ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": _TEXT_SCHEMA, "message": _TEXT_SCHEMA},
-        },
-    },
-}
+ANTHROPIC_ERROR = object_schema(
+    type={"const": "error"}, error=object_schema(type=TEXT_SCHEMA, message=TEXT_SCHEMA)
+)
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
@@ -592,19 +582,16 @@ class _Run(Exchange):
 async def create(request: HttpRequest) -> Response:
     """Make a message, at once or as it is written."""
     body = await read_schema(request, MessagesBody)
-    model = state_of(request).find(body.model)
-    chat = read_request(body, model.defaults)
-    run = await begin(request, model, lambda: [chat], _Run, body)
+    chat = read_request(body, state_of(request).find(body.model).defaults)
     # the header in which Anthropic's clients look for the request's id
-    return await run.respond(body.stream, headers={"request-id": request_id(request)})
+    headers = {"request-id": request_id(request)}
+    return await respond(request, _Run, body, lambda _: [chat], headers=headers)
 
 
 async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a message would have."""
     body = await read_schema(request, CountBody)
-    state = state_of(request)
-    model = state.find(body.model)
-    n_tokens = await state.count(model, read_request(body, model.defaults))
+    n_tokens = await state_of(request).count(body.model, partial(read_request, body))
     return reply({"input_tokens": n_tokens})
 
 

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 
@@ -20,7 +19,7 @@ from ..text.chat.parts import ContentPart, Reply
 from ..text.infill import Gap
 from .answers import Update, total
 from .errors import ApiError
-from .exchange import Completion, begin, finish_reason, finite
+from .exchange import Completion, finish_reason, finite, respond
 from .openai_chat import ChatBody
 from .replies import EVENTS, encode, reply
 from .schemas import LIMITS, MAX_TOKENS, Body, CompletionBody, Defaults, refuse, wrong
@@ -209,10 +208,7 @@ class _Run(Completion):
 async def complete(request: HttpRequest) -> Response:
     """Continue texts, at once or as they are written."""
     body = await read_schema(request, TextBody)
-    model = state_of(request).find(body.model)
-    texts = partial(body.texts, model.defaults)
-    run = await begin(request, model, texts, _Run, body, body.n_choices)
-    return await run.respond(body.stream)
+    return await respond(request, _Run, body, body.texts, body.n_choices)
 
 
 class TokenizeBody(Body):

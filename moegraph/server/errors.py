@@ -69,23 +69,18 @@ class ApiError(Exception):
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
 
 
+def object_schema(**fields: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object that has all these fields, each with its schema."""
+    return {"type": "object", "required": [*fields], "properties": fields}
+
+
+TEXT_SCHEMA = {"type": "string"}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
-OPENAI_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": _TEXT_OR_NULL,
-                "code": _TEXT_OR_NULL,
-            },
-        }
-    },
-}
+OPENAI_ERROR = object_schema(
+    error=object_schema(
+        message=TEXT_SCHEMA, type=TEXT_SCHEMA, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL
+    )
+)
 
 
 def openai_body(error: ApiError) -> dict[str, Any]:

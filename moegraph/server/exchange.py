@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -22,11 +22,11 @@ from ..text.chat.parts import Reply
 from .answers import Answers, Update, total, unless_left
 from .errors import ApiError, openai_body, public_error
 from .guards import cache_owner, owner_of
-from .host import LoadedModel, Model
+from .host import LoadedModel
 from .logs import WARNING, note_usage, note_warnings, request_id
 from .metrics import Meter
 from .replies import DONE, EVENTS, EventStream, comment, data, reply
-from .schemas import CompletionBody, Sampled
+from .schemas import Asking, CompletionBody, Defaults
 from .state import state_of
 
 
@@ -164,7 +164,7 @@ class Exchange(ABC):
     answers: Answers
     loaded: LoadedModel
     experts: Any
-    body: Sampled
+    body: Asking
 
     @property
     def usage(self) -> Usage:
@@ -203,19 +203,7 @@ class Exchange(ABC):
         """Return llama-server's timings of the answer so far."""
         return timings_object(self.usage, len(self.answers.usages))
 
-    async def respond(
-        self, is_stream: bool | None, headers: Mapping[str, str] | None = None
-    ) -> Response:
-        """Return the response to the request; a header has what the client should be warned of."""
-        if self.answers.warnings:
-            headers = {**(headers or {}), WARNING: note_warnings(self.http, self.answers.warnings)}
-        if is_stream:
-            frames, close = self._guarded(), self.answers.close
-            return EventStream(frames, close=close, kind=self.stream_kind, headers=headers)
-        with self.answers:
-            return reply(await unless_left(self.http, self.whole()), headers=headers)
-
-    async def _guarded(self) -> AsyncGenerator[bytes, None]:
+    async def guarded(self) -> AsyncGenerator[bytes, None]:
         """Yield the events; whatever fails, the client is told."""
         with self.answers as answers:
             try:
@@ -232,51 +220,63 @@ class Exchange(ABC):
                 raise
 
 
-Kind = TypeVar("Kind", bound=Exchange)
+Asked = Callable[[Defaults], Sequence[ChatRequest | TextRequest]]
 
 
-async def begin(
-    request: HttpRequest,
-    model: Model,
-    asked: Callable[[], Sequence[ChatRequest | TextRequest]],
-    kind: type[Kind],
-    body: Sampled,
-    n: int = 1,
-    **given: Any,
-) -> Kind:
-    """Submit n answers to each request of a body, unless the client leaves meanwhile.
+async def respond(
+    request: HttpRequest, kind: type[Exchange], body: Asking, asked: Asked, n: int = 1,
+    headers: Mapping[str, str] | None = None, **given: Any,
+) -> Response:  # fmt: skip
+    """Answer a body, at once or as a stream; a header has what the client should be warned of.
 
-    model: the one that answers. asked: makes the requests, on a thread of ours. kind, given: the
-    class of exchange, and fields of its own.
+    Other arguments as in `_begin`.
+    """
+    run = await unless_left(request, _begin(request, kind, body, asked, n, given))
+    if run.answers.warnings:
+        headers = {**(headers or {}), WARNING: note_warnings(request, run.answers.warnings)}
+    if body.stream:
+        frames, close = run.guarded(), run.answers.close
+        return EventStream(frames, close=close, kind=run.stream_kind, headers=headers)
+    with run.answers:
+        return reply(await unless_left(request, run.whole()), headers=headers)
+
+
+async def _begin(
+    request: HttpRequest, kind: type[Exchange], body: Asking, asked: Asked, n: int,
+    given: Mapping[str, Any],
+) -> Exchange:  # fmt: skip
+    """Submit n answers to each request of a body.
+
+    asked: makes the requests, on a thread of ours. kind, given: the class of exchange, and fields
+    of its own.
     """
     state, owner = state_of(request), owner_of(request)
+    model = state.find(body.model)
 
     def owned(chat: ChatModel) -> list[Prepared]:
         kept_as = cache_owner(owner) if state.cache_by_key else ""
         own: dict[str, Any] = {"name": request_id(request), "client": owner, "owner": kept_as}
-        found = [one for a in asked() for one in prepared(chat, a, body.logit_bias, n)]
+        texts = asked(model.defaults)
+        found = [one for text in texts for one in prepared(chat, text, body.logit_bias, n)]
         return [replace(one, request=replace(one.request, **own)) for one in found]
 
-    async def accepted() -> Kind:
-        use = state.backend.line.enter(model)
-        meter = Meter(state.metrics, on_close=partial(state.backend.line.leave, use))
-        try:
-            loaded = await state.backend.loaded(use)
-            before = _experts(loaded)
-            ready = await state.work(partial(owned, loaded.chat))
-            answers = Answers(loaded.service, ready, meter)
-        except BaseException:
-            meter.closed()
-            raise
-        try:
-            return kind(
-                http=request, answers=answers, loaded=loaded, experts=before, body=body, **given
-            )
-        except BaseException:
-            answers.close()
-            raise
-
-    return await unless_left(request, accepted())
+    use = state.backend.line.enter(model)
+    meter = Meter(state.metrics, on_close=partial(state.backend.line.leave, use))
+    try:
+        loaded = await state.backend.loaded(use)
+        before = _experts(loaded)
+        ready = await state.work(partial(owned, loaded.chat))
+        answers = Answers(loaded.service, ready, meter)
+    except BaseException:
+        meter.closed()
+        raise
+    try:
+        return kind(
+            http=request, answers=answers, loaded=loaded, experts=before, body=body, **given
+        )
+    except BaseException:
+        answers.close()
+        raise
 
 
 class PromptProgress:
@@ -357,7 +357,8 @@ class Completion(Exchange):
             self.choice(i, reply, logprobs, replace(ended[i], tokens=tuple(tokens)))
             for i, (reply, logprobs, tokens) in sorted(found.items())
         ]
-        note_usage(self.http, self.usage, choices[0].get("finish_reason"))
+        finish = choices[0].get("finish_reason") or finish_reason(ended[0])
+        note_usage(self.http, self.usage, finish)
         return {**self._head(self.kind), "choices": choices, **self._sums()}
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -299,7 +299,7 @@ class ModelHost:
                 if not waiting or waiting[0].model is not model:
                     continue  # its client has left meanwhile
                 await self._switch(model)
-            if self._loaded is not None:
+            if self._loaded is not None and self._model is model:
                 self.line.admit(model, self._loaded)
 
     async def _switch(self, model: Model) -> None:
@@ -308,6 +308,8 @@ class ModelHost:
         async with self._turn:
             try:
                 await _run(self._thread, model.check)
+                if not self.line.unheld.is_set():
+                    return  # who waited has left, and the model that is there has a new user
                 await self._free()
                 await self._bring(model)
             except Exception as error:  # noqa: BLE001 - whatever fails, the server lives on

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -17,7 +16,7 @@ from ..text.chat.parts import ContentPart, Reply
 from ..text.infill import Gap
 from .answers import Update
 from .completions import TextBody, TextFields
-from .exchange import Completion, begin, chat_logprobs, finish_reason, timings_object
+from .exchange import Completion, chat_logprobs, finish_reason, respond, timings_object
 from .info import sampling_object
 from .replies import EVENTS
 from .schemas import LIMITS, Body, Defaults
@@ -127,11 +126,9 @@ class _Run(Completion):
 
 
 async def _respond(request: HttpRequest, body: TextFields) -> Response:
-    model = state_of(request).find(body.model)
+    defaults = state_of(request).find(body.model).defaults
     body.logprobs = body.logprobs or None  # 0 is none here
-    defaults, texts = model.defaults, partial(body.texts, model.defaults)
-    run = await begin(request, model, texts, _Run, body, body.n_choices, defaults=defaults)
-    return await run.respond(body.stream)
+    return await respond(request, _Run, body, body.texts, body.n_choices, defaults=defaults)
 
 
 async def complete(request: HttpRequest) -> Response:

@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
@@ -18,8 +17,8 @@ from ..loop.requests import Step
 from ..text.chat.parts import CallEnd, Reply, ToolCall
 from .completions import TextBody
 from .errors import ApiError
-from .exchange import Exchange, begin, finish_reason
-from .host import Model, ModelFacts
+from .exchange import Exchange, finish_reason, respond
+from .host import ModelFacts
 from .logs import note_usage
 from .openai_chat import ChatBody, Content, Message
 from .replies import LINES, line, reply
@@ -77,9 +76,15 @@ class OllamaBody(Body):
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
 
+    @property
+    def name(self) -> str:
+        """Return the name of the model, to which clients add :latest."""
+        return (self.model or "").removesuffix(":latest")
+
     def openai(self) -> ChatBody | TextBody | None:
         """Return the same request in OpenAI's form; None: the model is only to be loaded."""
         found = self.options.model_dump(exclude_none=True) if self.options else {}
+        found |= {"model": self.name, "stream": self.stream is not False}
         if "num_predict" in found:
             found["max_tokens"] = max(found.pop("num_predict"), -1)
         if isinstance(self.format, dict):
@@ -163,21 +168,15 @@ def _error(error: ApiError) -> dict[str, Any]:
     return {"error": error.message}
 
 
-def _find(request: HttpRequest, name: str | None) -> Model:
-    """Return the model of a name, to which clients add :latest."""
-    return state_of(request).find((name or "").removesuffix(":latest"))
-
-
 async def _respond(request: HttpRequest, is_chat: bool) -> Response:
     given = await read_schema(request, OllamaBody)
-    body, model = given.openai(), _find(request, given.model)
+    body = given.openai()
     if body is None:
-        async with state_of(request).using(model) as loaded:
+        state = state_of(request)
+        async with state.using(state.find(given.name)) as loaded:
             answer = _answer(loaded.facts.name, is_chat, Reply(), ())
         return reply({**answer, "done": True, "done_reason": "load"})
-    asked = partial(body.texts, model.defaults)
-    run = await begin(request, model, asked, _Run, body, is_chat=is_chat)
-    return await run.respond(given.stream is not False)
+    return await respond(request, _Run, body, body.texts, is_chat=is_chat)
 
 
 async def chat(request: HttpRequest) -> Response:
@@ -217,7 +216,7 @@ async def running(request: HttpRequest) -> Response:
 async def show(request: HttpRequest) -> Response:
     """Describe a model in Ollama's form."""
     given = await read_schema(request, OllamaBody)
-    facts = _find(request, given.model).facts
+    facts = state_of(request).find(given.name).facts
     info = {
         "general.architecture": facts.family,
         f"{facts.family}.context_length": facts.n_ctx,

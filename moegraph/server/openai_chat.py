@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
@@ -16,12 +15,7 @@ from ..engine.chat import ChatRequest
 from ..loop.requests import Step, TokenLogprobs
 from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, ReasoningPart, Reply
 from .answers import Update
-from .exchange import (
-    Completion,
-    begin,
-    chat_logprobs,
-    finish_reason,
-)
+from .exchange import Completion, chat_logprobs, finish_reason, respond
 from .replies import EVENTS, reply
 from .schemas import (
     LIMITS,
@@ -321,10 +315,7 @@ class _Run(Completion):
 async def complete(request: HttpRequest) -> Response:
     """Answer a conversation, at once or as it is written."""
     body = await read_schema(request, ChatBody)
-    model = state_of(request).find(body.model)
-    asked = partial(body.texts, model.defaults)
-    run = await begin(request, model, asked, _Run, body, body.n_choices)
-    return await run.respond(body.stream)
+    return await respond(request, _Run, body, body.texts, body.n_choices)
 
 
 def _delta(part: ContentPart | ReasoningPart | CallBegin | CallArguments) -> dict[str, Any]:
@@ -343,9 +334,7 @@ def _delta(part: ContentPart | ReasoningPart | CallBegin | CallArguments) -> dic
 async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a conversation would have."""
     body = await read_schema(request, ChatBody)
-    state = state_of(request)
-    model = state.find(body.model)
-    n_tokens = await state.count(model, body.chat(model.defaults))
+    n_tokens = await state_of(request).count(body.model, body.chat)
     return reply({"object": "chat.completion.input_tokens", "input_tokens": n_tokens})
 
 

@@ -22,17 +22,17 @@ from ..sampling import SamplingParams
 from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
 from .answers import Update
 from .errors import ApiError
-from .exchange import Exchange, PromptProgress, begin, chat_logprobs
+from .exchange import Exchange, PromptProgress, chat_logprobs, respond
 from .guards import owner_of
 from .logs import note_usage
 from .replies import EVENTS, named, reply
 from .responsestore import Item, ResponseStore
 from .schemas import (
     LIMITS,
+    Asking,
     Body,
     Defaults,
     Object,
-    Sampled,
     Schema,
     Texts,
     contents,
@@ -177,10 +177,9 @@ class Reasoning(Body):
     summary: str | None = None
 
 
-class ResponsesBody(Sampled):
+class ResponsesBody(Asking):
     """The body of POST /v1/responses."""
 
-    model: str = ""
     input: Annotated[
         Texts,
         contents(
@@ -216,7 +215,6 @@ class ResponsesBody(Sampled):
     safety_identifier: str | None = None
     background: bool | None = None
     store: bool | None = None
-    stream: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None
 
@@ -877,23 +875,21 @@ class _Run(Exchange):
         return map(named, self.writer.fail(error))
 
 
+def _read(request: HttpRequest, body: ResponsesBody, defaults: Defaults) -> ReadRequest:
+    return read_request(body, state_of(request).responses, owner_of(request), defaults)
+
+
 async def create(request: HttpRequest) -> Response:
     """Make a response, at once or as it is written."""
     body = await read_schema(request, ResponsesBody)
-    state = state_of(request)
-    model = state.find(body.model)
-    read = read_request(body, state.responses, owner_of(request), model.defaults)
-    run = await begin(request, model, lambda: [read.chat], _Run, body, read=read)
-    return await run.respond(body.stream)
+    read = _read(request, body, state_of(request).find(body.model).defaults)
+    return await respond(request, _Run, body, lambda _: [read.chat], read=read)
 
 
 async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a response would have."""
     body = await read_schema(request, ResponsesBody)
-    state = state_of(request)
-    model = state.find(body.model)
-    read = read_request(body, state.responses, owner_of(request), model.defaults)
-    n_tokens = await state.count(model, read.chat)
+    n_tokens = await state_of(request).count(body.model, lambda d: _read(request, body, d).chat)
     return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 

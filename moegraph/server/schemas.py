@@ -174,6 +174,13 @@ class Sampled(Body):
         }
 
 
+class Asking(Sampled):
+    """Fields of every body that asks for an answer: which model, and whether as a stream."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+
 def folded_seed(seed: int) -> int:
     """Return a seed that the sampler takes: -1 is random, and others are cut to 32 bits."""
     return -1 if seed in (-1, RANDOM_SEED) else seed % RANDOM_SEED
@@ -258,10 +265,9 @@ class ResponseFormat(Body):
         refuse("response_format.json_schema.schema", "this field is required")
 
 
-class CompletionBody(Sampled):
+class CompletionBody(Asking):
     """What the bodies of OpenAI's two kinds of completions have in common."""
 
-    model: str | None = None
     n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
     max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
@@ -269,7 +275,6 @@ class CompletionBody(Sampled):
     response_format: ResponseFormat | None = None
     json_schema: Schema | None = None
     grammar: Grammar | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None

@@ -27,7 +27,7 @@ from .errors import OPENAI_ERROR, ApiError, from_failure, openai_body
 from .host import LoadedModel, Model, ModelHost
 from .metrics import Metrics
 from .responsestore import ResponseStore
-from .schemas import LIMITS, Limits
+from .schemas import LIMITS, Defaults, Limits
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
@@ -116,8 +116,10 @@ class ServerState:
         finally:
             self.backend.line.leave(use)
 
-    async def count(self, model: Model, chat: ChatRequest) -> int:
-        """Return how many tokens the prompt of a conversation would have."""
+    async def count(self, name: str | None, asked: Callable[[Defaults], ChatRequest]) -> int:
+        """Return how many tokens the prompt of a conversation would have; name: of the model."""
+        model = self.find(name)
+        chat = asked(model.defaults)
         async with self.using(model) as loaded:
             found = await self.work(partial(loaded.chat.prompt, chat))
         return len(found.encoded.ids)

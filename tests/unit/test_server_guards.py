@@ -238,16 +238,18 @@ def test_the_log_has_figures_and_no_prompt(format: str) -> None:
         case = Case(["answer-text"])
         case.chat(messages=[{"role": "user", "content": "prompt-text"}], model="a\nb")
         case.events(PATH, CHAT)
+        case.answer("/completion", {"prompt": "prompt-text"})
         case.client.get("/x%0a%1b[31my")
     finally:
         start_logging("off", stream)
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 3 and stream.getvalue().isascii()
+    assert len(lines) == 4 and stream.getvalue().isascii()
     assert "prompt-text" not in stream.getvalue() and "answer-text" not in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
     if format == "json":
         found = json.loads(lines[0])
-        assert found["n_generated"] == 11 and found["status"] == 200 and found["finish"] == "stop"
+        assert found["n_generated"] == 11 and found["status"] == 200
+        assert [json.loads(line).get("finish") for line in lines] == ["stop"] * 3 + [None]
     else:
         assert "n_generated=11" in lines[0] and "status=200" in lines[1]
 

@@ -205,8 +205,9 @@ class Several:
     def __init__(self, names: str = "ab", n_most: int = 100) -> None:
         self.told: list[str] = []
         self.wrong: dict[str, Exception] = {}
-        self.gate = threading.Event()
+        self.gate, self.checks = threading.Event(), threading.Event()
         self.gate.set()
+        self.checks.set()
         self.loaded: set[str] = set()
         self.host = ModelHost([self._model(name) for name in names], None, False, n_most)
 
@@ -227,6 +228,7 @@ class Several:
             self.loaded.remove(name)
 
         def check() -> None:
+            self.checks.wait(PATIENCE_S)
             if isinstance(self.wrong.get(name), ModelFileError):
                 raise self.wrong[name]
 
@@ -309,6 +311,29 @@ def test_a_client_that_leaves_the_line_neither_blocks_nor_cuts_a_load() -> None:
         await until_so(lambda: case.told == ["+a"])
         await case.run(1)
         assert case.told == ["+a", "-a", "+b", "b"]
+
+    with_several(case, go)
+
+
+def test_a_model_stays_for_a_request_that_comes_while_the_file_of_another_is_looked_at() -> None:
+    case = Several()
+
+    async def go() -> None:
+        await case.run(0)
+        case.checks.clear()
+        leaving = asyncio.ensure_future(case.run(1))
+        await until_so(lambda: case.host.is_loading)
+        leaving.cancel()
+        await until_so(lambda: not case.host.line.waiting)
+        gate = asyncio.Event()
+        running = asyncio.ensure_future(case.run(0, gate))
+        await until_so(lambda: case.told.count("a") == 2)
+        other = asyncio.ensure_future(case.run(1))
+        case.checks.set()
+        await until_so(lambda: not case.host.is_loading)
+        gate.set()
+        await asyncio.gather(running, other)
+        assert case.told == ["+a", "a", "a", "-a", "+b", "b"]
 
     with_several(case, go)
 
