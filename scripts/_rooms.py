@@ -13,7 +13,7 @@ from pathlib import Path
 ROOMS = [
     line.partition("#")[0].split()
     for line in """\
-errors units threads cpuload events interrupt kinds lazypackage pictures setting config \
+closing errors units threads cpuload events interrupt kinds lazypackage pictures setting config \
 sampling sources
 gguf
 link        # connections to other machines; no native libraries

@@ -15,6 +15,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
+from ..closing import Closable
 from ..config import EngineConfig
 from ..errors import Cancelled, ConfigError, RequestError
 from ..events import CancelToken
@@ -30,8 +31,6 @@ from .options import Command, Option, recommended
 from .report import Generated, StartTimes, result_lines, run_report, show_drafters
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from ..arch import ModelFile
     from ..engine import Engine
     from ..server.daemon import Frames
@@ -360,7 +359,7 @@ def show_scaling(target: str, config: EngineConfig, as_json: bool) -> None:
     ui.table(cells, ("rows", "ms", "ms a row", "of one row"))
 
 
-class OutputFile:
+class OutputFile(Closable):
     """A file that is opened at once but truncated only by the first write.
 
     If the command fails before its first write, an old file keeps its content and a new file is
@@ -399,12 +398,6 @@ class OutputFile:
         self._file.close()
         if self._created and self.is_regular and (self._failed or not self._written):
             self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class NpyWriter(OutputFile):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arch import ModelFile
+from ..closing import Closable
 from ..errors import ContextOverflow, RequestError
 from ..gguf.reader import StringArray
 from ..gguf.vocab import TOKENS
@@ -25,6 +26,7 @@ from ..text.chat.prompting import (
     Encoded,
     PromptMaker,
     SegmentEncoder,
+    Turn,
     continued,
     is_continued,
     prompt_marks,
@@ -259,32 +261,6 @@ class PromptRoom:
             )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One answer that is being written; a `TurnMemory` of its parser.
-
-    head: the end of the prompt that belongs to the same turn. head_ids: its tokens.
-    """
-
-    tokenizer: Tokenizer
-    encoder: SegmentEncoder
-    calls: CallMemory
-    head: str
-    head_ids: Sequence[int]
-
-    def keep_turn(self, text: str, tokens: Sequence[int]) -> None:
-        """Remember the tokens of an answer; the last is its end token, unless it was cut."""
-        if tokens and tokens[-1] in self.tokenizer.eog_ids:
-            tokens = tokens[:-1]
-        # a stop string cuts the text, and a control token is none of it
-        if tokens and self.tokenizer.decode(tokens, special=True) == text:
-            self.encoder.keep(self.head + text, [*self.head_ids, *tokens])
-
-    def keep_call(self, name: str, arguments: str, raw: Mapping[str, str]) -> None:
-        """Remember how the values of a call were written."""
-        self.calls.keep(name, arguments, raw)
-
-
 def text_ids(
     text: TextRequest, tokenizer: Tokenizer, room: PromptRoom | None
 ) -> tuple[list[int], tuple[int, ...]]:
@@ -324,7 +300,7 @@ class Loaded(Protocol):
         """Positions of the context."""
 
 
-class ChatModel:
+class ChatModel(Closable):
     """A model's chat template and tokenizer: what stands between messages and tokens.
 
     Made once for an engine; any thread may call it. Close it when done.
@@ -396,12 +372,6 @@ class ChatModel:
         self._prompts.close()
         if self.pictures:
             self.pictures.close()
-
-    def __enter__(self) -> ChatModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def prepare(self, chat: ChatRequest) -> Prepared:
         """Return what the engine and the reader of its answer need."""
@@ -536,12 +506,9 @@ class ChatModel:
             deadline_s=settings.deadline_s, name=settings.name,
         )  # fmt: skip
 
-    def _require_room(self, prompt: str | Sequence[int]) -> None:
+    def _encode(self, prompt: str, shown: Mapping[str, Shown]) -> Encoded:
         if self._room is not None:
             self._room.require(prompt)
-
-    def _encode(self, prompt: str, shown: Mapping[str, Shown]) -> Encoded:
-        self._require_room(prompt)
         bos = self.tokenizer.bos
         # If the template prints the BOS, the tokenizer must not add a second one.
         begins = bos is not None and prompt.startswith(

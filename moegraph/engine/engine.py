@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arch import ModelFile, open_model
+from ..closing import Closable
 from ..config import EngineConfig
 from ..draft.dflash import DFlashDrafter, describe
 from ..draft.plan import SpecStats
@@ -51,7 +52,7 @@ Ids = SequenceOf[int] | npt.NDArray[np.int32]
 Objects = SequenceOf[Mapping[str, Any]]
 
 
-class Engine:
+class Engine(Closable):
     """One model, loaded on its devices, generating for one sequence at a time.
 
     Create it with `Engine.load`. Close it, or use it as a context manager.
@@ -509,12 +510,6 @@ class Engine:
         """
         self.ownership.is_closed = True
         self._stack.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _close_opened(tokenizer: Future[Tokenizer]) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ..closing import Closable
 from ..errors import InternalError, NativeError
 from .lib import C, ffi, last_error
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from . import _native
 
 Ptr = TypeVar("Ptr")
@@ -62,7 +61,7 @@ def closed_on_failure() -> Iterator[None]:
         _scope.made = outer
 
 
-class Handle(Generic[Ptr]):
+class Handle(Closable, Generic[Ptr]):
     """A native pointer with one owner.
 
     `close()` frees the object once; a finalizer frees it if `close()` was not called. Until then
@@ -100,12 +99,6 @@ class Handle(Generic[Ptr]):
         self._ptr = None
         self._finalizer()
         self._parents = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class Owner:

@@ -15,15 +15,12 @@ import stat
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
+from ..closing import Closable
 from ..errors import InternalError, ModelFileError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Linux reads into at most this many pieces of memory in one call.
 _MAX_ROWS = 1024
@@ -71,7 +68,7 @@ class Opened:
         )
 
 
-class TensorFile:
+class TensorFile(Closable):
     """Open, checked files of tensors; a context manager.
 
     path: of the first part. tensors: those of all parts by name, in file order. warnings: one line
@@ -111,12 +108,6 @@ class TensorFile:
         if not stat.S_ISREG(status.st_mode):
             raise ModelFileError(f"{path}: {_node_kind(status.st_mode)}, not a model file")
         return self._parts[-1]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -54,8 +54,8 @@ class Update:
 class Answers:
     """Submit requests of one client and iterate over what becomes of them.
 
-    Use it in a `with` statement: leaving it cancels what still runs. Steps that a slow client has
-    not taken are merged, so it holds no more than the answers. n_reasoning: tokens of reasoning.
+    Close it at the end, which cancels what still runs. Steps that a slow client has not taken are
+    merged, so it holds no more than the answers. n_reasoning: tokens of reasoning.
     warnings: lines for the client.
 
     If the service refuses one of the requests, none of them runs, and making it raises ApiError.
@@ -95,12 +95,6 @@ class Answers:
             raise
         if meter is not None:
             meter.opened([one.request for one in prepared])
-
-    def __enter__(self) -> Answers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __aiter__(self) -> Answers:
         return self

@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -205,7 +205,7 @@ class Exchange(ABC):
 
     async def guarded(self) -> AsyncGenerator[bytes, None]:
         """Yield the events; whatever fails, the client is told."""
-        with self.answers as answers:
+        with closing(self.answers) as answers:
             try:
                 async with aclosing(self.frames()) as frames:
                     async for frame in frames:
@@ -237,7 +237,7 @@ async def respond(
     if body.stream:
         frames, close = run.guarded(), run.answers.close
         return EventStream(frames, close=close, kind=run.stream_kind, headers=headers)
-    with run.answers:
+    with closing(run.answers):
         return reply(await unless_left(request, run.whole()), headers=headers)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arch import ModelFile
+from ..closing import Closable
 from ..errors import ConfigError, InternalError, ModelFileError, RequestError
 from ..lazypackage import import_lazily
 from ..units import MiB, format_bytes
@@ -38,7 +39,7 @@ _ERROR_LEVEL = 4
 _CONTINUE_LEVEL = 5
 
 
-class Tokenizer:
+class Tokenizer(Closable):
     """The vocabulary of one model file; close it when done, or use it in a with statement.
 
     source: an open model, or a path. From an open model, the file that was checked is read, even if
@@ -82,12 +83,6 @@ class Tokenizer:
         if self._model:
             self._lib.llama_model_free(self._model)
             self._model = self._vocab = None
-
-    def __enter__(self) -> Tokenizer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Return the token ids of text.

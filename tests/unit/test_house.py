@@ -67,10 +67,10 @@ ROOM_CAP, CLASS_CAP, FUNCTION_CAP = 25, 20, 60
 LARGE = {
     # one method for each operation of ggml
     "Builder": 46,
-    "Engine": 33,
+    "Engine": 31,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 57_887
+LINES = 57_838
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 

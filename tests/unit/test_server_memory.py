@@ -7,6 +7,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def test_a_talk_is_free_when_it_is_closed(is_read: bool) -> None:
     async def talk() -> weakref.ref[Answers]:
         service = Knowing(step_s=0.01)
         made = Answers(service, [FakeChatModel().prepare_text(TextRequest(prompt="x"))])
-        with made:
+        with closing(made):
             async for _ in made:
                 if not is_read:
                     break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def prepared(*prompts: str) -> list[Prepared]:
 async def texts(talk: Answers) -> list[str]:
     """Return what each choice said."""
     found = [""] * len(talk.usages)
-    with talk:
+    with closing(talk):
         async for said in talk:
             found[said.index] += said.step.text
     return found
@@ -58,7 +59,7 @@ def test_steps_that_wait_are_merged() -> None:
 def test_leaving_a_talk_cancels_what_runs() -> None:
     async def go() -> None:
         service = FakeService([["a"] * 10_000], step_s=0.001)
-        with Answers(service, prepared("x", "y")) as talk:
+        with closing(Answers(service, prepared("x", "y"))) as talk:
             await anext(talk)
         assert all(ticket.gone.is_set() for ticket in service.tickets)
         with pytest.raises(StopAsyncIteration):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..stream import before_open
 from .calls import CallOutput, CallScanner, Found
@@ -13,6 +13,9 @@ from .channels import ChannelScanner, Kind
 from .forms import END_OF_THINK, QWEN, THINK, XML, Form
 from .parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
 from .tools import Tools
+
+if TYPE_CHECKING:
+    from .prompting import Turn
 
 
 class ReasoningSplitter:
@@ -82,16 +85,6 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class TurnMemory(Protocol):
-    """Remembers how a model wrote its answers."""
-
-    def keep_turn(self, text: str, tokens: Sequence[int]) -> None:
-        """Remember the tokens of an answer, which may have been cut."""
-
-    def keep_call(self, name: str, arguments: str, raw: Mapping[str, str]) -> None:
-        """Remember the values of a call; see `CallMemory.keep`."""
-
-
 class AnswerParser:
     """Turn the text of an answer into parts as it comes.
 
@@ -110,7 +103,7 @@ class AnswerParser:
         reasoning: bool = True,
         parallel: bool = True,
         new_id: Callable[[], str] = new_call_id,
-        memory: TurnMemory | None = None,
+        memory: Turn | None = None,
         is_thinking: bool = False,
         begun: str = "",
         form: Form = QWEN,
@@ -130,15 +123,16 @@ class AnswerParser:
         self._parallel = parallel
         found, numbers = Tools(tools) if tools else None, count()
         self._raw: dict[int, dict[str, str]] = {}
+        calls = [
+            CallOutput(found, numbers, new_id, self._raw, form.text or XML) if found else None
+            for _ in range(2)
+        ]
         self._channels: ChannelScanner | None = None
         if form.channels:
-            call = CallOutput(found, numbers, new_id, self._raw) if found else None
-            self._channels = ChannelScanner(form, prompt, found, call, is_thinking, not reasoning)
+            self._channels = ChannelScanner(form, prompt, calls[0], is_thinking, not reasoning)
         self._scanners = {
-            kind: CallScanner(found, numbers, new_id, self._raw, form.text or XML)
-            if found
-            else None
-            for kind in (ReasoningPart, ContentPart)
+            kind: CallScanner(call) if call and not self._channels else None
+            for kind, call in zip((ReasoningPart, ContentPart), calls)
         }
         self._reasoning = _Trimmed()
         self._memory = memory
@@ -203,7 +197,7 @@ class AnswerParser:
         scanner = self._scanners[ContentPart]
         rest = self._parts(ContentPart, scanner.flush(is_cut)) if scanner else []
         if self._memory:
-            self._memory.keep_turn("".join(self._texts), self._tokens)
+            self._memory.keep("".join(self._texts), self._tokens)
         return found + self._end_reasoning(is_cut) + rest
 
     def _end_reasoning(self, is_cut: bool) -> list[Part]:
@@ -244,7 +238,7 @@ class AnswerParser:
             self._has_call = True
             if part.is_whole and self._memory:
                 name, pieces = self._calls[part.index]
-                self._memory.keep_call(name, "".join(pieces), self._raw[part.index])
+                self._memory.calls.keep(name, "".join(pieces), self._raw[part.index])
 
 
 class _Trimmed:

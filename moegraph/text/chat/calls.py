@@ -146,7 +146,9 @@ Found = str | CallBegin | CallArguments | CallEnd
 class CallOutput:
     """What a scanner has found, and the call that it is in, if any.
 
-    arguments: of the call; None outside of one. Other arguments as in `CallScanner`.
+    tools: what may be called. indices: numbers the calls of an answer. new_id: makes up their ids.
+    raw: takes, of each call, the values that may be other than strings, as they were written. tags:
+    of the parameters. arguments: of the call; None outside of one.
     """
 
     def __init__(
@@ -158,9 +160,8 @@ class CallOutput:
         tags: TextCalls = XML,
     ) -> None:
         self.arguments: Arguments | JSONArguments | None = None
-        self.raws = raw
-        self._tags = tags
-        self._tools, self._indices, self._new_id = tools, indices, new_id
+        self.tools, self.tags, self.raws = tools, tags, raw
+        self._indices, self._new_id = indices, new_id
         self._out: list[Found] = []
         self._index = 0
 
@@ -182,7 +183,7 @@ class CallOutput:
     def open(self, name: str, arguments: JSONArguments | None = None) -> None:
         """Begin a call; arguments: None if they come as plain text."""
         self._index = next(self._indices)
-        self.arguments = arguments or Arguments(name, self._tools, self._tags is XML)
+        self.arguments = arguments or Arguments(name, self.tools, self.tags is XML)
         self._out.append(CallBegin(self._index, self._new_id(), name))
 
     def close(self) -> None:
@@ -190,7 +191,7 @@ class CallOutput:
         arguments = self.plain()
         self.say(arguments.close())
         self.end(is_whole=True)
-        self.text(arguments.stray.replace(self._tags.end_of_value.strip(), "").strip())
+        self.text(arguments.stray.replace(self.tags.end_of_value.strip(), "").strip())
 
     def end(self, is_whole: bool) -> None:
         """End a call."""
@@ -208,20 +209,11 @@ class CallOutput:
 class CallScanner:
     """Split a stream of text into text and tool calls; only what may become a call is held back.
 
-    tools: what may be called. A name outside them is a call too if it stands in <tool_call>.
-    indices: numbers the calls of an answer. new_id: makes up their ids. raw: takes, of each call,
-    the values that may be other than strings, as they were written. tags: of the parameters.
+    call: takes what is found. A name outside its tools is a call too if it stands in <tool_call>.
     """
 
-    def __init__(
-        self,
-        tools: Tools,
-        indices: Iterator[int],
-        new_id: Callable[[], str],
-        raw: dict[int, dict[str, str]],
-        tags: TextCalls = XML,
-    ) -> None:
-        self._tools, self._call = tools, CallOutput(tools, indices, new_id, raw, tags)
+    def __init__(self, call: CallOutput) -> None:
+        self._tools, self._call, tags = call.tools, call, call.tags
         self._key, self._after_key = tags.before_key, tags.after_key
         self._is_bare = tags is not XML  # the name follows <tool_call>
         end = tags.end_of_value.strip()

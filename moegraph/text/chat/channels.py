@@ -16,7 +16,6 @@ from .calls import CallOutput, Found, JSONArguments
 from .forms import QUOTE, Form
 from .parts import ContentPart, ReasoningPart
 from .rawjson import dumps, loads
-from .tools import Tools
 
 Kind = type[ReasoningPart] | type[ContentPart]
 
@@ -31,12 +30,11 @@ class ChannelScanner:
     """
 
     def __init__(
-        self, form: Form, prompt: str, tools: Tools | None, call: CallOutput | None,
-        is_thinking: bool, is_raw: bool,
-    ) -> None:  # fmt: skip
+        self, form: Form, prompt: str, call: CallOutput | None, is_thinking: bool, is_raw: bool
+    ) -> None:
         assert form.channels is not None
         self._form, self._channels = form, form.channels
-        self._tools, self._call, self._is_raw = tools, call, is_raw
+        self._call, self._is_raw = call, is_raw
         n_hidden = 0 if call or not form.call else 1  # without tools, a call's tags are text
         self._begins = self._channels.begins[: len(self._channels.begins) - n_hidden]
         self._ends = self._channels.ends[: len(self._channels.ends) - n_hidden]
@@ -139,7 +137,7 @@ class ChannelScanner:
         name = (given["to"] or "").removeprefix(prefix)
         if name and given["to"] != "assistant":
             is_known = self._form.is_dict or given["to"] != name
-            if self._call and self._tools and (is_known or name in self._tools):
+            if self._call and (is_known or name in self._call.tools):
                 self._after_call = None if self._headers else self._kind
                 self._call.open(name, DictArguments() if self._form.is_dict else JSONArguments())
                 self._take_calls()

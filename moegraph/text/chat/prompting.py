@@ -33,7 +33,7 @@ from .forms import (
     form_of,
 )
 from .messages import TemplateMessage, without_late_system
-from .rawjson import dumps
+from .rawjson import CallMemory, dumps
 from .template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -126,6 +126,28 @@ class SegmentEncoder:
             found = array("i", self._tokenizer.encode(segment, add_special=False))
             self._known.put(segment, found, len(segment))
         return found
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer that is being written, which later prompts are to have as the model wrote it.
+
+    head: the end of the prompt that belongs to the same turn. head_ids: its tokens.
+    """
+
+    tokenizer: Tokenizer
+    encoder: SegmentEncoder
+    calls: CallMemory
+    head: str
+    head_ids: Sequence[int]
+
+    def keep(self, text: str, tokens: Sequence[int]) -> None:
+        """Remember the tokens of an answer; the last is its end token, unless it was cut."""
+        if tokens and tokens[-1] in self.tokenizer.eog_ids:
+            tokens = tokens[:-1]
+        # a stop string cuts the text, and a control token is none of it
+        if tokens and self.tokenizer.decode(tokens, special=True) == text:
+            self.encoder.keep(self.head + text, [*self.head_ids, *tokens])
 
 
 def turn_tags(source: str, specials: Sequence[str], ends: Iterable[str]) -> list[str]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...closing import Closable
 from ...errors import ConfigError, InternalError, ModelFileError, MoegraphError, RequestError
 from ...units import GiB, KiB, format_bytes
 from .messages import Message
@@ -36,7 +37,7 @@ def require_template(kv: Mapping[str, object], path: Path) -> str:
     return source
 
 
-class ChatTemplate:
+class ChatTemplate(Closable):
     """Turn messages into a prompt; close it when done, or use it in a with statement.
 
     Args:
@@ -148,12 +149,6 @@ class ChatTemplate:
                     # it flushes, and the reader no longer exists
                     with suppress(BrokenPipeError):
                         stream.close()
-
-    def __enter__(self) -> ChatTemplate:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _start(self) -> None:
         # A session of its own keeps Ctrl-C at the terminal away from the child.
