@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from ..arch.inputs import PAGED, JointRows, PassInputs, PassShape
 from ..ggml.choose import DRAW_WORDS
+from ..ggml.handles import Owner
 from ..ggml.lib import C
 from ..ggml.memory import Block, Sender
 from ..ggml.ops import F16, I32, I64, Builder, Tensor
@@ -183,7 +184,7 @@ def _window_patterns(ends: npt.NDArray[np.int64], window: int) -> npt.NDArray[np
     return np.clip(ends, 0, PAGE + shown) + PAGE + 1
 
 
-class ChunkInputs:
+class ChunkInputs(Owner):
     """Device memory for the inputs of all chunks of a sweep, and for those of one chunk at a time.
 
     A part of a sweep has at most n_rows rows in n_chunks chunks of at most max_rows rows.
@@ -203,14 +204,12 @@ class ChunkInputs:
         self._chunks_at = self._kv_rows_at + sizes.kv_rows
         patterns = _patterns(state.window if window else None)
         shapes = {"words": (1, sizes.total), "patterns": (PAGE // 2, len(patterns))}
-        self._block = Block(device, shapes, "the inputs of a prompt", "lower -ub or -c")
+        self._block = self.own(Block(device, shapes, "the inputs of a prompt", "lower -ub or -c"))
         self._words, self.n_bytes = self._block.tensors["words"], self._block.n_bytes
         self._block.set("patterns", np.where(patterns, np.float16(0), np.float16(-np.inf)))
         most = max(sizes.current + sizes.slot + sizes.kv_rows, sizes.draws)
-        self._sender, self._rows = (
-            Sender(device, 4 * most),
-            Sender(device, 4 * hp.n_embd * max_rows),
-        )
+        self._sender = self.own(Sender(device, 4 * most))
+        self._rows = self.own(Sender(device, 4 * hp.n_embd * max_rows))
         # of each chunk: first word, words, and those after them with its sequences and KV rows
         self._chunks: list[tuple[int, int, int]] = []
         self._max_rows, self._form = max_rows, Form.PLAIN
@@ -347,10 +346,14 @@ class ChunkInputs:
         own = [segment.slot for segment in segments]
         n_first, n_rest = self._n_words(n, shape)
         words, parts = np.zeros(n_first + n_rest, dtype=np.int32), _Parts.of(n, shape)
-        axes = np.concatenate([self._axes(one, pictures) for one in segments], axis=1)
-        words[parts.pos :][:n_real] = axes[0]
-        if shape.has_axes:
-            words[parts.axes :][: 3 * n].reshape(3, n)[:, :n_real] = axes
+        at, n_axes = (parts.axes, 3) if shape.has_axes else (parts.pos, 1)
+        axes = words[at:][: n_axes * n].reshape(n_axes, n)[:, :n_real]
+        axes[:] = places - np.repeat([self._state.saved[slot] for slot in own], lengths)
+        starts = np.cumsum([0, *lengths])
+        for one, at in zip(segments, starts):
+            if one.slot in pictures:
+                found = pictures[one.slot].positions[:n_axes, one.first : one.end]
+                axes[:, at : at + one.n] = found
         kv_idx = words[parts.idx :][: 2 * n].view(np.int64)
         kv_idx[:n_real] = self._state.pool.rows(np.repeat(own, lengths), places)
         kv_idx[n_real:] = self._state.spare_row
@@ -376,18 +379,10 @@ class ChunkInputs:
             rows = self._rows.begin()[: size * n_real].view(np.float32)
             each = rows.reshape(n_real, self._n_embd)
             embedding.rows(np.maximum(tokens, 0), each)
-            for one, at in zip(segments, np.cumsum([0, *lengths])):
+            for one, at in zip(segments, starts):
                 if one.has_axes:
                     pictures[one.slot].fill(one.first, each[at : at + one.n])
             self._rows.send(hidden, rows.nbytes, size * row)
-
-    def _axes(self, segment: Segment, pictures: Mapping[int, PictureRows]) -> npt.NDArray[np.int32]:
-        """Return the position of rows on each axis, I32 numpy [3, n]."""
-        slot, first, end = segment.slot, segment.first, segment.end
-        if slot in pictures:
-            found: npt.NDArray[np.int32] = pictures[slot].positions[:, first:end]
-            return found
-        return np.tile(np.arange(first, end, dtype=np.int32) - self._state.saved[slot], (3, 1))
 
     def select(self, chunk: int) -> None:
         """Enqueue the copy of a chunk's inputs to where graphs read them."""
@@ -471,8 +466,3 @@ class ChunkInputs:
         seen = self._block.leaf(b, "words", I32, n, at=4 * at)
         patterns = b.retype(b.get_rows(self._block.tensors["patterns"], seen), F16, PAGE)
         return b.reshape(patterns, n_columns, shape.n_seq_tokens, 1, shape.n_seqs)
-
-    def close(self) -> None:
-        """Free all memory."""
-        for part in (self._sender, self._rows, self._block):
-            part.close()

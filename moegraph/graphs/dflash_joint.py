@@ -18,6 +18,7 @@ from ..arch.dflash import DFlashHParams, build_block, build_keys, build_outputs,
 from ..arch.dspark import DraftResults, HeadMatrix
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.device import Device
+from ..ggml.handles import Owner
 from ..ggml.lib import C
 from ..ggml.memory import Block, Sender
 from ..ggml.ops import ATTN_WORDS, F32, I32, Builder, Tensor
@@ -51,7 +52,7 @@ class JointInputs:
     draws: Tensor
 
 
-class JointMemory:
+class JointMemory(Owner):
     """Fixed memory for the inputs of such graphs.
 
     n_bytes: device memory.
@@ -72,12 +73,12 @@ class JointMemory:
             "draws": (DRAW_WORDS, MAX_PAGED_ROWS),
         }
         what, remedy = "the inputs of drafts of several sequences", "lower -np or use --spec off"
-        self._block = Block(device, shapes, what, remedy)
+        self._block = self.own(Block(device, shapes, what, remedy))
         self.n_bytes, self._row = self._block.n_bytes, 4 * hp.n_embd
         self._block.set("embd", np.tile(mask, MAX_PAGED_ROWS), MOST_JOINT * self._row)
         self._block.set("draws", no_races(MAX_PAGED_ROWS))
-        self._words = Sender(device, 4 * self._at[-1])
-        self._anchors = Sender(device, MOST_JOINT * self._row)
+        self._words = self.own(Sender(device, 4 * self._at[-1]))
+        self._anchors = self.own(Sender(device, MOST_JOINT * self._row))
 
     def leaves(self, b: Builder, m: int, n_rows: int, n_draft: int) -> JointInputs:
         """Return the inputs of m blocks of n_rows rows."""
@@ -121,11 +122,6 @@ class JointMemory:
         tensors = self._block.tensors
         self._words.send(tensors["words"], words.nbytes)
         self._anchors.put(tensors["embd"], np.stack(embeddings), (MOST_JOINT - m) * self._row)
-
-    def close(self) -> None:
-        """Free the memory."""
-        for part in (self._words, self._anchors, self._block):
-            part.close()
 
 
 def can_join(device: Device, hp: DFlashHParams, rings: DraftRings) -> bool:

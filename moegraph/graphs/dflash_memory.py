@@ -12,7 +12,7 @@ from ..arch.dflash import BlockInputs, DFlashHParams
 from ..arch.dspark import Scratch
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.device import Device
-from ..ggml.handles import Context
+from ..ggml.handles import Context, Owner
 from ..ggml.lib import C
 from ..ggml.memory import Block, Sender
 from ..ggml.ops import F16, F32, I32, Builder, Tensor
@@ -62,7 +62,7 @@ class _Layout:
         return [self._masks_end - sum(sizes[i:]) for i in range(len(sizes))]
 
 
-class DraftMemory:
+class DraftMemory(Owner):
     """Fixed memory for the inputs of a drafter's graphs, and for fused features of a prompt.
 
     features: F32 [n_embd, n_sweep], fused outputs of the target layers for a part of a prompt.
@@ -76,14 +76,14 @@ class DraftMemory:
         self._hp, self._n_sweep, self._n_rings = hp, n_sweep, len(shapes)
         at = self._at = _Layout(hp, shapes, n_sweep)
         what, remedy = "the inputs of drafts and features of prompts", "lower -c or use --spec off"
-        self._block = Block(device, {"all": (1, at.size // 4)}, what, remedy)
+        self._block = self.own(Block(device, {"all": (1, at.size // 4)}, what, remedy))
         self._all, self.n_bytes = self._block.tensors["all"], self._block.n_bytes
-        self._context = Context(2)
+        self._context = self.own(Context(2))
         features = C.ggml_new_tensor_2d(self._context.ptr, F32, hp.n_embd, n_sweep)
         self.features: Tensor = self._block.put(features, "all", at.fused)
-        self._inputs = Sender(device, at.masks)
-        self._words = Sender(device, 4 * max(at.n_row_words, at.n_prompt_words))
-        self._races = Sender(device, 4 * DRAW_WORDS * max(1, at.n_races))
+        self._inputs = self.own(Sender(device, at.masks))
+        self._words = self.own(Sender(device, 4 * max(at.n_row_words, at.n_prompt_words)))
+        self._races = self.own(Sender(device, 4 * DRAW_WORDS * max(1, at.n_races)))
         self._block.set("all", no_races(at.n_draws), at.draws)
 
     def _leaf(self, b: Builder, offset: int, dtype: int, *ne: int) -> Tensor:
@@ -182,8 +182,3 @@ class DraftMemory:
         """Return a leaf of rows [row, row + n) of `features`, F32 [n_embd, n]."""
         n_embd = self._hp.n_embd
         return self._leaf(b, self._at.fused + 4 * n_embd * row, F32, n_embd, n)
-
-    def close(self) -> None:
-        """Free the memory."""
-        for part in (self._inputs, self._words, self._races, self._block, self._context):
-            part.close()

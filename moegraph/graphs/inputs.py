@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..arch.blocks.length import bound, spans
 from ..arch.inputs import PAGED, PassInputs, PassShape
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
+from ..ggml.handles import Owner
 from ..ggml.lib import C
 from ..ggml.memory import Block
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
@@ -80,7 +81,7 @@ def _n_gathered(state: State, shape: PassShape) -> int:
     return state.shape.most_kv(shape.n_seqs) * shape.n_seqs if state.n_seq > 1 else 0
 
 
-class InputBlock:
+class InputBlock(Owner):
     """Fixed memory for the inputs of any pass over a stage, of n_ubatch rows of each sequence.
 
     hidden: where the stage finds its rows if it has no embedding.
@@ -106,9 +107,10 @@ class InputBlock:
         paged = PassShape(1, MAX_PAGED_ROWS, PAGED, 0)
         self.n_bytes = round_up(max(masked, self._end(at, paged)), _ALIGN)
         shapes = {"inputs": (1, self.n_bytes // 4)}
-        self._block = Block(device, shapes, "the inputs of a pass", "lower -ub or -c")
+        self._block = self.own(Block(device, shapes, "the inputs of a pass", "lower -ub or -c"))
         self._all = self._block.tensors["inputs"]
-        self._host, self._uploaded = device.host_buffer(self.n_bytes), device.event()
+        self._host = self.own(device.host_buffer(self.n_bytes))
+        self._uploaded = self.own(device.event())
         self._one: _OneRow | None = None  # valid until a pass of several rows overwrites the block
 
     def _layout(self, n_tokens: int) -> _Layout:
@@ -341,12 +343,6 @@ class InputBlock:
         seqs, _ = np.nonzero(tree.real)
         rows[tree.real] = rows_of(np.array(slots)[seqs], places[tree.real])
         return rows.reshape(-1)
-
-    def close(self) -> None:
-        """Free both blocks."""
-        for part in (self._uploaded, self._host, self._block):
-            if part:
-                part.close()
 
 
 class _OneRow:

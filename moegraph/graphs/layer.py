@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arch.base import Routing
+from ..arch.blocks.experts import build_expert_rows
 from ..arch.inputs import PassInputs, PassShape
 from ..errors import InternalError
 from ..ggml.ops import Builder, Tensor
 from ..resident.stage import Stage
-from .experts import build_routed_experts
+from .experts import build_expert_sum
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,11 @@ def build_moe(
 ) -> Tensor:  # fmt: skip
     """Append the expert FFN and the residual; return l_out F32 [n_embd, n_tokens].
 
-    slots I32 [n_expert_used, n_tokens]; weights F32 [n_factors, n_expert_used, n_tokens].
+    slots I32 [n_expert_used, n_tokens], where a slot < 0 adds nothing; weights F32 [n_factors,
+    n_expert_used, n_tokens].
     """
     bank, moe = stage.banks.layer(il), None
     if bank.n_slots:
-        moe = build_routed_experts(b, stage, post_norm, slots, weights, il)
+        rows = build_expert_rows(b, bank.parts, post_norm, slots, weights, il, stage.hp.glu)
+        moe = build_expert_sum(b, rows, il)
     return stage.hp.layer_end(b, stage.weights.layer(il), residual, post_norm, moe, il)

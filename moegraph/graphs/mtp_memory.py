@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..arch.blocks.length import spans
 from ..arch.inputs import PAGED, PassInputs
 from ..ggml.choose import DRAW_WORDS
-from ..ggml.handles import Context
+from ..ggml.handles import Context, Owner
 from ..ggml.memory import Block, Sender
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.mtp import MtpBlock
@@ -27,7 +27,7 @@ _ALIGN = 64
 _RESULTS = ("tokens", "ids", "listed", "draws")
 
 
-class MtpMemory:
+class MtpMemory(Owner):
     """Memory for graphs over at most max_rows known rows, and for chains of at most max_draft.
 
     before: F32 [n_embd, max_rows], l_out of the model at the position before each known row.
@@ -54,12 +54,13 @@ class MtpMemory:
             "races": (DRAW_WORDS, max_draft),
             "listed": (_listed_words(n_vocab), max_draft),
         }
-        self._block = Block(device, shapes, "drafts of the MTP block", "draft fewer tokens")
+        what, remedy = "drafts of the MTP block", "draft fewer tokens"
+        self._block = self.own(Block(device, shapes, what, remedy))
         self._tensors, self.n_bytes = self._block.tensors, self._block.n_bytes
         self.before, self.logits = self._tensors["before"], self._tensors["logits"]
         self._block.set("draws", no_races(max_draft))
-        self._races = Sender(device, 4 * DRAW_WORDS * max_draft)
-        self._senders = [Sender(device, 4 * n_words) for _ in range(_N_HOST)]
+        self._races = self.own(Sender(device, 4 * DRAW_WORDS * max_draft))
+        self._senders = [self.own(Sender(device, 4 * n_words)) for _ in range(_N_HOST)]
 
     @staticmethod
     def _n_known(n: int) -> int:
@@ -200,12 +201,6 @@ class MtpMemory:
         shapes = {name: (t.ne[0], n) if t.ne[0] > 1 else (n,) for name, t in self._tensors.items()}
         found = {name: self._block.leaf(b, name, I32, *shapes[name]) for name in _RESULTS}
         return {"logits": self._block.leaf(b, "logits", F32, *shapes["logits"]), **found}
-
-    def close(self) -> None:
-        """Free the memory."""
-        for sender in (*self._senders, self._races):
-            sender.close()
-        self._block.close()
 
 
 def _listed_words(n_vocab: int) -> int:

@@ -75,7 +75,7 @@ class BlockExperts(Owner):
     def _upload(self, expert: int, slot: int) -> None:
         """Enqueue the copy of an expert to a slot, after the graphs that read the slot."""
         packing, memory = self._store.packing(self._il), self._banks.layer(self._il).to_fill
-        source = self._store.source(self._il, expert)
+        source = self._store.pinned(self._il) + expert * packing.stride
         stream, at = self._device.compute.ptr, slot * packing.stride
         C.ggml_backend_tensor_set_async(stream, memory, source, at, packing.n_bytes)
 

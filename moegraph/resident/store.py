@@ -580,16 +580,6 @@ class ExpertStore(Owner):
         """Return how an expert of a layer is packed."""
         return self._layers[il].packing
 
-    def source(self, il: int, expert: int) -> Any:
-        """Return the address of a packed expert.
-
-        If it is not pinned, call `FileRing.copied` after at most N_STAGING calls.
-        """
-        base = self.pinned(il)
-        if base is None:
-            return self.ring.take(il, expert)
-        return base + expert * self._layers[il].packing.stride
-
     def pinned(self, il: int) -> Any:
         """Return the address of the first expert of a layer in pinned memory; None if it is not.
 

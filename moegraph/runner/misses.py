@@ -172,6 +172,8 @@ class Uploader(Owner):
         Call it before `kept` is copied to the slots on the stream of graphs. experts: those in the
         slots of a group of the ring.
         """
+        if il not in self.level.layers:
+            return
         ring, packing, own = self._store.ring, self._store.packing(il), self._banks.layer(il)
         slots = {expert for expert, _ in kept}
         self.level.begin(il)

@@ -22,7 +22,6 @@ from regression.harness import FAMILIES
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.ggml.ops import Tensor
-from moegraph.graphs import experts
 from moegraph.runner import sweeps
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep_batch import SweepBatch
@@ -106,27 +105,6 @@ def test_a_layer_with_missing_experts_is_near_the_whole_one(
             again, _ = first_layer(missing, n)
             assert error(again, expected) < limit, (slots, pin, n)
         missing.close()
-
-
-@pytest.mark.parametrize(("choices", "spread"), [(8192, 4), (0, 1), (0, 2), (0, 4)])
-@pytest.mark.parametrize("preset", [*PRESETS, "iq64", "mxfp256", "qwen3next", "gptoss"])
-def test_rows_that_are_taken_together_are_near_rows_alone(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch, preset: str, choices: int, spread: int
-) -> None:
-    monkeypatch.setattr(experts, "_MAX_CHOICES", 0)
-    monkeypatch.setattr(experts, "_MAX_GROUPED", 0)
-    plain, uncut = (open_engine(preset, mode="whole", n_ubatch=n) for n in (256, 1000))
-    lengths = 100, 128, 300, 1000
-    wanted = [(first_layer(plain, n)[0], first_layer(uncut, n)[0]) for n in lengths]
-    monkeypatch.setattr(experts, "_MAX_CHOICES", choices)
-    monkeypatch.setattr(experts, "_MAX_GROUPED", 1 << 20)
-    monkeypatch.setattr(experts, "_TILE_SPREAD", spread)
-    other = open_engine(preset, mode="whole")
-    for n, (expected, cut) in zip(lengths, wanted):
-        found, logits = first_layer(other, n)
-        # kernels for few rows round activations in another way
-        assert error(found, expected) < max(LIMIT, TIMES * error(cut, expected), 5e-5), n
-        assert np.isfinite(logits).all()
 
 
 def layer_rows(engine: Engine, batches: list[SweepBatch]) -> list[Rows]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from moegraph.engine import Engine
 from moegraph.ggml.device import Capabilities
 from moegraph.ggml.lib import ffi
 from moegraph.ggml.ops import Tensor
-from moegraph.graphs import experts
 from moegraph.resident.bank import Ring
 from moegraph.runner import sweeps
 from moegraph.runner.inspect import read_tensor
@@ -37,17 +35,6 @@ def without_exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Capabilities.of.__func__
     of = classmethod(lambda cls, dev: replace(real(cls, dev), exact_sums=False))
     monkeypatch.setattr(Capabilities, "of", of)
-
-
-def test_graphs_know_what_our_kernels_compute() -> None:
-    """Where the kernels do not, ggml's tiles do, and graphs take rows together for those."""
-    types = (CUDA / "moegraph-rows-types.cuh").read_text("utf-8")
-    (most,) = re.findall(r"constexpr int MOEGRAPH_MAX_SLOTS += (\d+);", types)
-    _, begun, rest = (CUDA / "moegraph-rows.cu").read_text("utf-8").partition("moegraph_rows_type(")
-    names = re.findall(r"case GGML_TYPE_(\w+):", rest.partition("return true")[0])
-    # of many rows, MXFP4 has ggml's tiles by default
-    assert begun and {kind.name for kind in experts._OUR_TYPES} == {*names} - {"MXFP4"}
-    assert int(most) == experts._MAX_CHOICES
 
 
 def first_layer(engine: Engine, ids: np.ndarray) -> np.ndarray:

@@ -15,8 +15,6 @@ from helpers.shared import prompt
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, ContextOverflow, RequestError
 from moegraph.events import CancelToken
-from moegraph.ggml.ops import Tensor
-from moegraph.graphs import experts
 from moegraph.graphs.chunk import Segment
 from moegraph.placement import footprint
 from moegraph.runner.inspect import read_tensor
@@ -104,18 +102,6 @@ def test_every_missing_expert_crosses_the_link_once(open_engine: Open) -> None:
             store.packing(il).n_bytes * len(experts) for il, experts in cold.items() if experts
         )
         assert 0 < needed <= sent_bytes(engine) - before <= 1.1 * needed
-
-
-def inexact(open_engine: Open, monkeypatch, preset: str, **settings: Any) -> Engine:
-    """Open an engine on a CPU device that does not claim exact sums."""
-    from dataclasses import replace
-
-    from moegraph.ggml.device import Capabilities
-
-    real = Capabilities.of.__func__
-    of = classmethod(lambda cls, dev: replace(real(cls, dev), exact_sums=False))
-    monkeypatch.setattr(Capabilities, "of", of)
-    return open_engine(preset, **settings)
 
 
 @pytest.mark.parametrize("placement", [PLACEMENTS[0], MISSING[1]], ids=str)
@@ -229,26 +215,3 @@ def test_going_back_cancels_the_prompt_of_that_sequence(open_engine: Open) -> No
     engine.copies.restore(snapshot)
     assert engine.held(0) == ids[:40].tolist() and not sweep.is_open
     np.testing.assert_array_equal(swept(engine, ids[40:]), in_passes(plain, ids[40:]))
-
-
-@pytest.mark.parametrize("preset", ["mxfp256", "iq64", "legacy32"])
-def test_rows_that_are_taken_together_have_the_bits_of_rows_alone(
-    open_engine: Open, monkeypatch, preset: str
-) -> None:
-    """The way of CUDA's tiles, on the CPU, which computes a row alike wherever it is."""
-    settings = {"n_ctx": 1024, "n_ubatch": 512}
-    plain, grouped = open_engine(preset, **settings), list[int]()
-    ids = prompt(plain, 301, seed=18)
-    expected = swept(plain, ids), plain.forward(ids, all_rows=True).require_logits()
-    real = experts.build_grouped_experts
-
-    def build(*args: Any) -> Tensor:
-        grouped.append(args[6])
-        return real(*args)
-
-    monkeypatch.setattr(experts, "build_grouped_experts", build)
-    monkeypatch.setattr(experts, "_MAX_CHOICES", 0)
-    engine = inexact(open_engine, monkeypatch, preset, **settings)
-    np.testing.assert_array_equal(swept(engine, ids), expected[0])
-    np.testing.assert_array_equal(engine.forward(ids, all_rows=True).require_logits(), expected[1])
-    assert grouped and min(grouped) > 1
