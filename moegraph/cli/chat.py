@@ -63,6 +63,7 @@ _N_MARKS = 3
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not print statistics and notes.")
 @click.option(*models.MMPROJ, **models.MMPROJ_SAYS)
+@click.option(*models.NO_MMPROJ, **models.NO_MMPROJ_SAYS)
 @click.option(
     "--image", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
     help="Ask about the picture in FILE; may be given more than once.",
@@ -143,7 +144,7 @@ def _open(target: str, given: dict[str, Any], stack: ExitStack) -> Conversation:
         sampling = models.ignoring_end(engine, sampling)
     from ..engine.chat import ChatModel  # after the engine, which loads beside the tokenizer
 
-    pictures = models.open_pictures(given, engine)
+    pictures = models.open_pictures(given, target, engine)
     model = stack.enter_context(ChatModel.of(engine, template, pictures))
     if not (quiet or given["as_json"]):
         show_drafters(engine)

@@ -20,7 +20,8 @@ from ..config import settings as engine_settings
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
 from ..ggml.cuda import card_bytes
 from ..ggml.free_memory import host_memory
-from ..gguf.hubnames import DEFAULT_QUANT, parse_hub_name
+from ..gguf.hub import get_mmproj
+from ..gguf.hubnames import DEFAULT_QUANT, is_hub_name, parse_hub_name
 from ..gguf.resolve import SHIPPED, resolve_draft, resolve_target
 from ..loop.generated import room_after
 from ..sampling import SamplingParams
@@ -200,19 +201,26 @@ def open_template(given: Mapping[str, Any], stack: ExitStack) -> ChatTemplate | 
 MMPROJ = ("-mm", "--mmproj")
 MMPROJ_SAYS: dict[str, Any] = {
     "metavar": "FILE|none",
-    "help": "Encoder of pictures (GGUF), or hf:OWNER/REPO:FILE. Default: the only file beside the "
-    "model that has mmproj in its name.",
+    "help": "Encoder of pictures (GGUF), or hf:OWNER/REPO:FILE. Default: the mmproj file beside "
+    "the model, or in the repository of -hf.",
 }
+NO_MMPROJ = ("--no-mmproj", "--no-mmproj-auto")
+NO_MMPROJ_SAYS: dict[str, Any] = {"is_flag": True, "help": "Read no pictures."}
 
 
-def open_pictures(given: Mapping[str, Any], engine: Engine) -> PictureReader | None:
+def open_pictures(given: Mapping[str, Any], target: str, engine: Engine) -> PictureReader | None:
     """Return what reads pictures with the encoder of --mmproj, or the one beside the model."""
     from ..text.pictures import PictureReader, find_mmproj
 
-    name = given["mmproj"]
+    name = "none" if given["no_mmproj"] else given["mmproj"]
     if name == "none" or not (name or engine.hparams.rope_sections):
         return None
-    path = resolve_draft(name) if name else find_mmproj(engine.file.path)
+    path = resolve_draft(name) if name else None
+    if not name and is_hub_name(target):
+        with _downloading() as (bars, say):
+            path = get_mmproj(engine.file.path, parse_hub_name(target).repo, bars, say)
+    elif not name:
+        path = find_mmproj(engine.file.path)
     media, n_threads = given.get("media_path"), engine.threads.many.n
     return PictureReader(engine.file, path, n_threads, media) if path else None
 

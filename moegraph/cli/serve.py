@@ -146,6 +146,7 @@ _OF_MODEL = (
         help="Maximum number of tokens of an answer, if a request says nothing. -1: no limit.",
     ),
     _option(*models.MMPROJ, **models.MMPROJ_SAYS),
+    _option(*models.NO_MMPROJ, **models.NO_MMPROJ_SAYS),
     _option(
         "--media-path", type=click.Path(path_type=Path), metavar="DIR",
         help="Let requests name pictures in DIR, as file:// addresses.",
@@ -421,7 +422,7 @@ class _Model:
             if given["cache_dir"]:
                 engine.keep_prefixes(given["cache_dir"], given["cache_disk"] * MiB)
                 models.show_messages(engine)
-            pictures = models.open_pictures(given, engine)
+            pictures = models.open_pictures(given, self._target, engine)
             chat = stack.enter_context(ChatModel.of(engine, template, pictures))
             ui.warn_once(chat.warnings, self._warned)
             if self._is_new:

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import ConfigError, ModelFileError, MoegraphError
 from ..units import format_bytes
-from .hubnames import DEFAULT_QUANT, HubName, choose_files, fitting
+from .hubnames import DEFAULT_QUANT, HubName, choose_files, fitting, mmproj_for
 
 if TYPE_CHECKING:
     from ..events import Progress
@@ -93,18 +93,50 @@ def download(
             name, why = fitting(there, name, room())
             if why:
                 say(why)
-        files = choose_files(there, name)
-        remotes = [_look_up(hub, name.repo, file) for file in files]
-        if verify:
-            for remote in remotes:
-                if remote.blob.is_file() and not _is_right(remote.blob, remote.etag, progress):
-                    say(f"{remote.file} in the cache is damaged; downloading it again")
-                    remote.blob.unlink()
-        missing = [remote for remote in remotes if not remote.blob.is_file()]
-        if missing:
-            _announce(missing, name, say)
-        _download(hub, name.repo, missing, progress, say)
-        paths = [_enter(hub, name, remote) for remote in remotes]
+        return _fetch(hub, name, choose_files(there, name), progress, say, verify)
+
+
+def get_mmproj(model: Path, repo: str, progress: Progress, say: Say) -> Path | None:
+    """Return the picture encoder in the repository of a cached model, at the model's revision.
+
+    It is downloaded if the cache lacks it. None: there is none, or say has told why it cannot be
+    had. progress, say: as in `get_model`.
+    """
+    hub, name = _library(), HubName(repo)
+    snapshots = _storage(hub, repo) / "snapshots"
+    commit, *parts = model.relative_to(snapshots).parts
+    file = "/".join(parts)
+    if cached := mmproj_for(file, _files(snapshots / commit)):
+        return snapshots / commit / cached
+    try:
+        with _one_line_errors(hub, name):
+            info = hub.HfApi(library_name="moegraph").model_info(repo, revision=commit)
+            found = mmproj_for(file, (sibling.rfilename for sibling in info.siblings or ()))
+            return _fetch(hub, name, (found,), progress, say, at=commit) if found else None
+    except ModelFileError as error:
+        say(f"no pictures: {error}")
+        return None
+
+
+def _fetch(
+    hub: Any, name: HubName, files: Iterable[str], progress: Progress, say: Say,
+    verify: bool = False, at: str | None = None,
+) -> Path:  # fmt: skip
+    """Bring files of a revision (default: the newest) into the cache; return the first one's path.
+
+    verify: as in `download`.
+    """
+    remotes = [_look_up(hub, name.repo, file, at) for file in files]
+    if verify:
+        for remote in remotes:
+            if remote.blob.is_file() and not _is_right(remote.blob, remote.etag, progress):
+                say(f"{remote.file} in the cache is damaged; downloading it again")
+                remote.blob.unlink()
+    missing = [remote for remote in remotes if not remote.blob.is_file()]
+    if missing:
+        _announce(missing, name, say)
+    _download(hub, name.repo, missing, progress, say)
+    paths = [_enter(hub, name, remote, at) for remote in remotes]
     return paths[0]
 
 
@@ -135,10 +167,13 @@ def _cached(hub: Any, name: HubName, pick: str | None) -> Path | None:
     try:
         commit = (folder / "refs" / "main").read_text(encoding="ascii").strip()
         snapshot = folder / "snapshots" / commit
-        files = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
-        return snapshot / choose_files(files, HubName(name.repo, pick))[0]
+        return snapshot / choose_files(_files(snapshot), HubName(name.repo, pick))[0]
     except (OSError, ValueError, ModelFileError):
         return None
+
+
+def _files(snapshot: Path) -> list[str]:
+    return [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
 
 
 def cache_folder() -> Path:
@@ -151,8 +186,8 @@ def _storage(hub: Any, repo: str) -> Path:
     return Path(hub.constants.HF_HUB_CACHE) / folder
 
 
-def _look_up(hub: Any, repo: str, file: str) -> _Remote:
-    found = hub.get_hf_file_metadata(hub.hf_hub_url(repo, file))
+def _look_up(hub: Any, repo: str, file: str, at: str | None) -> _Remote:
+    found = hub.get_hf_file_metadata(hub.hf_hub_url(repo, file, revision=at))
     if not (found.etag and found.size is not None and found.commit_hash):
         raise ModelFileError(f"{repo}: the hub tells no size or checksum of {file}")
     if not (_SHA256.fullmatch(found.etag) or _GIT_SHA1.fullmatch(found.etag)):
@@ -289,9 +324,9 @@ def _is_right(path: Path, etag: str, progress: Progress) -> bool:
     return digest.hexdigest() == etag
 
 
-def _enter(hub: Any, name: HubName, remote: _Remote) -> Path:
+def _enter(hub: Any, name: HubName, remote: _Remote, at: str | None) -> Path:
     """Give a downloaded file its name in the cache; return its path."""
-    path = Path(hub.hf_hub_download(name.repo, remote.file))
+    path = Path(hub.hf_hub_download(name.repo, remote.file, revision=at))
     if path.is_symlink() and path.resolve().name != remote.etag:
         raise ModelFileError(f"{name}: the repository changed during the download; try again")
     return path

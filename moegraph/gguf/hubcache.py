@@ -44,7 +44,10 @@ def remove_model(name: HubName) -> int:
     links = list(_links(folder))
     if not links:
         raise ModelFileError(f"{name}: not in the cache; moegraph models lists what is there")
-    files = choose_files({file for file, _ in links}, name)
+    known = {file for file, _ in links}
+    files = choose_files(known, name)
+    if not models_among(known.difference(files)):
+        files = tuple(known)  # with the last model goes its picture encoder
     gone = [link for file, link in links if file in files]
     kept = {link.resolve() for file, link in links if file not in files}
     # what a link of the user's own leads to is none of the cache's

@@ -27,6 +27,7 @@ _QUANT = re.compile(
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$", re.A)
 # Beside models, repositories have image encoders and statistics as GGUF files.
 _NO_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.I | re.A)
+_MMPROJ = re.compile(r"mmproj[^/]*\.gguf$", re.I | re.A)
 _MAX_LISTED = 12
 
 
@@ -117,6 +118,26 @@ def fitting(sizes: Mapping[str, int], name: HubName, room: int) -> tuple[HubName
         return name, f"{why}, nor does any other; a part is read from the disk"
     n, file = fits[-1]
     return replace(name, pick=file), f"taking {file} ({format_bytes(n)}), because {why}"
+
+
+def mmproj_for(model: str, files: Iterable[str]) -> str | None:
+    """Return the picture encoder of a model among a repository's files; None: there is none.
+
+    As llama.cpp's -hf (`find_best_sibling` in common/download.cpp): one in the model's folder or
+    above it, the deepest first, then that whose type has the bits closest to the model's.
+    """
+    above = PurePosixPath(model).parents
+    found = [f for f in sorted(files) if PurePosixPath(f).parent in above and _MMPROJ.search(f)]
+
+    def order(file: str) -> tuple[int, int]:
+        return -len(PurePosixPath(file).parents), abs(_bits(file) - _bits(model))
+
+    return min(found, key=order, default=None)
+
+
+def _bits(file: str) -> int:
+    digits = re.search(r"\d+", quant_of(file) or "", re.A)
+    return int(digits[0]) if digits else 0
 
 
 def models_among(files: Iterable[str]) -> list[str]:

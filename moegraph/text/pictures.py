@@ -19,6 +19,7 @@ import numpy as np
 
 from ..arch import ModelFile
 from ..errors import ConfigError, RequestError
+from ..gguf.hubnames import mmproj_for, quant_of
 from ..pictures import Picture
 from ..units import GiB, MiB
 from .recent import Recent
@@ -191,6 +192,11 @@ def read_picture(path: Path) -> bytes:
 
 
 def find_mmproj(model: Path) -> Path | None:
-    """Return the only picture encoder beside a model file; None without one."""
-    found = [path for path in model.parent.glob("*.gguf") if "mmproj" in path.name.lower()]
-    return found[0] if len(found) == 1 else None
+    """Return the picture encoder beside a model file; None without one.
+
+    Of several that differ only in their types, it is that with the bits closest to the model's.
+    """
+    found = [path.name for path in model.parent.glob("*.gguf") if "mmproj" in path.name.lower()]
+    kinds = {Path(name).stem.upper().removesuffix(quant_of(name) or "") for name in found}
+    name = mmproj_for(model.name, found) if len(kinds) == 1 else None
+    return model.parent / name if name else None

@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         if is_list:
             self._list(repo, "blobs=" in self.path)
         else:
-            self._file(repo, "/".join(parts[4:]))
+            self._file(repo, parts[3], "/".join(parts[4:]))
 
     def _may(self, repo: str) -> bool:
         """Answer with an error as the hub does, unless the repository is there for this client."""
@@ -106,13 +106,13 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.dumps({"id": repo, "siblings": files}).encode()
         self._send(200, body, {"Content-Type": "application/json"})
 
-    def _file(self, repo: str, name: str) -> None:
+    def _file(self, repo: str, revision: str, name: str) -> None:
         data = self.hub.files[repo].get(name)
         if data is None:
             self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
             return
         headers = {
-            "X-Repo-Commit": self.hub.commit,
+            "X-Repo-Commit": self.hub.commit if revision == "main" else revision,
             "ETag": f'"{self.hub.etag(repo, name)}"',
             "Accept-Ranges": "bytes",
         }

@@ -188,6 +188,7 @@ def test_chat_shows_pictures(folder: Path) -> None:
     assert n_more > 8
     for args, said in (
         ([*shown, "--mmproj", "none"], "without --mmproj FILE"),
+        ([*shown, "--no-mmproj"], "without --mmproj FILE"),
         (["--image", str(folder / "absent.png")], "cannot read the picture"),
     ):
         refused = run(*args)

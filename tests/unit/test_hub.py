@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -21,10 +23,11 @@ from moegraph.cli import main, models
 from moegraph.cli.options import build_config
 from moegraph.errors import ConfigError, ModelFileError
 from moegraph.ggml.free_memory import HostMemory
-from moegraph.gguf.hub import download, get_model
+from moegraph.gguf.hub import download, get_mmproj, get_model
 from moegraph.gguf.hubcache import remove_model
-from moegraph.gguf.hubnames import HubName, choose_files, parse_hub_name
+from moegraph.gguf.hubnames import HubName, choose_files, mmproj_for, parse_hub_name
 from moegraph.gguf.resolve import resolve_draft, resolve_target
+from moegraph.text.pictures import find_mmproj
 
 REPO = "some-one/Model-GGUF"
 DATA = bytes(range(256)) * 40_000  # 10 MB, more than one piece of a download
@@ -91,6 +94,41 @@ def test_the_file_that_a_name_means(pick: str | None, wanted: tuple[str, ...]) -
 def test_names_that_mean_no_file(files: list[str], pick: str | None, message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
         choose_files(files, HubName(REPO, pick))
+
+
+@pytest.mark.parametrize(
+    "model, encoders, wanted",
+    [
+        ("M-Q4_K_M.gguf", ["mmproj-BF16.gguf", "mmproj-Q8_0.gguf", "x/mmproj-Q4_0.gguf"],
+         "mmproj-Q8_0.gguf"),
+        ("M-BF16.gguf", ["mmproj-F32.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf"],
+         "mmproj-BF16.gguf"),
+        ("Q4/M-Q4_0-00001-of-00002.gguf", ["mmproj-Q4_0.gguf", "Q4/a-mmproj-f16.gguf"],
+         "Q4/a-mmproj-f16.gguf"),
+        ("Q4/M-Q4_0.gguf", ["mmproj.gguf", "Q8/mmproj-Q4_0.gguf"], "mmproj.gguf"),
+        ("M-Q4_0.gguf", ["Q4/mmproj-Q4_0.gguf", "mmproj.txt", "mmproj/M-Q8_0.gguf"], None),
+    ],
+)  # fmt: skip
+def test_the_picture_encoder_of_a_model(
+    model: str, encoders: list[str], wanted: str | None
+) -> None:
+    assert mmproj_for(model, [*encoders, model, "M-Q8_0.gguf"]) == wanted
+
+
+@pytest.mark.parametrize(
+    "names, wanted",
+    [
+        (["mmproj-F16.gguf", "mmproj-q8_0.gguf"], "mmproj-q8_0.gguf"),
+        (["a-mmproj-F16.gguf"], "a-mmproj-F16.gguf"),
+        (["a-mmproj-F16.gguf", "b-mmproj-F16.gguf"], None),  # of which model?
+    ],
+)
+def test_the_picture_encoder_beside_a_file(
+    tmp_path: Path, names: list[str], wanted: str | None
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    assert find_mmproj(tmp_path / "M-Q4_K_M.gguf") == (wanted and tmp_path / wanted)
 
 
 @pytest.fixture
@@ -194,6 +232,49 @@ def test_a_drafter_may_be_on_a_hub_too(hub: FakeHub, capsys: pytest.CaptureFixtu
         build_config({"draft": f"hf:{REPO}:Q9_9"})
     with pytest.raises(ConfigError, match="names no model on a hub"):
         build_config({"draft": "hf:nobody"})
+
+
+def test_the_encoder_of_a_repository_comes_with_the_model(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub.files[REPO] = {FILE: b"model", "mmproj-F16.gguf": b"16", "mmproj-F32.gguf": b"32"}
+    model, watch = get_model(HubName(REPO)), Watch()
+    hub.commit = "beef" + "0" * 36  # the encoder is that of the model's revision
+    found = get_mmproj(model, REPO, watch, watch.lines.append)
+    assert found == model.parent / "mmproj-F16.gguf" and found.read_bytes() == b"16"
+    assert watch.lines[0].startswith("downloading mmproj-F16.gguf of some-one/Model-GGUF")
+    assert f"GET /api/models/{REPO}/revision/{COMMIT}" in hub.seen
+    hub.seen.clear()
+    assert get_mmproj(model, REPO, watch, watch.lines.append) == found
+    assert get_model(HubName(REPO)) == model and hub.seen == []
+    # with the model goes the encoder
+    assert remove_model(HubName(REPO)) == 7 and not list(tmp_path.glob("cache/models--*"))
+    hub.files[REPO] = {FILE: b"model"}
+    model = get_model(HubName(REPO))
+    assert get_mmproj(model, REPO, watch, watch.lines.append) is None and len(watch.lines) == 1
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert get_mmproj(model, REPO, watch, watch.lines.append) is None
+    assert watch.lines[1].startswith(f"no pictures: hf:{REPO}: not in the cache, and HF_HUB_OFF")
+
+
+def test_which_encoder_a_command_opens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, asked = tmp_path / "M.gguf", list[str]()
+    encoder = tmp_path / "mmproj-F16.gguf"
+    encoder.touch()
+    monkeypatch.setattr(models, "get_mmproj", lambda _, repo, *__: asked.append(repo))
+    model = SimpleNamespace(path=path, hparams=SimpleNamespace(rope_sections=(1, 1, 1), n_embd=8))
+    many = SimpleNamespace(many=SimpleNamespace(n=1))
+    engine: Any = SimpleNamespace(file=model, hparams=model.hparams, threads=many)
+
+    def opens(target: str, no_mmproj: bool = False, mmproj: str | None = None) -> bool:
+        given = {"mmproj": mmproj, "no_mmproj": no_mmproj}
+        return models.open_pictures(given, target, engine) is not None
+
+    assert opens(str(path)) and opens(f"hf:{REPO}", mmproj=str(encoder)) and asked == []
+    assert not opens(f"hf:{REPO}:Q8_0") and asked == [REPO]
+    assert not opens(f"hf:{REPO}", True) and not opens(str(path), True) and asked == [REPO]
+    model.hparams.rope_sections = ()
+    assert not opens(f"hf:{REPO}") and asked == [REPO], "the family reads none"
 
 
 def test_a_download_that_is_cut_goes_on_where_it_stopped(hub: FakeHub) -> None:
