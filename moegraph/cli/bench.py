@@ -404,15 +404,16 @@ def _device_facts(name: str, description: str) -> dict[str, Any]:
 
 def _model_facts(file: ModelFile) -> dict[str, Any]:
     from ..arch.summary import summarize
-    from ..ggml.lib import llama_commit, patchset
+    from ..ggml.lib import versions
 
     summary, kv = summarize(file.hparams, file.tensors), file.kv
     label = kv.get("general.size_label")
     words = [kv["general.architecture"], *([label] if label else []), summary.by_type[0].type]
+    built = versions()
     return {
         "moegraph": __version__,
-        "llama_commit": llama_commit(),
-        "patchset": patchset(),
+        "llama_commit": built["llama_commit"],
+        "patchset": built["patchset"],
         "model_filename": str(file.path),
         "model_type": " ".join(words),
         "model_size": summary.n_bytes,

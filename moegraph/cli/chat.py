@@ -172,8 +172,7 @@ def _question(given: dict[str, Any]) -> str | None:
     asked = "" if asked is None else options.argument_text(asked, escape)
     text = ""
     if file is not None or ui.stdin_has_text():
-        text = options.read_text(file or "-")
-        text = options.unescape(text) if escape else text
+        text = options.read_text(file or "-", escape)
     return options.joined_question(text, asked)
 
 

@@ -17,7 +17,7 @@ import click
 from .. import __version__
 from ..config import EngineConfig
 from ..errors import MoegraphError, NativeError, one_line
-from ..ggml.free_memory import host_memory
+from ..ggml.free_memory import host_memory, system_text
 from ..ggml.nvml import driver_version
 from ..threads import default_threads
 from ..units import format_bytes
@@ -157,7 +157,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
-    text = _read("/proc/cpuinfo")
+    text = system_text(Path("/proc/cpuinfo"))
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
     present = set(flags[1].split()) if flags else set()
@@ -167,13 +167,6 @@ def _cpu() -> dict[str, Any]:
         "cores": default_threads(),
         "features": [name for name in _CPU_FLAGS if name in present],
     }
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _show(report: dict[str, Any], checks: list[Check]) -> None:

@@ -265,8 +265,8 @@ def max_tokens(n_predict: int) -> int | None:
     return None if n_predict == -1 else n_predict
 
 
-def read_text(path: str) -> str:
-    """Return the text of a prompt file ('-': stdin) without the last newline."""
+def read_text(path: str, escape: bool | None = None) -> str:
+    """Return a prompt file's text ('-': stdin) without the last newline; escape: `unescape` it."""
     name = "stdin" if path == "-" else path
     try:
         with click.open_file(path, "rb") as file:
@@ -284,7 +284,8 @@ def read_text(path: str) -> str:
             f"{name}: the prompt is not UTF-8 text (byte 0x{data[error.start]:02x} "
             f"at offset {error.start})"
         ) from error
-    return text.removesuffix("\n")
+    text = text.removesuffix("\n")
+    return unescape(text) if escape else text
 
 
 def argument_text(text: str, escape: bool | None = None) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..config import CPU_ROWS
 from ..units import format_bytes, parse_bytes
 from . import ui
+from .models import Decorated
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ..placement.trace import Trace
 
 AUTO = "auto"
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def host_options(command: Decorated) -> Decorated:

@@ -219,8 +219,7 @@ def _read_prompt(given: dict[str, Any]) -> str:
             "no prompt; give -p TEXT or -f FILE, or pipe text in; to talk, use moegraph chat"
         )
     else:
-        text = options.read_text(file or "-")
-        text = options.unescape(text) if escape else text
+        text = options.read_text(file or "-", escape)
     if not text:
         raise RequestError("the prompt is empty; give it at least one character")
     return text

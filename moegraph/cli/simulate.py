@@ -50,15 +50,6 @@ def _shares(_: click.Context, __: click.Parameter, text: str | None) -> tuple[fl
     return shares
 
 
-shares_option = click.option(
-    "--split",
-    "shares",
-    callback=_shares,
-    metavar="LIST",
-    help="Several such machines' devices: the share of the layers that each has, as 1,1 or 2,1.",
-)
-
-
 def _stage_fields(one: Prediction, stages: Sequence[range]) -> dict[str, Any]:
     """Return the JSON fields of several stages; none for a single one."""
     from ..placement.simulate import throughput
@@ -132,7 +123,10 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
     "--policy", "policies", multiple=True, default=("lfu", "lru"), metavar="NAME[:PARAMETER=N]",
     help="Policy to replay, such as lru or lfu:half_life=64,hysteresis=1.5; repeatable.",
 )  # fmt: skip
-@shares_option
+@click.option(
+    "--split", "shares", callback=_shares, metavar="LIST",
+    help="Several such machines' devices: the share of the layers that each has, as 1,1 or 2,1.",
+)  # fmt: skip
 @options.engine_options(only=("miss",))
 @click.option(
     "--machine", default=AUTO, metavar="auto|NAME|FILE",

@@ -52,7 +52,7 @@ class HostMemory:
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """Read the memory of this machine from the files below root."""
-    info = dict(re.findall(r"^(\w+):\s+(\d+) kB", _read(root / "proc/meminfo"), re.M))
+    info = dict(re.findall(r"^(\w+):\s+(\d+) kB", system_text(root / "proc/meminfo"), re.M))
     total, available = (
         int(info[name]) * 1024 if name in info else None for name in ("MemTotal", "MemAvailable")
     )
@@ -73,7 +73,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
     In a container, the path is often that of the host and does not exist here; the outermost folder
     is then the container's group.
     """
-    lines = re.findall(r"^\d+:([^:\n]*):/(.*)$", _read(root / "proc/self/cgroup"), re.M)
+    lines = re.findall(r"^\d+:([^:\n]*):/(.*)$", system_text(root / "proc/self/cgroup"), re.M)
     paths = {name: path for names, path in lines for name in names.split(",")}
     for controller, folder, names in _VERSIONS:
         own = Path(paths.get(controller, ""))
@@ -87,18 +87,19 @@ def _room(group: Path, names: tuple[str, ...]) -> tuple[int | None, int | None]:
     limit, used = _number(group / limit_name), _number(group / used_name)
     if limit is None or used is None:
         return limit, None
-    stat = dict(re.findall(r"^(\w+) (\d+)$", _read(group / stat_name), re.M))
+    stat = dict(re.findall(r"^(\w+) (\d+)$", system_text(group / stat_name), re.M))
     # cached files can be dropped, but not shared memory and tmpfs, which count as cached too
     cached = max(0, int(stat.get(cached_name, 0)) - int(stat.get("shmem", 0)))
     return limit, max(0, limit - used + cached)
 
 
 def _number(path: Path) -> int | None:
-    text = _read(path).strip()
+    text = system_text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
-def _read(path: Path) -> str:
+def system_text(path: Path) -> str:
+    """Return the text of one of the system's files; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

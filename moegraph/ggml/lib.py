@@ -14,6 +14,7 @@ from ..config import debug_level
 from ..errors import NativeError
 from . import cuda
 from .backends import choose_cpu
+from .free_memory import system_text
 from .patchset import LIBRARIES, require_one_patchset
 
 if TYPE_CHECKING:
@@ -57,10 +58,7 @@ def _load() -> tuple[FFI, Lib]:
 
 def _foreign() -> str:
     """Return which library of another llama.cpp this process has in place of ours, if any."""
-    try:
-        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    except OSError:  # /proc is not there
-        return ""
+    lines = system_text(Path("/proc/self/maps")).splitlines()
     paths = {Path(line[at:]) for line in lines if (at := line.find("/")) > 0}
     for name in (f"lib{name}.so" for name in LIBRARIES):
         found = [path for path in paths if path.name == name]
@@ -137,23 +135,13 @@ def cpu_converter(name: str) -> Any:
     return ffi.cast("ggml_to_float_t", address)
 
 
-def patchset() -> str:
-    """Return the patch set of the loaded libraries: 16 hex digits."""
-    return ffi.string(C.moegraph_patchset()).decode("ascii")
-
-
-def llama_commit() -> str:
-    """Return the commit of llama.cpp that the libraries were built from, before the patches."""
-    return ffi.string(C.mg_llama_commit()).decode("ascii")
-
-
 def versions() -> dict[str, str]:
-    """Return ggml's version, llama.cpp's commit and the patch set of the libraries."""
-    return {
-        "ggml": ffi.string(C.ggml_version()).decode("ascii"),
-        "llama_commit": llama_commit(),
-        "patchset": patchset(),
-    }
+    """Return ggml's version, llama.cpp's commit before the patches, and the patch set."""
+    found = {
+        "ggml": C.ggml_version(), "llama_commit": C.mg_llama_commit(),
+        "patchset": C.moegraph_patchset(),
+    }  # fmt: skip
+    return {name: ffi.string(text).decode("ascii") for name, text in found.items()}
 
 
 def summary() -> str:

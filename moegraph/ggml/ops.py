@@ -89,6 +89,11 @@ def _repeats(small: Tensor, large: Tensor) -> bool:
     return all(large.ne[i] % small.ne[i] == 0 for i in range(4))
 
 
+def _unary(op: Callable[[Any, Tensor], Tensor]) -> Callable[[Builder, Tensor], Tensor]:
+    """Return the method of an op that takes any tensor."""
+    return lambda b, a: op(b.ctx, a)
+
+
 class Builder:
     """Builds one graph; its nodes run in the order in which `expand` appends them."""
 
@@ -162,21 +167,12 @@ class Builder:
         """Limit a to [low, high]; in place, as ggml's clamp works."""
         return C.ggml_clamp(self.ctx, a, low, high)
 
-    def sigmoid(self, a: Tensor) -> Tensor:
-        """1 / (1 + exp(-a))."""
-        return C.ggml_sigmoid(self.ctx, a)
-
-    def silu(self, a: Tensor) -> Tensor:
-        """a * sigmoid(a)."""
-        return C.ggml_silu(self.ctx, a)
-
-    def softplus(self, a: Tensor) -> Tensor:
-        """log(1 + exp(a))."""
-        return C.ggml_softplus(self.ctx, a)
-
-    def tanh(self, a: Tensor) -> Tensor:
-        """tanh(a)."""
-        return C.ggml_tanh(self.ctx, a)
+    sigmoid = _unary(C.ggml_sigmoid)  # 1 / (1 + exp(-a))
+    silu = _unary(C.ggml_silu)  # a * sigmoid(a)
+    softplus = _unary(C.ggml_softplus)  # log(1 + exp(a))
+    tanh = _unary(C.ggml_tanh)
+    soft_max = _unary(C.ggml_soft_max)  # over ne0
+    sum_rows = _unary(C.ggml_sum_rows)  # over ne0: [1, ne1, ne2, ne3]
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate) * up."""
@@ -200,14 +196,6 @@ class Builder:
     def norm(self, a: Tensor, weight: Tensor, eps: float) -> Tensor:
         """rms_norm(a) * weight."""
         return self.mul(self.rms_norm(a, eps), weight)
-
-    def soft_max(self, a: Tensor) -> Tensor:
-        """Softmax over ne0."""
-        return C.ggml_soft_max(self.ctx, a)
-
-    def sum_rows(self, a: Tensor) -> Tensor:
-        """Sum over ne0: [1, ne1, ne2, ne3]."""
-        return C.ggml_sum_rows(self.ctx, a)
 
     def argmax(self, a: Tensor) -> Tensor:
         """Index of the largest element of each row: I32 [ne1]."""

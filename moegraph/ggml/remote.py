@@ -18,7 +18,7 @@ from ..errors import ConfigError, DeviceLost, NativeError
 from ..link.address import Address, parse_address
 from ..link.connect import connect
 from ..link.hello import Build, RemoteDevice
-from .lib import C, ffi, patchset, versions
+from .lib import C, ffi, versions
 
 if TYPE_CHECKING:
     from . import _native
@@ -29,7 +29,8 @@ _open: dict[tuple[str, int], RemoteLink] = {}
 
 def this_build() -> Build:
     """Return the build, in which a worker and its client must agree."""
-    return Build(versions()["ggml"], patchset())
+    found = versions()
+    return Build(found["ggml"], found["patchset"])
 
 
 class RemoteLink:

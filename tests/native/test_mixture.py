@@ -15,11 +15,12 @@ import pytest
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, loader
 from moegraph.errors import NativeError
-from moegraph.ggml.lib import _load_failure, library_dir, patchset
+from moegraph.ggml.lib import _load_failure, library_dir, versions
 from moegraph.ggml.patchset import LIBRARIES, patchset_of
 
 PACKAGE = library_dir().parent
 ROOT = Path(__file__).resolve().parents[2]
+OURS = versions()["patchset"]
 OTHER = "0123456789abcdef"
 
 
@@ -44,12 +45,12 @@ def load(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[st
 def test_every_library_carries_the_hash() -> None:
     found = {path.name: patchset_of(path) for path in library_dir().glob("*.so")}
     assert found.keys() >= {f"lib{name}.so" for name in LIBRARIES if name != "ggml-cuda"}
-    assert set(found.values()) == {patchset_of(PACKAGE / "ggml/_native.abi3.so")} == {patchset()}
+    assert set(found.values()) == {patchset_of(PACKAGE / "ggml/_native.abi3.so")} == {OURS}
 
 
 @pytest.mark.parametrize(("name", "other"), [("llama", OTHER), ("ggml-cuda", "none")])
 def test_a_library_of_another_build_is_named(copy: Path, name: str, other: str) -> None:
-    path, ours = copy / f"lib{name}.so", patchset()
+    path, ours = copy / f"lib{name}.so", OURS
     data = (path if path.exists() else copy / "libggml.so").read_bytes()
     if other == OTHER:
         data = data.replace(ours.encode(), other.encode())
@@ -134,7 +135,7 @@ def add_package(copy: Path, major: int, *options: str, hash: str | None = None) 
     assert api
     note = (ROOT / "native/py/patchset_note.c").read_text()
     path = copy.parent.parent / f"moegraph_cuda{major}" / "lib" / "libggml-cuda.so"
-    defines = f'-DMOEGRAPH_PATCHSET="{hash or patchset()}"', f"-DAPI={api[1]}"
+    defines = f'-DMOEGRAPH_PATCHSET="{hash or OURS}"', f"-DAPI={api[1]}"
     compile_stub(path, note + BACKEND, *defines, *options)
     return path
 
@@ -192,7 +193,7 @@ def test_the_older_cuda_is_taken_where_the_driver_is_old(copy: Path, driver: Pat
 def test_packages_of_two_versions_are_refused(copy: Path) -> None:
     path = add_package(copy, 13, hash=OTHER)
     found = opened(copy, "cpu")
-    assert f"4 {path} carries patch set {OTHER}, _native.abi3.so needs {patchset()}" in found
+    assert f"4 {path} carries patch set {OTHER}, _native.abi3.so needs {OURS}" in found
     assert "install packages of one version: pip install 'moegraph[cuda13]'" in found
 
 

@@ -12,7 +12,7 @@ from helpers.graph_runs import Graph, random
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
-from moegraph.ggml.lib import C, ffi, llama_commit, patchset
+from moegraph.ggml.lib import C, ffi, versions
 from moegraph.ggml.ops import F32, I32, Builder
 
 N_IN, N_OUT = 512, 96
@@ -27,11 +27,11 @@ def reference_device() -> Iterator[Device]:
 
 
 def test_the_libraries_carry_the_hash_of_the_patches_in_this_checkout(fetch: ModuleType):
-    assert patchset() == fetch.patchset()
+    assert versions()["patchset"] == fetch.patchset()
 
 
 def test_the_libraries_know_the_commit_that_is_pinned(fetch: ModuleType):
-    assert llama_commit() == fetch.PIN["llama_cpp_commit"]
+    assert versions()["llama_commit"] == fetch.PIN["llama_cpp_commit"]
 
 
 def product(

@@ -66,11 +66,11 @@ ROOM_CAP, CLASS_CAP, FUNCTION_CAP = 25, 20, 60
 # Rooms, classes (methods) and functions (lines) that are still larger: these lists only shrink.
 LARGE = {
     # one method for each operation of ggml
-    "Builder": 46,
+    "Builder": 40,
     "Engine": 31,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 57_780
+LINES = 57_745
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
