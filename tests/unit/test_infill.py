@@ -116,6 +116,30 @@ VIM_AHEAD = {"id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra"
 VSCODE = {**COMMON, **TEXTS, "input_extra": [CHUNK], "top_p": 0.99, "n_indent": 4,
           "t_max_predict_ms": 2500}  # fmt: skip
 
+# as Continue (June 2026) sends it to the providers llama.cpp and openai, for a model that is called
+# qwen-coder; it chooses the tokens of gaps by that name
+MARKED = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+          "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>"]  # fmt: skip
+CONTINUE = {
+    "model": "qwen-coder",
+    "prompt": "<|fim_prefix|>def f(x):\n    re<|fim_suffix|>\n<|fim_middle|>",
+    "stream": True,
+    "stop": [*MARKED, "/src/", "#- coding: utf-8", "```"],
+    "temperature": 0.01,
+}
+
+
+def test_continue_is_answered() -> None:
+    case = Case(["turn", " x"], ["turn", " x"])
+    events = case.events("/completion", {**CONTINUE, "n_predict": 4096})
+    assert "".join(one["content"] for one in events) == "turn x"
+    assert all(set(one) >= {"content", "stop"} for one in events) and events[-1]["stop"]
+    *chunks, done = case.events("/v1/completions", {**CONTINUE, "max_tokens": 4096})
+    assert "".join(one["choices"][0]["text"] for one in chunks) == "turn x" and done == "[DONE]"
+    for asked in case.model.texts:
+        assert asked.prompt == CONTINUE["prompt"] and list(asked.stop) == CONTINUE["stop"]
+        assert (asked.max_tokens, asked.sampling.temperature) == (4096, 0.01)
+
 
 def test_editors_are_answered() -> None:
     case = Case(["turn x"], [], ["turn x\n", "\n"])
