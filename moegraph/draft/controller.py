@@ -1,7 +1,7 @@
 """Chooses what each step drafts: the source, how much, and in which shape; nothing if none pays.
 
 A choice is worth the tokens it is expected to give in the seconds it is expected to take
-(estimates.py). What is not tried is not known, so some steps try other ways (accounts.py).
+(estimates.py). What is not tried is not known, so some steps try other ways (`Accounts`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..config import EngineConfig
-from ..experts.rowlaw import Experts
+from ..experts.cost import Experts
 from ..placement.draftcounts import DraftCounts
 from ..placement.draftprice import PRIORS
 from ..resident.layout import USUAL_MTP_DRAFT
-from .accounts import Accounts
 from .drafter import Draft, Drafter, confidence
-from .estimates import FEW, HOPE, Known, PassTimes
+from .estimates import FEW, HOPE, Accounts, Known, PassTimes
 from .plan import PLAIN, DraftSettings, Growth, Plan, Shape, Source, SpecStats, Step, grow
 from .shared import SharedPasses, expected
 from .tree import DDTree

@@ -21,8 +21,15 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.lib import ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.dflash_joint import JointMemory, build_joint_draft, can_join
-from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
+from ..graphs.dflash import (
+    BEAM,
+    DraftMemory,
+    Floats,
+    JointMemory,
+    Longs,
+    build_joint_draft,
+    can_join,
+)
 from ..resident.draftlayout import CHUNK, JOINT_ROWS, MOST_JOINT, N_TAKEN, built_length
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftHead, DraftWeights
@@ -221,7 +228,9 @@ class DFlashDrafter(Drafter):
         built = graph(lengths)
         n_past = self._rings.spans[slot].n_past
         masks = memory.begin(self._embed(anchor), anchor, n_past, rows, lengths)
-        self._rings.fill_masks(masks, slot, self.hparams.is_causal)
+        for kind, (shape, mask) in enumerate(zip(self._rings.shapes, masks)):
+            held = self._rings.spans[slot].of_ring(kind)
+            shape.fill_mask(mask, held, self.hparams.is_causal)
         memory.send(rows, lengths)
         found: Readback = built.outputs
         self.graphs.launch(built, f"a draft of {n} tokens", found.reads, found.n_reads)

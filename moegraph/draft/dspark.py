@@ -11,7 +11,7 @@ from ..arch.dspark import build_drawn, build_lists
 from ..ggml.choose import WINNER_WORD, likeliest_rows
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
-from ..graphs.dflash_memory import BEAM
+from ..graphs.dflash import BEAM
 from .dflash import DFlashDrafter, draft_of, n_nodes, n_rows
 from .drafter import Draft, DraftTree, Race, empty_draft
 from .race import N_RUNNERS, raced_list

@@ -16,13 +16,13 @@ from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.mtp import (
+    MtpMemory,
     build_chain,
     build_known_rows,
     build_likeliest,
     build_taken_rows,
     build_winner,
 )
-from ..graphs.mtp_memory import MtpMemory
 from ..graphs.paged import can_page
 from ..kinds import MOST_BEHIND
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
-from ..placement.draftcounts import MAX_DEPTH, Counts, less
+from ..placement.draftcounts import MAX_DEPTH, Counts, less, summed
 from .tree import DDTree
 
 
@@ -238,12 +237,15 @@ class SpecStats:
         self.accepted += step.n_accepted
         self.chosen[step.source, step.n_rows] = self.chosen.get((step.source, step.n_rows), 0) + 1
         right, n = [int(rank == 0) for rank in step.ranks], step.n_spine
-        self.verified_at = _sum(self.verified_at, (1,) * n)
-        self.accepted_at = _sum(self.accepted_at, (*right, *(0,) * n)[:n])
+        self.verified_at = summed(self.verified_at, (1,) * n)
+        self.accepted_at = summed(self.accepted_at, (*right, *(0,) * n)[:n])
         if right:
             del right[MAX_DEPTH:]
             before = self.drafts.get(step.source, ((), ()))
-            self.drafts[step.source] = _sum(before[0], (1,) * len(right)), _sum(before[1], right)
+            self.drafts[step.source] = (
+                summed(before[0], (1,) * len(right)),
+                summed(before[1], right),
+            )
 
     def copy(self) -> SpecStats:
         """Return the counts so far."""
@@ -255,7 +257,7 @@ class SpecStats:
         for name, before in vars(earlier).items():
             now = getattr(self, name)
             if isinstance(now, tuple):
-                setattr(found, name, _sum(now, [-n for n in before]))
+                setattr(found, name, summed(now, [-n for n in before]))
             elif not isinstance(now, dict):
                 setattr(found, name, now - before)
         chosen = {key: n - earlier.chosen.get(key, 0) for key, n in self.chosen.items()}
@@ -283,10 +285,6 @@ class SpecStats:
             "speedup": None if self.speedup is None else round(self.speedup, 4),
             "chosen": by_source,
         }
-
-
-def _sum(counts: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(sum, zip_longest(counts, more, fillvalue=0)))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from ..resident.layout import MAX_PAGED_ROWS
 from ..units import octave
-from .accounts import SHARE
-from .estimates import FEW, HOPE, MEMORY, OUTLIER, Known, PassTimes
+from .estimates import FEW, HOPE, MEMORY, OUTLIER, SHARE, Known, PassTimes
 from .plan import PLAIN, Plan, grow
 
 # What each further sequence adds to a draft for several at once, as a share of one for a sequence:

@@ -14,7 +14,7 @@ from ..draft.drafter import Drafter
 from ..draft.dspark import DSparkDrafter
 from ..draft.lookup import LookUp
 from ..draft.mtp import MtpDrafter
-from ..experts.rowlaw import Experts
+from ..experts.cost import Experts
 from ..ggml.handles import closed_on_failure
 from ..gguf.vocab import frequent_ids
 from ..passes.speculation import Speculation

@@ -12,8 +12,7 @@ from ..errors import InternalError, MoegraphError, QueueFull, ServiceClosed
 from ..loop.answer import Answer
 from ..loop.building import Building
 from ..loop.loop import Loop
-from ..loop.requests import Request, Step
-from ..loop.status import ServiceStatus
+from ..loop.requests import Request, ServiceStatus, Step
 from ..passes.grouppasses import GroupPasses
 
 if TYPE_CHECKING:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import InternalError
+from ..ggml.choose import DRAW_WORDS
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..resident.weights import HeadWeights
@@ -79,3 +82,19 @@ def _sum_of_logits(b: Builder, logits: Tensor) -> Tensor:
     n_parts = max(n for n in range(1, math.isqrt(n_vocab) + 1) if n_vocab % n == 0)
     parts = b.sum_rows(b.reshape(logits, n_vocab // n_parts, n_parts, n_out))
     return b.sum_rows(b.reshape(parts, n_parts, n_out))
+
+
+def no_races(n: int) -> npt.NDArray[np.int32]:
+    """Return what n rows without a temperature depend on: I32 numpy [n, DRAW_WORDS]."""
+    words = np.full((n, DRAW_WORDS), -1, dtype=np.int32)
+    words[:, 0] = 0
+    return words
+
+
+def race_words(temperature: float, keys: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Return what the races of rows depend on: I32 numpy [len(keys), DRAW_WORDS]."""
+    words = no_races(len(keys))
+    with np.errstate(over="ignore"):
+        words[:, 0] = np.float32(1.0 / temperature).view(np.int32)
+    words[:, 1:3] = np.array(keys, dtype=np.uint64).view(np.int32).reshape(-1, 2)
+    return words

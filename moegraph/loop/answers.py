@@ -27,7 +27,7 @@ from ..resident.layout import PAGE
 from ..runner import Output
 from .answer import Answer, Core
 from .costs import Tally
-from .status import SlotStatus
+from .requests import SlotStatus
 
 # Failures of the device one after another, without any success between them, after which nothing
 # more is tried.

@@ -13,8 +13,9 @@ from functools import partial
 import numpy as np
 
 from ..errors import MoegraphError
-from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
+from ..ggml.choose import DRAW_ROWS
 from ..graphs.chunk import Form, Segment
+from ..graphs.head import no_races
 from ..runner import AnyRunner, Batch, build_ahead
 from ..runner.sweeps import Sweeps
 
@@ -74,12 +75,10 @@ class Building:
 
     def _passes(self, n: int, width: int) -> Iterator[Callable[[], object]]:
         """Yield the work for n sequences, padded to width."""
-        rows, draws = np.zeros((n, 1), np.int32), np.full((n, DRAW_WORDS), -1, np.int32)
-        draws[:, 0] = 0  # no race; the graph is the same with one
-        slots = tuple(range(n))
+        rows, slots = np.zeros((n, 1), np.int32), tuple(range(n))
         yield partial(build_ahead, self._runner, Batch(rows, slots, greedy=True))
         if width <= DRAW_ROWS:
-            yield partial(build_ahead, self._runner, Batch(rows, slots, draws=draws))
+            yield partial(build_ahead, self._runner, Batch(rows, slots, draws=no_races(n)))
 
     def _chunks(
         self, sweeps: Sweeps, segments: Sequence[Segment]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..kinds import SweepStep
 from ..units import octave
-from .status import ServiceCounts
+from .requests import ServiceCounts
 
 if TYPE_CHECKING:  # the scheduler's tests need no native library
     from ..runner import AnyRunner

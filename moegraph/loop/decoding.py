@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ..draft.drafter import DraftTree
 from ..errors import MoegraphError, PoolFull
-from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
+from ..ggml.choose import DRAW_ROWS
+from ..graphs.head import no_races
 from ..kinds import Kind
 from ..passes.grouppasses import GroupPasses
 from ..runner import Batch, NotFinite, Output
@@ -184,9 +185,7 @@ class Decoding:
                 if not answer.choice.greedy:
                     answer.choice.expect_argmax()
             return True, None
-        draws = np.full((n_rows, DRAW_WORDS), -1, dtype=np.int32)
-        draws[:, 0] = 0  # no race
-        is_listed = False
+        draws, is_listed = no_races(n_rows), False
         for i, answer in enumerate(batch):
             choice, row = answer.choice, i * n_each
             if trees:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 # Of each drafter by name: for the first, second, ... drafted token, how often the text came to it,
@@ -25,9 +26,9 @@ def added(known: DraftCounts, more: DraftCounts) -> dict[str, Counts]:
         n_new, n_old = sum(new[0][:1]), sum(old[0][:1])
         while n_old and n_new + n_old > _MAX_DRAFTS and n_old > n_new:
             old, n_old = (_halved(old[0]), _halved(old[1])), n_old // 2
-        depth = min(max(len(old[0]), len(new[0])), MAX_DEPTH)
-        if depth:
-            found[name] = _sum(old[0], new[0], depth), _sum(old[1], new[1], depth)
+        if old[0] or new[0]:
+            seen, right = summed(old[0], new[0]), summed(old[1], new[1])
+            found[name] = seen[:MAX_DEPTH], right[:MAX_DEPTH]
     return found
 
 
@@ -36,13 +37,9 @@ def less(counts: DraftCounts, earlier: DraftCounts) -> dict[str, Counts]:
     found: dict[str, Counts] = {}
     for name, (seen, right) in counts.items():
         before = earlier.get(name, ((), ()))
-        n = len(seen)
-        parts = (
-            _sum(a, tuple(-x for x in b), n) for a, b in ((seen, before[0]), (right, before[1]))
-        )
-        since = tuple(parts)
-        if any(since[0]):
-            found[name] = since[0], since[1]
+        since = summed(seen, [-n for n in before[0]])
+        if any(since):
+            found[name] = since, summed(right, [-n for n in before[1]])
     return found
 
 
@@ -50,9 +47,9 @@ def _halved(counts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n // 2 for n in counts)
 
 
-def _sum(a: tuple[int, ...], b: tuple[int, ...], n: int) -> tuple[int, ...]:
-    padded = ((*counts, *[0] * n)[:n] for counts in (a, b))
-    return tuple(x + y for x, y in zip(*padded))
+def summed(counts: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+    """Return the sums of counts by position; the shorter one ends with zeros."""
+    return tuple(map(sum, zip_longest(counts, more, fillvalue=0)))
 
 
 def to_fields(counts: DraftCounts) -> dict[str, dict[str, list[int]]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..experts.cost import expected_missing
-from ..experts.rowlaw import independent_rows, pass_time
+from ..experts.cost import expected_missing, independent_rows, pass_time
 from .planner import Footprint, Plan
 
 

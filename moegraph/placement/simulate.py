@@ -19,10 +19,9 @@ from ..config import ExpertPolicy
 from ..errors import RequestError
 from ..experts.cache import ExpertCache
 from ..experts.cachestats import CacheStats
-from ..experts.cost import Machine, choose_ways, machine_costs
+from ..experts.cost import Machine, choose_ways, machine_costs, pass_time
 from ..experts.hostlevel import HostLevel
 from ..experts.residency import Residency
-from ..experts.rowlaw import pass_time
 from ..experts.terms import Pairs
 from ..kinds import Kind
 from ..resident.layout import host_slots

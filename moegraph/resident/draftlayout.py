@@ -154,13 +154,6 @@ def ring_shapes(hp: DFlashHParams, n_ctx: int) -> tuple[RingShape, ...]:
     return tuple(RingShape.of(window, hp.block_size, n_ctx) for window in windows)
 
 
-def draft_ring_bytes(hp: DFlashHParams, n_ctx: int, n_seq: int) -> int:
-    """Return the device bytes of `DraftRings`."""
-    rows = {shape.window: shape.n_rows for shape in ring_shapes(hp, n_ctx)}
-    n_rows = sum(rows[hp.window(il)] for il in range(hp.n_layer))
-    return 2 * 2 * hp.n_embd_gqa * n_rows * n_seq
-
-
 _Q = GGMLQuantizationType
 # Bytes; no device aligns tensors to more.
 _ALIGN = 128
@@ -228,12 +221,6 @@ def _stored(info: TensorInfo, n: int, as_stored: bool) -> GGMLQuantizationType:
     return _Q.Q8_0 if info.type is _Q.BF16 and not as_stored and n % 32 == 0 else info.type
 
 
-def draft_weight_bytes(file: DraftFile, as_stored: bool = False) -> int:
-    """Return the device bytes of a drafter's weights; see `DraftWeights`."""
-    planned = plan_tensors(file, as_stored)
-    return sum(round_up(p.row_bytes * p.ne[1], _ALIGN) for p in planned)
-
-
 def dflash_bytes(
     file: DraftFile, n_vocab: int, n_ctx: int, n_seq: int, n_sweep: int, as_stored: bool = False
 ) -> int:
@@ -241,10 +228,12 @@ def dflash_bytes(
 
     n_vocab: tokens of the target. n_ctx: most positions that layers without a window see.
     """
-    hp = file.hparams
-    parts = draft_ring_bytes(hp, n_ctx, n_seq), _memory_bytes(hp, n_ctx, n_seq, n_sweep)
-    graphs = _graph_bytes(hp, n_vocab, n_seq, n_sweep)
-    return draft_weight_bytes(file, as_stored) + sum(parts) + graphs
+    hp, planned = file.hparams, plan_tensors(file, as_stored)
+    weights = sum(round_up(p.row_bytes * p.ne[1], _ALIGN) for p in planned)
+    rows = {shape.window: shape.n_rows for shape in ring_shapes(hp, n_ctx)}
+    rings = 4 * hp.n_embd_gqa * n_seq * sum(rows[hp.window(il)] for il in range(hp.n_layer))
+    memory = _memory_bytes(hp, n_ctx, n_seq, n_sweep)
+    return weights + rings + memory + _graph_bytes(hp, n_vocab, n_seq, n_sweep)
 
 
 def _memory_bytes(hp: DFlashHParams, n_ctx: int, n_seq: int, n_sweep: int) -> int:

@@ -17,7 +17,7 @@ from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
 from ..ggml.memory import Block
 from ..ggml.ops import F16, Builder, Tensor
-from .draftlayout import RING_PAGE, Mask, Span, ring_shapes
+from .draftlayout import RING_PAGE, Span, ring_shapes
 from .kvpool import runs_of
 
 Parts = list[npt.NDArray[np.uint8]]
@@ -94,10 +94,6 @@ class DraftRings(Owner):
                 for cache in (self.k[il], self.v[il]):
                     C.ggml_backend_tensor_memset(cache, 0, row * self._row, n * self._row)
 
-    def block_rows(self, kind: int, slots: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
-        """Return the rows of blocks of sequences in tensors of a kind: [n, n_slots]."""
-        return slots * self.shapes[kind].n_rows + np.arange(n)[:, None]
-
     def list_pages(
         self, out: npt.NDArray[np.int32], kind: int, slot: int, n: int
     ) -> tuple[int, npt.NDArray[np.int32]]:
@@ -110,11 +106,6 @@ class DraftRings(Owner):
         """View the first n rows of a sequence in K or V of layer il: [n_embd_gqa, n]."""
         first = slot * self.shapes[self.kind[il]].n_rows
         return b.view(cache, (cache.ne[0], n), (self._row,), first * self._row)
-
-    def fill_masks(self, masks: Sequence[Mask], slot: int, is_causal: bool) -> None:
-        """Fill the mask of each ring for the next block of a sequence."""
-        for kind, (shape, mask) in enumerate(zip(self.shapes, masks)):
-            shape.fill_mask(mask, self.spans[slot].of_ring(kind), is_causal)
 
     def first_kept(self, slot: int, kind: int) -> int:
         """Return the first position of a sequence that a ring still has."""

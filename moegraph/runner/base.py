@@ -17,8 +17,7 @@ from ..ggml.memory import Block, Sender
 from ..ggml.ops import I32, MAX_TREE_ROWS, Builder
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.head import Results
-from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import InputBlock
+from ..graphs.inputs import HiddenRows, InputBlock
 from ..graphs.paged import can_page
 from ..kinds import Kind
 from ..resident.layout import MAX_PAGED_ROWS, PADDED_WIDTHS, graph_bytes

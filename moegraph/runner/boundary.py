@@ -10,7 +10,7 @@ from ..ggml.handles import Owner
 from ..ggml.lib import C
 from ..ggml.memory import Block
 from ..ggml.ops import Tensor
-from ..graphs.hidden import HiddenRows
+from ..graphs.inputs import HiddenRows
 from ..resident.stage import Stage
 from .sweep_batch import HiddenReader
 

@@ -32,8 +32,7 @@ from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.experts import build_absent, build_expert_sum, build_fetched_slots, build_slots
 from ..graphs.head import HeadOutputs, Results, build_head
-from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import InputBlock
+from ..graphs.inputs import HiddenRows, InputBlock
 from ..graphs.layer import (
     Routed,
     build_dense_layer,

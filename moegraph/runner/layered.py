@@ -41,7 +41,7 @@ from ..experts.residency import Residency
 from ..experts.terms import PassTerms
 from ..ggml.lib import C, ffi
 from ..graphs.head import Results
-from ..graphs.hidden import HiddenRows
+from ..graphs.inputs import HiddenRows
 from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner

@@ -34,7 +34,7 @@ from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.chunk import ChunkInputs, Form, Segment
 from ..graphs.experts import build_slots
 from ..graphs.head import Results, build_head
-from ..graphs.hidden import HiddenRows
+from ..graphs.inputs import HiddenRows
 from ..graphs.layer import (
     Routed,
     build_dense_layer,

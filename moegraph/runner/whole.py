@@ -11,8 +11,7 @@ from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
 from ..graphs.experts import build_absent
 from ..graphs.head import HeadOutputs, Results, build_head
-from ..graphs.hidden import HiddenRows
-from ..graphs.inputs import InputBlock
+from ..graphs.inputs import HiddenRows, InputBlock
 from ..graphs.layer import (
     build_dense_layer,
     build_hidden,

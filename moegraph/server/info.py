@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..loop.status import ServiceStatus, SlotStatus
+from ..loop.requests import ServiceStatus, SlotStatus
 from ..sampling import SamplingParams
 from .errors import ApiError
 from .guards import owner_of

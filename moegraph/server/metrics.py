@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..loop.requests import Request, Step, Usage
-from ..loop.status import ServiceStatus
+from ..loop.requests import Request, ServiceStatus, Step, Usage
 from .host import ModelHost
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -15,8 +15,15 @@ from typing import Any
 from moegraph.engine.chat import ChatRequest, Prepared, Prompt, TextRequest
 from moegraph.errors import MoegraphError, RequestError
 from moegraph.loop.generated import room_after
-from moegraph.loop.requests import Request, Step, TokenLogprobs, Usage
-from moegraph.loop.status import ServiceCounts, ServiceStatus, SlotStatus
+from moegraph.loop.requests import (
+    Request,
+    ServiceCounts,
+    ServiceStatus,
+    SlotStatus,
+    Step,
+    TokenLogprobs,
+    Usage,
+)
 from moegraph.server.host import Line, LoadedModel, Model, ModelFacts, Use
 from moegraph.text.chat.answer import AnswerParser
 from moegraph.text.chat.messages import template_messages

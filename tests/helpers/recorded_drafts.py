@@ -23,7 +23,7 @@ from moegraph.draft.controller import Controller, open_controller
 from moegraph.draft.drafter import Draft
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
-from moegraph.experts.rowlaw import Experts
+from moegraph.experts.cost import Experts
 
 # How often the first, second, ... token is accepted; fitted to what others measured.
 ACCEPTED = {

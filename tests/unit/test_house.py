@@ -40,11 +40,11 @@ PURE = (
     "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity",
     "placement.planner", "placement.profile", "placement.profilefile", "placement.simulate",
     "placement.trace", "placement.tracestats",
-    "draft.accounts", "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
+    "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
     "draft.plan", "draft.race", "draft.shared", "draft.tree",
     "engine.chat", "passes.prefixtree", "loop.requests",
     "loop.generated", "passes.speculation",
-    "loop.costs", "loop.groupchoice", "loop.scheduler", "loop.status",
+    "loop.costs", "loop.groupchoice", "loop.scheduler", "loop.requests",
 )  # fmt: skip
 
 # An import inside a function hides from readers what a module needs. Allowed: module -> why.
@@ -70,7 +70,7 @@ LARGE = {
     "Engine": 31,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 57_745
+LINES = 57_659
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.server_case import Case
 from starlette.routing import Route
 
-from moegraph.loop.status import SlotStatus
+from moegraph.loop.requests import SlotStatus
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.responsestore import ResponseStore
 

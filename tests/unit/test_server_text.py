@@ -13,8 +13,7 @@ from helpers.fake_service import N_CTX
 from helpers.server_case import CHAT, Case
 from prometheus_client.parser import text_string_to_metric_families
 
-from moegraph.loop.requests import Request
-from moegraph.loop.status import SlotStatus
+from moegraph.loop.requests import Request, SlotStatus
 from moegraph.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
