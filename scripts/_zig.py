@@ -1,9 +1,10 @@
-"""zig's wheel as C and C++ compiler for an old glibc, and the other tools that wheels need."""
+"""zig's wheel as C and C++ compiler for an old glibc, or for its libraries; tools for wheels."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,17 @@ GLIBC = (2, 28)
 SAME_PATHS = {"CCACHE_BASEDIR": ""}
 # Exact, so that the same sources give the same bytes.
 TOOLS = ("ziglang==0.17.1", "scikit-build-core==1.1.2", "cffi==2.1.1", "auditwheel==6.8.2")
+# What libstdc++ and its headers take from a newer glibc; without it they lock more than they must.
+_NEWER = """#include <sys/random.h>
+#define OURS __attribute__((visibility("hidden")))
+OURS char __libc_single_threaded;
+OURS unsigned arc4random(void) { unsigned n; while (getrandom(&n, sizeof n, 0) < 0) {} return n; }
+"""
 
 
-def with_tools(build: Path) -> None:
-    """Go on in an environment with TOOLS; this process ends if it was not in it."""
+def make_tools(build: Path) -> Path:
+    """Install TOOLS into an environment, unless it has them; return its Python."""
     venv, stamp = build / "tools", build / "tools" / "moegraph-tools"
-    if Path(sys.prefix) == venv:
-        return
     if not stamp.is_file() or stamp.read_text() != " ".join(TOOLS):
         say(f"installing {', '.join(TOOLS)} into {venv}")
         python = str(venv / "bin" / "python")
@@ -33,7 +38,14 @@ def with_tools(build: Path) -> None:
             if subprocess.run(command, check=False).returncode:
                 raise BuildError(f"{' '.join(command[1:3])} failed (see above)")
         stamp.write_text(" ".join(TOOLS))
-    os.execv(venv / "bin" / "python", [str(venv / "bin" / "python"), *sys.argv])
+    return venv / "bin" / "python"
+
+
+def with_tools(build: Path) -> None:
+    """Go on in an environment with TOOLS; this process ends if it was not in it."""
+    if Path(sys.prefix) != build / "tools":
+        python = make_tools(build)
+        os.execv(python, [str(python), *sys.argv])
 
 
 def compilers(build: Path) -> dict[str, str]:
@@ -51,3 +63,30 @@ def compilers(build: Path) -> dict[str, str]:
             path.write_text(text)
         path.chmod(0o755)
     return {"CC": str(folder / "zig-cc"), "CXX": str(folder / "zig-c++"), **SAME_PATHS}
+
+
+def linker_flags(build: Path) -> str:
+    """Return options with which this machine's compiler links libraries for an old glibc.
+
+    nvcc knows no zig, so CUDA's files are compiled with this machine's headers, and only linked
+    with zig's libraries of the old glibc. libstdc++ is linked in, and hidden from other libraries.
+    """
+    folder, cache = build / "glibc", build / "glibc" / "zig"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "newer.c").write_text(_NEWER)
+    zig = next((build / "tools" / "lib").glob("python3*/site-packages/ziglang/zig"))
+    env = dict(os.environ, ZIG_GLOBAL_CACHE_DIR=str(cache), ZIG_LOCAL_CACHE_DIR=str(cache))
+    command = [str(zig), "cc", "-target", f"x86_64-linux-gnu.{'.'.join(map(str, GLIBC))}"]
+    command += ["-O2", "-fPIC", "newer.c", "-o"]
+    for name in ("newer.o", "zig.so"):  # the second brings the libraries into the cache
+        kind = "-shared" if name.endswith(".so") else "-c"
+        subprocess.run([*command, name, kind], cwd=folder, env=env, check=True)
+    for path in [*cache.rglob("lib*.so.*"), *cache.rglob("libc_nonshared.a")]:
+        shutil.copy2(path, folder)
+    for name in ("dl", "m", "pthread", "rt"):
+        (folder / f"lib{name}.so").symlink_to(next(folder.glob(f"lib{name}.so.*")).name)
+    (folder / "libc.so").write_text("GROUP(libc.so.6 libc_nonshared.a AS_NEEDED(libld.so.2))\n")
+    shutil.rmtree(cache)
+    flags = "-static-libstdc++ -Wl,--exclude-libs,ALL -Wl,-z,defs"  # no symbol is left to be found
+    return f"-L{folder} {folder / 'newer.o'} {flags}"

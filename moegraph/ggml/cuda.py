@@ -27,6 +27,14 @@ def packaged() -> dict[int, Path]:
     return {m: path for m, path in found.items() if path.is_file()}
 
 
+def runtime(major: int) -> list[Path]:
+    """Return NVIDIA's libraries of a CUDA in Python's packages, in the order in which they load."""
+    spec = find_spec("nvidia")
+    places = (spec and spec.submodule_search_locations) or ()
+    names = [f"*/lib/lib{name}.so.{major}" for name in ("cudart", "cublasLt", "cublas")]
+    return [path for name in names for place in places for path in Path(place).glob(name)]
+
+
 def is_checkout() -> bool:
     """Return whether scripts/build builds the libraries."""
     return (FOLDER.parent.parent / "scripts" / "build").is_file()
@@ -66,9 +74,11 @@ def lacking(major: int) -> str:
 
 
 def unused_card() -> str:
-    """Return what to install for this machine's card; empty if there is no need."""
-    driver = None if _has_backend() or lacking(0) else cuda_driver()
-    if driver is None:
+    """Return what to install for this machine's card or backend; empty if there is no need."""
+    driver = cuda_driver()
+    if driver is None and packaged():
+        return f"CUDA is not used: {lacking(0)}"
+    if driver is None or _has_backend() or lacking(0):
         return ""
     name, (high, low), _ = max(driver.cards, key=lambda card: card[1])
     add = extra(13 if driver.version[0] >= 13 else 12)

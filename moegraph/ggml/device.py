@@ -22,7 +22,7 @@ from .cuda import is_too_old, unused_card
 from .free_memory import host_memory
 from .handles import Buffer, Event, Handle, Owner
 from .lib import C, cuda_lack, devices, ffi, last_error
-from .nvml import gpu_used_bytes
+from .nvml import cuda_driver, gpu_used_bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -226,8 +226,8 @@ def _select(name: str) -> dict[str, Any]:
     wanted = "cuda:0" if name == "cuda" else name
     if name == "auto":
         wanted = cards[0] if cards else "cpu"
-        # a card that is hidden is not wanted
-        lacks = "" if "CUDA_VISIBLE_DEVICES" in os.environ else lacks
+        # a card that is hidden is not wanted; without a driver there is none, and a warning says so
+        lacks = "" if "CUDA_VISIBLE_DEVICES" in os.environ or not cuda_driver() else lacks
     if lacks:
         raise NativeError(f"CUDA cannot be used: {lacks}; without it: --device cpu")
     for device in found:

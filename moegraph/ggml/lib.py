@@ -115,11 +115,15 @@ def cuda_lack() -> str:
 @cache
 def _register(path: Path, major: int = 0) -> str:
     """Add a backend to which libggml is not linked; return why that fails. major: of CUDA."""
+    # ggml only logs why it cannot; global, because native/py/shim.c looks for functions of it
     try:
-        # ggml only logs why it cannot; global, because native/py/shim.c looks for functions of it
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        return _load_failure(str(error), major)
+    except OSError:  # it looks beside its package; NVIDIA's may be on another path of Python
+        try:
+            for one in (*cuda.runtime(major), path):
+                ctypes.CDLL(str(one), ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            return _load_failure(str(error), major)
     load = ctypes.CDLL(str(cuda.FOLDER / "libggml.so")).ggml_backend_load
     load.restype = ctypes.c_void_p
     return "" if load(bytes(path)) else f"{path} cannot be used: {last_error()}"

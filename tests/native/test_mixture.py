@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,26 @@ def test_the_older_cuda_is_taken_where_the_driver_is_old(copy: Path, driver: Pat
     shutil.rmtree(copy.parent.parent / "moegraph_cuda13")
     found = opened(copy, **stub)
     assert "a CUDA library is missing (" in found and "pip install 'moegraph[cuda12]'" in found
+
+
+def test_nvidias_packages_may_be_on_another_path_than_ours(copy: Path, driver: Path) -> None:
+    other = copy.parent.parent / "site"
+    for folder, name in (("cuda_runtime", "cudart"), ("cublas", "cublas"), ("cublas", "cublasLt")):
+        soname = f"lib{name}.so.12"
+        compile_stub(other / "nvidia" / folder / "lib" / soname, "", f"-Wl,-soname,{soname}")
+    needs = [str(path) for path in other.rglob("*.so.12")]
+    add_package(copy, 12, "-Wl,--no-as-needed", *needs)
+    stub = {"LD_LIBRARY_PATH": str(driver), "STUB_CUDA": "12020", "STUB_CARD": "86"}
+    assert "a CUDA library is missing (lib" in opened(copy, **stub)
+    assert opened(copy, PYTHONPATH=f"{copy.parent.parent}:{other}", **stub) == "cpu"
+
+
+@pytest.mark.skipif(find_library("cuda") is not None, reason="has a driver")
+def test_without_a_driver_the_package_of_cuda_leaves_the_cpu(copy: Path) -> None:
+    add_package(copy, 13)
+    assert opened(copy) == "cpu"
+    lacks = "4 CUDA cannot be used: there is no NVIDIA driver (libcuda.so.1); install it; without"
+    assert opened(copy, "cuda").startswith(lacks)
 
 
 def test_packages_of_two_versions_are_refused(copy: Path) -> None:

@@ -80,6 +80,9 @@ def test_a_card_without_a_backend_is_told_what_to_add(
     ):  # fmt: skip
         have(monkeypatch, driver, *packages)
         assert cuda.unused_card() == ""
+    have(monkeypatch, None, 13)
+    line = "CUDA is not used: there is no NVIDIA driver (libcuda.so.1); install it"
+    assert cuda.unused_card() == line
     have(monkeypatch, CudaDriver(version, (NEW, OLD, NEW)))
     folder.mkdir(parents=True)
     (folder / cuda.LIBRARY).write_bytes(b"\x7fELF libcublas.so.13 libcudart.so.12 ")
