@@ -24,6 +24,7 @@ _OPTIONS = {
     "--reasoning": "--reasoning", "--chat-template-file": "--chat-template-file",
     "--sleep-idle-seconds": "--sleep-idle", "--cache-ram": "--cache-ram", "-ctk": "-ctk",
     "-ctv": "-ctv", "--cors-origins": "--cors-origin", "--parallel": "-np",
+    "--slot-save-path": "--slot-save-path",
 }  # fmt: skip
 
 
@@ -85,7 +86,7 @@ _KNOWN = (
     (ABSENT, "the server asks no other server for a client", "", "test_proxy"),
     (ABSENT, "the model makes no rankings", "", "test_rerank"),
     (ABSENT, "a server has one model", "", "test_router"),
-    (ABSENT, "slots are not saved by name; --cache-dir keeps what was read", "", "test_slot_save"),
+    (ABSENT, "a request does not choose its slot; ours: test_serve_slots", "", "test_slot_save"),
     (ABSENT, "llama-server's drafters; ours: tests/native", "", "test_speculative"),
     (ABSENT, "a stream that was left is not taken up again", "", "test_stream"),
     (ABSENT, "text only: status 400, and the model is not asked", "",

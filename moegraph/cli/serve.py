@@ -124,6 +124,10 @@ _OPTIONS = (
         help="Most disk space of --cache-dir, in MiB.",
     ),
     _option(
+        "--slot-save-path", type=click.Path(path_type=Path), metavar="DIR",
+        help="Folder in which POST /slots/ID?action=save|restore keeps what slots hold.",
+    ),
+    _option(
         "--cache-by-key", is_flag=True,
         help="Let each API key go on only from beginnings of prompts that it has sent itself.",
     ),
@@ -419,8 +423,9 @@ class _Model:
             engine = stack.enter_context(
                 models.load_engine(header, config, warned=self._warned, text=True)
             )
-            if given["cache_dir"]:
-                engine.keep_prefixes(given["cache_dir"], given["cache_disk"] * MiB)
+            if given["cache_dir"] or given["slot_save_path"]:
+                size = given["cache_disk"] * MiB
+                engine.keep_prefixes(given["cache_dir"], size, given["slot_save_path"])
                 models.show_messages(engine)
             pictures = models.open_pictures(given, self._target, engine)
             chat = stack.enter_context(ChatModel.of(engine, template, pictures))

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +30,11 @@ from ..loop.requests import Constraint, Request
 from ..passes.checks import Cancel, Seqs, prompt_ids
 from ..passes.grouppasses import GroupPasses
 from ..passes.passes import Passes
+from ..passes.prefixdisk import PrefixDisk
 from ..passes.prefixes import Prefixes
 from ..passes.prefixstore import PrefixStore
 from ..passes.sequencecopies import SequenceCopies
+from ..passes.slotfiles import SlotFiles
 from ..pictures import Picture
 from ..placement.profilefile import ProfileUpdate
 from ..runner import Output, StagedRunner
@@ -41,7 +44,7 @@ from ..text.tokenizer import Tokenizer
 from ..units import MiB
 from .drafters import open_speculation
 from .generation import Events, Generation, Ownership
-from .loader import LoadedModel, Loading, open_disk
+from .loader import LoadedModel, Loading, prefix_identity, prefix_widths
 from .use import ExpertUse, memory_use
 
 if TYPE_CHECKING:
@@ -147,6 +150,7 @@ class Engine(Closable):
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.copies, PrefixStore(self.copies, limit))
         self._stack.callback(self.prefixes.close)
+        self.slot_files: SlotFiles | None = None
 
     @property
     def core(self) -> Core:
@@ -156,17 +160,23 @@ class Engine(Closable):
             self.devices, self.stage, self.n_ctx,
         )  # fmt: skip
 
-    def keep_prefixes(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
+    def keep_prefixes(
+        self, folder: str | os.PathLike[str] | None, max_bytes: int, slots: Path | None = None
+    ) -> None:
         """Keep beginnings of prompts in a folder too, in files of at most max_bytes together.
 
-        They outlive the engine.
+        They outlive the engine. slots: a folder in which a `Service` saves sequences by name.
 
         Raises:
             ConfigError: the folder cannot be used.
             ModelFileError: the model file cannot be read.
         """
         self.ownership.enter_alone()
-        self.prefixes.store.disk = open_disk(self._loaded, folder, max_bytes)
+        kept = prefix_identity(self._loaded), prefix_widths(self._loaded)
+        if folder is not None:
+            self.prefixes.store.disk = PrefixDisk(Path(folder), *kept, max_bytes)
+        if slots is not None:
+            self.slot_files = SlotFiles(self.prefixes, self.copies, Path(slots), *kept)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -31,7 +29,6 @@ from ..ggml.lib import C, ffi
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..passes.cputhreads import CpuThreads
-from ..passes.prefixdisk import PrefixDisk
 from ..passes.prefixfile import Widths
 from ..placement.drafters import Sources, open_draft_file, with_drafts
 from ..placement.footprint import captured_graphs, context_within, sweep_rows
@@ -478,7 +475,7 @@ def prefix_identity(loaded: LoadedModel) -> str:
         "model": file_hash(loaded.file),
         "devices": [device.name.partition(":")[0] for device in loaded.devices],
         "settings": {name: getattr(config, name) for name in _SETTINGS},
-        "widths": asdict(_widths(loaded)),
+        "widths": asdict(prefix_widths(loaded)),
         "drafters": [one.name for one in loaded.drafters],
         "draft": loaded.draft_stamps,
         "stages": [stage.layers.stop for stage in loaded.stages],  # copies have them in order
@@ -486,15 +483,8 @@ def prefix_identity(loaded: LoadedModel) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def open_disk(loaded: LoadedModel, folder: str | os.PathLike[str], max_bytes: int) -> PrefixDisk:
-    """Open a folder for beginnings of prompts of a loaded model.
-
-    Files of other models or settings there are not used.
-    """
-    return PrefixDisk(Path(folder), prefix_identity(loaded), _widths(loaded), max_bytes)
-
-
-def _widths(loaded: LoadedModel) -> Widths:
+def prefix_widths(loaded: LoadedModel) -> Widths:
+    """Return what the files of beginnings of prompts have of a position, and of the states."""
     copies, drafters = loaded.sequences.copies, loaded.drafters
     drafted = {one.name: list(one.row_widths) for one in drafters if one.row_widths}
     return Widths(copies.row_widths, drafted, copies.states_bytes)

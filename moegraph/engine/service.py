@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import InternalError, MoegraphError, QueueFull, ServiceClosed
+from ..errors import InternalError, MoegraphError, QueueFull, RequestError, ServiceClosed
 from ..loop.answer import Answer
 from ..loop.building import Building
 from ..loop.loop import Loop
@@ -116,6 +117,38 @@ class Service:
                 self._n_refused += 1
                 raise
         return Ticket(self._loop, answer)
+
+    def act(self, action: str, slot: int, name: str, owner: str) -> Future[tuple[int, int]] | None:
+        """Have a slot saved, restored or erased once it has no request; None: without `SlotFiles`.
+
+        action: the name of a method of `SlotFiles`.
+        """
+        done, files = Future[tuple[int, int]](), self._engine.slot_files
+        if files is None:
+            return None
+        if slot >= self._engine.config.n_seq:
+            raise RequestError(f"there is no slot {slot}")
+        work = {"save": files.save, "restore": files.restore, "erase": files.erase}[action]
+
+        def call(idle: list[int] | None) -> bool:
+            if idle is not None and slot not in idle:
+                return False
+            if done.set_running_or_notify_cancel():
+                try:
+                    if idle is None:
+                        raise ServiceClosed(_CLOSED)
+                    done.set_result(work(slot, name, owner, idle))
+                    if action != "save":
+                        self._loop.answers.worthless.discard(slot)
+                except (MoegraphError, MemoryError) as error:
+                    done.set_exception(error)
+            return True
+
+        with self._loop.lock:
+            if self._is_closing or not self._thread.is_alive():
+                raise ServiceClosed(_CLOSED)
+            self._loop.call(call)
+        return done
 
     def status(self) -> ServiceStatus:
         """Return what the service is doing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..errors import InternalError, MoegraphError, PoolFull
@@ -15,6 +15,9 @@ from .decoding import Decoding
 from .drafting import Drafting
 from .reading import Reading
 from .scheduler import At, Begin, Decode, Piece, Preempt, Read, Restore, Scheduler, Work
+
+# What is called with the idle slots, or with None at the end; it returns whether it is done.
+Call = Callable[["list[int] | None"], bool]
 
 
 class Loop:
@@ -41,13 +44,14 @@ class Loop:
         self._reading = Reading(core, self.answers, self._drafting, self._swapping)
         self._decoding = Decoding(core, self.answers, self._drafting)
         self._to_cancel: list[Answer] = []
+        self._calls: list[Call] = []
         self._has_news = False  # a request was added or cancelled
         self._again: Decode[Answer] | None = None  # what is next, unless something happens
 
     @property
     def has_work(self) -> bool:
         """Whether there are requests; ask with the lock."""
-        return bool(self._to_cancel or self.scheduler.requests())
+        return bool(self._to_cancel or self._calls or self.scheduler.requests())
 
     def add(self, answer: Answer) -> None:
         """Accept a request."""
@@ -61,6 +65,13 @@ class Loop:
         with self.lock:
             answer.cancel.set()
             self._to_cancel.append(answer)
+            self._has_news = True
+            self.lock.notify_all()
+
+    def call(self, call: Call) -> None:
+        """Have the thread call something between passes until it returns True."""
+        with self.lock:
+            self._calls.append(call)
             self._has_news = True
             self.lock.notify_all()
 
@@ -91,13 +102,16 @@ class Loop:
         with self.lock:
             self._has_news = False
             cancelled, self._to_cancel = self._to_cancel, []
-        if cancelled or late:
+            calls, self._calls = self._calls, []
+        if cancelled or late or calls:
             self._decoding.finish_passes()
         for answer in cancelled:
             self.answers.end(answer, "cancelled")
         for answer in late:
             self.answers.end(answer, "deadline")
+        again = [call for call in calls if not call(self.answers.idle_slots())]
         with self.lock:
+            self._calls += again
             self.note_done()
             work = scheduler.next(self._reading.n_rest, self._swapping.fits)
             is_same = scheduler.only_decodes and not any(one.request.deadline_s for one in requests)
@@ -211,6 +225,8 @@ class Loop:
             with suppress(Exception):
                 self.answers.end(answer, "error", error)
             answer.end("error", error)  # if it was not told
+        for call in self._calls:
+            call(None)
         with self.lock:
             self.note_done()
 

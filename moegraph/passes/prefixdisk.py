@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from .prefixfile import (
     DamagedFile,
     Head,
     Widths,
+    head_of,
     private_folder,
     read_head,
     read_rows,
@@ -233,17 +233,11 @@ class PrefixDisk:
         parts = _rows_from(path, first)
         if first == len(ids) or parts is None or self._has_failed or states.buffer is None:
             return False
-        rows, drafted = parts.parts, parts.drafted
-        parent = known[-1].head.key if known else owner
-        shapes = {name: _shapes(each) for name, each in drafted.items()}
-        head = Head(
-            self._identity, parent, first, len(ids) - first, _shapes(rows), shapes,
-            self._widths.states, ids[first:],
-        )  # fmt: skip
+        parent, n_states = known[-1].head.key if known else owner, self._widths.states
+        head, data = head_of(self._identity, parent, first, ids[first:], parts, n_states)
         if head.n_bytes > self.max_bytes:
             return False
         target = self._folder / _name(head)
-        data = [*rows, *(part for each in drafted.values() for part in each)]
         kept = states.buffer.array[: head.n_states]
 
         def work() -> Entry:
@@ -327,10 +321,6 @@ def _touch(path: Path) -> int:
     """Note that a file was used now; return the time (ns)."""
     os.utime(path, follow_symlinks=False)
     return path.lstat().st_mtime_ns
-
-
-def _shapes(parts: Sequence[npt.NDArray[np.uint8]]) -> list[list[int]]:
-    return [list(part.shape) for part in parts]
 
 
 def _rows_from(path: TreePath, first: int) -> RowsCopy | None:

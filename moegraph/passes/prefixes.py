@@ -20,7 +20,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import MoegraphError, NativeError
+from ..errors import MoegraphError, NativeError, RequestError
 from ..resident.hostcopies import StatesCopy
 from ..runner.sweep import Sweep
 from .passes import Passes
@@ -57,6 +57,13 @@ class Prefixes:
     def own(self, seq: int, owner: str) -> None:
         """Note whose tokens a sequence is going to hold."""
         self._owners[seq] = owner
+
+    def owned(self, seq: int, owner: str) -> list[int]:
+        """Return what a sequence holds, which must be an owner's."""
+        self._copies.require_resting(seq)
+        if self._owners[seq] != owner and self._passes.held(seq):
+            raise RequestError(f"slot {seq} holds what another key has sent")
+        return self._passes.held(seq)
 
     def choose(self, ids: Ids, idle: Sequence[int], owner: str = "") -> int:
         """Return which of some idle sequences is to go on with ids.

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
+from ..resident.hostcopies import RowsCopy
 
 PART = ".part"
 MAGIC = b"moegraph prefix 1\n"
@@ -108,6 +109,19 @@ class Head:
     def text(self) -> bytes:
         """Return the header as it is written."""
         return json.dumps({name: getattr(self, name) for name in _NAMES}).encode()
+
+
+def head_of(
+    identity: str, parent: str, first: int, ids: Ids, rows: RowsCopy, n_states: int
+) -> tuple[Head, list[Bytes]]:
+    """Return what a file of a run says of itself, and all its rows, in order."""
+
+    def shapes(parts: Iterable[Bytes]) -> list[list[int]]:
+        return [list(part.shape) for part in parts]
+
+    drafted = {name: shapes(each) for name, each in rows.drafted.items()}
+    head = Head(identity, parent, first, len(ids), shapes(rows.parts), drafted, n_states, ids)
+    return head, [*rows.parts, *(part for each in rows.drafted.values() for part in each)]
 
 
 _NAMES = tuple(f.name for f in fields(Head) if f.name != "tokens")

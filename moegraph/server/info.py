@@ -178,7 +178,6 @@ _INSTEAD = {
     "/v1/images/generations": "the model writes only text",
     "/v1/moderations": "the model does not moderate",
 }
-_SLOTS = "slots are not saved by name; serve --cache-dir DIR keeps what was read"
 _OLLAMA = "of Ollama's interface there are chat, generate, tags, show, ps and version"
 
 
@@ -186,14 +185,13 @@ async def explain(request: HttpRequest) -> Response:
     """Refuse with what to use instead."""
     path = request.url.path
     # not 501: OpenAI's clients would ask again, twice, and then tell of a fault of the server
-    instead = _SLOTS if path.startswith("/slots/") else _INSTEAD.get(path, _OLLAMA)
+    instead = _INSTEAD.get(path, _OLLAMA)
     raise ApiError(404, f"{path} is not served: {instead}", code="not_served")
 
 
 ABSENT = RouteTable(
     [
         *(Route(path, explain, methods=["POST"]) for path in _INSTEAD),
-        Route("/slots/{name}", explain, methods=["POST"]),
         Route("/api/{name:path}", explain, methods=["GET", "POST", "DELETE"]),
     ]
 )

@@ -1,7 +1,10 @@
-"""llama-server's own interface: /completion, and /infill, which editors ask."""
+"""llama-server's own interface: /completion, /infill, which editors ask, and slots in files."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -16,11 +19,19 @@ from ..text.chat.parts import ContentPart, Reply
 from ..text.infill import Gap
 from .answers import Update
 from .completions import TextBody, TextFields
+from .errors import ApiError
 from .exchange import Completion, chat_logprobs, finish_reason, respond, timings_object
+from .guards import cache_owner, owner_of
 from .info import sampling_object
-from .replies import EVENTS
+from .replies import EVENTS, reply
 from .schemas import LIMITS, Body, Defaults
 from .state import Operation, RouteTable, read_schema, state_of
+
+# Actions on slots, and the names of what they return.
+_ACTIONS = {
+    "save": ("n_saved", "n_written"), "restore": ("n_restored", "n_read"), "erase": ("n_erased",),
+}  # fmt: skip
+_ODD = re.compile('[/\\\\:*?"<>|\uff0e\ufffd\u2215\u2216]|\\.\\.|[ .]$|^ |^$')
 
 
 class Extra(Body):
@@ -141,10 +152,40 @@ async def infill(request: HttpRequest) -> Response:
     return await _respond(request, await read_schema(request, InfillBody))
 
 
+class SlotBody(Body):
+    """A file of --slot-save-path; the name of the model, where there are several."""
+
+    filename: str
+    model: str | None = None
+
+
+async def act(request: HttpRequest) -> Response:
+    """Save what a slot holds to a file, restore or erase it, in llama-server's form."""
+    state, slot, began = state_of(request), request.path_params["slot"], time.perf_counter()
+    action = request.query_params.get("action", "")
+    if action not in _ACTIONS:
+        raise ApiError(400, "action is none of save, restore, erase", param="action")
+    asked = SlotBody(filename="-") if action == "erase" else await read_schema(request, SlotBody)
+    name = asked.filename  # by the rules of `fs_validate_filename` in common/common.cpp
+    if _ODD.search(name) or not name.isprintable() or len(name.encode()) > 255:
+        raise ApiError(400, "filename is no name of a file", param="filename")
+    async with state.using(state.find(asked.model)) as loaded:
+        owner = cache_owner(owner_of(request)) if state.cache_by_key else ""
+        done = loaded.service.act(action, slot, name, owner)
+        if done is None:
+            message = "this server saves no slots; start it with --slot-save-path DIR"
+            raise ApiError(501, message, kind="not_supported_error")
+        counts = await asyncio.wrap_future(done)
+    ms = {f"{action}_ms": (time.perf_counter() - began) * 1e3}
+    more = {} if action == "erase" else {"filename": asked.filename, "timings": ms}
+    return reply({"id_slot": slot, **dict(zip(_ACTIONS[action], counts)), **more})
+
+
 TABLE = RouteTable(
     [
         Operation("/completion", complete, TextBody, streams=EVENTS),
         Operation("/completions", complete, TextBody, streams=EVENTS),
         Operation("/infill", infill, InfillBody, streams=EVENTS),
+        Operation("/slots/{slot:int}", act, SlotBody),
     ]
 )

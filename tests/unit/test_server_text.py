@@ -211,9 +211,7 @@ def test_the_page_of_the_server_names_every_figure() -> None:
     assert len(names) > 30 and [name for name in names if name not in page] == []
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/rerank", "/api/embed", "/api/pull", "/slots/0?action=save"]
-)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/rerank", "/api/embed", "/api/pull"])
 def test_paths_of_other_servers_say_what_to_use(path: str) -> None:
     response = Case().post(path, {})
     error = response.json()["error"]
