@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedModel
 from .base import Layer, Routing
-from .blocks.attention import build_attention
+from .blocks.attention import attention_tensors
 from .blocks.common import CommonArchitecture
 from .blocks.experts import expert_tensors
-from .hparams import MAX_CTX, read_attention, read_experts, read_layers, read_rope, read_sizes
+from .hparams import MAX_CTX, read_plain
 from .inputs import Memory, PassInputs, PassShape, Weights
-from .tensors import Expected, matrix, vector
+from .tensors import Expected, matrix, vector, with_biases
 
 if TYPE_CHECKING:
     from ..ggml.ops import Builder, Tensor
@@ -43,18 +43,9 @@ class GptOss(CommonArchitecture):
     @classmethod
     def read(cls, meta: Metadata, n_vocab: int) -> GptOss:
         """Read and check the hyper-parameters."""
-        sizes, layers = read_sizes(meta, n_vocab), read_layers(meta)
-        n_layer = layers["n_layer"]
-        rope = read_rope(meta, sizes["n_ctx_train"])
-        _refuse_windows(meta, rope["rope_freq_base"])
-        return cls(
-            **sizes,
-            **layers,
-            **read_attention(meta, sizes["n_embd"], n_layer, rotates_all=True),
-            **read_experts(meta, n_layer, shared=False),
-            **rope,
-            windows=_read_windows(meta, n_layer),
-        )
+        found = read_plain(meta, n_vocab)
+        _refuse_windows(meta, found["rope_freq_base"])
+        return cls(**found, windows=_read_windows(meta, found["n_layer"]))
 
     def layer(self, il: int) -> Layer:
         """Return what a layer keeps."""
@@ -68,19 +59,12 @@ class GptOss(CommonArchitecture):
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of a layer."""
-        n_embd, d = self.n_embd, self.n_embd_head_k
-        shapes = {
-            "attn_q": (n_embd, d * self.n_head),
-            "attn_k": (n_embd, d * self.n_head_kv),
-            "attn_v": (n_embd, d * self.n_head_kv),
-            "attn_output": (d * self.n_head, n_embd),
-        }
-        found = {f"{name}.weight": matrix(*ne) for name, ne in shapes.items()}
-        found |= {f"{name}.bias": vector(ne[1]) for name, ne in shapes.items()}
+        mixer = attention_tensors(self)
+        matrices = {name: spec for name, spec in mixer.items() if "norm" not in name}
         # llama.cpp knows no merged stacks here
-        return found | expert_tensors(self, merged=False) | {
-            "attn_norm.weight": vector(n_embd),
-            "post_attention_norm.weight": vector(n_embd),
+        return with_biases(matrices) | expert_tensors(self, merged=False) | {
+            "attn_norm.weight": mixer["attn_norm.weight"],
+            "post_attention_norm.weight": vector(self.n_embd),
             "attn_sinks.weight": vector(self.n_head),
             "ffn_gate_inp.bias": vector(self.n_expert),
         }  # fmt: skip
@@ -90,7 +74,7 @@ class GptOss(CommonArchitecture):
         cur: Tensor, il: int,
     ) -> Tensor:  # fmt: skip
         """Append attention."""
-        out = build_attention(b, self, w, memory, inp, shape, cur, il)
+        out = super().mixer(b, w, memory, inp, shape, cur, il)
         return b.name(out, "attn_out", il)
 
     def router(self, b: Builder, w: Weights, residual: Tensor, cur: Tensor, il: int) -> Routing:

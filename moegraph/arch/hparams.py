@@ -114,6 +114,19 @@ def read_experts(meta: Metadata, n_all: int, shared: bool, grouped: bool = False
     return {"n_expert": n_expert, "n_expert_used": n_used, **sizes}
 
 
+def read_plain(meta: Metadata, n_vocab: int) -> dict[str, Any]:
+    """Read the hyper-parameters of a model of attention and routed experts in every layer."""
+    sizes, layers = read_sizes(meta, n_vocab), read_layers(meta)
+    n_layer = layers["n_layer"]
+    return {
+        **sizes,
+        **layers,
+        **read_attention(meta, sizes["n_embd"], n_layer, rotates_all=True),
+        **read_experts(meta, n_layer, shared=False),
+        **read_rope(meta, sizes["n_ctx_train"]),
+    }
+
+
 def read_rope(
     meta: Metadata, n_ctx_train: int, base: float | None = 10_000.0, scales_attn: bool = True
 ) -> dict[str, Any]:

@@ -13,30 +13,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedModel
-from .base import Architecture, Layer
-from .blocks.attention import attention_tensors, build_attention
-from .blocks.common import CommonArchitecture
-from .blocks.deltanet import (
-    PROJECTIONS,
-    DeltaArchitecture,
-    build_commit,
-    build_deltanet,
-    delta_layer,
-    delta_tensors,
-    read_delta,
-)
+from .base import Architecture
+from .blocks.attention import attention_tensors
+from .blocks.deltanet import PROJECTIONS, DeltaArchitecture, delta_tensors, read_delta
 from .blocks.experts import expert_tensors, shared_tensors
 from .hparams import MAX_DIM, read_attention, read_experts, read_layers, read_rope, read_sizes
-from .inputs import Memory, PassInputs, PassShape, Weights
 from .tensors import Expected, vector
 
 if TYPE_CHECKING:
-    from ..ggml.ops import Builder, Tensor
     from ..gguf.metadata import Metadata
 
 
 @dataclass(frozen=True)
-class Qwen35Moe(DeltaArchitecture, CommonArchitecture):
+class Qwen35Moe(DeltaArchitecture):
     """See `Architecture`; recurrent: which layers are DeltaNets."""
 
     name = "qwen35moe"
@@ -52,40 +41,11 @@ class Qwen35Moe(DeltaArchitecture, CommonArchitecture):
         sections = _read_sections(meta, found["n_rot"], found["n_embd_head_k"])
         return cls(**found, rope_sections=sections)
 
-    def is_recurrent(self, il: int) -> bool:
-        """Return whether layer il is a DeltaNet; the prediction block has attention."""
-        return il < self.n_layer and self.recurrent[il]
-
-    def layer(self, il: int) -> Layer:
-        """Return what layer il keeps."""
-        return delta_layer(self) if self.is_recurrent(il) else super().layer(il)
-
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of layer il."""
         mixer = delta_tensors(self) if self.is_recurrent(il) else attention_tensors(self, True)
         norm = {"post_attention_norm.weight": vector(self.n_embd)}
         return mixer | norm | expert_tensors(self, merged) | shared_tensors(self)
-
-    @property
-    def mixer_width(self) -> int:
-        """Return a bound on the F32 numbers that a mixer has of a row."""
-        return 3 * self.conv_dim + 3 * self.value_dim + super().mixer_width
-
-    def mixer(
-        self, b: Builder, w: Weights, memory: Memory, inp: PassInputs, shape: PassShape,
-        cur: Tensor, il: int,
-    ) -> Tensor:  # fmt: skip
-        """Append DeltaNet or attention."""
-        if self.is_recurrent(il):
-            return build_deltanet(b, self, w, memory, inp, shape, cur, il)
-        return build_attention(b, self, w, memory, inp, shape, cur, il, gated=True)
-
-    def commit(
-        self, b: Builder, w: Weights, memory: Memory, rows: list[Tensor], slots: Tensor,
-        path: Tensor, lengths: Tensor, il: int,
-    ) -> None:  # fmt: skip
-        """Append the update of a DeltaNet's states."""
-        build_commit(b, self, w, memory, rows, slots, path, lengths, il)
 
 
 def read_hybrid(meta: Metadata, n_vocab: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .blocks.attention import attention_tensors
 from .blocks.common import CommonArchitecture
 from .blocks.experts import expert_tensors
-from .hparams import read_attention, read_experts, read_layers, read_rope, read_sizes
+from .hparams import read_plain
 from .tensors import Expected, vector
 
 if TYPE_CHECKING:
@@ -30,15 +30,7 @@ class Qwen3Moe(CommonArchitecture):
     @classmethod
     def read(cls, meta: Metadata, n_vocab: int) -> Qwen3Moe:
         """Read and check the hyper-parameters."""
-        sizes, layers = read_sizes(meta, n_vocab), read_layers(meta)
-        n_layer = layers["n_layer"]
-        return cls(
-            **sizes,
-            **layers,
-            **read_attention(meta, sizes["n_embd"], n_layer, rotates_all=True),
-            **read_experts(meta, n_layer, shared=False),
-            **read_rope(meta, sizes["n_ctx_train"]),
-        )
+        return cls(**read_plain(meta, n_vocab))
 
     def layer_tensors(self, il: int, merged: bool) -> dict[str, Expected]:
         """Return the tensors of a layer."""

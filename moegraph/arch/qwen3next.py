@@ -68,7 +68,7 @@ class Qwen3Next(Qwen35Moe):
 
     def project_delta(self, b: Builder, w: Weights, cur: Tensor, il: int) -> list[Tensor]:
         """Append the projections of rows, and put those of all groups side by side."""
-        d, r, n = self.head_k_dim, self.n_v_heads // self.n_k_heads, cur.ne[1]
+        d, r, n = self.head_dim, self.n_v_heads // self.n_k_heads, cur.ne[1]
         if _QKV in w and _Z in w:
             qkv, z, ba = project(b, w, (_QKV, _Z, _BA), cur)
         else:

@@ -53,6 +53,12 @@ def vector(*ne: int, required: bool = True) -> Expected:
     return Expected(ne, VECTOR_TYPES, required)
 
 
+def with_biases(matrices: Mapping[str, Expected]) -> dict[str, Expected]:
+    """Return what matrices, and what the biases of each, must look like, by their names."""
+    biases = {name.replace("weight", "bias"): vector(*of.ne[1:]) for name, of in matrices.items()}
+    return {**matrices, **biases}
+
+
 def block_index(name: str) -> int | None:
     """Return N of a 'blk.N.' tensor name, or None for a tensor outside the blocks."""
     match = _BLOCK.match(name)

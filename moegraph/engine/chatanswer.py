@@ -45,7 +45,7 @@ class ChatAnswer(_Parts, Iterator[Part]):
 
     reply: all parts so far; `reply.message()` is the message to append to the conversation. event:
     the last event of the generation, with its counts and times. finish_reason: None until the end;
-    then "stop", "tool_calls", "length" or "cancelled".
+    then "stop", "tool_calls", "length", "cancelled" or "deadline".
     """
 
     def __init__(self, events: Events, parser: AnswerParser) -> None:

@@ -499,13 +499,10 @@ class Engine(Closable):
 
         self.ownership.enter()
         prepared = self._chat_model.prepare(ChatRequest(messages=messages, tools=tools, **more))
-        asked = prepared.request
-        events = self.generate(
-            asked.prompt, asked.sampling, asked.max_tokens, asked.stop, cancel=cancel,
-            progress=progress, ignore_eos=asked.ignore_eos, reuse=asked.reuse, marks=asked.marks,
-            constraint=asked.constraint, pictures=asked.pictures,
-        )  # fmt: skip
-        return ChatAnswer(events, prepared.parser)
+        generation = Generation(
+            self.core, self.ownership, prepared.request, self.tokenizer, cancel, progress
+        )
+        return ChatAnswer(Events(generation.run(), self.ownership), prepared.parser)
 
     @cached_property
     def _chat_model(self) -> ChatModel:

@@ -137,7 +137,7 @@ class Generation:
 
     def __init__(
         self, core: Core, ownership: Ownership, request: Request, vocabulary: Tokenizer | None,
-        cancel: CancelToken | None, progress: Progress | None, keep_logits: bool,
+        cancel: CancelToken | None, progress: Progress | None, keep_logits: bool = False,
     ) -> None:  # fmt: skip
         """vocabulary: None for no text. Others: as in `Engine.generate`."""
         self._core, self._ownership = core, ownership

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 from uuid import uuid4
 
 from pydantic import Field
@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ..engine.chat import ChatRequest, Format
 from ..loop.requests import Step, Usage
-from ..text.chat.parts import CallArguments, CallBegin, CallEnd, Part, ReasoningPart
+from ..text.chat.parts import CallArguments, CallBegin, CallEnd, Part, ReasoningPart, call_of
 from .answers import Update
 from .errors import TEXT_SCHEMA, ApiError, object_schema
 from .exchange import Exchange, PromptProgress, respond
@@ -224,16 +224,12 @@ def _answer(blocks: Sequence[tuple[Block, str]]) -> Message:
             thinking = read(ThinkingBlock, block, where).thinking
             found["reasoning_content"] = found.get("reasoning_content", "") + thinking
         elif kind == "tool_use":
-            found.setdefault("tool_calls", []).append(_call(read(ToolUse, block, where)))
+            use = read(ToolUse, block, where)
+            call = call_of(use.id, use.name, json.dumps(use.input, ensure_ascii=False))
+            found.setdefault("tool_calls", []).append(call)
         elif kind not in _OPAQUE:
             _refuse_block(kind, where)
     return found
-
-
-def _call(use: ToolUse) -> dict[str, Any]:
-    arguments = json.dumps(use.input, ensure_ascii=False)
-    function = {"name": use.name, "arguments": arguments}
-    return {"id": use.id, "type": "function", "function": function}
 
 
 def _question(role: str, blocks: Sequence[tuple[Block, str]]) -> list[Message]:
@@ -297,10 +293,9 @@ def _text(block: Block, where: str) -> str:
         head = [line for line in (document.title, document.context) if line]
         return _joined([*head, document.source.data])
     _refuse_block(kind, where)
-    return ""
 
 
-def _refuse_block(kind: object, where: str) -> None:
+def _refuse_block(kind: object, where: str) -> NoReturn:
     if kind == "image":
         refuse(where, "this server does not read images")
     refuse(f"{where}.type", f"blocks of type {kind!r:.80} are not supported here")
@@ -407,8 +402,7 @@ class _Block:
 
     @property
     def kind(self) -> str:
-        kind: str = self.head["type"]
-        return kind
+        return str(self.head["type"])
 
     def json(self, is_new: bool = False) -> dict[str, Any]:
         """Return the block as it is now; is_new: as it is announced, with nothing in it yet."""

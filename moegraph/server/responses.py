@@ -621,8 +621,7 @@ class _OutputItem:
 
     @property
     def kind(self) -> str:
-        kind: str = self.head["type"]
-        return kind
+        return str(self.head["type"])
 
     def json(self) -> dict[str, Any]:
         own: dict[str, Any]

@@ -13,6 +13,7 @@ from helpers.shared import prompt
 from moegraph.engine import Engine
 from moegraph.ggml.lib import C, ffi
 from moegraph.kinds import Kind
+from moegraph.resident.store import ExpertStore
 
 PRESET, N_LAYER, N_USED = "legacy32", 8, 4
 # One slot more than a row chooses: most rows miss something, and nearly all is at risk.
@@ -43,6 +44,14 @@ def fetch_layers(engine: Engine) -> frozenset[int]:
     return engine.runner.residency.miss_mode(Kind.DECODE, 1).fetch_layers
 
 
+def source(store: ExpertStore, il: int, expert: int) -> Any:
+    """Return the address of a packed expert, as those that copy it get it."""
+    base = store.pinned(il)
+    if base is None:
+        return store.ring.take(il, expert)
+    return base + expert * store.packing(il).stride
+
+
 def check_sound(engine: Engine) -> None:
     """Check that cache, tables and listeds agree, and that slots hold what they are said to."""
     handler, cache = engine.runner.misses, engine.runner.cache
@@ -71,7 +80,7 @@ def check_sound(engine: Engine) -> None:
         for expert in np.flatnonzero(cache.tables[il] >= 0).tolist():
             at = int(cache.tables[il, expert]) * packing.stride
             C.ggml_backend_tensor_get(memory, ffi.from_buffer(held), at, held.nbytes)
-            wanted = ffi.buffer(ffi.cast("char *", store.source(il, expert)), held.nbytes)
+            wanted = ffi.buffer(ffi.cast("char *", source(store, il, expert)), held.nbytes)
             assert held.tobytes() == bytes(wanted), f"layer {il}, expert {expert}"
 
 

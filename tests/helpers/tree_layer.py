@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from helpers.tree_shapes import forest, heap, path
-from moegraph.arch.blocks.deltanet import PROJECTIONS, build_commit, build_deltanet
+from moegraph.arch.blocks.deltanet import PROJECTIONS, DeltaArchitecture
 from moegraph.arch.inputs import PassShape, project
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
@@ -20,9 +20,9 @@ from moegraph.graphs.rows import check_parents
 Array = npt.NDArray[np.float32]
 
 # A layer of a small model: n_embd, heads and head size large enough for all the kernels.
-HP = SimpleNamespace(
-    n_embd=96, n_v_heads=4, n_k_heads=2, head_k_dim=32, head_v_dim=32, conv_dim=256, ssm_d_conv=4,
-    f_norm_rms_eps=1e-6, has_head_groups=False,
+HP: Any = SimpleNamespace(
+    n_embd=96, n_v_heads=4, n_k_heads=2, head_dim=32, conv_dim=256, ssm_d_conv=4,
+    f_norm_rms_eps=1e-6, has_head_groups=False, is_recurrent=lambda il: True,
     project_delta=lambda b, w, cur, il: project(b, w, PROJECTIONS, cur),
 )  # fmt: skip
 WEIGHTS = {
@@ -79,19 +79,19 @@ class Layer:
             cur = b.leaf(F32, (HP.n_embd, n_tokens * n_seqs), "cur")
             slots = b.leaf(I32, (n_seqs,), "slots")
             inputs = [(cur, x), (slots, np.array(SLOTS[:n_seqs], np.int32))]
-            args = (b, HP, self.weights, self.state)
+            args = (HP, b, self.weights, self.state)
             inp = SimpleNamespace(slots=slots, parents=None, joint=None)
             if trees is not None:
                 inp.parents = b.leaf(I32, (n_tokens, n_seqs), "parents")
                 inputs.append((inp.parents, check_parents(trees)))
-            out = b.expand(build_deltanet(*args, inp, shape, cur, 0))
+            out = b.expand(DeltaArchitecture.mixer(*args, inp, shape, cur, 0))
             if paths is not None:
                 path = b.leaf(I32, (len(paths[0]), n_seqs), "path")
                 firsts = n_tokens * np.arange(n_seqs)[:, None]
                 inputs.append((path, np.array(firsts + paths, np.int32)))
                 lengths = b.leaf(I32, (n_seqs,), "lengths")
                 inputs.append((lengths, np.full(n_seqs, len(paths[0]), np.int32)))
-                build_commit(*args, self._rows, slots, path, lengths, 0)
+                DeltaArchitecture.commit(*args, self._rows, slots, path, lengths, 0)
             with Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, self.device.buft)):
                 for tensor, array in inputs:
                     C.ggml_backend_tensor_set(

@@ -138,6 +138,11 @@ def test_a_cut_call_is_told_as_cut(engine: Engine) -> None:
     assert all(not call.is_whole for call in reply.calls)
 
 
+def test_a_deadline_ends_an_answer(engine: Engine) -> None:
+    answer = engine.chat(ASKED, sampling=GREEDY, max_tokens=50, deadline_s=0.0)
+    assert answer.whole().content == "" and answer.finish_reason == "deadline"
+
+
 def test_it_can_be_cancelled_or_closed(engine: Engine) -> None:
     cancel = CancelToken()
     answer = engine.chat(ASKED, sampling=GREEDY, max_tokens=50, cancel=cancel)

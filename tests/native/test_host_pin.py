@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
+from helpers.fetching_engines import source
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.arch import open_model
@@ -95,7 +96,7 @@ def pinned(model_path, no_leak, monkeypatch) -> Callable[..., SimpleNamespace]:
 
 def check_bytes(store: ExpertStore, model, il: int, expert: int) -> None:
     """Compare what is handed out for an expert with the file, part by part."""
-    address, packing = store.source(il, expert), store.packing(il)
+    address, packing = source(store, il, expert), store.packing(il)
     if il in store.rows:  # copies and kernels may read up to the next expert
         data = np.frombuffer(ffi.buffer(address, packing.stride), np.uint8)
         assert not data[packing.n_bytes :].any()

@@ -53,7 +53,7 @@ def test_the_35b_shape_gives_the_sizes_of_the_real_model(read: Read) -> None:
     hp = read(Shape(**REAL_35B))
     assert (hp.n_layer, hp.n_layer_nextn, sum(hp.recurrent)) == (40, 1, 30)
     assert [il for il in range(40) if hp.layer(il).kv] == list(range(3, 40, 4))
-    assert (hp.head_k_dim, hp.head_v_dim, hp.n_k_heads, hp.n_v_heads) == (128, 128, 16, 32)
+    assert (hp.head_dim, hp.n_k_heads, hp.n_v_heads) == (128, 16, 32)
     assert (hp.key_dim, hp.value_dim, hp.conv_dim) == (2048, 4096, 8192)
     assert (hp.n_embd_head_k, hp.n_rot, hp.n_head, hp.n_head_kv) == (256, 64, 16, 2)
     assert (hp.n_vocab, hp.n_ff_exp, hp.n_ff_shexp) == (N_VOCAB, 512, 512)

@@ -46,18 +46,19 @@ def attention_tensors(
 
 def build_attention(
     b: Builder, hp: Architecture, w: Weights, memory: Memory, inp: PassInputs, shape: PassShape,
-    cur: Tensor, il: int, gated: bool = False,
+    cur: Tensor, il: int,
 ) -> Tensor:  # fmt: skip
     """Append one attention mixer: F32 [n_embd, n_tokens] in and out.
 
-    gated: each head of attn_q has d query elements, then d of a gate of the head's output.
+    If attn_q is wide enough, each head of it has d query elements, then d of a gate of the head's
+    output.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn, and qwen3moe.cpp.
     """
     d, n_head, n_tokens = hp.n_embd_head_k, hp.n_head, cur.ne[1]
     q, k, v = _biased(b, w, project(b, w, ("attn_q.weight", *_KV), cur), "qkv")
     gate = None
-    if gated:
+    if q.ne[0] > d * n_head:
         q_full = b.name(q, "Qcur_full", il)
         strides = (8 * d, 8 * d * n_head)
         q = b.view(q_full, (d, n_head, n_tokens), strides)

@@ -7,14 +7,14 @@ tensors of `Memory.layer_states`; slots I32 [S] names the column of each sequenc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..base import Architecture, Layer
+from ..base import Layer
 from ..hparams import MAX_DIM
 from ..inputs import JointRows, Memory, PassInputs, PassShape, Weights, project
 from ..tensors import Expected, matrix, vector
+from .common import CommonArchitecture
 
 if TYPE_CHECKING:
     from ...ggml.ops import Builder, Tensor
@@ -24,7 +24,7 @@ PROJECTIONS = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_al
 
 
 @dataclass(frozen=True)
-class DeltaArchitecture(Architecture):
+class DeltaArchitecture(CommonArchitecture):
     """An architecture some of whose layers are gated DeltaNets: those where `recurrent` is true."""
 
     # whether value heads that are next to each other read the same key head; else value head h
@@ -39,14 +39,9 @@ class DeltaArchitecture(Architecture):
     recurrent: tuple[bool, ...]
 
     @property
-    def head_k_dim(self) -> int:
-        """Return the width of a DeltaNet key head."""
+    def head_dim(self) -> int:
+        """Return the width of a DeltaNet head, of keys or of values."""
         return self.ssm_d_state
-
-    @property
-    def head_v_dim(self) -> int:
-        """Return the width of a DeltaNet value head."""
-        return self.ssm_d_inner // self.ssm_dt_rank
 
     @property
     def n_k_heads(self) -> int:
@@ -61,17 +56,36 @@ class DeltaArchitecture(Architecture):
     @property
     def key_dim(self) -> int:
         """Return the width of all DeltaNet key heads together."""
-        return self.head_k_dim * self.n_k_heads
+        return self.head_dim * self.n_k_heads
 
     @property
     def value_dim(self) -> int:
         """Return the width of all DeltaNet value heads together."""
-        return self.head_v_dim * self.n_v_heads
+        return self.head_dim * self.n_v_heads
 
     @property
     def conv_dim(self) -> int:
         """Return the number of convolution channels: q, k and v side by side."""
         return 2 * self.key_dim + self.value_dim
+
+    @property
+    def mixer_width(self) -> int:
+        """Return a bound on the F32 numbers that a mixer has of a row."""
+        return 3 * self.conv_dim + 3 * self.value_dim + super().mixer_width
+
+    def is_recurrent(self, il: int) -> bool:
+        """Return whether layer il is a DeltaNet; the prediction block has attention."""
+        return il < self.n_layer and self.recurrent[il]
+
+    def layer(self, il: int) -> Layer:
+        """Return what layer il keeps."""
+        if not self.is_recurrent(il):
+            return super().layer(il)
+        d, n_v = self.head_dim, self.n_v_heads
+        conv = "conv_state_last", (self.ssm_d_conv - 1, self.conv_dim)
+        return Layer(
+            "DeltaNet", states=(conv, ("new_state", (d, d, n_v))), drafts=(self.conv_dim, n_v, n_v)
+        )
 
     def project_delta(self, b: Builder, w: Weights, cur: Tensor, il: int) -> list[Tensor]:
         """Append the projections of rows F32 [n_embd, n_tokens]: qkv, z, beta and alpha.
@@ -79,6 +93,58 @@ class DeltaArchitecture(Architecture):
         F32 [conv_dim, value_dim, n_v_heads or n_v_heads, n_tokens].
         """
         return project(b, w, PROJECTIONS, cur)
+
+    def mixer(
+        self, b: Builder, w: Weights, memory: Memory, inp: PassInputs, shape: PassShape,
+        cur: Tensor, il: int,
+    ) -> Tensor:  # fmt: skip
+        """Append attention or a DeltaNet: F32 [n_embd, n_tokens] in and out.
+
+        With inp.joint, the rows of the sequences are not equally many; shape has the rectangle.
+        With inp.parents, each row continues its parent; a root continues the states, which do not
+        change. Then the inputs of the recurrences go to memory.drafts, from which `commit` runs the
+        accepted rows again.
+
+        Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn_linear, except that
+        states are read and written in place; upstream copies them.
+        """
+        if not self.is_recurrent(il):
+            return super().mixer(b, w, memory, inp, shape, cur, il)
+        joint, n = inp.joint, cur.ne[1]
+        flat = PassShape(n, 1, shape.n_kv, 0) if joint else shape
+        rows, z = _project_rows(b, self, w, flat, cur, il)
+        if joint:
+            placed, lengths = _spread_rows(b, rows, shape, joint), joint.lengths
+            out = _recurrence(b, self, w, memory, placed, inp.slots, il, lengths=lengths)
+            out = joint.gather(b, b.reshape(out, self.value_dim, shape.n_tokens))
+            out = b.reshape(out, self.head_dim, self.n_v_heads, n, 1)
+        else:
+            out = _recurrence(b, self, w, memory, rows, inp.slots, il, inp.parents)
+        out = _output(b, self, w, flat, out, z, il)
+        if inp.parents is not None:
+            memory.drafts.keep(b, (rows.qkv, rows.gate, rows.beta), il)
+        return out
+
+    def commit(
+        self, b: Builder, w: Weights, memory: Memory, rows: list[Tensor], slots: Tensor,
+        path: Tensor, lengths: Tensor, il: int,
+    ) -> None:  # fmt: skip
+        """Append the update of a DeltaNet's states by the rows of one path through each tree.
+
+        Row r of sequence s is s * T + r in path. The recurrences of `mixer` run over the path
+        alone, so the states are those of a pass without the rest of the tree.
+        """
+        n, s, n_v = path.ne[0], path.ne[1], self.n_v_heads
+        flat = b.reshape(path, n * s)
+
+        def along(a: Tensor, width: int) -> Tensor:
+            n_rows = math.prod(a.ne[i] for i in range(4)) // width
+            return b.get_rows(b.reshape(a, width, n_rows), flat)
+
+        qkv = b.reshape(along(rows[0], self.conv_dim), self.conv_dim, n, s)
+        gate, beta = (b.reshape(along(a, n_v), 1, n_v, n, s) for a in rows[1:])
+        accepted = _DeltaRows(qkv, gate, beta)
+        _recurrence(b, self, w, memory, accepted, slots, il, lengths=lengths)
 
 
 def read_delta(meta: Metadata) -> dict[str, Any]:
@@ -104,16 +170,6 @@ def read_delta(meta: Metadata) -> dict[str, Any]:
     }
 
 
-def delta_layer(hp: DeltaArchitecture) -> Layer:
-    """Return what a DeltaNet layer keeps."""
-    d = hp.head_v_dim
-    states = (
-        ("conv_state_last", (hp.ssm_d_conv - 1, hp.conv_dim)),
-        ("new_state", (d, d, hp.n_v_heads)),
-    )
-    return Layer("DeltaNet", states=states, drafts=(hp.conv_dim, hp.n_v_heads, hp.n_v_heads))
-
-
 def delta_tensors(hp: DeltaArchitecture) -> dict[str, Expected]:
     """Return the tensors of a DeltaNet mixer."""
     return {
@@ -125,7 +181,7 @@ def delta_tensors(hp: DeltaArchitecture) -> dict[str, Expected]:
         "ssm_a": vector(hp.n_v_heads),
         "ssm_beta.weight": matrix(hp.n_embd, hp.n_v_heads),
         "ssm_alpha.weight": matrix(hp.n_embd, hp.n_v_heads),
-        "ssm_norm.weight": vector(hp.head_v_dim),
+        "ssm_norm.weight": vector(hp.head_dim),
         "ssm_out.weight": matrix(hp.value_dim, hp.n_embd),
     }
 
@@ -141,36 +197,6 @@ class _DeltaRows:
     qkv: Tensor
     gate: Tensor
     beta: Tensor
-
-
-def build_deltanet(
-    b: Builder, hp: DeltaArchitecture, w: Weights, memory: Memory, inp: PassInputs,
-    shape: PassShape, cur: Tensor, il: int,
-) -> Tensor:  # fmt: skip
-    """Append one DeltaNet mixer: F32 [n_embd, n_tokens] in and out.
-
-    With inp.joint, the rows of the sequences are not equally many; shape has the rectangle. With
-    inp.parents, each row continues its parent; a root continues the states, which do not change.
-    Then the inputs of the recurrences go to memory.drafts, from which `build_commit` runs the
-    accepted rows again.
-
-    Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn_linear, except that states
-    are read and written in place; upstream copies them.
-    """
-    joint, n = inp.joint, cur.ne[1]
-    flat = PassShape(n, 1, shape.n_kv, 0) if joint else shape
-    rows, z = _project_rows(b, hp, w, flat, cur, il)
-    if joint:
-        placed, lengths = _spread_rows(b, rows, shape, joint), joint.lengths
-        out = _recurrence(b, hp, w, memory, placed, inp.slots, il, lengths=lengths)
-        out = joint.gather(b, b.reshape(out, hp.value_dim, shape.n_tokens))
-        out = b.reshape(out, hp.head_v_dim, hp.n_v_heads, n, 1)
-    else:
-        out = _recurrence(b, hp, w, memory, rows, inp.slots, il, inp.parents)
-    out = _output(b, hp, w, flat, out, z, il)
-    if inp.parents is not None:
-        memory.drafts.keep(b, (rows.qkv, rows.gate, rows.beta), il)
-    return out
 
 
 def _spread_rows(b: Builder, rows: _DeltaRows, shape: PassShape, joint: JointRows) -> _DeltaRows:
@@ -207,11 +233,11 @@ def _project_rows(
 def _output(
     b: Builder, hp: DeltaArchitecture, w: Weights, shape: PassShape, out: Tensor, z: Tensor, il: int
 ) -> Tensor:
-    """Append norm, gate z and projection of out F32 [head_v_dim, n_v_heads, T, S].
+    """Append norm, gate z and projection of out F32 [head_dim, n_v_heads, T, S].
 
     Returns F32 [n_embd, n_tokens].
     """
-    d_v, n_v, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs
+    d_v, n_v, t, s = hp.head_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs
     out = b.norm(out, w["ssm_norm.weight"], hp.f_norm_rms_eps)
     out = b.mul(out, b.silu(b.reshape(z, d_v, n_v, t, s)))
     # one matrix of rows, also of several sequences: else CUDA would read the weights for each of
@@ -224,7 +250,7 @@ def _recurrence(
     b: Builder, hp: DeltaArchitecture, w: Weights, memory: Memory, rows: _DeltaRows,
     slots: Tensor, il: int, parents: Tensor | None = None, lengths: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Append convolution and delta rule: F32 [head_v_dim, n_v_heads, T, S].
+    """Append convolution and delta rule: F32 [head_dim, n_v_heads, T, S].
 
     They store the new states. With parents I32 [T, S] (see graphs/rows.py) they store none. With
     lengths I32 [S], only the first lengths[s] rows of a sequence count.
@@ -244,13 +270,9 @@ def _recurrence(
 
 
 def _split_qkv(b: Builder, hp: DeltaArchitecture, conv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """View q, k [head_k_dim, n_k_heads, T, S] and v [head_v_dim, n_v_heads, T, S]."""
-    parts, offset = [], 0
-    for d, n in (
-        (hp.head_k_dim, hp.n_k_heads),
-        (hp.head_k_dim, hp.n_k_heads),
-        (hp.head_v_dim, hp.n_v_heads),
-    ):
+    """View q, k [head_dim, n_k_heads, T, S] and v [head_dim, n_v_heads, T, S]."""
+    parts, offset, d = [], 0, hp.head_dim
+    for n in (hp.n_k_heads, hp.n_k_heads, hp.n_v_heads):
         ne = (d, n, conv.ne[1], conv.ne[2])
         parts.append(b.view(conv, ne, (4 * d, conv.nb[1], conv.nb[2]), offset))
         offset += 4 * d * n
@@ -276,27 +298,3 @@ def _l2_norm(b: Builder, x: Tensor, eps: float) -> Tensor:
     """x / sqrt(sum(x^2) + eps), as rms_norm and scale, which CUDA runs as one kernel."""
     n = x.ne[0]
     return b.scale(b.rms_norm(x, eps / n), 1.0 / math.sqrt(n))
-
-
-def build_commit(
-    b: Builder, hp: DeltaArchitecture, w: Weights, memory: Memory, rows: Sequence[Tensor],
-    slots: Tensor, path: Tensor, lengths: Tensor, il: int,
-) -> None:  # fmt: skip
-    """Append the update of a layer's states by the rows of one path through each sequence's tree.
-
-    rows: what `build_deltanet` kept, or several such passes. slots I32 [S]. path: I32 [n_accepted,
-    S], rows counted over all sequences (row r of sequence s is s * T + r), of each tree from its
-    root on; lengths: I32 [S], how many of them count. The recurrences of build_deltanet run over
-    the path alone, so the states are those of a pass without the rest of the tree.
-    """
-    n, s, n_v = path.ne[0], path.ne[1], hp.n_v_heads
-    flat = b.reshape(path, n * s)
-
-    def along(a: Tensor, width: int) -> Tensor:
-        n_rows = math.prod(a.ne[i] for i in range(4)) // width
-        return b.get_rows(b.reshape(a, width, n_rows), flat)
-
-    qkv = b.reshape(along(rows[0], hp.conv_dim), hp.conv_dim, n, s)
-    gate, beta = (b.reshape(along(a, n_v), 1, n_v, n, s) for a in rows[1:])
-    accepted = _DeltaRows(qkv, gate, beta)
-    _recurrence(b, hp, w, memory, accepted, slots, il, lengths=lengths)

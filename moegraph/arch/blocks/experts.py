@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..base import Architecture
 from ..inputs import Weights
-from ..tensors import Expected, matrix, vector
+from ..tensors import Expected, matrix, with_biases
 
 if TYPE_CHECKING:
     from ...ggml.ops import Builder, Tensor
@@ -25,8 +25,7 @@ def expert_tensors(hp: Architecture, merged: bool) -> dict[str, Expected]:
         }
     experts["ffn_down_exps.weight"] = matrix(n_ff, n_embd, n_expert)
     if hp.has_expert_biases:
-        for name, spec in [*experts.items()]:
-            experts[name.replace("weight", "bias")] = vector(*spec.ne[1:])
+        experts = with_biases(experts)
     return experts | {"ffn_gate_inp.weight": matrix(n_embd, n_expert)}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import RequestError
 from .forms import END_OF_THINK, THINK
+from .parts import call_of
 from .rawjson import dumps, loads
 
 ROLES = ("system", "user", "assistant")
@@ -210,13 +211,7 @@ def _calls(calls: object, where: str, read: ReadArguments) -> list[dict[str, Any
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{n}].function: not a function with a name")
         arguments = _arguments(function["name"], function.get("arguments"), read)
-        found.append(
-            {
-                "id": str(call.get("id") or ""),
-                "type": "function",
-                "function": {"name": function["name"], "arguments": arguments},
-            }
-        )
+        found.append(call_of(str(call.get("id") or ""), function["name"], arguments))
     return found
 
 

@@ -46,6 +46,11 @@ class CallEnd:
     is_whole: bool = True
 
 
+def call_of(call_id: str, name: str, arguments: object) -> dict[str, Any]:
+    """Return a call in OpenAI's form."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 Part = ReasoningPart | ContentPart | CallBegin | CallArguments | CallEnd
 
 
@@ -88,12 +93,5 @@ class Reply:
             found["reasoning_content"] = self.reasoning
         if self.calls:
             found["content"] = self.content or None
-            found["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in self.calls
-            ]
+            found["tool_calls"] = [call_of(one.id, one.name, one.arguments) for one in self.calls]
         return found

@@ -33,6 +33,7 @@ from .forms import (
     form_of,
 )
 from .messages import TemplateMessage, without_late_system
+from .parts import call_of
 from .rawjson import CallMemory, dumps
 from .template import ChatTemplate
 
@@ -322,8 +323,7 @@ class PromptMaker:
         """
 
         def shown(arguments: object) -> str:
-            function = {"name": "f", "arguments": arguments}
-            call = {"id": "call_1", "type": "function", "function": function}
+            call = call_of("call_1", "f", arguments)
             turn = {"role": "assistant", "content": "", "tool_calls": [call]}
             return self._tried([{"role": "user", "content": "A"}, turn])
 
