@@ -133,6 +133,27 @@ def server(lines: Lines, part: str) -> Iterator[Figure]:
     yield from ratio("peak of device memory over llama-server's", *both("memory", "device_gib"))
 
 
+def mixed(lines: Lines, part: str) -> Iterator[Figure]:
+    """Clients that ask again and again: tokens a second over another server's, and waits."""
+    rows = [row for row in lines[part] if "p99_over_p50" in row]
+
+    def of(what: str, server: str, field: str) -> float | None:
+        return mid(row[field] for row in rows if (row["what"], row["server"]) == (what, server))
+
+    servers = dict.fromkeys(row["server"] for row in rows)
+    for what in dict.fromkeys(row["what"] for row in rows):
+        speed = of(what, "moegraph", "tokens_per_s")
+        for other in servers:
+            if other != "moegraph":
+                name = f"{what}: tok/s over {other}"
+                yield from ratio(name, speed, of(what, other, "tokens_per_s"))
+        for server in servers:
+            for field, shown in (("between", "between tokens"), ("first", "first token")):
+                name = f"{what}, {server}: {shown}, ms, p99 over p50"
+                each = (of(what, server, f"{field}_{share}_ms") for share in ("p99", "p50"))
+                yield from ratio(name, *each)
+
+
 def run_rows(lines: Lines, part: str) -> Iterator[Figure]:
     """Generations through sampler and text over the loop of `moegraph bench`."""
     rows = lines[part]

@@ -80,8 +80,8 @@ GROUPS = {
         "tests-alone",
     ),
     "before": (
-        "before-whole", "before-60", "before-25", "before-none", "before-server", "before-lookup",
-        "before-drafts",
+        "before-whole", "before-60", "before-25", "before-none", "before-server", "before-mixed",
+        "before-lookup", "before-drafts",
     ),
 }  # fmt: skip
 
@@ -119,6 +119,9 @@ PARTS: Sequence[Part] = (
     part("server-all", 80, "many clients beside llama-server",
          _SERVER + " --clients {clients} --samples {samples} --theirs '{ngl} -t {threads}'",
          shows=figures.server, share=1.0, needs="upstream"),
+    part("server-mixed", 95, "8 clients that ask again and again, prompts of 50 to 3,000",
+         _SERVER + " --clients --mixed {mixed} --theirs '{ngl} -t {threads} -cram 0 -ctxcp 0'",
+         shows=figures.mixed, share=1.0, needs="upstream"),
     part("first", 100, "from the start of a process to its first text, beside llama-completion",
          "bench_first.py {model} {device} --llama-completion {bin}/llama-completion"
          " --prompt {first} --vram {gib_25} --theirs '{ngl} -t {threads} -ncmoe {ncmoe_25}'"
@@ -136,6 +139,9 @@ PARTS: Sequence[Part] = (
          _BEFORE + " --settings 0", shows=figures.before, needs="before"),
     part("before-server", 120, "one client of both trees' servers",
          _PROGRAM + " --programs server", shows=figures.before, share=1.0, needs="before"),
+    part("before-mixed", 80, "the mixed load of both trees' servers",
+         "bench_server.py {model} {device} --before {before} -ub {server_ub} -c {ctx} --clients"
+         " --mixed {mixed} --out {out}", shows=figures.mixed, share=1.0, needs="before"),
     part("before-lookup", 120, "look-up of both trees",
          _PROGRAM + " --programs lookup", shows=figures.before, share=1.0, needs="before"),
     part("before-drafts", 200, "drafting of both trees",

@@ -2,7 +2,10 @@
 """Measure `moegraph serve` over HTTP, beside llama-server on the same file.
 
 One server after the other: tokens a second and the time between tokens for several numbers of
-clients; with --long also while a long prompt comes in, and the second turn of a long conversation.
+clients; with --long also while a long prompt comes in, and the second turn of a long conversation;
+with --mixed what clients get that ask again and again, with prompts of 50 to 3,000 tokens (fewer
+where the context is small), once more with prompts that are kept.
+
 Prompts are token ids, answers are greedy and have a fixed length. A character that takes several
 tokens comes as one piece of a stream: the time before it counts as that of several tokens, if the
 server says how many there are (`timings_per_token`). With an NVIDIA driver, the last line of each
@@ -10,6 +13,7 @@ server has its peak of device memory.
 
     scripts/bench_server.py 35b.gguf --llama-server bin/llama-server --long --out server.jsonl
     scripts/bench_server.py tiny --device cpu --clients 1 4 --tokens 30
+    scripts/bench_server.py 35b.gguf --clients --mixed 20 --before ../older
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +127,14 @@ class Stream(threading.Thread):
         return self
 
 
-def completion(port: int, n_prompt: int, n_tokens: int, seed: int) -> Stream:
-    """Return a request of random ids, to be continued by a fixed number of tokens."""
+def completion(port: int, n_prompt: int, n_tokens: int, seed: int, is_kept: bool = False) -> Stream:
+    """Return a request of random ids, to be continued by a fixed number of tokens.
+
+    is_kept: the prompt may be kept for later ones, though none goes on from it.
+    """
     ids = random.Random(seed).choices(IDS, k=n_prompt)
     body = {"prompt": ids, "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True,
-            "cache_prompt": False, "timings_per_token": True}  # fmt: skip
+            "cache_prompt": is_kept, "timings_per_token": True}  # fmt: skip
     return Stream(port, "/v1/completions", body)
 
 
@@ -212,6 +220,62 @@ def chat_beside(port: int, n_prompt: int, seed: int) -> dict[str, float]:
     return {
         "short_first_s": round(short.times[0] - short.begun, 3),
         "long_first_s": round(long.times[0] - long.begun, 3),
+    }
+
+
+class Asking(threading.Thread):
+    """A client that asks again and again until a moment; `streams` are its requests.
+
+    longest: tokens of prompts, at most; answers have 64 to 300.
+    """
+
+    def __init__(self, port: int, end: float, seed: int, longest: int, is_kept: bool) -> None:
+        super().__init__(daemon=True)
+        self.streams: list[Stream] = []
+        self._port, self._end, self._seed = port, end, seed
+        self._longest, self._is_kept = longest, is_kept
+
+    def run(self) -> None:
+        """Ask; the answer that is under way at the end is left."""
+        rng = random.Random(self._seed)
+        while (left := self._end - time.perf_counter()) > 0 and not self.error:
+            n_prompt, n_tokens = rng.randint(50, self._longest), rng.randint(64, 300)
+            seed = self._seed + len(self.streams)
+            one = completion(self._port, n_prompt, n_tokens, seed, self._is_kept)
+            self.streams.append(one.send())
+            one.join(left)
+        self.streams[-1].leave()
+
+    @property
+    def error(self) -> str:
+        """Return why the last request failed, if it did."""
+        return self.streams[-1].error if self.streams else ""
+
+
+def mixed(
+    longest: int, is_kept: bool, port: int, n: int, seconds: int, seed: int
+) -> dict[str, float]:
+    """Return what n clients get that ask again and again, after a fifth of the time."""
+    start = time.perf_counter() + seconds / 5
+    end = start + seconds * 4 / 5
+    clients = [Asking(port, end, seed + 1000 * i, longest, is_kept) for i in range(n)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+        if client.error:
+            raise RuntimeError(client.error)
+    streams = [one for client in clients for one in client.streams]
+    begun = [one for one in streams if one.times and start <= one.times[0] <= end]
+    first, between = [one.times[0] - one.begun for one in begun], gaps(streams, start, end)
+    return {
+        "tokens_per_s": round((len(between) + len(begun)) / (end - start), 1),
+        "between_p50_ms": ms(between, 0.5),
+        "between_p99_ms": ms(between, 0.99),
+        "p99_over_p50": round(ms(between, 0.99) / max(ms(between, 0.5), 1e-9), 2),
+        "first_p50_ms": ms(first, 0.5),
+        "first_p99_ms": ms(first, 0.99),
+        "answers": len(begun),
     }
 
 
@@ -305,6 +369,10 @@ def works(args: argparse.Namespace) -> Iterator[tuple[str, int, Work, tuple[int,
     """
     for n in args.clients:
         yield "clients", n, throughput, (n, args.tokens), max(12, args.tokens // 4)
+    for is_kept in (False, True) if args.mixed else ():
+        what, n = f"mixed{', kept' * is_kept}", args.beside
+        work = partial(mixed, min(3000, args.ctx_size // n - 300), is_kept)
+        yield what, n, work, (n, args.mixed), args.mixed // 2
     if args.long:
         yield "long prompt", args.beside, long_prompt, (args.beside, args.prompt), args.prompt
         yield "second turn", 1, second_turn, (args.turn,), args.turn // 4
@@ -337,11 +405,13 @@ def measure(
 
 def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Return name, command and environment of each server."""
-    slots = str(max(*args.clients, args.beside + 1))
+    slots = str(max([*args.clients, args.beside + args.long]))
     common = ["--port", str(port), "-np", slots, "-c", str(args.ctx_size), "-ub", str(args.ubatch)]
     ours = [sys.executable, "-m", "moegraph", "serve", str(args.model), "--log-format", "off",
             *common, "--device", args.device, *args.ours.split()]  # fmt: skip
     found = {"moegraph": (ours, bench.with_path("PYTHONPATH", bench.ROOT))}
+    if args.before:
+        found["before"] = (ours, bench.with_path("PYTHONPATH", args.before))
     if args.llama_server:
         theirs = [str(args.llama_server), "-m", str(args.model), "--kv-unified", "-fa", "on",
                   *common, "-b", str(max(args.ubatch, 2048)), *args.theirs.split()]  # fmt: skip
@@ -357,10 +427,13 @@ def parser() -> bench.Parser:
     p.add_argument("--theirs", default="-ngl 99", metavar="OPTIONS", help="of llama-server")
     p.add_argument("-c", "--ctx-size", type=int, default=40960)
     p.add_argument("-ub", "--ubatch", type=int, default=512, help="of both servers")
-    p.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    p.add_argument("--clients", type=int, nargs="*", default=[1, 4, 8, 16, 32])
     p.add_argument("--tokens", type=int, default=128, help="of each answer")
     p.add_argument("--long", action="store_true", help="a long prompt, and a second turn")
-    p.add_argument("--beside", type=int, default=8, help="clients beside the long prompt")
+    p.add_argument("--mixed", type=int, default=0, metavar="SECONDS", help="of the mixed load")
+    p.add_argument("--before", type=bench.existing, metavar="FOLDER", help="an older tree too")
+    p.add_argument("--beside", type=int, default=8,
+                   help="clients beside the long prompt, and of the mixed load")  # fmt: skip
     p.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt")
     p.add_argument("--turn", type=int, default=20000, help="tokens of the conversation")
     return p
@@ -368,18 +441,19 @@ def parser() -> bench.Parser:
 
 def compare(args: argparse.Namespace) -> None:
     """Measure each server; print lines, and append them to a file."""
-    port, speeds = free_port(), dict[tuple[str, int], list[float]]()
+    port, speeds = free_port(), dict[tuple[str, str, int], list[float]]()
     for name, (command, env) in commands(args, port).items():
         with bench.MemoryWatch() as watch:
             for line in measure(name, command, port, env, args):
                 bench.note(args.out, line)
                 if "tokens_per_s" in line:
-                    speeds.setdefault((name, line["clients"]), []).append(line["tokens_per_s"])
+                    key = name, line["what"], line["clients"]
+                    speeds.setdefault(key, []).append(line["tokens_per_s"])
         if watch.n_bytes > 0:
             peak = round(watch.n_bytes / 2**30, 2)
             bench.note(args.out, {"server": name, "what": "memory", "device_gib": peak})
-    rows = [[name, str(n), f"{statistics.median(x):.1f}"] for (name, n), x in speeds.items()]
-    print(bench.table(["server", "clients", "tok/s"], rows), end="")
+    rows = [[*map(str, key), f"{statistics.median(found):.1f}"] for key, found in speeds.items()]
+    print(bench.table(["server", "what", "clients", "tok/s"], rows), end="")
 
 
 if __name__ == "__main__":

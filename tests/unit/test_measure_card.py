@@ -20,6 +20,7 @@ import _card
 import _card_figures as figures
 import _card_run
 import _card_upstream
+import bench_server
 from _card_parts import PARTS, Part
 from _card_results import CUT, DONE, FAILED, Outcome, Results
 from _card_run import Runner
@@ -59,6 +60,32 @@ def test_the_scripts_take_the_options_of_the_parts(
             module = importlib.import_module(program.removesuffix(".py"))
             if hasattr(module, "parser"):
                 module.parser().parse_args(command[2:])
+
+
+class Answering(bench_server.Stream):
+    """A request that is answered by a token each hundredth of a second."""
+
+    def _run(self) -> None:
+        while not self._leaves.wait(0.01) and len(self.times) < 20:
+            self.times.append(time.perf_counter())
+            self.counts.append(len(self.times))
+
+
+def test_clients_of_the_mixed_load_ask_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def completion(port: int, n_prompt: int, *_: int) -> Answering:
+        asked.append(n_prompt)
+        return Answering(port, "", {})
+
+    monkeypatch.setattr(bench_server, "completion", completion)
+    found = bench_server.mixed(99, True, 0, 2, 1, 0)
+    assert len(asked) >= 4 and 50 <= min(asked) <= max(asked) <= 99
+    assert 20 < found["tokens_per_s"] < 201 and found["answers"] >= 2
+    assert 9 < found["between_p50_ms"] <= found["between_p99_ms"]
+    lines = [{"server": name, "what": "mixed", **found} for name in ("moegraph", "before")]
+    shown = {one.name: one.value for one in figures.mixed({"part": lines}, "part")}
+    assert shown["mixed: tok/s over before"] == 1.0 and len(shown) == 5
 
 
 @pytest.fixture
