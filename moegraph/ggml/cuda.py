@@ -17,6 +17,8 @@ LIBRARY = "libggml-cuda.so"
 _OLDEST = (7, 5)
 # Oldest driver for each major version of CUDA that has a package, best first.
 _DRIVERS = {13: "580", 12: "525"}
+# Architectures that the packages have code for; those that end in -server have that of others.
+_CONSUMER = "75 86 89 120"
 
 
 def packaged() -> dict[int, Path]:
@@ -40,9 +42,23 @@ def is_checkout() -> bool:
     return (FOLDER.parent.parent / "scripts" / "build").is_file()
 
 
-def extra(major: int) -> str:
-    """Return the command that installs the backend for a CUDA, and what it needs."""
-    return f"pip install 'moegraph[cuda{major}]'"
+def extra(major: int, card: tuple[int, int] = _OLDEST) -> str:
+    """Return the command that installs the backend for a CUDA and a card's compute capability."""
+    server = "" if _has_code(_CONSUMER, card) else "-server"
+    return f"pip install 'moegraph[cuda{major}{server}]'"
+
+
+def _has_code(architectures: str, card: tuple[int, int]) -> bool:
+    """Return whether a card runs code for architectures such as 80 or, for PTX, 90-virtual."""
+    found = re.findall(r"(\d+)(\d)(-virtual)?", architectures)
+    has = [((int(high), int(low)), ptx) for high, low, ptx in found]
+    return any(one <= card and (ptx or one[0] == card[0]) for one, ptx in has)
+
+
+def _fits(path: Path, card: tuple[int, int]) -> bool:
+    """Return whether a backend can use a card; a package's says for which it has code."""
+    file = path.with_name("architectures")
+    return card >= _OLDEST and (not file.is_file() or _has_code(file.read_text("ascii"), card))
 
 
 def major_of(path: Path) -> int:
@@ -52,7 +68,7 @@ def major_of(path: Path) -> int:
         return int(found[1]) if found else 0
 
 
-def lacking(major: int) -> str:
+def lacking(major: int, path: Path = FOLDER / LIBRARY) -> str:
     """Return what a backend for this CUDA (0: any) lacks here, and what to do; empty: nothing."""
     driver, hidden = cuda_driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if driver is None:
@@ -67,10 +83,13 @@ def lacking(major: int) -> str:
     if not driver.cards:
         why = "" if hidden is None else f" with CUDA_VISIBLE_DEVICES={hidden!r}"
         return f"the NVIDIA driver shows no card{why}; nvidia-smi may say why"
-    name, (high, low), _ = max(driver.cards, key=lambda card: card[1])
-    if (high, low) >= _OLDEST:
+    name, card, _ = max(driver.cards, key=lambda one: (_fits(path, one[1]), one[1]))
+    if _fits(path, card):
         return ""
-    return f"{name} has compute capability {high}.{low}; 7.5 or newer is needed"
+    has = f"{name} has compute capability {'.'.join(map(str, card))}"
+    if card < _OLDEST:
+        return f"{has}; 7.5 or newer is needed"
+    return f"{has}, for which {path} has no code; {extra(major, card)}"
 
 
 def unused_card() -> str:
@@ -81,7 +100,7 @@ def unused_card() -> str:
     if driver is None or _has_backend() or lacking(0):
         return ""
     name, (high, low), _ = max(driver.cards, key=lambda card: card[1])
-    add = extra(13 if driver.version[0] >= 13 else 12)
+    add = extra(13 if driver.version[0] >= 13 else 12, (high, low))
     if is_checkout():
         add = f"scripts/build --cuda-arch {high}{low}"
     return f"{name} is not used, because this installation has no CUDA; to add it: {add}"
@@ -90,16 +109,20 @@ def unused_card() -> str:
 def card_bytes() -> int:
     """Return the bytes of memory of all cards that this installation can use."""
     driver = cuda_driver() if _has_backend() else None
-    return sum(n for _, has, n in driver.cards if has >= _OLDEST) if driver else 0
+    return sum(n for _, card, n in driver.cards if _is_usable(card)) if driver else 0
 
 
 def _has_backend() -> bool:
     return (FOLDER / LIBRARY).exists() or bool(packaged())
 
 
-def is_too_old(index: int) -> bool:
-    """Return whether our kernels cannot use a card, by its number in CUDA's order."""
+def _is_usable(card: tuple[int, int]) -> bool:
+    own = FOLDER / LIBRARY
+    return any(_fits(path, card) for path in ([] if own.exists() else packaged().values()) or [own])
+
+
+def is_unusable(index: int) -> bool:
+    """Return whether no backend can use a card, by its number in CUDA's order."""
     driver = cuda_driver()
-    return driver is not None and any(
-        has < _OLDEST for _, has, _ in driver.cards[index : index + 1]
-    )
+    cards = driver.cards[index : index + 1] if driver else ()
+    return not all(_is_usable(card) for _, card, _ in cards)

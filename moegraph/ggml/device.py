@@ -18,7 +18,7 @@ from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
 from ..link import REMOTE
 from ..threads import Threads, default_threads, waiting
 from ..units import MiB, format_bytes, round_up
-from .cuda import is_too_old, unused_card
+from .cuda import is_unusable, unused_card
 from .free_memory import host_memory
 from .handles import Buffer, Event, Handle, Owner
 from .lib import C, cuda_lack, devices, ffi, last_error
@@ -192,7 +192,7 @@ def _find_devices(
         if C.ggml_backend_dev_type(dev) == C.GGML_BACKEND_DEVICE_TYPE_CPU:
             yield "cpu", "cpu", name, dev
         elif name.startswith("CUDA"):
-            if not is_too_old(n_gpu):
+            if not is_unusable(n_gpu):
                 yield f"cuda:{n_gpu}", "cuda", name, dev
             n_gpu += 1
         else:

@@ -106,7 +106,7 @@ def cuda_lack() -> str:
     if own.exists():
         return cuda.lacking(cuda.major_of(own))
     for major, path in cuda.packaged().items():
-        lacks.append(cuda.lacking(major) or _register(path, major))
+        lacks.append(cuda.lacking(major, path) or _register(path, major))
         if not lacks[-1]:
             return ""
     return lacks[0] if lacks else ""

@@ -55,6 +55,32 @@ def test_a_card_that_is_hidden_is_said_to_be(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
+    "architectures, card, add",
+    [
+        ("75 86 89 120", (8, 6), ""), ("75 86 89 120", (12, 1), ""), ("75-real", (7, 5), ""),
+        ("75 86 89 120", (9, 0), "moegraph[cuda13-server]"),
+        ("75 86 89 120", (8, 0), "moegraph[cuda13-server]"), ("80 90", (8, 9), ""),
+        ("80 90 90-virtual", (10, 0), ""),
+        ("80 90 90-virtual", (7, 5), "moegraph[cuda13]"),
+    ],
+)  # fmt: skip
+def test_a_package_without_code_for_a_card_names_that_which_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, architectures: str, card: tuple[int, int],
+    add: str,
+) -> None:  # fmt: skip
+    path = tmp_path / cuda.LIBRARY
+    path.with_name("architectures").write_text(architectures)
+    cards = (("other", (6, 1), 1), ("new", card, 2))
+    have(monkeypatch, CudaDriver((13, 0), cards))
+    monkeypatch.setattr(cuda, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(cuda, "packaged", lambda: {13: path})
+    lacks = f"new has compute capability {card[0]}.{card[1]}, for which {path} has no code; "
+    assert cuda.lacking(13, path) == (add and f"{lacks}pip install '{add}'")
+    assert [cuda.is_unusable(index) for index in range(3)] == [True, bool(add), False]
+    assert cuda.card_bytes() == (0 if add else 2)
+
+
+@pytest.mark.parametrize(
     "version, is_checkout, add",
     [((13, 0), False, "pip install 'moegraph[cuda13]'"),
      ((12, 8), False, "pip install 'moegraph[cuda12]'"),
@@ -72,7 +98,7 @@ def test_a_card_without_a_backend_is_told_what_to_add(
     have(monkeypatch, CudaDriver(version, (OLD, NEW)))
     line = "NVIDIA GeForce RTX 3060 is not used, because this installation has no CUDA; to add it: "
     assert cuda.unused_card() == line + add
-    assert [cuda.is_too_old(index) for index in (0, 1)] == [True, False]
+    assert [cuda.is_unusable(index) for index in (0, 1)] == [True, False]
     assert cuda.card_bytes() == 0, "none is used"
     for driver, packages in (
         (None, ()), (CudaDriver(version, ()), ()), (CudaDriver(version, (OLD,)), ()),
