@@ -206,7 +206,7 @@ class EngineConfig:
     )  # fmt: skip
     ddtree: bool = setting(
         "flag", False, ("--ddtree",),
-        "Verify a tree of the likeliest paths (DDTree) instead of one path with a few leaves.",
+        "Verify a tree of the likeliest paths (DDTree) instead of one path.",
         group=DRAFT_GROUP,
     )  # fmt: skip
     ddtree_budget: int = setting(

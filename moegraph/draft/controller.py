@@ -1,4 +1,4 @@
-"""Chooses what each step drafts: the source, how much, and in which shape; nothing if none pays.
+"""Chooses what each step drafts: the source, and how much; nothing if none pays.
 
 A choice is worth the tokens it is expected to give in the seconds it is expected to take
 (estimates.py). What is not tried is not known, so some steps try other ways (`Accounts`).
@@ -17,7 +17,7 @@ from ..placement.draftprice import PRIORS
 from ..resident.layout import USUAL_MTP_DRAFT
 from .drafter import Draft, Drafter, confidence
 from .estimates import FEW, HOPE, Accounts, Known, PassTimes
-from .plan import PLAIN, DraftSettings, Growth, Plan, Shape, Source, SpecStats, Step, grow
+from .plan import PLAIN, DraftSettings, Plan, Source, SpecStats, Step, expected_tokens
 from .shared import SharedPasses, expected
 from .tree import DDTree
 
@@ -32,7 +32,7 @@ _MARGIN = 1.02
 class Controller:
     """Plans the steps of an engine; it lives over all its generations.
 
-    A step calls `choose`, drafts, calls `shape`, verifies, and calls `observe`, which does the
+    A step calls `choose`, drafts, calls `n_spine`, verifies, and calls `observe`, which does the
     arithmetic: best while the device computes. Plain steps are observed too.
     """
 
@@ -75,7 +75,7 @@ class Controller:
             plan = self._fixed_plan(best)
         elif not is_known or self._accounts.is_doubtful:
             return PLAIN
-        elif free := [d for d in usable if d.source.is_free]:  # `shape` judges its draft
+        elif free := [d for d in usable if d.source.is_free]:  # `n_spine` judges its draft
             plan = Plan(free[0].source.name, free[0].most)
         else:
             plan = self._trial(usable) or PLAIN
@@ -123,10 +123,10 @@ class Controller:
                 n_draft = min(width - 1, drafter.most)
                 if is_done and n_draft <= best.plan.n_draft:
                     break
-                tokens = grow(drafter.acceptance.rates[:n_draft], (), n_draft).tokens[-1]
+                tokens = expected_tokens(drafter.acceptance.rates, n_draft)[-1]
                 step_s = drafter.draft_s(n_draft, self.passes) + self.passes.seconds[width]
                 if self._accounts.allows(step_s - tokens / value):
-                    return Plan(drafter.source.name, n_draft, drafter.source.n_top, is_trial=True)
+                    return Plan(drafter.source.name, n_draft, is_trial=True)
         return None
 
     def _fixed_plan(self, drafter: Known) -> Plan:
@@ -187,30 +187,29 @@ class Controller:
                 self._drafters[name].acceptance.remember(seen, right)
         self._plan()
 
-    def shape(self, plan: Plan, draft: Draft) -> Shape:
-        """Return the rows to verify of a draft, of a plan without a DDTree."""
+    def n_spine(self, plan: Plan, draft: Draft) -> int:
+        """Return how many tokens of a draft to verify, of a plan without a DDTree."""
         n_depth, log_p = min(draft.n_depth, plan.n_draft), confidence(draft)
         if log_p and self.settings.p_min > 0.0:
             limit = math.log(self.settings.p_min)
             n_depth = next((at for at, p in enumerate(log_p[:n_depth]) if p < limit), n_depth)
         if n_depth == 0:
-            return Shape()
+            return 0
         settings, drafter = self.settings, self._drafters[plan.source]
         if plan.is_whole or plan.is_trial or (settings.is_fixed and settings.gives_length):
-            return Shape(n_depth)
+            return n_depth
         known, plain_s = drafter.acceptance, self.passes.plain_s
         if drafter.source.is_free:
-            growth = grow([math.exp(p) for p in log_p[:n_depth]], (), self.passes.widths[-1] - 1)
-            return growth.shape(self._worthwhile(growth, self.least_tokens(plan.source), 0.0))
+            sure = [math.exp(p) for p in log_p[:n_depth]]
+            return self._worthwhile(sure, self.least_tokens(plan.source), 0.0)
         accept = known.rates_of(log_p[:n_depth]) if log_p else known.rates[:n_depth]
-        growth = grow(accept, known.leaf if plan.n_top > 1 else (), self.passes.widths[-1] - 1)
         rate = max(1.0 / plain_s, drafter.value)
         plain = -math.inf if settings.is_fixed else 1.0 - rate * plain_s
         least = {width: rate * seconds for width, seconds in self.passes.seconds.items()}
-        shape = growth.shape(self._worthwhile(growth, least, plain))
+        n_spine = self._worthwhile(accept, least, plain)
         if log_p:
-            known.expect(accept, shape.n_spine)
-        return shape
+            known.expect(accept, n_spine)
+        return n_spine
 
     def least_tokens(self, source: str) -> dict[int, float]:
         """Return how many tokens a pass with a free draft must give to be worth it, by its rows."""
@@ -225,22 +224,23 @@ class Controller:
             if width <= drafter.most + 1 and seconds <= most_s
         }  # fmt: skip
 
-    def _worthwhile(self, growth: Growth, least: Mapping[int, float], plain: float) -> int:
-        """Return the rows that gain most, now that the draft is there and paid for.
+    def _worthwhile(self, accept: Sequence[float], least: Mapping[int, float], plain: float) -> int:
+        """Return the length that gains most, now that the draft is there and paid for.
 
-        least: tokens that other steps would give in the time of a pass, by its rows. plain: gain of
-        a step without the draft; -inf if there must be one.
+        accept: how likely each token is right if those before it are. least: tokens that other
+        steps would give in the time of a pass, by its rows. plain: gain of a step without the
+        draft; -inf if there must be one.
         """
-        n_most = len(growth.tokens)
-        widths = [w for w in self._near(self.passes.widths) if w <= n_most and w in least]
-        gains = {w: growth.tokens[w - 1] - least[w] for w in widths}
+        tokens = expected_tokens(accept, self.passes.widths[-1] - 1)
+        widths = [w for w in self._near(self.passes.widths) if w <= len(tokens) and w in least]
+        gains = {w: tokens[w - 1] - least[w] for w in widths}
         found = {1 if math.isfinite(plain) else 2: plain}
         found |= {w: gain for w, gain in gains.items() if w in self.open}
         best = max(found, key=found.__getitem__)
         other = max(gains, key=gains.__getitem__, default=1)
         if gains and math.isfinite(found[best]):
             self._miss(other, gains[other] - found[best])
-        return best
+        return best - 1
 
     def _miss(self, width: int, tokens: float) -> None:
         """Note that a width would have given more tokens than those that are used.
@@ -304,11 +304,10 @@ class Controller:
             return
         widths = self._near(self.open)
         for drafter in self._ranked:
-            known, source = drafter.acceptance, drafter.source
-            leaf = known.leaf if source.n_top > 1 else ()
-            growth = grow(known.rates, leaf, most)
-            drafter.value, drafter.plan = drafter.best_of(growth, passes, widths)
-            hopes = grow(known.hopes(HOPE), leaf, most)
+            known = drafter.acceptance
+            tokens = expected_tokens(known.rates, most)
+            drafter.value, drafter.plan = drafter.best_of(tokens, passes, widths)
+            hopes = expected_tokens(known.hopes(HOPE), most)
             drafter.hope, hoped = drafter.best_of(hopes, passes, widths)
             drafter.hoped = hoped.n_draft
         self._since_plan = 0
@@ -339,7 +338,7 @@ def open_controller(
         if spec == "auto" and drafter.name == "mtp":  # longer ones hardly pay, and have no graphs
             most = min(most, config.draft_max or USUAL_MTP_DRAFT)
         sources.append(Source(
-            drafter.name, most, prior.fixed, prior.per_token, prior.accept, prior.n_top,
+            drafter.name, most, prior.fixed, prior.per_token, prior.accept,
             drafter.has_tree, drafter.joins, drafter.is_free,
         ))  # fmt: skip
     tree = DDTree(config.ddtree_budget, config.ddtree_temp, not config.ddtree_no_chain_seed)

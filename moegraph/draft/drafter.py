@@ -179,19 +179,10 @@ class DraftTree:
         return tuple(reversed(found))
 
 
-def spine_tree(anchor: int, draft: Draft, n_spine: int, leaves: Sequence[int] = ()) -> DraftTree:
-    """Return the first n_spine tokens of a draft as a spine, with leaves beside it.
-
-    leaves[d]: how many tokens of the d-th depth, the likeliest but the spine's, are leaves beside
-    the spine. Leaves beyond its end, and more than the draft has, are left out.
-    """
+def spine_tree(anchor: int, draft: Draft, n_spine: int) -> DraftTree:
+    """Return the first n_spine tokens of a draft as a chain."""
     spine = draft.tokens[:n_spine, 0].tolist()
-    tokens, parents = [anchor, *spine], list(range(-1, len(spine)))
-    for depth, n in enumerate(leaves[: len(spine)]):
-        beside = draft.tokens[depth, 1 : 1 + n].tolist()
-        tokens += beside
-        parents += [depth] * len(beside)
-    return DraftTree(tuple(tokens), tuple(parents))
+    return DraftTree((anchor, *spine), tuple(range(-1, len(spine))))
 
 
 @dataclass(frozen=True)

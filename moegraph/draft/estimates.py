@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from ..experts.cost import Experts, pass_time
-from .plan import PLAIN, Growth, Plan, Source, Step
+from .plan import PLAIN, Plan, Source, Step
 
 # A few: the weight of a belief against what was observed, in observations, and the first credit of
 # drafts, in plain steps. A drafter that is believed to be right and never is shows it in a few.
@@ -35,26 +35,22 @@ class Acceptance:
 
     rates: by depth, the probability of acceptance if all before it were accepted.
     seen: by depth, drafts that count.
-    leaf: by rank from 1 on, the probability that the target draws this candidate where it does not
-    draw the likeliest one; empty if the drafter names one candidate only.
     """
 
-    def __init__(self, max_draft: int, prior: float, n_top: int = 1) -> None:
+    def __init__(self, max_draft: int, prior: float) -> None:
         self._prior = prior
         self.seen = [0.0] * max_draft
         self._hits = [0.0] * max_draft
         # of classes of confidence: how often tokens were right, and how often by their depth alone
         self._classes: dict[int, tuple[float, float]] = {}
-        self._wrong = FEW
-        self._ranked = [FEW * (1.0 - prior) ** rank for rank in range(1, n_top)]
-        self._infer()
+        self.rates = self.hopes(0.0)
 
     def remember(self, seen: Sequence[int], right: Sequence[int]) -> None:
         """Begin with counts of earlier runs, by depth."""
         scale = min(1.0, MEMORY / seen[0])
         for depth, (n, hits) in enumerate(zip(seen[: len(self.seen)], right)):
             self.seen[depth], self._hits[depth] = scale * n, scale * hits
-        self._infer()
+        self.rates = self.hopes(0.0)
 
     def observe(self, ranks: Sequence[int], log_p: Sequence[float] = ()) -> None:
         """Count a verified draft; ranks, log_p: as in `Step`."""
@@ -64,12 +60,7 @@ class Acceptance:
                 right, expected = self._classes.get(at := _class_of(log_p[depth]), (0.0, 0.0))
                 self._classes[at] = STEADY * right + hit, STEADY * expected + self.rates[depth]
             self._count(depth, 1.0, hit)
-        if ranks and ranks[-1] != 0:
-            self._wrong = STEADY * self._wrong + 1.0
-            self._ranked = [
-                STEADY * n + (ranks[-1] == rank) for rank, n in enumerate(self._ranked, 1)
-            ]
-        self._infer()
+        self.rates = self.hopes(0.0)
 
     def expect(self, accept: Sequence[float], first: int) -> None:
         """Count the depths from `first` on of a draft that will not be verified so far.
@@ -86,10 +77,6 @@ class Acceptance:
         kept = 1.0 - (1.0 - STEADY) * weight
         self.seen[depth] = kept * self.seen[depth] + weight
         self._hits[depth] = kept * self._hits[depth] + hits
-
-    def _infer(self) -> None:
-        self.rates = self.hopes(0.0)
-        self.leaf = tuple(n / self._wrong for n in self._ranked)
 
     def hopes(self, deviations: float) -> list[float]:
         """Return the rates as high as they may well be, by how often each was observed.
@@ -246,7 +233,7 @@ class Known:
     def __init__(self, source: Source, most: int) -> None:
         """most: depths of a draft."""
         self.source, self.most = source, most
-        self.acceptance = Acceptance(max(most, 1), source.accept, source.n_top)
+        self.acceptance = Acceptance(max(most, 1), source.accept)
         self._ratios = Ratios()
         self.value = self.hope = 0.0
         self.plan, self.hoped = PLAIN, 0
@@ -266,26 +253,19 @@ class Known:
             self._ratios.observe(n_draft, math.log(seconds / law_s))
 
     def best_of(
-        self, growth: Growth, passes: PassTimes, widths: Sequence[int]
+        self, tokens: Sequence[float], passes: PassTimes, widths: Sequence[int]
     ) -> tuple[float, Plan]:
-        """Return the best value of rows added in this order, and the plan that drafts them.
+        """Return the best value of drafts, and its plan.
 
-        widths: of which it takes one, in order.
+        tokens: that drafts are expected to give, by their length. widths: of which it takes one.
         """
-        value, plan_depth, best_width = 0.0, 0, 1
-        for width in widths:
-            if width > len(growth.tokens):
-                break
-            depth = max(growth.depths[: width - 1])
-            seconds = self.draft_s(depth, passes) + passes.seconds[width]
-            if growth.tokens[width - 1] > value * seconds:
-                value = growth.tokens[width - 1] / seconds
-                plan_depth, best_width = depth, width
-        # where leaves are worth their rows, a drafter that knows what follows them does better
-        has_leaves = best_width > plan_depth + 1
-        n_nodes = best_width - 1 if has_leaves and self.source.has_tree else 0
-        plan = Plan(self.source.name, plan_depth, self.source.n_top, n_nodes=n_nodes)
-        return value, plan
+        found = {
+            width - 1: tokens[width - 1] / (self.draft_s(width - 1, passes) + passes.seconds[width])
+            for width in widths
+            if width <= len(tokens)
+        }
+        best = max(found, key=found.__getitem__, default=0)
+        return found.get(best, 0.0), Plan(self.source.name, best)
 
 
 # What drafts may lose, as a share of all time: less than anyone notices.

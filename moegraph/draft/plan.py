@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from ..placement.draftcounts import MAX_DEPTH, Counts, less, summed
@@ -21,9 +23,9 @@ class Source:
 
     fixed, per_token: seconds of a draft and of each of its tokens, in units of a plain decode step.
     accept: expected probability that a drafted token is accepted if all before it were.
-    n_top: candidates that it can name at each depth. has_tree: it can build trees itself, because
-    it knows what follows each token (`Drafter.tree`). joins: it drafts for several sequences at
-    once (`Drafter.draft_all`). is_free: a draft costs nothing and says how likely it is right.
+    has_tree: it can build trees itself, because it knows what follows each token (`Drafter.tree`).
+    joins: it drafts for several sequences at once (`Drafter.draft_all`). is_free: a draft costs
+    nothing and says how likely it is right.
     """
 
     name: str
@@ -31,7 +33,6 @@ class Source:
     fixed: float = 0.0
     per_token: float = 0.0
     accept: float = 0.7
-    n_top: int = 1
     has_tree: bool = False
     joins: bool = False
     is_free: bool = False
@@ -44,7 +45,7 @@ class DraftSettings:
     spec: "auto": whatever pays; "off"; or the source that drafts in every step.
     draft_max: most drafted tokens on a path. p_min: a draft ends before the first token to which
     the drafter gives a smaller probability. budget: rows of a verify pass, the anchor included.
-    ddtree: how to build trees; None for a spine with leaves.
+    ddtree: how to build trees; None for chains.
     max_rows: rows of a verify pass that there is memory for. is_timed: choices may depend on
     measured times, and so differ from run to run. captures: the device captures graphs.
     """
@@ -95,7 +96,7 @@ class Plan:
     """What the next step drafts.
 
     source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
-    n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
+    n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: a chain.
     n_nodes: rows besides the anchor, if the drafter itself builds the tree (`Drafter.tree`); 0 if
     not. is_trial: it is not what is best by what is known, but may be better. is_whole: every token
     of the draft gets a row.
@@ -111,23 +112,6 @@ class Plan:
 
 
 PLAIN = Plan()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Rows of a verify pass: a spine of the likeliest tokens, with leaves beside it.
-
-    n_spine: depth of the spine below the anchor. leaves[d]: further candidates, from rank 1 on,
-    beside the spine at depth d + 1; depths beyond its end have none.
-    """
-
-    n_spine: int = 0
-    leaves: tuple[int, ...] = ()
-
-    @property
-    def n_rows(self) -> int:
-        """Rows, the anchor included."""
-        return 1 + self.n_spine + sum(self.leaves)
 
 
 @dataclass(frozen=True)
@@ -287,49 +271,10 @@ class SpecStats:
         }
 
 
-@dataclass(frozen=True)
-class Growth:
-    """Rows in the order in which they are added to the anchor.
+def expected_tokens(accept: Sequence[float], most: int) -> list[float]:
+    """Return by how many tokens the text is expected to grow with 0, 1, ... `most` drafted rows.
 
-    depths: of each added row; negative for a leaf. tokens: tokens that the text is expected to
-    grow by with 0, 1, ... rows added; the token drawn after the path counts, so the first is 1.
+    accept: probability of the token at depth 1, 2, ... if all before it are accepted. The token
+    drawn after the path counts, so the first is 1.
     """
-
-    depths: tuple[int, ...]
-    tokens: tuple[float, ...]
-
-    def shape(self, n_rows: int) -> Shape:
-        """Return the shape of the first rows, n_rows with the anchor."""
-        taken = self.depths[: n_rows - 1]
-        beside = [-depth for depth in taken if depth < 0]
-        leaves = [0] * max(beside, default=0)
-        for depth in beside:
-            leaves[depth - 1] += 1
-        return Shape(len(taken) - len(beside), tuple(leaves))
-
-
-def grow(accept: Sequence[float], leaf: Sequence[float], most: int) -> Growth:
-    """Return the best rows to add, at most `most`.
-
-    accept: probability of the spine's token at depth 1, 2, ... if all before it are accepted.
-    leaf: probability of the candidate of rank 1, 2, ... if the spine's token is not accepted.
-
-    A row is worth the probability that it is accepted. A row never comes before the one that it
-    continues, because it is never likelier than that. A leaf stands beside a row of the spine.
-    """
-    # in order: of equal rows, the spine first, and from the anchor outwards
-    nodes: list[tuple[float, bool, int, int, float]] = []
-    reach = 1.0
-    for depth, p in enumerate(accept, 1):
-        above, reach = reach, reach * p
-        nodes.append((-reach, False, depth, 0, reach))
-        for rank, q in enumerate(leaf, 1):
-            worth = above * (1.0 - p) * q
-            # never before the spine's row at its depth
-            nodes.append((-min(worth, reach), True, depth, rank, worth))
-    nodes.sort()
-    depths, tokens = list[int](), [1.0]
-    for _, is_leaf, depth, _, worth in nodes[: max(most, 0)]:
-        depths.append(-depth if is_leaf else depth)
-        tokens.append(tokens[-1] + worth)
-    return Growth(tuple(depths), tuple(tokens))
+    return [*accumulate(accumulate(accept[: max(most, 0)], mul), initial=1.0)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..resident.layout import MAX_PAGED_ROWS
 from ..units import octave
 from .estimates import FEW, HOPE, MEMORY, OUTLIER, SHARE, Known, PassTimes
-from .plan import PLAIN, Plan, grow
+from .plan import PLAIN, Plan, expected_tokens
 
 # What each further sequence adds to a draft for several at once, as a share of one for a sequence:
 # the weights are read once.
@@ -125,7 +125,7 @@ def best_for(
     longest = min(drafter.most, n_left - 1, MAX_PAGED_ROWS // n_seqs - 1)
 
     def value(n: int, rates: Sequence[float]) -> float:
-        tokens, n_rows = grow(rates[:n], (), n).tokens[-1], n_seqs * (n + 1)
+        tokens, n_rows = expected_tokens(rates, n)[-1], n_seqs * (n + 1)
         return n_seqs * tokens / expected([drafter], passes, n_seqs, n_rows) / ratio(n_rows)
 
     hopes = drafter.acceptance.hopes(HOPE)

@@ -422,8 +422,7 @@ class Speculation:
     def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
         if plan.ddtree:
             return plan.ddtree.tree(anchor, draft)
-        shape = self.controller.shape(plan, draft)
-        return spine_tree(anchor, draft, shape.n_spine, shape.leaves)
+        return spine_tree(anchor, draft, self.controller.n_spine(plan, draft))
 
     def drain_messages(self) -> list[str]:
         """Return the messages since the last call."""

@@ -14,24 +14,22 @@ class Prior:
     """What is believed of a drafter that has not run.
 
     fixed, per_token: seconds of a draft and of each of its tokens, in plain steps of a 35B-A3B.
-    accept: how often a drafted token is accepted if all before it were. n_top: candidates that it
-    can name at each depth.
+    accept: how often a drafted token is accepted if all before it were.
     """
 
     fixed: float
     per_token: float
     accept: float
-    n_top: int
 
 
 # Times of mtp and dflash are those of docs/benchmarks/drafts.jsonl: 3 tokens of mtp take 0.53 of a
 # plain step, 7 of dflash 0.54, and 11 of it 0.64. The Markov head of dspark reads 64 MiB for each
 # token, 0.02 of a plain step; it was not timed. 0.75 is the mean of published rates by text.
 PRIORS = {
-    "mtp": Prior(0.02, 0.17, 0.75, 3),
-    "dflash": Prior(0.46, 0.015, 0.75, 3),
-    "dspark": Prior(0.46, 0.035, 0.75, 3),
-    "lookup": Prior(0.0, 0.0, 0.6, 1),
+    "mtp": Prior(0.02, 0.17, 0.75),
+    "dflash": Prior(0.46, 0.015, 0.75),
+    "dspark": Prior(0.46, 0.035, 0.75),
+    "lookup": Prior(0.0, 0.0, 0.6),
 }
 # How many times longer a byte takes over the link than out of the device's memory, in a decode
 # step: 21 were measured on the H200 of the benchmarks, 15 are computed for a desktop.

@@ -22,7 +22,7 @@ from moegraph.config import EngineConfig
 from moegraph.draft.controller import Controller, open_controller
 from moegraph.draft.drafter import Draft
 from moegraph.draft.lookup import LookUp
-from moegraph.draft.plan import PLAIN, Plan, Shape, Step
+from moegraph.draft.plan import PLAIN, Plan, Step
 from moegraph.experts.cost import Experts
 
 # How often the first, second, ... token is accepted; fitted to what others measured.
@@ -236,19 +236,19 @@ def _step(
         return Step("", noisy_ms / 1e3, n_missing=n_missing), 0, ms
     source, n, rng = plan.source, plan.n_draft, card._rng
     draft_ms, noisy_draft_ms = card.draft(source, n)
-    n_right, shape, log_p = answer.n_right(source, n), Shape(n), tuple[float, ...]()
+    n_right, n_spine, log_p = answer.n_right(source, n), n, tuple[float, ...]()
     if controller:
         log_p = tuple(math.log(0.3 * rng.random() + 1e-4) for _ in range(n))
         draft = Draft(np.zeros((n, 3), np.int32), np.repeat(np.array([log_p], np.float32).T, 3, 1))
-        shape = controller.shape(plan, draft)
-    n_accepted = min(n_right, shape.n_spine)
-    ms, noisy_ms, n_missing = card.step(shape.n_rows, n_accepted + 1)
+        n_spine = controller.n_spine(plan, draft)
+    n_accepted = min(n_right, n_spine)
+    ms, noisy_ms, n_missing = card.step(n_spine + 1, n_accepted + 1)
     step = Step(
-        source, (noisy_ms + noisy_draft_ms) / 1e3, n_accepted + 1, shape.n_rows, n, shape.n_spine,
-        n_accepted, (0,) * n_accepted + (-1,) * (n_accepted < shape.n_spine),
-        log_p[: shape.n_spine], noisy_draft_ms / 1e3, noisy_ms / 1e3, 0.0, n_missing, plan.is_trial,
+        source, (noisy_ms + noisy_draft_ms) / 1e3, n_accepted + 1, n_spine + 1, n, n_spine,
+        n_accepted, (0,) * n_accepted + (-1,) * (n_accepted < n_spine),
+        log_p[:n_spine], noisy_draft_ms / 1e3, noisy_ms / 1e3, 0.0, n_missing, plan.is_trial,
     )  # fmt: skip
-    return step, shape.n_spine, ms + draft_ms
+    return step, n_spine, ms + draft_ms
 
 
 def engine(share: float, *names: str, is_timed: bool = True, spec: str = "auto") -> Controller:

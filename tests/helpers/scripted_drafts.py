@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moegraph.draft.drafter import Draft, Drafter, Race, Taken, empty_draft
-from moegraph.draft.plan import PLAIN, Plan, Shape, Step
+from moegraph.draft.plan import PLAIN, Plan, Step
 from moegraph.draft.tree import DDTree
 
 if TYPE_CHECKING:  # it needs the native libraries
@@ -90,14 +90,14 @@ class ScriptedDrafter(Drafter):
 
 @dataclass
 class AnyController:
-    """Chooses by chance: plain steps, chains, leaves, DDTrees. Keeps what it observes.
+    """Chooses by chance: plain steps, chains, DDTrees. Keeps what it observes.
 
-    shapes: what it chooses from: "plain", "chain", "leaves", "ddtree", or "tree" for a
-    drafter that builds trees itself.
+    shapes: what it chooses from: "plain", "chain", "ddtree", or "tree" for a drafter
+    that builds trees itself.
     """
 
     names: Sequence[str]
-    shapes: Sequence[str] = ("plain", "chain", "leaves", "ddtree")
+    shapes: Sequence[str] = ("plain", "chain", "ddtree")
     seed: int = 0
     n_draft: int = 6
     steps: list[Step] = field(default_factory=list)
@@ -118,15 +118,13 @@ class AnyController:
             return Plan(name, n_draft, 4, tree)
         if self._shape == "tree":
             return Plan(name, n_draft, n_nodes=int(self._rng.integers(1, 20)))
-        return Plan(name, n_draft, 1 if self._shape == "chain" else 3)
+        return Plan(name, n_draft)
 
     def least_tokens(self, source: str) -> dict[int, float]:
         return {2: 0.0}
 
-    def shape(self, plan: Plan, draft: Draft) -> Shape:
-        n_spine = int(self._rng.integers(0, draft.n_depth + 1))
-        leaves = tuple(self._rng.integers(0, 3, n_spine).tolist())
-        return Shape(n_spine, leaves if self._shape == "leaves" else ())
+    def n_spine(self, plan: Plan, draft: Draft) -> int:
+        return int(self._rng.integers(0, draft.n_depth + 1))
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)

@@ -36,7 +36,7 @@ def drafting(open_engine: Open, path: Path, seed: int = 0, **settings: Any) -> E
     settings = {"n_draft": 15, **settings}
     engine = open_engine(PRESET, cpu_reference=True, spec="dflash", draft=str(path), **settings)
     [drafter] = engine._loaded.drafters
-    shapes = ["plain", "chain", "leaves", "ddtree"]
+    shapes = ["plain", "chain", "ddtree"]
     if isinstance(drafter, DSparkDrafter):
         shapes += ["tree", "tree"]
     controller = AnyController([drafter.name], shapes, seed)

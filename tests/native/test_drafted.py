@@ -13,7 +13,7 @@ from helpers.shared import prompt
 
 from moegraph.draft.drafter import Draft, empty_draft
 from moegraph.draft.lookup import LookUp
-from moegraph.draft.plan import PLAIN, Plan, Shape, Step
+from moegraph.draft.plan import PLAIN, Plan, Step
 from moegraph.engine import Engine
 from moegraph.errors import MoegraphError
 from moegraph.events import CancelToken
@@ -176,7 +176,7 @@ def test_text_ends_where_it_ends_without_drafts(open_engine: Open) -> None:
             drafter = scripted(engine, given, plain, right=0.9, seed=seed)
             # the script goes on after the end, as a drafter would
             drafter.text += prompt(engine, 30, seed).tolist()
-            speculate(engine, drafter, seed=seed, shapes=["chain", "leaves", "ddtree"])
+            speculate(engine, drafter, seed=seed, shapes=["chain", "ddtree"])
             assert events_of(engine, given, sampling=params, **kwargs) == plain, i
             assert engine.held(0) == held
 
@@ -281,7 +281,7 @@ def test_a_native_call_that_fails_ends_only_that_generation(
     at, n_failed = 0, 0
     while True:
         at = at + 1 if at < 12 else at + at // 3
-        speculate(engine, drafter, LookUp(), shapes=["chain", "leaves"], seed=at)
+        speculate(engine, drafter, LookUp(), shapes=["chain"], seed=at)
         with faulty(name, at, result) as library:
             try:
                 assert events_of(engine, ids, max_tokens=8) == plain
@@ -306,17 +306,17 @@ def test_a_step_says_what_became_of_its_draft(open_engine: Open) -> None:
     drafter.spoiled = {
         0: Draft(np.array([[t[1], 8], [t[2], 8], [other[3], t[3]]], np.int32),
                  np.log(np.array([[0.9, 0.1], [0.7, 0.3], [0.6, 0.4]], np.float32))),
-        1: Draft(np.array([[other[5]]], np.int32), None, np.array([0.25], np.float32)),
-        2: Draft(np.array([[t[6]], [t[7]], [t[8]]], np.int32)),
+        1: Draft(np.array([[other[4]]], np.int32), None, np.array([0.25], np.float32)),
+        2: Draft(np.array([[t[5]], [t[6]], [t[7]]], np.int32)),
     }  # fmt: skip
     controller = speculate(engine, drafter)
-    shapes = iter([Shape(3, (1, 1, 1)), Shape(1), Shape(2)])
-    controller.shape = lambda plan, draft: next(shapes)  # type: ignore[method-assign]
+    lengths = iter([3, 1, 2])
+    controller.n_spine = lambda plan, draft: next(lengths)  # type: ignore[method-assign]
     plans = iter([Plan("scripted", 3, 2), Plan("scripted", 1), Plan("scripted", 4)])
     controller.choose = lambda *_: next(plans, PLAIN)  # type: ignore[method-assign]
     assert [event[0] for event in events_of(engine, ids, max_tokens=12)] == plain[:12]
     a, b, c, d = controller.steps[:4]
-    assert (a.n_tokens, a.n_rows, a.n_draft, a.n_spine, a.n_accepted) == (4, 7, 3, 3, 3)
+    assert (a.n_tokens, a.n_rows, a.n_draft, a.n_spine, a.n_accepted) == (3, 4, 3, 3, 2)
     assert a.ranks == (0, 0, 1) and np.allclose(np.exp(a.log_p), (0.9, 0.7, 0.6))
     assert (b.n_tokens, b.n_rows, b.n_spine, b.n_accepted, b.ranks) == (1, 2, 1, 0, (-1,))
     assert np.allclose(np.exp(b.log_p), 0.25)

@@ -73,7 +73,7 @@ def test_drafts_that_are_switched_on_and_off_lose_nothing(
     """The text is that without drafts; the drafter's K and V are those of the text as a prompt."""
     plain = open_engine(PRESETS[source], cpu_reference=True, n_ctx=1024)
     engine = opened(open_engine, tmp_path, source, device=device)
-    controller = Bursts([source], ("chain", "leaves"), n_draft=5)
+    controller = Bursts([source], ("chain",), n_draft=5)
     n_vocab = engine.hparams.n_vocab
     engine.speculation = Speculation(engine._loaded.drafters, controller, n_vocab, 8)
     ids: list[int] = prompt(plain, 40).tolist()

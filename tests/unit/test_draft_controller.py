@@ -16,13 +16,13 @@ from moegraph.config import EngineConfig
 from moegraph.draft.controller import Controller, open_controller
 from moegraph.draft.drafter import Draft
 from moegraph.draft.lookup import LookUp
-from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
+from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Source, Step
 from moegraph.draft.tree import DDTree
 
 STEP = 2.4e-3
-MTP = Source("mtp", 8, 0.02, 0.17, 0.75, 3)
-DFLASH = Source("dflash", 15, 0.18, 0.0, 0.7, 3)
-LOOKUP = Source("lookup", 16, 0.0, 0.0, 0.6, 1)
+MTP = Source("mtp", 8, 0.02, 0.17, 0.75)
+DFLASH = Source("dflash", 15, 0.18, 0.0, 0.7)
+LOOKUP = Source("lookup", 16, 0.0, 0.0, 0.6)
 
 
 def law(n_rows: int) -> float:
@@ -135,4 +135,4 @@ def test_several_sequences_draft_as_long_as_that_pays_for_so_many() -> None:
     plan = good.choose_for(2, 100)
     assert good.choose_for(2, 100) is plan  # worked out once for all sequences
     draft = Draft(np.arange(8, dtype=np.int32)[:, None])
-    assert good.shape(plan, draft) == Shape(plan.n_draft)
+    assert good.n_spine(plan, draft) == plan.n_draft

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from moegraph.draft.estimates import PassTimes
-from moegraph.draft.plan import Shape, SpecStats, Step, grow
+from moegraph.draft.plan import SpecStats, Step, expected_tokens
 
 WIDTHS = (2, 3, 4, 6, 8, 16)
 
 
-def expected_tokens(accept: tuple[float, ...], leaf: tuple[float, ...], shape: Shape) -> float:
-    tokens, reach = 1.0, 1.0
-    for depth, p in enumerate(accept[: shape.n_spine]):
-        n = shape.leaves[depth] if depth < len(shape.leaves) else 0
-        tokens += reach * (p + (1 - p) * sum(leaf[:n]))
-        reach *= p
-    return tokens
-
-
-@pytest.mark.parametrize("leaf", [(), (0.4,), (0.4, 0.15)])
-@pytest.mark.parametrize("accept", [(0.9, 0.5, 0.9), (0.2, 0.9, 0.9), (0.6, 0.6, 0.6)])
-def test_rows_are_added_in_the_best_order(
-    accept: tuple[float, ...], leaf: tuple[float, ...]
-) -> None:
-    growth = grow(accept, leaf, 9)
-    for n_rows, tokens in enumerate(growth.tokens, 1):
-        shape = growth.shape(n_rows)
-        assert shape.n_rows == n_rows and len(shape.leaves) <= shape.n_spine
-        assert tokens == pytest.approx(expected_tokens(accept, leaf, shape))
-        # as good as any shape of that size with at most one leaf more than the spine allows
-        for n_spine in range(len(accept) + 1):
-            for leaves in itertools.product(range(len(leaf) + 1), repeat=n_spine):
-                other = Shape(n_spine, leaves)
-                if other.n_rows == n_rows and min(accept) > max(leaf, default=0):
-                    assert tokens >= expected_tokens(accept, leaf, other) - 1e-12
+@pytest.mark.parametrize("most", [0, 2, 9])
+def test_tokens_that_a_chain_is_expected_to_give(most: int) -> None:
+    found = expected_tokens((0.9, 0.5, 0.2), most)
+    assert found == pytest.approx([1.0, 1.9, 2.35, 2.44][: most + 1])
 
 
 def test_measured_times_replace_the_law_also_at_widths_nearby() -> None:

@@ -56,7 +56,7 @@ def test_drafts_begin_again_where_they_gain_later() -> None:
 
 # Seconds of passes by rows, and of a draft beside a pass of one row: of a 35B on an H200.
 PASSES = {1: 2.6e-3, 2: 3.0e-3, 4: 4.0e-3, 8: 5.2e-3, 16: 6.5e-3, 32: 10e-3}
-DFLASH = Source("dflash", 15, 0.35, 0.0, 0.7, 3)
+DFLASH = Source("dflash", 15, 0.35, 0.0, 0.7)
 
 
 def pass_s(n_rows: int) -> float:
