@@ -123,7 +123,7 @@ def next_message(history: LineHistory) -> str | None:
 
     history: gets the message as it was typed.
     """
-    readline = _readline()
+    readline = sys.modules.get("readline")
     n_before = readline.get_current_history_length() if readline else 0
     try:
         message = ui.ask(">>> ")
@@ -154,10 +154,6 @@ def _read_block(first: str) -> str:
             ui.write_text("\n", stream=sys.stderr)
             break
     return "\n".join(lines).removesuffix(BLOCK)
-
-
-def _readline() -> ModuleType | None:
-    return sys.modules.get("readline")
 
 
 def _join_history(readline: ModuleType, n_before: int, message: str) -> None:

@@ -323,7 +323,7 @@ class ChatModel(Closable):
         """
         self.tokenizer = tokenizer
         self._room = room
-        texts, ends = [*(specials or {})], {self.piece(i).decode() for i in tokenizer.eog_ids}
+        texts, ends = [*(specials or {})], {tokenizer.decode([i], True) for i in tokenizer.eog_ids}
         controls = {text for text in texts if specials and specials[text]}
         tags = [tag for tag in turn_tags(template.source, texts, ends) if tag in controls]
         # an end of text would be added to every part
@@ -511,32 +511,16 @@ class ChatModel(Closable):
             self._room.require(prompt)
         bos = self.tokenizer.bos
         # If the template prints the BOS, the tokenizer must not add a second one.
-        begins = bos is not None and prompt.startswith(
-            self.tokenizer.piece(bos, special=True).decode(errors="replace")
-        )
+        begins = bos is not None and prompt.startswith(self.tokenizer.decode([bos], special=True))
         if shown:
             return self._encoder.encode_around(prompt, shown, not begins)
         return self._encoder.encode(prompt, add_special=not begins)
-
-    def tokenize(
-        self, text: str, add_special: bool = False, parse_special: bool = True
-    ) -> list[int]:
-        """Return the token ids of a text; arguments as in `Tokenizer.encode`."""
-        return self.tokenizer.encode(text, add_special, parse_special)
-
-    def piece(self, token: int) -> bytes:
-        """Return the bytes of a token, of a control token too."""
-        return self.tokenizer.piece(token, special=True)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, control tokens included."""
-        return self.tokenizer.decode(ids, special=True)
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the variables bos_token and eos_token of chat templates."""
     return {
-        name: tokenizer.piece(token, special=True).decode(errors="replace")
+        name: tokenizer.decode([token], special=True)
         for name, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos))
         if token is not None
     }
@@ -546,7 +530,7 @@ def special_texts(kv: Mapping[str, object], tokenizer: Tokenizer) -> dict[str, b
     """Return the texts that are always one token, and whether it is a control token."""
     types = np.asarray(kv.get("tokenizer.ggml.token_type", ()))
     return {
-        tokenizer.piece(int(token), special=True).decode(errors="replace"): kind == _CONTROL
+        tokenizer.decode([int(token)], special=True): kind == _CONTROL
         for kind in (_ADDED, _CONTROL)
         for token in np.flatnonzero(types == kind)
     }

@@ -69,10 +69,6 @@ class Capabilities:
             cpu_threads=is_cpu,
         )
 
-    def on_worker(self, kind: str) -> Capabilities:
-        """Return what the device can do from here, if it is a worker's; kind: 'cpu' or another."""
-        return replace(self, host_access=False, exact_sums=kind == "cpu")
-
 
 class Backend(Handle["_native.ggml_backend_ptr"]):
     """One stream of work on a device."""
@@ -323,8 +319,10 @@ class Device(Owner):
         self._dev: _native.ggml_backend_device_ptr = chosen["handle"]
         # to the worker that has the device
         self.link: RemoteLink | None = self.own(chosen.get("link"))
-        can = Capabilities.of(self._dev)
-        self.can = can.on_worker(chosen["kind"]) if self.link else can
+        self.can = Capabilities.of(self._dev)
+        if self.link:  # what of that holds from here
+            exact = chosen["kind"] == "cpu"
+            self.can = replace(self.can, host_access=False, exact_sums=exact)
         self.is_invariant = invariant and not self.can.exact_sums
         self._pools: dict[Threads, ThreadPool] = {}  # the last is in use
         try:

@@ -13,10 +13,11 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ..engine.chat import ChatModel, TextRequest
+from ..engine.chat import TextRequest
 from ..loop.requests import Step, TokenLogprobs, Usage
 from ..text.chat.parts import ContentPart, Reply
 from ..text.infill import Gap
+from ..text.tokenizer import Tokenizer
 from .answers import Update, total
 from .errors import ApiError
 from .exchange import Completion, finish_reason, finite, respond
@@ -117,11 +118,11 @@ class TextBody(TextFields):
             if problem:
                 raise ApiError(400, f"{param}: {problem}", param=param, code="unsupported_value")
 
-    def shown(self, index: int, model: ChatModel) -> str:
+    def shown(self, index: int, tokenizer: Tokenizer) -> str:
         """Return the text of the prompt of an answer."""
         prompt = self.prompt[index // self.n_choices]
         pieces = [prompt] if isinstance(prompt, str) else prompt
-        return "".join(p if isinstance(p, str) else model.detokenize([p]) for p in pieces)
+        return "".join(p if isinstance(p, str) else tokenizer.decode([p], True) for p in pieces)
 
     def prompts(self) -> list[TextRequest]:
         """Return what the answers follow."""
@@ -155,7 +156,7 @@ class _Run(Completion):
         )
 
     def _echo(self, index: int) -> str:
-        return self.body.shown(index, self.loaded.chat) if self.body.echo else ""
+        return self.body.shown(index, self.loaded.chat.tokenizer) if self.body.echo else ""
 
     def choice(
         self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
@@ -173,7 +174,7 @@ class _Run(Completion):
             return None
 
         def text(token: int) -> str:
-            return self.loaded.chat.piece(token).decode(errors="replace")
+            return self.loaded.chat.tokenizer.decode([token], special=True)
 
         tokens = [text(one.token) for one in found]
         return {
@@ -241,35 +242,35 @@ async def tokenize(request: HttpRequest) -> Response:
     is_chat = value.get("messages") is not None
     asked = state.find(body.model)
     async with state.using(asked) as loaded:
-        model = loaded.chat
+        model, tokenizer = loaded.chat, loaded.chat.tokenizer
 
         def answer() -> bytes:
             if is_chat:
                 ids = model.prompt(ChatBody.model_validate(value).chat(asked.defaults)).encoded.ids
             else:
-                ids = _ids(model, body)
-            found = _encoded_tokens(ids, model if body.with_pieces else None)
+                ids = _ids(tokenizer, body)
+            found = _encoded_tokens(ids, tokenizer if body.with_pieces else None)
             count, n_ctx = len(ids), loaded.facts.n_ctx
             return b'{"tokens":[%b],"count":%d,"max_model_len":%d}' % (found, count, n_ctx)
 
         return Response(await state.work(answer), media_type="application/json")
 
 
-def _encoded_tokens(ids: list[int], model: ChatModel | None) -> bytes:
-    """Return ids as JSON without its brackets, with their pieces if a model is given."""
+def _encoded_tokens(ids: list[int], tokenizer: Tokenizer | None) -> bytes:
+    """Return ids as JSON without its brackets, with their pieces if a tokenizer is given."""
     parts = list[bytes]()
     for at in range(0, len(ids), _SLICE):
         tokens: list[Any] = ids[at : at + _SLICE]
-        if model:
-            tokens = [{"id": one, "piece": _piece(model.piece(one))} for one in tokens]
+        if tokenizer:
+            tokens = [{"id": one, "piece": _piece(tokenizer.piece(one, True))} for one in tokens]
         parts.append(encode(tokens)[1:-1])
     return b",".join(parts)
 
 
-def _ids(model: ChatModel, body: TokenizeBody) -> list[int]:
+def _ids(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
     text = body.content if body.content is not None else body.prompt or ""
     parse = body.parse_special is not False
-    return model.tokenize(text, add_special=bool(body.add_special), parse_special=parse)
+    return tokenizer.encode(text, bool(body.add_special), parse)
 
 
 def _piece(data: bytes) -> str | list[int]:
@@ -285,7 +286,7 @@ async def detokenize(request: HttpRequest) -> Response:
     body = await read_schema(request, DetokenizeBody)
     state = state_of(request)
     async with state.using(state.find(body.model)) as loaded:
-        text = await state.work(lambda: loaded.chat.detokenize(body.tokens))
+        text = await state.work(lambda: loaded.chat.tokenizer.decode(body.tokens, True))
     return reply({"content": text, "prompt": text})
 
 

@@ -19,6 +19,7 @@ from ..errors import RequestError
 from ..loop.requests import Step, TokenLogprobs, Usage
 from ..sampling import RANDOM_SEED, SamplingParams
 from ..text.chat.parts import Reply
+from ..text.tokenizer import Tokenizer
 from .answers import Answers, Update, total, unless_left
 from .errors import ApiError, openai_body, public_error
 from .guards import cache_owner, owner_of
@@ -40,7 +41,7 @@ def with_biases(
     for token, bias in biases:
         if isinstance(token, str) and len(token) > 256:
             raise RequestError("logit_bias names a text of more than 256 characters")
-        ids = [token] if isinstance(token, int) else model.tokenize(token)
+        ids = [token] if isinstance(token, int) else model.tokenizer.encode(token, False)
         for one in ids:
             found[one] = found.get(one, 0.0) + bias
     return replace(params, logit_bias=found)
@@ -116,11 +117,11 @@ def timings_object(usage: Usage, n_choices: int = 1) -> dict[str, Any]:
     return found
 
 
-def chat_logprobs(found: Sequence[TokenLogprobs], piece: Callable[[int], bytes]) -> dict[str, Any]:
-    """Return the logprobs object of a chat completion. piece: the bytes of a token."""
+def chat_logprobs(found: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the logprobs object of a chat completion."""
 
     def told(token: int, logprob: float) -> dict[str, Any]:
-        data = piece(token)
+        data = tokenizer.piece(token, special=True)
         text = data.decode(errors="replace")
         return {"id": token, "token": text, "bytes": list(data), "logprob": finite(logprob)}
 

@@ -89,7 +89,7 @@ class _Run(Completion):
     def _part(self, index: int, text: str, step: Step) -> dict[str, Any]:
         found: dict[str, Any] = {"content": text, "tokens": step.tokens}
         if step.logprobs:
-            told = chat_logprobs(step.logprobs, self.loaded.chat.piece)
+            told = chat_logprobs(step.logprobs, self.loaded.chat.tokenizer)
             found["completion_probabilities"] = told["content"]
         if "\n" in text:
             self._with_line_end.add(index)
@@ -128,7 +128,7 @@ class _Run(Completion):
             "timings": timings_object(usage),
         }
         if isinstance(body, TextBody):
-            found["prompt"] = body.shown(index, self.loaded.chat)
+            found["prompt"] = body.shown(index, self.loaded.chat.tokenizer)
         if not body.response_fields:
             return found
         inner = [(name, one) for name, one in found.items() if isinstance(one, dict)]

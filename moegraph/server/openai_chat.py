@@ -284,7 +284,7 @@ class _Run(Completion):
         }
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        return chat_logprobs(found, self.loaded.chat.piece) if self.body.logprobs else None
+        return chat_logprobs(found, self.loaded.chat.tokenizer) if self.body.logprobs else None
 
     def first(self, index: int) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": None, "refusal": None}}

@@ -839,8 +839,7 @@ class _Run(Exchange):
 
     def _take(self, update: Update) -> list[Event]:
         """Return the events of a step; the last one stores the response."""
-        piece = self.loaded.chat.piece
-        logprobs = chat_logprobs(update.step.logprobs, piece)["content"]
+        logprobs = chat_logprobs(update.step.logprobs, self.loaded.chat.tokenizer)["content"]
         events = self.writer.take(update.parts, logprobs)
         if update.is_last:
             events += self.writer.finish(update.step, int(time.time()), self.answers.n_reasoning)

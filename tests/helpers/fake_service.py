@@ -165,10 +165,27 @@ class _Run:
         )
 
 
+class FakeTokenizer:
+    """Tokens are bytes."""
+
+    n_vocab = 256
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        if any(not 0 <= token < self.n_vocab for token in ids):
+            raise RequestError("an id is not in the vocabulary")
+        return bytes(ids).decode(errors="replace")
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        return bytes([token])
+
+
 class FakeChatModel:
     """Renders and tokenizes as the module's docstring says; keeps the requests it was given."""
 
-    n_vocab = 256
+    tokenizer = FakeTokenizer()
     warnings: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -207,19 +224,6 @@ class FakeChatModel:
         lines = [f"{m['role']}: {m['content']}" for m in template_messages(chat.messages)]
         text = "\n".join([*lines, json.dumps(list(chat.tools))] if chat.tools else lines)
         return Prompt(text, Encoded(list(text.encode()), [(0, 0)]), (), 0)
-
-    def tokenize(
-        self, text: str, add_special: bool = False, parse_special: bool = True
-    ) -> list[int]:
-        return list(text.encode())
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        if any(not 0 <= token < self.n_vocab for token in ids):
-            raise RequestError("an id is not in the vocabulary")
-        return bytes(ids).decode(errors="replace")
-
-    def piece(self, token: int) -> bytes:
-        return bytes([token])
 
 
 class FixedBackend:

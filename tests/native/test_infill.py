@@ -26,7 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def test_a_prompt_has_the_tokens_of_its_texts(engine: Engine) -> None:
     with ChatModel.of(engine) as chat:
         request = chat.prepare_text(TextRequest(gap=Gap(BEFORE + "    retu", AFTER))).request
-        encode = lambda text: chat.tokenize(text, parse_special=False)  # noqa: E731
+        encode = lambda text: chat.tokenizer.encode(text, False, False)  # noqa: E731
         name = [FIM["rep"], *encode("myproject\n"), FIM["sep"], *encode("filename\n")]
         head, tail = encode(BEFORE + "    retu"), encode(AFTER)
     assert request.prompt == [*name, FIM["pre"], *head, FIM["suf"], *tail, FIM["mid"]]
@@ -45,7 +45,7 @@ def test_only_what_follows_the_line_before_is_computed_again(engine: Engine, lin
     with ChatModel.of(engine) as chat, serving(engine) as service:
         ask("    p")
         again, anew = ask(lines), ask(lines, reuse=False)
-        n_after = len(chat.tokenize(AFTER)) + len(chat.tokenize(lines)) + 2
+        n_after = sum(len(chat.tokenizer.encode(text, False)) for text in (AFTER, lines)) + 2
     assert again.tokens == anew.tokens
     usage = again.last.usage
     assert usage.n_prompt > 500 and usage.n_prompt - usage.n_cached <= n_after
