@@ -159,19 +159,21 @@ class Room:
         n_needed = 0
         for seq, n_rows in more.items():
             last = self._state.n_past[seq] + n_rows
-            if last > self._n_ctx:
-                raise ContextOverflow(
-                    f"{last} positions, the context holds {self._n_ctx}; raise -c"
-                )
+            self._require_length(last)
             n_needed += self._state.pool.needed(seq, last)
         if n_needed and n_needed > self.n_free_pages:
             raise PoolFull(n_needed, self.n_free_pages)
+
+    def _require_length(self, n: int) -> None:
+        if n > self._n_ctx:
+            raise ContextOverflow(f"{n} positions, the context holds {self._n_ctx}; raise -c")
 
     def require_place(self, seq: int, n_rows: int, n_kept: int, n_shared: int = 0) -> None:
         """Check that a sequence can have n_rows positions once it gives up others than n_kept.
 
         n_shared: positions that it gets from another one, whose whole pages it shares.
         """
+        self._require_length(n_rows)
         n_needed, n_free = self._state.pool.lacking(seq, n_rows, n_kept, n_shared // PAGE)
         if n_needed > n_free:
             raise PoolFull(n_needed, n_free)

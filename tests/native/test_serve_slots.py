@@ -104,6 +104,16 @@ def test_what_cannot_be_done_is_refused_in_a_line(tmp_path: Path) -> None:
         assert found.json()["error"]["type"] == "not_supported_error"
 
 
+def test_a_file_that_is_longer_than_the_context_is_refused(tmp_path: Path) -> None:
+    rest = (*COMMON[2:], "--slot-save-path", tmp_path)
+    with serving(*COMMON, "--slot-save-path", tmp_path) as server:
+        answer(server, IDS[:390])
+        assert act(server, 0, "save")["n_saved"] == 397
+    with serving("-c", 300, *rest) as server:  # the pages of the cache would have room for it
+        assert "the context holds 300" in refused(server, 400, 0, "restore")
+        assert answer(server, IDS[:20]) is not None
+
+
 def test_files_and_slots_of_another_key_are_not_given(tmp_path: Path) -> None:
     keys = ("--api-key", "one,two", "--cache-by-key")
     with serving(*COMMON, *keys, "--slot-save-path", tmp_path) as server:
