@@ -15,8 +15,7 @@ import numpy as np
 from moegraph.arch import open_model
 from moegraph.placement.generator import PRESETS, generate_trace
 from moegraph.placement.identity import RouterShape
-from moegraph.placement.trace import Trace, read_trace
-from moegraph.placement.tracestats import trace_stats
+from moegraph.placement.trace import Trace, read_trace, trace_stats
 
 
 def router_of(path: Path) -> tuple[RouterShape, int]:

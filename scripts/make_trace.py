@@ -24,8 +24,7 @@ import _bench as bench
 
 from moegraph.placement.generator import PRESETS, generate_trace
 from moegraph.placement.identity import RouterShape
-from moegraph.placement.trace import write_trace
-from moegraph.placement.tracestats import trace_stats
+from moegraph.placement.trace import trace_stats, write_trace
 
 
 def parser() -> bench.Parser:

@@ -379,8 +379,7 @@ def _ttft(name: str, config: EngineConfig, spec: BenchSpec) -> Iterator[dict[str
 
 def _read_routing(path: Path) -> Trace:
     """Read a trace and print its statistics: a speed means little without its routing."""
-    from ..placement.trace import read_trace
-    from ..placement.tracestats import trace_stats
+    from ..placement.trace import read_trace, trace_stats
 
     trace = read_trace(path)
     ui.note(trace_stats(trace).line())

@@ -222,7 +222,7 @@ def show_prompts(header: Sequence[str], rows: Sequence[tuple[Sequence[str], Pred
 
 def trace_fields(trace: Trace) -> dict[str, Any]:
     """Return the JSON fields that identify and describe a trace."""
-    from ..placement.tracestats import trace_stats
+    from ..placement.trace import trace_stats
 
     stats = trace_stats(trace)
     n_layer, n_expert, n_expert_used = trace.shape.sizes

@@ -222,7 +222,7 @@ def _times(
 
 
 def _show(routing: Routing, times: Times, rows: Sequence[_Row], stages: Sequence[range]) -> None:
-    from ..placement.tracestats import trace_stats
+    from ..placement.trace import trace_stats
 
     ui.note(trace_stats(routing.trace).line())
     machine = times.machine

@@ -67,8 +67,7 @@ def trace_command(
     from ..placement.identity import router_shape
     from ..placement.profile import require_class_name
     from ..placement.profilefile import ProfileFile
-    from ..placement.trace import write_trace
-    from ..placement.tracestats import trace_stats
+    from ..placement.trace import trace_stats, write_trace
 
     if output is None and profile_path is None:
         raise RequestError("nothing to write; give -o or --profile")

@@ -88,12 +88,8 @@ class ExpertStats:
         """Return the counters of all stages as one."""
         return cls(
             CacheStats.joined([part.cache for part in parts]),
-            sum(part.n_bytes_to_device for part in parts),
-            sum(part.n_cpu_experts for part in parts),
-            sum(part.n_fetching for part in parts),
-            {name: sum(part.phases_s[name] for part in parts) for name in parts[0].phases_s},
-            sum(part.n_file_bytes for part in parts),
-            sum(part.file_s for part in parts),
+            phases_s={name: sum(p.phases_s[name] for p in parts) for name in parts[0].phases_s},
+            **{name: sum(getattr(part, name) for part in parts) for name in _SUMS},
         )
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
@@ -111,14 +107,10 @@ class ExpertStats:
     def report(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         n_passes, cache = max(self.cache.n_steps, 1), self.cache
+        names = ("hits", "misses", "missing", "admitted", "evicted", "declined")
         return {
             "n_passes": cache.n_steps,
-            "hits": int(cache.hits.sum()),
-            "misses": int(cache.misses.sum()),
-            "missing": int(cache.missing.sum()),
-            "admitted": int(cache.admitted.sum()),
-            "evicted": int(cache.evicted.sum()),
-            "declined": int(cache.declined.sum()),
+            **{name: int(getattr(cache, name).sum()) for name in names},
             "hit_rate": round(cache.hit_rate, 5),
             "hit_rate_by_layer": [round(rate, 4) for rate in cache.hit_rates],
             "uploaded_bytes": self.n_bytes_to_device,
@@ -133,6 +125,8 @@ class ExpertStats:
         }
 
 
+# Numbers of `ExpertStats` that stages add up.
+_SUMS = ("n_bytes_to_device", "n_cpu_experts", "n_fetching", "n_file_bytes", "file_s")
 # What a profile says counts as much as so many tokens.
 _PRIOR_TOKENS = 256
 

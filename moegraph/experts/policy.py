@@ -51,21 +51,6 @@ class LayerPolicy(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Policy:
-    """Parameters of a policy; `layer` makes the state for a layer of n_slots slots.
-
-    ranges: of each parameter, the least and the most.
-    """
-
-    name: ClassVar[str]
-    ranges: ClassVar[dict[str, tuple[float, float]]] = {}
-
-    def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
-        """Return the state of this policy for one layer."""
-        raise NotImplementedError
-
-
 class Recency:
     """Score: when an expert was last chosen, in rows."""
 
@@ -153,10 +138,11 @@ class Frequency:
 
 
 @dataclass(frozen=True)
-class Lru(Policy):
+class Lru:
     """Evict the expert that was chosen longest ago."""
 
-    name = "lru"
+    name: ClassVar = "lru"
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {}
 
     def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
         """Return recency, or frequency if the slots cannot hold one token's experts.
@@ -169,15 +155,16 @@ class Lru(Policy):
 
 
 @dataclass(frozen=True)
-class Lfu(Policy):
+class Lfu:
     """Decayed frequency with hysteresis.
 
     half_life: tokens after which a choice counts half. hysteresis: an absent expert needs this
-    multiple of the victim's score. prior_steps: how many tokens a profile counts for.
+    multiple of the victim's score. prior_steps: how many tokens a profile counts for. ranges: of
+    each parameter, the least and the most.
     """
 
-    name = "lfu"
-    ranges: ClassVar = {
+    name: ClassVar = "lfu"
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {
         "half_life": (1.0, 1e6), "hysteresis": (1.0, 100.0), "prior_steps": (0.0, 1e6)
     }  # fmt: skip
     half_life: float = 96.0
@@ -189,7 +176,8 @@ class Lfu(Policy):
         return Frequency(n_expert, self.half_life, self.hysteresis, self.prior_steps)
 
 
-POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Lru, Lfu)}
+Policy = Lru | Lfu
+POLICIES: dict[str, type[Policy]] = {"lru": Lru, "lfu": Lfu}
 
 
 def parse_policy(text: str) -> Policy:

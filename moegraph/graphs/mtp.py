@@ -26,9 +26,8 @@ from ..ggml.memory import Block, Sender
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.mtp import MtpBlock
 from ..units import round_up
-from .experts import build_fetched_slots
 from .head import no_races, race_words
-from .layer import build_input_norm, build_mixer_router, build_moe
+from .layer import build_fetched_slots, build_input_norm, build_mixer_router, build_moe
 from .paged import ROW_WORDS, fill_rows
 from .rows import fill_mask, gathered_rows
 

@@ -30,17 +30,20 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import Block, Sender, place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.experts import build_absent, build_expert_sum, build_fetched_slots, build_slots
 from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.inputs import HiddenRows, InputBlock
 from ..graphs.layer import (
     Routed,
+    build_absent,
     build_dense_layer,
+    build_expert_sum,
+    build_fetched_slots,
     build_hidden,
     build_input_norm,
     build_last_hidden,
     build_mixer_router,
     build_moe,
+    build_slots,
 )
 from ..resident.bank import Bank
 from ..resident.stage import Stage

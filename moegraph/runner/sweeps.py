@@ -32,7 +32,6 @@ from ..ggml.ops import I32, Builder, Tensor
 from ..ggml.places import write_unit
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.chunk import ChunkInputs, Form, Segment
-from ..graphs.experts import build_slots
 from ..graphs.head import Results, build_head
 from ..graphs.inputs import HiddenRows
 from ..graphs.layer import (
@@ -41,6 +40,7 @@ from ..graphs.layer import (
     build_input_norm,
     build_mixer_router,
     build_moe,
+    build_slots,
 )
 from ..resident.bank import Ring
 from ..resident.layout import N_GROUPS, PAGE, UNIT_SHARE, group_size, most_terms

@@ -9,10 +9,10 @@ from ..errors import Cancelled, InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
-from ..graphs.experts import build_absent
 from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.inputs import HiddenRows, InputBlock
 from ..graphs.layer import (
+    build_absent,
     build_dense_layer,
     build_hidden,
     build_input_norm,

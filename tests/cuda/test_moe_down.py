@@ -15,7 +15,7 @@ from moegraph.arch.blocks.experts import build_expert_rows
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
 from moegraph.ggml.ops import I32, Tensor
-from moegraph.graphs.experts import build_expert_sum
+from moegraph.graphs.layer import build_expert_sum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

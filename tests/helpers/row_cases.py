@@ -19,7 +19,7 @@ from moegraph.arch.blocks.router import build_router
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
 from moegraph.ggml.ops import F32, I32, Tensor
-from moegraph.graphs.experts import build_expert_sum
+from moegraph.graphs.layer import build_expert_sum
 
 WIDTHS = (2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 100)
 N_ROWS = max(WIDTHS)

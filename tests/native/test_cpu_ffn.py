@@ -20,7 +20,7 @@ from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, Tensor
 from moegraph.graphs.cache import GraphCache
-from moegraph.graphs.experts import build_expert_sum
+from moegraph.graphs.layer import build_expert_sum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

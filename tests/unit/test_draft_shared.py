@@ -10,9 +10,8 @@ from operator import mul
 
 import pytest
 
-from moegraph.draft.controller import Controller
+from moegraph.draft.controller import Controller, SharedPasses
 from moegraph.draft.plan import DraftSettings, Source, Step
-from moegraph.draft.shared import SharedPasses
 
 
 def serve(

@@ -39,9 +39,9 @@ PURE = (
     "experts.residency", "experts.slots",
     "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity",
     "placement.planner", "placement.profile", "placement.profilefile", "placement.simulate",
-    "placement.trace", "placement.tracestats",
+    "placement.trace",
     "draft.controller", "draft.drafter", "draft.estimates", "draft.lookup",
-    "draft.plan", "draft.race", "draft.shared", "draft.tree",
+    "draft.plan", "draft.race", "draft.tree",
     "engine.chat", "passes.prefixtree", "loop.requests",
     "loop.generated", "passes.speculation",
     "loop.costs", "loop.groupchoice", "loop.scheduler", "loop.requests",
@@ -70,7 +70,7 @@ LARGE = {
     "Engine": 31,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 57_714
+LINES = 57_653
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 

@@ -16,8 +16,7 @@ import pytest
 from moegraph.errors import ConfigError, RequestError
 from moegraph.placement.generator import generate_trace
 from moegraph.placement.identity import RouterShape, router_shape
-from moegraph.placement.trace import Trace, TraceRecorder, read_trace, write_trace
-from moegraph.placement.tracestats import trace_stats
+from moegraph.placement.trace import Trace, TraceRecorder, read_trace, trace_stats, write_trace
 
 SHAPE = RouterShape(3, 16, 2, "0123456789abcdef")
 BIG = RouterShape(40, 256, 8)
