@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from ..config import EngineConfig
 from ..experts.cost import Experts
 from ..placement.draftcounts import DraftCounts
-from ..placement.draftprice import PRIORS
+from ..placement.drafters import PRIORS
 from ..resident.layout import MAX_PAGED_ROWS, USUAL_MTP_DRAFT
 from ..units import octave
 from .drafter import Draft, Drafter, confidence

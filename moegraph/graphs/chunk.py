@@ -7,7 +7,7 @@ graphs read them.
 The mask of n rows over n_kv positions is made on the device. Within a page, a row sees the first
 positions and not the others, so each piece of the mask is one of PAGE + 1 patterns, and the host
 sends the numbers of the patterns. Layers with a window have patterns of their own, in which the
-positions before the window are hidden too, and fewer columns (window.py). With --deterministic on
+positions before the window are hidden too, and fewer columns (`Window`). With --deterministic on
 CUDA, attention reads pages as decode passes do (paged.py): then the bits of a row do not depend on
 its chunk, and there is no mask.
 
@@ -38,8 +38,7 @@ from ..resident.state import State
 from ..resident.weights import TokenEmbedding
 from ..units import round_up
 from .paged import ROW_WORDS, can_page, prompt_rows
-from .rows import gathered_rows
-from .window import Window
+from .rows import Window, gathered_rows
 
 _ALIGN = 64  # words
 # Sequences of a chunk, at most.

@@ -22,8 +22,7 @@ from ..resident.stage import Stage
 from ..resident.state import HiddenStates, State
 from ..units import round_up
 from .paged import ROW_WORDS, fill_rows
-from .rows import Tree, fill_mask, fill_window, gathered_rows
-from .window import Window, WindowRow
+from .rows import Tree, Window, WindowRow, fill_mask, fill_window, gathered_rows
 
 
 class HiddenRows(Owner):

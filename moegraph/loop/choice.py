@@ -248,12 +248,10 @@ class TokenChoice:
             wait([self._allowed])  # of a pass that failed
         self._is_listed, self._allowed = is_listed, None
 
-    def tree_draw_words(
-        self, tree: DraftTree, beside_others: bool = False
-    ) -> npt.NDArray[np.int32] | None:
-        """Return what the rows of a tree need, numpy [n_rows, DRAW_WORDS]; see `draw_words`."""
-        found, is_greedy = None, self.greedy and not beside_others
-        if not (is_greedy or self.keep_logits) and tree.n_rows <= DRAW_ROWS:
+    def tree_draw_words(self, tree: DraftTree) -> npt.NDArray[np.int32] | None:
+        """Return what a tree's rows need beside others, numpy [n_rows, DRAW_WORDS]; or None."""
+        found = None
+        if not self.keep_logits and tree.n_rows <= DRAW_ROWS:
             found = self.sampler.draw_each([tree.ahead(row) for row in range(tree.n_rows)])
         self._begin(found is not None)
         return found

@@ -189,7 +189,7 @@ class Decoding:
         for i, answer in enumerate(batch):
             choice, row = answer.choice, i * n_each
             if trees:
-                words = choice.tree_draw_words(trees[i], beside_others=True)
+                words = choice.tree_draw_words(trees[i])
             else:
                 words = choice.draw_words(beside_others=True)
             if words is not None:

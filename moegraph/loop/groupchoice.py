@@ -6,8 +6,6 @@ as many rows. Which is faster depends on model, devices and experts; so both are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..units import octave
 
 # Rounds of a trial that count, and those before them: a pipeline fills, graphs are built.
@@ -16,58 +14,39 @@ _TRIED, _FIRST = 12, 6
 _STAY, _LONGEST = 512, 2048
 
 
-@dataclass
-class _Trial:
-    """Rounds of one way, for passes of about as many rows."""
-
-    n_groups: int
-    n_rounds: int = 0
-    n_rows: int = 0
-    seconds: float = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        return self.n_rounds >= _FIRST + _TRIED
-
-    @property
-    def row_s(self) -> float:
-        return self.seconds / max(self.n_rows, 1)
-
-    def note(self, n_rows: int, seconds: float) -> None:
-        self.n_rounds += 1
-        if self.n_rounds > _FIRST and not self.is_known:
-            self.n_rows += n_rows
-            self.seconds += seconds
-
-
 class _Size:
-    """What was measured for passes of about as many rows."""
+    """What was measured for passes of about as many rows. n_groups: the way that is used now."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.trial = _Trial(1)
-        self._last: _Trial | None = None  # of the other way
+        self._last: tuple[float, int] | None = None  # of the other way: seconds of a row, groups
         self._stay, self._left = _STAY, 0
+        self._begin(1)
+
+    def _begin(self, n_groups: int) -> None:
+        self.n_groups, self._n_rounds, self._n_rows, self._seconds = n_groups, 0, 0, 0.0
 
     def note(self, n_rows: int, seconds: float) -> None:
-        trial = self.trial
-        trial.note(n_rows, seconds)
-        if not trial.is_known:
-            return
         if self._left > 0:
             self._left -= 1
             if self._left == 0:
-                self.trial = _Trial(trial.n_groups)  # measured again, right before the other way
+                self._begin(self.n_groups)  # measured again, right before the other way
             return
-        if self._last is None:
-            n = self._most if trial.n_groups == 1 else 1
-            self._last, self.trial = trial, _Trial(n)
+        self._n_rounds += 1
+        if self._n_rounds > _FIRST:
+            self._n_rows += n_rows
+            self._seconds += seconds
+        if self._n_rounds < _FIRST + _TRIED:
             return
-        one, several = sorted((trial, self._last), key=lambda found: found.n_groups)
-        best = several if several.row_s < one.row_s else one
-        # trial is of the way that was tried last
-        self._stay = _STAY if best is trial else min(2 * self._stay, _LONGEST)
-        self.trial, self._last, self._left = best, None, self._stay
+        mine, last = (self._seconds / max(self._n_rows, 1), self.n_groups), self._last
+        if last is None:
+            self._last = mine
+            self._begin(self._most if self.n_groups == 1 else 1)
+            return
+        self.n_groups = min(mine, last)[1]
+        # mine is the way that was tried last
+        self._stay = _STAY if self.n_groups == mine[1] else min(2 * self._stay, _LONGEST)
+        self._last, self._left = None, self._stay
 
 
 class GroupChoice:
@@ -83,12 +62,12 @@ class GroupChoice:
 
     def n_groups(self, n_rows: int) -> int:
         """Return in how many groups n_rows sequences decode now."""
-        return self._of(n_rows).trial.n_groups if n_rows >= self._most else 1
+        return self._of(n_rows).n_groups if n_rows >= self._most else 1
 
     def note(self, n_rows: int, n_groups: int, seconds: float) -> None:
         """Learn from a round."""
         size = self._of(n_rows)
-        if n_groups == size.trial.n_groups and n_rows >= self._most:
+        if n_groups == size.n_groups and n_rows >= self._most:
             size.note(n_rows, seconds)
 
     def _of(self, n_rows: int) -> _Size:

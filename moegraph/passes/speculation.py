@@ -413,16 +413,14 @@ class Speculation:
                                  "where they are what the sampler draws")  # fmt: skip
         if tree is None:
             draft = raced(draft, race, plan.n_top) if race else draft
-            tree = self._tree(ask.anchor, plan, draft)
+            if plan.ddtree:
+                tree = plan.ddtree.tree(ask.anchor, draft)
+            else:
+                tree = spine_tree(ask.anchor, draft, self.controller.n_spine(plan, draft))
             if tree.n_rows == 1 and drafter.name in self._lookups:  # it is passed over
                 return None
         tree = tree.cut(min(self.max_rows, ask.n_room))
         return Proposal(plan, draft, tree, time.perf_counter() - began, odds)
-
-    def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
-        if plan.ddtree:
-            return plan.ddtree.tree(anchor, draft)
-        return spine_tree(anchor, draft, self.controller.n_spine(plan, draft))
 
     def drain_messages(self) -> list[str]:
         """Return the messages since the last call."""

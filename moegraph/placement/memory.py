@@ -16,8 +16,15 @@ from ..config import CPU_ROWS, EngineConfig
 from ..errors import ConfigError, OutOfDeviceMemory
 from ..resident.layout import MAX_MTP_DRAFT
 from ..units import format_bytes
-from .drafters import Sources, captured_drafts, drafters_bytes, is_fitting, sources_of
-from .draftprice import Price, price_of
+from .drafters import (
+    Price,
+    Sources,
+    captured_drafts,
+    drafters_bytes,
+    is_fitting,
+    price_of,
+    sources_of,
+)
 from .footprint import needed_bytes, sweep_rows
 from .planner import Demand, Footprint, Plan
 from .split import Place, SplitSettings, StagePlan, merged, split_layers

@@ -22,7 +22,7 @@ from ..units import parse_bytes
 from .planner import Demand, Footprint, Plan, make_plan, require_counts
 
 # Bytes a second, where nothing was measured: only their ratio matters, which is that of _LINK in
-# draftprice.py.
+# drafters.py.
 MEMORY_RATE, LINK_RATE = 450e9, 25e9
 # What a layer takes besides reading: its kernels follow one another.
 _LAYER_SECONDS = 50e-6

@@ -21,8 +21,7 @@ from moegraph.engine import Engine
 from moegraph.errors import Cancelled
 from moegraph.events import CancelToken
 from moegraph.graphs.chunk import _patterns, _window_patterns
-from moegraph.graphs.rows import Tree, fill_mask, fill_window
-from moegraph.graphs.window import Window, WindowRow
+from moegraph.graphs.rows import Tree, Window, WindowRow, fill_mask, fill_window
 from moegraph.resident.layout import PAGE
 from moegraph.resident.state import State
 from moegraph.runner.sweep_batch import SweepBatch

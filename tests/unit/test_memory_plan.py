@@ -21,8 +21,7 @@ from modelgen.presets import PRESETS
 
 from moegraph.arch import open_model
 from moegraph.config import EngineConfig
-from moegraph.placement.drafters import open_draft_file, with_drafts
-from moegraph.placement.draftprice import price_of
+from moegraph.placement.drafters import open_draft_file, price_of, with_drafts
 from moegraph.placement.memory import Budget, Choice, choose
 from moegraph.placement.planner import Footprint, Plan, make_plan
 
