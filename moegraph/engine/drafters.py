@@ -9,9 +9,8 @@ from ..arch import ModelFile
 from ..arch.base import Architecture
 from ..config import EngineConfig
 from ..draft.controller import FIRST_WIDTH, open_controller
-from ..draft.dflash import DFlashDrafter
+from ..draft.dflash import DFlashDrafter, DSparkDrafter
 from ..draft.drafter import Drafter
-from ..draft.dspark import DSparkDrafter
 from ..draft.lookup import LookUp
 from ..draft.mtp import MtpDrafter
 from ..experts.cost import Experts

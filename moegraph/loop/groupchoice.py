@@ -33,7 +33,7 @@ class _Size:
                 self._begin(self.n_groups)  # measured again, right before the other way
             return
         self._n_rounds += 1
-        if self._n_rounds > _FIRST:
+        if _FIRST < self._n_rounds < _FIRST + _TRIED:
             self._n_rows += n_rows
             self._seconds += seconds
         if self._n_rounds < _FIRST + _TRIED:

@@ -12,9 +12,8 @@ import numpy as np
 from moegraph.arch import open_model
 from moegraph.arch.draftfile import open_drafter
 from moegraph.config import EngineConfig
-from moegraph.draft.dflash import DFlashDrafter
+from moegraph.draft.dflash import DFlashDrafter, DSparkDrafter
 from moegraph.draft.drafter import Draft
-from moegraph.draft.dspark import DSparkDrafter
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi

@@ -15,9 +15,8 @@ from helpers.drafters import SMALL, write_small
 from helpers.reference_dflash import ReferenceDrafter
 from moegraph.arch import open_model
 from moegraph.arch.draftfile import open_drafter
-from moegraph.draft.dflash import DFlashDrafter
+from moegraph.draft.dflash import DFlashDrafter, DSparkDrafter
 from moegraph.draft.drafter import Draft
-from moegraph.draft.dspark import DSparkDrafter
 from moegraph.engine import Engine
 from moegraph.runner.sweep_batch import SweepBatch
 

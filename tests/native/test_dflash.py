@@ -11,8 +11,8 @@ import pytest
 from helpers.drafter_pair import CHANGES, COARSE, N_VOCAB, TOLERANCE, Pair, pairs
 from helpers.faults import FAULTS, faulty
 
+from moegraph.draft.dflash import DSparkDrafter
 from moegraph.draft.drafter import Race
-from moegraph.draft.dspark import DSparkDrafter
 from moegraph.engine import Engine
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi

@@ -12,8 +12,7 @@ from helpers.drafters import damage, write_small
 from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
 
-from moegraph.draft.dflash import DFlashDrafter
-from moegraph.draft.dspark import DSparkDrafter
+from moegraph.draft.dflash import DFlashDrafter, DSparkDrafter
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ModelFileError, UnsupportedModel
 from moegraph.passes.speculation import Speculation

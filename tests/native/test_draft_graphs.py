@@ -14,8 +14,7 @@ from helpers.mtp import MtpModel
 
 from moegraph.arch.draftfile import open_drafter
 from moegraph.config import EngineConfig
-from moegraph.draft.dflash import DFlashDrafter
-from moegraph.draft.dspark import DSparkDrafter
+from moegraph.draft.dflash import DFlashDrafter, DSparkDrafter
 from moegraph.engine import Engine
 from moegraph.engine.drafters import limit_graphs
 from moegraph.placement.drafters import dflash_graph_bytes, mtp_graph_bytes
