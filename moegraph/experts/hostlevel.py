@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .cache import ExpertCache
+from .residency import Pairs
 from .slots import Journal, LayerSlots
-from .terms import Pairs
 
 
 @dataclass(slots=True)

@@ -21,8 +21,7 @@ from ..experts.cache import ExpertCache
 from ..experts.cachestats import CacheStats
 from ..experts.cost import Machine, choose_ways, machine_costs, pass_time
 from ..experts.hostlevel import HostLevel
-from ..experts.residency import Residency
-from ..experts.terms import Pairs
+from ..experts.residency import Pairs, Residency
 from ..kinds import Kind
 from ..resident.layout import host_slots
 from .profile import Profile

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ..arch.blocks.experts import build_expert_rows
 from ..arch.inputs import PAGED, PassShape
 from ..errors import ConfigError, NativeError
-from ..experts.terms import MissMode
+from ..experts.residency import MissMode
 from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
 from ..ggml.memory import Block, Sender, place

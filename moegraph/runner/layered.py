@@ -37,8 +37,7 @@ from ..errors import Cancelled, InternalError
 from ..experts.cache import ExpertCache
 from ..experts.cost import MissCosts, choose_ways
 from ..experts.policy import Lru
-from ..experts.residency import Residency
-from ..experts.terms import PassTerms
+from ..experts.residency import PassTerms, Residency
 from ..ggml.lib import C, ffi
 from ..graphs.head import Results
 from ..graphs.inputs import HiddenRows

@@ -33,8 +33,7 @@ from ..experts.cache import ExpertCache
 from ..experts.cachestats import ExpertStats
 from ..experts.cost import MissCosts, choose_ways
 from ..experts.hostlevel import HostLevel, Moves
-from ..experts.residency import Residency
-from ..experts.terms import PassTerms, Remedy, TableRow
+from ..experts.residency import PassTerms, Remedy, Residency, TableRow
 from ..ggml.device import Device
 from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi

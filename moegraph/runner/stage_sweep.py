@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..arch.inputs import PassShape
 from ..errors import InternalError
 from ..experts.crossing import Crossing, Forecast, Group, by_popularity
-from ..experts.terms import PassTerms
+from ..experts.residency import PassTerms
 from ..ggml.handles import Event
 from ..ggml.lib import C
 from ..ggml.ops import Tensor

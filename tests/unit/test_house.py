@@ -35,7 +35,7 @@ PURE = (
     "resident.draftlayout", "resident.kvpool", "resident.layout",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing",
     "experts.machines",
-    "experts.terms", "experts.policy",
+    "experts.policy",
     "experts.residency", "experts.slots",
     "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity",
     "placement.planner", "placement.profile", "placement.profilefile", "placement.simulate",
@@ -70,7 +70,7 @@ LARGE = {
     "Engine": 31,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 57_602
+LINES = 57_592
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 

@@ -21,9 +21,8 @@ from moegraph.experts import cost
 from moegraph.experts.cache import ExpertCache
 from moegraph.experts.cost import MissSplit, MissWays
 from moegraph.experts.policy import POLICIES, Lfu, Lru, Policy
-from moegraph.experts.residency import Residency
+from moegraph.experts.residency import PassTerms, Remedy, Residency
 from moegraph.experts.slots import Ranking
-from moegraph.experts.terms import PassTerms, Remedy
 from moegraph.kinds import MAX_FETCH_ROWS, Kind
 
 N_EXPERT, N_USED = 16, 4
