@@ -26,6 +26,8 @@ MOST = {"GLIBC": GLIBC, "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8, 
 MOST_BYTES = 100_000_000
 # Files of the package that only builds need.
 _NOT_IN_WHEELS = re.compile(r"(^|/)(__pycache__|lib|decl)/|\.so$|/_build\.py$")
+# What a build puts into the package.
+_BUILT = re.compile(r"\.so$|/server/page/lib/")
 # Says of which sources the libraries are; scripts/quickstart takes them for a tree with the same.
 BUILT_OF = "moegraph/lib/built-of"
 # moegraph/text/tokenizer.py imports it.
@@ -188,8 +190,8 @@ def take(folder: Path) -> bool:
                 for old in (ROOT / "moegraph" / "lib").glob("*.so"):
                     old.unlink()  # a running process may map it
                 (ROOT / "moegraph" / "ggml" / "_native.abi3.so").unlink(missing_ok=True)
-                names = [name for name in zipped.namelist() if name.endswith(".so")]
-                zipped.extractall(ROOT, names)
+                names = zipped.namelist()
+                zipped.extractall(ROOT, [one for one in names if _BUILT.search(one)])
                 return True
     return False
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +29,8 @@ Pin = Mapping[str, str]
 PIN: Pin = json.loads((ROOT / "vendor" / "pin.json").read_text("utf-8"))
 # The newest llama.cpp, which measurements compare with: from another package, never patched.
 RIVAL: Pin = json.loads((ROOT / "vendor" / "rival.json").read_text("utf-8"))
+# KaTeX and highlight.js for the server's page: a package has them as they were published.
+PAGE: Pin = json.loads((ROOT / "vendor" / "page.json").read_text("utf-8"))
 STAMP = ".moegraph-stamp"
 PRISTINE = ".moegraph-pristine"
 NATIVE_SUFFIXES = (".c", ".cpp", ".cu", ".cuh", ".h")
@@ -115,7 +118,7 @@ def verify(path: Path, pin: Pin = PIN) -> Path:
 
 
 def download(cache: Path, pin: Pin = PIN) -> Path:
-    """Fetch the pinned source distribution with pip into `cache`; pip checks the hash as well."""
+    """Fetch what is pinned with pip into `cache`; pip checks the hash as well."""
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
             f"{sys.executable} has no pip to fetch {pin['file']}; install pip, or put a copy of"
@@ -127,7 +130,8 @@ def download(cache: Path, pin: Pin = PIN) -> Path:
         wanted = Path(tmp) / "requirement.txt"
         wanted.write_text(f"{pin['package']}=={pin['version']} --hash=sha256:{pin['sha256']}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--no-binary", pin["package"], "--require-hashes", "-r", str(wanted)]
+        kind = "--only-binary" if pin["file"].endswith(".whl") else "--no-binary"
+        command += [kind, pin["package"], "--require-hashes", "-r", str(wanted)]
         command += ["-d", tmp]
         # pip asks the build backend for metadata; if it is installed, no environment is needed
         if pin is PIN and importlib.util.find_spec("scikit_build_core") is not None:
@@ -246,18 +250,41 @@ def provide(
     )
 
 
+def provide_page(dest: Path, cache: Path, pin: Pin = PAGE) -> None:
+    """Make `dest` hold the libraries of the server's page and their licences, and nothing else."""
+    stamp = dest / STAMP
+    if stamp.is_file() and stamp.read_text("utf-8") == pin["sha256"]:
+        return
+    wheel = cache / pin["file"]
+    if not wheel.is_file() or sha256(wheel) != pin["sha256"]:
+        wheel = download(cache, pin)
+    shutil.rmtree(dest, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as zipped:
+        for path in zipped.namelist():
+            name = path.removeprefix(pin["folder"])
+            is_font = Path(name).parts[0] == "fonts" and name.endswith(".woff2")
+            if path.startswith(pin["folder"]) and (is_font or name in pin["files"].split()):
+                (dest / name).parent.mkdir(parents=True, exist_ok=True)
+                (dest / name).write_bytes(zipped.read(path))
+    shutil.copy2(ROOT / "vendor" / "page.txt", dest / "LICENSES.txt")
+    stamp.write_text(pin["sha256"], "utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dest", type=Path, help="folder for our llama.cpp")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "cache", help="downloads")
     parser.add_argument("--sdist", help=f"{PIN['file']} or its folder (also MOEGRAPH_SDIST)")
     parser.add_argument("--pristine", action="store_true", help="change nothing in it")
+    parser.add_argument("--page", type=Path, help="folder for the libraries of the server's page")
     parser.add_argument("--patchset", action="store_true", help="print the patch set's hash")
     args = parser.parse_args()
     try:
         if args.patchset:
             print(patchset())
-        if args.dest is not None:
+        if args.page is not None:
+            provide_page(args.page.resolve(), args.cache)
+        elif args.dest is not None:
             provide(args.dest.resolve(), args.cache, args.sdist, args.pristine)
         elif not args.patchset:
             print(find_sdist(args.sdist, args.cache))

@@ -299,6 +299,8 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+    ".webmanifest": "application/manifest+json",
 }
 # Whatever a model writes, the page runs only the server's own scripts and asks only this server;
 # trusted-types refuses to make HTML of text.
@@ -307,8 +309,10 @@ POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",
+        "font-src 'self'",
+        "img-src 'self' data:",  # pictures that the user sends
         "connect-src 'self'",
+        "manifest-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
@@ -330,7 +334,8 @@ HEADERS = {
 
 def _page() -> RouteTable:
     """Return a route for each file, whose bytes are read now: no path of a client is opened."""
-    found = {path.name: path for path in sorted(FILES.iterdir()) if path.suffix in _TYPES}
+    files = (path for path in sorted(FILES.rglob("*")) if path.suffix in _TYPES)
+    found = {path.relative_to(FILES).as_posix(): path for path in files}
     paths = {f"/page/{name}": path for name, path in found.items() if name != _FIRST}
     paths["/"] = found[_FIRST]
     return RouteTable([_route(url, path) for url, path in paths.items()], public=tuple(paths))

@@ -7,11 +7,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .patience import PATIENCE_S
+from .served import served
+from .server_case import Case
 
 # Debian's, Ubuntu's, and that of GitHub's runners.
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -41,8 +44,8 @@ class Visit:
     urls: of all requests. complaints: errors of scripts and of the Content-Security-Policy.
     """
 
-    def __init__(self, browser: Any, url: str, **context: Any) -> None:
-        self.context = browser.new_context(**context)
+    def __init__(self, browser: Any, url: str, context: Any = None, **given: Any) -> None:
+        self.url, self.context = url, context or browser.new_context(**given)
         self.context.set_default_timeout(PATIENCE_MS)
         self.page = self.context.new_page()
         self.urls: list[str] = []
@@ -56,6 +59,12 @@ class Visit:
         # a status such as 401 is no mistake of the page
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.complaints.append(message.text)
+
+    def tab(self) -> Visit:
+        """Open a second tab of the same browser."""
+        other = Visit(None, self.url, self.context)
+        other.complaints = self.complaints
+        return other
 
     def ask(self, text: str) -> None:
         """Send a message with the keyboard."""
@@ -82,3 +91,28 @@ class Visit:
     def close(self) -> None:
         """Close the tab."""
         self.context.close()
+
+
+@contextmanager
+def visiting(browser: Any, case: Case, **context: Any) -> Iterator[Visit]:
+    """Open the page of a server; at the end, it must have asked nobody else, nor failed."""
+    with served(case.app) as url:
+        visit = Visit(browser, url, **context)
+        try:
+            yield visit
+            assert visit.complaints == []
+            assert [one for one in visit.urls if not one.startswith(f"{url}/")] == []
+        finally:
+            visit.close()
+
+
+def axe_findings(page: Any) -> list[str]:
+    """Return what axe-core finds against accessibility; skip the test without it."""
+    axe = pytest.importorskip("axe_playwright_python", reason="no axe-playwright-python")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+    found = page.evaluate("() => axe.run()")
+    return [
+        f"{one['id']}: {node['html']} {node['failureSummary']}"
+        for one in found["violations"]
+        for node in one["nodes"]
+    ]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from helpers.server_case import Case
 
+from moegraph.server import info
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.info import FILES
 
-NAMES = sorted(path.name for path in FILES.iterdir())
+# lib has other people's files, if the build could fetch them
+NAMES = sorted(path.name for path in FILES.iterdir() if path.is_file())
 TEXTS = {name: (FILES / name).read_text(encoding="utf-8") for name in NAMES}
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml",
+         "webmanifest": "application/manifest+json"}  # fmt: skip
 # Ways by which a script makes HTML or code of text, or shows another page.
 UNSAFE = re.compile(
     r"innerHTML|outerHTML|insertAdjacent|createContextualFragment|document\.write|\beval\b"
@@ -36,6 +41,7 @@ def test_each_file_is_served_without_a_key_under_a_strict_policy(name: str) -> N
     rules = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
     assert rules.pop("default-src") == rules.pop("frame-ancestors") == "'none'"
     assert rules.pop("require-trusted-types-for") == "'script'"
+    assert rules.pop("img-src") == "'self' data:"
     assert set(rules.values()) == {"'self'", "'none'"} and rules["script-src"] == "'self'"
     assert case.client.head(url(name)).headers["content-length"] == str(len(response.content))
 
@@ -76,4 +82,18 @@ def test_files_that_are_named_exist() -> None:
     imported = [
         one for name in NAMES for one in re.findall(r'from "\./([^"]+)"', TEXTS[name])
     ]  # fmt: skip
-    assert {*page, *imported, "index.html"} == set(NAMES)
+    own = {one for one in page if not one.startswith("lib/")}
+    assert {*own, *imported, "index.html"} == set(NAMES)
+    pin = json.loads((FILES.parents[2] / "vendor" / "page.json").read_text("utf-8"))
+    assert {*page} - own == {f"lib/{one}" for one in pin["files"].split()}
+
+
+def test_libraries_are_served_if_the_build_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("index.html", "lib/a.js", "lib/fonts/b.woff2", "lib/LICENSES.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    monkeypatch.setattr(info, "FILES", tmp_path)
+    table = info._page()
+    assert {*table.public} == {"/", "/page/lib/a.js", "/page/lib/fonts/b.woff2"}

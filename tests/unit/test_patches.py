@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -96,6 +97,24 @@ def test_the_rival_is_no_source_of_ours(
     assert fetch.find_sdist(None, tmp_path, fetch.RIVAL) == copy
     with pytest.raises(fetch.FetchError, match="no such file"):
         fetch.find_sdist(None, tmp_path)
+
+
+def test_the_page_gets_its_libraries_alone(fetch: ModuleType, tmp_path: Path) -> None:
+    folder = fetch.PAGE["folder"]
+    names = [folder + one for one in (*fetch.PAGE["files"].split(), "fonts/a.woff2")]
+    with zipfile.ZipFile(tmp_path / fetch.PAGE["file"], "w") as wheel:
+        for name in (*names, f"{folder}fonts/a.woff", f"{folder}other.js", "fonts/a.woff2", "x.py"):
+            wheel.writestr(name, name)
+    dest = tmp_path / "lib"
+    (dest / "old").mkdir(parents=True)
+    pin = {**fetch.PAGE, "sha256": fetch.sha256(tmp_path / fetch.PAGE["file"])}
+    fetch.provide_page(dest, tmp_path, pin)
+    found = [path for path in dest.rglob("*") if path.is_file() and path.name != fetch.STAMP]
+    made = {path.relative_to(dest).as_posix() for path in found}
+    assert made == {name.removeprefix(folder) for name in names} | {"LICENSES.txt"}
+    assert "Khan Academy" in (dest / "LICENSES.txt").read_text("utf-8")
+    (tmp_path / fetch.PAGE["file"]).unlink()
+    fetch.provide_page(dest, tmp_path, pin)  # nothing is fetched twice
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem[:4])

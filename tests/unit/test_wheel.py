@@ -76,7 +76,8 @@ def _compile(path: Path, text: str, *options: str) -> Path:
 def test_a_tree_takes_the_libraries_of_its_own_sources_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {"moegraph/lib/libggml.so": b"new", "moegraph/ggml/_native.abi3.so": b"new"}
+    names = "lib/libggml.so", "ggml/_native.abi3.so", "server/page/lib/katex.min.js"
+    files = {f"moegraph/{name}": b"new" for name in names}
     about = {_wheel.BUILT_OF: _wheel.sources().encode(), "moegraph/config.py": b"not taken"}
     tree = tmp_path / "tree"
     (tree / "moegraph" / "lib").mkdir(parents=True)
@@ -93,6 +94,7 @@ def test_a_tree_takes_the_libraries_of_its_own_sources_only(
     assert _wheel.take(tmp_path) and not old.exists()
     assert sorted(p.name for p in tree.rglob("*") if p.is_file()) == [
         "_native.abi3.so",
+        "katex.min.js",
         "libggml.so",
     ]
 

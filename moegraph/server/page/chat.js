@@ -1,14 +1,23 @@
-// The conversation: what was asked and answered, and the form that goes on with it.
+// The page: the form that asks, the answers as they are written, and what belongs together.
 
 import { ask, events, onKeyNeeded } from "./api.js";
-import { $, button, say } from "./dom.js";
+import { startConversations } from "./conversations.js";
+import { startDialog } from "./dialog.js";
+import { $, say } from "./dom.js";
 import { askForKey, startKeyDialog } from "./key.js";
-import { AnswerView, questionView } from "./message.js";
-import { chosenSettings, showDefaults, startSettings, systemPrompt } from "./settings.js";
+import { UNFINISHED } from "./message.js";
+import { allowPictures, attachOnly, hasPictures, startPictures, takePictures } from "./pictures.js";
+import {
+  chosenSettings, settings, showDefaults, showModels, showSettings, startSettings, systemPrompt,
+} from "./settings.js";
 import { startStatus } from "./status.js";
+import * as store from "./store.js";
+import { Talk } from "./talk.js";
 
 // Pixels from the end within which the view follows what is written.
 const NEAR = 80;
+// An answer is kept that often while it is written.
+const KEEP_MS = 1000;
 const STREAM = {
   stream: true,
   stream_options: { include_usage: true },
@@ -16,69 +25,81 @@ const STREAM = {
   timings_per_token: true,
 };
 
-// Each has the text of a question, its view, and the view of its answer.
-const turns = [];
+const talk = new Talk({ edit: startEditing, again: tryAgain, drawn: follow });
+let list = null;
 let stopper = null;
-let isEditing = false;
-const editButton = button("Edit", startEditing);
-const againButton = button("Try again", () => replaceLast(turns.at(-1).text));
+// The question that is edited, or null.
+let edited = null;
+// How often a conversation was opened: of two that are read, the later one is shown.
+let opened = 0;
+// Another tab changed something while an answer was written.
+let hasMissed = false;
 
-function history() {
+function history(question) {
   const system = systemPrompt();
   const found = system ? [{ role: "system", content: system }] : [];
-  for (const { text, answer } of turns) {
-    found.push({ role: "user", content: text });
-    if (!answer?.content && !answer?.reasoning) continue;
-    const said = { role: "assistant", content: answer.content };
-    if (answer.reasoning) said.reasoning_content = answer.reasoning;
-    found.push(said);
+  for (const message of talk.tree.path(question.id)) {
+    if (message.role === "user") found.push({ role: "user", content: parts(message) });
+    else if (message.content || message.reasoning) {
+      const said = { role: "assistant", content: message.content };
+      if (message.reasoning) said.reasoning_content = message.reasoning;
+      found.push(said);
+    }
   }
   return found;
 }
 
-async function begin(text) {
-  const question = questionView(text);
-  const turn = { text, question };
-  turns.push(turn);
-  const messages = history();
-  turn.answer = new AnswerView(follow);
-  $("empty").hidden = true;
-  $("messages").append(question.element, turn.answer.element);
-  question.bar.append(editButton);
-  turn.answer.bar.prepend(againButton);
-  $("messages").scrollTop = $("messages").scrollHeight;
-  await write(turn.answer, messages);
+function parts({ content, pictures = [] }) {
+  if (!pictures.length) return content;
+  const shown = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  return content ? [...shown, { type: "text", text: content }] : shown;
 }
 
-async function write(answer, messages) {
+async function answer(question) {
+  const fields = { content: "", reasoning: "", note: UNFINISHED, figures: "", thought: 0 };
+  const message = talk.add(question.id, "assistant", fields);
+  const view = talk.view(message.id);
+  view.wait();
+  $("messages").scrollTop = $("messages").scrollHeight;
   stopper = new AbortController();
   showBusy(true);
-  const why = await stream(answer, messages, stopper.signal);
-  answer.finish(why);
+  list.show();
+  const keeper = setInterval(() => store.putMessage({ ...message }, true), KEEP_MS);
+  const why = await stream(view, history(question), stopper.signal);
+  clearInterval(keeper);
+  view.finish(why);
+  await store.putMessage({ ...message });
   stopper = null;
   showBusy(false);
   say(why || "The answer is complete.");
+  list.show();
+  if (hasMissed) heard();
 }
 
 // Returns what the user should know of the end.
-async function stream(answer, messages, signal) {
+async function stream(view, messages, signal) {
   const body = { ...chosenSettings(), messages, ...STREAM };
   try {
     const response = await ask("v1/chat/completions", { body, signal });
-    for await (const event of events(response)) answer.take(event);
+    for await (const event of events(response)) view.take(event);
   } catch (error) {
     if (error.name === "AbortError") return "stopped";
     showTrouble(error.message);
     return "no complete answer";
   }
+  if (body.model && body.model !== $("model").textContent) showModel();
   return "";
 }
 
 function showBusy(isBusy) {
-  const hadFocus = [$("send"), $("stop")].includes(document.activeElement);
+  const { activeElement: focused } = document;
+  const hadFocus = [$("send"), $("stop")].includes(focused);
+  const isAgain = focused.classList.contains("change");
   $("send").hidden = isBusy;
   $("stop").hidden = !isBusy;
-  editButton.hidden = againButton.hidden = isBusy;
+  if (isBusy && isAgain) $("stop").focus();
+  // meanwhile no other version can be shown
+  $("messages").classList.toggle("busy", isBusy);
   if (hadFocus) $("prompt").focus();
   if (isBusy) {
     showTrouble("");
@@ -98,25 +119,16 @@ function follow() {
   if (isNearEnd) box.scrollTop = box.scrollHeight;
 }
 
-function dropLast() {
-  const { question, answer } = turns.pop();
-  question.element.remove();
-  answer.element.remove();
-}
-
-function replaceLast(text) {
-  dropLast();
-  begin(text);
-}
-
-function startEditing() {
-  isEditing = true;
+function startEditing(message) {
+  edited = message;
   $("editing").hidden = false;
-  fill(turns.at(-1).text);
+  attachOnly(message.pictures ?? []);
+  fill(message.content);
 }
 
 function endEditing() {
-  isEditing = false;
+  if (edited) attachOnly([]);
+  edited = null;
   $("editing").hidden = true;
   fill("");
 }
@@ -135,27 +147,50 @@ function fit() {
 }
 
 function submit() {
-  const text = $("prompt").value.trim();
-  if (!text || stopper) return;
-  const isReplacing = isEditing;
+  const content = $("prompt").value.trim();
+  if ((!content && !hasPictures()) || stopper) return;
+  const parent = edited ? edited.parent : talk.leaf;
+  const pictures = takePictures();
   endEditing();
   isNearEnd = true;
-  if (isReplacing) replaceLast(text);
-  else begin(text);
+  answer(talk.add(parent, "user", { content, pictures }));
 }
 
-function startOver() {
+function tryAgain(message) {
+  if (!stopper) answer(talk.tree.get(message.parent));
+}
+
+// Another conversation, or a new one if there is no id, takes the place of the open one.
+async function open(id) {
+  if (id !== null && id === talk.id) return;
   stopper?.abort();
-  while (turns.length) dropLast();
-  $("empty").hidden = false;
   showTrouble("");
   endEditing();
+  isNearEnd = true;
+  const turn = ++opened;
+  if (id !== null && await talk.open(id, () => turn === opened)) {
+    if (talk.head) showSettings(talk.head.settings);
+  } else if (turn === opened) talk.close();
+  $("messages").scrollTop = $("messages").scrollHeight;
+  list.show();
+}
+
+// Another tab changed a conversation, or all of them, or the place where they are.
+async function heard(id) {
+  list.show();
+  hasMissed = stopper !== null;
+  const own = talk.id;
+  if (own === null || stopper || (id && id !== own)) return;
+  if (await talk.open(own, () => talk.id === own && !stopper)) {
+    if (talk.head && !$("settings").open) showSettings(talk.head.settings);
+  } else if (store.isKeeping()) open(null);
+  else talk.keepAgain();
 }
 
 function onKey(event) {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
     if (stopper) stopper.abort();
-    else if (isEditing) endEditing();
+    else if (edited) endEditing();
   }
 }
 
@@ -168,19 +203,20 @@ function onPromptKey(event) {
 
 async function showModel() {
   try {
-    const props = await (await ask("props")).json();
-    $("model").textContent = props.model_alias;
-    document.title = `${props.model_alias} – moegraph`;
-    showDefaults(props.default_generation_settings.params);
+    const [props, models] = await Promise.all([ask("props"), ask("v1/models")]);
+    const found = await props.json();
+    const name = found.model_alias;
+    $("model").textContent = name;
+    document.title = `${name} – moegraph`;
+    showDefaults(found.default_generation_settings.params);
+    allowPictures(found.modalities.vision);
+    showModels((await models.json()).data.map((model) => model.id));
   } catch {
     // without a key there are no defaults to show; the first message asks for one again
   }
 }
 
-function start() {
-  onKeyNeeded(askForKey);
-  startKeyDialog();
-  startSettings();
+function startForm() {
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     submit();
@@ -193,11 +229,27 @@ function start() {
   });
   $("stop").addEventListener("click", () => stopper?.abort());
   $("keep").addEventListener("click", endEditing);
-  $("new").addEventListener("click", startOver);
+  $("new").addEventListener("click", () => open(null));
   document.addEventListener("keydown", onKey);
+}
+
+async function start() {
+  onKeyNeeded(askForKey);
+  startKeyDialog();
+  startDialog();
+  startSettings(() => talk.change({ settings: settings() }));
+  startPictures(showTrouble);
+  startForm();
+  const openBefore = store.openId();
+  list = startConversations({ talk, open, reload: heard, showTrouble });
   // on a phone, focus would open the keyboard over the page
   if (matchMedia("(hover: hover)").matches) $("prompt").focus();
   startStatus(showModel);
+  await store.openStore(heard, (error) => {
+    showTrouble(`The conversation is not kept: ${error.message}`);
+  });
+  if (openBefore !== null && talk.id === null) await open(openBefore);
+  else list.show();
 }
 
 start();

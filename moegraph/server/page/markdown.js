@@ -1,14 +1,19 @@
 // Shows a small part of Markdown. Text of a model becomes text nodes only, never HTML.
 
 import { copyButton, element } from "./dom.js";
+import { codeNodes, mathNode } from "./rich.js";
 
 const FENCE = /^( *)(`{3,}|~{3,}) *([\w+#.-]*)[^`]*$/;
 const HEADING = /^(#{1,6}) +(.*)$/;
 const ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)]) +(.*)$/;
 const RULE = /^ *([-*_])(?: *\1){2,} *$/;
-const MARK = /`+|\*{1,2}/g;
-// An emphasis that is longer is none; it also bounds the search for its end.
-const MAX_EMPHASIS = 1000;
+const MARK = /`+|\*{1,2}|\$\$?|\\[([]/g;
+const PARTNERS = { "\\(": "\\)", "\\[": "\\]" };
+const FORMULA = /^ *(\$\$|\\\[)/;
+// An emphasis or formula that is longer is none; it also bounds the search for its end.
+const MAX_SPAN = 1000;
+const MAX_TRIES = 50;
+const MAX_FORMULA_LINES = 100;
 
 // A text that grows. Only blocks that changed are drawn again.
 export class Markdown {
@@ -36,8 +41,8 @@ export function parse(text) {
       at++;
       continue;
     }
-    const block = readFence(lines, at) ?? readLine(lines[at]) ?? readItems(lines, at)
-      ?? readParagraph(lines, at);
+    const block = readFence(lines, at) ?? readFormula(lines, at) ?? readLine(lines[at])
+      ?? readItems(lines, at) ?? readParagraph(lines, at);
     block.n ??= 1;
     block.source = `${block.kind}\n${lines.slice(at, at + block.n).join("\n")}`;
     blocks.push(block);
@@ -53,7 +58,27 @@ function readFence(lines, at) {
   let end = at + 1;
   while (end < lines.length && !closes(lines[end].trim(), fence)) end++;
   const code = lines.slice(at + 1, end).map((line) => unindented(line, indent.length));
-  return { kind: "code", language, text: code.join("\n"), n: end + 1 - at };
+  const isWhole = end < lines.length;
+  return { kind: isWhole ? "code" : "open", language, text: code.join("\n"), n: end + 1 - at };
+}
+
+// A formula of its own: lines from $$ or \[ to its partner, without an empty one.
+function readFormula(lines, at) {
+  const [, mark] = FORMULA.exec(lines[at]) ?? [];
+  if (!mark) return null;
+  const partner = PARTNERS[mark] ?? mark;
+  let rest = lines[at].trim().slice(mark.length);
+  const inner = [];
+  for (let end = at; ; rest = lines[++end]) {
+    const found = rest.indexOf(partner);
+    if (found >= 0) {
+      if (rest.slice(found + partner.length).trim()) return null;
+      const text = [...inner, rest.slice(0, found)].join("\n");
+      return { kind: "formula", text, mark, n: end + 1 - at };
+    }
+    inner.push(rest);
+    if (inner.length > MAX_FORMULA_LINES || !lines[end + 1]?.trim()) return null;
+  }
 }
 
 function closes(line, fence) {
@@ -92,7 +117,7 @@ function readItems(lines, at) {
 }
 
 function startsBlock(line) {
-  return FENCE.test(line) || HEADING.test(line) || RULE.test(line);
+  return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || FORMULA.test(line);
 }
 
 function readParagraph(lines, at) {
@@ -103,7 +128,8 @@ function readParagraph(lines, at) {
 }
 
 function draw(block) {
-  if (block.kind === "code") return drawCode(block);
+  if (block.kind === "code" || block.kind === "open") return drawCode(block);
+  if (block.kind === "formula") return drawFormula(block);
   if (block.kind === "rule") return element("hr");
   if (block.kind === "list") return drawList(block);
   // the page has h1 and h2
@@ -111,11 +137,19 @@ function draw(block) {
   return element(name, {}, ...inline(block.text));
 }
 
-function drawCode({ language, text }) {
+function drawFormula({ text, mark }) {
+  const source = `${mark}${text}${PARTNERS[mark] ?? mark}`;
+  // long formulas scroll, also with the keyboard
+  return element("div", { className: "formula", tabIndex: 0 }, mathNode(text, true) ?? source);
+}
+
+// Code that is still being written has no colours yet.
+function drawCode({ kind, language, text }) {
   const bar = element("div", { className: "bar" }, element("span", {}, language || "code"),
     copyButton(() => text, "Copy code"));
   // long lines scroll, also with the keyboard
-  const code = element("pre", { tabIndex: 0 }, element("code", {}, text));
+  const nodes = kind === "code" ? codeNodes(text, language) : [text];
+  const code = element("pre", { tabIndex: 0 }, element("code", {}, ...nodes));
   return element("div", { className: "code" }, bar, code);
 }
 
@@ -127,7 +161,7 @@ function drawList({ ordered, depth, items }) {
   return list;
 }
 
-// Returns the nodes of a text with `code`, **strong** and *emphasis*.
+// Returns the nodes of a text with `code`, **strong**, *emphasis* and $formulas$.
 function inline(text) {
   const nodes = [];
   let from = 0;
@@ -135,33 +169,46 @@ function inline(text) {
   const marks = [...text.matchAll(MARK)];
   for (const { 0: mark, index } of marks) {
     if (index < from) continue;
-    const end = closing(text, mark, index + mark.length);
+    const partner = PARTNERS[mark] ?? mark;
+    const end = closing(text, mark, partner, index + mark.length);
     if (end < 0) continue;
-    const inner = text.slice(index + mark.length, end);
-    nodes.push(text.slice(from, index), span(mark, inner));
-    from = end + mark.length;
+    const node = span(mark, text.slice(index + mark.length, end));
+    nodes.push(text.slice(from, index), node ?? text.slice(index, end + partner.length));
+    from = end + partner.length;
   }
   nodes.push(text.slice(from));
   return nodes.filter((node) => node !== "");
 }
 
+// Returns null if the text stays what it is.
 function span(mark, inner) {
   if (mark[0] === "`") return element("code", {}, inner);
+  if (isFormula(mark)) return mathNode(inner, mark === "$$" || mark === "\\[");
   return element(mark === "**" ? "strong" : "em", {}, ...inline(inner));
 }
 
+const isFormula = (mark) => mark[0] === "$" || mark[0] === "\\";
+
 // Returns where a mark's partner is, or -1.
-function closing(text, mark, start) {
-  if (mark[0] !== "`" && !/\S/.test(text[start] ?? " ")) return -1;
-  const limit = Math.min(text.length, start + MAX_EMPHASIS);
-  for (let end = text.indexOf(mark, start + 1); end >= 0 && end < limit; ) {
-    if (fits(text, mark, end)) return end;
-    end = text.indexOf(mark, end + 1);
+function closing(text, mark, partner, start) {
+  const isTight = mark[0] === "*" || mark === "$";
+  if (isTight && !/\S/.test(text[start] ?? " ")) return -1;
+  if (mark[0] === "$" && text[start - mark.length - 1] === "\\") return -1;
+  const near = text.slice(0, start + MAX_SPAN);
+  let left = MAX_TRIES;
+  for (let end = near.indexOf(partner, start + 1); end >= 0 && left--;) {
+    if (fits(text, mark, partner, end)) return end;
+    end = near.indexOf(partner, end + 1);
   }
   return -1;
 }
 
-function fits(text, mark, end) {
-  const isWhole = text[end - 1] !== mark[0] && text[end + mark.length] !== mark[0];
-  return isWhole && (mark[0] === "`" || /\S/.test(text[end - 1]));
+function fits(text, mark, partner, end) {
+  if (partner !== mark) return true;
+  const after = text[end + mark.length];
+  const isWhole = text[end - 1] !== mark[0] && after !== mark[0];
+  if (!isWhole || mark[0] === "`" || mark === "$$") return isWhole;
+  // "$5 and $10" are prices
+  if (mark === "$" && (text[end - 1] === "\\" || /\d/.test(after ?? " "))) return false;
+  return /\S/.test(text[end - 1]);
 }

@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { $, element } from "./dom.js";
 
 const LOOK_MS = 2000;
-const WIDE = matchMedia("(min-width: 60rem)");
+const WIDE = matchMedia("(min-width: 75rem)");
 const MEMORY = [["device_peak", "Device memory, peak"], ["host_peak", "Host memory, peak"]];
 let before = null;
 
