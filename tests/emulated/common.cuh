@@ -89,6 +89,7 @@ static void emulated_launch(const char * file, const int line, void (* kernel)(P
 static inline void ggml_cuda_pdl_sync() {}
 static inline void ggml_cuda_pdl_lc() {}
 
+static inline float __uint_as_float(const uint32_t word) { return emulated::from_word<float>((int) word); }
 static inline float __int_as_float(const int word) { return emulated::from_word<float>(word); }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
 static inline int ggml_cuda_dp4a(const int a, const int b, int c) {

@@ -209,6 +209,9 @@ template <typename T> static inline T atomicAdd(T * at, const T x) {
 // The compiler option -ffp-contract=off sees to it that nothing else is contracted.
 static inline float __fmaf_rn(const float a, const float b, const float c) { return fmaf(a, b, c); }
 static inline float __fmul_rn(const float a, const float b) { return a*b; }
+static inline uint32_t __funnelshift_rc(const uint32_t low, const uint32_t high, const uint32_t n) {
+    return (uint32_t) (((uint64_t) high << 32 | low) >> (n < 32 ? n : 32));
+}
 static inline uint32_t __funnelshift_r(const uint32_t low, const uint32_t high, const uint32_t n) {
     return (uint32_t) (((uint64_t) high << 32 | low) >> (n & 31));
 }

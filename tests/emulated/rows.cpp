@@ -3,6 +3,7 @@
 // The reference rounds activations to 8 bits as the kernels do, so what is left is the rounding of sums.
 
 #include "driver.h"
+#include "moegraph-one.cuh"
 #include "moegraph-rows.cuh"
 #include "moegraph.h"
 
@@ -201,6 +202,121 @@ static void check_group(const ggml_type type, const int n) {
     report(std::string("group ") + ggml_type_name(type) + " n=" + std::to_string(n), wrong);
 }
 
+// The same with a bias behind each product, of one row.
+static void check_biased_group(const ggml_type type, const int k) {
+    tensors t;
+    const int sizes[] = { 40, 1700 };
+    const floats values = normal(k, 0.7f), bias = normal(sizes[1], 1.0f);
+    const quantized y(values);
+    ggml_tensor * x = t.leaf(GGML_TYPE_F32, { k }, values.data()), * outs[2], * b[2];
+    floats rows[2];
+    for (int p = 0; p < 2; ++p) {
+        const std::vector<uint8_t> q = random_weights(type, sizes[p], k);
+        rows[p].resize((size_t) sizes[p]*k);
+        ggml_get_type_traits(type)->to_float(q.data(), rows[p].data(), rows[p].size());
+        outs[p] = t.place(ggml_mul_mat(t.ctx, t.leaf(type, { k, sizes[p] }, q.data()), x));
+        ggml_build_forward_expand(t.graph, outs[p]);
+    }
+    for (int p = 0; p < 2; ++p) {
+        b[p] = t.leaf(GGML_TYPE_F32, { sizes[p] }, bias.data());
+        t.make_constant(b[p]);
+        outs[p] = t.place(ggml_add(t.ctx, outs[p], b[p]));
+        ggml_build_forward_expand(t.graph, outs[p]);
+    }
+    for (int i = 0; i < t.graph->n_nodes; ++i) {
+        t.graph->nodes[i]->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    }
+    ggml_backend_cuda_context cuda;
+    moegraph_rows_begin(cuda, t.graph);
+    std::string wrong = moegraph_rows_try_group(cuda, t.graph, 0) == 3 ? "" : "two products and their biases are not one launch";
+    for (int p = 0; p < 2 && wrong.empty(); ++p) {
+        for (int i = 0; i < sizes[p]; ++i) {
+            const exact  want = product(&rows[p][(size_t) i*k], y.x.data(), k);
+            const double got  = ((const float *) outs[p]->data)[i];
+            if (!(std::fabs(got - want.value - bias[i]) <= MAX_ERROR*(want.size + std::fabs(bias[i])))) {
+                wrong = "product " + std::to_string(p) + " element " + std::to_string(i);
+            }
+        }
+    }
+    report(std::string("group with biases ") + ggml_type_name(type) + " k=" + std::to_string(k), wrong);
+}
+
+// Experts of one token with biases: gate, up and GLU; and down alone, and with all that is behind it.
+static void check_biased_experts(const ggml_type type, const int k, const int m, const int n_used) {
+    tensors t;
+    const int n_expert = n_used + 3;
+    ints chosen(n_used);
+    for (int i = 0; i < n_used; ++i) {
+        chosen[i] = i == 1 ? -1 : i == 2 ? n_expert : (5*i + 1) % n_expert;
+    }
+    const auto there = [&](const int slot) { return chosen[slot] >= 0 && chosen[slot] < n_expert; };
+    const std::vector<uint8_t> q = random_weights(type, (size_t) m*n_expert, k);
+    floats rows((size_t) m*n_expert*k);
+    ggml_get_type_traits(type)->to_float(q.data(), rows.data(), rows.size());
+    ggml_tensor * w = t.leaf(type, { k, m, n_expert }, q.data()), * ids = t.leaf(GGML_TYPE_I32, { n_used, 1 }, chosen.data());
+    const floats bias = normal((size_t) (m + 5)*n_expert, 1.0f), scale = normal(n_used, 1.0f);
+    floats weights = normal(n_used, 0.5f), values = normal((size_t) k*n_used, 0.7f);
+    weights[1] = weights[2] = NAN;
+    ggml_tensor * wide = t.leaf(GGML_TYPE_F32, { m + 5, n_expert }, bias.data());
+    ggml_tensor * b = ggml_view_2d(t.ctx, wide, m, n_expert, wide->nb[1], 0);
+    const auto want = [&](const quantized & y, const int slot, const int i) {
+        return product(&rows[((size_t) chosen[slot]*m + i)*k], &y.x[y.x.size() > (size_t) k ? (size_t) slot*k : 0], k);
+    };
+    const std::string name = std::string(ggml_type_name(type)) + " m=" + std::to_string(m) + " k=" + std::to_string(k) + " experts=" +
+        std::to_string(n_used) + " shared=" + std::to_string(emulated::shared_limit/1024) + " order=" + std::to_string(emulated::order);
+
+    ggml_tensor * x  = t.leaf(GGML_TYPE_F32, { k, 1, 1 }, values.data());
+    const auto biased = [&] {
+        ggml_tensor * a = t.place(ggml_mul_mat_id(t.ctx, w, x, ids));
+        return t.place(ggml_add_id(t.ctx, a, b, ids));
+    };
+    ggml_tensor * up = biased(), * gate = biased(), * glu = t.place(ggml_swiglu_oai(t.ctx, gate, up, 1.702f, 7.0f));
+    ggml_build_forward_expand(t.graph, up);
+    ggml_build_forward_expand(t.graph, glu);
+    for (int i = 0; i < t.graph->n_nodes; ++i) {
+        t.graph->nodes[i]->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    }
+    ggml_backend_cuda_context cuda;
+    moegraph_rows_begin(cuda, t.graph);
+    std::string wrong = moegraph_rows_try_biased(cuda, t.graph, 0) == t.graph->n_nodes - 1 ? "" : "gate and up are not one launch";
+    const quantized one(floats(values.begin(), values.begin() + k)), y(values);
+    for (int r = 0; r < n_used*m && wrong.empty(); ++r) {
+        double expected = 0, size = 0;
+        if (there(r/m)) {
+            const exact e = want(one, r/m, r % m);
+            const double v = e.value + bias[(size_t) chosen[r/m]*(m + 5) + r % m];
+            const double g = std::min(v, 7.0), u = std::max(-7.0, std::min(v, 7.0));
+            expected = g/(1 + std::exp(-1.702*g))*(1 + u);
+            size = 10*(e.size + std::fabs(v) + 1);
+        }
+        if (!(std::fabs(((const float *) glu->data)[r] - expected) <= MAX_ERROR*size)) {
+            wrong = "slot " + std::to_string(r/m) + " row " + std::to_string(r % m);
+        }
+    }
+    report("gate and up with biases " + name, wrong);
+
+    ggml_tensor * act  = t.leaf(GGML_TYPE_F32, { k, n_used, 1 }, values.data());
+    ggml_tensor * down = t.place(ggml_mul_mat_id(t.ctx, w, act, ids)), * sum = t.leaf(GGML_TYPE_F32, { m }, nullptr);
+    ggml_tensor * ws = t.leaf(GGML_TYPE_F32, { 1, n_used }, weights.data()), * sc = t.leaf(GGML_TYPE_F32, { 1, n_used }, scale.data());
+    wrong = moegraph_one_down(cuda, down, nullptr, nullptr, nullptr, down, false) &&
+        moegraph_one_down(cuda, down, b, sc, ws, sum, true) ? "" : "is not supported";
+    for (int i = 0; i < m && wrong.empty(); ++i) {
+        float all = 0.0f;
+        for (int slot = 0; slot < n_used; ++slot) {
+            const float got = ((const float *) down->data)[(size_t) slot*m + i];
+            const exact e   = there(slot) ? want(y, slot, i) : exact();
+            if (!(std::fabs(got - e.value) <= MAX_ERROR*e.size)) {
+                wrong = "slot " + std::to_string(slot) + " row " + std::to_string(i) + ": " + std::to_string(got);
+            }
+            all += there(slot) ? (got + bias[(size_t) chosen[slot]*(m + 5) + i])*scale[slot]*weights[slot] : 0.0f;
+        }
+        if (wrong.empty() && memcmp(&all, (const float *) sum->data + i, sizeof(float)) != 0) {
+            wrong = "the sum of row " + std::to_string(i) + " has other bits";
+        }
+    }
+    report("down " + name, wrong);
+}
+
 // Marked products: each row has the bits that it has alone.
 static void check_apart(const product_case & c) {
     tensors t;
@@ -327,6 +443,16 @@ int main() {
         }
         next();
         check_group(type, 1);
+        if (type != GGML_TYPE_Q4_0) { // parts of a row: 8, 16, 24 and 48 at most
+            const bool odd = type == GGML_TYPE_MXFP4 || type == GGML_TYPE_Q8_0;
+            check_biased_group(type, odd ? 2880 : 2048);
+            for (const int k : odd ? ints{ 320, 704, 1472, 2880 } : ints{ 512, 768, 1536 }) {
+                if (type == GGML_TYPE_MXFP4 || k < 1600) {
+                    next();
+                    check_biased_experts(type, k, k > 1600 ? 70 : 203, k > 1500 ? 4 : 8);
+                }
+            }
+        }
         next();
         check_product({ type, 1, end_of(2560), 0, 0, 3, false, false, MIXED, true });
         check_group(type, 12);

@@ -28,7 +28,7 @@ PROGRAMS = {
     "conv": ("conv",),
     "faults": (),
     "recurrence": ("chain", "recurrence", "tree"),
-    "rows": ("context", "one", "rows-prepare", "rows", "rows-f32", "wide"),
+    "rows": ("context", "one", "one-down", "rows-prepare", "rows", "rows-f32", "wide"),
 }
 
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-U_FORTIFY_SOURCE"]

@@ -99,9 +99,9 @@ def build_keys_values(
 
 
 def _biased(b: Builder, w: Weights, rows: list[Tensor], parts: Sequence[str]) -> list[Tensor]:
-    """Append the biases of projections F32 [m, n_tokens], if there are any."""
+    """Append the biases of projections F32 [m, n_tokens], if any: CUDA fuses them side by side."""
     biases = [f"attn_{part}.bias" for part in parts]
-    return [b.add(x, w[name]) if name in w else x for x, name in zip(rows, biases)]
+    return [b.expand(b.add(x, w[name])) if name in w else x for x, name in zip(rows, biases)]
 
 
 def _normed(b: Builder, hp: Architecture, w: Weights, x: Tensor, part: str, il: int) -> Tensor:

@@ -61,6 +61,8 @@ def build_expert_rows(
     """
     k, n_tokens = slots.ne[0], slots.ne[1]
     cur = b.reshape(cur, cur.ne[0], cur.ne[1] * cur.ne[2] // n_tokens, n_tokens)
+    several = range(weights.ne[0] if weights.ne[0] > 1 else 0)  # first: CUDA joins what follows
+    *scales, weights = [b.expand(_factor(b, weights, i)) for i in several] or [weights]
     if "gate_up" in parts:
         both = _product(b, parts, "gate_up", cur, slots, il)
         half, strides = (both.ne[0] // 2, k, n_tokens), (both.nb[1], both.nb[2])
@@ -71,10 +73,8 @@ def build_expert_rows(
         gate = _product(b, parts, "gate", cur, slots, il)
     act = b.name(getattr(b, glu)(gate, up), f"ffn_moe_{glu}", il)
     out = _product(b, parts, "down", act, slots, il)
-    for i in range(weights.ne[0] - 1):
-        out = b.name(b.mul(out, _factor(b, weights, i)), "ffn_moe_down_scaled", il)
-    if weights.ne[0] > 1:
-        weights = _factor(b, weights, weights.ne[0] - 1)
+    for scale in scales:
+        out = b.name(b.mul(out, scale), "ffn_moe_down_scaled", il)
     return b.expand(b.name(b.mul(out, weights), "ffn_moe_weighted", il))
 
 

@@ -8,6 +8,7 @@
 #include "moegraph-fetch.cuh"
 #include "moegraph-gate-up.cuh"
 #include "moegraph-norm.cuh"
+#include "moegraph-one.cuh"
 #include "moegraph-recurrence.cuh"
 #include "moegraph-rows.cuh"
 
@@ -57,7 +58,7 @@ bool moegraph_multiplies_apart(const ggml_tensor * product) {
     const int  cc   = ggml_cuda_info().devices[ggml_cuda_get_device()].cc;
     const bool mmid = product->op == GGML_OP_MUL_MAT_ID;
     if (!moegraph_rows_are_apart(product)) {
-        return !mmid && moegraph_rows_is_one(product, cc);
+        return moegraph_rows_is_one(product, cc) || (mmid && moegraph_one_down_supported(product));
     }
     return moegraph_rows_supported(product, nullptr, cc) || (!mmid && moegraph_rows_f32_supported(product));
 }
@@ -65,6 +66,9 @@ bool moegraph_multiplies_apart(const ggml_tensor * product) {
 bool moegraph_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     if (dst->op == GGML_OP_MUL_MAT && moegraph_rows_f32_supported(dst)) {
         moegraph_rows_f32_mul_mat(ctx, dst);
+        return true;
+    }
+    if (dst->op == GGML_OP_MUL_MAT_ID && moegraph_one_down(ctx, dst, nullptr, nullptr, nullptr, dst, false)) {
         return true;
     }
     return moegraph_mul_mat_glu(ctx, dst, nullptr, nullptr);
@@ -89,6 +93,9 @@ int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgrap
     if (const int n = moegraph_deltanet_input_try(ctx, cgraph, i)) {
         return n;
     }
+    if (const int n = moegraph_rows_try_biased(ctx, cgraph, i)) {
+        return n;
+    }
     return moegraph_add_rows_try(ctx, cgraph, i);
 }
 
@@ -102,6 +109,7 @@ void moegraph_keep(const ggml_cgraph * cgraph, const int i, const ggml_backend_g
     moegraph_branch_keep(cgraph, i, params);
     moegraph_gate_up_keep(cgraph, i, params);
     moegraph_publish_keep(cgraph, i, params);
+    moegraph_rows_keep(cgraph, i, params);
 }
 
 moegraph_evaluation::moegraph_evaluation(

@@ -1,5 +1,6 @@
 #include "moegraph-moe.cuh"
 #include "moegraph-match.cuh"
+#include "moegraph-one.cuh"
 #include "moegraph-rows-kernel.cuh"
 #include "vecdotq.cuh"
 
@@ -228,12 +229,19 @@ int moegraph_moe_down_mul(const ggml_cgraph * cgraph, const int i) {
     if (cgraph->nodes[i]->op != GGML_OP_MUL_MAT_ID || cgraph->nodes[i]->ne[2] > MOEGRAPH_DOWN_TOKENS) {
         return 0;
     }
-    static const ggml_op ops[2] = { GGML_OP_MUL_MAT_ID, GGML_OP_MUL };
-    int found[2];
-    if (moegraph_find_ops(cgraph, i, ops, 2, found) < 0 || !ggml_node_has_n_uses(cgraph, i, 1)) {
+    static const ggml_op ops[3] = { GGML_OP_MUL_MAT_ID, GGML_OP_ADD_ID, GGML_OP_MUL };
+    static const ggml_op plain[2] = { GGML_OP_MUL_MAT_ID, GGML_OP_MUL };
+    int found[3];
+    const int n = moegraph_find_ops(cgraph, i, plain, 2, found) >= 0 ? 2 : 3;
+    if ((n == 3 && moegraph_find_ops(cgraph, i, ops, 3, found) < 0) || !ggml_node_has_n_uses(cgraph, i, 1) ||
+            !ggml_node_has_n_uses(cgraph, found[n - 2], 1)) {
         return 0;
     }
-    return found[1];
+    const ggml_tensor * rows = cgraph->nodes[found[n - 2]];
+    const ggml_tensor * mul  = cgraph->nodes[found[n - 1]];
+    const bool biased = n == 2 || (rows->src[0] == cgraph->nodes[i] && rows->src[2] == cgraph->nodes[i]->src[2] &&
+        rows->src[1]->type == GGML_TYPE_F32 && rows->src[1]->nb[0] == sizeof(float));
+    return biased && (mul->src[0] == rows || mul->src[1] == rows) ? found[n - 1] : 0;
 }
 
 static bool moegraph_moe_down_weights(const ggml_tensor * x) {
@@ -260,7 +268,8 @@ static bool moegraph_moe_ids_are_old(const ggml_tensor * act, const ggml_tensor 
     if (act->op != GGML_OP_GLU || act->src[0] == nullptr) {
         return false;
     }
-    const ggml_tensor * product = act->src[0]->view_src ? act->src[0]->view_src : act->src[0];
+    const ggml_tensor * product = act->src[0]->op == GGML_OP_ADD_ID ? act->src[0]->src[0] : act->src[0];
+    product = product->view_src ? product->view_src : product;
     return product->op == GGML_OP_MUL_MAT_ID && ggml_is_quantized(product->src[0]->type) && product->src[2] == ids;
 }
 
@@ -286,15 +295,22 @@ static void moegraph_moe_down_launch(
 }
 
 bool moegraph_moe_down(
-        ggml_backend_cuda_context & ctx, const ggml_tensor * down, const ggml_tensor * weights, ggml_tensor * dst) {
+        ggml_backend_cuda_context & ctx, const ggml_tensor * rows, const ggml_tensor * scale, const ggml_tensor * weights,
+        ggml_tensor * dst) {
+    const ggml_tensor * bias = rows->op == GGML_OP_ADD_ID ? rows->src[1] : nullptr;
+    const ggml_tensor * down = bias ? rows->src[0] : rows;
     const ggml_tensor * x   = down->src[0];
     const ggml_tensor * act = down->src[1];
     const ggml_tensor * ids = down->src[2];
     const ggml_cuda_device_info::cuda_device_info & dev = ggml_cuda_info().devices[ctx.device];
 
-    const int n_used   = down->ne[1];
-    const int n_tokens = down->ne[2];
-    if (moegraph_rows_are_apart(down)) {
+    const int  n_used   = down->ne[1];
+    const int  n_tokens = down->ne[2];
+    const bool early    = moegraph_moe_is_constant(x) && moegraph_moe_ids_are_old(act, ids);
+    if (moegraph_one_down(ctx, down, bias, scale, weights, dst, early && (!bias || moegraph_moe_is_constant(bias)))) {
+        return true;
+    }
+    if (bias || scale || moegraph_rows_are_apart(down)) {
         return false; // its sums have another order than those of more tokens
     }
     if (!GGML_CUDA_CC_IS_NVIDIA(dev.cc) || dev.cc < GGML_CUDA_CC_TURING || !moegraph_moe_down_weights(x) ||
@@ -325,7 +341,7 @@ bool moegraph_moe_down(
     args.n_experts     = x->ne[2];
     args.n_used        = n_used;
     args.n_warps       = std::max(1, MOEGRAPH_DOWN_WARPS/n_used);
-    args.early         = moegraph_moe_is_constant(x) && moegraph_moe_ids_are_old(act, ids);
+    args.early         = early;
 
     const size_t smem_y = (size_t) n_used*args.n_values/QK8_1*sizeof(block_q8_1);
     const auto   smem   = [&] { return (size_t) n_used*args.n_warps*args.warp_bytes + smem_y; };
@@ -348,6 +364,7 @@ bool moegraph_moe_down(
 
 void moegraph_moe_down_keep(
         const ggml_tensor * rows, ggml_tensor * dst, const ggml_backend_graph_optimize_params * params) {
+    rows = rows->op == GGML_OP_ADD_ID ? rows->src[0] : rows;
     if (rows->op == GGML_OP_MUL_MAT_ID) {
         params->add_alloc_dep(params->user_data, rows->src[1], dst);
         params->add_alloc_dep(params->user_data, rows->src[2], dst);

@@ -1,183 +1,11 @@
 #include "moegraph-one.cuh"
-#include "moegraph-rows-kernel.cuh"
+#include "moegraph-one-x.cuh"
 
 #include "moegraph.h"
 
-constexpr int MOEGRAPH_ONE_VALUES = 64;    // of a row, that a lane multiplies at a time
 constexpr int MOEGRAPH_ONE_WARPS  = 4;     // of a block
 constexpr int MOEGRAPH_ONE_MAX    = 16384; // values of a row: few rows of weights fit into shared memory at once
 constexpr int MOEGRAPH_ONE_SHARED = 48*1024;
-
-// Spelled out: bits must not depend on what the compiler contracts for some number of rows.
-static __device__ __forceinline__ float moegraph_one_two(const float a, const float b, const float c, const float d) {
-    return __fmaf_rn(c, d, __fmul_rn(a, b));
-}
-
-template <int n> static __device__ __forceinline__ void moegraph_words(int * w, const int4 * p) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-        const int4 v = p[i];
-        w[4*i] = v.x, w[4*i + 1] = v.y, w[4*i + 2] = v.z, w[4*i + 3] = v.w;
-    }
-}
-
-// What a lane has of the activations: two blocks, words in the order of the values.
-struct moegraph_one_y {
-    int   q[16];
-    float d[2];
-    float s[2];
-
-    // w: the words of a block. there: whether the lane has a part of the row.
-    __device__ __forceinline__ void set(const int b, const int * w, const bool there) {
-        d[b] = there ? __int_as_float(w[0]) : 0.0f;
-        s[b] = there ? __int_as_float(w[1]) : 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            q[8*b + i] = w[2 + (i < 4 ? 2*i : 2*i - 7)];
-        }
-    }
-    __device__ __forceinline__ void load(const moegraph_block_y * y, const int part, const bool there) {
-        int w[20];
-        moegraph_words<5>(w, (const int4 *) (y + 2*part));
-        set(0, w, there);
-        set(1, w + 10, there);
-    }
-};
-
-// How a lane multiplies its part of a row. Q4_K and Q5_K: from registers, as parts begin at 16 bytes.
-template <ggml_type type> struct moegraph_one_x {
-    static constexpr bool registers = true, five = type == GGML_TYPE_Q5_K;
-    static constexpr int  bytes = moegraph_x<type>::bytes;
-    typedef moegraph_one_y y_t;
-
-    int4 head, high[2], low[2];
-
-    __device__ __forceinline__ void load(const char * row, const int part) {
-        const char * b = row + part/4*bytes;
-        const char * q = b + (five ? 48 : 16) + 32*(part % 4);
-        head = moegraph_load_16(b);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            low[i] = moegraph_load_16(q + 16*i);
-            if constexpr (five) {
-                high[i] = moegraph_load_16(b + 16 + 16*i);
-            }
-        }
-    }
-    __device__ __forceinline__ float dot(const y_t & y, const int part) const {
-        const int j = part % 4;
-        const uint32_t u0 = head.y, u1 = head.z, u2 = head.w;
-        const uint32_t sc = (j < 2 ? u0 & 0x3F3F3F3F : (u2 & 0x0F0F0F0F)        | ((u0 >> 2) & 0x30303030)) >> 16*(j % 2);
-        const uint32_t mn = (j < 2 ? u1 & 0x3F3F3F3F : ((u2 >> 4) & 0x0F0F0F0F) | ((u1 >> 2) & 0x30303030)) >> 16*(j % 2);
-        const float2   dm = __half22float2(*(const half2 *) &head.x);
-        int q[8], h[8], sums[2] = { 0, 0 };
-        moegraph_words<2>(q, low);
-        if constexpr (five) {
-            moegraph_words<2>(h, high);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            uint32_t a = q[i] & 0x0F0F0F0F, b = (q[i] >> 4) & 0x0F0F0F0F;
-            if constexpr (five) {
-                a |= ((uint32_t) h[i] >> 2*j << 4) & 0x10101010;
-                b |= ((uint32_t) h[i] >> 2*j << 3) & 0x10101010;
-            }
-            sums[0] = ggml_cuda_dp4a(a, y.q[i],     sums[0]);
-            sums[1] = ggml_cuda_dp4a(b, y.q[8 + i], sums[1]);
-        }
-        const float x = moegraph_one_two(__fmul_rn(sc & 0xFF, y.d[0]), sums[0], __fmul_rn(sc >> 8 & 0xFF, y.d[1]), sums[1]);
-        const float m = moegraph_one_two(mn & 0xFF, y.s[0], mn >> 8 & 0xFF, y.s[1]);
-        return moegraph_one_two(dm.x, x, -dm.y, m);
-    }
-};
-
-// 68 bytes a part, from words of shared memory, in which the first block lies two bytes off. So its activations do, too.
-template <> struct moegraph_one_x<GGML_TYPE_Q8_0> {
-    static constexpr bool registers = false;
-    struct y_t {
-        int   q[17];
-        float d[2];
-        __device__ __forceinline__ void load(const moegraph_block_y * y, const int part, const bool there) {
-            moegraph_one_y o;
-            o.load(y, part, there);
-#pragma unroll
-            for (int i = 0; i < 9; ++i) {
-                q[i] = __funnelshift_r(i > 0 ? o.q[i - 1] : 0, i < 8 ? o.q[i] : 0, 16);
-            }
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                q[9 + i] = o.q[8 + i];
-            }
-            d[0] = o.d[0];
-            d[1] = o.d[1];
-        }
-    };
-    static __device__ __forceinline__ float dot(const char * row, const y_t & y, const int part) {
-        const int * w  = (const int *) (row + 68*part);
-        const int   w0 = w[0], w8 = w[8];
-        int sums[2] = { 0, 0 };
-#pragma unroll
-        for (int i = 0; i < 9; ++i) {
-            sums[0] = ggml_cuda_dp4a(w[i], y.q[i], sums[0]);
-        }
-#pragma unroll
-        for (int i = 9; i < 17; ++i) {
-            sums[1] = ggml_cuda_dp4a(w[i], y.q[i], sums[1]);
-        }
-        return moegraph_one_two(__fmul_rn(moegraph_load_half((const char *) &w0),     y.d[0]), sums[0],
-                                __fmul_rn(moegraph_load_half((const char *) &w8 + 2), y.d[1]), sums[1]);
-    }
-};
-
-// A part is two blocks that share bytes: those at 32*p and at 32*p + 64 of half a superblock. Superblocks begin at any
-// even byte. The 32 that each value is too large is taken off as the first term of the sums.
-template <> struct moegraph_one_x<GGML_TYPE_Q6_K> {
-    static constexpr bool registers = false;
-    struct y_t : moegraph_one_y {
-        int off[4];
-        __device__ __forceinline__ void load(const moegraph_block_y * y, const int part, const bool there) {
-#pragma unroll
-            for (int b = 0; b < 2; ++b) { // a block of 40 bytes lies in 48 that begin at 16
-                const int odd = part % 2;
-                int w[12];
-                moegraph_words<3>(w, (const int4 *) ((const char *) (y + part/2*4 + 2*b + odd) - 8*odd));
-#pragma unroll
-                for (int i = 0; i < 10; ++i) {
-                    w[i] = odd ? w[i + 2] : w[i];
-                }
-                set(b, w, there);
-            }
-#pragma unroll
-            for (int h = 0; h < 4; ++h) {
-                off[h] = 0;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    off[h] = ggml_cuda_dp4a(0x01010101, q[4*h + i], off[h]);
-                }
-                off[h] *= -32;
-            }
-        }
-    };
-    static __device__ __forceinline__ float dot(const char * row, const y_t & y, const int part) {
-        const char * b   = row + part/4*210;
-        const int    odd = (int) ((uintptr_t) b & 2), p = part % 2;
-        const int  * ql  = (const int *) (b - odd + 32*(part % 4));
-        const int  * qh  = (const int *) (b - odd + 128 + 32*(part % 4/2));
-        int sums[4] = { y.off[0], y.off[1], y.off[2], y.off[3] };
-        uint32_t l0 = ql[0], h0 = qh[0];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint32_t l1 = ql[i + 1], h1 = qh[i + 1];
-            const uint32_t l  = __funnelshift_r(l0, l1, 8*odd), h = __funnelshift_r(h0, h1, 8*odd) >> 2*p;
-            sums[i/4]     = ggml_cuda_dp4a((l & 0x0F0F0F0F)        | ((h << 4) & 0x30303030), y.q[i],     sums[i/4]);
-            sums[2 + i/4] = ggml_cuda_dp4a(((l >> 4) & 0x0F0F0F0F) | (h & 0x30303030),        y.q[8 + i], sums[2 + i/4]);
-            l0 = l1, h0 = h1;
-        }
-        const int8_t * sc = (const int8_t *) b + 192 + 8*(part % 4/2) + 2*p;
-        return __fmul_rn(moegraph_load_half(b + 208),
-            moegraph_one_two(y.d[0], sc[0]*sums[0] + sc[1]*sums[1], y.d[1], sc[4]*sums[2] + sc[5]*sums[3]));
-    }
-};
 
 // Where a warp works.
 struct moegraph_one_place {
@@ -185,6 +13,7 @@ struct moegraph_one_place {
     int  row;
     bool present; // its expert
     const char * x[2];
+    int64_t bias; // where those of its expert begin
 };
 
 // Waits for the preceding kernel, unless weights may be read before.
@@ -201,8 +30,16 @@ static __device__ __forceinline__ moegraph_one_place moegraph_one_begin(const mo
     p.present  = (uint32_t) id < (uint32_t) args.n_experts;
     p.x[0]     = p.seg.x     + (p.present ? id : 0)*args.stride_expert;
     p.x[1]     = args.x_gate + (p.present ? id : 0)*args.stride_expert;
+    p.bias     = (p.present ? id : 0)*args.stride_bias;
     p.seg.dst += slot*p.seg.stride_dst_col;
     return p;
+}
+
+// What is added to the sum of a row, which may be none of this matrix.
+static __device__ __forceinline__ float moegraph_one_bias(
+        const moegraph_one_place & p, const moegraph_rows_args & args, const int mat, const int row) {
+    const float * bias = mat == 0 ? p.seg.bias : args.bias_gate;
+    return bias != nullptr && p.present ? bias[p.bias + min(p.row + row, p.seg.n_rows - 1)] : 0.0f;
 }
 
 static __device__ __forceinline__ void moegraph_one_started(const moegraph_rows_args & args) {
@@ -222,6 +59,8 @@ template <int n_rows, bool glu>
 static __device__ __forceinline__ void moegraph_one_end(
         float (&v)[glu ? 2*n_rows : n_rows], const moegraph_rows_args & args, const moegraph_one_place & p) {
     constexpr int n = glu ? 2*n_rows : n_rows; // lane l gets the sum of l/(32/n)
+    const int   mine = threadIdx.x/(32/n);
+    const float bias = moegraph_one_bias(p, args, mine/n_rows, mine % n_rows);
 #pragma unroll
     for (int step = 16, m = n/2; step >= 1; step /= 2, m /= 2) {
         const bool upper = (threadIdx.x & step) != 0;
@@ -235,13 +74,13 @@ static __device__ __forceinline__ void moegraph_one_end(
             v[0] += __shfl_xor_sync(0xFFFFFFFF, v[0], step, 32);
         }
     }
+    v[0] = __fadd_rn(v[0], bias);
     float result = v[0];
     if constexpr (glu) {
         result = moegraph_glu(v[0], __shfl_xor_sync(0xFFFFFFFF, v[0], 16, 32), args.glu_op, args.glu_limit);
     }
-    const int i = threadIdx.x/(32/n);
-    if (threadIdx.x % (32/n) == 0 && i < n_rows && p.row + i < p.seg.n_rows) {
-        p.seg.dst[p.row + i] = p.present ? result : 0.0f;
+    if (threadIdx.x % (32/n) == 0 && mine < n_rows && p.row + mine < p.seg.n_rows) {
+        p.seg.dst[p.row + mine] = p.present ? result : 0.0f;
     }
 }
 
@@ -345,20 +184,94 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
     moegraph_one_end<n_rows, glu>(v, args, p);
 }
 
-// With experts only where all have the same row: where each has its own, the end of the experts follows (moegraph-moe.cu), and
-// products that cannot be fused there are upstream's, whose sums that kernel has.
-bool moegraph_one_supported(const ggml_tensor * dst, const ggml_type type, const int cc) {
-    const bool mmid = dst->op == GGML_OP_MUL_MAT_ID;
-    return cp_async_available(cc) && dst->ne[mmid ? 2 : 1] == 1 && dst->src[1]->ne[1] == 1 &&
-        dst->src[0]->ne[0] <= MOEGRAPH_ONE_MAX && !moegraph_rows_are_apart(dst) &&
-        (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_K || type == GGML_TYPE_Q5_K || type == GGML_TYPE_Q6_K);
+// Rows that end anywhere: n_lanes lanes have one, and n_rows each, which lie in one piece for the warp. So 2,880 values keep
+// 15 of 16 lanes at work.
+template <ggml_type type, int n_lanes, int n_steps, int n_rows, bool glu>
+static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_pieces(const moegraph_rows_args args) {
+    typedef moegraph_one_x<type> X;
+    constexpr int n_mats = glu ? 2 : 1, n_groups = 32/n_lanes, n_all = n_groups*n_rows;
+    extern __shared__ int4 moegraph_one_smem[];
+    const int pitch = moegraph_one_piece_bytes(n_all*args.row_bytes);
+    char    * s     = (char *) moegraph_one_smem + threadIdx.y*n_mats*pitch;
+    const int group = threadIdx.x/n_lanes, lane = threadIdx.x % n_lanes;
+    const moegraph_one_place p = moegraph_one_begin<n_all>(args);
+    const bool there = p.present && p.row < p.seg.n_rows;
+    if (there) {
+#pragma unroll
+        for (int m = 0; m < n_mats; ++m) {
+            moegraph_one_copy(s + m*pitch, moegraph_one_row(p, args, m, 0), min(n_all, p.seg.n_rows - p.row)*args.row_bytes);
+        }
+    }
+    moegraph_copy_commit();
+    moegraph_one_started(args);
+    const int n_parts = args.row_bytes/X::part_bytes;
+    float v[n_mats][n_rows] = {}, bias[n_mats][n_rows];
+#pragma unroll
+    for (int i = 0; i < n_mats*n_rows; ++i) {
+        bias[i/n_rows][i % n_rows] = moegraph_one_bias(p, args, i/n_rows, i % n_rows*n_groups + group);
+    }
+    for (int first = 0; there && first < n_parts; first += n_lanes*n_steps) {
+        typename X::y_t y[n_steps];
+        int part[n_steps];
+#pragma unroll
+        for (int k = 0; k < n_steps; ++k) {
+            part[k] = min(first + n_lanes*k + lane, n_parts - 1);
+            y[k].load(args.y, part[k], first + n_lanes*k + lane < n_parts);
+        }
+        moegraph_copy_wait<0>();
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < n_mats*n_rows; ++i) {
+            const char * row = s + i/n_rows*pitch + ((uintptr_t) moegraph_one_row(p, args, i/n_rows, 0) & 15);
+#pragma unroll
+            for (int k = 0; k < n_steps; ++k) {
+                float & sum = v[i/n_rows][i % n_rows];
+                sum = __fadd_rn(sum, X::dot(row + (i % n_rows*n_groups + group)*args.row_bytes, y[k], part[k]));
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < n_rows; ++r) {
+        const int row = p.row + r*n_groups + group;
+        float result = __fadd_rn(moegraph_one_sum<n_lanes>(v[0][r]), bias[0][r]);
+        if constexpr (glu) {
+            const float gate = __fadd_rn(moegraph_one_sum<n_lanes>(v[1][r]), bias[1][r]);
+            result = moegraph_glu(result, gate, args.glu_op, args.glu_limit);
+        }
+        if (lane == 0 && row < p.seg.n_rows) {
+            p.seg.dst[row] = p.present ? result : 0.0f;
+        }
+    }
 }
 
-template <ggml_type type, int n_rows, int n_steps, bool glu>
-static void moegraph_one_launch(moegraph_rows_args & args, cudaStream_t stream) {
-    constexpr bool registers = moegraph_one_x<type>::registers;
-    const size_t warp_bytes = registers ? 0 : (glu ? 2 : 1)*n_rows*moegraph_one_pitch<type>(args.row_bytes);
-    int n_warps = MOEGRAPH_ONE_WARPS;
+bool moegraph_one_reads(const ggml_tensor * x, const ggml_type type, const int cc) {
+    const size_t strides = x->ne[2] == 1 ? x->nb[1] : x->nb[1] | x->nb[2];
+    const bool   pieces  = x->nb[1] == ggml_row_size(x->type, x->ne[0]) && x->ne[0] % MOEGRAPH_ONE_VALUES == 0;
+    if (!cp_async_available(cc) || x->ne[0] > MOEGRAPH_ONE_MAX) {
+        return false;
+    }
+    switch ((int) type) {
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_Q4_K:
+        case GGML_TYPE_Q5_K:
+        case GGML_TYPE_Q6_K:          return true;
+        case GGML_TYPE_MXFP4:         return pieces && strides % 2 == 0;
+        case MOEGRAPH_TYPE_Q8_0_ODD:  return pieces && strides % 4 == 0;
+        default:                      return false;
+    }
+}
+
+// With experts only where all have the same row: where each has its own, the end of the experts follows
+// (moegraph-one-down.cu).
+bool moegraph_one_supported(const ggml_tensor * dst, const ggml_type type, const int cc) {
+    const bool mmid = dst->op == GGML_OP_MUL_MAT_ID;
+    return dst->ne[mmid ? 2 : 1] == 1 && dst->src[1]->ne[1] == 1 && !moegraph_rows_are_apart(dst) &&
+        moegraph_one_reads(dst->src[0], type, cc);
+}
+
+// Lays n_rows rows of each warp out over blocks. Returns the parameters of the launch.
+static ggml_cuda_kernel_launch_params moegraph_one_params(
+        moegraph_rows_args & args, int n_warps, const int n_rows, const size_t warp_bytes, cudaStream_t stream) {
     while (n_warps > 1 && n_warps*warp_bytes > MOEGRAPH_ONE_SHARED) {
         n_warps /= 2;
     }
@@ -367,8 +280,16 @@ static void moegraph_one_launch(moegraph_rows_args & args, cudaStream_t stream) 
         args.segments[i].first_block = n_blocks;
         n_blocks += (args.segments[i].n_rows + n_warps*n_rows - 1)/(n_warps*n_rows);
     }
-    const ggml_cuda_kernel_launch_params params(
+    return ggml_cuda_kernel_launch_params(
         dim3(n_blocks, args.n_used, 1), dim3(32, n_warps, 1), n_warps*warp_bytes, stream);
+}
+
+template <ggml_type type, int n_rows, int n_steps, bool glu>
+static void moegraph_one_launch(moegraph_rows_args & args, cudaStream_t stream) {
+    constexpr bool registers = moegraph_one_x<type>::registers;
+    const size_t warp_bytes = registers ? 0 : (glu ? 2 : 1)*n_rows*moegraph_one_pitch<type>(args.row_bytes);
+    const ggml_cuda_kernel_launch_params params = moegraph_one_params(
+        args, MOEGRAPH_ONE_WARPS, n_rows, warp_bytes, stream);
     if constexpr (registers) {
         ggml_cuda_kernel_launch(moegraph_one_registers<type, n_rows, glu>, params, args);
     } else {
@@ -379,11 +300,43 @@ static void moegraph_one_launch(moegraph_rows_args & args, cudaStream_t stream) 
     }
 }
 
+template <ggml_type type, int n_steps, int n_rows, bool glu>
+static void moegraph_one_launch_pieces(moegraph_rows_args & args, cudaStream_t stream) {
+    constexpr int n_lanes = 16, n_all = 32/n_lanes*n_rows;
+    const size_t warp_bytes = (glu ? 2 : 1)*moegraph_one_piece_bytes(n_all*args.row_bytes);
+    const ggml_cuda_kernel_launch_params params = moegraph_one_params(
+        args, MOEGRAPH_ONE_WARPS, n_all, warp_bytes, stream);
+    const auto kernel = moegraph_one_pieces<type, n_lanes, n_steps, n_rows, glu>;
+    CUDA_SET_SHARED_MEMORY_LIMIT(kernel, ggml_cuda_info().devices[ggml_cuda_get_device()].smpbo);
+    ggml_cuda_kernel_launch(kernel, params, args);
+}
+
+// Rows that end anywhere: 8 of a warp where there are many, as below, and a block has shared memory for them; else 2.
+template <ggml_type type, int n_steps, bool glu>
+static void moegraph_one_switch_pieces(moegraph_rows_args & args, cudaStream_t stream) {
+    if constexpr (!glu && type == MOEGRAPH_TYPE_Q8_0_ODD) {
+        int n_all = 0;
+        for (int i = 0; i < args.n_segments; ++i) {
+            n_all += args.segments[i].n_rows*args.n_used;
+        }
+        if (n_all >= 12*ggml_cuda_info().devices[ggml_cuda_get_device()].nsm && 8*args.row_bytes <= MOEGRAPH_ONE_SHARED/2) {
+            return moegraph_one_launch_pieces<type, n_steps, 4, glu>(args, stream);
+        }
+    }
+    moegraph_one_launch_pieces<type, n_steps, 1, glu>(args, stream);
+}
+
 // Chooses the rows of a warp: 8 (with a gate, pairs of them count) as long as there are 3 warps for 2 multiprocessors.
 // Of long rows 2, which are as many bytes; through registers 2 or, of the most registers, 1.
 template <ggml_type type, bool glu>
 static void moegraph_one_switch_rows(moegraph_rows_args & args, cudaStream_t stream) {
-    if constexpr (moegraph_one_x<type>::registers) {
+    if constexpr (type == GGML_TYPE_MXFP4 || type == MOEGRAPH_TYPE_Q8_0_ODD) {
+        if (args.row_bytes <= 16*moegraph_one_x<type>::part_bytes) {
+            moegraph_one_switch_pieces<type, 1, glu>(args, stream);
+        } else {
+            moegraph_one_switch_pieces<type, 3, glu>(args, stream);
+        }
+    } else if constexpr (moegraph_one_x<type>::registers) {
         moegraph_one_launch<type, glu && type == GGML_TYPE_Q5_K ? 1 : 2, 1, glu>(args, stream);
     } else {
         int n_all = 0;
@@ -408,7 +361,9 @@ void moegraph_one_mul_mat(const ggml_type type, moegraph_rows_args & args, cudaS
         args.x_gate ? moegraph_one_switch_rows<t.value, true>(args, stream) :
             moegraph_one_switch_rows<t.value, false>(args, stream);
     };
-    switch (type) {
+    switch ((int) type) {
+        case GGML_TYPE_MXFP4: return run(std::integral_constant<ggml_type, GGML_TYPE_MXFP4>());
+        case MOEGRAPH_TYPE_Q8_0_ODD: return run(std::integral_constant<ggml_type, MOEGRAPH_TYPE_Q8_0_ODD>());
         case GGML_TYPE_Q8_0: return run(std::integral_constant<ggml_type, GGML_TYPE_Q8_0>());
         case GGML_TYPE_Q4_K: return run(std::integral_constant<ggml_type, GGML_TYPE_Q4_K>());
         case GGML_TYPE_Q5_K: return run(std::integral_constant<ggml_type, GGML_TYPE_Q5_K>());

@@ -2,6 +2,9 @@
 
 #include "moegraph-rows-types.cuh"
 
+// Whether a lane can read rows of x, as what rows reads them (type).
+bool moegraph_one_reads(const ggml_tensor * x, ggml_type type, int cc);
+
 // Products of one row of activations, dense or with the experts of a token, with or without a gate and a GLU. What counts
 // is how many bytes of weights are on their way; a lane multiplies them with its part of the row.
 
@@ -10,3 +13,11 @@ bool moegraph_one_supported(const ggml_tensor * dst, ggml_type type, int cc);
 
 // Runs what moegraph-rows.cu has laid down in args, without groups.
 void moegraph_one_mul_mat(ggml_type type, moegraph_rows_args & args, cudaStream_t stream);
+
+// The product down of one token's experts, each with a row of its own. Without weights its rows are the result (dst is
+// down); with them also the biases and scales of experts (or nullptr), the products with weights and the sum over experts,
+// with the same bits as nodes of their own. early: ids and weights may be read before the preceding kernel has ended. Returns false, and does
+// nothing, if the kernel does not support them.
+bool moegraph_one_down_supported(const ggml_tensor * down);
+bool moegraph_one_down(ggml_backend_cuda_context & ctx, const ggml_tensor * down, const ggml_tensor * bias,
+    const ggml_tensor * scale, const ggml_tensor * weights, ggml_tensor * dst, bool early);

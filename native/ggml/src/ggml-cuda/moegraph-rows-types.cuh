@@ -49,6 +49,7 @@ struct moegraph_segment {
     int          n_rows;
     int          first_block;
     int          k_split;        // warps that share a tile, parts of its sums
+    const float * bias;          // added to each row of results, or nullptr; of experts, too (moegraph-one.cu)
 };
 
 constexpr int MOEGRAPH_MAX_SEGMENTS = 4;
@@ -57,6 +58,8 @@ struct moegraph_rows_args {
     moegraph_segment         segments[MOEGRAPH_MAX_SEGMENTS];
     int                      n_segments;
     const char             * x_gate;   // weights of the gate product, nullptr without GLU (one segment)
+    const float            * bias_gate;
+    int64_t                  stride_bias; // floats, between experts
     const moegraph_block_y * y;
     const moegraph_group   * groups;   // nullptr: dense
     const int              * n_groups;

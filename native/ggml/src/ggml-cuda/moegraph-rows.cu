@@ -1,5 +1,6 @@
 #include "moegraph-rows.cuh"
 #include "moegraph-one.cuh"
+#include "moegraph-match.cuh"
 #include "moegraph-rows-kernel.cuh"
 #include "moegraph-wide.cuh"
 #include "mmvq.cuh"
@@ -11,8 +12,7 @@
 constexpr int MOEGRAPH_MIN_TOKENS  = 5;    // of MUL_MAT_ID; below that an expert seldom has two rows
 constexpr int MOEGRAPH_MAX_EXPERTS = 4000; // three counters each, in 48 KB of shared memory
 
-// As what the kernels read these weights; GGML_TYPE_F32: they do not.
-static ggml_type moegraph_rows_type(const ggml_tensor * t) {
+ggml_type moegraph_rows_type(const ggml_tensor * t) {
     const size_t strides = t->ne[2] == 1 ? t->nb[1] : t->nb[1] | t->nb[2];
     const bool   whole   = t->ne[0] % MOEGRAPH_CHUNK == 0 && strides % 16 == 0;
     if (t->ne[3] != 1 || t->nb[0] != ggml_type_size(t->type) || (uintptr_t) t->data % 16 != 0) {
@@ -112,10 +112,19 @@ static void moegraph_rows_switch_tiles(
     });
 }
 
+// What a product becomes: a node behind it that adds a bias, or combines it with a gate product (gate) by a GLU (out).
+struct moegraph_rows_end {
+    ggml_tensor       * out       = nullptr; // the product itself, or the node
+    const ggml_tensor * bias      = nullptr; // of one row only
+    const ggml_tensor * gate      = nullptr;
+    const ggml_tensor * bias_gate = nullptr;
+};
+
 // n_dst products of the same activations; a gate only goes with one.
 static void moegraph_rows_run(
-        ggml_backend_cuda_context & ctx, ggml_tensor * const * dsts, const int n_dst, const ggml_tensor * gate,
-        ggml_tensor * glu) {
+        ggml_backend_cuda_context & ctx, ggml_tensor * const * dsts, const moegraph_rows_end * ends, const int n_dst) {
+    const ggml_tensor * gate = ends[0].gate;
+    const ggml_tensor * glu  = gate ? ends[0].out : nullptr;
     const ggml_tensor * dst  = dsts[0];
     const ggml_tensor * src0 = dst->src[0];
     const ggml_tensor * src1 = dst->src[1];
@@ -135,13 +144,16 @@ static void moegraph_rows_run(
     args.apart      = moegraph_rows_are_apart(dst);
     for (int i = 0; i < n_dst; ++i) {
         const ggml_tensor * w   = dsts[i]->src[0];
-        const ggml_tensor * out = glu != nullptr ? glu : dsts[i];
+        const ggml_tensor * out = ends[i].out;
         args.segments[i] = {
-            (const char *) w->data, (float *) out->data, (int64_t) (out->nb[1]/sizeof(float)), (int) w->ne[1], 0, 1 };
+            (const char *) w->data, (float *) out->data, (int64_t) (out->nb[1]/sizeof(float)), (int) w->ne[1], 0, 1,
+            ends[i].bias ? (const float *) ends[i].bias->data : nullptr };
         args.early = args.early && moegraph_is_constant(w);
         args.stride_dst_token = out->nb[2]/sizeof(float);
     }
     args.x_gate           = gate ? (const char *) gate->src[0]->data : nullptr;
+    args.bias_gate        = ends[0].bias_gate ? (const float *) ends[0].bias_gate->data : nullptr;
+    args.stride_bias      = ids && ends[0].bias ? ends[0].bias->nb[1]/sizeof(float) : 0;
     args.y                = operands.y;
     args.groups           = operands.groups;
     args.n_groups         = operands.n_groups;
@@ -178,7 +190,78 @@ static void moegraph_rows_run(
 
 void moegraph_rows_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const ggml_tensor * gate,
         ggml_tensor * glu) {
-    moegraph_rows_run(ctx, &dst, 1, gate, glu);
+    const moegraph_rows_end end = { gate ? glu : dst, nullptr, gate, nullptr };
+    moegraph_rows_run(ctx, &dst, &end, 1);
+}
+
+// Finds gate and up of experts with biases and the GLU behind them, of one row. Returns the GLU's node, 0 if node i is none.
+// There may be no memory yet.
+static int moegraph_rows_find_biased(
+        const ggml_cgraph * cgraph, const int i, const int cc, ggml_tensor ** up, moegraph_rows_end & end) {
+    static const ggml_op ops[5] = {
+        GGML_OP_MUL_MAT_ID, GGML_OP_ADD_ID, GGML_OP_MUL_MAT_ID, GGML_OP_ADD_ID, GGML_OP_GLU };
+    int found[5];
+    if (cgraph->nodes[i]->op != ops[0] || moegraph_find_ops(cgraph, i, ops, 5, found) < 0) {
+        return 0;
+    }
+    for (int n = 0; n < 4; ++n) {
+        if (!ggml_node_has_n_uses(cgraph, found[n], 1)) {
+            return 0;
+        }
+    }
+    ggml_tensor * products[2] = { cgraph->nodes[found[0]], cgraph->nodes[found[2]] };
+    ggml_tensor * biased[2]   = { cgraph->nodes[found[1]], cgraph->nodes[found[3]] };
+    end.out = cgraph->nodes[found[4]];
+    const int g = end.out->src[0] == biased[1];
+    for (int n = 0; n < 2; ++n) {
+        const ggml_tensor * bias = biased[n]->src[1];
+        if (biased[n]->src[0] != products[n] || biased[n]->src[2] != products[n]->src[2] ||
+                products[n]->src[1] != products[0]->src[1] || products[n]->src[2] != products[0]->src[2] ||
+                products[n]->src[0]->nb[1] != products[0]->src[0]->nb[1] ||
+                products[n]->src[0]->nb[2] != products[0]->src[0]->nb[2] || !ggml_are_same_shape(products[n], products[0]) ||
+                bias->type != GGML_TYPE_F32 || bias->nb[0] != sizeof(float) || bias->nb[1] != biased[0]->src[1]->nb[1]) {
+            return 0;
+        }
+    }
+    if (end.out->src[0] != biased[g] || end.out->src[1] != biased[1 - g] || ggml_get_op_params_i32(end.out, 1) != 0 ||
+            !ggml_is_contiguous(end.out)) {
+        return 0;
+    }
+    switch (ggml_get_glu_op(end.out)) {
+        case GGML_GLU_OP_SWIGLU:
+        case GGML_GLU_OP_GEGLU:
+        case GGML_GLU_OP_SWIGLU_OAI:
+            break;
+        default:
+            return 0;
+    }
+    *up           = products[1 - g];
+    end.bias      = biased[1 - g]->src[1];
+    end.gate      = products[g];
+    end.bias_gate = biased[g]->src[1];
+    return products[0]->ne[2] == 1 && products[0]->src[1]->ne[1] == 1 && GGML_CUDA_CC_IS_NVIDIA(cc) ? found[4] : 0;
+}
+
+int moegraph_rows_try_biased(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    const int cc = ggml_cuda_info().devices[ctx.device].cc;
+    moegraph_rows_end end;
+    ggml_tensor * up;
+    const int last = moegraph_rows_find_biased(cgraph, i, cc, &up, end);
+    if (last == 0 || !moegraph_rows_supported(up, end.gate, cc) || !moegraph_rows_is_one(up, cc) ||
+            !moegraph_apart(end.out, up->src[1]) || !moegraph_apart(end.out, up->src[2])) {
+        return 0;
+    }
+    moegraph_rows_run(ctx, &up, &end, 1);
+    return last - i;
+}
+
+void moegraph_rows_keep(const ggml_cgraph * cgraph, const int i, const ggml_backend_graph_optimize_params * params) {
+    moegraph_rows_end end;
+    ggml_tensor * up;
+    if (moegraph_rows_find_biased(cgraph, i, ggml_cuda_info().devices[ggml_cuda_get_device()].cc, &up, end)) {
+        params->add_alloc_dep(params->user_data, up->src[1], end.out);
+        params->add_alloc_dep(params->user_data, up->src[2], end.out);
+    }
 }
 
 int moegraph_rows_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, const int i) {
@@ -188,32 +271,50 @@ int moegraph_rows_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgrap
         return 0;
     }
     ggml_tensor * dsts[MOEGRAPH_MAX_SEGMENTS] = { first };
+    moegraph_rows_end ends[MOEGRAPH_MAX_SEGMENTS];
+    ends[0].out = first;
+    const bool one = moegraph_rows_is_one(first, cc);
+    int at[MOEGRAPH_MAX_SEGMENTS] = { i };
     int n_dst  = 1;
     int i_last = i;
-    for (int j = i + 1; j < cgraph->n_nodes && n_dst < MOEGRAPH_MAX_SEGMENTS; ++j) {
+    for (int j = i + 1; j < cgraph->n_nodes; ++j) {
         ggml_tensor * node = cgraph->nodes[j];
         if (moegraph_is_view_op(node)) {
             continue;
         }
-        const bool same = node->op == GGML_OP_MUL_MAT && node->src[1] == first->src[1] &&
-            node->src[0]->type == first->src[0]->type &&
-            node->src[0]->nb[1] == first->src[0]->nb[1] && (node->flags & GGML_TENSOR_FLAG_COMPUTE) != 0 &&
-            moegraph_rows_supported(node, nullptr, cc);
-        const bool glu = j + 2 < cgraph->n_nodes && cgraph->nodes[j + 2]->op == GGML_OP_GLU;
-        bool apart = same && !glu;
+        int own = n_dst; // the product to whose row the node adds a bias
+        if (one && node->op == GGML_OP_ADD && node->src[1]->type == GGML_TYPE_F32 && ggml_is_contiguous(node->src[1]) &&
+                ggml_are_same_shape(node, node->src[0]) && ggml_nelements(node->src[1]) == node->ne[0] &&
+                moegraph_is_constant(node->src[1]) && moegraph_apart(node, first->src[1])) {
+            for (own = 0; own < n_dst && !(ends[own].out == node->src[0] && ends[own].bias == nullptr &&
+                    ggml_node_has_n_uses(cgraph, at[own], 1)); ++own) {
+            }
+        }
+        const bool bias = own < n_dst;
+        const bool same = !bias && n_dst < MOEGRAPH_MAX_SEGMENTS && node->op == GGML_OP_MUL_MAT &&
+            node->src[1] == first->src[1] && node->src[0]->type == first->src[0]->type &&
+            node->src[0]->nb[1] == first->src[0]->nb[1] && moegraph_rows_supported(node, nullptr, cc) &&
+            !(j + 2 < cgraph->n_nodes && cgraph->nodes[j + 2]->op == GGML_OP_GLU);
+        bool apart = (bias || same) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) != 0;
         for (int d = 0; apart && d < n_dst; ++d) { // results that nobody reads may lie in the same place
-            apart = (char *) node->data + ggml_nbytes(node) <= (char *) dsts[d]->data ||
-                (char *) dsts[d]->data + ggml_nbytes(dsts[d]) <= (char *) node->data;
+            apart = d == own || moegraph_apart(node, ends[d].out);
         }
         if (!apart) {
             break;
         }
-        dsts[n_dst++] = node;
+        if (bias) {
+            ends[own].out  = node;
+            ends[own].bias = node->src[1];
+        } else {
+            at[n_dst] = j;
+            ends[n_dst].out = node;
+            dsts[n_dst++]   = node;
+        }
         i_last = j;
     }
-    if (n_dst == 1) {
+    if (i_last == i) {
         return 0;
     }
-    moegraph_rows_run(ctx, dsts, n_dst, nullptr, nullptr);
+    moegraph_rows_run(ctx, dsts, ends, n_dst);
     return i_last - i;
 }

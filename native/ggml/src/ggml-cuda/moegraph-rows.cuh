@@ -2,7 +2,12 @@
 
 #include "common.cuh"
 
+#include "ggml-backend-impl.h"
+
 // Products of quantized weights with a few activation rows (dense, and grouped by expert for MUL_MAT_ID).
+
+// As what the kernels read weights, MOEGRAPH_TYPE_Q8_0_ODD among others; GGML_TYPE_F32: they do not.
+ggml_type moegraph_rows_type(const ggml_tensor * t);
 
 // Whether the product dst = src0 x src1 (with ids: MUL_MAT_ID) runs on these kernels. gate: the tensor of a
 // gate product with the same operands that is combined with dst by a GLU, or nullptr.
@@ -15,7 +20,14 @@ bool moegraph_rows_is_one(const ggml_tensor * dst, int cc);
 void moegraph_rows_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const ggml_tensor * gate,
     ggml_tensor * glu);
 
-// Runs the product of node i together with the products of the same activations right behind it.
+// Runs gate and up of experts with biases and the GLU behind them, of one row, from node i on: experts in slots, too, where a
+// view lies between the nodes. Returns how many nodes behind i that covers, 0 if there are none (then nothing has been run).
+// _keep: asks that what they read keeps its memory until the GLU has run.
+int moegraph_rows_try_biased(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i);
+void moegraph_rows_keep(const ggml_cgraph * cgraph, int i, const ggml_backend_graph_optimize_params * params);
+
+// Runs the product of node i together with the products of the same activations right behind it, and, of one row, the sums
+// with biases behind them.
 // Returns how many nodes behind i that covers, 0 if there are none (then nothing has been run).
 int moegraph_rows_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, int i);
 
