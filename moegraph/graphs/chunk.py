@@ -46,8 +46,6 @@ MAX_SEQS = _ALIGN
 # To what rows, places and sequences of chunks are rounded up if that is asked for.
 _ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _SEQS = (1, 2, 4, 8, 16, 32, MAX_SEQS)
-# Up to so many positions, KV lengths of rounded chunks are powers of two.
-_SHORT_KV = 4096
 # Chunks whose KV rows have room, if each attends to a whole context.
 _JOINT_CHUNKS = 4
 
@@ -218,13 +216,12 @@ class ChunkInputs(Owner):
     def shape_of(self, segments: Sequence[Segment], form: Form) -> tuple[int, PassShape]:
         """Return the rows of a chunk, with copies of the first one, and its rectangle."""
         n, t = sum(segment.n for segment in segments), max(segment.n for segment in segments)
-        end, n_seqs = max(segment.end for segment in segments), len(segments)
+        n_kv, n_seqs = max(self.n_kv(one.end) for one in segments), len(segments)
         axes = any(one.has_axes for one in segments)
         if form is Form.ROUNDED:
-            end = max(end, min(1 << (end - 1).bit_length(), _SHORT_KV))
             n, n_seqs = min(_rounded(n, _ROWS), self._max_rows), rounded_seqs(n_seqs)
             t = n if n_seqs == 1 else min(_rounded(t, _ROWS), self._max_rows // n_seqs)
-        return n, PassShape(t, n_seqs, self.n_kv(end), 0, False, form is not Form.PLAIN, axes)
+        return n, PassShape(t, n_seqs, n_kv, 0, False, form is not Form.PLAIN, axes)
 
     def n_kv(self, n_used: int) -> int:
         """Return the KV length of graphs for n_used positions; PAGED: they serve any."""

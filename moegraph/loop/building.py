@@ -19,10 +19,11 @@ from ..graphs.head import no_races
 from ..runner import AnyRunner, Batch, build_ahead
 from ..runner.sweeps import Sweeps
 
-# Rows of chunks of one prompt, the last ones among them, and where these end.
-_ROWS, _ENDS = (1024, 512, 768, 384, 256, 192, 128, 64, 32, 16), (0, 2048, 4096, 1024)
-# Rows of the sequences in chunks that several prompts usually begin with.
-_JOINT = ((512,) * 2, (384,) * 2, (256,) * 4, (256,) * 2, (128,) * 4, (128,) * 8)
+# Rows of the sequences in chunks that prompts usually begin with.
+_CHUNKS = (
+    (128,), (256,), (384,), (512,), (768,), (1024,),
+    (256,) * 4, (256, 256, 192, 64), (512,) * 2, (384,) * 2, (128,) * 8, (256,) * 2, (128,) * 4,
+)  # fmt: skip
 # A long prompt has chunks of so many rows, up to so many positions.
 _LONG_CHUNKS, _LONG = (1024, 512), 8192
 
@@ -65,10 +66,9 @@ class Building:
             yield from self._passes(n, n)
             if n - 1 > 1 and n - 1 not in widths:
                 yield from self._passes(n - 1, n)
-        alone = [[Segment(0, max(end - n, 0), n)] for end in _ENDS for n in _ROWS]
-        joint = [[Segment(slot, 0, n) for slot, n in enumerate(each)] for each in _JOINT]
+        usual = [[Segment(slot, 0, n) for slot, n in enumerate(each)] for each in _CHUNKS]
         long = [[Segment(0, at, n)] for n in _LONG_CHUNKS for at in range(n, _LONG, n)]
-        for segments in alone + joint + long:
+        for segments in usual + long:
             if len(segments) <= self._n_seq:
                 for part in self._runner.parts:
                     yield from self._chunks(part.sweeps, segments)

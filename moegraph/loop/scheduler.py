@@ -9,9 +9,9 @@ Requests whose prompts are read decode together, one pass after another.
 
 Decode passes earn time for prompts, half of what they take themselves (on a CPU two thirds), and
 what one has earned is the most that is kept. So while a long prompt is read, others wait less than
-twice as long for a token as usual, unless a single step of a sweep takes as long as a pass. They
-earn twice what they take beside a short sweep and while requests with free slots wait, and more if
-more prompts are read than requests decode: then all decode together sooner.
+twice as long for a token as usual, unless a single step of a sweep takes as long as a pass. But if
+more prompts are read than requests decode, or if requests with free slots wait behind a prompt that
+is soon read, prompts go first: then all decode together sooner.
 
 If memory for KV rows runs out, the youngest requests are moved to host memory. They come back in
 the order of their arrival, and before that no prompt begins.
@@ -26,7 +26,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from ..errors import QueueFull
-from .costs import PIECES, Costs
+from .costs import MOST_SHARE, PIECES, Costs
 
 T = TypeVar("T")
 
@@ -35,15 +35,13 @@ _ALONE_S = 0.02
 # What is used of the share of passes that is for prompts, unless a single step needs all: steps and
 # passes vary, and hardly any of them together may take twice as long as a pass.
 _USED = 0.87
-# Prompts have hardly more than so many seconds until the next pass.
-_FIRST_S = 0.1
-# A sweep is short if it takes so many seconds at most. What a decode pass earns beside it: of more,
-# others wait longer, and get hardly more tokens.
-_SHORT_S, _SHORT_SHARE = 0.25, 2.4
+# Even if prompts go first, they have hardly more than so many seconds until the next pass. Requests
+# wait behind a prompt that is soon read if so many rows of it are left.
+_FIRST_S, _SOON = 0.1, 1024
 # A prompt is read in pieces beside a sweep that takes so many seconds more, and so many times as
 # long as the pieces: otherwise it waits, to be read together with others.
 _LASTS_S, _LONGER = 0.15, 4
-# Of so many decode passes beside a sweep, the second has no step before it, to be measured.
+# After so many decode passes beside a sweep, one without a step before it is measured.
 _MEASURE_EVERY = 32
 # Seconds after which a refused client may try again: at least, and at most.
 _SOONEST, _LATEST = 1.0, 120.0
@@ -130,7 +128,7 @@ class Scheduler(Generic[T]):
         self.costs = Costs()
         self.capacity, self._n_slots = n_slots + n_waiting, n_slots
         self._requests: dict[T, At] = {}  # in the order of arrival
-        self._n_rows = self._n_left = 0  # rows of the sweep: all, and those that are left
+        self._n_left = 0  # rows of the sweep
         self._is_held = False
         self._credit_s = 0.0  # time that decode passes have earned for prompts
         self._lead_s = 0.0  # by which pieces had more time than the sweep beside them
@@ -193,8 +191,7 @@ class Scheduler(Generic[T]):
         """
         for key in keys:
             self._requests[key] = At.SWEEP
-        self._n_rows = self._n_left = n_rows
-        self._lead_s, self._n_beside = 0.0, 0
+        self._n_left, self._lead_s, self._n_beside = n_rows, 0.0, 0
         n_decoding = self._n(At.DECODES)
         usual_s = self.costs.share * (self.costs.pass_s(n_decoding) or 0.0)
         earned_s = self._earned_s(n_decoding)
@@ -260,7 +257,7 @@ class Scheduler(Generic[T]):
             most_s = self._earned_s(n_decoding) if n_decoding else math.inf
             return Piece(pieces[0], self.costs.piece_rows(n_rest(pieces[0]), most_s))
         step_s = self.costs.step_s
-        if not sweep or (n_decoding and self._n_beside % _MEASURE_EVERY == 1):
+        if not sweep or (n_decoding and self._n_beside % _MEASURE_EVERY == _MEASURE_EVERY - 1):
             return None
         if step_s is None:
             return Read(sweep[0], 0.0)
@@ -273,9 +270,8 @@ class Scheduler(Generic[T]):
         n_sweep = self._n(At.SWEEP)
         n_behind = min(self.n_waiting, self._n_slots - self.n_running)
         share = self.costs.prompt_share(n_sweep + self._n(At.PIECES) + n_behind, n_decoding)
-        sweep_s = self._n_rows * (self.costs.row_s or math.inf) if n_sweep else math.inf
-        if n_behind or sweep_s <= _SHORT_S:
-            share = max(share, _SHORT_SHARE)
+        if n_behind and not (n_sweep and self._n_left > _SOON):
+            share = MOST_SHARE
         pass_s = _USED * (self.costs.pass_s(n_decoding) or 0.0)
         usual_s = self.costs.share * pass_s
         return max(usual_s, min(share * pass_s, _FIRST_S))

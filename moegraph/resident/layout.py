@@ -76,7 +76,7 @@ def graph_bytes(n_seq: int, is_fast: bool) -> int:
     """
     if not is_fast:
         return GRAPH_BYTES // 2
-    return GRAPH_BYTES if n_seq == 1 else 3 * GRAPH_BYTES
+    return GRAPH_BYTES if n_seq == 1 else 2 * GRAPH_BYTES
 
 
 def captured_bytes(n_layer: int, n_widths: int) -> int:

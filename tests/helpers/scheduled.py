@@ -33,7 +33,6 @@ class Machine:
     one sweep takes together. lacks: each layer of a sweep has a step for missing experts. begin_s:
     what it takes to begin a prompt. has_streams: steps of a sweep are only enqueued, so they are
     measured together with the pass behind them. noise: how many times as long as usual work takes.
-    ended: called when an answer is complete.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class Machine:
         self.n_layers, self.begin_s = LAYERS, 0.0
         self.has_streams = False
         self.noise: Callable[[], float] = lambda: 1.0
-        self.ended: Callable[[str], None] = lambda name: None
         self.enqueued: list[SweepStep] = []
         self.enqueued_s = 0.0
         self.log: list[tuple[float, str, tuple[str, ...]]] = []
@@ -202,7 +200,6 @@ class Machine:
         self.left[name] -= 1
         if not self.left[name]:
             self.end(name)
-            self.ended(name)
 
     def end(self, name: str) -> None:
         self.scheduler.end(name)

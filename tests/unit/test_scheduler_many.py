@@ -90,32 +90,6 @@ def test_hardly_anybody_waits_twice_as_long_on_a_noisy_card(
     assert sorted(found)[len(found) // 2] < 2.0 and max(found) < 2.3
 
 
-@pytest.mark.parametrize(("longest", "speed", "ratio"), [(3000, 650, 2.8), (400, 1000, 3.2)])
-def test_clients_that_ask_again_and_again_decode_together(
-    longest: int, speed: float, ratio: float
-) -> None:
-    """The next prompt is soon read, and nobody waits much longer than usual for a token meanwhile.
-
-    With four times what passes usually earn for prompts, the 99th percentile is twice as high; with
-    what they usually earn, most requests wait for their prompts.
-    """
-    rng, machine = Random(0), noisy_card(False, 0)
-    names = [iter(range(10_000)) for _ in range(8)]
-
-    def ask(client: int) -> None:
-        name = f"{client}-{next(names[client])}"
-        machine.add(name, rng.randrange(50, longest), rng.randrange(64, 300))
-
-    machine.most_joint, machine.ended = 4096, lambda name: ask(int(name[0]))
-    for client in range(8):
-        ask(client)
-    while machine.now < 12.0:
-        machine.turn()
-    gaps = sorted(b - a for at in machine.tokens.values() for a, b in zip(at[:-1], at[1:]) if a > 2)
-    assert len(gaps) / 10.0 > speed
-    assert gaps[int(0.99 * len(gaps))] < ratio * gaps[len(gaps) // 2]
-
-
 def noisy_card(lacks: bool, seed: int) -> Machine:
     """Return a machine with the costs of a 35B on an H200, with 60 % of the experts or all."""
     machine, rng = Machine(n_slots=9), Random(seed)
