@@ -120,8 +120,7 @@ def run(args: tuple[str, ...], **given: Any) -> None:
       moegraph run model.gguf draft.gguf prompt.bin 64 out.bin --budget 6
     """
     if given.pop("profile_scaling"):
-        target = option_target(given, *args)
-        target = target or require_target(args[0] if args else None)
+        target = require_target(option_target(given, *args), *args)
         show_scaling(target, options.build_config(given), given["as_json"])
         return
     with ExitStack() as stack:

@@ -140,8 +140,10 @@ class Service:
                     done.set_result(work(slot, name, owner, idle))
                     if action != "save":
                         self._loop.answers.worthless.discard(slot)
-                except (MoegraphError, MemoryError) as error:
+                except BaseException as error:
                     done.set_exception(error)
+                    if not isinstance(error, (MoegraphError, MemoryError)):
+                        raise
             return True
 
         with self._loop.lock:

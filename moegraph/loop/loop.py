@@ -102,16 +102,18 @@ class Loop:
         with self.lock:
             self._has_news = False
             cancelled, self._to_cancel = self._to_cancel, []
-            calls, self._calls = self._calls, []
-        if cancelled or late or calls:
+            n_calls = len(self._calls)
+        if cancelled or late or n_calls:
             self._decoding.finish_passes()
         for answer in cancelled:
             self.answers.end(answer, "cancelled")
         for answer in late:
             self.answers.end(answer, "deadline")
-        again = [call for call in calls if not call(self.answers.idle_slots())]
+        for _ in range(n_calls):
+            call = self._calls.pop(0)  # if it fails, `end_all` tells the others
+            if not call(self.answers.idle_slots()):
+                self._calls.append(call)
         with self.lock:
-            self._calls += again
             self.note_done()
             work = scheduler.next(self._reading.n_rest, self._swapping.fits)
             is_same = scheduler.only_decodes and not any(one.request.deadline_s for one in requests)

@@ -49,7 +49,7 @@ class SequenceCopies:
         """speculation: returns what drafts, or None."""
         self._passes = passes
         self._state = passes.runner.sequences
-        self.memory = self._state.copies
+        self.memory, self.pool = self._state.copies, self._state.pool
         self._speculation = speculation
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import RequestError
+from ..errors import PoolFull, RequestError
 from ..resident.hostcopies import RowsCopy
 from ..resident.layout import PAGE
 from . import prefixfile as files
@@ -63,7 +63,10 @@ class SlotFiles:
                 files.read_states(path, head, states.buffer.array[: head.n_states])
                 if not states.is_finite:
                     raise files.DamagedFile("its states are not finite")
-                self._prefixes.free(-(-head.n_tokens // PAGE), [seq, *idle])
+                n_pages, n_most = -(-head.n_tokens // PAGE), self._copies.pool.n_without(idle)
+                if n_pages > n_most:
+                    raise PoolFull(n_pages, n_most)
+                self._prefixes.free(n_pages, [seq, *idle])
                 self._copies.swap_in(seq, whole)
         except (files.DamagedFile, OSError) as error:
             why = getattr(error, "strerror", None) or error

@@ -12,7 +12,7 @@ several users: only whole pages before the end of all of them are shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,11 @@ class KVPool:
     def n_free(self) -> int:
         """Number of pages that belong to no sequence."""
         return self.n_pages - int(self._uses.any(axis=0).sum())
+
+    def n_without(self, slots: Sequence[int]) -> int:
+        """Return how many pages belong to no sequence but these."""
+        others = np.delete(self._uses, slots, axis=0)
+        return self.n_pages - int(others.any(axis=0).sum())
 
     def needed(self, slot: int, n_rows: int) -> int:
         """Return how many more pages a sequence needs for n_rows positions."""

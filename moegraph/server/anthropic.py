@@ -296,8 +296,6 @@ def _text(block: Block, where: str) -> str:
 
 
 def _refuse_block(kind: object, where: str) -> NoReturn:
-    if kind == "image":
-        refuse(where, "this server does not read images")
     refuse(f"{where}.type", f"blocks of type {kind!r:.80} are not supported here")
 
 

@@ -50,6 +50,7 @@ def give_back() -> None:
     gc.collect()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+        bytearray(MiB)  # what ends a thread's heap goes back when a large block is freed
 
 
 def settle() -> None:

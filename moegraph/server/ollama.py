@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from hashlib import sha256
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field
+from pydantic import AliasChoices, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -22,19 +22,18 @@ from .host import ModelFacts
 from .logs import note_usage
 from .openai_chat import ChatBody, Content, Message
 from .replies import LINES, line, reply
-from .schemas import LIMITS, MAX_TOKENS, Body, Sampled, Schema, wrong
+from .schemas import LIMITS, MAX_TOKENS, Body, Sampled, Schema, picture_part, refuse, text_parts
 from .state import Operation, RouteTable, read_schema, state_of
 
 # Of Ollama: clients ask for it to know what they may use.
 _VERSION = "0.12.6"
 
 
-def _no_images(value: list[str] | None) -> None:
-    if value:
-        raise wrong("this model reads only text")
-
-
-_Images = Annotated[list[str] | None, AfterValidator(_no_images)]
+def _content(images: Sequence[str] | None, content: Content) -> Content:
+    """Return the content of a message in OpenAI's form, pictures first, which are base64."""
+    shown = [picture_part(f"data:;base64,{one}") for one in images or ()]
+    texts = content if isinstance(content, list) else [content] if content else []
+    return text_parts([*shown, *texts]) or ""
 
 
 class Options(Sampled):
@@ -48,13 +47,14 @@ class OllamaMessage(Message):
 
     content: Content = ""
     thinking: str | None = None
-    images: _Images = None
+    images: list[str] | None = None
     tool_name: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message in OpenAI's form."""
         own = {"reasoning_content": self.thinking, "name": self.tool_name}
-        return {**super().plain(), **{name: text for name, text in own.items() if text}}
+        found = super().plain() | {name: text for name, text in own.items() if text}
+        return found | {"content": _content(found.pop("images", None), self.content)}
 
 
 class OllamaBody(Body):
@@ -70,7 +70,7 @@ class OllamaBody(Body):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: _Images = None
+    images: list[str] | None = None
     stream: bool | None = None
     format: Literal["", "json"] | Schema | None = None
     options: Options | None = None
@@ -93,10 +93,13 @@ class OllamaBody(Body):
             found["response_format"] = {"type": "json_object"}
         if self.raw or self.suffix:
             found |= {"prompt": self.prompt or "", "suffix": self.suffix}
+            if self.images:
+                refuse("images", "a raw prompt or a gap has no pictures")
             return TextBody.model_validate(found)
         messages = [message.plain() for message in self.messages]
-        asked = {"system": self.system, "user": self.prompt} if self.prompt else {}
-        messages += [{"role": role, "content": text} for role, text in asked.items() if text]
+        if self.prompt or self.images:
+            asked = {"system": self.system, "user": _content(self.images, self.prompt)}
+            messages += [{"role": role, "content": text} for role, text in asked.items() if text]
         if isinstance(self.think, bool):
             found["chat_template_kwargs"] = {"enable_thinking": self.think}
         else:
@@ -223,6 +226,7 @@ async def show(request: HttpRequest) -> Response:
         f"{facts.family}.embedding_length": facts.n_embd,
     }
     able = ["completion", "tools", *["thinking"] * ("think" in facts.template)]
+    able += ["vision"] * facts.reads_pictures
     more = {"template": facts.template, "model_info": info, "capabilities": able}
     return reply({**_described(facts), **more})
 

@@ -21,6 +21,8 @@ from moegraph.engine.chat import ChatModel, ChatRequest
 from moegraph.errors import ConfigError, RequestError
 from moegraph.pictures import Picture
 from moegraph.server import anthropic, responses
+from moegraph.server.ollama import OllamaBody
+from moegraph.server.openai_chat import ChatBody
 from moegraph.text import pictures
 from moegraph.text.chat.prompting import CHATML
 from moegraph.text.chat.template import ChatTemplate
@@ -147,15 +149,22 @@ def test_messages_of_every_interface_become_prompts(
     block = {"role": "user", "content": [{"type": "image", "source": source}, text]}
     item = {"role": "user", "content": [{"type": "input_image", "image_url": data},
                                         {"type": "input_text", "text": asked}]}  # fmt: skip
+    told = {"role": "user", "content": asked, "images": [source["data"]]}
+    question = {"prompt": asked, "images": [source["data"]]}
+    bodies = [OllamaBody.model_validate(one).openai() for one in ({"messages": [told]}, question)]
+    ollama = [one.messages for one in bodies if isinstance(one, ChatBody)]
     conversation = responses.Conversation()
     conversation.add(item, "input[0]")
     with ChatModel.of(engine, ChatTemplate(CHATML, "ChatML"), reader) as chat:
         found = [
             chat.prepare(ChatRequest(messages)).request
-            for messages in (openai, anthropic.read_message(block, "m"), conversation.messages)
-        ]
+            for messages in (
+                openai, anthropic.read_message(block, "m"), conversation.messages,
+                *([one.plain() for one in messages] for messages in ollama),
+            )
+        ]  # fmt: skip
         (row, picture) = found[0].pictures[0]
-        assert [list(one.prompt) for one in found[1:]] == [list(found[0].prompt)] * 2
+        assert [list(one.prompt) for one in found[1:]] == [list(found[0].prompt)] * 4
         assert list(found[0].prompt[row:][: len(picture.ids)]) == picture.ids.tolist()
         tokens = list(found[0].prompt)
         around = engine.tokenizer.decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,26 @@ def test_one_sequence_may_use_the_whole_pool(open_engine: Open) -> None:
     assert not isinstance(caught.value, PoolFull)
     engine.reset(1)
     np.testing.assert_array_equal(last_row(engine, ids[:300], 2), last_row(alone, ids[:300]))
+
+
+def test_a_file_for_which_no_pages_are_left_leaves_all_idle_sequences(
+    open_engine: Open, tmp_path: Path
+) -> None:
+    engine = open_engine(**SHARED)
+    engine.keep_prefixes(None, 0, tmp_path)
+    files, ids = engine.slot_files, prompt(engine, 600)
+    assert files
+    engine.prefill(ids, 0)
+    files.save(0, "a", "", [0, 1, 2])
+    engine.reset(0)
+    engine.prefill(ids[:256], 0)
+    engine.prefill(ids[:200], 1)
+    engine.prefill(ids[:300], 2)  # the only one that is not idle
+    held = [engine.held(seq)[:] for seq in range(3)]
+    with pytest.raises(PoolFull, match="pages needed: 3, free: 2"):
+        files.restore(0, "a", "", [0, 1])
+    assert [engine.held(seq) for seq in range(3)] == held
+    assert files.restore(0, "a", "", [0, 1, 2])[0] == 600
 
 
 @pytest.mark.parametrize("settings", SETTINGS[::2], ids=NAMES[::2])

@@ -58,7 +58,10 @@ def test_a_slot_goes_on_from_its_file_in_any_slot_and_process(tmp_path: Path) ->
         n_erased = n + 3 + len(tokens)
         assert act(server, 0, "erase") == {"id_slot": 0, "n_erased": n_erased}
         assert answer(server, longer) == (whole, 0)
-        act(server, 0, "erase")
+        bare = httpx.post(f"{server.url}/slots/1?action=erase", timeout=PATIENCE_S)
+        assert bare.json()["n_erased"] == n_erased, "no body and no type"
+        page = {"Origin": "https://a.example"}
+        assert httpx.post(f"{server.url}/slots/0?action=erase", headers=page).status_code == 415
         restored = act(server, 1, "restore", name)
         assert (restored["n_restored"], restored["n_read"]) == (n, size)
         assert answer(server, longer) == (whole, n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from helpers.patience import PATIENCE_S, until
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
-from moegraph.errors import NativeError
+from moegraph.errors import NativeError, ServiceClosed
 from moegraph.loop import scheduler
 from moegraph.loop.requests import Request, Step
 
@@ -149,3 +150,22 @@ def test_an_error_of_ours_that_comes_again_tells_every_request(
             assert client.wait().reason == "error", client.reason
         assert "KeyError" in str(service.failure)
     monkeypatch.undo()
+
+
+def test_an_action_that_fails_unexpectedly_keeps_no_other_waiting(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = open_engine(n_seq=1)
+    engine.keep_prefixes(None, 0, tmp_path)
+    assert engine.slot_files
+
+    def fail(*_: Any) -> None:
+        raise TypeError("no")
+
+    monkeypatch.setattr(engine.slot_files, "erase", fail)
+    with serving(engine) as service:
+        with together(service):
+            waiting = [service.act("erase", 0, "-", "") for _ in range(3)]
+        errors = [one.exception(PATIENCE_S) for one in waiting if one]
+        assert [type(error) for error in errors] == [TypeError, ServiceClosed, ServiceClosed]
+        assert service.failure and "TypeError: no" in service.failure

@@ -141,6 +141,8 @@ def test_the_server_says_what_the_request_does_not() -> None:
             "type": "base64", "data": "x"}}]}]}, "messages[0].content[0].source.type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t",
           "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0].source"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]},
+         "messages[0].content[0].type"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type"),

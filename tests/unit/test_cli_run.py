@@ -143,6 +143,7 @@ class TestSettings:
             (["--temp", "nan"], "temperature is nan"),
             (["--repeat-last-n", "-2"], "repeat_last_n is -2"),
             (["-m", "other"], "give one model, not other and "),
+            (["--profile-scaling", "-m", "other"], "give one model, not other and m"),
             (["-s", "-2"], "seed is -2"),
             (["-c", "-2"], "n_ctx is -2 (-c/--max-ctx/--ctx-size)"),
             (["-t", "0"], "n_threads is 0"),

@@ -113,8 +113,10 @@ def test_models_are_listed_and_described() -> None:
     ("path", "body", "words"),
     [
         ("chat", {**ASK, "options": {"top_k": "x"}}, "options.top_k: Input should be"),
-        ("chat", {"messages": [{"role": "user", "images": ["x"]}]}, "reads only text"),
-        ("generate", {"prompt": "a", "images": ["x"]}, "images: this model reads only text"),
+        ("chat", {"messages": [{"role": "user", "images": ["x"]}]}, "model reads text only"),
+        ("generate", {"prompt": "a", "images": ["x"]}, "'image_url'; this model reads text only"),
+        ("generate", {"images": ["x"]}, "this model reads text only"),
+        ("generate", {"prompt": "a", "images": ["x"], "raw": True}, "images: a raw prompt"),
         ("generate", {"prompt": "a" * 5000, "raw": True}, "the context holds"),
     ],
 )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
+import mmap
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from helpers.server_case import CHAT, Case
 from moegraph.engine.chat import TextRequest
 from moegraph.errors import InternalError, MoegraphError
 from moegraph.server.answers import Answers
+from moegraph.server.host import give_back
 
 LONG = "x" * 5000
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -124,3 +129,35 @@ def test_a_talk_is_free_when_it_is_closed(is_read: bool) -> None:
         assert asyncio.run(talk())() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_free_memory_at_the_end_of_a_threads_heap_goes_back_too() -> None:
+    """Small blocks behind large ones are merged with them, and with the end, only by a trim."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    done, end = threading.Event(), threading.Event()
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
+
+    def work() -> None:
+        blocks: list[int] = [0] * 6500
+        for at in range(6500):
+            size = 60_000 if 3000 <= at < 3500 else 100
+            blocks[at] = libc.malloc(size)
+            ctypes.memset(blocks[at], 1, size)
+        for block in blocks:
+            libc.free(block)
+        give_back()
+        done.set()
+        assert end.wait(PATIENCE_S)
+
+    before = resident()
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert done.wait(PATIENCE_S)
+    after = resident()
+    end.set()
+    thread.join()
+    assert after - before < 15
