@@ -47,7 +47,7 @@ class Visit:
     def __init__(self, browser: Any, url: str, context: Any = None, **given: Any) -> None:
         self.url, self.context = url, context or browser.new_context(**given)
         self.context.set_default_timeout(PATIENCE_MS)
-        self.page = self.context.new_page()
+        self._page = self.context.new_page()
         self.urls: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.urls.append(request.url))
@@ -59,6 +59,13 @@ class Visit:
         # a status such as 401 is no mistake of the page
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.complaints.append(message.text)
+
+    @property
+    def page(self) -> Any:
+        """The tab, before all others: behind one, a click waits for a frame a second long."""
+        if len(self.context.pages) > 1:
+            self._page.bring_to_front()
+        return self._page
 
     def tab(self) -> Visit:
         """Open a second tab of the same browser."""
@@ -106,10 +113,15 @@ def visiting(browser: Any, case: Case, **context: Any) -> Iterator[Visit]:
             visit.close()
 
 
-def axe_findings(page: Any) -> list[str]:
-    """Return what axe-core finds against accessibility; skip the test without it."""
+def axe_script() -> str:
+    """Return axe-core; skip the test without it."""
     axe = pytest.importorskip("axe_playwright_python", reason="no axe-playwright-python")
-    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+    return (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
+
+
+def axe_findings(page: Any, script: str) -> list[str]:
+    """Return what axe-core finds against accessibility."""
+    page.evaluate(script)
     found = page.evaluate("() => axe.run()")
     return [
         f"{one['id']}: {node['html']} {node['failureSummary']}"

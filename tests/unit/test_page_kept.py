@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.browser import Visit, axe_findings, chromium, visiting
+from helpers.browser import Visit, axe_findings, axe_script, chromium, visiting
 from helpers.fake_service import FakeChatModel
 from helpers.patience import PATIENCE_S, until
 from helpers.server_case import Case
@@ -252,8 +252,8 @@ def payload(text: str) -> Any:
     return {"name": "x.json", "mimeType": "application/json", "buffer": text.encode()}
 
 
-def message(file: Any) -> Any:
-    return file["conversations"][0]["messages"][0]
+def message(file: Any, index: int = 0) -> Any:
+    return file["conversations"][0]["messages"][index]
 
 
 BROKEN: list[tuple[Any, str]] = [
@@ -261,41 +261,146 @@ BROKEN: list[tuple[Any, str]] = [
     (lambda f: f.update(conversations=[None]), "conversation 1: id is no string"),
     (lambda f: message(f).update(parent="x"), "its parent does not stand before it"),
     (lambda f: message(f).update(parent=message(f)["id"]), "its parent does not stand before it"),
+    (lambda f: message(f, 1).update(id=message(f)["id"]), "its id is another one's"),
+    (lambda f: message(f, 1).update(parent=None), "an answer whose parent is no question"),
     (lambda f: message(f).update(role="system"), "role is unknown"),
     (lambda f: message(f).update(content=[1]), "content is no string"),
     (lambda f: message(f).update(pictures=["http://x/y.png"]), "a picture is no data URI"),
     (lambda f: message(f).update(pictures=["data:image/svg+xml;base64,AA"]), "is no data URI"),
+    (lambda f: message(f).update(pictures=[["data:image/png;base64,AA"]]), "is no data URI"),
 ]
+
+HTML = "<img src=x onerror=alert(1)> $\\href{javascript:alert(2)}{a}$ [a](javascript:alert(3))"
+CODE = "```html\n<a href='javascript:alert(4)' onclick=alert(5)>x</a><script>alert(6)</script>\n```"
+# What others have written may be in a file that is imported.
+HOSTILE = {
+    "format": "moegraph.conversations", "version": 1, "conversations": [
+        {"id": "a", "title": HTML, "changed": 1e300, "messages": [
+            {"id": "1", "role": "user", "content": HTML, "created": "x", "__proto__": {"id": 1}},
+            {"id": "2", "role": "assistant", "parent": "1", "content": f"{HTML}\n\n{CODE}",
+             "note": HTML, "figures": HTML, "reasoning": HTML, "thought": "1e999"},
+        ], "settings": {"__proto__": {"top_k": "1"}, "top_k": {}, "model": HTML}, "leaf": "9"},
+        {"id": "b", "title": " \n ", "messages": []},
+    ],
+}  # fmt: skip
+
+
+def test_what_is_imported_is_text(browser: Any) -> None:
+    with visiting(browser, Case()) as visit:
+        page = visit.page
+        page.on("dialog", lambda dialog: visit.complaints.append(dialog.message))
+        page.set_input_files("#import-file", [payload(json.dumps(HOSTILE))])
+        page.wait_for_selector("#list .title >> nth=1")
+        assert titles(page) == [HTML, "Untitled"]
+        page.click("#list .title >> nth=0")
+        page.wait_for_selector(".answer pre")
+        inside = page.locator("#messages, #list").locator("img, script, a, iframe, [onclick]")
+        assert inside.count() == 0 and page.inner_text(".question .text") == HTML
+        assert page.inner_text(".answer pre") == CODE.split("\n")[1]
+        ask(visit, "on")
+        assert len(visit.answers) == 2 and titles(page)[0] == HTML  # the newest, after all
+        page.reload()
+        page.wait_for_selector(".answer >> nth=1")
+
+
+def test_what_is_being_written_is_not_lost(browser: Any) -> None:
+    hold = threading.Event()
+    hold.set()
+    with visiting(browser, Case(hold=hold)) as visit:
+        page = visit.page
+        ask(visit, "one")
+        page.fill("#prompt", "half")
+        page.click(".question .change")
+        assert page.input_value("#prompt") == "one"
+        page.keyboard.press("Escape")
+        assert page.input_value("#prompt") == "half"
+        page.click(".question .change")
+        ask(visit, "uno")
+        page.click("#new")
+        assert page.input_value("#prompt") == "half"
+        assert page.evaluate("document.activeElement.id") == "prompt"
+        page.click("#list .title")
+        page.wait_for_selector(".answer")
+        assert page.input_value("#prompt") == "half"
+        # the keyboard goes on where a button has gone, and elsewhere it stays
+        hold.clear()
+        page.focus(".answer .change")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#stop:visible")
+        assert page.evaluate("document.activeElement.id") == "stop"
+        page.focus(".question [aria-label='Copy your message']")
+        hold.set()
+        visit.wait_until_idle()
+        assert page.evaluate("document.activeElement.ariaLabel") == "Copy your message"
+        # a text can be dropped, too
+        drag = "new DragEvent('dragover', { dataTransfer: new DataTransfer(), cancelable: true })"
+        assert page.evaluate(f"document.dispatchEvent({drag})")
+
+
+FORBIDDEN = """for (const name of ["localStorage", "sessionStorage", "indexedDB"]) {
+  Object.defineProperty(window, name, { get() { throw new DOMException(name, "SecurityError"); } });
+}"""
+
+
+def test_a_browser_that_keeps_nothing_chats(browser: Any) -> None:
+    with visiting(browser, Case()) as visit:
+        visit.context.add_init_script(FORBIDDEN)
+        page = visit.page
+        page.reload()
+        page.wait_for_selector("#trouble >> text=is not kept")
+        ask(visit, "one", "two")
+        assert len(visit.answers) == 2 and titles(page) == ["one"]
+        assert not page.is_checked("#keep-them")
+        page.click("#keep-them")
+        page.wait_for_selector("#trouble >> text=cannot be kept")
+        visit.wait_for("!document.getElementById('keep-them').checked")
+
+
+FULL = """() => {
+  const begin = IDBDatabase.prototype.transaction;
+  IDBDatabase.prototype.transaction = function (names, mode) {
+    if (mode === "readwrite") throw new DOMException("the disk is full", "QuotaExceededError");
+    return begin.call(this, names, mode);
+  };
+}"""
+
+
+def test_a_full_disk_is_told(browser: Any) -> None:
+    with visiting(browser, Case()) as visit:
+        ask(visit, "one")
+        visit.page.evaluate(FULL)
+        ask(visit, "two")
+        visit.page.wait_for_selector("#trouble >> text=is not kept: the disk is full")
+        assert len(visit.answers) == 2 and stored(visit.page) == [1, 2]
 
 
 def test_keeping_nothing_deletes_all_in_every_tab(browser: Any) -> None:
     with visiting(browser, Case()) as visit:
-        page = visit.page
         ask(visit, "one")
         other = visit.tab()
         ask(other, "two")
-        page.wait_for_selector("#list .title >> nth=1")
-        page.click("#keep-them")
-        page.click("#question-no")
+        visit.page.wait_for_selector("#list .title >> nth=1")
+        visit.page.click("#keep-them")
+        visit.page.click("#question-no")
         visit.wait_for("document.getElementById('keep-them').checked")
-        assert stored(page) == [2, 4]
-        page.click("#keep-them")
-        page.click("#question-act")
+        assert stored(visit.page) == [2, 4]
+        visit.page.click("#keep-them")
+        visit.page.click("#question-act")
         for one, title in ((visit, "one"), (other, "two")):
             one.wait_for("document.getElementById('list').children.length === 1")
             assert titles(one.page) == [title] and one.answers == ["Hello world"]
             assert not one.page.is_checked("#keep-them")
         ask(visit, "more")
-        assert stored(page) == [0, 0] and len(visit.answers) == 2
+        assert stored(visit.page) == [0, 0] and len(visit.answers) == 2
         other.page.reload()
         other.wait_for("!document.getElementById('keep-them').checked")
         assert other.answers == [] and titles(other.page) == []
-        page.click("#keep-them")
+        visit.page.click("#keep-them")
         visit.wait_for("document.getElementById('keep-them').checked")
         other.page.wait_for_selector("#list >> text=one")
-        page.reload()
-        page.wait_for_selector(".answer >> nth=1")
-        assert stored(page) == [1, 4] and page.evaluate("localStorage.length") == 0
+        visit.page.reload()
+        visit.page.wait_for_selector(".answer >> nth=1")
+        assert stored(visit.page) == [1, 4] and visit.page.evaluate("localStorage.length") == 0
 
 
 def test_each_conversation_has_its_settings(browser: Any) -> None:
@@ -401,12 +506,12 @@ def test_formulas_and_code(browser: Any, has_libraries: bool) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [(1280, 800), (360, 740)])
 def test_axe_finds_nothing(browser: Any, scheme: str, size: tuple[int, int]) -> None:
-    case = seeing_case([RICH])
+    axe, case = axe_script(), seeing_case([RICH])
     view = {"width": size[0], "height": size[1]}
     with visiting(browser, case, color_scheme=scheme, viewport=view) as visit:
         page = visit.page
         page.wait_for_selector("#attach:visible")
-        assert axe_findings(page) == []
+        assert axe_findings(page, axe) == []
         page.evaluate(PASTE, list(PNG))
         page.wait_for_selector("#attached li")
         ask(visit, "hi")
@@ -418,13 +523,13 @@ def test_axe_finds_nothing(browser: Any, scheme: str, size: tuple[int, int]) -> 
                 page.click(f"#open-{name}")
         page.evaluate(PASTE, list(PNG))
         page.wait_for_selector("#attached li")
-        assert axe_findings(page) == []
+        assert axe_findings(page, axe) == []
         # nothing is beside the screen
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
         for opener, dialog in (("#open-settings", "#settings"), ("text=Rename", "#question")):
             page.click(opener)
             page.wait_for_selector(f"{dialog}:modal")
-            assert axe_findings(page) == []
+            assert axe_findings(page, axe) == []
             page.keyboard.press("Escape")
 
 

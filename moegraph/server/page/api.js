@@ -1,5 +1,7 @@
 // Asks the server that sent the page: its key, its errors, and its streams of events.
 
+import { ofTab } from "./texts.js";
+
 const KEY = "moegraph.key";
 const UNREACHABLE = "The server cannot be reached.";
 
@@ -22,7 +24,7 @@ export function onKeyNeeded(ask) {
 // Returns the response to a GET, or to a POST of a body. quiet: the user is not asked for a key.
 export async function ask(path, { body, signal, quiet = false } = {}) {
   for (;;) {
-    const used = sessionStorage.getItem(KEY);
+    const used = ofTab.get(KEY);
     const response = await send(path, body, signal, used);
     if (response.ok) return response;
     if (response.status !== 401 || quiet || !(await findKey(used))) throw await failure(response);
@@ -46,12 +48,12 @@ async function send(path, body, signal, key) {
 
 // Returns whether there is another key to try. Requests that fail together share one question.
 async function findKey(used) {
-  if (sessionStorage.getItem(KEY) !== used) return true;
+  if (ofTab.get(KEY) !== used) return true;
   asking ??= askForKey(used !== null).finally(() => {
     asking = null;
   });
   const key = await asking;
-  if (key !== null) sessionStorage.setItem(KEY, key);
+  if (key !== null) ofTab.set(KEY, key);
   return key !== null;
 }
 

@@ -28,8 +28,9 @@ const STREAM = {
 const talk = new Talk({ edit: startEditing, again: tryAgain, drawn: follow });
 let list = null;
 let stopper = null;
-// The question that is edited, or null.
+// The question that is edited, or null; and what the form had before.
 let edited = null;
+let draft = null;
 // How often a conversation was opened: of two that are read, the later one is shown.
 let opened = 0;
 // Another tab changed something while an answer was written.
@@ -56,13 +57,14 @@ function parts({ content, pictures = [] }) {
 }
 
 async function answer(question) {
+  stopper = new AbortController();
+  // "Try again" has the focus, and goes with its answer
+  showBusy(true);
   const fields = { content: "", reasoning: "", note: UNFINISHED, figures: "", thought: 0 };
   const message = talk.add(question.id, "assistant", fields);
   const view = talk.view(message.id);
   view.wait();
   $("messages").scrollTop = $("messages").scrollHeight;
-  stopper = new AbortController();
-  showBusy(true);
   list.show();
   const keeper = setInterval(() => store.putMessage({ ...message }, true), KEEP_MS);
   const why = await stream(view, history(question), stopper.signal);
@@ -120,17 +122,21 @@ function follow() {
 }
 
 function startEditing(message) {
+  draft ??= { text: $("prompt").value, pictures: takePictures() };
   edited = message;
   $("editing").hidden = false;
   attachOnly(message.pictures ?? []);
   fill(message.content);
 }
 
+// What was being written before is there again.
 function endEditing() {
-  if (edited) attachOnly([]);
-  edited = null;
+  if (!edited) return;
+  const { text, pictures } = draft;
+  edited = draft = null;
   $("editing").hidden = true;
-  fill("");
+  attachOnly(pictures);
+  fill(text);
 }
 
 function fill(text) {
@@ -151,7 +157,8 @@ function submit() {
   if ((!content && !hasPictures()) || stopper) return;
   const parent = edited ? edited.parent : talk.leaf;
   const pictures = takePictures();
-  endEditing();
+  if (edited) endEditing();
+  else fill("");
   isNearEnd = true;
   answer(talk.add(parent, "user", { content, pictures }));
 }
@@ -195,8 +202,9 @@ function onKey(event) {
 }
 
 function onPromptKey(event) {
-  // while an input method composes a word, Enter is its own
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  // while an input method composes a word, Enter is its own; Safari says so with a code only
+  const isComposing = event.isComposing || event.keyCode === 229;
+  if (event.key !== "Enter" || event.shiftKey || isComposing) return;
   event.preventDefault();
   submit();
 }
@@ -229,7 +237,10 @@ function startForm() {
   });
   $("stop").addEventListener("click", () => stopper?.abort());
   $("keep").addEventListener("click", endEditing);
-  $("new").addEventListener("click", () => open(null));
+  $("new").addEventListener("click", () => {
+    open(null);
+    $("prompt").focus();
+  });
   document.addEventListener("keydown", onKey);
 }
 

@@ -8,6 +8,7 @@ import * as store from "./store.js";
 const WIDE = matchMedia("(min-width: 60rem)");
 const SEARCH_MS = 150;
 const AROUND = 30;
+const SAVE_MS = 60_000;
 
 // Returns {show}, which lists the conversations as they are now.
 // talk: the open one. open(id): opens another one. reload(): shows what was imported into the open
@@ -85,7 +86,7 @@ class Panel {
     if (!WIDE.matches) {
       this.unfold(false);
       $("open-conversations").focus();
-    }
+    } else $("prompt").focus();
     say("The conversation is open.");
   }
 
@@ -115,7 +116,8 @@ class Panel {
     const blob = new Blob([toText(conversations)], { type: "application/json" });
     const href = URL.createObjectURL(blob);
     element("a", { href, download: "conversations.json" }).click();
-    URL.revokeObjectURL(href);
+    // some browsers read it later
+    setTimeout(() => URL.revokeObjectURL(href), SAVE_MS);
   }
 
   async load() {

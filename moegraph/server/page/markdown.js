@@ -3,9 +3,10 @@
 import { copyButton, element } from "./dom.js";
 import { codeNodes, mathNode } from "./rich.js";
 
-const FENCE = /^( *)(`{3,}|~{3,}) *([\w+#.-]*)[^`]*$/;
-const HEADING = /^(#{1,6}) +(.*)$/;
-const ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)]) +(.*)$/;
+// With s, as "." is each letter of a line then: what cannot fail looks at a long line only once.
+const FENCE = /^( *)(`{3,}|~{3,}) *([\w+#.-]*)/;
+const HEADING = /^(#{1,6}) +(.*)$/s;
+const ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)]) +(.*)$/s;
 const RULE = /^ *([-*_])(?: *\1){2,} *$/;
 const MARK = /`+|\*{1,2}|\$\$?|\\[([]/g;
 const PARTNERS = { "\\(": "\\)", "\\[": "\\]" };
@@ -51,8 +52,14 @@ export function parse(text) {
   return blocks;
 }
 
+function beginFence(line) {
+  const found = FENCE.exec(line);
+  // no other ` stands in its line
+  return found && !line.includes("`", found[0].length) ? found : null;
+}
+
 function readFence(lines, at) {
-  const found = FENCE.exec(lines[at]);
+  const found = beginFence(lines[at]);
   if (!found) return null;
   const [, indent, fence, language] = found;
   let end = at + 1;
@@ -117,7 +124,7 @@ function readItems(lines, at) {
 }
 
 function startsBlock(line) {
-  return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || FORMULA.test(line);
+  return beginFence(line) || HEADING.test(line) || RULE.test(line) || FORMULA.test(line);
 }
 
 function readParagraph(lines, at) {

@@ -95,7 +95,9 @@ export function startPictures(onTrouble) {
     add(event.clipboardData.files);
   });
   // a file that is dropped beside the field must not replace the page
-  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("dragover", (event) => {
+    if (event.dataTransfer?.types.includes("Files")) event.preventDefault();
+  });
   document.addEventListener("drop", (event) => {
     if (!event.dataTransfer.files.length) return;
     event.preventDefault();

@@ -3,6 +3,8 @@
 // Longer texts stay as they are: what colours them takes its time.
 const MAX_CODE = 50_000;
 const MAX_FORMULA = 5000;
+// Of elements in one another: a tab ends when it lays out some 1000 of them.
+const MAX_DEPTH = 200;
 // Formulas that were drawn, as a paragraph is drawn again while it grows.
 const MAX_KNOWN = 500;
 const known = new Map();
@@ -26,16 +28,26 @@ function drawn(tex, isDisplay) {
   try {
     const limits = { maxExpand: 500, maxSize: 50, strict: "ignore", trust: false };
     globalThis.katex.render(tex, made, { displayMode: isDisplay, ...limits });
-    return made;
+    return isDeep(made) ? null : made;
   } catch {
     return null;
   }
 }
 
+function isDeep(made) {
+  let level = [made];
+  for (let depth = 0; level.length && depth <= MAX_DEPTH; depth++) {
+    level = level.flatMap((one) => [...one.children]);
+  }
+  return level.length > 0;
+}
+
 // Returns the nodes of a code. language: its name after the fence.
 export function codeNodes(code, language) {
   const library = globalThis.hljs;
-  if (!library?.getLanguage(language) || code.length > MAX_CODE) return [code];
+  const found = library?.getLanguage(language);
+  // Markdown stays as it is: 8000 letters of it can take seconds
+  if (!found || found.name === "Markdown" || code.length > MAX_CODE) return [code];
   return nodesOf(library.highlight(code, { language, ignoreIllegals: true }).value);
 }
 
@@ -44,6 +56,7 @@ export function codeNodes(code, language) {
 function nodesOf(html) {
   const root = document.createDocumentFragment();
   let inside = root;
+  let depth = 0;
   let from = 0;
   for (const { 0: found, 1: classes, 2: letter, index } of html.matchAll(TAG)) {
     inside.append(html.slice(from, index));
@@ -51,8 +64,8 @@ function nodesOf(html) {
     if (letter) {
       inside.append(LETTERS[letter] ?? found);
     } else if (classes === undefined) {
-      inside = inside.parentNode ?? root;
-    } else {
+      if (depth-- <= MAX_DEPTH) inside = inside.parentNode ?? root;
+    } else if (++depth <= MAX_DEPTH) {
       const made = document.createElement("span");
       made.className = classes;
       inside.append(made);

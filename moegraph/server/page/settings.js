@@ -1,6 +1,7 @@
 // The dialog with settings: an empty field leaves what the server was started with.
 
 import { $, element } from "./dom.js";
+import { ofTab } from "./texts.js";
 
 const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "seed"];
 const FIELDS = ["model", "system", ...NUMBERS];
@@ -73,7 +74,7 @@ function markChanged() {
 
 // onSet: called when the dialog is closed.
 export function startSettings(onSet) {
-  showSettings(JSON.parse(sessionStorage.getItem(STORED) ?? "{}"));
+  showSettings(JSON.parse(ofTab.get(STORED) ?? "{}"));
   $("open-settings").addEventListener("click", () => $("settings").showModal());
   $("clear-settings").addEventListener("click", () => {
     for (const name of FIELDS) field(name).value = "";
@@ -83,7 +84,7 @@ export function startSettings(onSet) {
     // Escape closes the dialog without a check
     for (const name of NUMBERS) if (!$(name).validity.valid) $(name).value = "";
     markChanged();
-    sessionStorage.setItem(STORED, JSON.stringify(settings()));
+    ofTab.set(STORED, JSON.stringify(settings()));
     onSet();
   });
 }

@@ -3,6 +3,7 @@
 // A conversation: {id, title, created, changed, leaf, settings}; leaf: the last message shown.
 // Messages are records of their own and are only added, so two tabs lose nothing of each other.
 
+import { ofBrowser, ofTab } from "./texts.js";
 import { Tree } from "./tree.js";
 
 const NAME = "moegraph";
@@ -10,6 +11,8 @@ const OFF = "moegraph.keep-nothing";
 const TABLES = ["conversations", "messages"];
 
 let place;
+// The database cannot be opened, as in some private windows.
+let isShut = false;
 let onChange = () => {};
 let onFailure = () => {};
 const others = new BroadcastChannel(NAME);
@@ -29,13 +32,13 @@ export async function openStore(changed, failed) {
 }
 
 export function isKeeping() {
-  return localStorage.getItem(OFF) === null;
+  return ofBrowser.get(OFF) === null && !isShut;
 }
 
 // Begins to keep conversations, or deletes what is kept.
 export async function keep(isKept) {
-  if (isKept) localStorage.removeItem(OFF);
-  else localStorage.setItem(OFF, "1");
+  if (isKept) ofBrowser.remove(OFF);
+  else ofBrowser.set(OFF, "1");
   const before = place;
   await change(isKept);
   if (!isKept && before instanceof Disk) await before.clear();
@@ -59,11 +62,11 @@ async function hear({ keep: isKept, id }) {
 }
 
 // The conversation that this tab shows, which a reload shows again.
-export const openId = () => sessionStorage.getItem("moegraph.open");
+export const openId = () => ofTab.get("moegraph.open");
 
 export function rememberOpen(id) {
-  if (id === null) sessionStorage.removeItem("moegraph.open");
-  else sessionStorage.setItem("moegraph.open", id);
+  if (id === null) ofTab.remove("moegraph.open");
+  else ofTab.set("moegraph.open", id);
 }
 
 // Returns all conversations without messages, the one that changed last first.
@@ -103,7 +106,18 @@ async function told(id, done) {
   }
 }
 
-function openDatabase() {
+async function openDatabase() {
+  try {
+    const found = await opened();
+    isShut = false;
+    return found;
+  } catch (error) {
+    isShut = true;
+    throw error;
+  }
+}
+
+function opened() {
   return new Promise((resolve, reject) => {
     const asked = indexedDB.open(NAME, 1);
     asked.onupgradeneeded = () => {

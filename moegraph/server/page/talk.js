@@ -118,9 +118,12 @@ export class Talk {
     const isSame = (message, view) => view && sameText(message, view.message);
     let same = 0;
     while (same < path.length && isSame(path[same], this.views[same])) same++;
-    this.views.length = same;
-    this.views.push(...path.slice(same).map((message) => this.draw(message)));
-    $("messages").replaceChildren($("empty"), ...this.views.map((view) => view.element));
+    const added = path.slice(same).map((message) => this.draw(message));
+    this.views = [...this.views.slice(0, same), ...added];
+    // what stays is not touched: it would lose focus and selection
+    const box = $("messages");
+    while (box.children.length > 1 + same) box.lastElementChild.remove();
+    box.append(...added.map((view) => view.element));
     this.views.forEach((view, i) => {
       view.message = path[i];
       const versions = this.tree.versions(path[i]);

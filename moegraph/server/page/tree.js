@@ -4,11 +4,16 @@
 export class Tree {
   constructor(messages = []) {
     this.messages = new Map();
+    // of each parent, in the order of their times
+    this.below = new Map();
     for (const message of messages.toSorted((a, b) => a.created - b.created)) this.add(message);
   }
 
   add(message) {
     this.messages.set(message.id, message);
+    const { parent } = message;
+    if (this.below.has(parent)) this.below.get(parent).push(message);
+    else this.below.set(parent, [message]);
   }
 
   get(id) {
@@ -21,19 +26,19 @@ export class Tree {
   }
 
   children(parent) {
-    return [...this.messages.values()].filter((one) => one.parent === parent);
+    return this.below.get(parent) ?? [];
   }
 
   // Returns the messages from the first one down to this one.
   path(id) {
     const found = [];
-    for (let one = this.get(id); one; one = this.get(one.parent)) found.unshift(one);
-    return found;
+    for (let one = this.get(id); one; one = this.get(one.parent)) found.push(one);
+    return found.reverse();
   }
 
   // Returns all messages, each after its parent.
   ordered(parent = null) {
-    const found = this.children(parent);
+    const found = [...this.children(parent)];
     // grows while it is walked
     for (const one of found) found.push(...this.children(one.id));
     return found;
