@@ -233,6 +233,12 @@ class Worker:
             raise BenchError(f"{self.name}: {reply['error']}")
         return reply
 
+    def end(self) -> None:
+        """Have the process end by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
     def _ended(self) -> BenchError:
         why = f"exit code {self.process.wait()}: {last_words(self.errors)}"
         return BenchError(f"{self.name}: the worker ended: {why}")
@@ -259,15 +265,15 @@ class System:
 
 
 @contextmanager
-def started(raw: Raw, system: System) -> Iterator[Worker]:
-    """Run a worker of a system; a raw line says what it is."""
+def started(raw: Raw, system: System, under: Sequence[str] = ()) -> Iterator[Worker]:
+    """Run a worker of a system; a raw line says what it is. under: a command that starts it."""
     name, folder = system.name, system.folder
     if not (folder / "moegraph" / "__init__.py").is_file():
         raise BenchError(f"{folder} has no folder moegraph; name a built checkout")
     env = {**with_path("PYTHONPATH", folder), **system.env}
     with tempfile.TemporaryFile() as errors, subprocess.Popen(
-        [sys.executable, str(WORKER)], env=env, cwd="/", stderr=errors, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [*under, sys.executable, str(WORKER)], env=env, cwd="/", stderr=errors,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         try:
             worker = Worker(name, process, errors)

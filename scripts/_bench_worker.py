@@ -116,9 +116,13 @@ class Side:
         seconds = time.perf_counter() - begin
         return {"seconds": seconds, "experts": self._report(before)}
 
-    def decode(self, n: int, seed: int, depth: int = 0, logits: bool = False) -> dict[str, Any]:
-        """Time n passes of one row from position `depth`."""
+    def decode(
+        self, n: int, seed: int, depth: int = 0, logits: bool = False, profiled: bool = False
+    ) -> dict[str, Any]:
+        """Time n passes of one row from position `depth`; profiled: a profiler is to see them."""
         ids = self._begin(seed, depth, n)
+        if profiled and (code := ctypes.CDLL("libcuda.so.1").cuProfilerStart()):
+            raise RuntimeError(f"cuProfilerStart returned {code}")
         return self._timed(lambda: [self.step(one, logits) for one in ids.reshape(n, 1)])
 
     def prompt(self, n: int, seed: int, depth: int = 0, logits: bool = True) -> dict[str, Any]:

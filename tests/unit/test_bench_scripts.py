@@ -21,6 +21,7 @@ sys.path.insert(0, str(SCRIPTS))
 import _bench
 import _bench_worker
 import bench_tables
+import profile_token
 
 from moegraph.placement.generator import PRESETS, RoutingModel, generate_trace
 from moegraph.placement.identity import RouterShape
@@ -105,6 +106,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("bench_tables.py", ["--take", "/nowhere"], "/nowhere does not exist"),
     ("bench_tables.py", ["--take", str(ROOT / "docs"), "--raw", "/dev/null"], "has no results of"),
     ("bench_drafts.py", ["tiny", "--device", "cpu", "--vram", "much"], "vram is 'much'"),
+    ("profile_token.py", ["tiny", "--ncu", "/nowhere"], "there is no /nowhere"),
     ("make_trace.py", ["t", "--preset", "round"], "invalid choice: 'round'"),
     ("make_trace.py", ["t", "--used", "300"], "--used at most --experts"),
 ]  # fmt: skip
@@ -261,3 +263,22 @@ def test_a_turn_reads_the_ids_of_llama_batched_bench() -> None:
 def test_the_preset_of_the_published_tables_gives_the_same_ids() -> None:
     trace = generate_trace(BIG, 64 + 5 * 128)
     assert trace.sha256.startswith("c349334d5f4c1403") and PRESETS["sticky"] == RoutingModel()
+
+
+def test_the_kernels_of_tokens_are_counted() -> None:
+    metric = "gpu__time_duration.sum"
+    parts = ["void sum<(int)4, (bool)1>(args)", "void topk_moe_cuda<(int)256>(float *, int)"]
+    attn = ["moegraph_attn_kernel(moegraph_attn_args)"]
+    names = [*parts, *parts, *attn, *parts, "head(float const *)"] * 2
+    lines = ["==PROF== Connected", '"ID","Kernel Name","Grid Size","Metric Name","Metric Value"']
+    lines += [f'"{i}","{x}","({len(x)}, 1, 1)","{metric}","1,500"' for i, x in enumerate(names)]
+    launches = profile_token.parse(lines)
+    assert launches[0] == ("sum<4, 1>", "31,1,1", 1.5)
+    rows = {row[0]: row[2:] for row in profile_token.by_kernel(launches, 2)}
+    assert rows["topk_moe_cuda<256>"] == ["3", "1.50", "4.5", "37.5%"]
+    assert rows["head"][0] == "1" and rows["all"] == ["8", "1.50", "12.0", "100.0%"]
+    assert profile_token.by_layer(launches, 2) == [
+        ["another mixer", "1", "2 (2 .. 2)", "3.0 (3.0 .. 3.0)"],
+        ["attention", "1", "3 (3 .. 3)", "4.5 (4.5 .. 4.5)"],
+        ["around the head", "0.5", "3 (3 .. 3)", "4.5 (4.5 .. 4.5)"],
+    ]
