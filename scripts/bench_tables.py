@@ -41,7 +41,11 @@ DOCS = bench.ROOT / "docs"
 RUNS = {
     DOCS / "benchmarks" / "card.jsonl": [DOCS / "benchmarks.md"],
     DOCS / "benchmarks" / "longer.jsonl": [DOCS / "benchmarks" / "longer.md"],
-    DOCS / "benchmarks" / "h200.jsonl": [bench.ROOT / "README.md", DOCS / "benchmarks" / "h200.md"],
+    DOCS / "benchmarks" / "h200.jsonl": [DOCS / "benchmarks" / "h200.md"],
+    DOCS / "benchmarks" / "rival.jsonl": [
+        bench.ROOT / "README.md",
+        DOCS / "benchmarks" / "rival.md",
+    ],
 }
 MARK = re.compile(r"(<!-- table: (\w+)((?: [\w-]+)+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Lines = Sequence[bench.Line]
