@@ -87,8 +87,9 @@ class TextFields(CompletionBody):
         """Return what `DrawSettings` takes of these fields."""
         found = super().drawn(defaults)
         if self.temperature is None and "infill" in (self.samplers or ()):
-            # that sampler leaves hardly more than the likeliest token
-            found["sampling"] = replace(found["sampling"], temperature=0.0)
+            # that sampler leaves the likeliest token, and seldom others of a fifth and more
+            change = {"min_p": 0.2} if self.n_choices > 1 else {"temperature": 0.0}
+            found["sampling"] = replace(found["sampling"], **change)
         return found
 
 

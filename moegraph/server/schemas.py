@@ -268,7 +268,9 @@ class ResponseFormat(Body):
 class CompletionBody(Asking):
     """What the bodies of OpenAI's two kinds of completions have in common."""
 
-    n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
+    n: int | None = Field(
+        default=None, ge=1, le=LIMITS.choices, validation_alias=AliasChoices("n", "n_cmpl")
+    )
     max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     echo: bool | None = None

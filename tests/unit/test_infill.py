@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -97,24 +99,10 @@ def test_a_text_ends_with_its_line_when_its_time_is_over() -> None:
     assert later.push("a\nb") and not later.is_done
 
 
-# as llama.vim (January 2026) and llama.vscode send them
-FIELDS = (
-    "content timings/prompt_n timings/prompt_ms timings/prompt_per_token_ms "
-    "timings/prompt_per_second timings/predicted_n timings/predicted_ms "
-    "timings/predicted_per_token_ms timings/predicted_per_second truncated tokens_cached"
-).split()
-CHUNK = {"text": "import os\n", "time": [1795875529, 274064], "filename": "/home/u/edit.py"}
-COMMON = {"top_k": 40, "stream": False, "samplers": ["top_k", "top_p", "infill"],
-          "cache_prompt": True, "n_predict": 128, "t_max_prompt_ms": 500}  # fmt: skip
+# what the plug-ins of two editors have sent; for one without a key too, llama.vim sends a header
+EDITORS = Path(__file__).parents[1] / "data" / "editors.json"
+VIM, VSCODE = json.loads(EDITORS.read_text("utf-8")).values()
 TEXTS = {"input_prefix": "def f(x):\n", "prompt": "    re", "input_suffix": "\n\nf(1)\n"}
-VIM = {**COMMON, **TEXTS, "id_slot": 0, "input_extra": [CHUNK], "stop": [], "n_indent": 4,
-       "top_p": 0.9, "t_max_predict_ms": 250, "response_fields": FIELDS, "model": ""}  # fmt: skip
-VIM_AHEAD = {"id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": [CHUNK],
-             "prompt": "", "n_predict": 0, "temperature": 0.0, "samplers": [], "stream": False,
-             "cache_prompt": True, "t_max_prompt_ms": 1, "t_max_predict_ms": 1,
-             "response_fields": [""]}  # fmt: skip
-VSCODE = {**COMMON, **TEXTS, "input_extra": [CHUNK], "top_p": 0.99, "n_indent": 4,
-          "t_max_predict_ms": 2500}  # fmt: skip
 
 # as Continue (June 2026) sends it to the providers llama.cpp and openai, for a model that is called
 # qwen-coder; it chooses the tokens of gaps by that name
@@ -141,20 +129,38 @@ def test_continue_is_answered() -> None:
         assert (asked.max_tokens, asked.sampling.temperature) == (4096, 0.01)
 
 
-def test_editors_are_answered() -> None:
-    case = Case(["turn x"], [], ["turn x\n", "\n"])
-    found = case.answer("/infill", VIM)
-    assert sorted(found) == sorted(FIELDS) and found["content"] == "turn x"
-    assert found["timings/predicted_n"] == 6 and found["truncated"] is False
-    assert case.answer("/infill", VIM_AHEAD) == {}
-    found = case.answer("/infill", VSCODE)
-    assert found["content"] == "turn x\n" and found["timings"]["prompt_ms"] > 0
-    first, ahead, _ = case.model.texts
-    assert first.gap == Gap(
-        "def f(x):\n", "\n\nf(1)\n", "    re", [(CHUNK["filename"], "import os\n")]
-    )
-    assert first.sampling.temperature == 0 and first.sampling.top_k == 40
-    assert (first.max_tokens, ahead.max_tokens) == (128, 0) and first.limit_s == 0.25
+def gap(body: dict[str, Any]) -> Gap:
+    extra = [(one["filename"], one["text"]) for one in body["input_extra"]]
+    return Gap(body["input_prefix"], body["input_suffix"], body["prompt"], extra)
+
+
+def test_llama_vim_is_answered() -> None:
+    case = Case([], ["turn x\n"], ["a"], ["b"])
+    for asked, content in zip(VIM, [None, "turn x\n", "a", "b"], strict=True):
+        body, key = asked["body"], {"Authorization": asked["authorization"]}
+        response = case.post(asked["path"], body, headers=key)
+        assert response.status_code == 200, response.text
+        found, text = response.json(), case.model.texts[-1]
+        assert sorted(found) == sorted(filter(None, body["response_fields"]))
+        assert found.get("content") == content and found.get("truncated", False) is False
+        assert text.gap == gap(body) and text.max_tokens == body["n_predict"]
+        assert (text.limit_s, text.sampling.temperature) == (body["t_max_predict_ms"] / 1e3, 0)
+    assert found["timings/predicted_n"] == 1 and text.sampling.top_k == 40
+
+
+def test_llama_vscode_is_answered() -> None:
+    case = Case([], *["ab\n", "c\n", ""] * 2, ["edited"])
+    found = [case.answer(asked["path"], asked["body"]) for asked in VSCODE]
+    ahead, first, again, template, tokens, edit = found
+    assert ahead["content"] == "" and template["prompt"] and tokens["tokens"]
+    assert edit["choices"][0]["message"]["content"] == "edited"
+    for answers in (first, again):  # three suggestions, of which it shows what differs
+        assert [one["content"] for one in answers] == ["ab\n", "c\n", ""]
+        assert [one["index"] for one in answers] == [0, 1, 2]
+        assert answers[0]["timings"]["prompt_ms"] > 0
+    assert [text.gap for text in case.model.texts[1::3]] == [gap(VSCODE[i]["body"]) for i in (1, 2)]
+    drawn = case.model.texts[1].sampling
+    assert drawn.temperature > 0 and (drawn.min_p, drawn.top_p) == (0.2, 0.99)
 
 
 def test_a_suffix_of_openai_is_the_text_after_a_gap() -> None:
