@@ -461,5 +461,6 @@ class _Model:
             eos_token=tokens.get("eos_token", ""),
             template=chat.template.source,
             reads_pictures=chat.pictures is not None,
+            fills_gaps=engine.tokenizer.fim("mid") is not None,
             settings={s.name: values[s.name] for s in engine_settings() if s.kind != "path"},
         )

@@ -81,7 +81,8 @@ class ModelFacts:
     """What clients may know of a model; zeros are not known.
 
     n_ctx: tokens that one request may hold. n_bytes: of the file. template: the chat template.
-    family: the architecture. reads_pictures: whether it has an encoder.
+    family: the architecture. reads_pictures: whether it has an encoder. fills_gaps: whether its
+    vocabulary has tokens for them.
     """
 
     name: str
@@ -99,6 +100,7 @@ class ModelFacts:
     template: str = ""
     family: str = ""
     reads_pictures: bool = False
+    fills_gaps: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property

@@ -226,7 +226,7 @@ async def show(request: HttpRequest) -> Response:
         f"{facts.family}.embedding_length": facts.n_embd,
     }
     able = ["completion", "tools", *["thinking"] * ("think" in facts.template)]
-    able += ["vision"] * facts.reads_pictures
+    able += ["vision"] * facts.reads_pictures + ["insert"] * facts.fills_gaps
     more = {"template": facts.template, "model_info": info, "capabilities": able}
     return reply({**_described(facts), **more})
 

@@ -139,6 +139,15 @@ def _limited(name: str, *aliases: str) -> Any:
     return Field(default=None, ge=low, le=high, validation_alias=names)
 
 
+def _absent(value: float | None) -> float | None:
+    if value and value > 0:
+        raise wrong("this sampler is absent; only 0 is taken")
+    return value
+
+
+_Absent = Annotated[float | None, AfterValidator(_absent)]
+
+
 class Sampled(Body):
     """Fields that say how tokens are drawn; None leaves what the server was started with."""
 
@@ -151,6 +160,11 @@ class Sampled(Body):
     repeat_last_n: int | None = _limited("repeat_last_n")
     presence_penalty: float | None = _limited("presence_penalty")
     frequency_penalty: float | None = _limited("frequency_penalty")
+    dry_multiplier: _Absent = None
+    dynatemp_range: _Absent = None
+    mirostat: _Absent = None
+    top_n_sigma: _Absent = None
+    xtc_probability: _Absent = None
     seed: int | None = Field(default=None, ge=-_MAX_SEED, le=_MAX_SEED)
     logit_bias: Biases = None
     ignore_eos: bool | None = None

@@ -253,6 +253,6 @@ def fake_backend(service: FakeService | None = None, chat: Any = None) -> FixedB
     """Return a backend with a model that is ready; chat: its chat model, a fake one by default."""
     facts = ModelFacts(
         "fake", n_ctx=N_CTX, n_ctx_train=2 * N_CTX, n_vocab=256, n_embd=8, n_params=1000,
-        n_bytes=1000, created=1,
+        n_bytes=1000, created=1, fills_gaps=True,
     )  # fmt: skip
     return FixedBackend(LoadedModel(service or FakeService(), chat or FakeChatModel(), facts))

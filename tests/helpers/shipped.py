@@ -38,9 +38,9 @@ def merged_tiny(folder: Path) -> Path:
 FIM = {"pre": 4070, "suf": 4071, "mid": 4072, "rep": 4073, "sep": 4074}
 
 
-def tiny_with_gaps(folder: Path) -> Path:
-    """Write the model with seldom tokens as those that mark gaps; return the file."""
-    data, path = TINY.read_bytes(), folder / "tiny-with-gaps.gguf"
+def tiny_with_gaps(folder: Path, model: Path = TINY) -> Path:
+    """Write a model, with seldom tokens as those that mark gaps; return the file."""
+    data, path = model.read_bytes(), folder / "tiny-with-gaps.gguf"
     pairs = b""
     for name, token in FIM.items():
         pairs += kv(f"tokenizer.ggml.fim_{name}_token_id", GGUFValueType.UINT32, token)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from helpers.clients import Client, serving
-from helpers.shipped import FIM, ROOT, tiny_with_gaps
+from helpers.shipped import FIM, ROOT, merged_tiny, tiny_with_gaps
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -16,11 +19,14 @@ BEFORE, AFTER = "".join(LINES[:60]), "".join(LINES[62:80])
 EXTRA = [("state.py", "import asyncio\nSMALL = 16 * KiB\n" * 4)]
 
 
+def load(file: Path, spec: str = "off") -> Engine:
+    given = EngineConfig(device="cpu", n_threads=1, n_ctx=4096, n_seq=1, cpu_reference=True)
+    return Engine.load(file, replace(given, spec=spec))
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    file = tiny_with_gaps(tmp_path_factory.mktemp("gaps"))
-    config = EngineConfig(device="cpu", n_threads=1, n_ctx=4096, n_seq=1, cpu_reference=True)
-    return Engine.load(file, config)
+    return load(tiny_with_gaps(tmp_path_factory.mktemp("gaps")))
 
 
 def test_a_prompt_has_the_tokens_of_its_texts(engine: Engine) -> None:
@@ -49,3 +55,17 @@ def test_only_what_follows_the_line_before_is_computed_again(engine: Engine, lin
     assert again.tokens == anew.tokens
     usage = again.last.usage
     assert usage.n_prompt > 500 and usage.n_prompt - usage.n_cached <= n_after
+
+
+@pytest.mark.parametrize("spec", ["mtp", "lookup"])
+def test_drafts_change_no_text_of_a_gap(engine: Engine, spec: str, tmp_path: Path) -> None:
+    def ask(model: Engine) -> Client:
+        with ChatModel.of(model) as chat, serving(model) as service:
+            asked = chat.prepare_text(TextRequest(gap=gap)).request
+            return Client(service, asked.prompt, marks=asked.marks, max_tokens=64).wait()
+
+    gap = Gap("".join(LINES[:30]), "", LINES[20][:12], EXTRA)
+    with load(tiny_with_gaps(tmp_path, merged_tiny(tmp_path)), spec) as drafting:
+        found = ask(drafting)
+    assert found.last.usage.n_drafted > 0
+    assert found.tokens == ask(engine).tokens

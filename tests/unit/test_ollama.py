@@ -106,6 +106,7 @@ def test_models_are_listed_and_described() -> None:
     for name in ("model", "name"):
         shown = client.post("/api/show", json={name: "fake"}).json()
         assert shown["details"] == found["details"] and "tools" in shown["capabilities"]
+        assert shown["capabilities"][-1] == "insert"
     assert client.get("/api/version").json()["version"].count(".") == 2
 
 

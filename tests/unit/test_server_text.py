@@ -75,6 +75,8 @@ def test_probabilities_have_the_old_form() -> None:
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": ["x"] * 8, "n": 8}, "n"),
+        ({"prompt": "x", "dry_multiplier": 0.8, "mirostat": 0}, "dry_multiplier"),
+        ({"prompt": "x", "mirostat": 2, "top_n_sigma": -1, "xtc_probability": 0}, "mirostat"),
     ],
 )
 def test_a_wrong_field_is_named(given: dict[str, Any], param: str) -> None:
