@@ -136,7 +136,7 @@ def gap(body: dict[str, Any]) -> Gap:
 
 def test_llama_vim_is_answered() -> None:
     case = Case([], ["turn x\n"], ["a"], ["b"])
-    for asked, content in zip(VIM, [None, "turn x\n", "a", "b"], strict=True):
+    for asked, content in zip(VIM[:4], [None, "turn x\n", "a", "b"], strict=True):
         body, key = asked["body"], {"Authorization": asked["authorization"]}
         response = case.post(asked["path"], body, headers=key)
         assert response.status_code == 200, response.text
@@ -146,6 +146,17 @@ def test_llama_vim_is_answered() -> None:
         assert text.gap == gap(body) and text.max_tokens == body["n_predict"]
         assert (text.limit_s, text.sampling.temperature) == (body["t_max_predict_ms"] / 1e3, 0)
     assert found["timings/predicted_n"] == 1 and text.sampling.top_k == 40
+
+
+def test_llama_vims_instructions_are_followed() -> None:
+    case = Case([], ["a", "b"])
+    ahead, asked = VIM[4:]
+    assert case.answer(ahead["path"], ahead["body"])["choices"][0]["message"]["content"] == ""
+    *chunks, done = case.events(asked["path"], asked["body"])
+    told = [one["choices"][0]["delta"].get("content") for one in chunks if one["choices"]]
+    assert "".join(filter(None, told)) == "ab" and done == "[DONE]"
+    first, second = case.model.chats
+    assert first.max_tokens == 0 and second.sampling.min_p == 0.1
 
 
 def test_llama_vscode_is_answered() -> None:
