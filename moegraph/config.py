@@ -83,6 +83,17 @@ class EngineConfig:
         "or 0 while there are more threads than free cores.",
         minimum=0, maximum=100,
     )  # fmt: skip
+    context_shift: bool = setting(
+        "flag", False, ("--context-shift",),
+        "Go on when the context is full: keep the first tokens and the later half of the others, "
+        "and compute them again.",
+        group="Context",
+    )  # fmt: skip
+    n_keep: int = setting(
+        "int", 0, ("--keep",),
+        "How many of the first tokens, besides a BOS, --context-shift keeps. -1: the prompt.",
+        minimum=-1, maximum=1 << 22, group="Context",
+    )  # fmt: skip
     type_k: str = setting(
         "choice", "f16", ("-ctk", "--cache-type-k"), "Data type of the K cache.", choices=KV_TYPES,
         group="Context",
@@ -292,6 +303,8 @@ class EngineConfig:
                 "spec auto (--spec) goes by measured times, and deterministic excludes that; name "
                 "what drafts, such as --spec mtp, or drop --deterministic"
             )
+        if self.n_keep and self.context_shift is False:
+            found.append("n_keep (--keep) is for context_shift (--context-shift); give both")
         if self.rejection_sampling is True and self.ddtree is True:
             found.append("--rejection-sampling needs drafts of one path; drop --ddtree")
         return [line for line in found if line]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 1 << 20
 # Of the engine's settings, bench has no use for these.
-_USELESS = ("cache_ram",)
+_USELESS = ("cache_ram", "context_shift", "n_keep")
 # Settings that bench chooses if they are not given, with the words for --help.
 _CHOSEN = {"n_ctx": " Default: as large as the tests need."}
 # Not lists: the value of a path may have a comma.

@@ -35,8 +35,8 @@ _NOT_HERE: dict[str, str] = {
     "--mlock": "--host-pin all keeps the experts in memory",
     "-nommap --no-mmap -mmp --mmap -lm --load-mode": "the file is always mapped; moegraph copies "
     "what the device needs when it loads",
-    "--keep --context-shift --no-context-shift": "when the context is full, run stops, and chat "
-    "forgets the oldest turns but keeps the system prompt",
+    "--keep --context-shift": "only run, chat and serve can go on when the context is full",
+    "--no-context-shift": "that is the default",
     "--samplers --sampling-seq --sampler-seq": "the order of the samplers is fixed",
     "--mirostat --mirostat-lr --mirostat-ent": "there is no Mirostat; see --temp, --top-p",
     "--dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n "

@@ -322,7 +322,8 @@ def _stream(
 def _finish(engine: Engine, job: _Job, found: Generated, times: StartTimes) -> None:
     """Write the results, and what they cost."""
     event = found.event
-    n_trained, n_held = engine.hparams.n_ctx_train, event.n_prompt + event.n_generated
+    n_trained = engine.hparams.n_ctx_train
+    n_held = min(event.n_prompt + event.n_generated, engine.n_ctx)
     if event.n_prompt <= n_trained < n_held:
         ui.note(f"warning: {n_held} positions; the model was trained on only {n_trained}")
     if job.out_ids is not None:

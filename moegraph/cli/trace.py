@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     help="Class of prompts in the profile to add to.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@options.engine_options("profile", "profile_class", "cache_ram", drafts=False)
+@options.engine_options(
+    "profile", "profile_class", "cache_ram", "context_shift", "n_keep", drafts=False
+)
 @options.sampling_options
 def trace_command(
     target: str, output: Path | None, prompt: str | None, file: str | None, n_predict: int,

@@ -68,6 +68,7 @@ class DrawSettings:
     deadline_s: float | None = None
     name: str = ""
     format: Format | None = None
+    n_keep: int | None = None
 
 
 @dataclass(frozen=True)
@@ -456,6 +457,8 @@ class ChatModel(Closable):
     def prepare_text(self, text: TextRequest) -> Prepared:
         """Return what the engine needs to continue a text; its parser only finds text."""
         ids, marks = text_ids(text, self.tokenizer, self._room)
+        if text.gap is not None:
+            text = replace(text, n_keep=-1)  # without a part of it, a gap is none
         constraint = None
         if text.format is not None:
             compiled = self.grammars.compile(text.format.kind, text.format.source)
@@ -503,7 +506,7 @@ class ChatModel(Closable):
         return Request(
             ids, settings.sampling, settings.max_tokens, settings.stop, settings.ignore_eos,
             marks, reuse=settings.reuse, constraint=constraint, n_logprobs=settings.n_logprobs,
-            deadline_s=settings.deadline_s, name=settings.name,
+            deadline_s=settings.deadline_s, name=settings.name, n_keep=settings.n_keep,
         )  # fmt: skip
 
     def _encode(self, prompt: str, shown: Mapping[str, Shown]) -> Encoded:

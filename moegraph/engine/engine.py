@@ -158,6 +158,7 @@ class Engine(Closable):
         return Core(
             self.file, self.passes, self.prefixes, self.copies, self.speculation, self.runner,
             self.devices, self.stage, self.n_ctx,
+            self.config.n_keep if self.config.context_shift else None,
         )  # fmt: skip
 
     def keep_prefixes(

@@ -205,7 +205,10 @@ class Generation:
         if logits is not None and logits.ndim == 1:
             logits = logits[None]
         prefill_s, decode_s = answer.times()
+        n_prompt, n_read, n_cached = answer.asked or (
+            len(answer.ids), answer.n_read, answer.n_cached
+        )  # fmt: skip
         return GenerationEvent(
-            token, text, len(answer.ids), self._n_told, prefill_s, decode_s, reason, logits,
-            answer.n_cached, answer.n_read,
+            token, text, n_prompt, self._n_told, prefill_s, decode_s, reason, logits, n_cached,
+            n_read,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from .choice import TokenChoice
 from .generated import GeneratedText
 from .requests import Request, Step, TokenLogprobs, Usage
 
+_BOS = "tokenizer.ggml.bos_token_id"
+# A context shift leaves at least so many positions for the text, as in llama-server.
+_LEAST_LEFT = 4
 # Seconds between two steps that only say how much of the prompt is read.
 _PROGRESS_S = 0.25
 
@@ -37,7 +40,7 @@ class Core:
     """A loaded model: what runs its passes, and what is kept of its sequences.
 
     stage: the last one, which has the results. speculation: what drafts; None without drafters.
-    n_ctx: positions of a sequence.
+    n_ctx: positions of a sequence. n_keep: as in `EngineConfig`; None: no context shift.
     """
 
     file: ModelFile
@@ -49,12 +52,15 @@ class Core:
     devices: tuple[Device, ...]
     stage: Stage
     n_ctx: int
+    n_keep: int | None = None
 
 
 class Answer:
     """A request from its submission to its last step. Only the engine's thread changes it.
 
-    ids: the prompt. pictures: of it. slot: the sequence that computes it; -1 without. number:
+    ids: the prompt; after a context shift, what is computed in its place. pictures: of it.
+    n_before: how many tokens of the text are in it. asked: until then, its tokens, n_read and
+    n_cached; None before a shift. slot: the sequence that computes it; -1 without. number:
     counts requests that have had a slot, from 1 on; 0 before. sweep: of its prompt, perhaps
     together with others, while that is under way; swept: its part of that; rest: what comes after
     it, or, without one, is read in pieces; marks: where beginnings of the prompt are to be kept.
@@ -100,11 +106,12 @@ class Answer:
             piece=vocabulary.piece if vocabulary else None,
             eog_ids=vocabulary.eog_ids if vocabulary and not request.ignore_eos else frozenset(),
             stop=request.stop,
+            shifts=core.n_keep is not None,
         )
         self.choice = TokenChoice(
             core.passes, ids[ids >= 0], sampling, n_vocab, keep_logits, grammar
         )
-        self._progress = progress
+        self._core, self._progress = core, progress
         self.request = request
         self.wants_logits = n_top is not None or keep_logits
         self.cancel = cancel or CancelToken()
@@ -114,12 +121,12 @@ class Answer:
         self.rest: SweepBatch | None = None
         self.marks: list[int] = []
         self.swapped: SwappedSequence | None = None
-        self.n_cached = self.n_read = 0
+        self.n_cached = self.n_read = self.n_before = self._n_dropped = 0
+        self.asked: tuple[int, int, int] | None = None
         self.n_drafted = self.n_accepted = 0
         self.n_rest: int | None = None
         self.late: tuple[npt.NDArray[np.float32], int] | None = None
-        self.may_draft = True
-        self.is_over = False
+        self.may_draft, self.is_over = True, False
         self.reason: str | None = None
         self.error: MoegraphError | None = None
         self.problem: Exception | None = None
@@ -153,7 +160,8 @@ class Answer:
     def begin(self, n_cached: int) -> None:
         """Note that the prompt begins in a slot that holds its first n_cached tokens."""
         self.n_cached = self.n_read = n_cached
-        self.began = time.perf_counter()
+        if not self.asked:
+            self.began = time.perf_counter()
 
     def append(self, token: int, logits: npt.NDArray[np.float32] | None = None) -> None:
         """Have the text go on with a token; `tell` delivers it.
@@ -167,20 +175,51 @@ class Answer:
         self._first = self._first or self._last
         self.fresh.append((token, logits))
 
+    def shift(self) -> None:
+        """Drop a part of the text and its prompt; `ids` is to be computed, then the text goes on.
+
+        As in llama-server, the first n_keep tokens stay, and the later half of the others. Of a
+        picture nothing stays if a part of it goes.
+        """
+        core, generated, request = self._core, self.generated, self.request
+        self.asked = self.asked or (len(self.ids), self.n_read, self.n_cached)
+        ids = np.append(self.ids, np.array(generated.tokens[self.n_before :], np.int32))
+        n_keep = core.n_keep if request.n_keep is None else request.n_keep
+        if n_keep is None or n_keep < 0:
+            n_keep = self.asked[0]
+        elif ids[0] == core.file.kv.get(_BOS):
+            n_keep += 1
+        n_keep = min(n_keep, max(core.n_ctx - _LEAST_LEFT, 0))
+        end = n_keep + max((core.n_ctx - n_keep) // 2, 1)
+        places = [(first, first + len(one.rows)) for first, one in request.pictures]
+        n_keep = next((first for first, last in places if first < n_keep < last), n_keep)
+        end = next((last for first, last in places if first < end < last), end)
+        n = end - n_keep
+        self.ids = np.append(ids[:n_keep], ids[end:])
+        kept = [
+            (first if first < n_keep else first - n, one)
+            for first, one in request.pictures
+            if not n_keep <= first < end
+        ]
+        self.pictures = picture_rows(self.ids, kept, core.file.hparams)
+        self.request = replace(request, pictures=kept, marks=(n_keep,) if n_keep else ())
+        self.n_before, self.n_rest = generated.n_generated, None
+        self._n_dropped += n
+        generated.shift(n)
+
     def usage(self) -> Usage:
         """Return what the request has cost so far."""
         now = time.perf_counter()
         began, first = self.began or now, self._first or now
         return Usage(
-            len(self.ids),
-            self.n_read,
-            self.n_cached,
+            *(self.asked or (len(self.ids), self.n_read, self.n_cached)),
             self.generated.n_generated,
             self.n_drafted,
             self.n_accepted,
             queued_s=began - self.submitted,
             prefill_s=first - began,
             decode_s=max(0.0, self._last - first),
+            n_dropped=self._n_dropped,
         )
 
     def tell(self) -> None:
@@ -195,6 +234,8 @@ class Answer:
 
     def tell_progress(self) -> None:
         """Tell how much of the prompt is read."""
+        if self.asked:
+            return
         if self._progress:
             self._progress("prefill", self.n_read, len(self.ids))
         elif time.perf_counter() - self._told >= _PROGRESS_S and not self.is_over:

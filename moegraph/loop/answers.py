@@ -41,7 +41,8 @@ class Answers:
 
     sweeping: the requests whose prompts a sweep reads. One that ends meanwhile keeps its slot until
     the sweep has ended, unless it is alone in it. read, left: requests whose prompts were read, and
-    that need no more work, of which the scheduler was not told yet. worthless: idle slots that hold
+    that need no more work, of which the scheduler was not told yet. full: requests whose context is
+    to be shifted. worthless: idle slots that hold
     what nobody is to go on from. n_failures: how often the device failed since it last did some
     work.
     """
@@ -58,6 +59,7 @@ class Answers:
         self._to_tell: list[Answer] = []
         self.read: list[Answer] = []
         self.left: list[Answer] = []
+        self.full: list[Answer] = []
         self.n_failures = 0
 
     def idle_slots(self) -> list[int]:
@@ -147,6 +149,8 @@ class Answers:
             self._to_tell.append(answer)
             if answer.generated.finish_reason:
                 self.leave(answer)
+            elif answer.generated.is_full:
+                self.full.append(answer)
 
     def guard(self, answer: Answer, work: Callable[[], object]) -> None:
         """Do something for one request; if it fails, only that request ends."""

@@ -57,14 +57,14 @@ class Decoding:
         for answer in batch:
             if answer.late:
                 late.append(answer)
-            elif not (answer.is_over or answer.generated.finish_reason):
+            elif not (answer.is_over or answer.generated.finish_reason or answer.generated.is_full):
                 found.append(answer)
         if late and not found:
             self._answers.tell()
             late[0].choice.wait_for_grammar(_REST_S)
         for answer in late:
             self._answers.draw_late(answer)
-            if not (answer.late or answer.is_over or answer.is_drawn):
+            if not (answer.late or answer.is_over or answer.is_drawn or answer.generated.is_full):
                 found.append(answer)
         return found
 

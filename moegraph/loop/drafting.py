@@ -87,6 +87,7 @@ class Drafting:
 
     def begin(self, slot: int, held: Sequence[int]) -> None:
         """Have the drafters know what a sequence holds whose prompt begins."""
+        self._lone = None  # perhaps it is this one, which goes on after a context shift
         self._speculation.begin(slot, held)
 
     def with_readers(self, batch: SweepBatch) -> SweepBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from numbers import Integral
@@ -27,7 +28,8 @@ class GeneratedText:
     """The text of one request: its ids, what is known of it so far, and why it ended.
 
     An end-of-generation token counts as generated and has no text. A token that fills
-    ``max_tokens`` or the last position of the context ends the text with "length".
+    ``max_tokens`` or the last position of the context ends the text with "length"; if the context
+    may be shifted, the latter only sets ``is_full``.
 
     Args:
         prompt: token ids; at least one, at most n_ctx.
@@ -37,6 +39,7 @@ class GeneratedText:
         piece: returns the bytes of a token; None: no text, and no stop strings.
         eog_ids: tokens that end the generation.
         stop: strings that end the generation; they are not part of the text.
+        shifts: the text goes on when the context is full, after `shift`.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class GeneratedText:
         piece: Callable[[int], bytes] | None = None,
         eog_ids: Collection[int] = frozenset(),
         stop: Sequence[str] = (),
+        shifts: bool = False,
     ) -> None:
         if stop and piece is None:
             raise RequestError("stop strings need the model's vocabulary, and none is loaded")
@@ -58,7 +62,10 @@ class GeneratedText:
         self.tokens: list[int] = []
         self.text = ""
         self._room = room
-        self._limit = room if max_tokens is None else min(max_tokens, room)
+        most = sys.maxsize if max_tokens is None else max_tokens
+        self._most = most if shifts else min(most, room)
+        self._limit = min(most, room)
+        self.is_full = False
         self.finish_reason: str | None = None if self._limit else "length"
         self._piece = piece
         self._eog_ids = eog_ids
@@ -75,7 +82,7 @@ class GeneratedText:
 
     @property
     def n_left(self) -> int:
-        """Return how many tokens may still be drawn."""
+        """Return how many tokens may still be drawn, before a shift if there may be one."""
         return self._limit - self.n_generated if self.finish_reason is None else 0
 
     @property
@@ -92,9 +99,17 @@ class GeneratedText:
         if token in self._eog_ids:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self._limit:
-            self.finish_reason = "length"
+            if self._limit < self._most:
+                self.is_full = True
+            else:
+                self.finish_reason = "length"
         if self._matcher:
             self._known.append(self._tell())
+
+    def shift(self, n: int) -> None:
+        """Note that the context has n positions more for the text, because others were dropped."""
+        self._room += n
+        self._limit, self.is_full = min(self._most, self._room), False
 
     def tell(self) -> str:
         """Return the text that the next token completes; called once for each token, in order."""

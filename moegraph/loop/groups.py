@@ -133,4 +133,4 @@ class Groups:
 
 
 def _goes_on(answer: Answer) -> bool:
-    return not (answer.is_over or answer.is_drawn or answer.late)
+    return not (answer.is_over or answer.is_drawn or answer.late or answer.generated.is_full)

@@ -79,7 +79,7 @@ class Loop:
         """Take the results of the pass in flight and start the next; False: there is none."""
         self._decoding.finish_pass()
         again = self._again
-        if again and not (self._has_news or self.answers.left):
+        if again and not (self._has_news or self.answers.left or self.answers.full):
             self._decode(again.keys)
             return True
         if again:
@@ -103,7 +103,7 @@ class Loop:
             self._has_news = False
             cancelled, self._to_cancel = self._to_cancel, []
             n_calls = len(self._calls)
-        if cancelled or late or n_calls:
+        if cancelled or late or n_calls or self.answers.full:
             self._decoding.finish_passes()
         for answer in cancelled:
             self.answers.end(answer, "cancelled")
@@ -113,12 +113,26 @@ class Loop:
             call = self._calls.pop(0)  # if it fails, `end_all` tells the others
             if not call(self.answers.idle_slots()):
                 self._calls.append(call)
+        full = self._shift()
         with self.lock:
             self.note_done()
+            for answer in full:
+                scheduler.put(answer, At.WAITS)
             work = scheduler.next(self._reading.n_rest, self._swapping.fits)
             is_same = scheduler.only_decodes and not any(one.request.deadline_s for one in requests)
             self._again = work if isinstance(work, Decode) and is_same else None
         return work
+
+    def _shift(self) -> list[Answer]:
+        """Shift the contexts that are full; return their requests, which wait for a slot again."""
+        answers = self.answers
+        full, answers.full = [answer for answer in answers.full if not answer.is_over], []
+        for answer in full:
+            answer.shift()
+            answers.leave_slot(answer)
+            answers.worthless.add(answer.slot)  # nobody goes on after what was dropped
+            self._reading.n_rest(answer)
+        return full
 
     def note_done(self) -> None:
         """Tell the scheduler which prompts are read and which requests need no more work."""

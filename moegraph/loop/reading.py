@@ -250,7 +250,7 @@ class Reading:
         words = choice.draw_words()
         draws = None if words is None else words[None]
         rest, greedy = ids[n_cached:], choice.greedy
-        keeps = choice.keep_logits
+        keeps = choice.keep_logits and not answer.asked  # rows of a shift were given before
         pictures = answer.pictures if answer.pictures and answer.pictures.end > n_cached else None
         return SweepBatch(
             rest, slot, keeps, greedy, draws, cuts, is_rounded=self._rounds, pictures=pictures
@@ -302,7 +302,7 @@ class Reading:
             self._tally.stepped(step)
         for answer in group:
             output = answer.swept.output if answer.swept and not answer.rest else None
-            if output and not answer.generated.tokens:
+            if output and answer.generated.n_generated == answer.n_before:
                 self._pick(answer, output)
         self._answers.tell()  # the device may be computing by now
         return more

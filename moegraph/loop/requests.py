@@ -55,7 +55,8 @@ class Request:
     beside each token that was drawn. constraint: what the answer must follow; None: nothing.
     deadline_s: seconds from submission after which the request ends; None: never. name: of the
     request in logs. client: who asks. owner: beginnings of prompts are shared only by requests of
-    the same owner; files of them have this text.
+    the same owner; files of them have this text. n_keep: tokens that a context shift
+    keeps, as in `EngineConfig`; None: what that says.
     """
 
     prompt: Sequence[int] | npt.NDArray[np.int32]
@@ -74,6 +75,7 @@ class Request:
     client: str = ""
     owner: str = ""
     pictures: Sequence[tuple[int, Picture]] = ()
+    n_keep: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Usage:
     of those an earlier request had computed. n_generated: tokens of the answer. n_drafted,
     n_accepted: drafted tokens that were verified, and those that were right. queued_s: from
     submission until its prompt began. prefill_s: from there to the first token. decode_s: from
-    there to now.
+    there to now. n_dropped: tokens that context shifts have dropped.
     """
 
     n_prompt: int
@@ -108,6 +110,7 @@ class Usage:
     queued_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    n_dropped: int = 0
 
 
 @dataclass(frozen=True)

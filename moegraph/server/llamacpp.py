@@ -113,7 +113,7 @@ class _Run(Completion):
         drawn, limit = body.drawn(self.defaults), body.limit(self.defaults.max_tokens)
         params = {name: drawn[name] for name in ("stop", "ignore_eos")}
         params["logit_bias"] = body.logit_bias or []
-        n_held = usage.n_prompt + max(usage.n_generated - 1, 0)
+        n_held = usage.n_prompt + max(usage.n_generated - 1, 0) - usage.n_dropped
         is_stop, is_full = step.finish_reason == "stop", n_held >= self.loaded.facts.n_ctx
         found = {
             **self._part(index, text, step),
@@ -121,7 +121,7 @@ class _Run(Completion):
             "model": self.loaded.facts.name,
             "generation_settings": {**sampling_object(drawn["sampling"], limit), **params},
             "has_new_line": index in self._with_line_end,
-            "truncated": is_full and not is_stop,
+            "truncated": usage.n_dropped > 0 or (is_full and not is_stop),
             "stop_type": ("word" if step.stop else "eos") if is_stop else "limit",
             "stopping_word": step.stop or "",
             "tokens_cached": n_held,

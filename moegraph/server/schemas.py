@@ -169,6 +169,9 @@ class Sampled(Body):
     logit_bias: Biases = None
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
+    n_keep: int | None = Field(
+        default=None, ge=-1, le=MAX_TOKENS, validation_alias=AliasChoices("n_keep", "num_keep")
+    )
     stop: Stops = None
 
     def drawn(self, defaults: Defaults) -> dict[str, Any]:
@@ -185,6 +188,7 @@ class Sampled(Body):
             "ignore_eos": defaults.ignore_eos if self.ignore_eos is None else self.ignore_eos,
             "reuse": self.cache_prompt is not False,
             "deadline_s": defaults.deadline_s,
+            "n_keep": self.n_keep,
         }
 
 

@@ -104,6 +104,16 @@ class TestSequence:
             take(seq, 7)
         assert seq.n_generated == 3
 
+    def test_after_a_shift_the_context_has_room_for_the_rest(self) -> None:
+        seq = GeneratedText([0] * 6, n_ctx=8, max_tokens=5, shifts=True)
+        full = []
+        while seq.finish_reason is None:
+            take(seq, 7)
+            full.append((seq.is_full, seq.n_left, seq.n_room))
+            if seq.is_full:
+                seq.shift(4)
+        assert full == [(False, 2, 2), (False, 1, 1), (True, 0, 0), (False, 1, 3), (False, 0, 2)]
+
     def test_an_end_token_counts_and_has_no_text(self) -> None:
         seq = GeneratedText([1], n_ctx=16, piece=byte_of, eog_ids={0})
         take(seq, 104)
