@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import struct
 import zlib
 from pathlib import Path
 
 import numpy as np
+
+# pictures of 16 x 16: JPEG, and GIF
+JPEG = base64.b64decode(
+    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAKBueIx4ZKCMgoy0qqC+8P//8Nzc8P///////////////////////////////"
+    "///////////////////////////wAALCAAQABABAREA/8QAFgABAQEAAAAAAAAAAAAAAAAAAgED/8QAGxAAAwACAwAAA"
+    "AAAAAAAAAAAAAECERIDMbH/2gAIAQEAAD8AMo0ypnLJKDyVtWq6Xp//2Q=="
+)
+GIF = base64.b64decode(
+    "R0lGODdhEAAQAIEAAODg4KOjo2RkZCIiIiwAAAAAEAAQAEAIWAAHCBQooKCAAAgDAFho8GBChQsBDBzY8GFEiQUtRpw4"
+    "QMDEigkvdgSJUORIhyVNEtS4kGPBjyQhSiRo8KHMmTEv4qwZciPNjD1bUgSaUihNmypHsjR6MiAAOw=="
+)
 
 LIB = Path(__file__).resolve().parents[2] / "moegraph" / "lib"
 
@@ -51,7 +63,7 @@ def hostile(n: int, seed: int = 0) -> list[bytes]:
         b"8BPS\0\1" + b"\xff" * 60, b"P6 999999999 9 255 ", b"\xff\xd8\xff\xe0" + bytes(300),
         b"\x53\x80\xf6\x34" + bytes(100), b"<svg xmlns='http://www.w3.org/2000/svg'/>",
     ]  # fmt: skip
-    whole = [png(40, 30), bmp(33, 20), b"GIF89a\x08\0\x08\0\x80\0\0" + bytes(40) + b";"]
+    whole = [png(40, 30), bmp(33, 20), JPEG, GIF]
     while len(found) < n:
         data = bytearray(whole[len(found) % len(whole)])
         for _ in range(int(rng.integers(1, 9))):

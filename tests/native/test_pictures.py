@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from helpers.images import bmp, has_mtmd, hostile, png
+from helpers.images import GIF, JPEG, bmp, has_mtmd, hostile, png
 from helpers.shared import model_writer
 from modelgen.mmproj import write_mmproj
 
@@ -68,7 +68,7 @@ def test_hostile_files_are_refused_in_one_line(reader: PictureReader) -> None:
             n_refused += 1
             assert str(error).startswith("picture: ") and "\n" not in str(error), data[:20]
     assert 60 < n_refused < 200, "some damage leaves a picture"
-    for data in (png(40, 30), bmp(33, 20)):
+    for data in (png(40, 30), bmp(33, 20), JPEG, GIF):
         assert any(isinstance(part, Picture) for part in reader.encode(data))
 
 
