@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -17,10 +18,10 @@ import _card_upstream
 from _tools import ROOT, BuildError, fetch
 from _zig import GLIBC
 
-PLATFORM = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_x86_64"
+PLATFORM = f"manylinux_{GLIBC[0]}_{GLIBC[1]}"
 # What every system has; libstdc++ and libgcc too, in versions that are checked.
 SYSTEM = {f"lib{name}" for name in ("c.so.6", "m.so.6", "dl.so.2", "pthread.so.0", "rt.so.1")}
-SYSTEM |= {"ld-linux-x86-64.so.2", "libstdc++.so.6", "libgcc_s.so.1"}
+SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libstdc++.so.6", "libgcc_s.so.1"}
 MOST = {"GLIBC": GLIBC, "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
 # PyPI takes no larger file.
 MOST_BYTES = 100_000_000
@@ -108,22 +109,24 @@ def about_cuda(name: str, major: int, version: str) -> Files:
     return {"METADATA": "\n".join([*lines, ""]).encode(), "licenses/LICENSE": licence}
 
 
-def write(folder: Path, name: str, version: str, tag: str, files: Files, about: Files) -> Path:
+def write(
+    folder: Path, name: str, version: str, tag: str, files: Files, about: Files,
+    machine: str = "x86_64",
+) -> Path:  # fmt: skip
     """Write the wheel NAME of package files and files about it; return its path.
 
     tag: of Python and its ABI.
     """
-    info, stem = f"{name}-{version}.dist-info", f"{name}-{version}-{tag}-{PLATFORM}"
-    wheel = (
-        f"Wheel-Version: 1.0\nGenerator: moegraph\nRoot-Is-Purelib: false\nTag: {tag}-{PLATFORM}\n"
-    )
+    info, tag = f"{name}-{version}.dist-info", f"{tag}-{PLATFORM}_{machine}"
+    stem = f"{name}-{version}-{tag}"
+    wheel = f"Wheel-Version: 1.0\nGenerator: moegraph\nRoot-Is-Purelib: false\nTag: {tag}\n"
     every = files | {f"{info}/{path}": data for path, data in about.items()}
     every[f"{info}/WHEEL"] = wheel.encode()
     every = dict(sorted(every.items(), key=lambda item: (".dist-info/" in item[0], item[0])))
     rows = [f"{path},sha256={_digest(data)},{len(data)}" for path, data in every.items()]
     every[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,\n"]).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(f"{name}-{version}-*.whl"):
+    for old in folder.glob(f"{name}-{version}-*_{machine}.whl"):
         old.unlink()
     with zipfile.ZipFile(folder / f"{stem}.whl", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
         for path, data in every.items():
@@ -184,7 +187,7 @@ def _read(path: Path) -> tuple[list[str], list[str], Mapping[str, tuple[int, ...
 
 def take(folder: Path) -> bool:
     """Unpack a wheel's libraries into this tree, if they are of its sources; return whether."""
-    for wheel in sorted(folder.glob("moegraph-*.whl")):
+    for wheel in sorted(folder.glob(f"moegraph-*_{platform.machine()}.whl")):
         with zipfile.ZipFile(wheel) as zipped:
             if BUILT_OF in zipped.namelist() and zipped.read(BUILT_OF) == sources().encode():
                 for old in (ROOT / "moegraph" / "lib").glob("*.so"):

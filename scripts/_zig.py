@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,33 @@ GLIBC = (2, 28)
 SAME_PATHS = {"CCACHE_BASEDIR": ""}
 # Exact, so that the same sources give the same bytes.
 TOOLS = ("ziglang==0.17.1", "scikit-build-core==1.1.2", "cffi==2.1.1", "auditwheel==6.8.2")
-# What libstdc++ and its headers take from a newer glibc; without it they lock more than they must.
-_NEWER = """#include <sys/random.h>
+# What headers of newer systems take from a newer glibc, and GCC 13's <iostream> from its libstdc++.
+# Without the first, libstdc++ locks more than it must.
+_NEWER = """#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/random.h>
 #define OURS __attribute__((visibility("hidden")))
 OURS char __libc_single_threaded;
 OURS unsigned arc4random(void) { unsigned n; while (getrandom(&n, sizeof n, 0) < 0) {} return n; }
+OURS long __isoc23_strtol(const char * s, char ** e, int b) { return strtol(s, e, b); }
+OURS unsigned long long __isoc23_strtoull(const char * s, char ** e, int b) {
+    return strtoull(s, e, b);
+}
+OURS int __isoc23_sscanf(const char * s, const char * f, ...) {
+    va_list a; va_start(a, f); int n = vsscanf(s, f, a); va_end(a); return n;
+}
+OURS __attribute__((weak)) void _ZSt21ios_base_library_initv(void) {}
+"""
+# zig has other words for Arm's -march=armv8.2-a+fp16.
+_TRANSLATE = """#!/bin/sh
+for one; do
+    shift
+    case $one in -march=armv*) one=$(echo "$one" | sed '
+        s/+fp16/+fullfp16/; s/-march=armv\\(.\\)\\.*\\(.*\\)-a/-mcpu=generic+v\\1_\\2a/; s/_a/a/')
+    esac
+    set -- "$@" "$one"
+done
 """
 
 
@@ -48,21 +71,29 @@ def with_tools(build: Path) -> None:
         os.execv(python, [str(python), *sys.argv])
 
 
-def compilers(build: Path) -> dict[str, str]:
+def compilers(build: Path, machine: str = platform.machine()) -> dict[str, str]:
     """Write scripts that call zig for an old glibc; return the variables of a build."""
     zig = next(
         str(f.locate()) for f in importlib.metadata.files("ziglang") or () if f.name == "zig"
     )
-    target = f"x86_64-linux-gnu.{'.'.join(map(str, GLIBC))}"
+    target = f"{machine}-linux-gnu.{'.'.join(map(str, GLIBC))}"
     folder = build / "bin"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("cc", "c++"):
-        text = f'#!/bin/sh\nexec {zig} {name} -target {target} "$@"\n'
-        path = folder / f"zig-{name}"
+        text = f'{_TRANSLATE}exec {zig} {name} -target {target} "$@"\n'
+        path = folder / f"zig-{machine}-{name}"
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
         path.chmod(0o755)
-    return {"CC": str(folder / "zig-cc"), "CXX": str(folder / "zig-c++"), **SAME_PATHS}
+    paths = {name: str(folder / f"zig-{machine}-{name}") for name in ("cc", "c++")}
+    return {"CC": paths["cc"], "CXX": paths["c++"], **SAME_PATHS}
+
+
+def cmake_options(machine: str) -> list[str]:
+    """Return CMake's options to compile for another machine than this one."""
+    if machine == platform.machine():
+        return []
+    return ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={machine}"]
 
 
 def linker_flags(build: Path) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..errors import NativeError
 
 _AVX2 = "sse4_2 avx f16c fma avx2 bmi2"
+_SVE = "asimddp fphp asimdhp sve"
 _AVX512 = f"{_AVX2} avx512f avx512cd avx512vl avx512dq avx512bw"
 # Flags of /proc/cpuinfo, by llama.cpp's name for the library that needs them (in its source,
 # ggml/src/CMakeLists.txt), in the order of its ggml_backend_score. The first that fits is chosen.
@@ -32,7 +33,17 @@ _NEEDS = {
     "sandybridge": "sse4_2 avx",
     "sse42": "sse4_2",
     "x64": "",
+    "armv9.2_2": f"{_SVE} i8mm sve2 sme",
+    "armv9.2_1": f"{_SVE} i8mm sme",
+    "armv8.6_2": f"{_SVE} i8mm sve2",
+    "armv8.6_1": f"{_SVE} i8mm",
+    "armv8.2_3": _SVE,
+    "armv8.2_2": "asimddp fphp asimdhp",
+    "armv8.2_1": "asimddp",
+    "armv8.0_1": "",
 }
+# The one for any processor, whose file is named as that of a build for one machine.
+_ANY = "armv8.0_1" if os.uname().machine == "aarch64" else "x64"
 
 
 def choose_cpu(folder: Path) -> tuple[str, Path]:
@@ -46,13 +57,14 @@ def choose_cpu(folder: Path) -> tuple[str, Path]:
     names = {path.stem.removeprefix("libggml-cpu-") for path in folder.glob("libggml-cpu-*.so")}
     if not names:
         return "", folder / "libggml-cpu.so"
-    wanted, names = os.environ.get("MOEGRAPH_CPU_VARIANT"), {*names, "x64"}
+    wanted, names = os.environ.get("MOEGRAPH_CPU_VARIANT"), {*names, _ANY}
     if wanted and wanted not in names:
         raise NativeError(f"MOEGRAPH_CPU_VARIANT={wanted}: expected {', '.join(sorted(names))}")
-    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.M)
+    text = Path("/proc/cpuinfo").read_text(errors="replace")
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.M)
     has = set(flags[1].split() if flags else ())
     fits = (
         name for name, needs in _NEEDS.items() if name in names and has.issuperset(needs.split())
     )
     name = wanted or next(fits)
-    return name, folder / ("libggml-cpu.so" if name == "x64" else f"libggml-cpu-{name}.so")
+    return name, folder / ("libggml-cpu.so" if name == _ANY else f"libggml-cpu-{name}.so")
