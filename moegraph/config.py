@@ -124,6 +124,12 @@ class EngineConfig:
         "such as 8GiB,12GiB. auto: the free memory, less a margin.",
         metavar="SIZE,...|auto", group="Expert",
     )  # fmt: skip
+    mmproj_device: str = setting(
+        "device", "auto", ("--mmproj-device",),
+        "Device of the picture encoder, which takes 2.1 GiB of it. auto: the model's first GPU if "
+        "4.2 GiB are left there.",
+        metavar="auto|cpu|cuda:N",
+    )  # fmt: skip
     profile: str = setting(
         "path", "", ("--profile",),
         "Routing profile: which experts earlier runs chose, and how right drafts were. It fills "

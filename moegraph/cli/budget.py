@@ -27,8 +27,8 @@ _CARDS = tuple(n * GiB for n in (6, 8, 12, 16, 24))
 _ALIKE = 0.03
 _PURPOSES = {
     "weights": "weights outside experts", "kv": "KV cache", "state": "states of sequences",
-    "compute": "compute buffers", "other": "kernels and tables", "staging": "staging of experts",
-    "pinned": "experts of full layers", "slots": "expert slots", "drafters": "drafters",
+    "compute": "compute buffers", "other": "kernels, tables, encoder", "slots": "expert slots",
+    "pinned": "experts of full layers", "staging": "staging of experts", "drafters": "drafters",
 }  # fmt: skip
 # JSON keys of the parts whose key differs from the plan's.
 _KEYS = {"pinned": "full_layers"}

@@ -35,7 +35,7 @@ _MAX_LINE = 64 << 10
     metavar="N",
     help="Requests that can be under way at a time; they share the context (-c).",
 )  # fmt: skip
-@options.engine_options("context_shift", "n_keep")
+@options.engine_options("context_shift", "n_keep", "mmproj_device")
 def daemon(
     target: str, stream_fd: int | None, stream_tagged: bool, n_slots: int, **given: Any
 ) -> None:

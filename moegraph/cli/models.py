@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 
 from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
-from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
+from ..errors import Cancelled, ConfigError, ModelFileError, MoegraphError, RequestError
 from ..ggml.cuda import card_bytes
 from ..ggml.free_memory import host_memory
 from ..gguf.hub import get_mmproj
@@ -210,6 +210,8 @@ NO_MMPROJ_SAYS: dict[str, Any] = {"is_flag": True, "help": "Read no pictures."}
 
 def open_pictures(given: Mapping[str, Any], target: str, engine: Engine) -> PictureReader | None:
     """Return what reads pictures with the encoder of --mmproj, or the one beside the model."""
+    from ..ggml.device import gpu_names
+    from ..placement.footprint import ENCODER_BYTES
     from ..text.pictures import PictureReader, find_mmproj
 
     name = "none" if given["no_mmproj"] else given["mmproj"]
@@ -221,8 +223,17 @@ def open_pictures(given: Mapping[str, Any], target: str, engine: Engine) -> Pict
             path = get_mmproj(engine.file.path, parse_hub_name(target).repo, bars, say)
     elif not name:
         path = find_mmproj(engine.file.path)
+    device, first = engine.config.mmproj_device, engine.device_name.partition(",")[0]
+    if path and device == "auto":
+        # captured graphs may take the other half
+        n_bytes = first.startswith("cuda") * (engine.stage_plans[0].plan.margin or 0) // 2
+        device = first if n_bytes >= ENCODER_BYTES else "cpu"
+        if device != first:
+            ui.note("the CPU encodes pictures; --mmproj-device cuda:N makes room on a GPU")
+    elif device not in ("auto", "cpu", *gpu_names()):
+        raise ConfigError(f"--mmproj-device {device}: no such GPU (see moegraph doctor)")
     media, n_threads = given.get("media_path"), engine.threads.many.n
-    return PictureReader(engine.file, path, n_threads, media) if path else None
+    return PictureReader(engine.file, path, n_threads, media, device=device) if path else None
 
 
 def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,9 @@ _HEADING = (
     "--kl-divergence", "compares", is_flag=True,
     help="Compare with the file of --kl-divergence-base, which has the text too.",
 )  # fmt: skip
-@options.engine_options("cache_ram", "context_shift", "n_keep", drafts=False, n_ctx=512)
+@options.engine_options(
+    "cache_ram", "context_shift", "n_keep", "mmproj_device", drafts=False, n_ctx=512
+)
 def perplexity(
     target: str, file: str | None, chunks: int | None, base_path: Path | None, compares: bool,
     **given: Any,

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 # The engine settings that a plan depends on.
 _SETTINGS = (
     "n_ctx", "n_ubatch", "type_k", "type_v", "split", "pin_layers", "cache_slots", "policy", "miss",
-    "spec", "draft", "draft_vocab",
+    "spec", "draft", "draft_vocab", "mmproj_device",
 )  # fmt: skip
 # Tokens of a generated trace: enough to warm up and to average over.
 _N_GENERATED, _N_WARM = 512, 192

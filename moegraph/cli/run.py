@@ -75,7 +75,7 @@ class _Job:
     help="Keep the prompt in a folder, from which later runs and serve --cache-dir go on.",
 )  # fmt: skip
 @options.length_options
-@options.engine_options("cache_ram")
+@options.engine_options("cache_ram", "mmproj_device")
 @options.sampling_options
 @options.reference_options
 @click.option(

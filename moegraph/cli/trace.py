@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.engine_options(
-    "profile", "profile_class", "cache_ram", "context_shift", "n_keep", drafts=False
-)
+    "profile", "profile_class", "cache_ram", "context_shift", "n_keep", "mmproj_device",
+    drafts=False,
+)  # fmt: skip
 @options.sampling_options
 def trace_command(
     target: str, output: Path | None, prompt: str | None, file: str | None, n_predict: int,

@@ -39,6 +39,8 @@ SWEEP_ROWS = 8192
 _SWEEP_CONSTANTS = 256 << 10
 # Kernel images and the backend's scratch pool.
 _OTHER_BYTES = 100 << 20
+# A picture encoder: Qwen3.5's tower in F16, 0.84 GiB; a context, 0.5; for the largest picture, 0.7.
+ENCODER_BYTES = 2112 << 20
 # Numbers of rows of passes that verify drafts, most of the time.
 _DRAFT_WIDTHS = 3
 # A captured graph of an attention layer on an H200, of which each chunk of a prompt has its own,
@@ -73,12 +75,11 @@ def needed_bytes(
     kept = [hp.layer(il) for il in layers]
     has_head = layers.stop == hp.n_layer
     shape = PoolShape.of(config, n_ctx)
-    padded, n_kv = shape.n_ctx, shape.n_rows
     tensors = {il: expert_tensors(model, il) for il in layers}
     sizes = tuple(Packing.of(tensors[il]).stride for il in layers)
     kinds = {stack_kind(tensors[il]): n for il, n in zip(layers, sizes) if n}
     n_ubatch, rows = shape.n_chunk, shape.pass_rows(shape.n_chunk)
-    masks = 2 * n_kv * n_ubatch + _window_bytes(hp.window, n_ubatch, rows, config.n_seq)
+    masks = 2 * shape.n_rows * n_ubatch + _window_bytes(hp.window, n_ubatch, rows, config.n_seq)
     logits = 8 * hp.n_vocab * has_head
     compute = rows * _row_bytes(hp) + masks + logits * config.n_seq
     drafted = config.n_seq * min(config.n_draft + 1, config.n_rows) if config.n_draft else 0
@@ -87,18 +88,19 @@ def needed_bytes(
     compute = max(compute, *(inputs + n_bytes for n_bytes in narrow))
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
-        compute += 4 * n_kv * max((layer.kv[0] for layer in kept if layer.kv), default=0)
+        compute += 4 * shape.n_rows * max((layer.kv[0] for layer in kept if layer.kv), default=0)
     if config.deterministic or not hp.adds_late:  # rows of single experts: `CarryBuffers`
-        compute += 4 * hp.n_embd * hp.n_expert_used * (rows + sweep_rows(n_ubatch, padded) + 1)
+        compute += 4 * hp.n_embd * hp.n_expert_used * (rows + sweep_rows(n_ubatch, shape.n_ctx) + 1)
         compute += paged_scratch_bytes(hp, min(n_ubatch, _PLANNED_ROWS))
-    if len(layers) < hp.n_layer:  # between stages
-        compute += 4 * hp.n_embd * rows
+    compute += 4 * hp.n_embd * rows * (len(layers) < hp.n_layer)  # between stages
     kv = [(layer.window, kv_bytes(layer, config.type_k, config.type_v)) for layer in kept]
-    n_sweep = sweep_rows(n_ubatch, padded)
-    compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded, config.n_seq)
+    n_sweep = sweep_rows(n_ubatch, shape.n_ctx)
+    compute += _sweep_bytes(hp, n_sweep, n_ubatch, shape.n_ctx, config.n_seq)
     compute += _gathered_bytes(kv, rows, shape)
     # a snapshot too, to undo a prompt
     state = sum(state_bytes(layer, config.n_seq + 1) for layer in kept)
+    first = "cuda:0" if config.devices[0] in ("auto", "cuda") else config.devices[0]
+    encoder = ENCODER_BYTES if first == config.mmproj_device and not layers.start else 0
     state += sum(size * min(window, shape.ring(window)) for window, size in kv if window)
     return Footprint(
         n_expert=hp.n_expert,
@@ -108,7 +110,7 @@ def needed_bytes(
         kv=sum(size * (shape.cache_rows(window) + 1) for window, size in kv),
         state=state + zeros_bytes(hp) + _draft_bytes(kept, drafted),
         compute=compute,
-        other=_OTHER_BYTES + captured_graphs(hp, config, n_ctx, layers) if is_own else 0,
+        other=_OTHER_BYTES + encoder + captured_graphs(hp, config, n_ctx, layers) if is_own else 0,
         staging=2 * N_STAGING * sum(kinds.values()) + lacking_bytes(hp, n_sweep, n_ubatch, is_own),
         ring_groups=N_GROUPS,
         ring=ring_bytes(kinds.values(), group_size(hp.n_expert)),

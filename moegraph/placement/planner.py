@@ -290,7 +290,7 @@ def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:
         "KV cache": need.kv,
         "states": need.state,
         "compute": need.compute,
-        "kernels and tables": need.other,
+        "kernels, tables, encoder": need.other,
         "staging": need.staging + need.ring,
         "drafters": need.drafters,
     }

@@ -34,7 +34,7 @@ class _Encoder:
     """The encoder. model: the first file of the model. n_embd: numbers of a row."""
 
     def __init__(
-        self, model: str, mmproj: str, n_embd: int, n_threads: int, max_pixels: int
+        self, model: str, mmproj: str, n_embd: int, n_threads: int, max_pixels: int, device: str
     ) -> None:
         llama = load_llama()
         package = llama.__name__.rpartition(".")[0]
@@ -45,16 +45,19 @@ class _Encoder:
         except (ImportError, OSError, AttributeError) as error:
             raise ConfigError(f"this build reads no pictures: {error}") from error
         self._row_bytes, self._max_pixels, self._line = 4 * n_embd, max_pixels, ""
-        lib.devices(with_cuda=False)
+        found = lib.devices(with_cuda=device != "cpu")
+        named = {lib.ffi.string(lib.C.ggml_backend_dev_name(one)).decode(): one for one in found}
         self._log = llama.llama_log_callback(self._note)
         self._lib.mtmd_helper_log_set(self._log, None)
         llama.llama_log_set(self._log, None)
         params = llama.llama_model_default_params()
         params.no_alloc, params.load_mtp = True, False
         params.load_mode = llama.LLAMA_LOAD_MODE_NONE
+        params.devices = ctypes.cast((ctypes.c_void_p * 1)(), ctypes.c_void_p)  # no contexts
         text = llama.llama_model_load_from_file(os.fsencode(model), params)
         params = self._lib.mtmd_context_params_default()
-        params.use_gpu, params.warmup, params.print_timings = False, False, False
+        params.device = int(lib.ffi.cast("intptr_t", named[device.upper().replace(":", "")]))
+        params.use_gpu, params.warmup, params.print_timings = device != "cpu", False, False
         params.n_threads, params.flash_attn_type = n_threads, 1
         self._ctx = text and self._lib.mtmd_init_from_file(os.fsencode(mmproj), text, params)
         if not (self._ctx and self._lib.mtmd_support_vision(self._ctx)):
@@ -120,6 +123,8 @@ def main() -> None:
     n_bytes = asked.pop("more_bytes")
     try:
         encoder = _Encoder(**asked)
+        if asked["device"] != "cpu":  # kernels and pools take address space, before the limit
+            encoder.encode(b"P6 64 64 255\n" + bytes(3 * 64 * 64))
         with open("/proc/self/statm") as file:
             n_bytes += int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))

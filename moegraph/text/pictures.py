@@ -43,9 +43,9 @@ class PictureReader:
 
     def __init__(
         self, model: ModelFile, path: Path, n_threads: int, media: Path | None = None,
-        max_seconds: float = MAX_SECONDS,
+        max_seconds: float = MAX_SECONDS, device: str = "cpu",
     ) -> None:  # fmt: skip
-        """media: the folder whose files clients may name; None: none.
+        """media: the folder whose files clients may name; None: none. device: cpu or cuda:N.
 
         Raises:
             ConfigError: the model reads no pictures, or the file cannot be read.
@@ -63,6 +63,7 @@ class PictureReader:
         self._asked = {
             "model": str(model.path), "mmproj": str(path), "n_embd": model.hparams.n_embd,
             "n_threads": n_threads, "max_pixels": MAX_PIXELS, "more_bytes": _MAX_MEMORY,
+            "device": device,
         }  # fmt: skip
         self._known: Recent[bytes, Shown] = Recent(_MAX_KNOWN)
         self._lock = threading.Lock()
@@ -122,7 +123,7 @@ class PictureReader:
         if self._pipe is None:
             ours, theirs = Pipe()
             command = [sys.executable, "-m", f"{__package__}.pictureprocess", str(theirs.fileno())]
-            needed = ("PATH", "PYTHON", "LD_", "MOEGRAPH_CPU_")  # others may be keys and tokens
+            needed = ("PATH", "PYTHON", "LD_", "MOEGRAPH_CPU_", "CUDA_")  # others may be keys
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,

@@ -76,7 +76,10 @@ def test_a_picture_is_encoded_once_and_after_a_lost_process(reader: PictureReade
     data = png(50, 60, 7)
     first = reader.encode(data)
     assert reader.encode(data) is first
-    reader.close()
+    assert reader._child
+    reader._child.kill()
+    with pytest.raises(RequestError, match="^picture: the process that reads it ended$"):
+        reader.encode(data + b"\0")
     again = [part for part in reader.encode(data + b"\0") if isinstance(part, Picture)]
     (before,) = [part for part in first if isinstance(part, Picture)]
     assert (again[0].rows == before.rows).all()
@@ -121,6 +124,9 @@ def test_limits(
         slow.encode(png(40, 40))
     with pytest.raises(ConfigError, match="cannot read the encoder"):
         PictureReader(model, folder / "none.gguf", 1)
+    lost = PictureReader(model, folder / "mini-mmproj-F16.gguf", 1, device="cuda:99")
+    with pytest.raises(RequestError, match="the process that reads it ended"):
+        lost.encode(png(40, 40))
     wrong = PictureReader(model, model.path, 1)
     with pytest.raises(RequestError, match="not a picture encoder of this model"):
         wrong.encode(png(40, 40))

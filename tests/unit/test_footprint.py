@@ -15,6 +15,7 @@ from moegraph.arch import ModelFile, open_model
 from moegraph.config import EngineConfig
 from moegraph.placement import footprint
 from moegraph.placement.footprint import (
+    ENCODER_BYTES,
     captured_graphs,
     context_within,
     needed_bytes,
@@ -45,6 +46,24 @@ def test_each_usual_width_of_passes_has_captured_graphs(model: ModelFile) -> Non
     assert captured(model, n_draft=2) - one == 2 * each
     # trees of more rows come in few widths
     assert captured(model, n_draft=15) == captured(model, n_draft=30) > captured(model, n_draft=2)
+
+
+@pytest.mark.parametrize(
+    "device, encoder, first, second",
+    [
+        ("auto", "auto", 0, 0), ("auto", "cpu", 0, 0), ("auto", "cuda:0", 1, 0),
+        ("cuda", "cuda:0", 1, 0), ("cuda:1,cuda:0", "cuda:1", 1, 0), ("cuda:0", "cuda:1", 0, 0),
+        ("cpu", "cuda:0", 0, 0),
+    ],
+)  # fmt: skip
+def test_an_encoder_has_room_on_the_first_device(
+    model: ModelFile, device: str, encoder: str, first: int, second: int
+) -> None:
+    config, n_layer = EngineConfig(device=device, mmproj_device=encoder), model.hparams.n_layer
+    for layers, n in ((range(1), first), (range(1, n_layer), second)):
+        plain = needed_bytes(model, EngineConfig(), 512, layers=layers)
+        need = needed_bytes(model, config, 512, layers=layers)
+        assert need.fixed - plain.fixed == n * ENCODER_BYTES
 
 
 @pytest.mark.parametrize("is_own", [False, True])

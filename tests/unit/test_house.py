@@ -70,7 +70,7 @@ LARGE = {
     "Engine": 31,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 57_743
+LINES = 57_771
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
@@ -381,7 +381,9 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
     assert [s.name for s in listed.values() if not s.flags] == ["n_seq", "n_kv", "n_draft"]
 
 
-@pytest.mark.parametrize(("name", "useless"), [("run", {"cache_ram"}), ("chat", set())])
+@pytest.mark.parametrize(
+    ("name", "useless"), [("run", {"cache_ram", "mmproj_device"}), ("chat", set())]
+)
 def test_every_engine_setting_with_a_spelling_is_an_option(name: str, useless: set[str]) -> None:
     command = importlib.import_module("moegraph.cli.program").load_command(name)
     options = {flag: p.name for p in command.params for flag in p.opts}

@@ -21,12 +21,14 @@ from huggingface_hub import constants, file_download
 
 from moegraph.cli import main, models
 from moegraph.cli.options import build_config
+from moegraph.config import EngineConfig
 from moegraph.errors import ConfigError, ModelFileError
 from moegraph.ggml.free_memory import HostMemory
 from moegraph.gguf.hub import download, get_mmproj, get_model
 from moegraph.gguf.hubcache import remove_model
 from moegraph.gguf.hubnames import HubName, choose_files, mmproj_for, parse_hub_name
 from moegraph.gguf.resolve import resolve_draft, resolve_target
+from moegraph.placement.footprint import ENCODER_BYTES
 from moegraph.text.pictures import find_mmproj
 
 REPO = "some-one/Model-GGUF"
@@ -264,7 +266,11 @@ def test_which_encoder_a_command_opens(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(models, "get_mmproj", lambda _, repo, *__: asked.append(repo))
     model = SimpleNamespace(path=path, hparams=SimpleNamespace(rope_sections=(1, 1, 1), n_embd=8))
     many = SimpleNamespace(many=SimpleNamespace(n=1))
-    engine: Any = SimpleNamespace(file=model, hparams=model.hparams, threads=many)
+    stages = [SimpleNamespace(plan=SimpleNamespace(margin=None))]
+    engine: Any = SimpleNamespace(
+        file=model, hparams=model.hparams, threads=many, config=EngineConfig(), device_name="cpu",
+        stage_plans=stages,
+    )  # fmt: skip
 
     def opens(target: str, no_mmproj: bool = False, mmproj: str | None = None) -> bool:
         given = {"mmproj": mmproj, "no_mmproj": no_mmproj}
@@ -273,7 +279,24 @@ def test_which_encoder_a_command_opens(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert opens(str(path)) and opens(f"hf:{REPO}", mmproj=str(encoder)) and asked == []
     assert not opens(f"hf:{REPO}:Q8_0") and asked == [REPO]
     assert not opens(f"hf:{REPO}", True) and not opens(str(path), True) and asked == [REPO]
-    model.hparams.rope_sections = ()
+    notes = list[str]()
+    monkeypatch.setattr(models.ui, "note", notes.append)
+    monkeypatch.setattr("moegraph.ggml.device.gpu_names", lambda: ["cuda:0", "cuda:1"])
+    for wanted, name, margin, device, n_notes in (
+        ("auto", "cuda:0,cuda:1", 2 * ENCODER_BYTES, "cuda:0", 0),
+        ("auto", "cuda:0", 2 * ENCODER_BYTES - 2, "cpu", 1), ("cpu", "cuda:0", 1 << 60, "cpu", 0),
+        ("auto", "rpc://h:1", 1 << 60, "cpu", 1), ("cuda:1", "cuda:0", 0, "cuda:1", 0),
+    ):  # fmt: skip
+        engine.device_name, stages[0].plan.margin = name, margin
+        engine.config = EngineConfig(mmproj_device=wanted)
+        found = models.open_pictures({"mmproj": None, "no_mmproj": False}, str(path), engine)
+        assert found and found._asked["device"] == device
+        assert len(notes) == n_notes and all("--mmproj-device cuda:N" in one for one in notes)
+        notes.clear()
+    engine.config = EngineConfig(mmproj_device="cuda:2")
+    with pytest.raises(ConfigError, match="cuda:2: no such GPU"):
+        opens(str(path))
+    engine.config, model.hparams.rope_sections = EngineConfig(), ()
     assert not opens(f"hf:{REPO}") and asked == [REPO], "the family reads none"
 
 
