@@ -22,8 +22,10 @@ PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-server", "llama-complet
 UPSTREAM = ROOT / "build" / "upstream"
 # The programs of the newest llama.cpp, vendor/rival.json.
 RIVAL = ROOT / "build" / "rival"
-# The library and the bindings alone, for the CPU.
+# The libraries and the bindings alone, for the CPU. llama-common: for llama-perplexity, which a
+# test compiles; mtmd: reads pictures.
 ORACLE = ROOT / ".oracle"
+ORACLE_TARGETS = ("llama", "llama-common", "mtmd")
 # Python bindings that a pack holds.
 BINDINGS = ROOT / "build" / "card" / "bindings"
 # The name by which a library asks for another: libggml.so.0 of libggml.so.0.9.4.
@@ -42,8 +44,14 @@ def pin_of(folder: Path) -> fetch.Pin:
 
 def is_built(options: list[str], folder: Path = UPSTREAM) -> bool:
     """Return whether a folder has its source built with these options."""
-    note, wanted = folder / "built", f"{pin_of(folder)['sha256']} {' '.join(options)}"
-    return note.is_file() and note.read_text() == wanted
+    note = folder / "built"
+    return note.is_file() and note.read_text() == _note(options, folder)
+
+
+def _note(options: list[str], folder: Path) -> str:
+    """Return what a folder says about its build; the oracle's has its targets too."""
+    targets = ORACLE_TARGETS if folder == ORACLE else ()
+    return " ".join([pin_of(folder)["sha256"], *options, *targets])
 
 
 def build(
@@ -80,7 +88,7 @@ def build(
     collect(work / "bin", folder)
     if folder != RIVAL:
         bindings(archive, folder)
-    (folder / "built").write_text(f"{pin['sha256']} {' '.join(options)}")
+    (folder / "built").write_text(_note(options, folder))
 
 
 def make_oracle() -> None:
@@ -88,7 +96,7 @@ def make_oracle() -> None:
 
     It gets our CPU options, because another instruction set would round differently.
     """
-    build(["--cpu"], folder=ORACLE, targets=["llama"])
+    build(["--cpu"], folder=ORACLE, targets=ORACLE_TARGETS)
 
 
 def _without_amx() -> dict[str, str]:

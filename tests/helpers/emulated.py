@@ -15,6 +15,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from helpers.compiled import compile_object
+
 ROOT = Path(__file__).resolve().parents[2]
 OURS = [*(ROOT / "tests" / "emulated").iterdir(), ROOT / "tests" / "helpers" / "kernel_data.h"]
 NATIVE = ROOT / "native" / "ggml"
@@ -78,11 +80,6 @@ def _digest(kernels: list[Path]) -> str:
     return result.hexdigest()[:16]
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
-
-
 def build(name: str) -> Path:
     """Return the program, compiled if it is not there yet."""
     kernels = [KERNELS / f"moegraph-{kernel}.cu" for kernel in PROGRAMS[name]]
@@ -97,9 +94,8 @@ def build(name: str) -> Path:
         for path in [*KERNELS.glob("*.cu*"), *OURS]:
             (work / path.name).unlink(missing_ok=True)
             (work / path.name).symlink_to(path)
-        includes = [work, NATIVE / "include", NATIVE / "src", GGML / "include", GGML / "src"]
-        common = [compiler(), *flags(), f"-fmacro-prefix-map={work}/="]
-        common += [f"-I{path}" for path in includes]
+        includes = [NATIVE / "include", NATIVE / "src", GGML / "include", GGML / "src"]
+        common = [compiler(), *flags(), "-I.", *(f"-I{path}" for path in includes)]
         emulator = kept / f"emulator-{_digest([])}.o"  # the same in all programs
         objects = []
         for path in [work / "emulator.cpp", work / f"{name}.cpp", *kernels]:
@@ -109,14 +105,14 @@ def build(name: str) -> Path:
                 shutil.copy(emulator, objects[-1])
                 continue
             fast = ["-O3"] if is_emulator else []
-            source = str(work / path.name)
-            _run([*common, *fast, "-x", "c++", "-c", source, "-o", objects[-1]])
+            command = [*common, *fast, "-x", "c++", "-c", path.name, "-o", objects[-1]]
+            compile_object(command, work)
             if is_emulator:
                 for old in kept.glob("emulator-*.o"):
                     old.unlink(missing_ok=True)
                 os.replace(shutil.copy(objects[-1], work / "shared.o"), emulator)
         link = [f"-L{LIBRARIES}", "-lggml-base", f"-Wl,-rpath,{LIBRARIES}"]
-        _run([compiler(), *objects, *link, "-o", str(work / name)])
+        compile_object([compiler(), *objects, *link, "-o", name], work)
         for old in kept.glob(f"{name}-*"):
             old.unlink(missing_ok=True)
         (work / name).rename(program)  # another process may have made the same

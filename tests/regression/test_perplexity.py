@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from helpers.compiled import compile_object
 from oracle.client import oracle_folder
 from regression.harness import ROOT, Models, held_out_text
 
@@ -37,19 +38,20 @@ def sum_in_order() -> None:
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """llama-perplexity of the pinned source, with the libraries of unpatched llama.cpp."""
-    folder = oracle_folder()
-    if folder is None or not list((folder / "lib").glob("libllama-common.so")):
+    found = [*(oracle_folder() or Path("none")).glob("**/libllama-common.so*")]
+    if not found:
         pytest.skip("no unpatched llama.cpp to compare with; scripts/test makes it in .oracle")
-    lib, program = folder / "lib", tmp_path_factory.mktemp("program") / "llama-perplexity"
-    main = program.with_suffix(".cpp")
-    main.write_text(MAIN)
+    lib, work = found[0].parent, tmp_path_factory.mktemp("program")
+    (work / "main.cpp").write_text(MAIN)
     includes = [f"-I{SOURCE / one}" for one in ("common", "include", "ggml/include")]
-    libraries = ["llama-common", "llama", "ggml", "ggml-cpu", "ggml-base"]
-    subprocess.run(
-        ["g++", "-std=c++17", "-O1", *includes, SOURCE / "tools/perplexity/perplexity.cpp", main,
-         f"-L{lib}", f"-Wl,-rpath-link,{lib}", *(f"-l{one}" for one in libraries), "-lpthread",
-         "-o", program], check=True,
-    )  # fmt: skip
+    for source in (SOURCE / "tools/perplexity/perplexity.cpp", "main.cpp"):
+        command = ["g++", "-std=c++17", "-O1", *includes, "-c", str(source)]
+        compile_object(command, work)
+    names = ("llama-common", "llama", "ggml", "ggml-cpu", "ggml-base")
+    libraries = [str(min(lib.glob(f"lib{name}.so*"))) for name in names]
+    program = work / "llama-perplexity"
+    objects, path = ["perplexity.o", "main.o"], f"-Wl,-rpath-link,{lib}"
+    compile_object(["g++", *objects, *libraries, path, "-lpthread", "-o", program.name], work)
 
     def run(model: Path, *args: object) -> str:
         done = subprocess.run(
