@@ -277,8 +277,13 @@ def text_ids(
         if isinstance(one, str) and room:
             room.require_beginning(one, tokenizer.encode)
         ids += tokenizer.encode(one, add_special=n == 0) if isinstance(one, str) else [one]
-    # the text may come again, or a longer one, and seldom changes more than its last token
-    return ids, (len(ids) - 1,) if len(ids) > 1 else ()
+    # the text may come again, or a longer one, and seldom changes more than its last token; where a
+    # client itself has marked a gap, the line before it changes next
+    suffix = tokenizer.fim("suf")
+    end = ids.index(suffix) if suffix is not None and suffix in ids else 0
+    while end and not tokenizer.piece(ids[end - 1]).endswith(b"\n"):
+        end -= 1
+    return ids, tuple(sorted({end, len(ids) - 1} - {0, -1}))
 
 
 # Types of tokens in a model file: control tokens, and those that a user added.

@@ -37,6 +37,9 @@ class ByteTokenizer:
     def is_special(self, token: int) -> bool:
         return token in (self.bos, self.eos)
 
+    def fim(self, name: str) -> int | None:
+        return None
+
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         return bytes(ids).decode(errors="replace")
 

@@ -57,6 +57,16 @@ def test_only_what_follows_the_line_before_is_computed_again(engine: Engine, lin
     assert usage.n_prompt > 500 and usage.n_prompt - usage.n_cached <= n_after
 
 
+def test_so_it_is_where_a_client_marks_the_gap(engine: Engine) -> None:
+    with ChatModel.of(engine) as chat, serving(engine) as service:
+        for line in ("    r", "    re"):
+            pieces = [FIM["pre"], BEFORE + line, FIM["suf"], AFTER, FIM["mid"]]
+            asked = chat.prepare_text(TextRequest(prompt=pieces)).request
+            last = Client(service, asked.prompt, marks=asked.marks, max_tokens=2).wait().last
+        n_after = sum(len(chat.tokenizer.encode(text, False)) for text in (AFTER, line)) + 2
+    assert last.usage.n_prompt > 500 and last.usage.n_prompt - last.usage.n_cached <= n_after
+
+
 @pytest.mark.parametrize("spec", ["mtp", "lookup"])
 def test_drafts_change_no_text_of_a_gap(engine: Engine, spec: str, tmp_path: Path) -> None:
     def ask(model: Engine) -> Client:

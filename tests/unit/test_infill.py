@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from helpers.fake_engine import BeginTokenizer, ByteTokenizer
-from helpers.server_case import Case
+from helpers.server_case import Case, events_of
 
 from moegraph.errors import RequestError
 from moegraph.text.infill import Gap, LineParser, infill_prompt
@@ -99,34 +99,27 @@ def test_a_text_ends_with_its_line_when_its_time_is_over() -> None:
     assert later.push("a\nb") and not later.is_done
 
 
-# what the plug-ins of two editors have sent; for one without a key too, llama.vim sends a header
+# what plug-ins have sent; without a key, llama.vim and Continue send a header too
 EDITORS = Path(__file__).parents[1] / "data" / "editors.json"
-VIM, VSCODE = json.loads(EDITORS.read_text("utf-8")).values()
+VIM, VSCODE, CONTINUE = json.loads(EDITORS.read_text("utf-8")).values()
 TEXTS = {"input_prefix": "def f(x):\n", "prompt": "    re", "input_suffix": "\n\nf(1)\n"}
-
-# as Continue (June 2026) sends it to the providers llama.cpp and openai, for a model that is called
-# qwen-coder; it chooses the tokens of gaps by that name
-MARKED = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
-          "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>"]  # fmt: skip
-CONTINUE = {
-    "model": "qwen-coder",
-    "prompt": "<|fim_prefix|>def f(x):\n    re<|fim_suffix|>\n<|fim_middle|>",
-    "stream": True,
-    "stop": [*MARKED, "/src/", "#- coding: utf-8", "```"],
-    "temperature": 0.01,
-}
 
 
 def test_continue_is_answered() -> None:
-    case = Case(["turn", " x"], ["turn", " x"])
-    events = case.events("/completion", {**CONTINUE, "n_predict": 4096})
-    assert "".join(one["content"] for one in events) == "turn x"
-    assert all(set(one) >= {"content", "stop"} for one in events) and events[-1]["stop"]
-    *chunks, done = case.events("/v1/completions", {**CONTINUE, "max_tokens": 4096})
+    case = Case(["turn", " x"], ["y"], ["turn", " x"])
+    for asked, text in zip(CONTINUE, ["turn x", "y"], strict=True):
+        key = {"Authorization": asked["authorization"]}
+        response = case.post(asked["path"], asked["body"], headers=key)
+        events = list(events_of(response.text))
+        assert "".join(one["content"] for one in events) == text
+        assert all(set(one) >= {"content", "stop"} for one in events) and events[-1]["stop"]
+    body = asked["body"]  # its provider openai, as its source has it
+    *chunks, done = case.events("/v1/completions", {**body, "max_tokens": body["n_predict"]})
     assert "".join(one["choices"][0]["text"] for one in chunks) == "turn x" and done == "[DONE]"
-    for asked in case.model.texts:
-        assert asked.prompt == CONTINUE["prompt"] and list(asked.stop) == CONTINUE["stop"]
-        assert (asked.max_tokens, asked.sampling.temperature) == (4096, 0.01)
+    for asked, prepared in zip([*CONTINUE, CONTINUE[-1]], case.model.texts, strict=True):
+        body = asked["body"]
+        assert prepared.prompt == body["prompt"] and list(prepared.stop) == body["stop"]
+        assert (prepared.max_tokens, prepared.sampling.temperature) == (64, 0.01)
 
 
 def gap(body: dict[str, Any]) -> Gap:
