@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 _SEPARATOR = "---"
 # Limit of an answer, in tokens, for a model that was not trained to end its answers.
 _SHIPPED_LIMIT = 256
-# Places where the next prompt may part from this one: see docs/conversations.md.
-_N_MARKS = 3
 
 
 @click.command(cls=Command)
@@ -252,7 +250,7 @@ def _converse(conversation: Conversation) -> None:
         f"{engine.file.path.name} on {engine.device_name}, context {engine.n_ctx} tokens; "
         "/help for help"
     )
-    engine.copies.memory.pin_ahead(_N_MARKS)  # while the user thinks
+    engine.copies.memory.pin()
     while True:
         message = typed.next_message(history)
         if message is None or message.strip() in QUIT:

@@ -271,7 +271,7 @@ class Engine(Closable):
         found = self.speculation.drain_messages() if self.speculation else []
         disk = self.prefixes.store.disk
         found += disk.drain_messages() if disk else []
-        return messages + found
+        return messages + found + self.copies.memory.drain_messages()
 
     def hand_over(self) -> None:
         """Release the engine from this thread; the next thread that calls owns it.

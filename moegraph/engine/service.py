@@ -194,7 +194,7 @@ class Service:
         try:
             self._engine.ownership.enter()
             if self._engine.prefixes.store.is_on:
-                self._engine.copies.memory.pin_ahead()
+                self._engine.copies.memory.pin()
             while not self._is_closing:
                 self._busy_since = time.perf_counter()
                 if not self._loop.step():

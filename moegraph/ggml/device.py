@@ -404,13 +404,10 @@ class Device(Owner):
             f"{format_bytes(free)} free; {remedy}"
         )
 
-    def host_buffer(self, size: int, must_pin: bool = False, may_pin: bool = True) -> HostBuffer:
-        """Allocate `size` bytes of host memory for transfers: pinned if the driver can pin it.
-
-        may_pin: False for ordinary memory, which is there at once, and slower to copy.
-        """
+    def host_buffer(self, size: int, must_pin: bool = False) -> HostBuffer:
+        """Allocate `size` bytes of host memory for transfers: pinned if the driver can pin it."""
         buft = C.ggml_backend_dev_host_buffer_type(self._dev)
-        if buft == ffi.NULL or not may_pin:
+        if buft == ffi.NULL:
             buft = C.ggml_backend_cpu_buffer_type()
         ptr = C.ggml_backend_buft_alloc_buffer(buft, size)
         if ptr == ffi.NULL:

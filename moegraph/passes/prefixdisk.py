@@ -59,11 +59,11 @@ class Entry:
 
 @dataclass(eq=False)
 class _Write:
-    """A file that is being written, the states that it gets, and whether they are closed then."""
+    """A file that is being written, the states that it gets, and whether nobody else has them."""
 
     future: Future[Entry]
     states: StatesCopy
-    closes: bool = False
+    is_given: bool = False
 
 
 class PrefixDisk:
@@ -159,7 +159,7 @@ class PrefixDisk:
     def pending_bytes(self) -> int:
         """Return the host memory of what is being written."""
         self._reap()
-        return sum(write.states.n_bytes for write in self._writing if write.closes)
+        return sum(write.states.n_bytes for write in self._writing if write.is_given)
 
     def find(self, ids: Ids, owner: str = "") -> list[Entry]:
         """Return an owner's files whose runs make the longest beginning of ids, in order."""
@@ -189,10 +189,8 @@ class PrefixDisk:
 
     def states(self, entry: Entry, copy: StatesCopy) -> bool:
         """Read the states of a file; return whether that went well."""
-        if copy.buffer is None:
-            return False
         try:
-            read_states(entry.path, entry.head, copy.buffer.array[: entry.head.n_states])
+            read_states(entry.path, entry.head, copy.array[: entry.head.n_states])
             if not copy.is_finite:
                 raise DamagedFile("its states are not finite")
             return True
@@ -207,16 +205,10 @@ class PrefixDisk:
         self._drop_orphans()
 
     def give(self, path: TreePath, states: StatesCopy) -> None:
-        """Take the states at the end of a path over, and write them unless that has been done.
-
-        They are closed when they are on disk.
-        """
+        """Take the states at the end of a path over, and write them unless that has been done."""
         self.write(path, states)
         for write in self._writing:
-            if write.states is states:
-                write.closes = True
-                return
-        states.close()
+            write.is_given |= write.states is states
 
     def write(self, path: TreePath, states: StatesCopy | None) -> bool:
         """Begin to write the beginning at the end of a path, unless there is a file for it.
@@ -226,19 +218,21 @@ class PrefixDisk:
         """
         if states is None or any(write.states is states for write in self._writing):
             return False
+        if not all(c.has_arrived for c in (states, *(node.rows for node in path)) if c):
+            return False
         ids = np.concatenate([node.tokens for node in path])
         owner = path[0].owner
         known = self.find(ids, owner)
         first = known[-1].end if known else 0
         parts = _rows_from(path, first)
-        if first == len(ids) or parts is None or self._has_failed or states.buffer is None:
+        if first == len(ids) or parts is None or self._has_failed:
             return False
         parent, n_states = known[-1].head.key if known else owner, self._widths.states
         head, data = head_of(self._identity, parent, first, ids[first:], parts, n_states)
         if head.n_bytes > self.max_bytes:
             return False
         target = self._folder / _name(head)
-        kept = states.buffer.array[: head.n_states]
+        kept = states.array[: head.n_states]
 
         def work() -> Entry:
             write_file(target, head, data, kept)
@@ -251,8 +245,6 @@ class PrefixDisk:
         """Note the files that were written since, and give up their memory."""
         while self._writing and self._writing[0].future.done():
             write = self._writing.pop(0)
-            if write.closes:
-                write.states.close()
             error = write.future.exception()
             if error is None:
                 self._note(write.future.result())

@@ -131,7 +131,7 @@ class Prefixes:
             if n_kept == n_held < len(ids):
                 n_known = max(n_known, n_kept)
             self.store.bring(ids[:-1], owner, n_known + _WORTH)
-        path = self.store.tree.find(ids[:-1], n_live, owner)
+        path = self.store.arrived(self.store.tree.find(ids[:-1], n_live, owner))
         n_saved = _length(path)
         if n_kept == n_held < len(ids) and n_kept >= n_saved:
             return n_kept
@@ -169,14 +169,13 @@ class Prefixes:
         store, size = self.store, max(1, self._copies.memory.states_bytes)
         limit = store.limit()
         store.shrink(limit - size * len(found), store.tree.find(ids[:n_held], n_held, owner))
-        store.drop_spare(limit)
         n_fit = max(0, limit - self.store.tree.n_bytes) // size
         return found[max(0, len(found) - n_fit) :]
 
     def save(self, seq: int, states: StatesCopy | None = None) -> bool:
         """Keep what a sequence holds now, or held when states were copied; False without room.
 
-        The sequence still has its positions up to there. The states are kept or closed.
+        The sequence still has its positions up to there.
         """
         n_held = None if states is None else states.n_past
         return self._save_ids(seq, states, self._passes.held(seq)[:n_held])
@@ -192,8 +191,6 @@ class Prefixes:
                 ids = [*self._passes.held(prompt.slot), *prompt.batch.tokens[:n_new].tolist()]
                 if states.is_finite:  # nobody else looks
                     self._save_ids(prompt.slot, states, ids)
-                else:
-                    states.close()
 
     def _save_ids(self, seq: int, states: StatesCopy | None, held: list[int]) -> bool:
         ids = np.asarray(held, dtype=np.int32)
@@ -211,12 +208,8 @@ class Prefixes:
         copies, last = self._copies, path[-1]
         if last.states is None:
             if not self.store.make_room(copies.memory.states_bytes, path):
-                if states is not None:
-                    states.close()
                 return False
             last.states = copies.take_states(seq) if states is None else states
-        elif states is not None:
-            states.close()
         self.store.tree.touch(path)
         end, is_whole = 0, True
         for node in path:

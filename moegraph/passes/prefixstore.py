@@ -50,9 +50,7 @@ class PrefixStore:
     @property
     def n_bytes(self) -> int:
         """Return the host memory in use."""
-        pending = self.disk.pending_bytes if self.disk else 0
-        spare = sum(block.array.nbytes for block in self._copies.memory.spare)
-        return self.tree.n_bytes + spare + pending
+        return self.tree.n_bytes + (self.disk.pending_bytes if self.disk else 0)
 
     def limit(self) -> int:
         """Return how many bytes the tree may have now."""
@@ -80,16 +78,17 @@ class PrefixStore:
         limit = self.limit() - n_bytes
         return sum(node.n_bytes for node in kept) <= limit and self.shrink(limit, kept)
 
-    def drop_spare(self, limit: int) -> None:
-        """Free the memory that waits for the next states, if all is more than the limit."""
-        if self.n_bytes > limit:
-            self._copies.memory.free_spare()
+    def arrived(self, path: Path) -> Path:
+        """Return a path once its copies are there; an empty one if some are lost."""
+        for node in path:
+            if not all(copy.has_arrived for copy in (node.rows, node.states) if copy):
+                node.rows, node.states, path = None, None, []
+        return path
 
     def settle(self, kept: Path) -> None:
         """Keep the limit once something was saved; begin to write if the memory becomes full."""
         limit = self.limit()
         self.shrink(limit, kept)
-        self.drop_spare(limit)
         if not self.disk or self.tree.n_bytes < _FULL * limit:
             return
         n_begun = 0
@@ -121,14 +120,10 @@ class PrefixStore:
         for entry in found:
             if not _read_rows(disk, entry, path):
                 return
-        memory = self._copies.memory
-        states = memory.new_states(found[-1].end)
-        memory.wait()  # a device may still be reading what this memory held before
+        states = self._copies.memory.new_states(found[-1].end)
         if disk.states(found[-1], states):
             path[-1].states = states
             self.tree.touch(path)
-        else:
-            states.close()
 
     def close(self) -> None:
         """Write what the tree has and there is room for, and forget everything."""
@@ -150,7 +145,6 @@ class PrefixStore:
     def clear(self) -> None:
         """Forget everything that is in memory."""
         self.tree.clear()
-        self._copies.memory.free_spare()
 
 
 def _read_rows(disk: PrefixDisk, entry: Entry, path: Path) -> bool:

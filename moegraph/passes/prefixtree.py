@@ -138,7 +138,7 @@ class PrefixTree:
 
         Rows go with the last states that need them. Nodes of the path `kept` stay, and so do the
         states at its end. Return whether the tree is small enough now. give: called with the path
-        to states that are removed, which it closes sooner or later; None: they are closed.
+        to states that are removed.
         """
         self._prune(kept)
         while self.n_bytes > n_bytes:
@@ -149,8 +149,6 @@ class PrefixTree:
             states, oldest[-1].states = oldest[-1].states, None
             if states is not None and give:
                 give(oldest, states)
-            elif states is not None:
-                states.close()
             self._prune(kept)
         return True
 
@@ -174,14 +172,11 @@ class PrefixTree:
         for parent, child in reversed(edges):  # children before parents
             if child.states is None and not child.children and id(child) not in stays:
                 del parent.children[int(child.tokens[0])]
-                _close(child)
         self._roots = {owner: root for owner, root in self._roots.items() if root.children}
 
     def clear(self) -> None:
         """Remove everything."""
-        old, self._roots = self._roots, {}
-        for root in old.values():
-            _close(root)
+        self._roots = {}
 
 
 def _root() -> Node:
@@ -190,18 +185,7 @@ def _root() -> Node:
 
 def _divided(node: Node, n: int) -> Node:
     """Return a node for the first n tokens of a node, with another for the rest as its child."""
-    rows = node.rows.split(n) if node.rows else (None, None)
+    rows = node.rows.split(n) if node.rows and node.rows.has_arrived else (None, None)
     tokens, owner = node.tokens, node.owner
     rest = Node(tokens[n:].copy(), node.children, rows[1], node.states, node.used, owner)
     return Node(tokens[:n].copy(), {int(tokens[n]): rest}, rows[0], owner=owner)
-
-
-def _close(node: Node) -> None:
-    """Close the rows and states of a node and of all below it."""
-    waiting = [node]
-    while waiting:
-        found = waiting.pop()
-        waiting += found.children.values()
-        for copy in (found.rows, found.states):
-            if copy is not None:
-                copy.close()

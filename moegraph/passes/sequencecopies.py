@@ -36,9 +36,6 @@ class SwappedSequence:
 
     def close(self) -> None:
         """Give up the memory; a second call does nothing."""
-        for part in (self.rows, self.states):
-            if part is not None:
-                part.close()
         self.rows = self.states = None
 
 
@@ -89,23 +86,21 @@ class SequenceCopies:
         return self.memory.row_bytes + (drafts.row_bytes if drafts else 0)
 
     def take_states(self, seq: int) -> StatesCopy:
-        """Copy the states of a sequence, and wait."""
+        """Copy the states of a sequence."""
         if drafts := self._speculation():
             drafts.settle(seq)
         return self.memory.take_states(seq, len(self._passes.held(seq)))
 
     def take_rows(self, seq: int, first: int, ids: list[int]) -> RowsCopy:
-        """Copy the rows of positions of a sequence, those of drafters too, and wait.
+        """Copy the rows of positions of a sequence, those of drafters too.
 
         ids: the tokens of all positions up to the last of these; first: the first of these.
         """
-        drafts = self._speculation()
-        if drafts:
+        drafted = None
+        if drafts := self._speculation():
             drafts.settle(seq)
-        rows = self.memory.take_rows(seq, first, len(ids) - first)
-        if drafts:
-            rows.drafted = drafts.take_rows(seq, ids, first)
-        return rows
+            drafted = drafts.take_rows(seq, ids, first)
+        return self.memory.take_rows(seq, first, len(ids) - first, drafted)
 
     def put_back(
         self,

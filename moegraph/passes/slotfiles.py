@@ -37,15 +37,12 @@ class SlotFiles:
         ids = np.array(self._prefixes.owned(seq, owner), np.int32)
         if not len(ids):
             raise RequestError(f"slot {seq} holds nothing")
-        with closing(self._copies.take_states(seq)) as states:
-            rows = self._copies.take_rows(seq, 0, ids.tolist())
-            head, data = files.head_of(self._identity, owner, 0, ids, rows, self._widths.states)
-            assert states.buffer
-            try:
-                kept = states.buffer.array[: head.n_states]
-                files.write_file(self._folder / name, head, data, kept)
-            except OSError as error:
-                raise RequestError(f"unable to save slot: {error.strerror}") from error
+        states, rows = self._copies.take_states(seq), self._copies.take_rows(seq, 0, ids.tolist())
+        head, data = files.head_of(self._identity, owner, 0, ids, rows, self._widths.states)
+        try:
+            files.write_file(self._folder / name, head, data, states.array[: head.n_states])
+        except OSError as error:
+            raise RequestError(f"unable to save slot: {error.strerror}") from error
         return len(ids), head.n_bytes
 
     def restore(self, seq: int, name: str, owner: str, idle: Sequence[int]) -> tuple[int, int]:
@@ -58,9 +55,7 @@ class SlotFiles:
             head.require(self._widths)
             rows, states = RowsCopy(*files.read_rows(path, head)), memory.new_states(head.n_tokens)
             with closing(SwappedSequence(head.tokens.tolist(), rows, states)) as whole:
-                memory.wait()  # a device may still be reading what this memory held before
-                assert states.buffer
-                files.read_states(path, head, states.buffer.array[: head.n_states])
+                files.read_states(path, head, states.array[: head.n_states])
                 if not states.is_finite:
                     raise files.DamagedFile("its states are not finite")
                 n_pages, n_most = -(-head.n_tokens // PAGE), self._copies.pool.n_without(idle)

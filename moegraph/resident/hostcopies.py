@@ -8,30 +8,24 @@ back means forgetting the last ones. That holds until the sequence itself goes b
 emptied. Then the rows are gone, and with them every snapshot of a later position.
 
 Copies in host memory take no device memory and stay valid whatever happens to the sequence: they
-can be put into any sequence. States are copied to pinned memory, which takes a third of the time.
-But to pin new memory takes ten times as long as the copy, so a few blocks are kept for the next
-copies. (35B shape on an H200: 62.8 MiB in 1.7 ms, 4.9 ms to ordinary memory, 23 ms to new pinned
-memory.)
+can be put into any sequence. They are on their way while other passes go on (tohost.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from weakref import WeakSet
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import InternalError, NativeError, RequestError
-from ..ggml.device import HostBuffer
 from ..ggml.handles import Owner, closed_on_failure
 from ..ggml.lib import C, ffi
 from ..ggml.memory import Block
 from ..ggml.ops import Tensor
 from .kvpool import KVPool, runs_of
 from .state import State
+from .tohost import Arriving, Bytes, ToHost
 
 
 class Snapshot:
@@ -130,61 +124,53 @@ def _size(state: State, tensor: Tensor) -> int:
     return sum(n for _, _, n in state.pieces(tensor, 0, 0))
 
 
-Parts = list[npt.NDArray[np.uint8]]
-# Blocks that wait for the next copies.
-_MAX_SPARE = 2
-# Blocks that a thread keeps ready where several sequences take turns.
-_AHEAD = 8
+Parts = list[Bytes]
 
 
-class StatesCopy:
-    """The states of a sequence after its first n_past positions."""
+class StatesCopy(Arriving):
+    """The states of a sequence after its first n_past positions.
 
-    def __init__(
-        self, n_past: int, buffer: HostBuffer, spare: list[HostBuffer], most: int, n_numbers: int
-    ) -> None:
-        """spare: where the memory goes in the end, if there are fewer than `most` blocks.
+    memory: U8 numpy [n_bytes], where they are or are going to be.
+    """
 
-        n_numbers: F32 numbers, which come first: recurrent states.
-        """
-        self.n_past, self._n_numbers = n_past, n_numbers
-        self.buffer: HostBuffer | None = buffer
-        self.n_bytes = buffer.array.nbytes
-        self._spare, self._most = spare, most
+    def __init__(self, n_past: int, n_bytes: int, n_numbers: int) -> None:
+        """n_numbers: F32 numbers, which come first: recurrent states."""
+        self.n_past, self.n_bytes, self._n_numbers = n_past, n_bytes, n_numbers
+        self.memory: Bytes = np.empty(n_bytes, np.uint8)
+
+    @property
+    def array(self) -> Bytes:
+        """Return the bytes once all are there."""
+        if not self.has_arrived:
+            raise NativeError("states could not be copied to host memory")
+        return self.memory
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers of recurrent states of a copy that is complete are finite."""
-        words = _open(self).array[: 4 * self._n_numbers].view(np.float32)
+        """Whether all numbers of recurrent states of a copy are finite."""
+        words = self.array[: 4 * self._n_numbers].view(np.float32)
         return bool(np.isfinite(words).all())
 
-    def close(self) -> None:
-        """Give up the memory, to one of the next copies; a second call does nothing."""
-        buffer, self.buffer = self.buffer, None
-        if buffer is None:
-            return
-        if len(self._spare) < self._most:
-            self._spare.append(buffer)
-        else:
-            buffer.close()
 
-
-def _open(copy: StatesCopy) -> HostBuffer:
-    if copy.buffer is None:
-        raise InternalError("the saved states are closed")
-    return copy.buffer
-
-
-class RowsCopy:
+class RowsCopy(Arriving):
     """KV rows of consecutive positions: of each cache, U8 numpy [n_rows, bytes of a row].
 
     drafted: by drafter, rows of its own caches, U8 [m, bytes of a row]: those of the last m
-    positions.
+    positions. n_rows: positions. n_bytes: the memory that they take.
     """
 
     def __init__(self, parts: Parts, drafted: dict[str, Parts] | None = None) -> None:
-        self.parts = parts
+        self._parts, self.n_rows, self.n_bytes = parts, len(parts[0]), 0
         self.drafted = drafted or {}
+        for each in (parts, *self.drafted.values()):
+            self.n_bytes += sum(part.nbytes for part in each)
+
+    @property
+    def parts(self) -> Parts:
+        """Return the rows of each cache once all are there."""
+        if not self.has_arrived:
+            raise NativeError("KV rows could not be copied to host memory")
+        return self._parts
 
     @classmethod
     def joined(cls, copies: Sequence[RowsCopy]) -> RowsCopy:
@@ -194,17 +180,6 @@ class RowsCopy:
         parts = [np.concatenate(each) for each in zip(*(copy.parts for copy in copies))]
         drafted = {name: _last_rows(copies, name) for name in copies[-1].drafted}
         return cls(parts, drafted)
-
-    @property
-    def n_rows(self) -> int:
-        """Return the number of positions."""
-        return len(self.parts[0])
-
-    @property
-    def n_bytes(self) -> int:
-        """Return the memory that they take."""
-        drafted = (part for parts in self.drafted.values() for part in parts)
-        return sum(part.nbytes for part in (*self.parts, *drafted))
 
     def split(self, n: int) -> tuple[RowsCopy, RowsCopy]:
         """Return copies of the first n positions and of the others."""
@@ -219,10 +194,6 @@ class RowsCopy:
             for one in (True, False)
         )
         return first, rest
-
-    def close(self) -> None:
-        """Give up the memory."""
-        self.parts, self.drafted = [], {}
 
 
 def _last_rows(copies: Sequence[RowsCopy], name: str) -> Parts:
@@ -244,17 +215,14 @@ class HostCopies:
     """Copies the states and rows of sequences to host memory and back, after the pass in flight.
 
     The layers may be on several devices; a copy has them all, in order. states_bytes: size of the
-    states of a sequence. row_widths: of a KV row in each cache. spare: blocks for the next
-    copies of states.
+    states of a sequence. row_widths: of a KV row in each cache.
     """
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._parts: list[State] = []
-        self.spare: list[HostBuffer] = []
-        self._pinner: ThreadPoolExecutor | None = None
-        self._most = _MAX_SPARE
-        self._pinning: Future[None] | None = None
+        self._to_host: dict[State, ToHost] = {}
+        self._messages: list[str] = []
         self._at: dict[Tensor, int] = {}  # where each state is in a copy
         self.states_bytes = self._n_numbers = 0
         self.row_widths: list[int] = []
@@ -262,6 +230,7 @@ class HostCopies:
     def add(self, state: State) -> None:
         """Have later copies hold these layers too; there are none yet."""
         self._parts.append(state)
+        self._to_host[state] = ToHost(state.device, self._messages)
         numbers = [(part, tensor) for part in self._parts for tensor in part.recurrent]
         rings = [(part, t) for part in self._parts for each in part.rings.values() for t in each]
         self.states_bytes = 0
@@ -277,95 +246,76 @@ class HostCopies:
         """Return the bytes of the KV rows of a position."""
         return sum(self.row_widths)
 
-    def _new_buffer(self) -> HostBuffer:
-        # memory that one GPU driver pinned is pinned for all its devices
-        return self._parts[0].device.host_buffer(max(1, self.states_bytes))
-
     def new_states(self, n_past: int) -> StatesCopy:
-        """Return memory for the states after n_past positions; `take_layer` fills it.
+        """Return memory for the states after n_past positions; `take_layer` fills it."""
+        self.pin()
+        return StatesCopy(n_past, max(1, self.states_bytes), self._n_numbers)
 
-        A device may still read what it held before. Who fills it on the host waits for that first.
-        """
-        self._pin_more()
-        n_numbers = self._n_numbers
-        if self.spare:
-            return StatesCopy(n_past, self.spare.pop(), self.spare, self._most, n_numbers)
-        if self._pinner:  # ordinary memory is there at once
-            size = max(1, self.states_bytes)
-            buffer = self._parts[0].device.host_buffer(size, may_pin=False)
-            return StatesCopy(n_past, buffer, [], 0, n_numbers)
-        return StatesCopy(n_past, self._new_buffer(), self.spare, self._most, n_numbers)
-
-    def pin_ahead(self, n: int = _AHEAD) -> None:
-        """From now on have a thread keep n blocks ready for the next copies."""
-        if self._parts[0].device.can.streams and not self._pinner:
-            self._pinner, self._most = ThreadPoolExecutor(1, "pin"), n
-            self._pin_more()
-
-    def _pin_more(self) -> None:
-        """Have the thread pin a block, unless it is at it or there are enough."""
-        is_pinning = self._pinning and not self._pinning.done()
-        if self._pinner and not is_pinning and len(self.spare) < self._most:
-            self._pinning = self._pinner.submit(self._pin)
-
-    def _pin(self) -> None:
-        with suppress(NativeError):  # the next copy asks again
-            self.spare.append(self._new_buffer())
+    def pin(self) -> None:
+        """Pin the memory that copies go through, before the first of them has to."""
+        for to_host in self._to_host.values():
+            to_host.pin()
 
     def take_layer(
         self, copy: StatesCopy, slot: int, state: State, tensors: Iterable[Tensor]
     ) -> None:
         """Enqueue the copy of some states of a sequence in one stage, as they are now."""
-        host, stream = _open(copy), state.device.compute.ptr
         for tensor in tensors:
             for start, at, n in state.pieces(tensor, slot, copy.n_past):
-                to = host.address(self._at[tensor] + at)
-                C.ggml_backend_tensor_get_async(stream, tensor, to, start, n)
+                at += self._at[tensor]
+                self._to_host[state].take(copy, tensor, start, copy.memory[at : at + n])
 
     def take_states(self, slot: int, n_past: int) -> StatesCopy:
-        """Copy the states of a sequence, which holds n_past positions, and wait for it."""
+        """Copy the states of a sequence, which holds n_past positions, after the pass in flight."""
         copy = self.new_states(n_past)
         for part in self._parts:
             self.take_layer(copy, slot, part, part.kept)
-        self.wait()
-        self._check_alive()
+        self.send()
         return copy
 
+    def send(self) -> None:
+        """Have all that was enqueued arrive by itself."""
+        for to_host in self._to_host.values():
+            to_host.send()
+
     def wait(self) -> None:
-        """Wait until copies that were enqueued are complete."""
+        """Wait until the devices are idle."""
+        self.send()
         for part in self._parts:
             part.device.synchronize()
 
-    def _check_alive(self) -> None:
-        """Check that what was copied came from all devices; of a lost worker it is zeros."""
-        for part in self._parts:
-            part.device.check_alive()
+    def drain_messages(self) -> list[str]:
+        """Return the messages since the last call."""
+        return [self._messages.pop(0) for _ in [*self._messages]]
 
     def put_states(self, copy: StatesCopy, slot: int) -> None:
-        """Enqueue that a sequence gets saved states."""
-        host = _open(copy)
-        if host.array.nbytes != max(1, self.states_bytes):
-            raise InternalError(f"{host.array.nbytes} bytes of states, not {self.states_bytes}")
+        """Have a sequence get saved states, and wait."""
+        if len(copy.array) != max(1, self.states_bytes):
+            raise InternalError(f"{len(copy.array)} bytes of states, not {self.states_bytes}")
         for part in self._parts:
             for tensor in part.kept:
                 for start, at, n in part.pieces(tensor, slot, copy.n_past):
-                    source = host.address(self._at[tensor] + at)
-                    C.ggml_backend_tensor_set_async(
-                        part.device.compute.ptr, tensor, source, start, n
-                    )
-
-    def take_rows(self, slot: int, first: int, n: int) -> RowsCopy:
-        """Copy the KV rows of n positions of a sequence, and wait for it."""
-        caches = [tensor for part in self._parts for tensor in part.caches]
-        parts = [np.empty((n, width), dtype=np.uint8) for width in self.row_widths]
+                    at += self._at[tensor]
+                    source, stream = ffi.from_buffer(copy.array[at : at + n]), part.device.compute
+                    C.ggml_backend_tensor_set_async(stream.ptr, tensor, source, start, n)
         self.wait()
-        for at, row, n_rows in runs_of(self._pool.run(slot, first, n)):
-            for tensor, part in zip(caches, parts):
-                target = ffi.from_buffer(part[at : at + n_rows])
-                size = tensor.nb[1]
-                C.ggml_backend_tensor_get(tensor, target, row * size, n_rows * size)
-        self._check_alive()
-        return RowsCopy(parts)
+
+    def take_rows(
+        self, slot: int, first: int, n: int, drafted: dict[str, Parts] | None = None
+    ) -> RowsCopy:
+        """Copy the KV rows of n positions of a sequence, after the pass in flight."""
+        self.pin()
+        parts = [np.empty((n, width), dtype=np.uint8) for width in self.row_widths]
+        copy, each = RowsCopy(parts, drafted), iter(parts)
+        runs = list(runs_of(self._pool.run(slot, first, n)))
+        for state in self._parts:
+            for tensor in state.caches:
+                part, size = next(each), tensor.nb[1]
+                for at, row, n_rows in runs:
+                    memory = part[at : at + n_rows].reshape(-1)
+                    self._to_host[state].take(copy, tensor, row * size, memory)
+        self.send()
+        return copy
 
     def put_rows(self, copy: RowsCopy, skipped: int, slot: int, first: int) -> None:
         """Write saved rows, except the first `skipped`, to positions from `first` on, and wait.
@@ -385,15 +335,9 @@ class HostCopies:
                 C.ggml_backend_tensor_set_async(stream, tensor, source, row * size, n_rows * size)
         self.wait()
 
-    def free_spare(self) -> None:
-        """Free the memory of closed copies; those that are not closed stay."""
-        if self._pinning:
-            self._pinning.result()
-        for buffer in self.spare:
-            buffer.close()
-        self.spare.clear()
-
     def close(self) -> None:
-        """Free the memory of closed copies, and forget the layers; there are no more copies."""
-        self.free_spare()
+        """Wait for copies under way, and forget the layers; there are no more copies."""
+        for to_host in self._to_host.values():
+            to_host.close()
+        self._to_host.clear()
         self._parts.clear()

@@ -167,10 +167,10 @@ def cut_parts(chunks: Sequence[Cut], n_rows: int, n_chunks: int) -> list[list[Ch
 class SweptPrompt:
     """A prompt while a sweep computes it, perhaps together with others.
 
-    n_past: positions of its sequence before it. saved: the states at the cuts, in host memory; they
-    are complete after the last step, and the caller closes them. n_whole: positions that all layers
-    have. output: the results, after the last step; error: why there are none. has_left: nobody
-    wants them; its sequence becomes what it was.
+    n_past: positions of its sequence before it. saved: the states at the cuts, which arrive in host
+    memory after the last step. n_whole: positions that all layers have. output: the results, after
+    the last step; error: why there are none. has_left: nobody wants them; its sequence becomes what
+    it was.
     """
 
     def __init__(self, batch: SweepBatch, sequences: Sequences) -> None:
@@ -196,7 +196,7 @@ class SweptPrompt:
         for cut in self.batch.cuts:
             try:
                 self.saved.append(sequences.copies.new_states(cut))
-            except NativeError:  # nothing but this copy depends on it
+            except (NativeError, MemoryError):  # nothing but this copy depends on it
                 break
         sequences.pool.grow(self.slot, self.n_end)
 
@@ -213,6 +213,7 @@ class SweptPrompt:
         if self.output is None:
             raise InternalError("a prompt has ended without results")
         self._sequences.n_past[self.slot] = self.n_end
+        self._sequences.copies.send()
 
     def undo(self) -> None:
         """Make the sequence what it was; safe to call again if it was interrupted."""
@@ -225,7 +226,6 @@ class SweptPrompt:
 
     def close(self, is_undone: bool) -> None:
         """Free what was taken to go back, which is impossible then; is_undone: all of it."""
-        for copy in self.saved if is_undone else ():
-            copy.close()
+        self.saved = [] if is_undone else self.saved
         if self._before:
             self._before.close()

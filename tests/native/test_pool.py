@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.cache_rules import check_pool
-from helpers.faults import faulty
 from helpers.pool_machine import PoolMachine, rows_left
 from helpers.sequence_machine import NAMES, SETTINGS
 from helpers.shared import prompt
@@ -24,7 +23,6 @@ from moegraph.errors import (
     RequestError,
 )
 from moegraph.events import CancelToken
-from moegraph.ggml.lib import ffi
 from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import PAGE
 from moegraph.runner.sweep_batch import SweepBatch
@@ -180,16 +178,15 @@ def test_a_sequence_without_host_memory_stays(
     engine, alone = open_engine(**SHARED), open_engine(**ONE)
     ids = prompt(engine, 100)
     engine.prefill(ids[:90], 0)
-    with faulty("ggml_backend_buft_alloc_buffer", 1, ffi.NULL), pytest.raises(NativeError):
-        engine.copies.swap_out(0)
 
     def full(*_: object) -> None:
         raise MemoryError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.state.copies, "take_rows", full)
-        with pytest.raises(NativeError, match="no host memory for .* of sequence 0"):
-            engine.copies.swap_out(0)
+    for name in ("take_states", "take_rows"):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.state.copies, name, full)
+            with pytest.raises(NativeError, match="no host memory for .* of sequence 0"):
+                engine.copies.swap_out(0)
     assert engine.held(0) == ids[:90].tolist()
     found = engine.prefill(ids[90:], 0).require_logits()[-1]
     np.testing.assert_array_equal(found, last_row(alone, ids))

@@ -35,7 +35,6 @@ from moegraph.passes.prefixfile import (
     read_states,
     write_file,
 )
-from moegraph.resident.hostcopies import HostCopies
 
 Open = Callable[..., Engine]
 Filled = Callable[[Path], tuple[np.ndarray, np.ndarray]]
@@ -127,27 +126,6 @@ def test_other_models_and_settings_use_nothing(
     line = engine.drain_messages()[-1]
     assert line == f"{tmp_path}: 4 files are of another model or other settings; not used"
     assert engine.prefixes.resume(0, ids) == 0 and len(files(tmp_path)) == 4
-
-
-def test_states_are_read_into_memory_that_no_device_reads(
-    open_engine: Open, tmp_path: Path, filled: Filled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy to the device may still be under way when its host memory is given back."""
-    ids, _ = filled(tmp_path)
-    engine = open_engine(**ONE)
-    engine.keep_prefixes(tmp_path, GIB)
-    calls: list[str] = []
-    for owner, name in ((HostCopies, "new_states"), (HostCopies, "wait"), (PrefixDisk, "states")):
-        real = getattr(owner, name)
-
-        def noted(*args: Any, real: Any = real, name: str = name) -> Any:
-            calls.append(name)
-            return real(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-    assert engine.prefixes.resume(0, ids) == 450
-    at = calls.index("states")
-    assert calls[at - 2 : at] == ["new_states", "wait"]
 
 
 def test_the_context_may_differ(open_engine: Open, tmp_path: Path, filled: Filled) -> None:

@@ -95,7 +95,7 @@ def test_copies_from_a_lost_worker_are_no_copies(
     """What would be kept as a prefix is zeros then."""
     stages = split(worker, mini35b, stack)
     copies = stages.sequences.copies
-    copies.take_states(0, 4).close()
+    copies.take_states(0, 4)
     copies.take_rows(0, 0, 4)
     worker.signal(signal.SIGKILL)
     with pytest.raises(DeviceLost):

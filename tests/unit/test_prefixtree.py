@@ -15,18 +15,15 @@ class States:
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
-        self.is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 class Rows:
     """Stands for the saved KV rows of positions: the ids themselves, 4 bytes each."""
 
+    has_arrived = True
+
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
-        self.is_closed = False
 
     @property
     def n_bytes(self) -> int:
@@ -34,9 +31,6 @@ class Rows:
 
     def split(self, n: int) -> tuple[Rows, Rows]:
         return Rows(self.ids[:n]), Rows(self.ids[n:])
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -70,9 +64,9 @@ def check(tree: PrefixTree) -> None:
         tokens = node.tokens.tolist()
         assert tokens and str(tokens[0]) == key
         if node.rows is not None:
-            assert node.rows.ids == tokens and not node.rows.is_closed
+            assert node.rows.ids == tokens
         if node.states is not None:
-            assert node.states.ids == before + tokens and not node.states.is_closed
+            assert node.states.ids == before + tokens
         waiting += [(n, before + tokens, str(k)) for k, n in node.children.items()]
 
 
@@ -81,15 +75,6 @@ def test_rows_that_are_not_saved_must_be_in_the_sequence() -> None:
     save(tree, 1, 2, 3, with_rows=False)
     assert found(tree, 1, 2, 3, 4, n_kept=2) == []
     assert found(tree, 1, 2, 3, 4, n_kept=3) == [1, 2, 3]
-
-
-def test_clear_closes_everything() -> None:
-    tree = PrefixTree()
-    save(tree, 1, 2)
-    save(tree, 1, 3)
-    copies = [copy for node in tree.nodes() for copy in (node.rows, node.states) if copy]
-    tree.clear()
-    assert tree.n_bytes == 0 and len(copies) == 5 and all(copy.is_closed for copy in copies)
 
 
 @pytest.mark.parametrize("seed", range(20))
