@@ -58,7 +58,7 @@ _ROW_WORDS, _PLANNED_ROWS = 36, 128
 
 def needed_bytes(
     model: ModelFile, config: EngineConfig, n_ctx: int, drafters: int = 0,
-    layers: range | None = None, is_own: bool = True,
+    layers: range | None = None, is_own: bool = True, at: int = 0,
 ) -> Footprint:  # fmt: skip
     """Return the bytes that a model needs under a configuration, with a context of n_ctx.
 
@@ -68,7 +68,7 @@ def needed_bytes(
 
     drafters: what drafters take (drafters.py). layers: of a stage, which alone are counted, and the
     head if the last layer is one of them; None: all. is_own: the device has memory of its own,
-    which its kernels and the graphs that it captures take too.
+    which its kernels and the graphs that it captures take too. at: its number among the devices.
     """
     hp = model.hparams
     layers = range(hp.n_layer) if layers is None else layers
@@ -99,8 +99,8 @@ def needed_bytes(
     compute += _gathered_bytes(kv, rows, shape)
     # a snapshot too, to undo a prompt
     state = sum(state_bytes(layer, config.n_seq + 1) for layer in kept)
-    first = "cuda:0" if config.devices[0] in ("auto", "cuda") else config.devices[0]
-    encoder = ENCODER_BYTES if first == config.mmproj_device and not layers.start else 0
+    name = f"cuda:{at}" if config.device in ("auto", "cuda") else config.devices[at]
+    encoder = ENCODER_BYTES if name == config.mmproj_device else 0
     state += sum(size * min(window, shape.ring(window)) for window, size in kv if window)
     return Footprint(
         n_expert=hp.n_expert,

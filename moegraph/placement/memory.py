@@ -119,8 +119,8 @@ def _planned(
     places = budget.places or (Place(budget.n_bytes, budget.source),)
     n_layer = model.hparams.n_layer
 
-    def need_of_layers(n_rows: int, layers: range) -> Footprint:
-        """Return what some layers need; drafters are where the last layer is."""
+    def need_of_layers(n_rows: int, layers: range, at: int = 0) -> Footprint:
+        """Return what some layers need on a device; drafters are where the last layer is."""
         rows, drafters = replace(config, n_ubatch=n_rows), 0
         if layers.stop == n_layer:
             drafters = drafters_bytes(model, rows, n_ctx, sources)
@@ -129,7 +129,7 @@ def _planned(
             if sources.draft:  # copies of hidden states of other stages
                 n_sweep = sweep_rows(min(rows.n_rows, n_ctx), n_ctx)
                 drafters += 4 * model.hparams.n_embd * n_sweep * (len(places) - 1)
-        return needed_bytes(model, rows, n_ctx, drafters, layers, budget.is_own)
+        return needed_bytes(model, rows, n_ctx, drafters, layers, budget.is_own, at)
 
     def need_of(n_rows: int) -> Footprint:
         need = need_of_layers(n_rows, range(n_layer))
@@ -139,7 +139,7 @@ def _planned(
     n_rows = choose_rows(config, budget.n_bytes if budget.is_own else None, need_of)
     settings = SplitSettings(config.pin_layers, config.cache_slots, budget.shares, budget.demand)
     stages = split_layers(
-        n_layer, places, lambda _, layers: need_of_layers(n_rows, layers), settings
+        n_layer, places, lambda at, layers: need_of_layers(n_rows, layers, at), settings
     )
     need = need_of(n_rows)
     plan = merged(stages, need.slot_bytes, need.n_expert)

@@ -52,17 +52,18 @@ def test_each_usual_width_of_passes_has_captured_graphs(model: ModelFile) -> Non
     "device, encoder, first, second",
     [
         ("auto", "auto", 0, 0), ("auto", "cpu", 0, 0), ("auto", "cuda:0", 1, 0),
-        ("cuda", "cuda:0", 1, 0), ("cuda:1,cuda:0", "cuda:1", 1, 0), ("cuda:0", "cuda:1", 0, 0),
-        ("cpu", "cuda:0", 0, 0),
+        ("auto", "cuda:1", 0, 1), ("cuda", "cuda:0", 1, 0), ("cuda:1,cuda:0", "cuda:1", 1, 0),
+        ("cuda:1,cuda:0", "cuda:0", 0, 1), ("cuda:0,cuda:1", "cuda:2", 0, 0),
     ],
 )  # fmt: skip
-def test_an_encoder_has_room_on_the_first_device(
+def test_an_encoder_has_room_on_its_device(
     model: ModelFile, device: str, encoder: str, first: int, second: int
 ) -> None:
     config, n_layer = EngineConfig(device=device, mmproj_device=encoder), model.hparams.n_layer
-    for layers, n in ((range(1), first), (range(1, n_layer), second)):
+    for at, n in enumerate((first, second)):
+        layers = range(1, n_layer) if at else range(1)
         plain = needed_bytes(model, EngineConfig(), 512, layers=layers)
-        need = needed_bytes(model, config, 512, layers=layers)
+        need = needed_bytes(model, config, 512, layers=layers, at=at)
         assert need.fixed - plain.fixed == n * ENCODER_BYTES
 
 
