@@ -461,6 +461,40 @@ def test_a_shared_expert_beside_routed_ones(
         assert nmse(got, first + second) < 1e-7
 
 
+@pytest.mark.parametrize("behind", ["norm", "scale"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("n_rows", [1, 2, 4])
+def test_a_shared_expert_reads_the_quantized_rows_of_its_own_input(
+    device: Device, kind: str, n_rows: int, behind: str
+) -> None:
+    """The judge is a sum right behind it, with which it does not run beside the routed experts.
+
+    A norm has quantized the rows before the sides part. Behind a scale the routed experts quantize
+    them, and the other side may not read what is not there yet. Inputs take turns, so that rows of
+    the run before show. Two runs are eager; the later ones are captured and replayed.
+    """
+    inputs = [random(seed, n_rows, 1024) for seed in (1, 2)]
+
+    def chain(at_once: bool) -> list[list[bytes]]:
+        graph, outputs, found = Graph(), [], []
+        x = graph.leaf(inputs[0])
+        for layer in range(12):  # more than the eight rows that are kept
+            cur = graph.b.scale(x, 1.0 + layer)
+            if behind == "norm":
+                cur = graph.b.norm(x, graph.weight(random(layer, 1024)), EPS)
+            graph.b.expand(cur)
+            outputs.append(moe(graph, kind, cur, ("routed", "shared"), layer, at_once))
+        with graph.launches(device, outputs) as launch:
+            for run in range(6):
+                graph.replace(x, inputs[run % 2])
+                found.append([out.tobytes() for out in launch()[0]])
+        return found
+
+    beside, behind_them = chain(False), chain(True)
+    assert beside == behind_them
+    assert beside[0] == beside[4] != beside[5]
+
+
 def shares_memory(device: Device, n_rows: int) -> bool:
     """Place such a graph; return whether the shared expert reuses memory of the routed ones."""
     with ExitStack() as stack:

@@ -72,15 +72,15 @@ struct ggml_backend_cuda_context {
 
 struct ggml_cuda_kernel_launch_params {
     dim3         grid, block;
-    size_t       shared;
+    size_t       shmem;
     cudaStream_t stream;
-    ggml_cuda_kernel_launch_params(const dim3 grid, const dim3 block, const size_t shared, cudaStream_t stream) :
-        grid(grid), block(block), shared(shared), stream(stream) {}
+    ggml_cuda_kernel_launch_params(const dim3 grid, const dim3 block, const size_t shmem, cudaStream_t stream) :
+        grid(grid), block(block), shmem(shmem), stream(stream) {}
 };
 template <typename... P, typename... A>
 static void emulated_launch(const char * file, const int line, void (* kernel)(P...), const ggml_cuda_kernel_launch_params & params,
         const A &... args) {
-    emulated::launch({ file, line, (const void *) kernel, params.grid, params.block, params.shared }, [&] { kernel(args...); });
+    emulated::launch({ file, line, (const void *) kernel, params.grid, params.block, params.shmem }, [&] { kernel(args...); });
 }
 #define ggml_cuda_kernel_launch(...) emulated_launch(__FILE__, __LINE__, __VA_ARGS__)
 

@@ -441,6 +441,9 @@ int main() {
                 check_product({ type, many ? 203 : 19, end_of(many ? 256 : 2816), 9, 4, 1, glu, ids != POPULAR, ids, i % 2 == 0 }, ids == WRONG);
             }
         }
+        for (const int k : { 256, 512, 768 }) { // on a branch, blocks quantize rows of up to 512 values for themselves
+            check_product({ type, 203, k, 0, 0, 1, false, false, MIXED, true }, 1);
+        }
         next();
         check_group(type, 1);
         if (type != GGML_TYPE_Q4_0) { // parts of a row: 8, 16, 24 and 48 at most

@@ -1,6 +1,7 @@
 #include "moegraph-branch.cuh"
 #include "moegraph-context.cuh"
 #include "moegraph-match.cuh"
+#include "moegraph-rows.cuh"
 
 constexpr int MOEGRAPH_BRANCH_ROWS = 32;
 
@@ -84,6 +85,7 @@ moegraph_branches::moegraph_branches(ggml_backend_cuda_context & ctx, const ggml
         branch b;
         b.first = i;
         b.last  = moegraph_branch_match(cgraph, i, b.fork);
+        b.input = cgraph->nodes[i]->src[1];
         if (b.last >= 0 && moegraph_branch_is_apart(cgraph, b.fork, b.first, b.last)) {
             branches.push_back(b);
             i = b.last;
@@ -101,6 +103,7 @@ void moegraph_branches::before(const int i) {
         CUDA_CHECK(cudaEventRecord(events.join, ctx.stream()));
         ctx.curr_stream_no = 0;
         CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.join));
+        moegraph_rows_pin(ctx, nullptr);
         active = false;
         forked = false;
         if (++next >= branches.size()) {
@@ -110,6 +113,7 @@ void moegraph_branches::before(const int i) {
     const branch & b = branches[next];
     if (!forked && i > b.fork) {
         CUDA_CHECK(cudaEventRecord(events.fork, ctx.stream()));
+        moegraph_rows_pin(ctx, b.input);
         forked = true;
     }
     if (!active && i == b.first) {
@@ -118,6 +122,7 @@ void moegraph_branches::before(const int i) {
         active = true;
     } else if (!active && i > b.first) {
         forked = false; // its first node was taken in by another kernel
+        moegraph_rows_pin(ctx, nullptr);
         ++next;
     }
 }

@@ -21,6 +21,7 @@ private:
         int fork;  // the node that computes the input, -1: it is there from the start
         int first;
         int last;
+        const ggml_tensor * input;
     };
 
     ggml_backend_cuda_context & ctx;

@@ -30,6 +30,7 @@ struct moegraph_rows_state {
     entry   y[N_CACHED];
     entry   groups[2];
     entry   q8_1[2];
+    const entry * pinned = nullptr; // of y: a branch reads it, so nothing on the main stream may write it
     int64_t clock = 0;
     std::vector<void *> retired; // outgrown buffers that captured graphs may still use
     std::unordered_set<const ggml_tensor *> changed; // written in place in this evaluation

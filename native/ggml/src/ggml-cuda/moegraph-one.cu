@@ -159,6 +159,15 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
         }
     }
     moegraph_one_started(args);
+    const moegraph_block_y * row_y = args.y;
+    if (args.raw != nullptr) { // whole warps do, so all lanes of a shuffle are there
+        moegraph_block_y * mine = (moegraph_block_y *) ((char *) moegraph_one_smem + blockDim.y*n_rows*n_mats*pitch);
+        for (int i = 4*(32*threadIdx.y + threadIdx.x); i < args.n_chunks*MOEGRAPH_CHUNK; i += 4*32*blockDim.y) {
+            moegraph_quantize_4(*(const float4 *) (args.raw + i), mine + i/32);
+        }
+        row_y = mine;
+        __syncthreads();
+    }
     const int n_parts = args.n_chunks*(MOEGRAPH_CHUNK/MOEGRAPH_ONE_VALUES);
     float v[n_mats*n_rows] = {};
     for (int first = 0; p.present && first < n_parts; first += 32*n_steps) {
@@ -167,7 +176,7 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
 #pragma unroll
         for (int k = 0; k < n_steps; ++k) {
             part[k] = min(first + 32*k + (int) threadIdx.x, n_parts - 1);
-            y[k].load(args.y, part[k], part[k] == first + 32*k + (int) threadIdx.x);
+            y[k].load(row_y, part[k], part[k] == first + 32*k + (int) threadIdx.x);
         }
         moegraph_one_each<0, n_rows>([&](const int r) {
 #pragma unroll
@@ -288,8 +297,11 @@ template <ggml_type type, int n_rows, int n_steps, bool glu>
 static void moegraph_one_launch(moegraph_rows_args & args, cudaStream_t stream) {
     constexpr bool registers = moegraph_one_x<type>::registers;
     const size_t warp_bytes = registers ? 0 : (glu ? 2 : 1)*n_rows*moegraph_one_pitch<type>(args.row_bytes);
-    const ggml_cuda_kernel_launch_params params = moegraph_one_params(
+    ggml_cuda_kernel_launch_params params = moegraph_one_params(
         args, MOEGRAPH_ONE_WARPS, n_rows, warp_bytes, stream);
+    if (args.raw != nullptr) {
+        params.shmem += args.n_chunks*MOEGRAPH_CHUNK/32*sizeof(moegraph_block_y);
+    }
     if constexpr (registers) {
         ggml_cuda_kernel_launch(moegraph_one_registers<type, n_rows, glu>, params, args);
     } else {

@@ -172,6 +172,7 @@ void moegraph_rows_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cg
     std::for_each(std::begin(state.y), std::end(state.y), forget);
     std::for_each(std::begin(state.groups), std::end(state.groups), forget);
     std::for_each(std::begin(state.q8_1), std::end(state.q8_1), forget);
+    state.pinned = nullptr;
     state.clock = 0;
     state.changed.clear();
     state.wanted.clear();
@@ -196,34 +197,52 @@ void moegraph_rows_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cg
     }
 }
 
-// Finds or takes an entry of a tensor's contents. extra: what else the entry depends on. Returns whether it is filled.
-static bool moegraph_rows_find(
-        moegraph_rows_state & state, moegraph_rows_state::entry * entries, const int n_entries,
-        const ggml_tensor * tensor, const int64_t extra, const size_t size, moegraph_rows_state::entry ** result) {
+// What an entry of a tensor's contents is found by; all 0 if they may change within this evaluation.
+static std::array<int64_t, 6> moegraph_rows_key(
+        const moegraph_rows_state & state, const ggml_tensor * tensor, const int64_t extra) {
     const ggml_tensor * origin = moegraph_origin(tensor);
-    const bool known = origin->view_src == nullptr && !moegraph_is_view_op(origin) &&
-        state.changed.find(origin) == state.changed.end();
+    if (origin->view_src != nullptr || moegraph_is_view_op(origin) || state.changed.find(origin) != state.changed.end()) {
+        return {};
+    }
     std::array<int64_t, 6> key = { (int64_t) (intptr_t) origin, tensor->ne[0], ggml_nrows(tensor), extra, 0, 0 };
     if (!ggml_is_contiguous(tensor)) {
         key[3] += tensor->ne[1] << 32;
         key[4]  = tensor->nb[1];
         key[5]  = tensor->nb[2];
     }
+    return key;
+}
 
-    *result = entries;
+void moegraph_rows_pin(ggml_backend_cuda_context & ctx, const ggml_tensor * tensor) {
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
+    state.pinned = nullptr;
+    const std::array<int64_t, 6> key = tensor != nullptr ? moegraph_rows_key(state, tensor, 0) : std::array<int64_t, 6>{};
+    for (const moegraph_rows_state::entry & e : state.y) {
+        if (key[0] != 0 && e.key == key) {
+            state.pinned = &e;
+        }
+    }
+}
+
+// Finds or takes an entry of a tensor's contents, never the pinned one for another's. extra: what else the entry depends on. Returns whether it is filled.
+static bool moegraph_rows_find(
+        moegraph_rows_state & state, moegraph_rows_state::entry * entries, const int n_entries,
+        const ggml_tensor * tensor, const int64_t extra, const size_t size, moegraph_rows_state::entry ** result) {
+    const std::array<int64_t, 6> key = moegraph_rows_key(state, tensor, extra);
+    *result = nullptr;
     for (int i = 0; i < n_entries; ++i) {
         moegraph_rows_state::entry & e = entries[i];
-        if (known && e.key == key) {
+        if (key[0] != 0 && e.key == key) {
             e.used  = ++state.clock;
             *result = &e;
             return true;
         }
-        if (e.used < (*result)->used) {
+        if (&e != state.pinned && (*result == nullptr || e.used < (*result)->used)) {
             *result = &e;
         }
     }
     moegraph_rows_state::entry & e = **result;
-    e.key  = known ? key : std::array<int64_t, 6>{};
+    e.key  = key;
     e.used = ++state.clock;
     if (e.size < size) {
         if (e.data != nullptr) {
@@ -277,6 +296,17 @@ void moegraph_rows_prepare(
             groups = (char *) e->data;
         }
     } else {
+        // A row that was quantized before the fork is there, and pinned. It is the input, not what the branch computes.
+        const bool plain = !mmid && !many;
+        if (plain && state.pinned != nullptr && state.pinned->key == moegraph_rows_key(state, src1, 0)) {
+            result.y = (const moegraph_block_y *) state.pinned->data;
+            return;
+        }
+        if (plain && one && n_rows_y == 1 && n_values <= MOEGRAPH_ONE_RAW && n_values % MOEGRAPH_CHUNK == 0 &&
+                (uintptr_t) src1->data % 16 == 0 && moegraph_rows_type(src0) == GGML_TYPE_Q8_0) {
+            result.raw = (const float *) src1->data;
+            return;
+        }
         y = result.pool_y.alloc(size_y);
         if (ids) {
             groups = result.pool_groups.alloc(size_groups);
@@ -356,5 +386,5 @@ void * moegraph_rows_reserve(ggml_backend_cuda_context & ctx, const ggml_tensor 
     moegraph_rows_state::entry * e;
     const size_t size = ggml_nelements(tensor)/32*sizeof(moegraph_block_y);
     moegraph_rows_find(state, state.y, moegraph_rows_state::N_CACHED, tensor, 0, size, &e);
-    return e->key[0] != 0 ? e->data : nullptr;
+    return e->key[0] != 0 && e != state.pinned ? e->data : nullptr; // pinned: it is filled, and the branch reads it
 }

@@ -61,6 +61,7 @@ struct moegraph_rows_args {
     const float            * bias_gate;
     int64_t                  stride_bias; // floats, between experts
     const moegraph_block_y * y;
+    const float            * raw;      // not nullptr: each block quantizes this row, there is no y (moegraph_one_shared)
     const moegraph_group   * groups;   // nullptr: dense
     const int              * n_groups;
     const int32_t          * ids;      // of one token, where there are no groups (moegraph-one.cu), or nullptr
@@ -134,10 +135,13 @@ static __host__ __device__ __forceinline__ int moegraph_padded(const int n_value
 }
 
 // What a product reads besides weights. The pools hold it where it is not remembered for other products.
+constexpr int MOEGRAPH_ONE_RAW = 512; // values of a row at most that each block quantizes for itself
+
 struct moegraph_rows_operands {
     ggml_cuda_pool_alloc<char> pool_y;
     ggml_cuda_pool_alloc<char> pool_groups;
     const moegraph_block_y   * y        = nullptr;
+    const float              * raw      = nullptr; // instead of y
     const moegraph_group     * groups   = nullptr;
     const int                * n_groups = nullptr;
     int                        group_cols = 0; // slots that a group may have

@@ -155,6 +155,7 @@ static void moegraph_rows_run(
     args.bias_gate        = ends[0].bias_gate ? (const float *) ends[0].bias_gate->data : nullptr;
     args.stride_bias      = ids && ends[0].bias ? ends[0].bias->nb[1]/sizeof(float) : 0;
     args.y                = operands.y;
+    args.raw              = operands.raw;
     args.groups           = operands.groups;
     args.n_groups         = operands.n_groups;
     args.ids              = one && ids ? (const int32_t *) ids->data : nullptr;

@@ -39,7 +39,11 @@ void moegraph_rows_f32_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * ds
 // The caller fills it before any of them runs.
 void * moegraph_rows_reserve(ggml_backend_cuda_context & ctx, const ggml_tensor * tensor);
 
-// The same for the vector kernel that multiplies one token with its experts.
+// Lets a branch that forks now read the quantized rows of a tensor, which stay as they are until the next call, at its join
+// (nullptr). What the main stream quantizes behind the fork is not for the branch: it would have to wait for it.
+void moegraph_rows_pin(ggml_backend_cuda_context & ctx, const ggml_tensor * tensor);
+
+// As moegraph_rows_reserve, for the vector kernel that multiplies one token with its experts.
 void * moegraph_q8_1_reserve(ggml_backend_cuda_context & ctx, const ggml_tensor * tensor);
 
 // The q8_1 blocks of the activations of such a product, quantized here unless that has been done already; nullptr if
