@@ -147,9 +147,9 @@ class StatesCopy(Arriving):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers of recurrent states of a copy are finite."""
-        words = self.array[: 4 * self._n_numbers].view(np.float32)
-        return bool(np.isfinite(words).all())
+        """Whether all is there, and all numbers of recurrent states are finite."""
+        words = self.memory[: 4 * self._n_numbers].view(np.float32)
+        return self.has_arrived and bool(np.isfinite(words).all())
 
 
 class RowsCopy(Arriving):

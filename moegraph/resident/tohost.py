@@ -112,6 +112,8 @@ class ToHost(Owner):
 
     def close(self) -> None:
         """Wait for copies under way, and free the memory."""
-        self._device.synchronize()
-        self._thread.shutdown()
-        super().close()
+        try:
+            self._device.synchronize()
+        finally:  # a lost device keeps no thread and no memory
+            self._thread.shutdown()
+            super().close()

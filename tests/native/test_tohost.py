@@ -22,6 +22,7 @@ from helpers.shared import prompt
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import NativeError
+from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Event, live_handles
 from moegraph.loop.requests import Request
 from moegraph.passes import prefixes
@@ -134,12 +135,25 @@ def test_what_cannot_be_copied_is_dropped_and_said_once(
         saved(engine, 0, ids)
         (node,) = engine.prefixes.store.tree.nodes()
         assert node.rows and node.states and not (node.rows.has_arrived or node.states.has_arrived)
+        assert not node.states.is_finite
     assert engine.prefixes.resume(1, np.append(ids, 5)) == 0
     line = "a prompt is not kept, as copying it failed: the device is lost"
     assert [engine.drain_messages() for _ in range(2)] == [[line], []]
     saved(engine, 0, other)
     longer = np.append(other, 5)
     np.testing.assert_array_equal(goes_on(engine, 1, longer, 290), cold(engine, 0, longer))
+
+
+def test_a_lost_device_keeps_no_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Device) -> None:
+        raise NativeError("the device is lost")
+
+    saved(engine, 0, prompt(engine, 300))
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "synchronize", fail)
+        with pytest.raises(NativeError, match="lost"):
+            engine.close()
+    assert not [one for one in threading.enumerate() if one.name.startswith("copies")]
 
 
 def test_an_interrupt_at_any_line_loses_no_bits(engine: Engine) -> None:
