@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.patience import until
 from helpers.shared import prompt
 
 from moegraph import AsyncEngine, EngineConfig, SamplingParams
@@ -46,8 +47,8 @@ def test_20_conversations_at_once_have_the_answers_that_each_has_alone(alone: As
 
     with load(n_seq=N) as engine:
         found = asyncio.run(all_of_them(engine))
-        counts = engine._service.status().counts
-        assert counts.pass_rows > 2 * counts.passes
+        until(lambda: engine._service.status().counts.pass_rows == N * 7)  # it is said at times
+        assert engine._service.status().counts.passes < N * 7 / 2
         with pytest.raises(RequestError, match="belongs to another thread"):
             engine.forward([1])
     assert found == [(text, one.finish_reason) for text, one in zip(texts, expected)]

@@ -19,7 +19,8 @@ def answer(slot: int = -1, n_ids: int = 1, **more: Any) -> Any:
     return SimpleNamespace(**{
         "slot": slot, "ids": [0] * n_ids, "swapped": None, "number": 0, "cancel": None,
         "is_over": False, "is_drawn": False, "late": None, "wants_logits": False,
-        "generated": SimpleNamespace(tokens=[slot]), "request": SimpleNamespace(reuse=True),
+        "generated": SimpleNamespace(tokens=[slot], is_full=False),
+        "request": SimpleNamespace(reuse=True),
         "choice": SimpleNamespace(greedy=True, prepare=lambda tree: None), **more,
     })  # fmt: skip
 
@@ -71,9 +72,12 @@ def test_each_call_gives_every_request_a_token_and_leaves_the_next_rows_in_fligh
     assert not groups.is_busy and passes.log.count("collect") == 8
 
 
-@pytest.mark.parametrize("name", ["is_over", "is_drawn", "late"])
-def test_a_request_that_does_not_go_on_gets_no_row(name: str) -> None:
-    passes, batch = Passes(), [answer(0), answer(1, **{name: True}), answer(2)]
+@pytest.mark.parametrize("end", [
+    {"is_over": True}, {"is_drawn": True}, {"late": True},
+    {"generated": SimpleNamespace(tokens=[1], is_full=True)},
+], ids=lambda end: next(iter(end)))  # fmt: skip
+def test_a_request_that_does_not_go_on_gets_no_row(end: dict[str, Any]) -> None:
+    passes, batch = Passes(), [answer(0), answer(1, **end), answer(2)]
     groups_of(passes, drawn).decode(batch, 1)
     assert passes.log == [[0, 2], "collect", [0, 2]]
 
