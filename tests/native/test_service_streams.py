@@ -45,13 +45,13 @@ def test_answers_are_those_of_an_engine_alone(
             for n, n_tokens in ASKED
         ]
         expected = [alone(single, request)[0] for request in requests]
-    with events_on_cpu():
-        engine = stack.enter_context(Engine.load(path, replace(base, n_seq=n_seq, **more)))
-        assert engine.device.can.streams
-        for part in engine.runner.parts:
-            part.graphs.max_device_bytes = most_bytes
-        with serving(engine) as service:
-            until(lambda: service._building.is_done or service.failure)
-            clients = [Client(service, one.prompt, max_tokens=one.max_tokens) for one in requests]
-            assert [client.wait().tokens for client in clients] == expected
-            assert service.failure is None
+    stack.enter_context(events_on_cpu())  # a thread waits for events until the engine ends
+    engine = stack.enter_context(Engine.load(path, replace(base, n_seq=n_seq, **more)))
+    assert engine.device.can.streams
+    for part in engine.runner.parts:
+        part.graphs.max_device_bytes = most_bytes
+    with serving(engine) as service:
+        until(lambda: service._building.is_done or service.failure)
+        clients = [Client(service, one.prompt, max_tokens=one.max_tokens) for one in requests]
+        assert [client.wait().tokens for client in clients] == expected
+        assert service.failure is None

@@ -99,37 +99,37 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_failure_at_any_call_of_a_prompt(path: Path, what: str, stack: ExitStack) -> None:
     fault, kind = FAULTS[what]
-    with events_on_cpu():
-        pin = "all" if what == "pinned uploads" else "auto"
-        config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, host_pin=pin, **SETTINGS)
-        engine = stack.enter_context(Engine.load(path, config))
-        assert engine.device.can.streams
-        assert bool(engine.stage.store.in_place) is (pin == "auto"), "experts pass through the ring"
-        ids = prompt(engine, N + 1, seed=3)
-        batch = SweepBatch(ids[N_HELD:N], 0, greedy=True, cuts=(20, 40))
-        engine.prefill(ids[:N_HELD])
-        before, snapshot = held(engine), engine.copies.snapshot(0)
-        _, saved = engine.passes.read(batch, None)
-        expected = engine.forward(ids[N:]).require_logits(), [c.n_past for c in saved]
-        engine.copies.restore(snapshot)
-        at = n_failed = 0
-        while True:
-            at += 1
-            if what == "graphs":  # those that the prompt needs are built already
-                engine.runner.graphs.clear()
-            with fault(at) as library:
-                try:
-                    _, saved = engine.passes.read(batch, None)
-                except MoegraphError as error:
-                    assert isinstance(error, kind) and "\n" not in str(error), error
-                    n_failed += 1
-                else:
-                    assert library.n_calls < at, f"call {at} failed and nothing was said"
-            if library.n_calls < at:
-                break
-            check_same(held(engine), before)
-            check_sound(engine)
-        assert n_failed > 5, "nothing was injected"
-        logits = engine.forward(ids[N:]).require_logits()
-        np.testing.assert_array_equal(logits, expected[0])
-        assert [c.n_past for c in saved] == expected[1] == [20, 40]
+    stack.enter_context(events_on_cpu())  # a thread waits for events until the engine ends
+    pin = "all" if what == "pinned uploads" else "auto"
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, host_pin=pin, **SETTINGS)
+    engine = stack.enter_context(Engine.load(path, config))
+    assert engine.device.can.streams
+    assert bool(engine.stage.store.in_place) is (pin == "auto"), "experts pass through the ring"
+    ids = prompt(engine, N + 1, seed=3)
+    batch = SweepBatch(ids[N_HELD:N], 0, greedy=True, cuts=(20, 40))
+    engine.prefill(ids[:N_HELD])
+    before, snapshot = held(engine), engine.copies.snapshot(0)
+    _, saved = engine.passes.read(batch, None)
+    expected = engine.forward(ids[N:]).require_logits(), [c.n_past for c in saved]
+    engine.copies.restore(snapshot)
+    at = n_failed = 0
+    while True:
+        at += 1
+        if what == "graphs":  # those that the prompt needs are built already
+            engine.runner.graphs.clear()
+        with fault(at) as library:
+            try:
+                _, saved = engine.passes.read(batch, None)
+            except MoegraphError as error:
+                assert isinstance(error, kind) and "\n" not in str(error), error
+                n_failed += 1
+            else:
+                assert library.n_calls < at, f"call {at} failed and nothing was said"
+        if library.n_calls < at:
+            break
+        check_same(held(engine), before)
+        check_sound(engine)
+    assert n_failed > 5, "nothing was injected"
+    logits = engine.forward(ids[N:]).require_logits()
+    np.testing.assert_array_equal(logits, expected[0])
+    assert [c.n_past for c in saved] == expected[1] == [20, 40]
