@@ -126,8 +126,8 @@ class EngineConfig:
     )  # fmt: skip
     mmproj_device: str = setting(
         "device", "auto", ("--mmproj-device",),
-        "Device of the picture encoder, which takes 2.1 GiB of it. auto: the model's first GPU if "
-        "4.2 GiB are left there.",
+        "Device of the picture encoder, which takes 2.3 GiB of it. auto: the model's first GPU if "
+        "4.5 GiB are left there.",
         metavar="auto|cpu|cuda:N",
     )  # fmt: skip
     profile: str = setting(
