@@ -250,7 +250,6 @@ def _converse(conversation: Conversation) -> None:
         f"{engine.file.path.name} on {engine.device_name}, context {engine.n_ctx} tokens; "
         "/help for help"
     )
-    engine.copies.memory.pin()
     while True:
         message = typed.next_message(history)
         if message is None or message.strip() in QUIT:

@@ -45,8 +45,8 @@ def result_lines(
     if memory["device_peak_bytes"]:
         line += f"; peak {format_bytes(memory['device_peak_bytes'])} on the device"
     line += f"; peak {format_bytes(memory['host_peak_bytes'])} on the host"
-    copies = memory["host_pinned_bytes"]
-    line += f", {format_bytes(copies)} of it copies of experts" if copies else ""
+    pinned = memory["host_pinned_bytes"]
+    line += f", {format_bytes(pinned)} of it pinned" if pinned else ""
     return [line, *_draft_lines(drafts, event)]
 
 

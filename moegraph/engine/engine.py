@@ -234,8 +234,9 @@ class Engine(Closable):
     def memory(self) -> dict[str, int]:
         """Return bytes: peaks of device and host, parts on the host, and parts on the device.
 
-        host_pinned_bytes: copies of experts. host_mapped_bytes: tensors that passes read where the
-        file is mapped; the system may drop them from memory and read them again.
+        host_pinned_bytes: copies of experts, and what copies of prompts pass through.
+        host_mapped_bytes: tensors that passes read where the file is mapped; the system may drop
+        them from memory and read them again.
 
         Raises:
             RequestError: the engine is closed.

@@ -193,8 +193,6 @@ class Service:
         error: MoegraphError = ServiceClosed(_CLOSED)
         try:
             self._engine.ownership.enter()
-            if self._engine.prefixes.store.is_on:
-                self._engine.copies.memory.pin()
             while not self._is_closing:
                 self._busy_since = time.perf_counter()
                 if not self._loop.step():

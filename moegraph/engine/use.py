@@ -27,7 +27,8 @@ def memory_use(model: LoadedModel) -> dict[str, int]:
         "device_peak_bytes": sum(peaks.values()),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
         "host_mapped_bytes": sum(stage.mapped_bytes for stage in stages),
-        "host_pinned_bytes": sum(one.store.pinned_bytes for one in misses if one),
+        "host_pinned_bytes": sum(one.store.pinned_bytes for one in misses if one)
+        + model.sequences.copies.pinned_bytes,
         "weights_bytes": sum(s.weights.n_bytes + s.banks.n_bytes for s in stages)
         + sum(ring.n_bytes for ring in rings if ring),
         "kv_bytes": sum(s.state.kv_bytes for s in stages),

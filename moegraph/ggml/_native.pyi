@@ -61,6 +61,17 @@ class mg_readback_ptr:
     dst: Address
     size: int
 
+class mg_piece_ptr:
+    src: Tensor
+    offset: int
+    dst: Address
+    size: int
+
+class mg_move_ptr:
+    src: Address
+    dst: Address
+    size: int
+
 class mg_cpu_ffn_layer_ptr:
     gate: Address
     up: Address
@@ -576,6 +587,8 @@ class Lib:
     def mg_graph_forget(self, a0: ggml_backend_ptr, a1: ggml_cgraph_ptr, /) -> None: ...
     def mg_pin(self, a0: ggml_backend_ptr, a1: Address, a2: int, /) -> bool: ...
     def mg_unpin(self, a0: Address, /) -> None: ...
+    def mg_get_pieces(self, a0: ggml_backend_ptr, a1: Address, a2: int, /) -> None: ...
+    def mg_move_bytes(self, a0: Address, a1: int, /) -> None: ...
     def mg_launch(
         self,
         a0: ggml_backend_ptr,

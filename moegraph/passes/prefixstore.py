@@ -18,6 +18,8 @@ Ids = npt.NDArray[np.int32]
 # Files that are begun whenever something is saved. States that are on disk leave the memory at once
 # when others need it; so the oldest are written before that, from this share of the limit on.
 _AHEAD, _FULL = 2, 0.5
+# Share of the limit that the pinned memory may take through which copies go.
+_PINNED = 0.25
 # Seconds for which it is known how much memory is free: to ask takes a dozen files.
 _FRESH_S = 1.0
 
@@ -34,6 +36,8 @@ class PrefixStore:
         self.disk: PrefixDisk | None = None
         self._copies = copies
         self._max_bytes = max_bytes
+        if max_bytes:
+            copies.memory.limit_pinned(int(_PINNED * max_bytes))
         self._looked = -_FRESH_S  # when the host was last asked for its free memory
         self._free: int | None = None  # bytes that were free then, or held by what is kept
 
@@ -49,8 +53,9 @@ class PrefixStore:
 
     @property
     def n_bytes(self) -> int:
-        """Return the host memory in use."""
-        return self.tree.n_bytes + (self.disk.pending_bytes if self.disk else 0)
+        """Return the host memory in use, with the pinned memory that copies go through."""
+        n_bytes = self.tree.n_bytes + (self.disk.pending_bytes if self.disk else 0)
+        return n_bytes + self._copies.memory.pinned_bytes
 
     def limit(self) -> int:
         """Return how many bytes the tree may have now."""
@@ -62,7 +67,8 @@ class PrefixStore:
                 self._free = max(0, self.n_bytes + memory.available - memory.reserve)
         if self._free is not None:
             limit = self._free if limit is None else min(limit, self._free)
-        return 1 << 62 if limit is None else limit
+        pinned_bytes = self._copies.memory.pinned_bytes
+        return 1 << 62 if limit is None else max(0, limit - pinned_bytes)
 
     def shrink(self, n_bytes: int, kept: Path) -> bool:
         """Remove older beginnings until the tree has at most n_bytes; see `PrefixTree.shrink`."""

@@ -14,6 +14,7 @@ can be put into any sequence. They are on their way while other passes go on (to
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from weakref import WeakSet
 
 import numpy as np
@@ -248,22 +249,33 @@ class HostCopies:
 
     def new_states(self, n_past: int) -> StatesCopy:
         """Return memory for the states after n_past positions; `take_layer` fills it."""
-        self.pin()
         return StatesCopy(n_past, max(1, self.states_bytes), self._n_numbers)
 
-    def pin(self) -> None:
-        """Pin the memory that copies go through, before the first of them has to."""
+    def reserve(self) -> None:
+        """Pin the least memory that copies go through; NativeError if there is none."""
         for to_host in self._to_host.values():
-            to_host.pin()
+            to_host.reserve()
+
+    def limit_pinned(self, n_bytes: int) -> None:
+        """Have copies go through at most so much pinned memory, but one block of each device."""
+        for to_host in self._to_host.values():
+            to_host.max_bytes = n_bytes // len(self._to_host)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the bytes of pinned memory that copies go through."""
+        return sum(to_host.pinned_bytes for to_host in self._to_host.values())
 
     def take_layer(
         self, copy: StatesCopy, slot: int, state: State, tensors: Iterable[Tensor]
     ) -> None:
         """Enqueue the copy of some states of a sequence in one stage, as they are now."""
+        pieces = []
         for tensor in tensors:
+            first = self._at[tensor]
             for start, at, n in state.pieces(tensor, slot, copy.n_past):
-                at += self._at[tensor]
-                self._to_host[state].take(copy, tensor, start, copy.memory[at : at + n])
+                pieces.append((tensor, start, copy.memory[first + at : first + at + n]))
+        self._to_host[state].take(copy, pieces)
 
     def take_states(self, slot: int, n_past: int) -> StatesCopy:
         """Copy the states of a sequence, which holds n_past positions, after the pass in flight."""
@@ -304,16 +316,19 @@ class HostCopies:
         self, slot: int, first: int, n: int, drafted: dict[str, Parts] | None = None
     ) -> RowsCopy:
         """Copy the KV rows of n positions of a sequence, after the pass in flight."""
-        self.pin()
-        parts = [np.empty((n, width), dtype=np.uint8) for width in self.row_widths]
-        copy, each = RowsCopy(parts, drafted), iter(parts)
+        # at once, because NumPy asks for huge pages only for large memory, and these fill faster
+        memory = np.empty(n * self.row_bytes, np.uint8)
+        each = zip(self.row_widths, np.split(memory, n * np.cumsum(self.row_widths)))
+        parts = [part.reshape(n, width) for width, part in each]
+        copy, left = RowsCopy(parts, drafted), iter(parts)
         runs = list(runs_of(self._pool.run(slot, first, n)))
         for state in self._parts:
+            pieces = []
             for tensor in state.caches:
-                part, size = next(each), tensor.nb[1]
+                part, size = next(left), tensor.nb[1]
                 for at, row, n_rows in runs:
-                    memory = part[at : at + n_rows].reshape(-1)
-                    self._to_host[state].take(copy, tensor, row * size, memory)
+                    pieces.append((tensor, row * size, part[at : at + n_rows].reshape(-1)))
+            self._to_host[state].take(copy, pieces)
         self.send()
         return copy
 
@@ -337,7 +352,8 @@ class HostCopies:
 
     def close(self) -> None:
         """Wait for copies under way, and forget the layers; there are no more copies."""
-        for to_host in self._to_host.values():
-            to_host.close()
-        self._to_host.clear()
-        self._parts.clear()
+        with ExitStack() as stack:  # each, also if others are lost
+            for to_host in self._to_host.values():
+                stack.callback(to_host.close)
+            self._to_host.clear()
+            self._parts.clear()

@@ -195,6 +195,7 @@ class SweptPrompt:
             self._before = sequences.snapshot(self.slot)
         for cut in self.batch.cuts:
             try:
+                sequences.copies.reserve()
                 self.saved.append(sequences.copies.new_states(cut))
             except (NativeError, MemoryError):  # nothing but this copy depends on it
                 break

@@ -240,6 +240,19 @@ bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n) {
     return ids_arrived(ids, n);
 }
 
+void mg_get_pieces(ggml_backend_t backend, const struct mg_piece * pieces, int n) {
+    for (int i = 0; i < n; i++) {
+        const struct mg_piece * p = &pieces[i];
+        ggml_backend_tensor_get_async(backend, p->src, p->dst, p->offset, p->size);
+    }
+}
+
+void mg_move_bytes(const struct mg_move * moves, int n) {
+    for (int i = 0; i < n; i++) {
+        memcpy(moves[i].dst, moves[i].src, moves[i].size);
+    }
+}
+
 void mg_copy_across(ggml_backend_t source, ggml_backend_t target, const struct ggml_tensor * from, size_t from_offset,
         const struct ggml_tensor * to, size_t to_offset, size_t size) {
     // ggml copies only tensors, so describe the bytes as two; ggml keeps no pointer to them

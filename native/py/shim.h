@@ -54,6 +54,27 @@ void mg_graph_forget(ggml_backend_t backend, const struct ggml_cgraph * graph);
 bool mg_pin(ggml_backend_t backend, void * data, size_t size);
 void mg_unpin(void * data);
 
+// Bytes of a tensor, and host memory that gets them; it must stay valid until the copy is done.
+struct mg_piece {
+    const struct ggml_tensor * src;
+    size_t offset;
+    void * dst;
+    size_t size;
+};
+
+// The same of bytes that are in host memory already.
+struct mg_move {
+    const void * src;
+    void * dst;
+    size_t size;
+};
+
+// Enqueue copies to host memory. One call for all, because each call has to get the interpreter lock again.
+void mg_get_pieces(ggml_backend_t backend, const struct mg_piece * pieces, int n);
+
+// Copy within host memory, and return when that is done. Any thread may call this.
+void mg_move_bytes(const struct mg_move * moves, int n);
+
 // Enqueue a graph and, after it on the same stream, its read-backs.
 enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads);
 

@@ -92,7 +92,6 @@ class FakeEngine:
         self.calls: list[SimpleNamespace] = []
         self.n_resets = 0
         self.prefixes = SimpleNamespace(store=SimpleNamespace(n_places=2, n_bytes=3 << 20))
-        self.copies = SimpleNamespace(memory=SimpleNamespace(pin=lambda: None))
         self.closed = False
         used = {"n_threads": 1, "n_threads_batch": 2, "poll": 50,
                 "cpus_taken": 0.0}  # fmt: skip

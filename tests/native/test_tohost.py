@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,6 +28,9 @@ from moegraph.ggml.handles import Event, live_handles
 from moegraph.loop.requests import Request
 from moegraph.passes import prefixes
 from moegraph.resident import tohost
+from moegraph.resident.hostcopies import HostCopies
+from moegraph.resident.kvpool import KVPool
+from moegraph.resident.state import State
 
 BASE = EngineConfig(
     device="cpu", n_threads=1, cpu_reference=True, n_ctx=1024, n_ubatch=256, n_seq=3, mode="whole"
@@ -142,6 +146,78 @@ def test_what_cannot_be_copied_is_dropped_and_said_once(
     saved(engine, 0, other)
     longer = np.append(other, 5)
     np.testing.assert_array_equal(goes_on(engine, 1, longer, 290), cold(engine, 0, longer))
+
+
+def test_memory_is_pinned_when_copies_need_it_and_counts(engine: Engine) -> None:
+    copies, store, ids = engine.copies.memory, engine.prefixes.store, prompt(engine, 300)
+    list(engine.generate(ids, max_tokens=2, text=False, reuse=True))  # nothing is to be copied
+    assert copies.pinned_bytes == engine.memory()["host_pinned_bytes"] == store.n_bytes == 0
+    limit = store.limit()
+    engine.reset(0)
+    saved(engine, 0, ids)
+    n_bytes = copies.pinned_bytes
+    assert 0 < n_bytes <= 3 * tohost._BLOCK and n_bytes == engine.memory()["host_pinned_bytes"]
+    assert store.n_bytes == store.tree.n_bytes + n_bytes and store.limit() <= limit - n_bytes
+
+
+def test_blocks_keep_a_limit_and_one_is_enough(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, block = prompt(engine, 300), tohost._Block
+    longer = np.append(ids, 5)
+    wanted = cold(engine, 2, longer)
+    monkeypatch.setattr(tohost, "_BLOCKS", 100)
+
+    def refuse(_: Device) -> None:
+        raise NativeError("no memory")
+
+    for most, made in ((2 * tohost._BLOCK, block), (100 * tohost._BLOCK, refuse)):
+        monkeypatch.setattr(tohost, "_Block", made)
+        engine.copies.memory.limit_pinned(most)
+        saved(engine, 0, ids)
+        assert tohost._BLOCK <= engine.copies.memory.pinned_bytes <= 2 * tohost._BLOCK
+        np.testing.assert_array_equal(goes_on(engine, 1, longer, 300), wanted)
+        engine.reset(1)
+        engine.prefixes.store.clear()
+
+
+def test_without_memory_for_a_block_a_prompt_is_read_and_not_kept(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(engine, 300)
+
+    def refuse(_: Device) -> None:
+        raise NativeError("no memory")
+
+    monkeypatch.setattr(tohost, "_Block", refuse)
+    list(engine.generate(ids, max_tokens=2, text=False, reuse=True, marks=(200,)))
+    assert engine.held(0)[:300] == ids.tolist() and engine.prefixes.store.n_places == 0
+
+
+class _Part:
+    """A stage's state, of a device that is fine or lost; it has nothing to copy."""
+
+    recurrent, caches, rings = (), (), {}
+
+    def __init__(self, is_lost: bool) -> None:
+        def synchronize() -> None:
+            if is_lost:
+                raise NativeError("the device is lost")
+
+        can = SimpleNamespace(streams=True)
+        self.device = SimpleNamespace(can=can, link=None, synchronize=synchronize)
+
+
+def test_a_lost_device_does_not_keep_the_threads_of_others() -> None:
+    copies = HostCopies(cast(KVPool, None))
+    for is_lost in (False, True, False):
+        copies.add(cast(State, _Part(is_lost)))
+    threads = [to_host._threads for to_host in copies._to_host.values()]
+    with pytest.raises(NativeError, match="lost"):
+        copies.close()
+    for pool in threads:
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            pool.submit(len, ())
 
 
 def test_a_lost_device_keeps_no_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
