@@ -94,13 +94,13 @@ def test_an_error_in_a_source_fails_now_and_next_time(build: Path) -> None:
 
 def test_the_real_compiler_refuses_a_planted_error(tmp_path: Path) -> None:
     try:
-        toolkit, _ = _cuda.find_toolkit()
+        toolkit, version = _cuda.find_toolkit()
     except BuildError as error:
         pytest.skip(str(error).partition(";")[0])
     source = tmp_path / "tiny.cu"
     source.write_text("__global__ void f(float * x) { __syncthreads(); x[0] = 1; }\n")
-    nvcc = toolkit / "bin" / "nvcc"
-    check_ptx.compile_all(nvcc, [source], [], "90")
+    nvcc, options = toolkit / "bin" / "nvcc", check_ptx.options("90", version)
+    check_ptx.compile_all(nvcc, [source], [], options)
     source.write_text(source.read_text().replace("__syncthreads", "foo"))
     with pytest.raises(BuildError, match='(?s)tiny.cu does not compile.*"foo" is undefined'):
-        check_ptx.compile_all(nvcc, [source], [], "90")
+        check_ptx.compile_all(nvcc, [source], [], options)
