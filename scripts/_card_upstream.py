@@ -22,10 +22,10 @@ PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-server", "llama-complet
 UPSTREAM = ROOT / "build" / "upstream"
 # The programs of the newest llama.cpp, vendor/rival.json.
 RIVAL = ROOT / "build" / "rival"
-# The libraries and the bindings alone, for the CPU. llama-common: for llama-perplexity, which a
-# test compiles; mtmd: reads pictures.
+# The libraries and the bindings alone, for the CPU. mtmd: reads pictures.
 ORACLE = ROOT / ".oracle"
-ORACLE_TARGETS = ("llama", "llama-common", "mtmd")
+ORACLE_TARGETS = ("llama", "mtmd")
+ORACLE_OPTIONS = f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={ROOT / 'tests' / 'oracle' / 'quick.cmake'}"
 # Python bindings that a pack holds.
 BINDINGS = ROOT / "build" / "card" / "bindings"
 # The name by which a library asks for another: libggml.so.0 of libggml.so.0.9.4.
@@ -82,7 +82,9 @@ def build(
     settings = [*_tools.cpu_options(portable), *_settings(given, pin["llama_cpp_commit"])]
     # git would answer with the state of this repository
     more = {"GIT_CEILING_DIRECTORIES": str(build_dir)}
-    more |= _without_amx() if folder == ORACLE else {}
+    if folder == ORACLE:
+        settings.append(ORACLE_OPTIONS)
+        more |= _without_amx()
     n_jobs = jobs or _tools.default_jobs(cuda)
     _progress.cmake(title, source, work, settings, targets, n_jobs, **more)
     collect(work / "bin", folder)
