@@ -298,7 +298,8 @@ class HostCopies:
 
     def drain_messages(self) -> list[str]:
         """Return the messages since the last call."""
-        return [self._messages.pop(0) for _ in [*self._messages]]
+        # two threads may have said the same
+        return [*dict.fromkeys(self._messages.pop(0) for _ in [*self._messages])]
 
     def put_states(self, copy: StatesCopy, slot: int) -> None:
         """Have a sequence get saved states, and wait."""
