@@ -211,6 +211,7 @@ NO_MMPROJ_SAYS: dict[str, Any] = {"is_flag": True, "help": "Read no pictures."}
 def open_pictures(given: Mapping[str, Any], target: str, engine: Engine) -> PictureReader | None:
     """Return what reads pictures with the encoder of --mmproj, or the one beside the model."""
     from ..ggml.device import gpu_names
+    from ..gguf.file import open_gguf
     from ..placement.footprint import ENCODER_BYTES
     from ..text.pictures import PictureReader, find_mmproj
 
@@ -223,6 +224,10 @@ def open_pictures(given: Mapping[str, Any], target: str, engine: Engine) -> Pict
             path = get_mmproj(engine.file.path, parse_hub_name(target).repo, bars, say)
     elif not name:
         path = find_mmproj(engine.file.path)
+    elif path:
+        with open_gguf(path) as file:
+            if (kind := file.kv.get("general.architecture")) != "clip":
+                raise ConfigError(f"{path}: no picture encoder: its architecture is {kind!r}")
     device, first = engine.config.mmproj_device, engine.device_name.partition(",")[0]
     if path and device == "auto":
         # captured graphs may take the other half

@@ -34,6 +34,8 @@ _CONTEXT_CODE, _CONTEXT_KIND = "context_length_exceeded", "exceed_context_size_e
 RETRY_S = 5.0
 # Longest part of a client's own words that an error repeats.
 _MAX_ECHO = 80
+# Pydantic's names of forms that a field may have; those of longer ones have brackets.
+_FORMS = ("bool", "int", "float", "str")
 
 
 class ApiError(Exception):
@@ -163,6 +165,8 @@ def field_path(parts: tuple[int | str, ...]) -> str:
     """Return a place in a body as OpenAI writes it: messages[0].content."""
     path = ""
     for part in parts:
+        if part in _FORMS or "[" in str(part):  # a form that the field may have, not a field
+            continue
         if isinstance(part, int):
             path += f"[{part}]"
         else:

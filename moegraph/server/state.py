@@ -32,12 +32,14 @@ from .schemas import LIMITS, Defaults, Limits
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
 T = TypeVar("T")
-# Size of the body of the request that a task serves; its work grows with it.
+# Size of the body of the request that a task serves; its work grows with it. That of a body with
+# pictures, whose work does not, is PICTURES.
+PICTURES = 1 << 60
 BODY_BYTES: ContextVar[int] = ContextVar("BODY_BYTES", default=0)
 # Largest body of each lane, and its threads: so small requests do not wait for large ones. More
 # threads would only wait for the interpreter.
 SMALL = 16 * KiB
-_LANES = ((SMALL, 4), (256 * KiB, 2), (1 << 60, 1))
+_LANES = ((SMALL, 4), (256 * KiB, 2), (PICTURES - 1, 1), (PICTURES, 1))
 
 
 class Workers:
@@ -206,7 +208,8 @@ async def read_body(request: HttpRequest, limits: Limits) -> bytes:
     except asyncio.TimeoutError:
         message = f"the body did not arrive within {limits.body_s:.0f} s"
         raise ApiError(408, message, headers={"Connection": "close"}) from None
-    BODY_BYTES.set(len(body))
+    # fields of pictures are image, images, image_url and input_image; texts that name them wait too
+    BODY_BYTES.set(PICTURES if b'"image' in body or b'"input_image' in body else len(body))
     return body
 
 

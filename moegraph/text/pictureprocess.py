@@ -16,8 +16,10 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import sys
+import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -111,10 +113,19 @@ class _Encoder:
         return parts, rows
 
 
+def _end_with(pipe: Connection) -> None:
+    """End the process with the other end of its pipe, also while it reads a picture."""
+    ends = select.poll()
+    ends.register(pipe.fileno(), 0)  # the end of the other end is told all the same
+    ends.poll()
+    os._exit(0)
+
+
 def main() -> None:
     """Serve pictures until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
 
     def send(answer: object) -> None:
         pipe.send_bytes(json.dumps(answer).encode())

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..arch import ModelFile
-from ..errors import ConfigError, RequestError
+from ..errors import ConfigError, ModelFileError, MoegraphError, RequestError, ServiceClosed
 from ..gguf.hubnames import mmproj_for, quant_of
 from ..pictures import Picture
 from ..units import GiB, MiB
@@ -67,6 +67,7 @@ class PictureReader:
         }  # fmt: skip
         self._known: Recent[bytes, Shown] = Recent(_MAX_KNOWN)
         self._lock = threading.Lock()
+        self._is_closed = False
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
@@ -101,16 +102,24 @@ class PictureReader:
 
         Raises:
             RequestError: it is too large, damaged, or not of a known kind.
+            ModelFileError: the encoder does not work.
+            ServiceClosed: `close` was called.
         """
         if not 0 < len(data) <= MAX_BYTES:
             raise RequestError(f"{where}: {len(data)} bytes; allowed: 1 to {MAX_BYTES}")
         key = hashlib.sha256(self._key + data).digest()
         with self._lock:
+            if self._is_closed:
+                raise ServiceClosed("pictures are read no more")
             found = self._known.get(key)
             if found is None:
                 try:
                     found = self._encoded(data, key)
-                except RequestError as error:
+                except MoegraphError as error:
+                    if self._is_closed:
+                        raise ServiceClosed("pictures are read no more") from error
+                    if not isinstance(error, RequestError):
+                        raise
                     raise RequestError(f"{where}: {error}") from error
                 except BaseException:
                     self._kill()  # its next answer would belong to this picture
@@ -133,9 +142,9 @@ class PictureReader:
             self._pipe = ours
             try:
                 self._ask(json.dumps(self._asked).encode())
-            except RequestError:
+            except RequestError as error:
                 self._kill()
-                raise
+                raise ModelFileError(f"--mmproj: {error}") from error
         found: Shown = []
         for part in self._ask(data):
             if "tokens" in part:
@@ -178,7 +187,10 @@ class PictureReader:
         self._child = self._pipe = None
 
     def close(self) -> None:
-        """End the process; a second call does nothing."""
+        """End the process, also while it reads a picture; a second call does nothing."""
+        self._is_closed, child = True, self._child
+        if child:
+            child.kill()
         with self._lock:
             self._kill()
 

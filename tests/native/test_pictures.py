@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from helpers.images import GIF, JPEG, bmp, has_mtmd, hostile, png
+from helpers.patience import PATIENCE_S, until
 from helpers.shared import model_writer
 from modelgen.mmproj import write_mmproj
 
@@ -18,7 +25,7 @@ from moegraph.cli import main
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.engine.chat import ChatModel, ChatRequest
-from moegraph.errors import ConfigError, RequestError
+from moegraph.errors import ConfigError, ModelFileError, RequestError, ServiceClosed
 from moegraph.pictures import Picture
 from moegraph.server import anthropic, responses
 from moegraph.server.ollama import OllamaBody
@@ -120,16 +127,47 @@ def test_limits(
     with pytest.raises(RequestError, match="two: more than 1 pictures"):
         reader.show(shown, uri(png(40, 40)), "two")
     slow = PictureReader(model, folder / "mini-mmproj-F16.gguf", 1, max_seconds=0.001)
-    with pytest.raises(RequestError, match="took more than"):
+    with pytest.raises(ModelFileError, match="took more than"):
         slow.encode(png(40, 40))
     with pytest.raises(ConfigError, match="cannot read the encoder"):
         PictureReader(model, folder / "none.gguf", 1)
     lost = PictureReader(model, folder / "mini-mmproj-F16.gguf", 1, device="cuda:99")
-    with pytest.raises(RequestError, match="the process that reads it ended"):
+    with pytest.raises(ModelFileError, match="^--mmproj: the process that reads it ended$"):
         lost.encode(png(40, 40))
     wrong = PictureReader(model, model.path, 1)
-    with pytest.raises(RequestError, match="not a picture encoder of this model"):
+    with pytest.raises(ModelFileError, match="not a picture encoder of this model"):
         wrong.encode(png(40, 40))
+
+
+def test_closing_waits_for_no_picture(model: ModelFile, folder: Path) -> None:
+    reader = PictureReader(model, folder / "mini-mmproj-F16.gguf", 1)
+    reader.encode(png(40, 40))
+    assert reader._child
+    os.kill(reader._child.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as thread:
+        encoding = thread.submit(reader.encode, png(50, 50))
+        until(reader._lock.locked)
+        reader.close()
+        with pytest.raises(ServiceClosed):
+            encoding.result(PATIENCE_S)
+    with pytest.raises(ServiceClosed):
+        reader.encode(png(40, 40))
+    assert reader._child is None
+
+
+def test_the_process_ends_with_its_reader_in_the_middle_of_a_picture(
+    model: ModelFile, folder: Path
+) -> None:
+    ours, theirs = Pipe()
+    command = [sys.executable, "-m", "moegraph.text.pictureprocess", str(theirs.fileno())]
+    reader = PictureReader(model, folder / "mini-mmproj-F16.gguf", 1)
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child:
+        theirs.close()
+        ours.send_bytes(json.dumps(reader._asked).encode())
+        assert json.loads(ours.recv_bytes()) == []
+        ours.send_bytes(png(1500, 1500))
+        ours.close()
+        assert child.wait(PATIENCE_S) == 0, "its answer would find no reader"
 
 
 def uri(data: bytes) -> str:
@@ -205,6 +243,7 @@ def test_chat_shows_pictures(folder: Path) -> None:
         ([*shown, "--mmproj", "none"], "without --mmproj FILE"),
         ([*shown, "--no-mmproj"], "without --mmproj FILE"),
         (["--image", str(folder / "absent.png")], "cannot read the picture"),
+        ([*shown, "--mmproj", str(folder / "mini35b.gguf")], "no picture encoder"),
     ):
         refused = run(*args)
         assert refused.exit_code == 2 and said in refused.output

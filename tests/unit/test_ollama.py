@@ -118,6 +118,8 @@ def test_models_are_listed_and_described() -> None:
         ("generate", {"prompt": "a", "images": ["x"]}, "'image_url'; this model reads text only"),
         ("generate", {"images": ["x"]}, "this model reads text only"),
         ("generate", {"prompt": "a", "images": ["x"], "raw": True}, "images: a raw prompt"),
+        ("generate", {"prompt": "a", "format": "xml"}, "format: Input should be '' or 'json'; it"),
+        ("chat", {**ASK, "think": "max"}, "think: Input should be"),
         ("generate", {"prompt": "a" * 5000, "raw": True}, "the context holds"),
     ],
 )

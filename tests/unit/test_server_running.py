@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -17,13 +18,15 @@ import httpx
 import pytest
 from helpers.fake_service import FakeChatModel, FakeService
 from helpers.patience import PATIENCE_S, until
+from starlette.requests import Request as HttpRequest
 
 from moegraph.errors import ConfigError, ModelFileError, NativeError
 from moegraph.server.app import build_site
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.host import LoadedModel, Model, ModelFacts, ModelHost
 from moegraph.server.running import ServerProcess, listen, url_of
-from moegraph.server.state import BODY_BYTES, ServerState, Workers
+from moegraph.server.schemas import LIMITS
+from moegraph.server.state import BODY_BYTES, PICTURES, ServerState, Workers, read_body
 
 pytestmark = pytest.mark.usefixtures("unsettled")
 
@@ -230,10 +233,24 @@ def test_sighup_reads_the_keys_again_and_keeps_them_if_that_fails() -> None:
     assert process.run(act) == 0
 
 
+@pytest.mark.parametrize("field", ["image_url", "image", "images", "input_image", "text"])
+def test_requests_with_pictures_have_a_thread_of_their_own(field: str) -> None:
+    body = json.dumps({"messages": [{field: "..."}]}).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def go() -> int:
+        await read_body(HttpRequest({"type": "http", "headers": []}, receive), LIMITS)
+        return BODY_BYTES.get()
+
+    assert asyncio.run(go()) == (len(body) if field == "text" else PICTURES)
+
+
 def test_small_requests_do_not_wait_for_large_ones() -> None:
     async def go() -> None:
         workers, may_end, tasks = Workers(), threading.Event(), list[asyncio.Future[bool]]()
-        for n_bytes in (100_000, 3_000_000):
+        for n_bytes in (100_000, 3_000_000, PICTURES):
             BODY_BYTES.set(n_bytes)
             tasks += [asyncio.ensure_future(workers.run(may_end.wait)) for _ in range(8)]
         await asyncio.sleep(0)
