@@ -71,7 +71,8 @@ def by_kernel(launches: Sequence[Launch], n: int) -> list[list[str]]:
 
 def by_layer(launches: Sequence[Launch], n: int) -> list[list[str]]:
     """Return rows of n tokens: kind of layer, layers a token, launches and us of each."""
-    ends = [at for at, (name, _, _) in enumerate(launches, 1) if name.startswith("topk_moe")]
+    chooses = ("topk_moe", "moegraph_router")  # for several rows, and for one
+    ends = [at for at, (name, _, _) in enumerate(launches, 1) if name.startswith(chooses)]
     found: dict[str, list[Sequence[Launch]]] = {}
     for at, (begin, end) in enumerate(zip(ends, ends[1:]), 1):
         part = launches[begin:end]

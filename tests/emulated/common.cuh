@@ -9,6 +9,7 @@
 #include "ggml-backend.h"
 #include "ggml-impl.h"
 
+#include <cfloat>
 #include <climits>
 #include <limits>
 #include <memory>
@@ -19,6 +20,7 @@
 #define NO_DEVICE_CODE GGML_ABORT("no device code")
 
 #define GGML_CUDA_CC_IS_NVIDIA(cc) true
+#define GGML_CUDA_CC_AMPERE 800
 static inline bool turing_mma_available(const int cc) { return cc >= 750; }
 static inline bool cp_async_available(const int cc)   { return cc >= 800; }
 
@@ -31,6 +33,10 @@ static inline bool cudaEventCreateWithFlags(cudaEvent_t *, int) { return true; }
 static inline bool cudaEventDestroy(cudaEvent_t) { return true; }
 static inline bool cudaMalloc(void ** data, const size_t bytes) {
     *data = emulated::allocate(bytes);
+    return true;
+}
+static inline bool cudaMemsetAsync(void * data, const int value, const size_t bytes, cudaStream_t) {
+    memset(data, value, bytes);
     return true;
 }
 static inline bool cudaFree(void * data) {
@@ -90,6 +96,7 @@ static inline void ggml_cuda_pdl_sync() {}
 static inline void ggml_cuda_pdl_lc() {}
 
 static inline float __uint_as_float(const uint32_t word) { return emulated::from_word<float>((int) word); }
+static inline uint32_t __float_as_uint(const float x) { return (uint32_t) emulated::to_word(x); }
 static inline float __int_as_float(const int word) { return emulated::from_word<float>(word); }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
 static inline int ggml_cuda_dp4a(const int a, const int b, int c) {
@@ -108,6 +115,12 @@ template <int width = WARP_SIZE> static inline int warp_reduce_sum(int x) {
 template <int width = WARP_SIZE> static inline float warp_reduce_sum(float x) {
     for (int offset = width/2; offset > 0; offset >>= 1) {
         x += __shfl_xor_sync(0xFFFFFFFF, x, offset, width);
+    }
+    return x;
+}
+static inline float warp_reduce_max(float x) {
+    for (int offset = WARP_SIZE/2; offset > 0; offset >>= 1) {
+        x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, offset));
     }
     return x;
 }

@@ -200,6 +200,20 @@ static inline T __shfl_down_sync(const uint32_t mask, const T value, const int b
     return emulated::shuffle(mask, value, lane % width + by < width ? lane + by : lane, "__shfl_down_sync", file, line);
 }
 
+static inline uint32_t __reduce_max_sync(const uint32_t mask, uint32_t x) {
+    for (int bits = 16; bits > 0; bits /= 2) {
+        const uint32_t other = __shfl_xor_sync(mask, x, bits);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+
+static inline uint32_t __reduce_min_sync(const uint32_t mask, const uint32_t x) {
+    return ~__reduce_max_sync(mask, ~x);
+}
+
+static inline void __threadfence() {} // blocks run one after the other
+
 template <typename T> static inline T atomicAdd(T * at, const T x) {
     const T before = *at;
     *at += x;

@@ -30,6 +30,7 @@ PROGRAMS = {
     "conv": ("conv",),
     "faults": (),
     "recurrence": ("chain", "recurrence", "tree"),
+    "router": ("context", "router"),
     "rows": ("context", "one", "one-down", "rows-prepare", "rows", "rows-f32", "wide"),
 }
 

@@ -31,6 +31,10 @@ moegraph_rows_state::~moegraph_rows_state() {
     }
 }
 
+moegraph_router_state::~moegraph_router_state() {
+    CUDA_CHECK(cudaFree(arrived));
+}
+
 moegraph_context::~moegraph_context() {
     ggml_cuda_set_device(device); // the members are freed next
 }

@@ -40,6 +40,13 @@ struct moegraph_rows_state {
     ~moegraph_rows_state();
 };
 
+// What the blocks of a router share. It stays where it is, because captured graphs use it.
+struct moegraph_router_state {
+    unsigned * arrived = nullptr; // blocks of the launch that runs; behind it are the logits
+
+    ~moegraph_router_state();
+};
+
 // What our kernels keep for a backend context. The context owns it and frees it.
 struct moegraph_context {
     explicit moegraph_context(int device) : device(device) {}
@@ -49,6 +56,7 @@ struct moegraph_context {
     moegraph_fork_events branch;  // moegraph-branch.cu
     moegraph_fork_events publish; // moegraph-publish.cu
     moegraph_rows_state  rows;    // moegraph-rows-prepare.cu
+    moegraph_router_state router; // moegraph-router.cu
 };
 
 // The state of a context; creates it at the first call.

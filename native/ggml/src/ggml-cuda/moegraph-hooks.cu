@@ -10,6 +10,7 @@
 #include "moegraph-norm.cuh"
 #include "moegraph-one.cuh"
 #include "moegraph-recurrence.cuh"
+#include "moegraph-router.cuh"
 #include "moegraph-rows.cuh"
 
 bool moegraph_supports_op(const int device, const ggml_tensor * op) {
@@ -91,6 +92,9 @@ int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgrap
         return n;
     }
     if (const int n = moegraph_deltanet_input_try(ctx, cgraph, i)) {
+        return n;
+    }
+    if (const int n = moegraph_router_try(ctx, cgraph, i)) {
         return n;
     }
     if (const int n = moegraph_rows_try_biased(ctx, cgraph, i)) {

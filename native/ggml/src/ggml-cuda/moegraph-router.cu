@@ -1,0 +1,298 @@
+#include "moegraph-router.cuh"
+
+#include "moegraph-context.cuh"
+#include "moegraph-rows-types.cuh"
+
+#include "moegraph.h"
+
+constexpr int ROUTER_ROWS    = 2;   // of weights, for a block
+constexpr int ROUTER_THREADS = 256; // that share a row, as those of upstream's vector kernel do
+constexpr int ROUTER_WARPS   = ROUTER_THREADS/32;
+constexpr int ROUTER_LOADS   = 8;   // of two values each, at most, for a thread
+constexpr int ROUTER_EXPERTS = 512; // at most
+static_assert(ROUTER_ROWS*ROUTER_WARPS <= 32, "a warp adds up what the warps of a block have");
+
+struct moegraph_router_args {
+    const float * w;       // [n, n_experts]
+    const float * x;       // [n]
+    const float * bias;    // [n_experts], added to scores for the choice, or nullptr
+    float       * logits;  // [n_experts]
+    unsigned    * arrived; // blocks; the last one sets it to 0 for the next launch
+    int32_t     * ids;     // [n_used]
+    float       * weights; // [n_used]
+    int64_t       stride_w; // floats
+    int           n;
+    int           n_used;
+    int           early;   // w may be read before the preceding kernel has ended
+    bool          sigmoid; // scores are not a softmax
+    bool          normed;  // weights are divided by their sum, which is clamp at least
+    float         clamp;
+    float         scale;
+};
+
+// A warp chooses from the logits, with the bits of upstream's topk_moe_cuda: lane l has the experts l, l + 32, ...
+template <int n_mine>
+static __device__ __forceinline__ void moegraph_router_choose(const moegraph_router_args & args) {
+    const int lane = threadIdx.x;
+    float    score[n_mine];
+    uint32_t key[n_mine]; // what the choice goes by; 0: chosen
+#pragma unroll
+    for (int i = 0; i < n_mine; ++i) {
+        score[i] = __ldcg(args.logits + lane + 32*i);
+    }
+    ggml_cuda_pdl_lc();
+    if (args.sigmoid) {
+#pragma unroll
+        for (int i = 0; i < n_mine; ++i) {
+            score[i] = 1.0f/(1.0f + expf(-score[i]));
+        }
+    } else {
+        float largest = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < n_mine; ++i) {
+            largest = fmaxf(largest, score[i]);
+        }
+        largest = warp_reduce_max(largest);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < n_mine; ++i) {
+            score[i] = expf(score[i] - largest);
+            sum += score[i];
+        }
+        sum = warp_reduce_sum(sum);
+        const float inverse = 1.0f/sum;
+#pragma unroll
+        for (int i = 0; i < n_mine; ++i) {
+            score[i] *= inverse;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < n_mine; ++i) {
+        score[i] = score[i] != score[i] ? -FLT_MAX : score[i];
+        const uint32_t u = __float_as_uint(args.bias != nullptr ? score[i] + args.bias[lane + 32*i] : score[i]);
+        key[i] = u ^ (u >> 31 != 0 ? 0xFFFFFFFFu : 0x80000000u); // in the order of the floats
+    }
+
+    float weight = 0.0f; // of choice number `lane`
+    float sum    = 0.0f; // of those of this lane's experts
+    for (int k = 0; k < args.n_used; ++k) {
+        uint32_t best  = key[0];
+        float    mine  = score[0];
+        int      place = 0;
+#pragma unroll
+        for (int i = 1; i < n_mine; ++i) {
+            if (key[i] > best) {
+                best  = key[i];
+                mine  = score[i];
+                place = i;
+            }
+        }
+        const uint32_t most   = __reduce_max_sync(0xFFFFFFFF, best);
+        const int      expert = (int) __reduce_min_sync(0xFFFFFFFF, best == most ? (uint32_t) (lane + 32*place) : UINT_MAX);
+        const float    value  = __shfl_sync(0xFFFFFFFF, mine, expert % 32);
+        if (expert % 32 == lane) {
+            sum += value;
+#pragma unroll
+            for (int i = 0; i < n_mine; ++i) {
+                key[i] = i == expert/32 ? 0 : key[i];
+            }
+        }
+        if (k == lane) {
+            weight = value;
+            args.ids[k] = expert;
+        }
+    }
+    if (args.normed) {
+        weight *= 1.0f/fmaxf(warp_reduce_sum(sum), args.clamp);
+    }
+    if (lane < args.n_used) {
+        args.weights[lane] = weight*args.scale;
+    }
+}
+
+// A block multiplies ROUTER_ROWS rows of weights, which it requests before it waits for the activations. The block that
+// ends last has all logits before it, and chooses. Grid: rows of weights.
+template <int n_mine>
+static __global__ void __launch_bounds__(ROUTER_ROWS*ROUTER_THREADS, 1) moegraph_router_kernel(const moegraph_router_args args) {
+#if __CUDA_ARCH__ >= GGML_CUDA_CC_AMPERE || !defined(__CUDA_ARCH__)
+    __shared__ float sums[ROUTER_ROWS*ROUTER_WARPS];
+    const int      lane  = threadIdx.x % 32;
+    const int      first = threadIdx.x % ROUTER_THREADS;
+    const float2 * w     = (const float2 *) (args.w + (ROUTER_ROWS*blockIdx.x + threadIdx.x/ROUTER_THREADS)*args.stride_w);
+    const float2 * x     = (const float2 *) args.x;
+    if (!args.early) {
+        ggml_cuda_pdl_sync();
+    }
+    float2 v[ROUTER_LOADS];
+#pragma unroll
+    for (int k = 0; k < ROUTER_LOADS; ++k) {
+        v[k] = 2*ROUTER_THREADS*k < args.n ? w[first + ROUTER_THREADS*k] : make_float2(0.0f, 0.0f);
+    }
+    if (args.early) {
+        ggml_cuda_pdl_sync();
+    }
+    float sum = 0.0f; // in the order of upstream's vector kernel
+#pragma unroll
+    for (int k = 0; k < ROUTER_LOADS; ++k) {
+        if (2*ROUTER_THREADS*k < args.n) {
+            const float2 y = x[first + ROUTER_THREADS*k];
+            sum = __fmaf_rn(v[k].y, y.y, __fmaf_rn(v[k].x, y.x, sum));
+        }
+    }
+    sum = warp_reduce_sum<32>(sum);
+    if (lane == 0) {
+        sums[threadIdx.x/32] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32) {
+        return;
+    }
+    sum = sums[lane % (ROUTER_ROWS*ROUTER_WARPS)];
+#pragma unroll
+    for (int step = ROUTER_WARPS/2; step > 0; step /= 2) {
+        sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFF, sum, step, 32));
+    }
+    if (lane % ROUTER_WARPS == 0 && lane < ROUTER_ROWS*ROUTER_WARPS) {
+        args.logits[ROUTER_ROWS*blockIdx.x + lane/ROUTER_WARPS] = sum;
+    }
+    __threadfence(); // whoever counts this block sees its logits
+    __syncwarp();
+    const unsigned before = __shfl_sync(0xFFFFFFFF, lane == 0 ? atomicAdd(args.arrived, 1u) : 0u, 0);
+    if (before != gridDim.x - 1) {
+        return;
+    }
+    __threadfence();
+    if (lane == 0) {
+        *args.arrived = 0;
+    }
+    moegraph_router_choose<n_mine>(args);
+#else
+    GGML_UNUSED(args);
+    NO_DEVICE_CODE;
+#endif // __CUDA_ARCH__ >= GGML_CUDA_CC_AMPERE
+}
+
+struct moegraph_router_nodes {
+    const ggml_tensor * product;
+    const ggml_tensor * scores;
+    const ggml_tensor * bias;  // or nullptr
+    const ggml_tensor * clamp; // of the sum that weights are divided by, or nullptr
+    const ggml_tensor * scale; // or nullptr
+    const ggml_tensor * ids;
+    const ggml_tensor * weights;
+    int                 n_ops;
+};
+
+// From the product to the last view of the weights, in the order of build_router (moegraph/arch/blocks/router.py).
+static bool moegraph_router_match(const ggml_cgraph * cgraph, const int i, moegraph_router_nodes & m) {
+    ggml_tensor * const * nodes = cgraph->nodes + i;
+    ggml_op ops[13];
+    int     from[13]; // which of the nodes the first operand is
+    int     n = 0;
+    const auto is   = [&](const int k, const ggml_op op) { return i + k < cgraph->n_nodes && nodes[k]->op == op; };
+    const auto push = [&](const ggml_op op, const int src) {
+        ops[n]  = op;
+        from[n] = src;
+        return n++;
+    };
+    if (!is(0, GGML_OP_MUL_MAT)) {
+        return false;
+    }
+    push(GGML_OP_MUL_MAT, -1);
+    const bool sigmoid = is(1, GGML_OP_UNARY);
+    const int  scores  = push(sigmoid ? GGML_OP_UNARY : GGML_OP_SOFT_MAX, 0);
+    const int  column  = push(GGML_OP_RESHAPE, scores);
+    const bool biased  = is(n, GGML_OP_ADD);
+    const int  sorted  = push(GGML_OP_ARGSORT, biased ? push(GGML_OP_ADD, scores) : scores);
+    const int  ids     = push(GGML_OP_VIEW, sorted);
+    const int  chosen  = push(GGML_OP_GET_ROWS, column);
+    const bool normed  = is(n, GGML_OP_RESHAPE) && is(n + 1, GGML_OP_SUM_ROWS);
+    int clamp = 0, divided = 0;
+    if (normed) {
+        const int row = push(GGML_OP_RESHAPE, chosen);
+        clamp   = push(GGML_OP_CLAMP, push(GGML_OP_SUM_ROWS, row));
+        divided = push(GGML_OP_DIV, row);
+        push(GGML_OP_RESHAPE, divided);
+    }
+    const bool scaled = is(n, GGML_OP_SCALE) && nodes[n]->src[0] == nodes[n - 1];
+    if (scaled) {
+        push(GGML_OP_SCALE, n - 1);
+    }
+    const int outputs[2] = { i + ids, i + n - 1 };
+    if (!ggml_can_fuse_subgraph(cgraph, i, n, ops, outputs, 2)) {
+        return false;
+    }
+    for (int k = 1; k < n; ++k) {
+        if (nodes[k]->src[0] != nodes[from[k]]) {
+            return false;
+        }
+    }
+    m.product = nodes[0];
+    m.scores  = nodes[scores];
+    m.bias    = biased ? nodes[sorted - 1]->src[1] : nullptr;
+    m.clamp   = normed ? nodes[clamp] : nullptr;
+    m.scale   = scaled ? nodes[n - 1] : nullptr;
+    m.ids     = nodes[ids];
+    m.weights = nodes[n - 1];
+    m.n_ops   = n;
+    const bool plain = sigmoid ? ggml_get_unary_op(m.scores) == GGML_UNARY_OP_SIGMOID :
+        ggml_get_op_params_f32(m.scores, 0) == 1.0f && ggml_get_op_params_f32(m.scores, 1) == 0.0f &&
+        m.scores->src[1] == nullptr && m.scores->src[2] == nullptr;
+    return plain && nodes[chosen]->src[1] == m.ids && (!normed || nodes[divided]->src[1] == m.clamp) &&
+        (!scaled || ggml_get_op_params_f32(m.scale, 1) == 0.0f) &&
+        ggml_get_op_params_i32(nodes[sorted], 0) == GGML_SORT_ORDER_DESC;
+}
+
+// One row whose logits would be those of upstream's vector kernel.
+static bool moegraph_router_supported(const moegraph_router_nodes & m, const int cc) {
+    const ggml_tensor * w = m.product->src[0];
+    const ggml_tensor * x = m.product->src[1];
+    const int64_t n = w->ne[0], n_experts = w->ne[1];
+    return GGML_CUDA_CC_IS_NVIDIA(cc) && cc >= GGML_CUDA_CC_AMPERE && !moegraph_rows_are_apart(m.product) &&
+        w->type == GGML_TYPE_F32 && x->type == GGML_TYPE_F32 && ggml_nrows(x) == 1 && ggml_nrows(w) == n_experts &&
+        n % (2*ROUTER_THREADS) == 0 && n <= 2*ROUTER_THREADS*ROUTER_LOADS && w->nb[0] == sizeof(float) &&
+        w->nb[1] % 8 == 0 && (uintptr_t) w->data % 8 == 0 && (uintptr_t) x->data % 8 == 0 &&
+        ggml_is_contiguous(x) && ggml_is_contiguous(m.weights) && m.ids->view_offs == 0 && m.ids->ne[0] <= 32 &&
+        (m.bias == nullptr || (m.bias->type == GGML_TYPE_F32 && ggml_nelements(m.bias) == n_experts &&
+            ggml_is_contiguous(m.bias))) &&
+        (n_experts == 64 || n_experts == 128 || n_experts == 256 || n_experts == 512);
+}
+
+int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    moegraph_router_nodes m;
+    if (ctx.curr_stream_no != 0 || !moegraph_router_match(cgraph, i, m) ||
+            !moegraph_router_supported(m, ggml_cuda_info().devices[ctx.device].cc)) {
+        return 0;
+    }
+    const ggml_tensor * w = m.product->src[0];
+    moegraph_router_state & state = moegraph_get_context(ctx).router;
+    if (state.arrived == nullptr) { // in the stream, so that a graph that is being captured begins with it
+        CUDA_CHECK(cudaMalloc((void **) &state.arrived, sizeof(unsigned) + ROUTER_EXPERTS*sizeof(float)));
+        CUDA_CHECK(cudaMemsetAsync(state.arrived, 0, sizeof(unsigned), ctx.stream()));
+    }
+    moegraph_router_args args = {};
+    args.w        = (const float *) w->data;
+    args.x        = (const float *) m.product->src[1]->data;
+    args.bias     = m.bias != nullptr ? (const float *) m.bias->data : nullptr;
+    args.arrived  = state.arrived;
+    args.logits   = (float *) (state.arrived + 1);
+    args.ids      = (int32_t *) m.ids->data;
+    args.weights  = (float *) m.weights->data;
+    args.stride_w = w->nb[1]/sizeof(float);
+    args.n        = w->ne[0];
+    args.n_used   = m.ids->ne[0];
+    args.early    = moegraph_is_constant(w);
+    args.sigmoid  = m.scores->op == GGML_OP_UNARY;
+    args.normed   = m.clamp != nullptr;
+    args.clamp    = m.clamp != nullptr ? ggml_get_op_params_f32(m.clamp, 0) : 0.0f;
+    args.scale    = m.scale != nullptr ? ggml_get_op_params_f32(m.scale, 0) : 1.0f;
+    const ggml_cuda_kernel_launch_params params(
+        dim3(w->ne[1]/ROUTER_ROWS), dim3(ROUTER_ROWS*ROUTER_THREADS), (size_t) 0, ctx.stream());
+    switch (w->ne[1]) {
+        case 64:  ggml_cuda_kernel_launch(moegraph_router_kernel<2>,  params, args); break;
+        case 128: ggml_cuda_kernel_launch(moegraph_router_kernel<4>,  params, args); break;
+        case 256: ggml_cuda_kernel_launch(moegraph_router_kernel<8>,  params, args); break;
+        default:  ggml_cuda_kernel_launch(moegraph_router_kernel<16>, params, args); break;
+    }
+    return m.n_ops - 1;
+}
