@@ -5,11 +5,15 @@
 
 static constexpr double MAX_ERROR = 2e-5; // of a score or weight, relative; of weights of 0 to 1, absolute
 
+static constexpr float MIN_SUM = 6e-5f; // that weights are divided by
+
 struct router_case {
     int   n, n_experts, n_used;
     bool  sigmoid, biased, normed;
     float scale; // 0: none
-    bool  ties;  // rows of weights are the same, eight in a row
+    bool  ties;  // of the experts of a class
+
+    static int class_of(const int expert) { return expert % 32/8; } // neighbours, and some that one lane has
 
     std::string str() const {
         return "router n=" + std::to_string(n) + " experts=" + std::to_string(n_used) + "/" + std::to_string(n_experts) +
@@ -52,8 +56,8 @@ static std::string fault(const router_case & c, const choice & r, const int32_t 
         if (by[ids[k]] < best - MAX_ERROR*std::fabs(best)) {
             return "choice " + std::to_string(k) + " is worse than another";
         }
-        for (int e = ids[k]/8*8; c.ties && e < ids[k]; ++e) {
-            if (by[e] > -1e30) {
+        for (int e = 0; c.ties && e < ids[k]; ++e) {
+            if (c.class_of(e) == c.class_of(ids[k]) && by[e] > -1e30) {
                 return "of equal experts " + std::to_string(e) + " and " + std::to_string(ids[k]) + " the second is chosen";
             }
         }
@@ -61,7 +65,7 @@ static std::string fault(const router_case & c, const choice & r, const int32_t 
         sum += r.weights[ids[k]];
     }
     for (int k = 0; k < c.n_used; ++k) {
-        const double wanted = r.weights[ids[k]]/(c.normed ? sum : 1)*(c.scale != 0 ? c.scale : 1);
+        const double wanted = r.weights[ids[k]]/(c.normed ? std::max(sum, (double) MIN_SUM) : 1)*(c.scale != 0 ? c.scale : 1);
         if (!(std::fabs(weights[k] - wanted) <= MAX_ERROR*wanted)) {
             return "weight " + std::to_string(k) + " is " + std::to_string(weights[k]) + ", should be " + std::to_string(wanted);
         }
@@ -73,8 +77,8 @@ static void check(const router_case & c) {
     tensors t;
     floats w = normal((size_t) c.n*c.n_experts, 1.5f/std::sqrt((float) c.n)), bias = normal(c.n_experts, 0.1f);
     for (int e = 0; c.ties && e < c.n_experts; ++e) {
-        std::copy_n(w.begin() + (size_t) e/8*8*c.n, c.n, w.begin() + (size_t) e*c.n);
-        bias[e] = bias[e/8*8];
+        std::copy_n(w.begin() + (size_t) 8*c.class_of(e)*c.n, c.n, w.begin() + (size_t) e*c.n);
+        bias[e] = bias[8*c.class_of(e)];
     }
     ggml_tensor * matrix = t.leaf(GGML_TYPE_F32, { c.n, c.n_experts }, w.data());
     t.make_constant(matrix);
@@ -88,7 +92,7 @@ static void check(const router_case & c) {
     ggml_tensor * weights = t.place(ggml_get_rows(t.ctx, ggml_reshape_3d(t.ctx, scores, 1, c.n_experts, 1), ids));
     if (c.normed) {
         ggml_tensor * row = ggml_reshape_2d(t.ctx, weights, c.n_used, 1);
-        ggml_tensor * sum = t.place(ggml_clamp(t.ctx, t.place(ggml_sum_rows(t.ctx, row)), 6e-5f, INFINITY));
+        ggml_tensor * sum = t.place(ggml_clamp(t.ctx, t.place(ggml_sum_rows(t.ctx, row)), MIN_SUM, INFINITY));
         weights = ggml_reshape_3d(t.ctx, t.place(ggml_div(t.ctx, row, sum)), 1, c.n_used, 1);
     }
     if (c.scale != 0) {
