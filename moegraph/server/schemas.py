@@ -145,6 +145,12 @@ def _absent(value: float | None) -> float | None:
     return value
 
 
+def _negative(value: float | None) -> float | None:
+    if value is not None and value >= 0:
+        raise wrong("this sampler is absent; only numbers below 0 are taken")
+    return value
+
+
 _Absent = Annotated[float | None, AfterValidator(_absent)]
 
 
@@ -160,6 +166,7 @@ class Sampled(Body):
     repeat_last_n: int | None = _limited("repeat_last_n")
     presence_penalty: float | None = _limited("presence_penalty")
     frequency_penalty: float | None = _limited("frequency_penalty")
+    adaptive_target: Annotated[float | None, AfterValidator(_negative)] = None
     dry_multiplier: _Absent = None
     dynatemp_range: _Absent = None
     mirostat: _Absent = None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers.drafters import write_small
 from helpers.images import has_mtmd, png
 from modelgen.mmproj import write_mmproj
 from oracle.client import Step
@@ -99,8 +100,9 @@ def test_text_after_pictures_equals_upstreams(
         assert_logits_equal(ours, rows, f"{sizes}")
 
 
+@pytest.mark.parametrize("spec", ["mtp", "lookup", "dflash"])
 def test_drafts_company_and_kept_beginnings_change_no_token(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+    spec: str, models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Three requests at once and one after the other; each beginning has a picture that is kept."""
     monkeypatch.setattr(prefixes, "_WORTH", 1)
@@ -119,7 +121,11 @@ def test_drafts_company_and_kept_beginnings_change_no_token(
         ]
         expected = [told(engine, *one)[0] for one in prompts]
     assert expected[0] != expected[2]
-    with open_engine(path, n_seq=3, spec="mtp", **shared) as engine:
+    drafts: dict[str, Any] = {"spec": spec}
+    if spec == "dflash":
+        sizes = {"n_vocab": hp.n_vocab, "n_embd": hp.n_embd, "target_layers": (0, 2)}
+        drafts["draft"] = str(write_small(tmp_path, "safetensors", **sizes))
+    with open_engine(path, n_seq=3, **drafts, **shared) as engine:
         before = [told(engine, *one, marks=(62,), reuse=True) for one in prompts]
         assert [ids for ids, _ in before] == expected
         assert [n for _, n in before] == [0, 62, 0]

@@ -77,6 +77,7 @@ def test_probabilities_have_the_old_form() -> None:
         ({"prompt": ["x"] * 8, "n": 8}, "n"),
         ({"prompt": "x", "dry_multiplier": 0.8, "mirostat": 0}, "dry_multiplier"),
         ({"prompt": "x", "mirostat": 2, "top_n_sigma": -1, "xtc_probability": 0}, "mirostat"),
+        ({"prompt": "x", "adaptive_target": 0}, "adaptive_target"),
     ],
 )
 def test_a_wrong_field_is_named(given: dict[str, Any], param: str) -> None:
