@@ -195,6 +195,40 @@ def test_the_small_ops_of_a_deltanet_layer_are_one_kernel(
         np.testing.assert_array_equal(one[at], apart[at])
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("n_k", "n_v", "n_seqs"), [(16, 32, 1), (2, 6, 3), (4, 8, 4)])
+def test_a_token_of_a_deltanet_layer_is_one_kernel(
+    device: Device, n_k: int, n_v: int, n_seqs: int, is_gated: bool
+) -> None:
+    """With the bits of separate kernels, also when a captured graph runs again."""
+    d, step = 128, Step(128, n_k, n_v, 1, n_seqs)
+    step.slots[-1] = n_seqs + 1 if n_seqs < 4 else -1
+    states, z, f = random(9, n_seqs + 2, d * d * n_v), random(10, n_seqs, 1, n_v, d), random(11, d)
+
+    def run(is_one: bool) -> list[list[Array]]:
+        graph = Graph()
+        b, outputs = graph.b, step.build(graph)
+        beta, gate, conv, q, k, pool = outputs
+        v = b.view(conv, (d, n_v, 1, n_seqs), (4 * d, *conv.nb[1:3]), 8 * d * n_k)
+        gate = b.reshape(gate, 1, n_v, 1, n_seqs)
+        memory, slots = graph.leaf(states), conv.src[0].src[3]
+        out = b.expand(b.delta_net(q, k, v, gate, beta, memory, slots, None, None))
+        found = [out, pool, memory]
+        if is_gated:
+            normed = b.norm(out, graph.weight(f), EPS)
+            found.append(b.mul(normed, b.silu(graph.leaf(z))))
+        found += [] if is_one else [b.cont(conv)]
+        with graph.launches(device, [*found, q]) as launch:
+            runs = [launch()[0] for _ in range(4)]
+        assert np.isnan(runs[-1][-1]).all() == is_one, "one kernel, or not"
+        return [each[: 3 + is_gated] for each in runs]
+
+    for one, apart in zip(run(True), run(False)):
+        for got, wanted in zip(one, apart):
+            assert not np.isnan(got).any()
+            np.testing.assert_array_equal(got, wanted)
+
+
 @pytest.mark.parametrize(("n_tokens", "n_seqs"), [(33, 2), (100, 1)])
 def test_convolution_and_activation_of_many_rows_are_one_kernel(
     device: Device, n_tokens: int, n_seqs: int

@@ -32,6 +32,7 @@ PROGRAMS = {
     "recurrence": ("chain", "recurrence", "tree"),
     "router": ("context", "router"),
     "rows": ("context", "one", "one-down", "rows-prepare", "rows", "rows-f32", "wide"),
+    "step": ("chain", "context", "conv", "delta-step", "deltanet", "recurrence", "tree"),
 }
 
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-U_FORTIFY_SOURCE"]

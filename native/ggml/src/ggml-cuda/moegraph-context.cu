@@ -31,6 +31,10 @@ moegraph_rows_state::~moegraph_rows_state() {
     }
 }
 
+moegraph_step_state::~moegraph_step_state() {
+    CUDA_CHECK(cudaFree(arrived));
+}
+
 moegraph_router_state::~moegraph_router_state() {
     CUDA_CHECK(cudaFree(arrived));
 }

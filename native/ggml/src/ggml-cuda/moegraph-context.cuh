@@ -40,6 +40,15 @@ struct moegraph_rows_state {
     ~moegraph_rows_state();
 };
 
+// How many blocks of a head have arrived: 0 between launches.
+struct moegraph_step_state {
+    static constexpr int N_COUNTS = 2048;
+
+    unsigned * arrived = nullptr;
+
+    ~moegraph_step_state();
+};
+
 // What the blocks of a router share. It stays where it is, because captured graphs use it.
 struct moegraph_router_state {
     unsigned * arrived = nullptr; // blocks of the launch that runs; behind it are the logits
@@ -57,6 +66,7 @@ struct moegraph_context {
     moegraph_fork_events publish; // moegraph-publish.cu
     moegraph_rows_state  rows;    // moegraph-rows-prepare.cu
     moegraph_router_state router; // moegraph-router.cu
+    moegraph_step_state  step;    // moegraph-delta-step.cu
 };
 
 // The state of a context; creates it at the first call.

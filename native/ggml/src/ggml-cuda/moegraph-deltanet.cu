@@ -1,4 +1,5 @@
 #include "moegraph-conv.cuh"
+#include "moegraph-delta-step.cuh"
 #include "moegraph-deltanet.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-rows.cuh"
@@ -9,40 +10,8 @@
 
 constexpr int MOEGRAPH_STEP_THREADS = 128; // channels of a block
 constexpr int MOEGRAPH_STEP_TOKENS  = 32; // of a block; a tree has no more
-constexpr int MOEGRAPH_STEP_D_CONV  = 4;
 constexpr int MOEGRAPH_STEP_SEQS    = 65535; // blocks in y, and in z
 constexpr int MOEGRAPH_GATED_THREADS = 256;
-
-struct moegraph_step_args {
-    const float * qkv;      // channels side by side
-    int64_t       qkv_t;    // floats between tokens and between sequences
-    int64_t       qkv_s;
-    float       * pool;     // the last d_conv - 1 values of each channel, updated in place
-    int64_t       pool_s;   // floats between slots
-    const int32_t * slots;
-    const int32_t * parents; // nullptr: chains
-    const int32_t * lengths; // of chains; nullptr: all rows count
-    const float * w;
-    float       * conv;     // silu of the convolution, all channels
-    float       * q;
-    float       * k;
-    float         eps[2];   // of q and k
-    float         scale[2];
-    const float * beta;
-    float       * beta_out;
-    const float * alpha;
-    const float * dt;
-    const float * a;
-    float       * gate;
-    int           n_conv_blocks;
-    int           n_channels;
-    int           n_qk;     // channels of q, and of k
-    int           n_v;      // heads with a gate
-    int           n_tokens;
-    int           n_slots;
-    int           early_w;  // what may be read before the preceding kernel has ended
-    int           early_slots;
-};
 
 // The first blocks take 128 channels each, the others the gates, if there are any. blockIdx.y: the sequence, z: which 32 rows.
 template <int d, bool tree>
@@ -169,24 +138,9 @@ static __global__ void moegraph_gated_norm_kernel(
         return; // whole groups of n_threads
     }
     const int64_t at = (int64_t) row*d + i;
-    float4        v  = *(const float4 *) (x + at);
+    const float4  v  = *(const float4 *) (x + at);
     const float4  g  = *(const float4 *) (z + at);
-    float squares = v.x*v.x + v.y*v.y + v.z*v.z + v.w*v.w;
-    const int      lane = threadIdx.x % WARP_SIZE / n_threads*n_threads; // the group's first
-    const unsigned mask = n_threads == WARP_SIZE ? 0xFFFFFFFFu : 0xFFFFu << lane;
-#pragma unroll
-    for (int offset = n_threads/2; offset > 0; offset /= 2) {
-        squares += __shfl_xor_sync(mask, squares, offset, n_threads);
-    }
-    const float scale = rsqrtf(squares/d + eps);
-    v.x = scale*v.x*f.x*ggml_cuda_op_silu_single(g.x);
-    v.y = scale*v.y*f.y*ggml_cuda_op_silu_single(g.y);
-    v.z = scale*v.z*f.z*ggml_cuda_op_silu_single(g.z);
-    v.w = scale*v.w*f.w*ggml_cuda_op_silu_single(g.w);
-    *(float4 *) (dst + at) = v;
-    if (y != nullptr) {
-        moegraph_quantize_4(v, y + at/32);
-    }
+    moegraph_gated_row<d>(v, f, g, eps, dst + at, y ? y + at/32 : nullptr);
 }
 
 static bool moegraph_is_f32(const ggml_tensor * t) {
@@ -201,6 +155,7 @@ static bool moegraph_has_ne(const ggml_tensor * t, const int64_t ne0, const int6
 struct moegraph_step_nodes {
     enum { BETA, ADD, SOFTPLUS, GATE, CONV, SILU, Q_NORM, Q, K_NORM, K, N };
     ggml_tensor * at[N];
+    int           found[N];
     int           last;
 
     bool has_gates() const { return at[BETA] != nullptr; }
@@ -213,7 +168,7 @@ static bool moegraph_step_match(const ggml_cgraph * cgraph, const int i, moegrap
         GGML_OP_UNARY, GGML_OP_ADD, GGML_OP_UNARY, GGML_OP_MUL, GGML_OP_MOEGRAPH_CONV, GGML_OP_UNARY,
         GGML_OP_RMS_NORM, GGML_OP_SCALE, GGML_OP_RMS_NORM, GGML_OP_SCALE,
     };
-    int found[nodes::N];
+    int * found = m.found;
     m.last = moegraph_find_ops(cgraph, i, ops + first, nodes::N - first, found + first);
     if (m.last < 0) {
         return false;
@@ -346,6 +301,159 @@ static int moegraph_conv_silu_try(ggml_backend_cuda_context & ctx, const ggml_cg
     return last - i;
 }
 
+struct moegraph_gated_nodes {
+    ggml_tensor * norm;
+    ggml_tensor * weighted;
+    ggml_tensor * silu;
+    ggml_tensor * dst;
+    int           last;
+};
+
+static bool moegraph_gated_match(const ggml_cgraph * cgraph, const int i, moegraph_gated_nodes & m) {
+    static const ggml_op ops[4] = { GGML_OP_RMS_NORM, GGML_OP_MUL, GGML_OP_UNARY, GGML_OP_MUL };
+    int found[4];
+    m.last = moegraph_find_ops(cgraph, i, ops, 4, found);
+    if (m.last < 0) {
+        return false;
+    }
+    m.norm     = cgraph->nodes[found[0]];
+    m.weighted = cgraph->nodes[found[1]];
+    m.silu     = cgraph->nodes[found[2]];
+    m.dst      = cgraph->nodes[found[3]];
+    return m.weighted->src[0] == m.norm && moegraph_is_unary(m.silu, GGML_UNARY_OP_SILU) &&
+        m.dst->src[0] == m.weighted &&
+        m.dst->src[1] == m.silu && ggml_node_has_n_uses(cgraph, found[0], 1) &&
+        ggml_node_has_n_uses(cgraph, found[1], 1) &&
+        ggml_node_has_n_uses(cgraph, found[2], 1);
+}
+
+static bool moegraph_gated_supported(const moegraph_gated_nodes & m) {
+    const ggml_tensor * x = m.norm->src[0];
+    const ggml_tensor * w = m.weighted->src[1];
+    const ggml_tensor * z = m.silu->src[0];
+    const int64_t       d = x->ne[0];
+    return (d == 64 || d == 128) && moegraph_has_ne(w, d, 1, 1) && moegraph_apart(m.dst, w) &&
+        ggml_are_same_shape(x, z) && ggml_are_same_shape(x, m.dst) &&
+        moegraph_is_f32(x) && moegraph_is_f32(w) && moegraph_is_f32(z) && moegraph_is_f32(m.dst) &&
+        (m.dst->data == x->data || moegraph_apart(m.dst, x)) && (m.dst->data == z->data || moegraph_apart(m.dst, z));
+}
+
+static moegraph_gated_args moegraph_gated_args_of(
+        ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const moegraph_gated_nodes & m) {
+    // a product reads it as rows of another length
+    const ggml_tensor * read = m.dst;
+    if (m.last + 1 < cgraph->n_nodes && cgraph->nodes[m.last + 1]->op == GGML_OP_RESHAPE &&
+            cgraph->nodes[m.last + 1]->src[0] == read) {
+        read = cgraph->nodes[m.last + 1];
+    }
+    moegraph_gated_args args;
+    args.w   = (const float *) m.weighted->src[1]->data;
+    args.z   = (const float *) m.silu->src[0]->data;
+    args.dst = (float *) m.dst->data;
+    args.y   = (moegraph_block_y *) moegraph_rows_reserve(ctx, read);
+    args.eps = ggml_get_op_params_f32(m.norm, 0);
+    return args;
+}
+
+int moegraph_gated_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    moegraph_gated_nodes m;
+    if (cgraph->nodes[i]->op != GGML_OP_RMS_NORM || !moegraph_gated_match(cgraph, i, m) || !moegraph_gated_supported(m)) {
+        return 0;
+    }
+    const ggml_tensor * x = m.norm->src[0];
+    const moegraph_gated_args args = moegraph_gated_args_of(ctx, cgraph, m);
+    const int64_t d = x->ne[0];
+    const int n_rows  = ggml_nrows(x);
+    const int n_block = MOEGRAPH_GATED_THREADS/(d/4);
+    const ggml_cuda_kernel_launch_params params(
+        dim3((n_rows + n_block - 1)/n_block), dim3(MOEGRAPH_GATED_THREADS), (size_t) 0, ctx.stream());
+    const auto kernel = d == 128 ? moegraph_gated_norm_kernel<128> : moegraph_gated_norm_kernel<64>;
+    ggml_cuda_kernel_launch(kernel, params, (const float *) x->data, args.w, args.z, args.dst, args.y, n_rows,
+        (int) moegraph_is_constant(m.weighted->src[1]), args.eps);
+    return m.last - i;
+}
+
+// The delta rule behind a step, and the gated norm behind that if there is one: nodes that moegraph-delta-step.cu computes with
+// the step.
+struct moegraph_delta_nodes {
+    const ggml_tensor *  delta;
+    moegraph_gated_nodes gated;
+    bool                 has_gated;
+    int                  at; // of delta
+
+    int last() const { return has_gated ? gated.last : at; }
+};
+
+static int moegraph_next_node(const ggml_cgraph * cgraph, int i) {
+    while (++i < cgraph->n_nodes && moegraph_is_view_op(cgraph->nodes[i])) {
+    }
+    return i;
+}
+
+// Nobody else may read what is between the nodes.
+static bool moegraph_delta_match(const ggml_cgraph * cgraph, const moegraph_step_nodes & step, moegraph_delta_nodes & m) {
+    using nodes = moegraph_step_nodes;
+    const int i = moegraph_next_node(cgraph, step.last);
+    if (!step.has_gates() || i >= cgraph->n_nodes || cgraph->nodes[i]->op != GGML_OP_MOEGRAPH_DELTA_NET ||
+            (cgraph->nodes[i]->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
+        return false;
+    }
+    const ggml_tensor * delta = m.delta = cgraph->nodes[i];
+    for (const int n : { nodes::BETA, nodes::GATE, nodes::Q, nodes::K }) {
+        if (!ggml_node_has_n_uses(cgraph, step.found[n], 1)) {
+            return false;
+        }
+    }
+    const auto is_of = [&](const ggml_tensor * t, const int n) { return t == step.at[n] || t->view_src == step.at[n]; };
+    if (!ggml_node_has_n_uses(cgraph, step.found[nodes::SILU], 3) || delta->src[0] != step.at[nodes::Q] ||
+            delta->src[1] != step.at[nodes::K] || delta->src[2]->view_src != step.at[nodes::SILU] ||
+            !is_of(delta->src[3], nodes::GATE) || !is_of(delta->src[4], nodes::BETA) ||
+            delta->src[6] != step.at[nodes::CONV]->src[3]) {
+        return false;
+    }
+    const int next = moegraph_next_node(cgraph, i);
+    m.at        = i;
+    m.has_gated = next < cgraph->n_nodes && cgraph->nodes[next]->op == GGML_OP_RMS_NORM &&
+        moegraph_gated_match(cgraph, next, m.gated) &&
+        (m.gated.norm->src[0] == delta || m.gated.norm->src[0]->view_src == delta);
+    return true;
+}
+
+// Shapes and places; needs allocated tensors. Blocks write while others still read.
+static bool moegraph_delta_supported(const moegraph_step_nodes & step, moegraph_delta_nodes & m) {
+    using nodes = moegraph_step_nodes;
+    const ggml_tensor * delta = m.delta;
+    const ggml_tensor * silu  = step.at[nodes::SILU];
+    const ggml_tensor * v     = delta->src[2];
+    const size_t n_qk = ggml_nbytes(step.at[nodes::Q])/delta->ne[3]; // bytes of a sequence
+    if (!moegraph_delta_step_supported(delta) || !moegraph_is_f32(delta) || v->view_offs != 2*n_qk ||
+            v->nb[1] != MOEGRAPH_DELTA_STEP_D*sizeof(float) || v->nb[3] != silu->nb[2] ||
+            silu->ne[0] != (2*delta->src[0]->ne[1] + delta->ne[1])*MOEGRAPH_DELTA_STEP_D) {
+        return false;
+    }
+    m.has_gated = m.has_gated && moegraph_gated_supported(m.gated);
+    std::vector<const ggml_tensor *> out = { delta, delta->src[5] };
+    std::vector<const ggml_tensor *> in  = {
+        step.at[nodes::CONV]->src[0], step.at[nodes::CONV]->src[1], delta->src[6], step.at[nodes::BETA]->src[0],
+        step.at[nodes::ADD]->src[0], step.at[nodes::ADD]->src[1], step.at[nodes::GATE]->src[1],
+    };
+    if (m.has_gated) {
+        const ggml_tensor * z = m.gated.silu->src[0]; // its place may be the result's, but nothing else's
+        if (!moegraph_apart(delta, z) || !moegraph_apart(delta, m.gated.weighted->src[1])) {
+            return false;
+        }
+        out.push_back(m.gated.dst);
+    }
+    for (const ggml_tensor * o : out) {
+        for (const ggml_tensor * read : in) {
+            if (!moegraph_apart(o, read)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
 int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
     using nodes = moegraph_step_nodes;
     nodes m;
@@ -395,6 +503,18 @@ int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgra
     args.early_w     = moegraph_is_constant(op->src[1]);
     args.early_slots = moegraph_is_input(op->src[3]);
 
+    moegraph_delta_nodes d;
+    if (moegraph_delta_match(cgraph, m, d) && moegraph_delta_supported(m, d)) {
+        moegraph_delta_step_args all = {};
+        all.step  = args;
+        all.delta = moegraph_delta_args_of(d.delta);
+        if (d.has_gated) {
+            all.gated = moegraph_gated_args_of(ctx, cgraph, d.gated);
+        }
+        moegraph_delta_step(ctx, all, d.delta);
+        return d.last() - i;
+    }
+
     const int n_gate_blocks = (args.n_v*args.n_tokens + MOEGRAPH_STEP_THREADS - 1)/MOEGRAPH_STEP_THREADS;
     const ggml_cuda_kernel_launch_params params(
         dim3(args.n_conv_blocks + n_gate_blocks, n_seqs, (args.n_tokens + MOEGRAPH_STEP_TOKENS - 1)/MOEGRAPH_STEP_TOKENS),
@@ -406,75 +526,18 @@ int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgra
     return m.last - i;
 }
 
-struct moegraph_gated_nodes {
-    ggml_tensor * norm;
-    ggml_tensor * weighted;
-    ggml_tensor * silu;
-    ggml_tensor * dst;
-    int           last;
-};
-
-static bool moegraph_gated_match(const ggml_cgraph * cgraph, const int i, moegraph_gated_nodes & m) {
-    static const ggml_op ops[4] = { GGML_OP_RMS_NORM, GGML_OP_MUL, GGML_OP_UNARY, GGML_OP_MUL };
-    int found[4];
-    m.last = moegraph_find_ops(cgraph, i, ops, 4, found);
-    if (m.last < 0) {
-        return false;
-    }
-    m.norm     = cgraph->nodes[found[0]];
-    m.weighted = cgraph->nodes[found[1]];
-    m.silu     = cgraph->nodes[found[2]];
-    m.dst      = cgraph->nodes[found[3]];
-    return m.weighted->src[0] == m.norm && moegraph_is_unary(m.silu, GGML_UNARY_OP_SILU) &&
-        m.dst->src[0] == m.weighted &&
-        m.dst->src[1] == m.silu && ggml_node_has_n_uses(cgraph, found[0], 1) &&
-        ggml_node_has_n_uses(cgraph, found[1], 1) &&
-        ggml_node_has_n_uses(cgraph, found[2], 1);
-}
-
-int moegraph_gated_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
-    moegraph_gated_nodes m;
-    if (cgraph->nodes[i]->op != GGML_OP_RMS_NORM || !moegraph_gated_match(cgraph, i, m)) {
-        return 0;
-    }
-    const ggml_tensor * x = m.norm->src[0];
-    const ggml_tensor * w = m.weighted->src[1];
-    const ggml_tensor * z = m.silu->src[0];
-    const int64_t       d = x->ne[0];
-    if ((d != 64 && d != 128) || !moegraph_has_ne(w, d, 1, 1) || !moegraph_apart(m.dst, w) ||
-            !ggml_are_same_shape(x, z) || !ggml_are_same_shape(x, m.dst) ||
-            !moegraph_is_f32(x) || !moegraph_is_f32(w) || !moegraph_is_f32(z) || !moegraph_is_f32(m.dst) ||
-            (m.dst->data != x->data && !moegraph_apart(m.dst, x)) ||
-            (m.dst->data != z->data && !moegraph_apart(m.dst, z))) {
-        return 0;
-    }
-    // a product reads it as rows of another length
-    const ggml_tensor * read = m.dst;
-    if (m.last + 1 < cgraph->n_nodes && cgraph->nodes[m.last + 1]->op == GGML_OP_RESHAPE &&
-            cgraph->nodes[m.last + 1]->src[0] == read) {
-        read = cgraph->nodes[m.last + 1];
-    }
-    moegraph_block_y * y = (moegraph_block_y *) moegraph_rows_reserve(ctx, read);
-
-    const int n_rows  = ggml_nrows(x);
-    const int n_block = MOEGRAPH_GATED_THREADS/(d/4);
-    const ggml_cuda_kernel_launch_params params(
-        dim3((n_rows + n_block - 1)/n_block), dim3(MOEGRAPH_GATED_THREADS), (size_t) 0, ctx.stream());
-    const auto kernel = d == 128 ? moegraph_gated_norm_kernel<128> : moegraph_gated_norm_kernel<64>;
-    ggml_cuda_kernel_launch(kernel, params, (const float *) x->data, (const float *) w->data, (const float *) z->data,
-        (float *) m.dst->data, y, n_rows, (int) moegraph_is_constant(w), ggml_get_op_params_f32(m.norm, 0));
-    return m.last - i;
-}
-
 void moegraph_deltanet_keep(const ggml_cgraph * cgraph, const int i,
         const ggml_backend_graph_optimize_params * params) {
     moegraph_step_nodes step;
     if (moegraph_step_may_begin(cgraph->nodes[i]) && moegraph_step_match(cgraph, i, step)) {
         using nodes = moegraph_step_nodes;
-        params->add_alloc_dep(params->user_data, step.at[nodes::CONV]->src[0], step.at[nodes::K]);
+        moegraph_delta_nodes delta;
+        const bool joined = moegraph_delta_match(cgraph, step, delta);
+        ggml_tensor * last = joined ? cgraph->nodes[delta.last()] : step.at[nodes::K];
+        params->add_alloc_dep(params->user_data, step.at[nodes::CONV]->src[0], last);
         if (step.has_gates()) {
             for (const int n : { nodes::BETA, nodes::ADD }) {
-                params->add_alloc_dep(params->user_data, step.at[n]->src[0], step.at[nodes::K]);
+                params->add_alloc_dep(params->user_data, step.at[n]->src[0], last);
             }
         }
     }
