@@ -58,9 +58,12 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     )
     tightest = None
     for group, names in _groups(root):
-        limit, left = _room(group, names)
+        limit = _number(group / names[0])
         # version 1 reports "no limit" as a number larger than any machine's memory
-        if limit is None or left is None or (total is not None and limit >= total):
+        if limit is None or (total is not None and limit >= total):
+            continue
+        left = _left(group, limit, names)
+        if left is None:
             continue
         tightest = limit if tightest is None else min(tightest, limit)
         available = left if available is None else min(left, available)
@@ -81,16 +84,16 @@ def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
             yield root / folder / path, names
 
 
-def _room(group: Path, names: tuple[str, ...]) -> tuple[int | None, int | None]:
-    """Return a control group's limit and its bytes still available, None if unknown."""
-    limit_name, used_name, stat_name, cached_name = names
-    limit, used = _number(group / limit_name), _number(group / used_name)
-    if limit is None or used is None:
-        return limit, None
+def _left(group: Path, limit: int, names: tuple[str, ...]) -> int | None:
+    """Return the bytes that a control group may still take, None if unknown."""
+    _, used_name, stat_name, cached_name = names
+    used = _number(group / used_name)
+    if used is None:
+        return None
     stat = dict(re.findall(r"^(\w+) (\d+)$", system_text(group / stat_name), re.M))
     # cached files can be dropped, but not shared memory and tmpfs, which count as cached too
     cached = max(0, int(stat.get(cached_name, 0)) - int(stat.get("shmem", 0)))
-    return limit, max(0, limit - used + cached)
+    return max(0, limit - used + cached)
 
 
 def _number(path: Path) -> int | None:
