@@ -42,9 +42,8 @@ class Answers:
     sweeping: the requests whose prompts a sweep reads. One that ends meanwhile keeps its slot until
     the sweep has ended, unless it is alone in it. read, left: requests whose prompts were read, and
     that need no more work, of which the scheduler was not told yet. full: requests whose context is
-    to be shifted. worthless: idle slots that hold
-    what nobody is to go on from. n_failures: how often the device failed since it last did some
-    work.
+    to be shifted. worthless: idle slots that hold what nobody is to go on from. n_failures: how
+    often the device failed since it last did some work.
     """
 
     def __init__(

@@ -175,9 +175,15 @@ class Scheduler(Generic[T]):
         self._requests[key] = At.WAITS
 
     def put(self, key: T, at: At) -> None:
-        """Note where a request is now; `began` notes it of a sweep."""
+        """Note where a request is now; `began` notes it of a sweep.
+
+        One that waits again, because its context was shifted, has given up its memory. It waits
+        behind the others: else they would wait for the end of an answer that perhaps has none.
+        """
+        if at is At.WAITS:
+            self._requests.pop(key, None)
         self._requests[key] = at
-        if at is At.MOVED:
+        if at in (At.MOVED, At.WAITS):
             self._is_held = False
 
     def hold(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from helpers.patience import until
 from helpers.server_process import serving
 
 from moegraph.cli import main
@@ -46,6 +48,18 @@ def test_a_request_says_what_is_kept_and_its_answer_that_it_was_truncated() -> N
         (found,) = ask(server.url, "/api/generate", **raw)
         (same,) = ask(server.url, "/completion", **asked, n_keep=4)
         assert found["response"] == same["content"]
+
+
+def test_others_are_answered_beside_a_text_that_never_ends() -> None:
+    with serving("-c", N_CTX, "--context-shift") as server:
+        body = {"prompt": PROMPT, "n_predict": -1, "ignore_eos": True, "stream": True}
+        head = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(server.url + "/completion", json.dumps(body).encode(), head)
+        with urllib.request.urlopen(asked, timeout=120) as endless, ThreadPoolExecutor(1) as thread:
+            endless.readline()
+            short = thread.submit(ask, server.url, "/completion", prompt=PROMPT, n_predict=20)
+            until(lambda: endless.readline() and short.done(), 0)
+        assert short.result()[0]["tokens_predicted"] == 20
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])

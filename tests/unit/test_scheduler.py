@@ -230,6 +230,18 @@ def test_what_does_not_fit_waits_until_something_ends() -> None:
     assert scheduler.next(lambda _: 9) == Restore("b")
 
 
+def test_an_answer_whose_context_is_shifted_waits_behind_the_others() -> None:
+    scheduler = Scheduler[str](n_slots=2, n_waiting=4)
+    scheduler.add("endless")
+    scheduler.put("endless", At.DECODES)
+    scheduler.add("short")
+    scheduler.decoded(1)
+    scheduler.hold()  # there was no memory for it
+    assert scheduler.next(lambda key: 10) == Decode(("endless",))
+    scheduler.put("endless", At.WAITS)
+    assert scheduler.next(lambda key: 10) == Begin("short", ("endless",))
+
+
 def test_a_sweep_shares_its_time() -> None:
     scheduler = Scheduler[str](4, 10)
     for name, at in (("a", At.DECODES), ("b", At.WAITS), ("c", At.WAITS)):
