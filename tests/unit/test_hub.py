@@ -17,6 +17,7 @@ import huggingface_hub
 import pytest
 from click.testing import CliRunner
 from helpers.fake_hub import COMMIT, FakeHub
+from helpers.ggufbytes import File, T, kv
 from huggingface_hub import constants, file_download
 
 from moegraph.cli import main, models
@@ -262,7 +263,7 @@ def test_the_encoder_of_a_repository_comes_with_the_model(
 def test_which_encoder_a_command_opens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path, asked = tmp_path / "M.gguf", list[str]()
     encoder = tmp_path / "mmproj-F16.gguf"
-    encoder.touch()
+    encoder.write_bytes(File([kv("general.architecture", T.STRING, "clip")]).build())
     monkeypatch.setattr(models, "get_mmproj", lambda _, repo, *__: asked.append(repo))
     model = SimpleNamespace(path=path, hparams=SimpleNamespace(rope_sections=(1, 1, 1), n_embd=8))
     many = SimpleNamespace(many=SimpleNamespace(n=1))
