@@ -121,6 +121,9 @@ def test_limits(
     with pytest.raises(RequestError, match="allowed: 1 to 100"):
         reader.encode(png(40, 40, 9))
     monkeypatch.undo()
+    small, side = png(40, 40), (8193).to_bytes(4, "big")
+    with pytest.raises(RequestError, match="8193 x 8193 pixels; at most 67108864 in all"):
+        reader.encode(small[:16] + side + side + small[24:])
     monkeypatch.setattr(pictures, "MAX_PICTURES", 1)
     shown: dict[str, pictures.Shown] = {}
     reader.show(shown, uri(png(40, 40)), "one")

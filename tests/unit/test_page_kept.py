@@ -503,7 +503,8 @@ def test_formulas_and_code(browser: Any, has_libraries: bool) -> None:
         assert page.inner_text(".answer .hljs-comment") == "# <b>"
 
 
-@pytest.mark.parametrize("size, scheme", [((1280, 800), "light"), ((360, 740), "dark")])
+@pytest.mark.parametrize("size", [(1280, 800), (360, 740)])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(browser: Any, scheme: str, size: tuple[int, int]) -> None:
     axe, case = axe_script(), seeing_case([RICH])
     view = {"width": size[0], "height": size[1]}
