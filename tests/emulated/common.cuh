@@ -94,7 +94,6 @@ static void emulated_launch(const char * file, const int line, void (* kernel)(P
 
 static inline void ggml_cuda_pdl_sync() {}
 static inline void ggml_cuda_pdl_lc() {}
-static inline void __threadfence() {}
 
 static inline float rsqrtf(const float x) { return 1.0f/sqrtf(x); }
 
