@@ -212,8 +212,6 @@ static inline uint32_t __reduce_min_sync(const uint32_t mask, const uint32_t x) 
     return ~__reduce_max_sync(mask, ~x);
 }
 
-static inline void __threadfence() {} // blocks run one after the other
-
 template <typename T> static inline T atomicAdd(T * at, const T x) {
     const T before = *at;
     *at += x;

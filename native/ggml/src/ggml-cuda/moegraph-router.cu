@@ -30,6 +30,17 @@ struct moegraph_router_args {
     float         scale;
 };
 
+// Counts a block. Whoever counts the last one sees what those before it wrote; a fence of its own would cost more.
+[[maybe_unused]] static __device__ __forceinline__ unsigned moegraph_router_arrive(unsigned * arrived) {
+#ifdef __CUDA_ARCH__
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+    return before;
+#else
+    return atomicAdd(arrived, 1u);
+#endif // __CUDA_ARCH__
+}
+
 // A warp chooses from the logits, with the bits of upstream's topk_moe_cuda: lane l has the experts l, l + 32, ...
 template <int n_mine>
 static __device__ __forceinline__ void moegraph_router_choose(const moegraph_router_args & args) {
@@ -73,7 +84,8 @@ static __device__ __forceinline__ void moegraph_router_choose(const moegraph_rou
         key[i] = u ^ (u >> 31 != 0 ? 0xFFFFFFFFu : 0x80000000u); // in the order of the floats
     }
 
-    float weight = 0.0f; // of choice number `lane`
+    int   chosen = 0;    // choice number `lane`
+    float weight = 0.0f; // of it
     float sum    = 0.0f; // of those of this lane's experts
     for (int k = 0; k < args.n_used; ++k) {
         uint32_t best  = key[0];
@@ -98,14 +110,15 @@ static __device__ __forceinline__ void moegraph_router_choose(const moegraph_rou
             }
         }
         if (k == lane) {
+            chosen = expert;
             weight = value;
-            args.ids[k] = expert;
         }
     }
     if (args.normed) {
         weight *= 1.0f/fmaxf(warp_reduce_sum(sum), args.clamp);
     }
     if (lane < args.n_used) {
+        args.ids[lane]     = chosen;
         args.weights[lane] = weight*args.scale;
     }
 }
@@ -152,16 +165,18 @@ static __global__ void __launch_bounds__(ROUTER_ROWS*ROUTER_THREADS, 1) moegraph
     for (int step = ROUTER_WARPS/2; step > 0; step /= 2) {
         sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFF, sum, step, 32));
     }
-    if (lane % ROUTER_WARPS == 0 && lane < ROUTER_ROWS*ROUTER_WARPS) {
-        args.logits[ROUTER_ROWS*blockIdx.x + lane/ROUTER_WARPS] = sum;
+#pragma unroll
+    for (int r = 0; r < ROUTER_ROWS; ++r) {
+        const float logit = __shfl_sync(0xFFFFFFFF, sum, r*ROUTER_WARPS);
+        if (lane == 0) {
+            args.logits[ROUTER_ROWS*blockIdx.x + r] = logit;
+        }
     }
-    __threadfence(); // whoever counts this block sees its logits
-    __syncwarp();
-    const unsigned before = __shfl_sync(0xFFFFFFFF, lane == 0 ? atomicAdd(args.arrived, 1u) : 0u, 0);
+    const unsigned before = __shfl_sync(0xFFFFFFFF, lane == 0 ? moegraph_router_arrive(args.arrived) : 0u, 0);
     if (before != gridDim.x - 1) {
         return;
     }
-    __threadfence();
+    __syncwarp();
     if (lane == 0) {
         *args.arrived = 0;
     }
