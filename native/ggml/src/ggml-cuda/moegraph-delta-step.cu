@@ -1,3 +1,4 @@
+#include "moegraph-arrive.cuh"
 #include "moegraph-context.cuh"
 #include "moegraph-delta-step.cuh"
 
@@ -6,7 +7,7 @@ constexpr int MOEGRAPH_DELTA_STEP_THREADS = MOEGRAPH_DELTA_STEP_COLUMNS*WARP_SIZ
 
 // Returns whether this block is the last of n that count themselves here; then the count is 0 again.
 static __device__ __forceinline__ bool moegraph_arrives_last(unsigned * count, const unsigned n) {
-    const bool is_last = atomicAdd(count, 1u) == n - 1;
+    const bool is_last = moegraph_arrive(count) == n - 1;
     if (is_last) {
         *count = 0;
     }
@@ -135,9 +136,7 @@ moegraph_delta_step_kernel(const moegraph_delta_step_args args) {
     if (args.gated.dst != nullptr) {
         __syncthreads();
         if (tid == 0) {
-            __threadfence(); // the block's results come before its count
             last_of_head = moegraph_arrives_last(args.arrived + at, gridDim.z);
-            __threadfence();
         }
     }
     if (there) {

@@ -1,5 +1,6 @@
 #include "moegraph-router.cuh"
 
+#include "moegraph-arrive.cuh"
 #include "moegraph-context.cuh"
 #include "moegraph-rows-types.cuh"
 
@@ -29,17 +30,6 @@ struct moegraph_router_args {
     float         clamp;
     float         scale;
 };
-
-// Counts a block. Whoever counts the last one sees what those before it wrote; a fence of its own would cost more.
-[[maybe_unused]] static __device__ __forceinline__ unsigned moegraph_router_arrive(unsigned * arrived) {
-#ifdef __CUDA_ARCH__
-    unsigned before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
-    return before;
-#else
-    return atomicAdd(arrived, 1u);
-#endif // __CUDA_ARCH__
-}
 
 // A warp chooses from the logits, with the bits of upstream's topk_moe_cuda: lane l has the experts l, l + 32, ...
 template <int n_mine>
@@ -172,7 +162,7 @@ static __global__ void __launch_bounds__(ROUTER_ROWS*ROUTER_THREADS, 1) moegraph
             args.logits[ROUTER_ROWS*blockIdx.x + r] = logit;
         }
     }
-    const unsigned before = __shfl_sync(0xFFFFFFFF, lane == 0 ? moegraph_router_arrive(args.arrived) : 0u, 0);
+    const unsigned before = __shfl_sync(0xFFFFFFFF, lane == 0 ? moegraph_arrive(args.arrived) : 0u, 0);
     if (before != gridDim.x - 1) {
         return;
     }
