@@ -156,7 +156,10 @@ class InputBlock(Owner):
             return self._block.put(b.leaf(dtype, ne, name), "inputs", offset)
 
         slots = leaf(I32, (shape.n_seqs,), "inp_slots", at.slots)
-        C.ggml_set_input(slots)  # kernels read it early
+        pos = leaf(I32, (n_tokens,), "inp_pos", at.pos)
+        kv_idx = leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx)
+        for tensor in (slots, pos, kv_idx):
+            C.ggml_set_input(tensor)  # kernels read it early
         found: dict[str, Any] = {}
         if shape.n_out:
             found["out_ids"] = leaf(I32, (shape.n_out,), "inp_out_ids", at.out_ids)
@@ -183,8 +186,7 @@ class InputBlock(Owner):
             if n_gathered:
                 kv_rows = leaf(I32, (shape.n_kv * shape.n_seqs,), "inp_kv_rows", at.attention)
                 found["kv_rows"] = spans(b, shape.n_kv, kv_rows, 0, 1, 2, 3)
-        pos = leaf(I32, (n_tokens,), "inp_pos", at.pos)
-        inp = PassInputs(pos, leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx), slots, **found)
+        inp = PassInputs(pos, kv_idx, slots, **found)
         if not self._window:
             return inp
         mask_at, rows_at, idx_at, _ = self._window_at(at, shape)

@@ -24,7 +24,6 @@ from moegraph.graphs.cache import GraphCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-
 EPS = 1e-6
 
 
@@ -301,6 +300,52 @@ def test_norm_and_rotation_of_heads_are_one_kernel(device: Device, n_rows: int) 
     for one, apart in zip(run(True), run(False)):
         assert np.isnan(one[-1]).all() and not np.isnan(apart[-1]).any(), "not one kernel"
         assert nmse(one[0], apart[0].astype(np.float64)) < 1e-9
+
+
+@pytest.mark.parametrize("is_input", [False, True])
+@pytest.mark.parametrize("n_rows", [1, 3, 64])
+def test_heads_of_a_layer_and_their_writes_are_one_kernel(
+    device: Device, n_rows: int, is_input: bool
+) -> None:
+    """Norms and rotations of Q and K, the writes of K and V: as apart, and K is written once."""
+    d, n_head, n_kv, n_cache = 256, 16, 2, 80
+    hp = SimpleNamespace(
+        n_rot=64, n_ctx_orig=4096, rope_freq_base=1e7, rope_freq_scale=1.0, rope_ext_factor=0.0,
+        rope_attn_factor=1.0, rope_beta_fast=32.0, rope_beta_slow=1.0,
+    )  # fmt: skip
+    full, keys, values = (random(i, n_rows, n * d) for i, n in enumerate((2 * n_head, n_kv, n_kv)))
+    weights = [random(i, d) for i in (4, 5)]
+    positions, places = np.arange(n_rows, dtype=np.int32) + 7, np.arange(n_rows)[::-1] + 5
+
+    def run(fuses: bool) -> list[Array]:
+        graph = Graph()
+        b = graph.b
+        pos, at = graph.leaf(positions, I32), graph.leaf(places.astype(np.int64), I64)
+        for leaf in (pos, at) if is_input else ():
+            C.ggml_set_input(leaf)
+        heads = b.view(graph.leaf(full), (d, n_head, n_rows), (8 * d, 8 * d * n_head))
+        k = b.reshape(graph.leaf(keys), d, n_kv, n_rows)
+        v = b.reshape(graph.leaf(values), d, n_kv, n_rows)
+        normed = [b.norm(x, graph.weight(w), EPS) for x, w in zip((heads, k), weights)]
+        q, k = (b.rope(x, pos, hp) for x in normed)
+        for tensor in (q, v, k):
+            b.expand(tensor)
+        written = []
+        for x in (k, v):
+            cache = graph.leaf(np.zeros((n_cache, d * n_kv), np.float16), F16)
+            rows = b.view(x, (d * n_kv, n_rows), (4 * d * n_kv,))
+            written.append(b.expand(b.set_rows(cache, rows, at)))
+        others = [] if fuses else [b.cont(x) for x in normed]
+        found = graph.run(device, [q, *written, *others, k, *normed], 4)[0]
+        halves = [x.view(np.float16).astype(np.float32) for x in found[1:3]]
+        return [found[0], *halves, *found[3:]]
+
+    one, apart = run(True), run(False)
+    assert all(np.isnan(x).all() for x in one[3:]), "not one kernel"
+    assert not any(np.isnan(x).any() for x in apart[-2:])
+    for got, expected in zip(one, apart[:3]):
+        assert nmse(got, expected.astype(np.float64)) < 1e-9
+    assert one[0].any() and one[1].any() and one[2].any()
 
 
 def layer_end(

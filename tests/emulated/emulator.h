@@ -235,6 +235,7 @@ static inline uint32_t __byte_perm(const uint32_t a, const uint32_t b, const uin
     return result;
 }
 static inline float __fadd_rn(const float a, const float b) { return a + b; }
+static inline float rsqrtf(const float x) { return 1.0f/sqrtf(x); }
 
 static inline uint32_t __umulhi(const uint32_t a, const uint32_t b) { return (uint64_t) a*b >> 32; }
 

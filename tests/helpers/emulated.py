@@ -29,6 +29,7 @@ LIBRARIES = ROOT / "moegraph" / "lib"
 PROGRAMS = {
     "conv": ("conv",),
     "faults": (),
+    "heads": ("heads",),
     "recurrence": ("chain", "recurrence", "tree"),
     "router": ("context", "router"),
     "rows": ("context", "one", "one-down", "rows-prepare", "rows", "rows-f32", "wide"),

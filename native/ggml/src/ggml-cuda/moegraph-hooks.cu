@@ -7,6 +7,7 @@
 #include "moegraph-deltanet.cuh"
 #include "moegraph-fetch.cuh"
 #include "moegraph-gate-up.cuh"
+#include "moegraph-heads.cuh"
 #include "moegraph-norm.cuh"
 #include "moegraph-one.cuh"
 #include "moegraph-recurrence.cuh"
@@ -86,6 +87,9 @@ bool moegraph_mul_mat_glu(ggml_backend_cuda_context & ctx, ggml_tensor * up, con
 
 int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
     if (const int n = moegraph_gated_norm_try(ctx, cgraph, i)) { // longer than a lone norm
+        return n;
+    }
+    if (const int n = moegraph_heads_try(ctx, cgraph, i)) {
         return n;
     }
     if (const int n = moegraph_add_norm_try(ctx, cgraph, i)) {
