@@ -19,10 +19,12 @@ from helpers.graph_runs import Array, Graph, nmse, random
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C, ffi
-from moegraph.ggml.ops import F16, I32, I64, Builder, Tensor
+from moegraph.ggml.ops import ATTN_WORDS, F16, I32, I64, Builder, Tensor
 from moegraph.graphs.cache import GraphCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from modelgen.blocks import TYPES
 
 EPS = 1e-6
 
@@ -346,6 +348,42 @@ def test_heads_of_a_layer_and_their_writes_are_one_kernel(
     for got, expected in zip(one, apart[:3]):
         assert nmse(got, expected.astype(np.float64)) < 1e-9
     assert one[0].any() and one[1].any() and one[2].any()
+
+
+@pytest.mark.parametrize("n_rows", [1, 4, 32, 130])
+def test_attention_its_gate_and_the_quantized_row_are_one_kernel(
+    device: Device, n_rows: int
+) -> None:
+    d, n_head, n_kv, n_past, page = 256, 16, 2, 300, 16
+    rng = np.random.default_rng(n_rows)
+    full = random(1, n_rows, 2 * n_head * d)
+    n_pages = -(-(n_past + n_rows) // page)
+    pools = [random(i, n_pages * page, n_kv * d).astype(np.float16) for i in (2, 3)]
+    words = np.zeros((n_rows, ATTN_WORDS), np.int32)
+    words[:, 1] = n_past + np.arange(n_rows)  # rows that are all committed but the last
+    words[:, 2] = words[:, 1] + 1
+    blocks = TYPES["Q8_0"].fill(rng, 256 * n_head * d // 32, 0.5)
+
+    def run(fuses: bool) -> list[Array]:
+        graph = Graph()
+        b = graph.b
+        rows, strides = graph.leaf(full), (8 * d, 8 * d * n_head)
+        k, v = (graph.leaf(pool, F16) for pool in pools)
+        pages = graph.leaf(np.arange(n_pages, dtype=np.int32)[None], I32)
+        q = b.view(rows, (d, n_head, n_rows), strides)
+        attn = b.expand(b.paged_attn(q, k, v, pages, graph.leaf(words, I32), page, d**-0.5))
+        gate = b.cont(b.view(rows, (d, n_head, n_rows), strides, 4 * d), d * n_head, n_rows)
+        sigmoid = b.sigmoid(gate)
+        out = b.mul(attn, sigmoid)
+        product = b.mul_mat(graph.blocks("Q8_0", blocks, n_head * d, 256), out)
+        others = [] if fuses else [b.cont(sigmoid)]
+        return graph.run(device, [product, out, *others, gate, sigmoid], 4)[0]
+
+    one, apart = run(True), run(False)
+    assert np.isnan(one[-2]).all() and np.isnan(one[-1]).all(), "not one kernel"
+    assert not np.isnan(apart[-1]).any()
+    assert nmse(one[1], apart[1].astype(np.float64)) < 1e-11
+    assert nmse(one[0], apart[0].astype(np.float64)) < 1e-7  # a quant may be another
 
 
 def layer_end(

@@ -1,7 +1,8 @@
 #include "moegraph-attn.cuh"
 
 #include "moegraph-attn-stage.cuh"
-#include "moegraph-rows-types.cuh"
+#include "moegraph-match.cuh"
+#include "moegraph-rows.cuh"
 
 #include <algorithm>
 
@@ -76,10 +77,24 @@ template <bool refined> struct moegraph_attn_eight {
     }
 };
 
+// What becomes of the sums.
+struct moegraph_attn_end {
+    float            * dst;       // [d*n_head, n_rows]
+    const float      * gate;      // the result is multiplied by its sigmoid; nullptr: it is not
+    int64_t            gate_head; // floats between heads
+    int64_t            gate_row;
+    moegraph_block_y * y;         // nullptr: no product of few rows reads the result
+};
+
+static __device__ __forceinline__ float moegraph_attn_sigmoid(const float x) {
+    return 1.0f/(1.0f + expf(-x));
+}
+
 // Adds up the splits of a row and head. Which thread adds which splits depends on their number alone.
 template <int d, bool refined>
 __launch_bounds__(MOEGRAPH_ATTN_SUM_THREADS, refined ? 3 : 4)
-static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph_attn_args args, float * dst) {
+static __global__ void moegraph_attn_sum_kernel(
+        const __grid_constant__ moegraph_attn_args args, const moegraph_attn_end end) {
     constexpr int n_lanes  = d/8; // of eight elements each
     constexpr int n_slices = MOEGRAPH_ATTN_SUM_THREADS/n_lanes;
     constexpr int n_deep   = MOEGRAPH_ATTN_SPLITS/n_slices; // splits of a slice
@@ -97,6 +112,11 @@ static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph
     const int n      = moegraph_attn_divide_up(n_keys, size) - moegraph_attn_first(n_keys, args.window)/size;
     const float sink = args.sinks != nullptr ? args.sinks[blockIdx.x % args.n_head] : -INFINITY;
     const int64_t first = (int64_t) blockIdx.x*args.n_splits;
+    float4 gate = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (end.gate != nullptr && tid < d/4) {
+        const int row = blockIdx.x/args.n_head, head = blockIdx.x % args.n_head;
+        gate = *(const float4 *) (end.gate + row*end.gate_row + head*end.gate_head + 4*tid);
+    }
 
     float weights[MOEGRAPH_ATTN_SPLITS/32], total = 0.0f, sum[8] = {};
 #pragma unroll
@@ -125,21 +145,34 @@ static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph
     to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     __syncthreads();
-    if (tid < d) {
-        float x = sums[0][tid];
+    if (tid < d/4) {
+        float4 x = ((const float4 *) sums[0])[tid];
 #pragma unroll
         for (int i = 1; i < n_slices; ++i) {
-            x += sums[i][tid];
+            const float4 y = ((const float4 *) sums[i])[tid];
+            x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
         }
-        dst[(int64_t) blockIdx.x*d + tid] = n_keys > 0 ? x*(1.0f/total) : 0.0f; // a row without keys is zero
+        const float f = 1.0f/total;
+        const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f); // a row without keys is zero
+        x = n_keys > 0 ? make_float4(x.x*f, x.y*f, x.z*f, x.w*f) : zero;
+        if (end.gate != nullptr) {
+            x = make_float4(x.x*moegraph_attn_sigmoid(gate.x), x.y*moegraph_attn_sigmoid(gate.y),
+                x.z*moegraph_attn_sigmoid(gate.z), x.w*moegraph_attn_sigmoid(gate.w));
+        }
+        const int64_t i = (int64_t) blockIdx.x*d + 4*tid;
+        *(float4 *) (end.dst + i) = x;
+        if (end.y != nullptr) {
+            moegraph_quantize_4(x, end.y + i/32);
+        }
     }
 }
 
 template <int d, bool refined>
-static void moegraph_attn_launch_sum(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, float * dst) {
+static void moegraph_attn_launch_sum(
+        ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const moegraph_attn_end & end) {
     const ggml_cuda_kernel_launch_params params(
         dim3(args.n_rows*args.n_head), dim3(MOEGRAPH_ATTN_SUM_THREADS), 0, ctx.stream());
-    ggml_cuda_kernel_launch(moegraph_attn_sum_kernel<d, refined>, params, args, dst);
+    ggml_cuda_kernel_launch(moegraph_attn_sum_kernel<d, refined>, params, args, end);
 }
 
 // Whether no kernel of this graph writes the tensor.
@@ -180,24 +213,27 @@ bool moegraph_attn_supported(const int device, const ggml_tensor * dst) {
 
 // Computes at most MOEGRAPH_ATTN_TOGETHER rows.
 static void moegraph_attn_rows(
-        ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const int d, float * out) {
+        ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const int d, const moegraph_attn_end & end) {
     switch (d) {
         case 64:
             moegraph_attn_launch<64>(ctx, args);
-            return moegraph_attn_launch_sum<64, true>(ctx, args, out);
+            return moegraph_attn_launch_sum<64, true>(ctx, args, end);
         case 128:
             moegraph_attn_launch<128>(ctx, args);
-            return moegraph_attn_launch_sum<128, true>(ctx, args, out);
+            return moegraph_attn_launch_sum<128, true>(ctx, args, end);
         case 256:
             moegraph_attn_launch<256>(ctx, args);
-            return args.refined ? moegraph_attn_launch_sum<256, true>(ctx, args, out)
-                                : moegraph_attn_launch_sum<256, false>(ctx, args, out);
+            return args.refined ? moegraph_attn_launch_sum<256, true>(ctx, args, end)
+                                : moegraph_attn_launch_sum<256, false>(ctx, args, end);
         default:
             GGML_ABORT("a head of %d elements", d);
     }
 }
 
-void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+// Computes the attention dst, and, if gate is not nullptr, its product with the sigmoid of gate [d, n_head, n_rows]. out: the
+// last node of these.
+static void moegraph_attn_gated(
+        ggml_backend_cuda_context & ctx, const ggml_tensor * dst, const ggml_tensor * gate, const ggml_tensor * out) {
     const ggml_tensor * q    = dst->src[0];
     const ggml_tensor * k    = dst->src[1];
     const ggml_tensor * v    = dst->src[2];
@@ -231,10 +267,59 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     // rows and pages come from the host: no kernel writes them
     args.early     = moegraph_attn_is_input(rows) && moegraph_attn_is_input(dst->src[3]);
 
+    const auto y = (moegraph_block_y *) moegraph_rows_reserve(ctx, out);
+    moegraph_attn_end end = {};
+    if (gate != nullptr) {
+        end.gate_head = gate->nb[1]/sizeof(float);
+        end.gate_row  = gate->nb[2]/sizeof(float);
+    }
     for (int64_t row = 0; row < q->ne[2]; row += MOEGRAPH_ATTN_TOGETHER) {
+        const int64_t first = row*q->ne[1]*d;
         args.q      = (const char *) q->data + row*q->nb[2];
         args.rows   = (const int32_t *) rows->data + row*MOEGRAPH_ATTN_WORDS;
         args.n_rows = (int) std::min<int64_t>(q->ne[2] - row, MOEGRAPH_ATTN_TOGETHER);
-        moegraph_attn_rows(ctx, args, d, (float *) dst->data + row*q->ne[1]*d);
+        end.dst     = (float *) out->data + first;
+        end.gate    = gate ? (const float *) gate->data + row*end.gate_row : nullptr;
+        end.y       = y ? y + first/32 : nullptr;
+        moegraph_attn_rows(ctx, args, d, end);
     }
+}
+
+void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    moegraph_attn_gated(ctx, dst, nullptr, dst);
+}
+
+int moegraph_attn_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    static const ggml_op ops[4] = { GGML_OP_MOEGRAPH_ATTN, GGML_OP_CONT, GGML_OP_UNARY, GGML_OP_MUL };
+    int found[4];
+    const int last = moegraph_find_ops(cgraph, i, ops, 4, found);
+    if (last < 0) {
+        return 0;
+    }
+    const ggml_tensor * attn    = cgraph->nodes[found[0]];
+    const ggml_tensor * cont    = cgraph->nodes[found[1]];
+    const ggml_tensor * sigmoid = cgraph->nodes[found[2]];
+    const ggml_tensor * out     = cgraph->nodes[found[3]];
+    const ggml_tensor * gate    = cont->src[0];
+    const ggml_tensor * q       = attn->src[0];
+    for (const int n : { 0, 1, 2 }) {
+        if (!ggml_node_has_n_uses(cgraph, found[n], 1)) {
+            return 0;
+        }
+    }
+    if (!moegraph_is_unary(sigmoid, GGML_UNARY_OP_SIGMOID) || sigmoid->src[0] != cont || out->src[0] != attn ||
+            out->src[1] != sigmoid || !ggml_are_same_shape(gate, q) || !ggml_are_same_shape(out, attn) ||
+            gate->type != GGML_TYPE_F32 || out->type != GGML_TYPE_F32 || !ggml_is_contiguous(out) ||
+            gate->nb[0] != sizeof(float) || gate->nb[1] % 16 != 0 || gate->nb[2] % 16 != 0 ||
+            (uintptr_t) gate->data % 16 != 0 || (uintptr_t) out->data % 16 != 0) {
+        return 0;
+    }
+    // blocks write while others still read the gate and partial sums, and of many rows the queries of later ones
+    const char * begin = (const char *) attn->data, * to = (const char *) out->data;
+    if (!moegraph_apart(out, gate) || !moegraph_apart(out, q) ||
+            (to != begin && to < begin + moegraph_attn_alloc_size(attn) && begin < to + ggml_nbytes(out))) {
+        return 0;
+    }
+    moegraph_attn_gated(ctx, attn, gate, out);
+    return last - i;
 }

@@ -2,8 +2,14 @@
 
 #include "common.cuh"
 
+#include "ggml-impl.h"
+
 // GGML_OP_MOEGRAPH_ATTN (moegraph.h).
 void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+
+// If node i is one whose result is multiplied by the sigmoid of a gate, runs both as one. Returns how many nodes behind i
+// that covers, 0 if there are none (then nothing has been run).
+int moegraph_attn_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i);
 
 bool moegraph_attn_supported(int device, const ggml_tensor * dst);
 

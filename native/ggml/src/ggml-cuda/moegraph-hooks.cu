@@ -92,6 +92,9 @@ int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgrap
     if (const int n = moegraph_heads_try(ctx, cgraph, i)) {
         return n;
     }
+    if (const int n = moegraph_attn_try(ctx, cgraph, i)) {
+        return n;
+    }
     if (const int n = moegraph_add_norm_try(ctx, cgraph, i)) {
         return n;
     }
