@@ -87,16 +87,17 @@ class PassInputs:
 
     pos I32 [n_tokens], or [4 * n_tokens] with axes; kv_idx I64 [n_tokens], rows of the KV caches;
     slots I32 [n_seqs], the recurrent states of the sequences; out_ids I32 [n_out], or None if n_out
-    is 0; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With layers that have a window: window, their
-    kv_idx, and their pages, or kv_rows and kq_mask for as many positions as they need, and n_parts,
-    in which a single row sums over them on the CPU. With several sequences in the engine: kv_rows
-    I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents I32
-    [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
-    which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS
-    results: draws I32 [DRAW_WORDS, n_out], for candidates (`RowSampler.draw`). With pages, in place
-    of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. With
-    sequences of which each has its own number of rows: joint. For a drafter, without trees:
-    hidden_rows I32 [n_tokens], where rows go in their ring. What a pass does not need is None.
+    is 0 or n_tokens; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With layers that have a window:
+    window, their kv_idx, and their pages, or kv_rows and kq_mask for as many positions as they
+    need, and n_parts, in which a single row sums over them on the CPU. With several sequences in
+    the engine: kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With
+    trees: parents I32 [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that
+    are padding, of which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most
+    DRAW_ROWS results: draws I32 [DRAW_WORDS, n_out], for candidates (`RowSampler.draw`). With
+    pages, in place of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS,
+    n_tokens]. With sequences of which each has its own number of rows: joint. For a drafter,
+    without trees: hidden_rows I32 [n_tokens], where rows go in their ring. What a pass does not
+    need is None.
     """
 
     pos: Tensor

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..errors import InternalError
 from ..ggml.choose import DRAW_WORDS
 from ..ggml.lib import C
-from ..ggml.ops import Builder, Tensor
+from ..ggml.ops import Builder, Tensor, shape
 from ..resident.weights import HeadWeights
 
 
@@ -50,7 +50,8 @@ def build_head(
 
     Source: mirrors the end of llama.cpp's graphs, all after the last layer.
     """
-    cur = cur if out_ids is None else b.get_rows(cur, out_ids)
+    # a view keeps both names, and CUDA multiplies what the norm has quantized
+    cur = b.reshape(cur, *shape(cur)[:2]) if out_ids is None else b.get_rows(cur, out_ids)
     b.name(cur, "result_norm")
     logits = b.mul_mat(weights.output, cur)
     if weights.softcap:

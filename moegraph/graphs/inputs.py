@@ -161,7 +161,7 @@ class InputBlock(Owner):
         for tensor in (slots, pos, kv_idx):
             C.ggml_set_input(tensor)  # kernels read it early
         found: dict[str, Any] = {}
-        if shape.n_out:
+        if 0 < shape.n_out < n_tokens:
             found["out_ids"] = leaf(I32, (shape.n_out,), "inp_out_ids", at.out_ids)
         if 0 < shape.n_out <= DRAW_ROWS:
             found["draws"] = leaf(I32, (DRAW_WORDS, shape.n_out), "inp_draws", at.draws)
@@ -314,9 +314,7 @@ class InputBlock(Owner):
         kv_idx = region(at.kv_idx, n_tokens, np.int64)
         kv_idx[:] = self._kv_idx(slots, first + steps, tree, state.pool.rows, state.spare_row)
         kv_idx[n_real:] = state.spare_row
-        if shape.n_out == n_tokens:
-            region(at.out_ids, n_tokens, np.int32)[:] = np.arange(n_tokens)
-        elif shape.n_out:
+        if 0 < shape.n_out < n_tokens:
             region(at.out_ids, shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n - 1
         if tree is not None:
             region(at.parents, n_tokens, np.int32)[:] = tree.parents.reshape(-1)
@@ -390,7 +388,6 @@ class _OneRow:
         self.embd = region(at.embd, n_embd, np.float32).reshape(1, n_embd)
         self.draws = region(at.draws, DRAW_WORDS, np.int32).reshape(1, DRAW_WORDS)
         self._pos, self._kv_idx = region(at.pos, 1, np.int32), region(at.kv_idx, 1, np.int64)
-        region(at.out_ids, 1, np.int32)[:] = 0
         self._slot = region(at.slots, 1, np.int32)
         n_pages = state.pool.table.shape[1]
         self._pages = region(at.attention, n_pages, np.int32)

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
+from helpers.graph_runs import Graph, random
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, Builder
+from moegraph.graphs.head import _sum_of_logits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -132,3 +134,24 @@ def test_the_first_of_equal_logits_is_the_argmax(device: Device) -> None:
 
     found = np.frombuffer(run(device, build), np.int32)
     assert found.tolist() == [77, 5]
+
+
+@pytest.mark.parametrize("n_rows", [1, 3])
+def test_an_argmax_and_the_sums_that_check_it_are_one_kernel(device: Device, n_rows: int) -> None:
+    """As the head has them; a logit or a value of a row that is not a number shows in the sum."""
+    n = 248_320
+    logits, hidden = random(1, n_rows, n), random(2, n_rows, 2048)
+    for wrong in (None, logits, hidden):
+        if wrong is not None:
+            wrong[-1, -1] = np.nan
+        graph = Graph()
+        b, x = graph.b, graph.leaf(logits)
+        best, of_row = b.expand(b.argmax(x)), b.sum_rows(graph.leaf(hidden))
+        of_logits = _sum_of_logits(b, x)
+        check = b.add(of_row, of_logits)
+        found = graph.run(device, [check, best, of_row, of_logits], 4)[0]
+        assert all(np.isnan(part).all() for part in found[2:]), "not one kernel"
+        np.testing.assert_array_equal(found[1].view(np.int32), np.nanargmax(logits, 1))
+        expected = logits.sum(1, dtype=np.float64) + hidden.sum(1, dtype=np.float64)
+        np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-2)
+        assert np.isnan(found[0][-1]) == (wrong is not None)

@@ -27,6 +27,7 @@ LIBRARIES = ROOT / "moegraph" / "lib"
 # A program, and the files of kernels that it runs, moegraph-NAME.cu; one that is not there is left
 # out.
 PROGRAMS = {
+    "argmax": ("argmax",),
     "attn": ("attn",),
     "conv": ("conv",),
     "faults": (),

@@ -33,7 +33,9 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", ["attn", "conv", "heads", "recurrence", "router", "rows", "step"])
+@pytest.mark.parametrize(
+    "program", ["argmax", "attn", "conv", "heads", "recurrence", "router", "rows", "step"]
+)
 def test_kernels_compute_what_they_should(program: str) -> None:
     done = run(program)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

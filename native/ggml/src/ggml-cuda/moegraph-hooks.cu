@@ -1,6 +1,7 @@
 #include "moegraph-hooks.cuh"
 
 #include "moegraph-add-rows.cuh"
+#include "moegraph-argmax.cuh"
 #include "moegraph-attn.cuh"
 #include "moegraph-candidates.cuh"
 #include "moegraph-conv.cuh"
@@ -90,6 +91,9 @@ int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgrap
         return n;
     }
     if (const int n = moegraph_heads_try(ctx, cgraph, i)) {
+        return n;
+    }
+    if (const int n = moegraph_argmax_try(ctx, cgraph, i)) {
         return n;
     }
     if (const int n = moegraph_attn_try(ctx, cgraph, i)) {
