@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(MOEGRAPH_HEADS_THREADS) moegraph_heads_
     }
     const float x = tid < args.d ? args.x[part][row*args.x_row[part] + head*args.x_head[part] + tid] : 0.0f;
     values[tid] = x;
-    float squares = warp_reduce_sum(x*x);
+    float squares = warp_reduce_sum(__fmul_rn(x, x));
     if (tid % 32 == 0) {
         sums[tid/32] = squares;
     }
@@ -99,8 +99,9 @@ static __global__ void __launch_bounds__(MOEGRAPH_HEADS_THREADS) moegraph_heads_
     }
     const float x0 = scale*values[i0]*w0;
     const float x1 = scale*values[i1]*w1;
-    const float y0 = turns ? x0*angle.x - x1*angle.y : x0;
-    const float y1 = turns ? x0*angle.y + x1*angle.x : x1;
+    // contracted as upstream's kernel is, so that keys and queries have its bits
+    const float y0 = turns ? __fmaf_rn(x0, angle.x, -__fmul_rn(x1, angle.y)) : x0;
+    const float y1 = turns ? __fmaf_rn(x1, angle.x, __fmul_rn(x0, angle.y)) : x1;
     if (part == MOEGRAPH_HEADS_Q) {
         float * q = args.q + ((int64_t) row*args.n_head[0] + head)*args.d;
         q[i0] = y0;
