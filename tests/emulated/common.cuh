@@ -95,8 +95,6 @@ static void emulated_launch(const char * file, const int line, void (* kernel)(P
 static inline void ggml_cuda_pdl_sync() {}
 static inline void ggml_cuda_pdl_lc() {}
 
-static inline float rsqrtf(const float x) { return 1.0f/sqrtf(x); }
-
 static inline float __uint_as_float(const uint32_t word) { return emulated::from_word<float>((int) word); }
 static inline uint32_t __float_as_uint(const float x) { return (uint32_t) emulated::to_word(x); }
 static inline float __int_as_float(const int word) { return emulated::from_word<float>(word); }
