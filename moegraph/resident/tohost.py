@@ -74,16 +74,17 @@ class ToHost(Owner):
         self.max_bytes: int | None = None
         self._threads = ThreadPoolExecutor(_THREADS, "copies")
         self._blocks: deque[_Block] = deque()  # the next one first
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Return the bytes of the blocks."""
-        return len(self._blocks) * _BLOCK
+        self.pinned_bytes = 0
 
     def reserve(self) -> None:
         """Pin the first block if copies need one; NativeError without memory for it."""
         if self.is_behind and not self._blocks:
-            self._blocks.append(self.own(_Block(self._device)))
+            self._pin()
+
+    def _pin(self) -> None:
+        """Have one more block, which is the next."""
+        self._blocks.appendleft(self.own(_Block(self._device)))
+        self.pinned_bytes += _BLOCK
 
     def take(self, copy: Arriving, pieces: Iterable[tuple[Tensor, int, Bytes]]) -> None:
         """Enqueue copies to memory of a copy, each of a tensor's bytes from one on; `send` them.
@@ -116,8 +117,8 @@ class ToHost(Owner):
         most = _BLOCKS if self.max_bytes is None else min(_BLOCKS, self.max_bytes // _BLOCK)
         if block.job and not block.job.done() and len(self._blocks) < most:
             with suppress(NativeError):  # without memory for a further block, this one is awaited
-                block = self.own(_Block(self._device))
-                self._blocks.appendleft(block)
+                self._pin()
+                block = self._blocks[0]
         if block.job:
             block.job.exception()
             block.restart()

@@ -118,15 +118,15 @@ def test_failures_between_steps_of_a_prompt_that_succeed_end_no_service(
 
         def bring(step: Step) -> None:  # on the engine's thread, so that the prompt is under way
             drawn.extend(step.tokens)
-            if len(shorts) < 5 and (not shorts or shorts[-1].is_done):
+            if len(shorts) < 4 and (not shorts or shorts[-1].is_done):
                 shorts.append(Client(service, [len(shorts)], max_tokens=2, on_step=note))
 
         monkeypatch.setattr(engine.passes, "read", fail)
         long = Client(service, prompt(engine, 3000), max_tokens=2, on_step=bring)
-        until(lambda: len(shorts) == 5)
+        until(lambda: len(shorts) == 4)
         for short in shorts:
             assert short.wait().reason == "error"
-        assert read_before == [False] * 5
+        assert read_before == [False] * 4
         monkeypatch.undo()
         assert long.wait().reason == "length" and service.failure is None
 

@@ -67,7 +67,7 @@ FAULTS: dict[str, tuple[Callable[[int], Any], type[MoegraphError]]] = {
     "launches": (lambda at: failing_call("mg_launch", FAILED, at), NativeError),
     "copies": (lambda at: failing_call("mg_copy_bytes", LOST, at), NativeError),
     "uploads": (lambda at: failing_call("ggml_backend_tensor_set_async", LOST, at), NativeError),
-    "marks": (lambda at: failing_call("ggml_backend_tensor_get_async", LOST, at), NativeError),
+    "marks": (lambda at: failing_call("mg_get_pieces", LOST, at), NativeError),
     "graphs": (lambda at: failing_call("mg_graph_alloc", False, at), OutOfDeviceMemory),
     "events": (lambda at: failing_call("ggml_backend_event_", LOST, at), NativeError),
     "reads": (failing_read, ModelFileError),
@@ -129,7 +129,8 @@ def test_a_failure_at_any_call_of_a_prompt(path: Path, what: str, stack: ExitSta
             break
         check_same(held(engine), before)
         check_sound(engine)
-    assert n_failed > 5, "nothing was injected"
+    least = 3 if what == "marks" else 5  # one call has all pieces of a layer
+    assert n_failed > least, "nothing was injected"
     logits = engine.forward(ids[N:]).require_logits()
     np.testing.assert_array_equal(logits, expected[0])
     assert [c.n_past for c in saved] == expected[1] == [20, 40]
