@@ -114,22 +114,7 @@ moegraph_delta_step_kernel(const moegraph_delta_step_args args) {
         kt[r] = scale_k*kt[r]*a.scale[1];
     }
 
-    // as in moegraph-recurrence.cu
-    const float decay = expf(gate);
-    float dot = 0.0f;
-#pragma unroll
-    for (int r = 0; r < n; ++r) {
-        dot = __fmaf_rn(s[r], kt[r], dot);
-    }
-    dot = warp_reduce_sum<WARP_SIZE>(dot);
-    const float delta = __fmul_rn(__fmaf_rn(-decay, dot, vt), beta);
-    dot = 0.0f;
-#pragma unroll
-    for (int r = 0; r < n; ++r) {
-        s[r] = __fmaf_rn(decay, s[r], __fmul_rn(kt[r], delta));
-        dot  = __fmaf_rn(s[r], qt[r], dot);
-    }
-    dot = warp_reduce_sum<WARP_SIZE>(dot);
+    const float dot = moegraph_delta_column<WARP_SIZE>(s, kt, qt, vt, expf(gate), beta);
     if (lane == 0) {
         args.delta.dst[at*S + column] = there ? dot*args.delta.scale : 0.0f;
     }

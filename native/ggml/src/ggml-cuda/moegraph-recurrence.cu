@@ -5,8 +5,8 @@ constexpr int MOEGRAPH_CHAIN_COLUMNS = 4; // of the state, a block has
 constexpr int MOEGRAPH_CHAIN_SEQS    = 65535; // blocks in y
 
 // Grid: heads, sequences, columns of the state. The lanes of a row of threads hold one column, element i in lane
-// i % width, from the first row to the last. The sums have the order of GATED_DELTA_NET. What is contracted is spelled
-// out, as in the kernels for long chains and for trees: a row has the same bits in all. ragged: there are lengths.
+// i % width, from the first row to the last. Sums are as in the kernels for long chains and for trees: a row has the same
+// bits in all. ragged: there are lengths.
 template <int S, bool ragged>
 static __global__ void __launch_bounds__((S < WARP_SIZE ? S : WARP_SIZE)*MOEGRAPH_CHAIN_COLUMNS, 2)
 moegraph_chain_kernel(const moegraph_chain_args a) {
@@ -54,21 +54,7 @@ moegraph_chain_kernel(const moegraph_chain_args a) {
         }
         const float decay = expf(*gate);
 
-        float dot = 0.0f;
-#pragma unroll
-        for (int r = 0; r < n; ++r) {
-            dot = __fmaf_rn(s[r], kt[r], dot);
-        }
-        dot = warp_reduce_sum<width>(dot);
-        const float delta = __fmul_rn(__fmaf_rn(-decay, dot, vt), b);
-
-        dot = 0.0f;
-#pragma unroll
-        for (int r = 0; r < n; ++r) {
-            s[r] = __fmaf_rn(decay, s[r], __fmul_rn(kt[r], delta));
-            dot  = __fmaf_rn(s[r], qt[r], dot);
-        }
-        dot = warp_reduce_sum<width>(dot);
+        const float dot = moegraph_delta_column<width>(s, kt, qt, vt, decay, b);
         if (lane == 0) {
             *out = dot * a.scale;
         }

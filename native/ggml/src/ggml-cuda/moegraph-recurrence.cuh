@@ -37,6 +37,28 @@ struct moegraph_chain_args : moegraph_delta_args {
     int64_t sv1, sv2, sv3;
 };
 
+// The delta rule of a column of the state and one row, by `width` lanes with n elements each: updates s and returns the sum
+// with q, without its scale. The sums have the order of GATED_DELTA_NET, and what is contracted is spelled out.
+template <int width, int n>
+static __device__ __forceinline__ float moegraph_delta_column(float (&s)[n], const float (&k)[n], const float (&q)[n],
+        const float v, const float decay, const float beta) {
+    float dot = 0.0f;
+#pragma unroll
+    for (int r = 0; r < n; ++r) {
+        dot = __fmaf_rn(s[r], k[r], dot);
+    }
+    dot = warp_reduce_sum<width>(dot);
+    const float delta = __fmul_rn(__fmaf_rn(-decay, dot, v), beta);
+
+    dot = 0.0f;
+#pragma unroll
+    for (int r = 0; r < n; ++r) {
+        s[r] = __fmaf_rn(decay, s[r], __fmul_rn(k[r], delta));
+        dot  = __fmaf_rn(s[r], q[r], dot);
+    }
+    return warp_reduce_sum<width>(dot);
+}
+
 // Chains of as many rows and more have a kernel of their own, with the same bits.
 constexpr int MOEGRAPH_LONG_CHAIN = 8;
 
