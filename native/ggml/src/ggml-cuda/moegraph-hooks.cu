@@ -87,31 +87,17 @@ bool moegraph_mul_mat_glu(ggml_backend_cuda_context & ctx, ggml_tensor * up, con
 }
 
 int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
-    if (const int n = moegraph_gated_norm_try(ctx, cgraph, i)) { // longer than a lone norm
-        return n;
+    static int (* const attempts[])(ggml_backend_cuda_context &, const ggml_cgraph *, int) = {
+        moegraph_gated_norm_try, moegraph_heads_try, // longer than a lone norm
+        moegraph_argmax_try, moegraph_attn_try, moegraph_add_norm_try, moegraph_deltanet_input_try, moegraph_router_try,
+        moegraph_rows_try_biased, moegraph_add_rows_try,
+    };
+    for (const auto attempt : attempts) {
+        if (const int n = attempt(ctx, cgraph, i)) {
+            return n;
+        }
     }
-    if (const int n = moegraph_heads_try(ctx, cgraph, i)) {
-        return n;
-    }
-    if (const int n = moegraph_argmax_try(ctx, cgraph, i)) {
-        return n;
-    }
-    if (const int n = moegraph_attn_try(ctx, cgraph, i)) {
-        return n;
-    }
-    if (const int n = moegraph_add_norm_try(ctx, cgraph, i)) {
-        return n;
-    }
-    if (const int n = moegraph_deltanet_input_try(ctx, cgraph, i)) {
-        return n;
-    }
-    if (const int n = moegraph_router_try(ctx, cgraph, i)) {
-        return n;
-    }
-    if (const int n = moegraph_rows_try_biased(ctx, cgraph, i)) {
-        return n;
-    }
-    return moegraph_add_rows_try(ctx, cgraph, i);
+    return 0;
 }
 
 int moegraph_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, const int i) {
