@@ -140,10 +140,12 @@ def _cuda(devices: list[dict[str, Any]], is_loaded: bool) -> Check:
     names = [d["description"] for d in devices if d["kind"] == "cuda"]
     lacks = ", ".join(names) if names else "models run on the CPU"
     if not names and is_loaded:
-        from ..ggml.cuda import unused_card
+        from ..ggml.cuda import lacking, unused_card
         from ..ggml.lib import cuda_lack
+        from ..ggml.nvml import cuda_driver
 
-        lacks = cuda_lack() or unused_card() or "no NVIDIA card; models run on the CPU"
+        why = (cuda_driver() and lacking(0)) or "no NVIDIA card"
+        lacks = cuda_lack() or unused_card() or f"{why}; models run on the CPU"
     return Check("CUDA", bool(names), lacks, required=False)
 
 

@@ -100,6 +100,8 @@ def unused_card() -> str:
     if driver is None or _has_backend() or lacking(0):
         return ""
     name, (high, low), _ = max(driver.cards, key=lambda card: card[1])
+    if lacks := lacking(min(_DRIVERS)):
+        return f"{name} is not used: {lacks}"
     add = extra(13 if driver.version[0] >= 13 else 12, (high, low))
     if is_checkout():
         add = f"scripts/build --cuda-arch {high}{low}"

@@ -163,6 +163,9 @@ def opened(copy: Path, name: str = "auto", **env: str) -> str:
 
 def test_a_card_is_found_or_a_line_says_what_it_lacks(copy: Path, driver: Path) -> None:
     stub = {"LD_LIBRARY_PATH": str(driver), "STUB_CUDA": "12020", "STUB_CARD": "86"}
+    found = load(copy, LD_LIBRARY_PATH=str(driver), STUB_CUDA="13000", STUB_CARD="61").stdout
+    line = "NVIDIA Stub has compute capability 6.1; 7.5 or newer is needed; models run on the CPU"
+    assert line in " ".join(found.split()), "also without a package"
     add_package(copy, 13)
     lacks = "4 CUDA cannot be used: the NVIDIA driver 535.1 supports CUDA 12.2, and CUDA 13 needs "
     assert opened(copy, **stub).startswith(lacks + "driver 580 or newer; update it")

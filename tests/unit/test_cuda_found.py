@@ -106,6 +106,9 @@ def test_a_card_without_a_backend_is_told_what_to_add(
     ):  # fmt: skip
         have(monkeypatch, driver, *packages)
         assert cuda.unused_card() == ""
+    have(monkeypatch, CudaDriver((11, 4), (NEW,)))
+    line = "NVIDIA GeForce RTX 3060 is not used: the NVIDIA driver 535.183.01 supports CUDA 11.4, "
+    assert cuda.unused_card() == line + "and CUDA 12 needs driver 525 or newer; update it"
     have(monkeypatch, None, 13)
     line = "CUDA is not used: there is no NVIDIA driver (libcuda.so.1); install it"
     assert cuda.unused_card() == line
