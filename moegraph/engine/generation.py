@@ -177,7 +177,7 @@ class Generation:
     def _give_up(self) -> None:
         """End early: after an error, or because the caller closed the generation."""
         passes, answer = self._core.passes, self._answer
-        if answer.generated.tokens:
+        if answer.generated.tokens or (answer.decodes_last and answer.n_read == len(answer.ids)):
             passes.abandon(SEQ)
         else:  # what the sequence was before the prompt is right
             passes.prompts.abandon()  # the next call undoes them

@@ -64,6 +64,8 @@ class Answer:
     counts requests that have had a slot, from 1 on; 0 before. sweep: of its prompt, perhaps
     together with others, while that is under way; swept: its part of that; rest: what comes after
     it, or, without one, is read in pieces; marks: where beginnings of the prompt are to be kept.
+    decodes_last: the states before the last token of the prompt are kept, as those of a text are
+    that may come again: it is a row of the first decode pass, and has no chunk of its own.
     swapped: its sequence, while that is in host memory.
     n_cached, n_read: as in `Usage`.
     n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
@@ -126,7 +128,7 @@ class Answer:
         self.n_drafted = self.n_accepted = 0
         self.n_rest: int | None = None
         self.late: tuple[npt.NDArray[np.float32], int] | None = None
-        self.may_draft, self.is_over = True, False
+        self.may_draft, self.is_over, self.decodes_last = True, False, False
         self.reason: str | None = None
         self.error: MoegraphError | None = None
         self.problem: Exception | None = None

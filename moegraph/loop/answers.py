@@ -114,14 +114,9 @@ class Answers:
             self.note_drawn(answer)
 
     def pick(
-        self,
-        answer: Answer,
-        output: Output,
-        row: int,
-        node: int = 0,
-        offered: Odds | None = None,
-        forced: int | None = None,
-    ) -> int:
+        self, answer: Answer, output: Output, row: int, node: int = 0,
+        offered: Odds | None = None, forced: int | None = None,
+    ) -> int:  # fmt: skip
         """Return the next token, which the text has taken.
 
         row: of the pass; -1 for that of a prompt. node, offered: as in `TokenChoice.pick`. forced:

@@ -151,7 +151,7 @@ class Decoding:
         """Start a pass of the last token of each request."""
         tokens, slots, is_greedy, draws = list[int](), list[int](), True, None
         for answer in batch:
-            tokens.append(answer.generated.tokens[-1])
+            tokens.append(answer.generated.anchor)
             slots.append(answer.slot)
             is_greedy = is_greedy and answer.choice.greedy
         if not is_greedy:
@@ -251,8 +251,8 @@ class Decoding:
         for row, answer in enumerate(batch):
             if answer.is_over:
                 continue
-            tokens = answer.generated.tokens
-            anchor, n = tokens[-1], len(tokens)
+            anchor, tokens = answer.generated.anchor, answer.generated.tokens
+            n = len(tokens)
             is_late = answer.choice.constraint is not None and answers.is_late(answer, output, row)
             if not is_late:
                 answers.draw(answer, output, row)

@@ -121,7 +121,7 @@ class Drafting:
         else:
             lone = batch[0].generated
             rests = self._rests or speculation.finds_nothing(
-                batch[0].slot, lone.tokens[-1], lone.n_left
+                batch[0].slot, lone.anchor, lone.n_left
             )
         if not rests:
             self._note_taken()
@@ -148,7 +148,7 @@ class Drafting:
     def _tree(self, answer: Answer, proposal: Proposal | None) -> DraftTree:
         answer.may_draft = True
         if proposal is None:
-            return DraftTree((answer.generated.tokens[-1],), (-1,))
+            return DraftTree((answer.generated.anchor,), (-1,))
         tree, ends = proposal.tree, answer.request.keep_after
         if answer.choice.constraint:
             tree = answer.choice.cut(tree)
@@ -184,8 +184,8 @@ class Drafting:
         self._rests = False
         if self._lone and not self._proposals:
             lone, generated = self._lone, self._lone.generated
-            n_left, anchor = generated.n_left - 1, generated.tokens[-1]
-            self._rests = self._speculation.foresee(lone.slot, n_left, anchor)
+            n_left = generated.n_left - 1
+            self._rests = self._speculation.foresee(lone.slot, n_left, generated.anchor)
         self.clock.leave()
 
     def settle(self) -> None:
@@ -220,4 +220,4 @@ def _ask(answer: Answer) -> Ask:
     """Return what a request may draft."""
     generated, choice = answer.generated, answer.choice
     race = None if choice.greedy else choice.sampler.race
-    return Ask(answer.slot, generated.tokens[-1], generated.n_left, generated.n_room, race)
+    return Ask(answer.slot, generated.anchor, generated.n_left, generated.n_room, race)

@@ -81,6 +81,11 @@ class GeneratedText:
         return len(self.tokens)
 
     @property
+    def anchor(self) -> int:
+        """Return the last token of prompt and text, which the sequence does not hold yet."""
+        return (self.tokens or self.prompt)[-1]
+
+    @property
     def n_left(self) -> int:
         """Return how many tokens may still be drawn, before a shift if there may be one."""
         return self._limit - self.n_generated if self.finish_reason is None else 0

@@ -82,7 +82,7 @@ class Groups:
         if not group:
             return
         answers = self._answers
-        rows = np.array([[answer.generated.tokens[-1]] for answer in group], dtype=np.int32)
+        rows = np.array([[answer.generated.anchor] for answer in group], dtype=np.int32)
         greedy, draws = self._draws(group)
         keeps = any(not answer.choice.greedy or answer.wants_logits for answer in group)
         slots, cancels = [answer.slot for answer in group], tuple(a.cancel for a in group)

@@ -22,7 +22,6 @@ from .drafting import Drafting
 # chunk of fewer takes hardly less time, because nearly all experts are read for it.
 _CHUNK, _CHUNK_STREAMS = 8, 512
 
-
 # A sweep reads several prompts only if they have at most as many rows as so many chunks. Prompts
 # fill one chunk poorly, and several chunks well; missing experts cross once for all.
 _JOINT_CHUNKS = 4
@@ -129,7 +128,7 @@ class Reading:
     def _enter(self, answer: Answer, most: int | None) -> SweepBatch | None:
         """Give a request a slot, which holds what is known of its prompt; return the rest of it.
 
-        None: the rest has more than `most` tokens, and the request has no slot.
+        None: it has more than `most` tokens, and the request has no slot; or nothing is left.
         """
         known, worthless = answer.ids, self._answers.worthless
         if not answer.request.reuse:
@@ -148,7 +147,7 @@ class Reading:
             return None
         answer.marks = marks
         self._answers.enter_slot(answer, slot)
-        answer.begin(len(answer.ids) - n)
+        answer.begin(len(self._passes.held(slot)))
         try:
             if self._drafting:
                 self._drafting.begin(slot, self._passes.held(slot))
@@ -156,7 +155,9 @@ class Reading:
         except PoolFull:
             self._answers.leave_slot(answer)
             raise
-        return batch
+        if not n:
+            self._was_read(answer, [])
+        return batch if n else None
 
     def _join(self, group: dict[Answer, SweepBatch], others: Sequence[Answer]) -> None:
         """Add others to a group whose prompts one sweep is going to read, as far as they fit."""
@@ -216,7 +217,7 @@ class Reading:
             batches = [replace(batch, max_rows=max_rows) for batch in batches]
         if len(group) == 1:
             (answer,) = group
-            batches = [self._first_part(answer, batches[0])]
+            batches = [self._first_part(answer, batches[0], self._n_sweep)]
         if self._drafting:
             batches = [self._drafting.with_readers(batch) for batch in batches]
         sweep = self._passes.begin_prompts(batches)
@@ -224,9 +225,9 @@ class Reading:
             answer.sweep, answer.swept = sweep, swept
         self._tally.costs.upcoming = sweep.upcoming
 
-    def _first_part(self, answer: Answer, batch: SweepBatch) -> SweepBatch:
-        """Return as much of a prompt as one sweep can have; `answer.rest` is what comes later."""
-        n, n_past = self._n_sweep, len(self._passes.held(answer.slot))
+    def _first_part(self, answer: Answer, batch: SweepBatch, n: int) -> SweepBatch:
+        """Return at most n tokens of a prompt; `answer.rest` is what comes later."""
+        n_past = len(self._passes.held(answer.slot))
         answer.rest = None
         if len(batch.tokens) <= n:
             return batch
@@ -246,10 +247,14 @@ class Reading:
         else:
             self._swapping.empty(slot)
             self._prefixes.own(slot, request.owner)
-        cuts = tuple(mark for mark in marks if n_cached < mark < len(ids))
-        words = choice.draw_words()
+        last = len(ids) - 1
+        is_read = choice.keep_logits or answer.is_drawn or answer.pictures or not last
+        answer.decodes_last = not is_read and (last == n_cached or last in marks)
+        end = len(ids) - answer.decodes_last
+        cuts = tuple(mark for mark in marks if n_cached < mark < end)
+        words = None if answer.decodes_last else choice.draw_words()
         draws = None if words is None else words[None]
-        rest, greedy = ids[n_cached:], choice.greedy
+        rest, greedy = ids[n_cached:end], choice.greedy or answer.decodes_last
         keeps = choice.keep_logits and not answer.asked  # rows of a shift were given before
         pictures = answer.pictures if answer.pictures and answer.pictures.end > n_cached else None
         return SweepBatch(
@@ -309,7 +314,7 @@ class Reading:
 
     def _pick(self, answer: Answer, output: Output) -> None:
         """Draw the first token, before other results take the place of these."""
-        if not answer.is_drawn:  # otherwise nothing is to be generated
+        if not (answer.is_drawn or answer.decodes_last):  # otherwise it comes later, or none does
             self._answers.guard(answer, lambda: self._answers.pick(answer, output, -1))
         elif answer.wants_logits and not answer.generated.tokens:
             answer.prompt_logits = output.logits
@@ -339,10 +344,7 @@ class Reading:
         n = min([n_rows, most, *(cut - n_held for cut in batch.cuts)])
         if self._rounds:
             n = 1 << (min(n, len(batch.tokens)).bit_length() - 1)
-        is_last = n >= len(batch.tokens)
-        piece = replace(batch, tokens=batch.tokens[:n], cuts=(), as_pass=True)
-        if not is_last:
-            piece = replace(piece, greedy=True, draws=None)
+        piece = replace(self._first_part(answer, batch, n), as_pass=True)
         self._answers.tell()
         try:
             with self._answers.cancelling(answer):
@@ -352,10 +354,8 @@ class Reading:
         except MoegraphError as error:
             self._answers.failed([answer], error)
             return 0.0
-        cuts = tuple(cut for cut in batch.cuts if cut > n_held + n)
-        answer.rest = None if is_last else replace(batch, tokens=batch.tokens[n:], cuts=cuts)
         answer.n_read, answer.n_rest = n_held + n, len(batch.tokens) - n
-        if is_last:
+        if not answer.rest:
             self._pick(answer, output)
             self._was_read(answer, [])
         else:

@@ -76,12 +76,12 @@ def test_a_short_prompt_is_one_pass_unless_others_would_wait_too_long(
 
 def test_the_first_part_of_a_prompt_is_as_long_as_a_sweep() -> None:
     """A mark where it ends is in neither part: the states are kept between them."""
-    reading: Any = SimpleNamespace(_n_sweep=8, _passes=holding(3))
+    reading: Any = SimpleNamespace(_passes=holding(3))
     answer, draws = request(0), np.zeros((1, 1), np.int32)
     whole = SweepBatch(ids(8), cuts=(5, 7), draws=draws)
-    assert Reading._first_part(reading, answer, whole) is whole and answer.rest is None
+    assert Reading._first_part(reading, answer, whole, 8) is whole and answer.rest is None
     batch = SweepBatch(ids(20), cuts=(5, 11, 12), draws=draws)
-    part = Reading._first_part(reading, answer, batch)
+    part = Reading._first_part(reading, answer, batch, 8)
     assert (part.tokens.tolist(), part.cuts, part.draws) == ([*range(8)], (5,), None)
     assert (answer.rest.tokens.tolist(), answer.rest.cuts) == ([*range(8, 20)], (12,))
     assert part.greedy and answer.rest.draws is draws

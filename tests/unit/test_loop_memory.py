@@ -19,7 +19,7 @@ def answer(slot: int = -1, n_ids: int = 1, **more: Any) -> Any:
     return SimpleNamespace(**{
         "slot": slot, "ids": [0] * n_ids, "swapped": None, "number": 0, "cancel": None,
         "is_over": False, "is_drawn": False, "late": None, "wants_logits": False,
-        "generated": SimpleNamespace(tokens=[slot], is_full=False),
+        "generated": SimpleNamespace(tokens=[slot], anchor=slot, is_full=False),
         "request": SimpleNamespace(reuse=True),
         "choice": SimpleNamespace(greedy=True, prepare=lambda tree: None), **more,
     })  # fmt: skip
@@ -74,7 +74,7 @@ def test_each_call_gives_every_request_a_token_and_leaves_the_next_rows_in_fligh
 
 @pytest.mark.parametrize("end", [
     {"is_over": True}, {"is_drawn": True}, {"late": True},
-    {"generated": SimpleNamespace(tokens=[1], is_full=True)},
+    {"generated": SimpleNamespace(tokens=[1], anchor=1, is_full=True)},
 ], ids=lambda end: next(iter(end)))  # fmt: skip
 def test_a_request_that_does_not_go_on_gets_no_row(end: dict[str, Any]) -> None:
     passes, batch = Passes(), [answer(0), answer(1, **end), answer(2)]
