@@ -298,7 +298,7 @@ class HostCopies:
 
     def drain_messages(self) -> list[str]:
         """Return the messages since the last call."""
-        # two threads may have said the same
+        # threads of two devices may have said the same
         return [*dict.fromkeys(self._messages.pop(0) for _ in [*self._messages])]
 
     def put_states(self, copy: StatesCopy, slot: int) -> None:

@@ -2,13 +2,12 @@
 
 A device copies to pinned memory in a third of the time, and nobody waits. But to pin new memory
 takes ten times as long as the copy, and launches wait meanwhile. So copies go through blocks that
-stay pinned, and threads bring them on. (35B shape on an H200: 62.8 MiB in 1.7 ms, 4.9 ms to
+stay pinned, and a thread brings them on. (35B shape on an H200: 62.8 MiB in 1.7 ms, 4.9 ms to
 ordinary memory, 23 ms to new pinned memory.) A block is pinned, which takes 6 ms, when all others
 are in use: a process that copies nothing pins nothing.
 
 Both sides have few calls, each for many pieces: after every call a thread waits for the
-interpreter lock. Two threads, because most of their time goes into memory that the system gives
-out page by page, and a sequence comes faster than one of them brings it on.
+interpreter lock. A second thread gained nothing that was measured.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ from ..units import MiB
 Bytes = npt.NDArray[np.uint8]
 # All that a sequence of thousands of positions has, and what is kept of a prompt meanwhile, fit in.
 _BLOCKS, _BLOCK = 16, 16 * MiB
-_THREADS = 2
 
 
 class Arriving:
-    """Host memory that threads may still be filling. jobs: that fill it, once they are sent."""
+    """Host memory that a thread may still be filling. jobs: that fill it, once they are sent."""
 
     jobs: tuple[Future[None], ...] = ()
 
@@ -72,7 +70,7 @@ class ToHost(Owner):
         self._device, self._messages = device, messages
         self.is_behind = device.can.streams and not device.link
         self.max_bytes: int | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, "copies")
+        self._thread = ThreadPoolExecutor(1, "copies")
         self._blocks: deque[_Block] = deque()  # the next one first
         self.pinned_bytes = 0
 
@@ -137,7 +135,7 @@ class ToHost(Owner):
         elif block and block.pieces and not block.job:
             if block.event:
                 C.ggml_backend_event_record(block.event.ptr, self._device.compute.ptr)
-            job = self._threads.submit(self._bring, block, block.pieces)
+            job = self._thread.submit(self._bring, block, block.pieces)
             for copy in block.copies:
                 copy.jobs += (job,)
             block.restart(job)
@@ -161,5 +159,5 @@ class ToHost(Owner):
         try:
             self._device.synchronize()
         finally:  # a lost device keeps no thread and no memory
-            self._threads.shutdown()
+            self._thread.shutdown()
             super().close()

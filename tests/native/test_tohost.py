@@ -212,7 +212,7 @@ def test_a_lost_device_does_not_keep_the_threads_of_others() -> None:
     copies = HostCopies(cast(KVPool, None))
     for is_lost in (False, True, False):
         copies.add(cast(State, _Part(is_lost)))
-    threads = [to_host._threads for to_host in copies._to_host.values()]
+    threads = [to_host._thread for to_host in copies._to_host.values()]
     with pytest.raises(NativeError, match="lost"):
         copies.close()
     for pool in threads:
