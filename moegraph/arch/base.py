@@ -98,8 +98,8 @@ class Architecture(ABC):
     # whether the matrices of routed experts have biases, which are parts of a slot too
     has_expert_biases: ClassVar[bool] = False
     # what launches of a layer take for one row, in kernels of 2.34 us: from speeds on an H200
-    # (docs/benchmarks/families.md), assumed for olmoe, glm4moe and gpt-oss
-    layer_launches: ClassVar[float] = 20.0
+    # (docs/benchmarks/families.md and h200.md), assumed for olmoe and glm4moe
+    layer_launches: ClassVar[float] = 14.0
     # numbers by which the output of a chosen expert is multiplied, one after the other
     n_factors: ClassVar[int] = 1
     # groups of projections of the same vector; those of one type are placed next to each other

@@ -42,7 +42,7 @@ class DeepSeek2(CommonArchitecture):
     """
 
     name = "deepseek2"
-    layer_launches = 35.0
+    layer_launches = 30.5
     families = "GLM-4.7-Flash and DeepSeek-V2-Lite"
     same_input = (("attn_q.weight", _KV), ("attn_q_a.weight", _KV))
 

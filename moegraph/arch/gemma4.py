@@ -44,7 +44,7 @@ class Gemma4(Architecture):
     families = "Gemma 4 Mixture-of-Experts"
     tokenizer = "gemma4"  # BPE over characters, with tokens for the bytes of others
     adds_late = False
-    layer_launches = 41.5
+    layer_launches = 37.0
     glu = "geglu"
     n_factors = 2
 

@@ -32,7 +32,7 @@ class GptOss(CommonArchitecture):
     """See `Architecture`; windows: n_swa of layers with a window, 0 of the others."""
 
     name = "gpt-oss"
-    layer_launches = 30.0
+    layer_launches = 22.0
     families = "gpt-oss"
     glu = "swiglu_oai"
     has_expert_biases = True

@@ -29,7 +29,7 @@ class Qwen35Moe(DeltaArchitecture):
     """See `Architecture`; recurrent: which layers are DeltaNets."""
 
     name = "qwen35moe"
-    layer_launches = 16.5
+    layer_launches = 10.75
     families = "Qwen3.5 and Qwen3.6 Mixture-of-Experts"
     same_input = (PROJECTIONS, *Architecture.same_input)
     ffn_norm = ("attn_residual", "post_attention_norm.weight", "attn_post_norm")

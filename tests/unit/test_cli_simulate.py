@@ -47,7 +47,7 @@ def test_a_table_of_budgets_and_policies(cli: Cli, trace: Path) -> None:
     # a long prompt hides the copies of missing experts behind what it computes
     assert sorted(whole) == whole and all(a >= b for a, b in zip(quarter, whole))
     assert [row.split()[:4] for row in rows] == [["25", "%", "8", "lru"], ["100", "%", "32", "lru"]]
-    assert rows[1].split()[4:] == ["1.000", "0.00", "0.00", "-", "0.57", "1759.6"]
+    assert rows[1].split()[4:] == ["1.000", "0.00", "0.00", "-", "0.51", "1943.6"]
     assert "80 tokens, lag-1 overlap" in result.stderr
 
 
