@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
-STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck", "VmPin")
+STATUS_FIELDS = ("VmHWM", "VmRSS", "VmSwap", "RssAnon", "RssFile", "RssShmem", "VmLck", "VmPin")
 
 
 def token_ids(seed: int, n: int, n_vocab: int) -> Ids:

@@ -158,7 +158,8 @@ FULL = {
     "depths": "8192 32768", "decode_ub": "512", "ub": "2048", "server_ub": "1024",
     "clients": "1 4 8 16", "clients_60": "1 4 8", "many_60": "16 32", "ctx": "40960", "mixed": "10",
     "long_prompt": "--long --beside 8 --prompt 8192 --turn 20000",
-    "rows": "1 2 4 8 16 32", "seqs": "8 16 32",
+    "rows": "1 2 4 8 16 32", "seqs": "8 16 32", "few_rows": "8 16",
+    "most_seqs": "32", "few_clients": "8",
     "traces": "sticky flat recorded", "warm": "96", "runs": "128",
     "first": "32 512", "lengths": "64 128 256 512 1024 2048",
 }  # fmt: skip
@@ -170,7 +171,8 @@ QUICK = {
     "depths": "40", "decode_ub": "32", "ub": "32", "server_ub": "32",
     "clients": "1 2", "clients_60": "1", "many_60": "2", "ctx": "4096", "mixed": "2",
     "long_prompt": "",
-    "rows": "1 2", "seqs": "2 3",
+    "rows": "1 2", "seqs": "2 3", "few_rows": "2",
+    "most_seqs": "3", "few_clients": "2",
     "traces": "sticky", "warm": "2", "runs": "8",
     "first": "8", "lengths": "8 24",
 }  # fmt: skip
@@ -180,8 +182,10 @@ def values(s: Settings, model: Model, gpu: Card | None, n_threads: int) -> dict[
     """Return what stands for each name in braces in the commands of parts."""
     found = dict(QUICK if s.quick else FULL)
     found["sweep"] = " ".join(map(str, sorted({max(1, n_threads * k // 4) for k in (2, 3, 4)})))
-    commas = ("rows", "seqs", "first", "sweep")
+    commas = ("rows", "few_rows", "seqs", "first", "sweep")
     found |= {f"{name}_comma": found[name].replace(" ", ",") for name in commas}
+    # the first of several times the same does not count
+    found["most_seqs_comma"] = ",".join([found["most_seqs"]] * (1 + int(found["five"])))
     found |= {
         "model": shlex.quote(s.model), "draft": shlex.quote(s.draft),
         "draft_option": f"--draft {shlex.quote(s.draft)}" if s.draft else "",

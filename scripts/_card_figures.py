@@ -79,6 +79,30 @@ def drafts(lines: Lines, part: str) -> Iterator[Figure]:
             yield from ratio(f"{kind}: auto over {way}", auto, speeds[way])
 
 
+def drafts_clients(lines: Lines, part: str) -> Iterator[Figure]:
+    """Several clients with each drafter over the same without."""
+    rows = lines[part]
+    off = {(row["clients"], row["kind"]): row["tps"] for row in rows if row["way"] == "off"}
+    for row in rows:
+        if row["way"] != "off":
+            n, kind = row["clients"], row["kind"]
+            of = row["drafts"]["tokens_per_step"]
+            name = f"{n} clients, {kind}: {row['way']} over none ({of:.2f} tokens a step)"
+            yield from ratio(name, row["tps"], off.get((n, kind)))
+
+
+def tiers(lines: Lines, part: str) -> Iterator[Figure]:
+    """Experts in three tiers: speed, its share of the disk's bound, what was swapped."""
+    for row in (row for row in lines[part] if row.get("kind") == "tiers"):
+        of = f"{row['file_bytes_a_token'] / 1e6:.3g} MB a token"
+        yield Figure(f"decoding, {row['limit']}", row["tps"], unit=" tok/s", of=of)
+        disk = max(row["disk_bytes_per_s"]) / 1e9
+        yield Figure("of the disk's bound", row["of_bound"], of=f"{disk:.3g} GB/s")
+        swapped = row["swapped_bytes"]
+        if swapped is not None:
+            yield Figure("swapped", swapped / 1e6, unit=" MB")
+
+
 def lookup(lines: Lines, part: str) -> Iterator[Figure]:
     """Look-up over plain decoding of the same text."""
     by = {(row["kind"], row["way"]): row for row in lines[part]}
@@ -201,16 +225,19 @@ def upstream(lines: Lines, part: str) -> Iterator[Figure]:
 
 def sequences(lines: Lines, part: str) -> Iterator[Figure]:
     """Sequences that decode together over llama-batched-bench."""
-    theirs = {row["pl"]: row["speed_tg"] for row in lines[part] if "speed_tg" in row}
+    theirs: dict[int, list[float]] = {}
+    for row in lines[part]:
+        if "speed_tg" in row:
+            theirs.setdefault(row["pl"], []).append(row["speed_tg"])
     ours = {
         (setting, test): samples(lines[part], setting=setting, test=test)
         for setting, test in measured(lines[part])
     }
     for (setting, test), speed in ours.items():
         n = int(test.partition(" ")[2])
-        if setting == "60 %":
-            name = f"{n} sequences at 60 %: over llama-batched-bench"
-            yield from ratio(name, speed, theirs.get(n))
+        if setting != "0 %" and n in theirs:  # of several times, the first does not count
+            name = f"{n} sequences at {setting}: over llama-batched-bench"
+            yield from ratio(name, speed, mid(theirs[n][1:] or theirs[n]))
     eight, most = ours.get(("0 %", "seqs 8")), ours.get(("0 %", "seqs 32"))
     yield from ratio("no expert resident: 32 sequences over 8", most, eight)
 

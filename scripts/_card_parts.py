@@ -58,6 +58,8 @@ _RIVAL = (
     " --prompt {prompt} --gen {gen} --ubatch {decode_ub}"
     " --samples {five}"
 )
+# The two ways of the newest llama.cpp of which one was best in every test of rival.md.
+_BEST_WAYS = _RIVAL + " --threads {threads} --ways 'cache unmapped'"
 _TREES = "bench_trees.py {model} now={root} {device}"
 _BEFORE = (
     "bench_trees.py {model} before={before} after={root} {device} --miss stream --gen {gen}"
@@ -68,16 +70,21 @@ _PROGRAM = (
     " --tokens {long_answer} --out {out}"
 )
 _BATCHED = (
-    "llama-batched-bench -m {model} {ngl} -t {threads} -fa on -npp 16 -ntg 32 -npl {seqs_comma}"
+    "llama-batched-bench -m {model} {ngl} -t {threads} -fa on -npp 16 -ntg 32"
     " -c 4096 --output-format jsonl"
 )
 
-# Names for several parts. page: those whose figures README and docs/benchmarks.md show.
+# Names for several parts. page: those whose figures README and docs/benchmarks.md show. targets:
+# what docs/benchmarks/targets.md shows, the most wanted first.
 GROUPS = {
     "page": (
         "whole", "residency-60", "residency-25", "residency-none", "rival-whole", "rival-60",
         "rival-25", "rival-10", "rows", "run", "lookup", "server-all", "first", "tests",
         "tests-alone",
+    ),
+    "targets": (
+        "whole", "rival-whole", "best-60", "best-25", "best-10", "few-rows", "sequences-whole",
+        "drafts-clients", "slow-60", "slow-25", "tiers",
     ),
     "before": (
         "before-whole", "before-60", "before-25", "before-none", "before-server", "before-mixed",
@@ -189,5 +196,31 @@ PARTS: Sequence[Part] = (
          shows=figures.upstream, share=0.6, needs="upstream"),
     part("sequences", 120, "sequences that decode together beside llama-batched-bench",
          _TREES + " --samples {samples} --settings 60 0 --seqs {seqs} --gen 32 --out {out}",
-         _BATCHED + " -ncmoe {ncmoe_60}", shows=figures.sequences, share=0.6, needs="upstream"),
+         _BATCHED + " -npl {seqs_comma} -ncmoe {ncmoe_60}", shows=figures.sequences, share=0.6,
+         needs="upstream"),
+    *(part(f"best-{share}", seconds, f"decoding with {share} % of the experts beside the two best"
+           " ways of the newest llama.cpp", _BEST_WAYS + f" --ncmoe {{ncmoe_{share}}}",
+           shows=figures.upstream, share=share / 100, needs="rival")
+      for share, seconds in ((60, 45), (25, 55), (10, 70))),
+    part("few-rows", 60, "passes of 8 and 16 rows, other ids each time, beside llama-bench",
+         _TREES + " --samples {five} --settings whole 60 25 --gen {gen} --rows {few_rows} --prompt"
+         " --warm {warm} --out {out}",
+         "llama-bench -m {model} {ngl} -t {threads} -fa 1 -p {few_rows_comma} -n 0"
+         " -ncmoe 0,{ncmoe_60},{ncmoe_25} -lm auto,none -r {five} -o jsonl",
+         shows=figures.rows_alone, share=1.0, needs="upstream"),
+    part("sequences-whole", 30, "sequences that decode together, all experts, beside"
+         " llama-batched-bench",
+         _TREES + " --samples {five} --settings whole --seqs {most_seqs} --gen 32 --out {out}",
+         _BATCHED + " -npl {most_seqs_comma}", shows=figures.sequences, share=1.0,
+         needs="upstream"),
+    part("drafts-clients", 45, "8 clients with drafts and without, structured text, all experts",
+         "bench_drafts_clients.py {model} {draft_option} {device} --clients {few_clients}"
+         " --tokens {tokens} --samples {five} --out {out}", shows=figures.drafts_clients, share=1.0,
+         needs="mtp"),
+    *(part(f"slow-{share}", seconds, f"the same as best-{share} over a link 4 times slower",
+           _BEST_WAYS + f" --slow-link 4 --ncmoe {{ncmoe_{share}}}", shows=figures.upstream,
+           share=share / 100, needs="rival cuda") for share, seconds in ((60, 60), (25, 75))),
+    part("tiers", 45, "8 GiB of device memory, 8 of host memory, the rest in the file",
+         "bench_tiers.py {model} {device} --samples {five} --out {out}", shows=figures.tiers,
+         share=0.25, needs="cuda"),
 )  # fmt: skip

@@ -232,6 +232,37 @@ def test_the_cache_of_the_rival_takes_the_memory_of_ncmoe(
     assert load["budget"] == ncmoe and load["share"] > 0.0
 
 
+def test_the_rival_measures_the_ways_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_bytes, calls = 100 << 20, list[list[str]]()
+
+    def json_rows(command: list[str]) -> list[dict[str, Any]]:
+        calls.append(command)
+        row = {"pp": 16, "tg": 4, "speed_pp": 100.0, "speed_tg": 10.0}
+        return [*[row] * 3, {"rss_bytes": 1, "device_bytes": n_bytes}]
+
+    monkeypatch.setattr(bench_rival, "json_rows", json_rows)
+    out = tmp_path / "rows.jsonl"
+    argv = ["x", "tiny", *RIVAL, "--ncmoe", "3", "--ways", "cache unmapped", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert _bench.main(bench_rival.parser(), bench_rival.compare) == 0
+    systems = {system for _, _, system in keys(lines_of(out))}
+    assert systems == {"b11549 -ncmoe", "b11549 cache unmapped", "moegraph"}
+    assert ["none" in call for call in calls] == [False, True]
+
+
+def test_clients_are_compared_with_drafts_and_without(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    drafter = ROOT / "moegraph" / "models" / "tiny-dflash.gguf"
+    run("bench_drafts_clients.py", "tiny", "--device", "cpu", "--draft", drafter, "--clients", 2,
+        "--samples", 1, "--tokens", 48, "--out", out)  # fmt: skip
+    plain, drafted = lines_of(out)
+    assert (plain["way"], plain["drafts"]) == ("off", None) and plain["tps"] > 0
+    assert drafted["way"] == "dspark" and drafted["tps"] > 0
+    assert drafted["drafts"]["steps"] + drafted["drafts"]["plain_steps"] > 0
+
+
 def test_bench_drafts_compares_ways_of_drafting(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     drafter = ROOT / "moegraph" / "models" / "tiny-dflash.gguf"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,13 @@ import _card
 import _card_figures as figures
 import _card_run
 import _card_upstream
+import _slow_link
 import bench_server
+import bench_tiers
 from _card_parts import PARTS, Part
 from _card_results import CUT, DONE, FAILED, Outcome, Results
 from _card_run import Runner
+from _tools import BuildError
 
 MODEL = _card.Model(40, 0, 256, 22_500_000_000, 19_500_000_000, True)
 
@@ -181,3 +185,56 @@ def test_a_limit_cuts_a_part_and_keeps_its_lines(
     assert found["long"].lines in ([], [{"a": 1}])
     ended = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [x["part"] for x in ended if "state" in x] == ["long", "short", "long"], "once more"
+
+
+def test_the_slow_link_knows_how_the_kernel_reads_host_memory() -> None:
+    slowed = _slow_link.kernel(_slow_link.FETCH.read_text())
+    assert slowed.count("slow_load(src") == slowed.count("again < TIMES") == 1
+    with pytest.raises(BuildError, match="another way"):
+        _slow_link.kernel(slowed)
+
+
+@pytest.mark.parametrize("files", [(), ("memory.max", "memory.swap.max")])
+def test_tiers_have_a_control_group_where_one_can_be_made(
+    files: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder without these files is no folder of control groups, though it can be made."""
+    make = Path.mkdir
+
+    def mkdir(path: Path) -> None:
+        make(path)
+        for name in files:
+            (path / name).touch()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+    version_2 = (str(tmp_path), *bench_tiers.GROUPS[0][1:])
+    monkeypatch.setattr(bench_tiers, "GROUPS", [version_2])
+    with bench_tiers.control_group(5000) as group:
+        assert bool(group) == bool(files)
+        if group:
+            limits = [(group[0] / name).read_text() for name in files]
+            assert limits == ["5000", "0"]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_figures_of_clients_with_drafts_and_of_tiers() -> None:
+    drafted = {"clients": 8, "kind": "code", "way": "mtp", "tps": 11.0}
+    lines = [{**drafted, "way": "off", "tps": 10.0, "drafts": None},
+             {**drafted, "drafts": {"tokens_per_step": 2.5}}]  # fmt: skip
+    (found,) = figures.drafts_clients({"x": lines}, "x")
+    assert (found.shown, found.of) == ("1.10x", "11 / 10") and "2.50 tokens" in found.name
+    tier = {
+        "kind": "tiers", "limit": "control group of 8 GiB", "tps": 50.0, "of_bound": 0.58,
+        "file_bytes_a_token": 14.3e6, "disk_bytes_per_s": [1e9, 1.21e9], "swapped_bytes": 0,
+    }  # fmt: skip
+    shown = [figure.shown for figure in figures.tiers({"x": [tier]}, "x")]
+    assert shown == ["50 tok/s", "0.58x", "0 MB"]
+
+
+def test_sequences_are_compared_without_the_first_of_several_times() -> None:
+    theirs = [{"pl": 32, "speed_tg": speed} for speed in (1.0, 4.0, 5.0, 6.0)]
+    ours = {"kind": "sample", "setting": "whole", "test": "seqs 32", "at": 1, "value": 10.0,
+            "unit": "tok/s"}  # fmt: skip
+    (found,) = figures.sequences({"x": [*theirs, ours]}, "x")
+    assert found.value == 2.0
