@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from _tools import ROOT as ROOT
+from _tools import BuildError
 from _tools import Parser as Parser
 
 WORKER = Path(__file__).with_name("_bench_worker.py")
@@ -373,5 +374,8 @@ def main(parser: Parser, work: Callable[[argparse.Namespace], int | None]) -> in
     except (BenchError, MoegraphError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return error.exit_code
+    except BuildError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130

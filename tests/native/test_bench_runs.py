@@ -252,6 +252,12 @@ def test_the_rival_measures_the_ways_that_are_asked_for(
     assert ["none" in call for call in calls] == [False, True]
 
 
+def test_a_slow_link_without_a_compiler_is_one_line() -> None:
+    none = {"CUDA_HOME": "/nowhere", "CUDACXX": "", "PATH": "/nowhere"}
+    done = run("bench_rival.py", "tiny", *RIVAL, "--slow-link", 4, code=1, **none)
+    assert "no nvcc" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_clients_are_compared_with_drafts_and_without(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     drafter = ROOT / "moegraph" / "models" / "tiny-dflash.gguf"
