@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 from helpers.graph_runs import Array, Graph, random
 
+from moegraph.arch.blocks.experts import build_expert_rows, build_shared_expert
 from moegraph.arch.blocks.router import Rules, build_router
 from moegraph.ggml.device import Device
-from moegraph.ggml.lib import C
-from moegraph.ggml.ops import Tensor
+from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.ops import Builder, Tensor
+from moegraph.graphs.cache import GraphCache
+from moegraph.graphs.layer import build_expert_sum
 
 RULES = {
     "softmax": Rules(),
@@ -73,3 +77,112 @@ def test_routers_that_are_not_one_kernel(device: Device, shape: tuple[int, int, 
     found = compute(device, shape, True, *how)
     for got, right in zip(found, compute(device, shape, False, *how)):
         np.testing.assert_array_equal(got.view(np.int32), right.view(np.int32))
+
+
+class Layers:
+    """Layers from behind their mixers on: residual, norm, router, experts, and a shared expert.
+
+    n: values of a row; shared: type of the shared expert's weights, None without one.
+    """
+
+    def __init__(self, graph: Graph, n: int, n_expert: int, shared: str | None) -> None:
+        self.graph, self.n_expert = graph, n_expert
+        rng, n_ff = np.random.default_rng(n), 256
+        matrix, weight = graph.matrix, graph.weight
+        self.parts = {
+            "gate": matrix("Q4_K", rng, n, n_ff, n_expert),
+            "up": matrix("Q4_K", rng, n, n_ff, n_expert),
+            "down": matrix("Q5_K", rng, n_ff, n, n_expert),
+        }
+        self.w: Any = {"norm": weight(random(1, n))}
+        self.w["ffn_gate_inp.weight"] = weight(random(2, n_expert, n) * 2 * n**-0.5)
+        self.has_shared = shared is not None
+        if shared is not None:
+            self.w["ffn_gate_inp_shexp.weight"] = weight(random(3, 1, n) * n**-0.5)
+            self.w["ffn_gate_shexp.weight"] = matrix(shared, rng, n, n_ff)
+            self.w["ffn_up_shexp.weight"] = matrix(shared, rng, n, n_ff)
+            self.w["ffn_down_shexp.weight"] = matrix(shared, rng, n_ff, n)
+
+    def append(self, x: Tensor, il: int) -> list[Tensor]:
+        """Append a layer for x F32 [n, 1]; return logits, what else may differ, and its result."""
+        b = self.graph.b
+        hp: Any = SimpleNamespace(n_expert=self.n_expert, n_expert_used=8)
+        mixed = b.expand(b.scale(x, 0.1 * il - 0.25))
+        residual = b.name(b.add(b.reshape(mixed, x.ne[0], 1), x), "residual", il)
+        normed = b.norm(residual, self.w["norm"], 1e-6)
+        routing = build_router(b, hp, self.w, normed, il)
+        rows = build_expert_rows(b, self.parts, normed, routing.topk, routing.weights, il)
+        out = build_expert_sum(b, rows, il)
+        results = [residual, normed, routing.topk, routing.weights_data]
+        if self.has_shared:
+            out = b.add(out, build_shared_expert(b, self.w, normed, il))
+            results.append(b.named[("ffn_swiglu", il)])
+        out = b.expand(b.scale(b.add(out, residual), 0.5))
+        return [b.named[("ffn_moe_logits", il)], *results, out]
+
+
+SHARED = [(2048, 128, "Q8_0"), (2048, 256, "Q8_0"), (4096, 256, "Q8_0"), (2048, 64, "Q6_K"),
+          (1536, 64, None)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "n_expert", "shared"), SHARED)
+def test_a_router_behind_its_norm_and_beside_a_shared_expert(
+    device: Device, capability: int, n: int, n_expert: int, shared: str | None
+) -> None:
+    """Eight layers, so that a race would show, and inputs that take turns."""
+    inputs = [random(seed, 1, n) for seed in (4, 5)]
+
+    def run(fuses: bool) -> list[list[Array]]:
+        graph, outputs, found = Graph(), list[Tensor](), []
+        layers, leaf = Layers(graph, n, n_expert, shared), graph.leaf(inputs[0])
+        x = leaf
+        for il in range(8):
+            logits, *results, x = layers.append(x, il)
+            outputs += [logits, *results, x]
+            if not fuses:
+                C.ggml_set_output(logits)
+        with graph.launches(device, outputs) as launch:
+            for turn in range(6):
+                graph.replace(leaf, inputs[turn % 2])
+                found.append(launch()[0])
+        return found
+
+    one, apart = run(True), run(False)
+    per_layer = len(one[0]) // 8
+    for got, right in zip(one, apart):
+        for at, (a, b) in enumerate(zip(got, right)):
+            if at % per_layer == 0:
+                assert np.isnan(a).all() == (capability >= 80), "not one kernel"
+            else:
+                np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32), str(at))
+    assert not np.array_equal(one[0][-1], one[1][-1])
+
+
+def test_what_the_blocks_of_a_router_read_keeps_its_memory(device: Device) -> None:
+    """One block writes its part of sum and norm while others still read both terms."""
+    with ExitStack() as stack:
+
+        def build(b: Builder) -> list[list[Tensor]]:
+            graph = Graph()
+            vars(graph).update(b=b, leaf=graph.weight)  # what is placed are results only
+            layers, x = Layers(graph, 2048, 256, "Q8_0"), graph.weight(random(1, 1, 2048))
+            found = []
+            for il in range(1, 4):
+                _, *results, x = layers.append(x, il)
+                found.append(results)
+            stack.enter_context(graph.place_weights(device))
+            return found
+
+        graphs = GraphCache(device)
+        stack.callback(graphs.close)
+        found: list[list[Tensor]] = []
+        graphs.get("layers", 512, lambda b: found.extend(build(b)))
+
+        def span(t: Tensor) -> tuple[int, int]:
+            start = int(ffi.cast("intptr_t", t.data))
+            return start, start + C.ggml_nbytes(t)
+
+        for residual, normed, *_, glu in found:
+            terms = [span(residual.src[0]), span(residual.src[1])]
+            written = [span(residual), span(normed), span(glu)]
+            assert not any(a < d and c < b for a, b in terms for c, d in written)

@@ -31,6 +31,8 @@ typedef struct cudaEvent  * cudaEvent_t;
 enum { cudaEventDisableTiming };
 static inline bool cudaEventCreateWithFlags(cudaEvent_t *, int) { return true; }
 static inline bool cudaEventDestroy(cudaEvent_t) { return true; }
+static inline bool cudaEventRecord(cudaEvent_t, cudaStream_t) { return true; }
+static inline bool cudaStreamWaitEvent(cudaStream_t, cudaEvent_t) { return true; }
 static inline bool cudaMalloc(void ** data, const size_t bytes) {
     *data = emulated::allocate(bytes);
     return true;
@@ -121,6 +123,18 @@ template <int width = WARP_SIZE> static inline float warp_reduce_sum(float x) {
 static inline float warp_reduce_max(float x) {
     for (int offset = WARP_SIZE/2; offset > 0; offset >>= 1) {
         x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, offset));
+    }
+    return x;
+}
+enum class block_reduce_method { SUM };
+template <block_reduce_method, unsigned block_size> static inline float block_reduce(float x, float * shared) {
+    x = warp_reduce_sum(x);
+    if (block_size > WARP_SIZE) {
+        if (threadIdx.x % WARP_SIZE == 0) {
+            shared[threadIdx.x/WARP_SIZE] = x;
+        }
+        __syncthreads();
+        x = warp_reduce_sum(threadIdx.x % WARP_SIZE < block_size/WARP_SIZE ? shared[threadIdx.x % WARP_SIZE] : 0.0f);
     }
     return x;
 }

@@ -1,7 +1,19 @@
-// The router of one row, on emulated kernels, against float64.
+// The router of one row, on emulated kernels: alone against float64, behind a norm and with gate and up of a shared expert
+// against kernels of their own.
 
 #include "driver.h"
+#include "moegraph-branch.cuh"
+#include "moegraph-context.cuh"
+#include "moegraph-norm.cuh"
 #include "moegraph-router.cuh"
+#include "moegraph-rows.cuh"
+
+EMULATED_SHARED(int4, moegraph_router_smem);
+EMULATED_SHARED(char4, moegraph_rows_smem);
+EMULATED_SHARED(int4, moegraph_one_smem);
+EMULATED_SHARED(char4, moegraph_wide_smem);
+EMULATED_SHARED(float4, moegraph_f32_smem);
+EMULATED_SHARED(int, counts);
 
 static constexpr double MAX_ERROR = 2e-5; // of a score or weight, relative; of weights of 0 to 1, absolute
 
@@ -73,17 +85,8 @@ static std::string fault(const router_case & c, const choice & r, const int32_t 
     return "";
 }
 
-static void check(const router_case & c) {
-    tensors t;
-    floats w = normal((size_t) c.n*c.n_experts, 1.5f/std::sqrt((float) c.n)), bias = normal(c.n_experts, 0.1f);
-    for (int e = 0; c.ties && e < c.n_experts; ++e) {
-        std::copy_n(w.begin() + (size_t) 8*c.class_of(e)*c.n, c.n, w.begin() + (size_t) e*c.n);
-        bias[e] = bias[8*c.class_of(e)];
-    }
-    ggml_tensor * matrix = t.leaf(GGML_TYPE_F32, { c.n, c.n_experts }, w.data());
-    t.make_constant(matrix);
-    ggml_tensor * x       = t.leaf(GGML_TYPE_F32, { c.n, 1 }, nullptr);
-    ggml_tensor * logits  = t.place(ggml_mul_mat(t.ctx, matrix, x));
+// The nodes of a router behind logits, with memory of their own. Returns ids and weights.
+static std::pair<ggml_tensor *, ggml_tensor *> append(tensors & t, const router_case & c, ggml_tensor * logits, const floats & bias) {
     ggml_tensor * scores  = t.place(c.sigmoid ? ggml_sigmoid(t.ctx, logits) : ggml_soft_max(t.ctx, logits));
     ggml_tensor * by      = c.biased ?
         t.place(ggml_add(t.ctx, scores, t.leaf(GGML_TYPE_F32, { c.n_experts }, bias.data()))) : scores;
@@ -99,6 +102,25 @@ static void check(const router_case & c) {
         weights = t.place(ggml_scale(t.ctx, weights, c.scale));
     }
     ggml_build_forward_expand(t.graph, weights);
+    return { ids, weights };
+}
+
+static ggml_tensor * constant(tensors & t, const ggml_type type, const std::vector<int64_t> & ne, const void * values) {
+    ggml_tensor * result = t.leaf(type, ne, values);
+    t.make_constant(result);
+    return result;
+}
+
+static void check(const router_case & c) {
+    tensors t;
+    floats w = normal((size_t) c.n*c.n_experts, 1.5f/std::sqrt((float) c.n)), bias = normal(c.n_experts, 0.1f);
+    for (int e = 0; c.ties && e < c.n_experts; ++e) {
+        std::copy_n(w.begin() + (size_t) 8*c.class_of(e)*c.n, c.n, w.begin() + (size_t) e*c.n);
+        bias[e] = bias[8*c.class_of(e)];
+    }
+    ggml_tensor * x      = t.leaf(GGML_TYPE_F32, { c.n, 1 }, nullptr);
+    ggml_tensor * logits = t.place(ggml_mul_mat(t.ctx, constant(t, GGML_TYPE_F32, { c.n, c.n_experts }, w.data()), x));
+    const auto [ids, weights] = append(t, c, logits, bias);
 
     ggml_backend_cuda_context cuda;
     std::string wrong;
@@ -114,6 +136,78 @@ static void check(const router_case & c) {
     report(c.str(), wrong);
 }
 
+// What comes behind a mixer: sum, norm, router, an expert's product, and, with n_ff, the shared expert.
+struct layer {
+    tensors       t;
+    ggml_tensor * sum, * normed, * ids, * weights, * up = nullptr, * gate = nullptr, * glu = nullptr;
+    int           n_norm, n_router, first = 0;
+    ggml_backend_cuda_context cuda;
+
+    layer(const router_case & c, const int n_ff, const ggml_type type) {
+        rng.seed(c.n + c.n_experts + n_ff);
+        const floats rows = normal(2*c.n, 1.0f), w = normal((size_t) c.n*c.n_experts, 1.5f/std::sqrt((float) c.n));
+        const floats w_norm = normal(c.n, 1.0f), bias = normal(c.n_experts, 0.1f);
+        sum    = t.place(ggml_add(t.ctx, t.leaf(GGML_TYPE_F32, { c.n, 1 }, rows.data()),
+            t.leaf(GGML_TYPE_F32, { c.n, 1 }, rows.data() + c.n)));
+        normed = t.place(ggml_mul(t.ctx, t.place(ggml_rms_norm(t.ctx, sum, 1e-6f)),
+            constant(t, GGML_TYPE_F32, { c.n }, w_norm.data())));
+        ggml_build_forward_expand(t.graph, normed);
+        n_norm = ggml_graph_n_nodes(t.graph);
+        std::tie(ids, weights) = append(t, c,
+            t.place(ggml_mul_mat(t.ctx, constant(t, GGML_TYPE_F32, { c.n, c.n_experts }, w.data()), normed)), bias);
+        n_router = ggml_graph_n_nodes(t.graph) - n_norm;
+        const auto weight = [&](const int64_t n_in, const int64_t n_out) {
+            return constant(t, type, { n_in, n_out, 1 }, random_weights(type, n_out, (int) n_in).data());
+        };
+        ggml_build_forward_expand(t.graph, t.place(ggml_mul_mat_id(t.ctx, weight(c.n, 64), normed, ids)));
+        if (n_ff > 0) {
+            first = ggml_graph_n_nodes(t.graph);
+            up    = t.place(ggml_mul_mat(t.ctx, weight(c.n, n_ff), normed));
+            ggml_build_forward_expand(t.graph, up);
+            gate  = t.place(ggml_mul_mat(t.ctx, weight(c.n, n_ff), normed));
+            glu   = t.place(ggml_swiglu_split(t.ctx, gate, up));
+            ggml_build_forward_expand(t.graph, t.place(ggml_mul_mat(t.ctx, weight(n_ff, c.n), glu)));
+        }
+        moegraph_rows_begin(cuda, t.graph);
+        moegraph_branches branches(cuda, t.graph, true);
+        moegraph_router_begin(cuda);
+    }
+};
+
+static void check_layer(const router_case & c, const int n_ff, const bool fuses, const ggml_type type = GGML_TYPE_Q8_0) {
+    layer one(c, n_ff, type), apart(c, n_ff, type);
+    const std::string name = c.str() + " behind a norm, shared " + std::to_string(n_ff) + " " + ggml_type_name(type);
+    if (!fuses) {
+        report(name, moegraph_router_try(one.cuda, one.t.graph, 0) == 0 ? "" : "is one kernel");
+        return;
+    }
+    std::string wrong;
+    const auto equal = [&](const char * what, const void * a, const void * b, const size_t bytes) {
+        if (memcmp(a, b, bytes) != 0 && wrong.empty()) {
+            wrong = std::string("other bits: ") + what;
+        }
+    };
+    for (int run = 0; run < 2; ++run) {
+        GGML_ASSERT(moegraph_router_try(one.cuda, one.t.graph, 0) == one.n_norm + one.n_router - 1 && one.cuda.curr_stream_no == 0);
+    }
+    GGML_ASSERT(moegraph_add_norm_try(apart.cuda, apart.t.graph, 0) == apart.n_norm - 1);
+    GGML_ASSERT(moegraph_router_try(apart.cuda, apart.t.graph, apart.n_norm) == apart.n_router - 1);
+    equal("sum", one.sum->data, apart.sum->data, ggml_nbytes(one.sum));
+    equal("norm", one.normed->data, apart.normed->data, ggml_nbytes(one.normed));
+    equal("ids", one.ids->data, apart.ids->data, c.n_used*sizeof(int32_t));
+    equal("weights", one.weights->data, apart.weights->data, c.n_used*sizeof(float));
+    void * y[2] = { moegraph_rows_reserve(one.cuda, one.normed), moegraph_rows_reserve(apart.cuda, apart.normed) };
+    equal("quantized row", y[0], y[1], c.n/32*40);
+    if (n_ff > 0) {
+        moegraph_rows_mul_mat(apart.cuda, apart.up, apart.gate, apart.glu);
+        equal("shared expert", one.glu->data, apart.glu->data, ggml_nbytes(one.glu));
+        if (moegraph_router_try(one.cuda, one.t.graph, one.first) != 2) {
+            wrong = "gate and up would be computed again";
+        }
+    }
+    report(name, wrong);
+}
+
 int main() {
     int i = 0;
     for (const int n_experts : { 64, 128, 256, 512 }) {
@@ -124,6 +218,18 @@ int main() {
             }
         }
     }
+    for (const int n_experts : { 64, 128, 256, 512 }) {
+        for (const int n : { 1536, 2048, 4096 }) {
+            emulated::order = ++i % 3;
+            check_layer({ n, n_experts, 8, false, false, true, 0, false }, 0, true);
+            const int n_ff = n_experts <= 128 || n == 4096 ? 96 : i % 2 ? 512 : 320;
+            check_layer({ n, n_experts, 8, i % 2 == 0, i % 2 == 0, true, 0, false }, n_ff, true);
+        }
+    }
+    check_layer({ 1024, 256, 8, false, false, true, 0, false }, 0, false);
+    check_layer({ 2048, 256, 8, false, false, true, 0, false }, 512, false, GGML_TYPE_Q6_K);
+    check_layer({ 4096, 256, 8, false, false, true, 0, false }, 672, false); // too much for a block
+    check_layer({ 2048, 64, 8, false, false, true, 0, false }, 512, true);
     printf("all %d checks of the router: %d failed\n", n_run, n_failed);
     return n_failed != 0;
 }

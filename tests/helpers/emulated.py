@@ -24,6 +24,7 @@ KERNELS = NATIVE / "src" / "ggml-cuda"
 GGML = ROOT / "build" / "llama.cpp" / "ggml"
 LIBRARIES = ROOT / "moegraph" / "lib"
 
+ROWS = ("context", "one", "one-down", "rows-prepare", "rows", "rows-f32", "wide")
 # A program, and the files of kernels that it runs, moegraph-NAME.cu; one that is not there is left
 # out.
 PROGRAMS = {
@@ -33,8 +34,8 @@ PROGRAMS = {
     "faults": (),
     "heads": ("heads",),
     "recurrence": ("chain", "recurrence", "tree"),
-    "router": ("context", "router"),
-    "rows": ("context", "one", "one-down", "rows-prepare", "rows", "rows-f32", "wide"),
+    "router": (*ROWS, "branch", "norm", "router"),
+    "rows": ROWS,
     "step": ("chain", "context", "conv", "delta-step", "deltanet", "recurrence", "tree"),
 }
 

@@ -7,7 +7,7 @@ constexpr int MOEGRAPH_BRANCH_ROWS = 32;
 
 // A shared expert that starts at node i: up, gate, GLU, down, behind routed experts of the same input. Returns its last
 // node, -1 if there is none.
-static int moegraph_branch_match(const ggml_cgraph * cgraph, const int i, int & fork) {
+static int moegraph_branch_match(const ggml_cgraph * cgraph, const int i, int & fork, int * i_glu = nullptr) {
     static const ggml_op ops[4] = { GGML_OP_MUL_MAT, GGML_OP_MUL_MAT, GGML_OP_GLU, GGML_OP_MUL_MAT };
     int found[4];
     const int last = cgraph->nodes[i]->op == GGML_OP_MUL_MAT ? moegraph_find_ops(cgraph, i, ops, 4, found) : -1;
@@ -49,7 +49,21 @@ static int moegraph_branch_match(const ggml_cgraph * cgraph, const int i, int & 
         }
         routed = routed || read == input;
     }
+    if (i_glu != nullptr) {
+        *i_glu = found[2];
+    }
     return routed ? last : -1;
+}
+
+int moegraph_branch_find(const ggml_cgraph * cgraph, const int fork, int & first, int & glu) {
+    for (first = fork + 1; first < cgraph->n_nodes && cgraph->nodes[first]->op != GGML_OP_RMS_NORM; ++first) {
+        int       begin;
+        const int last = moegraph_branch_match(cgraph, first, begin, &glu);
+        if (last >= 0) {
+            return begin == fork ? last : -1;
+        }
+    }
+    return -1;
 }
 
 // Whether the memory of two tensors overlaps.
@@ -85,16 +99,30 @@ moegraph_branches::moegraph_branches(ggml_backend_cuda_context & ctx, const ggml
         branch b;
         b.first = i;
         b.last  = moegraph_branch_match(cgraph, i, b.fork);
-        b.input = cgraph->nodes[i]->src[1];
+        b.node  = cgraph->nodes[i];
         if (b.last >= 0 && moegraph_branch_is_apart(cgraph, b.fork, b.first, b.last)) {
             branches.push_back(b);
             i = b.last;
         }
     }
+    go_on();
+}
+
+void moegraph_branches::go_on() {
+    ++next;
+    moegraph_get_context(ctx).next_branch = next < (int) branches.size() ? branches[next].node : nullptr;
+}
+
+void moegraph_branch_fork(ggml_backend_cuda_context & ctx) {
+    moegraph_fork_events & events = moegraph_get_context(ctx).branch;
+    events.create();
+    CUDA_CHECK(cudaEventRecord(events.fork, ctx.stream()));
+    ctx.curr_stream_no = 1;
+    CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.fork));
 }
 
 void moegraph_branches::before(const int i) {
-    if (next >= branches.size()) {
+    if (next >= (int) branches.size()) {
         return;
     }
     moegraph_fork_events & events = moegraph_get_context(ctx).branch;
@@ -106,24 +134,28 @@ void moegraph_branches::before(const int i) {
         moegraph_rows_pin(ctx, nullptr);
         active = false;
         forked = false;
-        if (++next >= branches.size()) {
+        go_on();
+        if (next >= (int) branches.size()) {
             return;
         }
     }
     const branch & b = branches[next];
-    if (!forked && i > b.fork) {
+    const bool runs = moegraph_get_context(ctx).router.done == b.node; // it has forked in front of its norm
+    if (!forked && i > b.fork && !runs) {
         CUDA_CHECK(cudaEventRecord(events.fork, ctx.stream()));
-        moegraph_rows_pin(ctx, b.input);
+        moegraph_rows_pin(ctx, b.node->src[1]);
         forked = true;
     }
     if (!active && i == b.first) {
         ctx.curr_stream_no = 1;
-        CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.fork));
+        if (!runs) {
+            CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.fork));
+        }
         active = true;
     } else if (!active && i > b.first) {
         forked = false; // its first node was taken in by another kernel
         moegraph_rows_pin(ctx, nullptr);
-        ++next;
+        go_on();
     }
 }
 

@@ -52,6 +52,8 @@ struct moegraph_step_state {
 // What the blocks of a router share. It stays where it is, because captured graphs use it.
 struct moegraph_router_state {
     unsigned * arrived = nullptr; // blocks of the launch that runs; behind it are the logits
+    const ggml_tensor * done = nullptr; // the first of n_done + 1 nodes of a shared expert that run with a router before them
+    int n_done = 0;
 
     ~moegraph_router_state();
 };
@@ -63,6 +65,7 @@ struct moegraph_context {
 
     int device;
     moegraph_fork_events branch;  // moegraph-branch.cu
+    const ggml_tensor  * next_branch = nullptr; // the first node of the branch that follows in this evaluation
     moegraph_fork_events publish; // moegraph-publish.cu
     moegraph_rows_state  rows;    // moegraph-rows-prepare.cu
     moegraph_router_state router; // moegraph-router.cu

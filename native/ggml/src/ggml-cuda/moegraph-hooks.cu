@@ -88,8 +88,9 @@ bool moegraph_mul_mat_glu(ggml_backend_cuda_context & ctx, ggml_tensor * up, con
 
 int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
     static int (* const attempts[])(ggml_backend_cuda_context &, const ggml_cgraph *, int) = {
+        moegraph_router_try,                         // may begin with a norm
         moegraph_gated_norm_try, moegraph_heads_try, // longer than a lone norm
-        moegraph_argmax_try, moegraph_attn_try, moegraph_add_norm_try, moegraph_deltanet_input_try, moegraph_router_try,
+        moegraph_argmax_try, moegraph_attn_try, moegraph_add_norm_try, moegraph_deltanet_input_try,
         moegraph_rows_try_biased, moegraph_add_rows_try,
     };
     for (const auto attempt : attempts) {
@@ -106,6 +107,7 @@ int moegraph_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, co
 
 void moegraph_keep(const ggml_cgraph * cgraph, const int i, const ggml_backend_graph_optimize_params * params) {
     moegraph_add_norm_keep(cgraph, i, params);
+    moegraph_router_keep(cgraph, i, params);
     moegraph_deltanet_keep(cgraph, i, params);
     moegraph_branch_keep(cgraph, i, params);
     moegraph_gate_up_keep(cgraph, i, params);
@@ -117,6 +119,7 @@ moegraph_evaluation::moegraph_evaluation(
         ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const bool may_branch)
     : ctx(ctx), cgraph(cgraph), branches(ctx, cgraph, may_branch), publisher(ctx) {
     moegraph_rows_begin(ctx, cgraph);
+    moegraph_router_begin(ctx);
 }
 
 int moegraph_evaluation::try_alone(const int i, const moegraph_compute compute) {

@@ -1,118 +1,19 @@
 #include "moegraph-norm.cuh"
+#include "moegraph-norm-row.cuh"
+#include "moegraph-match.cuh"
 #include "moegraph-rows.cuh"
-#include "moegraph-rows-types.cuh"
 
 constexpr int MOEGRAPH_NORM_MAX = 8192; // values of a row
-
-struct moegraph_add_norm_args {
-    const float      * terms[3]; // the second and the third may be nullptr
-    int                gated;    // the term that is multiplied by its row's gate, -1 for none
-    const float      * gate;     // what the sigmoid is taken of, nullptr: the product of the next two
-    const float      * gate_x;
-    const float      * gate_w;
-    const float      * w;    // nullptr: no norm follows the sum
-    float            * sum;  // nullptr: nobody reads it
-    float            * dst;
-    moegraph_block_y * y;   // nullptr: not quantized for products of few rows
-    block_q8_1       * q8_1; // the same for the experts of one token
-    int                n;
-    int                early; // weights may be read before the preceding kernel has ended
-    float              eps;
-};
-
-static __device__ __forceinline__ float4 moegraph_add_scaled_4(const float4 a, const float4 b, const float f) {
-    return make_float4(a.x + b.x*f, a.y + b.y*f, a.z + b.z*f, a.w + b.w*f);
-}
 
 // One block a row. A block has little to do and much to wait for, so everything is loaded before the first reduction,
 // and weights that are constant before the preceding kernel has ended.
 template <int n_threads, int n_values>
 static __global__ void __launch_bounds__(n_threads, 1) moegraph_add_norm_kernel(const moegraph_add_norm_args args) {
     ggml_cuda_pdl_lc();
-    const int64_t offset  = (int64_t) blockIdx.x*args.n;
-    const bool    product = args.gated >= 0 && args.gate == nullptr;
-    const float4  zero    = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-
-    float4 w[n_values];
-    float4 gate_w[n_values];
-    if (!args.early) {
-        ggml_cuda_pdl_sync();
-    }
-#pragma unroll
-    for (int k = 0; k < n_values; ++k) {
-        const int  i    = 4*(threadIdx.x + k*n_threads);
-        const bool mine = i < args.n;
-        w[k]      = mine && args.w != nullptr ? *(const float4 *) (args.w + i) : zero;
-        gate_w[k] = mine && product ? *(const float4 *) (args.gate_w + i) : zero;
-    }
-    if (args.early) {
-        ggml_cuda_pdl_sync();
-    }
-
-    float4 terms[3][n_values];
-    float  gate = args.gated >= 0 && !product ? args.gate[blockIdx.x] : 0.0f;
-#pragma unroll
-    for (int k = 0; k < n_values; ++k) {
-        const int  i    = 4*(threadIdx.x + k*n_threads);
-        const bool mine = i < args.n;
-#pragma unroll
-        for (int t = 0; t < 3; ++t) {
-            terms[t][k] = mine && args.terms[t] != nullptr ? *(const float4 *) (args.terms[t] + offset + i) : zero;
-        }
-        if (mine && product) {
-            const float4 x = *(const float4 *) (args.gate_x + offset + i);
-            gate += x.x*gate_w[k].x + x.y*gate_w[k].y + x.z*gate_w[k].z + x.w*gate_w[k].w;
-        }
-    }
-
-    __shared__ float shared[2][32];
-    if (product) {
-        gate = block_reduce<block_reduce_method::SUM, n_threads>(gate, shared[0]);
-    }
-    gate = 1.0f/(1.0f + expf(-gate));
-
-    float4 v[n_values];
-    float  squares = 0.0f;
-#pragma unroll
-    for (int k = 0; k < n_values; ++k) {
-        v[k] = zero;
-#pragma unroll
-        for (int t = 0; t < 3; ++t) {
-            v[k] = moegraph_add_scaled_4(v[k], terms[t][k], t == args.gated ? gate : 1.0f);
-        }
-        squares += v[k].x*v[k].x + v[k].y*v[k].y + v[k].z*v[k].z + v[k].w*v[k].w;
-    }
-    if (args.w != nullptr) {
-        squares = block_reduce<block_reduce_method::SUM, n_threads>(squares, shared[1]);
-    }
-    const float scale = rsqrtf(squares/args.n + args.eps);
-
-#pragma unroll
-    for (int k = 0; k < n_values; ++k) {
-        const int i = 4*(threadIdx.x + k*n_threads);
-        if (i < args.n) {
-            if (args.sum != nullptr) {
-                *(float4 *) (args.sum + offset + i) = v[k];
-            }
-            if (args.w == nullptr) {
-                continue;
-            }
-            v[k] = make_float4(scale*v[k].x*w[k].x, scale*v[k].y*w[k].y, scale*v[k].z*w[k].z, scale*v[k].w*w[k].w);
-            *(float4 *) (args.dst + offset + i) = v[k];
-            if (args.y != nullptr) {
-                moegraph_quantize_4(v[k], args.y + (offset + i)/32);
-            }
-            if (args.q8_1 != nullptr) {
-                moegraph_quantize_q8_1_4(v[k], args.q8_1 + (offset + i)/32);
-            }
-        }
-    }
-}
-
-static bool moegraph_apart(const ggml_tensor * a, const ggml_tensor * b) {
-    const char * pa = (const char *) a->data;
-    const char * pb = (const char *) b->data;
-    return pa + ggml_nbytes(a) <= pb || pb + ggml_nbytes(b) <= pa;
+    const int64_t offset = (int64_t) blockIdx.x*args.n;
+    moegraph_add_norm_row<n_threads, n_values>(args, blockIdx.x, [&](const int i, const float4 sum, const float4 v) {
+        moegraph_add_norm_write(args, offset + i, sum, v);
+    });
 }
 
 static bool moegraph_same_or_apart(const ggml_tensor * a, const ggml_tensor * b) {
@@ -129,18 +30,6 @@ static bool moegraph_is_plain(const ggml_tensor * t, const ggml_tensor * like) {
     return t->type == GGML_TYPE_F32 && ggml_are_same_shape(t, like) && ggml_is_contiguous(t) &&
         (uintptr_t) t->data % 16 == 0;
 }
-
-struct moegraph_add_norm_nodes {
-    const ggml_tensor * terms[3]; // the third is nullptr where two are summed
-    int                 gated;    // the term that is multiplied by a gate, -1 for none
-    const ggml_tensor * gate;     // [1, n_rows], before the sigmoid
-    const ggml_tensor * product;  // the product that is the gate, where it is computed here, or nullptr
-    const ggml_tensor * w;        // nullptr: no norm follows the sum; then dst is the sum, and there is no norm
-    ggml_tensor * sum;
-    ggml_tensor * norm;
-    ggml_tensor * dst;
-    int           n_ops;
-};
 
 // The gate of a shared expert in front of the sum: [product], sigmoid, mul. Returns how many nodes that is, and the
 // result and its operand in gated and term.
@@ -209,7 +98,7 @@ static bool moegraph_lone_norm_match(const ggml_cgraph * cgraph, const int i, mo
     return true;
 }
 
-static bool moegraph_add_norm_match(const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m) {
+bool moegraph_add_norm_match(const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m) {
     const ggml_tensor * gated = nullptr;
     const ggml_tensor * term  = nullptr;
     m.gated = -1;
@@ -272,12 +161,8 @@ static bool moegraph_gate_supported(const moegraph_add_norm_nodes & m) {
         moegraph_same_or_apart(x, m.sum) && moegraph_same_or_apart(x, m.dst);
 }
 
-int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
-    moegraph_add_norm_nodes m;
-    const bool lone = moegraph_lone_norm_match(cgraph, i, m);
-    if (!lone && !moegraph_add_norm_match(cgraph, i, m)) {
-        return 0;
-    }
+bool moegraph_add_norm_prepare(
+        ggml_backend_cuda_context & ctx, const moegraph_add_norm_nodes & m, moegraph_add_norm_args & args) {
     const ggml_tensor * sum = m.sum;
     const ggml_tensor * dst = m.dst;
     const ggml_tensor * w   = m.w;
@@ -286,18 +171,18 @@ int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * c
     if (n % 32 != 0 || n > MOEGRAPH_NORM_MAX || (w != nullptr && !moegraph_is_weights(w, sum, dst)) ||
             !moegraph_is_plain(sum, sum) ||
             !moegraph_is_plain(dst, sum) || !moegraph_same_or_apart(sum, dst)) {
-        return 0;
+        return false;
     }
     if (m.gated >= 0 && !moegraph_gate_supported(m)) {
-        return 0;
+        return false;
     }
     for (const ggml_tensor * t : m.terms) {
         if (t != nullptr && (!moegraph_is_plain(t, sum) || !moegraph_same_or_apart(t, sum) ||
                 !moegraph_same_or_apart(t, dst))) {
-            return 0;
+            return false;
         }
     }
-    moegraph_add_norm_args args = {};
+    args = {};
     for (int t = 0; t < 3; ++t) {
         args.terms[t] = m.terms[t] ? (const float *) m.terms[t]->data : nullptr;
     }
@@ -308,7 +193,7 @@ int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * c
     } else if (m.gated >= 0) {
         args.gate = (const float *) m.gate->data;
     }
-    args.sum = lone ? nullptr : (float *) sum->data;
+    args.sum = m.terms[0] == sum ? nullptr : (float *) sum->data;
     args.n   = n;
     args.early = (w == nullptr || moegraph_is_constant(w)) &&
         (args.gate_w == nullptr || moegraph_is_constant(m.product->src[0]));
@@ -319,9 +204,19 @@ int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * c
         args.q8_1 = (block_q8_1 *) moegraph_q8_1_reserve(ctx, dst);
         args.eps  = ggml_get_op_params_f32(m.norm, 0);
     }
+    return true;
+}
 
+int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    moegraph_add_norm_nodes m;
+    moegraph_add_norm_args  args;
+    if ((!moegraph_lone_norm_match(cgraph, i, m) && !moegraph_add_norm_match(cgraph, i, m)) ||
+            !moegraph_add_norm_prepare(ctx, m, args)) {
+        return 0;
+    }
+    const int n = args.n;
     const auto launch = [&](auto kernel, const int n_threads) {
-        const ggml_cuda_kernel_launch_params params(dim3(ggml_nrows(sum)), dim3(n_threads), (size_t) 0, ctx.stream());
+        const ggml_cuda_kernel_launch_params params(dim3(ggml_nrows(m.sum)), dim3(n_threads), (size_t) 0, ctx.stream());
         ggml_cuda_kernel_launch(kernel, params, args);
     };
     if (n <= 4*64) {

@@ -2,6 +2,16 @@
 
 #include "common.cuh"
 
+#include "ggml-backend-impl.h"
+
 // The router of one row in one kernel: its product, scores (softmax or sigmoid, with a bias for the choice), top-k, and
-// weights. Returns how many nodes behind node i that covers, 0 if node i does not start the pattern.
+// weights. A residual sum and a norm in front of it are taken in. A shared expert that runs beside it then does not wait
+// for the norm: its gate, up and activation run here, on its stream, and compute the norm again. Returns how many nodes
+// behind node i that covers, 0 if node i does not start the pattern; also where node i has run with a router before it.
 int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i);
+
+// Call before the nodes of a graph are launched.
+void moegraph_router_begin(ggml_backend_cuda_context & ctx);
+
+// Asks that what the kernel reads keeps its memory as long as its blocks write, where node i starts the pattern.
+void moegraph_router_keep(const ggml_cgraph * cgraph, int i, const ggml_backend_graph_optimize_params * params);
