@@ -24,6 +24,11 @@ static __device__ __forceinline__ float4 moegraph_add_scaled_4(const float4 a, c
     return make_float4(a.x + b.x*f, a.y + b.y*f, a.z + b.z*f, a.w + b.w*f);
 }
 
+// Spelled out: kernels of the same row must not differ in what the compiler contracts.
+static __device__ __forceinline__ float moegraph_squares_4(const float4 v) {
+    return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmul_rn(v.x, v.x))));
+}
+
 // What a block computes for a row: calls take(i, sum, normed) for each four values. Waits for the preceding kernel, behind
 // the loads of weights if they are early.
 template <int n_threads, int n_values, typename F>
@@ -80,7 +85,7 @@ static __device__ __forceinline__ void moegraph_add_norm_row(
         for (int t = 0; t < 3; ++t) {
             v[k] = moegraph_add_scaled_4(v[k], terms[t][k], t == args.gated ? gate : 1.0f);
         }
-        squares += v[k].x*v[k].x + v[k].y*v[k].y + v[k].z*v[k].z + v[k].w*v[k].w;
+        squares = __fadd_rn(squares, moegraph_squares_4(v[k]));
     }
     if (args.w != nullptr) {
         squares = block_reduce<block_reduce_method::SUM, n_threads>(squares, shared[1]);

@@ -391,7 +391,7 @@ static bool moegraph_router_find(const ggml_cgraph * cgraph, const int i, const 
         f.shared.glu = nullptr;
         return moegraph_router_supported(f.router, cc);
     }
-    if (!moegraph_add_norm_match(cgraph, i, f.norm) || f.norm.norm == nullptr ||
+    if (!moegraph_add_norm_match(cgraph, i, f.norm) || f.norm.norm == nullptr || f.norm.gated >= 0 ||
             !moegraph_router_match(cgraph, i + f.norm.n_ops, f.router) || f.router.product->src[1] != f.norm.dst ||
             !moegraph_router_supported(f.router, cc)) {
         return false;
@@ -413,11 +413,9 @@ static bool moegraph_router_find(const ggml_cgraph * cgraph, const int i, const 
 
 // Whether nothing is written where blocks read terms of the sum: by other blocks, and by what runs beside the shared expert.
 static bool moegraph_router_is_apart(const ggml_cgraph * cgraph, const int i, const moegraph_router_found & f) {
-    const ggml_tensor * gate    = f.norm.product != nullptr ? f.norm.product->src[1] : f.norm.gate;
-    const ggml_tensor * read[4] = { f.norm.terms[0], f.norm.terms[1], f.norm.terms[2], f.norm.gated >= 0 ? gate : nullptr };
     const int last = f.shared.glu != nullptr ? f.shared.last : i + f.norm.n_ops - 1;
     for (int k = i; k <= last; ++k) {
-        for (const ggml_tensor * t : read) {
+        for (const ggml_tensor * t : f.norm.terms) {
             if (t != nullptr && !moegraph_is_view_op(cgraph->nodes[k]) && !moegraph_apart(cgraph->nodes[k], t)) {
                 return false;
             }
@@ -541,15 +539,9 @@ void moegraph_router_keep(const ggml_cgraph * cgraph, const int i, const ggml_ba
         return;
     }
     ggml_tensor * until = f.shared.glu != nullptr ? cgraph->nodes[f.shared.last] : f.norm.dst;
-    const auto keep = [&](const ggml_tensor * t) {
+    for (const ggml_tensor * t : f.norm.terms) {
         if (t != nullptr) {
             params->add_alloc_dep(params->user_data, const_cast<ggml_tensor *>(t), until);
         }
-    };
-    for (const ggml_tensor * t : f.norm.terms) {
-        keep(t);
-    }
-    if (f.norm.gated >= 0) {
-        keep(f.norm.product != nullptr ? f.norm.product->src[1] : f.norm.gate);
     }
 }
