@@ -241,6 +241,40 @@ static void check_biased_group(const ggml_type type, const int k) {
     report(std::string("group with biases ") + ggml_type_name(type) + " k=" + std::to_string(k), wrong);
 }
 
+// A residual behind a product of one row, with a reshape between: the bits of a sum of its own. Not behind several rows, nor
+// where another node reads the product.
+static void check_residual(const ggml_type type, const int k, const int m, const int n, const bool in_place, const bool read) {
+    tensors t;
+    const floats values = normal((size_t) k*n, 0.7f), residual = normal((size_t) m*n, 1.0f);
+    ggml_tensor * w       = t.leaf(type, { k, m }, random_weights(type, m, k).data());
+    ggml_tensor * product = t.place(ggml_mul_mat(t.ctx, w, t.leaf(GGML_TYPE_F32, { k, n }, values.data())));
+    ggml_tensor * x       = t.leaf(GGML_TYPE_F32, { m, n }, residual.data());
+    ggml_tensor * sum     = ggml_add(t.ctx, ggml_reshape_2d(t.ctx, product, m, n), x);
+    in_place ? (void) (sum->data = x->data) : (void) t.place(sum);
+    ggml_build_forward_expand(t.graph, sum);
+    if (read) {
+        ggml_build_forward_expand(t.graph, ggml_sum_rows(t.ctx, product));
+    }
+    for (int i = 0; i < t.graph->n_nodes; ++i) {
+        t.graph->nodes[i]->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    }
+    ggml_backend_cuda_context cuda;
+    moegraph_rows_begin(cuda, t.graph);
+    const int covered = moegraph_rows_try_group(cuda, t.graph, 0);
+    std::string wrong = covered == (n == 1 && !read ? 2 : 0) ? "" : "covers " + std::to_string(covered) + " nodes";
+    if (covered == 2 && wrong.empty()) {
+        moegraph_rows_mul_mat(cuda, product, nullptr, nullptr);
+        for (int i = 0; i < m && wrong.empty(); ++i) {
+            const float want = ((const float *) product->data)[i] + residual[i];
+            if (memcmp(&want, (const float *) sum->data + i, sizeof(float)) != 0) {
+                wrong = "row " + std::to_string(i) + " has other bits";
+            }
+        }
+    }
+    report(std::string("residual ") + ggml_type_name(type) + " k=" + std::to_string(k) + " m=" + std::to_string(m) + " n=" +
+        std::to_string(n) + (in_place ? " in place" : "") + (read ? " read" : ""), wrong);
+}
+
 // Experts of one token with biases: gate, up and GLU; and down alone, and with all that is behind it.
 static void check_biased_experts(const ggml_type type, const int k, const int m, const int n_used) {
     tensors t;
@@ -449,6 +483,12 @@ int main() {
         if (type != GGML_TYPE_Q4_0) { // parts of a row: 8, 16, 24 and 48 at most
             const bool odd = type == GGML_TYPE_MXFP4 || type == GGML_TYPE_Q8_0;
             check_biased_group(type, odd ? 2880 : 2048);
+            for (const int m : { 33, 1700 }) {
+                check_residual(type, odd ? 2880 : 2048, m, 1, m == 33, false);
+                check_residual(type, 4096, m, 1, m != 33, false);
+            }
+            check_residual(type, odd ? 2880 : 2048, 40, 1, false, true);
+            check_residual(type, odd ? 2880 : 2048, 40, 2, false, false);
             for (const int k : odd ? ints{ 320, 704, 1472, 2880 } : ints{ 512, 768, 1536 }) {
                 if (type == GGML_TYPE_MXFP4 || k < 1600) {
                     next();

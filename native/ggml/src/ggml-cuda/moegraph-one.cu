@@ -54,13 +54,20 @@ static __device__ __forceinline__ const char * moegraph_one_row(
     return p.x[mat] + min(p.row + row, p.seg.n_rows - 1)*args.stride_row;
 }
 
+// The bias of the sum that moegraph_one_end gives a lane. What is added may come from the preceding kernel, so load it behind
+// moegraph_one_started, and not at the end, where nothing hides how long that takes.
+template <int n_rows, bool glu>
+static __device__ __forceinline__ float moegraph_one_end_bias(const moegraph_one_place & p, const moegraph_rows_args & args) {
+    const int mine = threadIdx.x/(32/(glu ? 2*n_rows : n_rows));
+    return moegraph_one_bias(p, args, mine/n_rows, mine % n_rows);
+}
+
 // Adds up over the lanes: first the rows, behind them those of the gate. Writes the results, zeros for an absent expert.
 template <int n_rows, bool glu>
 static __device__ __forceinline__ void moegraph_one_end(
-        float (&v)[glu ? 2*n_rows : n_rows], const moegraph_rows_args & args, const moegraph_one_place & p) {
+        float (&v)[glu ? 2*n_rows : n_rows], const float bias, const moegraph_rows_args & args, const moegraph_one_place & p) {
     constexpr int n = glu ? 2*n_rows : n_rows; // lane l gets the sum of l/(32/n)
-    const int   mine = threadIdx.x/(32/n);
-    const float bias = moegraph_one_bias(p, args, mine/n_rows, mine % n_rows);
+    const int mine = threadIdx.x/(32/n);
 #pragma unroll
     for (int step = 16, m = n/2; step >= 1; step /= 2, m /= 2) {
         const bool upper = (threadIdx.x & step) != 0;
@@ -92,7 +99,7 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
     constexpr int n_mats = glu ? 2 : 1;
     const moegraph_one_place p = moegraph_one_begin<n_rows>(args);
     const int n_parts = args.n_chunks*(MOEGRAPH_CHUNK/MOEGRAPH_ONE_VALUES);
-    float v[n_mats*n_rows] = {};
+    float v[n_mats*n_rows] = {}, bias = 0.0f;
     for (int first = 0; first < n_parts; first += 32) {
         const bool there = first + (int) threadIdx.x < n_parts;
         const int  part  = there ? first + threadIdx.x : n_parts - 1;
@@ -105,6 +112,7 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
         }
         if (first == 0) {
             moegraph_one_started(args);
+            bias = moegraph_one_end_bias<n_rows, glu>(p, args);
         }
         if (p.present) {
             typename X::y_t y;
@@ -115,7 +123,7 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
             }
         }
     }
-    moegraph_one_end<n_rows, glu>(v, args, p);
+    moegraph_one_end<n_rows, glu>(v, bias, args, p);
 }
 
 // Calls f(i) for the i-th group of n, when its copies are there.
@@ -159,6 +167,7 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
         }
     }
     moegraph_one_started(args);
+    const float bias = moegraph_one_end_bias<n_rows, glu>(p, args);
     const moegraph_block_y * row_y = args.y;
     if (args.raw != nullptr) { // whole warps do, so all lanes of a shuffle are there
         moegraph_block_y * mine = (moegraph_block_y *) ((char *) moegraph_one_smem + blockDim.y*n_rows*n_mats*pitch);
@@ -190,7 +199,7 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
             }
         });
     }
-    moegraph_one_end<n_rows, glu>(v, args, p);
+    moegraph_one_end<n_rows, glu>(v, bias, args, p);
 }
 
 // Rows that end anywhere: n_lanes lanes have one, and n_rows each, which lie in one piece for the warp. So 2,880 values keep

@@ -49,7 +49,7 @@ struct moegraph_segment {
     int          n_rows;
     int          first_block;
     int          k_split;        // warps that share a tile, parts of its sums
-    const float * bias;          // added to each row of results, or nullptr; of experts, too (moegraph-one.cu)
+    const float * bias;          // added to each row of results (moegraph-one.cu), or nullptr; of experts, too; or a residual
 };
 
 constexpr int MOEGRAPH_MAX_SEGMENTS = 4;

@@ -265,6 +265,31 @@ void moegraph_rows_keep(const ggml_cgraph * cgraph, const int i, const ggml_back
     }
 }
 
+// What node j adds to the product of node i, one row, if nothing but views lies between, and nothing else reads the product:
+// a residual, not a constant bias. nullptr if node j is no such sum.
+static const ggml_tensor * moegraph_rows_residual(const ggml_cgraph * cgraph, const int i, const int j) {
+    const ggml_tensor * sum = cgraph->nodes[j], * from[2] = { sum->src[0], sum->src[1] };
+    if (sum->op != GGML_OP_ADD || ggml_nelements(sum) != sum->ne[0] || !ggml_is_contiguous(sum) ||
+            !ggml_node_has_n_uses(cgraph, i, 1)) {
+        return nullptr;
+    }
+    for (int k = j - 1; k > i; --k) {
+        const ggml_tensor * node = cgraph->nodes[k];
+        for (const ggml_tensor *& t : from) {
+            if (t == node && node->op == GGML_OP_RESHAPE && ggml_node_get_use_count(cgraph, k) == 1 &&
+                    (node->flags & GGML_TENSOR_FLAG_OUTPUT) == 0) {
+                t = node->src[0];
+            }
+        }
+    }
+    const int own = from[0] == cgraph->nodes[i] ? 0 : 1;
+    const ggml_tensor * x = sum->src[1 - own];
+    const bool plain = x->type == GGML_TYPE_F32 && ggml_are_same_shape(x, sum) && ggml_is_contiguous(x) &&
+        !moegraph_is_constant(x);
+    return from[own] == cgraph->nodes[i] && from[1 - own] != cgraph->nodes[i] && plain &&
+        (x->data == sum->data || moegraph_apart(x, sum)) ? x : nullptr;
+}
+
 int moegraph_rows_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, const int i) {
     const int cc = ggml_cuda_info().devices[ctx.device].cc;
     ggml_tensor * first = cgraph->nodes[i];
@@ -282,6 +307,14 @@ int moegraph_rows_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgrap
         ggml_tensor * node = cgraph->nodes[j];
         if (moegraph_is_view_op(node)) {
             continue;
+        }
+        if (const ggml_tensor * residual = one && i_last == i ? moegraph_rows_residual(cgraph, i, j) : nullptr) {
+            if ((node->flags & GGML_TENSOR_FLAG_COMPUTE) != 0) {
+                ends[0].out  = node;
+                ends[0].bias = residual;
+                i_last = j;
+            }
+            break;
         }
         int own = n_dst; // the product to whose row the node adds a bias
         if (one && node->op == GGML_OP_ADD && node->src[1]->type == GGML_TYPE_F32 && ggml_is_contiguous(node->src[1]) &&

@@ -27,7 +27,7 @@ int moegraph_rows_try_biased(ggml_backend_cuda_context & ctx, const ggml_cgraph 
 void moegraph_rows_keep(const ggml_cgraph * cgraph, int i, const ggml_backend_graph_optimize_params * params);
 
 // Runs the product of node i together with the products of the same activations right behind it, and, of one row, the sums
-// with biases behind them.
+// with biases behind them; or a product of one row with the residual sum behind it.
 // Returns how many nodes behind i that covers, 0 if there are none (then nothing has been run).
 int moegraph_rows_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, int i);
 
