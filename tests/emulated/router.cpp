@@ -136,19 +136,23 @@ static void check(const router_case & c) {
     report(c.str(), wrong);
 }
 
-// What comes behind a mixer: sum, norm, router, an expert's product, and, with n_ff, the shared expert.
+// What comes behind a mixer: sum, norm, router, an expert's product, and, with n_ff, the shared expert with its gate and the
+// residual. lone: the sum is there, as behind a product that has added it.
 struct layer {
     tensors       t;
     ggml_tensor * sum, * normed, * ids, * weights, * up = nullptr, * gate = nullptr, * glu = nullptr;
-    int           n_norm, n_router, first = 0;
+    ggml_tensor * product = nullptr, * out = nullptr;
+    int           n_norm, n_router, first = 0, end = 0;
     ggml_backend_cuda_context cuda;
 
-    layer(const router_case & c, const int n_ff, const ggml_type type) {
+    layer(const router_case & c, const int n_ff, const ggml_type type, const bool lone) {
         rng.seed(c.n + c.n_experts + n_ff);
         const floats rows = normal(2*c.n, 1.0f), w = normal((size_t) c.n*c.n_experts, 1.5f/std::sqrt((float) c.n));
         const floats w_norm = normal(c.n, 1.0f), bias = normal(c.n_experts, 0.1f);
-        sum    = t.place(ggml_add(t.ctx, t.leaf(GGML_TYPE_F32, { c.n, 1 }, rows.data()),
-            t.leaf(GGML_TYPE_F32, { c.n, 1 }, rows.data() + c.n)));
+        sum    = t.leaf(GGML_TYPE_F32, { c.n, 1 }, rows.data());
+        if (!lone) {
+            sum = t.place(ggml_add(t.ctx, sum, t.leaf(GGML_TYPE_F32, { c.n, 1 }, rows.data() + c.n)));
+        }
         normed = t.place(ggml_mul(t.ctx, t.place(ggml_rms_norm(t.ctx, sum, 1e-6f)),
             constant(t, GGML_TYPE_F32, { c.n }, w_norm.data())));
         ggml_build_forward_expand(t.graph, normed);
@@ -166,7 +170,17 @@ struct layer {
             ggml_build_forward_expand(t.graph, up);
             gate  = t.place(ggml_mul_mat(t.ctx, weight(c.n, n_ff), normed));
             glu   = t.place(ggml_swiglu_split(t.ctx, gate, up));
-            ggml_build_forward_expand(t.graph, t.place(ggml_mul_mat(t.ctx, weight(n_ff, c.n), glu)));
+            ggml_tensor * down = t.place(ggml_mul_mat(t.ctx, weight(n_ff, c.n), glu));
+            memcpy(down->data, normal(c.n, 1.0f).data(), ggml_nbytes(down));
+            ggml_build_forward_expand(t.graph, down);
+            end     = ggml_graph_n_nodes(t.graph);
+            product = t.place(ggml_mul_mat(t.ctx, constant(t, GGML_TYPE_F32, { c.n, 1 }, normal(c.n, 0.03f).data()), normed));
+            out     = t.place(ggml_mul(t.ctx, down, t.place(ggml_sigmoid(t.ctx, product))));
+            out     = t.place(ggml_add(t.ctx, out, sum));
+            ggml_build_forward_expand(t.graph, out);
+        }
+        for (int i = 0; i < t.graph->n_nodes; ++i) {
+            t.graph->nodes[i]->flags |= GGML_TENSOR_FLAG_COMPUTE;
         }
         moegraph_rows_begin(cuda, t.graph);
         moegraph_branches branches(cuda, t.graph, true);
@@ -174,9 +188,10 @@ struct layer {
     }
 };
 
-static void check_layer(const router_case & c, const int n_ff, const bool fuses, const ggml_type type = GGML_TYPE_Q8_0) {
-    layer one(c, n_ff, type), apart(c, n_ff, type);
-    const std::string name = c.str() + " behind a norm, shared " + std::to_string(n_ff) + " " + ggml_type_name(type);
+static void check_layer(
+        const router_case & c, const int n_ff, const bool fuses, const ggml_type type = GGML_TYPE_Q8_0, const bool lone = false) {
+    layer one(c, n_ff, type, lone), apart(c, n_ff, type, lone);
+    const std::string name = c.str() + " behind a " + (lone ? "lone " : "") + "norm, shared " + std::to_string(n_ff) + " " + ggml_type_name(type);
     if (!fuses) {
         report(name, moegraph_router_try(one.cuda, one.t.graph, 0) == 0 ? "" : "is one kernel");
         return;
@@ -204,6 +219,15 @@ static void check_layer(const router_case & c, const int n_ff, const bool fuses,
         if (moegraph_router_try(one.cuda, one.t.graph, one.first) != 2) {
             wrong = "gate and up would be computed again";
         }
+        if (moegraph_router_gate(one.cuda, one.product) == nullptr || moegraph_router_gate(one.cuda, one.normed) != nullptr ||
+                moegraph_router_gate(apart.cuda, apart.product) != nullptr) {
+            wrong = "the gate is not where it should be";
+        }
+        memset(one.product->src[0]->data, 0xFF, ggml_nbytes(one.product->src[0])); // nobody reads it again
+        for (layer * l : { &one, &apart }) {
+            GGML_ASSERT(moegraph_add_norm_try(l->cuda, l->t.graph, l->end) == 3);
+        }
+        equal("gated sum", one.out->data, apart.out->data, ggml_nbytes(one.out));
     }
     report(name, wrong);
 }
@@ -224,6 +248,7 @@ int main() {
             check_layer({ n, n_experts, 8, false, false, true, 0, false }, 0, true);
             const int n_ff = n_experts <= 128 || n == 4096 ? 96 : i % 2 ? 512 : 320;
             check_layer({ n, n_experts, 8, i % 2 == 0, i % 2 == 0, true, 0, false }, n_ff, true);
+            check_layer({ n, n_experts, 8, false, false, true, 0, false }, i % 2 ? n_ff : 0, true, GGML_TYPE_Q8_0, true);
         }
     }
     check_layer({ 1024, 256, 8, false, false, true, 0, false }, 0, false);

@@ -51,7 +51,8 @@ struct moegraph_step_state {
 
 // What the blocks of a router share. It stays where it is, because captured graphs use it.
 struct moegraph_router_state {
-    unsigned * arrived = nullptr; // blocks of the launch that runs; behind it are the logits
+    unsigned * arrived = nullptr; // blocks of the launch that runs; behind it are the logits and the gate
+    const ggml_tensor * gate_of = nullptr; // the node that the gate is the result of
     const ggml_tensor * done = nullptr; // the first of n_done + 1 nodes of a shared expert that run with a router before them
     int n_done = 0;
 

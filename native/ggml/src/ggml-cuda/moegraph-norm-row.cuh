@@ -29,7 +29,12 @@ static __device__ __forceinline__ float moegraph_squares_4(const float4 v) {
     return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmul_rn(v.x, v.x))));
 }
 
-// What a block computes for a row: calls take(i, sum, normed) for each four values. Waits for the preceding kernel, behind
+// The part of a shared expert's gate that comes from four values, in the order that nvcc once chose.
+static __device__ __forceinline__ float moegraph_gate_4(const float4 x, const float4 w) {
+    return __fmaf_rn(x.w, w.w, __fmaf_rn(x.z, w.z, __fmaf_rn(x.x, w.x, __fmul_rn(x.y, w.y))));
+}
+
+// What a block computes for a row: calls take(k, i, sum, normed) for each four values, the k-th of the thread, from value i on. Waits for the preceding kernel, behind
 // the loads of weights if they are early.
 template <int n_threads, int n_values, typename F>
 static __device__ __forceinline__ void moegraph_add_norm_row(
@@ -66,7 +71,7 @@ static __device__ __forceinline__ void moegraph_add_norm_row(
         }
         if (mine && product) {
             const float4 x = *(const float4 *) (args.gate_x + offset + i);
-            gate += x.x*gate_w[k].x + x.y*gate_w[k].y + x.z*gate_w[k].z + x.w*gate_w[k].w;
+            gate = __fadd_rn(gate, moegraph_gate_4(x, gate_w[k]));
         }
     }
 
@@ -96,7 +101,7 @@ static __device__ __forceinline__ void moegraph_add_norm_row(
     for (int k = 0; k < n_values; ++k) {
         const int i = 4*(threadIdx.x + k*n_threads);
         if (i < args.n) {
-            take(i, v[k], make_float4(scale*v[k].x*w[k].x, scale*v[k].y*w[k].y, scale*v[k].z*w[k].z, scale*v[k].w*w[k].w));
+            take(k, i, v[k], make_float4(scale*v[k].x*w[k].x, scale*v[k].y*w[k].y, scale*v[k].z*w[k].z, scale*v[k].w*w[k].w));
         }
     }
 }
@@ -131,8 +136,10 @@ struct moegraph_add_norm_nodes {
     int           n_ops;
 };
 
-// Finds the nodes from node i on, not a lone norm.
+// Finds the nodes from node i on: a sum with what may be in front of it and the norm behind it, or a norm of what another node
+// or graph has summed, with the bits that it would have behind the sum.
 bool moegraph_add_norm_match(const ggml_cgraph * cgraph, int i, moegraph_add_norm_nodes & m);
+bool moegraph_lone_norm_match(const ggml_cgraph * cgraph, int i, moegraph_add_norm_nodes & m);
 
 // Fills in what the kernel gets, and takes places for the quantized rows. Returns whether the kernel can compute the nodes,
 // if no other block writes what a block reads.

@@ -1,6 +1,7 @@
 #include "moegraph-norm.cuh"
 #include "moegraph-norm-row.cuh"
 #include "moegraph-match.cuh"
+#include "moegraph-router.cuh"
 #include "moegraph-rows.cuh"
 
 constexpr int MOEGRAPH_NORM_MAX = 8192; // values of a row
@@ -11,7 +12,7 @@ template <int n_threads, int n_values>
 static __global__ void __launch_bounds__(n_threads, 1) moegraph_add_norm_kernel(const moegraph_add_norm_args args) {
     ggml_cuda_pdl_lc();
     const int64_t offset = (int64_t) blockIdx.x*args.n;
-    moegraph_add_norm_row<n_threads, n_values>(args, blockIdx.x, [&](const int i, const float4 sum, const float4 v) {
+    moegraph_add_norm_row<n_threads, n_values>(args, blockIdx.x, [&](int, const int i, const float4 sum, const float4 v) {
         moegraph_add_norm_write(args, offset + i, sum, v);
     });
 }
@@ -84,8 +85,7 @@ static bool moegraph_is_rotated(const ggml_cgraph * cgraph, const int i) {
     return mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX;
 }
 
-// A norm of what another graph has summed, with the bits that it would have behind the sum.
-static bool moegraph_lone_norm_match(const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m) {
+bool moegraph_lone_norm_match(const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m) {
     m = {};
     m.gated = -1;
     m.n_ops = 2;
@@ -187,7 +187,10 @@ bool moegraph_add_norm_prepare(
         args.terms[t] = m.terms[t] ? (const float *) m.terms[t]->data : nullptr;
     }
     args.gated = m.gated;
-    if (m.gated >= 0 && m.product != nullptr) {
+    args.gate  = m.gated >= 0 && m.product != nullptr ? moegraph_router_gate(ctx, m.product) : nullptr;
+    if (args.gate != nullptr) {
+        // the router has computed it
+    } else if (m.gated >= 0 && m.product != nullptr) {
         args.gate_x = (const float *) m.product->src[1]->data;
         args.gate_w = (const float *) m.product->src[0]->data;
     } else if (m.gated >= 0) {

@@ -26,7 +26,9 @@ struct moegraph_router_args {
     const float * x;       // [n]
     const float * bias;    // [n_experts], added to scores for the choice, or nullptr
     float       * logits;  // [n_experts]
-    unsigned    * arrived; // blocks; the last one sets it to 0 for the next launch
+    unsigned    * arrived; // blocks with rows; the last one sets it to 0 for the next launch
+    const float * gate_w;  // [n] of a shared expert's gate, or nullptr; only with a norm
+    float       * gate;    // its product with the norm
     int32_t     * ids;     // [n_used]
     float       * weights; // [n_used]
     int64_t       stride_w; // floats
@@ -163,7 +165,7 @@ static __global__ void __launch_bounds__(ROUTER_BLOCK, 2) moegraph_router_shared
     });
     moegraph_copy_commit();
     ggml_cuda_pdl_lc();
-    moegraph_add_norm_row<ROUTER_BLOCK, n_norm>(args.norm, 0, [&](const int i, const float4, const float4 normed) {
+    moegraph_add_norm_row<ROUTER_BLOCK, n_norm>(args.norm, 0, [&](int, const int i, const float4, const float4 normed) {
         moegraph_quantize_4(normed, y + i/32);
     });
     moegraph_copy_wait<0>();
@@ -190,9 +192,37 @@ static __global__ void __launch_bounds__(ROUTER_BLOCK, 2) moegraph_router_shared
 #endif // __CUDA_ARCH__ >= GGML_CUDA_CC_AMPERE
 }
 
+// What others read of a norm, by one block: sum, norm and its quantized rows, and the product of a shared expert's gate, with
+// the bits of moegraph_add_norm_kernel.
+template <int n_norm>
+static __device__ __forceinline__ void moegraph_router_row(const moegraph_router_args & args) {
+    __shared__ float shared[32];
+    ggml_cuda_pdl_lc();
+    if (!args.norm.early) {
+        ggml_cuda_pdl_sync();
+    }
+    float4 w[n_norm];
+#pragma unroll
+    for (int k = 0; k < n_norm; ++k) {
+        const int i = 4*(threadIdx.x + k*ROUTER_BLOCK);
+        w[k] = args.gate_w != nullptr && i < args.norm.n ? *(const float4 *) (args.gate_w + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    float gate = 0.0f;
+    moegraph_add_norm_row<ROUTER_BLOCK, n_norm>(args.norm, 0, [&](const int k, const int i, const float4 sum, const float4 v) {
+        gate = __fadd_rn(gate, moegraph_gate_4(v, w[k]));
+        moegraph_add_norm_write(args.norm, i, sum, v);
+    });
+    if (args.gate_w != nullptr) {
+        gate = block_reduce<block_reduce_method::SUM, ROUTER_BLOCK>(gate, shared);
+        if (threadIdx.x == 0) {
+            *args.gate = gate;
+        }
+    }
+}
+
 // A block multiplies ROUTER_ROWS rows of weights, which it requests before it waits for the activations. The block that
 // ends last has all logits before it, and chooses. n_norm: each block computes the norm for itself, four values a thread that
-// often, and writes a part of it. Grid: rows of weights.
+// often; the first block writes it, and has no rows. Grid: rows of weights, behind one block for a norm.
 template <int n_mine, int n_norm>
 static __global__ void __launch_bounds__(ROUTER_BLOCK, 2) moegraph_router_kernel(const moegraph_router_args args) {
 #if __CUDA_ARCH__ >= GGML_CUDA_CC_AMPERE || !defined(__CUDA_ARCH__)
@@ -201,7 +231,14 @@ static __global__ void __launch_bounds__(ROUTER_BLOCK, 2) moegraph_router_kernel
     float        * row   = (float *) moegraph_router_smem;
     const int      lane  = threadIdx.x % 32;
     const int      first = threadIdx.x % ROUTER_THREADS;
-    const float2 * w     = (const float2 *) (args.w + (ROUTER_ROWS*blockIdx.x + threadIdx.x/ROUTER_THREADS)*args.stride_w);
+    const int      block = blockIdx.x - (n_norm > 0 ? 1 : 0);
+    if constexpr (n_norm > 0) {
+        if (block < 0) {
+            moegraph_router_row<n_norm>(args);
+            return;
+        }
+    }
+    const float2 * w     = (const float2 *) (args.w + (ROUTER_ROWS*block + threadIdx.x/ROUTER_THREADS)*args.stride_w);
     const float2 * x     = (const float2 *) (n_norm > 0 ? row : args.x);
     if (!args.early) {
         ggml_cuda_pdl_sync();
@@ -212,11 +249,8 @@ static __global__ void __launch_bounds__(ROUTER_BLOCK, 2) moegraph_router_kernel
         v[k] = 2*ROUTER_THREADS*k < args.n ? w[first + ROUTER_THREADS*k] : make_float2(0.0f, 0.0f);
     }
     if constexpr (n_norm > 0) {
-        moegraph_add_norm_row<ROUTER_BLOCK, n_norm>(args.norm, 0, [&](const int i, const float4 total, const float4 normed) {
+        moegraph_add_norm_row<ROUTER_BLOCK, n_norm>(args.norm, 0, [&](int, const int i, const float4, const float4 normed) {
             *(float4 *) (row + i) = normed;
-            if (i/32 % gridDim.x == blockIdx.x) {
-                moegraph_add_norm_write(args.norm, i, total, normed);
-            }
         });
         __syncthreads();
     } else if (args.early) {
@@ -247,11 +281,11 @@ static __global__ void __launch_bounds__(ROUTER_BLOCK, 2) moegraph_router_kernel
     for (int r = 0; r < ROUTER_ROWS; ++r) {
         const float logit = __shfl_sync(0xFFFFFFFF, sum, r*ROUTER_WARPS);
         if (lane == 0) {
-            args.logits[ROUTER_ROWS*blockIdx.x + r] = logit;
+            args.logits[ROUTER_ROWS*block + r] = logit;
         }
     }
     const unsigned before = __shfl_sync(0xFFFFFFFF, lane == 0 ? moegraph_arrive(args.arrived) : 0u, 0);
-    if (before != gridDim.x - 1) {
+    if (before != gridDim.x - (n_norm > 0 ? 2 : 1)) {
         ggml_cuda_pdl_lc();
         return;
     }
@@ -367,6 +401,7 @@ struct moegraph_router_found {
     moegraph_add_norm_nodes norm; // n_ops 0: none
     moegraph_router_nodes   router;
     moegraph_router_shared  shared;
+    const ggml_tensor     * gate; // the product of a shared expert's gate with the norm, or nullptr
 };
 
 static size_t moegraph_router_shared_bytes(const int64_t n, const int n_pairs) {
@@ -385,18 +420,33 @@ static int moegraph_router_pairs_of(const moegraph_router_shared & s, const ggml
         moegraph_router_shared_bytes(x->ne[0], n_pairs) <= ROUTER_SHARED ? n_pairs : 0;
 }
 
+// The product of a shared expert's gate with row x, behind node i; nullptr if there is none before the next norm.
+static const ggml_tensor * moegraph_router_find_gate(const ggml_cgraph * cgraph, int i, const ggml_tensor * x) {
+    for (; i + 1 < cgraph->n_nodes && cgraph->nodes[i]->op != GGML_OP_RMS_NORM; ++i) {
+        const ggml_tensor * node = cgraph->nodes[i];
+        if (node->op == GGML_OP_MUL_MAT && node->src[1] == x && ggml_nelements(node) == 1 &&
+                moegraph_is_unary(cgraph->nodes[i + 1], GGML_UNARY_OP_SIGMOID) && cgraph->nodes[i + 1]->src[0] == node) {
+            const ggml_tensor * w = node->src[0];
+            return w->type == GGML_TYPE_F32 && ggml_is_contiguous(w) && (uintptr_t) w->data % 16 == 0 ? node : nullptr;
+        }
+    }
+    return nullptr;
+}
+
 static bool moegraph_router_find(const ggml_cgraph * cgraph, const int i, const int cc, moegraph_router_found & f) {
     if (moegraph_router_match(cgraph, i, f.router)) {
         f.norm.n_ops = 0;
         f.shared.glu = nullptr;
         return moegraph_router_supported(f.router, cc);
     }
-    if (!moegraph_add_norm_match(cgraph, i, f.norm) || f.norm.norm == nullptr || f.norm.gated >= 0 ||
+    if ((!moegraph_lone_norm_match(cgraph, i, f.norm) && !moegraph_add_norm_match(cgraph, i, f.norm)) ||
+            f.norm.norm == nullptr || f.norm.gated >= 0 ||
             !moegraph_router_match(cgraph, i + f.norm.n_ops, f.router) || f.router.product->src[1] != f.norm.dst ||
             !moegraph_router_supported(f.router, cc)) {
         return false;
     }
     const int64_t n = f.norm.dst->ne[0];
+    f.gate = moegraph_router_find_gate(cgraph, i + f.norm.n_ops + f.router.n_ops, f.norm.dst);
     moegraph_router_shared & s = f.shared;
     s.glu  = nullptr;
     s.last = moegraph_branch_find(cgraph, i + f.norm.n_ops - 1, s.first, s.i_glu);
@@ -413,7 +463,7 @@ static bool moegraph_router_find(const ggml_cgraph * cgraph, const int i, const 
 
 // Whether nothing is written where blocks read terms of the sum: by other blocks, and by what runs beside the shared expert.
 static bool moegraph_router_is_apart(const ggml_cgraph * cgraph, const int i, const moegraph_router_found & f) {
-    const int last = f.shared.glu != nullptr ? f.shared.last : i + f.norm.n_ops - 1;
+    const int last = f.shared.glu != nullptr ? f.shared.last : i + f.norm.n_ops + f.router.n_ops - 1;
     for (int k = i; k <= last; ++k) {
         for (const ggml_tensor * t : f.norm.terms) {
             if (t != nullptr && !moegraph_is_view_op(cgraph->nodes[k]) && !moegraph_apart(cgraph->nodes[k], t)) {
@@ -457,7 +507,7 @@ static void moegraph_router_run_shared(
 
 template <int n_norm>
 static void moegraph_router_launch(const moegraph_router_args & args, const int n_experts, const size_t smem, cudaStream_t stream) {
-    const ggml_cuda_kernel_launch_params params(dim3(n_experts/ROUTER_ROWS), dim3(ROUTER_BLOCK), smem, stream);
+    const ggml_cuda_kernel_launch_params params(dim3(n_experts/ROUTER_ROWS + (n_norm > 0 ? 1 : 0)), dim3(ROUTER_BLOCK), smem, stream);
     switch (n_experts) {
         case 64:  ggml_cuda_kernel_launch(moegraph_router_kernel<2, n_norm>,  params, args); break;
         case 128: ggml_cuda_kernel_launch(moegraph_router_kernel<4, n_norm>,  params, args); break;
@@ -497,12 +547,12 @@ int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgr
             state.done   = cgraph->nodes[s.first];
             state.n_done = s.i_glu - s.first;
         }
-        args.early = args.early && args.norm.early;
+        args.early = args.early && args.norm.early && (f.gate == nullptr || moegraph_is_constant(f.gate->src[0]));
         smem = args.norm.n*sizeof(float);
     }
     args.norm.early = args.early;
     if (state.arrived == nullptr) { // in the stream, so that a graph that is being captured begins with it
-        CUDA_CHECK(cudaMalloc((void **) &state.arrived, sizeof(unsigned) + ROUTER_EXPERTS*sizeof(float)));
+        CUDA_CHECK(cudaMalloc((void **) &state.arrived, sizeof(unsigned) + (ROUTER_EXPERTS + 1)*sizeof(float)));
         CUDA_CHECK(cudaMemsetAsync(state.arrived, 0, sizeof(unsigned), ctx.stream()));
     }
     args.w        = (const float *) w->data;
@@ -510,6 +560,8 @@ int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgr
     args.bias     = m.bias != nullptr ? (const float *) m.bias->data : nullptr;
     args.arrived  = state.arrived;
     args.logits   = (float *) (state.arrived + 1);
+    args.gate     = args.logits + ROUTER_EXPERTS;
+    args.gate_w   = f.gate != nullptr ? (const float *) f.gate->src[0]->data : nullptr;
     args.ids      = (int32_t *) m.ids->data;
     args.weights  = (float *) m.weights->data;
     args.stride_w = w->nb[1]/sizeof(float);
@@ -526,11 +578,18 @@ int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgr
     } else {
         moegraph_router_launch<2>(args, w->ne[1], smem, ctx.stream());
     }
+    state.gate_of = f.gate;
     return f.norm.n_ops + m.n_ops - 1;
 }
 
+const float * moegraph_router_gate(ggml_backend_cuda_context & ctx, const ggml_tensor * product) {
+    const moegraph_router_state & state = moegraph_get_context(ctx).router;
+    return state.gate_of == product ? (const float *) (state.arrived + 1) + ROUTER_EXPERTS : nullptr;
+}
+
 void moegraph_router_begin(ggml_backend_cuda_context & ctx) {
-    moegraph_get_context(ctx).router.done = nullptr;
+    moegraph_get_context(ctx).router.done    = nullptr;
+    moegraph_get_context(ctx).router.gate_of = nullptr;
 }
 
 void moegraph_router_keep(const ggml_cgraph * cgraph, const int i, const ggml_backend_graph_optimize_params * params) {
@@ -538,7 +597,8 @@ void moegraph_router_keep(const ggml_cgraph * cgraph, const int i, const ggml_ba
     if (!moegraph_router_find(cgraph, i, ggml_cuda_info().devices[ggml_cuda_get_device()].cc, f) || f.norm.n_ops == 0) {
         return;
     }
-    ggml_tensor * until = f.shared.glu != nullptr ? cgraph->nodes[f.shared.last] : f.norm.dst;
+    const int     behind = i + f.norm.n_ops + f.router.n_ops - 1; // the block that writes the norm may end after the choice
+    ggml_tensor * until  = cgraph->nodes[f.shared.glu != nullptr ? f.shared.last : behind];
     for (const ggml_tensor * t : f.norm.terms) {
         if (t != nullptr) {
             params->add_alloc_dep(params->user_data, const_cast<ggml_tensor *>(t), until);

@@ -10,6 +10,10 @@
 // behind node i that covers, 0 if node i does not start the pattern; also where node i has run with a router before it.
 int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i);
 
+// Where the product of a shared expert's gate with the norm is, one value before its sigmoid, if the router of this layer has
+// computed it in this evaluation; nullptr otherwise. The next layer's router writes it again.
+const float * moegraph_router_gate(ggml_backend_cuda_context & ctx, const ggml_tensor * product);
+
 // Call before the nodes of a graph are launched.
 void moegraph_router_begin(ggml_backend_cuda_context & ctx);
 
