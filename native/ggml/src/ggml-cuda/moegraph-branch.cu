@@ -1,5 +1,6 @@
 #include "moegraph-branch.cuh"
 #include "moegraph-context.cuh"
+#include "moegraph-done.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-rows.cuh"
 
@@ -7,7 +8,8 @@ constexpr int MOEGRAPH_BRANCH_ROWS = 32;
 
 // A shared expert that starts at node i: up, gate, GLU, down, behind routed experts of the same input. Returns its last
 // node, -1 if there is none.
-static int moegraph_branch_match(const ggml_cgraph * cgraph, const int i, int & fork, int * i_glu = nullptr) {
+static int moegraph_branch_match(
+        const ggml_cgraph * cgraph, const int i, int & fork, int * i_glu = nullptr, moegraph_shared_expert * nodes = nullptr) {
     static const ggml_op ops[4] = { GGML_OP_MUL_MAT, GGML_OP_MUL_MAT, GGML_OP_GLU, GGML_OP_MUL_MAT };
     int found[4];
     const int last = cgraph->nodes[i]->op == GGML_OP_MUL_MAT ? moegraph_find_ops(cgraph, i, ops, 4, found) : -1;
@@ -51,6 +53,9 @@ static int moegraph_branch_match(const ggml_cgraph * cgraph, const int i, int & 
     }
     if (i_glu != nullptr) {
         *i_glu = found[2];
+    }
+    if (nodes != nullptr) {
+        *nodes = { glu->src[1], glu->src[0], cgraph->nodes[found[2]], cgraph->nodes[last] };
     }
     return routed ? last : -1;
 }
@@ -98,7 +103,7 @@ moegraph_branches::moegraph_branches(ggml_backend_cuda_context & ctx, const ggml
     for (int i = 0; enabled && i < cgraph->n_nodes; ++i) {
         branch b;
         b.first = i;
-        b.last  = moegraph_branch_match(cgraph, i, b.fork);
+        b.last  = moegraph_branch_match(cgraph, i, b.fork, nullptr, &b.nodes);
         b.node  = cgraph->nodes[i];
         if (b.last >= 0 && moegraph_branch_is_apart(cgraph, b.fork, b.first, b.last)) {
             branches.push_back(b);
@@ -110,7 +115,9 @@ moegraph_branches::moegraph_branches(ggml_backend_cuda_context & ctx, const ggml
 
 void moegraph_branches::go_on() {
     ++next;
-    moegraph_get_context(ctx).next_branch = next < (int) branches.size() ? branches[next].node : nullptr;
+    const bool any = next < (int) branches.size();
+    moegraph_get_context(ctx).next_branch = any ? branches[next].node : nullptr;
+    moegraph_get_context(ctx).next_shared = any ? branches[next].nodes : moegraph_shared_expert();
 }
 
 void moegraph_branch_fork(ggml_backend_cuda_context & ctx) {
@@ -146,13 +153,13 @@ void moegraph_branches::before(const int i) {
         moegraph_rows_pin(ctx, b.node->src[1]);
         forked = true;
     }
-    if (!active && i == b.first) {
+    if (!active && i == b.first && !moegraph_done_has(ctx, b.node)) {
         ctx.curr_stream_no = 1;
         if (!runs) {
             CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.fork));
         }
         active = true;
-    } else if (!active && i > b.first) {
+    } else if (!active && i >= b.first) {
         forked = false; // its first node was taken in by another kernel
         moegraph_rows_pin(ctx, nullptr);
         go_on();

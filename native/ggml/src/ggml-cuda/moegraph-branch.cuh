@@ -1,6 +1,6 @@
 #pragma once
 
-#include "common.cuh"
+#include "moegraph-context.cuh"
 
 #include "ggml-backend-impl.h"
 
@@ -22,6 +22,7 @@ private:
         int first;
         int last;
         const ggml_tensor * node; // the first
+        moegraph_shared_expert nodes;
     };
 
     void go_on(); // to the next branch

@@ -59,6 +59,14 @@ struct moegraph_router_state {
     ~moegraph_router_state();
 };
 
+// A shared expert: SwiGLU of gate and up, and the product behind it.
+struct moegraph_shared_expert {
+    ggml_tensor * up   = nullptr;
+    ggml_tensor * gate = nullptr;
+    ggml_tensor * glu  = nullptr;
+    ggml_tensor * down = nullptr;
+};
+
 // What our kernels keep for a backend context. The context owns it and frees it.
 struct moegraph_context {
     explicit moegraph_context(int device) : device(device) {}
@@ -67,6 +75,8 @@ struct moegraph_context {
     int device;
     moegraph_fork_events branch;  // moegraph-branch.cu
     const ggml_tensor  * next_branch = nullptr; // the first node of the branch that follows in this evaluation
+    moegraph_shared_expert next_shared; // its nodes, nullptr if there is none
+    std::unordered_set<const ggml_tensor *> done; // moegraph-done.cuh
     moegraph_fork_events publish; // moegraph-publish.cu
     moegraph_rows_state  rows;    // moegraph-rows-prepare.cu
     moegraph_router_state router; // moegraph-router.cu

@@ -6,6 +6,7 @@
 #include "moegraph-candidates.cuh"
 #include "moegraph-conv.cuh"
 #include "moegraph-deltanet.cuh"
+#include "moegraph-done.cuh"
 #include "moegraph-fetch.cuh"
 #include "moegraph-gate-up.cuh"
 #include "moegraph-heads.cuh"
@@ -118,11 +119,19 @@ void moegraph_keep(const ggml_cgraph * cgraph, const int i, const ggml_backend_g
 moegraph_evaluation::moegraph_evaluation(
         ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const bool may_branch)
     : ctx(ctx), cgraph(cgraph), branches(ctx, cgraph, may_branch), publisher(ctx) {
+    moegraph_done_clear(ctx);
     moegraph_rows_begin(ctx, cgraph);
     moegraph_router_begin(ctx);
 }
 
 int moegraph_evaluation::try_alone(const int i, const moegraph_compute compute) {
+    int n_done = 0;
+    while (i + n_done < cgraph->n_nodes && moegraph_done_has(ctx, cgraph->nodes[i + n_done])) {
+        ++n_done;
+    }
+    if (n_done > 0) {
+        return n_done;
+    }
     const int n_published = publisher.try_publish(cgraph, i, compute);
     return n_published ? n_published : moegraph_apart_try(ctx, cgraph, i, compute);
 }

@@ -41,8 +41,8 @@ public:
     // Call before node i is launched: changes to the stream of the node.
     void before(int i) { branches.before(i); }
 
-    // Launches the copies to the host that start at node i, or a product whose rows are kept apart. Returns how many
-    // nodes that covers, 0 for none.
+    // Passes over nodes that are done, or launches the copies to the host that start at node i, or a product whose rows are
+    // kept apart. Returns how many nodes that covers, 0 for none.
     int try_alone(int i, moegraph_compute compute);
 
     // Call after the last node: the graph ends when its branches have.
