@@ -3,6 +3,8 @@
 // The reference rounds activations to 8 bits as the kernels do, so what is left is the rounding of sums.
 
 #include "driver.h"
+#include "moegraph-context.cuh"
+#include "moegraph-done.cuh"
 #include "moegraph-one.cuh"
 #include "moegraph-rows.cuh"
 #include "moegraph.h"
@@ -275,6 +277,58 @@ static void check_residual(const ggml_type type, const int k, const int m, const
         std::to_string(n) + (in_place ? " in place" : "") + (read ? " read" : ""), wrong);
 }
 
+// Gate, up and GLU of a token's experts and of a shared expert of the same row in one launch: the bits of two launches.
+static void check_shared(const ggml_type type, const int k, const int m, const int m_shared, const ggml_type type_shared) {
+    const int n_used = 3, n_expert = 7;
+    const bool fuses = type_shared == GGML_TYPE_Q8_0 && type != GGML_TYPE_MXFP4 && k <= 4096;
+    const ints chosen = { 5, -1, 2 };
+    const floats values = normal(k, 0.7f);
+    floats found[2][2];
+    std::string wrong;
+    for (int together = 0; together < 2; ++together) {
+        rng.seed(k + m);
+        tensors t;
+        const auto matrix = [&](const ggml_type of, const int rows, const int n) {
+            ggml_tensor * w = t.leaf(of, { k, rows, n }, random_weights(of, (size_t) rows*n, k).data());
+            t.make_constant(w);
+            return w;
+        };
+        ggml_tensor * x   = t.leaf(GGML_TYPE_F32, { k }, values.data()), * ids = t.leaf(GGML_TYPE_I32, { n_used, 1 }, chosen.data());
+        ggml_tensor * row = ggml_reshape_3d(t.ctx, x, k, 1, 1);
+        ggml_tensor * up   = t.place(ggml_mul_mat_id(t.ctx, matrix(type, m, n_expert), row, ids));
+        ggml_tensor * gate = t.place(ggml_mul_mat_id(t.ctx, matrix(type, m, n_expert), row, ids));
+        ggml_tensor * glu  = t.place(ggml_swiglu_split(t.ctx, gate, up));
+        moegraph_shared_expert s;
+        s.up   = t.place(ggml_mul_mat(t.ctx, matrix(type_shared, m_shared, 1), x));
+        s.gate = t.place(ggml_mul_mat(t.ctx, matrix(type_shared, m_shared, 1), x));
+        s.glu  = t.place(ggml_swiglu_split(t.ctx, s.gate, s.up));
+        ggml_build_forward_expand(t.graph, glu);
+        ggml_build_forward_expand(t.graph, s.glu);
+        ggml_backend_cuda_context cuda;
+        moegraph_rows_begin(cuda, t.graph);
+        if (together) {
+            moegraph_get_context(cuda).next_shared = s;
+        }
+        moegraph_rows_mul_mat(cuda, up, gate, glu);
+        const bool done = moegraph_done_has(cuda, s.up) && moegraph_done_has(cuda, s.gate) && moegraph_done_has(cuda, s.glu);
+        if (done != (together && fuses)) {
+            wrong = done ? "are one launch" : "are not one launch";
+        }
+        if (!done) {
+            moegraph_rows_mul_mat(cuda, s.up, s.gate, s.glu);
+        }
+        found[together][0].assign((float *) glu->data, (float *) glu->data + n_used*m);
+        found[together][1].assign((float *) s.glu->data, (float *) s.glu->data + m_shared);
+    }
+    for (int i = 0; i < 2 && wrong.empty(); ++i) {
+        if (memcmp(found[0][i].data(), found[1][i].data(), found[0][i].size()*sizeof(float)) != 0) {
+            wrong = i ? "the shared expert has other bits" : "the experts have other bits";
+        }
+    }
+    report(std::string("shared expert ") + ggml_type_name(type_shared) + " m=" + std::to_string(m_shared) + " beside " +
+        ggml_type_name(type) + " m=" + std::to_string(m) + " k=" + std::to_string(k), wrong);
+}
+
 // Experts of one token with biases: gate, up and GLU; and down alone, and with all that is behind it.
 static void check_biased_experts(const ggml_type type, const int k, const int m, const int n_used) {
     tensors t;
@@ -487,6 +541,10 @@ int main() {
                 check_residual(type, odd ? 2880 : 2048, m, 1, m == 33, false);
                 check_residual(type, 4096, m, 1, m != 33, false);
             }
+            check_shared(type, 2048, 203, 33, GGML_TYPE_Q8_0);
+            check_shared(type, 2816, 19, 900, GGML_TYPE_Q8_0);
+            check_shared(type, 2048, 19, 40, GGML_TYPE_Q6_K);
+            check_shared(type, 8192, 9, 20, GGML_TYPE_Q8_0);
             check_residual(type, odd ? 2880 : 2048, 40, 1, false, true);
             check_residual(type, odd ? 2880 : 2048, 40, 2, false, false);
             for (const int k : odd ? ints{ 320, 704, 1472, 2880 } : ints{ 512, 768, 1536 }) {

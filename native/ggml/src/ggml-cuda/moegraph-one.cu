@@ -16,16 +16,16 @@ struct moegraph_one_place {
     int64_t bias; // where those of its expert begin
 };
 
-// Waits for the preceding kernel, unless weights may be read before.
+// Waits for the preceding kernel, unless weights may be read before. block: of the rows.
 template <int n_rows>
-static __device__ __forceinline__ moegraph_one_place moegraph_one_begin(const moegraph_rows_args & args) {
+static __device__ __forceinline__ moegraph_one_place moegraph_one_begin(
+        const moegraph_rows_args & args, const int block, const int slot) {
     if (args.ids != nullptr || !args.early) {
         ggml_cuda_pdl_sync();
     }
     moegraph_one_place p;
     p.seg = moegraph_segment_of_block(args);
-    p.row = ((blockIdx.x - p.seg.first_block)*blockDim.y + threadIdx.y)*n_rows;
-    const int slot = blockIdx.y;
+    p.row = ((block - p.seg.first_block)*blockDim.y + threadIdx.y)*n_rows;
     const int id   = args.ids != nullptr ? __ldcg(args.ids + slot) : 0;
     p.present  = (uint32_t) id < (uint32_t) args.n_experts;
     p.x[0]     = p.seg.x     + (p.present ? id : 0)*args.stride_expert;
@@ -92,12 +92,12 @@ static __device__ __forceinline__ void moegraph_one_end(
 }
 
 // All rows of a warp are on their way to registers before it waits for the first.
-// Grid of both kernels: (rows, slots). Block: (32, warps).
 template <ggml_type type, int n_rows, bool glu>
-static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_registers(const moegraph_rows_args args) {
+static __device__ __forceinline__ void moegraph_one_registers_rows(
+        const moegraph_rows_args & args, const int block, const int slot) {
     typedef moegraph_one_x<type> X;
     constexpr int n_mats = glu ? 2 : 1;
-    const moegraph_one_place p = moegraph_one_begin<n_rows>(args);
+    const moegraph_one_place p = moegraph_one_begin<n_rows>(args, block, slot);
     const int n_parts = args.n_chunks*(MOEGRAPH_CHUNK/MOEGRAPH_ONE_VALUES);
     float v[n_mats*n_rows] = {}, bias = 0.0f;
     for (int first = 0; first < n_parts; first += 32) {
@@ -126,6 +126,12 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
     moegraph_one_end<n_rows, glu>(v, bias, args, p);
 }
 
+// Grid of this kernel and of the two that follow: (rows, slots). Block: (32, warps).
+template <ggml_type type, int n_rows, bool glu>
+static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_registers(const moegraph_rows_args args) {
+    moegraph_one_registers_rows<type, n_rows, glu>(args, blockIdx.x, blockIdx.y);
+}
+
 // Calls f(i) for the i-th group of n, when its copies are there.
 template <int i, int n, typename F>
 static __device__ __forceinline__ void moegraph_one_each(const F & f) {
@@ -145,13 +151,14 @@ template <ggml_type type> static __host__ __device__ __forceinline__ int moegrap
 // The same through shared memory, a group of copies for each row (with its gate). n_steps: parts that a lane has of the
 // activations at a time.
 template <ggml_type type, int n_rows, int n_steps, bool glu>
-static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_shared(const moegraph_rows_args args) {
+static __device__ __forceinline__ void moegraph_one_shared_rows(
+        const moegraph_rows_args & args, const int block, const int slot) {
     typedef moegraph_one_x<type> X;
     constexpr int n_mats = glu ? 2 : 1;
     extern __shared__ int4 moegraph_one_smem[];
     const int pitch = moegraph_one_pitch<type>(args.row_bytes);
     char    * s     = (char *) moegraph_one_smem + threadIdx.y*n_rows*n_mats*pitch;
-    const moegraph_one_place p = moegraph_one_begin<n_rows>(args);
+    const moegraph_one_place p = moegraph_one_begin<n_rows>(args, block, slot);
     if (p.present) {
 #pragma unroll
         for (int r = 0; r < n_rows; ++r) {
@@ -202,6 +209,35 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
     moegraph_one_end<n_rows, glu>(v, bias, args, p);
 }
 
+template <ggml_type type, int n_rows, int n_steps, bool glu>
+static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_shared(const moegraph_rows_args args) {
+    moegraph_one_shared_rows<type, n_rows, n_steps, glu>(args, blockIdx.x, blockIdx.y);
+}
+
+// Rows of a warp in gate and up of experts: as many bytes as are on their way at once.
+template <ggml_type type> constexpr int MOEGRAPH_ONE_GLU_ROWS =
+    moegraph_one_x<type>::registers && type != GGML_TYPE_Q5_K ? 2 : 1;
+
+// Gate, up and activation of a token's experts, and of the shared expert (Q8_0). That needs no ids, so its blocks come first
+// and request weights while the router chooses. They have the first n_before lines of the grid, (rows, n_before + slots).
+template <ggml_type type, int n_steps>
+static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_experts_kernel(
+        const moegraph_rows_args routed, const moegraph_rows_args shared, const int n_before) {
+    const int slot = (int) blockIdx.y - n_before;
+    if (slot >= 0) {
+        if constexpr (moegraph_one_x<type>::registers) {
+            moegraph_one_registers_rows<type, MOEGRAPH_ONE_GLU_ROWS<type>, true>(routed, blockIdx.x, slot);
+        } else {
+            moegraph_one_shared_rows<type, MOEGRAPH_ONE_GLU_ROWS<type>, n_steps, true>(routed, blockIdx.x, slot);
+        }
+    } else {
+        const int block = blockIdx.y*gridDim.x + blockIdx.x;
+        if (block*(int) blockDim.y < shared.segments[0].n_rows) {
+            moegraph_one_shared_rows<GGML_TYPE_Q8_0, 1, n_steps, true>(shared, block, 0);
+        }
+    }
+}
+
 // Rows that end anywhere: n_lanes lanes have one, and n_rows each, which lie in one piece for the warp. So 2,880 values keep
 // 15 of 16 lanes at work.
 template <ggml_type type, int n_lanes, int n_steps, int n_rows, bool glu>
@@ -212,7 +248,7 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
     const int pitch = moegraph_one_piece_bytes(n_all*args.row_bytes);
     char    * s     = (char *) moegraph_one_smem + threadIdx.y*n_mats*pitch;
     const int group = threadIdx.x/n_lanes, lane = threadIdx.x % n_lanes;
-    const moegraph_one_place p = moegraph_one_begin<n_all>(args);
+    const moegraph_one_place p = moegraph_one_begin<n_all>(args, blockIdx.x, blockIdx.y);
     const bool there = p.present && p.row < p.seg.n_rows;
     if (there) {
 #pragma unroll
@@ -358,7 +394,7 @@ static void moegraph_one_switch_rows(moegraph_rows_args & args, cudaStream_t str
             moegraph_one_switch_pieces<type, 3, glu>(args, stream);
         }
     } else if constexpr (moegraph_one_x<type>::registers) {
-        moegraph_one_launch<type, glu && type == GGML_TYPE_Q5_K ? 1 : 2, 1, glu>(args, stream);
+        moegraph_one_launch<type, glu ? MOEGRAPH_ONE_GLU_ROWS<type> : 2, 1, glu>(args, stream);
     } else {
         int n_all = 0;
         for (int i = 0; i < args.n_segments; ++i) {
@@ -374,6 +410,38 @@ static void moegraph_one_switch_rows(moegraph_rows_args & args, cudaStream_t str
         } else {
             moegraph_one_launch<type, 2, 1, glu>(args, stream);
         }
+    }
+}
+
+template <ggml_type type, int n_steps>
+static bool moegraph_one_launch_experts(moegraph_rows_args & routed, moegraph_rows_args & shared, cudaStream_t stream) {
+    constexpr int n_warps = MOEGRAPH_ONE_WARPS, block_rows = n_warps*MOEGRAPH_ONE_GLU_ROWS<type>;
+    const int pitch = moegraph_one_x<type>::registers ? 0 : moegraph_one_pitch<type>(routed.row_bytes);
+    const size_t smem = 2*n_warps*std::max(moegraph_one_pitch<GGML_TYPE_Q8_0>(shared.row_bytes), pitch);
+    if (smem > MOEGRAPH_ONE_SHARED) {
+        return false;
+    }
+    const int n_x      = (routed.segments[0].n_rows + block_rows - 1)/block_rows;
+    const int n_before = (shared.segments[0].n_rows + n_warps*n_x - 1)/(n_warps*n_x);
+    const ggml_cuda_kernel_launch_params params(
+        dim3(n_x, n_before + routed.n_used, 1), dim3(32, n_warps, 1), smem, stream);
+    ggml_cuda_kernel_launch(moegraph_one_experts_kernel<type, n_steps>, params, routed, shared, n_before);
+    return true;
+}
+
+bool moegraph_one_experts(
+        const ggml_type type, moegraph_rows_args & routed, moegraph_rows_args & shared, cudaStream_t stream) {
+    const auto run = [&](const auto t) {
+        return routed.n_chunks*MOEGRAPH_CHUNK > 32*MOEGRAPH_ONE_VALUES ?
+            moegraph_one_launch_experts<t.value, 2>(routed, shared, stream) :
+            moegraph_one_launch_experts<t.value, 1>(routed, shared, stream);
+    };
+    switch (type) {
+        case GGML_TYPE_Q8_0: return run(std::integral_constant<ggml_type, GGML_TYPE_Q8_0>());
+        case GGML_TYPE_Q4_K: return run(std::integral_constant<ggml_type, GGML_TYPE_Q4_K>());
+        case GGML_TYPE_Q5_K: return run(std::integral_constant<ggml_type, GGML_TYPE_Q5_K>());
+        case GGML_TYPE_Q6_K: return run(std::integral_constant<ggml_type, GGML_TYPE_Q6_K>());
+        default:             return false;
     }
 }
 

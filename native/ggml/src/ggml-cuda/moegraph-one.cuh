@@ -14,6 +14,10 @@ bool moegraph_one_supported(const ggml_tensor * dst, ggml_type type, int cc);
 // Runs what moegraph-rows.cu has laid down in args, without groups.
 void moegraph_one_mul_mat(ggml_type type, moegraph_rows_args & args, cudaStream_t stream);
 
+// The same for gate, up and GLU of a token's experts together with those of the shared expert, Q8_0, of the same row. Returns
+// false, and does nothing, if there is no kernel for the type or the rows are too long.
+bool moegraph_one_experts(ggml_type type, moegraph_rows_args & routed, moegraph_rows_args & shared, cudaStream_t stream);
+
 // The product down of one token's experts, each with a row of its own. Without weights its rows are the result (dst is
 // down); with them also the biases and scales of experts (or nullptr), the products with weights and the sum over experts,
 // with the same bits as nodes of their own. early: ids and weights may be read before the preceding kernel has ended. Returns false, and does

@@ -1,4 +1,6 @@
 #include "moegraph-rows.cuh"
+#include "moegraph-context.cuh"
+#include "moegraph-done.cuh"
 #include "moegraph-one.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-rows-kernel.cuh"
@@ -120,23 +122,16 @@ struct moegraph_rows_end {
     const ggml_tensor * bias_gate = nullptr;
 };
 
-// n_dst products of the same activations; a gate only goes with one.
-static void moegraph_rows_run(
-        ggml_backend_cuda_context & ctx, ggml_tensor * const * dsts, const moegraph_rows_end * ends, const int n_dst) {
+// What a kernel gets for n_dst products of the same activations; a gate only goes with one. one: kernels of one row.
+static moegraph_rows_args moegraph_rows_fill(ggml_tensor * const * dsts, const moegraph_rows_end * ends, const int n_dst,
+        const bool one, const moegraph_rows_operands & operands) {
     const ggml_tensor * gate = ends[0].gate;
     const ggml_tensor * glu  = gate ? ends[0].out : nullptr;
     const ggml_tensor * dst  = dsts[0];
     const ggml_tensor * src0 = dst->src[0];
     const ggml_tensor * src1 = dst->src[1];
     const ggml_tensor * ids  = dst->op == GGML_OP_MUL_MAT_ID ? dst->src[2] : nullptr;
-
-    const int64_t n_values  = src1->ne[0];
-    const int     n_slots   = ids ? ids->ne[0]*ids->ne[1] : 0;
-    const int     n_experts = src0->ne[2];
-    moegraph_rows_operands operands(ctx.pool());
-    const ggml_type type = moegraph_rows_type(src0);
-    const bool      one  = moegraph_one_supported(dst, type, ggml_cuda_info().devices[ctx.device].cc);
-    moegraph_rows_prepare(ctx, dst, one, operands);
+    const int64_t  n_values  = src1->ne[0];
 
     moegraph_rows_args args = {};
     args.n_segments = n_dst;
@@ -159,7 +154,7 @@ static void moegraph_rows_run(
     args.groups           = operands.groups;
     args.n_groups         = operands.n_groups;
     args.ids              = one && ids ? (const int32_t *) ids->data : nullptr;
-    args.n_experts        = n_experts;
+    args.n_experts        = src0->ne[2];
     args.row_bytes        = (int) ggml_row_size(src0->type, n_values);
     args.stride_row       = src0->nb[1];
     args.stride_expert    = src0->nb[2];
@@ -169,14 +164,63 @@ static void moegraph_rows_run(
     args.n_y              = ids ? src1->ne[1] : 1;
     args.glu_op           = glu ? ggml_get_glu_op(glu) : 0;
     args.glu_limit        = glu ? ggml_get_op_params_f32(glu, 3) : 0.0f;
+    args.group_cols       = operands.group_cols;
+    return args;
+}
+
+static const ggml_tensor * moegraph_rows_origin(const ggml_tensor * t) {
+    while (moegraph_is_view_op(t)) {
+        t = t->src[0];
+    }
+    return t;
+}
+
+// Runs gate and up of a token's experts together with those of the shared expert of the same row. Returns false, and does
+// nothing, if there is no such expert, or if its down would be a launch of its own: then a branch is better.
+static bool moegraph_rows_run_shared(
+        ggml_backend_cuda_context & ctx, const ggml_tensor * routed, const ggml_type type, moegraph_rows_args & args) {
+    moegraph_shared_expert s = moegraph_get_context(ctx).next_shared;
+    const int cc = ggml_cuda_info().devices[ctx.device].cc;
+    if (s.up == nullptr || ctx.curr_stream_no != 0 || moegraph_done_has(ctx, s.glu) ||
+            moegraph_rows_origin(s.up->src[1]) != moegraph_rows_origin(routed->src[1]) ||
+            moegraph_rows_type(s.up->src[0]) != GGML_TYPE_Q8_0 || !moegraph_rows_supported(s.up, s.gate, cc) ||
+            !moegraph_rows_is_one(s.up, cc) || ggml_get_glu_op(s.glu) != GGML_GLU_OP_SWIGLU ||
+            ggml_get_op_params_i32(s.glu, 1) != 0 || !ggml_is_contiguous(s.glu) || !ggml_are_same_shape(s.up, s.gate)) {
+        return false;
+    }
+    moegraph_rows_operands operands(ctx.pool());
+    moegraph_rows_prepare(ctx, s.up, true, operands); // the row has been quantized for the other experts
+    const moegraph_rows_end end = { s.glu, nullptr, s.gate, nullptr };
+    moegraph_rows_args shared = moegraph_rows_fill(&s.up, &end, 1, true, operands);
+    if (operands.raw != nullptr || !moegraph_one_experts(type, args, shared, ctx.stream())) {
+        return false;
+    }
+    for (const ggml_tensor * node : { s.up, s.gate, s.glu }) {
+        moegraph_done_add(ctx, node);
+    }
+    return true;
+}
+
+static void moegraph_rows_run(
+        ggml_backend_cuda_context & ctx, ggml_tensor * const * dsts, const moegraph_rows_end * ends, const int n_dst) {
+    const ggml_tensor * dst  = dsts[0];
+    const ggml_tensor * ids  = dst->op == GGML_OP_MUL_MAT_ID ? dst->src[2] : nullptr;
+    const bool          glu  = ends[0].gate != nullptr;
+    const ggml_type     type = moegraph_rows_type(dst->src[0]);
+    const bool          one  = moegraph_one_supported(dst, type, ggml_cuda_info().devices[ctx.device].cc);
+    moegraph_rows_operands operands(ctx.pool());
+    moegraph_rows_prepare(ctx, dst, one, operands);
+    moegraph_rows_args args = moegraph_rows_fill(dsts, ends, n_dst, one, operands);
 
     const bool many = moegraph_rows_are_many(dst);
-    args.group_cols = operands.group_cols;
     int n_groups = 1;
     if (ids) { // blocks of groups that there are not end at once
-        n_groups = moegraph_max_groups(n_slots, n_experts, args.group_cols);
+        n_groups = moegraph_max_groups(ids->ne[0]*ids->ne[1], args.n_experts, args.group_cols);
     } else if (many) {
         n_groups = (args.n_cols + args.group_cols - 1)/args.group_cols;
+    }
+    if (one && ids && glu && moegraph_rows_run_shared(ctx, dst, type, args)) {
+        return;
     }
     if (one) {
         moegraph_one_mul_mat(type, args, ctx.stream());
