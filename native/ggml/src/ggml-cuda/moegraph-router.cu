@@ -427,7 +427,8 @@ static const ggml_tensor * moegraph_router_find_gate(const ggml_cgraph * cgraph,
         if (node->op == GGML_OP_MUL_MAT && node->src[1] == x && ggml_nelements(node) == 1 &&
                 moegraph_is_unary(cgraph->nodes[i + 1], GGML_UNARY_OP_SIGMOID) && cgraph->nodes[i + 1]->src[0] == node) {
             const ggml_tensor * w = node->src[0];
-            return w->type == GGML_TYPE_F32 && ggml_is_contiguous(w) && (uintptr_t) w->data % 16 == 0 ? node : nullptr;
+            return w->type == GGML_TYPE_F32 && ggml_is_contiguous(w) && (uintptr_t) w->data % 16 == 0 && moegraph_is_constant(w) ?
+                node : nullptr;
         }
     }
     return nullptr;
@@ -547,7 +548,7 @@ int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgr
             state.done   = cgraph->nodes[s.first];
             state.n_done = s.i_glu - s.first;
         }
-        args.early = args.early && args.norm.early && (f.gate == nullptr || moegraph_is_constant(f.gate->src[0]));
+        args.early = args.early && args.norm.early;
         smem = args.norm.n*sizeof(float);
     }
     args.norm.early = args.early;
