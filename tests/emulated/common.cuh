@@ -31,8 +31,6 @@ typedef struct cudaEvent  * cudaEvent_t;
 enum { cudaEventDisableTiming };
 static inline bool cudaEventCreateWithFlags(cudaEvent_t *, int) { return true; }
 static inline bool cudaEventDestroy(cudaEvent_t) { return true; }
-static inline bool cudaEventRecord(cudaEvent_t, cudaStream_t) { return true; }
-static inline bool cudaStreamWaitEvent(cudaStream_t, cudaEvent_t) { return true; }
 static inline bool cudaMalloc(void ** data, const size_t bytes) {
     *data = emulated::allocate(bytes);
     return true;

@@ -34,7 +34,7 @@ PROGRAMS = {
     "faults": (),
     "heads": ("heads",),
     "recurrence": ("chain", "recurrence", "tree"),
-    "router": (*ROWS, "branch", "norm", "router"),
+    "router": (*ROWS, "norm", "router"),
     "rows": ROWS,
     "step": ("chain", "context", "conv", "delta-step", "deltanet", "recurrence", "tree"),
 }

@@ -9,7 +9,7 @@ constexpr int MOEGRAPH_BRANCH_ROWS = 32;
 // A shared expert that starts at node i: up, gate, GLU, down, behind routed experts of the same input. Returns its last
 // node, -1 if there is none.
 static int moegraph_branch_match(
-        const ggml_cgraph * cgraph, const int i, int & fork, int * i_glu = nullptr, moegraph_shared_expert * nodes = nullptr) {
+        const ggml_cgraph * cgraph, const int i, int & fork, moegraph_shared_expert * nodes = nullptr) {
     static const ggml_op ops[4] = { GGML_OP_MUL_MAT, GGML_OP_MUL_MAT, GGML_OP_GLU, GGML_OP_MUL_MAT };
     int found[4];
     const int last = cgraph->nodes[i]->op == GGML_OP_MUL_MAT ? moegraph_find_ops(cgraph, i, ops, 4, found) : -1;
@@ -51,24 +51,10 @@ static int moegraph_branch_match(
         }
         routed = routed || read == input;
     }
-    if (i_glu != nullptr) {
-        *i_glu = found[2];
-    }
     if (nodes != nullptr) {
         *nodes = { glu->src[1], glu->src[0], cgraph->nodes[found[2]], cgraph->nodes[last] };
     }
     return routed ? last : -1;
-}
-
-int moegraph_branch_find(const ggml_cgraph * cgraph, const int fork, int & first, int & glu) {
-    for (first = fork + 1; first < cgraph->n_nodes && cgraph->nodes[first]->op != GGML_OP_RMS_NORM; ++first) {
-        int       begin;
-        const int last = moegraph_branch_match(cgraph, first, begin, &glu);
-        if (last >= 0) {
-            return begin == fork ? last : -1;
-        }
-    }
-    return -1;
 }
 
 // Whether the memory of two tensors overlaps.
@@ -103,7 +89,7 @@ moegraph_branches::moegraph_branches(ggml_backend_cuda_context & ctx, const ggml
     for (int i = 0; enabled && i < cgraph->n_nodes; ++i) {
         branch b;
         b.first = i;
-        b.last  = moegraph_branch_match(cgraph, i, b.fork, nullptr, &b.nodes);
+        b.last  = moegraph_branch_match(cgraph, i, b.fork, &b.nodes);
         b.node  = cgraph->nodes[i];
         if (b.last >= 0 && moegraph_branch_is_apart(cgraph, b.fork, b.first, b.last)) {
             branches.push_back(b);
@@ -115,17 +101,7 @@ moegraph_branches::moegraph_branches(ggml_backend_cuda_context & ctx, const ggml
 
 void moegraph_branches::go_on() {
     ++next;
-    const bool any = next < (int) branches.size();
-    moegraph_get_context(ctx).next_branch = any ? branches[next].node : nullptr;
-    moegraph_get_context(ctx).next_shared = any ? branches[next].nodes : moegraph_shared_expert();
-}
-
-void moegraph_branch_fork(ggml_backend_cuda_context & ctx) {
-    moegraph_fork_events & events = moegraph_get_context(ctx).branch;
-    events.create();
-    CUDA_CHECK(cudaEventRecord(events.fork, ctx.stream()));
-    ctx.curr_stream_no = 1;
-    CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.fork));
+    moegraph_get_context(ctx).next_shared = next < (int) branches.size() ? branches[next].nodes : moegraph_shared_expert();
 }
 
 void moegraph_branches::before(const int i) {
@@ -147,17 +123,14 @@ void moegraph_branches::before(const int i) {
         }
     }
     const branch & b = branches[next];
-    const bool runs = moegraph_get_context(ctx).router.done == b.node; // it has forked in front of its norm
-    if (!forked && i > b.fork && !runs) {
+    if (!forked && i > b.fork) {
         CUDA_CHECK(cudaEventRecord(events.fork, ctx.stream()));
         moegraph_rows_pin(ctx, b.node->src[1]);
         forked = true;
     }
     if (!active && i == b.first && !moegraph_done_has(ctx, b.node)) {
         ctx.curr_stream_no = 1;
-        if (!runs) {
-            CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.fork));
-        }
+        CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.fork));
         active = true;
     } else if (!active && i >= b.first) {
         forked = false; // its first node was taken in by another kernel

@@ -36,11 +36,3 @@ private:
 
 // Asks that no memory is used by both sides, where node i starts a shared expert.
 void moegraph_branch_keep(const ggml_cgraph * cgraph, int i, const ggml_backend_graph_optimize_params * params);
-
-// Finds the shared expert that forks behind node `fork`. Returns its last node, -1 if there is none; first and glu are its
-// first node and its activation.
-int moegraph_branch_find(const ggml_cgraph * cgraph, int fork, int & first, int & glu);
-
-// Forks the stream of a branch from the main one, and goes over to it. The branch has to be the next one of the evaluation
-// (next_branch of the context).
-void moegraph_branch_fork(ggml_backend_cuda_context & ctx);

@@ -53,8 +53,6 @@ struct moegraph_step_state {
 struct moegraph_router_state {
     unsigned * arrived = nullptr; // blocks of the launch that runs; behind it are the logits and the gate
     const ggml_tensor * gate_of = nullptr; // the node that the gate is the result of
-    const ggml_tensor * done = nullptr; // the first of n_done + 1 nodes of a shared expert that run with a router before them
-    int n_done = 0;
 
     ~moegraph_router_state();
 };
@@ -74,8 +72,7 @@ struct moegraph_context {
 
     int device;
     moegraph_fork_events branch;  // moegraph-branch.cu
-    const ggml_tensor  * next_branch = nullptr; // the first node of the branch that follows in this evaluation
-    moegraph_shared_expert next_shared; // its nodes, nullptr if there is none
+    moegraph_shared_expert next_shared; // of the branch that follows in this evaluation, nullptr if there is none
     std::unordered_set<const ggml_tensor *> done; // moegraph-done.cuh
     moegraph_fork_events publish; // moegraph-publish.cu
     moegraph_rows_state  rows;    // moegraph-rows-prepare.cu

@@ -1,11 +1,9 @@
 #include "moegraph-router.cuh"
 
 #include "moegraph-arrive.cuh"
-#include "moegraph-branch.cuh"
 #include "moegraph-context.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-norm-row.cuh"
-#include "moegraph-one-x.cuh"
 #include "moegraph-rows.cuh"
 
 #include "moegraph.h"
@@ -17,7 +15,6 @@ constexpr int ROUTER_LOADS   = 8;   // of two values each, at most, for a thread
 constexpr int ROUTER_EXPERTS = 512; // at most
 constexpr int ROUTER_BLOCK   = ROUTER_ROWS*ROUTER_THREADS;
 constexpr int ROUTER_NORM    = 4*ROUTER_BLOCK; // values of a norm at least half and at most twice
-constexpr int ROUTER_SHARED  = 47*1024;
 static_assert(ROUTER_ROWS*ROUTER_WARPS <= 32, "a warp adds up what the warps of a block have");
 
 struct moegraph_router_args {
@@ -39,18 +36,6 @@ struct moegraph_router_args {
     bool          normed;  // weights are divided by their sum, which is clamp at least
     float         clamp;
     float         scale;
-};
-
-// Gate, up and activation of a shared expert, from what its norm is made of.
-struct moegraph_router_shared_args {
-    moegraph_add_norm_args norm;
-    const char * up;   // Q8_0 [n, n_ff]
-    const char * gate;
-    float      * glu;  // [n_ff]
-    int64_t      stride_up; // bytes
-    int64_t      stride_gate;
-    int          n_ff;
-    int          n_pairs; // rows of up, and of gate, for a block
 };
 
 // A warp chooses from the logits, with the bits of upstream's topk_moe_cuda: lane l has the experts l, l + 32, ...
@@ -133,63 +118,6 @@ static __device__ __forceinline__ void moegraph_router_choose(const moegraph_rou
         args.ids[lane]     = chosen;
         args.weights[lane] = weight*args.scale;
     }
-}
-
-// Calls f(p, r) for each pair of rows r that this warp has of up and gate; p counts those of the block.
-template <typename F>
-static __device__ __forceinline__ void moegraph_router_pairs(const moegraph_router_shared_args & args, const F & f) {
-    const int first = blockIdx.x*args.n_pairs;
-    for (int p = threadIdx.x/32; p < min(args.n_pairs, args.n_ff - first); p += ROUTER_BLOCK/32) {
-        f(p, first + p);
-    }
-}
-
-// The shared expert does not wait for the kernel that writes the norm: each block computes it again. Bits are those of
-// moegraph_one_shared. Grid: rows of up. Two blocks of these kernels have to fit on a multiprocessor: they run side by side.
-template <int n_norm>
-static __global__ void __launch_bounds__(ROUTER_BLOCK, 2) moegraph_router_shared_kernel(const moegraph_router_shared_args args) {
-#if __CUDA_ARCH__ >= GGML_CUDA_CC_AMPERE || !defined(__CUDA_ARCH__)
-    typedef moegraph_one_x<GGML_TYPE_Q8_0> X;
-    extern __shared__ int4 moegraph_router_smem[];
-    moegraph_block_y * y    = (moegraph_block_y *) moegraph_router_smem;
-    char             * rows = (char *) (y + args.norm.n/32);
-    const int n_parts = args.norm.n/MOEGRAPH_ONE_VALUES, lane = threadIdx.x % 32, row_bytes = n_parts*X::part_bytes;
-    if (!args.norm.early) {
-        ggml_cuda_pdl_sync();
-    }
-    moegraph_router_pairs(args, [&](const int p, const int r) {
-        for (int i = 16*lane; i < row_bytes; i += 16*32) {
-            moegraph_copy_16(rows + 2*p*row_bytes + i, args.up + r*args.stride_up + i, 16);
-            moegraph_copy_16(rows + (2*p + 1)*row_bytes + i, args.gate + r*args.stride_gate + i, 16);
-        }
-    });
-    moegraph_copy_commit();
-    ggml_cuda_pdl_lc();
-    moegraph_add_norm_row<ROUTER_BLOCK, n_norm>(args.norm, 0, [&](int, const int i, const float4, const float4 normed) {
-        moegraph_quantize_4(normed, y + i/32);
-    });
-    moegraph_copy_wait<0>();
-    __syncthreads();
-    moegraph_router_pairs(args, [&](const int p, const int r) {
-        float v[2] = {};
-        for (int first = 0; first < n_parts; first += 32) {
-            const int part = min(first + lane, n_parts - 1);
-            X::y_t mine;
-            mine.load(y, part, part == first + lane);
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                v[m] = __fadd_rn(v[m], X::dot(rows + (2*p + m)*row_bytes, mine, part));
-            }
-        }
-        const float up = moegraph_one_sum<32>(v[0]), gate = moegraph_one_sum<32>(v[1]);
-        if (lane == 0) {
-            args.glu[r] = moegraph_glu(up, gate, GGML_GLU_OP_SWIGLU, 0.0f);
-        }
-    });
-#else
-    GGML_UNUSED(args);
-    NO_DEVICE_CODE;
-#endif // __CUDA_ARCH__ >= GGML_CUDA_CC_AMPERE
 }
 
 // What others read of a norm, by one block: sum, norm and its quantized rows, and the product of a shared expert's gate, with
@@ -386,39 +314,12 @@ static bool moegraph_router_supported(const moegraph_router_nodes & m, const int
         (n_experts == 64 || n_experts == 128 || n_experts == 256 || n_experts == 512);
 }
 
-// A shared expert that runs beside the router: the kernel for its nodes up to i_glu.
-struct moegraph_router_shared {
-    const ggml_tensor * up;
-    const ggml_tensor * gate;
-    ggml_tensor       * glu; // nullptr: there is none
-    int                 first;
-    int                 i_glu;
-    int                 last;
-};
-
 // What starts at node i, from the norm or from the product on. There may be no memory yet.
 struct moegraph_router_found {
     moegraph_add_norm_nodes norm; // n_ops 0: none
     moegraph_router_nodes   router;
-    moegraph_router_shared  shared;
     const ggml_tensor     * gate; // the product of a shared expert's gate with the norm, or nullptr
 };
-
-static size_t moegraph_router_shared_bytes(const int64_t n, const int n_pairs) {
-    return n/32*sizeof(moegraph_block_y) + 2*n_pairs*ggml_row_size(GGML_TYPE_Q8_0, n);
-}
-
-// Rows of a shared expert's up for a block, as few as let all blocks run at once; 0 if the kernel does not compute it.
-static int moegraph_router_pairs_of(const moegraph_router_shared & s, const ggml_tensor * x, const int cc) {
-    const ggml_tensor * up = s.up->src[0], * gate = s.gate->src[0];
-    const int nsm     = ggml_cuda_info().devices[ggml_cuda_get_device()].nsm;
-    const int n_pairs = (up->ne[1] + nsm - 1)/nsm;
-    return s.up->src[1] == x && s.gate->src[1] == x && s.glu->src[0] == s.gate && s.glu->src[1] == s.up &&
-        up->type == GGML_TYPE_Q8_0 && gate->type == GGML_TYPE_Q8_0 && ggml_are_same_shape(up, gate) &&
-        up->nb[1] % 16 == 0 && gate->nb[1] % 16 == 0 && ggml_get_glu_op(s.glu) == GGML_GLU_OP_SWIGLU &&
-        ggml_get_op_params_i32(s.glu, 1) == 0 && moegraph_rows_is_one(s.up, cc) && moegraph_rows_is_one(s.gate, cc) &&
-        moegraph_router_shared_bytes(x->ne[0], n_pairs) <= ROUTER_SHARED ? n_pairs : 0;
-}
 
 // The product of a shared expert's gate with row x, behind node i; nullptr if there is none before the next norm.
 static const ggml_tensor * moegraph_router_find_gate(const ggml_cgraph * cgraph, int i, const ggml_tensor * x) {
@@ -437,7 +338,7 @@ static const ggml_tensor * moegraph_router_find_gate(const ggml_cgraph * cgraph,
 static bool moegraph_router_find(const ggml_cgraph * cgraph, const int i, const int cc, moegraph_router_found & f) {
     if (moegraph_router_match(cgraph, i, f.router)) {
         f.norm.n_ops = 0;
-        f.shared.glu = nullptr;
+        f.gate = nullptr;
         return moegraph_router_supported(f.router, cc);
     }
     if ((!moegraph_lone_norm_match(cgraph, i, f.norm) && !moegraph_add_norm_match(cgraph, i, f.norm)) ||
@@ -448,62 +349,20 @@ static bool moegraph_router_find(const ggml_cgraph * cgraph, const int i, const 
     }
     const int64_t n = f.norm.dst->ne[0];
     f.gate = moegraph_router_find_gate(cgraph, i + f.norm.n_ops + f.router.n_ops, f.norm.dst);
-    moegraph_router_shared & s = f.shared;
-    s.glu  = nullptr;
-    s.last = moegraph_branch_find(cgraph, i + f.norm.n_ops - 1, s.first, s.i_glu);
-    if (s.last >= 0) { // it must not wait for the router
-        s.glu  = cgraph->nodes[s.i_glu];
-        s.gate = s.glu->src[0];
-        s.up   = s.glu->src[1];
-        if (moegraph_router_pairs_of(s, f.norm.dst, cc) == 0) {
-            return false;
-        }
-    }
     return n > ROUTER_NORM/2 && n <= 2*ROUTER_NORM;
 }
 
-// Whether nothing is written where blocks read terms of the sum: by other blocks, and by what runs beside the shared expert.
+// Whether nothing is written where blocks read terms of the sum: the block that writes the norm may do so before they have read
+// them, and read them itself after the choice.
 static bool moegraph_router_is_apart(const ggml_cgraph * cgraph, const int i, const moegraph_router_found & f) {
-    const int last = f.shared.glu != nullptr ? f.shared.last : i + f.norm.n_ops + f.router.n_ops - 1;
-    for (int k = i; k <= last; ++k) {
+    for (int k = i; k < i + f.norm.n_ops + f.router.n_ops; ++k) {
         for (const ggml_tensor * t : f.norm.terms) {
             if (t != nullptr && !moegraph_is_view_op(cgraph->nodes[k]) && !moegraph_apart(cgraph->nodes[k], t)) {
                 return false;
             }
         }
     }
-    for (int k = f.shared.first; f.shared.glu != nullptr && k <= last; ++k) {
-        if (!moegraph_is_view_op(cgraph->nodes[k]) &&
-                (!moegraph_apart(cgraph->nodes[k], f.norm.sum) || !moegraph_apart(cgraph->nodes[k], f.norm.dst))) {
-            return false;
-        }
-    }
-    return true; // behind the norm, that of the branch holds: moegraph_branches found it
-}
-
-// Runs gate, up and activation of a shared expert on its stream, which forks here and not behind the norm.
-static void moegraph_router_run_shared(
-        ggml_backend_cuda_context & ctx, const moegraph_router_shared & s, const moegraph_add_norm_args & norm, const int cc) {
-    const ggml_tensor * up = s.up->src[0], * gate = s.gate->src[0];
-    moegraph_router_shared_args args = {};
-    args.norm        = norm;
-    args.norm.early  = norm.early && moegraph_is_constant(up) && moegraph_is_constant(gate);
-    args.up          = (const char *) up->data;
-    args.gate        = (const char *) gate->data;
-    args.glu         = (float *) s.glu->data;
-    args.stride_up   = up->nb[1];
-    args.stride_gate = gate->nb[1];
-    args.n_ff        = up->ne[1];
-    args.n_pairs     = moegraph_router_pairs_of(s, s.up->src[1], cc);
-    moegraph_branch_fork(ctx);
-    const ggml_cuda_kernel_launch_params params(dim3((args.n_ff + args.n_pairs - 1)/args.n_pairs), dim3(ROUTER_BLOCK),
-        moegraph_router_shared_bytes(norm.n, args.n_pairs), ctx.stream());
-    if (norm.n <= ROUTER_NORM) {
-        ggml_cuda_kernel_launch(moegraph_router_shared_kernel<1>, params, args);
-    } else {
-        ggml_cuda_kernel_launch(moegraph_router_shared_kernel<2>, params, args);
-    }
-    ctx.curr_stream_no = 0;
+    return true;
 }
 
 template <int n_norm>
@@ -518,11 +377,7 @@ static void moegraph_router_launch(const moegraph_router_args & args, const int 
 }
 
 int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
-    moegraph_context & ours = moegraph_get_context(ctx);
-    moegraph_router_state & state = ours.router;
-    if (state.done == cgraph->nodes[i]) {
-        return state.n_done;
-    }
+    moegraph_router_state & state = moegraph_get_context(ctx).router;
     const int cc = ggml_cuda_info().devices[ctx.device].cc;
     moegraph_router_found f = {};
     if (ctx.curr_stream_no != 0 || !moegraph_router_find(cgraph, i, cc, f)) {
@@ -538,15 +393,8 @@ int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgr
     args.early = moegraph_is_constant(w);
     size_t smem = 0;
     if (f.norm.n_ops > 0) {
-        const moegraph_router_shared & s = f.shared;
-        if ((s.glu != nullptr && ours.next_branch != cgraph->nodes[s.first]) || !moegraph_router_is_apart(cgraph, i, f) ||
-                !moegraph_add_norm_prepare(ctx, f.norm, args.norm)) {
+        if (!moegraph_router_is_apart(cgraph, i, f) || !moegraph_add_norm_prepare(ctx, f.norm, args.norm)) {
             return 0;
-        }
-        if (s.glu != nullptr) {
-            moegraph_router_run_shared(ctx, s, args.norm, cc);
-            state.done   = cgraph->nodes[s.first];
-            state.n_done = s.i_glu - s.first;
         }
         args.early = args.early && args.norm.early;
         smem = args.norm.n*sizeof(float);
@@ -589,7 +437,6 @@ const float * moegraph_router_gate(ggml_backend_cuda_context & ctx, const ggml_t
 }
 
 void moegraph_router_begin(ggml_backend_cuda_context & ctx) {
-    moegraph_get_context(ctx).router.done    = nullptr;
     moegraph_get_context(ctx).router.gate_of = nullptr;
 }
 
@@ -598,8 +445,7 @@ void moegraph_router_keep(const ggml_cgraph * cgraph, const int i, const ggml_ba
     if (!moegraph_router_find(cgraph, i, ggml_cuda_info().devices[ggml_cuda_get_device()].cc, f) || f.norm.n_ops == 0) {
         return;
     }
-    const int     behind = i + f.norm.n_ops + f.router.n_ops - 1; // the block that writes the norm may end after the choice
-    ggml_tensor * until  = cgraph->nodes[f.shared.glu != nullptr ? f.shared.last : behind];
+    ggml_tensor * until = cgraph->nodes[i + f.norm.n_ops + f.router.n_ops - 1];
     for (const ggml_tensor * t : f.norm.terms) {
         if (t != nullptr) {
             params->add_alloc_dep(params->user_data, const_cast<ggml_tensor *>(t), until);

@@ -5,9 +5,8 @@
 #include "ggml-backend-impl.h"
 
 // The router of one row in one kernel: its product, scores (softmax or sigmoid, with a bias for the choice), top-k, and
-// weights. A residual sum and a norm in front of it are taken in. A shared expert that runs beside it then does not wait
-// for the norm: its gate, up and activation run here, on its stream, and compute the norm again. Returns how many nodes
-// behind node i that covers, 0 if node i does not start the pattern; also where node i has run with a router before it.
+// weights. A norm in front of it, and a residual sum in front of that, are taken in, and so is the product of a shared expert's
+// gate, wherever it stands behind. Returns how many nodes behind node i that covers, 0 if node i does not start the pattern.
 int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i);
 
 // Where the product of a shared expert's gate with the norm is, one value before its sigmoid, if the router of this layer has
