@@ -206,6 +206,13 @@ static void check_layer(const router_case & c, const bool lone, const bool fuses
     report(name, wrong);
 }
 
+// A block may write the norm while others still read what it is made of, so these must not share memory.
+static void check_shared_memory(const bool lone) {
+    layer l({ 2048, 256, 8, false, false, true, 0, false }, lone);
+    lone ? (void) (l.normed->data = l.sum->data) : (void) (l.sum->data = l.sum->src[0]->data);
+    report("norm in place", moegraph_router_try(l.cuda, l.t.graph, 0) == 0 ? "" : "is one kernel with the router");
+}
+
 int main() {
     int i = 0;
     for (const int n_experts : { 64, 128, 256, 512 }) {
@@ -225,6 +232,8 @@ int main() {
     }
     check_layer({ 1024, 256, 8, false, false, true, 0, false }, false, false);
     check_layer({ 8192, 256, 8, false, false, true, 0, false }, true, false);
+    check_shared_memory(false);
+    check_shared_memory(true);
     printf("all %d checks of the router: %d failed\n", n_run, n_failed);
     return n_failed != 0;
 }
