@@ -137,8 +137,8 @@ def build_mixer_router(
     """
     hp, w = stage.hp, stage.weights.layer(il)
     cur = hp.mixer(b, w, stage.state, inp, shape, cur, il)
-    # a view, so that ggml's CUDA backend does not put a single row's product and this sum into one
-    # kernel: ours for the product, and for the sum with the norm after it, take less time
+    # a view, so that no kernel of upstream takes in a single row's product and this sum: ours take
+    # less time, for the product with the sum, or for the sum with the norm after it
     cur = b.reshape(cur, hp.n_embd, x.ne[1])
     residual, post_norm = hp.ffn_input(b, w, cur, x, il)
     return Routed(residual, post_norm, hp.router(b, w, residual, post_norm, il))

@@ -314,6 +314,7 @@ void moegraph_rows_keep(const ggml_cgraph * cgraph, const int i, const ggml_back
 static const ggml_tensor * moegraph_rows_residual(const ggml_cgraph * cgraph, const int i, const int j) {
     const ggml_tensor * sum = cgraph->nodes[j], * from[2] = { sum->src[0], sum->src[1] };
     if (sum->op != GGML_OP_ADD || ggml_nelements(sum) != sum->ne[0] || !ggml_is_contiguous(sum) ||
+            ggml_nelements(cgraph->nodes[i]) != ggml_nelements(sum) ||
             !ggml_node_has_n_uses(cgraph, i, 1)) {
         return nullptr;
     }
