@@ -1,4 +1,5 @@
 #include "moegraph-moe.cuh"
+#include "moegraph-layer-end.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-one.cuh"
 #include "moegraph-rows-kernel.cuh"
@@ -295,8 +296,9 @@ static void moegraph_moe_down_launch(
 }
 
 bool moegraph_moe_down(
-        ggml_backend_cuda_context & ctx, const ggml_tensor * rows, const ggml_tensor * scale, const ggml_tensor * weights,
-        ggml_tensor * dst) {
+        ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i_dst, const ggml_tensor * rows,
+        const ggml_tensor * scale, const ggml_tensor * weights) {
+    ggml_tensor * dst = cgraph->nodes[i_dst];
     const ggml_tensor * bias = rows->op == GGML_OP_ADD_ID ? rows->src[1] : nullptr;
     const ggml_tensor * down = bias ? rows->src[0] : rows;
     const ggml_tensor * x   = down->src[0];
@@ -307,7 +309,9 @@ bool moegraph_moe_down(
     const int  n_used   = down->ne[1];
     const int  n_tokens = down->ne[2];
     const bool early    = moegraph_moe_is_constant(x) && moegraph_moe_ids_are_old(act, ids);
-    if (moegraph_one_down(ctx, down, bias, scale, weights, dst, early && (!bias || moegraph_moe_is_constant(bias)))) {
+    const bool one      = early && (!bias || moegraph_moe_is_constant(bias));
+    if (moegraph_layer_end_try(ctx, cgraph, i_dst, down, bias, scale, weights, one) ||
+            moegraph_one_down(ctx, down, bias, scale, weights, dst, one)) {
         return true;
     }
     if (bias || scale || moegraph_rows_are_apart(down)) {
@@ -362,11 +366,17 @@ bool moegraph_moe_down(
     return true;
 }
 
-void moegraph_moe_down_keep(
-        const ggml_tensor * rows, ggml_tensor * dst, const ggml_backend_graph_optimize_params * params) {
+void moegraph_moe_down_keep(const ggml_cgraph * cgraph, const int i_dst, const ggml_tensor * rows, const ggml_tensor * scale,
+        const ggml_tensor * weights, const ggml_backend_graph_optimize_params * params) {
     rows = rows->op == GGML_OP_ADD_ID ? rows->src[0] : rows;
-    if (rows->op == GGML_OP_MUL_MAT_ID) {
-        params->add_alloc_dep(params->user_data, rows->src[1], dst);
-        params->add_alloc_dep(params->user_data, rows->src[2], dst);
+    if (rows->op != GGML_OP_MUL_MAT_ID) {
+        return;
     }
+    ggml_tensor * last = moegraph_layer_end(cgraph, i_dst);
+    for (const ggml_tensor * t : { (const ggml_tensor *) rows->src[1], (const ggml_tensor *) rows->src[2], scale, weights }) {
+        if (t != nullptr) {
+            params->add_alloc_dep(params->user_data, const_cast<ggml_tensor *>(t), last);
+        }
+    }
+    moegraph_layer_end_keep(cgraph, i_dst, params);
 }

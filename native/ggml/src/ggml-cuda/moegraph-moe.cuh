@@ -12,12 +12,12 @@
 int moegraph_moe_down_mul(const ggml_cgraph * cgraph, int i);
 
 // Runs the product behind rows (the product, or its sum with biases), with the weights (and before them the scale
-// of each expert, or nullptr) and the result of the weighted reduction behind it. Returns false, and does
-// nothing, if the kernel does not support them.
+// of each expert, or nullptr) and the weighted reduction behind it, whose result is node i_dst; of one token perhaps with all up
+// to the end of the layer (moegraph-layer-end.cuh). Returns false, and does nothing, if the kernel does not support them.
 bool moegraph_moe_down(
-        ggml_backend_cuda_context & ctx, const ggml_tensor * rows, const ggml_tensor * scale, const ggml_tensor * weights,
-        ggml_tensor * dst);
+        ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i_dst, const ggml_tensor * rows,
+        const ggml_tensor * scale, const ggml_tensor * weights);
 
 // Asks that what the kernel reads keeps its memory until the last node. rows: what the weighted reduction reads.
-void moegraph_moe_down_keep(
-        const ggml_tensor * rows, ggml_tensor * dst, const ggml_backend_graph_optimize_params * params);
+void moegraph_moe_down_keep(const ggml_cgraph * cgraph, int i_dst, const ggml_tensor * rows, const ggml_tensor * scale,
+        const ggml_tensor * weights, const ggml_backend_graph_optimize_params * params);

@@ -20,8 +20,9 @@ struct moegraph_add_norm_args {
     float              eps;
 };
 
+// Spelled out, as nvcc has it: moegraph-one-down.cu computes the same.
 static __device__ __forceinline__ float4 moegraph_add_scaled_4(const float4 a, const float4 b, const float f) {
-    return make_float4(a.x + b.x*f, a.y + b.y*f, a.z + b.z*f, a.w + b.w*f);
+    return make_float4(__fmaf_rn(b.x, f, a.x), __fmaf_rn(b.y, f, a.y), __fmaf_rn(b.z, f, a.z), __fmaf_rn(b.w, f, a.w));
 }
 
 // Spelled out: kernels of the same row must not differ in what the compiler contracts.

@@ -18,10 +18,19 @@ void moegraph_one_mul_mat(ggml_type type, moegraph_rows_args & args, cudaStream_
 // false, and does nothing, if there is no kernel for the type or the rows are too long.
 bool moegraph_one_experts(ggml_type type, moegraph_rows_args & routed, moegraph_rows_args & shared, cudaStream_t stream);
 
+// A shared expert of that token, and the residual: what follows the sum of the routed experts.
+struct moegraph_one_shared_expert {
+    const ggml_tensor * down;     // its product; the activations are there
+    const float       * gate;     // before the sigmoid by which the product is multiplied, or nullptr
+    const ggml_tensor * residual; // dst may be its memory
+};
+
 // The product down of one token's experts, each with a row of its own. Without weights its rows are the result (dst is
 // down); with them also the biases and scales of experts (or nullptr), the products with weights and the sum over experts,
-// with the same bits as nodes of their own. early: ids and weights may be read before the preceding kernel has ended. Returns false, and does
-// nothing, if the kernel does not support them.
+// with the same bits as nodes of their own. early: ids and weights may be read before the preceding kernel has ended. With a
+// shared expert, dst is the sum of all, with the bits that moegraph-norm.cu would give it. Returns false, and does nothing, if
+// the kernel does not support them.
 bool moegraph_one_down_supported(const ggml_tensor * down);
 bool moegraph_one_down(ggml_backend_cuda_context & ctx, const ggml_tensor * down, const ggml_tensor * bias,
-    const ggml_tensor * scale, const ggml_tensor * weights, ggml_tensor * dst, bool early);
+    const ggml_tensor * scale, const ggml_tensor * weights, ggml_tensor * dst, bool early,
+    const moegraph_one_shared_expert * shared = nullptr);
