@@ -197,3 +197,65 @@ def test_what_the_blocks_of_a_router_read_keeps_its_memory(device: Device) -> No
             terms = [span(residual.src[0]), span(residual.src[1])]
             written = [span(residual), span(normed), span(topk), span(weights)]
             assert not any(a < d and c < b for a, b in terms for c, d in written)
+
+
+@pytest.mark.parametrize(("n", "n_expert", "shared"), [(2048, 128, "Q8_0"), (4096, 256, "Q8_0")])
+def test_the_end_of_a_layer_with_a_shared_expert_is_one_kernel(
+    device: Device, capability: int, n: int, n_expert: int, shared: str
+) -> None:
+    """From the down products to the layer's sum; the judge's shared experts are kernels apart."""
+    inputs = [random(seed, 1, n) for seed in (4, 5)]
+
+    def run(fuses: bool) -> list[list[Array]]:
+        graph, outputs, found = Graph(), list[Tensor](), []
+        layers, leaf = Layers(graph, n, n_expert, shared), graph.leaf(inputs[0])
+        x = leaf
+        for il in range(8):
+            x = layers.append(x, il)[1][-1]
+            between = [graph.b.named[(name, il)] for name in ("ffn_moe_out", "ffn_shexp")]
+            if not fuses:
+                C.ggml_set_output(between[1])
+            outputs += [*between, x]
+        with graph.launches(device, outputs) as launch:
+            for turn in range(6):
+                graph.replace(leaf, inputs[turn % 2])
+                found.append(launch()[0])
+        return found
+
+    for got, right in zip(run(True), run(False)):
+        for at, (a, b) in enumerate(zip(got, right)):
+            if at % 3 < 2:
+                assert np.isnan(a).all() == (capability >= 80), "not one kernel"
+                assert not np.isnan(b).any()
+            else:
+                np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32), str(at))
+
+
+def test_what_the_end_of_a_layer_reads_keeps_its_memory(device: Device) -> None:
+    """Blocks write the layer's sum while others still read what the experts do."""
+    with ExitStack() as stack:
+
+        def build(b: Builder) -> list[tuple[Tensor, list[Tensor]]]:
+            graph = Graph()
+            vars(graph).update(b=b, leaf=graph.weight)  # what is placed are results only
+            layers, x = Layers(graph, 2048, 256, "Q8_0"), graph.weight(random(1, 1, 2048))
+            found = []
+            for il in range(1, 4):
+                _, _, topk, weights, glu, x = layers.append(x, il)[1]
+                act = b.named[("ffn_moe_swiglu", il)]
+                found.append((x.src[0], [topk, weights, glu, act]))
+            stack.enter_context(graph.place_weights(device))
+            return found
+
+        graphs = GraphCache(device)
+        stack.callback(graphs.close)
+        found: list[tuple[Tensor, list[Tensor]]] = []
+        graphs.get("layers", 512, lambda b: found.extend(build(b)))
+
+        def span(t: Tensor) -> tuple[int, int]:
+            start = int(ffi.cast("intptr_t", t.data))
+            return start, start + C.ggml_nbytes(t)
+
+        for total, read in found:
+            c, d = span(total)
+            assert not any(a < d and c < b for a, b in map(span, read))

@@ -19,11 +19,11 @@ EMULATED_SHARED(int, counts);
 struct end_case {
     ggml_type type;
     int       n, n_ff, n_used, n_shared; // values of a row, of its experts, and of the shared one
-    bool      gated, constant;
+    bool      constant;
 
     std::string str() const {
         return std::string(ggml_type_name(type)) + " n=" + std::to_string(n) + " n_ff=" + std::to_string(n_ff) + " experts=" +
-            std::to_string(n_used) + " shared=" + std::to_string(n_shared) + (gated ? " gated" : "") + (constant ? " constant" : "") +
+            std::to_string(n_used) + " shared=" + std::to_string(n_shared) + (constant ? " constant" : "") +
             " smem=" + std::to_string(emulated::shared_limit/1024) + " order=" + std::to_string(emulated::order);
     }
 };
@@ -32,7 +32,7 @@ enum change { NONE, TURNED, READ }; // sums in the other order; another node rea
 
 struct layer {
     tensors       t;
-    ggml_tensor * down, * weights, * moe, * glu, * shared, * product = nullptr, * residual, * sum;
+    ggml_tensor * down, * weights, * moe, * glu, * shared, * product, * residual, * sum;
     ggml_backend_cuda_context cuda;
 
     layer(const end_case & c, const change changed = NONE) {
@@ -73,11 +73,8 @@ struct layer {
         glu    = t.place(ggml_swiglu_split(t.ctx, t.place(ggml_mul_mat(t.ctx, weight(GGML_TYPE_Q8_0, c.n, c.n_shared, 1), x)), up));
         memcpy(glu->data, normal(c.n_shared, 0.7f).data(), ggml_nbytes(glu));
         shared = t.place(ggml_mul_mat(t.ctx, weight(GGML_TYPE_Q8_0, c.n_shared, c.n, 1), glu));
-        ggml_tensor * out = shared;
-        if (c.gated) {
-            product = t.place(ggml_mul_mat(t.ctx, t.leaf(GGML_TYPE_F32, { c.n, 1 }, normal(c.n, 0.03f).data()), x));
-            out     = t.place(ggml_mul(t.ctx, shared, t.place(ggml_sigmoid(t.ctx, product))));
-        }
+        product = t.place(ggml_mul_mat(t.ctx, t.leaf(GGML_TYPE_F32, { c.n, 1 }, normal(c.n, 0.03f).data()), x));
+        ggml_tensor * out = t.place(ggml_mul(t.ctx, shared, t.place(ggml_sigmoid(t.ctx, product))));
         residual = t.leaf(GGML_TYPE_F32, { c.n, 1 }, normal(c.n, 1.0f).data());
         out = t.place(changed == TURNED ? ggml_add(t.ctx, out, moe) : ggml_add(t.ctx, moe, out));
         sum = t.place(ggml_add(t.ctx, out, residual));
@@ -90,10 +87,8 @@ struct layer {
         }
         moegraph_rows_begin(cuda, t.graph);
         CUDA_CHECK(cudaMalloc((void **) &moegraph_get_context(cuda).router.arrived, 16*1024));
-        if (c.gated) { // as if the router had computed it
-            moegraph_get_context(cuda).router.gate_of = product;
-            *const_cast<float *>(moegraph_router_gate(cuda, product)) = 0.7f;
-        }
+        moegraph_get_context(cuda).router.gate_of = product; // as if the router had computed it
+        *const_cast<float *>(moegraph_router_gate(cuda, product)) = 0.7f;
     }
 
     int at(const ggml_tensor * node) const {
@@ -125,14 +120,7 @@ static void check(const end_case & c) {
         }
         GGML_ASSERT(moegraph_one_down(apart.cuda, apart.down, nullptr, nullptr, apart.weights, apart.moe, false));
         moegraph_rows_mul_mat(apart.cuda, apart.shared, nullptr, nullptr);
-        if (c.gated) {
-            GGML_ASSERT(moegraph_add_norm_try(apart.cuda, apart.t.graph, apart.at(apart.product)) == 4);
-        } else {
-            for (int i = 0; i < c.n; ++i) {
-                const float both = ((const float *) apart.moe->data)[i] + ((const float *) apart.shared->data)[i];
-                ((float *) apart.sum->data)[i] = both + ((const float *) apart.residual->data)[i];
-            }
-        }
+        GGML_ASSERT(moegraph_add_norm_try(apart.cuda, apart.t.graph, apart.at(apart.product)) == 4);
     }
     for (int i = 0; i < c.n && wrong.empty(); ++i) {
         const void * want = (const float *) apart.sum->data + i;
@@ -161,13 +149,11 @@ int main() {
             emulated::early_copies = i % 4 == 0;
             emulated::shared_limit = i % 2 ? 99*1024 : 227*1024;
             const int n_ff = type == GGML_TYPE_MXFP4 && i % 5 == 0 ? 2880 : i % 3 == 0 ? 1536 : i % 3 == 1 ? 512 : 768;
-            const bool gated = i % 3 != 0;
-            const int n = (i % 8 == 1 ? 2048 : 192) + (gated ? 32 : 13);
-            check({ type, n, n_ff, n_ff > 1024 ? 4 : i % 2 ? 8 : 10, n_shared, gated, i % 2 == 0 });
+            check({ type, i % 8 == 1 ? 2080 : 224, n_ff, n_ff > 1024 ? 4 : i % 2 ? 8 : 10, n_shared, i % 2 == 0 });
         }
     }
     emulated::shared_limit = 227*1024;
-    const end_case usual = { GGML_TYPE_Q5_K, 192, 512, 8, 512, true, true };
+    const end_case usual = { GGML_TYPE_Q5_K, 192, 512, 8, 512, true };
     layer turned(usual, TURNED), read(usual, READ), ungated(usual);
     check_not("the shared expert before the routed ones", turned);
     check_not("another node reads the shared expert", read);

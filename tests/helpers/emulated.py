@@ -33,7 +33,7 @@ PROGRAMS = {
     "conv": ("conv",),
     "faults": (),
     "heads": ("heads",),
-    "layer-end": (*ROWS, "branch", "layer-end", "norm", "router"),
+    "layer-end": (*ROWS, "layer-end", "norm", "router"),
     "recurrence": ("chain", "recurrence", "tree"),
     "router": (*ROWS, "norm", "router"),
     "rows": ROWS,

@@ -34,7 +34,8 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "program", ["argmax", "attn", "conv", "heads", "layer-end", "recurrence", "router", "rows", "step"]
+    "program",
+    ["argmax", "attn", "conv", "heads", "layer-end", "recurrence", "router", "rows", "step"],
 )
 def test_kernels_compute_what_they_should(program: str) -> None:
     done = run(program)

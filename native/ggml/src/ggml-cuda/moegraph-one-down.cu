@@ -12,7 +12,7 @@ constexpr int MOEGRAPH_DOWN_SHARED_WARPS = 18; // with a shared expert: 112 regi
 struct moegraph_one_down_shared_args {
     const char  * x;        // its down, Q8_0
     const float * y;        // its activations [n_values]
-    const float * gate;     // the result is multiplied by its sigmoid, or nullptr
+    const float * gate;     // the products are multiplied by its sigmoid
     const float * residual; // [n_rows]
     int           row_bytes;
     int           n_values;
@@ -152,7 +152,7 @@ static __global__ void __launch_bounds__((with_shared ? MOEGRAPH_DOWN_SHARED_WAR
     const int     first  = 32*threadIdx.y + threadIdx.x, out = blockIdx.x*block_rows + first; // the result of this thread
     const bool    mine   = with_shared && first < block_rows && out < args.n_rows;
     const float   residual = mine ? args.shared.residual[out] : 0.0f;
-    const float   gate     = mine && args.shared.gate != nullptr ? *args.shared.gate : 0.0f;
+    const float   gate     = mine ? *args.shared.gate : 0.0f;
     const int     tid    = 32*(threadIdx.y % args.n_warps) + threadIdx.x;
     const int     stride = 4*32*args.n_warps;
     constexpr int loads  = 4; // that do not wait for one another
@@ -217,8 +217,8 @@ static __global__ void __launch_bounds__((with_shared ? MOEGRAPH_DOWN_SHARED_WAR
             result = __fadd_rn(result, sums[e*block_rows + first]);
         }
         if constexpr (with_shared) { // as the kernel of the norm adds its terms
-            const float factor = args.shared.gate != nullptr ? 1.0f/(1.0f + expf(-gate)) : 1.0f;
-            result = __fadd_rn(__fmaf_rn(sums[args.n_used*block_rows + first], factor, result), residual);
+            result = __fmaf_rn(sums[args.n_used*block_rows + first], 1.0f/(1.0f + expf(-gate)), result);
+            result = __fadd_rn(result, residual);
         }
         args.dst[out] = result;
     }
@@ -327,8 +327,8 @@ static bool moegraph_one_down_set_shared(
     const ggml_tensor * down = shared.down, * x = down->src[0], * act = down->src[1];
     const ggml_type type = moegraph_rows_type(x);
     if (x->type != GGML_TYPE_Q8_0 || !moegraph_rows_is_one(down, cc) || x->nb[1] != ggml_row_size(x->type, x->ne[0]) ||
-            (uintptr_t) x->data % 4 != 0 || x->ne[0] % MOEGRAPH_ONE_VALUES != 0 || x->ne[1] != n_rows || act->type != GGML_TYPE_F32 || !ggml_is_contiguous(act) ||
-            (uintptr_t) act->data % 16 != 0) {
+            (uintptr_t) x->data % 4 != 0 || x->ne[0] % MOEGRAPH_ONE_VALUES != 0 || x->ne[1] != n_rows ||
+            act->type != GGML_TYPE_F32 || !ggml_is_contiguous(act) || (uintptr_t) act->data % 16 != 0) {
         return false;
     }
     const int n_parts = x->ne[0]/MOEGRAPH_ONE_VALUES;

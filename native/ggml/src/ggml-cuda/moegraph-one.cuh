@@ -21,7 +21,7 @@ bool moegraph_one_experts(ggml_type type, moegraph_rows_args & routed, moegraph_
 // A shared expert of that token, and the residual: what follows the sum of the routed experts.
 struct moegraph_one_shared_expert {
     const ggml_tensor * down;     // its product; the activations are there
-    const float       * gate;     // before the sigmoid by which the product is multiplied, or nullptr
+    const float       * gate;     // before the sigmoid by which the product is multiplied
     const ggml_tensor * residual; // dst may be its memory
 };
 
