@@ -6,7 +6,7 @@
 #include "moegraph.h"
 
 constexpr int MOEGRAPH_DOWN_ONE_WARPS    = 16; // of a block
-constexpr int MOEGRAPH_DOWN_SHARED_WARPS = 18; // with a shared expert: 112 registers a thread
+constexpr int MOEGRAPH_DOWN_SHARED_WARPS = 20; // with a shared expert: 96 registers a thread
 
 // A shared expert, and what is added behind the experts.
 struct moegraph_one_down_shared_args {
