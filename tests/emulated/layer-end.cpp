@@ -144,7 +144,7 @@ int main() {
     int i = 0;
     for (const ggml_type type : { GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_MXFP4 }) {
         // of shared experts: lanes that share a row, several parts for a lane, rows that end anywhere
-        for (const int n_shared : { 256, 512, 1024, 1408, 2048, 2816, 704, 320 }) {
+        for (const int n_shared : { 256, 512, 1024, 1408, 2048, 2816, 2880, 320 }) {
             emulated::order        = ++i % 3;
             emulated::early_copies = i % 4 == 0;
             emulated::shared_limit = i % 2 ? 99*1024 : 227*1024;
