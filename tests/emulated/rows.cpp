@@ -9,6 +9,7 @@
 #include "moegraph-rows.cuh"
 #include "moegraph.h"
 
+EMULATED_SHARED(int4, moegraph_router_smem);
 EMULATED_SHARED(char4, moegraph_rows_smem);
 EMULATED_SHARED(int4, moegraph_one_smem);
 EMULATED_SHARED(char4, moegraph_wide_smem);
@@ -307,6 +308,9 @@ static void check_shared(const ggml_type type, const int k, const int m, const i
         ggml_backend_cuda_context cuda;
         moegraph_rows_begin(cuda, t.graph);
         if (together) {
+            s.down  = s.up; // of which only the type counts here
+            s.scale = x;
+            moegraph_get_context(cuda).router.gate_of = s.scale;
             moegraph_get_context(cuda).next_shared = s;
         }
         moegraph_rows_mul_mat(cuda, up, gate, glu);

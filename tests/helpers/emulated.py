@@ -24,7 +24,7 @@ KERNELS = NATIVE / "src" / "ggml-cuda"
 GGML = ROOT / "build" / "llama.cpp" / "ggml"
 LIBRARIES = ROOT / "moegraph" / "lib"
 
-ROWS = ("context", "one", "one-down", "rows-prepare", "rows", "rows-f32", "wide")
+ROWS = ("context", "norm", "one", "one-down", "router", "rows-prepare", "rows", "rows-f32", "wide")
 # A program, and the files of kernels that it runs, moegraph-NAME.cu; one that is not there is left
 # out.
 PROGRAMS = {
@@ -33,9 +33,9 @@ PROGRAMS = {
     "conv": ("conv",),
     "faults": (),
     "heads": ("heads",),
-    "layer-end": (*ROWS, "layer-end", "norm", "router"),
+    "layer-end": (*ROWS, "layer-end"),
     "recurrence": ("chain", "recurrence", "tree"),
-    "router": (*ROWS, "norm", "router"),
+    "router": ROWS,
     "rows": ROWS,
     "step": ("chain", "context", "conv", "delta-step", "deltanet", "recurrence", "tree"),
 }

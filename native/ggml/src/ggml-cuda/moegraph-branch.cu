@@ -52,7 +52,9 @@ static int moegraph_branch_match(
         routed = routed || read == input;
     }
     if (nodes != nullptr) {
-        *nodes = { glu->src[1], glu->src[0], cgraph->nodes[found[2]], cgraph->nodes[last] };
+        const ggml_tensor * next = after < cgraph->n_nodes ? cgraph->nodes[after] : nullptr;
+        *nodes = { glu->src[1], glu->src[0], cgraph->nodes[found[2]], cgraph->nodes[last],
+            next != nullptr && next->op == GGML_OP_MUL_MAT && next->ne[0] == 1 ? next : nullptr };
     }
     return routed ? last : -1;
 }

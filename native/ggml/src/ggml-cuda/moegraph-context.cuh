@@ -57,12 +57,13 @@ struct moegraph_router_state {
     ~moegraph_router_state();
 };
 
-// A shared expert: SwiGLU of gate and up, and the product behind it.
+// A shared expert: SwiGLU of gate and up, the product behind it, and the product of one value whose sigmoid scales that.
 struct moegraph_shared_expert {
     ggml_tensor * up   = nullptr;
     ggml_tensor * gate = nullptr;
     ggml_tensor * glu  = nullptr;
     ggml_tensor * down = nullptr;
+    const ggml_tensor * scale = nullptr; // or nullptr
 };
 
 // What our kernels keep for a backend context. The context owns it and frees it.

@@ -219,9 +219,10 @@ template <ggml_type type> constexpr int MOEGRAPH_ONE_GLU_ROWS =
     moegraph_one_x<type>::registers && type != GGML_TYPE_Q5_K ? 2 : 1;
 
 // Gate, up and activation of a token's experts, and of the shared expert (Q8_0). That needs no ids, so its blocks come first
-// and request weights while the router chooses. They have the first n_before lines of the grid, (rows, n_before + slots).
+// and request weights while the router chooses. They have the first n_before lines of the grid, (rows, n_before + slots). Five
+// blocks on a multiprocessor let all of 640 run at once on 132.
 template <ggml_type type, int n_steps>
-static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_experts_kernel(
+static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 5) moegraph_one_experts_kernel(
         const moegraph_rows_args routed, const moegraph_rows_args shared, const int n_before) {
     const int slot = (int) blockIdx.y - n_before;
     if (slot >= 0) {

@@ -3,6 +3,7 @@
 #include "moegraph-done.cuh"
 #include "moegraph-one.cuh"
 #include "moegraph-match.cuh"
+#include "moegraph-router.cuh"
 #include "moegraph-rows-kernel.cuh"
 #include "moegraph-wide.cuh"
 #include "mmvq.cuh"
@@ -176,7 +177,8 @@ static const ggml_tensor * moegraph_rows_origin(const ggml_tensor * t) {
 }
 
 // Runs gate and up of a token's experts together with those of the shared expert of the same row. Returns false, and does
-// nothing, if there is no such expert, or if its down would be a launch of its own: then a branch is better.
+// nothing, if there is no such expert, or if its down would be a launch of its own (moegraph-layer-end.cu): then a branch is
+// better.
 static bool moegraph_rows_run_shared(
         ggml_backend_cuda_context & ctx, const ggml_tensor * routed, const ggml_type type, moegraph_rows_args & args) {
     moegraph_shared_expert s = moegraph_get_context(ctx).next_shared;
@@ -185,7 +187,9 @@ static bool moegraph_rows_run_shared(
             moegraph_rows_origin(s.up->src[1]) != moegraph_rows_origin(routed->src[1]) ||
             moegraph_rows_type(s.up->src[0]) != GGML_TYPE_Q8_0 || !moegraph_rows_supported(s.up, s.gate, cc) ||
             !moegraph_rows_is_one(s.up, cc) || ggml_get_glu_op(s.glu) != GGML_GLU_OP_SWIGLU ||
-            ggml_get_op_params_i32(s.glu, 1) != 0 || !ggml_is_contiguous(s.glu) || !ggml_are_same_shape(s.up, s.gate)) {
+            ggml_get_op_params_i32(s.glu, 1) != 0 || !ggml_is_contiguous(s.glu) || !ggml_are_same_shape(s.up, s.gate) ||
+            !ggml_are_same_stride(s.up->src[0], s.gate->src[0]) || s.down->src[0]->type != GGML_TYPE_Q8_0 ||
+            s.scale == nullptr || moegraph_router_gate(ctx, s.scale) == nullptr) {
         return false;
     }
     moegraph_rows_operands operands(ctx.pool());
