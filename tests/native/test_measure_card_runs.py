@@ -50,6 +50,6 @@ def test_parts_run_once_and_their_figures_are_in_the_table(tmp_path: Path) -> No
 
 def test_what_is_not_there_is_named_in_one_line(tmp_path: Path) -> None:
     said = measure(tmp_path, "run", "nothing", "--out", tmp_path / "out", code=1).stderr
-    assert said.startswith("moegraph: no part nothing; there are page, before, whole")
+    assert said.startswith("moegraph: no part nothing; there are page, targets, before, whole")
     pack = tmp_path / "none"
     assert f"{pack}: no such pack" in measure(tmp_path, "prepare", "--unpack", pack, code=1).stderr
