@@ -74,6 +74,17 @@ _BATCHED = (
     " -c 4096 --output-format jsonl"
 )
 
+
+def _rows(rows: str, threads: str) -> tuple[str, str]:
+    """Return what measures passes of the rows of one setting, with the threads of another."""
+    return (
+        _TREES + " --samples {five} --settings whole 60 25 --gen {gen} --rows {" + rows + "}"
+        " --prompt --warm {warm} --out {out}",
+        "llama-bench -m {model} {ngl} -t {" + threads + "} -fa 1 -p {" + rows + "_comma} -n 0"
+        " -ncmoe 0,{ncmoe_60},{ncmoe_25} -lm auto,none -r {five} -o jsonl",
+    )
+
+
 # Names for several parts. page: those whose figures README and docs/benchmarks.md show. targets:
 # what docs/benchmarks/targets.md shows, the most wanted first.
 GROUPS = {
@@ -112,11 +123,7 @@ PARTS: Sequence[Part] = (
            _RIVAL + f" --sweep {{sweep}} --ncmoe {{ncmoe_{share}}}", shows=figures.upstream,
            share=share / 100, needs="rival") for share in (60, 25, 10)),
     part("rows", 75, "passes of a few rows, other ids each time, beside llama-bench",
-         _TREES + " --samples {five} --settings whole 60 25 --gen {gen} --rows {rows} --prompt"
-         " --warm {warm} --out {out}",
-         "llama-bench -m {model} {ngl} -t {sweep_comma} -fa 1 -p {rows_comma} -n 0"
-         " -ncmoe 0,{ncmoe_60},{ncmoe_25} -lm auto,none -r {five} -o jsonl",
-         shows=figures.rows_alone, share=1.0, needs="upstream"),
+         *_rows("rows", "sweep_comma"), shows=figures.rows_alone, share=1.0, needs="upstream"),
     part("run", 20, "generations through sampler and text beside the loop of bench",
          "moegraph bench {model} {device} -p 0 -n {gen} --run {runs} --temp 0,1 --top-k 0,40"
          " -r {five} -o jsonl", shows=figures.run_rows),
@@ -203,11 +210,7 @@ PARTS: Sequence[Part] = (
            shows=figures.upstream, share=share / 100, needs="rival")
       for share, seconds in ((60, 45), (25, 55), (10, 70))),
     part("few-rows", 60, "passes of 8 and 16 rows, other ids each time, beside llama-bench",
-         _TREES + " --samples {five} --settings whole 60 25 --gen {gen} --rows {few_rows} --prompt"
-         " --warm {warm} --out {out}",
-         "llama-bench -m {model} {ngl} -t {threads} -fa 1 -p {few_rows_comma} -n 0"
-         " -ncmoe 0,{ncmoe_60},{ncmoe_25} -lm auto,none -r {five} -o jsonl",
-         shows=figures.rows_alone, share=1.0, needs="upstream"),
+         *_rows("few_rows", "threads"), shows=figures.rows_alone, share=1.0, needs="upstream"),
     part("sequences-whole", 30, "sequences that decode together, all experts, beside"
          " llama-batched-bench",
          _TREES + " --samples {five} --settings whole --seqs {most_seqs} --gen 32 --out {out}",

@@ -1,6 +1,6 @@
 // The end of a layer of one token, with a shared expert, on emulated kernels: against kernels of its parts, bit for bit.
 
-#include "driver.h"
+#include "products.h"
 #include "moegraph-context.cuh"
 #include "moegraph-done.cuh"
 #include "moegraph-layer-end.cuh"
@@ -8,13 +8,6 @@
 #include "moegraph-one.cuh"
 #include "moegraph-router.cuh"
 #include "moegraph-rows.cuh"
-
-EMULATED_SHARED(int4, moegraph_router_smem);
-EMULATED_SHARED(char4, moegraph_rows_smem);
-EMULATED_SHARED(int4, moegraph_one_smem);
-EMULATED_SHARED(char4, moegraph_wide_smem);
-EMULATED_SHARED(float4, moegraph_f32_smem);
-EMULATED_SHARED(int, counts);
 
 struct end_case {
     ggml_type type;

@@ -1,17 +1,10 @@
 // The router of one row, on emulated kernels: alone against float64, behind a norm and with the gate of a shared expert
 // against kernels of their own.
 
-#include "driver.h"
+#include "products.h"
 #include "moegraph-norm.cuh"
 #include "moegraph-router.cuh"
 #include "moegraph-rows.cuh"
-
-EMULATED_SHARED(int4, moegraph_router_smem);
-EMULATED_SHARED(char4, moegraph_rows_smem);
-EMULATED_SHARED(int4, moegraph_one_smem);
-EMULATED_SHARED(char4, moegraph_wide_smem);
-EMULATED_SHARED(float4, moegraph_f32_smem);
-EMULATED_SHARED(int, counts);
 
 static constexpr double MAX_ERROR = 2e-5; // of a score or weight, relative; of weights of 0 to 1, absolute
 

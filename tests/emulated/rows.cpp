@@ -2,19 +2,12 @@
 //
 // The reference rounds activations to 8 bits as the kernels do, so what is left is the rounding of sums.
 
-#include "driver.h"
+#include "products.h"
 #include "moegraph-context.cuh"
 #include "moegraph-done.cuh"
 #include "moegraph-one.cuh"
 #include "moegraph-rows.cuh"
 #include "moegraph.h"
-
-EMULATED_SHARED(int4, moegraph_router_smem);
-EMULATED_SHARED(char4, moegraph_rows_smem);
-EMULATED_SHARED(int4, moegraph_one_smem);
-EMULATED_SHARED(char4, moegraph_wide_smem);
-EMULATED_SHARED(float4, moegraph_f32_smem);
-EMULATED_SHARED(int, counts);
 
 // Of the sum of the products' absolute values.
 static constexpr double MAX_ERROR = 2e-6;
