@@ -2,9 +2,10 @@
 
 It is loaded before a program (LD_PRELOAD), stands before CUDA's runtime, and so treats all programs
 alike, those of llama.cpp too. Each copy of 16 KiB or more from host to device is enqueued several
-times. A kernel of moegraph reads experts from host memory itself: a copy of that kernel takes its
-place, made from its source, which reads them as often. What goes to the host stays as it is, and
-so does the CPU. At its end the library says how many copies and kernels it has changed.
+times. Two kernels of moegraph read experts from host memory themselves. A copy of the one, made
+from its source, takes its place and reads them as often. In front of the other, which computes as
+well, goes a kernel that reads the same experts the other times. What goes to the host stays as it
+is, and so does the CPU. At its end the library says how many copies and kernels it has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 import _cuda
 from _tools import ROOT, BuildError
 
-FETCH = ROOT / "native" / "ggml" / "src" / "ggml-cuda" / "moegraph-fetch.cu"
+KERNELS = ROOT / "native" / "ggml" / "src" / "ggml-cuda"
+FETCH, TYPES = KERNELS / "moegraph-fetch.cu", KERNELS / "moegraph-rows-types.cuh"
 # What the kernel takes from ggml's headers.
 _HEAD = """
 #include <cuda_runtime.h>
@@ -42,8 +44,39 @@ static __device__ int4 slow_load(const int4 * p) {
     return v;
 }
 """
+# Ids are packed as moegraph_one_pack does.
 _TAIL = """
+static __global__ void slow_link_read(const moegraph_rows_args args) {
+    ggml_cuda_pdl_sync();
+    bool read = false;
+    for (int s = 0; s < args.n_used; ++s) {
+        const int32_t packed = ((const volatile int32_t *) args.ids)[s];
+        const int expert = packed < 0 ? -1 : (packed >> 16) - 1;
+        if (expert < 0) {
+            continue;
+        }
+        read = true;
+        const int4 * src = (const int4 *) (args.fetch.from + expert*args.fetch.stride_from);
+        const int n = args.fetch.n_bytes/16, step = gridDim.x*blockDim.x;
+        for (int again = 1; again < TIMES; ++again) {
+            for (int i = blockIdx.x*blockDim.x + threadIdx.x; i < n; i += 4*step) {
+#pragma unroll
+                for (int l = 0; l < 4; ++l) {
+                    if (i + l*step < n) {
+                        slow_load(src + i + l*step);
+                    }
+                }
+            }
+        }
+    }
+    if (!read) {
+        ggml_cuda_pdl_lc();
+    }
+}
 extern "C" const void * slow_link_kernel() { return (const void *) moegraph_fetch_kernel; }
+extern "C" const void * slow_link_reader(const void * args) {
+    return ((const moegraph_rows_args *) args)->fetch.from ? (const void *) slow_link_read : nullptr;
+}
 """
 _CALLS = """
 #include <cuda_runtime_api.h>
@@ -54,8 +87,11 @@ _CALLS = """
 #include <unistd.h>
 static constexpr size_t LEAST = 16384;
 static const void * fetch = nullptr;
+static const void * experts[64];
+static int n_experts = 0;
 static std::atomic<long> n_copies{0}, n_kernels{0};
 extern "C" const void * slow_link_kernel();
+extern "C" const void * slow_link_reader(const void * args);
 template <typename F> static F next(const char * name) { return (F) dlsym(RTLD_NEXT, name); }
 static bool is_up(const void * from, cudaMemcpyKind kind) {
     if (kind == cudaMemcpyHostToDevice) return true;
@@ -88,6 +124,17 @@ extern "C" cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t * config, co
     static auto real = next<decltype(&cudaLaunchKernelExC)>("cudaLaunchKernelExC");
     const bool slow = fetch && kernel == fetch;
     n_kernels += slow;
+    for (int i = 0; i < n_experts; ++i) {
+        const void * reader = experts[i] == kernel ? slow_link_reader(args[0]) : nullptr;
+        if (reader) {
+            n_kernels += 1;
+            cudaLaunchConfig_t before = *config;
+            before.gridDim  = dim3(16);
+            before.blockDim = dim3(256);
+            before.dynamicSmemBytes = 0;
+            if (cudaError_t e = real(&before, reader, args)) return e;
+        }
+    }
     return real(config, slow ? slow_link_kernel() : kernel, args);
 }
 extern "C" void __cudaRegisterFunction(void ** handle, const char * host, char * device,
@@ -97,6 +144,7 @@ extern "C" void __cudaRegisterFunction(void ** handle, const char * host, char *
     // the library's own copy comes first
     static int n_seen = 0;
     if (strstr(name, "moegraph_fetch_kernel") && n_seen++ == 1) fetch = host;
+    if (strstr(name, "moegraph_one_experts_kernel") && n_experts < 64) experts[n_experts++] = host;
     real(handle, host, device, name, limit, a, b, c, d, e);
 }
 __attribute__((destructor)) static void said() {
@@ -125,11 +173,25 @@ def kernel(source: str) -> str:
     return text
 
 
+def arguments(source: str) -> str:
+    """Return what moegraph-rows-types.cuh says about the arguments of the other kernel.
+
+    Raises:
+        BuildError: the source is not as this expects.
+    """
+    start, last = source.find("struct moegraph_segment {"), source.find("struct moegraph_rows_args {")
+    end = source.find("};\n", last)
+    if not 0 <= start < last < end or "moegraph_rows_fetch      fetch;" not in source[last:end]:
+        raise BuildError(f"{TYPES.name} has other arguments than _slow_link.py knows")
+    return f"struct moegraph_block_y;\nstruct moegraph_group;\n{source[start : end + 3]}"
+
+
 def build(times: int, folder: Path) -> Path:
     """Compile the library for this machine's nvcc into a folder; return it."""
     toolkit, _ = _cuda.find_toolkit()
     device, calls = folder / "slow_link_kernel.cu", folder / "slow_link.cpp"
-    device.write_text(_HEAD + kernel(FETCH.read_text(encoding="utf-8")) + _TAIL, encoding="utf-8")
+    parts = (kernel(FETCH.read_text(encoding="utf-8")), arguments(TYPES.read_text(encoding="utf-8")))
+    device.write_text(_HEAD + "\n".join(parts) + _TAIL, encoding="utf-8")
     calls.write_text(_CALLS, encoding="utf-8")
     library = folder / "slow_link.so"
     # PTX: the driver takes the newer one that the card knows; kernels start early from 9.0 on

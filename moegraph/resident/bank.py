@@ -132,7 +132,8 @@ class ExpertBanks(Owner):
         # - an upload ends before an event that the compute stream waits for between two graphs;
         # - the look-up of slots that fetches lets the next kernel start early only if
         #   no expert is missing, and the gate-and-up kernel waits for the look-up before it lets
-        #   the kernel of the down product start.
+        #   the kernel of the down product start. Where gate and up fetch, the kernel of the down
+        #   product waits for their end before it reads an expert that was fetched.
         # A new kernel between the look-up, gate and up, and down must keep this order. The test is
         # tests/cuda/test_engine_cuda.py::test_graphs_that_fetch_by_themselves_equal_whole.
         # kernels may read past the last row they need, so an empty slot must hold zeros

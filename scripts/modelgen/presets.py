@@ -120,6 +120,15 @@ PRESETS = {
         DEFAULT_MIX,
         "the 35B-A3B mix and head shapes at a small size, with an MTP block",
     ),
+    "wide64": Preset(
+        _small(
+            n_embd=2048, n_layer=2, layers="da", n_head=4, n_head_kv=1, head_dim=256, n_rot=64,
+            n_expert=64, n_ff_exp=256, n_ff_shexp=256, ssm_d_state=128, n_k_heads=2, n_v_heads=4,
+            n_expert_used=8,
+        ),
+        DEFAULT_MIX,
+        "the 35B-A3B mix and row at two layers of 64 experts: kernels of one token, 150 MB",
+    ),
     "qwen3moe": Preset(
         _small(arch="qwen3moe", n_layer=3, n_rot=64, n_expert_used=6, n_ff_shexp=0),
         "all=Q6_K,embd=F16,attn=Q8_0,gate_up=Q4_K,down=Q4_0,down@1=Q8_0",

@@ -74,11 +74,12 @@ def test_residency_changes_results_no_more_than_where_the_experts_run(open_cuda,
 
 
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
-@pytest.mark.parametrize("preset", [*PRESETS, *FAMILIES])
+@pytest.mark.parametrize("preset", ["wide64", *PRESETS, *FAMILIES])
 def test_graphs_that_fetch_by_themselves_equal_whole(open_cuda, preset, policy):
     """To the bit, with one slot more than a row chooses: most rows miss something.
 
     In slots, biases of gptoss are added by kernels of their own; in full layers by the products'.
+    Of wide64, the launch of gate and up fetches.
     """
     whole = open_cuda(preset)
     hp = whole.hparams

@@ -21,6 +21,7 @@
 
 #define GGML_CUDA_CC_IS_NVIDIA(cc) true
 #define GGML_CUDA_CC_AMPERE 800
+#define GGML_CUDA_CC_HOPPER 900
 static inline bool turing_mma_available(const int cc) { return cc >= 750; }
 static inline bool cp_async_available(const int cc)   { return cc >= 800; }
 
@@ -99,6 +100,7 @@ static inline float __uint_as_float(const uint32_t word) { return emulated::from
 static inline uint32_t __float_as_uint(const float x) { return (uint32_t) emulated::to_word(x); }
 static inline float __int_as_float(const int word) { return emulated::from_word<float>(word); }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
+template <typename T> static inline T __ldcs(const T * p) { return *p; }
 static inline int ggml_cuda_dp4a(const int a, const int b, int c) {
     for (int i = 0; i < 32; i += 8) {
         c += (int8_t) (a >> i)*(int8_t) (b >> i);

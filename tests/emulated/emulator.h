@@ -213,6 +213,16 @@ static inline uint32_t __reduce_min_sync(const uint32_t mask, const uint32_t x) 
     return ~__reduce_max_sync(mask, ~x);
 }
 
+static inline uint32_t __ballot_sync(const uint32_t mask, const bool here) {
+    uint32_t x = here ? 1u << emulated::here->lane : 0;
+    for (int bits = 16; bits > 0; bits /= 2) {
+        x |= __shfl_xor_sync(mask, x, bits);
+    }
+    return x;
+}
+
+static inline int __popc(const uint32_t x) { return __builtin_popcount(x); }
+
 template <typename T> static inline T atomicAdd(T * at, const T x) {
     const T before = *at;
     *at += x;

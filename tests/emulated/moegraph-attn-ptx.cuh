@@ -15,7 +15,5 @@ half2    __floats2half2_rn(float x, float y);
 half2    __hsub2(half2 x, half2 y);
 half2    __hmul2(half2 x, half2 y);
 template <int n_bytes> void moegraph_attn_copy(char * smem, const char * global);
-unsigned __ballot_sync(unsigned mask, bool x);
 unsigned __match_any_sync(unsigned mask, int x);
 int      __ffs(unsigned x);
-int      __popc(unsigned x);

@@ -24,7 +24,8 @@ KERNELS = NATIVE / "src" / "ggml-cuda"
 GGML = ROOT / "build" / "llama.cpp" / "ggml"
 LIBRARIES = ROOT / "moegraph" / "lib"
 
-ROWS = ("context", "norm", "one", "one-down", "router", "rows-prepare", "rows", "rows-f32", "wide")
+ROWS = ("context", "fetch", "norm", "one", "one-down", "published", "router", "rows-prepare")
+ROWS = (*ROWS, "rows", "rows-f32", "wide")
 # A program, and the files of kernels that it runs, moegraph-NAME.cu; one that is not there is left
 # out.
 PROGRAMS = {
@@ -32,6 +33,7 @@ PROGRAMS = {
     "attn": ("attn",),
     "conv": ("conv",),
     "faults": (),
+    "fetch": (*ROWS, "layer-end"),
     "heads": ("heads",),
     "layer-end": (*ROWS, "layer-end"),
     "recurrence": ("chain", "recurrence", "tree"),

@@ -35,7 +35,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "program",
-    ["argmax", "attn", "conv", "heads", "layer-end", "recurrence", "router", "rows", "step"],
+    ["argmax", "attn", "conv", "fetch", "heads", "layer-end", "recurrence", "router", "rows", "step"],
 )
 def test_kernels_compute_what_they_should(program: str) -> None:
     done = run(program)

@@ -192,6 +192,9 @@ def test_the_slow_link_knows_how_the_kernel_reads_host_memory() -> None:
     assert slowed.count("slow_load(src") == slowed.count("again < TIMES") == 1
     with pytest.raises(BuildError, match="another way"):
         _slow_link.kernel(slowed)
+    with pytest.raises(BuildError, match="has other arguments"):
+        _slow_link.arguments(_slow_link.TYPES.read_text().replace(" fetch;", " fetched;"))
+    assert "moegraph_rows_fetch" in _slow_link.arguments(_slow_link.TYPES.read_text())
 
 
 @pytest.mark.parametrize("files", [(), ("memory.max", "memory.swap.max")])

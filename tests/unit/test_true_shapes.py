@@ -27,7 +27,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 # llama.cpp and of programs that contain it, with all experts on the card.
 RATES = {"rtx4060": 272e9, "rtx4060ti": 288e9, "desktop": 936e9, "h200": 4.9e12}
 LLAMA_CPP = {"35b-a3b": (137, 158), "30b-a3b": (130, 150), "gpt-oss-20b": (147, 200)}
-LARGE = [name for name, preset in PRESETS.items() if preset.shape.n_embd > 512]
+LARGE = [name for name, preset in PRESETS.items() if preset.shape.n_layer > 8]
 
 
 def test_the_page_says_what_the_simulator_predicts(tmp_path: Path) -> None:

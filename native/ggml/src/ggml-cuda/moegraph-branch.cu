@@ -92,7 +92,6 @@ moegraph_branches::moegraph_branches(ggml_backend_cuda_context & ctx, const ggml
         branch b;
         b.first = i;
         b.last  = moegraph_branch_match(cgraph, i, b.fork, &b.nodes);
-        b.node  = cgraph->nodes[i];
         if (b.last >= 0 && moegraph_branch_is_apart(cgraph, b.fork, b.first, b.last)) {
             branches.push_back(b);
             i = b.last;
@@ -127,10 +126,10 @@ void moegraph_branches::before(const int i) {
     const branch & b = branches[next];
     if (!forked && i > b.fork) {
         CUDA_CHECK(cudaEventRecord(events.fork, ctx.stream()));
-        moegraph_rows_pin(ctx, b.node->src[1]);
+        moegraph_rows_pin(ctx, b.nodes.up->src[1]);
         forked = true;
     }
-    if (!active && i == b.first && !moegraph_done_has(ctx, b.node)) {
+    if (!active && i == b.first && !moegraph_done_has(ctx, b.nodes.up)) {
         ctx.curr_stream_no = 1;
         CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.fork));
         active = true;

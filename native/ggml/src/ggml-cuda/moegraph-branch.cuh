@@ -21,7 +21,6 @@ private:
         int fork;  // the node that computes the input, -1: it is there from the start
         int first;
         int last;
-        const ggml_tensor * node; // the first
         moegraph_shared_expert nodes;
     };
 

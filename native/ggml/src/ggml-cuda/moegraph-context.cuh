@@ -51,8 +51,9 @@ struct moegraph_step_state {
 
 // What the blocks of a router share. It stays where it is, because captured graphs use it.
 struct moegraph_router_state {
-    unsigned * arrived = nullptr; // blocks of the launch that runs; behind it are the logits and the gate
+    unsigned * arrived = nullptr; // blocks of the launch that runs; behind it are logits, gate and slots
     const ggml_tensor * gate_of = nullptr; // the node that the gate is the result of
+    ggml_tensor       * fetch   = nullptr; // the look-up of slots whose result is there, too; gate and up are to fetch
 
     ~moegraph_router_state();
 };

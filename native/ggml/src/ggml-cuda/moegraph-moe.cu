@@ -2,6 +2,7 @@
 #include "moegraph-layer-end.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-one.cuh"
+#include "moegraph-router.cuh"
 #include "moegraph-rows-kernel.cuh"
 #include "vecdotq.cuh"
 
@@ -345,7 +346,7 @@ bool moegraph_moe_down(
     args.n_experts     = x->ne[2];
     args.n_used        = n_used;
     args.n_warps       = std::max(1, MOEGRAPH_DOWN_WARPS/n_used);
-    args.early         = early;
+    args.early         = early && moegraph_router_slots(ctx, ids) == nullptr; // the preceding kernel has written them
 
     const size_t smem_y = (size_t) n_used*args.n_values/QK8_1*sizeof(block_q8_1);
     const auto   smem   = [&] { return (size_t) n_used*args.n_warps*args.warp_bytes + smem_y; };

@@ -1,6 +1,7 @@
 #include "moegraph-match.cuh"
 #include "moegraph-one-x.cuh"
 #include "moegraph-one.cuh"
+#include "moegraph-router.cuh"
 #include "moegraph-rows.cuh"
 
 #include "moegraph.h"
@@ -37,6 +38,7 @@ struct moegraph_one_down_args {
     int             n_used;
     int             n_warps;       // for each expert
     int             early;         // ids and experts may be read before the preceding kernel has ended
+    bool            packed;        // ids are (moegraph_one_pack)
     moegraph_one_down_shared_args shared;
 };
 
@@ -105,7 +107,11 @@ static __global__ void __launch_bounds__((with_shared ? MOEGRAPH_DOWN_SHARED_WAR
     if (!early) {
         ggml_cuda_pdl_sync();
     }
-    const int    id      = own ? -1 : __ldcg(args.ids + slot); // what the first cache holds may be older
+    const int32_t chosen = own ? -1 : __ldcg(args.ids + slot); // what the first cache holds may be older
+    if (early && args.packed && moegraph_one_fetched(chosen) >= 0) { // by the preceding kernel
+        ggml_cuda_pdl_sync();
+    }
+    const int    id      = args.packed ? moegraph_one_slot(chosen) : chosen;
     const bool   there   = (uint32_t) id < (uint32_t) args.n_experts;
     const bool   present = there && row < args.n_rows;
     const char * src     = args.x + (present ? id*args.stride_expert + (int64_t) row*args.row_bytes : 0);
@@ -297,7 +303,7 @@ static bool moegraph_one_down_try(const ggml_tensor * down, moegraph_one_down_ar
     }
     args.x             = (const char *) x->data;
     args.y             = (const float *) act->data;
-    args.ids           = (const int32_t *) ids->data;
+    args.ids           = args.ids != nullptr ? args.ids : (const int32_t *) ids->data;
     args.stride_expert = x->nb[2];
     args.row_bytes     = x->nb[1];
     args.n_values      = x->ne[0];
@@ -351,6 +357,8 @@ bool moegraph_one_down(ggml_backend_cuda_context & ctx, const ggml_tensor * down
         return false; // blocks end at different times
     }
     moegraph_one_down_args args = {};
+    args.ids         = moegraph_router_slots(ctx, down->src[2]); // or nullptr
+    args.packed      = args.ids != nullptr;
     args.scale       = scale ? (const float *) scale->data : nullptr;
     args.weights     = weights ? (const float *) weights->data : nullptr;
     args.bias        = bias ? (const float *) bias->data : nullptr;

@@ -12,6 +12,8 @@ struct moegraph_one_place {
     moegraph_segment seg;
     int  row;
     bool present; // its expert
+    int  id;      // of the expert, or its slot
+    int  fetched; // the expert that the slot gets before it is read, or -1
     const char * x[2];
     int64_t bias; // where those of its expert begin
 };
@@ -26,7 +28,11 @@ static __device__ __forceinline__ moegraph_one_place moegraph_one_begin(
     moegraph_one_place p;
     p.seg = moegraph_segment_of_block(args);
     p.row = ((block - p.seg.first_block)*blockDim.y + threadIdx.y)*n_rows;
-    const int id   = args.ids != nullptr ? __ldcg(args.ids + slot) : 0;
+    const bool    fetches = args.fetch.from != nullptr;
+    const int32_t chosen  = args.ids != nullptr ? __ldcg(args.ids + slot) : 0;
+    const int     id      = fetches ? moegraph_one_slot(chosen) : chosen;
+    p.id       = id;
+    p.fetched  = fetches ? moegraph_one_fetched(chosen) : -1;
     p.present  = (uint32_t) id < (uint32_t) args.n_experts;
     p.x[0]     = p.seg.x     + (p.present ? id : 0)*args.stride_expert;
     p.x[1]     = args.x_gate + (p.present ? id : 0)*args.stride_expert;
@@ -52,6 +58,54 @@ static __device__ __forceinline__ void moegraph_one_started(const moegraph_rows_
 static __device__ __forceinline__ const char * moegraph_one_row(
         const moegraph_one_place & p, const moegraph_rows_args & args, const int mat, const int row) {
     return p.x[mat] + min(p.row + row, p.seg.n_rows - 1)*args.stride_row;
+}
+
+// A warp copies bytes, a multiple of 16, from host memory.
+static __device__ __forceinline__ void moegraph_one_fetch_bytes(char * to, const char * from, const int n) {
+    constexpr int loads = 4; // of a lane, on their way at once
+    for (int i = 16*threadIdx.x; i < n; i += loads*16*32) {
+        int4 v[loads];
+#pragma unroll
+        for (int l = 0; l < loads; ++l) {
+            v[l] = i + l*16*32 < n ? __ldcs((const int4 *) (from + i + l*16*32)) : make_int4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int l = 0; l < loads; ++l) {
+            if (i + l*16*32 < n) {
+                *(int4 *) (to + i + l*16*32) = v[l];
+            }
+        }
+    }
+}
+
+// Where an expert is missing, each of its warps copies the rows that it needs, and a share of what follows gate and up. The
+// kernel that reads that has to wait for the end of this one.
+template <int n_rows>
+static __device__ __forceinline__ void moegraph_one_fetch_rows(
+        const moegraph_rows_args & args, const moegraph_one_place & p, const int block, const int slot) {
+    const moegraph_rows_fetch & f = args.fetch;
+    if (f.from == nullptr) {
+        return;
+    }
+    if (block == 0 && threadIdx.y == 0 && threadIdx.x == 0) {
+        f.dst[slot] = p.id;
+    }
+    if (p.fetched < 0) {
+        return;
+    }
+    char       * to   = f.to + p.id*f.stride_to;
+    const char * from = f.from + p.fetched*f.stride_from;
+    const int    n    = min(n_rows, p.seg.n_rows - p.row)*args.row_bytes;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+        const int64_t at = p.x[m] + p.row*args.stride_row - to;
+        moegraph_one_fetch_bytes(to + at, from + at, n);
+    }
+    const int n_warps = gridDim.x*blockDim.y;
+    const int share   = (f.n_bytes - f.rest + 16*n_warps - 1)/(16*n_warps)*16;
+    const int begin   = f.rest + (block*(int) blockDim.y + (int) threadIdx.y)*share;
+    moegraph_one_fetch_bytes(to + begin, from + begin, min(share, f.n_bytes - begin));
+    __syncwarp();
 }
 
 // The bias of the sum that moegraph_one_end gives a lane. What is added may come from the preceding kernel, so load it behind
@@ -92,12 +146,15 @@ static __device__ __forceinline__ void moegraph_one_end(
 }
 
 // All rows of a warp are on their way to registers before it waits for the first.
-template <ggml_type type, int n_rows, bool glu>
+template <ggml_type type, int n_rows, bool glu, bool fetches = false>
 static __device__ __forceinline__ void moegraph_one_registers_rows(
         const moegraph_rows_args & args, const int block, const int slot) {
     typedef moegraph_one_x<type> X;
     constexpr int n_mats = glu ? 2 : 1;
     const moegraph_one_place p = moegraph_one_begin<n_rows>(args, block, slot);
+    if constexpr (fetches) {
+        moegraph_one_fetch_rows<n_rows>(args, p, block, slot);
+    }
     const int n_parts = args.n_chunks*(MOEGRAPH_CHUNK/MOEGRAPH_ONE_VALUES);
     float v[n_mats*n_rows] = {}, bias = 0.0f;
     for (int first = 0; first < n_parts; first += 32) {
@@ -150,7 +207,7 @@ template <ggml_type type> static __host__ __device__ __forceinline__ int moegrap
 
 // The same through shared memory, a group of copies for each row (with its gate). n_steps: parts that a lane has of the
 // activations at a time.
-template <ggml_type type, int n_rows, int n_steps, bool glu>
+template <ggml_type type, int n_rows, int n_steps, bool glu, bool fetches = false>
 static __device__ __forceinline__ void moegraph_one_shared_rows(
         const moegraph_rows_args & args, const int block, const int slot) {
     typedef moegraph_one_x<type> X;
@@ -159,6 +216,9 @@ static __device__ __forceinline__ void moegraph_one_shared_rows(
     const int pitch = moegraph_one_pitch<type>(args.row_bytes);
     char    * s     = (char *) moegraph_one_smem + threadIdx.y*n_rows*n_mats*pitch;
     const moegraph_one_place p = moegraph_one_begin<n_rows>(args, block, slot);
+    if constexpr (fetches) {
+        moegraph_one_fetch_rows<n_rows>(args, p, block, slot);
+    }
     if (p.present) {
 #pragma unroll
         for (int r = 0; r < n_rows; ++r) {
@@ -218,7 +278,7 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 1) moegraph_one_
 template <ggml_type type> constexpr int MOEGRAPH_ONE_GLU_ROWS =
     moegraph_one_x<type>::registers && type != GGML_TYPE_Q5_K ? 2 : 1;
 
-// Gate, up and activation of a token's experts, and of the shared expert (Q8_0). That needs no ids, so its blocks come first
+// Gate, up and activation of a token's experts, which may be fetched, and of the shared expert (Q8_0). That needs no ids, so its blocks come first
 // and request weights while the router chooses. They have the first n_before lines of the grid, (rows, n_before + slots). Five
 // blocks on a multiprocessor let all of 640 run at once on 132.
 template <ggml_type type, int n_steps>
@@ -227,9 +287,9 @@ static __global__ void __launch_bounds__(MOEGRAPH_ONE_WARPS*32, 5) moegraph_one_
     const int slot = (int) blockIdx.y - n_before;
     if (slot >= 0) {
         if constexpr (moegraph_one_x<type>::registers) {
-            moegraph_one_registers_rows<type, MOEGRAPH_ONE_GLU_ROWS<type>, true>(routed, blockIdx.x, slot);
+            moegraph_one_registers_rows<type, MOEGRAPH_ONE_GLU_ROWS<type>, true, true>(routed, blockIdx.x, slot);
         } else {
-            moegraph_one_shared_rows<type, MOEGRAPH_ONE_GLU_ROWS<type>, n_steps, true>(routed, blockIdx.x, slot);
+            moegraph_one_shared_rows<type, MOEGRAPH_ONE_GLU_ROWS<type>, n_steps, true, true>(routed, blockIdx.x, slot);
         }
     } else {
         const int block = blockIdx.y*gridDim.x + blockIdx.x;

@@ -2,6 +2,17 @@
 
 #include "moegraph-rows-types.cuh"
 
+// A slot, and the expert that the launch of gate and up fetches into it, or -1.
+static __device__ __forceinline__ int32_t moegraph_one_pack(const int slot, const int expert) {
+    return slot < 0 ? -1 : slot | (expert + 1) << 16;
+}
+static __device__ __forceinline__ int moegraph_one_slot(const int32_t packed) {
+    return packed < 0 ? -1 : packed & 0xFFFF;
+}
+static __device__ __forceinline__ int moegraph_one_fetched(const int32_t packed) {
+    return packed < 0 ? -1 : (packed >> 16) - 1;
+}
+
 // Whether a lane can read rows of x, as what rows reads them (type).
 bool moegraph_one_reads(const ggml_tensor * x, ggml_type type, int cc);
 

@@ -52,21 +52,6 @@ static moegraph_fork_events & moegraph_publish_get_events(ggml_backend_cuda_cont
     return events;
 }
 
-// Whether node i copies something to the host that the graph itself does not read, as its maker promises.
-static bool moegraph_is_published(const ggml_cgraph * cgraph, const int i) {
-    const ggml_tensor * node = cgraph->nodes[i];
-    if (!moegraph_is_publish(node) || (node->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
-        return false;
-    }
-    const ggml_tensor * src = node->src[0];
-    const ggml_tensor * dst = node->src[1];
-    const ggml_backend_buffer_t buffer = dst->view_src != nullptr ? dst->view_src->buffer : dst->buffer;
-    const bool rows = ggml_is_contiguous(src) || (src->nb[0] == sizeof(int) && src->ne[2] == 1 && src->ne[3] == 1);
-    return buffer != nullptr && ggml_backend_buffer_is_host(buffer) && src->type == dst->type &&
-        ggml_type_size(src->type) == sizeof(int) && !ggml_is_quantized(src->type) && rows && ggml_is_contiguous(dst) &&
-        ggml_nelements(src) < INT_MAX && ggml_node_get_use_count(cgraph, i) == 0;
-}
-
 // A product of one row and the order of its values, of which the host gets some and nobody else anything: found are its
 // two nodes, returned is the copy. 0 if node i does not start one.
 static int moegraph_publish_match_ranking(const ggml_cgraph * cgraph, const int i, int found[2]) {

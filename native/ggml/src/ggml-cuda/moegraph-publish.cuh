@@ -29,3 +29,10 @@ private:
 
 // Asks that what is read or written there from node i on keeps its memory until the graph ends.
 void moegraph_publish_keep(const ggml_cgraph * cgraph, int i, const ggml_backend_graph_optimize_params * params);
+
+// Whether node i copies something to the host that the graph itself does not read, as its maker promises.
+bool moegraph_is_published(const ggml_cgraph * cgraph, int i);
+
+// The copy of one row of ids to the host behind node i, before any expert: nullptr if there is none, or if others are told with
+// it.
+ggml_tensor * moegraph_publish_find(const ggml_cgraph * cgraph, int i, const ggml_tensor * ids);

@@ -2,8 +2,12 @@
 
 #include "moegraph-arrive.cuh"
 #include "moegraph-context.cuh"
+#include "moegraph-done.cuh"
+#include "moegraph-fetch.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-norm-row.cuh"
+#include "moegraph-one.cuh"
+#include "moegraph-publish.cuh"
 #include "moegraph-rows.cuh"
 
 #include "moegraph.h"
@@ -16,6 +20,17 @@ constexpr int ROUTER_EXPERTS = 512; // at most
 constexpr int ROUTER_BLOCK   = ROUTER_ROWS*ROUTER_THREADS;
 constexpr int ROUTER_NORM    = 4*ROUTER_BLOCK; // values of a norm at least half and at most twice
 static_assert(ROUTER_ROWS*ROUTER_WARPS <= 32, "a warp adds up what the warps of a block have");
+
+// The look-up of slots that follows: whichever expert is missing is given one, and fetched by the kernel of gate and up.
+struct moegraph_router_look_up {
+    const int32_t * ids;     // [n_used] that are looked up instead of those that were chosen, or nullptr
+    const int32_t * table;   // [n_experts]: the slot of an expert, or -1
+    const int2    * victims; // [n_victims]: a slot, and the expert in it, or -1
+    int32_t       * slots;   // [n_used], packed (moegraph_one_pack); nullptr: nothing is looked up
+    int32_t       * told;    // [n_used] host memory that gets the ids, or nullptr
+    int             n_victims;
+    int             n_slots;
+};
 
 struct moegraph_router_args {
     moegraph_add_norm_args norm; // what x is computed with, if it is not there yet
@@ -36,7 +51,43 @@ struct moegraph_router_args {
     bool          normed;  // weights are divided by their sum, which is clamp at least
     float         clamp;
     float         scale;
+    moegraph_router_look_up look_up;
 };
+
+// The rule of moegraph_fetch_rows (moegraph.h) for one row: lane l has id number l, and victim l. slots: of all experts. Keep in
+// step with moegraph_fetch_assign (moegraph-fetch.cu).
+static __device__ __forceinline__ void moegraph_router_find_slots(const moegraph_router_look_up & args, const int n_used,
+        const int id, const int32_t * slots, const int n_experts, const int2 victim) {
+    const int  lane = threadIdx.x;
+    const bool mine = lane < n_used && id >= 0 && id < n_experts;
+    int slot = mine ? slots[id] : -1, expert = -1;
+    if (__ballot_sync(0xFFFFFFFF, mine && slot < 0) != 0) {
+        bool spare = lane < args.n_victims && victim.x >= 0 && victim.x < args.n_slots;
+        int  first = lane; // that has the same id
+        for (int k = n_used - 1; k >= 0; --k) {
+            const int other = __shfl_sync(0xFFFFFFFF, id, k);
+            spare = spare && (victim.y < 0 || other != victim.y);
+            first = other == id && k < lane ? k : first;
+        }
+        const unsigned before  = (1u << lane) - 1;
+        const unsigned usable  = __ballot_sync(0xFFFFFFFF, spare);
+        const unsigned missing = __ballot_sync(0xFFFFFFFF, mine && slot < 0 && first == lane);
+        int from = -1; // the lane with this lane's victim
+        for (int l = 0; l < args.n_victims; ++l) {
+            from = (usable >> l & 1) != 0 && __popc(usable & ((1u << l) - 1)) == __popc(missing & before) ? l : from;
+        }
+        const int given = __shfl_sync(0xFFFFFFFF, victim.x, max(from, 0));
+        if ((missing >> lane & 1) != 0 && from >= 0) {
+            slot   = given;
+            expert = id;
+        }
+        const int shared = __shfl_sync(0xFFFFFFFF, slot, first);
+        slot = mine && slot < 0 ? shared : slot; // another id fetches it
+    }
+    if (lane < n_used) {
+        args.slots[lane] = moegraph_one_pack(slot, expert);
+    }
+}
 
 // A warp chooses from the logits, with the bits of upstream's topk_moe_cuda: lane l has the experts l, l + 32, ...
 template <int n_mine>
@@ -47,6 +98,18 @@ static __device__ __forceinline__ void moegraph_router_choose(const moegraph_rou
 #pragma unroll
     for (int i = 0; i < n_mine; ++i) {
         score[i] = __ldcg(args.logits + lane + 32*i);
+    }
+    const moegraph_router_look_up & look_up = args.look_up;
+    __shared__ int32_t slots[32*n_mine];
+    int2 victim = make_int2(-1, -1);
+    int  given  = 0;
+    if (look_up.slots != nullptr) {
+#pragma unroll
+        for (int i = 0; i < n_mine; ++i) {
+            slots[lane + 32*i] = __ldcg(look_up.table + lane + 32*i);
+        }
+        victim = lane < look_up.n_victims ? __ldcg(look_up.victims + lane) : victim;
+        given  = look_up.ids != nullptr && lane < args.n_used ? __ldcg(look_up.ids + lane) : 0;
     }
     ggml_cuda_pdl_lc();
     if (args.sigmoid) {
@@ -117,6 +180,14 @@ static __device__ __forceinline__ void moegraph_router_choose(const moegraph_rou
     if (lane < args.n_used) {
         args.ids[lane]     = chosen;
         args.weights[lane] = weight*args.scale;
+    }
+    const int id = look_up.ids != nullptr ? given : chosen;
+    if (look_up.told != nullptr && lane < args.n_used) {
+        look_up.told[lane] = id;
+    }
+    if (look_up.slots != nullptr) {
+        __syncwarp();
+        moegraph_router_find_slots(look_up, args.n_used, id, slots, 32*n_mine, victim);
     }
 }
 
@@ -365,6 +436,30 @@ static bool moegraph_router_is_apart(const ggml_cgraph * cgraph, const int i, co
     return true;
 }
 
+// The look-up of slots behind node i whose experts gate and up can fetch in their own launch (moegraph-one.cu), nullptr if there
+// is none before the next norm.
+static ggml_tensor * moegraph_router_find_look_up(
+        ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i, const moegraph_router_found & f) {
+    ggml_tensor * fetch = nullptr;
+    for (; i < cgraph->n_nodes && cgraph->nodes[i]->op != GGML_OP_RMS_NORM; ++i) {
+        ggml_tensor * node = cgraph->nodes[i];
+        if (node->op == GGML_OP_MOEGRAPH_FETCH_ROWS) {
+            const ggml_tensor * ids = node->src[1], * table = node->src[0], * victims = node->src[2];
+            if (fetch != nullptr || ggml_nelements(ids) != f.router.ids->ne[0] || table->ne[1] != f.router.product->ne[0] ||
+                    victims->ne[1] > 32 || (uintptr_t) victims->data % sizeof(int2) != 0) {
+                return nullptr;
+            }
+            if (ids->data != f.router.ids->data && moegraph_rows_origin(ids)->op != GGML_OP_NONE) {
+                return nullptr;
+            }
+            fetch = node;
+        } else if (fetch != nullptr && node->op == GGML_OP_MUL_MAT_ID) {
+            return moegraph_rows_fetches(ctx, node, fetch, f.gate) ? fetch : nullptr;
+        }
+    }
+    return nullptr;
+}
+
 template <int n_norm>
 static void moegraph_router_launch(const moegraph_router_args & args, const int n_experts, const size_t smem, cudaStream_t stream) {
     const ggml_cuda_kernel_launch_params params(dim3(n_experts/ROUTER_ROWS + (n_norm > 0 ? 1 : 0)), dim3(ROUTER_BLOCK), smem, stream);
@@ -401,7 +496,7 @@ int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgr
     }
     args.norm.early = args.early;
     if (state.arrived == nullptr) { // in the stream, so that a graph that is being captured begins with it
-        CUDA_CHECK(cudaMalloc((void **) &state.arrived, sizeof(unsigned) + (ROUTER_EXPERTS + 1)*sizeof(float)));
+        CUDA_CHECK(cudaMalloc((void **) &state.arrived, sizeof(unsigned) + (ROUTER_EXPERTS + 1)*sizeof(float) + 32*sizeof(int32_t)));
         CUDA_CHECK(cudaMemsetAsync(state.arrived, 0, sizeof(unsigned), ctx.stream()));
     }
     args.w        = (const float *) w->data;
@@ -420,6 +515,23 @@ int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgr
     args.normed   = m.clamp != nullptr;
     args.clamp    = m.clamp != nullptr ? ggml_get_op_params_f32(m.clamp, 0) : 0.0f;
     args.scale    = m.scale != nullptr ? ggml_get_op_params_f32(m.scale, 0) : 1.0f;
+    const int behind = i + f.norm.n_ops + m.n_ops;
+    ggml_tensor * fetch = moegraph_router_find_look_up(ctx, cgraph, behind, f);
+    if (fetch != nullptr) {
+        const ggml_tensor * ids = fetch->src[1]; // or others, as those of a recording
+        args.look_up.ids       = ids->data != m.ids->data ? (const int32_t *) ids->data : nullptr;
+        args.look_up.table     = (const int32_t *) fetch->src[0]->data;
+        args.look_up.victims   = (const int2 *) fetch->src[2]->data;
+        args.look_up.slots     = (int32_t *) (args.gate + 1);
+        args.look_up.n_victims = (int) fetch->src[2]->ne[1];
+        args.look_up.n_slots   = (int) fetch->src[4]->ne[1];
+        moegraph_done_add(ctx, fetch);
+        if (ggml_tensor * told = moegraph_publish_find(cgraph, behind, ids)) {
+            args.look_up.told = (int32_t *) told->data;
+            moegraph_done_add(ctx, told);
+        }
+    }
+    state.fetch = fetch;
     if (f.norm.n_ops == 0) {
         moegraph_router_launch<0>(args, w->ne[1], smem, ctx.stream());
     } else if (args.n <= ROUTER_NORM) {
@@ -436,8 +548,25 @@ const float * moegraph_router_gate(ggml_backend_cuda_context & ctx, const ggml_t
     return state.gate_of == product ? (const float *) (state.arrived + 1) + ROUTER_EXPERTS : nullptr;
 }
 
+const int32_t * moegraph_router_slots(ggml_backend_cuda_context & ctx, const ggml_tensor * ids) {
+    const moegraph_router_state & state = moegraph_get_context(ctx).router;
+    return state.fetch != nullptr && moegraph_rows_origin(ids) == state.fetch ?
+        (const int32_t *) (state.arrived + 1) + ROUTER_EXPERTS + 1 : nullptr;
+}
+
+bool moegraph_router_fetch(ggml_backend_cuda_context & ctx, const ggml_tensor * ids) {
+    if (moegraph_router_slots(ctx, ids) == nullptr) {
+        return false;
+    }
+    moegraph_router_state & state = moegraph_get_context(ctx).router;
+    moegraph_fetch_rows(ctx, state.fetch);
+    state.fetch = nullptr;
+    return true;
+}
+
 void moegraph_router_begin(ggml_backend_cuda_context & ctx) {
     moegraph_get_context(ctx).router.gate_of = nullptr;
+    moegraph_get_context(ctx).router.fetch   = nullptr;
 }
 
 void moegraph_router_keep(const ggml_cgraph * cgraph, const int i, const ggml_backend_graph_optimize_params * params) {

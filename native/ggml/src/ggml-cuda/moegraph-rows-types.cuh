@@ -54,6 +54,17 @@ struct moegraph_segment {
 
 constexpr int MOEGRAPH_MAX_SEGMENTS = 4;
 
+// Experts that gate and up copy to their slots before they read them (moegraph-one.cu).
+struct moegraph_rows_fetch {
+    const char * from;        // all experts, in host memory; nullptr: nothing is fetched
+    char       * to;          // slots
+    int32_t    * dst;         // [n_used] gets the slots of the chosen experts, for kernels that follow
+    int64_t      stride_from; // bytes
+    int64_t      stride_to;
+    int          rest;        // of an expert, what comes behind gate and up begins here
+    int          n_bytes;     // of an expert
+};
+
 struct moegraph_rows_args {
     moegraph_segment         segments[MOEGRAPH_MAX_SEGMENTS];
     int                      n_segments;
@@ -79,6 +90,7 @@ struct moegraph_rows_args {
     int                      apart;    // a row's bits must not depend on how many rows or products there are
     int                      glu_op;
     float                    glu_limit;
+    moegraph_rows_fetch      fetch;    // then ids are packed (moegraph_one_pack)
 };
 
 // Quantizes 32 values with the 8 neighbouring threads that hold 4 each.
@@ -156,6 +168,13 @@ void moegraph_rows_prepare(
 
 static bool moegraph_is_view_op(const ggml_tensor * t) {
     return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+}
+
+[[maybe_unused]] static const ggml_tensor * moegraph_rows_origin(const ggml_tensor * t) {
+    while (moegraph_is_view_op(t)) {
+        t = t->src[0];
+    }
+    return t;
 }
 
 // Whether a product has more rows than moegraph-rows.cu computes: moegraph-wide.cu does.

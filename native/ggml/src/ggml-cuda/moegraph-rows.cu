@@ -169,27 +169,54 @@ static moegraph_rows_args moegraph_rows_fill(ggml_tensor * const * dsts, const m
     return args;
 }
 
-static const ggml_tensor * moegraph_rows_origin(const ggml_tensor * t) {
-    while (moegraph_is_view_op(t)) {
-        t = t->src[0];
-    }
-    return t;
+// Whether the shared expert that follows may share a launch with gate and up of a token's experts.
+static bool moegraph_rows_have_shared(ggml_backend_cuda_context & ctx, const ggml_tensor * routed) {
+    const moegraph_shared_expert & s = moegraph_get_context(ctx).next_shared;
+    const int cc = ggml_cuda_info().devices[ctx.device].cc;
+    return s.up != nullptr && ctx.curr_stream_no == 0 && !moegraph_done_has(ctx, s.glu) &&
+        moegraph_rows_origin(s.up->src[1]) == moegraph_rows_origin(routed->src[1]) &&
+        moegraph_rows_type(s.up->src[0]) == GGML_TYPE_Q8_0 && moegraph_rows_supported(s.up, s.gate, cc) &&
+        moegraph_rows_is_one(s.up, cc) && ggml_get_glu_op(s.glu) == GGML_GLU_OP_SWIGLU &&
+        ggml_get_op_params_i32(s.glu, 1) == 0 && ggml_is_contiguous(s.glu) && ggml_are_same_shape(s.up, s.gate) &&
+        ggml_are_same_stride(s.up->src[0], s.gate->src[0]) && s.down->src[0]->type == GGML_TYPE_Q8_0 && s.scale != nullptr;
 }
 
-// Runs gate and up of a token's experts together with those of the shared expert of the same row. Returns false, and does
-// nothing, if there is no such expert, or if its down would be a launch of its own (moegraph-layer-end.cu): then a branch is
-// better.
+bool moegraph_rows_fetches(ggml_backend_cuda_context & ctx, const ggml_tensor * routed, const ggml_tensor * fetch,
+        const ggml_tensor * gate) {
+    return moegraph_rows_origin(routed->src[2]) == fetch && moegraph_rows_have_shared(ctx, routed) &&
+        moegraph_get_context(ctx).next_shared.scale == gate &&
+        moegraph_rows_is_one(routed, ggml_cuda_info().devices[ctx.device].cc);
+}
+
+// Has the launch fetch what the router's look-up did not find. Returns false, and does nothing, if gate and up are not the
+// beginning of an expert, or not in pieces of 16 bytes.
+static bool moegraph_rows_set_fetch(
+        ggml_backend_cuda_context & ctx, const int32_t * slots, moegraph_rows_args & args) {
+    ggml_tensor * node = moegraph_get_context(ctx).router.fetch;
+    const ggml_tensor * from = node->src[3], * to = node->src[4];
+    const int64_t gate = args.x_gate - (const char *) to->data, up = args.segments[0].x - (const char *) to->data;
+    const int64_t n_bytes = from->ne[0]*(int64_t) sizeof(float), size = args.segments[0].n_rows*args.stride_row;
+    const int64_t rest = std::max(gate, up) + size;
+    if (std::min(gate, up) != 0 || std::max(gate, up) < size || rest > n_bytes || args.stride_row != args.row_bytes ||
+            args.row_bytes % 16 != 0 || rest % 16 != 0 || n_bytes % 16 != 0 || std::max(gate, up) % 16 != 0 ||
+            args.stride_expert != (int64_t) to->nb[1]) {
+        return false;
+    }
+    args.ids   = slots;
+    args.fetch = { (const char *) from->data, (char *) to->data, (int32_t *) node->data, (int64_t) from->nb[1],
+        (int64_t) to->nb[1], (int) rest, (int) n_bytes };
+    return true;
+}
+
+// Runs gate and up of a token's experts together with those of the shared expert of the same row, and fetches what the router's
+// look-up did not find. Returns false, and does nothing, if there is no such expert, or if its down would be a launch of its own
+// (moegraph-layer-end.cu): then a branch is better.
 static bool moegraph_rows_run_shared(
-        ggml_backend_cuda_context & ctx, const ggml_tensor * routed, const ggml_type type, moegraph_rows_args & args) {
+        ggml_backend_cuda_context & ctx, const ggml_tensor * routed, const ggml_type type, moegraph_rows_args args) {
     moegraph_shared_expert s = moegraph_get_context(ctx).next_shared;
-    const int cc = ggml_cuda_info().devices[ctx.device].cc;
-    if (s.up == nullptr || ctx.curr_stream_no != 0 || moegraph_done_has(ctx, s.glu) ||
-            moegraph_rows_origin(s.up->src[1]) != moegraph_rows_origin(routed->src[1]) ||
-            moegraph_rows_type(s.up->src[0]) != GGML_TYPE_Q8_0 || !moegraph_rows_supported(s.up, s.gate, cc) ||
-            !moegraph_rows_is_one(s.up, cc) || ggml_get_glu_op(s.glu) != GGML_GLU_OP_SWIGLU ||
-            ggml_get_op_params_i32(s.glu, 1) != 0 || !ggml_is_contiguous(s.glu) || !ggml_are_same_shape(s.up, s.gate) ||
-            !ggml_are_same_stride(s.up->src[0], s.gate->src[0]) || s.down->src[0]->type != GGML_TYPE_Q8_0 ||
-            s.scale == nullptr || moegraph_router_gate(ctx, s.scale) == nullptr) {
+    const int32_t * slots = moegraph_router_slots(ctx, routed->src[2]);
+    if (!moegraph_rows_have_shared(ctx, routed) || moegraph_router_gate(ctx, s.scale) == nullptr ||
+            (slots != nullptr && !moegraph_rows_set_fetch(ctx, slots, args))) {
         return false;
     }
     moegraph_rows_operands operands(ctx.pool());
@@ -212,6 +239,9 @@ static void moegraph_rows_run(
     const bool          glu  = ends[0].gate != nullptr;
     const ggml_type     type = moegraph_rows_type(dst->src[0]);
     const bool          one  = moegraph_one_supported(dst, type, ggml_cuda_info().devices[ctx.device].cc);
+    if (ids && !(one && glu)) {
+        moegraph_router_fetch(ctx, ids);
+    }
     moegraph_rows_operands operands(ctx.pool());
     moegraph_rows_prepare(ctx, dst, one, operands);
     moegraph_rows_args args = moegraph_rows_fill(dsts, ends, n_dst, one, operands);
@@ -223,8 +253,11 @@ static void moegraph_rows_run(
     } else if (many) {
         n_groups = (args.n_cols + args.group_cols - 1)/args.group_cols;
     }
-    if (one && ids && glu && moegraph_rows_run_shared(ctx, dst, type, args)) {
-        return;
+    if (one && ids && glu) {
+        if (moegraph_rows_run_shared(ctx, dst, type, args) ||
+                (moegraph_router_fetch(ctx, ids) && moegraph_rows_run_shared(ctx, dst, type, args))) {
+            return;
+        }
     }
     if (one) {
         moegraph_one_mul_mat(type, args, ctx.stream());

@@ -31,6 +31,11 @@ void moegraph_rows_keep(const ggml_cgraph * cgraph, int i, const ggml_backend_gr
 // Returns how many nodes behind i that covers, 0 if there are none (then nothing has been run).
 int moegraph_rows_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, int i);
 
+// Whether gate and up of a token's experts, of which `routed` is one, can fetch what the look-up of slots `fetch` does not find:
+// in one launch with the shared expert, whose gate has the product `gate`.
+bool moegraph_rows_fetches(ggml_backend_cuda_context & ctx, const ggml_tensor * routed, const ggml_tensor * fetch,
+    const ggml_tensor * gate);
+
 // The same for float weights with few rows, such as a router.
 bool moegraph_rows_f32_supported(const ggml_tensor * dst);
 void moegraph_rows_f32_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
