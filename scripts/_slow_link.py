@@ -75,7 +75,8 @@ static __global__ void slow_link_read(const moegraph_rows_args args) {
 }
 extern "C" const void * slow_link_kernel() { return (const void *) moegraph_fetch_kernel; }
 extern "C" const void * slow_link_reader(const void * args) {
-    return ((const moegraph_rows_args *) args)->fetch.from ? (const void *) slow_link_read : nullptr;
+    const bool fetches = ((const moegraph_rows_args *) args)->fetch.from != nullptr;
+    return fetches ? (const void *) slow_link_read : nullptr;
 }
 """
 _CALLS = """
@@ -179,7 +180,8 @@ def arguments(source: str) -> str:
     Raises:
         BuildError: the source is not as this expects.
     """
-    start, last = source.find("struct moegraph_segment {"), source.find("struct moegraph_rows_args {")
+    start = source.find("struct moegraph_segment {")
+    last = source.find("struct moegraph_rows_args {")
     end = source.find("};\n", last)
     if not 0 <= start < last < end or "moegraph_rows_fetch      fetch;" not in source[last:end]:
         raise BuildError(f"{TYPES.name} has other arguments than _slow_link.py knows")
@@ -190,8 +192,8 @@ def build(times: int, folder: Path) -> Path:
     """Compile the library for this machine's nvcc into a folder; return it."""
     toolkit, _ = _cuda.find_toolkit()
     device, calls = folder / "slow_link_kernel.cu", folder / "slow_link.cpp"
-    parts = (kernel(FETCH.read_text(encoding="utf-8")), arguments(TYPES.read_text(encoding="utf-8")))
-    device.write_text(_HEAD + "\n".join(parts) + _TAIL, encoding="utf-8")
+    text, types = (path.read_text(encoding="utf-8") for path in (FETCH, TYPES))
+    device.write_text(_HEAD + kernel(text) + "\n" + arguments(types) + _TAIL, encoding="utf-8")
     calls.write_text(_CALLS, encoding="utf-8")
     library = folder / "slow_link.so"
     # PTX: the driver takes the newer one that the card knows; kernels start early from 9.0 on

@@ -281,8 +281,8 @@ class LayerSlots:
         ids: the experts that the rows chose; missing: what `access` returned for them. The last of
         the missing experts were not fetched if all slots were listed and taken.
 
-        The rule is that of the device: keep it in step with `moegraph_fetch_assign` (C and CUDA)
-        and with the model in tests/helpers/fetch_case.py.
+        The rule is that of the device: keep it in step with `moegraph_fetch_assign` (C and CUDA),
+        `moegraph_router_find_slots`, and the model in tests/helpers/fetch_case.py.
         """
         in_flight, n_fetched = self._journal.in_flight, 0
         n_listed = in_flight.get(self.il)

@@ -25,6 +25,7 @@ struct fetch_case {
     bool fits;      // gate and up can fetch
     bool replay;    // ids are not the router's
     bool told;      // to the host
+    bool twice;     // the first id is the second, too
 
     std::string str() const {
         return std::string(ggml_type_name(type)) + "/" + ggml_type_name(type_down) + " n=" + std::to_string(n) + " n_ff=" +
@@ -160,7 +161,7 @@ struct layer {
 static std::string difference(const fetch_case & c) {
     ints replay;
     for (int k = 0; c.replay && k < c.n_used; ++k) {
-        replay.push_back((7*k + 3) % c.n_experts);
+        replay.push_back((7*(k == 1 && c.twice ? 0 : k) + 3) % c.n_experts);
     }
     layer all(c, false, replay), one(c, true, replay);
     std::string wrong = all.run();
@@ -206,6 +207,9 @@ static std::string difference(const fetch_case & c) {
     int next = 0;
     for (int k = 0; k < c.n_used; ++k) {
         slots[k] = table[ids[k]];
+        for (int j = 0; j < k && slots[k] < 0; ++j) {
+            slots[k] = ids[j] == ids[k] ? slots[j] : -1;
+        }
         for (; slots[k] < 0 && next < n_victims; ++next) {
             const int row = victims[2*next], held = victims[2*next + 1];
             if (row >= 0 && row < c.n_slots && (held < 0 || chosen.count(held) == 0)) {
@@ -284,6 +288,7 @@ int main() {
     check({ GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, 2048, 256, 128, 10, 10, 10, 0, 10, true, false, true });  // all slots are free
     check({ GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, 2048, 256, 64, 8, 24, 6, 2, 4, true, false, true });      // a victim lacks
     check({ GGML_TYPE_Q6_K, GGML_TYPE_Q6_K, 1536, 256, 64, 8, 24, 3, 2, 0, false, false, true });     // rows end within 16 bytes
+    check({ GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, 2048, 256, 64, 8, 24, 3, 2, 0, true, true, true, true }); // an id twice
     printf("all %d checks of fetching experts: %d failed\n", n_run, n_failed);
     return n_failed != 0;
 }

@@ -33,10 +33,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "program",
-    ["argmax", "attn", "conv", "fetch", "heads", "layer-end", "recurrence", "router", "rows", "step"],
-)
+@pytest.mark.parametrize("program", sorted({*emulated.PROGRAMS} - {"faults"}))
 def test_kernels_compute_what_they_should(program: str) -> None:
     done = run(program)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

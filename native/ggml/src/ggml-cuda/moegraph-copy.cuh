@@ -18,7 +18,8 @@ static __device__ __forceinline__ void moegraph_copy_16(char * dst, const char *
 #endif // CP_ASYNC_AVAILABLE
 }
 
-// Loads 16 bytes of weights, which will not be needed again.
+// Loads 16 bytes of weights, which will not be needed again. Not as constant (.nc): this warp may have copied them, and then
+// a __syncwarp comes between.
 static __device__ __forceinline__ int4 moegraph_load_16(const char * p) {
     int4 v;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.s32 {%0, %1, %2, %3}, [%4];"

@@ -72,8 +72,8 @@ static __device__ __forceinline__ int moegraph_fetch_rank(moegraph_fetch_shared 
 }
 
 // The rule of moegraph_fetch_rows (moegraph.h) with a thread for each id and each victim: sets rows and fetched for the
-// ids that are missing, and returns how many are fetched. Keep in step with moegraph_fetch_assign (CPU) and with
-// LayerSlots.commit_fetched (moegraph/experts/slots.py), which records what a graph has fetched.
+// ids that are missing, and returns how many are fetched. Keep in step with moegraph_fetch_assign (CPU), with
+// moegraph_router_find_slots and with LayerSlots.commit_fetched (moegraph/experts/slots.py), which records what a graph has fetched.
 static __device__ int moegraph_fetch_assign(moegraph_fetch_shared & s, const moegraph_fetch_args & args, const bool miss) {
     const int tid = threadIdx.x;
     int row = -1, held = -1;

@@ -1,4 +1,5 @@
 #include "moegraph-publish.cuh"
+#include "moegraph-rows-types.cuh"
 
 #include "moegraph.h"
 
@@ -22,7 +23,7 @@ ggml_tensor * moegraph_publish_find(const ggml_cgraph * cgraph, int i, const ggm
             const ggml_tensor * src = cgraph->nodes[i]->src[0];
             const bool alone = !moegraph_is_published(cgraph, i - 1) &&
                 (i + 1 == cgraph->n_nodes || !moegraph_is_published(cgraph, i + 1));
-            return alone && src->data == ids->data && ggml_nelements(src) == ggml_nelements(ids) && ggml_nrows(src) == 1 ?
+            return alone && src->data == ids->data && moegraph_rows_origin(src) == moegraph_rows_origin(ids) && ggml_nelements(src) == ggml_nelements(ids) && ggml_nrows(src) == 1 ?
                 cgraph->nodes[i] : nullptr;
         }
     }

@@ -81,8 +81,11 @@ static __device__ __forceinline__ void moegraph_router_find_slots(const moegraph
             slot   = given;
             expert = id;
         }
-        const int shared = __shfl_sync(0xFFFFFFFF, slot, first);
-        slot = mine && slot < 0 ? shared : slot; // another id fetches it
+        const int same = __shfl_sync(0xFFFFFFFF, slot, first);
+        if (mine && slot < 0 && same >= 0) { // the same id again: its blocks copy the same bytes, as they do not wait for others
+            slot   = same;
+            expert = id;
+        }
     }
     if (lane < n_used) {
         args.slots[lane] = moegraph_one_pack(slot, expert);
@@ -436,6 +439,11 @@ static bool moegraph_router_is_apart(const ggml_cgraph * cgraph, const int i, co
     return true;
 }
 
+// Whether ids are those that the router chooses, and nothing has written to them since.
+static bool moegraph_router_is_choice(const moegraph_router_nodes & m, const ggml_tensor * ids) {
+    return moegraph_rows_origin(ids) == moegraph_rows_origin(m.ids) && ids->data == m.ids->data;
+}
+
 // The look-up of slots behind node i whose experts gate and up can fetch in their own launch (moegraph-one.cu), nullptr if there
 // is none before the next norm.
 static ggml_tensor * moegraph_router_find_look_up(
@@ -445,16 +453,22 @@ static ggml_tensor * moegraph_router_find_look_up(
         ggml_tensor * node = cgraph->nodes[i];
         if (node->op == GGML_OP_MOEGRAPH_FETCH_ROWS) {
             const ggml_tensor * ids = node->src[1], * table = node->src[0], * victims = node->src[2];
-            if (fetch != nullptr || ggml_nelements(ids) != f.router.ids->ne[0] || table->ne[1] != f.router.product->ne[0] ||
-                    victims->ne[1] > 32 || (uintptr_t) victims->data % sizeof(int2) != 0) {
-                return nullptr;
-            }
-            if (ids->data != f.router.ids->data && moegraph_rows_origin(ids)->op != GGML_OP_NONE) {
+            const bool own = moegraph_router_is_choice(f.router, ids) || moegraph_rows_origin(ids)->op == GGML_OP_NONE;
+            if (fetch != nullptr || !own || ggml_nelements(ids) != f.router.ids->ne[0] || ggml_nelements(ids) < 2 ||
+                    table->ne[1] != f.router.product->ne[0] || victims->ne[1] > 32 || node->src[4]->ne[1] > UINT16_MAX ||
+                    (uintptr_t) victims->data % sizeof(int2) != 0 || !moegraph_is_constant(table) ||
+                    !moegraph_is_constant(victims)) {
                 return nullptr;
             }
             fetch = node;
         } else if (fetch != nullptr && node->op == GGML_OP_MUL_MAT_ID) {
             return moegraph_rows_fetches(ctx, node, fetch, f.gate) ? fetch : nullptr;
+        } else if (fetch != nullptr && !moegraph_is_view_op(node)) {
+            for (const ggml_tensor * src : node->src) { // the slots are there when gate and up run
+                if (src != nullptr && moegraph_rows_origin(src) == fetch) {
+                    return nullptr;
+                }
+            }
         }
     }
     return nullptr;
@@ -519,7 +533,7 @@ int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgr
     ggml_tensor * fetch = moegraph_router_find_look_up(ctx, cgraph, behind, f);
     if (fetch != nullptr) {
         const ggml_tensor * ids = fetch->src[1]; // or others, as those of a recording
-        args.look_up.ids       = ids->data != m.ids->data ? (const int32_t *) ids->data : nullptr;
+        args.look_up.ids       = moegraph_router_is_choice(m, ids) ? nullptr : (const int32_t *) ids->data;
         args.look_up.table     = (const int32_t *) fetch->src[0]->data;
         args.look_up.victims   = (const int2 *) fetch->src[2]->data;
         args.look_up.slots     = (int32_t *) (args.gate + 1);
@@ -550,7 +564,7 @@ const float * moegraph_router_gate(ggml_backend_cuda_context & ctx, const ggml_t
 
 const int32_t * moegraph_router_slots(ggml_backend_cuda_context & ctx, const ggml_tensor * ids) {
     const moegraph_router_state & state = moegraph_get_context(ctx).router;
-    return state.fetch != nullptr && moegraph_rows_origin(ids) == state.fetch ?
+    return state.fetch != nullptr && ids->data == state.fetch->data && moegraph_rows_origin(ids) == state.fetch ?
         (const int32_t *) (state.arrived + 1) + ROUTER_EXPERTS + 1 : nullptr;
 }
 
@@ -571,7 +585,17 @@ void moegraph_router_begin(ggml_backend_cuda_context & ctx) {
 
 void moegraph_router_keep(const ggml_cgraph * cgraph, const int i, const ggml_backend_graph_optimize_params * params) {
     moegraph_router_found f = {};
-    if (!moegraph_router_find(cgraph, i, ggml_cuda_info().devices[ggml_cuda_get_device()].cc, f) || f.norm.n_ops == 0) {
+    if (!moegraph_router_find(cgraph, i, ggml_cuda_info().devices[ggml_cuda_get_device()].cc, f)) {
+        return;
+    }
+    ggml_tensor * ids = nullptr; // of a look-up that may run where gate and up do (moegraph_router_fetch)
+    for (int k = i + 1; k < cgraph->n_nodes && cgraph->nodes[k]->op != GGML_OP_MUL_MAT_ID; ++k) {
+        ids = cgraph->nodes[k]->op == GGML_OP_MOEGRAPH_FETCH_ROWS ? cgraph->nodes[k]->src[1] : ids;
+        if (ids != nullptr && k + 1 < cgraph->n_nodes) {
+            params->add_alloc_dep(params->user_data, ids, cgraph->nodes[k + 1]);
+        }
+    }
+    if (f.norm.n_ops == 0) {
         return;
     }
     ggml_tensor * until = cgraph->nodes[i + f.norm.n_ops + f.router.n_ops - 1];

@@ -183,13 +183,14 @@ static bool moegraph_rows_have_shared(ggml_backend_cuda_context & ctx, const ggm
 
 bool moegraph_rows_fetches(ggml_backend_cuda_context & ctx, const ggml_tensor * routed, const ggml_tensor * fetch,
         const ggml_tensor * gate) {
-    return moegraph_rows_origin(routed->src[2]) == fetch && moegraph_rows_have_shared(ctx, routed) &&
+    return moegraph_rows_origin(routed->src[2]) == fetch && routed->src[2]->data == fetch->data &&
+        ggml_nelements(routed->src[2]) == ggml_nelements(fetch) && moegraph_rows_have_shared(ctx, routed) &&
         moegraph_get_context(ctx).next_shared.scale == gate &&
         moegraph_rows_is_one(routed, ggml_cuda_info().devices[ctx.device].cc);
 }
 
 // Has the launch fetch what the router's look-up did not find. Returns false, and does nothing, if gate and up are not the
-// beginning of an expert, or not in pieces of 16 bytes.
+// beginning of an expert, or not in pieces of 16 bytes, or have biases, which other warps would copy.
 static bool moegraph_rows_set_fetch(
         ggml_backend_cuda_context & ctx, const int32_t * slots, moegraph_rows_args & args) {
     ggml_tensor * node = moegraph_get_context(ctx).router.fetch;
@@ -197,7 +198,8 @@ static bool moegraph_rows_set_fetch(
     const int64_t gate = args.x_gate - (const char *) to->data, up = args.segments[0].x - (const char *) to->data;
     const int64_t n_bytes = from->ne[0]*(int64_t) sizeof(float), size = args.segments[0].n_rows*args.stride_row;
     const int64_t rest = std::max(gate, up) + size;
-    if (std::min(gate, up) != 0 || std::max(gate, up) < size || rest > n_bytes || args.stride_row != args.row_bytes ||
+    if (args.segments[0].bias != nullptr || args.bias_gate != nullptr || to->ne[1] != args.n_experts ||
+            (uintptr_t) from->data % 16 != 0 || (uintptr_t) to->data % 16 != 0 || std::min(gate, up) != 0 || std::max(gate, up) < size || rest > n_bytes || args.stride_row != args.row_bytes ||
             args.row_bytes % 16 != 0 || rest % 16 != 0 || n_bytes % 16 != 0 || std::max(gate, up) % 16 != 0 ||
             args.stride_expert != (int64_t) to->nb[1]) {
         return false;
