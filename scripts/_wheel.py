@@ -45,6 +45,13 @@ def sources() -> str:
     return hashlib.sha256(b"".join([fetch.patchset().encode(), *texts])).hexdigest()
 
 
+def version() -> str:
+    """Return the version of this tree's package."""
+    text = (ROOT / "moegraph" / "__init__.py").read_text("utf-8")
+    (found,) = re.findall(r'^__version__ = "(.+)"$', text, re.M)
+    return str(found)
+
+
 def package_files() -> Files:
     """Return the files of moegraph without libraries, by their paths in a wheel."""
     paths = (path for path in (ROOT / "moegraph").rglob("*") if path.is_file())
@@ -95,6 +102,17 @@ def metadata(version: str) -> Files:
              for one in extras]  # fmt: skip
     text = text.replace("Description-Content-Type", "".join(lines) + "Description-Content-Type", 1)
     return files | {"METADATA": text.encode()}
+
+
+def cuda_files(name: str, architectures: str, library: bytes) -> Files:
+    """Return the files of a package of CUDA, all in a folder of its name: pip refuses no overlap.
+
+    moegraph/ggml/cuda.py finds them, and reads the architectures, such as 75 or, for PTX,
+    90-virtual.
+    """
+    files = {"__init__.py": b'"""ggml\'s backend for CUDA, which moegraph loads."""\n'}
+    files |= {"lib/libggml-cuda.so": library, "lib/architectures": architectures.encode()}
+    return {f"{name}/{path}": data for path, data in files.items()}
 
 
 def about_cuda(name: str, major: int, version: str) -> Files:
@@ -197,6 +215,13 @@ def take(folder: Path) -> bool:
                 zipped.extractall(ROOT, [one for one in names if _BUILT.search(one)])
                 return True
     return False
+
+
+def of_cuda(folder: Path) -> list[str]:
+    """Return the paths of this version's wheels for the newest CUDA: moegraph loads what fits."""
+    found = sorted(folder.glob(f"moegraph_cuda*-{version()}-*.whl"))
+    newest = found[-1].name[: len("moegraph_cuda13")] if found else ""
+    return [str(path) for path in found if path.name.startswith(newest)]
 
 
 def table(wheel: Path) -> str:

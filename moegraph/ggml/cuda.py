@@ -17,16 +17,26 @@ LIBRARY = "libggml-cuda.so"
 _OLDEST = (7, 5)
 # Oldest driver for each major version of CUDA that has a package, best first.
 _DRIVERS = {13: "580", 12: "525"}
-# Architectures that the packages have code for; those that end in -server have that of others.
+# Architectures that the packages have code for; those that end in -server have that of others. Each
+# has a folder of its own, so both may be installed.
 _CONSUMER = "75 86 89 120"
 
 
-def packaged() -> dict[int, Path]:
-    """Return the backends of installed packages by CUDA's major version, best first."""
-    specs = {major: find_spec(f"moegraph_cuda{major}") for major in _DRIVERS}
-    places = {m: spec.submodule_search_locations for m, spec in specs.items() if spec}
-    found = {m: Path(where[0], "lib", LIBRARY) for m, where in places.items() if where}
-    return {m: path for m, path in found.items() if path.is_file()}
+def packaged() -> dict[Path, int]:
+    """Return the backends of installed packages with CUDA's major version, newest first."""
+    names = {f"moegraph_cuda{m}{kind}": m for m in _DRIVERS for kind in ("", "_server")}
+    specs = [(find_spec(name), m) for name, m in names.items()]
+    places = [(spec.submodule_search_locations, m) for spec, m in specs if spec]
+    found = {Path(where[0], "lib", LIBRARY): m for where, m in places if where}
+    return {path: m for path, m in found.items() if path.is_file()}
+
+
+def by_fit() -> dict[Path, int]:
+    """Return packaged(), those first that have code for the cards with the most memory."""
+    driver, found = cuda_driver(), packaged()
+    cards = driver.cards if driver else ()
+    bytes_of = {path: sum(n for _, card, n in cards if _fits(path, card)) for path in found}
+    return {path: found[path] for path in sorted(found, key=lambda path: -bytes_of[path])}
 
 
 def runtime(major: int) -> list[Path]:
@@ -46,6 +56,12 @@ def extra(major: int, card: tuple[int, int] = _OLDEST) -> str:
     """Return the command that installs the backend for a CUDA and a card's compute capability."""
     server = "" if _has_code(_CONSUMER, card) else "-server"
     return f"pip install 'moegraph[cuda{major}{server}]'"
+
+
+def remedy(*paths: Path) -> str:
+    """Return the command that installs backends' packages of this version and what they need."""
+    names = [path.parents[1].name.removeprefix("moegraph_").replace("_", "-") for path in paths]
+    return f"pip install 'moegraph[{','.join(names)}]'" if names else "pip install moegraph"
 
 
 def _has_code(architectures: str, card: tuple[int, int]) -> bool:
@@ -73,17 +89,18 @@ def lacking(major: int, path: Path = FOLDER / LIBRARY) -> str:
     driver, hidden = cuda_driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if driver is None:
         return "there is no NVIDIA driver (libcuda.so.1); install it"
+    cards = sorted(driver.cards, key=lambda one: (_fits(path, one[1]), one[1]))
+    name, card, _ = cards[-1] if cards else ("", _OLDEST, 0)
     newest = driver.version[0]
     if newest < major:
-        older = f", or {extra(newest)}" if newest in _DRIVERS else ""
+        older = f", or {extra(newest, card)}" if newest in _DRIVERS else ""
         return (
             f"the NVIDIA driver {driver_version()} supports CUDA {newest}.{driver.version[1]}, and "
             f"CUDA {major} needs driver {_DRIVERS.get(major, '')} or newer; update it{older}"
         )
-    if not driver.cards:
+    if not cards:
         why = "" if hidden is None else f" with CUDA_VISIBLE_DEVICES={hidden!r}"
         return f"the NVIDIA driver shows no card{why}; nvidia-smi may say why"
-    name, card, _ = max(driver.cards, key=lambda one: (_fits(path, one[1]), one[1]))
     if _fits(path, card):
         return ""
     has = f"{name} has compute capability {'.'.join(map(str, card))}"
@@ -119,12 +136,15 @@ def _has_backend() -> bool:
 
 
 def _is_usable(card: tuple[int, int]) -> bool:
+    """Return whether the backend that is loaded, if its libraries are there, can use a card."""
     own = FOLDER / LIBRARY
-    return any(_fits(path, card) for path in ([] if own.exists() else packaged().values()) or [own])
+    found = {} if own.exists() else by_fit()
+    works = (path for path, major in found.items() if not lacking(major, path))
+    return _fits(next(works, next(iter(found), own)), card)
 
 
 def is_unusable(index: int) -> bool:
-    """Return whether no backend can use a card, by its number in CUDA's order."""
+    """Return whether the backend cannot use a card, by its number in CUDA's order."""
     driver = cuda_driver()
     cards = driver.cards[index : index + 1] if driver else ()
     return not all(_is_usable(card) for _, card, _ in cards)

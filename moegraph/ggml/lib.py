@@ -39,10 +39,10 @@ def library_dir() -> Path:
 def _load() -> tuple[FFI, Lib]:
     """Import the extension, check the patch set and install the log and abort hooks."""
     packages = cuda.packaged()
-    remedy = f"install packages of one version: {cuda.extra(next(iter(packages), 13))}"
+    remedy = f"install packages of one version: {cuda.remedy(*packages)}"
     if cuda.is_checkout():
         remedy = "run scripts/build again"
-    require_one_patchset(_EXTENSION, cuda.FOLDER, [_CPU_LIBRARY, *packages.values()], remedy)
+    require_one_patchset(_EXTENSION, cuda.FOLDER, [_CPU_LIBRARY, *packages], remedy)
     try:
         if CPU_VARIANT:
             ctypes.CDLL(str(_CPU_LIBRARY), ctypes.RTLD_GLOBAL)
@@ -71,16 +71,15 @@ def _foreign() -> str:
     return ""
 
 
-def _load_failure(text: str, major: int = 0) -> str:
-    """Say what a library lacks; text: of the dynamic linker. major: of CUDA, for a package."""
+def _load_failure(text: str, add: str = "") -> str:
+    """Say what a library lacks; text: of the dynamic linker. add: what brings CUDA's libraries."""
     if "libcuda.so" in text:
         return (
             "these libraries were built for CUDA but no NVIDIA driver (libcuda.so.1) is installed; "
             "install the driver or build for the CPU with scripts/build --cpu"
         )
     if missing := re.search(r"lib(?:cublas|cudart)\w*\.so\.(\d+)", text):
-        add = f"install nvidia-cublas and nvidia-cuda-runtime of CUDA {missing[1]}"
-        add = cuda.extra(major) if major else add
+        add = add or f"install nvidia-cublas and nvidia-cuda-runtime of CUDA {missing[1]}"
         return f"a CUDA library is missing ({text}); {add}, or add its folder to LD_LIBRARY_PATH"
     if found := re.search(r"`(GLIBC\w*)_([\d.]+)' not found \(required by (.+?)\)", text):
         return (
@@ -105,7 +104,7 @@ def cuda_lack() -> str:
     own, lacks = cuda.FOLDER / cuda.LIBRARY, []
     if own.exists():
         return cuda.lacking(cuda.major_of(own))
-    for major, path in cuda.packaged().items():
+    for path, major in cuda.by_fit().items():
         lacks.append(cuda.lacking(major, path) or _register(path, major))
         if not lacks[-1]:
             return ""
@@ -123,7 +122,7 @@ def _register(path: Path, major: int = 0) -> str:
             for one in (*cuda.runtime(major), path):
                 ctypes.CDLL(str(one), ctypes.RTLD_GLOBAL)
         except OSError as error:
-            return _load_failure(str(error), major)
+            return _load_failure(str(error), cuda.remedy(path) if major else "")
     load = ctypes.CDLL(str(cuda.FOLDER / "libggml.so")).ggml_backend_load
     load.restype = ctypes.c_void_p
     return "" if load(bytes(path)) else f"{path} cannot be used: {last_error()}"
@@ -169,7 +168,7 @@ def devices(with_cuda: bool = True) -> list[native.ggml_backend_device_ptr]:
 def device_kinds() -> list[str]:
     """Return ggml's names of devices without their numbers; this opens no context."""
     names = (ffi.string(C.ggml_backend_dev_name(one)).decode() for one in devices(False))
-    packages = (f"CUDA {major} of a package" for major in cuda.packaged())
+    packages = (f"CUDA {major} of a package" for major in cuda.packaged().values())
     return list(dict.fromkeys((*(name.rstrip("0123456789") for name in names), *packages)))
 
 

@@ -93,6 +93,7 @@ int cuDriverGetVersion(int * out) { *out = number("STUB_CUDA"); return 0; }
 int cuDeviceGetCount(int * out) { *out = 1; return 0; }
 int cuDeviceGet(int * out, int at) { *out = at; return 0; }
 int cuDeviceGetName(char * out, int n, int dev) { strncpy(out, "NVIDIA Stub", n); return 0; }
+int cuDeviceTotalMem_v2(size_t * out, int dev) { *out = 1 << 30; return 0; }
 int cuDeviceGetAttribute(int * out, int what, int dev) {
     *out = what == 75 ? number("STUB_CARD") / 10 : number("STUB_CARD") % 10;
     return 0;
@@ -129,13 +130,13 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def add_package(copy: Path, major: int, *options: str, hash: str | None = None) -> Path:
-    """Put the package of a CUDA backend beside ours."""
+def add_package(copy: Path, name: int | str, *options: str, hash: str | None = None) -> Path:
+    """Put the package of a CUDA backend beside ours; name: 13, or such as 13_server."""
     header = (ROOT / "build/llama.cpp/ggml/src/ggml-backend-impl.h").read_text()
     api = re.search(r"define GGML_BACKEND_API_VERSION (\d+)", header)
     assert api
     note = (ROOT / "native/py/patchset_note.c").read_text()
-    path = copy.parent.parent / f"moegraph_cuda{major}" / "lib" / "libggml-cuda.so"
+    path = copy.parent.parent / f"moegraph_cuda{name}" / "lib" / "libggml-cuda.so"
     defines = f'-DMOEGRAPH_PATCHSET="{hash or OURS}"', f"-DAPI={api[1]}"
     compile_stub(path, note + BACKEND, *defines, *options)
     return path
@@ -152,10 +153,10 @@ except MoegraphError as error:
 """
 
 
-def opened(copy: Path, name: str = "auto", **env: str) -> str:
+def opened(copy: Path, name: str = "auto", code: str = OPEN, **env: str) -> str:
     """Open a device with a copy; return its name, or the status and the line of an error."""
     done = subprocess.run(
-        [sys.executable, "-c", OPEN, name], cwd=copy.parent.parent, text=True, check=True,
+        [sys.executable, "-c", code, name], cwd=copy.parent.parent, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(copy.parent.parent), **env}, capture_output=True,
     )  # fmt: skip
     return done.stdout.removesuffix("\n")
@@ -206,6 +207,31 @@ def test_nvidias_packages_may_be_on_another_path_than_ours(copy: Path, driver: P
     assert opened(copy, PYTHONPATH=f"{copy.parent.parent}:{other}", **stub) == "cpu"
 
 
+def test_of_two_packages_the_one_with_code_for_the_card_is_loaded(copy: Path, driver: Path) -> None:
+    stub = {"LD_LIBRARY_PATH": str(driver), "STUB_CUDA": "13000", "STUB_CARD": "90"}
+    compile_stub(driver / "libcublas.so.13", "")
+    needs = "-Wl,--no-as-needed", str(driver / "libcublas.so.13")
+    path = add_package(copy, 13)
+    path.with_name("architectures").write_text("75 86 89 120")
+    found = opened(copy, **stub)
+    assert found.startswith("4 CUDA cannot be used: NVIDIA Stub has compute capability 9.0, for ")
+    assert f"{path} has no code; pip install 'moegraph[cuda13-server]'" in found
+    server = add_package(copy, "13_server", *needs)
+    server.with_name("architectures").write_text("80 90 90-virtual")
+    code = (
+        OPEN + "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'ml-cuda' in line})"
+    )
+    assert opened(copy, code=code, **stub) == f"cpu\n{server}", "the backend has no device"
+    consumer = opened(copy, code=code, **(stub | {"STUB_CARD": "86"}))
+    assert consumer == f"cpu\n{path}"
+    (driver / "libcublas.so.13").unlink()
+    found = opened(copy, **stub)
+    assert "a CUDA library is missing (" in found
+    assert "pip install 'moegraph[cuda13-server]'" in found
+    shutil.rmtree(server.parents[1])
+    assert "has no code; pip install" in opened(copy, **stub), "the other is whole"
+
+
 @pytest.mark.skipif(find_library("cuda") is not None, reason="has a driver")
 def test_without_a_driver_the_package_of_cuda_leaves_the_cpu(copy: Path) -> None:
     add_package(copy, 13)
@@ -219,6 +245,9 @@ def test_packages_of_two_versions_are_refused(copy: Path) -> None:
     found = opened(copy, "cpu")
     assert f"4 {path} carries patch set {OTHER}, _native.abi3.so needs {OURS}" in found
     assert "install packages of one version: pip install 'moegraph[cuda13]'" in found
+    add_package(copy, "13_server")
+    found = opened(copy, "cpu")
+    assert "of one version: pip install 'moegraph[cuda13,cuda13-server]'" in found
 
 
 def test_a_library_that_takes_the_place_of_ours_is_named(copy: Path, tmp_path: Path) -> None:

@@ -40,6 +40,30 @@ def test_the_same_files_give_the_same_bytes_and_a_record_of_them(tmp_path: Path)
         assert zipped.getinfo("moegraph/lib/libx.so").external_attr >> 16 & 0o111
 
 
+def test_a_tree_takes_all_wheels_of_its_version_for_the_newest_cuda(tmp_path: Path) -> None:
+    assert _wheel.of_cuda(tmp_path) == []
+    ours = _wheel.version()
+    names = [("cuda12", ours), ("cuda12_server", ours), ("cuda13", ours), ("cuda13_server", ours)]
+    names += [("cuda13", "0.0.9"), ("cuda14", "9.0")]
+    made = [
+        _wheel.write(tmp_path, f"moegraph_{name}", version, "py3-none", {}, ABOUT)
+        for name, version in names
+    ]
+    assert _wheel.of_cuda(tmp_path) == [str(path) for path in made[2:4]]
+
+
+def test_packages_of_cuda_share_no_file_so_either_may_be_taken_away(tmp_path: Path) -> None:
+    names = [f"moegraph_cuda{major}{kind}" for major in (13, 12) for kind in ("", "_server")]
+    files: list[str] = []
+    for name in names:
+        about = _wheel.about_cuda(name, 13, "1")
+        inside = _wheel.cuda_files(name, "90 90-virtual", b"\x7fELF")
+        with zipfile.ZipFile(_wheel.write(tmp_path, name, "1", "py3-none", inside, about)) as out:
+            files += out.namelist()
+            assert out.read(f"{name}/lib/architectures") == b"90 90-virtual"
+    assert len(files) == len(set(files)) == 7 * len(names)
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize(
     "options, text, problem",
