@@ -37,7 +37,7 @@ from .planner import Footprint
 SWEEP_ROWS = 8192
 # Patterns of masks, and what aligns the inputs of chunks.
 _SWEEP_CONSTANTS = 256 << 10
-# On an H200, kernel images take 74 MiB, what prompts have cuBLAS allocate 100, and a scratch pool 2.
+# On an H200 kernel images take 74 MiB, what prompts have cuBLAS allocate 100, a scratch pool 2.
 _OTHER_BYTES = 176 << 20
 # A picture encoder: Qwen3.5 has a tower of 0.84 GiB in F16; an H200 took 2,209 MiB in all.
 ENCODER_BYTES = 2304 << 20
