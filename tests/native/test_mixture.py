@@ -16,7 +16,7 @@ import pytest
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, loader
 from moegraph.errors import NativeError
-from moegraph.ggml.lib import _load_failure, library_dir, versions
+from moegraph.ggml.lib import library_dir, versions
 from moegraph.ggml.patchset import LIBRARIES, patchset_of
 
 PACKAGE = library_dir().parent
@@ -268,10 +268,20 @@ def test_a_card_that_is_not_used_is_warned_of(monkeypatch: pytest.MonkeyPatch) -
         assert "a card" not in engine.warnings
 
 
-def test_a_system_that_is_too_old_is_named() -> None:
-    text = "/lib/libc.so.6: version `GLIBC_2.99' not found (required by /x/libggml-base.so)"
-    found = _load_failure(text)
-    assert found.startswith("/x/libggml-base.so needs GLIBC 2.99, and this system has glibc 2.")
+def test_a_system_that_is_too_old_is_named(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "map").write_text("GLIBC_2.99 { later; };")
+    newer, path = tmp_path / "newer" / "libc.so.6", copy / "libggml-base.so"
+    script = f"-Wl,-soname,libc.so.6,--version-script={tmp_path / 'map'}"
+    compile_stub(newer, "void later(void) {}", "-nostdlib", script)
+    path.unlink()
+    note = (ROOT / "native/py/patchset_note.c").read_text()
+    calls = "void later(void); void call(void) { later(); }"
+    define = f'-DMOEGRAPH_PATCHSET="{OURS}"'
+    compile_stub(path, note + calls, define, "-nostdlib", str(newer))
+    done = load(copy)
+    line = "/lib/libggml-base.so needs GLIBC 2.99, and this system has glibc 2."
+    assert done.returncode == NativeError.exit_code
+    assert line in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
