@@ -48,18 +48,7 @@ struct layer {
         ggml_tensor * act = t.leaf(GGML_TYPE_F32, { c.n_ff, c.n_used, 1 }, normal((size_t) c.n_ff*c.n_used, 0.7f).data());
         down = t.place(ggml_mul_mat_id(t.ctx, weight(c.type, c.n_ff, c.n, n_expert), act,
             t.leaf(GGML_TYPE_I32, { c.n_used, 1 }, chosen.data())));
-        ggml_tensor * rows = t.place(ggml_mul(t.ctx, down, weights));
-        ggml_build_forward_expand(t.graph, rows);
-        std::vector<ggml_tensor *> views;
-        for (int i = 0; i < c.n_used; ++i) {
-            views.push_back(ggml_view_2d(t.ctx, rows, c.n, 1, rows->nb[2], i*rows->nb[1]));
-            ggml_build_forward_expand(t.graph, views.back());
-        }
-        moe = views[0];
-        for (int i = 1; i < c.n_used; ++i) {
-            moe = t.place(ggml_add(t.ctx, moe, views[i]));
-        }
-        ggml_build_forward_expand(t.graph, moe);
+        moe = append_expert_sum(t, t.place(ggml_mul(t.ctx, down, weights)));
         ggml_tensor * x = t.leaf(GGML_TYPE_F32, { c.n, 1 }, normal(c.n, 1.0f).data());
         ggml_tensor * up = t.place(ggml_mul_mat(t.ctx, weight(GGML_TYPE_Q8_0, c.n, c.n_shared, 1), x));
         ggml_build_forward_expand(t.graph, up);
