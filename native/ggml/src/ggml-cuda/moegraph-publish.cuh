@@ -33,6 +33,6 @@ void moegraph_publish_keep(const ggml_cgraph * cgraph, int i, const ggml_backend
 // Whether node i copies something to the host that the graph itself does not read, as its maker promises.
 bool moegraph_is_published(const ggml_cgraph * cgraph, int i);
 
-// The copy of one row of ids to the host behind node i, before any expert: nullptr if there is none, or if others are told with
-// it.
+// The copy of one row of ids to the host behind node i, before any expert: nullptr if there is none, or if it is told together
+// with something else.
 ggml_tensor * moegraph_publish_find(const ggml_cgraph * cgraph, int i, const ggml_tensor * ids);

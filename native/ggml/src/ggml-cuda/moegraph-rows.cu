@@ -197,11 +197,12 @@ static bool moegraph_rows_set_fetch(
     const ggml_tensor * from = node->src[3], * to = node->src[4];
     const int64_t gate = args.x_gate - (const char *) to->data, up = args.segments[0].x - (const char *) to->data;
     const int64_t n_bytes = from->ne[0]*(int64_t) sizeof(float), size = args.segments[0].n_rows*args.stride_row;
-    const int64_t rest = std::max(gate, up) + size;
-    if (args.segments[0].bias != nullptr || args.bias_gate != nullptr || to->ne[1] != args.n_experts ||
-            (uintptr_t) from->data % 16 != 0 || (uintptr_t) to->data % 16 != 0 || std::min(gate, up) != 0 || std::max(gate, up) < size || rest > n_bytes || args.stride_row != args.row_bytes ||
-            args.row_bytes % 16 != 0 || rest % 16 != 0 || n_bytes % 16 != 0 || std::max(gate, up) % 16 != 0 ||
-            args.stride_expert != (int64_t) to->nb[1]) {
+    const int64_t first = std::min(gate, up), second = std::max(gate, up), rest = second + size;
+    const uintptr_t bits = (uintptr_t) from->data | (uintptr_t) to->data | (uintptr_t) (args.row_bytes | second | rest | n_bytes);
+    const bool biased = args.segments[0].bias != nullptr || args.bias_gate != nullptr;
+    const bool packed = first == 0 && second >= size && rest <= n_bytes && args.stride_row == args.row_bytes &&
+        args.stride_expert == (int64_t) to->nb[1] && args.n_experts == to->ne[1];
+    if (biased || !packed || bits % 16 != 0) {
         return false;
     }
     args.ids   = slots;
