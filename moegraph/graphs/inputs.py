@@ -252,6 +252,17 @@ class InputBlock(Owner):
         if self._uploaded:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 
+    def ahead(self, slot: int) -> None:
+        """Write what the next row of a sequence needs but for its token, if it has a page for it.
+
+        That saves time if the row is a pass of its own, like the last one.
+        """
+        state, one = self._state, self._one
+        if one and one.shape.n_kv == PAGED and not state.pool.needed(slot, state.n_past[slot] + 1):
+            if self._uploaded:
+                self._uploaded.wait()
+            one.move_to(slot)
+
     def _end(self, at: _Layout, shape: PassShape) -> int:
         """Return how many bytes the inputs take."""
         if self._window:
@@ -397,18 +408,20 @@ class _OneRow:
         self._kv_rows: npt.NDArray[np.int32] | None = None
         if n_gathered:
             self._kv_rows = region(at.attention, shape.n_kv, np.int32)
-        # position and sequence of the row that was written last, and the pages that it had
-        self._last: tuple[int, int, int] = (-2, -1, -1)
+        # position, sequence and positions saved of the row that was written last; its pages
+        self._last: tuple[int, int, int, int] = (-2, -1, -1, -1)
 
     def move_to(self, slot: int) -> None:
-        """Write all inputs but the embedding, for the next row of a sequence."""
-        pool, first = self._pool, self._state.n_past[slot]
-        self._pos[0] = first - self._state.saved[slot]
+        """Write all inputs but the embedding, for the next row of a sequence; again costs little."""
+        pool, first, saved = self._pool, self._state.n_past[slot], self._state.saved[slot]
+        if self._last == (first, slot, saved, pool.version):
+            return
+        self._pos[0] = first - saved
         self._kv_idx[0] = pool.row(slot, first)
         n_kept = self._kept.n_kept
         if n_kept:
             self._hidden_row[0] = slot * n_kept + first % n_kept
-        goes_on = self._last == (first - 1, slot, pool.version)
+        goes_on = self._last == (first - 1, slot, saved, pool.version)
         if not goes_on:
             self._slot[0] = slot
         if self._is_paged:
@@ -424,4 +437,4 @@ class _OneRow:
                 self._kv_rows[:] = gathered_rows(pool, (slot,), self.shape.n_kv)[0]
         if self.window:
             self.window.move_to(slot, first, goes_on)
-        self._last = (first, slot, pool.version)
+        self._last = (first, slot, saved, pool.version)

@@ -229,6 +229,7 @@ class Tally:
         self.costs, self._runner = costs, runner
         self._prompt_s = self._decode_s = 0.0
         self._n_passes = self._n_rows = self._n_preempted = 0
+        self._unlearned: tuple[int, float, bool] | None = None
         self.begin_round()
 
     @property
@@ -259,12 +260,15 @@ class Tally:
     def end_round(self, n_rows: int = 0) -> float | None:
         """Note that the device has done all its work, a pass of n_rows rows last; 0: no pass.
 
-        Return what the pass took in seconds; None: not known.
+        Return what the pass took in seconds; None: not known. `learn` follows.
         """
         now, n_built, steps = time.perf_counter(), self._runner.n_built, self._steps
         seconds, has_built, prompt_s = now - self._since, n_built != self._built, 0.0
-        self.costs.note_round(steps, n_rows, seconds, has_built)
-        if steps:
+        self.learn()
+        if n_rows and not steps:
+            self._unlearned = n_rows, seconds, has_built
+        elif steps:
+            self.costs.note_round(steps, n_rows, seconds, has_built)
             pass_s = min(seconds, self.costs.pass_s(n_rows) or 0.0) if n_rows else 0.0
             prompt_s = seconds - pass_s
             self._steps = []
@@ -275,6 +279,13 @@ class Tally:
             self._n_rows += n_rows
         self._since, self._built = now, n_built
         return None if steps or has_built else seconds
+
+    def learn(self) -> None:
+        """Learn what the pass that `end_round` ended took; best while the device computes."""
+        if self._unlearned:
+            n_rows, seconds, has_built = self._unlearned
+            self._unlearned = None
+            self.costs.note([decode_pass(n_rows)], seconds, has_built)
 
     def end_piece(self, n_rows: int) -> float:
         """Note that the device has read a piece of a prompt; return what it took in seconds."""

@@ -163,6 +163,7 @@ class Decoding:
     def _meanwhile(self, batch: AnswerBatch, trees: Trees | None) -> None:
         """Do what the device need not wait for: deliver tokens, and prepare to draw the next."""
         self._answers.tell()
+        self._answers.tally.learn()
         for i, answer in enumerate(batch):
             if not answer.choice.greedy:
                 tree = trees[i] if trees else None

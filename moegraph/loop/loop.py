@@ -94,6 +94,7 @@ class Loop:
     def _schedule(self) -> Work[Answer]:
         """Return what is next."""
         scheduler = self.scheduler
+        self.tally.learn()
         with self.lock:
             requests = scheduler.requests()
         for answer in requests:  # without the lock, because it may look into files

@@ -387,6 +387,8 @@ class Runner(Owner, ABC):
         self.pending = batch
         if batch.tree:
             self.commits.verified(batch)
+        elif shape.n_tokens == 1:
+            self._inputs.ahead(batch.slots[0])
 
     def sweep(self, *batches: SweepBatch) -> Sweep:
         """Return a sweep over prompts of different sequences; `Sweep.begin` begins it.
