@@ -255,10 +255,12 @@ class InputBlock(Owner):
     def ahead(self, slot: int) -> None:
         """Write what the next row of a sequence needs but for its token, if it has a page for it.
 
-        That saves time if the row is a pass of its own, like the last one.
+        That saves time if the row is a pass of its own, as the last one was.
         """
-        state, one = self._state, self._one
-        if one and one.shape.n_kv == PAGED and not state.pool.needed(slot, state.n_past[slot] + 1):
+        state, one, first = self._state, self._one, self._state.n_past[slot]
+        if one is None or state.pool.needed(slot, first + 1):
+            return
+        if one.shape.n_kv == PAGED or first < one.shape.n_kv:
             if self._uploaded:
                 self._uploaded.wait()
             one.move_to(slot)
@@ -412,7 +414,7 @@ class _OneRow:
         self._last: tuple[int, int, int, int] = (-2, -1, -1, -1)
 
     def move_to(self, slot: int) -> None:
-        """Write all inputs but the embedding, for the next row of a sequence; again costs little."""
+        """Write all inputs but the embedding, for the next row of a sequence, if not done yet."""
         pool, first, saved = self._pool, self._state.n_past[slot], self._state.saved[slot]
         if self._last == (first, slot, saved, pool.version):
             return

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from moegraph.ggml.device import Device
-from moegraph.ggml.handles import Buffer, Context
+from moegraph.ggml.handles import Buffer, Context, GraphAllocator
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, Builder
 
 N_EXPERT, N_USED, N_TOKENS = 64, 8, 2
 Q4_0, Q8_0, Q4_K = 2, 8, 12
+MUL_MAT_ID = 30  # of ggml_op
 
 
 @contextmanager
@@ -109,6 +110,22 @@ def graphs_that_are_forgotten() -> None:
     device.close()
 
 
+def graphs_that_are_known() -> None:
+    """A node becomes a product without factors, at which nobody may look."""
+    device = Device("cuda")
+    with Context(8, 16) as context, GraphAllocator(device.buft, device.compute) as allocator:
+        build = Builder(context, 16)
+        x = build.leaf(F32, (256,), "x")
+        build.expand(build.scale(build.scale(x, 1.0), 2.0))
+        compute = device.compute.ptr
+        assert C.mg_graph_alloc(allocator.ptr, compute, context.ptr, build.graph)
+        for _ in range(4):
+            launch(device, build.graph)
+        C.ggml_graph_node(build.graph, 1).op = MUL_MAT_ID
+        launch(device, build.graph)
+    device.close()
+
+
 def products_of_an_odd_number_of_rows() -> None:
     """A checker of memory watches: weights end where their allocation does."""
     device = Device("cuda")
@@ -131,7 +148,7 @@ def products_of_an_odd_number_of_rows() -> None:
 
 CASES = {f.__name__: f for f in (
     graph_that_ends_with_the_weights, graphs_after_a_pause,
-    graphs_that_are_forgotten, products_of_an_odd_number_of_rows,
+    graphs_that_are_forgotten, graphs_that_are_known, products_of_an_odd_number_of_rows,
 )}  # fmt: skip
 
 if __name__ == "__main__":

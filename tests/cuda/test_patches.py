@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moegraph.ggml import cuda as cuda_library
 from moegraph.ggml import lib
 
 CASES = Path(__file__).with_name("patch_cases.py")
@@ -45,6 +46,10 @@ def test_graphs_that_are_forgotten_take_no_memory() -> None:
     run_case("graphs_that_are_forgotten")
 
 
+def test_the_nodes_of_a_known_graph_are_not_looked_at() -> None:
+    run_case("graphs_that_are_known")
+
+
 def test_vector_kernels_do_not_read_behind_the_last_row() -> None:
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
@@ -77,7 +82,8 @@ def compiled_architectures(cuda: ctypes.CDLL) -> list[int]:
 def test_the_row_limit_of_expert_products_follows_the_compiled_architecture(
     kind: int, limit: int
 ) -> None:
-    cuda = ctypes.CDLL(str(lib.library_dir() / "libggml-cuda.so"))
+    packaged = next(iter(cuda_library.by_fit()), None)
+    cuda = ctypes.CDLL(str(packaged or lib.library_dir() / cuda_library.LIBRARY))
     newest = max(compiled_architectures(cuda))
     if not 750 <= newest < 890:
         pytest.skip(f"compiled for {newest}; only builds for 75 to 87 and no newer one differ")
