@@ -264,7 +264,8 @@ class Tally:
         """
         now, n_built, steps = time.perf_counter(), self._runner.n_built, self._steps
         seconds, has_built, prompt_s = now - self._since, n_built != self._built, 0.0
-        self.learn()
+        if self._unlearned:
+            self.learn()
         if n_rows and not steps:
             self._unlearned = n_rows, seconds, has_built
         elif steps:

@@ -387,7 +387,7 @@ class Runner(Owner, ABC):
         self.pending = batch
         if batch.tree:
             self.commits.verified(batch)
-        elif shape.n_tokens == 1:
+        elif batch.tokens.size == 1:
             self._inputs.ahead(batch.slots[0])
 
     def sweep(self, *batches: SweepBatch) -> Sweep:
