@@ -108,8 +108,9 @@ class Crossing:
 def by_popularity(ids: Ints, absent: npt.NDArray[np.bool_], n_expert: int) -> list[int]:
     """Return the absent experts among ids, the most chosen first."""
     counts = np.bincount(ids[absent], minlength=n_expert)
-    order = np.argsort(-counts, kind="stable")
-    return [int(e) for e in order[: int((counts > 0).sum())]]
+    found = np.flatnonzero(counts)
+    order: list[int] = found[np.argsort(-counts[found], kind="stable")].tolist()
+    return order
 
 
 class Forecast:
@@ -125,7 +126,7 @@ class Forecast:
         self._n_sent = 0
         self._n_wasted = 0.0
         self._order: list[int] = []  # experts of the layer, the surest first
-        self._unused = np.zeros(0)  # the chance of each that it is not chosen
+        self._unused: list[float] = []  # the chance of each that it is not chosen
 
     def note(self, n_chosen: int, n_unused: int) -> None:
         """Note how many experts of a layer were sent and chosen, and sent and not chosen."""
@@ -142,17 +143,19 @@ class Forecast:
         order = np.argsort(-chosen, kind="stable") if total else np.zeros(0, dtype=np.int64)
         unused = (1.0 + self._n_rows * n_used / max(total, 1.0)) ** -chosen[order]
         n = max(_COVER, int(np.searchsorted(unused, _SURE)))
-        self._order, self._unused = absent[order[:n]].tolist(), unused[:n]
+        self._order, self._unused = absent[order[:n]].tolist(), unused[:n].tolist()
 
     def likely(self, most: int) -> list[int]:
         """Return up to `most` further experts that the prompt will hardly miss, the surest first.
 
         None of them is returned again.
         """
-        unused = self._unused[:most]
-        allowed = self._share * (self._n_sent + np.arange(1, len(unused) + 1)) - self._n_wasted
-        fits = np.cumsum(unused) <= allowed
-        n = len(unused) if fits.all() else int(np.argmin(fits))
+        n, wasted = 0, 0.0
+        for chance in self._unused[:most]:
+            wasted += chance
+            if wasted > self._share * (self._n_sent + n + 1) - self._n_wasted:
+                break
+            n += 1
         found, self._order, self._unused = self._order[:n], self._order[n:], self._unused[n:]
         return found
 

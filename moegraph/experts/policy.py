@@ -114,8 +114,9 @@ class Frequency:
         self._weight *= growth**n_seen
         # mean of growth ** -age over the rows
         mean = (1.0 - growth**-n_seen) / (n_tokens * (1.0 - 1.0 / growth))
-        for expert in np.flatnonzero(chosen).tolist():
-            self.score[expert] += self._weight * mean * int(chosen[expert])
+        each, score, seen = self._weight * mean, self.score, np.flatnonzero(chosen)
+        for expert, n in zip(seen.tolist(), chosen[seen].tolist()):
+            score[expert] += each * n
         if self._weight > _RESCALE:
             self._rescale()
 

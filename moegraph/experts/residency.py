@@ -185,7 +185,8 @@ class Residency:
         residents of lowest score.
         """
         layer, score = self._layers[il], self._layers[il].policy.score
-        absent = [e for e in range(layer.n_expert) if not layer.has_slot(e) and score[e] > 0]
+        held = layer.resident | layer.loading.keys()
+        absent = [e for e, value in enumerate(score) if value > 0 and e not in held]
         absent.sort(key=score.__getitem__, reverse=True)
         slot_of = dict(zip(absent, reversed(layer.free)))
         worst = sorted(layer.resident, key=score.__getitem__)

@@ -608,6 +608,17 @@ class Lib:
         a5: int,
         /,
     ) -> None: ...
+    def mg_copy_experts(
+        self,
+        a0: ggml_backend_ptr,
+        a1: Tensor,
+        a2: Tensor,
+        a3: Address,
+        a4: int,
+        a5: int,
+        a6: int,
+        /,
+    ) -> None: ...
     def mg_copy_across(
         self,
         a0: ggml_backend_ptr,

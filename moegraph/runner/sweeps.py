@@ -411,11 +411,13 @@ class Sweeps(Owner):
         self.misses.uploads.displace(il, kept, group.experts, self.ring.bank(il, group.index))
         if not kept:
             return
-        packing, stream = self.misses.store.packing(il), self.device.compute.ptr
-        source, to = self.ring.bank(il, group.index).to_fill, self.stage.banks.layer(il).to_fill
-        for expert, slot in kept:
-            at, to_at = (packing.stride * n for n in (group.experts.index(expert), slot))
-            C.mg_copy_bytes(stream, source, at, to, to_at, packing.n_bytes)
+        packing = self.misses.store.packing(il)
+        at = {expert: i for i, expert in enumerate(group.experts)}
+        pairs = ffi.new("int32_t[]", [n for expert, slot in kept for n in (at[expert], slot)])
+        C.mg_copy_experts(
+            self.device.compute.ptr, self.ring.bank(il, group.index).to_fill,
+            self.stage.banks.layer(il).to_fill, pairs, len(kept), packing.stride, packing.n_bytes,
+        )  # fmt: skip
 
     def record(self, il: int, ids: npt.NDArray[np.int32]) -> None:
         """Record the choice of all rows in layer il."""

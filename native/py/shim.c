@@ -276,6 +276,13 @@ void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size
     mg_copy_across(backend, backend, from, from_offset, to, to_offset, size);
 }
 
+void mg_copy_experts(ggml_backend_t backend, const struct ggml_tensor * from, const struct ggml_tensor * to,
+        const int32_t * pairs, int n, size_t stride, size_t size) {
+    for (int i = 0; i < n; i++) {
+        mg_copy_bytes(backend, from, (size_t) pairs[2 * i] * stride, to, (size_t) pairs[2 * i + 1] * stride, size);
+    }
+}
+
 enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,
         struct ggml_tensor * slots, const void * numbers, size_t size,
         ggml_backend_event_t ev_free, ggml_backend_event_t ev_uploaded, struct ggml_cgraph * graph) {
