@@ -252,19 +252,6 @@ class InputBlock(Owner):
         if self._uploaded:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 
-    def ahead(self, slot: int) -> None:
-        """Write what the next row of a sequence needs but for its token, if it has a page for it.
-
-        That saves time if the row is a pass of its own, as the last one was.
-        """
-        state, one, first = self._state, self._one, self._state.n_past[slot]
-        if one is None or state.pool.needed(slot, first + 1):
-            return
-        if one.shape.n_kv == PAGED or first < one.shape.n_kv:
-            if self._uploaded:
-                self._uploaded.wait()
-            one.move_to(slot)
-
     def _end(self, at: _Layout, shape: PassShape) -> int:
         """Return how many bytes the inputs take."""
         if self._window:
@@ -410,20 +397,18 @@ class _OneRow:
         self._kv_rows: npt.NDArray[np.int32] | None = None
         if n_gathered:
             self._kv_rows = region(at.attention, shape.n_kv, np.int32)
-        # position, sequence and positions saved of the row that was written last; its pages
-        self._last: tuple[int, int, int, int] = (-2, -1, -1, -1)
+        # position and sequence of the row that was written last, and the pages that it had
+        self._last: tuple[int, int, int] = (-2, -1, -1)
 
     def move_to(self, slot: int) -> None:
-        """Write all inputs but the embedding, for the next row of a sequence, if not done yet."""
-        pool, first, saved = self._pool, self._state.n_past[slot], self._state.saved[slot]
-        if self._last == (first, slot, saved, pool.version):
-            return
-        self._pos[0] = first - saved
+        """Write all inputs but the embedding, for the next row of a sequence."""
+        pool, first = self._pool, self._state.n_past[slot]
+        self._pos[0] = first - self._state.saved[slot]
         self._kv_idx[0] = pool.row(slot, first)
         n_kept = self._kept.n_kept
         if n_kept:
             self._hidden_row[0] = slot * n_kept + first % n_kept
-        goes_on = self._last == (first - 1, slot, saved, pool.version)
+        goes_on = self._last == (first - 1, slot, pool.version)
         if not goes_on:
             self._slot[0] = slot
         if self._is_paged:
@@ -439,4 +424,4 @@ class _OneRow:
                 self._kv_rows[:] = gathered_rows(pool, (slot,), self.shape.n_kv)[0]
         if self.window:
             self.window.move_to(slot, first, goes_on)
-        self._last = (first, slot, saved, pool.version)
+        self._last = (first, slot, pool.version)

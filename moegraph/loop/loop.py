@@ -82,6 +82,7 @@ class Loop:
         if again and not (self._has_news or self.answers.left or self.answers.full):
             self._decode(again.keys)
             return True
+        self.tally.learn()
         if again:
             self.scheduler.decoded(len(again.keys))
         work = self._schedule()
@@ -94,7 +95,6 @@ class Loop:
     def _schedule(self) -> Work[Answer]:
         """Return what is next."""
         scheduler = self.scheduler
-        self.tally.learn()
         with self.lock:
             requests = scheduler.requests()
         for answer in requests:  # without the lock, because it may look into files

@@ -387,8 +387,6 @@ class Runner(Owner, ABC):
         self.pending = batch
         if batch.tree:
             self.commits.verified(batch)
-        elif batch.tokens.size == 1:
-            self._inputs.ahead(batch.slots[0])
 
     def sweep(self, *batches: SweepBatch) -> Sweep:
         """Return a sweep over prompts of different sequences; `Sweep.begin` begins it.

@@ -89,13 +89,13 @@ bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n);
 void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size_t from_offset,
         const struct ggml_tensor * to, size_t to_offset, size_t size);
 
-// Enqueue copies of experts between tensors of a device: n pairs (slot in `from`, slot in `to`). Slots are `stride` bytes
-// apart in both, and each copy has `size` bytes.
+// Enqueue copies of experts between tensors of a device: n pairs (slot in `from`, slot in `to`). Slots are `stride`
+// bytes apart in both, and each copy has `size` bytes.
 void mg_copy_experts(ggml_backend_t backend, const struct ggml_tensor * from, const struct ggml_tensor * to,
         const int32_t * pairs, int n, size_t stride, size_t size);
 
-// As mg_copy_bytes, from a device to another: after what `source` computes now, and before what `target` computes next. The caller
-// sees to it that the target's bytes are not in use.
+// As mg_copy_bytes, from a device to another: after what `source` computes now, and before what `target` computes next.
+// The caller sees to it that the target's bytes are not in use.
 void mg_copy_across(ggml_backend_t source, ggml_backend_t target, const struct ggml_tensor * from, size_t from_offset,
         const struct ggml_tensor * to, size_t to_offset, size_t size);
 

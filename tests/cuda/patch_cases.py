@@ -20,7 +20,6 @@ from moegraph.ggml.ops import F32, I32, Builder
 
 N_EXPERT, N_USED, N_TOKENS = 64, 8, 2
 Q4_0, Q8_0, Q4_K = 2, 8, 12
-MUL_MAT_ID = 30  # of ggml_op
 
 
 @contextmanager
@@ -115,13 +114,14 @@ def graphs_that_are_known() -> None:
     device = Device("cuda")
     with Context(8, 16) as context, GraphAllocator(device.buft, device.compute) as allocator:
         build = Builder(context, 16)
-        x = build.leaf(F32, (256,), "x")
+        x, ids = build.leaf(F32, (256, 1, 1), "x"), build.leaf(I32, (1, 1), "ids")
+        product = build.mul_mat_id(build.leaf(F32, (256, 8, 2), "experts"), x, ids)
         build.expand(build.scale(build.scale(x, 1.0), 2.0))
         compute = device.compute.ptr
         assert C.mg_graph_alloc(allocator.ptr, compute, context.ptr, build.graph)
         for _ in range(4):
             launch(device, build.graph)
-        C.ggml_graph_node(build.graph, 1).op = MUL_MAT_ID
+        C.ggml_graph_node(build.graph, 1).op = product.op
         launch(device, build.graph)
     device.close()
 

@@ -290,3 +290,14 @@ def test_bench_lookup_writes_the_same_dictated_text_in_every_way(tmp_path: Path)
     edit, hopeless = rows["edit", "lookup"], rows["hopeless", "lookup"]
     assert edit["foretold"] > 0.5 and edit["draft_steps"] and edit["accepted"] > 0.3
     assert hopeless["foretold"] == 0.0 and not hopeless["accepted"]
+
+
+def test_the_hosts_profile_has_the_moments_of_a_step_and_a_prompt() -> None:
+    lines = run("profile_host.py", "tiny", "--tokens", 40).stdout.splitlines()
+    assert [line for line in lines if " marks" in line] == ["without marks", "with marks"]
+    names = ["results taken", "drawn", "pass begun", "inputs sent", "launch called", "launched"]
+    places = [lines[-1].index(name) for name in names]
+    assert places == sorted(places), "in the order of time"
+    prompt = run("profile_host.py", "tiny", "--prompt", 64, "--share", 60, "--repeat", 2).stdout
+    n_calls = int(prompt.split(", ")[-1].split()[0])
+    assert prompt.startswith("a prompt of 64: ") and n_calls > 8

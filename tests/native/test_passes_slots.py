@@ -40,15 +40,6 @@ def logits_alone(engine: Engine, ids: np.ndarray, chunk: int = 64) -> np.ndarray
     return np.concatenate(parts)
 
 
-def test_inputs_of_the_next_row_are_written_before_results_are_asked_for(open_engine: Open) -> None:
-    engine = open_engine(n_ctx=2 * PAGE)
-    engine.prefill(prompt(engine, PAGE - 3))
-    for n_past in range(PAGE - 2, PAGE + 3):
-        engine.forward([5])
-        written = engine.runner._inputs._one._last[0]
-        assert written == (n_past - 1 if n_past == PAGE else n_past), "a page comes with its row"
-
-
 @pytest.mark.parametrize("settings", MODES[::2], ids=NAMES[::2])
 def test_any_slots_in_any_order_equal_each_alone(open_engine: Open, settings: dict) -> None:
     together = open_engine(cpu_reference=True, n_seq=N_SEQ, **settings)

@@ -18,6 +18,7 @@ from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import QueueFull, RequestError, ServiceClosed
 from moegraph.loop import scheduler
+from moegraph.loop.costs import Tally
 from moegraph.loop.requests import Request, Step
 from moegraph.sampling import SamplingParams
 
@@ -35,6 +36,28 @@ SAMPLINGS = (
     SamplingParams(temperature=0.0, repeat_penalty=1.3),
 )
 LENGTHS = (1, 5, 40, 130, 33, 200, 12, 75)
+
+
+def test_the_scheduler_knows_of_a_pass_that_has_ended(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it earns for prompts follows from what the pass took, which is learned late."""
+    tallies, unlearned = list[Tally](), list[object]()
+    end_round, decoded = Tally.end_round, scheduler.Scheduler.decoded
+
+    def end(tally: Tally, *n_rows: int) -> float | None:
+        tallies.append(tally)
+        return end_round(tally, *n_rows)
+
+    def count(books: scheduler.Scheduler[Any], n_rows: int) -> None:
+        unlearned.extend(tally._unlearned for tally in tallies[-1:])
+        decoded(books, n_rows)
+
+    monkeypatch.setattr(Tally, "end_round", end)
+    monkeypatch.setattr(scheduler.Scheduler, "decoded", count)
+    engine = open_engine()
+    assert len(list(engine.generate(prompt(engine, 9), max_tokens=6, ignore_eos=True))) == 6
+    assert unlearned and not any(unlearned)
 
 
 @pytest.fixture

@@ -107,6 +107,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("bench_tables.py", ["--take", str(ROOT / "docs"), "--raw", "/dev/null"], "has no results of"),
     ("bench_drafts.py", ["tiny", "--device", "cpu", "--vram", "much"], "vram is 'much'"),
     ("profile_token.py", ["tiny", "--ncu", "/nowhere"], "there is no /nowhere"),
+    ("profile_host.py", ["tiny", "--tokens", "0"], "not a whole number of 1 or more"),
     ("make_trace.py", ["t", "--preset", "round"], "invalid choice: 'round'"),
     ("make_trace.py", ["t", "--used", "300"], "--used at most --experts"),
 ]  # fmt: skip
