@@ -65,10 +65,11 @@ def type_id(name: str) -> int:
     return {"f16": C.GGML_TYPE_F16, "q8_0": C.GGML_TYPE_Q8_0, "q4_0": C.GGML_TYPE_Q4_0}[name]
 
 
-def _require(ok: bool, op: str, *tensors: Tensor) -> None:
+def _require(ok: bool, op: str, *tensors: Tensor, given: object = "") -> None:
+    """Check operands; given: others than tensors, as text only if they do not fit."""
     if not ok:
         operands = ", ".join(f"{name_of(t) or '?'}{list(shape(t))}" for t in tensors)
-        raise InternalError(f"{op}: operands do not fit: {operands}; please report this")
+        raise InternalError(f"{op}{given}: operands do not fit: {operands}; please report this")
 
 
 def _require_states(
@@ -83,10 +84,6 @@ def _require_states(
     if parents is not None:
         ok = parents.type == I32 and shape(parents) == (n_tokens, n_seqs, 1, 1)
         _require(ok and C.ggml_is_contiguous(parents) and n_tokens <= MAX_TREE_ROWS, op, parents)
-
-
-def _repeats(small: Tensor, large: Tensor) -> bool:
-    return all(large.ne[i] % small.ne[i] == 0 for i in range(4))
 
 
 def _unary(op: Callable[[Any, Tensor], Tensor]) -> Callable[[Builder, Tensor], Tensor]:
@@ -128,7 +125,7 @@ class Builder:
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """a + b, b repeated to a's shape."""
-        _require(_repeats(b, a), "add", a, b)
+        _require(C.ggml_can_repeat(b, a), "add", a, b)
         return C.ggml_add(self.ctx, a, b)
 
     def add_rows(self, a: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
@@ -147,12 +144,12 @@ class Builder:
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         """a * b, b repeated to a's shape."""
-        _require(_repeats(b, a), "mul", a, b)
+        _require(C.ggml_can_repeat(b, a), "mul", a, b)
         return C.ggml_mul(self.ctx, a, b)
 
     def div(self, a: Tensor, b: Tensor) -> Tensor:
         """a / b, b repeated to a's shape."""
-        _require(_repeats(b, a), "div", a, b)
+        _require(C.ggml_can_repeat(b, a), "div", a, b)
         return C.ggml_div(self.ctx, a, b)
 
     def scale(self, a: Tensor, s: float) -> Tensor:
@@ -249,16 +246,16 @@ class Builder:
         n = 1
         for extent in ne:
             n *= extent
-        _require(n == C.ggml_nelements(a) and C.ggml_is_contiguous(a), f"reshape{list(ne)}", a)
+        _require(n == C.ggml_nelements(a) and C.ggml_is_contiguous(a), "reshape", a, given=ne)
         calls: tuple[Callable[..., Tensor], ...]
         calls = (C.ggml_reshape_1d, C.ggml_reshape_2d, C.ggml_reshape_3d, C.ggml_reshape_4d)
         return calls[len(ne) - 1](self.ctx, a, *ne)
 
     def view(self, a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offset: int = 0) -> Tensor:
         """View part of a tensor: extents ne, strides nb of ne1 and up in bytes, offset in bytes."""
-        _require(len(nb) == len(ne) - 1, f"view{list(ne)}", a)
+        _require(len(nb) == len(ne) - 1, "view", a, given=ne)
         last = C.ggml_row_size(a.type, ne[0]) + sum((e - 1) * s for e, s in zip(ne[1:], nb))
-        _require(offset + last <= C.ggml_nbytes(a), f"view{list(ne)}+{offset}", a)
+        _require(offset + last <= C.ggml_nbytes(a), "view", a, given=(ne, offset))
         calls: tuple[Callable[..., Tensor], ...]
         calls = (C.ggml_view_1d, C.ggml_view_2d, C.ggml_view_3d, C.ggml_view_4d)
         return calls[len(ne) - 1](self.ctx, a, *ne, *nb, offset)

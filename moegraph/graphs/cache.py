@@ -176,16 +176,15 @@ class GraphCache:
 
 
 def _check_supported(device: Device, graph: Any) -> None:
-    for i in range(C.ggml_graph_n_nodes(graph)):
-        node = C.ggml_graph_node(graph, i)
-        if not C.ggml_backend_supports_op(device.compute.ptr, node):
-            op = ffi.string(C.ggml_op_desc(node)).decode()
-            operands = ", ".join(
-                f"{ffi.string(C.ggml_type_name(s.type)).decode()}{list(shape(s))}"
-                for s in (node.src[j] for j in range(3))
-                if s != ffi.NULL
-            )
-            raise UnsupportedModel(
-                f"{device.name} cannot compute {name_of(node)}: no {op} for {operands}; "
-                "use --device cpu"
-            )
+    node = C.mg_graph_unsupported(device.compute.ptr, graph)
+    if node != ffi.NULL:
+        op = ffi.string(C.ggml_op_desc(node)).decode()
+        operands = ", ".join(
+            f"{ffi.string(C.ggml_type_name(s.type)).decode()}{list(shape(s))}"
+            for s in (node.src[j] for j in range(3))
+            if s != ffi.NULL
+        )
+        raise UnsupportedModel(
+            f"{device.name} cannot compute {name_of(node)}: no {op} for {operands}; "
+            "use --device cpu"
+        )

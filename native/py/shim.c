@@ -189,6 +189,15 @@ bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_c
     return ok;
 }
 
+struct ggml_tensor * mg_graph_unsupported(ggml_backend_t backend, const struct ggml_cgraph * graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        if (!ggml_backend_supports_op(backend, graph->nodes[i])) {
+            return graph->nodes[i];
+        }
+    }
+    return NULL;
+}
+
 void mg_graph_forget(ggml_backend_t backend, const struct ggml_cgraph * graph) {
     const __typeof__(&moegraph_forget_graph) forget = (__typeof__(forget)) cuda_function("moegraph_forget_graph");
     if (forget != NULL && graph->n_nodes > 0) {

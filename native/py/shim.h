@@ -46,6 +46,9 @@ void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag);
 // then replay the unchanged graph without comparing its nodes. False if allocation fails.
 bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_context * ctx, struct ggml_cgraph * graph);
 
+// The first node of a graph that the backend cannot compute, or NULL.
+struct ggml_tensor * mg_graph_unsupported(ggml_backend_t backend, const struct ggml_cgraph * graph);
+
 // Free what the backend keeps of a graph beside the graph itself; the device may still be running it.
 void mg_graph_forget(ggml_backend_t backend, const struct ggml_cgraph * graph);
 

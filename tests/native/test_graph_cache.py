@@ -14,12 +14,15 @@ import pytest
 from moegraph.arch.base import Routing
 from moegraph.arch.gptoss import GptOss
 from moegraph.engine import Engine
+from moegraph.errors import UnsupportedModel
 from moegraph.ggml.device import Device
+from moegraph.ggml.lib import C
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import BuiltGraph, GraphCache
 from moegraph.resident.layout import CAPTURED_NODE_BYTES
 
 N_NODES = 5
+IQ2_XXS = 16  # a type to which the CPU converts nothing
 
 
 @pytest.fixture
@@ -37,6 +40,18 @@ def get(graphs: GraphCache, key: int) -> BuiltGraph:
         return b.expand(out)
 
     return graphs.get(key, 64, build)
+
+
+def test_a_node_that_the_device_cannot_compute_is_named(graphs: GraphCache) -> None:
+    def build(b: Builder) -> Any:
+        fine = b.expand(b.name(b.add(*[b.leaf(F32, (256, 2), name) for name in "xy"]), "fine"))
+        packed = b.leaf(IQ2_XXS, (256, 2), "packed")
+        return b.expand(b.name(C.ggml_cpy(b.ctx, fine, packed), "copied"))
+
+    said = r"cpu cannot compute copied: no CPY for f32\[256, 2, 1, 1\], iq2_xxs\[256"
+    with pytest.raises(UnsupportedModel, match=said):
+        graphs.get(0, 64, build)
+    assert len(graphs) == 0
 
 
 def test_graphs_stay_within_the_limit_of_the_device(graphs: GraphCache) -> None:
