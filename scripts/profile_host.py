@@ -197,8 +197,10 @@ def parser() -> bench.Parser:
 
 def profile(args: argparse.Namespace) -> None:
     """Profile tokens or prompts."""
+    if args.share and not args.prompt:
+        raise bench.BenchError("--share is for --prompt")
     config: dict[str, Any] = {"device": args.device, "vram": args.vram, "n_ctx": 4096}
-    if args.prompt and args.share:
+    if args.share:
         with open_model(resolve_target(args.model)) as file:
             n_all = len(file.hparams.routed_layers) * file.hparams.n_expert
         slots = round(n_all * args.share / 100)

@@ -23,7 +23,6 @@ class Results(Enum):
     LOGITS = "logits"
     ARGMAX = "argmax"
     CANDIDATES = "candidates"
-    __hash__ = object.__hash__  # that of an Enum is slow, and each pass looks its graph up
 
 
 @dataclass(frozen=True)

@@ -264,8 +264,7 @@ class Tally:
         """
         now, n_built, steps = time.perf_counter(), self._runner.n_built, self._steps
         seconds, has_built, prompt_s = now - self._since, n_built != self._built, 0.0
-        if self._unlearned:
-            self.learn()
+        self.learn()
         if n_rows and not steps:
             self._unlearned = n_rows, seconds, has_built
         elif steps:
@@ -283,10 +282,9 @@ class Tally:
 
     def learn(self) -> None:
         """Learn what the pass that `end_round` ended took; best while the device computes."""
-        if self._unlearned:
-            n_rows, seconds, has_built = self._unlearned
-            self._unlearned = None
-            self.costs.note([decode_pass(n_rows)], seconds, has_built)
+        ended, self._unlearned = self._unlearned, None
+        if ended:
+            self.costs.note_round((), *ended)
 
     def end_piece(self, n_rows: int) -> float:
         """Note that the device has read a piece of a prompt; return what it took in seconds."""

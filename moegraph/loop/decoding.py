@@ -161,7 +161,7 @@ class Decoding:
         self._passes.launch(started, partial(self._meanwhile, batch, None))
 
     def _meanwhile(self, batch: AnswerBatch, trees: Trees | None) -> None:
-        """Do what the device need not wait for: deliver tokens, and prepare to draw the next."""
+        """Do what the device need not wait for: deliver tokens, learn, and prepare to draw."""
         self._answers.tell()
         self._answers.tally.learn()
         for i, answer in enumerate(batch):

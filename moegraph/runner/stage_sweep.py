@@ -127,7 +127,7 @@ class MissingExperts:
         """
         if not self._s.device.can.exact_sums:
             n = -(-len(places) // (self._s.memory.most - 1))
-            return np.array_split(places, n) if n > 1 else [places][:n]
+            return np.array_split(places, n) if n else []
         k = self._s.stage.hp.n_expert_used
         found = np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
         return [rows for rows in found if len(rows)]
@@ -322,7 +322,7 @@ class StageSweep:
             event.wait()
         rows = slice(chunk.row * k, chunk.end * k)
         chosen = ids[rows]
-        if chosen.view(np.uint32).max() >= len(table):  # or below 0
+        if chosen.min() < 0 or chosen.max() >= len(table):
             raise InternalError(f"layer {il}: router chose ids outside 0..{len(table) - 1}")
         absent[rows] = table[chosen] < 0
         self._missing.ask(il, chosen, absent[rows])

@@ -108,6 +108,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("bench_drafts.py", ["tiny", "--device", "cpu", "--vram", "much"], "vram is 'much'"),
     ("profile_token.py", ["tiny", "--ncu", "/nowhere"], "there is no /nowhere"),
     ("profile_host.py", ["tiny", "--tokens", "0"], "not a whole number of 1 or more"),
+    ("profile_host.py", ["tiny", "--share", "60"], "--share is for --prompt"),
     ("make_trace.py", ["t", "--preset", "round"], "invalid choice: 'round'"),
     ("make_trace.py", ["t", "--used", "300"], "--used at most --experts"),
 ]  # fmt: skip
