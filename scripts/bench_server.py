@@ -403,6 +403,16 @@ def measure(
                         yield {**line, **found}
 
 
+def of_tree(folder: Path) -> dict[str, str]:
+    """Return the environment in which `python -m moegraph` is that of a tree.
+
+    Without the second variable it would be that of the working directory.
+    """
+    if sys.version_info < (3, 11):
+        raise bench.BenchError("--before needs Python 3.11 or later")
+    return bench.with_path("PYTHONPATH", folder.resolve()) | {"PYTHONSAFEPATH": "1"}
+
+
 def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Return name, command and environment of each server."""
     slots = str(max([*args.clients, args.beside + args.long]))
@@ -411,7 +421,8 @@ def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], 
             *common, "--device", args.device, *args.ours.split()]  # fmt: skip
     found = {"moegraph": (ours, bench.with_path("PYTHONPATH", bench.ROOT))}
     if args.before:
-        found["before"] = (ours, bench.with_path("PYTHONPATH", args.before))
+        trees = {"moegraph": bench.ROOT, "before": args.before}
+        found = {name: (ours, of_tree(folder)) for name, folder in trees.items()}
     if args.llama_server:
         theirs = [str(args.llama_server), "-m", str(args.model), "--kv-unified", "-fa", "on",
                   *common, "-b", str(max(args.ubatch, 2048)), *args.theirs.split()]  # fmt: skip

@@ -6,6 +6,7 @@ import importlib.machinery
 import json
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -64,6 +65,21 @@ def test_the_scripts_take_the_options_of_the_parts(
             module = importlib.import_module(program.removesuffix(".py"))
             if hasattr(module, "parser"):
                 module.parser().parse_args(command[2:])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no safe path")
+def test_a_server_is_of_its_tree_wherever_the_script_runs(tmp_path: Path) -> None:
+    trees = [tmp_path / "here", tmp_path / "before"]
+    for tree in trees:
+        (tree / "moegraph").mkdir(parents=True)
+        (tree / "moegraph" / "__init__.py").touch()
+        (tree / "moegraph" / "__main__.py").write_text(f"print({tree.name!r})")
+    said = [
+        subprocess.run([sys.executable, "-m", "moegraph"], cwd=trees[0], text=True,
+                       env=bench_server.of_tree(tree), capture_output=True, check=True).stdout
+        for tree in trees
+    ]  # fmt: skip
+    assert said == ["here\n", "before\n"]
 
 
 class Answering(bench_server.Stream):
